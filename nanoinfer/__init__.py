@@ -1,0 +1,1 @@
+"""nanoinfer: paged KV cache, continuous batching, sampling. Start at `engine.py`."""
