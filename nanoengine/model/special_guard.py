@@ -53,13 +53,14 @@ class SpecialGuard:
         Masked characters are put back before encoding, so they tokenise as themselves.
         """
         renamed = self._pattern.sub(lambda match: self._names[match.group()], text)
-        return self.encode_plain(renamed.translate({ord(m): char for char, m in masks.items()}))
+        unmask = {ord(mask): char for char, mask in masks.items()}
+        return self.encode_plain(renamed.translate(unmask))
 
 
 def mask_strings(value: Any, masks: dict[str, str]) -> Any:
     """`value` with every string inside it masked; keys of dicts and other types are kept."""
     if isinstance(value, str):
-        return value.translate(str.maketrans(masks))
+        return value.translate({ord(char): mask for char, mask in masks.items()})
     if isinstance(value, dict):
         return {key: mask_strings(item, masks) for key, item in value.items()}
     if isinstance(value, list | tuple):
