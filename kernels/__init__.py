@@ -1,0 +1,38 @@
+"""The operations both engines are made of: one file an op, PyTorch on a CPU, Triton on a GPU.
+
+Every op takes `backend="auto" | "torch" | "triton"`; "auto" looks at the device (`_dispatch.py`).
+Triton is imported only when its back end is first used, so a CPU program never pays for it.
+
+Two families:
+* row ops, each with a reference in plain PyTorch: `rms_norm`, `rope`, `swiglu`, `linear_logprob`;
+* attention: `flash_attention` (training, packed), `paged_attention` and `kv_cache` (inference).
+
+On a CPU a result depends on its own row or sequence only, never on what else is in the batch, on
+padding or on the number of threads: that is what makes rollout and trainer log-probs equal bit for
+bit. `linear.py` and `flash_attention.py` say how.
+"""
+
+from kernels.flash_attention import flash_attn_varlen, make_varlen_plan
+from kernels.kv_cache import reshape_and_cache
+from kernels.linear import linear, pack_weight
+from kernels.linear_logprob import linear_logprob, logits_logprob
+from kernels.paged_attention import make_paged_plan, paged_attention
+from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.rope import apply_rope
+from kernels.swiglu import swiglu
+
+__all__ = [
+    "add_rms_norm",
+    "apply_rope",
+    "flash_attn_varlen",
+    "linear",
+    "linear_logprob",
+    "logits_logprob",
+    "make_paged_plan",
+    "make_varlen_plan",
+    "pack_weight",
+    "paged_attention",
+    "reshape_and_cache",
+    "rms_norm",
+    "swiglu",
+]

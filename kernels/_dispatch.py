@@ -1,0 +1,34 @@
+"""Which back end an op runs on. The argument decides; "auto" follows the device of the tensor."""
+
+from typing import Literal
+
+import torch
+
+Backend = Literal["auto", "torch", "triton"]
+
+
+def use_triton(backend: str, x: torch.Tensor) -> bool:
+    """True where the Triton kernel is to run for `x`."""
+    if backend == "auto":
+        return x.is_cuda
+    if backend == "torch":
+        return False
+    if backend != "triton":
+        raise ValueError(f"backend={backend!r}: must be 'auto', 'torch' or 'triton'")
+    if not x.is_cuda and not _is_interpreted():
+        raise ValueError(
+            f"backend='triton' with a tensor on {x.device}: Triton runs on a GPU; use "
+            "backend='auto', or set TRITON_INTERPRET=1 before the program starts"
+        )
+    return True
+
+
+def _is_interpreted() -> bool:
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which reductions run: fp32, or fp64 for fp64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,99 @@
+"""y = x · weightᵀ + bias, row-invariant and fast on a CPU.
+
+The two engines must give one token the same bits whatever batch it sits in. On a CPU that holds
+for oneDNN's inner product over a weight in its own block layout (`pack_weight`): any number of
+rows in bf16, two or more in fp32, so a single fp32 row is doubled. The same call is also the
+fastest there is, about twice `F.linear` in fp32, so exactness costs nothing.
+
+A weight may carry `main_grad`, an fp32 buffer of its shape: the backward pass then adds to that
+and autograd sees no gradient, which saves one weight-sized tensor a layer and keeps the sum over
+micro-batches in fp32.
+
+Left out: quantised weights; the GPU path is `F.linear` (cuBLAS).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_PACK_ROWS = 64  # oneDNN's hint of the batch size; the layout, so the bits, do not depend on it
+
+
+def is_packable(weight: Tensor) -> bool:
+    """Whether oneDNN's packed inner product exists for this weight."""
+    return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+
+
+def pack_weight(weight: Tensor) -> Tensor | None:
+    """A copy of `weight` in oneDNN's layout, for `packed=`; None where there is no such layout."""
+    if not is_packable(weight):
+        return None
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _PACK_ROWS)
+
+
+def _inner_product(x_TI: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x_TI, weight, bias, "none", [], "")
+
+
+def linear_rows(
+    x_TI: Tensor, weight_OI: Tensor, bias: Tensor | None, packed: Tensor | None
+) -> Tensor:
+    """The forward pass, without autograd, on rows."""
+    if not is_packable(weight_OI) or x_TI.dtype != weight_OI.dtype:
+        return F.linear(x_TI, weight_OI, bias)
+    if packed is None:
+        packed = pack_weight(weight_OI)
+    if x_TI.shape[0] == 1 and x_TI.dtype == torch.float32:
+        return _inner_product(x_TI.expand(2, -1).contiguous(), packed, bias)[:1]
+    return _inner_product(x_TI, packed, bias)
+
+
+def matmul_rows(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    """a · b by the fastest CPU path: oneDNN in fp32 (MKL reaches half of it on some machines)."""
+    if a_MK.device.type == "cpu" and a_MK.dtype == torch.float32 and a_MK.numel() and b_KN.numel():
+        return _inner_product(a_MK, b_KN.t())
+    return a_MK @ b_KN
+
+
+def accumulate_weight_grad(weight: Tensor, dw: Tensor) -> Tensor | None:
+    """Adds `dw` to `weight.main_grad` where there is one, else hands it to autograd."""
+    main_grad = getattr(weight, "main_grad", None)
+    if not isinstance(main_grad, Tensor):
+        return dw.to(weight.dtype)
+    main_grad.add_(dw)
+    return None
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TI, weight, bias, packed):
+        ctx.save_for_backward(x_TI, weight)
+        return linear_rows(x_TI, weight, bias, packed)
+
+    @staticmethod
+    def backward(ctx, dy_TO):
+        x_TI, weight = ctx.saved_tensors
+        needs_x, needs_w, needs_b, _ = ctx.needs_input_grad
+        dx = matmul_rows(dy_TO, weight) if needs_x else None
+        dw = accumulate_weight_grad(weight, matmul_rows(dy_TO.t(), x_TI)) if needs_w else None
+        db = None
+        if needs_b:
+            db = dy_TO.sum(0, dtype=torch.promote_types(dy_TO.dtype, torch.float32)).to(dy_TO.dtype)
+        return dx, dw, db, None
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None
+) -> Tensor:
+    """x [..., in] · weight [out, in]ᵀ + bias [out]. `packed` is `pack_weight(weight)`, kept fresh
+    by the caller; without it the weight is packed on every call."""
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"x: last dimension {x.shape[-1]} must be weight's {weight.shape[1]} "
+            f"(weight is {tuple(weight.shape)}, [out, in])"
+        )
+    if x.dtype != weight.dtype:
+        raise ValueError(f"x: dtype {x.dtype} must be weight's {weight.dtype}; cast one of them")
+    x_TI = x.reshape(-1, x.shape[-1])
+    y_TO = _Linear.apply(x_TI, weight, bias, packed)
+    return y_TO.view(*x.shape[:-1], weight.shape[0])

@@ -1,0 +1,174 @@
+"""Log-probability (and entropy) of given tokens under softmax(hidden · weightᵀ / temperature).
+
+A tokens x vocabulary tensor is never held: tokens go in chunks, and the backward pass computes
+each chunk's logits again, rewrites them in place to their gradient, and adds the weight's
+gradient into one fp32 buffer (`weight.main_grad` where there is one).
+
+`logits_logprob` is the same arithmetic on logits that exist already; the sampler uses it, so a
+rollout's log-prob and the trainer's are the same bits.
+
+Source of the chunking: the memory-efficient cross-entropy of Liger and of Apple's CCE.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels._dispatch import Backend, use_triton
+from kernels.linear import linear_rows, matmul_rows, pack_weight
+
+_CHUNK_ELEMENTS = 256 * 49152  # logits held at a time: 50 MB in fp32
+
+
+def _log_softmax_stats(logits_CV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Tempered logits in fp32 and their logsumexp, row by row."""
+    z = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+    if temperature != 1.0:
+        z = z / temperature
+    if z.shape[0] == 1:  # one long row would be split between threads; two rows are not
+        return z, torch.logsumexp(z.repeat(2, 1), -1)[:1]
+    return z, torch.logsumexp(z, -1)
+
+
+def logits_logprob(logits_BV: Tensor, token_ids_B: Tensor, temperature: float = 1.0) -> Tensor:
+    """fp32 log-prob of each row's token under softmax(logits / temperature); 0 means 1."""
+    z, lse = _log_softmax_stats(logits_BV, _valid_temperature(temperature))
+    return z.gather(1, token_ids_B.unsqueeze(1)).squeeze(1) - lse
+
+
+def linear_logprob_ref(
+    hidden_TD: Tensor, weight_VD: Tensor, token_ids_T: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """logp and entropy with the whole T x V tensor, by autograd alone."""
+    logits = hidden_TD @ weight_VD.t()
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    logp_TV = torch.log_softmax(z, -1)
+    entropy = -(logp_TV.exp() * logp_TV).sum(-1)
+    return logp_TV.gather(1, token_ids_T.unsqueeze(1)).squeeze(1), entropy
+
+
+class _LinearLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, token_ids, temperature, wants_entropy, chunk, packed, dtype):
+        needs_grad = any(ctx.needs_input_grad)
+        head = weight.to(dtype)
+        packed = pack_weight(head) if packed is None else packed
+        logps, entropies, lses = [], [], []
+        for lo in range(0, hidden.shape[0], chunk):
+            logits = linear_rows(hidden[lo : lo + chunk].to(dtype), head, None, packed)
+            z, lse = _log_softmax_stats(logits, temperature)
+            logps.append(z.gather(1, token_ids[lo : lo + chunk, None]).squeeze(1) - lse)
+            lses.append(lse)
+            if wants_entropy:
+                entropies.append(_entropy(z, lse))
+        logp, lse = _cat(logps, hidden), _cat(lses, hidden)
+        entropy = _cat(entropies, hidden) if wants_entropy else logp.new_zeros(0)
+        if needs_grad:
+            ctx.save_for_backward(hidden, weight, token_ids, lse, entropy)
+            ctx.options = (temperature, chunk, packed, dtype)
+        ctx.set_materialize_grads(False)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx, dlogp, dentropy):
+        hidden, weight, token_ids, lse, entropy = ctx.saved_tensors
+        temperature, chunk, packed, dtype = ctx.options
+        head = weight.to(dtype)
+        main_grad = getattr(weight, "main_grad", None)
+        dweight = main_grad
+        if not isinstance(main_grad, Tensor) and ctx.needs_input_grad[1]:
+            dweight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device)
+        dhidden = torch.empty_like(hidden)
+        for lo in range(0, hidden.shape[0], chunk):
+            rows = slice(lo, lo + chunk)
+            h = hidden[rows].to(dtype)
+            z, _ = linear_rows(h, head, None, packed).to(lse.dtype).div_(temperature), None
+            dz = _dlogits(
+                z,
+                lse[rows],
+                token_ids[rows],
+                None if dlogp is None else dlogp[rows],
+                None if dentropy is None else dentropy[rows],
+                entropy[rows] if entropy.numel() else None,
+            )
+            dlogits = dz.div_(temperature).to(dtype)
+            dhidden[rows] = matmul_rows(dlogits, head)
+            if ctx.needs_input_grad[1]:
+                dweight.add_(matmul_rows(dlogits.t(), h))
+        dw = None if main_grad is not None or dweight is None else dweight.to(weight.dtype)
+        return dhidden, dw, None, None, None, None, None, None
+
+
+def _entropy(z: Tensor, lse: Tensor) -> Tensor:
+    p = (z - lse.unsqueeze(1)).exp_()
+    return lse - p.mul_(z).sum(-1)
+
+
+def _dlogits(z, lse, token_ids, dlogp, dentropy, entropy) -> Tensor:
+    """Gradient by the tempered logits: dlogp · (onehot − p) − dentropy · p · (logp + entropy)."""
+    logp = z.sub_(lse.unsqueeze(1))
+    if dentropy is None:
+        scale = -dlogp.unsqueeze(1)
+        dz = logp.exp_().mul_(scale)
+    else:
+        scale = -dentropy.unsqueeze(1)
+        slope = (logp + entropy.unsqueeze(1)).mul_(scale)
+        if dlogp is not None:
+            slope.sub_(dlogp.unsqueeze(1))
+        dz = logp.exp_().mul_(slope)
+    if dlogp is not None:
+        dz.scatter_add_(1, token_ids.unsqueeze(1), dlogp.unsqueeze(1).to(dz.dtype))
+    return dz
+
+
+def _cat(parts: list[Tensor], like: Tensor) -> Tensor:
+    return torch.cat(parts) if parts else torch.zeros(0, device=like.device)
+
+
+def linear_logprob(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    token_ids_T: Tensor,
+    *,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    chunk_size: int | None = None,
+    packed: Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """fp32 logp [T] of `token_ids`, and with `return_entropy` also the entropy [T], in nats.
+
+    `temperature` 0 (greedy) means 1. `logits_dtype` is the dtype of the matmul, hidden's unless
+    given (fp32 for an exact head over a bf16 model); `packed` is `pack_weight` of the weight in
+    that dtype. `chunk_size` is tokens a chunk.
+    """
+    temperature = _valid_temperature(temperature)
+    _check(hidden_TD, weight_VD, token_ids_T)
+    use_triton(backend, hidden_TD)
+    chunk = chunk_size if chunk_size is not None else max(64, _CHUNK_ELEMENTS // weight_VD.shape[0])
+    if chunk < 1:
+        raise ValueError(f"chunk_size={chunk_size}: must be at least 1 token")
+    dtype = logits_dtype if logits_dtype is not None else hidden_TD.dtype
+    logp, entropy = _LinearLogprob.apply(
+        hidden_TD, weight_VD, token_ids_T, temperature, return_entropy, chunk, packed, dtype
+    )
+    return (logp, entropy) if return_entropy else logp
+
+
+def _valid_temperature(temperature: float) -> float:
+    if temperature < 0:
+        raise ValueError(f"temperature={temperature}: must be 0 (greedy, scored at 1) or more")
+    return temperature if temperature > 0 else 1.0
+
+
+def _check(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> None:
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden: shape {tuple(hidden.shape)} must be [tokens, {weight.shape[-1]}] to match "
+            f"weight {tuple(weight.shape)}"
+        )
+    if token_ids.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"token_ids: shape {tuple(token_ids.shape)} must be one id for each of the "
+            f"{hidden.shape[0]} rows of hidden"
+        )

@@ -1,0 +1,241 @@
+"""Causal attention of new tokens over the paged cache: prefill, chunked prefill, prefix hits and
+decoding in one call.
+
+The last query of a sequence sits at its last key: query i of n sees `seq_len − n + i + 1` keys.
+Keys and values of the new tokens are already in the cache (`reshape_and_cache`).
+
+CPU: `make_paged_plan` turns one engine step into a few padded rectangles (decodes apart from
+prefills, each by length), with gather indices and masks, once for all layers; a layer is then two
+gathers and one batched attention a rectangle, the trainer's arithmetic (`attend_masked`).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels._dispatch import Backend, use_triton
+from kernels.flash_attention import attend_masked, bucket_by_length, key_multiple, round_up
+
+
+@dataclass(frozen=True)
+class _Rectangle:
+    """Sequences with similar numbers of queries and keys."""
+
+    num_seqs: int
+    num_queries: int
+    blocks: Tensor  # [num_seqs * blocks each] cache blocks, in order
+    queries: Tensor | None  # [num_seqs * num_queries] token of each cell; None: all, in order
+    cells: Tensor | None  # the cell of each of the rectangle's tokens; None: every cell is real
+    tokens: Tensor | None  # those tokens; None: all, in order
+    mask_B1QL: Tensor
+
+
+@dataclass(frozen=True)
+class PagedPlan:
+    """The layout of one engine step for CPU attention."""
+
+    rectangles: list[_Rectangle]
+    num_tokens: int
+
+
+def make_paged_plan(
+    query_start_loc: Tensor | Sequence[int],
+    seq_lens: Tensor | Sequence[int],
+    block_tables: Tensor,
+    *,
+    block_size: int,
+    dtype: torch.dtype,
+) -> PagedPlan:
+    """A plan for `paged_attention(..., plan=)`.
+
+    `query_start_loc` [sequences + 1], `seq_lens` [sequences] (keys, new tokens included),
+    `block_tables` [sequences, blocks]; entries past a sequence's end are not read.
+    """
+    starts, lens = _ints(query_start_loc), _ints(seq_lens)
+    counts = [b - a for a, b in zip(starts, starts[1:], strict=False)]
+    _check_step(counts, lens, block_tables, block_size)
+    decodes = [i for i, n in enumerate(counts) if n == 1]
+    prefills = [i for i, n in enumerate(counts) if n > 1]
+    multiple = math.lcm(key_multiple(dtype), block_size)
+    groups = [
+        [decodes[j] for j in members]
+        for members in bucket_by_length([lens[i] for i in decodes], multiple)
+    ]
+    for by_queries in bucket_by_length([counts[i] for i in prefills], 4):
+        same = [prefills[j] for j in by_queries]
+        for by_keys in bucket_by_length([lens[i] for i in same], multiple):
+            groups.append([same[j] for j in by_keys])
+    rectangles = [
+        _rectangle(g, starts, counts, lens, block_tables, block_size, multiple, dtype)
+        for g in groups
+    ]
+    return PagedPlan(rectangles, starts[-1])
+
+
+def _rectangle(
+    members: list[int],
+    starts: list[int],
+    counts: list[int],
+    lens: list[int],
+    block_tables: Tensor,
+    block_size: int,
+    multiple: int,
+    dtype: torch.dtype,
+) -> _Rectangle:
+    first = torch.tensor([starts[i] for i in members]).unsqueeze(1)
+    count = torch.tensor([counts[i] for i in members]).unsqueeze(1)
+    length = torch.tensor([lens[i] for i in members]).unsqueeze(1)
+    num_keys = round_up(int(length.max()), multiple)
+    num_queries = int(count.max())
+    if num_queries > 1:
+        num_queries = max(4, num_queries)
+    columns = torch.arange(num_queries)
+    query = torch.minimum(columns, count - 1)  # padding repeats the last query
+    visible = length - count + query + 1
+    mask = torch.zeros(len(members), num_queries, num_keys, dtype=dtype)
+    mask.masked_fill_(torch.arange(num_keys) >= visible.unsqueeze(2), -math.inf)
+    queries = (first + query).flatten()
+    is_real = (columns < count).flatten()
+    is_whole = len(members) == len(lens)
+    is_full = bool(is_real.all())
+    return _Rectangle(
+        num_seqs=len(members),
+        num_queries=num_queries,
+        blocks=_block_index(members, length, block_tables, block_size, num_keys),
+        queries=None if is_whole and is_full else queries,
+        cells=None if is_full else is_real.nonzero().squeeze(1),
+        tokens=None if is_whole else queries[is_real],
+        mask_B1QL=mask.unsqueeze(1),
+    )
+
+
+def _block_index(
+    members: list[int], length: Tensor, block_tables: Tensor, block_size: int, num_keys: int
+) -> Tensor:
+    """The cache blocks of each sequence, padded with its own first block."""
+    width = num_keys // block_size
+    table = block_tables[members].to(torch.int64)
+    padded = table[:, :1].expand(-1, width).clone()
+    shared = min(width, table.shape[1])
+    is_used = torch.arange(shared) * block_size < length
+    padded[:, :shared] = torch.where(is_used, table[:, :shared], table[:, :1])
+    return padded.flatten()
+
+
+def paged_attention_ref(
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start_loc: Tensor | Sequence[int],
+    seq_lens: Tensor | Sequence[int],
+    block_tables: Tensor,
+    softmax_scale: float,
+) -> Tensor:
+    """The definition, one sequence at a time."""
+    starts, lens = _ints(query_start_loc), _ints(seq_lens)
+    group = q_THD.shape[1] // k_cache.shape[2]
+    out = torch.empty_like(q_THD)
+    for i, length in enumerate(lens):
+        lo, hi = starts[i], starts[i + 1]
+        blocks = block_tables[i, : -(-length // k_cache.shape[1])]
+        k = k_cache[blocks].flatten(0, 1)[:length].transpose(0, 1).repeat_interleave(group, 0)
+        v = v_cache[blocks].flatten(0, 1)[:length].transpose(0, 1).repeat_interleave(group, 0)
+        scores = q_THD[lo:hi].transpose(0, 1) @ k.transpose(1, 2) * softmax_scale
+        position = torch.arange(length - (hi - lo), length, device=q_THD.device).unsqueeze(1)
+        future = torch.arange(length, device=q_THD.device) > position
+        p = torch.softmax(scores.masked_fill(future, -math.inf), -1)
+        out[lo:hi] = (p @ v).transpose(0, 1)
+    return out
+
+
+def paged_attention(
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start_loc: Tensor | Sequence[int],
+    seq_lens: Tensor | Sequence[int],
+    block_tables: Tensor,
+    *,
+    max_query_len: int,
+    max_seq_len: int,
+    softmax_scale: float | None = None,
+    plan: PagedPlan | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """o [T, H, D] of packed queries over caches [blocks, block_size, K, D]. Inference only.
+
+    On a CPU pass `plan` (`make_paged_plan`, once a step); the other arguments are then not read.
+    """
+    _check_caches(q_THD, k_cache, v_cache)
+    scale = softmax_scale if softmax_scale is not None else q_THD.shape[-1] ** -0.5
+    use_triton(backend, q_THD)
+    if plan is None:
+        plan = make_paged_plan(
+            query_start_loc,
+            seq_lens,
+            block_tables,
+            block_size=k_cache.shape[1],
+            dtype=q_THD.dtype,
+        )
+    if plan.num_tokens != q_THD.shape[0]:
+        raise ValueError(f"plan: made for {plan.num_tokens} tokens, q has {q_THD.shape[0]}")
+    with torch.no_grad():
+        return _attend_plan(q_THD.contiguous(), k_cache, v_cache, plan, scale)
+
+
+def _attend_plan(
+    q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, plan: PagedPlan, scale: float
+) -> Tensor:
+    out = torch.empty_like(q_THD)
+    for r in plan.rectangles:
+        q = q_THD if r.queries is None else q_THD.index_select(0, r.queries)
+        q_BQHD = q.unflatten(0, (r.num_seqs, r.num_queries))
+        k_BLKD = k_cache.index_select(0, r.blocks).view(r.num_seqs, -1, *k_cache.shape[2:])
+        v_BLKD = v_cache.index_select(0, r.blocks).view(r.num_seqs, -1, *v_cache.shape[2:])
+        o = attend_masked(q_BQHD, k_BLKD, v_BLKD, r.mask_B1QL, scale).flatten(0, 1)
+        if r.cells is not None:
+            o = o.index_select(0, r.cells)
+        if r.tokens is None:
+            out = o
+        else:
+            out.index_copy_(0, r.tokens, o)
+    return out
+
+
+def _ints(x: Tensor | Sequence[int]) -> list[int]:
+    return x.tolist() if isinstance(x, Tensor) else list(x)
+
+
+def _check_step(counts: list[int], lens: list[int], block_tables: Tensor, block_size: int) -> None:
+    if len(counts) != len(lens) or block_tables.shape[0] != len(lens):
+        raise ValueError(
+            f"query_start_loc: {len(counts)} sequences, seq_lens: {len(lens)}, block_tables: "
+            f"{block_tables.shape[0]}; must be the same"
+        )
+    for i, (count, length) in enumerate(zip(counts, lens, strict=True)):
+        if not 1 <= count <= length:
+            raise ValueError(
+                f"seq_lens[{i}]={length}: must be at least the sequence's {count} queries, "
+                "and those at least 1"
+            )
+        if length > block_tables.shape[1] * block_size:
+            raise ValueError(
+                f"block_tables: {block_tables.shape[1]} blocks of {block_size} cannot hold "
+                f"seq_lens[{i}]={length}"
+            )
+
+
+def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    if q.dim() != 3 or k_cache.dim() != 4 or k_cache.shape != v_cache.shape:
+        raise ValueError(
+            f"q: must be [tokens, heads, head_dim] and caches [blocks, block_size, heads, "
+            f"head_dim], got {tuple(q.shape)}, {tuple(k_cache.shape)}, {tuple(v_cache.shape)}"
+        )
+    if q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[2]:
+        raise ValueError(
+            f"q: heads and head_dim {tuple(q.shape[1:])} do not fit caches of "
+            f"{tuple(k_cache.shape[2:])}"
+        )

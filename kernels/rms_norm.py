@@ -1,0 +1,75 @@
+"""Root-mean-square layer norm: y = x / sqrt(mean(x²) + eps) · weight, over the last dimension.
+
+Computed in fp32 and rounded once, at the end. `add_rms_norm` first adds the residual stream and
+returns the sum too. The backward pass keeps x and one number a row.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels._dispatch import Backend, compute_dtype, use_triton
+
+
+def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The definition, differentiable by autograd alone."""
+    x32 = x.to(compute_dtype(x.dtype))
+    rstd = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    return (x32 * rstd * weight.to(x32.dtype)).to(x.dtype)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        y, rstd = _forward(x, weight, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, rstd = ctx.saved_tensors
+        dx, dw = _backward(dy, x, weight, rstd)
+        return dx, dw, None
+
+
+def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    x32 = x.to(compute_dtype(x.dtype))
+    rstd = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    return (x32 * rstd).mul_(weight.to(x32.dtype)).to(x.dtype), rstd
+
+
+def _backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    normed = x.to(rstd.dtype) * rstd
+    dy32 = dy.to(rstd.dtype)
+    dw = (dy32 * normed).flatten(0, -2).sum(0).to(weight.dtype)
+    g = dy32 * weight.to(rstd.dtype)
+    c = (g * normed).mean(-1, keepdim=True)
+    dx = g.sub_(normed.mul_(c)).mul_(rstd).to(x.dtype)
+    return dx, dw
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, backend: Backend = "auto") -> Tensor:
+    """RMSNorm over the last dimension; any leading shape; output in x's dtype."""
+    _check(x, weight, eps)
+    use_triton(backend, x)
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _RMSNorm.apply(x, weight, eps)
+    return _forward(x, weight, eps)[0]
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, *, backend: Backend = "auto"
+) -> tuple[Tensor, Tensor]:
+    """`residual + x` and its RMSNorm: returns (y, new residual)."""
+    if x.shape != residual.shape:
+        raise ValueError(f"residual: shape {tuple(residual.shape)} must be x's {tuple(x.shape)}")
+    total = residual + x
+    return rms_norm(total, weight, eps, backend=backend), total
+
+
+def _check(x: Tensor, weight: Tensor, eps: float) -> None:
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"weight: shape {tuple(weight.shape)} must be x's last dimension {tuple(x.shape[-1:])}"
+        )
+    if not eps > 0:
+        raise ValueError(f"eps={eps}: must be positive")
