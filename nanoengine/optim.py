@@ -15,8 +15,10 @@ AdamW: Loshchilov and Hutter, "Decoupled weight decay regularization", arXiv 171
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -95,11 +97,16 @@ class _Slot:
 class AdamW:
     """Owns masters, moments and gradients of `named_parameters`; tied parameters come once.
 
-    `is_decayed(name, param)` picks what weight decay applies to: by default, matrices.
+    `dtype` is what the parameters are converted to (by default they keep theirs); the masters
+    start from the values before. Weight decay applies to matrices, not to norms and biases.
     """
 
     def __init__(
-        self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: AdamWConfig
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        config: AdamWConfig,
+        *,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.config = config
         self.step_count = 0
@@ -108,20 +115,22 @@ class AdamW:
             raise ValueError("no trainable parameters: every requires_grad is False")
         self._slots, self._decay_end, size = _lay_out(named)
         first = named[0][1]
-        self._dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+        dtype = dtype if dtype is not None else first.dtype
+        wide = torch.promote_types(dtype, torch.float32)
         self.master, self.exp_avg, self.exp_avg_sq, self.grad = (
-            torch.zeros(size, dtype=self._dtype, device=first.device) for _ in range(4)
+            torch.zeros(size, dtype=wide, device=first.device) for _ in range(4)
         )
-        self.has_working_copy = first.dtype != self._dtype
+        self.has_working_copy = dtype != wide
+        self._parked: _Parked | None = None
         self._hooks = []
         for slot in self._slots:
-            slot.view(self.master).copy_(slot.param.data)
-            if not self.has_working_copy:
-                slot.param.data = slot.view(self.master)
+            master = slot.view(self.master).copy_(slot.param.data)
+            slot.param.data = master.to(dtype)  # the master's own memory in fp32
             slot.param.main_grad = slot.view(self.grad)  # type: ignore[attr-defined]
             self._hooks.append(slot.param.register_post_accumulate_grad_hook(_collect))
 
     def zero_grad(self) -> None:
+        self._require_loaded()
         self.grad.zero_()
 
     def grad_norm(self) -> float:
@@ -179,12 +188,14 @@ class AdamW:
     @torch.no_grad()
     def read_weights(self) -> None:
         """Take the parameters as the new masters, after somebody else wrote to them."""
+        self._require_loaded()
         if self.has_working_copy:
             for slot in self._slots:
                 slot.view(self.master).copy_(slot.param)
 
     def state(self) -> dict[str, Tensor]:
         """Views, by name: `master.*`, `exp_avg.*`, `exp_avg_sq.*`. Writing to them restores."""
+        self._require_loaded()
         buffers = {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
         return {
             f"{kind}.{slot.name}": slot.view(flat)
@@ -192,12 +203,52 @@ class AdamW:
             for slot in self._slots
         }
 
-    def release(self) -> None:
-        """Unhook from the parameters, which keep their values."""
-        for hook in self._hooks:
-            hook.remove()
-        for slot in self._slots:
-            del slot.param.main_grad  # type: ignore[attr-defined]
+    def offload(self, folder: Path | str | None = None) -> None:
+        """Free the gradient and park moments and separate masters until `reload`: from a GPU in
+        host memory, from a CPU in a temporary file in `folder`. A second call does nothing."""
+        if self._parked is None:
+            buffers = [self.exp_avg, self.exp_avg_sq]
+            if self.has_working_copy:
+                buffers.append(self.master)
+            self._parked = _Parked(buffers, self.grad, folder)
+
+    def reload(self) -> None:
+        if self._parked is not None:
+            self._parked.restore()
+            self._parked = None
+
+    def _require_loaded(self) -> None:
+        if self._parked is not None:
+            raise ValueError("the optimizer is offloaded: call reload() first")
+
+
+class _Parked:
+    """Flat buffers whose storage is empty while their bytes lie elsewhere. Views stay valid."""
+
+    def __init__(self, buffers: list[Tensor], scratch: Tensor, folder: Path | str | None) -> None:
+        self._buffers, self._scratch = buffers, scratch
+        self._host: list[Tensor] = []
+        self._file = None
+        if buffers[0].device.type == "cpu":
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (lives until restore)
+            for buffer in buffers:
+                self._file.write(buffer.view(torch.uint8).numpy().data)
+            self._file.seek(0)
+        else:
+            self._host = [buffer.cpu() for buffer in buffers]
+        self._sizes = [buffer.untyped_storage().nbytes() for buffer in (*buffers, scratch)]
+        for buffer in (*buffers, scratch):
+            buffer.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        for buffer, size in zip((*self._buffers, self._scratch), self._sizes, strict=True):
+            buffer.untyped_storage().resize_(size)
+        for buffer, source in zip(self._buffers, self._host, strict=False):
+            buffer.copy_(source)
+        if self._file is not None:
+            with self._file as file:
+                for buffer in self._buffers:
+                    file.readinto(buffer.view(torch.uint8).numpy().data)
 
 
 def _lay_out(named: list[tuple[str, nn.Parameter]]) -> tuple[list[_Slot], int, int]:
