@@ -1,1 +1,2 @@
-"""nanoengine: the model, how it is packed and trained, how it is saved. Start at `engine.py`."""
+"""nanoengine: the model, how it is split and how it is trained. Read `engine.py` first, then
+`model/config.py`."""

@@ -81,6 +81,8 @@ class Engine:
         self.version = 0
         self.last_logps: list[Tensor] = []  # of the last train_step, before its update
         self.optimizer = AdamW(model.named_parameters(), config, dtype=DTYPES[config.dtype])
+        for buffer in model.buffers():  # rope tables: as wide as the masters
+            buffer.data = buffer.to(self.optimizer.master.dtype)
         self._head_packed: Tensor | None = None
         self._refresh()
 
@@ -292,9 +294,7 @@ class Engine:
             "cursor": dict(cursor or {}),
         }
         tensors = {**self.optimizer.state(), **rng_tensors}
-        return save_checkpoint(
-            path, self.version, tensors, meta, keep=self.config.keep_checkpoints
-        )
+        return save_checkpoint(path, self.version, tensors, meta, keep=self.config.keep_checkpoints)
 
     def load(self, path: Path | str) -> dict[str, Any]:
         """Take over a checkpoint, or the latest under a root; what follows is bit-equal to a run
