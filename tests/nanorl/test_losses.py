@@ -360,3 +360,9 @@ def test_a_missing_reference_is_named() -> None:
         make_loss(AlgorithmSpec(kl_coef=0.1))(batch.old_logp_T, batch)
     with pytest.raises(ValueError, match="choose one of grpo"):
         named_spec("nope")
+
+
+def test_distillation_weighs_a_sampled_token_by_its_log_ratio_alone() -> None:
+    logp = f64(-1.0).requires_grad_()
+    losses.opd(logp, f64(-1.0), f64(-3.0)).sum().backward()
+    same(logp.grad, f64(2.0))  # without the stop-gradient it would be 3
