@@ -1,0 +1,1 @@
+"""Where tasks come from and where rollouts are kept."""
