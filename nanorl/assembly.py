@@ -214,6 +214,4 @@ def load_tasks(config: RunConfig, preset: Preset) -> Tasks:
 
 
 def sandbox_spec(config: RunConfig) -> SandboxSpec:
-    return SandboxSpec(
-        timeout_s=config.tool.timeout_s, memory_bytes=config.tool.memory_mb << 20
-    )
+    return SandboxSpec(timeout_s=config.tool.timeout_s, memory_bytes=config.tool.memory_mb << 20)

@@ -33,7 +33,9 @@ class WarmStartConfig:
 
     def __post_init__(self) -> None:
         _require(self.steps >= 0, "warm-start.steps", self.steps, "0 or more")
-        _require(self.traces_per_step >= 1, "warm-start.traces-per-step", self.traces_per_step, "1+")
+        _require(
+            self.traces_per_step >= 1, "warm-start.traces-per-step", self.traces_per_step, "1+"
+        )
         _require(self.lr > 0, "warm-start.lr", self.lr, "positive")
 
 

@@ -59,9 +59,7 @@ def tiny() -> RunConfig:
             max_turns=4, max_turn_tokens=48, max_context_tokens=256, max_observation_tokens=32
         ),
         tool=ToolConfig(timeout_s=2.0),
-        evaluation=EvaluationConfig(
-            num_tasks=418, num_tasks_untrained=418, num_tasks_no_tool=418
-        ),
+        evaluation=EvaluationConfig(num_tasks=418, num_tasks_untrained=418, num_tasks_no_tool=418),
         engine=EngineLimits(
             micro_batch_tokens=8192, max_num_seqs=192, max_batch_tokens=4096, cache_mb=256
         ),

@@ -137,9 +137,7 @@ class Trainer:
         """One optimizer batch (`rl.epochs` steps over it); returns the metrics of the batch."""
         rl = self.config.rl
         start = time.perf_counter()
-        batch = build_batch(
-            groups, rl.algorithm, max_tokens=self.config.agent.max_context_tokens
-        )
+        batch = build_batch(groups, rl.algorithm, max_tokens=self.config.agent.max_context_tokens)
         metrics: dict[str, Any] = dict(batch.metrics)
         if batch.samples and (rl.epochs > 1 or rl.max_staleness > 0):
             logps = self.engine.forward_logprobs(batch.samples, temperature=rl.temperature)

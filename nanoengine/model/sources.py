@@ -182,9 +182,7 @@ def _fetch_from_hub(repo: str, cache: Path, notify: Notify) -> Path:
         ) from error
     notify(f"fetching {repo} from the Hugging Face hub")
     try:
-        return Path(
-            snapshot_download(repo, cache_dir=cache / "hub", allow_patterns=_HUB_PATTERNS)
-        )
+        return Path(snapshot_download(repo, cache_dir=cache / "hub", allow_patterns=_HUB_PATTERNS))
     except Exception as error:  # the library's errors share no base class
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise DownloadError(

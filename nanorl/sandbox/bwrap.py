@@ -111,14 +111,52 @@ def reachable(path: Path) -> Iterator[Path]:
 
 def bwrap_arguments(python: Path, worker_fd: int, filter_fd: int, passwd_fd: int) -> list[str]:
     """Everything after the name of the executable, up to the worker's own arguments."""
-    flags = (
-        "--unshare-user --unshare-ipc --unshare-pid --unshare-net --unshare-uts "
-        "--unshare-cgroup-try --as-pid-1 --disable-userns --die-with-parent --new-session "
-        "--uid 1000 --gid 1000 --hostname sandbox --clearenv "
-        "--setenv PATH /usr/bin:/bin --setenv HOME /tmp --setenv LANG C.UTF-8 "
-        "--setenv PYTHONHASHSEED 0 --setenv OMP_NUM_THREADS 1 --setenv PYTHONDONTWRITEBYTECODE 1 "
-        "--cap-drop ALL --cap-add CAP_SYS_ADMIN --cap-add CAP_SETPCAP --ro-bind /usr /usr"
-    ).split()
+    flags = [
+        "--unshare-user",
+        "--unshare-ipc",
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-uts",
+        "--unshare-cgroup-try",
+        "--as-pid-1",
+        "--disable-userns",
+        "--die-with-parent",
+        "--new-session",
+        "--uid",
+        "1000",
+        "--gid",
+        "1000",
+        "--hostname",
+        "sandbox",
+        "--clearenv",
+        "--setenv",
+        "PATH",
+        "/usr/bin:/bin",
+        "--setenv",
+        "HOME",
+        "/tmp",
+        "--setenv",
+        "LANG",
+        "C.UTF-8",
+        "--setenv",
+        "PYTHONHASHSEED",
+        "0",
+        "--setenv",
+        "OMP_NUM_THREADS",
+        "1",
+        "--setenv",
+        "PYTHONDONTWRITEBYTECODE",
+        "1",
+        "--cap-drop",
+        "ALL",
+        "--cap-add",
+        "CAP_SYS_ADMIN",
+        "--cap-add",
+        "CAP_SETPCAP",
+        "--ro-bind",
+        "/usr",
+        "/usr",
+    ]
     for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
         path = Path("/", name)
         if path.is_symlink():

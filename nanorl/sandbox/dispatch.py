@@ -25,7 +25,7 @@ from enum import Enum
 from pathlib import Path
 
 from nanorl.sandbox import worker as protocol
-from nanorl.sandbox.base import ExecResult, ExecStatus, SandboxFailure, SandboxSpec
+from nanorl.sandbox.base import ExecResult, SandboxFailure, SandboxSpec
 from nanorl.sandbox.bwrap import TIER, BwrapWorker
 from nanorl.sandbox.outcome import Outcome, blame, judge
 
