@@ -44,7 +44,7 @@ WeightFn = Callable[[Sequence[Sample]], float]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
-class NonFiniteLoss(RuntimeError):
+class NonFiniteLoss(RuntimeError):  # noqa: N818 (the name of the event, as StopIteration)
     """A loss or gradient was NaN or infinite; weights and moments are as before the step."""
 
 
@@ -156,11 +156,13 @@ class Engine:
             packed=self._head_packed if is_wide else self.model.lm_head_packed,
             logits_dtype=torch.float32 if is_wide else None,
         )
-        parts = scored if isinstance(scored, tuple) else (scored,)
-        size = len(micro.target_ids_T)
+        logp_T, entropy_T = scored if isinstance(scored, tuple) else (scored, None)
         if picked is not None:
-            parts = tuple(part.new_zeros(size).index_copy(0, picked, part) for part in parts)
-        return parts[0], parts[1] if entropy else None
+            zeros_T = torch.zeros(len(micro.target_ids_T), dtype=logp_T.dtype, device=logp_T.device)
+            logp_T = zeros_T.index_copy(0, picked, logp_T)
+            if entropy_T is not None:
+                entropy_T = zeros_T.index_copy(0, picked, entropy_T)
+        return logp_T, entropy_T
 
     def _context(self, micro: MicroBatch) -> AttentionContext:
         if micro.prefix_of_S is None:
@@ -217,7 +219,8 @@ class Engine:
         entropy: bool,
     ) -> tuple[float, dict[str, float]]:
         self.optimizer.zero_grad()
-        total, stats = 0.0, {}
+        total = 0.0
+        stats: dict[str, float] = {}
         logps = _empty_like_tokens(samples)
         with self._kernels():
             for micro in self._micro_batches(samples):

@@ -5,16 +5,16 @@ ancestors and its own keys up to themselves, which is what they would see in a s
 own. In GRPO all members of a group share the prompt, so the linear layers, which are nearly all of
 the work, run over the prompt once instead of once a member.
 
-CPU: each segment becomes one row of a batch whose keys are [ancestors, own] gathered side by side
+CPU: each segment becomes a row of a batch whose keys are [ancestors, own] gathered side by side
 and whose queries are its own alone, so no work goes into masked pairs of different branches. The
-keys of a query lie where they would in the unshared sequence, hence the output has the same bits
-as `flash_attn_varlen` of that sequence (see kernels/flash_attention.py for why). The gradient of
-a shared key is summed over branches in fp32.
+keys of a query lie where they would in the unshared sequence and the arithmetic is that of
+`kernels/_attend.py`, hence the output has the bits of `flash_attn_varlen` of that sequence. The
+gradient of a shared key is summed over branches in fp32.
 
 Left out: a GPU kernel; `supports_shared_prefix` says where this can run.
 
-Legend: N rows, H query heads, K key heads, D head_dim, B segments of a bucket, Q padded queries,
-L padded keys, S segments.
+Legend: T rows, H query heads, K key heads, D head_dim, S segments; of a bucket: B blocks of
+queries, Q padded queries, L padded keys, N = B · K, R = H / K · Q.
 """
 
 from __future__ import annotations
@@ -28,9 +28,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.flash_attention import attend_masked, bucket_by_length, key_multiple, round_up
+from kernels._attend import (
+    MIN_ROWS,
+    Scratch,
+    attend_rows,
+    bucket_by_length,
+    key_multiple,
+    probabilities,
+    round_up,
+)
 
-_QUERY_MULTIPLE = 4  # the fp32 matmuls are row-invariant from 4 rows on
+QUERY_BLOCK = 128
+_TILE_PAIRS = 1 << 16  # queries x keys of a bucket: its scores stay in the processor's cache
 
 
 def supports_shared_prefix(device: torch.device | str) -> bool:
@@ -41,23 +50,30 @@ def supports_shared_prefix(device: torch.device | str) -> bool:
 class _Side:
     """How the rows of one side (queries or keys) lie in a bucket's rectangle."""
 
-    shape: tuple[int, int]  # segments, padded length
-    gather: Tensor  # [B * length] the row of each cell; padding repeats the segment's last
+    shape: tuple[int, int]  # blocks, padded length
+    gather: Tensor  # [B * length] the row of each cell; padding repeats the block's last
     cells: Tensor  # [rows] the cells that are no padding
     rows: Tensor  # [rows] their rows
 
-    def pad(self, x_NHD: Tensor) -> Tensor:
-        """[B, H, length, D]; padding holds copies."""
-        return x_NHD.index_select(0, self.gather).unflatten(0, self.shape).transpose(1, 2)
+    def pad(self, x_TKD: Tensor, num_kv: int) -> Tensor:
+        """[N, R, D] of queries, [N, L, D] of keys; padding holds copies."""
+        return self._to_batch(x_TKD.index_select(0, self.gather), num_kv)
 
-    def pad_with_zeros(self, x_NHD: Tensor) -> Tensor:
-        out = x_NHD.new_zeros(self.shape[0] * self.shape[1], *x_NHD.shape[1:])
-        out[self.cells] = x_NHD.index_select(0, self.rows)
-        return out.unflatten(0, self.shape).transpose(1, 2)
+    def pad_with_zeros(self, x_TKD: Tensor, num_kv: int) -> Tensor:
+        cells = x_TKD.new_zeros(self.shape[0] * self.shape[1], *x_TKD.shape[1:])
+        cells[self.cells] = x_TKD.index_select(0, self.rows)
+        return self._to_batch(cells, num_kv)
 
-    def unpad(self, x_BHLD: Tensor) -> Tensor:
-        """The cells that are no padding, [rows, H, D]."""
-        return x_BHLD.transpose(1, 2).flatten(0, 1).index_select(0, self.cells)
+    def _to_batch(self, cells: Tensor, num_kv: int) -> Tensor:
+        x_BLKGD = cells.view(*self.shape, num_kv, -1, cells.shape[-1])
+        rows = x_BLKGD.shape[3] * self.shape[1]
+        return x_BLKGD.permute(0, 2, 3, 1, 4).reshape(-1, rows, cells.shape[-1])
+
+    def unpad(self, x_NRD: Tensor, num_kv: int) -> Tensor:
+        """The cells that are no padding, [rows, heads, D]."""
+        x_BKGLD = x_NRD.view(self.shape[0], num_kv, -1, self.shape[1], x_NRD.shape[-1])
+        cells = x_BKGLD.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
+        return cells.index_select(0, self.cells)
 
 
 @dataclass(frozen=True)
@@ -79,38 +95,62 @@ class SharedPrefixContext:
         bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
         if len(bounds) != len(prefix_of_S) + 1:
             raise ValueError(f"cu_seqlens has {len(bounds)} bounds for {len(prefix_of_S)} segments")
-        self._buckets = _make_buckets(bounds, prefix_of_S, dtype)
+        blocks = _query_blocks(bounds, prefix_of_S)
+        self._buckets = _make_buckets(blocks, dtype)
+        self._scratch = Scratch()
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        function = _FusedTree if q_THD.dtype in (torch.bfloat16, torch.float16) else _ExactTree
-        scale = q_THD.shape[-1] ** -0.5
-        return function.apply(q_THD, k_TKD, v_TKD, self._buckets, scale)
+        out: Tensor = _TreeAttention.apply(q_THD, k_TKD, v_TKD, self._buckets, self._scratch)
+        return out
 
 
-def _make_buckets(
-    bounds: list[int], prefix_of_S: Sequence[int], dtype: torch.dtype
-) -> list[_Bucket]:
-    own = [list(range(lo, hi)) for lo, hi in pairwise(bounds)]
+def _query_blocks(
+    bounds: list[int], prefix_of_S: Sequence[int]
+) -> list[tuple[list[int], list[int]]]:
+    """(rows of at most 128 queries, rows of the keys up to the last of them)."""
     keys: list[list[int]] = []
-    for segment, parent in enumerate(prefix_of_S):
+    blocks = []
+    for segment, ((lo, hi), parent) in enumerate(zip(pairwise(bounds), prefix_of_S, strict=True)):
         if not -1 <= parent < segment:
             raise ValueError(f"prefix_of_S[{segment}]={parent}: a parent must come before it")
-        keys.append(own[segment] if parent < 0 else keys[parent] + own[segment])
+        above = [] if parent < 0 else keys[parent]
+        keys.append(above + list(range(lo, hi)))
+        for first in range(lo, hi, QUERY_BLOCK):
+            last = min(first + QUERY_BLOCK, hi)
+            blocks.append((list(range(first, last)), above + list(range(lo, last))))
+    return blocks
+
+
+def _make_buckets(blocks: list[tuple[list[int], list[int]]], dtype: torch.dtype) -> list[_Bucket]:
+    """Blocks with like numbers of queries and of keys share a bucket, up to the tile's size."""
     multiple = key_multiple(dtype)
     buckets = []
-    for is_root in (True, False):
-        kind = [s for s, p in enumerate(prefix_of_S) if (p < 0) is is_root and own[s]]
-        for members in bucket_by_length([len(keys[s]) for s in kind], multiple):
-            chosen = [kind[i] for i in members]
-            query_rows, key_rows = [own[s] for s in chosen], [keys[s] for s in chosen]
-            queries, key_side = _side(query_rows, _QUERY_MULTIPLE), _side(key_rows, multiple)
-            mask = _mask(query_rows, key_rows, queries.shape[1], key_side.shape[1], dtype)
-            buckets.append(_Bucket(queries, key_side, mask))
+    for alike in bucket_by_length([len(queries) for queries, _ in blocks], MIN_ROWS):
+        for members in bucket_by_length([len(blocks[i][1]) for i in alike], multiple):
+            chosen = [blocks[alike[i]] for i in members]
+            num_queries = round_up(max(len(queries) for queries, _ in chosen), MIN_ROWS)
+            num_keys = round_up(max(len(keys) for _, keys in chosen), multiple)
+            step = max(1, _TILE_PAIRS // (num_queries * num_keys))
+            for lo in range(0, len(chosen), step):
+                buckets.append(_bucket(chosen[lo : lo + step], num_queries, num_keys, dtype))
     return buckets
 
 
-def _side(rows_of: list[list[int]], multiple: int) -> _Side:
-    length = round_up(max(len(rows) for rows in rows_of), multiple)
+def _bucket(
+    chosen: list[tuple[list[int], list[int]]], num_queries: int, num_keys: int, dtype: torch.dtype
+) -> _Bucket:
+    """Query i of a block sees its keys but for those after it."""
+    queries = _side([rows for rows, _ in chosen], num_queries)
+    keys = _side([rows for _, rows in chosen], num_keys)
+    offsets = torch.tensor([len(key_rows) - len(query_rows) for query_rows, key_rows in chosen])
+    last_BQ = offsets.unsqueeze(1) + torch.arange(num_queries)
+    is_hidden = torch.arange(num_keys) > last_BQ.unsqueeze(-1)
+    wide = torch.promote_types(dtype, torch.float32)
+    mask = torch.zeros(is_hidden.shape, dtype=wide).masked_fill_(is_hidden, -math.inf)
+    return _Bucket(queries, keys, mask.unsqueeze(1))
+
+
+def _side(rows_of: list[list[int]], length: int) -> _Side:
     gather = [row for rows in rows_of for row in rows + rows[-1:] * (length - len(rows))]
     cells = [i * length + j for i, rows in enumerate(rows_of) for j in range(len(rows))]
     flat = [row for rows in rows_of for row in rows]
@@ -119,120 +159,54 @@ def _side(rows_of: list[list[int]], multiple: int) -> _Side:
     )
 
 
-def _mask(
-    query_rows: list[list[int]],
-    key_rows: list[list[int]],
-    num_queries: int,
-    num_keys: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Query i of a segment sees keys 0 .. (number of ancestor keys) + i."""
-    last = [
-        [len(keys) - len(queries) + min(i, len(queries) - 1) for i in range(num_queries)]
-        for queries, keys in zip(query_rows, key_rows, strict=True)
-    ]
-    is_hidden = torch.arange(num_keys) > torch.tensor(last).unsqueeze(-1)
-    return torch.zeros(is_hidden.shape, dtype=dtype).masked_fill_(is_hidden, -math.inf).unsqueeze(1)
-
-
-def _repeat_heads(x_BKLD: Tensor, num_heads: int) -> Tensor:
-    group = num_heads // x_BKLD.shape[1]
-    if group == 1:
-        return x_BKLD
-    return x_BKLD.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(1, 2)
-
-
-def _add_keys(total_NKD: Tensor, bucket: _Bucket, grad_BHLD: Tensor) -> None:
-    """Sum over the query heads of a group and over the branches that share a key, in order."""
-    rows = bucket.keys.unpad(grad_BHLD).unflatten(1, (total_NKD.shape[1], -1))
-    total_NKD.index_add_(0, bucket.keys.rows, rows.sum(2, dtype=total_NKD.dtype))
-
-
-class _FusedTree(torch.autograd.Function):
-    """bf16: torch's fused CPU attention, forward and backward."""
+class _TreeAttention(torch.autograd.Function):
+    """Keeps q, k, v and o; scores exist for one bucket at a time."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, buckets: list[_Bucket], scale: float
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, buckets: list[_Bucket], scratch: Scratch
     ) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        lses = []
+        num_kv, scale = k.shape[1], q.shape[2] ** -0.5
         for bucket in buckets:
-            o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                bucket.queries.pad(q),
-                _repeat_heads(bucket.keys.pad(k), q.shape[1]),
-                _repeat_heads(bucket.keys.pad(v), q.shape[1]),
-                attn_mask=bucket.mask_B1QL,
-                scale=scale,
+            o = attend_rows(
+                bucket.queries.pad(q, num_kv),
+                bucket.keys.pad(k, num_kv),
+                bucket.keys.pad(v, num_kv),
+                bucket.mask_B1QL,
+                scale,
+                scratch,
             )
-            lses.append(lse)
-            out.index_copy_(0, bucket.queries.rows, bucket.queries.unpad(o))
-        ctx.save_for_backward(q, k, v, out, *lses)
-        ctx.buckets, ctx.scale = buckets, scale
+            out.index_copy_(0, bucket.queries.rows, bucket.queries.unpad(o, num_kv))
+        ctx.save_for_backward(q, k, v, out)
+        ctx.buckets, ctx.scratch = buckets, scratch
         return out
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, *lses = ctx.saved_tensors
+        q, k, v, out = ctx.saved_tensors
+        num_kv, scale = k.shape[1], q.shape[2] ** -0.5
+        wide = torch.promote_types(q.dtype, torch.float32)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-        dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (k, v))
-        for bucket, lse in zip(ctx.buckets, lses, strict=True):
-            dq_pad, dk_pad, dv_pad = (
-                torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                    bucket.queries.pad_with_zeros(do),
-                    bucket.queries.pad(q),
-                    _repeat_heads(bucket.keys.pad(k), q.shape[1]),
-                    _repeat_heads(bucket.keys.pad(v), q.shape[1]),
-                    bucket.queries.pad(out),
-                    lse,
-                    0.0,
-                    False,
-                    attn_mask=bucket.mask_B1QL,
-                    scale=ctx.scale,
-                )
-            )
-            dq.index_copy_(0, bucket.queries.rows, bucket.queries.unpad(dq_pad))
-            _add_keys(dk, bucket, dk_pad)
-            _add_keys(dv, bucket, dv_pad)
+        dk, dv = (torch.zeros(x.shape, dtype=wide) for x in (k, v))
+        delta_TH1 = (do.to(wide) * out).sum(-1, keepdim=True)
+        for bucket in ctx.buckets:
+            queries, keys = bucket.queries, bucket.keys
+            q_NRD, do_NRD = queries.pad(q, num_kv), queries.pad_with_zeros(do, num_kv)
+            k_NLD, v_NLD = keys.pad(k, num_kv), keys.pad(v, num_kv)
+            delta_NR1 = queries.pad_with_zeros(delta_TH1, num_kv)
+            mask, scratch = bucket.mask_B1QL, ctx.scratch
+            grid = (mask.shape[0], -1, mask.shape[2])
+            p = probabilities(q_NRD, k_NLD, mask, grid, scale, scratch)
+            _add_keys(dv, bucket, torch.bmm(p.to(q.dtype).transpose(1, 2), do_NRD))
+            ds = torch.bmm(do_NRD, v_NLD.transpose(1, 2)).to(wide)
+            ds = ds.sub_(delta_NR1).mul_(p).mul_(scale).to(q.dtype)
+            _add_keys(dk, bucket, torch.bmm(ds.transpose(1, 2), q_NRD))
+            dq.index_copy_(0, queries.rows, queries.unpad(torch.bmm(ds, k_NLD), num_kv))
         return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
-class _ExactTree(torch.autograd.Function):
-    """fp32 and fp64: `attend_masked` forward; the textbook backward from recomputed weights."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, buckets: list[_Bucket], scale: float
-    ) -> Tensor:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        for bucket in buckets:
-            o_BQHD = attend_masked(
-                bucket.queries.pad(q).transpose(1, 2),
-                bucket.keys.pad(k).transpose(1, 2),
-                bucket.keys.pad(v).transpose(1, 2),
-                bucket.mask_B1QL,
-                scale,
-            )
-            out.index_copy_(0, bucket.queries.rows, bucket.queries.unpad(o_BQHD.transpose(1, 2)))
-        ctx.save_for_backward(q, k, v)
-        ctx.buckets, ctx.scale = buckets, scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v = ctx.saved_tensors
-        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-        for bucket in ctx.buckets:
-            q_pad = bucket.queries.pad(q) * ctx.scale
-            do_pad = bucket.queries.pad_with_zeros(do)
-            k_pad = _repeat_heads(bucket.keys.pad(k), q.shape[1])
-            v_pad = _repeat_heads(bucket.keys.pad(v), q.shape[1])
-            p = torch.softmax(q_pad @ k_pad.transpose(2, 3) + bucket.mask_B1QL, -1)
-            _add_keys(dv, bucket, p.transpose(2, 3) @ do_pad)
-            dp = do_pad @ v_pad.transpose(2, 3)
-            ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
-            _add_keys(dk, bucket, ds.transpose(2, 3) @ q_pad)
-            dq_pad = (ds @ k_pad).mul_(ctx.scale)
-            dq.index_copy_(0, bucket.queries.rows, bucket.queries.unpad(dq_pad))
-        return dq, dk, dv, None, None
+def _add_keys(total_TKD: Tensor, bucket: _Bucket, grad_NLD: Tensor) -> None:
+    """Sum over the branches that share a key, in order."""
+    cells = bucket.keys.unpad(grad_NLD, total_TKD.shape[1])
+    total_TKD.index_add_(0, bucket.keys.rows, cells.to(total_TKD.dtype))
