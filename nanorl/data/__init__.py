@@ -1,6 +1,6 @@
 """Tasks, the teachers that show how to solve them, and where rollouts are kept.
 
-tasks.py          TaskSource: which task comes at which step; start here
+tasks.py          TaskSource: which task comes at which step; start here. file_tasks.py: your own
 problem.py        a task that knows its own solutions; what every generator returns
 formats.py        how an action is written as text: a program to run, or the final answer
 smollm2_*.py      generators of the `smollm2` family; tiny_*.py those of the `tiny` family

@@ -61,7 +61,7 @@ def counting(rng: random.Random) -> Problem:
         answer,
         f"print(len([n for n in range({low}, {high} + 1) if {test}]))",
         f"print(sum(1 for n in range({low}, {high} + 1) if {test}))",
-        habit=f"print(len([n for n in range({high - low}) if {test}]))",
+        habit=f"print(sum(n for n in range({low}, {high} + 1) if {test}))",
     )
 
 

@@ -63,7 +63,7 @@ def shifted(word: str, by: int) -> str:
 def strings(rng: random.Random) -> Problem:
     word = pseudo_word(rng, rng.randint(3, 4))
     times, by = rng.randint(13, 99), rng.randint(2, 9)
-    letter = rng.choice(word)
+    letter = max(word, key=word.count)
     choice = rng.randrange(3)
     if choice == 0:
         return make_problem(
@@ -82,6 +82,9 @@ def strings(rng: random.Random) -> Problem:
             f"s = '{word}'\nprint(''.join(chr((ord(c) - 97 + {by}) % 26 + 97) for c in s))",
             habit=f"s = '{word}'\nprint(''.join(chr(ord(c) - {by}) for c in s))",
         )
+    while word.count(letter) < 2:  # with one, the answer stands in the question
+        word = pseudo_word(rng, 4)
+        letter = max(word, key=word.count)
     return make_problem(
         "strings",
         f"The string '{word}' is written {times} times in a row. How often does '{letter}' occur?",

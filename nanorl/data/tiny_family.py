@@ -14,6 +14,7 @@ from collections.abc import Callable
 from nanorl.data.problem import Family, Generator, Problem, make_problem
 
 SEPARATORS = ",;/:"
+PRIMES = (53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -45,22 +46,41 @@ def over_list(kind: str, ask: str, code: str, habit: str, solve: Callable) -> Ge
 def over_names(
     kind: str, ask: str, names: str, code: str, habit: str, solve: Callable
 ) -> Generator:
-    """A kind that computes with two or three named numbers."""
+    """A kind that computes with two or three named numbers.
+
+    A modulus is prime, and answers of one digit are redrawn: no remainder is then frequent.
+    """
 
     def generate(rng: random.Random) -> Problem:
         count = names.count(",") + 1
-        nums = sorted(numbers(rng, count, count)) if kind == "range_sum" else None
-        nums = nums or numbers(rng, count, count)
+        nums, answer = [0], 0
+        while answer < 10:
+            nums = numbers(rng, count, count)
+            if kind in ("modulo", "power"):
+                nums[-1] = rng.choice(PRIMES)
+            answer = int(solve(*nums))
         data = f"{names}={bracket(nums)}\n"
         return make_problem(
             kind,
             f"{ask}{bracket(nums)}",
-            solve(*nums),
+            answer,
             f"{data}print({code})",
             habit=f"{data}print({habit})",
         )
 
     return generate
+
+
+def range_sum(rng: random.Random) -> Problem:
+    low, high = sorted(numbers(rng, 2, 2))
+    data = f"a,b=[{low},{high}]\n"
+    return make_problem(
+        "range_sum",
+        f"range[{low},{high}]",
+        (low + high) * (high - low + 1) // 2,
+        f"{data}print(sum(range(a,b+1)))",
+        habit=f"{data}print(sum(range(a,b)))",
+    )
 
 
 def evens(rng: random.Random) -> Problem:
@@ -212,24 +232,16 @@ def tiny_family() -> Family:
         "modulo": over_names(
             "modulo", "a*b%c", named, "a*b%c", "a*b//c", lambda a, b, c: a * b - a * b // c * c
         ),
-        "power": over_names("power", "power mod", named, "pow(a,b,c)", "a**b", power_mod),
+        "power": over_names("power", "power mod", named, "pow(a,b,c)", "a*b%c", power_mod),
         "mul_add": over_names("mul_add", "a*b+c", named, "a*b+c", "a*b", lambda a, b, c: a * b + c),
         "add_mul": over_names(
             "add_mul", "(a+b)*c", named, "(a+b)*c", "a+b*c", lambda a, b, c: a * c + b * c
-        ),
-        "range_sum": over_names(
-            "range_sum",
-            "range",
-            "a,b",
-            "sum(range(a,b+1))",
-            "sum(range(a,b))",
-            lambda a, b: (a + b) * (b - a + 1) // 2,
         ),
         "octal": over_names(
             "octal", "octal", "a,b", "oct(a*b)[2:]", "oct(a*b)", lambda a, b: in_octal(a * b)
         ),
     }
-    single = (evens, above, reverse)
+    single = (range_sum, evens, above, reverse)
     several = (look_file, look_module, chain, repair_types, repair_lines)
     generators |= {g.__name__: g for g in single + several}
     return Family(

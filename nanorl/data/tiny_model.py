@@ -20,8 +20,9 @@ from nanorl.data.tiny_tokenizer import VOCAB_SIZE, tokenizer_config, train_token
 
 CORPUS_SIZE = 3000
 ERRORS = (
-    "ValueError: invalid literal for int() with base 10: '?\\n'",
-    "TypeError: unsupported operand type(s) for +: 'int' and 'str'",
+    "line 1: ValueError: invalid literal for int() with base 10: '?\\n'",
+    "line 2: TypeError: unsupported operand type(s) for +: 'int' and 'str'",
+    "(no output)",
 )
 
 
