@@ -79,7 +79,8 @@ def build_summary(fields: Mapping[str, Any], extra: Mapping[str, Any] | None = N
 def validate_summary(summary: Mapping[str, Any]) -> None:
     """ValueError listing the missing, unknown and ill-typed fields."""
     problems = [f"missing field {name!r}" for name in FIELDS if name not in summary]
-    for name, value in summary.items():
+    values: dict[str, Any] = dict(summary)
+    for name, value in values.items():
         types = FIELDS.get(name) or EXTRA_FIELDS.get(name)
         if types is None:
             problems.append(f"unknown field {name!r}; extra ones: {', '.join(EXTRA_FIELDS)}")
@@ -89,7 +90,7 @@ def validate_summary(summary: Mapping[str, Any]) -> None:
             problems.append(f"{name}={value!r} must be {' or '.join(t.__name__ for t in types)}")
         elif isinstance(value, float) and not math.isfinite(value):
             problems.append(f"{name}={value!r} must be finite, or None where it was not measured")
-        elif name.startswith("heldout_success") and not 0 <= float(value) <= 1:
+        elif name.startswith("heldout_success") and not 0 <= value <= 1:
             problems.append(f"{name}={value!r} must lie between 0 and 1: a fraction, not percent")
     problems.extend(_per_type_problems(summary.get("per_type")))
     if problems:
