@@ -57,6 +57,7 @@ _WATCH_PERIOD_S = 0.05
 
 _libc = ctypes.PyDLL(None, use_errno=True)  # PyDLL: the GIL stays held over a raw clone
 _libc.syscall.restype = ctypes.c_long
+_exit = os._exit  # a program may replace the attribute
 
 
 def _check(result: int, what: str) -> int:
@@ -159,7 +160,7 @@ def _run_or_die(function: Any, *args: Any) -> NoReturn:
         sys.excepthook(*sys.exc_info())
         sys.stderr.flush()
     finally:
-        os._exit(125)
+        _exit(125)
 
 
 def _init_main(
@@ -194,6 +195,7 @@ def _program_main(confinement: _Confinement, sock: socket.socket) -> None:
     sock.detach()
     _renew_streams()
     gc.enable()
+    random.seed(0)  # the module reseeds itself after every fork
     _execute(code)
 
 
@@ -237,7 +239,7 @@ def _execute(code: bytes) -> NoReturn:
     except BaseException as error:
         exit_code = _report(error)
     exit_code = _shut_down(exit_code)
-    os._exit(exit_code & 0xFF)
+    _exit(exit_code & 0xFF)
 
 
 def _report(error: BaseException) -> int:
@@ -389,7 +391,7 @@ def main() -> None:
     config = json.loads(control.recv(1 << 16))
     for name in config["preload"]:
         importlib.import_module(name)
-    random.seed(0)
+    os.environ.pop("PWD", None)
     site.setquit()  # -S leaves out exit() and quit(), which programs do call
     sys.argv[:] = [PROGRAM_NAME]
     sys.path[0] = "/tmp"
