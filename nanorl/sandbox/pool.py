@@ -24,16 +24,17 @@ from typing import ClassVar
 
 from nanorl.sandbox import canary, memory
 from nanorl.sandbox.base import (
-    PROGRAM_NAME,
     Capabilities,
     ExecResult,
     SandboxFailure,
     SandboxSpec,
     SandboxUnavailable,
 )
-from nanorl.sandbox.bwrap import TIER, explain, find_bwrap, find_python
-from nanorl.sandbox.dispatch import Dispatcher, Job
-from nanorl.sandbox.worker import PAYLOAD
+from nanorl.sandbox.bwrap import TIER
+from nanorl.sandbox.dispatch import Dispatcher
+from nanorl.sandbox.machine import explain, find_bwrap, find_python
+from nanorl.sandbox.protocol import PAYLOAD, PROGRAM_NAME
+from nanorl.sandbox.run import Job
 
 _CANARY_TIMEOUT_S = 10.0
 

@@ -6,6 +6,8 @@ the host's process table, its listening sockets, its secret, and at the next exe
 @TCP@, @UDP@, @UNIX@, @ABSTRACT@, @SECRET_FILE@ and @HOST_PID@ are filled in by the driver.
 """
 
+# ruff: noqa: E501 - programs keep their own line lengths
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -78,9 +80,9 @@ while True:
 _add(
     "memory_of_children_summed",
     """
-for _ in range(7):
+for _ in range(5):
     if os.fork() == 0:
-        kept = b"x" * (90 << 20)
+        kept = b"x" * (64 << 20)
         time.sleep(60)
 time.sleep(60)
 """,
@@ -89,11 +91,11 @@ time.sleep(60)
 _add(
     "memory_of_orphans_summed",
     """
-for _ in range(7):
+for _ in range(5):
     if os.fork() == 0:
         if os.fork() == 0:
             os.setsid()
-            kept = b"x" * (90 << 20)
+            kept = b"x" * (64 << 20)
             time.sleep(60)
         os._exit(0)
 time.sleep(60)
@@ -105,9 +107,9 @@ _add(
     """
 import mmap
 for _ in range(4):
-    region = mmap.mmap(-1, 120 << 20)
+    region = mmap.mmap(-1, 80 << 20)
     if os.fork() == 0:
-        region.write(bytes(120 << 20))
+        for _ in range(80): region.write(bytes(1 << 20))
         time.sleep(60)
 time.sleep(60)
 """,
@@ -260,7 +262,11 @@ _add(
     stdout=b"done\n",
 )
 _add("kill_parent", "os.kill(os.getppid(), 9); time.sleep(0.05); print('done')", stdout=b"done\n")
-_add("kill_everyone", "os.kill(-1, 9); print('done')", stdout=b"done\n")
+_add(
+    "kill_everyone",
+    "if os.fork() == 0: time.sleep(99)\nos.kill(-1, 9); print(os.wait()[1])",
+    stdout=b"9\n",
+)
 _add("kill_group", "os.killpg(0, 9)", "signal", exit_code=-9)
 _add(
     "kill_host_pids",
@@ -284,8 +290,8 @@ count = 0
 class Event(ctypes.Structure):
     _fields_ = [("value", ctypes.c_long), ("signo", ctypes.c_int), ("notify", ctypes.c_int), ("pad", ctypes.c_char * 64)]
 event, timer = Event(notify=1), ctypes.c_void_p()
-while count < 200000 and libc.timer_create(1, ctypes.byref(event), ctypes.byref(timer)) == 0: count += 1
-if count == 200000: print("ESCAPED")
+while count < 20000 and libc.timer_create(1, ctypes.byref(event), ctypes.byref(timer)) == 0: count += 1
+if count == 20000: print("ESCAPED")
 """,
 )
 
@@ -362,6 +368,8 @@ _add(
 for root, _, names in os.walk("/proc/sys"):
     for name in names:
         path = os.path.join(root, name)
+        # Open to everyone, but the write wants CAP_CHECKPOINT_RESTORE; it counts this namespace.
+        if name == "ns_last_pid": must_fail(path, write, path, b"77"); continue
         try: fd = os.open(path, os.O_WRONLY)
         except OSError: continue
         print("ESCAPED", path)
@@ -397,10 +405,12 @@ must_fail("block", os.mknod, "/tmp/disk", 0o60666, os.makedev(254, 0))
 _add(
     "remove_everything",
     "import shutil; shutil.rmtree('/', ignore_errors=True); os.system('rm -rf /tmp/* /usr/* 2>/dev/null')",
+    "ok",
+    "timeout",
 )
 _add(
     "chmod_tmp",
-    "must_fail('chmod', os.chmod, '/tmp', 0); os.chmod('/tmp/program.py', 0)",
+    "os.chmod('/tmp', 0); os.chmod('/tmp/program.py', 0)",
     "ok",
     "error",
 )
@@ -476,7 +486,7 @@ _add(
 )
 _add(
     "exit_in_atexit",
-    "import atexit; atexit.register(os._exit, 0); print('never', end=''); 1 / 0",
+    "import atexit; atexit.register(os._exit, 0); 1 / 0",
     stdout=b"",
 )
 _add("exit_without_flush", "print('lost'); os._exit(0)", stdout=b"")
@@ -521,8 +531,8 @@ _add(
 )
 _add(
     "steal_stdout",
-    "print('mine', flush=True); fd = os.open('/proc/self/fd/1', os.O_RDONLY); os.read(fd, 4)",
-    stdout=b"\n",
+    "must_fail('pipe', lambda: os.read(os.open('/proc/self/fd/1', os.O_RDONLY | os.O_NONBLOCK), 4))",
+    stdout=b"",
 )
 _add("raise_in_hook", "sys.excepthook = lambda *a: 1 / 0\nraise ValueError", "error")
 _add(
@@ -566,6 +576,7 @@ _add(
     "sys.setrecursionlimit(10 ** 9)\nx = []\nfor _ in range(10 ** 6): x = [x]\nrepr(x)",
     "signal",
     "error",
+    "timeout",
 )
 _add("stdin_is_empty", "print(repr(sys.stdin.read())); input()", "error", stderr_part=b"EOFError")
 _add("broken_syntax", "def f(:", "error", stderr_part=b"SyntaxError")
@@ -891,7 +902,7 @@ _add("logging", "import logging; logging.warning('w')", stderr_part=b"WARNING:ro
 _add("unicode", "print('héllo ✓')", stdout="héllo ✓\n".encode())
 _add("sixty_four_kib", "sys.stdout.write('x' * 65536)", stdout=b"x" * 65536)
 _add("gc_is_on", "import gc; print(gc.isenabled())", stdout=b"True\n")
-_add("two_hundred_mebibytes", "x = b'x' * (200 << 20); print(len(x) >> 20)", stdout=b"200\n")
+_add("a_hundred_mebibytes", "x = b'x' * (100 << 20); print(len(x) >> 20)", stdout=b"100\n")
 _add("closing_stdin", "sys.stdin.close(); print('ok')", stdout=b"ok\n")
 
 BENIGN: tuple[Program, ...] = tuple(_LIST)

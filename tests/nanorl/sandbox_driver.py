@@ -4,6 +4,8 @@ Used by the tests in process (as whoever runs them) and as a script under anothe
 `python sandbox_driver.py` prints one line for each violation and ends with their number.
 """
 
+# ruff: noqa: E501 - programs keep their own line lengths
+
 from __future__ import annotations
 
 import contextlib
@@ -22,7 +24,7 @@ from hostile_programs import ATTACK_MODULE, BENIGN, HOSTILE, Program
 from nanorl.sandbox import ExecResult, SandboxPool, SandboxSpec
 
 SECRET = "host-secret-5b1f"
-SPEC = SandboxSpec(timeout_s=0.8, memory_bytes=384 << 20)
+SPEC = SandboxSpec(timeout_s=5.0, memory_bytes=192 << 20)
 # What the next program sees of the world. Nothing that a program does may change a byte of it.
 PROBE = r"""
 import builtins, gc, hashlib, json, math, os, random, sys, threading
@@ -127,7 +129,11 @@ class Examiner:
 
     def run(self, program: Program) -> ExecResult:
         files = {"attack.py": ATTACK_MODULE}
-        return self.pool.run_sync(self.host.fill_in(program.code), files=files)
+        limit_s = 0.4 if program.statuses == ("timeout",) else None
+        if len(program.statuses) > 1 and "timeout" in program.statuses:
+            limit_s = 0.8
+        code = self.host.fill_in(program.code)
+        return self.pool.run_sync(code, files=files, timeout_s=limit_s)
 
     def violations(self, program: Program) -> list[str]:
         """Everything wrong that the host can see of one execution; empty when it was held."""
