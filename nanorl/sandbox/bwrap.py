@@ -21,7 +21,7 @@ from pathlib import Path
 from nanorl.sandbox import memory, seccomp
 from nanorl.sandbox.base import SandboxFailure, SandboxSpec
 from nanorl.sandbox.confine import FILTER_PATH
-from nanorl.sandbox.machine import find_python, reachable
+from nanorl.sandbox.machine import reachable
 
 TIER = "bwrap"
 _MAIN = "import sys; sys.path[0] = '/sbx'; from nanorl.sandbox.worker import main; main()"
@@ -57,7 +57,7 @@ def bwrap_arguments(python: Path, data: Mapping[str, int]) -> list[str]:
         flags += ["--ro-bind", prefix, prefix]
     for name in ("ld.so.cache", "alternatives", "localtime"):
         flags += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
-    flags += ["--proc", "/proc", "--dev", "/dev", "--dir", "/tmp", "--dir", "/run"]
+    flags += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--dir", "/run"]
     flags += ["--symlink", "/tmp", "/var/tmp"]
     for path_inside, descriptor in data.items():
         flags += ["--ro-bind-data", str(descriptor), path_inside]
@@ -93,18 +93,16 @@ class BwrapWorker:
     """One worker process tree and the control socket to the server inside it."""
 
     def __init__(
-        self, spec: SandboxSpec, index: int, bwrap: Path, ablate: frozenset[str] = frozenset()
+        self, spec: SandboxSpec, index: int, bwrap: Path, python: Path, ablate: frozenset[str]
     ) -> None:
         """Starts the worker and returns at once; `HELLO` arrives on `control` when it is warm.
 
         Must be called on a thread that lives as long as the worker: --die-with-parent means the
         parent thread (prctl(2), PR_SET_PDEATHSIG).
         """
-        python = find_python(spec)
-        group = None
+        self.cgroup: memory.WorkerCgroup | None = None
         if "cgroup" not in ablate:
-            group = memory.create(index, spec.memory_bytes, spec.max_processes)
-        self.cgroup = group
+            self.cgroup = memory.create(index, spec.memory_bytes, spec.max_processes)
         self._messages = os.memfd_create("sandbox-messages", os.MFD_CLOEXEC)
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         config = {
@@ -116,9 +114,10 @@ class BwrapWorker:
             "watch_bytes": 0 if self.cgroup or "watcher" in ablate else spec.memory_bytes,
         }
         try:
-            with theirs, reachable(bwrap) as executable:
-                self.control.send(json.dumps(config).encode())
-                self._process = self._spawn(executable, python, index, theirs)
+            self.control.send(json.dumps(config).encode())
+            with reachable(bwrap) as executable:
+                with theirs:
+                    self._process = self._spawn(executable, python, index, theirs)
                 if executable != bwrap:
                     self._wait_until_loaded()
         except OSError as error:
@@ -152,7 +151,7 @@ class BwrapWorker:
     def _wait_until_loaded(self) -> None:
         """Until bubblewrap and its libraries are loaded: its first message, or its end."""
         self.control.settimeout(10)
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, ConnectionResetError):
             self.control.recv(64, socket.MSG_PEEK)
         self.control.settimeout(None)
 

@@ -57,10 +57,16 @@ class Dispatcher:
     """Owns the workers. `submit` and `close` may be called from any thread."""
 
     def __init__(
-        self, spec: SandboxSpec, bwrap: Path, num_workers: int, ablate: frozenset[str]
+        self,
+        spec: SandboxSpec,
+        bwrap: Path,
+        python: Path,
+        num_workers: int,
+        ablate: frozenset[str],
     ) -> None:
         self.spec = spec
         self.bwrap = bwrap
+        self.python = python
         self.ablate = ablate
         self.start_error = ""
         self.memory_tier = ""
@@ -155,7 +161,7 @@ class Dispatcher:
     def _start(self, slot: _Slot) -> None:
         slot.num_runs = 0
         try:
-            slot.worker = BwrapWorker(self.spec, slot.index, self.bwrap, self.ablate)
+            slot.worker = BwrapWorker(self.spec, slot.index, self.bwrap, self.python, self.ablate)
         except (SandboxFailure, OSError) as error:
             self._on_start_failure(slot, str(error))
             return

@@ -32,7 +32,7 @@ def lay_files(descriptor: int) -> bytes:
         position = middle + text_bytes
         files.append((name, bytes(payload[middle:position])))
     for name, text in files:
-        descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         with open(descriptor, "wb", buffering=0) as file:
             file.write(text)
     return files[0][1]

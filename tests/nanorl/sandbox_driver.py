@@ -73,7 +73,7 @@ class Host:
         secret.write_text(SECRET)
         secret.chmod(0o644)
         os.environ["HOST_SECRET"] = SECRET
-        path, abstract = f"{self.folder.name}/socket", f"sandbox-test-{os.getpid()}"
+        path, abstract = f"{self.folder.name}/socket", Path(self.folder.name).name
         self.tcp = socket.create_server(("127.0.0.1", 0))
         self.udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self.udp.bind(("127.0.0.1", 0))
@@ -150,6 +150,7 @@ class Examiner:
 
     def settled(self) -> list[int]:
         """Processes of the pool: bubblewrap, the server, the next init, the next program."""
+        time.sleep(0.01)  # the next child is being forked
         alive = children(os.getpid())
         for _ in range(20):
             if len(alive) <= 4:

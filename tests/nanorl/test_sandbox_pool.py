@@ -1,4 +1,4 @@
-"""The pool's contract: any loop, real overlap, one retry, machinery failures apart, nothing left."""
+"""The pool's contract: any loop, real overlap, one retry, machinery apart, nothing left."""
 
 from __future__ import annotations
 
