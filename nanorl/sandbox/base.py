@@ -15,7 +15,6 @@ from enum import StrEnum
 from types import TracebackType
 from typing import Protocol
 
-PROGRAM_NAME = "program.py"
 MIB = 1 << 20
 
 

@@ -8,43 +8,28 @@ Output is read here, capped in bytes; a result is believed only from the server'
 
 from __future__ import annotations
 
-import array
 import contextlib
-import fcntl
 import os
 import select
 import socket
-import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
-from nanorl.sandbox import worker as protocol
+from nanorl.sandbox import protocol
 from nanorl.sandbox.base import ExecResult, SandboxFailure, SandboxSpec
 from nanorl.sandbox.bwrap import TIER, BwrapWorker
 from nanorl.sandbox.outcome import Outcome, blame, judge
+from nanorl.sandbox.run import Job, Run, Stream
 
 _START_LIMIT_S = 30.0
 _BACKSTOP_S = 2.0  # after the server's own limit: a server that does not answer is killed
 _MAX_STARTS = 3
-_READ_BYTES = 1 << 16
-
-
-@dataclass(eq=False)
-class Job:
-    """One requested execution. `payload` is the program followed by its files, framed."""
-
-    payload: list[bytes]
-    stdin: bytes
-    timeout_s: float
-    future: Future[ExecResult] = field(default_factory=Future)
-    num_errors: int = 0
-    num_starts: int = 0
 
 
 class _State(Enum):
@@ -52,15 +37,6 @@ class _State(Enum):
     STARTING = 1
     IDLE = 2
     BUSY = 3
-
-
-@dataclass(eq=False)
-class _Stream:
-    """The read end of one pipe and what came out of it, up to the limit plus one byte."""
-
-    descriptor: int
-    data: bytearray = field(default_factory=bytearray)
-    is_open: bool = True
 
 
 class _Slot:
@@ -73,19 +49,24 @@ class _Slot:
         self.deadline = float("inf")
         self.num_runs = 0
         self.num_oom_kills = 0
-        self.job: Job | None = None
-        self.run_id = b""
-        self.streams: list[_Stream] = []
+        self.job: Job | None = None  # kept for this slot: it goes before the queue
+        self.run: Run | None = None
 
 
 class Dispatcher:
     """Owns the workers. `submit` and `close` may be called from any thread."""
 
     def __init__(
-        self, spec: SandboxSpec, bwrap: Path, num_workers: int, ablate: frozenset[str]
+        self,
+        spec: SandboxSpec,
+        bwrap: Path,
+        python: Path,
+        num_workers: int,
+        ablate: frozenset[str],
     ) -> None:
         self.spec = spec
         self.bwrap = bwrap
+        self.python = python
         self.ablate = ablate
         self.start_error = ""
         self.memory_tier = ""
@@ -94,7 +75,6 @@ class Dispatcher:
         self._handlers: dict[int, Callable[[], None]] = {}
         self._is_closing = False
         self._owner = os.getpid()
-        self._num_runs = 0
         self._null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll = select.epoll()
@@ -107,18 +87,24 @@ class Dispatcher:
             raise SandboxFailure("the sandbox pool is closed, or belongs to the parent process")
         job.future.add_done_callback(self._on_done)
         self._queue.append(job)
-        os.eventfd_write(self._wake, 1)
+        self._poke()
+        if self._is_closing:  # meanwhile; the thread may have looked at the queue already
+            _fail(job, SandboxFailure("the sandbox pool was closed"))
 
     def close(self) -> None:
         """Ends all workers and fails what was waiting. May be called again."""
         if self._is_closing or os.getpid() != self._owner:
             return
         self._is_closing = True
-        os.eventfd_write(self._wake, 1)
+        self._poke()
         self._thread.join()
         self._epoll.close()
         os.close(self._wake)
         os.close(self._null)
+
+    def _poke(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            os.eventfd_write(self._wake, 1)
 
     # The thread.
 
@@ -133,11 +119,12 @@ class Dispatcher:
                 self._enforce_deadlines()
         finally:
             self._is_closing = True
+            waiting = [s.job for s in self._slots if s.job]
+            running = [s.run.job for s in self._slots if s.run]
             for slot in self._slots:
                 self._stop(slot)
-            closed = SandboxFailure("the sandbox pool was closed")
-            for job in [*self._queue, *(s.job for s in self._slots if s.job)]:
-                _fail(job, closed)
+            for job in [*self._queue, *waiting, *running]:
+                _fail(job, SandboxFailure("the sandbox pool was closed"))
 
     def _left_s(self) -> float:
         deadline = min(slot.deadline for slot in self._slots)
@@ -147,12 +134,12 @@ class Dispatcher:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         for slot in self._slots:  # a cancelled run must not hold its worker
-            if slot.state is _State.BUSY and slot.job and slot.job.future.cancelled():
-                self._kill_run(slot)
+            if slot.run is not None and slot.run.job.future.cancelled():
+                self._kill_run(slot, slot.run)
 
     def _on_done(self, future: Future[ExecResult]) -> None:
         if future.cancelled() and not self._is_closing:
-            os.eventfd_write(self._wake, 1)
+            self._poke()
 
     def _feed(self) -> None:
         """Starts the workers that are missing and gives every idle one a job."""
@@ -174,14 +161,14 @@ class Dispatcher:
     def _start(self, slot: _Slot) -> None:
         slot.num_runs = 0
         try:
-            slot.worker = BwrapWorker(self.spec, slot.index, self.bwrap, self.ablate)
+            slot.worker = BwrapWorker(self.spec, slot.index, self.bwrap, self.python, self.ablate)
         except (SandboxFailure, OSError) as error:
             self._on_start_failure(slot, str(error))
             return
         self.memory_tier = slot.worker.memory_tier
         slot.state = _State.STARTING
         slot.deadline = time.monotonic() + _START_LIMIT_S
-        self._watch(slot.worker.control.fileno(), lambda: self._on_control(slot))
+        self._watch(slot.worker.control.fileno(), partial(self._on_control, slot))
 
     def _on_start_failure(self, slot: _Slot, reason: str) -> None:
         """Nothing the program did: its job fails as machinery; the next job tries again."""
@@ -196,7 +183,9 @@ class Dispatcher:
     def _on_control(self, slot: _Slot) -> None:
         assert slot.worker is not None, "a stopped worker is not watched"
         try:
-            packet = slot.worker.control.recv(256)
+            packet = slot.worker.control.recv(256, socket.MSG_DONTWAIT)
+        except BlockingIOError:  # the event was for a descriptor of the same number
+            return
         except OSError:
             packet = b""
         if slot.state is _State.STARTING:
@@ -215,119 +204,75 @@ class Dispatcher:
     def _begin(self, slot: _Slot, job: Job) -> None:
         """Hands one program to an idle worker."""
         assert slot.worker is not None, "an idle slot has a worker"
-        self._num_runs += 1
-        slot.job, slot.run_id = job, struct.pack("<QQ", self._num_runs, id(job))
-        message = protocol.GO.pack(slot.run_id, job.timeout_s)
+        run = slot.run = Run(job)
+        slot.job = None
         try:
-            with contextlib.ExitStack() as stack:
-                descriptors = self._open_run(slot, job, stack)
-                rights = array.array("i", descriptors)
-                try:
-                    slot.worker.control.sendmsg(
-                        [message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
-                    )
-                except (BrokenPipeError, ConnectionResetError):
-                    self._on_idle_death(slot)
-                    return
+            run.start(slot.worker.control, self._null)
+        except (BrokenPipeError, ConnectionResetError):
+            self._on_idle_death(slot, run)
+            return
         except OSError as error:
-            self._close_streams(slot)
-            slot.job = None
+            self._end_run(slot)
             _fail(job, SandboxFailure(f"the host cannot start a program: {error}"))
             return
-        for stream in slot.streams:
-            self._watch(stream.descriptor, lambda stream=stream: self._on_output(slot, stream))
+        for stream in run.streams:
+            self._watch(stream.descriptor, partial(self._on_output, slot, run, stream))
         slot.state = _State.BUSY
         slot.deadline = time.monotonic() + job.timeout_s + _BACKSTOP_S
 
-    def _open_run(self, slot: _Slot, job: Job, stack: contextlib.ExitStack) -> list[int]:
-        """[payload, stdin, stdout, stderr] to send; closed with the stack, read ends kept."""
-        payload = os.memfd_create("program", os.MFD_CLOEXEC)
-        stack.callback(os.close, payload)
-        _write_all(payload, job.payload)
-        stdin = self._null
-        if job.stdin:
-            stdin = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            stack.callback(os.close, stdin)
-            _write_all(stdin, [job.stdin])
-            seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-            fcntl.fcntl(stdin, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_WRITE)
-        descriptors = [payload, stdin]
-        slot.streams = []
-        for _ in range(2):
-            read_end, write_end = os.pipe2(os.O_CLOEXEC)
-            slot.streams.append(_Stream(read_end))
-            stack.callback(os.close, write_end)
-            os.set_blocking(read_end, False)
-            descriptors.append(write_end)
-        return descriptors
-
-    def _on_output(self, slot: _Slot, stream: _Stream) -> None:
-        self._read(stream, _READ_BYTES)
-        if len(stream.data) > self.spec.max_output_bytes:
+    def _on_output(self, slot: _Slot, run: Run, stream: Stream) -> None:
+        stream.read()
+        if not stream.is_open or len(stream.data) > self.spec.max_output_bytes:
             self._unwatch(stream.descriptor)
-            self._kill_run(slot)
+            if stream.is_open:
+                self._kill_run(slot, run)
+            else:
+                stream.close()
 
-    def _read(self, stream: _Stream, num_bytes: int) -> bool:
-        """Whether there was something to read. At the end of the file the pipe is closed."""
-        try:
-            data = os.read(stream.descriptor, num_bytes)
-        except BlockingIOError:
-            return False
-        if not data:
-            self._close_stream(stream)
-        stream.data += data
-        return bool(data)
-
-    def _kill_run(self, slot: _Slot) -> None:
+    def _kill_run(self, slot: _Slot, run: Run) -> None:
         assert slot.worker is not None, "a busy slot has a worker"
         with contextlib.suppress(OSError):  # a dead worker shows up on its control socket
-            slot.worker.control.send(protocol.KILL.pack(b"K", slot.run_id), socket.MSG_DONTWAIT)
+            slot.worker.control.send(protocol.KILL.pack(b"K", run.run_id), socket.MSG_DONTWAIT)
 
     def _finish(self, slot: _Slot, packet: bytes) -> None:
         """The server's word has come: nothing of the program is alive, what it wrote is here."""
-        assert slot.worker is not None and slot.job is not None, "a busy slot has both"
+        run = slot.run
+        assert slot.worker is not None and run is not None, "a busy slot has both"
         num_oom_kills = slot.worker.num_oom_kills()
         outcome = Outcome.unpack(packet, is_oom=num_oom_kills > slot.num_oom_kills)
-        slot.num_oom_kills = num_oom_kills
-        if outcome.run_id != slot.run_id or (outcome.is_broken and not outcome.is_oom):
+        if outcome.run_id != run.run_id or (outcome.is_broken and not outcome.is_oom):
             self._on_sandbox_error(slot)
             return
-        job, limit = slot.job, self.spec.max_output_bytes
-        for stream in slot.streams:
-            while stream.is_open and len(stream.data) <= limit and self._read(stream, _READ_BYTES):
-                pass
-        stdout, stderr = (bytes(stream.data) for stream in slot.streams)
+        slot.num_oom_kills = num_oom_kills
+        limit = self.spec.max_output_bytes
+        stdout, stderr = (stream.drain(limit) for stream in run.streams)
         self._end_run(slot)
         slot.num_runs += 1
         slot.state, slot.deadline = _State.IDLE, float("inf")
         if slot.num_runs >= self.spec.max_runs_per_worker:
             self._stop(slot)
-        _succeed(job, judge(outcome, stdout, stderr, limit, TIER))
+        _succeed(run.job, judge(outcome, stdout, stderr, limit, TIER))
 
     def _on_sandbox_error(self, slot: _Slot) -> None:
         """The worker broke under a program: once more on a fresh one, then it is its doing."""
-        assert slot.worker is not None and slot.job is not None, "a busy slot has both"
+        run = slot.run
+        assert slot.worker is not None and run is not None, "a busy slot has both"
         is_oom = slot.worker.num_oom_kills() > slot.num_oom_kills
-        job = slot.job
-        self._end_run(slot)
         self._stop(slot)
-        job.num_errors += 1
-        if job.num_errors < 2:
-            slot.job = job
+        run.job.num_errors += 1
+        if run.job.num_errors < 2:
+            slot.job = run.job
         else:
-            _succeed(job, blame(is_oom, TIER))
+            _succeed(run.job, blame(is_oom, TIER))
 
-    def _on_idle_death(self, slot: _Slot) -> None:
+    def _on_idle_death(self, slot: _Slot, run: Run) -> None:
         """The worker died while nothing ran in it; that is not the next program's doing."""
-        job = slot.job
-        assert job is not None, "called with a job in hand"
-        self._end_run(slot)
         self._stop(slot)
-        job.num_starts += 1
-        if job.num_starts < _MAX_STARTS:
-            slot.job = job
+        run.job.num_starts += 1
+        if run.job.num_starts < _MAX_STARTS:
+            slot.job = run.job
         else:
-            _fail(job, SandboxFailure("sandbox workers die while they wait"))
+            _fail(run.job, SandboxFailure("sandbox workers die while they wait"))
 
     def _enforce_deadlines(self) -> None:
         now = time.monotonic()
@@ -340,23 +285,14 @@ class Dispatcher:
                 self._on_start_failure(slot, f"not ready after {_START_LIMIT_S:.0f} s")
 
     def _end_run(self, slot: _Slot) -> None:
-        self._close_streams(slot)
-        slot.job = None
-
-    def _close_streams(self, slot: _Slot) -> None:
-        for stream in slot.streams:
-            self._close_stream(stream)
-        slot.streams = []
-
-    def _close_stream(self, stream: _Stream) -> None:
-        if stream.is_open:
-            stream.is_open = False
+        run, slot.run = slot.run, None
+        for stream in run.streams if run else ():
             self._unwatch(stream.descriptor)
-            os.close(stream.descriptor)
+            stream.close()
 
     def _stop(self, slot: _Slot) -> None:
         slot.state, slot.deadline = _State.DEAD, float("inf")
-        self._close_streams(slot)
+        self._end_run(slot)
         if slot.worker is not None:
             self._unwatch(slot.worker.control.fileno())
             slot.worker.close()
@@ -369,14 +305,6 @@ class Dispatcher:
     def _unwatch(self, descriptor: int) -> None:
         if self._handlers.pop(descriptor, None) is not None:
             self._epoll.unregister(descriptor)
-
-
-def _write_all(descriptor: int, parts: list[bytes]) -> None:
-    for part in parts:
-        view = memoryview(part)
-        while view:
-            view = view[os.write(descriptor, view) :]
-    os.lseek(descriptor, 0, os.SEEK_SET)
 
 
 def _succeed(job: Job, result: ExecResult) -> None:

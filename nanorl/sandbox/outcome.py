@@ -6,7 +6,7 @@ import os
 import signal
 from dataclasses import dataclass
 
-from nanorl.sandbox import worker as protocol
+from nanorl.sandbox import protocol
 from nanorl.sandbox.base import ExecResult, ExecStatus
 
 _NOTE = b"the program broke its sandbox twice\n"
@@ -18,7 +18,7 @@ class Outcome:
 
     run_id: bytes
     flags: int
-    wait_status: int  # of waitpid(2); -1 when the server killed the execution
+    wait_status: int  # of waitpid(2); NO_STATUS when it was killed from outside
     cpu_s: float
     wall_s: float
     maxrss_bytes: int
@@ -26,12 +26,12 @@ class Outcome:
 
     @classmethod
     def unpack(cls, packet: bytes, *, is_oom: bool) -> Outcome:
-        run_id, flags, status, user_s, system_s, wall_s, _, maxrss = protocol.RESULT.unpack(packet)
+        run_id, flags, status, cpu_s, wall_s, maxrss = protocol.RESULT.unpack(packet)
         return cls(
             run_id=run_id,
             flags=flags,
             wait_status=status,
-            cpu_s=user_s + system_s,
+            cpu_s=cpu_s,
             wall_s=wall_s,
             maxrss_bytes=maxrss * 1024,
             is_oom=is_oom or bool(flags & protocol.FLAG_MEMORY),
@@ -43,7 +43,7 @@ class Outcome:
 
     @property
     def exit_code(self) -> int:
-        if self.wait_status == -1:
+        if self.wait_status == protocol.NO_STATUS:
             return -int(signal.SIGKILL)
         return os.waitstatus_to_exitcode(self.wait_status)
 

@@ -24,16 +24,17 @@ from typing import ClassVar
 
 from nanorl.sandbox import canary, memory
 from nanorl.sandbox.base import (
-    PROGRAM_NAME,
     Capabilities,
     ExecResult,
     SandboxFailure,
     SandboxSpec,
     SandboxUnavailable,
 )
-from nanorl.sandbox.bwrap import TIER, explain, find_bwrap, find_python
-from nanorl.sandbox.dispatch import Dispatcher, Job
-from nanorl.sandbox.worker import PAYLOAD
+from nanorl.sandbox.bwrap import TIER
+from nanorl.sandbox.dispatch import Dispatcher
+from nanorl.sandbox.machine import explain, find_bwrap, find_python
+from nanorl.sandbox.protocol import PAYLOAD, PROGRAM_NAME
+from nanorl.sandbox.run import Job
 
 _CANARY_TIMEOUT_S = 10.0
 
@@ -57,7 +58,10 @@ class SandboxPool:
             tier=TIER,
             isolates=frozenset({"fs", "net", "pid", "mem", "kernel"}),
             memory=self._dispatcher.memory_tier,
-            details={"bwrap": str(self._dispatcher.bwrap), "python": str(find_python(spec))},
+            details={
+                "bwrap": str(self._dispatcher.bwrap),
+                "python": str(self._dispatcher.python),
+            },
         )
         if self.capabilities.memory == "watcher":
             logging.getLogger(__name__).warning(
@@ -77,9 +81,10 @@ class SandboxPool:
                 f"no system-call table for {platform.machine()}", "run on x86_64 or aarch64"
             )
         memory.sweep()
+        python = find_python(self.spec)
         refusals = []
         for bwrap in find_bwrap(self.spec):
-            dispatcher = Dispatcher(self.spec, bwrap, num_workers, self.ablate)
+            dispatcher = Dispatcher(self.spec, bwrap, python, num_workers, self.ablate)
             try:
                 self._probe(dispatcher)
                 return dispatcher
