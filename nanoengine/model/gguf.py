@@ -104,7 +104,9 @@ def _read_gguf(file: Path) -> tuple[GgufFields, list[tuple[str, Any]]]:
     try:
         reader = GGUFReader(str(file))
     except (ValueError, IndexError, OSError, KeyError) as error:
-        raise ValueError(f"{file} is truncated or no GGUF file ({error}); fetch it again") from error
+        raise ValueError(
+            f"{file} is truncated or no GGUF file ({error}); fetch it again"
+        ) from error
     fields = {name: field.contents() for name, field in reader.fields.items()}
     return fields, [(tensor.name, tensor) for tensor in reader.tensors]
 

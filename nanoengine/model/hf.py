@@ -254,7 +254,7 @@ def _write_shards(folder: Path, state: dict[str, Tensor], max_shard_bytes: int) 
         size += tensor.nbytes
     for stale in (*folder.glob("model*.safetensors"), folder / INDEX_FILE):
         stale.unlink(missing_ok=True)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         if len(shards) == 1:
