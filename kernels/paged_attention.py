@@ -6,18 +6,23 @@ Keys and values of the new tokens are already in the cache (`reshape_and_cache`)
 
 CPU: `make_paged_plan` turns one engine step into a few padded rectangles (decodes apart from
 prefills, each by length), with gather indices and masks, once for all layers; a layer is then two
-gathers and one batched attention a rectangle, the trainer's arithmetic (`attend_masked`).
+gathers and one batched attention a rectangle, the trainer's arithmetic (`_attend.py`).
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from kernels._dispatch import Backend, use_triton
-from kernels.flash_attention import attend_masked, bucket_by_length, key_multiple, round_up
+from kernels._attend import Scratch, attend_rows, bucket_by_length, key_multiple, round_up
+from kernels._dispatch import Backend, compute_dtype, use_triton
+
+_PIECE_KEYS = 1 << 20  # elements of k gathered at a time (about 16 sequences of 400 tokens)
+_PIECE_SCORES = 1 << 21  # scores held at a time
+_MAX_WIDE_HEADS = 16  # beyond, the zeros of `_attend_one_query` cost more than a copy
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class _Rectangle:
     queries: Tensor | None  # [num_seqs * num_queries] token of each cell; None: all, in order
     cells: Tensor | None  # the cell of each of the rectangle's tokens; None: every cell is real
     tokens: Tensor | None  # those tokens; None: all, in order
-    mask_B1QL: Tensor
+    mask: Tensor  # [num_seqs, 1, num_queries, keys] additive
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class PagedPlan:
 
     rectangles: list[_Rectangle]
     num_tokens: int
+    scratch: Scratch = field(default_factory=Scratch, repr=False, compare=False)
 
 
 def make_paged_plan(
@@ -55,7 +61,7 @@ def make_paged_plan(
     `block_tables` [sequences, blocks]; entries past a sequence's end are not read.
     """
     starts, lens = _ints(query_start_loc), _ints(seq_lens)
-    counts = [b - a for a, b in zip(starts, starts[1:], strict=False)]
+    counts = [b - a for a, b in pairwise(starts)]
     _check_step(counts, lens, block_tables, block_size)
     decodes = [i for i, n in enumerate(counts) if n == 1]
     prefills = [i for i, n in enumerate(counts) if n > 1]
@@ -95,7 +101,7 @@ def _rectangle(
     columns = torch.arange(num_queries)
     query = torch.minimum(columns, count - 1)  # padding repeats the last query
     visible = length - count + query + 1
-    mask = torch.zeros(len(members), num_queries, num_keys, dtype=dtype)
+    mask = torch.zeros(len(members), num_queries, num_keys, dtype=compute_dtype(dtype))
     mask.masked_fill_(torch.arange(num_keys) >= visible.unsqueeze(2), -math.inf)
     queries = (first + query).flatten()
     is_real = (columns < count).flatten()
@@ -108,7 +114,7 @@ def _rectangle(
         queries=None if is_whole and is_full else queries,
         cells=None if is_full else is_real.nonzero().squeeze(1),
         tokens=None if is_whole else queries[is_real],
-        mask_B1QL=mask.unsqueeze(1),
+        mask=mask.unsqueeze(1),
     )
 
 
@@ -193,16 +199,81 @@ def _attend_plan(
     for r in plan.rectangles:
         q = q_THD if r.queries is None else q_THD.index_select(0, r.queries)
         q_BQHD = q.unflatten(0, (r.num_seqs, r.num_queries))
-        k_BLKD = k_cache.index_select(0, r.blocks).view(r.num_seqs, -1, *k_cache.shape[2:])
-        v_BLKD = v_cache.index_select(0, r.blocks).view(r.num_seqs, -1, *v_cache.shape[2:])
-        o = attend_masked(q_BQHD, k_BLKD, v_BLKD, r.mask_B1QL, scale).flatten(0, 1)
-        if r.cells is not None:
-            o = o.index_select(0, r.cells)
+        o = torch.empty_like(q_BQHD)
+        num_keys = r.mask.shape[-1]
+        width = num_keys // k_cache.shape[1]
+        for lo, hi in _pieces(r, num_keys, q_THD.shape[1], k_cache):
+            blocks = r.blocks[lo * width : hi * width]
+            k_BLKD = _gather_blocks("k", k_cache, blocks, hi - lo, plan.scratch)
+            v_BLKD = _gather_blocks("v", v_cache, blocks, hi - lo, plan.scratch)
+            attend = _attend_one_query if _is_single(r, q_THD) else _attend_queries
+            attend(o[lo:hi], q_BQHD[lo:hi], k_BLKD, v_BLKD, r.mask[lo:hi], scale, plan.scratch)
+        o_cells = o.flatten(0, 1) if r.cells is None else o.flatten(0, 1).index_select(0, r.cells)
         if r.tokens is None:
-            out = o
-        else:
-            out.index_copy_(0, r.tokens, o)
+            return o_cells
+        out.index_copy_(0, r.tokens, o_cells)
     return out
+
+
+def _pieces(r: _Rectangle, num_keys: int, num_heads: int, k_cache: Tensor) -> list[tuple[int, int]]:
+    """Runs of sequences whose keys, and whose scores, stay in the processor's cache."""
+    keys = num_keys * k_cache.shape[2] * k_cache.shape[3]
+    scores = num_keys * num_heads * r.num_queries
+    step = max(1, min(_PIECE_KEYS // keys, _PIECE_SCORES // scores))
+    return [(lo, min(lo + step, r.num_seqs)) for lo in range(0, r.num_seqs, step)]
+
+
+def _gather_blocks(
+    name: str, cache: Tensor, blocks: Tensor, num_seqs: int, scratch: Scratch
+) -> Tensor:
+    out = scratch.take(name, (blocks.shape[0], *cache.shape[1:]), cache.dtype)
+    torch.index_select(cache, 0, blocks, out=out)
+    return out.view(num_seqs, -1, *cache.shape[2:])
+
+
+def _is_single(r: _Rectangle, q_THD: Tensor) -> bool:
+    return r.num_queries == 1 and q_THD.shape[1] <= _MAX_WIDE_HEADS
+
+
+def _attend_one_query(o_BQHD, q_BQHD, k_BLKD, v_BLKD, mask, scale, scratch) -> None:
+    """Decoding: all heads as rows of one matmul against the keys as they lie, [L, K · D].
+
+    A head's query sits in its own key head's columns, the rest are zeros, which add nothing: the
+    bits are those of one matmul a head, without a transposed copy of the keys.
+    """
+    num_seqs, _, num_heads, head_dim = q_BQHD.shape
+    num_kv = k_BLKD.shape[2]
+    spread = (num_seqs, num_kv, num_heads // num_kv, num_kv, head_dim)
+    q_wide = q_BQHD.new_zeros(spread)
+    q_wide.diagonal(dim1=1, dim2=3).copy_(_heads_last(q_BQHD, num_kv))
+    rows = (num_seqs, num_heads, num_kv * head_dim)
+    o_wide = attend_rows(
+        q_wide.view(rows), k_BLKD.flatten(2), v_BLKD.flatten(2), mask, scale, scratch
+    )
+    _heads_last(o_BQHD, num_kv).copy_(o_wide.view(spread).diagonal(dim1=1, dim2=3))
+
+
+def _heads_last(x_BQHD: Tensor, num_kv: int) -> Tensor:
+    """One query's heads as a view [B, G, D, K]."""
+    return x_BQHD.squeeze(1).unflatten(1, (num_kv, -1)).permute(0, 2, 3, 1)
+
+
+def _attend_queries(o_BQHD, q_BQHD, k_BLKD, v_BLKD, mask, scale, scratch) -> None:
+    """Any number of queries: one matmul a key head, its group's queries as rows."""
+    num_kv, num_keys, head_dim = k_BLKD.shape[2], k_BLKD.shape[1], k_BLKD.shape[3]
+    shape = (k_BLKD.shape[0], num_kv, num_keys, head_dim)
+    k = scratch.take("k_heads", shape, k_BLKD.dtype).copy_(k_BLKD.transpose(1, 2)).flatten(0, 1)
+    v = scratch.take("v_heads", shape, v_BLKD.dtype).copy_(v_BLKD.transpose(1, 2)).flatten(0, 1)
+    q_BKGQD = q_BQHD.unflatten(2, (num_kv, -1)).permute(0, 2, 3, 1, 4)
+    o_BKGQD = o_BQHD.unflatten(2, (num_kv, -1)).permute(0, 2, 3, 1, 4)
+    step = max(4, _PIECE_SCORES // (q_BQHD.shape[0] * q_BQHD.shape[2] * num_keys))
+    num_queries = q_BQHD.shape[1]
+    for lo in range(0, num_queries, step):
+        lo = max(0, min(lo, num_queries - 4))  # the last rows are never fewer than 4
+        q_NRD = q_BKGQD[:, :, :, lo : lo + step].reshape(k.shape[0], -1, head_dim)
+        part = attend_rows(q_NRD, k, v, mask[:, :, lo : lo + step], scale, scratch)
+        block = o_BKGQD[:, :, :, lo : lo + step]
+        block.copy_(part.reshape(block.shape))
 
 
 def _ints(x: Tensor | Sequence[int]) -> list[int]:

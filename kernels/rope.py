@@ -79,7 +79,8 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) ->
         raise ValueError(f"head_dim: must be even and equal, got q {q.shape[-1]}, k {k.shape[-1]}")
     if cos.shape != sin.shape or cos.dim() != 2 or cos.shape[1] != half:
         raise ValueError(
-            f"cos, sin: must both be [positions, {half}], got {tuple(cos.shape)}, {tuple(sin.shape)}"
+            f"cos, sin: must both be [positions, {half}], got {tuple(cos.shape)} and "
+            f"{tuple(sin.shape)}"
         )
     if positions.shape != q.shape[:1] or k.shape[0] != q.shape[0]:
         raise ValueError(
