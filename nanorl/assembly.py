@@ -17,7 +17,7 @@ import torch
 
 from nanoengine.engine import Engine, EngineConfig
 from nanoengine.model.hf import load_model
-from nanoengine.model.sources import resolve_model
+from nanoengine.model.sources import SMOLLM2, resolve_model
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.model.transformer import Transformer
 from nanoinfer.async_engine import AsyncEngine
@@ -33,7 +33,7 @@ from nanorl.data.teachers import SloppyTeacher
 from nanorl.data.tiny_model import build_tiny_model
 from nanorl.envs.code import CodeEnv
 from nanorl.presets import Preset, get_preset
-from nanorl.rewards.rule import exact_reward
+from nanorl.rewards.rule import RuleReward
 from nanorl.sandbox.base import SandboxFailure, SandboxSpec
 from nanorl.sandbox.pool import SandboxPool
 from nanorl.seeds import derive_seed
@@ -48,6 +48,7 @@ class Tasks:
     """The two sides of the data; training batches are a function of the step alone."""
 
     train: TaskSource | FileTasks
+    warm_start: TaskSource | None  # only generated tasks know solutions that a teacher can show
     heldout: Sequence[Task]
 
 
@@ -160,7 +161,7 @@ class Parts:
             tokenizer=self.tokenizer,
             sampling=sampling,
             limits=self.limits(),
-            reward=exact_reward,
+            reward=RuleReward(),
         )
 
     @property
@@ -170,7 +171,7 @@ class Parts:
     async def play_teacher(self, task: Problem, *, rollout_id: str) -> Rollout:
         """One trace of the sloppy teacher, as a rollout whose actions carry the loss."""
         rng = random.Random(derive_seed(self.config.seed, "teacher", rollout_id))
-        teacher = SloppyTeacher(self.preset.action_format, self.preset.teacher)
+        teacher = SloppyTeacher(self.preset.action_format, self.preset.teacher())
         env = RecordingEnv(self.environment())
         generator = ScriptedGenerator(
             teacher.trace(task, rng),
@@ -187,7 +188,7 @@ class Parts:
             tokenizer=self.tokenizer,
             sampling=SamplingParams(max_tokens=self.config.agent.max_context_tokens),
             limits=self.limits(),
-            reward=exact_reward,
+            reward=RuleReward(),
         )
 
 
@@ -198,17 +199,18 @@ def model_folder(config: RunConfig) -> Path:
         return resolve_model(config.model, cache)
     if config.preset == "tiny":
         return build_tiny_model(config.run_dir / "model", config.seed)
-    return resolve_model("smollm2", cache)
+    return resolve_model(SMOLLM2.name, cache)
 
 
 def load_tasks(config: RunConfig, preset: Preset) -> Tasks:
     count, seed = config.evaluation.num_tasks, config.evaluation.seed
     if config.tasks is not None:
         source = FileTasks(config.tasks, config.seed)
-        return Tasks(train=source, heldout=source.heldout(count, seed))
+        return Tasks(train=source, warm_start=None, heldout=source.heldout(count, seed))
     families = [preset.family()]
     return Tasks(
-        train=TaskSource(families, config.seed, "train"),
+        train=TaskSource(families, config.seed),
+        warm_start=TaskSource(families, derive_seed(config.seed, "warm-start")),
         heldout=TaskSource(families, config.seed, "heldout").heldout(count, seed),
     )
 

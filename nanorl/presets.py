@@ -23,6 +23,7 @@ from nanorl.config import (
 from nanorl.data.formats import COMPACT, MARKDOWN, ActionFormat
 from nanorl.data.problem import Family
 from nanorl.data.smollm2_family import smollm2_family
+from nanorl.data.teachers import TeacherConfig, smollm2_teacher, tiny_teacher
 from nanorl.data.tiny_family import tiny_family
 
 
@@ -32,6 +33,7 @@ class Preset:
 
     config: Callable[[], RunConfig]
     family: Callable[[], Family]
+    teacher: Callable[[], TeacherConfig]
     action_format: ActionFormat
     tool_format: ToolFormat
 
@@ -71,12 +73,14 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "smollm2": Preset(
             config=smollm2,
             family=smollm2_family,
+            teacher=smollm2_teacher,
             action_format=MARKDOWN,
             tool_format=ToolFormat(),
         ),
         "tiny": Preset(
             config=tiny,
             family=tiny_family,
+            teacher=tiny_teacher,
             action_format=COMPACT,
             tool_format=ToolFormat(
                 open="<run>",

@@ -14,12 +14,14 @@ import asyncio
 import resource
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from nanoengine.checkpoint import latest_checkpoint, open_checkpoint
 from nanoengine.engine import Engine
-from nanoinfer.sampling import SamplingParams
+from nanoengine.packing import Sample
 from nanorl.assembly import Parts
 from nanorl.collector import RolloutCollector
 from nanorl.config import RunConfig
@@ -28,11 +30,12 @@ from nanorl.evaluate import EvaluationResult, evaluate
 from nanorl.report.live import LiveView
 from nanorl.report.metrics import MetricsWriter
 from nanorl.run_state import Cursor
-from nanorl.seeds import derive_seed
 from nanorl.sft import sft_loss, sft_samples
-from nanorl.trainer import StepResult, Trainer
+from nanorl.trainer import StepResult, Trainer, to_the_end
 from nanorl.types import Rollout
 from nanorl.weight_sync import sync_weights
+
+SHOWN = ("success", "reward", "logp_gap_max", "clip_fraction", "grad_norm", "step_s")
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error: the user asked for it
@@ -48,7 +51,9 @@ class Run:
         self.live = live
         self.dir = config.run_dir
         self.store = RolloutStore(self.dir / "rollouts.sqlite")
-        self.metrics = MetricsWriter(self.dir)
+        self.metrics = MetricsWriter(
+            self.dir / "metrics.jsonl", tensorboard_dir=self.dir / "tensorboard"
+        )
         self.cursor = Cursor()
         self.engine: Engine | None = None
         self.started = time.perf_counter()
@@ -73,17 +78,18 @@ class Run:
 
     def restore(self) -> None:
         """Continue from the newest checkpoint, or from the start where there is none."""
-        found = newest_cursor(self.checkpoints)
+        found = latest_checkpoint(self.checkpoints)
         if found is None:
             self.store.delete_from_step(0)
             self.metrics.truncate_from(0)
             return
-        self.cursor = Cursor.from_json(found)
+        self.cursor = Cursor.from_json(open_checkpoint(found).meta["cursor"])
         if self.cursor.phase == "warm_start":
             self.engine = self.parts.sft_engine()
         else:
             self.engine = self.parts.rl_engine()
-        self.engine.load(self.checkpoints)
+        self.engine.load(found)
+        sync_weights(self.engine, self.parts.rollout_engine, self.cursor.step)
         first = self.cursor.step if self.cursor.phase == "rl" else self.rl_steps_done
         self.store.delete_from_step(first)
         self.metrics.truncate_from(first)
@@ -110,6 +116,18 @@ class Run:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         self.cursor.keep_max("peak_rss_bytes", float(peak))
 
+    @contextmanager
+    def _timed(self, name: str, total: int, done: int = 0) -> Iterator[str]:
+        """Show a phase and count its seconds; yields the name."""
+        start = time.perf_counter()
+        if total:
+            self.live.start_phase(name, total)
+            self.live.advance(name, done)
+        try:
+            yield name
+        finally:
+            self.cursor.add(f"phase_s.{name}", time.perf_counter() - start)
+
     # -- evaluation phases -----------------------------------------------------------------------
 
     async def run_untrained(self) -> None:
@@ -129,13 +147,9 @@ class Run:
         tasks = self.parts.tasks.heldout[:count]
         if tasks:
             play = self.parts.play if is_tool_enabled else self.parts.play_without_tool
-            with self.live.phase(f"evaluation: {name.replace('_', ' ')}", len(tasks)) as progress:
+            with self._timed(f"evaluation, {name.replace('_', ' ')}", len(tasks)) as phase:
                 result = await evaluate(
-                    play,
-                    tasks,
-                    name=name,
-                    max_tokens=self.config.agent.max_turn_tokens,
-                    on_rollout=lambda _: progress.advance(),
+                    play, tasks, name=name, on_rollout=lambda _: self.live.advance(phase)
                 )
             self._record(name, result)
         self.cursor.next_phase()
@@ -143,7 +157,7 @@ class Run:
     def _record(self, name: str, result: EvaluationResult) -> None:
         self.cursor.results[name] = result.to_json()
         self.examples[name] = result.examples
-        self.live.note(
+        self.live.say(
             f"{name.replace('_', ' ')}: {result.success:.1%} of {result.num_tasks} held-out tasks"
         )
 
@@ -152,15 +166,19 @@ class Run:
     async def run_warm_start(self) -> None:
         warm = self.config.warm_start
         self.engine = self.engine or self.parts.sft_engine()
-        with self.live.phase("warm start", warm.steps) as progress:
-            progress.advance(self.cursor.step)
+        with self._timed("warm start", warm.steps, self.cursor.step) as phase:
             while self.cursor.step < warm.steps:
                 step = self.cursor.step
                 samples = sft_samples(await self._teacher_rollouts(step))
-                result = await asyncio.to_thread(self.engine.train_step, samples, sft_loss)
-                self.cursor.step = step + 1
-                progress.advance(1, loss=result["loss"])
-                self.metrics.scalar("warm_start/loss", result["loss"], step)
+
+                async def finish_step(step: int = step, samples: list[Sample] = samples) -> None:
+                    assert self.engine is not None
+                    result = await asyncio.to_thread(self.engine.train_step, samples, sft_loss)
+                    self.cursor.step = step + 1
+                    self.live.advance(phase)
+                    self.live.show(phase, {"loss": result["loss"]})
+
+                await to_the_end(finish_step())
         sync_weights(self.engine, self.parts.rollout_engine, 0)
         self.engine = self.parts.rl_engine()
         self.cursor.next_phase()
@@ -168,8 +186,9 @@ class Run:
 
     async def _teacher_rollouts(self, step: int) -> list[Rollout]:
         count = self.config.warm_start.traces_per_step
-        seed = derive_seed(self.config.seed, "warm-start")
-        tasks = self.parts.warm_start_tasks(seed, step, count)
+        source = self.parts.tasks.warm_start
+        assert source is not None, "checked when the run was assembled"
+        tasks = source.batch(step, count)
         plays = [
             self.parts.play_teacher(task, rollout_id=f"teacher-{step}-{i}")
             for i, task in enumerate(tasks)
@@ -181,15 +200,15 @@ class Run:
     async def run_rl(self) -> None:
         self.engine = self.engine or self.parts.rl_engine()
         rl = self.config.rl
-        with self.live.phase("reinforcement learning", rl.steps) as progress:
-            progress.advance(self.cursor.step)
+        with self._timed("reinforcement learning", rl.steps, self.cursor.step) as phase:
             collector = RolloutCollector(
                 self.parts.play, run_seed=self.config.seed, max_retries=rl.max_retries
             )
 
             def on_step(result: StepResult) -> None:
                 self._log_step(result)
-                progress.advance(1, **result.metrics)
+                self.live.advance(phase)
+                self.live.show(phase, {name: result.metrics.get(name) for name in SHOWN})
 
             trainer = Trainer(
                 self.config,
@@ -205,13 +224,12 @@ class Run:
 
     def _log_step(self, result: StepResult) -> None:
         """Record a finished step, then move the cursor; every `save_every` steps, a checkpoint."""
-        row = {"step": result.step, **result.metrics}
         self.store.add_group(
             [rollout for group in result.groups for rollout in group],
             step=result.step,
             version=result.step,
         )
-        self.metrics.write(row)
+        self.metrics.write(result.step, result.metrics)
         self._add_totals(result.metrics)
         self.cursor.step = result.step + 1
         if self.cursor.step % self.config.save_every == 0:
@@ -225,7 +243,3 @@ class Run:
         self.cursor.add("train_s", metrics["train_s"])
         self.cursor.keep_max("logp_gap_max", metrics["logp_gap_max"])
         self.cursor.add("logp_gap_sum", metrics["logp_gap_mean"] * metrics["action_tokens"])
-
-    @property
-    def greedy(self) -> SamplingParams:
-        return SamplingParams(temperature=0.0, max_tokens=self.config.agent.max_turn_tokens)

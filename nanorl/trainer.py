@@ -1,4 +1,4 @@
-"""The training run: evaluate, warm-start, reinforce, evaluate again. One `fit()` for sync and async.
+"""The reinforcement-learning loop: one `fit()` for synchronous and asynchronous training.
 
     producer   admits groups (staleness.py), plays them (collector.py), puts them into the queue
     consumer   takes a batch of groups in task order, makes samples (batching.py), steps the
@@ -9,14 +9,14 @@ synchronous; with more, rollouts go on while the optimizer runs in another threa
 
 Every decision that matters is a function of (seed, step): tasks, sampling seeds, batch membership.
 So a run that is killed and resumed from its last checkpoint ends with the same bits.
-Next: phases.py (the order of a whole run), batching.py, checkpointing in run_state.py.
+Next: run.py (the order of a whole run, checkpoints), batching.py, collector.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -62,9 +62,7 @@ class Trainer:
         self.rollout_engine = rollout_engine
         self.collector = collector
         self.task_batch = task_batch
-        self.sampling = SamplingParams(
-            temperature=config.rl.temperature, max_tokens=config.agent.max_turn_tokens
-        )
+        self.sampling = SamplingParams(temperature=config.rl.temperature)
 
     async def fit(self, first_step: int, on_step: OnStep) -> None:
         """Run steps `first_step` .. `rl.steps - 1`; `on_step` sees each one before the next."""
@@ -124,14 +122,24 @@ class Trainer:
             for step in range(first_step, self.config.rl.steps):
                 start = time.perf_counter()
                 groups = await _first_of(queue.take(self.config.rl.tasks_per_step), producer)
-                rollout_s = time.perf_counter() - start
-                loop = asyncio.get_running_loop()
-                metrics = await loop.run_in_executor(pool, self.train_on, groups)
-                metrics["sync_s"] = sync_weights(self.engine, self.rollout_engine, step + 1)
-                metrics["rollout_s"] = rollout_s
-                metrics["step_s"] = time.perf_counter() - start
-                on_step(StepResult(step=step, metrics=metrics, groups=groups))
+                await to_the_end(self._finish_step(step, groups, start, pool, on_step))
                 staleness.advance(step + 1)
+
+    async def _finish_step(
+        self,
+        step: int,
+        groups: list[list[Rollout]],
+        start: float,
+        pool: ThreadPoolExecutor,
+        on_step: OnStep,
+    ) -> None:
+        rollout_s = time.perf_counter() - start
+        loop = asyncio.get_running_loop()
+        metrics = await loop.run_in_executor(pool, self.train_on, groups)
+        metrics["sync_s"] = sync_weights(self.engine, self.rollout_engine, step + 1)
+        metrics["rollout_s"] = rollout_s
+        metrics["step_s"] = time.perf_counter() - start
+        on_step(StepResult(step=step, metrics=metrics, groups=groups))
 
     def train_on(self, groups: list[list[Rollout]]) -> dict[str, Any]:
         """One optimizer batch (`rl.epochs` steps over it); returns the metrics of the batch."""
@@ -157,6 +165,17 @@ class Trainer:
                 "This is a defect of the engines on this CPU, not of your task: please report it"
             )
         return metrics
+
+
+async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await `work`; a cancellation is obeyed after it is complete, so that weights, cursor and
+    records never disagree."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise
 
 
 async def _first_of(wanted: Any, producer: asyncio.Task[None]) -> Any:

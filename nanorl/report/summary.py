@@ -51,6 +51,8 @@ EXTRA_FIELDS: dict[str, tuple[type, ...]] = {
     "wall_s_rl": (float, int),
     "wall_s_evaluation": (float, int),
     "warm_start_steps": (int,),
+    "heldout_n_untrained": (int,),
+    "heldout_n_no_tool": (int,),
     "model": (str,),
     "num_parameters": (int,),
     "date": (str,),
