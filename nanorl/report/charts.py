@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
+
+from nanorl.report.markup import text
 
 WIDTH, HEIGHT = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 30
@@ -28,7 +29,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """All series share `steps`. `is_fraction` shows percent and fixes the axis to 0-100 %."""
+    """All series share `steps`. `is_fraction` shows percent; from 0 to 100 % once above half."""
 
     title: str
     steps: tuple[int, ...]
@@ -59,7 +60,7 @@ def line_chart(chart: Chart) -> str:
 
 
 def stacked_bars(chart: Chart) -> str:
-    """A card with one bar a step, the series on top of each other; long runs are averaged in bins."""
+    """A card with one bar a step, the series stacked; long runs are averaged in bins."""
     chart = _binned(chart, 60)
     totals = [
         sum(series.values[i] or 0.0 for series in chart.series) for i in range(len(chart.steps))
@@ -75,11 +76,11 @@ def stacked_bars(chart: Chart) -> str:
             if value <= 0:
                 continue
             y_top, y_base = _y(base + value, low, high), _y(base, low, high)
+            x, height = LEFT + slot * (i + 0.5) - width / 2, max(0.5, y_base - y_top - 0.6)
             tip = f"step {step}, {series.label}: {number(value)} {chart.unit}"
             body.append(
-                f'<rect class="bar c{index % NUM_COLOURS}" x="{_n(LEFT + slot * (i + 0.5) - width / 2)}"'
-                f' y="{_n(y_top)}" width="{_n(width)}" height="{_n(max(0.5, y_base - y_top - 0.6))}">'
-                f"<title>{escape(tip)}</title></rect>"
+                f'<rect class="bar c{index % NUM_COLOURS}" x="{_n(x)}" y="{_n(y_top)}" '
+                f'width="{_n(width)}" height="{_n(height)}"><title>{text(tip)}</title></rect>'
             )
             base += value
     return _card(chart, "".join(body))
@@ -88,11 +89,11 @@ def stacked_bars(chart: Chart) -> str:
 def success_bars(rows: Sequence[tuple[str, float | None]], num_tasks: int) -> str:
     """Horizontal bars of success rates with 95 % Wilson intervals; None is "not measured"."""
     height, left, right = 46, 168, 74
-    span = 760 - left - right
+    span = 1100 - left - right
     parts = []
     for i, (label, rate) in enumerate(rows):
         y = i * height + 8
-        parts.append(f'<text class="name" x="{left - 12}" y="{y + 19}">{escape(label)}</text>')
+        parts.append(f'<text class="name" x="{left - 12}" y="{y + 19}">{text(label)}</text>')
         parts.append(f'<rect class="track" x="{left}" y="{y}" width="{span}" height="28" rx="4"/>')
         if rate is None:
             parts.append(f'<text class="value" x="{left + 10}" y="{y + 19}">not measured</text>')
@@ -101,7 +102,7 @@ def success_bars(rows: Sequence[tuple[str, float | None]], num_tasks: int) -> st
         x_low, x_high = left + span * low, left + span * high
         parts.append(
             f'<rect class="bar h{i}" x="{left}" y="{y}" width="{_n(max(2.0, span * rate))}" '
-            f'height="28" rx="4"><title>{escape(label)}: {rate:.1%}, 95 % interval '
+            f'height="28" rx="4"><title>{text(label)}: {rate:.1%}, 95 % interval '
             f"{low:.1%} to {high:.1%}</title></rect>"
             f'<path class="whisker" d="M{_n(x_low)} {y + 14}H{_n(x_high)}M{_n(x_low)} {y + 9}v10'
             f'M{_n(x_high)} {y + 9}v10"/>'
@@ -109,8 +110,8 @@ def success_bars(rows: Sequence[tuple[str, float | None]], num_tasks: int) -> st
         )
     said = "; ".join(f"{label} {'not measured' if r is None else f'{r:.1%}'}" for label, r in rows)
     return (
-        f'<svg class="success" viewBox="0 0 760 {len(rows) * height + 2}" role="img" '
-        f'aria-label="Held-out success: {escape(said)}">{"".join(parts)}</svg>'
+        f'<svg class="success" viewBox="0 0 1100 {len(rows) * height + 2}" role="img" '
+        f'aria-label="Held-out success: {text(said)}">{"".join(parts)}</svg>'
     )
 
 
@@ -134,13 +135,21 @@ def number(value: float | None, is_fraction: bool = False) -> str:
     if value == int(value) and size < 1e6:
         return f"{int(value):,}"
     if size >= 1e6 or size < 1e-3:
-        return f"{value:.2e}"
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
     return f"{value:,.0f}" if size >= 1000 else f"{value:.3g}"
 
 
+def duration(seconds: float) -> str:
+    """1:05 or 2:01:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
 def _axis(values: Sequence[float], is_fraction: bool) -> tuple[float, float, list[float]]:
-    """Low, high and about five round ticks; 0 belongs to the axis unless the data is far from it."""
-    if is_fraction:
+    """Low, high and about five round ticks; with 0, unless the data is far from it."""
+    if is_fraction and max(values, default=1.0) > 0.5:
         return 0.0, 1.0, [0.0, 0.25, 0.5, 0.75, 1.0]
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
     if low > 0 and low < 0.6 * high:
@@ -206,7 +215,7 @@ def _marks(
         tip = f"step {chart.steps[i]}, {series.label}: {value} {chart.unit}".rstrip()
         parts.append(
             f'<circle class="mark {colour}{shown}" cx="{_n(point[0])}" cy="{_n(point[1])}" r="3.2">'
-            f"<title>{escape(tip)}</title></circle>"
+            f"<title>{text(tip)}</title></circle>"
         )
     return "".join(parts)
 
@@ -217,16 +226,25 @@ def _grid(
     parts = []
     for tick in ticks:
         y = _n(_y(tick, low, high))
-        label = f"{tick:.0%}" if chart.is_fraction else number(tick)
+        label = f"{100 * tick:.3g}%" if chart.is_fraction else number(tick)
         base = " base" if tick == ticks[0] else ""
         parts.append(f'<path class="grid{base}" d="M{LEFT} {y}H{WIDTH - RIGHT}"/>')
         parts.append(f'<text class="tick y" x="{LEFT - 8}" y="{y}" dy="4">{label}</text>')
-    num = len(chart.steps)
-    slot = (WIDTH - LEFT - RIGHT) / max(1, num)
-    for i in sorted({round(j * (num - 1) / 5) for j in range(6)}) if num else ():
+    slot = (WIDTH - LEFT - RIGHT) / max(1, len(chart.steps))
+    for i in _labelled(chart.steps):
         x = LEFT + slot * (i + 0.5) if is_bars else _x(chart, i)
-        parts.append(f'<text class="tick x" x="{_n(x)}" y="{HEIGHT - 10}">{chart.steps[i]}</text>')
+        label = f'<text class="tick x" x="{_n(x)}" y="{HEIGHT - 10}">{chart.steps[i]}</text>'
+        parts.append(label)
     return "".join(parts)
+
+
+def _labelled(steps: Sequence[int]) -> list[int]:
+    """Indices of about six steps with round numbers; of all if they are few."""
+    if len(steps) <= 7:
+        return list(range(len(steps)))
+    span = steps[-1] - steps[0]
+    every = next(m * 10**k for k in range(18) for m in (1, 2, 5) if span <= m * 10**k * 7)
+    return [i for i in range(len(steps)) if i == 0 or steps[i] // every > steps[i - 1] // every]
 
 
 def _binned(chart: Chart, num_bins: int) -> Chart:
@@ -260,15 +278,15 @@ def _card(chart: Chart, body: str) -> str:
         )
         said.append(f"{series.label} from {first} to {last}")
         legend.append(
-            f'<span><i class="swatch c{index % NUM_COLOURS}"></i>{escape(series.label)} '
+            f'<span><i class="swatch c{index % NUM_COLOURS}"></i>{text(series.label)} '
             f"<b>{last}</b></span>"
         )
     span = f"steps {chart.steps[0]} to {chart.steps[-1]}" if chart.steps else "no steps"
     aria = f"{chart.title}, {span}: {'; '.join(said)}"
-    unit = f" <small>{escape(chart.unit)}</small>" if chart.unit else ""
+    unit = f" <small>{text(chart.unit)}</small>" if chart.unit else ""
     return (
-        f'<figure class="card"><figcaption>{escape(chart.title)}{unit}'
+        f'<figure class="card"><figcaption>{text(chart.title)}{unit}'
         f'<span class="legend">{"".join(legend)}</span></figcaption>'
-        f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(aria)}">'
+        f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{text(aria)}">'
         f"{body}</svg></figure>"
     )

@@ -1,6 +1,6 @@
 """report.html: one file that shows what a run did, with no script and nothing loaded from outside.
 
-Whatever a model wrote is untrusted: every text passes `text`, and the page's own security policy
+Whatever a model wrote is untrusted: every text passes `markup.text`, and the page's own security policy
 forbids scripts and loads, should that ever fail. The same input gives the same bytes. Left out:
 live updates (nanorl.report.live) and the full rollout store (rollouts.sqlite).
 """
@@ -9,31 +9,20 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from nanorl.report.charts import line_chart, number, stacked_bars, success_bars
+from nanorl.report.charts import duration, line_chart, number, stacked_bars, success_bars
 from nanorl.report.curves import build_charts
+from nanorl.report.markup import text
 from nanorl.report.style import SHADE_FROM_NATS, STYLE
 from nanorl.report.summary import write_atomically
 from nanorl.report.trace import Decode, Segment, TokenView, trace_rollout
 from nanorl.types import Rollout, Status
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-# Control characters cannot be shown, and those of text direction would reorder what is read.
-_INVISIBLE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-)
 _MAX_TABLE_ROWS = 200
-
-
-def text(value: object) -> str:
-    """Escaped for element content and attributes; what is invisible becomes a visible escape."""
-    visible = _INVISIBLE.sub(lambda match: f"\\u{ord(match[0]):04x}", str(value))
-    return escape(visible, quote=True)
 
 
 def write_report(
@@ -110,11 +99,11 @@ def _outcome(summary: Mapping[str, Any]) -> str:
 def _tiles(summary: Mapping[str, Any]) -> str:
     before, after = (summary.get(f"heldout_success_{when}") for when in ("before", "after"))
     gained = "–" if before is None or after is None else f"{100 * (after - before):+.1f}"
-    rss = summary.get("peak_rss_bytes")
+    rss, wall_s = summary.get("peak_rss_bytes"), summary.get("wall_s")
     tiles = [
         ("Gained by RL", gained, "points"),
         ("RL steps", number(summary.get("steps")), ""),
-        ("Wall time", _duration(summary.get("wall_s")), ""),
+        ("Wall time", "–" if wall_s is None else duration(wall_s), ""),
         ("Rollouts", number(summary.get("num_rollouts")), ""),
         ("Failed rollouts", number(summary.get("num_failed_rollouts")), ""),
         ("Log-prob gap, max", number(summary.get("logp_gap_max")), "nats"),
@@ -128,14 +117,6 @@ def _tiles(summary: Mapping[str, Any]) -> str:
         for name, value, unit in tiles
     )
     return f'<dl class="tiles">{cells}</dl>'
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "–"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def _curves(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -226,7 +207,8 @@ def _rollout(
         f'</b><span class="badge {"good" if is_good else "bad"}">reward {number(rollout.reward)}'
         f'</span><span class="badge {status}">{text(rollout.status.value)}</span>'
         f'<span class="meta">{len(rollout.turn_spans)} turns · {rollout.num_action_tokens} sampled '
-        f"of {len(rollout.tokens)} tokens · policy version {span} · {text(rollout.rollout_id)}</span>"
+        f"of {len(rollout.tokens)} tokens · policy version {span} · {text(rollout.rollout_id)}"
+        "</span>"
         f'</summary><div class="inside"><div class="meta">{text(metrics)}</div>'
         f"{''.join(_segment(segment) for segment in trace.segments)}</div></details>"
     )

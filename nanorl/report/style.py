@@ -8,7 +8,8 @@ STYLE = """
   --c0: #2563eb; --c1: #d9730d; --c2: #0f8a6d; --c3: #9b3fc4; --c4: #c92a4b; --c5: #0b7fa5;
   --c6: #7a6a00; --c7: #64707f; }
 @media (prefers-color-scheme: dark) { :root {
-  --bg: #0e1116; --card: #171b22; --ink: #e8ebf0; --soft: #9aa5b4; --line: #2a313c; --track: #222833;
+  --bg: #0e1116; --card: #171b22; --ink: #e8ebf0; --soft: #9aa5b4; --line: #2a313c;
+  --track: #222833;
   --accent: #6ea3ff; --good: #4cc38a; --bad: #ff8078; --warn: #f0b556;
   --prompt: #1d222b; --model: #16233d; --tool: #2f2615; --shade: 251, 146, 60;
   --c0: #6ea3ff; --c1: #f5a04c; --c2: #3fc7a2; --c3: #c88af0; --c4: #ff7d97; --c5: #4cc2e6;
@@ -25,14 +26,15 @@ nav { margin-top: 10px; display: flex; flex-wrap: wrap; gap: 4px 18px; }
 a { color: var(--accent); }
 .card { margin: 0; background: var(--card); border: 1px solid var(--line); border-radius: 12px;
   padding: 16px 18px; }
-.tiles { display: grid; gap: 12px; grid-template-columns: repeat(auto-fill, minmax(158px, 1fr));
+.tiles { display: grid; gap: 12px; grid-template-columns: repeat(auto-fill, minmax(200px, 1fr));
   margin: 12px 0 0; }
 .tiles div { background: var(--card); border: 1px solid var(--line); border-radius: 12px;
   padding: 12px 14px; }
 .tiles dt { color: var(--soft); font-size: 13px; }
 .tiles dd { margin: 0; font-size: 21px; font-weight: 600; font-variant-numeric: tabular-nums; }
 .tiles dd small { font-size: 13px; font-weight: 400; color: var(--soft); }
-.charts { display: grid; gap: 14px; grid-template-columns: repeat(auto-fill, minmax(min(400px, 100%), 1fr)); }
+.charts { display: grid; gap: 14px;
+  grid-template-columns: repeat(auto-fill, minmax(min(400px, 100%), 1fr)); }
 figcaption { font-weight: 600; margin-bottom: 8px; }
 figcaption small { font-weight: 400; color: var(--soft); }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 16px; font-weight: 400; font-size: 13px;
@@ -50,7 +52,6 @@ svg .x { text-anchor: middle; }
 .mark { fill-opacity: 0; stroke: transparent; stroke-width: 9; }
 .mark.shown, .mark:hover { fill-opacity: 1; }
 .bar:hover { opacity: .75; }
-.success { max-width: 860px; }
 .success .name, .success .value { font-size: 14px; fill: var(--ink); }
 .success .value { font-weight: 600; }
 .track { fill: var(--track); }
@@ -67,6 +68,7 @@ th:first-child, td:first-child, .config td { text-align: left; }
 .config td { white-space: pre-wrap; overflow-wrap: anywhere; font-family: ui-monospace, monospace;
   font-size: 13px; }
 tbody tr:last-child > * { border-bottom: 0; }
+.config th { width: 30%; vertical-align: top; }
 tbody th { color: var(--ink); font-size: 15px; }
 .gain { color: var(--good); } .drop { color: var(--bad); }
 details { background: var(--card); border: 1px solid var(--line); border-radius: 12px;
@@ -79,7 +81,8 @@ summary:focus-visible, a:focus-visible, input:focus-visible { outline: 2px solid
   outline-offset: 2px; border-radius: 6px; }
 details > .inside { padding: 0 16px 16px; }
 .badge { border-radius: 999px; padding: 1px 10px; font-size: 13px; border: 1px solid currentColor; }
-.badge.good { color: var(--good); } .badge.bad { color: var(--bad); } .badge.warn { color: var(--warn); }
+.badge.good { color: var(--good); } .badge.bad { color: var(--bad); }
+.badge.warn { color: var(--warn); }
 .meta { color: var(--soft); font-size: 13px; }
 .segment { border-radius: 8px; margin-top: 8px; padding: 8px 12px; border-left: 4px solid; }
 .segment h4 { margin: 0 0 2px; font-size: 12px; font-weight: 600; color: var(--soft); }
@@ -91,7 +94,8 @@ details > .inside { padding: 0 16px 16px; }
 .t { border-radius: 3px; }
 .t:hover { outline: 1px solid var(--accent); }
 .control { display: inline-flex; gap: 8px; align-items: center; margin: 0 0 4px; }
-.key { display: inline-block; padding: 0 8px; border-radius: 5px; border-left: 4px solid; }
+.key { display: inline-block; padding: 0 8px; border-radius: 5px; border-width: 0 0 0 4px;
+  border-style: solid; }
 @media print { details { break-inside: avoid; } body { background: #fff; } }
 """
 

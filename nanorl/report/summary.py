@@ -88,7 +88,7 @@ def validate_summary(summary: Mapping[str, Any]) -> None:
             problems.append(f"unknown field {name!r}; extra ones: {', '.join(EXTRA_FIELDS)}")
         elif value is None and name in NULLABLE:
             continue
-        elif isinstance(value, bool) or not isinstance(value, types):
+        elif type(value) not in types:
             problems.append(f"{name}={value!r} must be {' or '.join(t.__name__ for t in types)}")
         elif isinstance(value, float) and not math.isfinite(value):
             problems.append(f"{name}={value!r} must be finite, or None where it was not measured")
