@@ -90,8 +90,9 @@ class Parts:
             micro_batch_tokens=limits.micro_batch_tokens,
             activation_checkpointing=limits.activation_checkpointing,
             lm_head_fp32=limits.lm_head_fp32,
-            share_prefix=limits.share_prefix and not self.config.deterministic,
-            seed=self.config.seed,
+            share_prefix=limits.share_prefix,
+            deterministic=self.config.deterministic,
+            keep_checkpoints=self.config.keep_checkpoints,
             **options,
         )
 
@@ -103,7 +104,7 @@ class Parts:
                 lr=warm.lr,
                 weight_decay=warm.weight_decay,
                 schedule="cosine",
-                warmup_steps=warm.warmup_steps,
+                warmup_steps=min(warm.warmup_steps, warm.steps // 2),
                 total_steps=max(warm.steps, 1),
             ),
         )

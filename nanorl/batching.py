@@ -7,7 +7,7 @@ all tokens of its rollout; the engine shifts them to the predictions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -140,8 +140,19 @@ def batch_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return metrics
 
 
+def per_action_token(result: Mapping[str, float]) -> dict[str, float]:
+    """The engine's sums of statistics as means per action token, under their names without _sum.
+
+    Maxima do not survive a sum over micro-batches: they are left out (see `logp_gap`).
+    """
+    count = max(result.get("action_count", 0.0), 1.0)
+    means = {n.removesuffix("_sum"): v / count for n, v in result.items() if n.endswith("_sum")}
+    others = {n: v for n, v in result.items() if not n.endswith(("_sum", "_max", "_count"))}
+    return {**others, **means}
+
+
 def logp_gap(samples: Sequence[Sample], trainer_logps: Sequence[Tensor]) -> dict[str, Any]:
-    """|engine - trainer| over sampled tokens (nats), and the k3 estimate of KL(engine || trainer)."""
+    """|engine - trainer| over sampled tokens, in nats, and the k3 estimate of their KL."""
     gaps = []
     for sample, trainer_logp in zip(samples, trainer_logps, strict=True):
         is_action = torch.tensor(sample.loss_mask, dtype=torch.bool)

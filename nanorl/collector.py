@@ -1,4 +1,4 @@
-"""Runs the rollouts of one task as a group: asyncio coroutines that share the engine and the sandbox.
+"""Runs the rollouts of one task as a group: coroutines that share the engine and the sandbox.
 
 While one rollout waits for its tool the others decode. A rollout whose status is FAILED
 (infrastructure, never the program's doing) is run again with the same seed, so a retry changes

@@ -1,4 +1,4 @@
-"""Every option of a run, defined once. The string under a field is its help text on the command line.
+"""Every option of a run, defined once. The string under a field is its help on the command line.
 
 `presets.py` fills these in; `scripts/train_agent.py` turns them into flags with tyro and writes the
 resolved result to `config.json` of the run. There is no other way to change behaviour.
@@ -177,7 +177,7 @@ class RunConfig:
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Compute type; master weights and moments are always fp32."""
     deterministic: bool = False
-    """Demand that rollout and training log-probs are equal bit for bit, and stop if they are not."""
+    """Stop unless rollout and training log-probs are equal bit for bit."""
     threads: int = 0
     """CPU threads; 0 uses every core."""
     save_every: int = 5

@@ -91,7 +91,7 @@ def summarise(run: Run) -> dict[str, Any]:
             "hardware": f"{platform.machine()}, {os.cpu_count()} CPUs",
             "threads": torch.get_num_threads(),
             "command": " ".join(sys.argv),
-            "torch_version": torch.__version__,
+            "torch_version": str(torch.__version__),
             "status": "finished" if cursor.phase == "done" else f"stopped in phase {cursor.phase}",
         },
     )

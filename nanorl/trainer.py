@@ -24,7 +24,7 @@ from typing import Any
 from nanoengine.engine import Engine
 from nanoinfer.engine import LLMEngine
 from nanoinfer.sampling import SamplingParams
-from nanorl.batching import build_batch, logp_gap
+from nanorl.batching import build_batch, logp_gap, per_action_token
 from nanorl.collector import RolloutCollector
 from nanorl.config import RunConfig
 from nanorl.data.transfer_queue import TransferQueue
@@ -154,9 +154,9 @@ class Trainer:
             result = self.engine.train_step(
                 batch.samples, batch.loss_fn, temperature=rl.temperature
             )
+            metrics.update(per_action_token(result))
             if epoch == 0:
                 metrics.update(logp_gap(batch.samples, self.engine.last_logps))
-            metrics.update(result)
         metrics["train_s"] = time.perf_counter() - start
         if self.config.deterministic and metrics.get("logp_gap_max", 0.0) != 0.0:
             raise RuntimeError(

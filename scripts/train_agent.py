@@ -64,8 +64,8 @@ def prepare_folder(config: RunConfig) -> None:
     folder, file = config.run_dir, config.run_dir / "config.json"
     if file.exists() and not config.resume:
         raise ValueError(
-            f"{folder} already holds a run: go on with it (--resume --out {folder}), choose another "
-            f"--out, or remove it (rm -r {folder})"
+            f"{folder} already holds a run: go on with it (--resume --out {folder}), choose "
+            f"another --out, or remove it (rm -r {folder})"
         )
     folder.mkdir(parents=True, exist_ok=True)
     if not config.resume:
