@@ -82,3 +82,19 @@ def _wake_soon(loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) ->
 def _wake(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
+
+
+def futures_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Future]:
+    """Those among the arguments themselves; what is nested deeper is the callee's to read."""
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, Future)]
+
+
+def dereference(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Futures become their values; raises the error of one that failed."""
+
+    def value_of(value: Any) -> Any:
+        return value.result() if isinstance(value, Future) else value
+
+    return tuple(map(value_of, args)), {name: value_of(value) for name, value in kwargs.items()}

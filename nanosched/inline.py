@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from nanosched.errors import SchedulerError, TaskError, WorkerDied
-from nanosched.future import Future
+from nanosched.future import Future, dereference, futures_in
 
 
 @dataclass(kw_only=True, eq=False)
@@ -33,7 +33,7 @@ class _Call:
     future: Future
 
     def pending_inputs(self) -> list[Future]:
-        return [f for f in _futures_of(self.args, self.kwargs) if not f.is_done()]
+        return [f for f in futures_in(self.args, self.kwargs) if not f.is_done()]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -87,12 +87,12 @@ class InlineActor:
 
     def _construct(self) -> bool:
         """False while an argument is unfinished. An error is kept for the calls to come."""
-        inputs = [f for f in _futures_of(self.args, self.kwargs) if not f.is_done()]
+        inputs = [f for f in futures_in(self.args, self.kwargs) if not f.is_done()]
         if self._waits_for(inputs):
             return False
         self.has_started = True
         try:
-            args, kwargs = _dereference(self.args, self.kwargs)
+            args, kwargs = dereference(self.args, self.kwargs)
         except SchedulerError as error:  # of the call that an argument came from
             self.death = error
             return True
@@ -110,7 +110,7 @@ class InlineActor:
             future.settle(error=self.death)
             return
         try:
-            args, kwargs = _dereference(call.args, call.kwargs)
+            args, kwargs = dereference(call.args, call.kwargs)
         except SchedulerError as error:  # of the call that an argument came from
             future.settle(error=error)
             return
@@ -290,18 +290,3 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 def _first_pending(futures: Sequence[Future]) -> Future:
     return next(future for future in futures if not future.is_done())
-
-
-def _futures_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Future]:
-    return [value for value in (*args, *kwargs.values()) if isinstance(value, Future)]
-
-
-def _dereference(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Futures become their values; raises the error of one that failed."""
-
-    def value_of(value: Any) -> Any:
-        return value.result() if isinstance(value, Future) else value
-
-    return tuple(map(value_of, args)), {name: value_of(value) for name, value in kwargs.items()}

@@ -9,52 +9,25 @@ writers: a second process may read while one writes.
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nanorl.data.encoding import content_hash, pack_floats, pack_ints, unpack
-from nanorl.types import Rollout, Status, TurnSpan
-
-SCHEMA_VERSION = 1
-
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS rollouts (
-    rollout_id TEXT PRIMARY KEY,
-    task_id TEXT NOT NULL,
-    group_id TEXT NOT NULL,
-    step INTEGER NOT NULL,
-    version INTEGER NOT NULL,
-    status TEXT NOT NULL,
-    reward REAL,
-    num_tokens INTEGER NOT NULL,
-    num_turns INTEGER NOT NULL,
-    content_hash TEXT NOT NULL,
-    extra TEXT NOT NULL,
-    tokens BLOB NOT NULL,
-    loss_mask BLOB NOT NULL,
-    logps BLOB NOT NULL,
-    versions BLOB NOT NULL
-);
-CREATE INDEX IF NOT EXISTS by_step ON rollouts (step, group_id);
-CREATE INDEX IF NOT EXISTS by_task ON rollouts (task_id, step);
-CREATE INDEX IF NOT EXISTS by_group ON rollouts (group_id);
-CREATE INDEX IF NOT EXISTS by_version ON rollouts (version);
-CREATE INDEX IF NOT EXISTS by_hash ON rollouts (content_hash);
-CREATE INDEX IF NOT EXISTS by_status ON rollouts (status);
-"""
-
-_ENTRY_COLUMNS = (
-    *("rollout_id", "task_id", "group_id", "step", "version", "status", "reward"),
-    *("num_tokens", "num_turns", "content_hash"),
+from nanorl.data.rows import (
+    COLUMNS,
+    ENTRY_COLUMNS,
+    SCHEMA,
+    SCHEMA_VERSION,
+    Entry,
+    from_row,
+    to_entry,
+    to_row,
 )
-_COLUMNS = (*_ENTRY_COLUMNS, "extra", "tokens", "loss_mask", "logps", "versions")
+from nanorl.types import Rollout, Status
 
 # Primary result codes of SQLite (https://www.sqlite.org/rescode.html), each with its remedy.
 _REMEDIES = {
@@ -75,22 +48,6 @@ _REMEDIES = {
 
 class StoreError(RuntimeError):
     """The rollout file could not be read or written; the message names the file and the fix."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """The index columns of one stored rollout."""
-
-    rollout_id: str
-    task_id: str
-    group_id: str
-    step: int
-    version: int
-    status: Status
-    reward: float
-    num_tokens: int
-    num_turns: int
-    content_hash: str
 
 
 class RolloutStore:
@@ -124,7 +81,7 @@ class RolloutStore:
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = FULL")
         with self._transaction("create"):
-            for statement in _SCHEMA.split(";"):
+            for statement in SCHEMA.split(";"):
                 self._db.execute(statement)
             self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
@@ -140,15 +97,15 @@ class RolloutStore:
             raise ValueError(
                 f"rollout_id {double!r} occurs twice in one group: ids must be unique in a run"
             )
-        rows = [_to_row(rollout, step, version) for rollout in rollouts]
-        marks = ", ".join("?" * len(_COLUMNS))
-        sql = f"INSERT OR REPLACE INTO rollouts ({', '.join(_COLUMNS)}) VALUES ({marks})"
+        rows = [to_row(rollout, step, version) for rollout in rollouts]
+        marks = ", ".join("?" * len(COLUMNS))
+        sql = f"INSERT OR REPLACE INTO rollouts ({', '.join(COLUMNS)}) VALUES ({marks})"
         with self._transaction(f"store rollouts of step {step} in"):
             self._db.executemany(sql, rows)
 
     def get(self, rollout_id: str) -> Rollout:
         """KeyError if there is none."""
-        rows = self._select(_COLUMNS, {"rollout_id": rollout_id})
+        rows = self._select(COLUMNS, {"rollout_id": rollout_id})
         if not rows:
             raise KeyError(f"no rollout {rollout_id!r} in {self.path}")
         return self._from_row(rows[0])
@@ -174,18 +131,12 @@ class RolloutStore:
             "status": status,
         }
         given = {name: value for name, value in filters.items() if value is not None}
-        return [self._from_row(row) for row in self._select(_COLUMNS, given, limit)]
+        return [self._from_row(row) for row in self._select(COLUMNS, given, limit)]
 
     def entries(self, *, step: int | None = None) -> list[Entry]:
         """The index without the tokens, in the order of `query`; of one step or of all."""
-        rows = self._select(_ENTRY_COLUMNS, {} if step is None else {"step": step})
-        entries = []
-        for row in rows:
-            fields = dict(zip(_ENTRY_COLUMNS, row, strict=True))
-            fields["status"] = Status(fields["status"])
-            fields["reward"] = _reward(fields["reward"])
-            entries.append(Entry(**fields))
-        return entries
+        rows = self._select(ENTRY_COLUMNS, {} if step is None else {"step": step})
+        return [to_entry(row) for row in rows]
 
     def count(self, *, status: Status | None = None) -> int:
         """How many rollouts, or how many of one status."""
@@ -253,7 +204,7 @@ class RolloutStore:
 
     def _from_row(self, row: tuple[Any, ...]) -> Rollout:
         try:
-            return _from_row(row)
+            return from_row(row)
         except ValueError as error:
             remedy = _REMEDIES[sqlite3.SQLITE_CORRUPT]
             raise StoreError(f"{self.path}: rollout {row[0]!r}: {error}; {remedy}") from error
@@ -283,60 +234,6 @@ class RolloutStore:
             code = getattr(error, "sqlite_errorcode", 0) & 0xFF
             remedy = _REMEDIES.get(code, "check the disk, or use another --out")
             raise StoreError(f"cannot {action} {self.path}: {remedy} ({error})") from error
-
-
-def _to_row(rollout: Rollout, step: int, version: int) -> tuple[Any, ...]:
-    extra = {
-        "turn_spans": [list(asdict(span).values()) for span in rollout.turn_spans],
-        "turn_rewards": rollout.turn_rewards,
-        "metrics": rollout.metrics,
-    }
-    return (
-        rollout.rollout_id,
-        rollout.task_id,
-        rollout.group_id,
-        step,
-        version,
-        rollout.status.value,
-        rollout.reward,  # NaN becomes NULL in SQLite
-        len(rollout.tokens),
-        len(rollout.turn_spans),
-        content_hash(rollout),
-        json.dumps(extra),
-        pack_ints(rollout.tokens),
-        pack_ints(rollout.loss_mask),
-        pack_floats(rollout.logps),
-        pack_ints(rollout.versions),
-    )
-
-
-def _from_row(row: tuple[Any, ...]) -> Rollout:
-    fields = dict(zip(_COLUMNS, row, strict=True))
-    extra = json.loads(fields["extra"])
-    per_token = {
-        name: unpack(fields[name]) for name in ("tokens", "loss_mask", "logps", "versions")
-    }
-    lengths = {len(values) for values in per_token.values()}
-    if lengths != {fields["num_tokens"]}:
-        raise ValueError(f"per-token lists of lengths {sorted(lengths)}")
-    return Rollout(
-        task_id=fields["task_id"],
-        group_id=fields["group_id"],
-        rollout_id=fields["rollout_id"],
-        turn_spans=[
-            TurnSpan(action_start=start, action_end=end, observation_end=observation_end)
-            for start, end, observation_end in extra["turn_spans"]
-        ],
-        reward=_reward(fields["reward"]),
-        turn_rewards=extra["turn_rewards"],
-        status=Status(fields["status"]),
-        metrics=extra["metrics"],
-        **per_token,  # type: ignore[arg-type]
-    )
-
-
-def _reward(value: float | None) -> float:
-    return float("nan") if value is None else value
 
 
 def _where(filters: dict[str, Any]) -> tuple[str, list[Any]]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanorl.report.charts import Chart, Series
+from nanorl.report.metrics import flatten_numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +69,9 @@ def build_charts(
     rows: Sequence[Mapping[str, Any]],
 ) -> tuple[list[tuple[Rule, Chart]], list[tuple[Rule, Chart]]]:
     """(charts of the rules, charts of all other numeric metrics by name)."""
-    flat = [_flatten(row) for row in rows]
+    flat = [flatten_numbers(row) for row in rows]
     steps = tuple(int(row["step"]) for row in rows)
-    names = sorted({name for row in flat for name in row})
+    names = sorted({name for row in flat for name in row} - {"step"})
     main, used = [], set()
     for rule in RULES:
         matching = []
@@ -105,17 +106,3 @@ def _label(name: str, rule: Rule) -> str:
     if rule.is_stacked:
         name = re.sub(r"^(time|phase)(_s)?/|^(time|phase)_|_s$", "", name)
     return name.replace("_", " ")
-
-
-def _flatten(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Finite numbers only: texts, nulls and lists have no curve."""
-    flat: dict[str, float] = {}
-    for name, value in row.items():
-        path = f"{prefix}{name}"
-        if isinstance(value, Mapping):
-            flat.update(_flatten(value, f"{path}/"))
-        elif isinstance(value, int | float) and path != "step":
-            is_finite = value == value and abs(value) != float("inf")
-            if is_finite:
-                flat[path] = float(value)
-    return flat

@@ -1,8 +1,8 @@
 """report.html: one file that shows what a run did, with no script and nothing loaded from outside.
 
-Whatever a model wrote is untrusted: every text passes `markup.text`, and the page's own security policy
-forbids scripts and loads, should that ever fail. The same input gives the same bytes. Left out:
-live updates (nanorl.report.live) and the full rollout store (rollouts.sqlite).
+Whatever a model wrote is untrusted: every text passes `markup.text`, and the page's own security
+policy forbids scripts and loads, should that ever fail. The same input gives the same bytes.
+Left out: live updates (nanorl.report.live) and the full rollout store (rollouts.sqlite).
 """
 
 from __future__ import annotations

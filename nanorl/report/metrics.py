@@ -34,6 +34,17 @@ def to_jsonable(value: Any) -> Any:
     )
 
 
+def flatten_numbers(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """The finite numbers, nested ones by their path: `{"time": {"train": 2}}` is `time/train`."""
+    flat: dict[str, float] = {}
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten_numbers(value, f"{prefix}{name}/"))
+        elif isinstance(value, int | float) and math.isfinite(value):
+            flat[f"{prefix}{name}"] = float(value)
+    return flat
+
+
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The rows in order; [] without a file. A torn last line is left out.
 
@@ -162,8 +173,8 @@ class TensorBoardWriter:
         self._writer = SummaryWriter(str(log_dir), purge_step=purge_step)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        for name, value in values.items():
-            if isinstance(value, int | float) and name != "step":
+        for name, value in flatten_numbers(values).items():
+            if name != "step":
                 self._writer.add_scalar(name, value, step)
         self._writer.flush()
 

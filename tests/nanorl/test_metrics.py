@@ -129,11 +129,12 @@ def test_tensorboard_holds_the_same_numbers_after_a_resume(tmp_path):
     folder = tmp_path / "tb"
     with MetricsWriter(tmp_path / "metrics.jsonl", tensorboard_dir=folder) as writer:
         for step in range(4):
-            writer.write(step, {"reward": step / 8, "note": "text", "loss": float("nan")})
+            values = {"reward": step / 8, "note": "text", "loss": float("nan"), "time": {"a": 2}}
+            writer.write(step, values)
         writer.truncate_from(2)
         writer.write(2, {"reward": 7.0})
     events = EventAccumulator(str(folder))
     events.Reload()
-    assert events.Tags()["scalars"] == ["reward"]
+    assert events.Tags()["scalars"] == ["reward", "time/a"]
     values = {event.step: event.value for event in events.Scalars("reward")}
     assert values == {0: 0.0, 1: 0.125, 2: 7.0}
