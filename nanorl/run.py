@@ -167,9 +167,12 @@ class Run:
         warm = self.config.warm_start
         self.engine = self.engine or self.parts.sft_engine()
         with self._timed("warm start", warm.steps, self.cursor.step) as phase:
+            traces = asyncio.ensure_future(self._teacher_rollouts(self.cursor.step))
             while self.cursor.step < warm.steps:
                 step = self.cursor.step
-                samples = sft_samples(await self._teacher_rollouts(step))
+                samples = sft_samples(await traces)
+                # The teacher plays in the sandbox while the optimizer runs in its thread.
+                traces = asyncio.ensure_future(self._teacher_rollouts(step + 1))
 
                 async def finish_step(step: int = step, samples: list[Sample] = samples) -> None:
                     assert self.engine is not None
@@ -179,6 +182,7 @@ class Run:
                     self.live.show(phase, {"loss": result["loss"]})
 
                 await to_the_end(finish_step())
+            traces.cancel()
         sync_weights(self.engine, self.parts.rollout_engine, 0)
         self.engine = self.parts.rl_engine()
         self.cursor.next_phase()
