@@ -1,8 +1,9 @@
 """One cgroup for each worker, version 2 or 1, wherever this process may create one.
 
 The kernel then sums the memory of all processes of a worker, files in its /tmp included, and says
-when it killed for it. Where no cgroup can be created (a plain user, most containers) `create`
-returns None and the worker's server watches the resident memory itself (worker.resident_bytes).
+when it killed for it; some kilobytes in time, where the server's own watch over resident memory
+(worker.usage_of_all, every 50 ms) is late. Where no cgroup can be created (a plain user, most
+containers) `create` returns None and that watch is all there is.
 `oom.group` stays off: it would kill the server with the program.
 Left out: cpu.max, since the pool runs one program at a time on each worker.
 """
@@ -76,9 +77,9 @@ class WorkerCgroup:
                     time.sleep(0.01)
 
 
-def create(index: int, memory_bytes: int, max_processes: int) -> WorkerCgroup | None:
+def create(memory_bytes: int, max_processes: int) -> WorkerCgroup | None:
     """A group with these limits, or None where none with a memory limit can be made."""
-    name = f"{_PREFIX}{os.getpid()}-{index}"
+    name = f"{_PREFIX}{os.getpid()}-{os.urandom(4).hex()}"
     for version in (2, 1):
         folders: dict[str, Path] = {}
         try:

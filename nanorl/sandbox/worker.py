@@ -118,24 +118,44 @@ def _program_main(confinement: Confinement, sock: socket.socket) -> None:
 def usage_of_all() -> tuple[int, float]:
     """(resident bytes, CPU seconds) of every process in the worker, this one left out.
 
-    Private and shared memory; pages of the interpreter's files do not count.
+    Private and shared memory, pages shared after a fork counted for each process; the pages of
+    the interpreter's files do not count.
     """
-    total_kib, ticks = 0, 0
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit() or entry == "1":
-            continue
+    total_bytes, ticks = 0, 0
+    for pid in _other_pids():
+        total_bytes += _sum_kib(f"/proc/{pid}/status", (b"RssAnon:", b"RssShmem:"))
         try:
-            with open(f"/proc/{entry}/status", "rb") as file:
-                lines = file.read().split(b"\n")
-            with open(f"/proc/{entry}/stat", "rb") as file:
+            with open(f"/proc/{pid}/stat", "rb") as file:
                 fields = file.read().rpartition(b")")[2].split()
         except OSError:  # gone in the meantime
             continue
         ticks += sum(map(int, fields[11:15]))  # utime, stime and those of reaped children
-        for line in lines:
-            if line.startswith((b"RssAnon:", b"RssShmem:")):
-                total_kib += int(line.split()[1])
-    return total_kib * 1024, ticks / os.sysconf("SC_CLK_TCK")
+    return total_bytes, ticks / os.sysconf("SC_CLK_TCK")
+
+
+def proportional_bytes() -> int:
+    """The same memory with shared pages counted once: exact, and too slow to watch with."""
+    total_bytes = 0
+    for pid in _other_pids():
+        try:
+            total_bytes += _sum_kib(f"/proc/{pid}/smaps_rollup", (b"Pss_Anon:", b"Pss_Shmem:"))
+        except PermissionError:  # a process that gave up being dumpable: the upper bound
+            total_bytes += _sum_kib(f"/proc/{pid}/status", (b"RssAnon:", b"RssShmem:"))
+    return total_bytes
+
+
+def _other_pids() -> list[str]:
+    return [entry for entry in os.listdir("/proc") if entry.isdigit() and entry != "1"]
+
+
+def _sum_kib(path: str, names: tuple[bytes, ...]) -> int:
+    """The named kilobyte lines of a file in /proc, in bytes; 0 if the process has ended."""
+    try:
+        with open(path, "rb") as file:
+            lines = file.read().split(b"\n")
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(names))
 
 
 class _Server:
@@ -184,6 +204,10 @@ class _Server:
         wall_s = time.monotonic() - start
         return RESULT.pack(run_id, flags, status, cpu_s, wall_s, usage.ru_maxrss)
 
+    def _is_over_memory(self) -> bool:
+        limit = self.watch_bytes
+        return 0 < limit < usage_of_all()[0] and limit < proportional_bytes()
+
     def _wait(self, run_id: bytes, deadline: float) -> tuple[int, int]:
         """(flags, wait status) of the program; NO_STATUS says that init was killed."""
         child, control = self.child.sock.fileno(), self.control.fileno()
@@ -207,7 +231,7 @@ class _Server:
                     os._exit(0)  # the host is gone, and with this process the whole worker
                 if packet == KILL.pack(b"K", run_id):
                     return FLAG_KILLED, NO_STATUS
-            if not ready and self.watch_bytes and usage_of_all()[0] > self.watch_bytes:
+            if not ready and self._is_over_memory():
                 return FLAG_MEMORY, NO_STATUS
 
 
