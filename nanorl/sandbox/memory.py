@@ -28,6 +28,7 @@ class WorkerCgroup:
     def __init__(self, version: int, folders: dict[str, Path]) -> None:
         self.version = version
         self.folders = folders
+        self._events = -1
 
     @property
     def name(self) -> str:
@@ -50,11 +51,13 @@ class WorkerCgroup:
             _write(pids / "pids.max", str(max_processes + _OVERHEAD_PROCESSES))
 
     def num_oom_kills(self) -> int:
-        name = "memory.events" if self.version == 2 else "memory.oom_control"
-        for line in (self.folders["memory"] / name).read_text().splitlines():
-            key, _, value = line.partition(" ")
-            if key == "oom_kill":
-                return int(value)
+        """Read after every run, hence from one open descriptor."""
+        if self._events < 0:
+            name = "memory.events" if self.version == 2 else "memory.oom_control"
+            self._events = os.open(self.folders["memory"] / name, os.O_RDONLY | os.O_CLOEXEC)
+        for line in os.pread(self._events, 4096, 0).splitlines():
+            if line.startswith(b"oom_kill "):
+                return int(line.split()[1])
         return 0
 
     def kill(self) -> None:
@@ -66,6 +69,9 @@ class WorkerCgroup:
 
     def remove(self) -> None:
         """Removes the folders; they stay busy for a moment after the last process has died."""
+        if self._events >= 0:
+            os.close(self._events)
+            self._events = -1
         for folder in dict.fromkeys(self.folders.values()):
             for _ in range(50):
                 try:
