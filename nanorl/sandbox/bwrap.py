@@ -86,6 +86,7 @@ def rlimits(spec: SandboxSpec, has_cgroup: bool) -> dict[str, int]:
         "RLIMIT_CORE": 0,
         "RLIMIT_MEMLOCK": 65536,
         "RLIMIT_MSGQUEUE": 0,
+        "RLIMIT_SIGPENDING": 1024,  # timers count as well
     }
 
 
@@ -102,7 +103,7 @@ class BwrapWorker:
         """
         self.cgroup: memory.WorkerCgroup | None = None
         if "cgroup" not in ablate:
-            self.cgroup = memory.create(index, spec.memory_bytes, spec.max_processes)
+            self.cgroup = memory.create(spec.memory_bytes, spec.max_processes)
         self._messages = os.memfd_create("sandbox-messages", os.MFD_CLOEXEC)
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         config = {
@@ -111,7 +112,7 @@ class BwrapWorker:
             "rlimits": rlimits(spec, self.cgroup is not None),
             "tmp_bytes": spec.tmp_bytes,
             "tmp_inodes": spec.tmp_inodes,
-            "watch_bytes": 0 if self.cgroup or "watcher" in ablate else spec.memory_bytes,
+            "watch_bytes": 0 if "watcher" in ablate else spec.memory_bytes,
         }
         try:
             self.control.send(json.dumps(config).encode())

@@ -21,7 +21,7 @@ _CLONE_FLAGS = 0x00020000 | 0x20000000 | 0x08000000  # NEWNS, NEWPID, NEWIPC
 _SYSCALLS = {"x86_64": (56, 317), "aarch64": (220, 277)}
 _SYS_CLONE, _SYS_SECCOMP = _SYSCALLS.get(platform.machine(), (0, 0))
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE = 2, 4, 8, 16384, 1 << 18
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_READ, _PR_CAPBSET_DROP = 1, 4, 23, 24
+_PR_SET_DUMPABLE, _PR_CAPBSET_READ, _PR_CAPBSET_DROP = 4, 23, 24
 _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 38, 47, 4
 _SECCOMP_SET_MODE_FILTER = 1
 
@@ -77,8 +77,9 @@ class Confinement:
 
     def isolate(self) -> None:
         """Fresh mounts for the namespaces that `clone` has just made. Runs as the new pid 1."""
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
+        descriptor = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        os.write(descriptor, b"1000")
+        os.close(descriptor)
         if self.is_isolated:
             safe = _MS_NOSUID | _MS_NODEV
             size, inodes = self.config["tmp_bytes"], self.config["tmp_inodes"]
@@ -95,8 +96,7 @@ class Confinement:
         for name, value in self.config["rlimits"].items():
             resource.setrlimit(getattr(resource, name), (value, value))
         check(prctl(_PR_SET_NO_NEW_PRIVS, 1), "no_new_privs")
-        zero = ctypes.c_ulong(0)
-        _libc.prctl(_PR_CAP_AMBIENT, ctypes.c_ulong(_PR_CAP_AMBIENT_CLEAR_ALL), zero, zero, zero)
+        check(prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL), "clear ambient set")
         for cap in self.bounding:
             check(prctl(_PR_CAPBSET_DROP, cap), "drop bounding set")
         check(_libc.capset(self.capability_header, self.no_capabilities), "capset")

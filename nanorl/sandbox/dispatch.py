@@ -159,7 +159,6 @@ class Dispatcher:
         return job
 
     def _start(self, slot: _Slot) -> None:
-        slot.num_runs = 0
         try:
             slot.worker = BwrapWorker(self.spec, slot.index, self.bwrap, self.python, self.ablate)
         except (SandboxFailure, OSError) as error:
@@ -291,7 +290,7 @@ class Dispatcher:
             stream.close()
 
     def _stop(self, slot: _Slot) -> None:
-        slot.state, slot.deadline = _State.DEAD, float("inf")
+        slot.state, slot.deadline, slot.num_runs = _State.DEAD, float("inf"), 0
         self._end_run(slot)
         if slot.worker is not None:
             self._unwatch(slot.worker.control.fileno())

@@ -1,8 +1,9 @@
 """One cgroup for each worker, version 2 or 1, wherever this process may create one.
 
 The kernel then sums the memory of all processes of a worker, files in its /tmp included, and says
-when it killed for it. Where no cgroup can be created (a plain user, most containers) `create`
-returns None and the worker's server watches the resident memory itself (worker.resident_bytes).
+when it killed for it; some kilobytes in time, where the server's own watch over resident memory
+(worker.usage_of_all, every 50 ms) is late. Where no cgroup can be created (a plain user, most
+containers) `create` returns None and that watch is all there is.
 `oom.group` stays off: it would kill the server with the program.
 Left out: cpu.max, since the pool runs one program at a time on each worker.
 """
@@ -27,6 +28,7 @@ class WorkerCgroup:
     def __init__(self, version: int, folders: dict[str, Path]) -> None:
         self.version = version
         self.folders = folders
+        self._events = -1
 
     @property
     def name(self) -> str:
@@ -49,11 +51,13 @@ class WorkerCgroup:
             _write(pids / "pids.max", str(max_processes + _OVERHEAD_PROCESSES))
 
     def num_oom_kills(self) -> int:
-        name = "memory.events" if self.version == 2 else "memory.oom_control"
-        for line in (self.folders["memory"] / name).read_text().splitlines():
-            key, _, value = line.partition(" ")
-            if key == "oom_kill":
-                return int(value)
+        """Read after every run, hence from one open descriptor."""
+        if self._events < 0:
+            name = "memory.events" if self.version == 2 else "memory.oom_control"
+            self._events = os.open(self.folders["memory"] / name, os.O_RDONLY | os.O_CLOEXEC)
+        for line in os.pread(self._events, 4096, 0).splitlines():
+            if line.startswith(b"oom_kill "):
+                return int(line.split()[1])
         return 0
 
     def kill(self) -> None:
@@ -65,6 +69,9 @@ class WorkerCgroup:
 
     def remove(self) -> None:
         """Removes the folders; they stay busy for a moment after the last process has died."""
+        if self._events >= 0:
+            os.close(self._events)
+            self._events = -1
         for folder in dict.fromkeys(self.folders.values()):
             for _ in range(50):
                 try:
@@ -76,9 +83,9 @@ class WorkerCgroup:
                     time.sleep(0.01)
 
 
-def create(index: int, memory_bytes: int, max_processes: int) -> WorkerCgroup | None:
+def create(memory_bytes: int, max_processes: int) -> WorkerCgroup | None:
     """A group with these limits, or None where none with a memory limit can be made."""
-    name = f"{_PREFIX}{os.getpid()}-{index}"
+    name = f"{_PREFIX}{os.getpid()}-{os.urandom(4).hex()}"
     for version in (2, 1):
         folders: dict[str, Path] = {}
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 from hostile_programs import HOSTILE
@@ -31,7 +32,7 @@ class WithoutMemoryLimit(SandboxPool):
 
 
 def found(pool_class: type[SandboxPool], *names: str) -> dict[str, str]:
-    with pool_class(SPEC) as pool:
+    with pool_class(replace(SPEC, timeout_s=1.5)) as pool:
         examiner = Examiner(pool)
         try:
             return {name: " ".join(examiner.violations(PROGRAMS[name])) for name in names}
