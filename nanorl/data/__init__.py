@@ -5,5 +5,6 @@ formats.py        how an action is written as text: a program to run, or the fin
 smollm2_*.py      generators of the `smollm2` family; tiny_family.py those of the `tiny` family
 tasks.py          TaskSource: which task comes at which step; file_tasks.py: a user's own
 teachers.py       sloppy scripted teachers for the supervised warm start; slips.py their mistakes
+drills.py         copy drills, which come before the traces where the weights are random
 tiny_model.py     the folder of the tiny model, from nothing but a seed; tiny_tokenizer.py
 """
