@@ -44,6 +44,8 @@ class Transformer(nn.Module):
         if not config.tie_word_embeddings:
             self.head = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
         cos, sin = rope_tables(config, dtype, device)
+        self.rope_cos: Tensor
+        self.rope_sin: Tensor
         self.register_buffer("rope_cos", cos, persistent=False)
         self.register_buffer("rope_sin", sin, persistent=False)
         self.lm_head_packed: Tensor | None = None
