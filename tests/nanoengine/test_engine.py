@@ -20,7 +20,7 @@ from nanoengine.packing import MicroBatch, Sample
 from nanoengine.sft import num_loss_tokens, sft_loss
 
 VOCAB = 211
-ADAM_EPS = 1e-5  # with 1e-8 a gradient that is all rounding becomes a step of random sign
+ADAM_EPS = 1e-4  # with 1e-8 a gradient that is all rounding becomes a step of random sign
 
 
 def make_model(dtype: torch.dtype = torch.float32, family: str = "llama") -> Transformer:
