@@ -97,7 +97,7 @@ def probabilities(
 def weighted_values(p_NRL: Tensor, v_NLD: Tensor, scratch: Scratch) -> Tensor:
     """P · V in v's dtype."""
     if is_half(v_NLD.dtype):
-        return torch.bmm(scratch.take("p", p_NRL.shape, v_NLD.dtype).copy_(p_NRL), v_NLD)
+        return torch.bmm(scratch.take("low", p_NRL.shape, v_NLD.dtype).copy_(p_NRL), v_NLD)
     out = torch.bmm(p_NRL[:, :, :KEY_BLOCK], v_NLD[:, :KEY_BLOCK])
     part = scratch.take("part", out.shape, out.dtype)
     for lo in range(KEY_BLOCK, v_NLD.shape[1], KEY_BLOCK):

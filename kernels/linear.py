@@ -41,8 +41,8 @@ def linear_rows(
     """The forward pass, without autograd, on rows."""
     if not is_packable(weight_OI) or x_TI.dtype != weight_OI.dtype:
         return F.linear(x_TI, weight_OI, bias)
-    if packed is None:
-        packed = pack_weight(weight_OI)
+    packed = pack_weight(weight_OI) if packed is None else packed
+    assert packed is not None, "packable weights have a packed form"
     if x_TI.shape[0] == 1 and x_TI.dtype == torch.float32:
         return _inner_product(x_TI.expand(2, -1).contiguous(), packed, bias)[:1]
     return _inner_product(x_TI, packed, bias)
@@ -95,5 +95,8 @@ def linear(
     if x.dtype != weight.dtype:
         raise ValueError(f"x: dtype {x.dtype} must be weight's {weight.dtype}; cast one of them")
     x_TI = x.reshape(-1, x.shape[-1])
-    y_TO = _Linear.apply(x_TI, weight, bias, packed)
+    if torch.is_grad_enabled():
+        y_TO = _Linear.apply(x_TI, weight, bias, packed)
+    else:
+        y_TO = linear_rows(x_TI, weight, bias, packed)
     return y_TO.view(*x.shape[:-1], weight.shape[0])

@@ -74,14 +74,17 @@ class _LinearLogprob(torch.autograd.Function):
         temperature, chunk, packed, dtype = ctx.options
         head = weight.to(dtype)
         main_grad = getattr(weight, "main_grad", None)
+        if not isinstance(main_grad, Tensor):
+            main_grad = None
         dweight = main_grad
-        if not isinstance(main_grad, Tensor) and ctx.needs_input_grad[1]:
+        if dweight is None:
             dweight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device)
         dhidden = torch.empty_like(hidden)
         for lo in range(0, hidden.shape[0], chunk):
             rows = slice(lo, lo + chunk)
             h = hidden[rows].to(dtype)
-            z, _ = linear_rows(h, head, None, packed).to(lse.dtype).div_(temperature), None
+            z = linear_rows(h, head, None, packed).to(lse.dtype)
+            z = z if temperature == 1.0 else z.div_(temperature)
             dz = _dlogits(
                 z,
                 lse[rows],
@@ -90,11 +93,11 @@ class _LinearLogprob(torch.autograd.Function):
                 None if dentropy is None else dentropy[rows],
                 entropy[rows] if entropy.numel() else None,
             )
-            dlogits = dz.div_(temperature).to(dtype)
+            dlogits = (dz if temperature == 1.0 else dz.div_(temperature)).to(dtype)
             dhidden[rows] = matmul_rows(dlogits, head)
             if ctx.needs_input_grad[1]:
                 dweight.add_(matmul_rows(dlogits.t(), h))
-        dw = None if main_grad is not None or dweight is None else dweight.to(weight.dtype)
+        dw = None if main_grad is not None else dweight.to(weight.dtype)
         return dhidden, dw, None, None, None, None, None, None
 
 

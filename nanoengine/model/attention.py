@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels import flash_attn_varlen, make_varlen_plan
+from kernels.flash_attention import VarlenPlan
 
 
 class AttentionContext(Protocol):
@@ -36,7 +37,7 @@ class PackedContext:
     def __init__(self, cu_seqlens: Tensor, max_seqlen: int) -> None:
         self.cu_seqlens = cu_seqlens
         self.max_seqlen = max_seqlen
-        self._plan: object | None = None  # the CPU layout, built once for all layers
+        self._plan: VarlenPlan | None = None  # the CPU layout, built once for all layers
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], device: str = "cpu") -> PackedContext:

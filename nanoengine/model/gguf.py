@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.hf import load_state, save_model
+from nanoengine.model.hf import check_state, hf_views, write_folder
 from nanoengine.model.transformer import Transformer
 
 GgufFields = dict[str, Any]
@@ -75,15 +75,15 @@ def convert_gguf(file: str | Path, folder: str | Path) -> None:
     try:
         config = _config(fields, has_head=any(name == "output.weight" for name, _ in tensors))
         tokenizer = _tokenizer(fields)
-        model = Transformer(config)
-        load_state(model, _to_hf(config, tensors))
+        state = dict(_to_hf(config, tensors))
+        check_state(hf_views(Transformer(config, device="meta")), state)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.parent / f"{target.name}.tmp-{os.getpid()}"
     shutil.rmtree(scratch, ignore_errors=True)
     try:
-        save_model(model, scratch)
+        write_folder(scratch, config, state)
         tokenizer.save(str(scratch / "tokenizer.json"))
         _write_json(scratch / "tokenizer_config.json", _tokenizer_config(fields))
         _write_json(scratch / "generation_config.json", _generation_config(fields))
@@ -104,7 +104,9 @@ def _read_gguf(file: Path) -> tuple[GgufFields, list[tuple[str, Any]]]:
     try:
         reader = GGUFReader(str(file))
     except (ValueError, IndexError, OSError, KeyError) as error:
-        raise ValueError(f"{file} is truncated or no GGUF file ({error}); fetch it again") from error
+        raise ValueError(
+            f"{file} is truncated or no GGUF file ({error}); fetch it again"
+        ) from error
     fields = {name: field.contents() for name, field in reader.fields.items()}
     return fields, [(tensor.name, tensor) for tensor in reader.tensors]
 

@@ -101,7 +101,7 @@ def load_state(model: Transformer, state: Iterable[tuple[str, Tensor]]) -> None:
     tensors = _collect(state)
     if model.head is None:
         _drop_tied_head(tensors)
-    _check_state(views, tensors)
+    check_state(views, tensors)
     with torch.no_grad():
         for name, view in views.items():
             view.copy_(tensors[name])
@@ -128,7 +128,8 @@ def _drop_tied_head(tensors: dict[str, Tensor]) -> None:
         )
 
 
-def _check_state(views: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+def check_state(views: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    """Refuse tensors whose names or shapes are not those of `hf_views`."""
     problems = []
     missing = [name for name in views if name not in tensors]
     extra = [name for name in tensors if name not in views]
@@ -217,17 +218,29 @@ def save_model(
     """Write a Hugging Face folder that `transformers` loads: config.json, safetensors (with an
     index where one file would exceed `max_shard_bytes`), and the tokenizer's files copied from
     `extra_files_from`. Not atomic: write to a fresh folder and rename it."""
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    dtype = dtype if dtype is not None else model.dtype
-    config = model.config.to_hf_dict() | {"dtype": _DTYPE_NAMES[dtype]}
-    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    _write_shards(path, dict(export_state(model, dtype)), max_shard_bytes)
+    state = dict(export_state(model, dtype))
+    write_folder(folder, model.config, state, max_shard_bytes=max_shard_bytes)
     if extra_files_from is not None:
         for name in _EXTRA_FILES:
-            source = Path(extra_files_from) / name
-            if source.is_file() and source.resolve() != (path / name).resolve():
-                shutil.copyfile(source, path / name)
+            source, target = Path(extra_files_from) / name, Path(folder) / name
+            if source.is_file() and source.resolve() != target.resolve():
+                shutil.copyfile(source, target)
+
+
+def write_folder(
+    folder: str | Path,
+    config: ModelConfig,
+    state: dict[str, Tensor],
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """config.json and safetensors of tensors under their Hugging Face names, in their dtype."""
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    dtype = state["model.embed_tokens.weight"].dtype
+    fields = config.to_hf_dict() | {"dtype": _DTYPE_NAMES[dtype]}
+    (path / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+    _write_shards(path, state, max_shard_bytes)
 
 
 def _write_shards(folder: Path, state: dict[str, Tensor], max_shard_bytes: int) -> None:
@@ -241,7 +254,7 @@ def _write_shards(folder: Path, state: dict[str, Tensor], max_shard_bytes: int) 
         size += tensor.nbytes
     for stale in (*folder.glob("model*.safetensors"), folder / INDEX_FILE):
         stale.unlink(missing_ok=True)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         if len(shards) == 1:

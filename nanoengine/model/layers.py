@@ -134,11 +134,12 @@ class DecoderLayer(nn.Module):
         self,
         x_TE: Tensor,
         residual_TE: Tensor | None,
-        rope: tuple[Tensor, Tensor, Tensor],
+        rope: tuple[Tensor, Tensor],
         context: AttentionContext,
     ) -> tuple[Tensor, Tensor]:
         """`x` is not yet added to `residual` (None before the first layer), nor is the result:
-        the next norm adds and normalises at once. `rope` is cos, sin and positions."""
+        the next norm adds and normalises at once. `rope` is cos and sin
+        of each token, [T, D/2]."""
         if residual_TE is None:
             residual_TE, y_TE = x_TE, rms_norm(x_TE, self.input_norm, self.eps)
         else:
@@ -148,7 +149,7 @@ class DecoderLayer(nn.Module):
         return self.down(swiglu(self.gate_up(y_TE))), residual_TE
 
     def _attend(
-        self, y_TE: Tensor, rope: tuple[Tensor, Tensor, Tensor], context: AttentionContext
+        self, y_TE: Tensor, rope: tuple[Tensor, Tensor], context: AttentionContext
     ) -> Tensor:
         q, k, v = self.qkv(y_TE).split((self.q_width, self.kv_width, self.kv_width), -1)
         num_tokens, head_dim = y_TE.shape[0], self.head_dim
@@ -157,6 +158,6 @@ class DecoderLayer(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_THD = rms_norm(q_THD, self.q_norm, self.eps)
             k_TKD = rms_norm(k_TKD, self.k_norm, self.eps)
-        q_THD, k_TKD = apply_rope(q_THD, k_TKD, *rope)
+        q_THD, k_TKD = apply_rope(q_THD, k_TKD, *rope, None)
         o_THD = context.attend(self.index, q_THD, k_TKD, v.view(num_tokens, -1, head_dim))
         return self.out(o_THD.reshape(num_tokens, self.q_width))

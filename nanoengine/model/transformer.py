@@ -74,8 +74,9 @@ class Transformer(nn.Module):
         `activation_checkpointing` keeps only each layer's input for the backward pass and runs
         the layer again there: the same gradients bit for bit, about a third more work.
         """
-        rope = (self.rope_cos, self.rope_sin, positions_T)
-        x_TE, residual_TE = embed(ids_T, self.embedding), None
+        rope = (self.rope_cos[positions_T], self.rope_sin[positions_T])
+        x_TE = embed(ids_T, self.embedding)
+        residual_TE: Tensor | None = None
         if activation_checkpointing and torch.is_grad_enabled():
             for layer in self.layers:
                 x_TE, residual_TE = checkpoint(
@@ -90,6 +91,7 @@ class Transformer(nn.Module):
         else:
             for layer in self.layers:
                 x_TE, residual_TE = layer(x_TE, residual_TE, rope, context)
+        assert residual_TE is not None, "there is at least one layer"
         return add_rms_norm(x_TE, residual_TE, self.norm, self.config.rms_norm_eps)[0]
 
     def logits(self, hidden_TE: Tensor) -> Tensor:
