@@ -102,8 +102,8 @@ class _LinearLogprob(torch.autograd.Function):
 
 
 def _entropy(z: Tensor, lse: Tensor) -> Tensor:
-    p = (z - lse.unsqueeze(1)).exp_()
-    return lse - p.mul_(z).sum(-1)
+    logp = z - lse.unsqueeze(1)
+    return -(logp.exp().mul_(logp)).sum(-1)
 
 
 def _dlogits(z, lse, token_ids, dlogp, dentropy, entropy) -> Tensor:
@@ -175,3 +175,10 @@ def _check(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> None:
             f"token_ids: shape {tuple(token_ids.shape)} must be one id for each of the "
             f"{hidden.shape[0]} rows of hidden"
         )
+    if token_ids.device.type == "cpu" and token_ids.numel():
+        low, high = (int(x) for x in token_ids.aminmax())
+        if low < 0 or high >= weight.shape[0]:
+            raise ValueError(
+                f"token_ids: {low if low < 0 else high} is outside the vocabulary of "
+                f"{weight.shape[0]}"
+            )

@@ -22,7 +22,8 @@ from kernels._dispatch import Backend, compute_dtype, use_triton
 
 _PIECE_KEYS = 1 << 20  # elements of k gathered at a time (about 16 sequences of 400 tokens)
 _PIECE_SCORES = 1 << 21  # scores held at a time
-_MAX_WIDE_HEADS = 16  # beyond, the zeros of `_attend_one_query` cost more than a copy
+_MAX_WIDE = 256  # columns of `_attend_one_query`: beyond, its zeros cost more than a copy, and MKL
+# splits the sum of an fp32 product, which would change its bits
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ def _attend_plan(
             blocks = r.blocks[lo * width : hi * width]
             k_BLKD = _gather_blocks("k", k_cache, blocks, hi - lo, plan.scratch)
             v_BLKD = _gather_blocks("v", v_cache, blocks, hi - lo, plan.scratch)
-            attend = _attend_one_query if _is_single(r, q_THD) else _attend_queries
+            attend = _attend_one_query if _is_single(r, k_cache) else _attend_queries
             attend(o[lo:hi], q_BQHD[lo:hi], k_BLKD, v_BLKD, r.mask[lo:hi], scale, plan.scratch)
         o_cells = o.flatten(0, 1) if r.cells is None else o.flatten(0, 1).index_select(0, r.cells)
         if r.tokens is None:
@@ -231,8 +232,8 @@ def _gather_blocks(
     return out.view(num_seqs, -1, *cache.shape[2:])
 
 
-def _is_single(r: _Rectangle, q_THD: Tensor) -> bool:
-    return r.num_queries == 1 and q_THD.shape[1] <= _MAX_WIDE_HEADS
+def _is_single(r: _Rectangle, k_cache: Tensor) -> bool:
+    return r.num_queries == 1 and k_cache.shape[2] * k_cache.shape[3] <= _MAX_WIDE
 
 
 def _attend_one_query(o_BQHD, q_BQHD, k_BLKD, v_BLKD, mask, scale, scratch) -> None:

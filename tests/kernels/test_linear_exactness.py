@@ -1,0 +1,78 @@
+"""`linear`: a row's bits depend on the row alone; gradients equal fp64 autograd's."""
+
+import pytest
+import torch
+
+from kernels import linear, pack_weight
+
+SHAPES = [(96, 64), (576, 960), (576, 3072), (1536, 576), (576, 4099)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_has_the_same_bits_in_every_batch(dtype, num_threads, shape):
+    before = torch.get_num_threads()
+    torch.manual_seed(0)
+    x = torch.randn(80, shape[0]).to(dtype)
+    weight = torch.randn(shape[1], shape[0]).to(dtype)
+    torch.set_num_threads(1)
+    whole = linear(x, weight, None, pack_weight(weight))
+    torch.set_num_threads(num_threads)
+    try:
+        for rows in (1, 2, 3, 4, 5, 8, 16, 31, 33, 64, 80):
+            for packed in (pack_weight(weight), None):
+                part = linear(x[80 - rows :], weight, None, packed)
+                assert torch.equal(part, whole[80 - rows :]), (rows, packed is None)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_as_good_as_plain_torch(dtype):
+    torch.manual_seed(0)
+    x, w, b, g = (
+        torch.randn(s, dtype=torch.float64) for s in ((3, 37, 64), (80, 64), (80,), (80,))
+    )
+
+    def run(op, kind):
+        leaves = [t.to(dtype).to(kind).requires_grad_() for t in (x, w, b)]
+        y = op(*leaves)
+        y.backward(torch.ones_like(y) * g.to(dtype).to(kind))
+        return [y, *(t.grad for t in leaves)]
+
+    exact = run(torch.nn.functional.linear, torch.float64)
+    plain = run(torch.nn.functional.linear, dtype)
+    ours = run(linear, dtype)
+    for a, p, e in zip(ours, plain, exact, strict=True):
+        assert (a.double() - e).abs().max() <= 2 * (p.double() - e).abs().max() + 1e-12
+
+
+def test_main_grad_takes_the_weight_gradient_in_fp32():
+    torch.manual_seed(0)
+    x = torch.randn(10, 32, dtype=torch.bfloat16)
+    weight = torch.randn(48, 32, dtype=torch.bfloat16, requires_grad=True)
+    weight.main_grad = torch.full((48, 32), 2.0)
+    linear(x, weight).sum().backward()
+    expected = 2.0 + x.float().sum(0).expand(48, 32)
+    assert weight.grad is None
+    assert weight.main_grad.dtype == torch.float32
+    assert torch.allclose(weight.main_grad, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_float64_is_differentiable():
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(linear, (x, w))
+
+
+@pytest.mark.parametrize(
+    "x, weight, name",
+    [
+        (torch.zeros(2, 5), torch.zeros(4, 6), "x: last dimension 5"),
+        (torch.zeros(2, 6, dtype=torch.bfloat16), torch.zeros(4, 6), "x: dtype"),
+    ],
+)
+def test_bad_input_names_the_argument(x, weight, name):
+    with pytest.raises(ValueError, match=name):
+        linear(x, weight)
