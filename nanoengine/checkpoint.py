@@ -23,7 +23,7 @@ import os
 import shutil
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,7 +32,7 @@ from torch import Tensor
 
 TENSORS, META, LATEST = "tensors.safetensors", "meta.json", "latest"
 FORMAT = 1
-CHUNK_BYTES = 1 << 24
+CHUNK_BYTES = 1 << 22
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -108,15 +108,9 @@ class Checkpoint:
                 f"{name}: stored as {self.dtype(name)} {self.shape(name)}, "
                 f"asked for as {out.dtype} {tuple(out.shape)}"
             )
-        in_place = out.device.type == "cpu" and out.is_contiguous()
-        target = out if in_place else torch.empty(out.shape, dtype=out.dtype)
         with open(self.folder / TENSORS, "rb") as file:
             file.seek(self._data + self._entries[name]["data_offsets"][0])
-            view = _bytes_of(target)
-            if file.readinto(view) != len(view):
-                raise CheckpointError(f"{self.folder / TENSORS} ended inside {name}")
-        if not in_place:
-            out.copy_(target)
+            read_tensor(file, out)
 
     def read(self, name: str) -> Tensor:
         out = torch.empty(self.shape(name), dtype=self.dtype(name))
@@ -203,16 +197,29 @@ def _write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> tuple[int, 
     file.write(prefix)
     checksum = zlib.crc32(prefix)
     for tensor in tensors.values():
-        view = _bytes_of(tensor.detach().cpu().contiguous())
-        for begin in range(0, len(view), CHUNK_BYTES):
-            chunk = view[begin : begin + CHUNK_BYTES]
+        for chunk in tensor_bytes(tensor):
             file.write(chunk)
             checksum = zlib.crc32(chunk, checksum)
     return len(prefix) + offset, checksum
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+def tensor_bytes(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor, piece by piece. Copies each piece: a tensor whose memory NumPy has
+    seen can never be resized again, and `AdamW.offload` resizes."""
+    flat = tensor.detach().reshape(-1)
+    for piece in flat.split(CHUNK_BYTES // flat.element_size()):
+        yield piece.cpu().clone().view(torch.uint8).numpy().data
+
+
+def read_tensor(file: BinaryIO, out: Tensor) -> None:
+    """The inverse of writing `tensor_bytes`, into a contiguous tensor."""
+    flat = out.detach().view(-1)
+    for piece in flat.split(CHUNK_BYTES // flat.element_size()):
+        staged = torch.empty_like(piece, device="cpu")
+        view = staged.view(torch.uint8).numpy().data
+        if file.readinto(view) != len(view):  # type: ignore[attr-defined]
+            raise CheckpointError(f"{file.name} is shorter than it was when it was written")
+        piece.copy_(staged)
 
 
 def _open_folder(folder: Path) -> Checkpoint:

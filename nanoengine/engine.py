@@ -234,6 +234,7 @@ class Engine:
                     loss.backward()
                 _collect(logps, micro, logp_T.detach())
                 for name, value in sums.items():
+                    value = value.detach() if isinstance(value, Tensor) else value
                     stats[name] = stats.get(name, 0.0) + float(value)
         self.last_logps = logps
         return total, stats

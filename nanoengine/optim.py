@@ -24,6 +24,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from nanoengine.checkpoint import read_tensor, tensor_bytes
+
 Schedule = Literal["constant", "cosine", "linear"]
 
 ALIGNMENT = 64  # elements; every parameter starts on a cache line in fp32 and in bf16
@@ -232,7 +234,7 @@ class _Parked:
         if buffers[0].device.type == "cpu":
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (lives until restore)
             for buffer in buffers:
-                self._file.write(buffer.view(torch.uint8).numpy().data)
+                self._file.writelines(tensor_bytes(buffer))
             self._file.seek(0)
         else:
             self._host = [buffer.cpu() for buffer in buffers]
@@ -248,7 +250,7 @@ class _Parked:
         if self._file is not None:
             with self._file as file:
                 for buffer in self._buffers:
-                    file.readinto(buffer.view(torch.uint8).numpy().data)
+                    read_tensor(file, buffer)
 
 
 def _lay_out(named: list[tuple[str, nn.Parameter]]) -> tuple[list[_Slot], int, int]:
