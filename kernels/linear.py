@@ -44,7 +44,7 @@ def linear_rows(
         return F.linear(x_TI, weight_OI, bias)
     packed = pack_weight(weight_OI) if packed is None else packed
     assert packed is not None, "packable weights have a packed form"
-    if x_TI.shape[0] == 1 and x_TI.dtype == torch.float32:
+    if x_TI.shape[0] == 1:  # one row takes another path of oneDNN, rarely other bits in bf16 too
         return _inner_product(x_TI.expand(2, -1).contiguous(), packed, bias)[:1]
     return _inner_product(x_TI, packed, bias)
 
