@@ -28,16 +28,36 @@ def apply_rope_ref(
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, cos, sin, positions):
-        cos_T, sin_T = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+    def forward(ctx, q, k, cos, sin, positions, on_triton):
         ctx.save_for_backward(cos, sin, positions)
-        return _rotate(q, cos_T, sin_T), _rotate(k, cos_T, sin_T)
+        ctx.on_triton = on_triton
+        return _rotate_both(q, k, cos, sin, positions, 1.0, on_triton)
 
     @staticmethod
     def backward(ctx, dq, dk):
         cos, sin, positions = ctx.saved_tensors
-        cos_T, sin_T = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1).neg()
-        return _rotate(dq, cos_T, sin_T), _rotate(dk, cos_T, sin_T), None, None, None
+        grads = _rotate_both(dq, dk, cos, sin, positions, -1.0, ctx.on_triton)
+        return *grads, None, None, None, None
+
+
+def _rotate_both(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    sign: float,
+    on_triton: bool,
+) -> tuple[Tensor, Tensor]:
+    if on_triton:
+        from kernels import _rope_triton
+
+        return (
+            _rope_triton.rotate(q, cos, sin, positions, sign),
+            _rope_triton.rotate(k, cos, sin, positions, sign),
+        )
+    cos_T, sin_T = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1).mul_(sign)
+    return _rotate(q, cos_T, sin_T), _rotate(k, cos_T, sin_T)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -65,8 +85,8 @@ def apply_rope(
 ) -> tuple[Tensor, Tensor]:
     """Rotates queries and keys (any number of heads each) by their positions."""
     _check(q_THD, k_TKD, cos_PD2, sin_PD2, positions_T)
-    use_triton(backend, q_THD)
-    return _Rope.apply(q_THD, k_TKD, cos_PD2, sin_PD2, positions_T)
+    on_triton = use_triton(backend, q_THD)
+    return _Rope.apply(q_THD, k_TKD, cos_PD2, sin_PD2, positions_T, on_triton)
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
