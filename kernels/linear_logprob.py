@@ -19,6 +19,8 @@ from kernels._dispatch import Backend, use_triton
 from kernels.linear import linear_rows, matmul_rows, pack_weight
 
 _CHUNK_ELEMENTS = 256 * 49152  # logits held at a time: 50 MB in fp32
+_TILE_ELEMENTS = 8 * 49152
+_VOCAB_TILE = 4096
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class _LinearLogprob(torch.autograd.Function):
             )
             dhidden[rows] = matmul_rows(dlogits, head)
             if ctx.needs_input_grad[1]:
-                dweight.add_(matmul_rows(dlogits.t(), h))
+                _add_weight_gradient(dweight, dlogits, h)
         returns_none = dweight is main_grad or not ctx.needs_input_grad[1]
         return dhidden, None if returns_none else dweight.to(weight.dtype), None, None, None
 
@@ -108,9 +110,12 @@ def _chunk_stats(logits: Tensor, token_ids: Tensor, options: _Options) -> tuple[
         from kernels import _linear_logprob_triton
 
         return _linear_logprob_triton.stats(logits, token_ids, options.temperature)
-    z, lse = _log_softmax_stats(logits, options.temperature)
-    logp = z.gather(1, token_ids.unsqueeze(1)).squeeze(1) - lse
-    return logp, lse, _entropy(z, lse) if options.wants_entropy else lse[:0]
+    parts = []
+    for tile in _row_tiles(logits):
+        z, lse = _log_softmax_stats(logits[tile], options.temperature)
+        logp = z.gather(1, token_ids[tile].unsqueeze(1)).squeeze(1) - lse
+        parts.append((logp, lse, _entropy(z, lse) if options.wants_entropy else lse[:0]))
+    return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 
 def _chunk_gradient(logits, token_ids, lse, entropy, dlogp, dentropy, options) -> Tensor:
@@ -120,13 +125,32 @@ def _chunk_gradient(logits, token_ids, lse, entropy, dlogp, dentropy, options) -
         return _linear_logprob_triton.rewrite_to_gradient(
             logits, token_ids, lse, entropy, dlogp, dentropy, options.temperature
         )
-    z = logits.to(lse.dtype)
-    if options.temperature != 1.0:
-        z.div_(options.temperature)
-    dz = _dlogits(z, lse, token_ids, dlogp, dentropy, entropy)
-    if options.temperature != 1.0:
-        dz.div_(options.temperature)
-    return dz.to(options.dtype)
+    for tile in _row_tiles(logits):
+        z = logits[tile].to(lse.dtype)
+        if options.temperature != 1.0:
+            z.div_(options.temperature)
+        parts = [None if x is None else x[tile] for x in (dlogp, dentropy, entropy)]
+        dz = _dlogits(z, lse[tile], token_ids[tile], *parts)
+        if options.temperature != 1.0:
+            dz.div_(options.temperature)
+        logits[tile] = dz
+    return logits
+
+
+def _row_tiles(logits: Tensor) -> list[slice]:
+    """Runs of rows whose fp32 intermediates stay in the processor's cache."""
+    num_rows, step = logits.shape[0], logits.shape[0]
+    if logits.device.type == "cpu":
+        step = max(1, _TILE_ELEMENTS // logits.shape[1])
+    return [slice(lo, lo + step) for lo in range(0, num_rows, step)]
+
+
+def _add_weight_gradient(dweight_VD: Tensor, dlogits_CV: Tensor, hidden_CD: Tensor) -> None:
+    """dweight += dlogitsᵀ · hidden, by runs of the vocabulary to keep the product small."""
+    step = _VOCAB_TILE if dweight_VD.device.type == "cpu" else dweight_VD.shape[0]
+    for lo in range(0, dweight_VD.shape[0], step):
+        dlogits = dlogits_CV[:, lo : lo + step]
+        dweight_VD[lo : lo + step].add_(matmul_rows(dlogits.t(), hidden_CD))
 
 
 def _entropy(z: Tensor, lse: Tensor) -> Tensor:
