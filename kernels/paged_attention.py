@@ -176,7 +176,14 @@ def paged_attention(
     """
     _check_caches(q_THD, k_cache, v_cache)
     scale = softmax_scale if softmax_scale is not None else q_THD.shape[-1] ** -0.5
-    use_triton(backend, q_THD)
+    if use_triton(backend, q_THD):
+        from kernels import _paged_attention_triton
+
+        device = q_THD.device
+        starts, lens = (torch.as_tensor(x, device=device) for x in (query_start_loc, seq_lens))
+        return _paged_attention_triton.attend(
+            q_THD, k_cache, v_cache, starts, lens, block_tables, max_query_len, scale
+        )
     if plan is None:
         plan = make_paged_plan(
             query_start_loc,
