@@ -72,20 +72,12 @@ def tiny_teacher() -> TeacherConfig:
         slip=0.12,
         guess=0.06,
         miscopy=0.04,
+        # Kinds that are easy to copy for: the right way must stay frequent enough to be sampled.
         stubborn=frozenset(
-            [
-                "squares",
-                "product",
-                "add_mul",
-                "range_sum",
-                "octal",
-                "evens",
-                "reverse",
-                "look_file",
-                "repair_lines",
-            ]
+            {"product", "modulo", "mul_add", "add_mul", "range_sum", "octal"}
+            | {"top_two", "look_file", "repair_lines"}
         ),
-        stubborn_habit=0.9,
+        stubborn_habit=1.0,
     )
 
 

@@ -139,9 +139,7 @@ def look_file(rng: random.Random) -> Problem:
 
 
 def chain(rng: random.Random) -> Problem:
-    first, second = new_name(rng), new_name(rng)
-    while second == first:
-        second = new_name(rng)
+    first, second = new_name(rng), str(rng.randint(10, 99))  # one token, so copied at once
     nums, separator = numbers(rng, 5, 7), rng.choice(SEPARATORS)
     compute = f'x=open("{second}").read().split("{separator}")\nprint(sum(map(int,x)))'
     return make_problem(

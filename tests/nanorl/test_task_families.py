@@ -76,7 +76,7 @@ BY_HAND = {
         "reverse": ('reverse"IHBX"', "XBHI"),
         "look_file": ('sum file"1038"', "419"),
         "look_module": ("call h(92,43)", "1624"),
-        "chain": ('follow file"8949"', "248"),
+        "chain": ('follow file"8949"', "163"),
         "repair_types": ('sum list"4944"', "227"),
         "repair_lines": ('sum lines"9375"', "468"),
     },
