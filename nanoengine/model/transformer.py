@@ -38,7 +38,7 @@ class Transformer(nn.Module):
         bf16 logits move a token's probability by up to 5 %."""
         super().__init__()
         self.config = config
-        self.head_dtype = head_dtype if head_dtype is not None else dtype
+        self._head_dtype = head_dtype
         shape = (config.vocab_size, config.hidden_size)
         self.embedding = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
         self.layers = nn.ModuleList(
@@ -68,6 +68,15 @@ class Transformer(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.embedding.device
+
+    @property
+    def head_dtype(self) -> torch.dtype:
+        """The dtype of the logits; follows the parameters unless set. Set it, then `repack`."""
+        return self.dtype if self._head_dtype is None else self._head_dtype
+
+    @head_dtype.setter
+    def head_dtype(self, dtype: torch.dtype | None) -> None:
+        self._head_dtype = dtype
 
     def forward(
         self,
@@ -115,8 +124,8 @@ class Transformer(nn.Module):
             if isinstance(module, PackedLinear):
                 module.repack()
         head = self.lm_head_weight.detach()
-        if self.head_dtype != self.dtype:
-            head = self._wide_head = head.to(self.head_dtype)
+        self._wide_head = head.to(self.head_dtype) if self.head_dtype != self.dtype else None
+        head = head if self._wide_head is None else self._wide_head
         self.lm_head_packed = refresh_packed(self.lm_head_packed, head)
 
     def init_weights(self, seed: int, std: float = 0.02) -> None:

@@ -227,6 +227,20 @@ def test_fp32_head_over_a_bf16_model(shape: str, tmp_path: Path) -> None:
         model.repack()
 
 
+def test_the_head_follows_parameters_that_are_cast_in_place(tmp_path: Path) -> None:
+    save_reference("llama-gqa-tied", tmp_path)
+    model, ids = load_model(tmp_path), random_sequences(211, [20])
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    model.repack()
+    cast = model.logits(packed_hidden(model, ids))
+    loaded = load_model(tmp_path, torch.bfloat16)
+    assert torch.equal(cast, loaded.logits(packed_hidden(loaded, ids)))
+    model.head_dtype = torch.float32
+    model.repack()
+    assert model.logits(packed_hidden(model, ids)).dtype == torch.float32
+
+
 PROMPTS = [
     "What is the capital of France?",
     "Write a Python function that returns the sum of a list.",
