@@ -196,8 +196,7 @@ class _TreeAttention(torch.autograd.Function):
             k_NLD, v_NLD = keys.pad(k, num_kv), keys.pad(v, num_kv)
             delta_NR1 = queries.pad_with_zeros(delta_TH1, num_kv)
             mask, scratch = bucket.mask_B1QL, ctx.scratch
-            grid = (mask.shape[0], -1, mask.shape[2])
-            p = probabilities(q_NRD, k_NLD, mask, grid, scale, scratch)
+            p = probabilities(q_NRD, k_NLD, mask, scale, scratch)[:, : q_NRD.shape[1]]
             _add_keys(dv, bucket, torch.bmm(p.to(q.dtype).transpose(1, 2), do_NRD))
             ds = torch.bmm(do_NRD, v_NLD.transpose(1, 2)).to(wide)
             ds = ds.sub_(delta_NR1).mul_(p).mul_(scale).to(q.dtype)
