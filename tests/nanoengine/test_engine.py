@@ -16,7 +16,7 @@ from nanoengine.engine import Engine, EngineConfig, NonFiniteLoss
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import save_model
 from nanoengine.model.transformer import Transformer
-from nanoengine.packing import MicroBatch, Sample
+from nanoengine.packing import MicroBatch, Sample, make_micro_batches
 from nanoengine.sft import num_loss_tokens, sft_loss
 
 VOCAB = 211
@@ -355,3 +355,14 @@ def test_impossible_settings_are_refused() -> None:
         EngineConfig(dtype="fp8")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="micro_batch_tokens=0"):
         EngineConfig(micro_batch_tokens=0)
+
+
+def test_sft_loss_counts_masked_tokens_alone_and_weighs_them_by_hand() -> None:
+    sample = Sample(
+        tokens=[1, 2, 3, 4], loss_mask=[0, 0, 1, 1], fields={"weight": [9.0, 9.0, 0.5, 2.0]}
+    )
+    (micro,) = make_micro_batches([sample], 10)
+    loss, stats = sft_loss(torch.tensor([-100.0, -3.0, -4.0]), None, micro)
+    assert float(loss) == 0.5 * 3 + 2.0 * 4
+    assert stats["num_tokens"] == 2
+    assert num_loss_tokens([sample]) == 2.5
