@@ -62,7 +62,7 @@ class Parts:
         self.tokenizer = ChatTokenizer.from_folder(self.folder)
         self.tasks = load_tasks(config, self.preset)
         self.sandbox = SandboxPool(sandbox_spec(config), num_workers=config.tool.workers)
-        self.trained = load_model(self.folder, DTYPES[config.dtype])
+        self.trained = load_model(self.folder, torch.float32)  # the masters; the engine casts it
         self.rollout_engine = self._rollout_engine(load_model(self.folder, DTYPES[config.dtype]))
         self.generator = AsyncEngine(self.rollout_engine)
 

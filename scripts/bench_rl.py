@@ -80,7 +80,7 @@ def run_step(folder: str, dtype: str, threads: int) -> dict[str, Any]:
     tokenizer = ChatTokenizer.from_folder(folder)
     rollout_engine = LLMEngine(load_model(folder, kind), InferConfig(cache_bytes=64 << 20))
     config: Any = {"dtype": dtype, "lr": 1e-6, "share_prefix": True, "micro_batch_tokens": 1024}
-    trainer = Engine(load_model(folder, kind), EngineConfig(**config))
+    trainer = Engine(load_model(folder, torch.float32), EngineConfig(**config))
     prompts = [tokenizer.encode(text) for text in workload.step_prompts()]
     parts: list[dict[str, float]] = []
     for step in range(3):
@@ -262,6 +262,9 @@ def main() -> int:
     parser.add_argument("--worker", nargs=4, metavar=("WORK", "MODEL", "DTYPE", "THREADS"))
     args = parser.parse_args()
     if args.worker:
+        from kernels.host_memory import reuse_large_buffers
+
+        reuse_large_buffers()
         work, folder, dtype, threads = args.worker
         print(json.dumps(WORKERS[work](folder, dtype, int(threads))))
         return 0

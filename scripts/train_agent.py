@@ -77,11 +77,13 @@ def prepare_folder(config: RunConfig) -> None:
 def train(config: RunConfig) -> int:
     import torch  # here, so that a wrong flag is answered at once
 
+    from kernels.host_memory import reuse_large_buffers
     from nanorl.assembly import Parts
     from nanorl.outcome import write_outcome
     from nanorl.report.live import LiveView
     from nanorl.run import Interrupted, Run
 
+    reuse_large_buffers()
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
     prepare_folder(config)
     print(f"run directory: {config.run_dir}", flush=True)
