@@ -95,5 +95,8 @@ def linear(
     if x.dtype != weight.dtype:
         raise ValueError(f"x: dtype {x.dtype} must be weight's {weight.dtype}; cast one of them")
     x_TI = x.reshape(-1, x.shape[-1])
-    y_TO = _Linear.apply(x_TI, weight, bias, packed)
+    if torch.is_grad_enabled():
+        y_TO = _Linear.apply(x_TI, weight, bias, packed)
+    else:
+        y_TO = linear_rows(x_TI, weight, bias, packed)
     return y_TO.view(*x.shape[:-1], weight.shape[0])

@@ -2,8 +2,9 @@
 
     y1 = x1·cos − x2·sin,   y2 = x2·cos + x1·sin
 
-Tables are fp32, `[positions, head_dim / 2]`. The backward pass is the rotation by −angle, so
-nothing of q or k is kept.
+Tables are fp32, `[positions, head_dim / 2]`; a caller that rotates in many layers gathers the rows
+of its tokens once and passes no positions. The backward pass is the rotation by −angle, so nothing
+of q or k is kept.
 """
 
 import torch
@@ -29,15 +30,22 @@ def apply_rope_ref(
 class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, cos, sin, positions):
-        cos_T, sin_T = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
         ctx.save_for_backward(cos, sin, positions)
-        return _rotate(q, cos_T, sin_T), _rotate(k, cos_T, sin_T)
+        return _rotate_both(q, k, cos, sin, positions)
 
     @staticmethod
     def backward(ctx, dq, dk):
         cos, sin, positions = ctx.saved_tensors
-        cos_T, sin_T = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1).neg()
-        return _rotate(dq, cos_T, sin_T), _rotate(dk, cos_T, sin_T), None, None, None
+        return *_rotate_both(dq, dk, cos, sin.neg(), positions), None, None, None
+
+
+def _rotate_both(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if positions is not None:
+        cos, sin = cos.index_select(0, positions), sin.index_select(0, positions)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -59,17 +67,20 @@ def apply_rope(
     k_TKD: Tensor,
     cos_PD2: Tensor,
     sin_PD2: Tensor,
-    positions_T: Tensor,
+    positions_T: Tensor | None,
     *,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Rotates queries and keys (any number of heads each) by their positions."""
+    """Rotates queries and keys (any number of heads each) by their positions. Without positions
+    the tables hold one row a token."""
     _check(q_THD, k_TKD, cos_PD2, sin_PD2, positions_T)
     use_triton(backend, q_THD)
+    if not (torch.is_grad_enabled() and (q_THD.requires_grad or k_TKD.requires_grad)):
+        return _rotate_both(q_THD, k_TKD, cos_PD2, sin_PD2, positions_T)
     return _Rope.apply(q_THD, k_TKD, cos_PD2, sin_PD2, positions_T)
 
 
-def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> None:
     if q.dim() != 3 or k.dim() != 3:
         raise ValueError(
             f"q, k: must be [tokens, heads, head_dim], got {q.dim()}-d and {k.dim()}-d"
@@ -82,7 +93,8 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) ->
             f"cos, sin: must both be [positions, {half}], got {tuple(cos.shape)} and "
             f"{tuple(sin.shape)}"
         )
-    if positions.shape != q.shape[:1] or k.shape[0] != q.shape[0]:
+    rows = cos.shape[:1] if positions is None else positions.shape
+    if rows != q.shape[:1] or k.shape[0] != q.shape[0]:
         raise ValueError(
-            f"positions: shape {tuple(positions.shape)} must be the {q.shape[0]} tokens of q and k"
+            f"positions: shape {tuple(rows)} must be the {q.shape[0]} tokens of q and k"
         )

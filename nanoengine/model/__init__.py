@@ -1,0 +1,1 @@
+"""One model definition, its Hugging Face folders, its tokenizer and chat template."""

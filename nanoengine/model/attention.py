@@ -1,0 +1,64 @@
+"""What a layer asks of attention: the caller decides where keys and values live.
+
+The model hands over queries, keys and values of a flat run of tokens; the context knows which
+tokens belong together. Training packs whole sequences (`PackedContext`, below); the inference
+engine brings its own context that writes to and reads from a paged cache.
+
+Shapes: T tokens of all sequences, H query heads, K key/value heads, D head dimension.
+Left out: masks other than causal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kernels import flash_attn_varlen, make_varlen_plan
+from kernels.flash_attention import VarlenPlan
+
+
+class AttentionContext(Protocol):
+    """Causal attention of one forward pass, called once per layer, layers in order."""
+
+    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        """Return o_THD. Queries and keys are rotated already; v may be a strided view."""
+        ...
+
+
+class PackedContext:
+    """Whole sequences one after the other; each attends to itself only. Differentiable.
+
+    `cu_seqlens` [num_sequences + 1] int32 holds the cumulative lengths, starting with 0.
+    """
+
+    def __init__(self, cu_seqlens: Tensor, max_seqlen: int) -> None:
+        self.cu_seqlens = cu_seqlens
+        self.max_seqlen = max_seqlen
+        self._plan: VarlenPlan | None = None  # the CPU layout, built once for all layers
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int], device: str = "cpu") -> PackedContext:
+        """The context of sequences of the given lengths, in tokens."""
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        return cls(ends.to(device=device, dtype=torch.int32), max(lengths))
+
+    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        if self._plan is None and not q_THD.is_cuda:
+            self._plan = make_varlen_plan(self.cu_seqlens, q_THD.dtype)
+        return flash_attn_varlen(
+            q_THD,
+            k_TKD,
+            v_TKD,
+            self.cu_seqlens,
+            self.max_seqlen,
+            softmax_scale=q_THD.shape[-1] ** -0.5,
+            plan=self._plan,
+        )
+
+
+def packed_positions(lengths: Sequence[int]) -> Tensor:
+    """Positions [T] of packed sequences: each counts from 0."""
+    return torch.cat([torch.arange(length) for length in lengths])

@@ -1,0 +1,267 @@
+"""Hugging Face folders: safetensors in and out, one file or shards with an index.
+
+A Hugging Face tensor is a row slice of one of our parameters (q, k and v lie in one matrix, gate
+and up in another), so `hf_views` names the slices and every other function here copies through
+those views. Loading is strict and checks all names and shapes before the first write: a refused
+load leaves the model as it was.
+Left out: pickle files (`pytorch_model.bin` runs code when read), quantised tensors.
+Next: sources.py (where folders come from), gguf.py (folders made from a llama.cpp file).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nanoengine.model.config import ModelConfig
+from nanoengine.model.layers import DecoderLayer
+from nanoengine.model.transformer import Transformer
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_TIED_HEAD = "lm_head.weight"
+_EXTRA_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+_DTYPE_NAMES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float64: "float64",
+}
+
+
+def hf_views(model: Transformer) -> dict[str, Tensor]:
+    """Every Hugging Face name with the view of our parameter that holds it; writing to the view
+    writes to the model (then call `repack`). A tied head appears once, as the embedding."""
+    views = {"model.embed_tokens.weight": model.embedding.detach()}
+    for layer in model.layers:
+        assert isinstance(layer, DecoderLayer)
+        views |= _layer_views(layer)
+    views["model.norm.weight"] = model.norm.detach()
+    if model.head is not None:
+        views[_TIED_HEAD] = model.head.detach()
+    return views
+
+
+def _layer_views(layer: DecoderLayer) -> dict[str, Tensor]:
+    prefix = f"model.layers.{layer.index}"
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    rows = (layer.q_width, layer.kv_width, layer.kv_width)
+    qkv = tuple(f"{attention}.{name}_proj" for name in "qkv")
+    views = {f"{prefix}.input_layernorm.weight": layer.input_norm.detach()}
+    parts = layer.qkv.weight.detach().split(rows)
+    views |= {f"{name}.weight": part for name, part in zip(qkv, parts, strict=True)}
+    if layer.qkv.bias is not None:
+        parts = layer.qkv.bias.detach().split(rows)
+        views |= {f"{name}.bias": part for name, part in zip(qkv, parts, strict=True)}
+    if layer.q_norm is not None and layer.k_norm is not None:
+        views[f"{attention}.q_norm.weight"] = layer.q_norm.detach()
+        views[f"{attention}.k_norm.weight"] = layer.k_norm.detach()
+    views[f"{attention}.o_proj.weight"] = layer.out.weight.detach()
+    if layer.out.bias is not None:
+        views[f"{attention}.o_proj.bias"] = layer.out.bias.detach()
+    views[f"{prefix}.post_attention_layernorm.weight"] = layer.post_norm.detach()
+    gate, up = layer.gate_up.weight.detach().chunk(2)
+    views |= {f"{mlp}.gate_proj.weight": gate, f"{mlp}.up_proj.weight": up}
+    views[f"{mlp}.down_proj.weight"] = layer.down.weight.detach()
+    return views
+
+
+def export_state(
+    model: Transformer, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Each Hugging Face tensor once, as a view where `dtype` is the model's own (the default):
+    read it before the weights change."""
+    for name, view in hf_views(model).items():
+        yield name, view if dtype is None else view.to(dtype)
+
+
+def load_state(model: Transformer, state: Iterable[tuple[str, Tensor]]) -> None:
+    """Write Hugging Face tensors into the model and repack it.
+
+    `ValueError` names missing, unknown, repeated and wrong-shaped tensors, and then nothing was
+    written. A tied model may also be given `lm_head.weight`, if it equals the embedding.
+    """
+    views = hf_views(model)
+    tensors = _collect(state)
+    if model.head is None:
+        _drop_tied_head(tensors)
+    check_state(views, tensors)
+    with torch.no_grad():
+        for name, view in views.items():
+            view.copy_(tensors[name])
+    model.repack()
+
+
+def _collect(state: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in state:
+        if name in tensors:
+            raise ValueError(f"tensor {name!r} came twice; nothing was loaded")
+        if not name.endswith("rotary_emb.inv_freq"):  # old exports carry the rope table
+            tensors[name] = tensor
+    return tensors
+
+
+def _drop_tied_head(tensors: dict[str, Tensor]) -> None:
+    head = tensors.pop(_TIED_HEAD, None)
+    embedding = tensors.get("model.embed_tokens.weight")
+    if head is not None and embedding is not None and not torch.equal(head, embedding):
+        raise ValueError(
+            f"{_TIED_HEAD} differs from model.embed_tokens.weight, but config.json says "
+            "tie_word_embeddings=true; nothing was loaded. Set it to false to keep both"
+        )
+
+
+def check_state(views: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    """Refuse tensors whose names or shapes are not those of `hf_views`."""
+    problems = []
+    missing = [name for name in views if name not in tensors]
+    extra = [name for name in tensors if name not in views]
+    wrong = [
+        f"{name} is {tuple(tensors[name].shape)}, must be {tuple(view.shape)}"
+        for name, view in views.items()
+        if name in tensors and tensors[name].shape != view.shape
+    ]
+    for label, names in (("missing", missing), ("unknown", extra), ("wrong shape", wrong)):
+        if names:
+            rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            problems.append(f"{label}: {', '.join(names[:4])}{rest}")
+    if problems:
+        raise ValueError(
+            f"the tensors do not fit the model ({'; '.join(problems)}); nothing was loaded. Check "
+            "that config.json and the tensors belong to the same model"
+        )
+
+
+def load_model(
+    folder: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Transformer:
+    """Read config.json and the tensors of a Hugging Face folder. `ValueError` names the file that
+    is missing or damaged and what to do."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a folder: give a Hugging Face model folder")
+    config = ModelConfig.from_folder(path)
+    files = _tensor_files(path)
+    model = Transformer(config, dtype, device)
+    try:
+        load_state(model, _read_tensors(files))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return model
+
+
+def _tensor_files(folder: Path) -> list[Path]:
+    if (folder / INDEX_FILE).is_file():
+        try:
+            weight_map = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
+            names = sorted(set(weight_map.values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"{folder / INDEX_FILE} is not a safetensors index (JSON with a weight_map): "
+                "fetch it again"
+            ) from error
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise ValueError(
+                f"{folder}: missing {', '.join(missing)}, which {INDEX_FILE} lists; fetch it again"
+            )
+        return [folder / name for name in names]
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
+        raise ValueError(
+            f"{folder} holds pickle weights (.bin), which run code when they are read; convert "
+            "them once with transformers: AutoModelForCausalLM.from_pretrained(folder)"
+            ".save_pretrained(folder)"
+        )
+    raise ValueError(f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}; fetch the model again")
+
+
+def _read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors mapped from the files, not read until they are copied."""
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as reader:
+                for name in reader.keys():  # noqa: SIM118 (safe_open is no mapping)
+                    yield name, reader.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(
+                f"{file.name} is truncated or no safetensors file ({error}); fetch it again"
+            ) from error
+
+
+def save_model(
+    model: Transformer,
+    folder: str | Path,
+    extra_files_from: str | Path | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write a Hugging Face folder that `transformers` loads: config.json, safetensors (with an
+    index where one file would exceed `max_shard_bytes`), and the tokenizer's files copied from
+    `extra_files_from`. Not atomic: write to a fresh folder and rename it."""
+    state = dict(export_state(model, dtype))
+    write_folder(folder, model.config, state, max_shard_bytes=max_shard_bytes)
+    if extra_files_from is not None:
+        for name in _EXTRA_FILES:
+            source, target = Path(extra_files_from) / name, Path(folder) / name
+            if source.is_file() and source.resolve() != target.resolve():
+                shutil.copyfile(source, target)
+
+
+def write_folder(
+    folder: str | Path,
+    config: ModelConfig,
+    state: dict[str, Tensor],
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """config.json and safetensors of tensors under their Hugging Face names, in their dtype."""
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    dtype = state["model.embed_tokens.weight"].dtype
+    fields = config.to_hf_dict() | {"dtype": _DTYPE_NAMES[dtype]}
+    (path / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+    _write_shards(path, state, max_shard_bytes)
+
+
+def _write_shards(folder: Path, state: dict[str, Tensor], max_shard_bytes: int) -> None:
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in state.items():
+        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor.contiguous()
+        size += tensor.nbytes
+    for stale in (*folder.glob("model*.safetensors"), folder / INDEX_FILE):
+        stale.unlink(missing_ok=True)
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        if len(shards) == 1:
+            file = SINGLE_FILE
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for tensor in state.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,163 @@
+"""The pieces of a decoder layer: packed linear, embedding lookup, rope tables, the layer itself.
+
+Shapes: T tokens of all sequences, E hidden size, F MLP width, H query heads, K key/value heads,
+D head dimension, V vocabulary.
+
+Query, key and value share one matrix, and so do gate and up: fewer and larger products. A CPU
+keeps each matrix twice, as the parameter (for the backward pass and the optimizer) and in oneDNN's
+block layout (for the forward pass of both engines; `kernels/linear.py` says why). The second copy
+is no parameter and in no state dict; whoever changes a weight calls `Transformer.repack`.
+Left out: dropout, biases in the MLP.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from kernels import add_rms_norm, apply_rope, linear, pack_weight, rms_norm, swiglu
+from nanoengine.model.attention import AttentionContext
+from nanoengine.model.config import Llama3Rope, ModelConfig
+
+
+class PackedLinear(nn.Module):
+    """x · weightᵀ + bias, with the weight's prepacked copy beside it."""
+
+    def __init__(
+        self, num_in: int, num_out: int, has_bias: bool, dtype: torch.dtype, device: str
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(num_out, num_in, dtype=dtype, device=device))
+        bias = torch.zeros(num_out, dtype=dtype, device=device) if has_bias else None
+        self.bias = nn.Parameter(bias) if bias is not None else None
+        self.packed: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias, packed=self.packed)
+
+    def repack(self) -> None:
+        self.packed = refresh_packed(self.packed, self.weight)
+
+
+def refresh_packed(packed: Tensor | None, weight: Tensor) -> Tensor | None:
+    """The prepacked copy of `weight`, written into `packed` where that fits, so that holders of
+    the old copy see the new values; None where there is no such layout (fp64, GPU)."""
+    fresh = pack_weight(weight.detach())
+    if packed is None or fresh is None or packed.dtype != fresh.dtype:
+        return fresh
+    return packed.copy_(fresh)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, ids_T: Tensor, weight_VE: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(ids_T, weight_VE)
+        return weight_VE.index_select(0, ids_T)
+
+    @staticmethod
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, grad_TE: Tensor
+    ) -> tuple[None, Tensor | None]:
+        ids_T, weight_VE = ctx.saved_tensors  # type: ignore[attr-defined]
+        target = getattr(weight_VE, "main_grad", None)
+        if isinstance(target, Tensor):
+            target.index_add_(0, ids_T, grad_TE.to(target.dtype))
+            return None, None
+        wide = torch.promote_types(grad_TE.dtype, torch.float32)
+        target = torch.zeros(weight_VE.shape, dtype=wide, device=grad_TE.device)
+        target.index_add_(0, ids_T, grad_TE.to(wide))
+        return None, target.to(weight_VE.dtype)
+
+
+def embed(ids_T: Tensor, weight_VE: Tensor) -> Tensor:
+    """Rows of the embedding. The gradient is summed in fp32, into `weight.main_grad` (added to
+    what the tied output head left there) where that exists."""
+    if torch.is_grad_enabled() and weight_VE.requires_grad:
+        out: Tensor = _Embedding.apply(ids_T, weight_VE)
+        return out
+    return weight_VE.index_select(0, ids_T)
+
+
+def rope_tables(config: ModelConfig, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """cos and sin [positions, D/2] by fp32 arithmetic, as transformers does; fp64 models hold the
+    same values in fp64."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    frequencies = 1.0 / (config.rope_theta**exponents)
+    if config.rope_scaling is not None:
+        frequencies = _scale_llama3(frequencies, config.rope_scaling)
+    positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
+    angles = torch.outer(positions, frequencies)
+    wide = torch.promote_types(dtype, torch.float32)
+    return angles.cos().to(device, wide), angles.sin().to(device, wide)
+
+
+def _scale_llama3(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
+    """Meta's llama-models `apply_scaling`, in wavelengths."""
+    wavelengths = 2 * math.pi / frequencies
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    ramp = (scaling.original_max_position_embeddings / wavelengths - low) / (high - low)
+    ramp = ramp.clamp(0.0, 1.0)
+    scaled = (1 - ramp) * frequencies / scaling.factor + ramp * frequencies
+    scaled = torch.where(ramp <= 0, frequencies / scaling.factor, scaled)
+    return torch.where(ramp >= 1, frequencies, scaled)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each after a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: str) -> None:
+        super().__init__()
+        self.index = index
+        self.eps = config.rms_norm_eps
+        self.head_dim = config.head_dim
+        self.q_width = config.num_heads * config.head_dim
+        self.kv_width = config.num_kv_heads * config.head_dim
+        hidden, mlp = config.hidden_size, config.intermediate_size
+        qkv_width = self.q_width + 2 * self.kv_width
+        self.input_norm = nn.Parameter(torch.ones(hidden, dtype=dtype, device=device))
+        self.qkv = PackedLinear(hidden, qkv_width, config.attention_bias, dtype, device)
+        self.q_norm: nn.Parameter | None = None
+        self.k_norm: nn.Parameter | None = None
+        if config.qk_norm:
+            self.q_norm = nn.Parameter(torch.ones(self.head_dim, dtype=dtype, device=device))
+            self.k_norm = nn.Parameter(torch.ones(self.head_dim, dtype=dtype, device=device))
+        self.out = PackedLinear(self.q_width, hidden, config.attention_output_bias, dtype, device)
+        self.post_norm = nn.Parameter(torch.ones(hidden, dtype=dtype, device=device))
+        self.gate_up = PackedLinear(hidden, 2 * mlp, False, dtype, device)
+        self.down = PackedLinear(mlp, hidden, False, dtype, device)
+
+    def forward(
+        self,
+        x_TE: Tensor,
+        residual_TE: Tensor | None,
+        rope: tuple[Tensor, Tensor],
+        context: AttentionContext,
+    ) -> tuple[Tensor, Tensor]:
+        """`x` is not yet added to `residual` (None before the first layer), nor is the result:
+        the next norm adds and normalises at once. `rope` is cos and sin
+        of each token, [T, D/2]."""
+        if residual_TE is None:
+            residual_TE, y_TE = x_TE, rms_norm(x_TE, self.input_norm, self.eps)
+        else:
+            y_TE, residual_TE = add_rms_norm(x_TE, residual_TE, self.input_norm, self.eps)
+        x_TE = self._attend(y_TE, rope, context)
+        y_TE, residual_TE = add_rms_norm(x_TE, residual_TE, self.post_norm, self.eps)
+        return self.down(swiglu(self.gate_up(y_TE))), residual_TE
+
+    def _attend(
+        self, y_TE: Tensor, rope: tuple[Tensor, Tensor], context: AttentionContext
+    ) -> Tensor:
+        q, k, v = self.qkv(y_TE).split((self.q_width, self.kv_width, self.kv_width), -1)
+        num_tokens, head_dim = y_TE.shape[0], self.head_dim
+        q_THD = q.view(num_tokens, -1, head_dim)
+        k_TKD = k.view(num_tokens, -1, head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THD = rms_norm(q_THD, self.q_norm, self.eps)
+            k_TKD = rms_norm(k_TKD, self.k_norm, self.eps)
+        q_THD, k_TKD = apply_rope(q_THD, k_TKD, *rope, None)
+        o_THD = context.attend(self.index, q_THD, k_TKD, v.view(num_tokens, -1, head_dim))
+        return self.out(o_THD.reshape(num_tokens, self.q_width))

@@ -1,0 +1,122 @@
+"""The model, once for both engines: embedding, decoder layers, final norm, output head.
+
+`forward` takes a flat run of tokens and their positions and leaves everything about sequences to
+the attention context, so training (packed) and inference (paged) run the same lines and get the
+same bits. It stops at the hidden states: log-probs come from `kernels.linear_logprob`, which never
+holds a tokens x vocabulary tensor; `logits` is for the sampler.
+
+Memory of a model of N linear and embedding weights on a CPU: N parameters and N prepacked copies
+of the same dtype (a tied head is packed too), 0.54 GB for 135 M parameters in bf16.
+Left out: how parameters are split over devices (nanoengine.parallel), optimizer state.
+Next: layers.py, attention.py, hf.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from kernels import add_rms_norm, linear
+from nanoengine.model.attention import AttentionContext
+from nanoengine.model.config import ModelConfig
+from nanoengine.model.layers import DecoderLayer, PackedLinear, embed, refresh_packed, rope_tables
+
+
+class Transformer(nn.Module):
+    """Llama, Qwen2 or Qwen3. Matrices start as zeros: load a folder (hf.py) or `init_weights`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> None:
+        super().__init__()
+        self.config = config
+        shape = (config.vocab_size, config.hidden_size)
+        self.embedding = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, index, dtype, device) for index in range(config.num_layers)
+        )
+        self.norm = nn.Parameter(torch.ones(config.hidden_size, dtype=dtype, device=device))
+        self.head: nn.Parameter | None = None
+        if not config.tie_word_embeddings:
+            self.head = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+        cos, sin = rope_tables(config, dtype, device)
+        self.register_buffer("rope_cos", cos, persistent=False)
+        self.register_buffer("rope_sin", sin, persistent=False)
+        self.lm_head_packed: Tensor | None = None
+
+    @property
+    def lm_head_weight(self) -> nn.Parameter:
+        """[V, E]; the embedding itself where the two are tied."""
+        return self.embedding if self.head is None else self.head
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    def forward(
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        context: AttentionContext,
+        *,
+        activation_checkpointing: bool = False,
+    ) -> Tensor:
+        """Hidden states [T, E] after the final norm.
+
+        `activation_checkpointing` keeps only each layer's input for the backward pass and runs
+        the layer again there: the same gradients bit for bit, about a third more work.
+        """
+        rope = (self.rope_cos[positions_T], self.rope_sin[positions_T])
+        x_TE = embed(ids_T, self.embedding)
+        residual_TE: Tensor | None = None
+        if activation_checkpointing and torch.is_grad_enabled():
+            for layer in self.layers:
+                x_TE, residual_TE = checkpoint(
+                    layer,
+                    x_TE,
+                    residual_TE,
+                    rope,
+                    context,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                )
+        else:
+            for layer in self.layers:
+                x_TE, residual_TE = layer(x_TE, residual_TE, rope, context)
+        assert residual_TE is not None, "there is at least one layer"
+        return add_rms_norm(x_TE, residual_TE, self.norm, self.config.rms_norm_eps)[0]
+
+    def logits(self, hidden_TE: Tensor) -> Tensor:
+        """Logits [T, V] in the model's dtype."""
+        return linear(hidden_TE, self.lm_head_weight, packed=self.lm_head_packed)
+
+    def repack(self) -> None:
+        """Refresh the prepacked copies in place. Call it after any change to a weight: the forward
+        pass reads the copies, so without it the old weights keep answering."""
+        for module in self.modules():
+            if isinstance(module, PackedLinear):
+                module.repack()
+        self.lm_head_packed = refresh_packed(self.lm_head_packed, self.lm_head_weight)
+
+    def init_weights(self, seed: int, std: float = 0.02) -> None:
+        """Fresh normal weights; projections into the residual stream are smaller by √(2·layers),
+        as in GPT-2. Norms 1, biases 0. The same seed gives the same weights in every dtype."""
+        generator = torch.Generator().manual_seed(seed)
+        residual_std = std / (2 * self.config.num_layers) ** 0.5
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if parameter.dim() == 1:
+                    parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                    continue
+                scale = residual_std if name.endswith(("out.weight", "down.weight")) else std
+                fresh = torch.randn(parameter.shape, generator=generator) * scale
+                parameter.copy_(fresh)
+        self.repack()

@@ -1,0 +1,36 @@
+"""Shared fixtures: one torch thread, and the SmolLM2 folder where there is one."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanoengine.model.sources import SMOLLM2, cached_folder
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--smollm2",
+        default=None,
+        metavar="DIR",
+        help="Hugging Face folder of SmolLM2-135M-Instruct; default: the cache, if it is there",
+    )
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    """Tests run side by side; one thread each is also faster on models this small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder(request: pytest.FixtureRequest) -> Path:
+    given = request.config.getoption("--smollm2")
+    folder = Path(given) if given else cached_folder(SMOLLM2)
+    if folder is None:
+        pytest.skip("SmolLM2 is not in the cache; fetch it or pass --smollm2 DIR")
+    return folder
