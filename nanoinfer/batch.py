@@ -1,0 +1,110 @@
+"""A step as arrays. Rows are updated as sequences grow, so a step costs no pass over tokens.
+
+A running sequence owns one row of every array from admission to its end: block table, last token,
+sampling parameters. `build` gathers the rows of a step into what the model runner feeds.
+
+Legend: T tokens of the step, S sequences of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanoinfer.sampler import SamplingBatch
+from nanoinfer.scheduler import Step
+from nanoinfer.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """One forward pass. `sampled` are the positions in T whose logits are wanted, None for all;
+    `sampling` has one entry for each of them."""
+
+    ids_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    query_starts: list[int]  # [S + 1]
+    seq_lens: list[int]  # [S], keys, new tokens included
+    block_tables: Tensor  # [S, blocks]
+    copies: list[tuple[int, int]]
+    sampled: Tensor | None
+    sampling: SamplingBatch
+
+
+class Batch:
+    """The rows of all running sequences."""
+
+    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self._tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
+        self._temperatures = np.zeros(max_num_seqs)
+        self._top_ks = np.zeros(max_num_seqs, dtype=np.int64)
+        self._top_ps = np.ones(max_num_seqs)
+        self._seeds = np.zeros(max_num_seqs, dtype=np.uint64)
+
+    def build(self, step: Step) -> StepInput:
+        """The arrays of a scheduled step."""
+        for seq in step.seqs:
+            self._refresh(seq)
+        rows = np.array([seq.row for seq in step.seqs])
+        counts = np.array(step.num_new)
+        first = np.array([seq.num_computed for seq in step.seqs])
+        ends = counts.cumsum()
+        of_seq = np.repeat(np.arange(len(rows)), counts)
+        positions = np.arange(ends[-1]) - np.repeat(ends - counts, counts) + first[of_seq]
+        blocks = self._tables[rows[of_seq], positions // self.block_size]
+        lens = first + counts
+        is_sampled = lens == np.array([len(seq.ids) for seq in step.seqs])
+        width = -(-int(lens.max()) // self.block_size)
+        return StepInput(
+            ids_T=torch.tensor(_new_ids(step), dtype=torch.int64),
+            positions_T=torch.from_numpy(positions),
+            slots_T=torch.from_numpy(blocks * self.block_size + positions % self.block_size),
+            query_starts=[0, *ends.tolist()],
+            seq_lens=lens.tolist(),
+            block_tables=torch.from_numpy(self._tables[rows, :width]),
+            copies=step.copies,
+            sampled=self._sampled(ends, is_sampled),
+            sampling=self._sampling(rows[is_sampled], lens[is_sampled]),
+        )
+
+    def _refresh(self, seq: Sequence) -> None:
+        """Bring the row of `seq` up to date: usually nothing, sometimes one more block."""
+        row, num_blocks = seq.row, len(seq.block_ids)
+        if seq.num_in_row == 0:  # newly admitted
+            self._temperatures[row] = seq.params.temperature
+            self._top_ks[row] = seq.params.top_k
+            self._top_ps[row] = seq.params.top_p
+            self._seeds[row] = seq.params.seed & 0xFFFFFFFFFFFFFFFF
+        if seq.num_in_row != num_blocks:
+            self._tables[row, seq.num_in_row : num_blocks] = seq.block_ids[seq.num_in_row :]
+            seq.num_in_row = num_blocks
+
+    def _sampled(self, ends: np.ndarray, is_sampled: np.ndarray) -> Tensor | None:
+        if len(ends) == ends[-1] and is_sampled.all():
+            return None
+        return torch.from_numpy(ends[is_sampled] - 1)
+
+    def _sampling(self, rows: np.ndarray, positions: np.ndarray) -> SamplingBatch:
+        return SamplingBatch(
+            temperatures=self._temperatures[rows],
+            top_ks=self._top_ks[rows],
+            top_ps=self._top_ps[rows],
+            seeds=self._seeds[rows],
+            positions=positions,
+        )
+
+
+def _new_ids(step: Step) -> Rows[int]:
+    ids: list[int] = []
+    for seq, num_new in zip(step.seqs, step.num_new, strict=True):
+        if num_new == 1:
+            ids.append(seq.ids[seq.num_computed])
+        else:
+            ids += seq.ids[seq.num_computed : seq.num_computed + num_new]
+    return ids

@@ -1,0 +1,233 @@
+"""The inference engine of one model: requests in, tokens with log-probs and policy versions out.
+
+    step = schedule → run the model → sample → commit
+
+The engine has no thread and no globals; whoever owns it calls `step` (async_engine.py does so from
+an event loop). Weights change between steps only. A request that is in flight then keeps the
+tokens, log-probs and versions it has; its cache is dropped and computed again by the new weights.
+Next: scheduler.py, block_manager.py, model_runner.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nanoengine.model.config import ModelConfig
+from nanoengine.model.transformer import Transformer
+from nanoinfer.attention_backends import KVCache
+from nanoinfer.batch import Batch
+from nanoinfer.block_manager import BlockManager
+from nanoinfer.metrics import Metrics
+from nanoinfer.model_runner import ModelRunner
+from nanoinfer.sampling import Output, SamplingParams
+from nanoinfer.scheduler import Scheduler, Step
+from nanoinfer.sequence import Sequence
+from nanoinfer.weights import update_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferConfig:
+    """Sizes of an engine."""
+
+    num_blocks: int | None = None
+    """Blocks of KV cache; None: as many as `cache_bytes` holds."""
+    cache_bytes: int = 1 << 30
+    """Memory of the KV cache where `num_blocks` is not given; on a CPU used only as it fills."""
+    block_size: int = 16
+    """Tokens a block."""
+    max_batch_tokens: int = 512
+    """Tokens a step, decodes and prefill chunks together."""
+    max_num_seqs: int = 64
+    """Sequences that run at a time."""
+    prefix_caching: bool = True
+    """Reuse the cache of earlier requests that started alike."""
+    eos_ids: tuple[int, ...] | None = None
+    """Tokens that end a completion; None: the model's own."""
+    lm_head_fp32: bool = False
+    """Compute logits in fp32 from a bf16 model; a second copy of the output head."""
+
+
+class LLMEngine:
+    """Continuous batching over a paged cache. `version` is the policy version of the weights."""
+
+    def __init__(self, model: Transformer, config: InferConfig, version: int = 0) -> None:
+        self.model = model
+        self.config = config
+        self.version = version
+        self.is_paused = False
+        shape = model.config
+        self._eos_ids = shape.eos_ids if config.eos_ids is None else config.eos_ids
+        num_blocks = _num_blocks(config, shape, model)
+        self._blocks = BlockManager(num_blocks, config.block_size, config.prefix_caching)
+        self._blocks.flush(version)
+        self._scheduler = Scheduler(self._blocks, config.max_batch_tokens, config.max_num_seqs)
+        cache = KVCache(shape, num_blocks, config.block_size, model.dtype, str(model.device))
+        self._runner = ModelRunner(model, cache, config.lm_head_fp32)
+        longest = self._blocks.blocks_for(shape.max_position_embeddings)
+        self._batch = Batch(config.max_num_seqs, min(longest, num_blocks), config.block_size)
+        self._sequences: dict[int, Sequence] = {}
+        self._ready: list[tuple[int, Output]] = []  # finished, not yet returned by `step`
+        self._next_handle = 0
+        self._metrics = Metrics()
+
+    def add(self, ids: Ids[int], params: SamplingParams) -> int:
+        """Queue a request; returns its handle. `ValueError` if it could never run."""
+        self._check(ids, params)
+        seq = Sequence(self._next_handle, list(ids), params, self._eos_ids)
+        self._scheduler.add(seq)
+        self._sequences[seq.handle] = seq
+        self._next_handle += 1
+        self._metrics.num_requests += 1
+        self._metrics.prompt_tokens += len(ids)
+        return seq.handle
+
+    def abort(self, handle: int) -> Output | None:
+        """End a request now; what it has so far, finish_reason "abort". None if it is not in
+        flight."""
+        seq = self._sequences.get(handle)
+        if seq is None:
+            return None
+        seq.finish_reason = "abort"
+        self._metrics.num_aborted += 1
+        return self._take_out(seq)
+
+    def step(self) -> list[tuple[int, Output]]:
+        """Run one step; returns the requests that finished, with their handles. Does nothing
+        while paused."""
+        ready, self._ready = self._ready, []
+        if self.is_paused:
+            return ready
+        start = time.perf_counter()
+        step = self._scheduler.schedule()
+        if step.seqs:
+            ready += self._run(step)
+        self._metrics.step_s += time.perf_counter() - start
+        return ready
+
+    def _run(self, step: Step) -> list[tuple[int, Output]]:
+        result = self._runner.run(self._batch.build(step))
+        self._scheduler.commit(step)
+        sampling = [seq for seq in step.seqs if seq.num_uncomputed == 0]
+        finished = []
+        for seq, token, logp in zip(sampling, result.tokens, result.logps, strict=True):
+            seq.append(token, logp, self.version)
+            if seq.finish_reason is not None:
+                finished.append((seq.handle, self._take_out(seq)))
+        self._metrics.num_steps += 1
+        self._metrics.computed_tokens += step.num_tokens
+        self._metrics.sampled_tokens += len(sampling)
+        self._metrics.num_finished += len(finished)
+        return finished
+
+    def _take_out(self, seq: Sequence) -> Output:
+        del self._sequences[seq.handle]
+        self._scheduler.remove(seq)
+        self._metrics.cached_tokens += seq.num_cached or 0
+        return seq.output()
+
+    def generate(
+        self, prompts: Iterable[Ids[int]], params: SamplingParams | Ids[SamplingParams]
+    ) -> list[Output]:
+        """Run prompts to their end, one `SamplingParams` for all or one each. Requests added
+        before run along; `step` returns theirs later."""
+        if self.is_paused:
+            raise RuntimeError("the engine is paused: call resume() first")
+        prompts = list(prompts)
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"params: {len(each)} for {len(prompts)} prompts; must be one each")
+        for ids, p in zip(prompts, each, strict=True):
+            self._check(ids, p)
+        handles = [self.add(ids, p) for ids, p in zip(prompts, each, strict=True)]
+        missing, outputs = set(handles), {}
+        others: list[tuple[int, Output]] = []
+        while missing:
+            for handle, output in self.step():
+                if handle in missing:
+                    missing.remove(handle)
+                    outputs[handle] = output
+                else:
+                    others.append((handle, output))
+        self._ready = others
+        return [outputs[handle] for handle in handles]
+
+    @property
+    def num_unfinished(self) -> int:
+        return self._scheduler.num_unfinished
+
+    def pause(self) -> None:
+        """Stop between steps; requests stay where they are."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        self.is_paused = False
+
+    def update_weights(self, state: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace all weights by Hugging Face tensors. `ValueError` on a wrong set of tensors, and
+        then the old version goes on serving. Every cache is dropped."""
+        start = time.perf_counter()
+        update_weights(self.model, state)
+        self._start_version(version)
+        self._metrics.update_s += time.perf_counter() - start
+
+    def adopt_weights(self, version: int) -> None:
+        """The owner of `model` changed its weights in place, and repacked it: serve those."""
+        self._start_version(version)
+
+    def _start_version(self, version: int) -> None:
+        self._runner.refresh()
+        self._scheduler.restart_all()
+        self._blocks.flush(version)
+        self.version = version
+        self._metrics.num_weight_updates += 1
+
+    def metrics(self) -> dict[str, float]:
+        """Totals (metrics.py) and the state of queues and cache."""
+        used = self._blocks.num_blocks - self._blocks.num_free
+        return self._metrics.to_dict() | {
+            "num_running": float(len(self._scheduler.running)),
+            "num_waiting": float(len(self._scheduler.waiting)),
+            "num_preemptions": float(self._scheduler.num_preemptions),
+            "num_evictions": float(self._blocks.num_evictions),
+            "cache_use": used / self._blocks.num_blocks,
+            "version": float(self.version),
+        }
+
+    def check(self) -> None:
+        """Debug: assert the invariants of scheduler and block manager."""
+        self._scheduler.check()
+
+    def _check(self, ids: Ids[int], params: SamplingParams) -> None:
+        shape = self.model.config
+        if not ids:
+            raise ValueError("ids: empty prompt; give at least one token")
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= shape.vocab_size:
+            raise ValueError(
+                f"ids: token {low if low < 0 else high} is outside the vocabulary of "
+                f"{shape.vocab_size}"
+            )
+        total = len(ids) + params.max_tokens
+        if total > shape.max_position_embeddings:
+            raise ValueError(
+                f"prompt of {len(ids)} tokens with max_tokens={params.max_tokens}: the model has "
+                f"{shape.max_position_embeddings} positions; shorten one of them"
+            )
+        self._scheduler.check_fits(len(ids), params.max_tokens)
+
+
+def _num_blocks(config: InferConfig, shape: ModelConfig, model: Transformer) -> int:
+    if config.num_blocks is not None:
+        return config.num_blocks
+    size = KVCache.bytes_per_block(shape, config.block_size, model.dtype)
+    if config.cache_bytes < size:
+        raise ValueError(
+            f"cache_bytes={config.cache_bytes}: one block of {config.block_size} tokens takes "
+            f"{size} bytes; give at least that"
+        )
+    return config.cache_bytes // size
