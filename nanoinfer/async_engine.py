@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Ids
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
 from torch import Tensor
 
 from nanoinfer.engine import LLMEngine
@@ -26,7 +27,12 @@ class AsyncEngine:
 
     def __init__(self, engine: LLMEngine, use_thread: bool = True) -> None:
         self.engine = engine
-        self._executor = ThreadPoolExecutor(1, "nanoinfer") if use_thread else None
+        self._executor: ThreadPoolExecutor | None = None
+        if use_thread:
+            num_threads = torch.get_num_threads()  # else the worker's first op would set its own
+            self._executor = ThreadPoolExecutor(
+                1, "nanoinfer", torch.set_num_threads, (num_threads,)
+            )
         self._futures: dict[int, asyncio.Future[Output]] = {}
         self._between_steps = asyncio.Lock()
         self._driver: asyncio.Task[None] | None = None
@@ -104,8 +110,6 @@ class AsyncEngine:
         while self._futures:
             await self._can_step.wait()
             async with self._between_steps:
-                if self.engine.is_paused:
-                    continue
                 try:
                     finished = await self._call(self.engine.step)
                 except Exception as error:

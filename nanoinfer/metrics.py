@@ -1,4 +1,4 @@
-"""What an engine counts. Plain totals since the engine was made; rates are the reader's business."""
+"""What an engine counts. Plain totals since the engine was made; rates are for the reader."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def _sample_truncated(
 ) -> Tensor:
     """Inverse CDF over the most likely tokens: at most top_k, and the fewest that reach top_p of
     the whole tempered distribution. Ties go to the smaller token id."""
-    z, ids = logits_RV.float().sort(-1, descending=True, stable=True)
+    z, ids = logits_RV.float().sort(stable=True, dim=-1, descending=True)
     weights = ((z - z[:, :1]) / temperature).to(torch.float64).exp_()
     cdf = weights.cumsum(-1)
     rank = torch.arange(z.shape[1])
