@@ -1,59 +1,141 @@
-"""The asyncio front: many coroutines await `generate`, one task drives the steps.
+"""`LLMEngine` for coroutines: each rollout awaits its own tokens, all are decoded together.
 
-A step runs inline on the event loop: it is the work that the loop is waiting for. Between two steps
-the loop gets its turn, so tool results are picked up and new turns join the next step; tools
-themselves run in other processes meanwhile.
+A task on the running event loop drives the engine while there is work and yields to the loop after
+every step, so what tools have returned joins the next step. With `use_thread` (the default) a step
+runs in one worker thread and the loop goes on serving tools meanwhile; torch releases the
+interpreter inside its ops. Requests, aborts and weight updates take effect between steps.
+
+Left out: streaming of single tokens, several event loops.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
+from collections.abc import Sequence as Ids
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
 
 from nanoinfer.engine import LLMEngine
 from nanoinfer.sampling import Output, SamplingParams
 
 
 class AsyncEngine:
-    """Wraps an `LLMEngine`. Works on whichever event loop calls it, one at a time."""
+    """One engine, one event loop. Use as an async context manager, or call `close`."""
 
-    def __init__(self, engine: LLMEngine) -> None:
+    def __init__(self, engine: LLMEngine, use_thread: bool = True) -> None:
         self.engine = engine
-        self._waiters: dict[int, asyncio.Future[Output]] = {}
+        self._executor: ThreadPoolExecutor | None = None
+        if use_thread:
+            num_threads = torch.get_num_threads()  # else the worker's first op would set its own
+            self._executor = ThreadPoolExecutor(
+                1, "nanoinfer", torch.set_num_threads, (num_threads,)
+            )
+        self._futures: dict[int, asyncio.Future[Output]] = {}
+        self._between_steps = asyncio.Lock()
         self._driver: asyncio.Task[None] | None = None
+        self._can_step = asyncio.Event()
+        self._can_step.set()
 
-    async def generate(self, ids: list[int], params: SamplingParams) -> Output:
-        """Complete one prompt. A cancelled call takes its request out of the engine."""
-        handle = self.engine.add(ids, params)
-        waiter: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
-        self._waiters[handle] = waiter
-        if self._driver is None or self._driver.done():
-            self._driver = asyncio.create_task(self._drive())
-        try:
-            return await waiter
-        finally:
-            if self._waiters.pop(handle, None) is not None and not waiter.done():
-                self.engine.abort(handle)
-            elif waiter.cancelled():
-                self._forget(handle)
+    @property
+    def version(self) -> int:
+        return self.engine.version
 
-    def _forget(self, handle: int) -> None:
+    async def generate(self, ids: Ids[int], params: SamplingParams) -> Output:
+        """Complete `ids`. Cancelling the caller aborts the request."""
+        async with self._between_steps:
+            handle = self.engine.add(ids, params)
+            future: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
+            self._futures[handle] = future
+        self._start_driver()
         try:
+            return await future
+        except asyncio.CancelledError:
+            if self._futures.pop(handle, None) is not None:
+                await self._abort(handle)
+            raise
+
+    async def _abort(self, handle: int) -> None:
+        async with self._between_steps:
             self.engine.abort(handle)
-        except ValueError:
-            return  # it had finished in the same turn of the loop
+
+    async def pause(self) -> None:
+        """No step runs after this returns; requests wait."""
+        self._can_step.clear()
+        async with self._between_steps:
+            self.engine.pause()
+
+    async def resume(self) -> None:
+        self.engine.resume()
+        self._can_step.set()
+
+    async def update_weights(self, state: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """`LLMEngine.update_weights` between two steps; no pause needed."""
+        async with self._between_steps:
+            await self._call(self.engine.update_weights, state, version)
+
+    async def adopt_weights(self, version: int) -> None:
+        """`LLMEngine.adopt_weights` between two steps. The owner must have changed the weights
+        while the engine was paused."""
+        async with self._between_steps:
+            await self._call(self.engine.adopt_weights, version)
+
+    def metrics(self) -> dict[str, float]:
+        return self.engine.metrics()
+
+    async def close(self) -> None:
+        """Stop driving; awaiting callers are cancelled."""
+        if self._driver is not None:
+            self._driver.cancel()
+            await asyncio.gather(self._driver, return_exceptions=True)
+        for future in self._futures.values():
+            future.cancel()
+        self._futures.clear()
+        if self._executor is not None:
+            self._executor.shutdown(wait=True)
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def _start_driver(self) -> None:
+        if self._driver is None or self._driver.done():
+            self._driver = asyncio.create_task(self._drive(), name="nanoinfer")
 
     async def _drive(self) -> None:
+        while self._futures:
+            await self._can_step.wait()
+            async with self._between_steps:
+                try:
+                    finished = await self._call(self.engine.step)
+                except Exception as error:
+                    self._fail_all(error)
+                    raise
+            for handle, output in finished:
+                future = self._futures.pop(handle, None)
+                if future is not None and not future.done():
+                    future.set_result(output)
+            await asyncio.sleep(0)
+
+    def _fail_all(self, error: Exception) -> None:
+        """Every caller gets the step's error: their requests cannot go on."""
+        for handle, future in self._futures.items():
+            self.engine.abort(handle)
+            if not future.done():
+                future.set_exception(error)
+        self._futures.clear()
+
+    async def _call(self, function, *args):  # type: ignore[no-untyped-def]
+        if self._executor is None:
+            return function(*args)
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(self._executor, function, *args)
         try:
-            while self.engine.has_work:
-                for handle, output in self.engine.step():
-                    waiter = self._waiters.get(handle)
-                    if waiter is not None and not waiter.done():
-                        waiter.set_result(output)
-                # Two turns: one wakes the waiting coroutines, the next lets what they start run.
-                await asyncio.sleep(0)
-                await asyncio.sleep(0)
-        except Exception as error:
-            for waiter in self._waiters.values():
-                if not waiter.done():
-                    waiter.set_exception(error)
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.gather(work, return_exceptions=True)  # a step cannot be left half way
             raise

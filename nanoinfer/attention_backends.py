@@ -1,80 +1,98 @@
-"""How the model's layers read and write the paged cache during one step."""
+"""The paged cache as the model sees it: write this step's keys and values, attend to all.
+
+`KVCache` owns the memory; `PagedContext` is the `AttentionContext` of one step. What a CPU needs
+once a step (gather indices, masks) is planned here and used by all layers.
+Left out: quantised caches, other attention than causal.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from kernels import make_paged_plan, paged_attention, reshape_and_cache
-from nanoinfer.batch import StepBatch
+from kernels._attend import Scratch
+from nanoengine.model.config import ModelConfig
+from nanoinfer.batch import StepInput
 
 
 class KVCache:
-    """One pair of tensors [blocks, block_size, key heads, head_dim] a layer, zeroed once:
-    unwritten rows are read with weight 0, and 0 times NaN would be NaN."""
+    """Keys and values of all layers, [layers, 2, blocks, block_size, key heads, head_dim].
+
+    Zeros, because attention multiplies what is not yet written by a weight of 0. On a CPU the
+    zeros come from the operating system, page by page as blocks are first used.
+    """
 
     def __init__(
-        self,
-        num_layers: int,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: str
     ) -> None:
-        shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        shape = (
+            config.num_layers,
+            2,
+            num_blocks,
+            block_size,
+            config.num_kv_heads,
+            config.head_dim,
+        )
+        if device == "cpu":
+            raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
+            self.data = torch.from_numpy(raw).view(dtype).view(shape)
+        else:
+            self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.num_blocks = num_blocks
         self.block_size = block_size
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.layers: list[tuple[Tensor, Tensor]] = [(kv[0], kv[1]) for kv in self.data]
+        self.scratch = Scratch()
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copy whole blocks in all layers. All are read before the first is written."""
+        if not copies:
+            return
+        sources, targets = torch.tensor(copies).to(self.data.device).T
+        self.data.index_copy_(2, targets, self.data.index_select(2, sources))
 
     @staticmethod
-    def block_bytes(
-        num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> int:
-        """Bytes of one block over all layers."""
-        return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+    def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+        per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+        return per_token * block_size * dtype.itemsize
 
 
 class PagedContext:
-    """The attention context of one engine step (nanoengine.model.attention.AttentionContext)."""
+    """Attention of one step. Left out: gradients."""
 
-    def __init__(self, cache: KVCache, batch: StepBatch) -> None:
-        self.cache = cache
-        self.batch = batch
-        self.max_seq_len = max(batch.seq_lens)
-        starts = batch.query_starts
-        self.max_query_len = max(b - a for a, b in zip(starts, starts[1:], strict=False))
-        key = cache.keys[0]
-        self._query_starts: Tensor | list[int] = starts
-        self._seq_lens: Tensor | list[int] = batch.seq_lens
-        self._tables = batch.block_tables
+    def __init__(self, cache: KVCache, step: StepInput) -> None:
+        self._cache = cache
+        self._step = step
+        self._max_query_len = max(
+            b - a for a, b in zip(step.query_starts, step.query_starts[1:], strict=False)
+        )
+        self._max_seq_len = max(step.seq_lens)
         self._plan = None
-        if key.is_cuda:
-            self._query_starts = torch.tensor(starts, dtype=torch.int32, device=key.device)
-            self._seq_lens = torch.tensor(batch.seq_lens, dtype=torch.int32, device=key.device)
-            self._tables = batch.block_tables.to(key.device, torch.int32)
-        else:  # masks and gather indices, once for all layers
-            self._plan = make_paged_plan(
-                starts,
-                batch.seq_lens,
-                batch.block_tables,
+        if cache.data.device.type == "cpu":
+            plan = make_paged_plan(
+                step.query_starts,
+                step.seq_lens,
+                step.block_tables,
                 block_size=cache.block_size,
-                dtype=key.dtype,
+                dtype=cache.data.dtype,
             )
+            self._plan = replace(plan, scratch=cache.scratch)
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        reshape_and_cache(k_TKD, v_TKD, keys, values, self.batch.slots_T)
+        k_cache, v_cache = self._cache.layers[layer]
+        reshape_and_cache(k_TKD, v_TKD, k_cache, v_cache, self._step.slots_T)
         return paged_attention(
             q_THD,
-            keys,
-            values,
-            self._query_starts,
-            self._seq_lens,
-            self._tables,
-            max_query_len=self.max_query_len,
-            max_seq_len=self.max_seq_len,
+            k_cache,
+            v_cache,
+            self._step.query_starts,
+            self._step.seq_lens,
+            self._step.block_tables,
+            max_query_len=self._max_query_len,
+            max_seq_len=self._max_seq_len,
+            softmax_scale=q_THD.shape[-1] ** -0.5,
             plan=self._plan,
         )

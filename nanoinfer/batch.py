@@ -1,59 +1,110 @@
-"""The tensors of one engine step, made once and read by every layer.
+"""A step as arrays. Rows are updated as sequences grow, so a step costs no pass over tokens.
 
-Legend: T tokens that run in the step, B sequences.
+A running sequence owns one row of every array from admission to its end: block table, last token,
+sampling parameters. `build` gathers the rows of a step into what the model runner feeds.
+
+Legend: T tokens of the step, S sequences of the step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanoinfer.scheduler import Scheduled
+from nanoinfer.sampler import SamplingBatch
+from nanoinfer.scheduler import Step
+from nanoinfer.sequence import Sequence
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepBatch:
-    """Sequences one after the other, each with the tokens that it runs in this step."""
+@dataclass(frozen=True)
+class StepInput:
+    """One forward pass. `sampled` are the positions in T whose logits are wanted, None for all;
+    `sampling` has one entry for each of them."""
 
-    ids_T: Tensor  # int64
-    positions_T: Tensor  # int64
-    slots_T: Tensor  # int64, where in the cache each token's key and value go
-    query_starts: list[int]  # [B + 1]
-    seq_lens: list[int]  # [B] keys, the new tokens included
-    block_tables: Tensor  # int64 [B, most blocks]; entries past a sequence's end are 0
-    sampling_rows: Tensor | None  # int64, rows of T whose logits are sampled; None: all, in order
+    ids_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    query_starts: list[int]  # [S + 1]
+    seq_lens: list[int]  # [S], keys, new tokens included
+    block_tables: Tensor  # [S, blocks]
+    copies: list[tuple[int, int]]
+    sampled: Tensor | None
+    sampling: SamplingBatch
 
 
-def make_batch(scheduled: list[Scheduled], block_size: int) -> StepBatch:
-    """Pack what the scheduler chose."""
+class Batch:
+    """The rows of all running sequences."""
+
+    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self._tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
+        self._temperatures = np.zeros(max_num_seqs)
+        self._top_ks = np.zeros(max_num_seqs, dtype=np.int64)
+        self._top_ps = np.ones(max_num_seqs)
+        self._seeds = np.zeros(max_num_seqs, dtype=np.uint64)
+
+    def build(self, step: Step) -> StepInput:
+        """The arrays of a scheduled step."""
+        for seq in step.seqs:
+            self._refresh(seq)
+        rows = np.array([seq.row for seq in step.seqs])
+        counts = np.array(step.num_new)
+        first = np.array([seq.num_computed for seq in step.seqs])
+        ends = counts.cumsum()
+        of_seq = np.repeat(np.arange(len(rows)), counts)
+        positions = np.arange(ends[-1]) - np.repeat(ends - counts, counts) + first[of_seq]
+        blocks = self._tables[rows[of_seq], positions // self.block_size]
+        lens = first + counts
+        is_sampled = lens == np.array([len(seq.ids) for seq in step.seqs])
+        width = -(-int(lens.max()) // self.block_size)
+        return StepInput(
+            ids_T=torch.tensor(_new_ids(step), dtype=torch.int64),
+            positions_T=torch.from_numpy(positions),
+            slots_T=torch.from_numpy(blocks * self.block_size + positions % self.block_size),
+            query_starts=[0, *ends.tolist()],
+            seq_lens=lens.tolist(),
+            block_tables=torch.from_numpy(self._tables[rows, :width]),
+            copies=step.copies,
+            sampled=self._sampled(ends, is_sampled),
+            sampling=self._sampling(rows[is_sampled], lens[is_sampled]),
+        )
+
+    def _refresh(self, seq: Sequence) -> None:
+        """Bring the row of `seq` up to date: usually nothing, sometimes one more block."""
+        row, num_blocks = seq.row, len(seq.block_ids)
+        if seq.num_in_row == 0:  # newly admitted
+            self._temperatures[row] = seq.params.temperature
+            self._top_ks[row] = seq.params.top_k
+            self._top_ps[row] = seq.params.top_p
+            self._seeds[row] = seq.params.seed & 0xFFFFFFFFFFFFFFFF
+        if seq.num_in_row != num_blocks:
+            self._tables[row, seq.num_in_row : num_blocks] = seq.block_ids[seq.num_in_row :]
+            seq.num_in_row = num_blocks
+
+    def _sampled(self, ends: np.ndarray, is_sampled: np.ndarray) -> Tensor | None:
+        if len(ends) == ends[-1] and is_sampled.all():
+            return None
+        return torch.from_numpy(ends[is_sampled] - 1)
+
+    def _sampling(self, rows: np.ndarray, positions: np.ndarray) -> SamplingBatch:
+        return SamplingBatch(
+            temperatures=self._temperatures[rows],
+            top_ks=self._top_ks[rows],
+            top_ps=self._top_ps[rows],
+            seeds=self._seeds[rows],
+            positions=positions,
+        )
+
+
+def _new_ids(step: Step) -> Rows[int]:
     ids: list[int] = []
-    query_starts = [0]
-    seq_lens = []
-    sampling: list[int] = []
-    width = max(len(item.sequence.block_table) for item in scheduled)
-    tables = np.zeros((len(scheduled), width), dtype=np.int64)
-    for row, item in enumerate(scheduled):
-        sequence, end = item.sequence, item.start + item.count
-        ids += sequence.tokens[item.start : end]
-        query_starts.append(len(ids))
-        seq_lens.append(end)
-        tables[row, : len(sequence.block_table)] = sequence.block_table
-        if item.is_sampling:
-            sampling.append(len(ids) - 1)
-    counts = np.diff(query_starts)
-    rows = np.repeat(np.arange(len(scheduled)), counts)
-    ends = np.repeat(np.asarray(seq_lens), counts)
-    positions = np.arange(len(ids)) - np.repeat(np.asarray(query_starts[1:]), counts) + ends
-    slots = tables[rows, positions // block_size] * block_size + positions % block_size
-    return StepBatch(
-        ids_T=torch.tensor(ids),
-        positions_T=torch.from_numpy(positions),
-        slots_T=torch.from_numpy(slots),
-        query_starts=query_starts,
-        seq_lens=seq_lens,
-        block_tables=torch.from_numpy(tables),
-        sampling_rows=None if len(sampling) == len(ids) else torch.tensor(sampling),
-    )
+    for seq, num_new in zip(step.seqs, step.num_new, strict=True):
+        if num_new == 1:
+            ids.append(seq.ids[seq.num_computed])
+        else:
+            ids += seq.ids[seq.num_computed : seq.num_computed + num_new]
+    return ids

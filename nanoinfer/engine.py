@@ -1,195 +1,233 @@
-"""`LLMEngine`: requests in, completions out, one step at a time.
+"""The inference engine of one model: requests in, tokens with log-probs and policy versions out.
 
-    add -> [scheduler] -> step: make_batch -> [model runner] -> sample -> append -> finished?
+    step = schedule → run the model → sample → commit
 
-Several engines live in one process: there are no globals. Weights are replaced in place between
-two steps: `pause`, `update_weights`, `resume`; requests in flight keep their tokens, log-probs and
-versions and rebuild their KV cache under the new weights.
-Left out: asyncio (async_engine.py), CUDA graphs, speculation.
-Next: scheduler.py, block_manager.py, sampler.py.
+The engine has no thread and no globals; whoever owns it calls `step` (async_engine.py does so from
+an event loop). Weights change between steps only. A request that is in flight then keeps the
+tokens, log-probs and versions it has; its cache is dropped and computed again by the new weights.
+Next: scheduler.py, block_manager.py, model_runner.py.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
-from collections.abc import Sequence as Sequence_
+from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from nanoengine.model.hf import load_state
+from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoinfer.attention_backends import KVCache
-from nanoinfer.batch import make_batch
+from nanoinfer.batch import Batch
 from nanoinfer.block_manager import BlockManager
+from nanoinfer.metrics import Metrics
 from nanoinfer.model_runner import ModelRunner
-from nanoinfer.sampler import sample
 from nanoinfer.sampling import Output, SamplingParams
-from nanoinfer.scheduler import Scheduler
+from nanoinfer.scheduler import Scheduler, Step
 from nanoinfer.sequence import Sequence
+from nanoinfer.weights import update_weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class InferConfig:
-    """Sizes of the engine."""
+    """Sizes of an engine."""
 
-    cache_bytes: int = 512 << 20
-    """Memory of the KV cache; it decides the number of blocks unless `num_blocks` does."""
     num_blocks: int | None = None
+    """Blocks of KV cache; None: as many as `cache_bytes` holds."""
+    cache_bytes: int = 1 << 30
+    """Memory of the KV cache where `num_blocks` is not given; on a CPU used only as it fills."""
     block_size: int = 16
-    """Tokens in a block."""
-    max_batch_tokens: int = 1024
-    """Token budget of one step."""
+    """Tokens a block."""
+    max_batch_tokens: int = 512
+    """Tokens a step, decodes and prefill chunks together."""
     max_num_seqs: int = 64
-    """Sequences running together."""
+    """Sequences that run at a time."""
     prefix_caching: bool = True
-    eos_ids: tuple[int, ...] = ()
-    """Tokens that end a completion."""
-
-    def __post_init__(self) -> None:
-        for name in ("cache_bytes", "block_size", "max_batch_tokens", "max_num_seqs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+    """Reuse the cache of earlier requests that started alike."""
+    eos_ids: tuple[int, ...] | None = None
+    """Tokens that end a completion; None: the model's own."""
+    lm_head_fp32: bool = False
+    """Compute logits in fp32 from a bf16 model; a second copy of the output head."""
 
 
 class LLMEngine:
-    """Continuous batching over one model. Not thread-safe: one caller at a time."""
+    """Continuous batching over a paged cache. `version` is the policy version of the weights."""
 
-    def __init__(self, model: Transformer, config: InferConfig) -> None:
+    def __init__(self, model: Transformer, config: InferConfig, version: int = 0) -> None:
         self.model = model
         self.config = config
-        self.version = 0
-        num_blocks = config.num_blocks or self._blocks_in(config.cache_bytes)
-        self.blocks = BlockManager(
-            num_blocks, config.block_size, prefix_caching=config.prefix_caching
-        )
-        self.scheduler = Scheduler(
-            self.blocks,
-            max_batch_tokens=config.max_batch_tokens,
-            max_num_seqs=config.max_num_seqs,
-        )
-        self.runner = ModelRunner(model, num_blocks=num_blocks, block_size=config.block_size)
-        self._eos_ids = frozenset(config.eos_ids)
+        self.version = version
+        self.is_paused = False
+        shape = model.config
+        self._eos_ids = shape.eos_ids if config.eos_ids is None else config.eos_ids
+        num_blocks = _num_blocks(config, shape, model)
+        self._blocks = BlockManager(num_blocks, config.block_size, config.prefix_caching)
+        self._blocks.flush(version)
+        self._scheduler = Scheduler(self._blocks, config.max_batch_tokens, config.max_num_seqs)
+        cache = KVCache(shape, num_blocks, config.block_size, model.dtype, str(model.device))
+        self._runner = ModelRunner(model, cache, config.lm_head_fp32)
+        longest = self._blocks.blocks_for(shape.max_position_embeddings)
+        self._batch = Batch(config.max_num_seqs, min(longest, num_blocks), config.block_size)
         self._sequences: dict[int, Sequence] = {}
-        self._next_id = 0
-        self._is_paused = False
-        self._counts = dict.fromkeys(
-            ("steps", "prefill_tokens", "sampled_tokens", "cached_tokens", "finished"), 0
-        )
+        self._ready: list[tuple[int, Output]] = []  # finished, not yet returned by `step`
+        self._next_handle = 0
+        self._metrics = Metrics()
 
-    def _blocks_in(self, cache_bytes: int) -> int:
-        config = self.model.config
-        size = KVCache.block_bytes(
-            config.num_layers,
-            self.config.block_size,
-            config.num_kv_heads,
-            config.head_dim,
-            self.model.dtype,
-        )
-        if cache_bytes < size:
-            raise ValueError(f"cache_bytes={cache_bytes}: one KV block of this model takes {size}")
-        return cache_bytes // size
+    def add(self, ids: Ids[int], params: SamplingParams) -> int:
+        """Queue a request; returns its handle. `ValueError` if it could never run."""
+        self._check(ids, params)
+        seq = Sequence(self._next_handle, list(ids), params, self._eos_ids)
+        self._scheduler.add(seq)
+        self._sequences[seq.handle] = seq
+        self._next_handle += 1
+        self._metrics.num_requests += 1
+        self._metrics.prompt_tokens += len(ids)
+        return seq.handle
 
-    # -- requests --------------------------------------------------------------------------------
-
-    @property
-    def has_work(self) -> bool:
-        return self.scheduler.has_work
-
-    def add(self, ids: list[int], params: SamplingParams) -> int:
-        """Queue a prompt; returns its handle. `ValueError` for what can never be served."""
-        vocab = self.model.config.vocab_size
-        if not ids:
-            raise ValueError("the prompt is empty: it needs at least one token")
-        if not 0 <= min(ids) <= max(ids) < vocab:
-            raise ValueError(f"token ids must lie in [0, {vocab}); got {min(ids)} to {max(ids)}")
-        longest, limit = len(ids) + params.max_tokens, self.model.config.max_position_embeddings
-        if longest > limit:
-            raise ValueError(
-                f"{len(ids)} prompt tokens and max_tokens={params.max_tokens} exceed the model's "
-                f"{limit} positions"
-            )
-        sequence = Sequence(self._next_id, ids, params)
-        self.scheduler.add(sequence)
-        self._sequences[sequence.request_id] = sequence
-        self._next_id += 1
-        return sequence.request_id
-
-    def abort(self, handle: int) -> Output:
-        """End a request now; returns what it has, with finish_reason "abort"."""
-        sequence = self._sequences.pop(handle, None)
-        if sequence is None:
-            raise ValueError(f"handle {handle}: no such request is running")
-        self.scheduler.finish(sequence)
-        return sequence.output()
+    def abort(self, handle: int) -> Output | None:
+        """End a request now; what it has so far, finish_reason "abort". None if it is not in
+        flight."""
+        seq = self._sequences.get(handle)
+        if seq is None:
+            return None
+        seq.finish_reason = "abort"
+        self._metrics.num_aborted += 1
+        return self._take_out(seq)
 
     def step(self) -> list[tuple[int, Output]]:
-        """Run one step; returns the requests that it finished."""
-        if self._is_paused:
-            raise RuntimeError("the engine is paused: call resume() first")
-        scheduled = self.scheduler.schedule()
-        if not scheduled:
-            return []
-        logits = self.runner.run(make_batch(scheduled, self.config.block_size))
-        self.scheduler.complete(scheduled)
-        self._counts["steps"] += 1
-        self._counts["prefill_tokens"] += sum(i.count for i in scheduled if i.count > 1)
-        sampling = [item.sequence for item in scheduled if item.is_sampling]
-        return self._append(sampling, logits) if logits is not None else []
+        """Run one step; returns the requests that finished, with their handles. Does nothing
+        while paused."""
+        ready, self._ready = self._ready, []
+        if self.is_paused:
+            return ready
+        start = time.perf_counter()
+        step = self._scheduler.schedule()
+        if step.seqs:
+            ready += self._run(step)
+        self._metrics.step_s += time.perf_counter() - start
+        return ready
 
-    def _append(self, sequences: list[Sequence], logits: Tensor) -> list[tuple[int, Output]]:
-        tokens, logps = sample(
-            logits, [s.params for s in sequences], [len(s.tokens) for s in sequences]
-        )
-        self._counts["sampled_tokens"] += len(tokens)
+    def _run(self, step: Step) -> list[tuple[int, Output]]:
+        result = self._runner.run(self._batch.build(step))
+        self._scheduler.commit(step)
+        sampling = [seq for seq in step.seqs if seq.num_uncomputed == 0]
         finished = []
-        for sequence, token, logp in zip(sequences, tokens, logps, strict=True):
-            sequence.append(token, logp, self.version, self._eos_ids)
-            if sequence.finish_reason is not None:
-                self.scheduler.finish(sequence)
-                del self._sequences[sequence.request_id]
-                self._counts["finished"] += 1
-                self._counts["cached_tokens"] += sequence.num_cached
-                finished.append((sequence.request_id, sequence.output()))
+        for seq, token, logp in zip(sampling, result.tokens, result.logps, strict=True):
+            seq.append(token, logp, self.version)
+            if seq.finish_reason is not None:
+                finished.append((seq.handle, self._take_out(seq)))
+        self._metrics.num_steps += 1
+        self._metrics.computed_tokens += step.num_tokens
+        self._metrics.sampled_tokens += len(sampling)
+        self._metrics.num_finished += len(finished)
         return finished
 
+    def _take_out(self, seq: Sequence) -> Output:
+        del self._sequences[seq.handle]
+        self._scheduler.remove(seq)
+        self._metrics.cached_tokens += seq.num_cached or 0
+        return seq.output()
+
     def generate(
-        self, prompts: Sequence_[list[int]], params: SamplingParams | Sequence_[SamplingParams]
+        self, prompts: Iterable[Ids[int]], params: SamplingParams | Ids[SamplingParams]
     ) -> list[Output]:
-        """Complete every prompt; outputs in the order of the prompts."""
+        """Run prompts to their end, one `SamplingParams` for all or one each. Requests added
+        before run along; `step` returns theirs later."""
+        if self.is_paused:
+            raise RuntimeError("the engine is paused: call resume() first")
+        prompts = list(prompts)
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"params: {len(each)} for {len(prompts)} prompts; must be one each")
+        for ids, p in zip(prompts, each, strict=True):
+            self._check(ids, p)
         handles = [self.add(ids, p) for ids, p in zip(prompts, each, strict=True)]
-        outputs: dict[int, Output] = {}
-        while len(outputs) < len(handles):
-            outputs.update(self.step())
+        missing, outputs = set(handles), {}
+        others: list[tuple[int, Output]] = []
+        while missing:
+            for handle, output in self.step():
+                if handle in missing:
+                    missing.remove(handle)
+                    outputs[handle] = output
+                else:
+                    others.append((handle, output))
+        self._ready = others
         return [outputs[handle] for handle in handles]
 
-    # -- weights ---------------------------------------------------------------------------------
+    @property
+    def num_unfinished(self) -> int:
+        return self._scheduler.num_unfinished
 
     def pause(self) -> None:
-        """No step runs until `resume`; requests may still be added."""
-        self._is_paused = True
+        """Stop between steps; requests stay where they are."""
+        self.is_paused = True
 
     def resume(self) -> None:
-        self._is_paused = False
+        self.is_paused = False
 
     def update_weights(self, state: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace every weight in place. `ValueError` names a missing, unknown or wrong-shaped
-        tensor; then nothing was written and the old version keeps serving."""
-        if not self._is_paused:
-            raise RuntimeError("update_weights() needs pause() first")
-        load_state(self.model, state)
+        """Replace all weights by Hugging Face tensors. `ValueError` on a wrong set of tensors, and
+        then the old version goes on serving. Every cache is dropped."""
+        start = time.perf_counter()
+        update_weights(self.model, state)
+        self._start_version(version)
+        self._metrics.update_s += time.perf_counter() - start
+
+    def adopt_weights(self, version: int) -> None:
+        """The owner of `model` changed its weights in place, and repacked it: serve those."""
+        self._start_version(version)
+
+    def _start_version(self, version: int) -> None:
+        self._runner.refresh()
+        self._scheduler.restart_all()
+        self._blocks.flush(version)
         self.version = version
-        self.scheduler.restart_all()
-        self.blocks.flush()
+        self._metrics.num_weight_updates += 1
 
     def metrics(self) -> dict[str, float]:
-        """Counters since the start and the state of queues and cache."""
-        return {
-            **{name: float(count) for name, count in self._counts.items()},
-            "waiting": float(len(self.scheduler.waiting)),
-            "running": float(len(self.scheduler.running)),
-            "preemptions": float(self.scheduler.num_preemptions),
-            "cache_use": 1 - self.blocks.num_available / self.blocks.num_blocks,
+        """Totals (metrics.py) and the state of queues and cache."""
+        used = self._blocks.num_blocks - self._blocks.num_free
+        return self._metrics.to_dict() | {
+            "num_running": float(len(self._scheduler.running)),
+            "num_waiting": float(len(self._scheduler.waiting)),
+            "num_preemptions": float(self._scheduler.num_preemptions),
+            "num_evictions": float(self._blocks.num_evictions),
+            "cache_use": used / self._blocks.num_blocks,
             "version": float(self.version),
         }
+
+    def check(self) -> None:
+        """Debug: assert the invariants of scheduler and block manager."""
+        self._scheduler.check()
+
+    def _check(self, ids: Ids[int], params: SamplingParams) -> None:
+        shape = self.model.config
+        if not ids:
+            raise ValueError("ids: empty prompt; give at least one token")
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= shape.vocab_size:
+            raise ValueError(
+                f"ids: token {low if low < 0 else high} is outside the vocabulary of "
+                f"{shape.vocab_size}"
+            )
+        total = len(ids) + params.max_tokens
+        if total > shape.max_position_embeddings:
+            raise ValueError(
+                f"prompt of {len(ids)} tokens with max_tokens={params.max_tokens}: the model has "
+                f"{shape.max_position_embeddings} positions; shorten one of them"
+            )
+        self._scheduler.check_fits(len(ids), params.max_tokens)
+
+
+def _num_blocks(config: InferConfig, shape: ModelConfig, model: Transformer) -> int:
+    if config.num_blocks is not None:
+        return config.num_blocks
+    size = KVCache.bytes_per_block(shape, config.block_size, model.dtype)
+    if config.cache_bytes < size:
+        raise ValueError(
+            f"cache_bytes={config.cache_bytes}: one block of {config.block_size} tokens takes "
+            f"{size} bytes; give at least that"
+        )
+    return config.cache_bytes // size

@@ -1,111 +1,133 @@
-"""Logits to tokens: vectorised over the batch, and blind to it.
+"""From logits to tokens and log-probs, all rows of a step at once.
 
-A token depends on its own row of logits, the request's seed and the position alone. The uniform
-number comes from a counter-based hash (SplitMix64: Steele, Lea & Flood, OOPSLA 2014) of
-(seed, position), the token from inverting the cumulative distribution, in two levels so that
-only one chunk of the vocabulary is summed token by token.
-Log-probs are of the tempered distribution over the whole vocabulary, before top-k and top-p: what
-the trainer recomputes.
+A token depends on its row of logits, its request's seed and its position, on nothing else: the
+randomness is one number u in [0, 1) hashed from (seed, position), and the token is the first whose
+cumulative probability exceeds u (inverse CDF). Cumulative sums run in two levels, over runs of 256
+tokens and inside the run that u falls into, so a vocabulary is read once and never sorted unless a
+request truncates (top-k, top-p).
+
+The log-prob is that of the tempered distribution over the whole vocabulary, before top-k and
+top-p, by the trainer's own arithmetic (`kernels.logits_logprob`): what the trainer recomputes. A
+truncated request is therefore sampled from a distribution whose log-probs are not reported;
+training wants top_k=0, top_p=1.
+
+Left out: penalties, grammar masks, top-k log-probs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kernels import logits_logprob
-from nanoinfer.sampling import SamplingParams
 
-_CHUNK = 256
-
-
-def sample(
-    logits_BV: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
-) -> tuple[list[int], list[float]]:
-    """One token and its log-prob a row. `positions[i]` is the index the token will have."""
-    tokens_B = torch.argmax(logits_BV, dim=-1)
-    rows = [i for i, p in enumerate(params) if p.temperature > 0]
-    if rows:
-        index = torch.tensor(rows, device=logits_BV.device)
-        chosen = [params[i] for i in rows]
-        weights = _weights(logits_BV if len(rows) == len(params) else logits_BV[index], chosen)
-        u = uniform([p.seed for p in chosen], [positions[i] for i in rows])
-        tokens_B[index] = invert_cdf(weights, torch.from_numpy(u).to(logits_BV.device))
-    return tokens_B.tolist(), _logps(logits_BV, tokens_B, params).tolist()
+_RUN = 256  # tokens a run of the two-level cumulative sum
+_CHUNK_ELEMENTS = 1 << 20  # logits handled at a time: 4 MB of fp32 stay in the processor's cache
+_BELOW_ONE = 1.0 - 2.0**-40
+_U64 = np.uint64
 
 
-def uniform(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-    """fp64 numbers in [0, 1), each a function of its own seed and position."""
+@dataclass(frozen=True)
+class SamplingBatch:
+    """One entry a row. Temperature 0 is greedy; `positions` is the index the token will have."""
+
+    temperatures: np.ndarray  # float64
+    top_ks: np.ndarray  # int64, 0 is off
+    top_ps: np.ndarray  # float64, 1 is off
+    seeds: np.ndarray  # uint64
+    positions: np.ndarray  # int64
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """A float64 in [0, 1) for each (seed, position), by the finaliser of SplitMix64 (Steele, Lea
+    and Flood 2014) applied to the seed and again to its sum with the position's own hash."""
     with np.errstate(over="ignore"):
-        seed = _mix(np.array([s & 0xFFFFFFFFFFFFFFFF for s in seeds], dtype=np.uint64))
-        counter = np.array(positions, dtype=np.uint64) + np.uint64(1)
-        bits = _mix(seed + counter * np.uint64(0x9E3779B97F4A7C15))
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        mixed = _mix(_mix(seeds.astype(_U64)) ^ _mix(positions.astype(_U64) + _U64(1 << 63)))
+    return (mixed >> _U64(11)).astype(np.float64) * 2.0**-53
 
 
-def _mix(z: np.ndarray) -> np.ndarray:
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = x + _U64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
+    return x ^ (x >> _U64(31))
 
 
-def invert_cdf(weights_BV: Tensor, u_B: Tensor) -> Tensor:
-    """The token at which each row's running sum of (unnormalised) weights passes u of its total."""
-    num_rows, vocab = weights_BV.shape
-    padding = -vocab % _CHUNK
-    if padding:
-        weights_BV = torch.nn.functional.pad(weights_BV, (0, padding))
-    chunks_BCK = weights_BV.view(num_rows, -1, _CHUNK)
-    sums_BC = chunks_BCK.sum(-1).double().cumsum(-1)
-    target_B1 = (u_B * sums_BC[:, -1]).unsqueeze(1)
-    chunk_B1 = _first_above(sums_BC, target_B1)
-    before_B1 = torch.where(chunk_B1 > 0, sums_BC.gather(1, (chunk_B1 - 1).clamp(min=0)), 0.0)
-    inside_BK = chunks_BCK[torch.arange(num_rows), chunk_B1.squeeze(1)].double()
-    token_B1 = _first_above(inside_BK.cumsum(-1), target_B1 - before_B1)
-    # Rounding can leave the target just past the chunk's sum: then its last likely token.
-    last_B1 = (_CHUNK - 1) - (inside_BK > 0).flip(1).int().argmax(1, keepdim=True)
-    token_B1 = torch.minimum(token_B1, last_B1)
-    return (chunk_B1 * _CHUNK + token_B1).squeeze(1)
+def sample(logits_BV: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+    """(token ids int64 [B], logps fp32 [B]). The logits are not changed."""
+    tokens = torch.empty(logits_BV.shape[0], dtype=torch.int64)
+    logps = torch.empty(logits_BV.shape[0], dtype=torch.float32)
+    u = uniforms(batch.seeds, batch.positions)
+    kinds = np.where(batch.temperatures == 0, 0, 1)
+    kinds[(kinds == 1) & ((batch.top_ks > 0) | (batch.top_ps < 1))] = 2
+    step = max(2, _CHUNK_ELEMENTS // logits_BV.shape[1])
+    for temperature, kind in sorted(set(zip(batch.temperatures.tolist(), kinds.tolist()))):  # noqa: B905
+        rows = np.flatnonzero((batch.temperatures == temperature) & (kinds == kind))
+        for lo in range(0, len(rows), step):
+            chunk = rows[lo : lo + step]
+            index = torch.from_numpy(chunk)
+            is_run = int(chunk[-1]) - int(chunk[0]) + 1 == len(chunk)
+            z_RV = logits_BV[chunk[0] : chunk[-1] + 1] if is_run else logits_BV[index]
+            if kind == 0:
+                picked = z_RV.float().argmax(-1)
+            elif kind == 1:
+                picked = _sample_all(z_RV, temperature, torch.from_numpy(u[chunk]))
+            else:
+                picked = _sample_truncated(
+                    z_RV,
+                    temperature,
+                    torch.from_numpy(u[chunk]),
+                    torch.from_numpy(batch.top_ks[chunk]),
+                    torch.from_numpy(batch.top_ps[chunk]),
+                )
+            tokens[index] = picked
+            logps[index] = logits_logprob(z_RV, picked, temperature)
+    return tokens, logps
 
 
-def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    found = torch.searchsorted(cumulative, target, right=True)
-    return found.clamp(max=cumulative.shape[1] - 1)
+def _sample_all(logits_RV: Tensor, temperature: float, u_R: Tensor) -> Tensor:
+    """Inverse CDF over the whole vocabulary."""
+    num_rows, vocab = logits_RV.shape
+    num_runs = -(-vocab // _RUN)
+    p = torch.zeros(num_rows, num_runs * _RUN)
+    z = p[:, :vocab]
+    z.copy_(logits_RV)
+    z.sub_(z.amax(-1, keepdim=True))
+    if temperature != 1.0:
+        z.div_(temperature)
+    z.exp_()
+    p_RNK = p.view(num_rows, num_runs, _RUN)
+    ends = p_RNK.sum(-1).to(torch.float64).cumsum(-1)
+    run, u = _invert(ends, u_R)
+    inside = p_RNK[torch.arange(num_rows), run].to(torch.float64).cumsum(-1)
+    return run * _RUN + _invert(inside, u)[0]
 
 
-def _weights(logits_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Unnormalised probabilities, with 0 where top-k or top-p cut a token off."""
-    temperature = torch.tensor([p.temperature for p in params], device=logits_RV.device)
-    z_RV = logits_RV.float() / temperature.unsqueeze(1)
-    weights_RV = (z_RV - z_RV.amax(-1, keepdim=True)).exp_()
-    for row, p in enumerate(params):
-        if p.top_k or p.top_p < 1:
-            weights_RV[row] = _truncate(weights_RV[row], p)
-    return weights_RV
+def _invert(cdf_RN: Tensor, u_R: Tensor) -> tuple[Tensor, Tensor]:
+    """The first index whose (unnormalised) cumulative weight exceeds u · total, and how far into
+    its weight u falls, in [0, 1). Never an index of weight 0."""
+    target = (u_R * cdf_RN[:, -1]).unsqueeze(1)
+    index = (cdf_RN <= target).sum(-1, keepdim=True)
+    end = cdf_RN.gather(1, index)
+    start = torch.where(index > 0, cdf_RN.gather(1, (index - 1).clamp_(min=0)), 0.0)
+    within = ((target - start) / (end - start)).clamp_(0.0, _BELOW_ONE)
+    return index.squeeze(1), within.squeeze(1)
 
 
-def _truncate(weights_V: Tensor, params: SamplingParams) -> Tensor:
-    """Keep the top_k likeliest, of them the fewest that hold top_p; at least one token stays."""
-    ordered, index = weights_V.sort(descending=True, stable=True)
-    keep = torch.ones_like(ordered, dtype=torch.bool)
-    if params.top_k:
-        keep[params.top_k :] = False
-    kept = ordered * keep
-    before = kept.cumsum(0) - kept
-    keep &= before < params.top_p * kept.sum()
-    return torch.zeros_like(weights_V).index_put((index[keep],), ordered[keep])
-
-
-def _logps(logits_BV: Tensor, tokens_B: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    temperatures = {p.temperature for p in params}
-    if len(temperatures) == 1:
-        return logits_logprob(logits_BV, tokens_B, temperatures.pop())
-    logps_B = torch.empty(len(params), dtype=torch.float32, device=logits_BV.device)
-    for temperature in temperatures:
-        rows = torch.tensor([i for i, p in enumerate(params) if p.temperature == temperature])
-        rows = rows.to(logits_BV.device)
-        logps_B[rows] = logits_logprob(logits_BV[rows], tokens_B[rows], temperature)
-    return logps_B
+def _sample_truncated(
+    logits_RV: Tensor, temperature: float, u_R: Tensor, top_ks: Tensor, top_ps: Tensor
+) -> Tensor:
+    """Inverse CDF over the most likely tokens: at most top_k, and the fewest that reach top_p of
+    the whole tempered distribution. Ties go to the smaller token id."""
+    z, ids = logits_RV.float().sort(stable=True, dim=-1, descending=True)
+    weights = ((z - z[:, :1]) / temperature).to(torch.float64).exp_()
+    cdf = weights.cumsum(-1)
+    rank = torch.arange(z.shape[1])
+    limit = torch.where(top_ks > 0, top_ks, z.shape[1]).unsqueeze(1)
+    is_kept = (rank < limit) & (cdf - weights < top_ps.unsqueeze(1) * cdf[:, -1:])
+    is_kept[:, 0] = True
+    index, _ = _invert(weights.masked_fill_(~is_kept, 0.0).cumsum(-1), u_R)
+    return ids.gather(1, index.unsqueeze(1)).squeeze(1)

@@ -10,7 +10,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is decoded. `temperature=0` is greedy; log-probs are then of temperature 1."""
+    """How one request is decoded. `temperature=0` is greedy; logps are then of temperature 1."""
 
     max_tokens: int = 64
     temperature: float = 1.0

@@ -1,176 +1,231 @@
-"""Continuous batching: which sequences run how many tokens in the next step.
+"""Which sequences run in the next step, and how many tokens of each.
 
-Running sequences come first (one token each while decoding), then chunked prefill of waiting ones,
-within one token budget. When blocks run out, the sequence admitted last gives its blocks back and
-waits (preemption by recomputation). A waiting sequence whose next block of prompt is just being
-computed by another one waits for it: so a group's shared prompt is prefilled once.
+One budget of tokens a step: first every sequence that decodes (one token each), then prefills in
+the order of arrival, cut into chunks where the budget ends. A request whose prefix a running
+sequence is computing right now waits for it instead of computing it again: so the shared prompt
+of a group is prefilled once.
 
-Why this cannot deadlock: a request that would not fit into the empty pool is refused by `add`, and
-the sequence that was admitted first is never preempted, so it always gets on.
+Nothing can deadlock: `add` refuses what could never fit, a request without blocks takes those of
+the latest arrival (which starts over later, its tokens kept), and the earliest is never a victim.
+
+Left out: priorities, fairness between users, deadlines.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
+from bisect import insort
+from dataclasses import dataclass, field
 
-from nanoinfer.block_manager import BlockManager, Key
-from nanoinfer.sequence import Sequence, SequenceState
+from nanoinfer.block_manager import BlockManager, Match
+from nanoinfer.sequence import Sequence
 
 
-@dataclass(frozen=True)
-class Scheduled:
-    """Run tokens `start .. start + count` of a sequence; sample if that reaches its last token."""
+@dataclass
+class Step:
+    """The work of one forward pass: `num_new[i]` tokens of `seqs[i]`, decodes first."""
 
-    sequence: Sequence
-    start: int
-    count: int
+    seqs: list[Sequence] = field(default_factory=list)
+    num_new: list[int] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # blocks (from, to), before it
 
     @property
-    def is_sampling(self) -> bool:
-        return self.start + self.count == len(self.sequence.tokens)
+    def num_tokens(self) -> int:
+        return sum(self.num_new)
+
+
+def _by_arrival(seq: Sequence) -> int:
+    return seq.handle
 
 
 class Scheduler:
-    """Owns the queues. The engine calls `schedule`, runs the result, then `complete`."""
+    """Queues of one engine. `rows` of the batch are given out here, one a running sequence."""
 
-    def __init__(self, blocks: BlockManager, *, max_batch_tokens: int, max_num_seqs: int) -> None:
+    def __init__(self, blocks: BlockManager, max_batch_tokens: int, max_num_seqs: int) -> None:
+        if not 1 <= max_num_seqs <= max_batch_tokens:
+            raise ValueError(
+                f"max_batch_tokens={max_batch_tokens}: must be at least max_num_seqs="
+                f"{max_num_seqs} (each decoding sequence takes one token a step), and that at "
+                "least 1"
+            )
         self.blocks = blocks
         self.max_batch_tokens = max_batch_tokens
-        self.max_num_seqs = max_num_seqs
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of admission
+        self.waiting: list[Sequence] = []  # both by arrival
+        self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._free_rows = list(range(max_num_seqs))[::-1]
+        self._pending: dict[bytes, int] = {}  # blocks being computed -> handle
+        self._prefilling: set[int] = set()  # handles of their sequences
 
     @property
-    def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+    def num_unfinished(self) -> int:
+        return len(self.waiting) + len(self.running)
 
-    def add(self, sequence: Sequence) -> None:
-        longest = sequence.num_prompt + sequence.params.max_tokens
-        needed = self.blocks.blocks_for(longest)
+    def check_fits(self, num_prompt: int, max_tokens: int) -> None:
+        """`ValueError` for a request that could never run."""
+        needed = self.blocks.blocks_for(num_prompt + max_tokens)
         if needed > self.blocks.num_blocks:
             raise ValueError(
-                f"a request of {sequence.num_prompt} prompt tokens and "
-                f"max_tokens={sequence.params.max_tokens} needs {needed} KV blocks, the pool has "
-                f"{self.blocks.num_blocks}: give the cache more memory or ask for fewer tokens"
+                f"prompt of {num_prompt} tokens with max_tokens={max_tokens} needs {needed} cache "
+                f"blocks of {self.blocks.block_size} tokens, but there are "
+                f"{self.blocks.num_blocks}: raise num_blocks (or cache_bytes) or shorten the "
+                "request"
             )
-        self.waiting.append(sequence)
 
-    def schedule(self) -> list[Scheduled]:
-        """The next step; empty only if there is nothing to do."""
-        budget = self.max_batch_tokens
-        batch: list[Scheduled] = []
-        for sequence in list(self.running):
-            if sequence.state is not SequenceState.RUNNING or budget == 0:
-                continue
-            count = min(sequence.num_uncomputed, budget)
-            if self._grow(sequence, sequence.num_computed + count):
-                batch.append(Scheduled(sequence, sequence.num_computed, count))
-                budget -= count
-        return batch + self._admit(budget)
+    def add(self, seq: Sequence) -> None:
+        self.check_fits(seq.num_prompt, seq.params.max_tokens)
+        self.waiting.append(seq)
 
-    def complete(self, batch: list[Scheduled]) -> None:
-        """The step has run: its tokens are in the cache, its full blocks can be shared."""
-        size = self.blocks.block_size
-        for item in batch:
-            sequence = item.sequence
-            sequence.num_computed = item.start + item.count
-            while (sequence.num_registered + 1) * size <= sequence.num_computed:
-                index = sequence.num_registered
-                tokens = sequence.tokens[index * size : (index + 1) * size]
-                block = sequence.block_table[index]
-                sequence.chain = self.blocks.register(block, sequence.chain, tokens)
-                sequence.num_registered += 1
+    def schedule(self) -> Step:
+        """Choose the next step and reserve its blocks and rows. Empty if there is nothing to do."""
+        step = Step()
+        self._schedule_decodes(step)
+        budget = self.max_batch_tokens - step.num_tokens
+        budget = self._schedule_prefills(step, budget)
+        self._admit(step, budget)
+        return step
 
-    def finish(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is, and give its blocks back."""
-        if sequence.state is SequenceState.RUNNING:
-            self.running.remove(sequence)
-            self.blocks.release(sequence.block_table)
-            sequence.block_table = []
-        elif sequence.state is SequenceState.WAITING:
-            self.waiting.remove(sequence)
-        sequence.state = SequenceState.FINISHED
+    def _schedule_decodes(self, step: Step) -> None:
+        for seq in [s for s in self.running if s.num_uncomputed == 1]:
+            if seq.row >= 0 and self._make_room(seq, len(seq.ids)):
+                step.seqs.append(seq)
+                step.num_new.append(1)
+        self._drop_preempted(step)
 
-    def restart_all(self) -> None:
-        """Drop the cache of every running sequence (after a weight update); tokens stay."""
-        for sequence in reversed(list(self.running)):
-            self._preempt(sequence)
+    def _schedule_prefills(self, step: Step, budget: int) -> int:
+        for seq in [s for s in self.running if s.num_uncomputed > 1]:
+            if budget == 0:
+                break
+            num_new = min(budget, seq.num_uncomputed)
+            if seq.row >= 0 and self._make_room(seq, seq.num_computed + num_new):
+                step.seqs.append(seq)
+                step.num_new.append(num_new)
+                budget -= num_new
+        before = step.num_tokens
+        self._drop_preempted(step)
+        return budget + before - step.num_tokens
 
-    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Blocks for `num_tokens`, taking them from later sequences if need be."""
-        missing = self.blocks.blocks_for(num_tokens) - len(sequence.block_table)
-        while missing > self.blocks.num_available:
-            last = self.running[-1]
-            self.num_preemptions += 1
-            self._preempt(last)
-            if last is sequence:
+    def _make_room(self, seq: Sequence, num_tokens: int) -> bool:
+        """Blocks for `num_tokens` of `seq`, if need be those of later arrivals. False: `seq` was
+        the latest, and is preempted itself."""
+        while not self.blocks.extend(seq, num_tokens):
+            victim = self.running[-1]
+            self.preempt(victim)
+            if victim is seq:
                 return False
-        sequence.block_table += self.blocks.allocate(max(missing, 0))
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
-        self.blocks.release(sequence.block_table)
-        sequence.drop_cache()
-        self.waiting.appendleft(sequence)
+    def _drop_preempted(self, step: Step) -> None:
+        if all(seq.row >= 0 for seq in step.seqs):
+            return
+        kept = [(s, n) for s, n in zip(step.seqs, step.num_new, strict=True) if s.row >= 0]
+        step.seqs = [s for s, _ in kept]
+        step.num_new = [n for _, n in kept]
 
-    def _admit(self, budget: int) -> list[Scheduled]:
-        admitted: list[Scheduled] = []
-        deferred: list[Sequence] = []
-        in_flight = self._in_flight()
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            sequence = self.waiting.popleft()
-            cached, chain = self.blocks.match(sequence.tokens)
-            next_block = self._next_block(sequence.tokens, len(cached), chain)
-            if next_block is not None and next_block in in_flight:
-                deferred.append(sequence)
-                continue
-            item = self._start(sequence, cached, chain, budget)
-            if item is None:
-                self.waiting.appendleft(sequence)
+    def _admit(self, step: Step, budget: int) -> None:
+        admitted: list[Sequence] = []
+        for seq in self.waiting:
+            if budget == 0 or not self._free_rows:
                 break
-            if next_block is not None:
-                in_flight.add(next_block)
-            admitted.append(item)
-            budget -= item.count
-        self.waiting.extendleft(reversed(deferred))
-        return admitted
+            if self._is_deferred(seq):
+                continue
+            match = self.blocks.match(seq)
+            num_cached = match.num_tokens(self.blocks.block_size)
+            if self._defer(seq, match):
+                continue
+            num_new = min(budget, len(seq.ids) - num_cached)
+            reserve = len(self.running)  # a block each, or admission would preempt at once
+            if not self.blocks.can_allocate(match, num_cached + num_new, reserve):
+                break
+            self._start(seq, match, num_cached + num_new, step)
+            step.seqs.append(seq)
+            step.num_new.append(num_new)
+            budget -= num_new
+            admitted.append(seq)
+        if admitted:
+            self.waiting = [s for s in self.waiting if s.row < 0]
 
-    def _start(
-        self, sequence: Sequence, cached: list[int], chain: int, budget: int
-    ) -> Scheduled | None:
-        """Hold the cached blocks and allocate the rest of the first chunk; None if that fails."""
-        self.blocks.hold(cached)
-        start = len(cached) * self.blocks.block_size
-        count = min(len(sequence.tokens) - start, budget)
-        missing = self.blocks.blocks_for(start + count) - len(cached)
-        if missing > self.blocks.num_available:
-            self.blocks.release(cached)
-            return None
-        sequence.block_table = cached + self.blocks.allocate(missing)
-        sequence.num_computed = start
-        sequence.num_registered = len(cached)
-        sequence.chain = chain
-        if not sequence.logps:
-            sequence.num_cached = start
-        sequence.state = SequenceState.RUNNING
-        self.running.append(sequence)
-        return Scheduled(sequence, start, count)
+    def _start(self, seq: Sequence, match: Match, num_tokens: int, step: Step) -> None:
+        copy = self.blocks.take_match(seq, match)
+        if copy is not None:
+            step.copies.append(copy)
+        has_room = self.blocks.extend(seq, num_tokens)
+        assert has_room, "can_allocate promised blocks"
+        if seq.num_cached is None:
+            seq.num_cached = seq.num_computed
+        seq.row = self._free_rows.pop()
+        insort(self.running, seq, key=_by_arrival)
+        if self.blocks.prefix_caching and seq.num_uncomputed > 1:
+            seq.pending_keys = self.blocks.prompt_keys(seq)[len(match.block_ids) :]
+            self._prefilling.add(seq.handle)
+            for key in seq.pending_keys:
+                self._pending.setdefault(key, seq.handle)
 
-    def _in_flight(self) -> set[Key]:
-        """The next blocks of prompt that running sequences are about to complete."""
-        keys = set()
-        for sequence in self.running:
-            key = self._next_block(sequence.tokens, sequence.num_registered, sequence.chain)
-            if key is not None and sequence.num_uncomputed > 1:
-                keys.add(key)
-        return keys
+    def _is_deferred(self, seq: Sequence) -> bool:
+        """Whether the sequence it waits for still prefills."""
+        return seq.waits_for in self._prefilling
 
-    def _next_block(self, tokens: list[int], index: int, chain: int) -> Key | None:
-        """The name under which block `index` will be found; None if it never will (`match`)."""
+    def _defer(self, seq: Sequence, match: Match) -> bool:
+        """Whether a running sequence is computing the next block that `seq` would compute."""
+        if not self._pending:
+            return False
+        keys = self.blocks.prompt_keys(seq)
+        num_matched = len(match.block_ids)
+        seq.waits_for = self._pending.get(keys[num_matched], -1)
+        return seq.waits_for >= 0
+
+    def end_prefill(self, seq: Sequence) -> None:
+        """All of the sequence's tokens are computed, or it stops running: nobody waits for it."""
+        for key in seq.pending_keys:
+            if self._pending.get(key) == seq.handle:
+                del self._pending[key]
+        seq.pending_keys = []
+        self._prefilling.discard(seq.handle)
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take everything from a running sequence but its tokens; it will be prefilled again."""
+        self.num_preemptions += 1
+        self._stop(seq)
+        insort(self.waiting, seq, key=_by_arrival)
+
+    def remove(self, seq: Sequence) -> None:
+        """Take a finished or aborted sequence out."""
+        if seq.row >= 0:
+            self._stop(seq)
+        else:
+            self.waiting.remove(seq)
+
+    def restart_all(self) -> None:
+        """Send every running sequence back to the queue (the weights have changed)."""
+        for seq in list(self.running):
+            self._stop(seq)
+            insort(self.waiting, seq, key=_by_arrival)
+
+    def _stop(self, seq: Sequence) -> None:
+        self.end_prefill(seq)
+        self.running.remove(seq)
+        self._free_rows.append(seq.row)
+        self.blocks.commit(seq)
+        self.blocks.release(seq)
+
+    def commit(self, step: Step) -> None:
+        """The step ran: its tokens are in the cache. Call before sampled tokens are appended."""
         size = self.blocks.block_size
-        if not self.blocks.prefix_caching or (index + 1) * size >= len(tokens):
-            return None
-        return chain, tuple(tokens[index * size : (index + 1) * size])
+        for seq, num_new in zip(step.seqs, step.num_new, strict=True):
+            seq.num_computed += num_new
+            if num_new > 1 or seq.pending_keys or seq.num_computed % size == 0:
+                self.blocks.commit(seq)
+                if seq.num_uncomputed == 0:
+                    self.end_prefill(seq)
+
+    def check(self) -> None:
+        """Debug: assert every invariant of queues and blocks."""
+        self.blocks.check([*self.running, *self.waiting])
+        assert all(seq.row >= 0 for seq in self.running), "a running sequence has no row"
+        assert all(s.row < 0 and not s.block_ids for s in self.waiting), "a waiting one holds some"
+        rows = [seq.row for seq in self.running] + self._free_rows
+        assert len(rows) == len(set(rows)), "a row was given out twice"
+        handles = [seq.handle for seq in self.waiting]
+        assert handles == sorted(handles), "the queue is not in the order of arrival"
+        owners = {seq.handle for seq in self.running if seq.pending_keys}
+        assert self._prefilling == owners, "prefilling sequences"
+        assert set(self._pending.values()) <= owners, "a block is computed by nobody"

@@ -78,6 +78,7 @@ class Parts:
                 max_batch_tokens=limits.max_batch_tokens,
                 max_num_seqs=limits.max_num_seqs,
                 eos_ids=tuple(sorted(self.tokenizer.eos_ids)),
+                lm_head_fp32=limits.lm_head_fp32,
             ),
         )
 

@@ -127,9 +127,9 @@ class EvaluationConfig:
 
     num_tasks: int = 200
     """Held-out tasks for the figures before and after RL."""
-    num_tasks_untrained: int = 60
+    num_tasks_untrained: int = 42
     """Held-out tasks for the untrained model, the first of the same list."""
-    num_tasks_no_tool: int = 60
+    num_tasks_no_tool: int = 42
     """Held-out tasks for the trained model with the tool switched off, the first of the list."""
     seed: int = 12345
     """Seed of the held-out list; the same for every training seed."""

@@ -68,6 +68,8 @@ class Run:
         assert current is not None
         loop.add_signal_handler(signal.SIGINT, current.cancel)
         try:
+            if self.engine is not None:  # restored
+                await sync_weights(self.engine, self.parts.generator, self.cursor.step)
             while self.cursor.phase != "done":
                 await getattr(self, f"run_{self.cursor.phase}")()
         except asyncio.CancelledError:
@@ -75,6 +77,7 @@ class Run:
             raise Interrupted from None
         finally:
             loop.remove_signal_handler(signal.SIGINT)
+            await self.parts.generator.close()
 
     def restore(self) -> None:
         """Continue from the newest checkpoint, or from the start where there is none."""
@@ -89,7 +92,6 @@ class Run:
         else:
             self.engine = self.parts.rl_engine()
         self.engine.load(found)
-        sync_weights(self.engine, self.parts.rollout_engine, self.cursor.step)
         first = self.cursor.step if self.cursor.phase == "rl" else self.rl_steps_done
         self.store.delete_from_step(first)
         self.metrics.truncate_from(first)
@@ -183,7 +185,7 @@ class Run:
 
                 await to_the_end(finish_step())
             traces.cancel()
-        sync_weights(self.engine, self.parts.rollout_engine, 0)
+        await sync_weights(self.engine, self.parts.generator, 0)
         self.engine = self.parts.rl_engine()
         self.cursor.next_phase()
         self.save()
@@ -217,7 +219,7 @@ class Run:
             trainer = Trainer(
                 self.config,
                 trainer_engine=self.engine,
-                rollout_engine=self.parts.rollout_engine,
+                generator=self.parts.generator,
                 collector=collector,
                 task_batch=lambda step: self.parts.tasks.train.batch(step, rl.tasks_per_step),
             )

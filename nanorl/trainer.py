@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanoengine.engine import Engine
-from nanoinfer.engine import LLMEngine
+from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.sampling import SamplingParams
 from nanorl.batching import build_batch, logp_gap, per_action_token
 from nanorl.collector import RolloutCollector
@@ -53,13 +53,13 @@ class Trainer:
         config: RunConfig,
         *,
         trainer_engine: Engine,
-        rollout_engine: LLMEngine,
+        generator: AsyncEngine,
         collector: RolloutCollector,
         task_batch: TaskBatch,
     ) -> None:
         self.config = config
         self.engine = trainer_engine
-        self.rollout_engine = rollout_engine
+        self.generator = generator
         self.collector = collector
         self.task_batch = task_batch
         self.sampling = SamplingParams(temperature=config.rl.temperature)
@@ -76,7 +76,7 @@ class Trainer:
             capacity=rl.tasks_per_step * (rl.max_staleness + 1),
             first_index=first_step * rl.tasks_per_step,
         )
-        sync_weights(self.engine, self.rollout_engine, first_step)
+        await sync_weights(self.engine, self.generator, first_step)
         producer = asyncio.create_task(self._produce(first_step, staleness, queue))
         try:
             await self._consume(first_step, staleness, queue, producer, on_step)
@@ -136,7 +136,7 @@ class Trainer:
         rollout_s = time.perf_counter() - start
         loop = asyncio.get_running_loop()
         metrics = await loop.run_in_executor(pool, self.train_on, groups)
-        metrics["sync_s"] = sync_weights(self.engine, self.rollout_engine, step + 1)
+        metrics["sync_s"] = await sync_weights(self.engine, self.generator, step + 1)
         metrics["rollout_s"] = rollout_s
         metrics["step_s"] = time.perf_counter() - start
         on_step(StepResult(step=step, metrics=metrics, groups=groups))

@@ -73,7 +73,6 @@ def run_step(folder: str, dtype: str, threads: int) -> dict[str, Any]:
     from nanorl.algorithms.spec import AlgorithmSpec
     from nanorl.batching import build_batch, logp_gap
     from nanorl.types import Rollout
-    from nanorl.weight_sync import sync_weights
 
     torch.set_num_threads(threads)
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
@@ -111,7 +110,7 @@ def run_step(folder: str, dtype: str, threads: int) -> dict[str, Any]:
         batch = build_batch(groups, AlgorithmSpec(), max_tokens=512)
         trainer.train_step(batch.samples, batch.loss_fn)
         trained = time.perf_counter()
-        sync_weights(trainer, rollout_engine, step + 1)
+        rollout_engine.update_weights(trainer.export_state(), step + 1)
         end = time.perf_counter()
         parts.append(
             {

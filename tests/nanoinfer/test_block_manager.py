@@ -1,0 +1,203 @@
+"""The block manager: sharing, copies, eviction, and invariants under random workloads."""
+
+import pytest
+from cache_oracle import VOCAB, make_engine, replay, run_all
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from nanoinfer.block_manager import BlockManager
+from nanoinfer.sampling import SamplingParams
+from nanoinfer.sequence import Sequence
+
+
+def computed(manager: BlockManager, handle: int, ids: list[int]) -> Sequence:
+    """A sequence whose tokens have all been computed."""
+    seq = Sequence(handle, ids, SamplingParams())
+    match = manager.match(seq)
+    manager.take_match(seq, match)
+    assert manager.extend(seq, len(ids))
+    seq.num_computed = len(ids)
+    manager.commit(seq)
+    return seq
+
+
+def fresh(ids: list[int]) -> Sequence:
+    return Sequence(99, ids, SamplingParams())
+
+
+def test_a_common_prefix_shares_full_blocks_and_copies_the_rest() -> None:
+    manager = BlockManager(16, 4)
+    first = computed(manager, 0, list(range(10)))
+    match = manager.match(fresh([*range(10), 50]))
+    assert match.block_ids == first.block_ids[:2]
+    assert (match.copy_from, match.num_copied) == (first.block_ids[2], 2)
+    second = computed(manager, 1, [*range(10), 50])
+    assert second.block_ids[:2] == first.block_ids[:2]
+    assert second.block_ids[2] not in first.block_ids
+    manager.check([first, second])
+
+
+def test_a_match_leaves_the_last_token_to_compute() -> None:
+    manager = BlockManager(16, 4)
+    computed(manager, 0, list(range(8)))
+    assert manager.match(fresh(list(range(8)))).num_tokens(4) == 7
+    assert manager.match(fresh([0])).num_tokens(4) == 0
+
+
+def test_equal_blocks_after_different_prefixes_do_not_match() -> None:
+    manager = BlockManager(16, 4)
+    computed(manager, 0, [1, 1, 1, 1, 7, 7, 7, 7])
+    match = manager.match(fresh([2, 2, 2, 2, 7, 7, 7, 7, 7]))
+    assert match.num_tokens(4) == 0
+
+
+def test_released_blocks_are_found_until_they_are_needed() -> None:
+    manager = BlockManager(4, 4)
+    seq = computed(manager, 0, list(range(8)))
+    manager.release(seq)
+    assert manager.num_free == 4
+    assert manager.match(fresh(list(range(9)))).num_tokens(4) == 8
+    computed(manager, 1, list(range(100, 114)))  # takes all four
+    assert manager.match(fresh(list(range(9)))).num_tokens(4) == 0
+    assert manager.num_evictions == 2
+
+
+def test_eviction_takes_the_least_recently_used_and_ends_before_starts() -> None:
+    manager = BlockManager(4, 4)
+    old = computed(manager, 0, list(range(8)))
+    manager.release(old)
+    recent = computed(manager, 1, list(range(20, 28)))
+    manager.release(recent)
+    assert manager.match(fresh(list(range(9)))).num_tokens(4) == 8
+    computed(manager, 2, [50, 51, 52])
+    assert manager.match(fresh(list(range(9)))).num_tokens(4) == 4
+    assert manager.match(fresh(list(range(20, 29)))).num_tokens(4) == 8
+
+
+def test_referenced_blocks_are_never_taken() -> None:
+    manager = BlockManager(4, 4)
+    first = computed(manager, 0, list(range(8)))
+    second = computed(manager, 1, list(range(9)))
+    manager.release(first)
+    other = Sequence(2, list(range(50, 60)), SamplingParams())
+    assert not manager.extend(other, 8)
+    assert manager.extend(other, 4)
+    assert not set(other.block_ids) & set(second.block_ids)
+    manager.check([second, other])
+
+
+def test_a_flush_forgets_everything_even_blocks_in_use() -> None:
+    manager = BlockManager(8, 4)
+    seq = computed(manager, 0, list(range(8)))
+    manager.flush(1)
+    assert manager.match(fresh(list(range(9)))).num_tokens(4) == 0
+    manager.check([seq])
+
+
+def test_prefix_caching_off_matches_nothing() -> None:
+    manager = BlockManager(8, 4, prefix_caching=False)
+    computed(manager, 0, list(range(8)))
+    assert manager.match(fresh(list(range(8)))).num_tokens(4) == 0
+
+
+def test_sizes_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="num_blocks=0"):
+        BlockManager(0, 4)
+
+
+class RandomWorkload(RuleBasedStateMachine):
+    """Requests with common prefixes come, go, are aborted, continued, and outlive weight updates;
+    every token must be the one computed without a cache."""
+
+    @initialize(
+        num_blocks=st.integers(6, 24),
+        block_size=st.integers(1, 4),
+        max_num_seqs=st.integers(1, 5),
+        extra=st.integers(0, 12),
+        prefix_caching=st.booleans() | st.just(True),
+    )
+    def start(
+        self, num_blocks: int, block_size: int, max_num_seqs: int, extra: int, prefix_caching: bool
+    ) -> None:
+        self.engine, self.runner = make_engine(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_batch_tokens=max_num_seqs + extra,
+            prefix_caching=prefix_caching,
+        )
+        self.capacity = num_blocks * block_size
+        self.prompts: dict[int, list[int]] = {}
+        self.ended: list[list[int]] = []
+
+    @rule(
+        length=st.integers(1, 14),
+        tail=st.lists(st.integers(0, VOCAB - 1), max_size=4),
+        max_tokens=st.integers(1, 10),
+        copies=st.integers(1, 4),
+    )
+    def add_group(self, length: int, tail: list[int], max_tokens: int, copies: int) -> None:
+        prompt = [(3 * i) % VOCAB for i in range(length)] + tail
+        for _ in range(copies):
+            self._add(prompt, max_tokens)
+
+    @rule(tail=st.lists(st.integers(0, VOCAB - 1), max_size=5), max_tokens=st.integers(1, 6))
+    def next_turn(self, tail: list[int], max_tokens: int) -> None:
+        if self.ended:
+            self._add(self.ended[-1] + tail, max_tokens)
+
+    def _add(self, prompt: list[int], max_tokens: int) -> None:
+        params = SamplingParams(max_tokens=max_tokens)
+        if len(prompt) + max_tokens > self.capacity:
+            with pytest.raises(ValueError, match="cache blocks"):
+                self.engine.add(prompt, params)
+            return
+        self.prompts[self.engine.add(prompt, params)] = prompt
+
+    @rule(count=st.integers(1, 6))
+    def run(self, count: int) -> None:
+        for _ in range(count):
+            for handle, output in self.engine.step():
+                self._end(handle, output)
+            self.engine.check()
+
+    @rule(which=st.integers(0, 50))
+    def abort(self, which: int) -> None:
+        if self.prompts:
+            handle = sorted(self.prompts)[which % len(self.prompts)]
+            output = self.engine.abort(handle)
+            assert output is not None and output.finish_reason == "abort"
+            self._end(handle, output)
+
+    @rule()
+    def new_weights(self) -> None:
+        self.runner.version += 1
+        self.engine.adopt_weights(self.runner.version)
+
+    def _end(self, handle: int, output) -> None:
+        prompt = self.prompts.pop(handle)
+        assert output.ids == replay(prompt, output.versions)
+        self.ended.append(prompt + output.ids)
+
+    @invariant()
+    def engine_is_sound(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for handle, output in run_all(self.engine).items():
+            self._end(handle, output)
+        assert not self.prompts, "a request never ended"
+        assert self.engine._blocks.num_free == self.engine._blocks.num_blocks, "a block leaked"
+
+
+TestRandomWorkload = RandomWorkload.TestCase
+TestRandomWorkload.settings = settings(
+    max_examples=120,
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
