@@ -30,8 +30,13 @@ class WarmStartConfig:
     """Steps of linear warm-up; the rate then decays along a cosine to a tenth."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
+    drill_fraction: float = 0.0
+    """Share of the steps, the first ones, that train on copy drills instead of traces."""
 
     def __post_init__(self) -> None:
+        _require(
+            0 <= self.drill_fraction <= 1, "warm-start.drill-fraction", self.drill_fraction, "0-1"
+        )
         _require(self.steps >= 0, "warm-start.steps", self.steps, "0 or more")
         _require(
             self.traces_per_step >= 1, "warm-start.traces-per-step", self.traces_per_step, "1+"

@@ -53,9 +53,11 @@ def smollm2() -> RunConfig:
 def tiny() -> RunConfig:
     return RunConfig(
         preset="tiny",
-        dtype="fp32",
+        dtype="bf16",
         save_every=20,
-        warm_start=WarmStartConfig(steps=300, traces_per_step=64, lr=2e-3, warmup_steps=20),
+        warm_start=WarmStartConfig(
+            steps=600, traces_per_step=32, lr=3e-3, warmup_steps=20, drill_fraction=0.25
+        ),
         rl=RLConfig(steps=50, tasks_per_step=24, group_size=8, lr=3e-4),
         agent=AgentConfig(
             max_turns=4, max_turn_tokens=48, max_context_tokens=256, max_observation_tokens=32

@@ -11,6 +11,7 @@ Next: trainer.py (the RL loop), assembly.py (how the parts are made).
 from __future__ import annotations
 
 import asyncio
+import random
 import resource
 import signal
 import time
@@ -22,15 +23,18 @@ from typing import Any
 from nanoengine.checkpoint import latest_checkpoint, open_checkpoint
 from nanoengine.engine import Engine
 from nanoengine.packing import Sample
+from nanoengine.sft import num_loss_tokens, sft_loss
 from nanorl.assembly import Parts
 from nanorl.collector import RolloutCollector
 from nanorl.config import RunConfig
+from nanorl.data.drills import copy_drill
 from nanorl.data.store import RolloutStore
 from nanorl.evaluate import EvaluationResult, evaluate
 from nanorl.report.live import LiveView
 from nanorl.report.metrics import MetricsWriter
 from nanorl.run_state import Cursor
-from nanorl.sft import sft_loss, sft_samples
+from nanorl.seeds import derive_seed
+from nanorl.sft import drill_samples, sft_samples
 from nanorl.trainer import StepResult, Trainer, to_the_end
 from nanorl.types import Rollout
 from nanorl.weight_sync import sync_weights
@@ -169,26 +173,37 @@ class Run:
         warm = self.config.warm_start
         self.engine = self.engine or self.parts.sft_engine()
         with self._timed("warm start", warm.steps, self.cursor.step) as phase:
-            traces = asyncio.ensure_future(self._teacher_rollouts(self.cursor.step))
+            upcoming = asyncio.ensure_future(self._warm_start_samples(self.cursor.step))
             while self.cursor.step < warm.steps:
                 step = self.cursor.step
-                samples = sft_samples(await traces)
+                samples = await upcoming
                 # The teacher plays in the sandbox while the optimizer runs in its thread.
-                traces = asyncio.ensure_future(self._teacher_rollouts(step + 1))
+                upcoming = asyncio.ensure_future(self._warm_start_samples(step + 1))
 
                 async def finish_step(step: int = step, samples: list[Sample] = samples) -> None:
                     assert self.engine is not None
-                    result = await asyncio.to_thread(self.engine.train_step, samples, sft_loss)
+                    result = await asyncio.to_thread(
+                        self.engine.train_step, samples, sft_loss, num_loss_tokens
+                    )
                     self.cursor.step = step + 1
                     self.live.advance(phase)
                     self.live.show(phase, {"loss": result["loss"]})
 
                 await to_the_end(finish_step())
-            traces.cancel()
+            upcoming.cancel()
         await sync_weights(self.engine, self.parts.generator, 0)
         self.engine = self.parts.rl_engine()
         self.cursor.next_phase()
         self.save()
+
+    async def _warm_start_samples(self, step: int) -> list[Sample]:
+        """The samples of a step: copy drills first, then the teacher's traces."""
+        warm = self.config.warm_start
+        if step < warm.drill_fraction * warm.steps:
+            rng = random.Random(derive_seed(self.config.seed, "drill", step))
+            vocab = self.parts.tokenizer.vocab_size
+            return drill_samples([copy_drill(rng, vocab) for _ in range(warm.traces_per_step)])
+        return sft_samples(await self._teacher_rollouts(step))
 
     async def _teacher_rollouts(self, step: int) -> list[Rollout]:
         count = self.config.warm_start.traces_per_step

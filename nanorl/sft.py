@@ -10,11 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
 from nanoengine.model.tokenizer import ChatTokenizer
-from nanoengine.packing import MicroBatch, Sample
+from nanoengine.packing import Sample
 from nanoinfer.sampling import Output, SamplingParams
 from nanorl.types import Rollout
 
@@ -69,22 +66,14 @@ class ScriptedGenerator:
 
 
 def sft_samples(rollouts: Sequence[Rollout]) -> list[Sample]:
-    """Samples whose loss is the mean over all action tokens of the batch."""
-    total = sum(rollout.num_action_tokens for rollout in rollouts)
+    """Samples whose loss is on the action tokens; rollouts without one are left out."""
     return [
-        Sample(
-            tokens=rollout.tokens,
-            loss_mask=rollout.loss_mask,
-            fields={"weight": [m / total for m in rollout.loss_mask]},
-        )
+        Sample(tokens=rollout.tokens, loss_mask=rollout.loss_mask)
         for rollout in rollouts
         if rollout.num_action_tokens
     ]
 
 
-def sft_loss(
-    logp_T: Tensor, entropy_T: Tensor | None, micro: MicroBatch
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """`-sum(weight * logp)`: cross-entropy of the action tokens."""
-    weight_T = micro.fields_T["weight"] * micro.loss_mask_T
-    return -(weight_T * torch.where(micro.loss_mask_T.bool(), logp_T, 0.0)).sum(), {}
+def drill_samples(drills: Sequence[tuple[list[int], list[int]]]) -> list[Sample]:
+    """Samples of (ids, loss mask) pairs (data/drills.py)."""
+    return [Sample(tokens=ids, loss_mask=mask) for ids, mask in drills]

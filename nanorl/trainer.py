@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +32,7 @@ from nanorl.staleness import StalenessController
 from nanorl.types import Rollout, Task
 from nanorl.weight_sync import sync_weights
 
-TaskBatch = Callable[[int], list[Task]]
+TaskBatch = Callable[[int], Sequence[Task]]
 OnStep = Callable[["StepResult"], None]
 
 

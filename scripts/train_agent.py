@@ -103,9 +103,8 @@ def train(config: RunConfig) -> int:
     finally:
         parts.close()
     if status == 130:
-        print(
-            f"\nstopped and saved. Go on: bash scripts/train_agent.sh --resume --out {config.run_dir}"
-        )
+        command = f"bash scripts/train_agent.sh --resume --out {config.run_dir}"
+        print(f"\nstopped and saved; go on with: {command}")
         return status
     report(config, summary)
     return status
