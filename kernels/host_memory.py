@@ -9,7 +9,7 @@ setting is the whole process's, so the program decides.
 import ctypes
 import sys
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _KEEP_BYTES = 2**31 - 1
 
 
@@ -23,5 +23,9 @@ def reuse_large_buffers() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    options = (_M_MMAP_THRESHOLD, _KEEP_BYTES), (_M_TRIM_THRESHOLD, _KEEP_BYTES)
+    options = (
+        (_M_MMAP_THRESHOLD, _KEEP_BYTES),
+        (_M_TRIM_THRESHOLD, _KEEP_BYTES),
+        (_M_ARENA_MAX, 1),  # else every thread that ever trained keeps a peak of its own
+    )
     return all([mallopt(option, value) == 1 for option, value in options])

@@ -16,6 +16,7 @@ import resource
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ class Run:
         )
         self.cursor = Cursor()
         self.engine: Engine | None = None
+        self.thread = ThreadPoolExecutor(1, "optimizer")
         self.started = time.perf_counter()
         self.examples: dict[str, Sequence[Rollout]] = {}
 
@@ -82,6 +84,7 @@ class Run:
         finally:
             loop.remove_signal_handler(signal.SIGINT)
             await self.parts.generator.close()
+            self.thread.shutdown()
 
     def restore(self) -> None:
         """Continue from the newest checkpoint, or from the start where there is none."""
@@ -182,8 +185,8 @@ class Run:
 
                 async def finish_step(step: int = step, samples: list[Sample] = samples) -> None:
                     assert self.engine is not None
-                    result = await asyncio.to_thread(
-                        self.engine.train_step, samples, sft_loss, num_loss_tokens
+                    result = await asyncio.get_running_loop().run_in_executor(
+                        self.thread, self.engine.train_step, samples, sft_loss, num_loss_tokens
                     )
                     self.cursor.step = step + 1
                     self.live.advance(phase)
@@ -235,6 +238,7 @@ class Run:
                 self.config,
                 trainer_engine=self.engine,
                 generator=self.parts.generator,
+                thread=self.thread,
                 collector=collector,
                 task_batch=lambda step: self.parts.tasks.train.batch(step, rl.tasks_per_step),
             )

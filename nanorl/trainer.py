@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,12 +56,14 @@ class Trainer:
         generator: AsyncEngine,
         collector: RolloutCollector,
         task_batch: TaskBatch,
+        thread: Executor,
     ) -> None:
         self.config = config
         self.engine = trainer_engine
         self.generator = generator
         self.collector = collector
         self.task_batch = task_batch
+        self.thread = thread  # where the optimizer runs, so that rollouts may go on
         self.sampling = SamplingParams(temperature=config.rl.temperature)
 
     async def fit(self, first_step: int, on_step: OnStep) -> None:
@@ -118,24 +120,22 @@ class Trainer:
         producer: asyncio.Task[None],
         on_step: OnStep,
     ) -> None:
-        with ThreadPoolExecutor(1, "optimizer") as pool:
-            for step in range(first_step, self.config.rl.steps):
-                start = time.perf_counter()
-                groups = await _first_of(queue.take(self.config.rl.tasks_per_step), producer)
-                await to_the_end(self._finish_step(step, groups, start, pool, on_step))
-                staleness.advance(step + 1)
+        for step in range(first_step, self.config.rl.steps):
+            start = time.perf_counter()
+            groups = await _first_of(queue.take(self.config.rl.tasks_per_step), producer)
+            await to_the_end(self._finish_step(step, groups, start, on_step))
+            staleness.advance(step + 1)
 
     async def _finish_step(
         self,
         step: int,
         groups: list[list[Rollout]],
         start: float,
-        pool: ThreadPoolExecutor,
         on_step: OnStep,
     ) -> None:
         rollout_s = time.perf_counter() - start
         loop = asyncio.get_running_loop()
-        metrics = await loop.run_in_executor(pool, self.train_on, groups)
+        metrics = await loop.run_in_executor(self.thread, self.train_on, groups)
         metrics["sync_s"] = await sync_weights(self.engine, self.generator, step + 1)
         metrics["rollout_s"] = rollout_s
         metrics["step_s"] = time.perf_counter() - start
