@@ -25,6 +25,8 @@ _PIECE_SCORES = 1 << 21  # scores held at a time
 _MAX_WIDE = 256  # columns of `_attend_one_query`: beyond, its zeros cost more than a copy, and MKL
 # splits the sum of an fp32 product, which would change its bits
 
+_MIN_WIDE_FP32 = 16  # head_dim: below, MKL takes another kernel for one head than for all
+
 
 @dataclass(frozen=True)
 class _Rectangle:
@@ -238,7 +240,10 @@ def _gather_blocks(
 
 
 def _is_single(r: _Rectangle, k_cache: Tensor) -> bool:
-    return r.num_queries == 1 and k_cache.shape[2] * k_cache.shape[3] <= _MAX_WIDE
+    num_kv, head_dim = k_cache.shape[2:]
+    if k_cache.dtype == torch.float32 and head_dim < _MIN_WIDE_FP32:
+        return False
+    return r.num_queries == 1 and num_kv * head_dim <= _MAX_WIDE
 
 
 def _attend_one_query(o_BQHD, q_BQHD, k_BLKD, v_BLKD, mask, scale, scratch) -> None:
