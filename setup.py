@@ -1,4 +1,4 @@
-"""Packaging. The package list is explicit: `kernels` is also the name of an unrelated PyPI project."""
+"""Packaging. The package list is explicit: `kernels` is also an unrelated project on PyPI."""
 
 import sys
 

@@ -7,10 +7,9 @@ result independent of its neighbours, of padding, of the chunk it came in and of
 
 * bf16: oneDNN's batched matmul, which sums each output in order whatever the other sizes are.
   Scores are rounded to bf16, as in any unfused bf16 attention; softmax runs in fp32. (torch's
-  fused CPU attention was not invariant: at 200 to 300 keys the last bit moved with the padding.
-  It was also the slower of the two, 56 against 22 ms for 8 x 256 tokens.)
-* fp32: MKL's batched matmul is invariant given at least 4 rows and a product with V cut into
-  blocks of exactly 128 keys that are added in order.
+  fused CPU attention was not invariant: at 200 to 300 keys the last bit moved with the padding.)
+* fp32: MKL's batched matmul is invariant given at least 4 rows a thread and a product with V cut
+  into blocks of exactly 128 keys that are added in order.
 * keys are padded to `key_multiple`, masked with −inf, so they add exact zeros.
 
 Legend: N sequences x key heads, R rows (queries of a group's heads), L padded keys, D head_dim.
@@ -77,21 +76,40 @@ class Scratch:
 
 
 def probabilities(
-    q_NRD: Tensor, k_NLD: Tensor, mask: Tensor, grid: Sequence[int], scale: float, scratch: Scratch
+    q_NRD: Tensor, k_NLD: Tensor, mask_B1QM: Tensor, scale: float, scratch: Scratch
 ) -> Tensor:
-    """softmax(scale · q · Kᵀ + mask) in fp32 (fp64), [N, R, L].
+    """softmax(scale · q · Kᵀ + mask) in fp32 (fp64), [N, R or more, L]: see `_safe_rows`.
 
-    `mask` is added to the last `mask.shape[-1]` keys of the scores seen as `grid`.
+    Rows are heads x the mask's Q queries; the mask applies to the last M keys.
     """
-    shape = (q_NRD.shape[0], q_NRD.shape[1], k_NLD.shape[1])
-    raw = scratch.take("scores", shape, q_NRD.dtype)
+    rows, num_keys = q_NRD.shape[1], k_NLD.shape[1]
+    padded = _safe_rows(q_NRD)
+    if padded > rows:
+        q_NRD = F.pad(q_NRD, (0, 0, 0, padded - rows))
+    shape = (q_NRD.shape[0], padded, num_keys)
+    wide = raw = scratch.take("scores", shape, q_NRD.dtype)
     torch.bmm(q_NRD, k_NLD.transpose(1, 2), out=raw)
-    wide = raw
     if is_half(raw.dtype):
         wide = scratch.take("wide", shape, torch.float32).copy_(raw)
     wide.mul_(scale)
-    wide.view(*grid, shape[2])[..., shape[2] - mask.shape[-1] :] += mask
+    num_seqs, _, num_queries, num_masked = mask_B1QM.shape
+    grid = wide[:, :rows, num_keys - num_masked :].unflatten(0, (num_seqs, -1))
+    grid.unflatten(2, (-1, num_queries)).add_(mask_B1QM.unsqueeze(1))
     return torch.softmax(wide, -1, out=scratch.take("p", shape, wide.dtype))
+
+
+def _safe_rows(q_NRD: Tensor) -> int:
+    """The rows to compute so that no thread of MKL gets fewer than 4: it shares the rows out
+    where there are fewer matrices than threads."""
+    rows = q_NRD.shape[1]
+    if is_half(q_NRD.dtype):
+        return rows
+    num_threads = torch.get_num_threads()
+    return (
+        round_up(rows, MIN_ROWS * num_threads)
+        if q_NRD.shape[0] < num_threads
+        else max(rows, MIN_ROWS)
+    )
 
 
 def weighted_values(p_NRL: Tensor, v_NLD: Tensor, scratch: Scratch) -> Tensor:
@@ -110,11 +128,5 @@ def attend_rows(
     q_NRD: Tensor, k_NLD: Tensor, v_NLD: Tensor, mask_B1QL: Tensor, scale: float, scratch: Scratch
 ) -> Tensor:
     """o [N, R, D] without autograd. Rows are heads x queries; L a multiple of `key_multiple`."""
-    rows = q_NRD.shape[1]
-    if rows < MIN_ROWS and not is_half(q_NRD.dtype):
-        if mask_B1QL.shape[2] != 1:
-            raise AssertionError("fewer than 4 rows must be heads of one query")
-        q_NRD = F.pad(q_NRD, (0, 0, 0, MIN_ROWS - rows))
-    grid = (mask_B1QL.shape[0], -1, mask_B1QL.shape[2])
-    p = probabilities(q_NRD, k_NLD, mask_B1QL, grid, scale, scratch)
-    return weighted_values(p, v_NLD, scratch)[:, :rows]
+    p = probabilities(q_NRD, k_NLD, mask_B1QL, scale, scratch)
+    return weighted_values(p, v_NLD, scratch)[:, : q_NRD.shape[1]]

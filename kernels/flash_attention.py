@@ -169,8 +169,8 @@ def _tiles(bucket: _Bucket, q: Tensor, k: Tensor) -> list[tuple[int, int, int, i
 def _causal_probabilities(q_NRD, k_NLD, lo, hi, scale, scratch) -> Tensor:
     """Weights of the queries lo..hi over the keys 0..hi."""
     future = torch.full((hi - lo, hi - lo), -math.inf, dtype=compute_dtype(q_NRD.dtype)).triu_(1)
-    grid = (q_NRD.shape[0], -1, hi - lo)
-    return probabilities(q_NRD, k_NLD[:, :hi], future, grid, scale, scratch)
+    p = probabilities(q_NRD, k_NLD[:, :hi], future[None, None], scale, scratch)
+    return p[:, : q_NRD.shape[1]]
 
 
 def _rows(x_BKGLD: Tensor, lo: int, hi: int) -> Tensor:

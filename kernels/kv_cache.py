@@ -44,7 +44,11 @@ def reshape_and_cache(
             f"k_cache: shape {tuple(k_cache.shape)} must be v_cache's {tuple(v_cache.shape)} and "
             f"end in k's {tuple(k_TKD.shape[1:])}"
         )
-    use_triton(backend, k_TKD)
+    if use_triton(backend, k_TKD):
+        from kernels import _paged_attention_triton
+
+        _paged_attention_triton.store(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T)
+        return
     with torch.no_grad():
         k_cache.flatten(0, 1).index_copy_(0, slot_mapping_T, k_TKD)
         v_cache.flatten(0, 1).index_copy_(0, slot_mapping_T, v_TKD)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_ADD_ELEMENTS = 1 << 18  # 1 MB in fp32: stays in the processor's cache
 _PACK_ROWS = 64  # oneDNN's hint of the batch size; the layout, so the bits, do not depend on it
 
 
@@ -43,7 +44,7 @@ def linear_rows(
         return F.linear(x_TI, weight_OI, bias)
     packed = pack_weight(weight_OI) if packed is None else packed
     assert packed is not None, "packable weights have a packed form"
-    if x_TI.shape[0] == 1 and x_TI.dtype == torch.float32:
+    if x_TI.shape[0] == 1:  # one row takes another path of oneDNN, rarely other bits in bf16 too
         return _inner_product(x_TI.expand(2, -1).contiguous(), packed, bias)[:1]
     return _inner_product(x_TI, packed, bias)
 
@@ -60,8 +61,19 @@ def accumulate_weight_grad(weight: Tensor, dw: Tensor) -> Tensor | None:
     main_grad = getattr(weight, "main_grad", None)
     if not isinstance(main_grad, Tensor):
         return dw.to(weight.dtype)
-    main_grad.add_(dw)
+    add_wide(main_grad, dw)
     return None
+
+
+def add_wide(total: Tensor, part: Tensor) -> None:
+    """total += part, where part is narrower: row block by row block, because a mixed add first
+    widens all of `part` to memory, which takes seven times as long as the sum itself."""
+    if total.device.type != "cpu" or total.dtype == part.dtype:
+        total.add_(part)
+        return
+    step = max(1, _ADD_ELEMENTS // total[0].numel())
+    for lo in range(0, total.shape[0], step):
+        total[lo : lo + step].add_(part[lo : lo + step])
 
 
 class _Linear(torch.autograd.Function):

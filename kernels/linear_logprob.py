@@ -10,13 +10,26 @@ rollout's log-prob and the trainer's are the same bits.
 Source of the chunking: the memory-efficient cross-entropy of Liger and of Apple's CCE.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from kernels._dispatch import Backend, use_triton
-from kernels.linear import linear_rows, matmul_rows, pack_weight
+from kernels.linear import add_wide, linear_rows, matmul_rows, pack_weight
 
 _CHUNK_ELEMENTS = 256 * 49152  # logits held at a time: 50 MB in fp32
+_TILE_ELEMENTS = 8 * 49152
+_VOCAB_TILE = 4096
+
+
+@dataclass(frozen=True)
+class _Options:
+    temperature: float
+    chunk_size: int
+    dtype: torch.dtype
+    wants_entropy: bool
+    on_triton: bool
 
 
 def _log_softmax_stats(logits_CV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -48,57 +61,96 @@ def linear_logprob_ref(
 
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, token_ids, temperature, wants_entropy, chunk, packed, dtype):
-        needs_grad = any(ctx.needs_input_grad)
-        head = weight.to(dtype)
+    def forward(ctx, hidden, weight, token_ids, packed, options):
+        head = weight.to(options.dtype)
         packed = pack_weight(head) if packed is None else packed
-        logps, entropies, lses = [], [], []
-        for lo in range(0, hidden.shape[0], chunk):
-            logits = linear_rows(hidden[lo : lo + chunk].to(dtype), head, None, packed)
-            z, lse = _log_softmax_stats(logits, temperature)
-            logps.append(z.gather(1, token_ids[lo : lo + chunk, None]).squeeze(1) - lse)
-            lses.append(lse)
-            if wants_entropy:
-                entropies.append(_entropy(z, lse))
-        logp, lse = _cat(logps, hidden), _cat(lses, hidden)
-        entropy = _cat(entropies, hidden) if wants_entropy else logp.new_zeros(0)
-        if needs_grad:
-            ctx.save_for_backward(hidden, weight, token_ids, lse, entropy)
-            ctx.options = (temperature, chunk, packed, dtype)
+        parts = []
+        for lo in range(0, hidden.shape[0], options.chunk_size):
+            rows = slice(lo, lo + options.chunk_size)
+            logits = linear_rows(hidden[rows].to(options.dtype), head, None, packed)
+            parts.append(_chunk_stats(logits, token_ids[rows], options))
+        if parts:
+            logp, lse, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
+        else:
+            logp = lse = entropy = torch.zeros(0, device=hidden.device)
+        ctx.save_for_backward(hidden, weight, token_ids, lse, entropy)
+        ctx.packed, ctx.options = packed, options
         ctx.set_materialize_grads(False)
         return logp, entropy
 
     @staticmethod
     def backward(ctx, dlogp, dentropy):
         hidden, weight, token_ids, lse, entropy = ctx.saved_tensors
-        temperature, chunk, packed, dtype = ctx.options
-        head = weight.to(dtype)
+        options = ctx.options
+        head = weight.to(options.dtype)
+        dhidden = torch.empty_like(hidden)
         main_grad = getattr(weight, "main_grad", None)
-        if not isinstance(main_grad, Tensor):
-            main_grad = None
-        dweight = main_grad
+        dweight = main_grad if isinstance(main_grad, Tensor) else None
         if dweight is None:
             dweight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device)
-        dhidden = torch.empty_like(hidden)
-        for lo in range(0, hidden.shape[0], chunk):
-            rows = slice(lo, lo + chunk)
-            h = hidden[rows].to(dtype)
-            z = linear_rows(h, head, None, packed).to(lse.dtype)
-            z = z if temperature == 1.0 else z.div_(temperature)
-            dz = _dlogits(
-                z,
-                lse[rows],
-                token_ids[rows],
-                None if dlogp is None else dlogp[rows],
-                None if dentropy is None else dentropy[rows],
-                entropy[rows] if entropy.numel() else None,
+        for lo in range(0, hidden.shape[0], options.chunk_size):
+            rows = slice(lo, lo + options.chunk_size)
+            h = hidden[rows].to(options.dtype)
+            logits = linear_rows(h, head, None, ctx.packed)
+            grads = [None if g is None else g[rows] for g in (dlogp, dentropy)]
+            h_rows = entropy[rows] if options.wants_entropy else None
+            dlogits = _chunk_gradient(
+                logits, token_ids[rows], lse[rows], h_rows, grads[0], grads[1], options
             )
-            dlogits = (dz if temperature == 1.0 else dz.div_(temperature)).to(dtype)
             dhidden[rows] = matmul_rows(dlogits, head)
             if ctx.needs_input_grad[1]:
-                dweight.add_(matmul_rows(dlogits.t(), h))
-        dw = None if main_grad is not None else dweight.to(weight.dtype)
-        return dhidden, dw, None, None, None, None, None, None
+                _add_weight_gradient(dweight, dlogits, h)
+        returns_none = dweight is main_grad or not ctx.needs_input_grad[1]
+        return dhidden, None if returns_none else dweight.to(weight.dtype), None, None, None
+
+
+def _chunk_stats(logits: Tensor, token_ids: Tensor, options: _Options) -> tuple[Tensor, ...]:
+    """logp, logsumexp and (empty unless wanted) entropy of a chunk's rows."""
+    if options.on_triton:
+        from kernels import _linear_logprob_triton
+
+        return _linear_logprob_triton.stats(logits, token_ids, options.temperature)
+    parts = []
+    for tile in _row_tiles(logits):
+        z, lse = _log_softmax_stats(logits[tile], options.temperature)
+        logp = z.gather(1, token_ids[tile].unsqueeze(1)).squeeze(1) - lse
+        parts.append((logp, lse, _entropy(z, lse) if options.wants_entropy else lse[:0]))
+    return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+
+
+def _chunk_gradient(logits, token_ids, lse, entropy, dlogp, dentropy, options) -> Tensor:
+    if options.on_triton:
+        from kernels import _linear_logprob_triton
+
+        return _linear_logprob_triton.rewrite_to_gradient(
+            logits, token_ids, lse, entropy, dlogp, dentropy, options.temperature
+        )
+    for tile in _row_tiles(logits):
+        z = logits[tile].to(lse.dtype)
+        if options.temperature != 1.0:
+            z.div_(options.temperature)
+        parts = [None if x is None else x[tile] for x in (dlogp, dentropy, entropy)]
+        dz = _dlogits(z, lse[tile], token_ids[tile], *parts)
+        if options.temperature != 1.0:
+            dz.div_(options.temperature)
+        logits[tile] = dz
+    return logits
+
+
+def _row_tiles(logits: Tensor) -> list[slice]:
+    """Runs of rows whose fp32 intermediates stay in the processor's cache."""
+    num_rows, step = logits.shape[0], logits.shape[0]
+    if logits.device.type == "cpu":
+        step = max(1, _TILE_ELEMENTS // logits.shape[1])
+    return [slice(lo, lo + step) for lo in range(0, num_rows, step)]
+
+
+def _add_weight_gradient(dweight_VD: Tensor, dlogits_CV: Tensor, hidden_CD: Tensor) -> None:
+    """dweight += dlogitsᵀ · hidden, by runs of the vocabulary to keep the product small."""
+    step = _VOCAB_TILE if dweight_VD.device.type == "cpu" else dweight_VD.shape[0]
+    for lo in range(0, dweight_VD.shape[0], step):
+        dlogits = dlogits_CV[:, lo : lo + step]
+        add_wide(dweight_VD[lo : lo + step], matmul_rows(dlogits.t(), hidden_CD))
 
 
 def _entropy(z: Tensor, lse: Tensor) -> Tensor:
@@ -123,10 +175,6 @@ def _dlogits(z, lse, token_ids, dlogp, dentropy, entropy) -> Tensor:
     return dz
 
 
-def _cat(parts: list[Tensor], like: Tensor) -> Tensor:
-    return torch.cat(parts) if parts else torch.zeros(0, device=like.device)
-
-
 def linear_logprob(
     hidden_TD: Tensor,
     weight_VD: Tensor,
@@ -147,14 +195,13 @@ def linear_logprob(
     """
     temperature = _valid_temperature(temperature)
     _check(hidden_TD, weight_VD, token_ids_T)
-    use_triton(backend, hidden_TD)
     chunk = chunk_size if chunk_size is not None else max(64, _CHUNK_ELEMENTS // weight_VD.shape[0])
     if chunk < 1:
         raise ValueError(f"chunk_size={chunk_size}: must be at least 1 token")
     dtype = logits_dtype if logits_dtype is not None else hidden_TD.dtype
-    logp, entropy = _LinearLogprob.apply(
-        hidden_TD, weight_VD, token_ids_T, temperature, return_entropy, chunk, packed, dtype
-    )
+    on_triton = use_triton(backend, hidden_TD)
+    options = _Options(temperature, chunk, dtype, return_entropy, on_triton)
+    logp, entropy = _LinearLogprob.apply(hidden_TD, weight_VD, token_ids_T, packed, options)
     return (logp, entropy) if return_entropy else logp
 
 

@@ -99,8 +99,6 @@ def _rectangle(
     length = torch.tensor([lens[i] for i in members]).unsqueeze(1)
     num_keys = round_up(int(length.max()), multiple)
     num_queries = int(count.max())
-    if num_queries > 1:
-        num_queries = max(4, num_queries)
     columns = torch.arange(num_queries)
     query = torch.minimum(columns, count - 1)  # padding repeats the last query
     visible = length - count + query + 1
@@ -180,7 +178,14 @@ def paged_attention(
     """
     _check_caches(q_THD, k_cache, v_cache)
     scale = softmax_scale if softmax_scale is not None else q_THD.shape[-1] ** -0.5
-    use_triton(backend, q_THD)
+    if use_triton(backend, q_THD):
+        from kernels import _paged_attention_triton
+
+        device = q_THD.device
+        starts, lens = (torch.as_tensor(x, device=device) for x in (query_start_loc, seq_lens))
+        return _paged_attention_triton.attend(
+            q_THD, k_cache, v_cache, starts, lens, block_tables, max_query_len, scale
+        )
     if plan is None:
         plan = make_paged_plan(
             query_start_loc,
@@ -272,10 +277,9 @@ def _attend_queries(o_BQHD, q_BQHD, k_BLKD, v_BLKD, mask, scale, scratch) -> Non
     v = scratch.take("v_heads", shape, v_BLKD.dtype).copy_(v_BLKD.transpose(1, 2)).flatten(0, 1)
     q_BKGQD = q_BQHD.unflatten(2, (num_kv, -1)).permute(0, 2, 3, 1, 4)
     o_BKGQD = o_BQHD.unflatten(2, (num_kv, -1)).permute(0, 2, 3, 1, 4)
-    step = max(4, _PIECE_SCORES // (q_BQHD.shape[0] * q_BQHD.shape[2] * num_keys))
+    step = max(1, _PIECE_SCORES // (q_BQHD.shape[0] * q_BQHD.shape[2] * num_keys))
     num_queries = q_BQHD.shape[1]
     for lo in range(0, num_queries, step):
-        lo = max(0, min(lo, num_queries - 4))  # the last rows are never fewer than 4
         q_NRD = q_BKGQD[:, :, :, lo : lo + step].reshape(k.shape[0], -1, head_dim)
         part = attend_rows(q_NRD, k, v, mask[:, :, lo : lo + step], scale, scratch)
         block = o_BKGQD[:, :, :, lo : lo + step]

@@ -19,16 +19,50 @@ def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, eps):
-        y, rstd = _forward(x, weight, eps)
+    def forward(ctx, x, weight, eps, on_triton):
+        y, rstd = _triton_forward(x, weight, eps) if on_triton else _forward(x, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
+        ctx.on_triton = on_triton
         return y
 
     @staticmethod
     def backward(ctx, dy):
         x, weight, rstd = ctx.saved_tensors
-        dx, dw = _backward(dy, x, weight, rstd)
-        return dx, dw, None
+        return *_any_backward(dy, x, weight, rstd, ctx.on_triton), None, None
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    """The fused form on a GPU: one pass reads x and the residual and writes both results."""
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, eps):
+        from kernels import _rms_norm_triton
+
+        y, total, rstd = _rms_norm_triton.forward(x, residual, weight, eps)
+        ctx.save_for_backward(total, weight, rstd)
+        return y, total
+
+    @staticmethod
+    def backward(ctx, dy, dtotal):
+        total, weight, rstd = ctx.saved_tensors
+        dx, dw = _any_backward(dy, total, weight, rstd, on_triton=True)
+        dx = dx + dtotal
+        return dx, dx, dw, None
+
+
+def _triton_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    from kernels import _rms_norm_triton
+
+    y, _, rstd = _rms_norm_triton.forward(x, None, weight, eps)
+    return y, rstd
+
+
+def _any_backward(dy, x, weight, rstd, on_triton) -> tuple[Tensor, Tensor]:
+    if not on_triton:
+        return _backward(dy, x, weight, rstd)
+    from kernels import _rms_norm_triton
+
+    return _rms_norm_triton.backward(dy, x, weight, rstd)
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -50,10 +84,7 @@ def _backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tens
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, backend: Backend = "auto") -> Tensor:
     """RMSNorm over the last dimension; any leading shape; output in x's dtype."""
     _check(x, weight, eps)
-    use_triton(backend, x)
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _RMSNorm.apply(x, weight, eps)
-    return _forward(x, weight, eps)[0]
+    return _RMSNorm.apply(x, weight, eps, use_triton(backend, x))
 
 
 def add_rms_norm(
@@ -62,6 +93,9 @@ def add_rms_norm(
     """`residual + x` and its RMSNorm: returns (y, new residual)."""
     if x.shape != residual.shape:
         raise ValueError(f"residual: shape {tuple(residual.shape)} must be x's {tuple(x.shape)}")
+    _check(x, weight, eps)
+    if use_triton(backend, x):
+        return _AddRMSNorm.apply(x, residual, weight, eps)
     total = residual + x
     return rms_norm(total, weight, eps, backend=backend), total
 

@@ -2,9 +2,8 @@
 
     y1 = x1·cos − x2·sin,   y2 = x2·cos + x1·sin
 
-Tables are fp32, `[positions, head_dim / 2]`; a caller that rotates in many layers gathers the rows
-of its tokens once and passes no positions. The backward pass is the rotation by −angle, so nothing
-of q or k is kept.
+Tables are fp32, `[positions, head_dim / 2]`. The backward pass is the rotation by −angle, so
+nothing of q or k is kept.
 """
 
 import torch
@@ -29,23 +28,40 @@ def apply_rope_ref(
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, cos, sin, positions):
+    def forward(ctx, q, k, cos, sin, positions, on_triton):
         ctx.save_for_backward(cos, sin, positions)
-        return _rotate_both(q, k, cos, sin, positions)
+        ctx.on_triton = on_triton
+        return _rotate_both(q, k, cos, sin, positions, 1.0, on_triton)
 
     @staticmethod
     def backward(ctx, dq, dk):
         cos, sin, positions = ctx.saved_tensors
-        return *_rotate_both(dq, dk, cos, sin.neg(), positions), None, None, None
+        grads = _rotate_both(dq, dk, cos, sin, positions, -1.0, ctx.on_triton)
+        return *grads, None, None, None, None
 
 
 def _rotate_both(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    sign: float,
+    on_triton: bool,
 ) -> tuple[Tensor, Tensor]:
+    if on_triton:
+        from kernels import _rope_triton
+
+        if positions is None:
+            positions = torch.arange(q.shape[0], device=q.device)
+        return (
+            _rope_triton.rotate(q, cos, sin, positions, sign),
+            _rope_triton.rotate(k, cos, sin, positions, sign),
+        )
     if positions is not None:
         cos, sin = cos.index_select(0, positions), sin.index_select(0, positions)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+    cos_T, sin_T = cos.unsqueeze(1), (sin if sign > 0 else sin.neg()).unsqueeze(1)
+    return _rotate(q, cos_T, sin_T), _rotate(k, cos_T, sin_T)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -74,10 +90,10 @@ def apply_rope(
     """Rotates queries and keys (any number of heads each) by their positions. Without positions
     the tables hold one row a token."""
     _check(q_THD, k_TKD, cos_PD2, sin_PD2, positions_T)
-    use_triton(backend, q_THD)
+    on_triton = use_triton(backend, q_THD)
     if not (torch.is_grad_enabled() and (q_THD.requires_grad or k_TKD.requires_grad)):
-        return _rotate_both(q_THD, k_TKD, cos_PD2, sin_PD2, positions_T)
-    return _Rope.apply(q_THD, k_TKD, cos_PD2, sin_PD2, positions_T)
+        return _rotate_both(q_THD, k_TKD, cos_PD2, sin_PD2, positions_T, 1.0, on_triton)
+    return _Rope.apply(q_THD, k_TKD, cos_PD2, sin_PD2, positions_T, on_triton)
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> None:

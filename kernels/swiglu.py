@@ -19,14 +19,23 @@ def swiglu_ref(gate_up_T2F: Tensor) -> Tensor:
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_up):
+    def forward(ctx, gate_up, on_triton):
         ctx.save_for_backward(gate_up)
-        return _forward(gate_up)
+        ctx.on_triton = on_triton
+        if not on_triton:
+            return _forward(gate_up)
+        from kernels import _swiglu_triton
+
+        return _swiglu_triton.forward(gate_up)
 
     @staticmethod
     def backward(ctx, dy):
         (gate_up,) = ctx.saved_tensors
-        return _backward(dy, gate_up)
+        if not ctx.on_triton:
+            return _backward(dy, gate_up), None
+        from kernels import _swiglu_triton
+
+        return _swiglu_triton.backward(dy, gate_up), None
 
 
 def _forward(gate_up: Tensor) -> Tensor:
@@ -87,7 +96,4 @@ def swiglu(gate_up_T2F: Tensor, *, backend: Backend = "auto") -> Tensor:
     """silu(first half) · second half of the last dimension."""
     if gate_up_T2F.shape[-1] % 2:
         raise ValueError(f"gate_up: last dimension {gate_up_T2F.shape[-1]} must be even")
-    use_triton(backend, gate_up_T2F)
-    if torch.is_grad_enabled() and gate_up_T2F.requires_grad:
-        return _SwiGLU.apply(gate_up_T2F)
-    return _forward(gate_up_T2F)
+    return _SwiGLU.apply(gate_up_T2F, use_triton(backend, gate_up_T2F))

@@ -1,1 +1,2 @@
-"""nanoengine: the model, how it is split and how it is trained. Read `model/config.py` first."""
+"""nanoengine: the model, how it is split and how it is trained. Read `engine.py` first, then
+`model/config.py`."""

@@ -1,1 +1,1 @@
-"""nanorl: agents, environments, sandboxes, rewards, algorithms and the trainer. Read `types.py` first."""
+"""nanorl: agents, environments, sandboxes, rewards, algorithms, trainer. Read `types.py` first."""

@@ -150,7 +150,11 @@ def check_state(views: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
 
 
 def load_model(
-    folder: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    folder: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    *,
+    head_dtype: torch.dtype | None = None,
 ) -> Transformer:
     """Read config.json and the tensors of a Hugging Face folder. `ValueError` names the file that
     is missing or damaged and what to do."""
@@ -159,7 +163,7 @@ def load_model(
         raise ValueError(f"{path} is not a folder: give a Hugging Face model folder")
     config = ModelConfig.from_folder(path)
     files = _tensor_files(path)
-    model = Transformer(config, dtype, device)
+    model = Transformer(config, dtype, device, head_dtype=head_dtype)
     try:
         load_state(model, _read_tensors(files))
     except ValueError as error:

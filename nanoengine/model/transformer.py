@@ -31,9 +31,14 @@ class Transformer(nn.Module):
         config: ModelConfig,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
+        *,
+        head_dtype: torch.dtype | None = None,
     ) -> None:
+        """`head_dtype` float32 over a bf16 model computes logits from an fp32 copy of the head:
+        bf16 logits move a token's probability by up to 5 %."""
         super().__init__()
         self.config = config
+        self._head_dtype = head_dtype
         shape = (config.vocab_size, config.hidden_size)
         self.embedding = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
         self.layers = nn.ModuleList(
@@ -44,9 +49,12 @@ class Transformer(nn.Module):
         if not config.tie_word_embeddings:
             self.head = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
         cos, sin = rope_tables(config, dtype, device)
+        self.rope_cos: Tensor
+        self.rope_sin: Tensor
         self.register_buffer("rope_cos", cos, persistent=False)
         self.register_buffer("rope_sin", sin, persistent=False)
         self.lm_head_packed: Tensor | None = None
+        self._wide_head: Tensor | None = None
 
     @property
     def lm_head_weight(self) -> nn.Parameter:
@@ -60,6 +68,15 @@ class Transformer(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.embedding.device
+
+    @property
+    def head_dtype(self) -> torch.dtype:
+        """The dtype of the logits; follows the parameters unless set. Set it, then `repack`."""
+        return self.dtype if self._head_dtype is None else self._head_dtype
+
+    @head_dtype.setter
+    def head_dtype(self, dtype: torch.dtype | None) -> None:
+        self._head_dtype = dtype
 
     def forward(
         self,
@@ -95,8 +112,10 @@ class Transformer(nn.Module):
         return add_rms_norm(x_TE, residual_TE, self.norm, self.config.rms_norm_eps)[0]
 
     def logits(self, hidden_TE: Tensor) -> Tensor:
-        """Logits [T, V] in the model's dtype."""
-        return linear(hidden_TE, self.lm_head_weight, packed=self.lm_head_packed)
+        """Logits [T, V] in `head_dtype`. The trainer repeats their bits by handing
+        `lm_head_weight`, `lm_head_packed` and `logits_dtype=head_dtype` to `linear_logprob`."""
+        weight = self.lm_head_weight if self._wide_head is None else self._wide_head
+        return linear(hidden_TE.to(weight.dtype), weight, packed=self.lm_head_packed)
 
     def repack(self) -> None:
         """Refresh the prepacked copies in place. Call it after any change to a weight: the forward
@@ -104,7 +123,10 @@ class Transformer(nn.Module):
         for module in self.modules():
             if isinstance(module, PackedLinear):
                 module.repack()
-        self.lm_head_packed = refresh_packed(self.lm_head_packed, self.lm_head_weight)
+        head = self.lm_head_weight.detach()
+        self._wide_head = head.to(self.head_dtype) if self.head_dtype != self.dtype else None
+        head = head if self._wide_head is None else self._wide_head
+        self.lm_head_packed = refresh_packed(self.lm_head_packed, head)
 
     def init_weights(self, seed: int, std: float = 0.02) -> None:
         """Fresh normal weights; projections into the residual stream are smaller by √(2·layers),

@@ -75,7 +75,7 @@ def attend_tail(q, caches, lengths, counts, members):
 @pytest.mark.parametrize("heads", HEADS)
 def test_decode_chunk_and_prefill_repeat_the_trainers_bits(dtype, heads, num_threads):
     rng = random.Random(str(heads))
-    lengths = [1, 2, 16, 17, 128, 129, 257, 700, *(rng.randint(1, 700) for _ in range(10))]
+    lengths = [1, 2, 16, 17, 128, 129, 257, 700, *(rng.randint(1, 700) for _ in range(6))]
     q, k, v = random_qkv(lengths, heads, dtype)
     trained = flash_attn_varlen(q, k, v, bounds(lengths), max(lengths))
     caches = fill_cache(k, v, lengths)
@@ -84,7 +84,7 @@ def test_decode_chunk_and_prefill_repeat_the_trainers_bits(dtype, heads, num_thr
         counts = [min(n, limit) if name != "chunk" else rng.randint(1, n) for n in lengths]
         out, rows = attend_tail(q, caches, lengths, counts, everyone)
         assert torch.equal(out, trained[rows]), name
-    for _ in range(8):  # any company, mixed decodes and chunks
+    for _ in range(6):  # any company, mixed decodes and chunks
         members = rng.sample(everyone, rng.randint(1, 6))
         counts = [rng.choice([1, 1, rng.randint(1, n)]) for n in lengths]
         out, rows = attend_tail(q, caches, lengths, counts, members)
@@ -126,7 +126,7 @@ def test_output_and_gradients_are_as_good_as_plain_torch(dtype, heads):
     ours = gradients(lambda *a: flash_attn_varlen(*a, cu, 300, plan=plan), q, k, v, dtype)
     for name, a, n, e in zip("oqkv", ours, naive, exact, strict=True):
         floor = 1e-12 if dtype == torch.float64 else 0.0
-        ours_error, naive_error = ((x.double() - e).abs().max().item() for x in (a, n))
+        ours_error, naive_error = ((x.double() - e).norm().item() for x in (a, n))
         assert ours_error <= 2 * naive_error + floor, name
 
 

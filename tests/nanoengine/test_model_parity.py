@@ -9,7 +9,7 @@ from tiny_models import SHAPES, save_reference
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from kernels import linear_logprob
+from kernels import linear_logprob, logits_logprob
 from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.hf import hf_views, load_model
 from nanoengine.model.transformer import Transformer
@@ -200,6 +200,45 @@ def test_a_changed_weight_answers_only_after_repack(tmp_path: Path) -> None:
         after = packed_hidden(model, ids)
     assert model.layers[1].down.packed is holder
     assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("shape", ["llama-gqa-tied", "llama-mha-untied"])
+def test_fp32_head_over_a_bf16_model(shape: str, tmp_path: Path) -> None:
+    """Logits as exact as fp32 allows, the trainer's log-probs with the same bits, also after the
+    weights change."""
+    save_reference(shape, tmp_path)
+    model = load_model(tmp_path, torch.bfloat16, head_dtype=torch.float32)
+    ids = random_sequences(211, [40])[0]
+    for _ in range(2):
+        hidden = packed_hidden(model, [ids])
+        logits = model.logits(hidden)
+        exact = hidden.double() @ model.lm_head_weight.double().T
+        assert (logits - exact).abs().max() < 1e-5 * exact.abs().max()
+        trained = linear_logprob(
+            hidden,
+            model.lm_head_weight,
+            ids,
+            packed=model.lm_head_packed,
+            logits_dtype=model.head_dtype,
+        )
+        assert torch.equal(trained, logits_logprob(logits, ids))
+        with torch.no_grad():
+            model.lm_head_weight.mul_(1.5)
+        model.repack()
+
+
+def test_the_head_follows_parameters_that_are_cast_in_place(tmp_path: Path) -> None:
+    save_reference("llama-gqa-tied", tmp_path)
+    model, ids = load_model(tmp_path), random_sequences(211, [20])
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    model.repack()
+    cast = model.logits(packed_hidden(model, ids))
+    loaded = load_model(tmp_path, torch.bfloat16)
+    assert torch.equal(cast, loaded.logits(packed_hidden(loaded, ids)))
+    model.head_dtype = torch.float32
+    model.repack()
+    assert model.logits(packed_hidden(model, ids)).dtype == torch.float32
 
 
 PROMPTS = [

@@ -1,0 +1,324 @@
+"""Checkpoints that survive kill -9, a full disk and a flipped bit.
+
+    ROOT/latest                     name of the newest complete checkpoint
+    ROOT/step_00000012/tensors.safetensors
+    ROOT/step_00000012/meta.json    what the caller stored, and the checksum of the tensor file
+
+A checkpoint is written to a hidden temporary folder, flushed to the disk, renamed, and only then
+named in `latest`, which is itself replaced atomically: at every moment `latest` names a complete
+checkpoint or does not exist. Nothing is ever written into an existing checkpoint.
+
+The tensor file is plain safetensors (any reader opens it), streamed tensor by tensor because the
+library's own writer first copies everything in memory. Python objects are JSON, never pickles.
+Checksums are CRC-32: they find accidents, not forgeries.
+
+Left out: several writers to one root, and sharded checkpoints (see `reshard.py` when it exists).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+TENSORS, META, LATEST = "tensors.safetensors", "meta.json", "latest"
+FORMAT = 1
+CHUNK_BYTES = 1 << 22
+
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read; the message names the file and the way on."""
+
+
+def save_checkpoint(
+    root: Path | str,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    meta: Mapping[str, Any],
+    *,
+    keep: int = 2,
+) -> Path:
+    """Write one checkpoint, point `latest` at it, delete all but the newest `keep`.
+
+    `meta` must survive JSON. Raises CheckpointError, with the earlier checkpoints intact, when
+    the disk is full or cannot be written.
+    """
+    if keep < 1:
+        raise ValueError(f"keep={keep}: must be at least 1")
+    root = Path(root)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        _clear_leftovers(root)
+        folder = root / f".tmp-{os.getpid()}"
+        folder.mkdir()
+        _write_folder(folder, step, tensors, meta)
+        final = _free_name(root, step)
+        os.rename(folder, final)
+        _sync_folder(root)
+        _point_latest(root, final.name)
+    except OSError as error:
+        shutil.rmtree(root / f".tmp-{os.getpid()}", ignore_errors=True)
+        raise CheckpointError(_explain_write_error(root, tensors, error)) from error
+    _prune(root, keep)
+    return final
+
+
+class Checkpoint:
+    """One complete checkpoint, verified when opened. `read_into` fills a tensor in place."""
+
+    def __init__(self, folder: Path, meta: dict[str, Any], entries: dict[str, Any], data: int):
+        self.folder = folder
+        self.meta = meta
+        self._entries = entries
+        self._data = data  # where the tensor bytes begin
+
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._entries[name]["shape"])
+
+    def dtype(self, name: str) -> torch.dtype:
+        return _DTYPES[self._entries[name]["dtype"]]
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        """Fill `out`, which must have the stored shape and dtype."""
+        if tuple(out.shape) != self.shape(name) or out.dtype != self.dtype(name):
+            raise ValueError(
+                f"{name}: stored as {self.dtype(name)} {self.shape(name)}, "
+                f"asked for as {out.dtype} {tuple(out.shape)}"
+            )
+        with open(self.folder / TENSORS, "rb") as file:
+            file.seek(self._data + self._entries[name]["data_offsets"][0])
+            read_tensor(file, out)
+
+    def read(self, name: str) -> Tensor:
+        out = torch.empty(self.shape(name), dtype=self.dtype(name))
+        self.read_into(name, out)
+        return out
+
+
+def open_checkpoint(path: Path | str) -> Checkpoint:
+    """Open and verify a checkpoint: `path` is one, or a root whose `latest` is taken.
+
+    Raises CheckpointError naming the damaged file and, where there is one, the checkpoint to use
+    instead.
+    """
+    path = Path(path)
+    folder = path if (path / META).exists() or path.name.startswith("step_") else None
+    if folder is None:
+        folder = latest_checkpoint(path)
+        if folder is None:
+            raise CheckpointError(f"no checkpoint under {path}: start without --resume")
+    try:
+        return _open_folder(folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"checkpoint {folder} is damaged ({reason}). {_way_on(folder)}"
+        ) from error
+
+
+def latest_checkpoint(root: Path | str) -> Path | None:
+    """The checkpoint that `latest` names; the newest one if that file is missing; else None."""
+    root = Path(root)
+    try:
+        name = (root / LATEST).read_text().strip()
+        if name and (root / name / META).exists():
+            return root / name
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    complete = list_checkpoints(root)
+    return complete[-1] if complete else None
+
+
+def list_checkpoints(root: Path | str) -> list[Path]:
+    """Complete checkpoints, oldest first by the time they were written."""
+    found = [meta.parent for meta in Path(root).glob(f"step_*/{META}")]
+    return sorted(found, key=lambda folder: ((folder / META).stat().st_mtime_ns, folder.name))
+
+
+def _write_folder(
+    folder: Path, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]
+) -> None:
+    with open(folder / TENSORS, "wb") as file:
+        size, checksum = _write_tensors(file, tensors)
+        file.flush()
+        os.fsync(file.fileno())
+    record = {
+        "format": FORMAT,
+        "step": step,
+        "files": {TENSORS: {"bytes": size, "crc32": checksum}},
+        "meta": dict(meta),
+    }
+    body = json.dumps(record)
+    with open(folder / META, "w") as text:
+        json.dump({"crc32": zlib.crc32(body.encode()), "body": body}, text)
+        text.flush()
+        os.fsync(text.fileno())
+    _sync_folder(folder)
+
+
+def _write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+    """Write safetensors: u64 header size, JSON header, the tensors. Returns (bytes, CRC-32)."""
+    header: dict[str, Any] = {}
+    offset = 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    prefix = struct.pack("<Q", len(text)) + text
+    file.write(prefix)
+    checksum = zlib.crc32(prefix)
+    for tensor in tensors.values():
+        for chunk in tensor_bytes(tensor):
+            file.write(chunk)
+            checksum = zlib.crc32(chunk, checksum)
+    return len(prefix) + offset, checksum
+
+
+def tensor_bytes(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor, piece by piece. Copies each piece: a tensor whose memory NumPy has
+    seen can never be resized again, and `AdamW.offload` resizes."""
+    flat = tensor.detach().reshape(-1)
+    for piece in flat.split(CHUNK_BYTES // flat.element_size()):
+        yield piece.cpu().clone().view(torch.uint8).numpy().data
+
+
+def read_tensor(file: BinaryIO, out: Tensor) -> None:
+    """The inverse of writing `tensor_bytes`, into a contiguous tensor."""
+    flat = out.detach().view(-1)
+    for piece in flat.split(CHUNK_BYTES // flat.element_size()):
+        staged = torch.empty_like(piece, device="cpu")
+        view = staged.view(torch.uint8).numpy().data
+        if file.readinto(view) != len(view):  # type: ignore[attr-defined]
+            raise CheckpointError(f"{file.name} is shorter than it was when it was written")
+        piece.copy_(staged)
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    """Verify everything; any failure is an OSError, ValueError, KeyError or TypeError."""
+    outer = json.loads((folder / META).read_text())
+    if zlib.crc32(outer["body"].encode()) != outer["crc32"]:
+        raise ValueError(f"{folder / META}: the checksum does not match")
+    record = json.loads(outer["body"])
+    if record["format"] != FORMAT:
+        raise ValueError(f"format {record['format']}: this version reads format {FORMAT}")
+    for name, expected in record["files"].items():
+        _verify_file(folder / name, expected)
+    with open(folder / TENSORS, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        entries = json.loads(file.read(length))
+    return Checkpoint(folder, record["meta"], entries, 8 + length)
+
+
+def _verify_file(path: Path, expected: Mapping[str, int]) -> None:
+    size, checksum = 0, 0
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            size += len(chunk)
+            checksum = zlib.crc32(chunk, checksum)
+    if size != expected["bytes"]:
+        raise ValueError(f"{path} has {size} bytes instead of {expected['bytes']}")
+    if checksum != expected["crc32"]:
+        raise ValueError(f"{path}: the checksum does not match")
+
+
+def _way_on(folder: Path) -> str:
+    others = [other for other in list_checkpoints(folder.parent) if other != folder]
+    for other in reversed(others):
+        try:
+            _open_folder(other)
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        return f"Resume from {other}, the newest undamaged one, or delete {folder}."
+    return f"There is no undamaged one under {folder.parent}: delete it and start afresh."
+
+
+def _free_name(root: Path, step: int) -> Path:
+    """`step_N`, or `step_N.1`, ... where a run that went back writes the same step again."""
+    final, attempt = root / f"step_{step:08d}", 0
+    while final.exists():
+        attempt += 1
+        final = root / f"step_{step:08d}.{attempt}"
+    return final
+
+
+def _point_latest(root: Path, name: str) -> None:
+    temporary = root / f".tmp-{LATEST}"
+    try:
+        with open(temporary, "w") as file:
+            file.write(name + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, root / LATEST)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync_folder(root)
+
+
+def _clear_leftovers(root: Path) -> None:
+    """Of a writer that was killed: half-written folders, and half-deleted ones."""
+    for leftover in root.glob(".tmp-*"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink()
+    for folder in root.glob("step_*"):
+        if not (folder / META).exists():
+            shutil.rmtree(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _prune(root: Path, keep: int) -> None:
+    for folder in list_checkpoints(root)[:-keep]:
+        (folder / META).unlink(missing_ok=True)  # from now on it is not a checkpoint
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _explain_write_error(root: Path, tensors: Mapping[str, Tensor], error: OSError) -> str:
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    previous = latest_checkpoint(root)
+    kept = (
+        f"The previous checkpoint {previous} is intact." if previous else "There is no earlier one."
+    )
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        free = shutil.disk_usage(root).free
+        return (
+            f"cannot save a checkpoint under {root}: {error.strerror} ({needed / 1e6:.1f} MB "
+            f"needed, {free / 1e6:.1f} MB free). {kept} Free some space or choose another folder."
+        )
+    return f"cannot save a checkpoint under {root}: {error}. {kept} Choose a writable folder."

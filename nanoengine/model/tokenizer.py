@@ -1,0 +1,227 @@
+"""Text to ids and back: a folder's `tokenizer.json`, chat template and set of end-of-turn ids.
+
+Three rules make it safe for agents. Text is ordinary by default: a control token spelled in it
+stays text. In a chat, control tokens may come from the template and from trusted roles, never from
+what a user or a tool wrote. There is a set of EOS ids, not one.
+Left out: slow (Python) tokenizers and batching; padding does not exist in a packed engine.
+Next: special_guard.py (how text is kept from spelling control tokens), chat_template.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from nanoengine.model.chat_template import ChatTemplate, Message
+from nanoengine.model.special_guard import SpecialGuard, mask_strings
+
+TRUSTED_ROLES = frozenset({"system", "developer", "assistant"})
+"""Roles whose content is written by us or by the policy; every other role is masked."""
+
+
+class ChatTokenizer:
+    """A tokenizer with the model's own chat template. Make one with `from_folder`."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        eos_ids: Iterable[int],
+        chat_template: str | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._guard = SpecialGuard(self._tokenizer.to_str())
+        self._config = {k: v for k, v in (config or {}).items() if k != "chat_template"}
+        self.eos_ids = frozenset(eos_ids)
+        if not self.eos_ids:
+            raise ValueError(
+                "no end-of-turn id: set eos_token_id in generation_config.json or config.json, "
+                "or eos_token in tokenizer_config.json"
+            )
+        self.special_ids = frozenset(
+            index
+            for index, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        )
+        self._template: ChatTemplate | None = None
+        if chat_template is not None:
+            self._template = ChatTemplate(chat_template, _named_tokens(self._config))
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> ChatTokenizer:
+        """Read a Hugging Face model folder. `ValueError` names the missing or unusable file."""
+        folder = Path(path)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise ValueError(
+                f"{file} does not exist: a model folder needs a fast tokenizer; save one with "
+                "`transformers` (AutoTokenizer.from_pretrained(...).save_pretrained(folder))"
+            )
+        try:
+            tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        except Exception as error:  # the library raises bare Exception for a bad file
+            raise ValueError(f"{file} is not a tokenizer this library reads: {error}") from error
+        config = _read_json(folder / "tokenizer_config.json")
+        return cls(
+            tokenizer,
+            eos_ids=_read_eos_ids(folder, tokenizer, config),
+            chat_template=_read_template(folder, config),
+            config=config,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id; the model's embedding may be padded beyond it."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._template.source if self._template else None
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of one token by its exact name, control tokens included."""
+        return self._tokenizer.token_to_id(token)
+
+    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        """Ids of `text`. By default no control token can come out, whatever the text spells."""
+        if allow_special:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._guard.encode_plain(text)
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The chat as text, for reading. Encode chats with `encode_chat`, never through this."""
+        if self._template is None:
+            raise ValueError(
+                "this tokenizer has no chat template: put one in chat_template.jinja or under "
+                "chat_template in tokenizer_config.json"
+            )
+        return self._template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            variables=variables,
+        )
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        trusted_roles: frozenset[str] = TRUSTED_ROLES,
+    ) -> list[int]:
+        """Ids of the rendered chat. Messages of other roles than `trusted_roles` are plain text."""
+        masks = self._guard.masks(all_text(messages, tools, variables))
+        masked = [
+            message
+            if message.get("role") in trusted_roles
+            else {k: v if k == "role" else mask_strings(v, masks) for k, v in message.items()}
+            for message in messages
+        ]
+        text = self.render(
+            masked, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
+        )
+        return self._guard.encode_masked(text, masks)
+
+    def save(self, path: str | Path) -> None:
+        """Write the files that `from_folder` reads; `config.json` belongs to the model."""
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = dict(self._config)
+        if self._template is not None:
+            config["chat_template"] = self._template.source
+        (folder / "tokenizer.json").write_text(self._tokenizer.to_str(), encoding="utf-8")
+        _write_json(folder / "tokenizer_config.json", config)
+        generation = _read_json(folder / "generation_config.json")
+        _write_json(
+            folder / "generation_config.json", {**generation, "eos_token_id": sorted(self.eos_ids)}
+        )
+
+
+def all_text(*values: Any) -> str:
+    """Every string inside `values`, joined: what the masks must not occur in."""
+    texts: list[str] = []
+    pending = list(values)
+    while pending:
+        value = pending.pop()
+        if isinstance(value, str):
+            texts.append(value)
+        elif isinstance(value, Mapping):
+            pending += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple):
+            pending += value
+    return "".join(texts)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not valid JSON: {error}; download it again") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{file} holds a {type(data).__name__}, expected a JSON object")
+    return data
+
+
+def _write_json(file: Path, data: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several named templates
+        named = {entry["name"]: entry["template"] for entry in template}
+        return named.get("default")
+    return template
+
+
+def _read_eos_ids(folder: Path, tokenizer: Tokenizer, config: Mapping[str, Any]) -> set[int]:
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        eos = _read_json(folder / name).get("eos_token_id")
+        found.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    eos_token = _named_tokens(config).get("eos_token")
+    if eos_token is not None:
+        index = tokenizer.token_to_id(eos_token)
+        if index is None:
+            raise ValueError(
+                f"tokenizer_config.json names eos_token {eos_token!r}, which tokenizer.json does "
+                "not hold: the two files are of different models"
+            )
+        found.add(index)
+    return found
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token`, `eos_token`, ...: a string, or a dict with the string under `content`."""
+    named: dict[str, str] = {}
+    for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        token = config.get(key)
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            named[key] = token
+    return named

@@ -1,0 +1,230 @@
+"""Samples in, packed micro-batches out: no padding, a token budget, and an order that never varies.
+
+A sample of n tokens has n - 1 predictions: token t is predicted from tokens 0..t-1. So the model
+reads tokens 0..n-2 and every per-prediction tensor covers tokens 1..n-1; the shift by one happens
+here, inside each sample, and a packed neighbour is never a target.
+
+With `share_prefix`, members of one group (same `Sample.group`) whose leading tokens are equal
+become a tree: those tokens are read once, each member's own tokens hang below them as a branch.
+The tensors that the loss sees are the same in both layouts; `rows_T` says which row of the
+model's output predicts each of them.
+
+Left out: padding to fixed shapes and splitting one sample over micro-batches. A sample that is
+longer than the budget gets a micro-batch of its own.
+
+Legend: N rows the model reads, T predictions, S segments (sequences, prefixes or branches).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One sequence to train on. `loss_mask[t]` is 1 where token t was sampled by the policy.
+
+    `fields` are per-token numbers (advantages, rollout logps, ...), aligned with `tokens`.
+    `group` names samples that may share the forward pass of their common leading tokens.
+    """
+
+    tokens: list[int]
+    loss_mask: list[int]
+    fields: dict[str, list[float]] = field(default_factory=dict)
+    group: str | None = None
+
+    def __post_init__(self) -> None:
+        n = len(self.tokens)
+        if n < 2:
+            raise ValueError(f"a sample has {n} token(s): it needs at least 2 (one is predicted)")
+        if len(self.loss_mask) != n:
+            raise ValueError(f"loss_mask has {len(self.loss_mask)} entries for {n} tokens")
+        if self.loss_mask[0]:
+            raise ValueError("loss_mask[0] is set: the first token has nothing to predict it from")
+        for name, values in self.fields.items():
+            if len(values) != n:
+                raise ValueError(f"field {name!r} has {len(values)} entries for {n} tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """One forward and backward pass. Sample `index[i]` of the batch owns predictions
+    `starts[i]:starts[i + 1]`, in token order: its tokens 1..n-1."""
+
+    ids_N: Tensor  # int64, what the model reads
+    positions_N: Tensor  # int64, within each sample
+    cu_seqlens: Tensor  # int32 [S + 1], segments of the rows
+    max_seqlen: int
+    prefix_of_S: list[int] | None  # shared layout: the segment each one continues, -1 for none
+    rows_T: Tensor | None  # int64, row that predicts each entry; None: row t predicts entry t
+    target_ids_T: Tensor  # int64, the predicted tokens
+    loss_mask_T: Tensor  # fp32, 1 where the predicted token counts
+    fields_T: dict[str, Tensor]  # fp32, of the predicted tokens
+    sequence_ids_T: Tensor  # int64, index of the sample in the whole batch
+    index: list[int]
+    starts: list[int]
+
+    @property
+    def num_rows(self) -> int:
+        return self.ids_N.shape[0]
+
+    def split(self, values_T: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """(index of the sample in the batch, its predictions), sample by sample."""
+        for i, sample_index in enumerate(self.index):
+            yield sample_index, values_T[self.starts[i] : self.starts[i + 1]]
+
+
+@dataclass(frozen=True)
+class _Tree:
+    """Samples that share their first `prefix` tokens; 0 and one member for a plain sample."""
+
+    prefix: int
+    members: tuple[int, ...]
+    num_rows: int
+
+
+def make_micro_batches(
+    samples: Sequence[Sample],
+    max_tokens: int,
+    *,
+    share_prefix: bool = False,
+    device: torch.device | str = "cpu",
+) -> list[MicroBatch]:
+    """Pack `samples` into micro-batches of at most `max_tokens` rows, longest first.
+
+    Sorting by length puts like with like, so that attention pads little; ties keep the order of
+    the batch. The result is a function of the arguments alone.
+    """
+    if not samples:
+        raise ValueError("no samples: a batch needs at least one")
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens={max_tokens}: must be at least 1")
+    names = set(samples[0].fields)
+    for i, sample in enumerate(samples):
+        if set(sample.fields) != names:
+            raise ValueError(f"sample {i} has fields {sorted(sample.fields)}, not {sorted(names)}")
+    trees = _plain_trees(samples)
+    if share_prefix:
+        trees = _shared_trees(samples, max_tokens)
+    trees.sort(key=lambda tree: (-max(len(samples[i].tokens) for i in tree.members), tree.members))
+    return [_pack(samples, bin_, share_prefix, device) for bin_ in _fill(trees, max_tokens)]
+
+
+def _plain_trees(samples: Sequence[Sample]) -> list[_Tree]:
+    return [_Tree(0, (i,), len(sample.tokens) - 1) for i, sample in enumerate(samples)]
+
+
+def _shared_trees(samples: Sequence[Sample], max_tokens: int) -> list[_Tree]:
+    groups: dict[str, list[int]] = {}
+    trees: list[_Tree] = []
+    for i, sample in enumerate(samples):
+        if sample.group is None:
+            trees.append(_Tree(0, (i,), len(sample.tokens) - 1))
+        else:
+            groups.setdefault(sample.group, []).append(i)
+    for members in groups.values():
+        trees.extend(_split_group(samples, members, max_tokens))
+    return trees
+
+
+def _split_group(samples: Sequence[Sample], members: list[int], max_tokens: int) -> list[_Tree]:
+    """One tree, or several that repeat the prefix where one would exceed the budget."""
+    prefix = common_prefix([samples[i].tokens for i in members]) if len(members) > 1 else 0
+    if prefix == 0:
+        return [_Tree(0, (i,), len(samples[i].tokens) - 1) for i in members]
+    order = sorted(members, key=lambda i: (-len(samples[i].tokens), i))
+    trees: list[_Tree] = []
+    taken: list[int] = []
+    num_rows = prefix
+    for i in order:
+        own = len(samples[i].tokens) - 1 - prefix
+        if taken and num_rows + own > max_tokens:
+            trees.append(_Tree(prefix, tuple(taken), num_rows))
+            taken, num_rows = [], prefix
+        taken.append(i)
+        num_rows += own
+    trees.append(_Tree(prefix, tuple(taken), num_rows))
+    return trees
+
+
+def common_prefix(sequences: Sequence[list[int]]) -> int:
+    """Number of leading tokens that all sequences share, at most each length - 1."""
+    first, last = min(sequences), max(sequences)  # the two that differ earliest
+    limit = min(len(sequence) for sequence in sequences) - 1
+    for i in range(limit):
+        if first[i] != last[i]:
+            return i
+    return limit
+
+
+def _fill(trees: list[_Tree], max_tokens: int) -> Iterator[list[_Tree]]:
+    taken: list[_Tree] = []
+    num_rows = 0
+    for tree in trees:
+        if taken and num_rows + tree.num_rows > max_tokens:
+            yield taken
+            taken, num_rows = [], 0
+        taken.append(tree)
+        num_rows += tree.num_rows
+    yield taken
+
+
+def _pack(
+    samples: Sequence[Sample], trees: list[_Tree], shared: bool, device: torch.device | str
+) -> MicroBatch:
+    ids: list[int] = []
+    positions: list[int] = []
+    rows: list[int] = []
+    cu_seqlens, starts = [0], [0]
+    prefix_of: list[int] = []
+    index: list[int] = []
+
+    def add_segment(tokens: list[int], begin: int, end: int, parent: int) -> range:
+        first = len(ids)
+        ids.extend(tokens[begin:end])
+        positions.extend(range(begin, end))
+        cu_seqlens.append(len(ids))
+        prefix_of.append(parent)
+        return range(first, len(ids))
+
+    for tree in trees:
+        parent, prefix_rows = -1, range(0)
+        if tree.prefix:
+            parent = len(prefix_of)
+            prefix_rows = add_segment(samples[tree.members[0]].tokens, 0, tree.prefix, -1)
+        for i in tree.members:
+            tokens = samples[i].tokens
+            own_rows = add_segment(tokens, tree.prefix, len(tokens) - 1, parent)
+            rows.extend((*prefix_rows, *own_rows))
+            starts.append(len(rows))
+            index.append(i)
+
+    def per_prediction(values: list[list[float]] | list[list[int]], dtype: torch.dtype) -> Tensor:
+        flat = [x for i in index for x in values[i][1:]]
+        return torch.tensor(flat, dtype=dtype, device=device)
+
+    sequence_ids = [i for i in index for _ in samples[i].tokens[1:]]
+    lengths = [end - begin for begin, end in pairwise(cu_seqlens)]
+    has_tree = any(tree.prefix for tree in trees)
+    return MicroBatch(
+        ids_N=torch.tensor(ids, device=device),
+        positions_N=torch.tensor(positions, device=device),
+        cu_seqlens=torch.tensor(cu_seqlens, dtype=torch.int32, device=device),
+        max_seqlen=max(lengths),
+        prefix_of_S=prefix_of if shared and has_tree else None,
+        rows_T=torch.tensor(rows, device=device) if has_tree else None,
+        target_ids_T=per_prediction([s.tokens for s in samples], torch.int64),
+        loss_mask_T=per_prediction([s.loss_mask for s in samples], torch.float32),
+        fields_T={
+            name: per_prediction([s.fields[name] for s in samples], torch.float32)
+            for name in samples[0].fields
+        },
+        sequence_ids_T=torch.tensor(sequence_ids, device=device),
+        index=index,
+        starts=starts,
+    )

@@ -1,0 +1,275 @@
+"""`TurnBuilder`: the tokens of one rollout, from the ids that the engine sampled.
+
+Tokens in, tokens out. Assistant text is never encoded again: the sampled ids are appended as they
+are, with their log-probs and policy versions. Only observations are encoded, as the piece of a
+rendered chat that follows the end-of-turn token. Everything is append-only: the prompt of every
+turn extends the ids already held, so the engine's prefix cache and the trainer's replay both agree.
+Left out: templates that rewrite earlier turns (stripped thinking). What was sampled stays; a loop
+that must rewrite history starts a second builder with the same `rollout_id`.
+
+    tokens      prompt | action | (EOS) template observation template | action | ...
+    loss_mask   0      | 1      | 0                                   | 1      | ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nanoengine.model.chat_template import Message
+from nanoengine.model.tokenizer import ChatTokenizer
+from nanoinfer.sampling import Output
+from nanorl.types import Rollout, Status, TurnSpan
+
+Truncation = Literal["turn", "context", "response"]
+
+DELTA_BASE: tuple[Message, ...] = (
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+)
+"""The chat in front of an observation when its template text is cut out; any chat would do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How large one rollout may grow, in tokens unless the name says otherwise."""
+
+    max_turns: int = 4
+    """Model outputs in a rollout."""
+    max_turn_tokens: int = 256
+    """Sampled tokens in one turn."""
+    max_response_tokens: int | None = None
+    """Sampled tokens in the whole rollout; None leaves that to the context limit."""
+    max_context_tokens: int = 2048
+    """Everything: prompt, actions and observations."""
+    max_observation_tokens: int = 256
+    """The text of one observation; longer ones lose their middle."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_turns",
+            "max_turn_tokens",
+            "max_response_tokens",
+            "max_context_tokens",
+            "max_observation_tokens",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
+
+
+class TurnBuilder:
+    """Grows one rollout: `start`, then `append_action` and `append_observation` in turn."""
+
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        limits: Limits,
+        *,
+        task_id: str,
+        group_id: str,
+        rollout_id: str,
+        delta_base: Sequence[Message] = DELTA_BASE,
+    ) -> None:
+        self.limits = limits
+        self.truncation: Truncation | None = None
+        self.spans: list[TurnSpan] = []
+        self._ids = (task_id, group_id, rollout_id)
+        self._tokenizer = tokenizer
+        self._delta_base = list(delta_base)
+        self._tokens: list[int] = []
+        self._mask: list[int] = []
+        self._logps: list[float] = []
+        self._versions: list[int] = []
+        self._is_aborted = False
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """What the engine is given for the next turn: everything so far (a copy)."""
+        return list(self._tokens)
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.spans)
+
+    @property
+    def num_action_tokens(self) -> int:
+        return sum(self._mask)
+
+    def start(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
+        """Encode the opening chat. `ValueError` where it leaves no room for a single token."""
+        assert not self._tokens, "start() is called once"
+        ids = self._tokenizer.encode_chat(messages, add_generation_prompt=True, tools=tools)
+        if len(ids) >= self.limits.max_context_tokens:
+            raise ValueError(
+                f"task {self._ids[0]!r}: its prompt has {len(ids)} tokens, max_context_tokens is "
+                f"{self.limits.max_context_tokens}: raise the limit or drop the task"
+            )
+        self._append_fixed(ids)
+
+    def room(self) -> tuple[int, Truncation]:
+        """Tokens that the next output may have, and which limit it would hit first."""
+        rooms: list[tuple[int, Truncation]] = [(self._turn_room(), "turn")]
+        if self.limits.max_response_tokens is not None:
+            rooms.append((self.limits.max_response_tokens - self.num_action_tokens, "response"))
+        rooms.append((self.limits.max_context_tokens - len(self._tokens), "context"))
+        size, kind = min(rooms, key=lambda room: room[0])
+        return max(size, 0), kind
+
+    def append_action(self, output: Output) -> None:
+        """Append what the engine sampled; after an aborted output, to that output's turn."""
+        ids = output.ids
+        assert len(ids) == len(output.logps) == len(output.versions), (
+            f"an output of {len(ids)} ids has {len(output.logps)} logps and "
+            f"{len(output.versions)} versions"
+        )
+        _, limit = self.room()
+        start = self.spans.pop().action_start if self._is_aborted else len(self._tokens)
+        self._tokens += ids
+        self._mask += [1] * len(ids)
+        self._logps += output.logps
+        self._versions += output.versions
+        end = len(self._tokens)
+        self.spans.append(TurnSpan(action_start=start, action_end=end, observation_end=end))
+        self._is_aborted = output.finish_reason == "abort"
+        self.truncation = limit if output.finish_reason == "length" else None
+
+    def action_ids(self) -> list[int]:
+        """The last action without its end-of-turn token: what a parser reads."""
+        span = self.spans[-1]
+        ids = self._tokens[span.action_start : span.action_end]
+        return ids[:-1] if ids and ids[-1] in self._tokenizer.eos_ids else ids
+
+    def action_text(self) -> str:
+        return self._tokenizer.decode(self.action_ids())
+
+    @property
+    def is_parseable(self) -> bool:
+        """Whether the last action ended by itself: cut-off text is never parsed for tool calls."""
+        return bool(self.spans) and self.truncation is None and not self._is_aborted
+
+    def append_observation(self, messages: Sequence[Message]) -> bool:
+        """Append the answer to the last action; False (nothing appended) where it does not fit.
+
+        An action without an end-of-turn token gets one with mask 0: the policy did not sample it.
+        """
+        assert self.spans and not self._is_aborted, "an observation answers a finished action"
+        eos_id, delta = self._delta([self._shorten(message) for message in messages])
+        if not self._ends_with_eos():
+            delta = [eos_id, *delta]
+        if len(self._tokens) + len(delta) >= self.limits.max_context_tokens:
+            self.truncation = "context"
+            return False
+        self._append_fixed(delta)
+        last = self.spans[-1]
+        self.spans[-1] = TurnSpan(
+            action_start=last.action_start,
+            action_end=last.action_end,
+            observation_end=len(self._tokens),
+        )
+        return True
+
+    def status(self) -> Status:
+        """How the rollout ended, as far as tokens tell."""
+        if self.truncation is None:
+            return Status.FINISHED
+        is_turn = self.truncation == "turn"
+        return Status.TRUNCATED_TURN if is_turn else Status.TRUNCATED_CONTEXT
+
+    def close(
+        self,
+        reward: float,
+        status: Status | None = None,
+        *,
+        turn_rewards: Sequence[float] = (),
+        metrics: Mapping[str, float] | None = None,
+    ) -> Rollout:
+        """The finished rollout; by default with the status that the tokens tell."""
+        task_id, group_id, rollout_id = self._ids
+        if turn_rewards and len(turn_rewards) != len(self.spans):
+            raise ValueError(f"{len(turn_rewards)} turn rewards for {len(self.spans)} turns")
+        cut = {f"truncated_{self.truncation}": 1.0} if self.truncation else {}
+        return Rollout(
+            task_id=task_id,
+            group_id=group_id,
+            rollout_id=rollout_id,
+            tokens=list(self._tokens),
+            loss_mask=list(self._mask),
+            logps=list(self._logps),
+            versions=list(self._versions),
+            turn_spans=list(self.spans),
+            reward=reward,
+            turn_rewards=list(turn_rewards),
+            status=self.status() if status is None else status,
+            metrics={**(metrics or {}), "num_turns": float(len(self.spans)), **cut},
+        )
+
+    def _turn_room(self) -> int:
+        if not self._is_aborted:
+            return self.limits.max_turn_tokens
+        span = self.spans[-1]
+        return self.limits.max_turn_tokens - (span.action_end - span.action_start)
+
+    def _append_fixed(self, ids: list[int]) -> None:
+        self._tokens += ids
+        self._mask += [0] * len(ids)
+        self._logps += [0.0] * len(ids)
+        self._versions += [-1] * len(ids)
+
+    def _ends_with_eos(self) -> bool:
+        span = self.spans[-1]
+        is_empty = span.action_start == span.action_end
+        return not is_empty and self._tokens[-1] in self._tokenizer.eos_ids
+
+    def _delta(self, messages: Sequence[Message]) -> tuple[int, list[int]]:
+        """The template's end-of-turn id, and all ids after it up to the next assistant turn.
+
+        The cut is found by counting end-of-turn ids, not by the length of the rendered base: some
+        templates render a last assistant message differently from an earlier one.
+        """
+        encode, eos_ids = self._tokenizer.encode_chat, self._tokenizer.eos_ids
+        base = encode(self._delta_base, add_generation_prompt=False)
+        num_eos = sum(token in eos_ids for token in base)
+        if num_eos == 0:
+            raise ValueError(
+                f"the chat template ends an assistant turn with none of the eos ids "
+                f"{sorted(eos_ids)}: add its end-of-turn token to generation_config.json"
+            )
+        full = encode([*self._delta_base, *messages], add_generation_prompt=True)
+        places = [place for place, token in enumerate(full) if token in eos_ids]
+        cut = places[num_eos - 1]
+        return full[cut], full[cut + 1 :]
+
+    def _shorten(self, message: Message) -> Message:
+        content = message["content"]
+        short = shorten(self._tokenizer, content, self.limits.max_observation_tokens)
+        return {**message, "content": short}
+
+
+def shorten(tokenizer: ChatTokenizer, text: str, max_tokens: int) -> str:
+    """`text` of at most `max_tokens` tokens: both ends with a mark between, or the head alone.
+
+    The end matters as much as the start: the last line of a traceback says what went wrong.
+    """
+    ids = tokenizer.encode(text)
+    if len(ids) <= max_tokens:
+        return text
+    mark = "\n...\n"
+    # Cutting inside a character or re-joining words can add tokens, so shrink until it fits.
+    for keep in range(max_tokens - len(tokenizer.encode(mark)), 0, -1):
+        head, tail = ids[: (keep + 1) // 2], ids[len(ids) - keep // 2 :]
+        short = _clean(tokenizer.decode(head)) + mark + _clean(tokenizer.decode(tail))
+        if len(tokenizer.encode(short)) <= max_tokens:
+            return short
+    for keep in range(max_tokens, 0, -1):
+        short = _clean(tokenizer.decode(ids[:keep]))
+        if len(tokenizer.encode(short)) <= max_tokens:
+            return short
+    return ""
+
+
+def _clean(text: str) -> str:
+    return text.strip("\ufffd")

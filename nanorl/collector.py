@@ -1,0 +1,82 @@
+"""Runs the rollouts of one task as a group: coroutines that share the engine and the sandbox.
+
+While one rollout waits for its tool the others decode. A rollout whose status is FAILED
+(infrastructure, never the program's doing) is run again with the same seed, so a retry changes
+nothing but time; if it keeps failing the group goes on without it, and it is kept for the record.
+Left out: when a group may start (staleness.py) and what is done with it (trainer.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from nanoinfer.sampling import SamplingParams
+from nanorl.seeds import derive_seed
+from nanorl.types import Rollout, Status, Task
+
+
+class PlayRollout(Protocol):
+    """Plays one task to its end and scores it (see agents/tool.py)."""
+
+    async def __call__(
+        self, task: Task, *, group_id: str, rollout_id: str, sampling: SamplingParams
+    ) -> Rollout: ...
+
+
+@dataclass(kw_only=True)
+class CollectorStats:
+    """Counts over the life of a collector."""
+
+    num_rollouts: int = 0
+    num_failed: int = 0
+    failed: list[Rollout] = field(default_factory=list)
+
+
+class RolloutCollector:
+    """Plays groups. `on_rollout` is called after every finished rollout (for the live view)."""
+
+    def __init__(
+        self,
+        play: PlayRollout,
+        *,
+        run_seed: int,
+        max_retries: int = 2,
+        on_rollout: Callable[[Rollout], None] | None = None,
+    ) -> None:
+        self.play = play
+        self.run_seed = run_seed
+        self.max_retries = max_retries
+        self.on_rollout = on_rollout
+        self.stats = CollectorStats()
+
+    async def run_group(
+        self, task: Task, *, group_id: str, size: int, sampling: SamplingParams
+    ) -> list[Rollout]:
+        """`size` rollouts of one task, ordered by member; without those that kept failing."""
+        members = [
+            self._run_member(task, group_id, f"{group_id}-m{member}", sampling)
+            for member in range(size)
+        ]
+        rollouts = await asyncio.gather(*members)
+        return [rollout for rollout in rollouts if rollout.status != Status.FAILED]
+
+    async def _run_member(
+        self, task: Task, group_id: str, rollout_id: str, sampling: SamplingParams
+    ) -> Rollout:
+        seed = derive_seed(self.run_seed, "rollout", rollout_id)
+        params = replace(sampling, seed=seed)
+        for attempt in range(self.max_retries + 1):
+            rollout = await self.play(
+                task, group_id=group_id, rollout_id=rollout_id, sampling=params
+            )
+            self.stats.num_rollouts += 1
+            if rollout.status != Status.FAILED:
+                break
+            self.stats.num_failed += 1
+            self.stats.failed.append(replace(rollout, rollout_id=f"{rollout_id}-failed{attempt}"))
+        if self.on_rollout is not None:
+            self.on_rollout(rollout)
+        return rollout

@@ -1,0 +1,78 @@
+"""A problem: a task together with programs that solve it, and the usual wrong way to try.
+
+Generators are plain functions `(rng) -> Problem`; they compute the answer themselves, never by
+running the program text, so that executing a solution is an independent check of the answer.
+Only the teacher of the warm start reads `solutions` and `habit`; the policy and the environment
+see a `Task`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from nanorl.types import Task
+
+HELDOUT_ONE_IN = 4  # a quarter of all problem texts is never trained on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem(Task):
+    """A task with its solutions.
+
+    solutions  alternatives; each is the programs of one trace in order, the last prints the answer
+    habit      programs a careless solver tends to run instead; empty: no typical mistake is known
+    """
+
+    solutions: tuple[tuple[str, ...], ...]
+    habit: tuple[str, ...] = ()
+
+
+Generator = Callable[[random.Random], Problem]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """The generators of one preset by kind; the kinds in `several_turns` need to look first."""
+
+    name: str
+    generators: Mapping[str, Generator]
+    several_turns: frozenset[str] = field(default_factory=frozenset)
+
+
+def make_problem(
+    kind: str,
+    prompt: str,
+    answer: int | str,
+    *solutions: str | tuple[str, ...],
+    files: dict[str, str] | None = None,
+    habit: str | tuple[str, ...] = (),
+) -> Problem:
+    """A problem with its id and split; a solution given as one string is a single execution."""
+    return Problem(
+        task_id=task_id(kind, prompt, str(answer), files or {}),
+        kind=kind,
+        prompt=prompt,
+        answer=str(answer),
+        files=files or {},
+        split=split_of(prompt),
+        solutions=tuple((s,) if isinstance(s, str) else s for s in solutions),
+        habit=(habit,) if isinstance(habit, str) else habit,
+    )
+
+
+def split_of(prompt: str) -> str:
+    """`train` or `heldout`, by the text alone: no prompt can occur in both."""
+    digest = hashlib.sha256(prompt.encode()).digest()
+    return "heldout" if int.from_bytes(digest[:8], "big") % HELDOUT_ONE_IN == 0 else "train"
+
+
+def task_id(kind: str, prompt: str, answer: str, files: Mapping[str, str]) -> str:
+    """A stable id: equal content, equal id, on every machine and in every process."""
+    parts = [kind, prompt, answer]
+    for name in sorted(files):
+        parts += [name, files[name]]
+    text = "".join(f"{len(part)}:{part}" for part in parts)  # lengths: no two lists collide
+    return f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"

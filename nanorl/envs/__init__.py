@@ -1,0 +1,1 @@
+"""Environments: what answers an action. Read `base.py` first."""

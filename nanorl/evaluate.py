@@ -1,0 +1,89 @@
+"""Greedy evaluation on held-out tasks: success overall and per task type.
+
+Every task is played once at temperature 0 through the same agent, environment and sandbox as in
+training. With the tool off the agent still may answer; it gets a fixed notice instead of output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanoinfer.sampling import SamplingParams
+from nanorl.collector import PlayRollout
+from nanorl.types import Rollout, Status, Task
+
+
+@dataclass(kw_only=True)
+class EvaluationResult:
+    """`success` is the share of tasks with reward 1; failed rollouts are retried, never counted."""
+
+    success: float
+    num_tasks: int
+    per_kind: dict[str, tuple[int, int]]  # kind -> (solved, played)
+    mean_turns: float
+    mean_action_tokens: float
+    examples: list[Rollout] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "success": self.success,
+            "num_tasks": self.num_tasks,
+            "per_kind": {kind: list(counts) for kind, counts in sorted(self.per_kind.items())},
+            "mean_turns": self.mean_turns,
+            "mean_action_tokens": self.mean_action_tokens,
+        }
+
+
+async def evaluate(
+    play: PlayRollout,
+    tasks: Sequence[Task],
+    *,
+    name: str,
+    on_rollout: Callable[[Rollout], None] | None = None,
+    max_retries: int = 2,
+    num_examples: int = 12,
+) -> EvaluationResult:
+    """Play every task greedily; `name` goes into the rollout ids of the examples."""
+    greedy = SamplingParams(temperature=0.0)
+
+    async def play_one(index: int, task: Task) -> Rollout:
+        rollout_id = f"eval-{name}-{index}"
+        for _ in range(max_retries + 1):
+            rollout = await play(task, group_id=rollout_id, rollout_id=rollout_id, sampling=greedy)
+            if rollout.status != Status.FAILED:
+                break
+        if on_rollout is not None:
+            on_rollout(rollout)
+        return rollout
+
+    rollouts = await asyncio.gather(*(play_one(i, task) for i, task in enumerate(tasks)))
+    return summarise(tasks, rollouts, num_examples)
+
+
+def summarise(
+    tasks: Sequence[Task], rollouts: Sequence[Rollout], num_examples: int
+) -> EvaluationResult:
+    """Count successes; raises RuntimeError if the infrastructure failed on a task for good."""
+    failed = [r.task_id for r in rollouts if r.status == Status.FAILED]
+    if failed:
+        raise RuntimeError(
+            f"{len(failed)} evaluation rollouts failed again and again (first task: {failed[0]}); "
+            "the sandbox does not work on this machine at present: see the messages above"
+        )
+    per_kind: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for task, rollout in zip(tasks, rollouts, strict=True):
+        per_kind[task.kind][0] += rollout.reward >= 1.0
+        per_kind[task.kind][1] += 1
+    count = len(rollouts)
+    return EvaluationResult(
+        success=sum(r.reward >= 1.0 for r in rollouts) / count,
+        num_tasks=count,
+        per_kind={kind: (solved, played) for kind, (solved, played) in per_kind.items()},
+        mean_turns=sum(len(r.turn_spans) for r in rollouts) / count,
+        mean_action_tokens=sum(r.num_action_tokens for r in rollouts) / count,
+        examples=list(rollouts[:num_examples]),
+    )

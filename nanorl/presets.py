@@ -1,0 +1,102 @@
+"""The two recipes that come with the project, as plain functions. Measured in docs/log.md.
+
+smollm2  SmolLM2-135M-Instruct, a real pretrained model, becomes a tool-using agent
+tiny     0.66 M parameters from scratch, no download: for tests and the first minutes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from nanorl.agents.tools import ToolFormat
+from nanorl.config import (
+    AgentConfig,
+    EngineLimits,
+    EvaluationConfig,
+    RLConfig,
+    RunConfig,
+    ToolConfig,
+    WarmStartConfig,
+)
+from nanorl.data.formats import COMPACT, MARKDOWN, ActionFormat
+from nanorl.data.problem import Family
+from nanorl.data.smollm2_family import smollm2_family
+from nanorl.data.teachers import TeacherConfig, smollm2_teacher, tiny_teacher
+from nanorl.data.tiny_family import tiny_family
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """What a preset name stands for: default options, tasks, and how actions are written."""
+
+    config: Callable[[], RunConfig]
+    family: Callable[[], Family]
+    teacher: Callable[[], TeacherConfig]
+    action_format: ActionFormat
+    tool_format: ToolFormat
+
+
+def smollm2() -> RunConfig:
+    return RunConfig(
+        preset="smollm2",
+        warm_start=WarmStartConfig(steps=56, traces_per_step=8, lr=1e-4),
+        rl=RLConfig(steps=16, tasks_per_step=8, group_size=8, lr=2e-5),
+        agent=AgentConfig(
+            max_turns=4, max_turn_tokens=96, max_context_tokens=512, max_observation_tokens=64
+        ),
+        evaluation=EvaluationConfig(num_tasks=210),
+    )
+
+
+def tiny() -> RunConfig:
+    return RunConfig(
+        preset="tiny",
+        dtype="bf16",
+        save_every=20,
+        warm_start=WarmStartConfig(
+            steps=600, traces_per_step=32, lr=3e-3, warmup_steps=20, drill_fraction=0.25
+        ),
+        rl=RLConfig(steps=50, tasks_per_step=24, group_size=8, lr=3e-4),
+        agent=AgentConfig(
+            max_turns=4, max_turn_tokens=48, max_context_tokens=256, max_observation_tokens=32
+        ),
+        tool=ToolConfig(timeout_s=2.0),
+        evaluation=EvaluationConfig(num_tasks=418, num_tasks_untrained=418, num_tasks_no_tool=418),
+        engine=EngineLimits(
+            micro_batch_tokens=8192, max_num_seqs=192, max_batch_tokens=4096, cache_mb=256
+        ),
+    )
+
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "smollm2": Preset(
+            config=smollm2,
+            family=smollm2_family,
+            teacher=smollm2_teacher,
+            action_format=MARKDOWN,
+            tool_format=ToolFormat(),
+        ),
+        "tiny": Preset(
+            config=tiny,
+            family=tiny_family,
+            teacher=tiny_teacher,
+            action_format=COMPACT,
+            tool_format=ToolFormat(
+                open="<run>",
+                close="</run>",
+                answer="<ans>",
+                observation_role="tool",
+                observation_prefix="",
+            ),
+        ),
+    }
+)
+
+
+def get_preset(name: str) -> Preset:
+    if name not in PRESETS:
+        raise ValueError(f"--preset {name}: no such preset; choose one of {', '.join(PRESETS)}")
+    return PRESETS[name]

@@ -1,0 +1,1 @@
+"""What a run leaves behind for people: metrics, a live view, the report page and the summary."""

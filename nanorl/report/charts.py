@@ -1,0 +1,292 @@
+"""Curves and bars as inline SVG: no script, no file beside the page, colours from its style sheet.
+
+Each mark carries a <title> (the browser's tooltip) and each chart a text that says what it shows,
+for those who cannot see it. Left out: zooming and log axes; the numbers are in metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nanorl.report.markup import text
+
+WIDTH, HEIGHT = 560, 250
+LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 30
+NUM_COLOURS = 8
+SMOOTH_FROM = 40  # points; shorter curves are shown as they are
+MAX_MARKS = 150
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One value a step; None leaves a gap."""
+
+    label: str
+    values: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """All series share `steps`. `is_fraction` shows percent; from 0 to 100 % once above half."""
+
+    title: str
+    steps: tuple[int, ...]
+    series: tuple[Series, ...]
+    unit: str = ""
+    is_fraction: bool = False
+
+
+def line_chart(chart: Chart) -> str:
+    """A card: title, last value, curves, legend. Long curves get a moving average on top."""
+    values = [value for series in chart.series for value in series.values if value is not None]
+    low, high, ticks = _axis(values, chart.is_fraction)
+    body = [_grid(chart, ticks, low, high)]
+    for index, series in enumerate(chart.series):
+        points = [
+            None if value is None else (_x(chart, i), _y(value, low, high))
+            for i, value in enumerate(series.values)
+        ]
+        colour = f"c{index % NUM_COLOURS}"
+        is_long = len(points) >= SMOOTH_FROM
+        body.append(
+            f'<path class="line {colour}{" faint" if is_long else ""}" d="{_path(points)}"/>'
+        )
+        if is_long:
+            body.append(f'<path class="line {colour}" d="{_path(_smooth(points))}"/>')
+        body.append(_marks(chart, series, points, colour))
+    return _card(chart, "".join(body))
+
+
+def stacked_bars(chart: Chart) -> str:
+    """A card with one bar a step, the series stacked; long runs are averaged in bins."""
+    chart = _binned(chart, 60)
+    totals = [
+        sum(series.values[i] or 0.0 for series in chart.series) for i in range(len(chart.steps))
+    ]
+    low, high, ticks = _axis([0.0, *totals], False)
+    slot = (WIDTH - LEFT - RIGHT) / max(1, len(chart.steps))
+    width = min(slot * 0.78, 40.0)
+    body = [_grid(chart, ticks, low, high, is_bars=True)]
+    for i, step in enumerate(chart.steps):
+        base = 0.0
+        for index, series in enumerate(chart.series):
+            value = series.values[i] or 0.0
+            if value <= 0:
+                continue
+            y_top, y_base = _y(base + value, low, high), _y(base, low, high)
+            x, height = LEFT + slot * (i + 0.5) - width / 2, max(0.5, y_base - y_top - 0.6)
+            tip = f"step {step}, {series.label}: {number(value)} {chart.unit}"
+            body.append(
+                f'<rect class="bar c{index % NUM_COLOURS}" x="{_n(x)}" y="{_n(y_top)}" '
+                f'width="{_n(width)}" height="{_n(height)}"><title>{text(tip)}</title></rect>'
+            )
+            base += value
+    return _card(chart, "".join(body))
+
+
+def success_bars(rows: Sequence[tuple[str, float | None]], num_tasks: int) -> str:
+    """Horizontal bars of success rates with 95 % Wilson intervals; None is "not measured"."""
+    height, left, right = 46, 168, 74
+    span = 1100 - left - right
+    parts = []
+    for i, (label, rate) in enumerate(rows):
+        y = i * height + 8
+        parts.append(f'<text class="name" x="{left - 12}" y="{y + 19}">{text(label)}</text>')
+        parts.append(f'<rect class="track" x="{left}" y="{y}" width="{span}" height="28" rx="4"/>')
+        if rate is None:
+            parts.append(f'<text class="value" x="{left + 10}" y="{y + 19}">not measured</text>')
+            continue
+        low, high = wilson_interval(rate, num_tasks)
+        x_low, x_high = left + span * low, left + span * high
+        parts.append(
+            f'<rect class="bar h{i}" x="{left}" y="{y}" width="{_n(max(2.0, span * rate))}" '
+            f'height="28" rx="4"><title>{text(label)}: {rate:.1%}, 95 % interval '
+            f"{low:.1%} to {high:.1%}</title></rect>"
+            f'<path class="whisker" d="M{_n(x_low)} {y + 14}H{_n(x_high)}M{_n(x_low)} {y + 9}v10'
+            f'M{_n(x_high)} {y + 9}v10"/>'
+            f'<text class="value" x="{left + span + 10}" y="{y + 19}">{rate:.1%}</text>'
+        )
+    said = "; ".join(f"{label} {'not measured' if r is None else f'{r:.1%}'}" for label, r in rows)
+    return (
+        f'<svg class="success" viewBox="0 0 1100 {len(rows) * height + 2}" role="img" '
+        f'aria-label="Held-out success: {text(said)}">{"".join(parts)}</svg>'
+    )
+
+
+def wilson_interval(rate: float, num: int) -> tuple[float, float]:
+    """95 % score interval of a proportion (Wilson 1927); the whole range for no trials."""
+    if num <= 0:
+        return 0.0, 1.0
+    z = 1.959964
+    centre = (rate + z * z / (2 * num)) / (1 + z * z / num)
+    half = z / (1 + z * z / num) * math.sqrt(rate * (1 - rate) / num + z * z / (4 * num * num))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def number(value: float | None, is_fraction: bool = False) -> str:
+    """Short and readable: 87.5 %, 1.2e-05, 3,456, 0.0312."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if is_fraction:
+        return f"{value:.1%}"
+    size = abs(value)
+    if value == int(value) and size < 1e6:
+        return f"{int(value):,}"
+    if size >= 1e6 or size < 1e-3:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """1:05 or 2:01:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _axis(values: Sequence[float], is_fraction: bool) -> tuple[float, float, list[float]]:
+    """Low, high and about five round ticks; with 0, unless the data is far from it."""
+    if is_fraction and max(values, default=1.0) > 0.5:
+        return 0.0, 1.0, [0.0, 0.25, 0.5, 0.75, 1.0]
+    low, high = (min(values), max(values)) if values else (0.0, 1.0)
+    if low > 0 and low < 0.6 * high:
+        low = 0.0
+    if high < 0 and high > 0.6 * low:
+        high = 0.0
+    if low == high:
+        low, high = (low - abs(low) * 0.5, high + abs(high) * 0.5) if low else (0.0, 1.0)
+    rough = (high - low) / 4
+    power = 10.0 ** math.floor(math.log10(rough))
+    tick = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= rough * 0.999)
+    first, last = math.floor(low / tick + 1e-9), math.ceil(high / tick - 1e-9)
+    ticks = [round(i * tick, 12 - math.floor(math.log10(tick))) for i in range(first, last + 1)]
+    return ticks[0], ticks[-1], ticks
+
+
+def _x(chart: Chart, i: int) -> float:
+    first, last = chart.steps[0], chart.steps[-1]
+    if first == last:
+        return LEFT + (WIDTH - LEFT - RIGHT) / 2
+    return LEFT + (WIDTH - LEFT - RIGHT) * (chart.steps[i] - first) / (last - first)
+
+
+def _y(value: float, low: float, high: float) -> float:
+    return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - low) / (high - low)
+
+
+def _n(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def _path(points: Sequence[tuple[float, float] | None]) -> str:
+    parts, pen = [], "M"
+    for point in points:
+        if point is None:
+            pen = "M"
+            continue
+        parts.append(f"{pen}{_n(point[0])} {_n(point[1])}")
+        pen = "L"
+    return "".join(parts)
+
+
+def _smooth(points: Sequence[tuple[float, float] | None]) -> list[tuple[float, float] | None]:
+    """Centred moving average over about a tenth of the curve."""
+    reach = max(2, len(points) // 20)
+    smooth: list[tuple[float, float] | None] = []
+    for i, point in enumerate(points):
+        near = [p[1] for p in points[max(0, i - reach) : i + reach + 1] if p is not None]
+        smooth.append(None if point is None else (point[0], sum(near) / len(near)))
+    return smooth
+
+
+def _marks(
+    chart: Chart, series: Series, points: Sequence[tuple[float, float] | None], colour: str
+) -> str:
+    stride = max(1, math.ceil(len(points) / MAX_MARKS))
+    shown = " shown" if len(points) <= 25 else ""
+    parts = []
+    for i, point in enumerate(points):
+        if point is None or i % stride:
+            continue
+        value = number(series.values[i], chart.is_fraction)
+        tip = f"step {chart.steps[i]}, {series.label}: {value} {chart.unit}".rstrip()
+        parts.append(
+            f'<circle class="mark {colour}{shown}" cx="{_n(point[0])}" cy="{_n(point[1])}" r="3.2">'
+            f"<title>{text(tip)}</title></circle>"
+        )
+    return "".join(parts)
+
+
+def _grid(
+    chart: Chart, ticks: Sequence[float], low: float, high: float, is_bars: bool = False
+) -> str:
+    parts = []
+    for tick in ticks:
+        y = _n(_y(tick, low, high))
+        label = f"{100 * tick:.3g}%" if chart.is_fraction else number(tick)
+        base = " base" if tick == ticks[0] else ""
+        parts.append(f'<path class="grid{base}" d="M{LEFT} {y}H{WIDTH - RIGHT}"/>')
+        parts.append(f'<text class="tick y" x="{LEFT - 8}" y="{y}" dy="4">{label}</text>')
+    slot = (WIDTH - LEFT - RIGHT) / max(1, len(chart.steps))
+    for i in _labelled(chart.steps):
+        x = LEFT + slot * (i + 0.5) if is_bars else _x(chart, i)
+        label = f'<text class="tick x" x="{_n(x)}" y="{HEIGHT - 10}">{chart.steps[i]}</text>'
+        parts.append(label)
+    return "".join(parts)
+
+
+def _labelled(steps: Sequence[int]) -> list[int]:
+    """Indices of about six steps with round numbers; of all if they are few."""
+    if len(steps) <= 7:
+        return list(range(len(steps)))
+    span = steps[-1] - steps[0]
+    every = next(m * 10**k for k in range(18) for m in (1, 2, 5) if span <= m * 10**k * 7)
+    return [i for i in range(len(steps)) if i == 0 or steps[i] // every > steps[i - 1] // every]
+
+
+def _binned(chart: Chart, num_bins: int) -> Chart:
+    if len(chart.steps) <= num_bins:
+        return chart
+    size = math.ceil(len(chart.steps) / num_bins)
+    starts = range(0, len(chart.steps), size)
+
+    def mean(values: Sequence[float | None]) -> float:
+        return sum(value or 0.0 for value in values) / len(values)
+
+    return Chart(
+        title=chart.title,
+        steps=tuple(chart.steps[i] for i in starts),
+        series=tuple(
+            Series(label=s.label, values=tuple(mean(s.values[i : i + size]) for i in starts))
+            for s in chart.series
+        ),
+        unit=chart.unit,
+    )
+
+
+def _card(chart: Chart, body: str) -> str:
+    said, legend = [], []
+    for index, series in enumerate(chart.series):
+        present = [value for value in series.values if value is not None]
+        first, last = (
+            (number(present[0], chart.is_fraction), number(present[-1], chart.is_fraction))
+            if present
+            else ("–", "–")
+        )
+        said.append(f"{series.label} from {first} to {last}")
+        legend.append(
+            f'<span><i class="swatch c{index % NUM_COLOURS}"></i>{text(series.label)} '
+            f"<b>{last}</b></span>"
+        )
+    span = f"steps {chart.steps[0]} to {chart.steps[-1]}" if chart.steps else "no steps"
+    aria = f"{chart.title}, {span}: {'; '.join(said)}"
+    unit = f" <small>{text(chart.unit)}</small>" if chart.unit else ""
+    return (
+        f'<figure class="card"><figcaption>{text(chart.title)}{unit}'
+        f'<span class="legend">{"".join(legend)}</span></figcaption>'
+        f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{text(aria)}">'
+        f"{body}</svg></figure>"
+    )

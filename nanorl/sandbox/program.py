@@ -1,0 +1,107 @@
+"""Turns a confined process into the program: its files, its streams, its `__main__`, its exit.
+
+Nothing here is trusted with anything: by now the process has no rights, and what the program does
+to this code it does to itself. The aim is that a program cannot tell it from `python program.py`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import io
+import os
+import random
+import sys
+import threading
+import types
+from typing import Any, NoReturn
+
+from nanorl.sandbox.protocol import PAYLOAD, PROGRAM_NAME
+
+exit_now = os._exit  # a program may replace the attribute
+
+
+def lay_files(descriptor: int) -> bytes:
+    """Writes the payload's files into the working directory; returns the program's text."""
+    payload = memoryview(_read_all(descriptor))
+    files, position = [], 0
+    while position < len(payload):
+        name_bytes, text_bytes = PAYLOAD.unpack_from(payload, position)
+        middle = position + PAYLOAD.size + name_bytes
+        name = bytes(payload[position + PAYLOAD.size : middle]).decode()
+        position = middle + text_bytes
+        files.append((name, bytes(payload[middle:position])))
+    for name, text in files:
+        descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        with open(descriptor, "wb", buffering=0) as file:
+            file.write(text)
+    return files[0][1]
+
+
+def renew_streams() -> None:
+    """Standard streams over the new descriptors, configured as `python program.py` has them."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        raw = io.FileIO(number, "wb" if number else "rb", closefd=False)
+        buffered: Any = io.BufferedWriter(raw) if number else io.BufferedReader(raw)
+        errors = "backslashreplace" if number == 2 else "strict"
+        stream = io.TextIOWrapper(buffered, "utf-8", errors, line_buffering=number == 2)
+        raw.name = f"<{name}>"
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def execute(code: bytes) -> NoReturn:
+    """Runs the text as `__main__` and leaves the way the interpreter would."""
+    gc.enable()
+    random.seed(0)  # the module reseeds itself after every fork
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=PROGRAM_NAME, __builtins__=__builtins__)
+    sys.modules["__main__"] = main
+    exit_code = 0
+    try:
+        exec(compile(code, PROGRAM_NAME, "exec", dont_inherit=True), main.__dict__)
+    except BaseException as error:
+        exit_code = _report(error)
+    exit_code = _shut_down(exit_code)
+    exit_now(exit_code & 0xFF)
+
+
+def _report(error: BaseException) -> int:
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        _flush(sys.stdout)
+        print(error.code, file=sys.stderr)
+        return 1
+    trace = error.__traceback__.tb_next if error.__traceback__ else None
+    _flush(sys.stdout)
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _shut_down(exit_code: int) -> int:
+    """Threads, exit handlers, buffers: in the order of Py_FinalizeEx."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    is_flushed = _flush(sys.stdout)
+    _flush(sys.stderr)
+    return exit_code if is_flushed else exit_code or 120
+
+
+def _flush(stream: Any) -> bool:
+    try:
+        if stream is not None and not stream.closed:
+            stream.flush()
+    except BaseException:  # the program's own stream object: whatever it raises is its failure
+        return False
+    return True
+
+
+def _read_all(descriptor: int) -> bytes:
+    chunks = []
+    while chunk := os.read(descriptor, 1 << 20):
+        chunks.append(chunk)
+    return b"".join(chunks)

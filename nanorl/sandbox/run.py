@@ -1,0 +1,101 @@
+"""One execution as the host sees it: the descriptors that go in, the two pipes that come out.
+
+The program's text and input travel in anonymous files, never through the server's memory; stdin
+is sealed, since a program that could grow it would have memory that no limit counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from nanorl.sandbox import protocol
+from nanorl.sandbox.base import ExecResult
+
+_READ_BYTES = 1 << 16
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+
+@dataclass(eq=False)
+class Job:
+    """One requested execution. `payload` is the program followed by its files, framed."""
+
+    payload: list[bytes]
+    stdin: bytes
+    timeout_s: float
+    future: Future[ExecResult] = field(default_factory=Future)
+    num_errors: int = 0
+    num_starts: int = 0
+
+
+@dataclass(eq=False)
+class Stream:
+    """The read end of one pipe and what has come out of it."""
+
+    descriptor: int
+    data: bytearray = field(default_factory=bytearray)
+    is_open: bool = True
+
+    def read(self) -> bool:
+        """Takes what is there, at most 64 KiB. False: nothing, or the end, which closes."""
+        try:
+            data = os.read(self.descriptor, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        self.data += data
+        self.is_open = bool(data)
+        return bool(data)
+
+    def drain(self, max_bytes: int) -> bytes:
+        """All that was written, cut somewhere beyond `max_bytes`; never waits."""
+        while self.is_open and len(self.data) <= max_bytes and self.read():
+            pass
+        return bytes(self.data)
+
+    def close(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor, self.is_open = -1, False
+
+
+class Run:
+    """A job in a worker."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.run_id = os.urandom(16)
+        self.streams: list[Stream] = []
+
+    def start(self, control: socket.socket, null: int) -> None:
+        """Hands the program to the server at the other end of `control`. May raise OSError."""
+        with contextlib.ExitStack() as stack:
+            descriptors = [self._file(stack, "program", self.job.payload, 0), null]
+            if self.job.stdin:
+                descriptors[1] = self._file(stack, "stdin", [self.job.stdin], _SEALS)
+            for _ in range(2):
+                read_end, write_end = os.pipe2(os.O_CLOEXEC)
+                self.streams.append(Stream(read_end))
+                stack.callback(os.close, write_end)
+                os.set_blocking(read_end, False)
+                descriptors.append(write_end)
+            protocol.send(control, protocol.GO.pack(self.run_id, self.job.timeout_s), descriptors)
+
+    def _file(
+        self, stack: contextlib.ExitStack, name: str, parts: Sequence[bytes], seals: int
+    ) -> int:
+        flags = os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if seals else 0)
+        descriptor = os.memfd_create(name, flags)
+        stack.callback(os.close, descriptor)
+        for part in parts:
+            view = memoryview(part)
+            while view:
+                view = view[os.write(descriptor, view) :]
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        if seals:
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        return descriptor

@@ -1,0 +1,267 @@
+"""The warm fork server that runs inside bubblewrap: one clean, confined child for each execution.
+
+Processes, outermost first:
+    server   pid 1 of the worker; trusted; holds CAP_SYS_ADMIN of its own user namespace
+    init     pid 1 of one execution's pid, mount and ipc namespaces; trusted; reaps; no threads
+    program  its child: no capabilities, no_new_privs, resource limits, system-call filter
+
+The next child is forked and confined ahead of time and waits for descriptors. The host sends
+[payload, stdin, stdout, stderr] over a SEQPACKET socket; the server passes them on unread and
+returns one fixed-size RESULT, so neither program text nor output passes through memory that a
+later program inherits, and a program holds no descriptor on which a result could be written.
+
+Stdlib only: the interpreter in here need not be the host's. Runs on Python >= 3.8.
+Next: confine.py (the rights), program.py (the program's process).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import site
+import socket
+import sys
+import time
+from typing import Any, NoReturn
+
+from nanorl.sandbox.confine import Confinement, close_from
+from nanorl.sandbox.program import execute, exit_now, lay_files, renew_streams
+from nanorl.sandbox.protocol import (
+    FLAG_BROKEN,
+    FLAG_KILLED,
+    FLAG_MEMORY,
+    FLAG_TIMEOUT,
+    GO,
+    HELLO,
+    KILL,
+    NO_STATUS,
+    PROGRAM_NAME,
+    READY,
+    RESULT,
+    WAIT_STATUS,
+    receive,
+    send,
+)
+
+_WATCH_PERIOD_S = 0.05
+
+
+class _Child:
+    """One prespawned execution: its init and the socket to it."""
+
+    def __init__(self, confinement: Confinement, control: socket.socket) -> None:
+        self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.pid = confinement.clone()
+        if self.pid == 0:
+            _run_or_die(_init_main, confinement, theirs, (self.sock, control))
+        theirs.close()
+
+    def is_ready(self) -> bool:
+        """Waits until the child has confined itself; False if it could not."""
+        return self.sock.recv(8) == READY
+
+    def reap(self) -> resource.struct_rusage:
+        """Kills what is left. When this returns no process of the execution exists."""
+        os.kill(self.pid, signal.SIGKILL)
+        usage = os.wait4(self.pid, 0)[2]
+        self.sock.close()
+        return usage
+
+
+def _run_or_die(function: Any, *args: Any) -> NoReturn:
+    try:
+        function(*args)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        sys.stderr.flush()
+    finally:
+        exit_now(125)
+
+
+def _init_main(
+    confinement: Confinement, sock: socket.socket, others: tuple[socket.socket, ...]
+) -> None:
+    for other in others:
+        other.close()
+    confinement.isolate()
+    pid = os.fork()
+    if pid == 0:
+        _run_or_die(_program_main, confinement, sock)
+    while True:
+        reaped, status = os.wait()
+        if reaped == pid:
+            sock.send(WAIT_STATUS.pack(status))
+            exit_now(0)
+
+
+def _program_main(confinement: Confinement, sock: socket.socket) -> None:
+    confinement.confine()
+    sock.send(READY)
+    message, descriptors = receive(sock)
+    limit_s = GO.unpack(message)[1]
+    cpu_s = int(limit_s) + 2
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+    code = lay_files(descriptors[0])
+    for target, descriptor in enumerate(descriptors[1:4]):
+        os.dup2(descriptor, target)
+    sock.detach()
+    close_from(3)
+    renew_streams()
+    execute(code)
+
+
+def usage_of_all() -> tuple[int, float]:
+    """(resident bytes, CPU seconds) of every process in the worker, this one left out.
+
+    Private and shared memory, pages shared after a fork counted for each process; the pages of
+    the interpreter's files do not count.
+    """
+    total_bytes, ticks = 0, 0
+    for pid in _other_pids():
+        total_bytes += _sum_kib(f"/proc/{pid}/status", (b"RssAnon:", b"RssShmem:"))
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+        except OSError:  # gone in the meantime
+            continue
+        ticks += sum(map(int, fields[11:15]))  # utime, stime and those of reaped children
+    return total_bytes, ticks / os.sysconf("SC_CLK_TCK")
+
+
+def proportional_bytes() -> int:
+    """The same memory with shared pages counted once: exact, and too slow to watch with."""
+    total_bytes = 0
+    for pid in _other_pids():
+        try:
+            total_bytes += _sum_kib(f"/proc/{pid}/smaps_rollup", (b"Pss_Anon:", b"Pss_Shmem:"))
+        except PermissionError:  # a process that gave up being dumpable: the upper bound
+            total_bytes += _sum_kib(f"/proc/{pid}/status", (b"RssAnon:", b"RssShmem:"))
+    return total_bytes
+
+
+def _other_pids() -> list[str]:
+    return [entry for entry in os.listdir("/proc") if entry.isdigit() and entry != "1"]
+
+
+def _sum_kib(path: str, names: tuple[bytes, ...]) -> int:
+    """The named kilobyte lines of a file in /proc, in bytes; 0 if the process has ended."""
+    try:
+        with open(path, "rb") as file:
+            lines = file.read().split(b"\n")
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(names))
+
+
+class _Server:
+    """Serves one run at a time until the host closes the control socket."""
+
+    def __init__(self, control: socket.socket, config: dict[str, Any]) -> None:
+        self.control = control
+        self.watch_bytes = config["watch_bytes"]
+        self.next_exact_s = 0.0
+        self.confinement = Confinement(config)
+        self.child = _Child(self.confinement, control)
+
+    def serve(self) -> None:
+        self.control.send(HELLO if self.child.is_ready() else b"broken")
+        is_ready = True
+        while True:
+            message, descriptors = receive(self.control)
+            if not message:
+                return
+            if len(message) != GO.size:
+                continue  # a kill for a run that has ended
+            if not is_ready and not self.child.is_ready():
+                self._respawn()
+            result = self._run(message, descriptors)
+            self.control.send(result)
+            self.child = _Child(self.confinement, self.control)
+            is_ready = False
+
+    def _respawn(self) -> None:
+        """The waiting child died (say, of the memory limit): once more, then give up."""
+        self.child.reap()
+        self.child = _Child(self.confinement, self.control)
+        if not self.child.is_ready():
+            raise SystemExit("the confined child does not start")
+
+    def _run(self, message: bytes, descriptors: list[int]) -> bytes:
+        run_id, limit_s = GO.unpack(message)
+        start = time.monotonic()
+        send(self.child.sock, message, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self.next_exact_s = 0.0
+        flags, status = self._wait(run_id, start + limit_s)
+        cpu_s = 0.0
+        if status == NO_STATUS:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGSTOP)  # dozens of spinning processes would starve this one
+            # The kernel does not add the times of what dies with a pid namespace to its init.
+            cpu_s = usage_of_all()[1]
+        usage = self.child.reap()
+        cpu_s = max(cpu_s, usage.ru_utime + usage.ru_stime)
+        wall_s = time.monotonic() - start
+        return RESULT.pack(run_id, flags, status, cpu_s, wall_s, usage.ru_maxrss)
+
+    def _is_over_memory(self) -> bool:
+        """The upper bound first; the exact sum at most a tenth of the time."""
+        start = time.monotonic()
+        if not self.watch_bytes or start < self.next_exact_s:
+            return False
+        if usage_of_all()[0] <= self.watch_bytes:
+            return False
+        is_over = proportional_bytes() > self.watch_bytes
+        end = time.monotonic()
+        self.next_exact_s = end + 9 * (end - start)
+        return is_over
+
+    def _wait(self, run_id: bytes, deadline: float) -> tuple[int, int]:
+        """(flags, wait status) of the program; NO_STATUS says that init was killed."""
+        child, control = self.child.sock.fileno(), self.control.fileno()
+        poller = select.poll()
+        poller.register(child, select.POLLIN)
+        poller.register(control, select.POLLIN)
+        while True:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return FLAG_TIMEOUT, NO_STATUS
+            period_s = min(left_s, _WATCH_PERIOD_S) if self.watch_bytes else left_s
+            ready = [fd for fd, _ in poller.poll(period_s * 1000 + 1)]
+            if child in ready:
+                packet = self.child.sock.recv(8)
+                if len(packet) == WAIT_STATUS.size:
+                    return 0, WAIT_STATUS.unpack(packet)[0]
+                return FLAG_BROKEN, NO_STATUS
+            if control in ready:
+                packet = self.control.recv(64)
+                if not packet:
+                    os._exit(0)  # the host is gone, and with this process the whole worker
+                if packet == KILL.pack(b"K", run_id):
+                    return FLAG_KILLED, NO_STATUS
+            if not ready and self._is_over_memory():
+                return FLAG_MEMORY, NO_STATUS
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    config = json.loads(control.recv(1 << 16))
+    sys.path[0] = "/tmp"
+    for name in config["preload"]:
+        importlib.import_module(name)
+    for name in [name for name in sys.modules if name.startswith("nanorl")]:
+        del sys.modules[name]  # programs have a name space of their own
+    os.environ.pop("PWD", None)
+    site.setquit()  # -S leaves out exit() and quit(), which programs do call
+    sys.argv[:] = [PROGRAM_NAME]
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    _Server(control, config).serve()

@@ -1,0 +1,73 @@
+"""Doubles of an engine and a sandbox, and a tiny handmade tokenizer."""
+
+from dataclasses import dataclass, field
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from nanoengine.model.tokenizer import ChatTokenizer
+from nanoinfer.sampling import Output, SamplingParams
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+EOS, START, OTHER_EOS = 256, 257, 258
+
+
+def tiny_tokenizer(template: str = TEMPLATE, eos_ids: tuple[int, ...] = (EOS, OTHER_EOS)):
+    """One token a byte, and a merge of 'a'+'b' (259) that the policy need not use."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: index for index, char in enumerate(alphabet)}
+    special = ["<|im_end|>", "<|im_start|>", "<|endoftext|>"]
+    vocab |= {token: 256 + index for index, token in enumerate(special)}
+    tokenizer = Tokenizer(models.BPE(vocab | {"ab": 259}, [("a", "b")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    return ChatTokenizer(tokenizer, eos_ids=eos_ids, chat_template=template)
+
+
+def output_of(ids: list[int], finish: str = "stop", version: int = 3) -> Output:
+    logps = [-0.5 - 0.01 * place for place in range(len(ids))]
+    return Output(ids=ids, logps=logps, versions=[version] * len(ids), finish_reason=finish)
+
+
+@dataclass
+class ScriptedGenerator:
+    """Says the scripted texts (or `Output`s) one after the other and records what it was asked."""
+
+    tokenizer: ChatTokenizer
+    script: list[str | Output]
+    calls: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
+
+    async def generate(self, ids: list[int], params: SamplingParams) -> Output:
+        self.calls.append((list(ids), params))
+        said = self.script[len(self.calls) - 1]
+        if isinstance(said, Output):
+            return said
+        said_ids = [*self.tokenizer.encode(said), EOS]
+        if len(said_ids) > params.max_tokens:
+            return output_of(said_ids[: params.max_tokens], "length")
+        return output_of(said_ids)
+
+
+@dataclass
+class FakeResult:
+    status: str = "ok"
+    stdout: bytes = b""
+    stderr: bytes = b""
+    exit_code: int | None = 0
+    truncated: bool = False
+
+
+@dataclass
+class FakeSandbox:
+    results: list[FakeResult | Exception]
+    programs: list[tuple[str, dict[str, str], float]] = field(default_factory=list)
+
+    async def run(self, code: str, *, files, timeout_s: float) -> FakeResult:
+        self.programs.append((code, dict(files), timeout_s))
+        result = self.results[len(self.programs) - 1]
+        if isinstance(result, Exception):
+            raise result
+        return result

@@ -1,0 +1,215 @@
+"""Runs the programs of hostile_programs.py and lists what the host saw that it must not see.
+
+Used by the tests in process (as whoever runs them) and as a script under another user:
+`python sandbox_driver.py` prints one line for each violation and ends with their number.
+"""
+
+# ruff: noqa: E501 - programs keep their own line lengths
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from hostile_programs import ATTACK_MODULE, BENIGN, HOSTILE, Program
+
+from nanorl.sandbox import ExecResult, SandboxPool, SandboxSpec
+
+SECRET = "host-secret-5b1f"
+SPEC = SandboxSpec(timeout_s=5.0, memory_bytes=192 << 20)
+# What the next program sees of the world. Nothing that a program does may change a byte of it.
+PROBE = r"""
+import builtins, gc, hashlib, json, math, os, random, sys, threading
+print(json.dumps([
+    os.getpid(), os.getppid(), os.getuid(), os.getcwd(), sorted(os.listdir("/tmp")),
+    sorted(os.listdir("/dev/shm")), sorted(n for n in os.listdir("/proc") if n.isdigit()),
+    sorted(os.listdir("/proc/self/fd"), key=int)[:3], len(os.listdir("/proc/self/fd")),
+    json.__file__, random.random(), hash("x"), json.loads("[1]"), math.pi,
+    hasattr(builtins, "planted"), sorted(os.environ.items()), os.umask(0o22),
+    threading.active_count(), gc.isenabled(), os.nice(0), len(open("/proc/sysvipc/shm").readlines()),
+    len(open("/proc/sysvipc/sem").readlines()), len(open("/proc/sysvipc/msg").readlines()),
+    len(os.sched_getaffinity(0)), os.uname().nodename, sorted(os.listdir("/")),
+    len(open("/proc/self/mountinfo").readlines()), sorted(sys.modules) == sorted(set(sys.modules)),
+]))
+"""
+
+
+def become_subreaper() -> None:
+    """Orphans of this process tree come to this process, so that none can hide from `children`."""
+    assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0, "PR_SET_CHILD_SUBREAPER"
+
+
+def children(pid: int) -> list[int]:
+    """All descendants of a process, from the host's process table; zombies left out."""
+    parents: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError, IndexError):
+                fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
+                if fields[0] != "Z":
+                    parents.setdefault(int(fields[1]), []).append(int(entry))
+    found, todo = [], [pid]
+    while todo:
+        todo += (new := parents.get(todo.pop(), []))
+        found += new
+    return found
+
+
+class Host:
+    """Things outside that programs must not reach: sockets that listen, a file, a variable."""
+
+    def __init__(self) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="sandbox-test-")
+        os.chmod(self.folder.name, 0o755)
+        secret = Path(self.folder.name, "secret")
+        secret.write_text(SECRET)
+        secret.chmod(0o644)
+        os.environ["HOST_SECRET"] = SECRET
+        path, abstract = f"{self.folder.name}/socket", Path(self.folder.name).name
+        self.tcp = socket.create_server(("127.0.0.1", 0))
+        self.udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self.udp.bind(("127.0.0.1", 0))
+        self.unix, self.abstract = (socket.socket(socket.AF_UNIX) for _ in range(2))
+        self.unix.bind(path)
+        os.chmod(path, 0o777)
+        self.abstract.bind("\0" + abstract)
+        for listener in (self.unix, self.abstract):
+            listener.listen()
+        for each in (self.tcp, self.udp, self.unix, self.abstract):
+            each.setblocking(False)
+        self.names = {
+            "@TCP@": str(self.tcp.getsockname()[1]),
+            "@UDP@": str(self.udp.getsockname()[1]),
+            "@UNIX@": path,
+            "@ABSTRACT@": abstract,
+            "@SECRET_FILE@": str(secret),
+            "@HOST_PID@": str(os.getpid()),
+        }
+
+    def fill_in(self, code: str) -> str:
+        for name, value in self.names.items():
+            code = code.replace(name, value)
+        return code
+
+    def contacts(self) -> list[str]:
+        """Who got through."""
+        reached = []
+        for name in ("tcp", "unix", "abstract"):
+            with contextlib.suppress(BlockingIOError):
+                getattr(self, name).accept()
+                reached.append(name)
+        with contextlib.suppress(BlockingIOError):
+            self.udp.recv(1)
+            reached.append("udp")
+        return reached
+
+    def close(self) -> None:
+        os.environ.pop("HOST_SECRET", None)
+        for each in (self.tcp, self.udp, self.unix, self.abstract):
+            each.close()
+        self.folder.cleanup()
+
+
+class Examiner:
+    """One pool, one host, and the probe's answer before any hostile program ran."""
+
+    def __init__(self, pool: SandboxPool) -> None:
+        self.pool = pool
+        self.host = Host()
+        self.clean = pool.run_sync(PROBE, timeout_s=5.0)
+        assert self.clean.status == "ok", self.clean
+
+    def run(self, program: Program) -> ExecResult:
+        files = {"attack.py": ATTACK_MODULE}
+        limit_s = 0.4 if program.statuses == ("timeout",) else None
+        if len(program.statuses) > 1 and "timeout" in program.statuses:
+            limit_s = 0.8
+        code = self.host.fill_in(program.code)
+        return self.pool.run_sync(code, files=files, timeout_s=limit_s)
+
+    def violations(self, program: Program) -> list[str]:
+        """Everything wrong that the host can see of one execution; empty when it was held."""
+        result = self.run(program)
+        found = outcome_violations(program, result)
+        if len(alive := self.settled()) > 4:
+            found.append(f"{len(alive)} processes are alive in the worker, 4 belong there")
+        if reached := self.host.contacts():
+            found.append(f"reached the host's sockets: {reached}")
+        after = self.pool.run_sync(PROBE, timeout_s=5.0)
+        if after.stdout != self.clean.stdout:
+            found.append(f"the next program sees {after}, not {self.clean.stdout!r}")
+        return [f"{program.name}: {line}" for line in found]
+
+    def settled(self) -> list[int]:
+        """Processes of the pool: bubblewrap, the server, the next init, the next program."""
+        time.sleep(0.01)  # the next child is being forked
+        alive = children(os.getpid())
+        for _ in range(20):
+            if len(alive) <= 4:
+                break
+            time.sleep(0.01)
+            alive = children(os.getpid())
+        return alive
+
+
+def outcome_violations(program: Program, result: ExecResult) -> list[str]:
+    """What the result itself says against the program's expectation."""
+    found = []
+    if result.status.value not in program.statuses:
+        found.append(f"status {result.status}, expected one of {program.statuses}: {result}")
+    for stream in (result.stdout, result.stderr):
+        if b"ESCAPED" in stream and b"print(" not in stream:
+            found.append(f"escaped: {stream[:500]!r}")
+        if SECRET.encode() in stream:
+            found.append("the host's secret came out")
+        if len(stream) > SPEC.max_output_bytes:
+            found.append(f"{len(stream)} bytes of output")
+    if program.stdout is not None and result.stdout != program.stdout:
+        found.append(f"stdout {result.stdout[:200]!r}, expected {program.stdout[:200]!r}")
+    if program.stderr_part not in result.stderr:
+        found.append(f"stderr {result.stderr!r} lacks {program.stderr_part!r}")
+    if program.exit_code is not None and result.exit_code != program.exit_code:
+        found.append(f"exit code {result.exit_code}, expected {program.exit_code}")
+    return found
+
+
+@contextlib.contextmanager
+def examination(spec: SandboxSpec = SPEC) -> Iterator[Examiner]:
+    with SandboxPool(spec) as pool:
+        examiner = Examiner(pool)
+        try:
+            yield examiner
+        finally:
+            examiner.host.close()
+
+
+def applicable(programs: tuple[Program, ...]) -> list[Program]:
+    return [p for p in programs if p.machine in ("", platform.machine())]
+
+
+def main() -> int:
+    become_subreaper()
+    found = []
+    with examination() as examiner:
+        for program in [*applicable(HOSTILE), *applicable(BENIGN)]:
+            start = time.monotonic()
+            found += examiner.violations(program)
+            if "-v" in sys.argv:
+                print(f"{time.monotonic() - start:.2f} {program.name}", flush=True)
+    if alive := children(os.getpid()):
+        found.append(f"alive after close: {alive}")
+    print("\n".join(found))
+    print(f"uid {os.geteuid()} violations {len(found)}")
+    return len(found)
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(), 100))

@@ -1,0 +1,178 @@
+"""Advantages against numbers worked by hand."""
+
+import pytest
+import torch
+
+from nanorl.algorithms import advantages as adv
+from nanorl.algorithms.advantage_batch import AdvantageBatch, compute_advantages
+from nanorl.algorithms.recipes import named_spec
+from nanorl.algorithms.spec import AlgorithmSpec
+
+# Group a: rewards 1, 0, 0, 1 interleaved with group b: 2, 4 and group c: one member.
+REWARDS = torch.tensor([1.0, 2.0, 0.0, 4.0, 0.0, 7.0, 1.0], dtype=torch.float64)
+GROUPS = ["a", "b", "a", "b", "a", "c", "a"]
+
+
+def close(actual: torch.Tensor, expected: list[float], tol: float = 1e-5) -> None:
+    torch.testing.assert_close(
+        actual.double(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=tol
+    )
+
+
+def test_grpo_by_hand() -> None:
+    # a: mean .5, sample variance (4·.25)/3, std .57735; b: mean 3, std sqrt(2).
+    a, b = 0.5 / 0.5773502, 1 / 1.4142136
+    close(adv.grpo(REWARDS, GROUPS), [a, -b, -a, b, -a, 0, a])
+
+
+def test_dr_grpo_rloo_and_maxrl_by_hand() -> None:
+    close(adv.dr_grpo(REWARDS, GROUPS), [0.5, -1, -0.5, 1, -0.5, 0, 0.5])
+    # RLOO is the reward minus the mean of the others: 1 − 1/3, 2 − 4, 0 − 2/3, ...
+    close(adv.rloo(REWARDS, GROUPS), [2 / 3, -2, -2 / 3, 2, -2 / 3, 0, 2 / 3])
+    close(adv.maxrl(REWARDS, GROUPS), [1, -1 / 3, -1, 1 / 3, -1, 0, 1])
+
+
+@pytest.mark.parametrize("function", [adv.grpo, adv.dr_grpo, adv.rloo, adv.maxrl])
+def test_advantages_follow_the_group_id_and_not_the_position(function) -> None:
+    order = torch.tensor([3, 0, 6, 5, 2, 1, 4])
+    shuffled = function(REWARDS[order], [GROUPS[i] for i in order])
+    torch.testing.assert_close(shuffled, function(REWARDS, GROUPS)[order])
+
+
+def test_a_uniform_group_and_an_all_zero_group_give_zero_and_no_nan() -> None:
+    for function in (adv.grpo, adv.dr_grpo, adv.rloo, adv.maxrl):
+        close(function(torch.tensor([1.0, 1.0, 0.0, 0.0]), ["x", "x", "y", "y"]), [0, 0, 0, 0])
+
+
+def test_a_missing_group_id_is_refused() -> None:
+    with pytest.raises(ValueError, match="6 group ids for 7 rewards"):
+        adv.grpo(REWARDS, GROUPS[:-1])
+
+
+# Two action tokens, three observation tokens, two action tokens.
+GAE_MASK = torch.tensor([1, 1, 0, 0, 0, 1, 1])
+GAE_REWARD = torch.tensor([0, 0, 0, 0, 0, 0, 1.0])
+GAE_VALUE = torch.tensor([0.5, 0.5, 5, 5, 5, 0.5, 0.5])
+
+
+def naive_gae(reward: list[float], value: list[float], lam: float) -> float:
+    """First advantage of plain GAE over every position, γ = 1."""
+    later = 0.0
+    for t in reversed(range(len(value))):
+        after = value[t + 1] if t + 1 < len(value) else 0.0
+        later = reward[t] + after - value[t] + lam * later
+    return later
+
+
+def test_multi_turn_gae_skips_observations() -> None:
+    ids = torch.zeros(7, dtype=torch.long)
+    got, returns = adv.gae(GAE_REWARD, GAE_VALUE, GAE_MASK, ids, gamma=1.0, lam=0.95)
+    # δ = 0, 0, 0, .5 on the four action tokens: A = .5·(.95³, .95², .95, 1).
+    expected = [0.4286875, 0.45125, 0, 0, 0, 0.475, 0.5]
+    close(got, expected)
+    close(returns, [a + 0.5 if a else 0 for a in expected])
+    assert round(float(got[0]), 3) == 0.429
+
+
+def test_the_three_known_gae_bugs_give_other_numbers() -> None:
+    reward, value = GAE_REWARD.tolist(), GAE_VALUE.tolist()
+    unmasked = naive_gae(reward, value, 0.95)
+    zeroed = naive_gae(reward, [v * m for v, m in zip(value, GAE_MASK.tolist(), strict=True)], 0.95)
+    reset = (0.5 - 0.5) + 0.95 * (5 - 0.5)  # bootstraps from the observation and stops there
+    assert [unmasked, zeroed, reset] == pytest.approx([0.977, 0.300, 4.275], abs=5e-4)
+    ids = torch.zeros(7, dtype=torch.long)
+    got = float(adv.gae(GAE_REWARD, GAE_VALUE, GAE_MASK, ids, gamma=1.0, lam=0.95)[0][0])
+    assert min(abs(got - bug) for bug in (unmasked, zeroed, reset)) > 0.1
+
+
+def test_gae_does_not_cross_sequences_and_discounts_per_action_token() -> None:
+    ids = torch.tensor([0, 0, 1, 1])
+    reward = torch.tensor([0.0, 1.0, 0.0, 2.0])
+    mask = torch.ones(4)
+    got, _ = adv.gae(reward, torch.zeros(4), mask, ids, gamma=0.5, lam=1.0)
+    close(got, [0.5, 1, 1, 2])
+
+
+def test_reinforce_pp_returns_use_action_tokens_only_and_are_whitened() -> None:
+    mask = torch.tensor([1.0, 0, 1, 1])
+    ids = torch.tensor([0, 0, 0, 1])
+    reward = adv.outcome_rewards(torch.tensor([1.0, 0.0]), mask, ids)
+    close(reward, [0, 0, 1, 0])
+    k1 = torch.tensor([0.2, 9.0, 0.4, 0.0])
+    got = adv.reinforce_pp(reward, k1, mask, ids, gamma=0.5, kl_coef=0.5)
+    # Gains −.1, −, .8, 0; returns −.1 + .5·.8 = .3, .8, 0; mean .366667, population std .329983.
+    close(got, [-0.202031, 0, 1.313198, -1.111168], 1e-5)
+
+
+def test_reinforce_pp_baseline_whitens_group_centred_rewards_over_tokens() -> None:
+    mask = torch.tensor([1.0, 1, 1, 0])
+    ids = torch.tensor([0, 0, 1, 1])
+    got = adv.reinforce_pp_baseline(torch.tensor([1.0, 0.0]), ["g", "g"], mask, ids)
+    # .5, .5, −.5: mean 1/6, population std sqrt(2)/3.
+    close(got, [0.7071068, 0.7071068, -1.4142136, 0])
+
+
+def test_distillation_subtracts_the_log_ratio_on_action_tokens() -> None:
+    got = adv.distill(
+        torch.tensor([1.0, 0.0]),
+        torch.tensor([-1.0, -9.0]),
+        torch.tensor([-3.0, -1.0]),
+        torch.tensor([1, 0]),
+        0.25,
+    )
+    close(got, [0.5, 0])
+
+
+def test_last_action_token_ignores_a_trailing_observation_and_an_empty_rollout() -> None:
+    mask = torch.tensor([0, 1, 1, 0, 0, 0, 1])
+    ids = torch.tensor([0, 0, 0, 0, 1, 1, 2])
+    close(adv.last_action_tokens(mask, ids), [0, 0, 1, 0, 0, 0, 1])
+    close(adv.last_action_tokens(torch.zeros(3), torch.zeros(3, dtype=torch.long)), [0, 0, 0])
+
+
+def test_turn_rewards_use_a_turn_baseline_only_where_every_member_has_the_turn() -> None:
+    rewards = [[1.0, 0.0, 1.0], [0.0, 1.0]]
+    # Returns to go: [2, 1, 1] and [1, 1]. Turns 0 and 1 are shared; turn 2 gets 2 − mean(2, 1).
+    assert adv.turn_advantages(rewards, ["g", "g"]) == [[0.5, 0.0, 0.5], [-0.5, 0.0]]
+    assert adv.turn_advantages([[1.0], []], ["g", "g"]) == [[0.5], []]
+
+
+def test_dynamic_sampling_keeps_groups_with_mixed_results() -> None:
+    correct = torch.tensor([1, 1, 0, 0, 1, 0])
+    kept = adv.has_signal(correct, ["a", "b", "c", "a", "b", "c"])
+    assert kept.tolist() == [True, False, False, True, False, False]
+
+
+def test_overlong_penalty_is_linear_in_the_buffer() -> None:
+    lengths = torch.tensor([10, 80, 90, 100, 130])
+    close(adv.overlong_penalty(lengths, 100, 20), [0, 0, -0.5, -1, -1])
+    with pytest.raises(ValueError, match="buffer=0"):
+        adv.overlong_penalty(lengths, 100, 0)
+
+
+def test_compute_advantages_serves_every_recipe() -> None:
+    mask = torch.tensor([0, 1, 1, 0, 1])
+    ids = torch.tensor([0, 0, 0, 1, 1])
+    logps = torch.full((5,), -1.0)
+    batch = AdvantageBatch(
+        reward_R=torch.tensor([1.0, 0.0]),
+        group_ids=["g", "g"],
+        mask_T=mask,
+        sequence_ids_T=ids,
+        old_logp_T=logps,
+        ref_logp_T=logps,
+        value_T=torch.zeros(5),
+    )
+    for name in ("dr_grpo", "rloo", "maxrl", "reinforce_pp_baseline", "reinforce_pp", "ppo", "opd"):
+        advantage, returns = compute_advantages(named_spec(name), batch)
+        assert advantage.shape == (5,) and float(advantage[mask == 0].abs().sum()) == 0
+        assert (returns is not None) == (name == "ppo")
+    close(compute_advantages(named_spec("dr_grpo"), batch)[0], [0, 0.5, 0.5, 0, -0.5])
+    distilling = AlgorithmSpec(advantage="none", distill_coef=0.5)
+    close(compute_advantages(distilling, batch)[0], [0, 0, 0, 0, 0])
+    with pytest.raises(ValueError, match="ref_logp_T is missing"):
+        incomplete = AdvantageBatch(
+            reward_R=batch.reward_R, group_ids=["g", "g"], mask_T=mask, sequence_ids_T=ids,
+            old_logp_T=logps,
+        )  # fmt: skip
+        compute_advantages(distilling, incomplete)

@@ -1,0 +1,80 @@
+"""From rollouts to samples, advantages by group, and the log-prob gap."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nanorl.algorithms.spec import AlgorithmSpec
+from nanorl.batching import build_batch, logp_gap, per_action_token
+from nanorl.types import Rollout, Status
+
+
+def rollout(group: str, member: int, reward: float, actions: int = 2) -> Rollout:
+    prompt = [5, 6, 7]
+    own = list(range(10, 10 + actions))
+    return Rollout(
+        task_id=group,
+        group_id=group,
+        rollout_id=f"{group}-{member}",
+        tokens=prompt + own,
+        loss_mask=[0] * 3 + [1] * actions,
+        logps=[0.0] * 3 + [-0.5] * actions,
+        versions=[-1] * 3 + [0] * actions,
+        reward=reward,
+        status=Status.FINISHED,
+    )
+
+
+def test_advantages_are_within_the_group_and_only_on_sampled_tokens() -> None:
+    groups = [[rollout("a", 0, 1.0), rollout("a", 1, 0.0)], [rollout("b", 0, 1.0)] * 1]
+    batch = build_batch(groups, AlgorithmSpec(), max_tokens=64)
+    by_hand = 0.5 / (0.5**0.5 + 1e-6)  # (1 - 0.5) / sample std of {1, 0}
+    first, second, lonely = (sample.fields["advantage"] for sample in batch.samples)
+    assert first == pytest.approx([0, 0, 0, by_hand, by_hand])
+    assert second == pytest.approx([0, 0, 0, -by_hand, -by_hand])
+    assert lonely == [0.0] * 5
+
+
+def test_groups_are_keyed_by_id_and_not_by_place() -> None:
+    mixed = [[rollout("a", 0, 1.0), rollout("b", 0, 0.0)], [rollout("a", 1, 0.0)]]
+    batch = build_batch(mixed, AlgorithmSpec(advantage="dr_grpo"), max_tokens=64)
+    assert [s.fields["advantage"][-1] for s in batch.samples] == [0.5, 0.0, -0.5]
+
+
+def test_token_mean_weights_sum_to_one_over_the_whole_batch() -> None:
+    groups = [[rollout("a", 0, 1.0, actions=1), rollout("a", 1, 0.0, actions=5)]]
+    batch = build_batch(groups, AlgorithmSpec(aggregation="token_mean"), max_tokens=64)
+    weights = [w for sample in batch.samples for w in sample.fields["weight"]]
+    assert sum(weights) == pytest.approx(1.0)
+    assert {round(w, 6) for w in weights} == {0.0, round(1 / 6, 6)}
+
+
+def test_dynamic_sampling_drops_groups_without_signal() -> None:
+    groups = [
+        [rollout("a", 0, 1.0), rollout("a", 1, 1.0)],
+        [rollout("b", 0, 1.0), rollout("b", 1, 0.0)],
+    ]
+    batch = build_batch(groups, AlgorithmSpec(dynamic_sampling=True), max_tokens=64)
+    assert {sample.group for sample in batch.samples} == {"b"}
+    assert batch.metrics["num_rollouts"] == 4
+    assert batch.metrics["num_trained_rollouts"] == 2
+
+
+def test_a_batch_without_any_action_token_gives_no_samples() -> None:
+    batch = build_batch([[rollout("a", 0, 0.0, actions=0)]], AlgorithmSpec(), max_tokens=64)
+    assert batch.samples == []
+
+
+def test_the_gap_counts_sampled_tokens_alone() -> None:
+    batch = build_batch([[rollout("a", 0, 1.0)]], AlgorithmSpec(), max_tokens=64)
+    trainer = [torch.tensor([9.0, 9.0, 9.0, -0.5, -0.25])]
+    gap = logp_gap(batch.samples, trainer)
+    assert gap["logp_gap_max"] == pytest.approx(0.25)
+    assert gap["logp_gap_mean"] == pytest.approx(0.125)
+    assert gap["logp_gap_kl"] == pytest.approx((2.718281828**0.25 - 1.25) / 2)
+
+
+def test_statistics_become_means_per_action_token() -> None:
+    sums = {"loss": 2.0, "ratio_sum": 6.0, "action_count": 3.0, "logp_gap_max": 5.0}
+    assert per_action_token(sums) == {"loss": 2.0, "ratio": 2.0}

@@ -1,0 +1,64 @@
+"""The live view: plain lines where nobody can watch, a redrawn display where somebody can."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from nanorl.report.live import LiveView, sparkline
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_plain_lines_tell_progress_time_left_and_metrics():
+    out, clock = io.StringIO(), Clock()
+    with LiveView("nanorl smollm2", console=Console(file=out), clock=clock) as view:
+        assert not view.is_live
+        view.start_phase("evaluation", 200)
+        for _ in range(200):
+            view.advance("evaluation")
+        view.start_phase("RL steps", 15)
+        for step in range(3):
+            clock.now_s += 20
+            view.advance("RL steps")
+            metrics = {"success": 0.5 + step / 8, "logp_gap_max": 1.25e-5, "loss": float("nan")}
+            view.show("RL steps", metrics)
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "[0:00] nanorl smollm2"
+    assert sum("evaluation" in line for line in lines) == 10
+    assert lines[-1] == (
+        "[1:00] RL steps 3/15, 4:00 left: success 75.0%, logp_gap_max 1.25e-5, loss –"
+    )
+    assert "\x1b" not in out.getvalue()
+
+
+def test_the_live_display_shows_phases_metrics_and_sparkline():
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=110)
+    with LiveView("nanorl tiny", console=console) as view:
+        view.start_phase("warm start", 4)
+        view.end_phase("warm start")
+        view.start_phase("RL steps", 2)
+        for success in (0.0, 1.0):
+            view.advance("RL steps")
+            view.show("RL steps", {"success": success, "tokens_per_s_rollout": 1234.0})
+        view.say("[red]saved[/red]\x1b[2J")
+    shown = out.getvalue()
+    for part in ("nanorl tiny", "warm start", "4/4", "2/2", "▁█", "1,234", "[red]saved[/red]?[2J"):
+        assert part in shown
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # the cursor is back
+
+
+def test_sparkline_scales_and_averages():
+    assert sparkline([0.0, 0.5, 1.0, 2.0, -1.0], width=10) == "▁▅██▁"
+    assert sparkline([0.0] * 50 + [1.0] * 50, width=4) == "▁▁██"
+
+
+def test_an_empty_phase_is_refused():
+    with pytest.raises(ValueError, match="'RL steps' of total=0"):
+        LiveView("x", console=Console(file=io.StringIO())).start_phase("RL steps", 0)

@@ -1,0 +1,368 @@
+"""Losses: values by hand, gradients against exact ones of a seven-symbol softmax in fp64."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanorl.algorithms import corrections, losses
+from nanorl.algorithms.aggregation import token_weights
+from nanorl.algorithms.recipes import named_spec
+from nanorl.algorithms.spec import AlgorithmSpec, LossBatch, make_loss, summarise
+
+generator = torch.Generator().manual_seed(3)
+THETA, REF, TEACHER, MU = (
+    torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(4)
+)
+REWARD = torch.randn(7, generator=generator, dtype=torch.float64)
+
+
+def gradient(expression) -> Tensor:
+    """d/dlogits of `expression(log-probs of all seven symbols)`."""
+    logits = THETA.clone().requires_grad_()
+    expression(torch.log_softmax(logits, -1)).backward()
+    return logits.grad
+
+
+def expected_gradient(token_loss, sampler_logits: Tensor = THETA) -> Tensor:
+    """Exact expectation, over the sampled symbol, of the gradient of a token loss."""
+    probability = torch.softmax(sampler_logits, -1)
+    return gradient(lambda logp: (probability * token_loss(logp)).sum())
+
+
+def kl_gradient(reverse: bool, other: Tensor) -> Tensor:
+    other = torch.log_softmax(other, -1)
+    if reverse:  # KL(π_θ ‖ other)
+        return gradient(lambda logp: (logp.exp() * (logp - other)).sum())
+    return gradient(lambda logp: (other.exp() * (other - logp)).sum())
+
+
+def same(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
+OLD = torch.log_softmax(THETA, -1)
+POLICY_GRADIENT = gradient(lambda logp: -(logp.exp() * REWARD).sum())
+
+
+def test_on_policy_every_loss_has_the_exact_policy_gradient() -> None:
+    ids = torch.arange(7)
+    for token_loss in (
+        lambda logp: losses.reinforce(logp, REWARD),
+        lambda logp: losses.ppo(logp, OLD, REWARD),
+        lambda logp: losses.gspo(logp, OLD, REWARD, torch.ones(7), ids, 7),
+        lambda logp: losses.sapo(logp, OLD, REWARD),
+        lambda logp: losses.cispo(logp, OLD, REWARD),
+        lambda logp: losses.decoupled_ppo(logp, OLD, OLD, REWARD),
+    ):
+        same(expected_gradient(token_loss), POLICY_GRADIENT)
+
+
+def test_decoupled_ppo_weighs_by_the_sampling_policy() -> None:
+    mu = torch.log_softmax(MU, -1)
+    got = expected_gradient(lambda logp: losses.decoupled_ppo(logp, OLD, mu, REWARD), MU)
+    same(got, POLICY_GRADIENT)
+
+
+def test_gradients_of_the_kl_estimators_as_losses() -> None:
+    ref = torch.log_softmax(REF, -1)
+    grads = {
+        kind: expected_gradient(lambda logp, kind=kind: losses.kl(kind, logp, ref, OLD))
+        for kind in ("k1", "k2", "k3", "rk3")
+    }
+    same(grads["k1"], torch.zeros(7, dtype=torch.float64))
+    same(grads["k2"], kl_gradient(True, REF))
+    same(grads["k3"], kl_gradient(False, REF))
+    same(grads["rk3"], kl_gradient(True, REF))
+
+
+def test_k1_and_k3_are_unbiased_values_and_k2_is_half_the_square() -> None:
+    ref = torch.log_softmax(REF, -1)
+    exact = (OLD.exp() * (OLD - ref)).sum()
+    for kind in ("k1", "k3"):
+        same((OLD.exp() * losses.kl(kind, OLD, ref)).sum(), exact)
+    assert float(losses.kl("k2", torch.tensor(-1.0), torch.tensor(-3.0))) == 2.0
+    with pytest.raises(ValueError, match="kind='k9'"):
+        losses.kl("k9", OLD, ref)
+
+
+def test_the_tutorial_kl_has_the_wrong_gradient() -> None:
+    # p·(log p − log q) on the sampled token, the formula this project grew from.
+    ref = torch.log_softmax(REF, -1)
+    wrong = expected_gradient(lambda logp: logp.exp() * (logp - ref))
+    assert float((wrong - kl_gradient(True, REF)).abs().max()) > 1e-2
+
+
+def test_distillation_loss_descends_the_exact_reverse_kl_from_any_sampler() -> None:
+    teacher, mu = torch.log_softmax(TEACHER, -1), torch.log_softmax(MU, -1)
+    got = expected_gradient(lambda logp: losses.opd(logp, mu, teacher), MU)
+    same(got, kl_gradient(True, TEACHER))
+    joint = expected_gradient(lambda logp: logp - teacher)
+    same(joint, torch.zeros(7, dtype=torch.float64))
+
+
+def f64(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_ppo_clip_and_dual_clip_by_hand() -> None:
+    ratio = f64(1.5, 1.5, 0.5, 0.5, 5.0, 1.1)
+    advantage = f64(1, -1, 1, -1, -1, 2)
+    single = losses.clipped(ratio, advantage, clip_low=0.2, clip_high=0.28)
+    same(single, f64(-1.28, 1.5, -0.5, 0.8, 5.0, -2.2))
+    dual = losses.clipped(ratio, advantage, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
+    same(dual, f64(-1.28, 1.5, -0.5, 0.8, 3.0, -2.2))
+
+
+def test_gspo_ratio_is_the_geometric_mean_over_action_tokens() -> None:
+    old = torch.zeros(5, dtype=torch.float64)
+    logp = f64(0.2, 0.4, 50.0, -0.3, 0.1)
+    mask, ids = torch.tensor([1, 1, 0, 1, 0]), torch.tensor([0, 0, 0, 1, 1])
+    got = losses.gspo_ratio(logp, old, mask, ids, 2)
+    same(got, f64(0.3, 0.3, 0.3, -0.3, -0.3).exp())
+
+
+def test_gspo_gradient_reaches_each_token_with_the_sequence_ratio() -> None:
+    logp = f64(0.2, 0.4).requires_grad_()
+    ids = torch.zeros(2, dtype=torch.long)
+    advantage = f64(2.0, 2.0)
+    loss = losses.gspo(logp, f64(0, 0), advantage, torch.ones(2), ids, 1, clip_high=1.0)
+    loss.sum().backward()
+    same(logp.grad, f64(-2 * math.exp(0.3), -2 * math.exp(0.3)))
+
+
+def test_sapo_has_slope_one_at_ratio_one_and_saturates() -> None:
+    logp = f64(0.0, 0.0).requires_grad_()
+    losses.sapo(logp, f64(0, 0), f64(1, -1)).sum().backward()
+    same(logp.grad, f64(-1, 1))
+    far = f64(math.log(2.0))
+    # r = 2 and τ = 1.05 for A < 0.
+    expected = 4 / 1.05 / (1 + math.exp(-1.05))
+    same(losses.sapo(far, f64(0), f64(-1)), f64(expected))
+
+
+def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
+    logp = f64(math.log(3.0)).requires_grad_()
+    losses.cispo(logp, f64(0.0), f64(2.0), clip_high=0.28).sum().backward()
+    same(logp.grad, f64(-1.28 * 2))
+    logp.grad = None
+    losses.ppo(logp, f64(0.0), f64(2.0)).sum().backward()
+    same(logp.grad, f64(0.0))
+
+
+def test_value_loss_takes_the_worse_of_clipped_and_unclipped() -> None:
+    got = losses.value_loss(f64(1.0, 0.5), f64(0.0, 0.5), f64(1.0, 0.0), clip=0.2)
+    same(got, f64(0.5 * 0.8**2, 0.5 * 0.5**2))
+
+
+def test_token_corrections_by_hand() -> None:
+    log_w = f64(0.25, 1.0, 3.0).log()
+    same(corrections.tis(log_w, 2.0), f64(0.25, 1, 2))
+    same(corrections.mis(log_w, 2.0), f64(0.25, 1, 0))
+    same(corrections.icepop(log_w, 0.5, 5.0), f64(0, 1, 3))
+
+
+def test_sequence_corrections_ignore_masked_tokens() -> None:
+    log_w = f64(2.0, 0.5, 1e-9, 3.0, 4.0, 1e-5).log()
+    mask = torch.tensor([1, 1, 0, 1, 1, 1])
+    ids = torch.tensor([0, 0, 0, 1, 1, 2])
+    segments = (mask, ids, 3)
+    same(corrections.sequence_tis(log_w, *segments, 5.0), f64(1, 1, 1, 5, 5, 1e-5))
+    # Geometric means: 1, sqrt(12) = 3.46, 1e-5.
+    kept = corrections.geometric_rejection(log_w, *segments, 0.5, 2.0)
+    same(kept, f64(1, 1, 1, 0, 0, 0))
+    same(corrections.veto(log_w, *segments), f64(1, 1, 1, 1, 1, 0))
+
+
+MASK = torch.tensor([0, 1, 1, 1, 0, 1, 1, 1, 1, 0])
+IDS = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 3, 3])
+
+
+def test_aggregation_weights_by_hand() -> None:
+    def weights(kind: str, **extra) -> list[float]:
+        return [round(float(w), 6) for w in token_weights(kind, MASK, IDS, 4, **extra)]
+
+    assert weights("token_mean") == [0, *[0.142857] * 3, 0, *[0.142857] * 4, 0]
+    third = round(1 / 12, 6)
+    assert weights("seq_mean_token_mean") == [
+        0, 0.125, 0.125, 0.25, 0, third, third, third, 0.25, 0,
+    ]  # fmt: skip
+    assert weights("seq_mean_token_sum") == [0, 0.25, 0.25, 0.25, 0, 0.25, 0.25, 0.25, 0.25, 0]
+    constant = weights("constant", constant_length=10)
+    assert constant == [0, 0.025, 0.025, 0.025, 0, 0.025, 0.025, 0.025, 0.025, 0]
+    prompts = weights("prompt_mean", prompt_ids_S=torch.tensor([5, 5, 9, 9]))
+    sixth = round(1 / 6, 6)
+    assert prompts == [0, sixth, sixth, sixth, 0, 0.125, 0.125, 0.125, 0.125, 0]
+
+
+def test_samples_of_one_rollout_share_its_denominator() -> None:
+    got = token_weights(
+        "seq_mean_token_mean", MASK, IDS, 4, rollout_ids_S=torch.tensor([7, 7, 8, 9])
+    )
+    ninth = 1 / 9  # three tokens of rollout 7, three rollouts
+    expected = torch.tensor([0, ninth, ninth, ninth, 0, ninth, ninth, ninth, 3 * ninth, 0])
+    torch.testing.assert_close(got, expected)
+
+
+def test_aggregation_mistakes_are_named() -> None:
+    for kind, match in (("mean", "aggregation='mean'"), ("constant", "constant_length=None")):
+        with pytest.raises(ValueError, match=match):
+            token_weights(kind, MASK, IDS, 4)
+    with pytest.raises(ValueError, match="prompt_ids_S"):
+        token_weights("prompt_mean", MASK, IDS, 4)
+
+
+def whole_batch() -> LossBatch:
+    noise = torch.Generator().manual_seed(5)
+    logps = [-torch.rand(10, generator=noise, dtype=torch.float64) * 2 for _ in range(3)]
+    return LossBatch(
+        old_logp_T=logps[0],
+        rollout_logp_T=logps[0] + 0.1 * logps[1],
+        advantage_T=torch.randn(10, generator=noise, dtype=torch.float64),
+        mask_T=MASK,
+        weight_T=torch.empty(0),
+        sequence_ids_T=IDS,
+        num_sequences=4,
+        ref_logp_T=logps[2],
+    )
+
+
+def micro_batches(batch: LossBatch, num: int) -> list[tuple[slice, LossBatch]]:
+    parts = []
+    for first in range(0, 4, 4 // num):
+        held = ((first <= IDS) & (first + 4 // num > IDS)).nonzero().flatten()
+        part = slice(int(held[0]), int(held[-1]) + 1)
+        tensors = {
+            name: value[part] for name, value in vars(batch).items() if isinstance(value, Tensor)
+        }
+        tensors["sequence_ids_T"] = tensors["sequence_ids_T"] - first
+        parts.append((part, replace(batch, **tensors, num_sequences=4 // num)))
+    return parts
+
+
+SPECS = [
+    named_spec(name)
+    for name in ("grpo", "dr_grpo", "rloo", "dapo", "gspo", "sapo", "cispo", "opd", "ppo")
+] + [
+    AlgorithmSpec(loss="decoupled_ppo", aggregation="prompt_mean", dual_clip=None),
+    AlgorithmSpec(correction="sequence_tis", kl_coef=0.1, aggregation="seq_mean_token_sum"),
+    AlgorithmSpec(correction="geometric", kl_coef=0.1, kl_estimator="rk3"),
+    AlgorithmSpec(correction="icepop", veto_below=1e-4, kl_coef=0.1, kl_estimator="k3"),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.loss}-{s.aggregation}-{s.correction}")
+def test_the_gradient_does_not_depend_on_the_split(spec: AlgorithmSpec) -> None:
+    weight = token_weights(
+        spec.aggregation, MASK, IDS, 4, constant_length=spec.constant_length,
+        prompt_ids_S=torch.tensor([0, 0, 1, 1]),
+    ).double()  # fmt: skip
+    batch = replace(whole_batch(), weight_T=weight)
+    token_loss = make_loss(spec)
+    grads, totals = [], []
+    for num in (1, 2, 4):
+        logp = (batch.old_logp_T + 0.05).requires_grad_()
+        stats = []
+        for part, micro in micro_batches(batch, num):
+            loss, stat = token_loss(logp[part], micro)
+            loss.backward()
+            stats.append(stat)
+        grads.append(logp.grad)
+        totals.append(summarise(stats))
+        assert float(logp.grad[MASK == 0].abs().sum()) == 0.0
+        assert float(logp.grad.abs().sum()) > 0
+    for other, total in zip(grads[1:], totals[1:], strict=True):
+        torch.testing.assert_close(other, grads[0], rtol=0, atol=1e-14)
+        assert total == pytest.approx(totals[0], rel=1e-5)
+
+
+def test_garbage_outside_the_mask_reaches_neither_loss_nor_gradient() -> None:
+    batch = replace(whole_batch(), weight_T=token_weights("token_mean", MASK, IDS, 4).double())
+    spec = AlgorithmSpec(kl_coef=0.1, correction="tis")
+    clean, _ = make_loss(spec)(batch.old_logp_T, batch)
+    dirt = torch.where(MASK.bool(), 0.0, torch.inf)
+    dirty = replace(
+        batch, advantage_T=batch.advantage_T + dirt, rollout_logp_T=batch.rollout_logp_T - dirt
+    )
+    logp = (batch.old_logp_T + 1e4 * (MASK == 0)).requires_grad_()
+    loss, stats = make_loss(spec)(logp, dirty)
+    loss.backward()
+    assert float(loss.detach()) == float(clean)
+    assert bool(logp.grad.isfinite().all())
+    assert all(bool(torch.isfinite(value)) for value in stats.values())
+
+
+def test_entropy_bonus_and_statistics_by_hand() -> None:
+    zeros = torch.zeros(4)
+    batch = LossBatch(
+        old_logp_T=zeros,
+        rollout_logp_T=torch.tensor([0.0, -0.5, 0.0, -9.0]),
+        advantage_T=torch.tensor([1.0, 1.0, -1.0, 1.0]),
+        mask_T=torch.tensor([1, 1, 1, 0]),
+        weight_T=torch.tensor([0.5, 0.25, 0.25, 0.0]),
+        sequence_ids_T=torch.zeros(4, dtype=torch.long),
+        num_sequences=1,
+        entropy_T=torch.tensor([2.0, 4.0, 4.0, 100.0]),
+    )
+    spec = AlgorithmSpec(loss="reinforce", entropy_coef=0.1)
+    logp = torch.tensor([0.5, 0.0, -0.5, 3.0])
+    loss, stats = make_loss(spec)(logp, batch)
+    # −(.5·.5) + 0 + .25·(−.5)  −  .1·(1 + 1 + 1)
+    assert float(loss) == pytest.approx(-0.25 - 0.125 - 0.3)
+    means = summarise([stats])
+    assert means["clip_fraction"] == pytest.approx(2 / 3)
+    assert means["logp_gap_max"] == 0.5
+    assert means["logp_gap"] == pytest.approx(0.5 / 3)
+    assert means["entropy"] == pytest.approx(10 / 3)
+    assert means["ratio"] == pytest.approx((math.exp(0.5) + 1 + math.exp(-0.5)) / 3)
+
+
+def test_bypassing_the_old_policy_uses_the_rollout_logps_and_never_w() -> None:
+    batch = replace(whole_batch(), weight_T=token_weights("token_mean", MASK, IDS, 4).double())
+    bypass, _ = make_loss(AlgorithmSpec(old_policy="rollout"))(batch.old_logp_T, batch)
+    same_batch = replace(batch, old_logp_T=batch.rollout_logp_T)
+    plain, _ = make_loss(AlgorithmSpec())(batch.old_logp_T, same_batch)
+    assert float(bypass) == float(plain)
+    for extra in ({"correction": "tis"}, {"loss": "decoupled_ppo"}, {"veto_below": 1e-4}):
+        with pytest.raises(ValueError, match="old_policy='rollout'"):
+            AlgorithmSpec(old_policy="rollout", **extra)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"loss": "pp"}, "loss='pp': choose one of reinforce"),
+        ({"advantage": "x"}, "advantage='x'"),
+        ({"aggregation": "x"}, "aggregation='x'"),
+        ({"correction": "x"}, "correction='x'"),
+        ({"kl_estimator": "k1"}, "gradient is 0 in expectation"),
+        ({"clip_low": 1.5}, "clip_low=1.5"),
+        ({"dual_clip": 0.5}, "dual_clip=0.5"),
+        ({"gamma": 2.0}, "gamma=2.0"),
+        ({"constant_length": 3}, "constant_length=3"),
+        ({"loss": "opd", "correction": "tis"}, "twice"),
+        ({"correction_low": 3.0}, "correction_high"),
+        ({"kl_coef": -1.0}, "kl_coef=-1.0"),
+    ],
+)
+def test_impossible_specs_are_refused_with_the_reason(options: dict, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        AlgorithmSpec(**options)
+
+
+def test_a_missing_reference_is_named() -> None:
+    batch = replace(
+        whole_batch(), weight_T=token_weights("token_mean", MASK, IDS, 4), ref_logp_T=None
+    )
+    with pytest.raises(ValueError, match="ref_logp_T is missing"):
+        make_loss(AlgorithmSpec(kl_coef=0.1))(batch.old_logp_T, batch)
+    with pytest.raises(ValueError, match="choose one of grpo"):
+        named_spec("nope")
+
+
+def test_distillation_weighs_a_sampled_token_by_its_log_ratio_alone() -> None:
+    logp = f64(-1.0).requires_grad_()
+    losses.opd(logp, f64(-1.0), f64(-3.0)).sum().backward()
+    same(logp.grad, f64(2.0))  # without the stop-gradient it would be 3

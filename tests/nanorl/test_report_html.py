@@ -1,0 +1,293 @@
+"""The report: nothing untrusted becomes markup, nothing is loaded, every token is shown once."""
+
+import random
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanorl.report.charts import Chart, Series, line_chart, number, stacked_bars, wilson_interval
+from nanorl.report.curves import build_charts
+from nanorl.report.html import write_report
+from nanorl.report.trace import pick_samples, split_text, trace_rollout
+from nanorl.types import Rollout, Status, TurnSpan
+
+HOSTILE = [
+    "</script><script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    '" onmouseover="alert(1)',
+    "' style='background:url(http://evil)'",
+    "</pre></div></details></main><h1>forged</h1>",
+    "<!-- <style>body{display:none}</style> ]]> &lt;b&gt; &#60;",
+    "\x00\x1b[2J\u202egnp.exe\u2066 \ud800",
+]
+
+
+def decode(ids: list[int]) -> str:
+    return bytes(ids).decode("utf-8", errors="replace")
+
+
+def make_rollout(turns: list[tuple[str, str]], prompt: str = "Q", name: str = "t", **fields):
+    tokens = list(prompt.encode("utf-8", "replace"))
+    mask = [0] * len(tokens)
+    spans = []
+    for action, observation in turns:
+        start = len(tokens)
+        tokens += action.encode("utf-8", "replace")
+        mask += [1] * (len(tokens) - start)
+        end = len(tokens)
+        tokens += observation.encode("utf-8", "replace")
+        mask += [0] * (len(tokens) - end)
+        spans.append(TurnSpan(action_start=start, action_end=end, observation_end=len(tokens)))
+    rng = random.Random(0)
+    return Rollout(
+        **{
+            "task_id": name,
+            "group_id": "g",
+            "rollout_id": "r",
+            "tokens": tokens,
+            "loss_mask": mask,
+            "logps": [-5 * rng.random() * m for m in mask],
+            "versions": [3 if m else -1 for m in mask],
+            "turn_spans": spans,
+            "turn_rewards": [0.0] * (len(spans) - 1) + [1.0],
+            "metrics": {"tool_s": 0.5},
+        }
+        | fields
+    )
+
+
+SUMMARY = {
+    "preset": "tiny",
+    "seed": 1,
+    "steps": 3,
+    "heldout_success_untrained": 0.0,
+    "heldout_success_before": 0.5,
+    "heldout_success_after": 0.9,
+    "heldout_success_no_tool": None,
+    "heldout_n": 400,
+    "per_type": {"sum": {"before": 0.5, "after": 0.75, "n": 8}, "count": {"before": 1, "after": 0}},
+}
+ROWS = [
+    {"step": s, "success": s / 4, "logp_gap_max": 1e-5, "time": {"generate": 2, "train": 1}, "q": s}
+    for s in range(3)
+]
+
+
+class Page(HTMLParser):
+    """Checks nesting, and collects tags, attributes and text as a browser would see them."""
+
+    VOID = ("meta", "input", "br")
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.text = ""
+        self.by_class: dict[str, str] = {}
+        self._classes: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.open == [], f"unclosed: {self.open}"
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in self.VOID:
+            self.open.append(tag)
+            self._classes.append(dict(attrs).get("class") or "")
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
+        self.open.pop()
+        self._classes.pop()
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "style":
+            return
+        self.text += data
+        for classes in self._classes:
+            for name in classes.split():
+                self.by_class[name] = self.by_class.get(name, "") + data
+
+
+def render(tmp_path, **changes) -> tuple[str, Page]:
+    arguments = {
+        "config": {"lr": 1e-3, "nested": {"a": [1, 2]}},
+        "summary": SUMMARY,
+        "metrics_rows": ROWS,
+        "rollouts": [make_rollout([("think", "out"), ("answer 42", "")])],
+        "decode": decode,
+    }
+    write_report(tmp_path / "report.html", **(arguments | changes))
+    html = (tmp_path / "report.html").read_text("utf-8")
+    return html, Page(html)
+
+
+def test_the_page_is_whole_and_says_the_main_numbers(tmp_path):
+    _, page = render(tmp_path)
+    for part in ("90.0%", "not measured", "+40.0", "400", "After warm start", "+25.0", "-100.0"):
+        assert part in page.text
+    assert page.text.index("count") < page.text.index("sum")  # task types in a fixed order
+    labels = " ".join(value for name, value in page.attributes if name == "aria-label")
+    assert "after RL 90.0%" in labels
+    assert "Success, steps 0 to 2: success from 0.0% to 50.0%" in labels
+    assert page.tags.count("figure") == 4  # success, gap, time, and q, which no rule names
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_untrusted_text_never_becomes_markup(tmp_path, hostile):
+    _, clean_page = render(tmp_path)
+    rollout = make_rollout(
+        [(hostile, hostile), ("a", "")],
+        prompt=hostile,
+        name=hostile,
+        rollout_id=hostile,
+        metrics={hostile: 1.0},
+    )
+    html, page = render(
+        tmp_path,
+        rollouts=[rollout],
+        config={hostile: hostile, "deep": {hostile: [hostile]}},
+        summary=SUMMARY
+        | {"model": hostile, "preset": hostile, "per_type": {hostile: {"before": 1, "after": 1}}},
+        metrics_rows=[{"step": 0, hostile: 1.0, "note": hostile, "time": {hostile: 2.0}}],
+        classify=lambda text: text,
+    )
+    assert set(page.tags) <= set(clean_page.tags)
+    names = {name for name, _ in page.attributes}
+    assert names <= {name for name, _ in clean_page.attributes} | {"open"}
+    assert not any(name.startswith("on") for name in names)
+    for character in "\x00\x1b\u202e\u2066":
+        assert character not in html
+    if hostile.isprintable():
+        assert hostile in page.by_class["model"]
+        assert hostile in page.by_class["tool"]
+        assert hostile in page.by_class["prompt"]
+
+
+def test_the_page_loads_nothing_and_runs_nothing(tmp_path):
+    html, page = render(tmp_path)
+    assert not {"script", "link", "iframe", "object", "img", "image", "use"} & set(page.tags)
+    assert not {"src", "action", "xlink:href", "style"} & {name for name, _ in page.attributes}
+    assert all(value.startswith("#") for name, value in page.attributes if name == "href")
+    assert (
+        "url(" not in html
+        and "@import" not in html
+        and "http" not in html.replace("http-equiv", "")
+    )
+    assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in page.attributes
+
+
+def test_the_same_run_gives_the_same_bytes(tmp_path):
+    assert render(tmp_path)[0] == render(tmp_path)[0]
+
+
+def test_a_run_that_only_began_has_a_report(tmp_path):
+    _, page = render(tmp_path, summary={}, metrics_rows=[], rollouts=[], config={})
+    assert "No RL step was logged" in page.text
+
+
+def test_rollouts_of_every_status_and_odd_numbers_are_shown(tmp_path):
+    nan = float("nan")
+    rollouts = [make_rollout([("a", "b")], status=status, reward=nan) for status in Status]
+    rollouts.append(make_rollout([], prompt="only a prompt"))
+    rollouts.append(make_rollout([("abc", "")], logps=[0.0, nan, float("-inf"), -1e9]))
+    _, page = render(tmp_path, rollouts=rollouts)
+    assert "truncated_context" in page.text
+    assert "only a prompt" in page.by_class["prompt"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_token_texts_join_to_the_decoded_text(text):
+    ids = list(text.encode("utf-8"))
+    pieces = split_text(ids, decode)
+    assert len(pieces) == len(ids)
+    assert "".join(pieces) == decode(ids) == text
+
+
+def test_broken_bytes_are_shown_too():
+    for ids in ([0xF0, 0x9F], [65, 0xFF, 66], [0xC3]):
+        assert "".join(split_text(ids, decode)) == decode(ids)
+
+
+def test_segments_hold_every_token_once_in_order():
+    rollout = make_rollout([("act", "obs"), ("more", ""), ("end", "tail")], prompt="ask")
+    rollout.tokens += [33]
+    rollout.loss_mask += [0]
+    rollout.logps += [0.0]
+    rollout.versions += [-1]
+    trace = trace_rollout(rollout, decode, classify=str.upper)
+    assert [(s.role, s.turn, s.text) for s in trace.segments] == [
+        ("prompt", -1, "ask"),
+        ("model", 0, "act"),
+        ("tool", 0, "obs"),
+        ("model", 1, "more"),
+        ("model", 2, "end"),
+        ("tool", 2, "tail"),
+        ("template", 2, "!"),
+    ]
+    assert [t.token_id for s in trace.segments for t in s.tokens] == rollout.tokens
+    assert [t.is_sampled for s in trace.segments for t in s.tokens] == [
+        bool(m) for m in rollout.loss_mask
+    ]
+    assert [s.tool_status for s in trace.segments if s.role == "tool"] == ["OBS", "TAIL"]
+    assert trace.segments[5 - 1].reward == 1.0
+    expected = sum(rollout.logps[3:6]) / 3
+    assert trace.segments[1].mean_logp == pytest.approx(expected)
+
+
+def test_samples_are_spread_over_the_run():
+    rollouts = [make_rollout([("a", "")], name=str(n)) for n in range(10)]
+    assert [r.task_id for r in pick_samples(rollouts, 4)] == ["0", "3", "6", "9"]
+    assert len(pick_samples(rollouts, 20)) == 10
+    assert [r.task_id for r in pick_samples(rollouts, 1)] == ["0"]
+
+
+def test_every_numeric_metric_gets_a_curve():
+    rows = [{"step": 0, "success": 1, "odd/name": 2.0, "deep": {"er": {"x": 1}}, "s": "no"}]
+    main, others = build_charts(rows)
+    assert [chart.title for _, chart in main] == ["Success"]
+    assert [chart.title for _, chart in others] == ["deep/er/x", "odd/name"]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.none() | st.floats(-1e12, 1e12, allow_subnormal=False), min_size=1, max_size=90),
+    st.booleans(),
+)
+def test_charts_stay_inside_their_frame(values, is_stacked):
+    if is_stacked:
+        values = [None if value is None else abs(value) for value in values]
+    chart = Chart(
+        title="x",
+        steps=tuple(range(len(values))),
+        series=(Series(label="y", values=tuple(values)),),
+    )
+    svg = (stacked_bars if is_stacked else line_chart)(chart)
+    page = Page(svg)
+    for name, value in page.attributes:
+        if name in ("cx", "x"):
+            assert -1 <= float(value) <= 561
+        if name in ("cy", "y"):
+            assert -1 <= float(value) <= 251
+
+
+def test_wilson_interval_matches_published_values():
+    # Newcombe 1998, table I, method 3 (score without continuity correction).
+    for successes, num, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605)):
+        assert wilson_interval(successes / num, num) == pytest.approx((low, high), abs=5e-5)
+    assert wilson_interval(0 / 20, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
+    assert wilson_interval(0.5, 0) == (0.0, 1.0)
+
+
+def test_numbers_are_short():
+    shown = [number(v) for v in (0, 3, 1234567, 0.03125, 1.5e-5, 2e-4, 12345.6, float("nan"), None)]
+    assert shown == ["0", "3", "1.23e6", "0.0312", "1.5e-5", "2e-4", "12,346", "–", "–"]

@@ -1,0 +1,140 @@
+"""Whole runs of the command line: killed and resumed, interrupted, and given bad input."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nanorl.data.store import RolloutStore
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = (
+    *("--preset", "tiny", "--threads", "1", "--save-every", "1"),
+    *("--warm-start.steps", "3", "--warm-start.traces-per-step", "4"),
+    *("--rl.steps", "4", "--rl.tasks-per-step", "2", "--rl.group-size", "4"),
+    *("--evaluation.num-tasks", "4", "--evaluation.num-tasks-untrained", "2"),
+    *("--evaluation.num-tasks-no-tool", "2", "--tool.workers", "1"),
+)
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "scripts/train_agent.py", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=240)
+    return output
+
+
+def content(run: Path) -> dict[str, str]:
+    """rollout id -> content hash; the store itself refuses to hold an id twice."""
+    with RolloutStore(run / "rollouts.sqlite") as store:
+        return {entry.rollout_id: entry.content_hash for entry in store.entries()}
+
+
+@pytest.mark.slow
+@pytest.mark.sandbox
+def test_a_run_killed_five_times_ends_with_the_same_bits(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    begin = time.monotonic()
+    process = start(*SMALL, "--out", str(whole))
+    assert process.wait(timeout=240) == 0, finish(process)
+    duration = time.monotonic() - begin
+
+    rng = random.Random(0)
+    arguments = [*SMALL, "--out", str(killed)]
+    for _ in range(5):
+        process = start(*arguments)
+        time.sleep(rng.uniform(0.25, 0.95) * duration)
+        process.kill()
+        finish(process)
+        if (killed / "config.json").exists():
+            arguments = ["--resume", "--out", str(killed)]
+    process = start(*arguments)
+    output = finish(process)
+    assert process.returncode == 0, output
+
+    weights = "model-trained/model.safetensors"
+    assert (killed / weights).read_bytes() == (whole / weights).read_bytes()
+    assert content(killed) == content(whole)
+    assert len(content(whole)) == 4 * 2 * 4
+    steps = [json.loads(line)["step"] for line in (killed / "metrics.jsonl").open()]
+    assert steps == [0, 1, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.sandbox
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(*SMALL, "--rl.steps", "400", "--out", str(run))
+    deadline = time.monotonic() + 120
+    metrics = run / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    output = finish(process)
+    assert process.returncode == 130, output
+    assert f"--resume --out {run}" in output
+    done = metrics.read_text().count("\n")
+    latest = (run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()).resolve()
+    cursor = json.loads((latest / "meta.json").read_text())
+    assert cursor["caller"]["cursor"]["step"] == done if "caller" in cursor else True
+    process = start("--resume", "--out", str(run), "--rl.steps", str(done))
+    assert "these differ" in finish(process)  # a resumed run keeps its options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "huge"], "no such preset; choose one of smollm2, tiny"),
+        (["--preset", "tiny", "--rl.group-size", "0"], "--rl.group-size 0: must be 1 or more"),
+        (["--preset", "tiny", "--flag-that-is-not"], "--flag-that-is-not"),
+        (["--preset", "tiny", "--model", "/nowhere"], "no such folder"),
+        (["--preset", "tiny", "--tasks", "/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["--resume", "--out", "/nowhere"], "there is no run to go on with"),
+        (["--preset", "tiny", "--engine.cache-mb", "0"], "cache"),
+    ],
+)
+def test_bad_input_ends_with_one_message(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    if "--out" not in arguments:
+        arguments = [*arguments, "--out", str(tmp_path / "run")]
+    process = start(*arguments)
+    output = finish(process)
+    assert process.returncode != 0
+    assert message in output
+    assert "Traceback" not in output
+
+
+def test_a_run_is_never_written_over_another(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    process = start("--preset", "tiny", "--out", str(tmp_path))
+    output = finish(process)
+    assert process.returncode == 1
+    assert "already holds a run" in output
+
+
+def test_a_wrong_architecture_is_named(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "mamba", "architectures": ["Mamba"]}')
+    process = start("--preset", "tiny", "--model", str(model), "--out", str(tmp_path / "run"))
+    output = finish(process)
+    assert process.returncode == 1
+    assert "Traceback" not in output

