@@ -48,7 +48,7 @@ class Tasks:
     """The two sides of the data; training batches are a function of the step alone."""
 
     train: TaskSource | FileTasks
-    warm_start: TaskSource | None  # only generated tasks know solutions that a teacher can show
+    warm_start: TaskSource  # the preset's own: only generated tasks know what a teacher can show
     heldout: Sequence[Task]
 
 
@@ -206,13 +206,14 @@ def model_folder(config: RunConfig) -> Path:
 
 def load_tasks(config: RunConfig, preset: Preset) -> Tasks:
     count, seed = config.evaluation.num_tasks, config.evaluation.seed
+    families = [preset.family()]
+    warm_start = TaskSource(families, derive_seed(config.seed, "warm-start"))
     if config.tasks is not None:
         source = FileTasks(config.tasks, config.seed)
-        return Tasks(train=source, warm_start=None, heldout=source.heldout(count, seed))
-    families = [preset.family()]
+        return Tasks(train=source, warm_start=warm_start, heldout=source.heldout(count, seed))
     return Tasks(
         train=TaskSource(families, config.seed),
-        warm_start=TaskSource(families, derive_seed(config.seed, "warm-start")),
+        warm_start=warm_start,
         heldout=TaskSource(families, config.seed, "heldout").heldout(count, seed),
     )
 

@@ -72,7 +72,8 @@ class Run:
         loop = asyncio.get_running_loop()
         current = asyncio.current_task()
         assert current is not None
-        loop.add_signal_handler(signal.SIGINT, current.cancel)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, current.cancel)
         try:
             if self.engine is not None:  # restored
                 await sync_weights(self.engine, self.parts.generator, self.cursor.step)
@@ -82,7 +83,8 @@ class Run:
             self.save()
             raise Interrupted from None
         finally:
-            loop.remove_signal_handler(signal.SIGINT)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
             await self.parts.generator.close()
             self.thread.shutdown()
 
@@ -211,7 +213,6 @@ class Run:
     async def _teacher_rollouts(self, step: int) -> list[Rollout]:
         count = self.config.warm_start.traces_per_step
         source = self.parts.tasks.warm_start
-        assert source is not None, "checked when the run was assembled"
         tasks = source.batch(step, count)
         plays = [
             self.parts.play_teacher(task, rollout_id=f"teacher-{step}-{i}")
@@ -243,19 +244,19 @@ class Run:
                 task_batch=lambda step: self.parts.tasks.train.batch(step, rl.tasks_per_step),
             )
             await trainer.fit(self.cursor.step, on_step)
-        self.cursor.add("num_failed_rollouts", collector.stats.num_failed)
         self.cursor.next_phase()
         self.save()
 
     def _log_step(self, result: StepResult) -> None:
         """Record a finished step, then move the cursor; every `save_every` steps, a checkpoint."""
         self.store.add_group(
-            [rollout for group in result.groups for rollout in group],
+            [*(rollout for group in result.groups for rollout in group), *result.failed],
             step=result.step,
             version=result.step,
         )
         self.metrics.write(result.step, result.metrics)
         self._add_totals(result.metrics)
+        self.cursor.add("num_failed_rollouts", len(result.failed))
         self.cursor.step = result.step + 1
         if self.cursor.step % self.config.save_every == 0:
             self.save()
