@@ -60,7 +60,8 @@ class Run:
             self.dir / "metrics.jsonl", tensorboard_dir=self.dir / "tensorboard"
         )
         self.cursor = Cursor()
-        self.engine: Engine | None = None
+        self.engine: Engine = parts.trainer_engine
+        self.is_restored = False
         self.thread = ThreadPoolExecutor(1, "optimizer")
         self.started = time.perf_counter()
         self.examples: dict[str, Sequence[Rollout]] = {}
@@ -75,7 +76,7 @@ class Run:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, current.cancel)
         try:
-            if self.engine is not None:  # restored
+            if self.is_restored:
                 await sync_weights(self.engine, self.parts.generator, self.cursor.step)
             while self.cursor.phase != "done":
                 await getattr(self, f"run_{self.cursor.phase}")()
@@ -96,11 +97,10 @@ class Run:
             self.metrics.truncate_from(0)
             return
         self.cursor = Cursor.from_json(open_checkpoint(found).meta["cursor"])
-        if self.cursor.phase == "warm_start":
-            self.engine = self.parts.sft_engine()
-        else:
-            self.engine = self.parts.rl_engine()
+        if self.cursor.phase not in ("untrained", "warm_start"):
+            self.engine.restart(self.parts.rl_config())
         self.engine.load(found)
+        self.is_restored = True
         first = self.cursor.step if self.cursor.phase == "rl" else self.rl_steps_done
         self.store.delete_from_step(first)
         self.metrics.truncate_from(first)
@@ -114,9 +114,7 @@ class Run:
         return self.dir / "checkpoints"
 
     def save(self) -> None:
-        """A checkpoint of the engine and the cursor; nothing before there is an engine."""
-        if self.engine is None:
-            return
+        """A checkpoint of the engine and the cursor."""
         self.note_time()
         self.engine.save(self.checkpoints, self.cursor.to_json())
 
@@ -176,7 +174,6 @@ class Run:
 
     async def run_warm_start(self) -> None:
         warm = self.config.warm_start
-        self.engine = self.engine or self.parts.sft_engine()
         with self._timed("warm start", warm.steps, self.cursor.step) as phase:
             upcoming = asyncio.ensure_future(self._warm_start_samples(self.cursor.step))
             while self.cursor.step < warm.steps:
@@ -186,7 +183,6 @@ class Run:
                 upcoming = asyncio.ensure_future(self._warm_start_samples(step + 1))
 
                 async def finish_step(step: int = step, samples: list[Sample] = samples) -> None:
-                    assert self.engine is not None
                     result = await asyncio.get_running_loop().run_in_executor(
                         self.thread, self.engine.train_step, samples, sft_loss, num_loss_tokens
                     )
@@ -197,7 +193,7 @@ class Run:
                 await to_the_end(finish_step())
             upcoming.cancel()
         await sync_weights(self.engine, self.parts.generator, 0)
-        self.engine = self.parts.rl_engine()
+        self.engine.restart(self.parts.rl_config())
         self.cursor.next_phase()
         self.save()
 
@@ -223,7 +219,6 @@ class Run:
     # -- reinforcement learning ------------------------------------------------------------------
 
     async def run_rl(self) -> None:
-        self.engine = self.engine or self.parts.rl_engine()
         rl = self.config.rl
         with self._timed("reinforcement learning", rl.steps, self.cursor.step) as phase:
             collector = RolloutCollector(
