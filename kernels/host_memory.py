@@ -16,7 +16,7 @@ _KEEP_BYTES = 2**31 - 1
 def reuse_large_buffers() -> bool:
     """Tells glibc to serve large tensors from memory it keeps. False where there is no glibc.
 
-    The process's memory then stays at its peak until it ends.
+    The process's memory then stays at its peak until it ends, or until `release_free_memory`.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -29,3 +29,10 @@ def reuse_large_buffers() -> bool:
         (_M_ARENA_MAX, 1),  # else every thread that ever trained keeps a peak of its own
     )
     return all([mallopt(option, value) == 1 for option, value in options])
+
+
+def release_free_memory() -> None:
+    """Gives back what was freed, after a phase that needed more than the next one will."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)

@@ -86,6 +86,17 @@ class Engine:
         self._head_packed: Tensor | None = None
         self._refresh()
 
+    def restart(self, config: EngineConfig) -> None:
+        """Another phase of training on the same weights: fresh moments, schedule and version."""
+        if config.dtype != self.config.dtype:
+            raise ValueError(
+                f"dtype={config.dtype!r}: this engine computes in {self.config.dtype}, and a phase "
+                "keeps the dtype; make another engine"
+            )
+        self.config = config
+        self.version = 0
+        self.optimizer.restart(config)
+
     # -- log-probs ---------------------------------------------------------------------------
 
     @overload

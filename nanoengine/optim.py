@@ -131,6 +131,14 @@ class AdamW:
             slot.param.main_grad = slot.view(self.grad)  # type: ignore[attr-defined]
             self._hooks.append(slot.param.register_post_accumulate_grad_hook(_collect))
 
+    def restart(self, config: AdamWConfig) -> None:
+        """Another phase of training: fresh moments and schedule, the same masters and memory."""
+        self._require_loaded()
+        self.config = config
+        self.step_count = 0
+        self.exp_avg.zero_()
+        self.exp_avg_sq.zero_()
+
     def zero_grad(self) -> None:
         self._require_loaded()
         self.grad.zero_()

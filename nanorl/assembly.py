@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from kernels.host_memory import release_free_memory
 from nanoengine.engine import Engine, EngineConfig
 from nanoengine.model.hf import load_model
 from nanoengine.model.sources import SMOLLM2, resolve_model
@@ -48,7 +49,7 @@ class Tasks:
     """The two sides of the data; training batches are a function of the step alone."""
 
     train: TaskSource | FileTasks
-    warm_start: TaskSource | None  # only generated tasks know solutions that a teacher can show
+    warm_start: TaskSource  # the preset's own: only generated tasks know what a teacher can show
     heldout: Sequence[Task]
 
 
@@ -62,7 +63,10 @@ class Parts:
         self.tokenizer = ChatTokenizer.from_folder(self.folder)
         self.tasks = load_tasks(config, self.preset)
         self.sandbox = SandboxPool(sandbox_spec(config), num_workers=config.tool.workers)
-        self.trained = load_model(self.folder, torch.float32)  # the masters; the engine casts it
+        # Loaded in fp32: the engine keeps these values as masters and casts the model.
+        self.trained = load_model(self.folder, torch.float32)
+        self.trainer_engine = Engine(self.trained, self.warm_start_config())
+        release_free_memory()
         self.rollout_engine = self._rollout_engine(load_model(self.folder, DTYPES[config.dtype]))
         self.generator = AsyncEngine(self.rollout_engine)
 
@@ -97,31 +101,25 @@ class Parts:
             **options,
         )
 
-    def sft_engine(self) -> Engine:
+    def warm_start_config(self) -> EngineConfig:
         warm = self.config.warm_start
-        return Engine(
-            self.trained,
-            self.engine_config(
-                lr=warm.lr,
-                weight_decay=warm.weight_decay,
-                schedule="cosine",
-                warmup_steps=min(warm.warmup_steps, warm.steps // 2),
-                total_steps=max(warm.steps, 1),
-            ),
+        return self.engine_config(
+            lr=warm.lr,
+            weight_decay=warm.weight_decay,
+            schedule="cosine",
+            warmup_steps=min(warm.warmup_steps, warm.steps // 2),
+            total_steps=max(warm.steps, 1),
         )
 
-    def rl_engine(self) -> Engine:
+    def rl_config(self) -> EngineConfig:
         rl = self.config.rl
-        return Engine(
-            self.trained,
-            self.engine_config(
-                lr=rl.lr,
-                weight_decay=rl.weight_decay,
-                max_grad_norm=rl.max_grad_norm,
-                schedule=rl.schedule,
-                warmup_steps=rl.warmup_steps,
-                total_steps=max(rl.steps * rl.epochs, 1),
-            ),
+        return self.engine_config(
+            lr=rl.lr,
+            weight_decay=rl.weight_decay,
+            max_grad_norm=rl.max_grad_norm,
+            schedule=rl.schedule,
+            warmup_steps=rl.warmup_steps,
+            total_steps=max(rl.steps * rl.epochs, 1),
         )
 
     def environment(self, *, is_tool_enabled: bool = True) -> CodeEnv:
@@ -206,13 +204,14 @@ def model_folder(config: RunConfig) -> Path:
 
 def load_tasks(config: RunConfig, preset: Preset) -> Tasks:
     count, seed = config.evaluation.num_tasks, config.evaluation.seed
+    families = [preset.family()]
+    warm_start = TaskSource(families, derive_seed(config.seed, "warm-start"))
     if config.tasks is not None:
         source = FileTasks(config.tasks, config.seed)
-        return Tasks(train=source, warm_start=None, heldout=source.heldout(count, seed))
-    families = [preset.family()]
+        return Tasks(train=source, warm_start=warm_start, heldout=source.heldout(count, seed))
     return Tasks(
         train=TaskSource(families, config.seed),
-        warm_start=TaskSource(families, derive_seed(config.seed, "warm-start")),
+        warm_start=warm_start,
         heldout=TaskSource(families, config.seed, "heldout").heldout(count, seed),
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Protocol
 
 from nanoinfer.sampling import SamplingParams
@@ -24,15 +24,6 @@ class PlayRollout(Protocol):
     async def __call__(
         self, task: Task, *, group_id: str, rollout_id: str, sampling: SamplingParams
     ) -> Rollout: ...
-
-
-@dataclass(kw_only=True)
-class CollectorStats:
-    """Counts over the life of a collector."""
-
-    num_rollouts: int = 0
-    num_failed: int = 0
-    failed: list[Rollout] = field(default_factory=list)
 
 
 class RolloutCollector:
@@ -50,7 +41,12 @@ class RolloutCollector:
         self.run_seed = run_seed
         self.max_retries = max_retries
         self.on_rollout = on_rollout
-        self.stats = CollectorStats()
+        self._failed: list[Rollout] = []
+
+    def take_failed(self) -> list[Rollout]:
+        """The failed attempts since the last call, under ids of their own."""
+        failed, self._failed = self._failed, []
+        return failed
 
     async def run_group(
         self, task: Task, *, group_id: str, size: int, sampling: SamplingParams
@@ -72,11 +68,9 @@ class RolloutCollector:
             rollout = await self.play(
                 task, group_id=group_id, rollout_id=rollout_id, sampling=params
             )
-            self.stats.num_rollouts += 1
             if rollout.status != Status.FAILED:
                 break
-            self.stats.num_failed += 1
-            self.stats.failed.append(replace(rollout, rollout_id=f"{rollout_id}-failed{attempt}"))
+            self._failed.append(replace(rollout, rollout_id=f"{rollout_id}-failed{attempt}"))
         if self.on_rollout is not None:
             self.on_rollout(rollout)
         return rollout

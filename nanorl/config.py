@@ -83,6 +83,16 @@ class RLConfig:
         _require(self.temperature > 0, "rl.temperature", self.temperature, "positive")
         _require(self.epochs >= 1, "rl.epochs", self.epochs, "1 or more")
         _require(self.max_staleness >= 0, "rl.max-staleness", self.max_staleness, "0 or more")
+        if self.algorithm.advantage == "gae":
+            raise ValueError(
+                "--rl.algorithm.advantage gae: needs a critic, which this trainer does not hold; "
+                "choose grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline or maxrl"
+            )
+        if self.algorithm.needs_reference:
+            raise ValueError(
+                "--rl.algorithm: a KL term, distillation or loss opd needs a reference model, "
+                "which this trainer does not hold; set their coefficients to 0"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,8 @@ class Run:
             self.dir / "metrics.jsonl", tensorboard_dir=self.dir / "tensorboard"
         )
         self.cursor = Cursor()
-        self.engine: Engine | None = None
+        self.engine: Engine = parts.trainer_engine
+        self.is_restored = False
         self.thread = ThreadPoolExecutor(1, "optimizer")
         self.started = time.perf_counter()
         self.examples: dict[str, Sequence[Rollout]] = {}
@@ -72,9 +73,10 @@ class Run:
         loop = asyncio.get_running_loop()
         current = asyncio.current_task()
         assert current is not None
-        loop.add_signal_handler(signal.SIGINT, current.cancel)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, current.cancel)
         try:
-            if self.engine is not None:  # restored
+            if self.is_restored:
                 await sync_weights(self.engine, self.parts.generator, self.cursor.step)
             while self.cursor.phase != "done":
                 await getattr(self, f"run_{self.cursor.phase}")()
@@ -82,7 +84,8 @@ class Run:
             self.save()
             raise Interrupted from None
         finally:
-            loop.remove_signal_handler(signal.SIGINT)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
             await self.parts.generator.close()
             self.thread.shutdown()
 
@@ -94,11 +97,10 @@ class Run:
             self.metrics.truncate_from(0)
             return
         self.cursor = Cursor.from_json(open_checkpoint(found).meta["cursor"])
-        if self.cursor.phase == "warm_start":
-            self.engine = self.parts.sft_engine()
-        else:
-            self.engine = self.parts.rl_engine()
+        if self.cursor.phase not in ("untrained", "warm_start"):
+            self.engine.restart(self.parts.rl_config())
         self.engine.load(found)
+        self.is_restored = True
         first = self.cursor.step if self.cursor.phase == "rl" else self.rl_steps_done
         self.store.delete_from_step(first)
         self.metrics.truncate_from(first)
@@ -112,9 +114,7 @@ class Run:
         return self.dir / "checkpoints"
 
     def save(self) -> None:
-        """A checkpoint of the engine and the cursor; nothing before there is an engine."""
-        if self.engine is None:
-            return
+        """A checkpoint of the engine and the cursor."""
         self.note_time()
         self.engine.save(self.checkpoints, self.cursor.to_json())
 
@@ -174,7 +174,6 @@ class Run:
 
     async def run_warm_start(self) -> None:
         warm = self.config.warm_start
-        self.engine = self.engine or self.parts.sft_engine()
         with self._timed("warm start", warm.steps, self.cursor.step) as phase:
             upcoming = asyncio.ensure_future(self._warm_start_samples(self.cursor.step))
             while self.cursor.step < warm.steps:
@@ -184,7 +183,6 @@ class Run:
                 upcoming = asyncio.ensure_future(self._warm_start_samples(step + 1))
 
                 async def finish_step(step: int = step, samples: list[Sample] = samples) -> None:
-                    assert self.engine is not None
                     result = await asyncio.get_running_loop().run_in_executor(
                         self.thread, self.engine.train_step, samples, sft_loss, num_loss_tokens
                     )
@@ -195,7 +193,7 @@ class Run:
                 await to_the_end(finish_step())
             upcoming.cancel()
         await sync_weights(self.engine, self.parts.generator, 0)
-        self.engine = self.parts.rl_engine()
+        self.engine.restart(self.parts.rl_config())
         self.cursor.next_phase()
         self.save()
 
@@ -211,7 +209,6 @@ class Run:
     async def _teacher_rollouts(self, step: int) -> list[Rollout]:
         count = self.config.warm_start.traces_per_step
         source = self.parts.tasks.warm_start
-        assert source is not None, "checked when the run was assembled"
         tasks = source.batch(step, count)
         plays = [
             self.parts.play_teacher(task, rollout_id=f"teacher-{step}-{i}")
@@ -222,7 +219,6 @@ class Run:
     # -- reinforcement learning ------------------------------------------------------------------
 
     async def run_rl(self) -> None:
-        self.engine = self.engine or self.parts.rl_engine()
         rl = self.config.rl
         with self._timed("reinforcement learning", rl.steps, self.cursor.step) as phase:
             collector = RolloutCollector(
@@ -243,19 +239,19 @@ class Run:
                 task_batch=lambda step: self.parts.tasks.train.batch(step, rl.tasks_per_step),
             )
             await trainer.fit(self.cursor.step, on_step)
-        self.cursor.add("num_failed_rollouts", collector.stats.num_failed)
         self.cursor.next_phase()
         self.save()
 
     def _log_step(self, result: StepResult) -> None:
         """Record a finished step, then move the cursor; every `save_every` steps, a checkpoint."""
         self.store.add_group(
-            [rollout for group in result.groups for rollout in group],
+            [*(rollout for group in result.groups for rollout in group), *result.failed],
             step=result.step,
             version=result.step,
         )
         self.metrics.write(result.step, result.metrics)
         self._add_totals(result.metrics)
+        self.cursor.add("num_failed_rollouts", len(result.failed))
         self.cursor.step = result.step + 1
         if self.cursor.step % self.config.save_every == 0:
             self.save()

@@ -43,6 +43,7 @@ class StepResult:
     step: int
     metrics: dict[str, Any]
     groups: list[list[Rollout]]
+    failed: list[Rollout]  # attempts that the machine spoilt; they were repeated
 
 
 class Trainer:
@@ -139,7 +140,8 @@ class Trainer:
         metrics["sync_s"] = await sync_weights(self.engine, self.generator, step + 1)
         metrics["rollout_s"] = rollout_s
         metrics["step_s"] = time.perf_counter() - start
-        on_step(StepResult(step=step, metrics=metrics, groups=groups))
+        failed = self.collector.take_failed()
+        on_step(StepResult(step=step, metrics=metrics, groups=groups, failed=failed))
 
     def train_on(self, groups: list[list[Rollout]]) -> dict[str, Any]:
         """One optimizer batch (`rl.epochs` steps over it); returns the metrics of the batch."""
@@ -152,7 +154,10 @@ class Trainer:
             batch.set_field("old_logp", logps)
         for epoch in range(rl.epochs if batch.samples else 0):
             result = self.engine.train_step(
-                batch.samples, batch.loss_fn, temperature=rl.temperature
+                batch.samples,
+                batch.loss_fn,
+                temperature=rl.temperature,
+                entropy=rl.algorithm.entropy_coef != 0,
             )
             metrics.update(per_action_token(result))
             if epoch == 0:
@@ -184,5 +189,13 @@ async def _first_of(wanted: Any, producer: asyncio.Task[None]) -> Any:
     done, _ = await asyncio.wait({task, producer}, return_when=asyncio.FIRST_COMPLETED)
     if task not in done and producer in done and producer.exception() is not None:
         task.cancel()
-        producer.result()
+        raise _root_cause(producer.exception())
     return await task
+
+
+def _root_cause(error: BaseException | None) -> BaseException:
+    """The first error of a task group, so that a caller can name it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert error is not None, "the producer failed with an exception"
+    return error
