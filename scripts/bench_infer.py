@@ -86,9 +86,7 @@ def compare(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[str
                 command = [args.peers_python, str(SCRIPTS / "peers" / script), *tail]
                 theirs[work].append(bench_rl.measure(command, threads))
                 log(f"peer {theirs[work][-1]}")
-    return [
-        make_row(work, dtype, threads, ours[work], theirs[work], bounds[work]) for work in ROWS
-    ]
+    return [make_row(work, dtype, threads, ours[work], theirs[work], bounds[work]) for work in ROWS]
 
 
 def make_row(
