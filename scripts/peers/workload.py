@@ -1,9 +1,11 @@
-"""The two RL workloads that this stack and its peers are timed on. Needs numpy alone.
+"""The workloads that this stack and its peers are timed on. Needs numpy alone.
 
 agent rollouts  8 tasks x 8 members that share a 200-token prompt; 3 turns of 48 sampled tokens, a
                 60-token observation of each member's own between turns; 9,216 sampled tokens
 GRPO step       4 prompts (about 40 to 110 tokens) x 8 completions of exactly 64 tokens, one
                 optimizer step
+W1              32 requests at once, prompts of 32 to 256 and outputs of 16 to 128 tokens, greedy,
+                end of sequence ignored; 4,531 prompt and 1,926 output tokens
 """
 
 from __future__ import annotations
@@ -108,3 +110,11 @@ def step_prompts() -> list[str]:
 def reward(ids: list[int]) -> float:
     """Any deterministic reward that differs within a group."""
     return float(sum(ids) % 7)
+
+
+def w1_requests() -> tuple[list[list[int]], list[int]]:
+    """Prompts and numbers of tokens to generate."""
+    rng = np.random.RandomState(0)
+    prompt_sizes, output_sizes = rng.randint(32, 257, 32), rng.randint(16, 129, 32)
+    prompts = [rng.randint(FIRST_ID, VOCAB, size).tolist() for size in prompt_sizes]
+    return prompts, output_sizes.tolist()

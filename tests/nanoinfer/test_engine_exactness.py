@@ -55,9 +55,7 @@ def make(model: Transformer, **options: object) -> LLMEngine:
 
 def one_by_one(model: Transformer) -> list[Output]:
     engine = make(model, prefix_caching=False)
-    return [
-        engine.generate([p], s)[0] for p, s in zip(prompts(), params(10), strict=True)
-    ]
+    return [engine.generate([p], s)[0] for p, s in zip(prompts(), params(10), strict=True)]
 
 
 def assert_same(outputs: list[Output], expected: list[Output]) -> None:
@@ -136,7 +134,8 @@ def test_a_multi_turn_rollout_from_the_cache_has_the_trainers_logps(model: Trans
         outputs = engine.generate(contexts, each)
         assert [o.logps for o in outputs] == trainer_logps(model, contexts, outputs, 1.0)
         contexts = [
-            c + o.ids + [50 + turn, 60 + i] * 5 for i, (c, o) in enumerate(zip(contexts, outputs))  # noqa: B905
+            c + o.ids + [50 + turn, 60 + i] * 5
+            for i, (c, o) in enumerate(zip(contexts, outputs))  # noqa: B905
         ]
     assert engine.metrics()["cached_tokens"] > 4 * 2 * 64
 

@@ -1,0 +1,186 @@
+"""Times the inference engine, beside transformers in the same run.
+
+    bash scripts/bench.sh infer [--peers] [--json FILE] [--threads 1 2] [--dtypes bf16 fp32]
+
+Rows (workloads in peers/workload.py), all in sampled tokens/s, prefill included:
+    W1         32 requests of mixed lengths, greedy; `match` is the share of equal outputs
+               (random prompts give flat logits, so only fp32 is expected to match)
+    W1-agent   64 rollouts of 3 turns whose groups share a prompt
+
+Every measurement is a process of its own, pinned to as many cores as it has threads; ours and the
+peer's alternate, medians are compared. `cpu_util` in a run is processor over wall time and thread:
+well below 1 something else was running, and the figure is too low. The bound is arithmetic at the
+matmul rate measured in the same run: every distinct token forwarded once, nothing else counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench_output import print_rows, write_json
+from bench_rl import BODY, HEAD, SCRIPTS, bounds, measure, peak, run_rate
+
+import workload  # isort: skip  (bench_rl put scripts/peers on the path)
+
+PEERS = {"W1": "transformers_w1.py", "W1-agent": "transformers_rollout.py"}
+
+
+class Clock:
+    """Wall and processor seconds of a block."""
+
+    def __enter__(self) -> Clock:
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self._wall
+        self.cpu_s = time.process_time() - self._cpu
+
+    def figures(self, num_tokens: int, threads: int) -> dict[str, Any]:
+        return {
+            "seconds": self.seconds,
+            "tokens_per_s": num_tokens / self.seconds,
+            "cpu_util": self.cpu_s / self.seconds / threads,
+            **peak(),
+        }
+
+
+def make_engine(folder: str, dtype: str, threads: int) -> Any:
+    import torch
+
+    from nanoengine.model.hf import load_model
+    from nanoinfer.engine import InferConfig, LLMEngine
+    from nanoinfer.sampling import SamplingParams
+
+    torch.set_num_threads(threads)
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    engine = LLMEngine(load_model(folder, kind), InferConfig())
+    warm_up = workload.agent_prompts()[-1][:32]
+    engine.generate([warm_up] * 2, SamplingParams(max_tokens=8, ignore_eos=True))
+    return engine
+
+
+def run_w1(folder: str, dtype: str, threads: int) -> dict[str, Any]:
+    from nanoinfer.sampling import SamplingParams
+
+    engine = make_engine(folder, dtype, threads)
+    prompts, sizes = workload.w1_requests()
+    each = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in sizes]
+    with Clock() as clock:
+        outputs = engine.generate(prompts, each)
+    return clock.figures(sum(sizes), threads) | {"outputs": [output.ids for output in outputs]}
+
+
+def run_agent(folder: str, dtype: str, threads: int) -> dict[str, Any]:
+    from nanoinfer.sampling import SamplingParams
+
+    engine = make_engine(folder, dtype, threads)
+    contexts, observations = workload.agent_prompts(), workload.agent_observations()
+    with Clock() as clock:
+        for turn in range(workload.TURNS):
+            each = [
+                SamplingParams(max_tokens=workload.TURN, ignore_eos=True, seed=1000 * turn + i)
+                for i in range(len(contexts))
+            ]
+            for i, output in enumerate(engine.generate(contexts, each)):
+                is_last = turn == workload.TURNS - 1
+                contexts[i] += output.ids + ([] if is_last else observations[turn][i])
+    counted = ("num_steps", "prompt_tokens", "cached_tokens", "computed_tokens")
+    metrics = engine.metrics()
+    return clock.figures(workload.AGENT_TOKENS, threads) | {k: metrics[k] for k in counted}
+
+
+WORKERS = {"W1": run_w1, "W1-agent": run_agent, "rate": run_rate}
+
+
+def upper_bounds(rates: dict[str, float]) -> dict[str, float]:
+    prompts, sizes = workload.w1_requests()
+    num_tokens = sum(map(len, prompts)) + sum(sizes)
+    seconds = (2.0 * BODY * num_tokens + 2.0 * HEAD * sum(sizes)) / rates["decode"]
+    return {"W1": sum(sizes) / seconds, "W1-agent": bounds(rates)["rollouts"]}
+
+
+def compare(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[str, Any]]:
+    mine = [sys.executable, __file__, "--worker"]
+    tail = [args.model, dtype, str(threads)]
+    ours: dict[str, list[dict[str, Any]]] = {name: [] for name in PEERS}
+    theirs: dict[str, list[dict[str, Any]]] = {name: [] for name in PEERS}
+    limits = upper_bounds(measure([*mine, "rate", *tail], threads))
+    for _ in range(args.runs):
+        for name, script in PEERS.items():
+            ours[name].append(measure([*mine, name, *tail], threads))
+            if args.peers:
+                command = [args.peers_python, str(SCRIPTS / "peers" / script), *tail]
+                theirs[name].append(measure(command, threads))
+    return [
+        make_row(name, dtype, threads, ours[name], theirs[name], limits[name]) for name in PEERS
+    ]
+
+
+def make_row(
+    name: str,
+    dtype: str,
+    threads: int,
+    ours: list[dict[str, Any]],
+    theirs: list[dict[str, Any]],
+    limit: float,
+) -> dict[str, Any]:
+    value = median(run["tokens_per_s"] for run in ours)
+    other = median(run["tokens_per_s"] for run in theirs) if theirs else None
+    outputs = [[run.pop("outputs", None) for run in runs] for runs in (ours, theirs)]
+    row = {
+        "name": name,
+        "dtype": dtype,
+        "threads": threads,
+        "value": value,
+        "unit": "tokens/s",
+        "peer": "transformers" if theirs else None,
+        "peer_value": other,
+        "ratio": value / other if other else None,
+        "bound": limit,
+        "bound_ratio": value / limit,
+        "runs": {"ours": ours, "peer": theirs},
+    }
+    if theirs and outputs[0][0] is not None:
+        pairs = list(zip(outputs[0][0], outputs[1][0], strict=True))
+        row["match"] = sum(a == b for a, b in pairs) / len(pairs)
+    return row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--peers", action="store_true", help="measure the peer in the same run")
+    parser.add_argument("--peers-python", default=str(SCRIPTS.parent / ".venv-peers/bin/python"))
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp32"])
+    parser.add_argument("--runs", type=int, default=1, help="alternations of ours and the peer")
+    parser.add_argument("--model", help="a SmolLM2-135M folder; default: fetched into the cache")
+    parser.add_argument("--worker", nargs=4, metavar=("WORK", "MODEL", "DTYPE", "THREADS"))
+    args = parser.parse_args()
+    if args.worker:
+        from kernels.host_memory import reuse_large_buffers
+
+        reuse_large_buffers()
+        work, folder, dtype, threads = args.worker
+        print(json.dumps(WORKERS[work](folder, dtype, int(threads))))
+        return 0
+    if args.model is None:
+        from nanoengine.model.sources import SMOLLM2, resolve_model
+
+        args.model = str(resolve_model(SMOLLM2.name))
+    rows = [row for dtype in args.dtypes for n in args.threads for row in compare(args, dtype, n)]
+    print_rows(rows)
+    if args.json:
+        write_json(args.json, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
