@@ -78,12 +78,12 @@ class Scratch:
 def probabilities(
     q_NRD: Tensor, k_NLD: Tensor, mask_B1QM: Tensor, scale: float, scratch: Scratch
 ) -> Tensor:
-    """softmax(scale · q · Kᵀ + mask) in fp32 (fp64), [N, R or more, L]: see `_safe_rows`.
+    """softmax(scale · q · Kᵀ + mask) in fp32 (fp64), [N, R or more, L]: see `safe_rows`.
 
     Rows are heads x the mask's Q queries; the mask applies to the last M keys.
     """
     rows, num_keys = q_NRD.shape[1], k_NLD.shape[1]
-    padded = _safe_rows(q_NRD)
+    padded = safe_rows(rows, q_NRD.shape[0], q_NRD.dtype)
     if padded > rows:
         q_NRD = F.pad(q_NRD, (0, 0, 0, padded - rows))
     shape = (q_NRD.shape[0], padded, num_keys)
@@ -98,18 +98,15 @@ def probabilities(
     return torch.softmax(wide, -1, out=scratch.take("p", shape, wide.dtype))
 
 
-def _safe_rows(q_NRD: Tensor) -> int:
+def safe_rows(rows: int, num_matrices: int, dtype: torch.dtype) -> int:
     """The rows to compute so that no thread of MKL gets fewer than 4: it shares the rows out
     where there are fewer matrices than threads."""
-    rows = q_NRD.shape[1]
-    if is_half(q_NRD.dtype):
+    if is_half(dtype):
         return rows
     num_threads = torch.get_num_threads()
-    return (
-        round_up(rows, MIN_ROWS * num_threads)
-        if q_NRD.shape[0] < num_threads
-        else max(rows, MIN_ROWS)
-    )
+    if num_matrices < num_threads:
+        return round_up(rows, MIN_ROWS * num_threads)
+    return max(rows, MIN_ROWS)
 
 
 def weighted_values(p_NRL: Tensor, v_NLD: Tensor, scratch: Scratch) -> Tensor:

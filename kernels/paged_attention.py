@@ -10,22 +10,28 @@ gathers and one batched attention a rectangle, the trainer's arithmetic (`_atten
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from kernels._attend import Scratch, attend_rows, bucket_by_length, key_multiple, round_up
+from kernels._attend import (
+    Scratch,
+    attend_rows,
+    bucket_by_length,
+    is_half,
+    key_multiple,
+    round_up,
+    safe_rows,
+    weighted_values,
+)
 from kernels._dispatch import Backend, compute_dtype, use_triton
 
 _PIECE_KEYS = 1 << 20  # elements of k gathered at a time (about 16 sequences of 400 tokens)
 _PIECE_SCORES = 1 << 21  # scores held at a time
-_MAX_WIDE = 256  # columns of `_attend_one_query`: beyond, its zeros cost more than a copy, and MKL
-# splits the sum of an fp32 product, which would change its bits
-
-_MIN_WIDE_FP32 = 16  # head_dim: below, MKL takes another kernel for one head than for all
+_MAX_WIDE = 256  # columns of `_attend_one_query`: beyond, its zeros cost more than a copy
 
 
 @dataclass(frozen=True)
@@ -205,6 +211,7 @@ def _attend_plan(
 ) -> Tensor:
     out = torch.empty_like(q_THD)
     for r in plan.rectangles:
+        attend = _attend_by_shape(r, k_cache)
         q = q_THD if r.queries is None else q_THD.index_select(0, r.queries)
         q_BQHD = q.unflatten(0, (r.num_seqs, r.num_queries))
         o = torch.empty_like(q_BQHD)
@@ -214,7 +221,6 @@ def _attend_plan(
             blocks = r.blocks[lo * width : hi * width]
             k_BLKD = _gather_blocks("k", k_cache, blocks, hi - lo, plan.scratch)
             v_BLKD = _gather_blocks("v", v_cache, blocks, hi - lo, plan.scratch)
-            attend = _attend_one_query if _is_single(r, k_cache) else _attend_queries
             attend(o[lo:hi], q_BQHD[lo:hi], k_BLKD, v_BLKD, r.mask[lo:hi], scale, plan.scratch)
         o_cells = o.flatten(0, 1) if r.cells is None else o.flatten(0, 1).index_select(0, r.cells)
         if r.tokens is None:
@@ -239,15 +245,17 @@ def _gather_blocks(
     return out.view(num_seqs, -1, *cache.shape[2:])
 
 
-def _is_single(r: _Rectangle, k_cache: Tensor) -> bool:
-    num_kv, head_dim = k_cache.shape[2:]
-    if k_cache.dtype == torch.float32 and head_dim < _MIN_WIDE_FP32:
-        return False
-    return r.num_queries == 1 and num_kv * head_dim <= _MAX_WIDE
+def _attend_by_shape(r: _Rectangle, k_cache: Tensor) -> Callable[..., None]:
+    if r.num_queries > 1:
+        return _attend_queries
+    if not is_half(k_cache.dtype):
+        return _attend_one_query_by_head
+    is_narrow = k_cache.shape[2] * k_cache.shape[3] <= _MAX_WIDE
+    return _attend_one_query if is_narrow else _attend_queries
 
 
 def _attend_one_query(o_BQHD, q_BQHD, k_BLKD, v_BLKD, mask, scale, scratch) -> None:
-    """Decoding: all heads as rows of one matmul against the keys as they lie, [L, K · D].
+    """Decoding in half precision: all heads as rows of one matmul against the keys as they lie, [L, K · D].
 
     A head's query sits in its own key head's columns, the rest are zeros, which add nothing: the
     bits are those of one matmul a head, without a transposed copy of the keys.
@@ -262,6 +270,26 @@ def _attend_one_query(o_BQHD, q_BQHD, k_BLKD, v_BLKD, mask, scale, scratch) -> N
         q_wide.view(rows), k_BLKD.flatten(2), v_BLKD.flatten(2), mask, scale, scratch
     )
     _heads_last(o_BQHD, num_kv).copy_(o_wide.view(spread).diagonal(dim1=1, dim2=3))
+
+
+def _attend_one_query_by_head(o_BQHD, q_BQHD, k_BLKD, v_BLKD, mask, scale, scratch) -> None:
+    """Decoding in fp32 (fp64): one matmul a key head on the keys as they lie. MKL takes their
+    stride without a copy and with the same bits; oneDNN's half precision is slow at that."""
+    num_seqs, num_keys, num_kv, head_dim = k_BLKD.shape
+    q_KBGD = q_BQHD.squeeze(1).unflatten(1, (num_kv, -1)).transpose(0, 1)
+    group = q_KBGD.shape[2]
+    rows = safe_rows(group, num_seqs, q_BQHD.dtype)
+    q_KBRD = q_BQHD.new_zeros(num_kv, num_seqs, rows, head_dim)
+    q_KBRD[:, :, :group] = q_KBGD
+    scores = scratch.take("scores", (num_kv, num_seqs, rows, num_keys), q_BQHD.dtype)
+    for head in range(num_kv):
+        torch.bmm(q_KBRD[head], k_BLKD[:, :, head].transpose(1, 2), out=scores[head])
+    scores.mul_(scale).add_(mask[:, 0])
+    p_KBRL = torch.softmax(scores, -1, out=scratch.take("p", scores.shape, scores.dtype))
+    o_BKGD = o_BQHD.squeeze(1).unflatten(1, (num_kv, -1))
+    for head in range(num_kv):
+        o_BRD = weighted_values(p_KBRL[head], v_BLKD[:, :, head], scratch)
+        o_BKGD[:, head] = o_BRD[:, :group]
 
 
 def _heads_last(x_BQHD: Tensor, num_kv: int) -> Tensor:
