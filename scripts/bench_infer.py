@@ -1,16 +1,17 @@
-"""Times generation, beside transformers in the same run.
+"""Times the inference engine, beside transformers in the same run.
 
-    bash scripts/bench.sh infer [--peers] [--json FILE] [--threads 1 2] [--dtype bf16 fp32]
+    bash scripts/bench.sh infer [--peers] [--json FILE] [--threads 1 2] [--dtypes bf16 fp32]
 
-Rows, sampled tokens/s (workloads in peers/workload.py):
-    W1         32 requests of mixed lengths, all at once, greedy; peer transformers.generate, the
-               faster of one batch and of batches of 8
-    W1-agent   64 rollouts of 3 turns, members of a group share their prompt; peer
-               transformers.generate, all in one batch
+Rows (workloads in peers/workload.py), all in sampled tokens/s, prefill included:
+    W1         32 requests of mixed lengths, greedy; the peer in one batch or in batches of 8,
+               whichever is faster; `match` is the share of equal outputs
+               (random prompts give flat logits, so only fp32 is expected to match)
+    W1-agent   64 rollouts of 3 turns whose groups share a prompt
 
 Every measurement is a process of its own, pinned to as many cores as it has threads; ours and the
-peer's alternate, medians are compared. The bound is arithmetic: the operations of the linear
-layers over the matmul rate of decoding measured in the same run.
+peer's alternate, medians are compared. `cpu_util` in a run is processor over wall time and thread:
+well below 1 something else was running, and the figure is too low. The bound is arithmetic at the
+matmul rate measured in the same run: every distinct token forwarded once, nothing else counted.
 """
 
 from __future__ import annotations
@@ -23,14 +24,35 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-SCRIPTS = Path(__file__).resolve().parent
-sys.path.insert(0, str(SCRIPTS / "peers"))
+from bench_output import print_rows, write_json
+from bench_rl import BODY, HEAD, SCRIPTS, bounds, measure, peak, run_rate
 
-import bench_rl  # noqa: E402
-import workload  # noqa: E402
+import workload  # isort: skip  (bench_rl put scripts/peers on the path)
+
+PEERS = {"W1": "transformers_w1.py", "W1-agent": "transformers_rollout.py"}
 
 
-def run_serve(folder: str, dtype: str, threads: int) -> dict[str, Any]:
+class Clock:
+    """Wall and processor seconds of a block."""
+
+    def __enter__(self) -> Clock:
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self._wall
+        self.cpu_s = time.process_time() - self._cpu
+
+    def figures(self, num_tokens: int, threads: int) -> dict[str, Any]:
+        return {
+            "seconds": self.seconds,
+            "tokens_per_s": num_tokens / self.seconds,
+            "cpu_util": self.cpu_s / self.seconds / threads,
+            **peak(),
+        }
+
+
+def make_engine(folder: str, dtype: str, threads: int) -> Any:
     import torch
 
     from nanoengine.model.hf import load_model
@@ -40,77 +62,96 @@ def run_serve(folder: str, dtype: str, threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     engine = LLMEngine(load_model(folder, kind), InferConfig())
-    requests = workload.serve_requests()
-    warm_up = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-    engine.generate([[1] * 32] * 2, warm_up)
-    params = [
-        SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-        for _, tokens in requests
-    ]
-    start = time.perf_counter()
-    outputs = engine.generate([prompt for prompt, _ in requests], params)
-    seconds = time.perf_counter() - start
-    num_tokens = sum(len(output.ids) for output in outputs)
-    return {"seconds": seconds, "tokens_per_s": num_tokens / seconds, **bench_rl.peak()}
+    warm_up = workload.agent_prompts()[-1][:32]
+    engine.generate([warm_up] * 2, SamplingParams(max_tokens=8, ignore_eos=True))
+    return engine
 
 
-WORKERS = {"serve": run_serve, "rollouts": bench_rl.run_rollouts, "rate": bench_rl.run_rate}
-ROWS = {"serve": "W1", "rollouts": "W1-agent"}
-PEERS = {"serve": "transformers_serve.py", "rollouts": "transformers_rollout.py"}
+def run_w1(folder: str, dtype: str, threads: int) -> dict[str, Any]:
+    from nanoinfer.sampling import SamplingParams
+
+    engine = make_engine(folder, dtype, threads)
+    prompts, sizes = workload.w1_requests()
+    each = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in sizes]
+    with Clock() as clock:
+        outputs = engine.generate(prompts, each)
+    return clock.figures(sum(sizes), threads) | {"outputs": [output.ids for output in outputs]}
 
 
-def serve_bound(rate: float) -> float:
-    """Tokens/s of W1 if nothing but the linear layers took time."""
-    requests = workload.serve_requests()
-    sampled = sum(tokens for _, tokens in requests)
-    forwarded = sum(len(prompt) + tokens - 1 for prompt, tokens in requests)
-    flops = 2.0 * bench_rl.BODY * forwarded + 2.0 * bench_rl.HEAD * sampled
-    return sampled / (flops / rate)
+def run_agent(folder: str, dtype: str, threads: int) -> dict[str, Any]:
+    from nanoinfer.sampling import SamplingParams
+
+    engine = make_engine(folder, dtype, threads)
+    contexts, observations = workload.agent_prompts(), workload.agent_observations()
+    with Clock() as clock:
+        for turn in range(workload.TURNS):
+            each = [
+                SamplingParams(max_tokens=workload.TURN, ignore_eos=True, seed=1000 * turn + i)
+                for i in range(len(contexts))
+            ]
+            for i, output in enumerate(engine.generate(contexts, each)):
+                is_last = turn == workload.TURNS - 1
+                contexts[i] += output.ids + ([] if is_last else observations[turn][i])
+    counted = ("num_steps", "prompt_tokens", "cached_tokens", "computed_tokens")
+    metrics = engine.metrics()
+    return clock.figures(workload.AGENT_TOKENS, threads) | {k: metrics[k] for k in counted}
+
+
+WORKERS = {"W1": run_w1, "W1-agent": run_agent, "rate": run_rate}
+
+
+def upper_bounds(rates: dict[str, float]) -> dict[str, float]:
+    prompts, sizes = workload.w1_requests()
+    num_tokens = sum(map(len, prompts)) + sum(sizes)
+    seconds = (2.0 * BODY * num_tokens + 2.0 * HEAD * sum(sizes)) / rates["decode"]
+    return {"W1": sum(sizes) / seconds, "W1-agent": bounds(rates)["rollouts"]}
 
 
 def compare(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[str, Any]]:
-    worker = [sys.executable, __file__, "--worker"]
+    mine = [sys.executable, __file__, "--worker"]
     tail = [args.model, dtype, str(threads)]
-    rates = bench_rl.measure([*worker, "rate", *tail], threads)
-    bounds = {
-        "serve": serve_bound(rates["decode"]),
-        "rollouts": bench_rl.bounds(rates)["rollouts"],
-    }
-    ours: dict[str, list[dict]] = {work: [] for work in ROWS}
-    theirs: dict[str, list[dict]] = {work: [] for work in ROWS}
+    ours: dict[str, list[dict[str, Any]]] = {name: [] for name in PEERS}
+    theirs: dict[str, list[dict[str, Any]]] = {name: [] for name in PEERS}
+    limits = upper_bounds(measure([*mine, "rate", *tail], threads))
     for _ in range(args.runs):
-        for work, script in PEERS.items():
-            ours[work].append(bench_rl.measure([*worker, work, *tail], threads))
-            log(f"{ROWS[work]} {dtype} x{threads}: {ours[work][-1]}")
+        for name, script in PEERS.items():
+            ours[name].append(measure([*mine, name, *tail], threads))
             if args.peers:
                 command = [args.peers_python, str(SCRIPTS / "peers" / script), *tail]
-                theirs[work].append(bench_rl.measure(command, threads))
-                log(f"peer {theirs[work][-1]}")
-    return [make_row(work, dtype, threads, ours[work], theirs[work], bounds[work]) for work in ROWS]
+                theirs[name].append(measure(command, threads))
+    return [
+        make_row(name, dtype, threads, ours[name], theirs[name], limits[name]) for name in PEERS
+    ]
 
 
 def make_row(
-    work: str, dtype: str, threads: int, ours: list[dict], theirs: list[dict], bound: float
+    name: str,
+    dtype: str,
+    threads: int,
+    ours: list[dict[str, Any]],
+    theirs: list[dict[str, Any]],
+    limit: float,
 ) -> dict[str, Any]:
     value = median(run["tokens_per_s"] for run in ours)
-    peer_value = median(run["tokens_per_s"] for run in theirs) if theirs else None
-    return {
-        "name": ROWS[work],
+    other = median(run["tokens_per_s"] for run in theirs) if theirs else None
+    outputs = [[run.pop("outputs", None) for run in runs] for runs in (ours, theirs)]
+    row = {
+        "name": name,
         "dtype": dtype,
         "threads": threads,
         "value": value,
         "unit": "tokens/s",
         "peer": "transformers" if theirs else None,
-        "peer_value": peer_value,
-        "ratio": None if peer_value is None else value / peer_value,
-        "bound": bound,
-        "bound_ratio": value / bound,
+        "peer_value": other,
+        "ratio": value / other if other else None,
+        "bound": limit,
+        "bound_ratio": value / limit,
         "runs": {"ours": ours, "peer": theirs},
     }
-
-
-def log(text: str) -> None:
-    print(f"  {text}", file=sys.stderr, flush=True)
+    if theirs and outputs[0][0] is not None:
+        pairs = list(zip(outputs[0][0], outputs[1][0], strict=True))
+        row["match"] = sum(a == b for a, b in pairs) / len(pairs)
+    return row
 
 
 def main() -> int:
@@ -119,8 +160,8 @@ def main() -> int:
     parser.add_argument("--peers", action="store_true", help="measure the peer in the same run")
     parser.add_argument("--peers-python", default=str(SCRIPTS.parent / ".venv-peers/bin/python"))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--dtype", nargs="+", choices=["bf16", "fp32"], default=["bf16", "fp32"])
-    parser.add_argument("--runs", type=int, default=3, help="alternations of ours and the peer")
+    parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp32"])
+    parser.add_argument("--runs", type=int, default=1, help="alternations of ours and the peer")
     parser.add_argument("--model", help="a SmolLM2-135M folder; default: fetched into the cache")
     parser.add_argument("--worker", nargs=4, metavar=("WORK", "MODEL", "DTYPE", "THREADS"))
     args = parser.parse_args()
@@ -135,9 +176,7 @@ def main() -> int:
         from nanoengine.model.sources import SMOLLM2, resolve_model
 
         args.model = str(resolve_model(SMOLLM2.name))
-    rows = [row for dtype in args.dtype for n in args.threads for row in compare(args, dtype, n)]
-    from bench_output import print_rows, write_json
-
+    rows = [row for dtype in args.dtypes for n in args.threads for row in compare(args, dtype, n)]
     print_rows(rows)
     if args.json:
         write_json(args.json, rows)

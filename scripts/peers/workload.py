@@ -1,10 +1,11 @@
 """The workloads that this stack and its peers are timed on. Needs numpy alone.
 
-serving         32 requests at once, prompts of 32 to 256 tokens, outputs of 16 to 128, greedy
 agent rollouts  8 tasks x 8 members that share a 200-token prompt; 3 turns of 48 sampled tokens, a
                 60-token observation of each member's own between turns; 9,216 sampled tokens
 GRPO step       4 prompts (about 40 to 110 tokens) x 8 completions of exactly 64 tokens, one
                 optimizer step
+W1              32 requests at once, prompts of 32 to 256 and outputs of 16 to 128 tokens, greedy,
+                end of sequence ignored; 4,531 prompt and 1,926 output tokens
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import numpy as np
 
 GROUPS, MEMBERS, PROMPT, TURN, OBSERVATION, TURNS = 8, 8, 200, 48, 60, 3
 FIRST_ID, VOCAB = 17, 49152  # SmolLM2: ids below 17 are control tokens
-SERVE_REQUESTS, SERVE_PROMPTS, SERVE_OUTPUTS = 32, (32, 256), (16, 128)
 AGENT_TOKENS = GROUPS * MEMBERS * TURN * TURNS
 
 STEP_GROUP, STEP_COMPLETION = 8, 64
@@ -89,15 +89,6 @@ _WORDS = [
 ]
 
 
-def serve_requests() -> list[tuple[list[int], int]]:
-    """(prompt, number of tokens to generate), lengths uniform over the ranges, ends included."""
-    rng = np.random.RandomState(3)
-    sizes = rng.randint(SERVE_PROMPTS[0], SERVE_PROMPTS[1] + 1, SERVE_REQUESTS)
-    outputs = rng.randint(SERVE_OUTPUTS[0], SERVE_OUTPUTS[1] + 1, SERVE_REQUESTS)
-    prompts = [rng.randint(FIRST_ID, VOCAB, size).tolist() for size in sizes]
-    return list(zip(prompts, outputs.tolist(), strict=True))
-
-
 def agent_prompts() -> list[list[int]]:
     """One prompt a rollout, members of a group beside each other."""
     draw = np.random.RandomState(0).randint(FIRST_ID, VOCAB, (GROUPS, PROMPT)).tolist()
@@ -119,3 +110,11 @@ def step_prompts() -> list[str]:
 def reward(ids: list[int]) -> float:
     """Any deterministic reward that differs within a group."""
     return float(sum(ids) % 7)
+
+
+def w1_requests() -> tuple[list[list[int]], list[int]]:
+    """Prompts and numbers of tokens to generate."""
+    rng = np.random.RandomState(0)
+    prompt_sizes, output_sizes = rng.randint(32, 257, 32), rng.randint(16, 129, 32)
+    prompts = [rng.randint(FIRST_ID, VOCAB, size).tolist() for size in prompt_sizes]
+    return prompts, output_sizes.tolist()

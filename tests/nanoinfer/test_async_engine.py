@@ -1,4 +1,4 @@
-"""Coroutines share one engine; cancellation, pauses and weight updates fall between steps."""
+"""Coroutines share one engine; tools, cancellation, pauses and new weights fall between steps."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
