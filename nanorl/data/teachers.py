@@ -78,7 +78,7 @@ def tiny_teacher() -> TeacherConfig:
         # Kinds that are easy to copy for: the right way must stay frequent enough to be sampled.
         stubborn=frozenset(
             {"product", "modulo", "mul_add", "add_mul", "range_sum", "octal"}
-            | {"top_two", "look_file", "repair_lines"}
+            | {"top_two", "squares", "evens", "look_file", "repair_lines"}
         ),
         stubborn_habit=1.0,
     )
