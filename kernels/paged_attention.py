@@ -255,8 +255,7 @@ def _attend_by_shape(r: _Rectangle, k_cache: Tensor) -> Callable[..., None]:
 
 
 def _attend_one_query(o_BQHD, q_BQHD, k_BLKD, v_BLKD, mask, scale, scratch) -> None:
-    """Decoding in half precision: all heads as rows of one matmul against the keys as they lie,
-    [L, K · D].
+    """Decoding in bf16: all heads as rows of one matmul against the keys as they lie, [L, K · D].
 
     A head's query sits in its own key head's columns, the rest are zeros, which add nothing: the
     bits are those of one matmul a head, without a transposed copy of the keys.

@@ -5,7 +5,8 @@ every step, so what tools have returned joins the next step. With `use_thread` (
 runs in one worker thread and the loop goes on serving tools meanwhile; torch releases the
 interpreter inside its ops. Requests, aborts and weight updates take effect between steps.
 
-Left out: streaming of single tokens, several event loops.
+Event loops may follow one another (`asyncio.run` twice); what the last one left is aborted.
+Left out: streaming of single tokens, several event loops at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from nanoinfer.sampling import Output, SamplingParams
 
 
 class AsyncEngine:
-    """One engine, one event loop. Use as an async context manager, or call `close`."""
+    """One engine, one event loop at a time. Use as an async context manager, or call `close`."""
 
     def __init__(self, engine: LLMEngine, use_thread: bool = True) -> None:
         self.engine = engine
@@ -34,10 +35,10 @@ class AsyncEngine:
                 1, "nanoinfer", torch.set_num_threads, (num_threads,)
             )
         self._futures: dict[int, asyncio.Future[Output]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._between_steps = asyncio.Lock()
-        self._driver: asyncio.Task[None] | None = None
         self._can_step = asyncio.Event()
-        self._can_step.set()
+        self._driver: asyncio.Task[None] | None = None
 
     @property
     def version(self) -> int:
@@ -45,6 +46,7 @@ class AsyncEngine:
 
     async def generate(self, ids: Ids[int], params: SamplingParams) -> Output:
         """Complete `ids`. Cancelling the caller aborts the request."""
+        self._bind()
         async with self._between_steps:
             handle = self.engine.add(ids, params)
             future: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
@@ -54,7 +56,7 @@ class AsyncEngine:
             return await future
         except asyncio.CancelledError:
             if self._futures.pop(handle, None) is not None:
-                await self._abort(handle)
+                await asyncio.shield(self._abort(handle))  # done even if cancelled once more
             raise
 
     async def _abort(self, handle: int) -> None:
@@ -63,22 +65,26 @@ class AsyncEngine:
 
     async def pause(self) -> None:
         """No step runs after this returns; requests wait."""
+        self._bind()
         self._can_step.clear()
         async with self._between_steps:
             self.engine.pause()
 
     async def resume(self) -> None:
+        self._bind()
         self.engine.resume()
         self._can_step.set()
 
     async def update_weights(self, state: Iterable[tuple[str, Tensor]], version: int) -> None:
         """`LLMEngine.update_weights` between two steps; no pause needed."""
+        self._bind()
         async with self._between_steps:
             await self._call(self.engine.update_weights, state, version)
 
     async def adopt_weights(self, version: int) -> None:
         """`LLMEngine.adopt_weights` between two steps. The owner must have changed the weights
         while the engine was paused."""
+        self._bind()
         async with self._between_steps:
             await self._call(self.engine.adopt_weights, version)
 
@@ -102,6 +108,21 @@ class AsyncEngine:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
+    def _bind(self) -> None:
+        """Make the running loop ours. Locks and futures of a loop that ended are of no use."""
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
+            return
+        if self._loop is not None and self._loop.is_running():
+            raise RuntimeError("another event loop is using this AsyncEngine: make one engine each")
+        for handle in self._futures:
+            self.engine.abort(handle)
+        self._futures.clear()
+        self._loop, self._driver = loop, None
+        self._between_steps, self._can_step = asyncio.Lock(), asyncio.Event()
+        if not self.engine.is_paused:
+            self._can_step.set()
+
     def _start_driver(self) -> None:
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive(), name="nanoinfer")
@@ -113,21 +134,25 @@ class AsyncEngine:
                 try:
                     finished = await self._call(self.engine.step)
                 except Exception as error:
-                    self._fail_all(error)
-                    raise
+                    if not self._fail_all(error):
+                        raise
+                    continue
             for handle, output in finished:
                 future = self._futures.pop(handle, None)
                 if future is not None and not future.done():
                     future.set_result(output)
             await asyncio.sleep(0)
 
-    def _fail_all(self, error: Exception) -> None:
-        """Every caller gets the step's error: their requests cannot go on."""
+    def _fail_all(self, error: Exception) -> bool:
+        """Every caller gets the step's error: their requests cannot go on. False if none waits."""
+        is_heard = False
         for handle, future in self._futures.items():
             self.engine.abort(handle)
             if not future.done():
                 future.set_exception(error)
+                is_heard = True
         self._futures.clear()
+        return is_heard
 
     async def _call(self, function, *args):  # type: ignore[no-untyped-def]
         if self._executor is None:

@@ -110,7 +110,11 @@ class LLMEngine:
         return ready
 
     def _run(self, step: Step) -> list[tuple[int, Output]]:
-        result = self._runner.run(self._batch.build(step))
+        try:
+            result = self._runner.run(self._batch.build(step))
+        except BaseException:
+            self._scheduler.restart_all()  # block copies of this step may not have been made
+            raise
         self._scheduler.commit(step)
         sampling = [seq for seq in step.seqs if seq.num_uncomputed == 0]
         finished = []

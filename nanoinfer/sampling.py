@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,8 +24,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens}: must be at least 1")
-        if self.temperature < 0:
-            raise ValueError(f"temperature={self.temperature}: must be 0 (greedy) or positive")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(
+                f"temperature={self.temperature}: must be 0 (greedy) or positive, and finite"
+            )
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k}: must be 0 (off) or positive")
         if not 0 < self.top_p <= 1:

@@ -195,7 +195,7 @@ class Scheduler:
             self.waiting.remove(seq)
 
     def restart_all(self) -> None:
-        """Send every running sequence back to the queue (the weights have changed)."""
+        """Send every running sequence back to the queue (the weights changed, or a step failed)."""
         for seq in list(self.running):
             self._stop(seq)
             insort(self.waiting, seq, key=_by_arrival)

@@ -78,8 +78,17 @@ def build_batch(
         rollouts = [r for r, keep in zip(rollouts, keep_R.tolist(), strict=True) if keep]
         rewards_R = rewards_R[keep_R]
     samples = _samples(rollouts, rewards_R, spec) if rollouts else []
+    if is_proportional_to_advantage(spec):
+        samples = [sample for sample in samples if any(sample.fields["advantage"])]
     metrics["num_trained_rollouts"] = float(len(samples))
     return TrainBatch(samples=samples, token_loss=make_loss(spec), metrics=metrics)
+
+
+def is_proportional_to_advantage(spec: AlgorithmSpec) -> bool:
+    """Whether a sample whose advantages are all 0 has a gradient of exactly 0, so that leaving it
+    out (after the weights of the whole batch are computed) changes nothing but the time."""
+    terms = (spec.kl_coef, spec.entropy_coef, spec.distill_coef)
+    return spec.loss != "opd" and not any(terms)
 
 
 def _samples(rollouts: list[Rollout], rewards_R: Tensor, spec: AlgorithmSpec) -> list[Sample]:

@@ -41,7 +41,7 @@ class Preset:
 def smollm2() -> RunConfig:
     return RunConfig(
         preset="smollm2",
-        warm_start=WarmStartConfig(steps=32, traces_per_step=8, lr=1e-4),
+        warm_start=WarmStartConfig(steps=44, traces_per_step=8, lr=1e-4),
         rl=RLConfig(steps=16, tasks_per_step=8, group_size=8, lr=2e-5),
         agent=AgentConfig(
             max_turns=4, max_turn_tokens=96, max_context_tokens=512, max_observation_tokens=64

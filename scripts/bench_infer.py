@@ -3,7 +3,8 @@
     bash scripts/bench.sh infer [--peers] [--json FILE] [--threads 1 2] [--dtypes bf16 fp32]
 
 Rows (workloads in peers/workload.py), all in sampled tokens/s, prefill included:
-    W1         32 requests of mixed lengths, greedy; `match` is the share of equal outputs
+    W1         32 requests of mixed lengths, greedy; the peer in one batch or in batches of 8,
+               whichever is faster; `match` is the share of equal outputs
                (random prompts give flat logits, so only fp32 is expected to match)
     W1-agent   64 rollouts of 3 turns whose groups share a prompt
 

@@ -18,6 +18,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that look at the host's processes run one after the other, in one pytest process."""
+    for item in items:
+        if item.get_closest_marker("sandbox"):
+            item.add_marker(pytest.mark.xdist_group("sandbox"))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
     """Tests run side by side; one thread each is also faster on models this small."""

@@ -1,7 +1,6 @@
 """Chat tokenizer: ids equal those of `transformers`, and no text can spell a control token."""
 
 import json
-import os
 import shutil
 import subprocess
 import tarfile
@@ -210,11 +209,8 @@ def assert_equals_transformers(folder: Path, tools: list[dict] | None = None) ->
 
 
 @pytest.mark.smollm2
-def test_smollm2_chats_equal_transformers() -> None:
-    folder = Path(os.environ.get("SMOLLM2_DIR", "missing"))
-    if not (folder / "tokenizer.json").is_file():
-        pytest.skip("SMOLLM2_DIR does not name a SmolLM2-135M-Instruct folder")
-    assert_equals_transformers(folder)
+def test_smollm2_chats_equal_transformers(smollm2_folder: Path) -> None:
+    assert_equals_transformers(smollm2_folder)
 
 
 def npm_folder(name: str, cache: Path) -> Path:

@@ -27,8 +27,8 @@ def rollout(group: str, member: int, reward: float, actions: int = 2) -> Rollout
 
 
 def test_advantages_are_within_the_group_and_only_on_sampled_tokens() -> None:
-    groups = [[rollout("a", 0, 1.0), rollout("a", 1, 0.0)], [rollout("b", 0, 1.0)] * 1]
-    batch = build_batch(groups, AlgorithmSpec(), max_tokens=64)
+    groups = [[rollout("a", 0, 1.0), rollout("a", 1, 0.0)], [rollout("b", 0, 1.0)]]
+    batch = build_batch(groups, AlgorithmSpec(entropy_coef=0.1), max_tokens=64)
     by_hand = 0.5 / (0.5**0.5 + 1e-6)  # (1 - 0.5) / sample std of {1, 0}
     first, second, lonely = (sample.fields["advantage"] for sample in batch.samples)
     assert first == pytest.approx([0, 0, 0, by_hand, by_hand])
@@ -38,7 +38,8 @@ def test_advantages_are_within_the_group_and_only_on_sampled_tokens() -> None:
 
 def test_groups_are_keyed_by_id_and_not_by_place() -> None:
     mixed = [[rollout("a", 0, 1.0), rollout("b", 0, 0.0)], [rollout("a", 1, 0.0)]]
-    batch = build_batch(mixed, AlgorithmSpec(advantage="dr_grpo"), max_tokens=64)
+    spec = AlgorithmSpec(advantage="dr_grpo", entropy_coef=0.1)
+    batch = build_batch(mixed, spec, max_tokens=64)
     assert [s.fields["advantage"][-1] for s in batch.samples] == [0.5, 0.0, -0.5]
 
 
@@ -48,6 +49,17 @@ def test_token_mean_weights_sum_to_one_over_the_whole_batch() -> None:
     weights = [w for sample in batch.samples for w in sample.fields["weight"]]
     assert sum(weights) == pytest.approx(1.0)
     assert {round(w, 6) for w in weights} == {0.0, round(1 / 6, 6)}
+
+
+def test_samples_without_advantage_are_left_out_and_the_others_keep_their_weights() -> None:
+    groups = [
+        [rollout("a", 0, 1.0), rollout("a", 1, 1.0)],
+        [rollout("b", 0, 1.0), rollout("b", 1, 0.0)],
+    ]
+    batch = build_batch(groups, AlgorithmSpec(aggregation="token_mean"), max_tokens=64)
+    assert [sample.group for sample in batch.samples] == ["b", "b"]
+    weights = [w for sample in batch.samples for w in sample.fields["weight"] if w]
+    assert weights == pytest.approx([1 / 8] * 4)  # 8 action tokens in the whole batch
 
 
 def test_dynamic_sampling_drops_groups_without_signal() -> None:
@@ -67,7 +79,8 @@ def test_a_batch_without_any_action_token_gives_no_samples() -> None:
 
 
 def test_the_gap_counts_sampled_tokens_alone() -> None:
-    batch = build_batch([[rollout("a", 0, 1.0)]], AlgorithmSpec(), max_tokens=64)
+    spec = AlgorithmSpec(entropy_coef=0.1)
+    batch = build_batch([[rollout("a", 0, 1.0)]], spec, max_tokens=64)
     trainer = [torch.tensor([9.0, 9.0, 9.0, -0.5, -0.25])]
     gap = logp_gap(batch.samples, trainer)
     assert gap["logp_gap_max"] == pytest.approx(0.25)

@@ -1,6 +1,5 @@
 """One test a rule of "token in, token out": what a rollout's tokens and masks are."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -245,11 +244,8 @@ def test_a_failed_rollout_keeps_its_status() -> None:
 
 
 @pytest.mark.smollm2
-def test_smollm2_turns_equal_its_template() -> None:
-    folder = Path(os.environ.get("SMOLLM2_DIR", "missing"))
-    if not (folder / "tokenizer.json").is_file():
-        pytest.skip("SMOLLM2_DIR does not name a SmolLM2-135M-Instruct folder")
-    tokenizer = ChatTokenizer.from_folder(folder)
+def test_smollm2_turns_equal_its_template(smollm2_folder: Path) -> None:
+    tokenizer = ChatTokenizer.from_folder(smollm2_folder)
     builder = builder_of(tokenizer)
     messages = list(CHAT)
     for said, seen in (("```python\nprint(6*7)\n```", "Output:\n42"), ("Answer: 42", "ok")):
