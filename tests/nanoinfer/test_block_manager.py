@@ -158,7 +158,12 @@ class RandomWorkload(RuleBasedStateMachine):
     @rule(count=st.integers(1, 6))
     def run(self, count: int) -> None:
         for _ in range(count):
-            for handle, output in self.engine.step():
+            running = self.engine._scheduler.running
+            oldest = running[0].handle if running else None
+            finished = self.engine.step()
+            still = {seq.handle for seq in self.engine._scheduler.running}
+            assert oldest is None or oldest in still | {handle for handle, _ in finished}
+            for handle, output in finished:
                 self._end(handle, output)
             self.engine.check()
 

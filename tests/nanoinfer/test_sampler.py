@@ -105,3 +105,15 @@ def test_the_logits_are_left_as_they_were() -> None:
     before = logits.clone()
     sample(logits, batch(3, 0.5))
     assert torch.equal(logits, before)
+
+
+def test_logps_are_those_of_the_tempered_log_softmax() -> None:
+    generator = torch.Generator().manual_seed(5)
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = (torch.randn(30, 5003, generator=generator) * 4).to(dtype)
+        for temperature, options in ((1.0, {}), (0.6, {}), (1.0, {"top_k": 7}), (0.0, {})):
+            tokens, logps = sample(logits, batch(30, temperature, **options))
+            z = logits.double() / (temperature or 1.0)
+            expected = torch.log_softmax(z, -1).gather(1, tokens.unsqueeze(1)).squeeze(1)
+            torch.testing.assert_close(logps.double(), expected, rtol=0, atol=1e-5)
+            assert torch.equal(logps, logits_logprob(logits, tokens, temperature))

@@ -1,0 +1,105 @@
+"""One `AsyncEngine` over successive event loops, and callers that are cancelled more than once."""
+
+import asyncio
+import threading
+
+import pytest
+from cache_oracle import make_engine, replay
+
+from nanoinfer.async_engine import AsyncEngine
+from nanoinfer.sampling import SamplingParams
+
+
+def make_client(use_thread: bool = True) -> AsyncEngine:
+    return AsyncEngine(make_engine(num_blocks=64, block_size=4, max_num_seqs=8)[0], use_thread)
+
+
+async def many(client: AsyncEngine, count: int) -> None:
+    prompts = [[i % 7, 3, 1] for i in range(count)]
+    calls = (client.generate(ids, SamplingParams(max_tokens=5 + ids[0])) for ids in prompts)
+    for ids, output in zip(prompts, await asyncio.gather(*calls), strict=True):
+        assert output.ids == replay(ids, output.versions)
+
+
+@pytest.mark.parametrize("use_thread", [False, True])
+def test_the_engine_serves_one_asyncio_run_after_another(use_thread: bool) -> None:
+    client = make_client(use_thread)
+    for _ in range(3):
+        asyncio.run(many(client, 12))
+        assert client.engine.num_unfinished == 0
+
+    async def pause_and_update() -> None:
+        await client.pause()
+        await client.adopt_weights(0)
+        await client.resume()
+        await many(client, 3)
+        await client.close()
+
+    asyncio.run(pause_and_update())
+
+
+def test_what_a_loop_left_behind_is_aborted_by_the_next() -> None:
+    client = make_client()
+
+    async def leave() -> None:
+        task = asyncio.create_task(client.generate([1, 2], SamplingParams(max_tokens=200)))
+        while client.metrics()["num_steps"] < 2:
+            await asyncio.sleep(0)
+        assert not task.done()
+
+    asyncio.run(leave())
+    asyncio.run(many(client, 4))
+    assert client.engine.num_unfinished == 0
+    assert client.engine._blocks.num_free == 64
+
+
+def test_a_second_loop_at_the_same_time_is_refused() -> None:
+    client = make_client()
+    errors: list[BaseException] = []
+
+    def other_thread() -> None:
+        try:
+            asyncio.run(many(client, 1))
+        except RuntimeError as error:
+            errors.append(error)
+
+    async def first() -> None:
+        await many(client, 1)
+        await asyncio.to_thread(
+            lambda: (t := threading.Thread(target=other_thread)).start() or t.join()
+        )
+        await client.close()
+
+    asyncio.run(first())
+    assert len(errors) == 1 and "another event loop" in str(errors[0])
+
+
+@pytest.mark.parametrize("use_thread", [False, True])
+def test_cancellation_in_the_middle_of_many_frees_exactly_those(use_thread: bool) -> None:
+    async def scenario() -> None:
+        client = make_client(use_thread)
+        long = SamplingParams(max_tokens=40)
+        prompts = [[i % 7, i % 5, 2] for i in range(16)]
+        tasks = [asyncio.create_task(client.generate(ids, long)) for ids in prompts]
+        while client.metrics()["num_steps"] < 6:
+            await asyncio.sleep(0)
+        for task in tasks[::3]:
+            task.cancel()
+        await asyncio.sleep(0)
+        for task in tasks[::3]:
+            task.cancel()  # again, while the first is being carried out
+        outputs = await asyncio.gather(*tasks, return_exceptions=True)
+        for i, (ids, output) in enumerate(zip(prompts, outputs, strict=True)):
+            if i % 3 == 0:
+                assert isinstance(output, asyncio.CancelledError)
+            else:
+                assert not isinstance(output, BaseException)
+                assert output.ids == replay(ids, output.versions)
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        assert client.engine.num_unfinished == 0
+        assert client.engine._blocks.num_free == 64
+        client.engine.check()
+        await client.close()
+
+    asyncio.run(scenario())

@@ -1,0 +1,121 @@
+"""Bad requests are refused with the value named; a step that fails leaves the engine intact."""
+
+import math
+
+import pytest
+from cache_oracle import CacheRunner, make_engine, replay, run_all
+
+from nanoinfer.batch import StepInput
+from nanoinfer.model_runner import StepResult
+from nanoinfer.sampling import SamplingParams
+
+
+class Flaky(CacheRunner):
+    """Fails on given steps, before anything is written."""
+
+    fails_at: frozenset[int] = frozenset()
+    num_runs = 0
+
+    def run(self, step: StepInput) -> StepResult:
+        self.num_runs += 1
+        if self.num_runs in self.fails_at:
+            raise MemoryError("no memory for the step")
+        return super().run(step)
+
+
+def test_requests_survive_failed_steps_with_the_same_tokens() -> None:
+    engine, _ = make_engine(num_blocks=64, block_size=4, max_num_seqs=6, max_batch_tokens=16)
+    runner = Flaky(64, 4)
+    runner.fails_at = frozenset({1, 2, 4, 7, 11, 12})
+    engine._runner = runner  # type: ignore[assignment]
+    prompt = [i % 7 for i in range(22)]  # ends inside a block, so the others copy one
+    handles = [engine.add(prompt + [i] * (i % 3), SamplingParams(max_tokens=9)) for i in range(6)]
+    outputs, num_failed = {}, 0
+    while engine.num_unfinished:
+        try:
+            outputs.update(engine.step())
+        except MemoryError:
+            num_failed += 1
+        engine.check()
+    assert num_failed == 6
+    for i, handle in enumerate(handles):
+        assert outputs[handle].ids == replay(prompt + [i] * (i % 3), [0] * 9)
+    assert engine._blocks.num_free == 64
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"temperature": -0.1}, r"temperature=-0\.1"),
+        ({"temperature": math.nan}, "temperature=nan"),
+        ({"temperature": math.inf}, "temperature=inf"),
+        ({"top_k": -1}, "top_k=-1"),
+        ({"top_p": 0.0}, r"top_p=0\.0"),
+        ({"top_p": 1.5}, r"top_p=1\.5"),
+    ],
+)
+def test_impossible_sampling_parameters_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**options)
+
+
+@pytest.mark.parametrize(
+    ("ids", "max_tokens", "message"),
+    [
+        ([], 1, "empty prompt"),
+        ([1, 7], 1, "token 7 is outside the vocabulary of 7"),
+        ([-1, 2], 1, "token -1 is outside"),
+        ([1] * 200, 57, "256 positions"),
+        ([1] * 30, 3, "needs 9 cache blocks"),
+    ],
+)
+def test_impossible_requests_are_refused_and_others_go_on(
+    ids: list[int], max_tokens: int, message: str
+) -> None:
+    engine, _ = make_engine(num_blocks=8, block_size=4, max_num_seqs=4)
+    good = engine.add([1, 2], SamplingParams(max_tokens=4))
+    with pytest.raises(ValueError, match=message):
+        engine.add(ids, SamplingParams(max_tokens=max_tokens))
+    with pytest.raises(ValueError, match=message):
+        engine.generate([ids, [1]], SamplingParams(max_tokens=max_tokens))
+    assert engine.num_unfinished == 1
+    assert run_all(engine)[good].ids == replay([1, 2], [0] * 4)
+
+
+def test_parameters_must_be_one_or_one_each() -> None:
+    engine, _ = make_engine(num_blocks=8)
+    with pytest.raises(ValueError, match="3 for 2 prompts"):
+        engine.generate([[1], [2]], [SamplingParams()] * 3)
+
+
+def test_generating_while_paused_is_an_error_and_not_a_hang() -> None:
+    engine, _ = make_engine(num_blocks=8)
+    engine.pause()
+    with pytest.raises(RuntimeError, match="resume"):
+        engine.generate([[1]], SamplingParams(max_tokens=1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_blocks": 0}, "num_blocks=0"),
+        ({"cache_bytes": 10}, "cache_bytes=10"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"num_blocks": 4, "block_size": 0}, "block_size=0"),
+    ],
+)
+def test_impossible_sizes_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_engine(**options)
+
+
+def test_a_stop_token_ends_a_request_and_is_its_last() -> None:
+    engine, _ = make_engine(num_blocks=32, block_size=4)
+    free = replay([1, 2, 3], [0] * 30)
+    stop = free[5]
+    first = free.index(stop)
+    params = SamplingParams(max_tokens=30, stop_token_ids=(stop,))
+    output = engine.generate([[1, 2, 3]], params)[0]
+    assert output.ids == free[: first + 1]
+    assert output.finish_reason == "stop"
