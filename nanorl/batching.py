@@ -25,9 +25,11 @@ from nanorl.types import Rollout, Status
 
 @dataclass(kw_only=True)
 class TrainBatch:
-    """What the engine trains on, and how the batch looked."""
+    """What the engine trains on, and how the batch looked. `probe` is one group of the batch, to
+    measure the log-prob gap on where no sample has a gradient."""
 
     samples: list[Sample]
+    probe: list[Sample]
     token_loss: LossFn
     metrics: dict[str, float]
 
@@ -78,10 +80,13 @@ def build_batch(
         rollouts = [r for r, keep in zip(rollouts, keep_R.tolist(), strict=True) if keep]
         rewards_R = rewards_R[keep_R]
     samples = _samples(rollouts, rewards_R, spec) if rollouts else []
+    probe = [sample for sample in samples if sample.group == samples[0].group]
     if is_proportional_to_advantage(spec):
         samples = [sample for sample in samples if any(sample.fields["advantage"])]
     metrics["num_trained_rollouts"] = float(len(samples))
-    return TrainBatch(samples=samples, token_loss=make_loss(spec), metrics=metrics)
+    return TrainBatch(
+        samples=samples, probe=probe, token_loss=make_loss(spec), metrics=metrics
+    )
 
 
 def is_proportional_to_advantage(spec: AlgorithmSpec) -> bool:

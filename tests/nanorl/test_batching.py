@@ -58,6 +58,7 @@ def test_samples_without_advantage_are_left_out_and_the_others_keep_their_weight
     ]
     batch = build_batch(groups, AlgorithmSpec(aggregation="token_mean"), max_tokens=64)
     assert [sample.group for sample in batch.samples] == ["b", "b"]
+    assert [sample.group for sample in batch.probe] == ["a", "a"]
     weights = [w for sample in batch.samples for w in sample.fields["weight"] if w]
     assert weights == pytest.approx([1 / 8] * 4)  # 8 action tokens in the whole batch
 

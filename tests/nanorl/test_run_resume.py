@@ -23,6 +23,8 @@ SMALL = (
     *("--rl.steps", "4", "--rl.tasks-per-step", "2", "--rl.group-size", "4"),
     *("--evaluation.num-tasks", "4", "--evaluation.num-tasks-untrained", "2"),
     *("--evaluation.num-tasks-no-tool", "2", "--tool.workers", "1"),
+    # So short a warm start solves nothing: the entropy bonus makes every RL step move the weights.
+    *("--rl.algorithm.entropy-coef", "0.01"),
 )
 
 
@@ -69,6 +71,8 @@ def test_a_run_killed_five_times_ends_with_the_same_bits(tmp_path: Path) -> None
     output = finish(process)
     assert process.returncode == 0, output
 
+    norms = [json.loads(line)["grad_norm"] for line in (whole / "metrics.jsonl").open()]
+    assert len(norms) == 4 and all(norm > 0 for norm in norms)
     weights = "model-trained/model.safetensors"
     assert (killed / weights).read_bytes() == (whole / weights).read_bytes()
     assert content(killed) == content(whole)
