@@ -41,8 +41,8 @@ class Preset:
 def smollm2() -> RunConfig:
     return RunConfig(
         preset="smollm2",
-        warm_start=WarmStartConfig(steps=44, traces_per_step=8, lr=1e-4),
-        rl=RLConfig(steps=16, tasks_per_step=8, group_size=8, lr=2e-5),
+        warm_start=WarmStartConfig(steps=38, traces_per_step=8, lr=1e-4),
+        rl=RLConfig(steps=16, tasks_per_step=8, group_size=8, lr=4e-5),
         agent=AgentConfig(
             max_turns=4, max_turn_tokens=96, max_context_tokens=512, max_observation_tokens=64
         ),
@@ -57,9 +57,9 @@ def tiny() -> RunConfig:
         dtype="bf16",
         save_every=20,
         warm_start=WarmStartConfig(
-            steps=600, traces_per_step=32, lr=3e-3, warmup_steps=20, drill_fraction=0.25
+            steps=800, traces_per_step=32, lr=3e-3, warmup_steps=20, drill_fraction=0.3
         ),
-        rl=RLConfig(steps=50, tasks_per_step=24, group_size=8, lr=3e-4),
+        rl=RLConfig(steps=50, tasks_per_step=24, group_size=8, lr=4e-4),
         agent=AgentConfig(
             max_turns=4, max_turn_tokens=48, max_context_tokens=256, max_observation_tokens=32
         ),

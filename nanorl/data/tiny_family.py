@@ -18,7 +18,7 @@ PRIMES = (53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-def numbers(rng: random.Random, low: int = 3, high: int = 5) -> list[int]:
+def numbers(rng: random.Random, low: int = 3, high: int = 4) -> list[int]:
     return rng.sample(range(10, 100), rng.randint(low, high))
 
 
@@ -97,8 +97,8 @@ def evens(rng: random.Random) -> Problem:
 
 
 def above(rng: random.Random) -> Problem:
-    nums = numbers(rng, 4, 5)
-    limit = sorted(nums)[1] + rng.randint(0, 3)
+    nums = numbers(rng, 3, 4)
+    limit = min(nums) + rng.randint(0, 3)
     kept = [n for n in nums if n > limit]
     data = f"x={bracket(nums)}\n"
     return make_problem(
@@ -111,7 +111,7 @@ def above(rng: random.Random) -> Problem:
 
 
 def reverse(rng: random.Random) -> Problem:
-    word = "".join(rng.sample(LETTERS, rng.randint(4, 6)))
+    word = "".join(rng.sample(LETTERS, rng.randint(3, 4)))
     return make_problem(
         "reverse",
         f'reverse"{word}"',

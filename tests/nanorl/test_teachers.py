@@ -69,10 +69,10 @@ def test_the_teachers_of_the_presets_are_right_about_as_often_as_they_say(
     config = tiny_teacher() if family.name == "tiny" else smollm2_teacher()
     traces = play(family, form, tmp_path, 760, config)
     success = sum(t.is_correct for t in traces) / len(traces)
-    assert (0.44 < success < 0.59) if family.name == "tiny" else (0.33 < success < 0.47)
+    assert (0.42 < success < 0.59) if family.name == "tiny" else (0.55 < success < 0.72)
     assert all(t.answer is not None and len(t.actions) <= 5 for t in traces)
     assert all(len(t.observations) == len(t.actions) - 1 for t in traces)
-    assert len({t.manner for t in traces}) == 5
+    assert len({t.manner for t in traces}) == (4 if family.name == "tiny" else 5)
     for kind in family.generators:
         outcomes = {t.is_correct for t in traces if t.task.kind == kind}
         assert outcomes == {True, False}, kind

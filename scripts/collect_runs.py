@@ -1,0 +1,56 @@
+"""Gathers the summaries of finished runs into one benchmark file: collect_runs.py OUT.json RUN..."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench_output import write_json
+
+from nanorl.report.summary import read_summary
+
+FIGURES = {
+    "heldout-success-untrained": ("heldout_success_untrained", "fraction"),
+    "heldout-success-before": ("heldout_success_before", "fraction"),
+    "heldout-success-after": ("heldout_success_after", "fraction"),
+    "heldout-success-no-tool": ("heldout_success_no_tool", "fraction"),
+    "run-wall": ("wall_s", "s"),
+    "logp-gap-max": ("logp_gap_max", "nats"),
+    "rollout": ("tokens_per_s_rollout", "tokens/s"),
+    "train": ("tokens_per_s_train", "tokens/s"),
+    "peak-memory": ("peak_rss_bytes", "bytes"),
+}
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    """One row a figure; the whole summary travels with the first."""
+    summary = read_summary(run / "summary.json")
+    rows = [
+        {
+            "name": f"{summary['preset']}/{name}",
+            "dtype": summary["dtype"],
+            "threads": summary["threads"],
+            "value": summary[field],
+            "unit": unit,
+            "peer": None,
+            "peer_value": None,
+            "ratio": None,
+            "bound": None,
+            "bound_ratio": None,
+            "runs": {"seed": summary["seed"], "n": summary["heldout_n"]},
+        }
+        for name, (field, unit) in FIGURES.items()
+    ]
+    rows[0]["runs"] = summary
+    return rows
+
+
+def main() -> int:
+    out, *runs = map(Path, sys.argv[1:])
+    write_json(out, [row for run in runs for row in rows_of(run)])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
