@@ -11,23 +11,20 @@ from nanoinfer.sampling import SamplingParams
 
 
 class Flaky(CacheRunner):
-    """Fails on given steps, before anything is written."""
+    """Fails every other step, before anything is written."""
 
-    fails_at: frozenset[int] = frozenset()
     num_runs = 0
 
     def run(self, step: StepInput) -> StepResult:
         self.num_runs += 1
-        if self.num_runs in self.fails_at:
+        if self.num_runs % 2:
             raise MemoryError("no memory for the step")
         return super().run(step)
 
 
 def test_requests_survive_failed_steps_with_the_same_tokens() -> None:
     engine, _ = make_engine(num_blocks=64, block_size=4, max_num_seqs=6, max_batch_tokens=16)
-    runner = Flaky(64, 4)
-    runner.fails_at = frozenset({1, 2, 4, 7, 11, 12})
-    engine._runner = runner  # type: ignore[assignment]
+    engine._runner = Flaky(64, 4)  # type: ignore[assignment]
     prompt = [i % 7 for i in range(22)]  # ends inside a block, so the others copy one
     handles = [engine.add(prompt + [i] * (i % 3), SamplingParams(max_tokens=9)) for i in range(6)]
     outputs, num_failed = {}, 0
@@ -37,7 +34,7 @@ def test_requests_survive_failed_steps_with_the_same_tokens() -> None:
         except MemoryError:
             num_failed += 1
         engine.check()
-    assert num_failed == 6
+    assert num_failed > 5
     for i, handle in enumerate(handles):
         assert outputs[handle].ids == replay(prompt + [i] * (i % 3), [0] * 9)
     assert engine._blocks.num_free == 64
