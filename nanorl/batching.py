@@ -84,9 +84,7 @@ def build_batch(
     if is_proportional_to_advantage(spec):
         samples = [sample for sample in samples if any(sample.fields["advantage"])]
     metrics["num_trained_rollouts"] = float(len(samples))
-    return TrainBatch(
-        samples=samples, probe=probe, token_loss=make_loss(spec), metrics=metrics
-    )
+    return TrainBatch(samples=samples, probe=probe, token_loss=make_loss(spec), metrics=metrics)
 
 
 def is_proportional_to_advantage(spec: AlgorithmSpec) -> bool:

@@ -1,4 +1,4 @@
-"""Gathers the summaries of finished runs into one benchmark file: collect_runs.py OUT.json RUN..."""
+"""Gathers the summaries of finished runs into one file: collect_runs.py OUT.json RUN..."""
 
 from __future__ import annotations
 
