@@ -26,10 +26,17 @@ from nanoinfer.sampling import Output, SamplingParams
 class AsyncEngine:
     """One engine, one event loop at a time. Use as an async context manager, or call `close`."""
 
-    def __init__(self, engine: LLMEngine, use_thread: bool = True) -> None:
+    def __init__(
+        self,
+        engine: LLMEngine,
+        use_thread: bool = True,
+        executor: ThreadPoolExecutor | None = None,
+    ) -> None:
+        """`executor` is a thread of the caller's to run the steps in, instead of an own one."""
         self.engine = engine
-        self._executor: ThreadPoolExecutor | None = None
-        if use_thread:
+        self._executor = executor
+        self._owns_executor = executor is None
+        if use_thread and executor is None:
             num_threads = torch.get_num_threads()  # else the worker's first op would set its own
             self._executor = ThreadPoolExecutor(
                 1, "nanoinfer", torch.set_num_threads, (num_threads,)
@@ -99,7 +106,7 @@ class AsyncEngine:
         for future in self._futures.values():
             future.cancel()
         self._futures.clear()
-        if self._executor is not None:
+        if self._executor is not None and self._owns_executor:
             self._executor.shutdown(wait=True)
 
     async def __aenter__(self) -> AsyncEngine:

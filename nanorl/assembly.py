@@ -6,8 +6,10 @@ Left out: what the parts then do (run.py).
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -68,10 +70,18 @@ class Parts:
         self.trainer_engine = Engine(self.trained, self.warm_start_config())
         release_free_memory()
         self.rollout_engine = self._rollout_engine(load_model(self.folder, DTYPES[config.dtype]))
-        self.generator = AsyncEngine(self.rollout_engine)
+        # All heavy work of a synchronous run shares one thread, and only that thread uses several
+        # cores: OpenMP keeps a team of workers for every thread that ever ran a parallel loop,
+        # and with more workers than cores they sleep and wake at each of thousands of small ops.
+        self.compute = compute_thread("compute", config)
+        is_sync = config.rl.max_staleness == 0
+        self.optimizer_thread = self.compute if is_sync else compute_thread("optimizer", config)
+        self.generator = AsyncEngine(self.rollout_engine, executor=self.compute)
 
     def close(self) -> None:
         self.sandbox.close()
+        self.compute.shutdown()
+        self.optimizer_thread.shutdown()
 
     def _rollout_engine(self, model: Transformer) -> LLMEngine:
         limits = self.config.engine
@@ -190,6 +200,15 @@ class Parts:
             limits=self.limits(),
             reward=RuleReward(),
         )
+
+
+def num_threads(config: RunConfig) -> int:
+    return config.threads or os.cpu_count() or 1
+
+
+def compute_thread(name: str, config: RunConfig) -> ThreadPoolExecutor:
+    """One thread whose torch operations use the run's number of cores."""
+    return ThreadPoolExecutor(1, name, torch.set_num_threads, (num_threads(config),))
 
 
 def model_folder(config: RunConfig) -> Path:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanoengine.model.hf import save_model
+from nanorl.assembly import num_threads
 from nanorl.report.html import write_report
 from nanorl.report.metrics import read_metrics
 from nanorl.report.summary import build_summary, git_commit, write_summary
@@ -89,7 +90,7 @@ def summarise(run: Run) -> dict[str, Any]:
             "num_parameters": sum(p.numel() for p in run.parts.trained.parameters()),
             "date": datetime.date.today().isoformat(),
             "hardware": f"{platform.machine()}, {os.cpu_count()} CPUs",
-            "threads": torch.get_num_threads(),
+            "threads": num_threads(config),
             "command": " ".join(sys.argv),
             "torch_version": str(torch.__version__),
             "status": "finished" if cursor.phase == "done" else f"stopped in phase {cursor.phase}",

@@ -16,7 +16,6 @@ import resource
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,6 @@ class Run:
         self.cursor = Cursor()
         self.engine: Engine = parts.trainer_engine
         self.is_restored = False
-        self.thread = ThreadPoolExecutor(1, "optimizer")
         self.started = time.perf_counter()
         self.examples: dict[str, Sequence[Rollout]] = {}
 
@@ -87,7 +85,6 @@ class Run:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
             await self.parts.generator.close()
-            self.thread.shutdown()
 
     def restore(self) -> None:
         """Continue from the newest checkpoint, or from the start where there is none."""
@@ -184,7 +181,11 @@ class Run:
 
                 async def finish_step(step: int = step, samples: list[Sample] = samples) -> None:
                     result = await asyncio.get_running_loop().run_in_executor(
-                        self.thread, self.engine.train_step, samples, sft_loss, num_loss_tokens
+                        self.parts.optimizer_thread,
+                        self.engine.train_step,
+                        samples,
+                        sft_loss,
+                        num_loss_tokens,
                     )
                     self.cursor.step = step + 1
                     self.live.advance(phase)
@@ -234,7 +235,7 @@ class Run:
                 self.config,
                 trainer_engine=self.engine,
                 generator=self.parts.generator,
-                thread=self.thread,
+                thread=self.parts.optimizer_thread,
                 collector=collector,
                 task_batch=lambda step: self.parts.tasks.train.batch(step, rl.tasks_per_step),
             )

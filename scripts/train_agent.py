@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import dataclasses
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -84,7 +83,7 @@ def train(config: RunConfig) -> int:
     from nanorl.run import Interrupted, Run
 
     reuse_large_buffers()
-    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    torch.set_num_threads(1)  # of this thread; see assembly.py
     prepare_folder(config)
     print(f"run directory: {config.run_dir}", flush=True)
     parts = Parts(config)
