@@ -16,7 +16,7 @@ import time
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 folder, dtype, threads = sys.argv[1], sys.argv[2], int(sys.argv[3])
-steps = int(sys.argv[4]) if len(sys.argv) > 4 else 3
+steps = int(sys.argv[4]) if len(sys.argv) > 4 else 2
 
 import datasets  # noqa: E402
 import torch  # noqa: E402
