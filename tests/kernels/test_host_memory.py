@@ -30,4 +30,5 @@ def test_freed_buffers_are_used_again():
         faults[mode] = int(done.stdout)
     if faults["return"] < 1000:
         pytest.skip("this kernel gives large pages or does not count faults")
-    assert faults["keep"] < faults["return"] / 10
+    # Not 0: the allocator may split a kept chunk and take a new one a few times.
+    assert faults["keep"] < faults["return"] / 4
