@@ -9,7 +9,6 @@ Left out: when a group may start (staleness.py) and what is done with it (traine
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -27,7 +26,7 @@ class PlayRollout(Protocol):
 
 
 class RolloutCollector:
-    """Plays groups. `on_rollout` is called after every finished rollout (for the live view)."""
+    """Plays groups, and keeps the attempts that failed until `take_failed`."""
 
     def __init__(
         self,
@@ -35,12 +34,10 @@ class RolloutCollector:
         *,
         run_seed: int,
         max_retries: int = 2,
-        on_rollout: Callable[[Rollout], None] | None = None,
     ) -> None:
         self.play = play
         self.run_seed = run_seed
         self.max_retries = max_retries
-        self.on_rollout = on_rollout
         self._failed: list[Rollout] = []
 
     def take_failed(self) -> list[Rollout]:
@@ -71,6 +68,4 @@ class RolloutCollector:
             if rollout.status != Status.FAILED:
                 break
             self._failed.append(replace(rollout, rollout_id=f"{rollout_id}-failed{attempt}"))
-        if self.on_rollout is not None:
-            self.on_rollout(rollout)
         return rollout
