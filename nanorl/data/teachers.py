@@ -56,9 +56,20 @@ class TeacherConfig:
 
 
 def smollm2_teacher() -> TeacherConfig:
-    """Right about two times in three in every kind, wrong in many ways."""
+    """Right two times in three in most kinds; in four a wrong habit is about as frequent.
+
+    Greedy decoding after the warm start follows the most frequent way, so those kinds fail until
+    reinforcement learning finds which way pays.
+    """
     return TeacherConfig(
-        right=0.6, habit=0.12, slip=0.14, guess=0.05, miscopy=0.05, persistence=0.5
+        right=0.6,
+        habit=0.12,
+        slip=0.07,
+        guess=0.03,
+        miscopy=0.01,
+        persistence=0.5,
+        stubborn=frozenset({"arithmetic", "lists", "filtering", "primes"}),
+        stubborn_habit=0.5,
     )
 
 

@@ -31,8 +31,8 @@ BY_HAND = {
             "24067",
         ),
         "strings": (
-            "Shift every letter of 'kopevo' forward by 7 in the alphabet (z goes on to a).",
-            "rvwlcv",
+            "The string 'kopevo' is written 36 times in a row. How often does 'o' occur?",
+            "72",
         ),
         "dates": ("How many minutes pass between 3:46 and 18:50 on the same day?", "904"),
         "filtering": (
