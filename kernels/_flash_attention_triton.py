@@ -4,15 +4,19 @@ Forward: a program holds M queries of one head and walks over N keys at a time, 
 maximum and sum of each row (online softmax, in powers of 2). It stores o and lse, never scores.
 
 Backward recomputes P = 2^(S − lse) tile by tile, in three launches:
-    delta_i = Σ_d do·o − dlse       one number a row, so that dS = P ∘ (dO·Vᵀ − delta)
+    delta_i = Σ_d do·o − dlse       one number a row, so that dS = P ∘ (dO·Vᵀ − delta); and lse in
+                                    powers of 2, +inf (so that P = 0) for a row that saw no key
     dk, dv                          a program holds N keys and walks over the queries of every head
                                     of the group, so the group's sum has one owner and one order
     dq                              a program holds M queries and walks over keys
 S is thus computed three times in all; the alternative, atomics on dq, is not deterministic.
 
-Only the tiles on the diagonal, at a sequence's end or (with a window) all of them are masked; the
-loop over the rest has no comparison. Left out: TMA descriptors and warp specialisation (in Triton
-3.9 the latter fails to compile for this loop), head_dim beyond 256, dropout, sinks.
+Forward and dq mask only the tiles on the diagonal, at a sequence's end or (with a window) all; the
+loop over the rest has no comparison. In dk, dv a second loop would cost registers that are not
+there (the two accumulators take half of them), so every tile is masked.
+
+Left out: TMA descriptors and warp specialisation (in Triton 3.9 the latter does not compile for
+this loop), head_dim beyond 256, dropout, sinks.
 
 Legend: M queries, N keys of a tile, D head_dim padded to a power of two.
 """
@@ -152,9 +156,9 @@ def _forward_kernel(
 
 @triton.jit
 def _delta_kernel(
-    o_ptr, do_ptr, dlse_ptr, delta_ptr, num_tokens, o_token, o_head, do_token, do_head, dlse_token,
-    dlse_head, delta_head, HAS_DLSE: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
-    M: tl.constexpr,
+    o_ptr, do_ptr, dlse_ptr, lse_ptr, delta_ptr, lse2_ptr, num_tokens, o_token, o_head, do_token,
+    do_head, dlse_token, dlse_head, lse_head, HAS_DLSE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    D: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     first, head = tl.program_id(0).to(tl.int64) * M, tl.program_id(1)
     rows, left = tl.arange(0, M), num_tokens - first
@@ -164,45 +168,16 @@ def _delta_kernel(
     if HAS_DLSE:
         at = dlse_ptr + (first + rows) * dlse_token + head * dlse_head
         delta -= tl.load(at, rows < left, other=0.0)
-    tl.store(delta_ptr + head * delta_head + first + rows, delta, rows < left)
-
-
-@triton.jit
-def _load_lse2(lse_ptr, rows, num_q):
-    """lse in powers of 2; +inf (so that P = 0) for rows outside and rows that saw no key."""
-    lse = tl.load(lse_ptr + rows, rows < num_q, other=float("inf"))
-    return tl.where(lse == -float("inf"), float("inf"), lse / _LN_2)
-
-
-@triton.jit
-def _dkdv_queries(
-    dk, dv, k, v, q_base, do_base, lse_base, delta_base, q_token, do_token, begin, end, keys,
-    num_q, num_k, scale2, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
-    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
-):  # fmt: skip
-    """Adds the queries begin..end of one head. Tiles are transposed, [N, M]: P and dS then feed
-    the two products as they are."""
-    for at in range(begin, end, M):
-        query = at + tl.arange(0, M)
-        q = _load_rows(q_base, query, q_token, num_q, HEAD_DIM, D)
-        scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale2
-        p = tl.exp2(scores - _load_lse2(lse_base, query, num_q)[None, :])
-        if MASKED:
-            position = query + num_k - num_q
-            seen = _is_visible(position[None, :], keys[:, None], num_k, window, CAUSAL, WINDOWED)
-            p = tl.where(seen, p, 0.0)
-        do = _load_rows(do_base, query, do_token, num_q, HEAD_DIM, D)
-        dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
-        delta = tl.load(delta_base + query, query < num_q, other=0.0)
-        dp = tl.dot(v, tl.trans(do), input_precision="ieee")
-        ds = p * (dp - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
-    return dk, dv
+    at = head * lse_head + first + rows
+    tl.store(delta_ptr + at, delta, rows < left)
+    lse = tl.load(lse_ptr + at, rows < left, other=0.0)
+    lse2 = tl.where(lse == -float("inf"), float("inf"), lse / _LN_2)
+    tl.store(lse2_ptr + at, lse2, rows < left)
 
 
 @triton.jit
 def _dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse2_ptr, delta_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr,
     q_token, q_head, k_token, k_head, v_token, v_head, do_token, do_head, dk_token, dk_head,
     lse_head, scale, scale2, window,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
@@ -219,31 +194,34 @@ def _dkdv_kernel(
     v = _load_rows(v_ptr + k_start * v_token + kv_head * v_head, keys, v_token, num_k, HEAD_DIM, D)
     dk = tl.zeros([N, D], dtype=tl.float32)
     dv = tl.zeros([N, D], dtype=tl.float32)
-    # queries begin..full see only some of these keys, full..end see all of them
     offset = num_k - num_q
-    begin, full, end = 0, 0, num_q
+    begin, end = 0, num_q  # the queries that see any of these keys
     if CAUSAL:
         begin = tl.maximum(0, first - offset) // M * M
-        full = tl.minimum(tl.cdiv(tl.maximum(0, first + N - 1 - offset), M) * M, end)
     if WINDOWED:
         end = tl.minimum(num_q, tl.maximum(0, first + N + window - 1 - offset))
-        full = end
     for i in range(GROUP):
         head = kv_head * GROUP + i
         q_base = q_ptr + q_start * q_token + head * q_head
         do_base = do_ptr + q_start * do_token + head * do_head
-        lse_base = lse_ptr + head * lse_head + q_start
-        delta_base = delta_ptr + head * lse_head + q_start
-        if CAUSAL:
-            dk, dv = _dkdv_queries(
-                dk, dv, k, v, q_base, do_base, lse_base, delta_base, q_token, do_token, begin, full,
-                keys, num_q, num_k, scale2, window, CAUSAL, WINDOWED, True, HEAD_DIM, D, M,
-            )  # fmt: skip
-        if not WINDOWED:
-            dk, dv = _dkdv_queries(
-                dk, dv, k, v, q_base, do_base, lse_base, delta_base, q_token, do_token, full, end,
-                keys, num_q, num_k, scale2, window, CAUSAL, WINDOWED, False, HEAD_DIM, D, M,
-            )  # fmt: skip
+        row_base = head * lse_head + q_start
+        for at in range(begin, end, M):
+            query = at + tl.arange(0, M)
+            q = _load_rows(q_base, query, q_token, num_q, HEAD_DIM, D)
+            scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale2
+            lse2 = tl.load(lse2_ptr + row_base + query, query < num_q, other=float("inf"))
+            p = tl.exp2(scores - lse2[None, :])
+            if CAUSAL:  # rows of keys past the end are not stored: they need no mask
+                seen = (query + offset)[None, :] >= keys[:, None]
+                if WINDOWED:
+                    seen = seen & ((query + offset - window)[None, :] < keys[:, None])
+                p = tl.where(seen, p, 0.0)
+            do = _load_rows(do_base, query, do_token, num_q, HEAD_DIM, D)
+            dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+            delta = tl.load(delta_ptr + row_base + query, query < num_q, other=0.0)
+            dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+            ds = p * (dp - delta[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     base = k_start * dk_token + kv_head * dk_head
     _store_rows(dk_ptr + base, keys, dk_token, num_k, dk * scale, HEAD_DIM, D)
     _store_rows(dv_ptr + base, keys, dk_token, num_k, dv, HEAD_DIM, D)
@@ -272,7 +250,7 @@ def _dq_keys(
 
 @triton.jit
 def _dq_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, cu_q_ptr, cu_k_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse2_ptr, delta_ptr, dq_ptr, cu_q_ptr, cu_k_ptr,
     q_token, q_head, k_token, k_head, v_token, v_head, do_token, do_head, dq_token, dq_head,
     lse_head, scale, scale2, window,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
@@ -289,9 +267,9 @@ def _dq_kernel(
     q = _load_rows(q_ptr + q_start * q_token + head * q_head, query, q_token, num_q, HEAD_DIM, D)
     do_base = do_ptr + q_start * do_token + head * do_head
     do = _load_rows(do_base, query, do_token, num_q, HEAD_DIM, D)
-    lse2 = _load_lse2(lse_ptr + head * lse_head + q_start, query, num_q)
-    delta_base = delta_ptr + head * lse_head + q_start
-    delta = tl.load(delta_base + query, query < num_q, other=0.0)
+    row = head * lse_head + q_start + query
+    lse2 = tl.load(lse2_ptr + row, query < num_q, other=float("inf"))
+    delta = tl.load(delta_ptr + row, query < num_q, other=0.0)
     k_base = k_ptr + k_start * k_token + head // GROUP * k_head
     v_base = v_ptr + k_start * v_token + head // GROUP * v_head
     dq = tl.zeros([M, D], dtype=tl.float32)
@@ -357,23 +335,23 @@ class TritonAttention(torch.autograd.Function):
         if not q.shape[0]:
             return dq, dk.zero_(), dv.zero_(), *[None] * 7
         num_heads, num_seqs = q.shape[1], cu_q.shape[0] - 1
-        delta = torch.empty_like(lse)
+        delta, lse2 = (torch.empty(lse.shape, dtype=lse.dtype, device=q.device) for _ in "dl")
         width = {name: ctx.shape[name] for name in ("HEAD_DIM", "D")}
         t = tile("flash_delta", "all")
         _delta_kernel[(triton.cdiv(q.shape[0], t.M), num_heads)](
-            o, do, dlse, delta, q.shape[0], *_strides(o, do),
-            *((0, 0) if dlse is None else (dlse.stride(1), dlse.stride(0))), delta.stride(0),
+            o, do, dlse, lse, delta, lse2, q.shape[0], *_strides(o, do),
+            *((0, 0) if dlse is None else (dlse.stride(1), dlse.stride(0))), lse.stride(0),
             HAS_DLSE=dlse is not None, **width, M=t.M, num_warps=t.num_warps,
         )  # fmt: skip
         scales = (ctx.scale, ctx.scale * _LOG2_E, ctx.window)
         t = tile("flash_dkdv", _shape_class(q))
         _dkdv_kernel[(triton.cdiv(ctx.limits[1], t.N), k.shape[1], num_seqs)](
-            q, k, v, do, lse, delta, dk, dv, cu_q, cu_k, *_strides(q, k, v, do, dk), lse.stride(0),
+            q, k, v, do, lse2, delta, dk, dv, cu_q, cu_k, *_strides(q, k, v, do, dk), lse.stride(0),
             *scales, **ctx.shape, **_options(t),
         )  # fmt: skip
         t = tile("flash_dq", _shape_class(q))
         _dq_kernel[(triton.cdiv(ctx.limits[0], t.M), num_heads, num_seqs)](
-            q, k, v, do, lse, delta, dq, cu_q, cu_k, *_strides(q, k, v, do, dq), lse.stride(0),
+            q, k, v, do, lse2, delta, dq, cu_q, cu_k, *_strides(q, k, v, do, dq), lse.stride(0),
             *scales, **ctx.shape, **_options(t),
         )  # fmt: skip
         return dq, dk, dv, *[None] * 7
