@@ -13,6 +13,7 @@ bit. `linear.py` and `flash_attention.py` say how.
 """
 
 from kernels.flash_attention import flash_attn_varlen, make_varlen_plan
+from kernels.gather_rows import gather_rows, make_row_gather
 from kernels.kv_cache import reshape_and_cache
 from kernels.linear import linear, pack_weight
 from kernels.linear_logprob import linear_logprob, logits_logprob
@@ -25,10 +26,12 @@ __all__ = [
     "add_rms_norm",
     "apply_rope",
     "flash_attn_varlen",
+    "gather_rows",
     "linear",
     "linear_logprob",
     "logits_logprob",
     "make_paged_plan",
+    "make_row_gather",
     "make_varlen_plan",
     "pack_weight",
     "paged_attention",

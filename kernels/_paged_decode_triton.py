@@ -122,7 +122,8 @@ def decode(
     t = tile("paged_decode", "all")
     is_part = num_splits > 1
     part, lse = out, None
-    part_strides, lse_strides = (*out.stride()[:2], 0), (0, 0)
+    part_strides: tuple[int, ...] = (*out.stride()[:2], 0)
+    lse_strides: tuple[int, ...] = (0, 0)
     if is_part:
         shape = (num_seqs, num_heads, num_splits)
         part = torch.empty(*shape, head_dim, dtype=torch.float32, device=device)

@@ -113,9 +113,13 @@ def paged_attention(
             )
         return out
     if k_cache.dtype != q_THD.dtype or q_THD.device.type != "cpu":
-        step = (query_start_loc, seq_lens, block_tables.long())
         wide = (_dequantised(k_cache, k_scale, q_THD), _dequantised(v_cache, v_scale, q_THD))
-        return _deliver(paged_attention_ref(q_THD, *wide, *step, scale), out)
+        return _deliver(
+            paged_attention_ref(
+                q_THD, *wide, query_start_loc, seq_lens, block_tables.long(), scale
+            ),
+            out,
+        )
     if plan is None:
         plan = make_paged_plan(
             query_start_loc,
@@ -256,7 +260,7 @@ def _check_caches(
         if cache.dtype != (k_cache.dtype if is_fp8 else q.dtype):
             raise ValueError(f"{name}: dtype {cache.dtype}, must be q's {q.dtype} or fp8")
     for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
-        if (scale is not None) != is_fp8 or (is_fp8 and scale.numel() != 1):
+        if (scale is not None) != is_fp8 or (scale is not None and scale.numel() != 1):
             raise ValueError(f"{name}: one fp32 element for a cache of fp8, None for any other")
     if out is not None and (out.shape != q.shape or out.dtype != q.dtype or out.stride(2) != 1):
         raise ValueError(f"out: must be {q.dtype} of shape {tuple(q.shape)}, got {out.dtype}")
