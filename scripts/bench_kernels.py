@@ -73,6 +73,8 @@ def measure_ceilings(device: str) -> dict[str, float]:
 
 def run_case(case: BenchCase, device: str, ceilings: dict[str, float]) -> list[dict[str, Any]]:
     """One row a peer, or one without."""
+    import torch
+
     ours = measure(case.run, device)
     unit, work = "us", None
     if case.flops is not None:
@@ -88,6 +90,7 @@ def run_case(case: BenchCase, device: str, ceilings: dict[str, float]) -> list[d
         "op": case.op,
         "shape": case.shape,
         "dtype": case.dtype,
+        "threads": None if device == "cuda" else torch.get_num_threads(),
         "path": "triton" if device == "cuda" else "torch-cpu-reduced",
         "ms": ours[0],
         "ms_20": ours[1],

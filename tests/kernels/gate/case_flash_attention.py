@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import torch
 from gate_case import GateCase
 
-from kernels import flash_attn_varlen
+from kernels import flash_attn_varlen, gather_rows
+from kernels.gather_rows import RowGather
 
 SHAPES = {"llama3-8b": (32, 8, 128), "smollm2": (9, 3, 64), "d80": (14, 2, 80), "mqa": (7, 1, 128)}
 NEED_OF = {"_delta_kernel": ("ld128",)}
@@ -24,6 +25,14 @@ def attend(shape: tuple[int, int, int], window: int | None, return_lse: bool) ->
     torch.autograd.grad(outs, (q, k, v), [torch.empty_like(o) for o in outs])
 
 
+def gather() -> None:
+    x = torch.empty(4096, 8, 128, dtype=torch.bfloat16, requires_grad=True)
+    index, starts = torch.empty(8192, dtype=torch.int64), torch.empty(4097, dtype=torch.int32)
+    plan = RowGather(index, starts, torch.empty(8192, dtype=torch.int32))
+    y = gather_rows(x, plan, backend="triton")
+    torch.autograd.grad(y, x, torch.empty_like(y))
+
+
 def cases() -> Iterator[GateCase]:
     for name, shape in SHAPES.items():
         yield GateCase(
@@ -38,3 +47,4 @@ def cases() -> Iterator[GateCase]:
         need=("wgmma", "ld128"),
         need_of=NEED_OF,
     )
+    yield GateCase("gather_rows", gather, need=("ld128",))
