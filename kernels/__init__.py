@@ -13,10 +13,11 @@ bit. `linear.py` and `flash_attention.py` say how.
 """
 
 from kernels.flash_attention import flash_attn_varlen, make_varlen_plan
+from kernels.gather_rows import gather_rows, make_row_gather
 from kernels.kv_cache import reshape_and_cache
 from kernels.linear import linear, pack_weight
 from kernels.linear_logprob import linear_logprob, logits_logprob
-from kernels.paged_attention import make_paged_plan, paged_attention
+from kernels.paged_attention import make_paged_plan, paged_attention, paged_attention_decode
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import apply_rope
 from kernels.swiglu import swiglu
@@ -25,13 +26,16 @@ __all__ = [
     "add_rms_norm",
     "apply_rope",
     "flash_attn_varlen",
+    "gather_rows",
     "linear",
     "linear_logprob",
     "logits_logprob",
     "make_paged_plan",
+    "make_row_gather",
     "make_varlen_plan",
     "pack_weight",
     "paged_attention",
+    "paged_attention_decode",
     "reshape_and_cache",
     "rms_norm",
     "swiglu",
