@@ -23,6 +23,46 @@ def _pointer(address, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def _load(ptr, at, end, IS_WHOLE: tl.constexpr):
+    """fp32. A mask would forbid 16-byte loads, as nothing is known about a size read from memory:
+    only the last chunk of a tensor has one."""
+    if IS_WHOLE:
+        return tl.load(ptr + at).to(tl.float32)
+    return tl.load(ptr + at, at < end, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(ptr, at, end, x, IS_WHOLE: tl.constexpr):
+    if IS_WHOLE:
+        tl.store(ptr + at, x)
+    else:
+        tl.store(ptr + at, x, at < end)
+
+
+@triton.jit
+def _update_chunk(
+    p_ptr, g_ptr, m_ptr, v_ptr, w_ptr, first, end, scale, lr, rest1, beta2, rest2, eps,
+    weight_decay, correction1, correction2, P_DTYPE: tl.constexpr, HAS_MASTER: tl.constexpr,
+    IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    for start in range(first, end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        g = _load(g_ptr, at, end, IS_WHOLE) * scale
+        m = _load(m_ptr, at, end, IS_WHOLE)
+        v = _load(v_ptr, at, end, IS_WHOLE)
+        w = _load(w_ptr, at, end, IS_WHOLE)
+        m = m + (g - m) * rest1
+        v = beta2 * v + rest2 * g * g
+        root = tl.sqrt_rn(v) / correction2 + eps
+        w = w - lr * (weight_decay * w + (m / correction1) / root)
+        _store(m_ptr, at, end, m, IS_WHOLE)
+        _store(v_ptr, at, end, v, IS_WHOLE)
+        _store(w_ptr, at, end, w, IS_WHOLE)
+        if HAS_MASTER:
+            _store(p_ptr, at, end, w.to(P_DTYPE), IS_WHOLE)
+
+
+@triton.jit
 def adamw_kernel(
     address_ptr, size_ptr, chunk_ptr, scale_ptr, num_tensors, lr, rest1, beta2, rest2, eps,
     weight_decay, correction1, correction2, P_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr,
@@ -37,22 +77,25 @@ def adamw_kernel(
     m_ptr = _pointer(tl.load(address_ptr + 2 * num_tensors + tensor), tl.float32, IS_ALIGNED)
     v_ptr = _pointer(tl.load(address_ptr + 3 * num_tensors + tensor), tl.float32, IS_ALIGNED)
     w_ptr = _pointer(tl.load(address_ptr + 4 * num_tensors + tensor), tl.float32, IS_ALIGNED)
-    for start in range(0, CHUNK, BLOCK):
-        at = first + start + tl.arange(0, BLOCK)
-        mask = at < size
-        g = tl.load(g_ptr + at, mask, other=0.0).to(tl.float32) * scale
-        m = tl.load(m_ptr + at, mask, other=0.0)
-        v = tl.load(v_ptr + at, mask, other=0.0)
-        w = tl.load(w_ptr + at, mask, other=0.0)
-        m = m + (g - m) * rest1
-        v = beta2 * v + rest2 * g * g
-        root = tl.sqrt_rn(v) / correction2 + eps
-        w = w - lr * (weight_decay * w + (m / correction1) / root)
-        tl.store(m_ptr + at, m, mask)
-        tl.store(v_ptr + at, v, mask)
-        tl.store(w_ptr + at, w, mask)
-        if HAS_MASTER:
-            tl.store(p_ptr + at, w.to(P_DTYPE), mask)
+    if first + CHUNK <= size:
+        _update_chunk(
+            p_ptr, g_ptr, m_ptr, v_ptr, w_ptr, first, first + CHUNK, scale, lr, rest1, beta2,
+            rest2, eps, weight_decay, correction1, correction2, P_DTYPE, HAS_MASTER, True, BLOCK,
+        )  # fmt: skip
+    else:
+        _update_chunk(
+            p_ptr, g_ptr, m_ptr, v_ptr, w_ptr, first, size, scale, lr, rest1, beta2, rest2, eps,
+            weight_decay, correction1, correction2, P_DTYPE, HAS_MASTER, False, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _sum_chunk(x_ptr, first, end, IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr):
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(first, end, BLOCK):
+        x = _load(x_ptr, start + tl.arange(0, BLOCK), end, IS_WHOLE)
+        total += x * x
+    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -64,12 +107,11 @@ def sum_of_squares_kernel(
     first = tl.load(chunk_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
     size = tl.load(size_ptr + tensor)
     x_ptr = _pointer(tl.load(address_ptr + tensor), DTYPE, IS_ALIGNED)
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    for start in range(0, CHUNK, BLOCK):
-        at = first + start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + at, at < size, other=0.0).to(tl.float32)
-        total += x * x
-    tl.store(partial_ptr + tl.program_id(0), tl.sum(total, 0))
+    if first + CHUNK <= size:
+        total = _sum_chunk(x_ptr, first, first + CHUNK, True, BLOCK)
+    else:
+        total = _sum_chunk(x_ptr, first, size, False, BLOCK)
+    tl.store(partial_ptr + tl.program_id(0), total)
 
 
 @triton.jit
