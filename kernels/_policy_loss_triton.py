@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from kernels.policy_loss import PolicyLossInputs, PolicyLossOptions
 
-_BLOCK = 1024
+_BLOCK = 512
 _COLUMNS = 8  # loss, count, clipped, ratio, largest ratio, old KL, reference KL, unused
 
 
