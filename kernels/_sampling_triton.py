@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels._tune_rows import power_of_2
 
-_BLOCK, _NUM_WARPS = 4096, 16
+_BLOCK, _NUM_WARPS = 4096, 8
 _SMALL_BLOCK = 256
 
 
@@ -52,7 +52,7 @@ def _max_and_total(row_ptr, vocab, inverse, BLOCK: tl.constexpr):
     lane_max = tl.full([BLOCK], -float("inf"), tl.float32)
     lane_sum = tl.zeros([BLOCK], dtype=tl.float32)
     count = tl.zeros([BLOCK], dtype=tl.int32)
-    for start in range(0, vocab, BLOCK):
+    for start in tl.range(0, vocab, BLOCK, num_stages=3):
         z = _load_logits(row_ptr, start + tl.arange(0, BLOCK), vocab)
         larger = tl.maximum(lane_max, z)
         shift = tl.where(larger == -float("inf"), 0.0, larger)
@@ -73,7 +73,7 @@ def _find_pivot(row_ptr, vocab, top, inverse, count, k, mass_limit, is_on, BLOCK
     num_high = count * 0
     while is_on & (high - low > 1) & (num_low - num_high > 1):
         key1, key2 = low + (high - low) // 4, low + (high - low) // 2
-        key3 = low + (high - low) // 4 * 3
+        key3 = low + (high - low) * 3 // 4
         x1, x2, x3 = _key_to_float(key1), _key_to_float(key2), _key_to_float(key3)
         n1 = tl.zeros([BLOCK], dtype=tl.int32)
         n2 = tl.zeros([BLOCK], dtype=tl.int32)
@@ -81,7 +81,7 @@ def _find_pivot(row_ptr, vocab, top, inverse, count, k, mass_limit, is_on, BLOCK
         mass1 = tl.zeros([BLOCK], dtype=tl.float32)
         mass2 = tl.zeros([BLOCK], dtype=tl.float32)
         mass3 = tl.zeros([BLOCK], dtype=tl.float32)
-        for start in range(0, vocab, BLOCK):
+        for start in tl.range(0, vocab, BLOCK, num_stages=3):
             z = _load_logits(row_ptr, start + tl.arange(0, BLOCK), vocab)
             weight = tl.exp((z - top) * inverse)
             n1 += (z > x1).to(tl.int32)
@@ -135,7 +135,7 @@ def sample_kernel(
     lane_best = tl.full([BLOCK], -float("inf"), tl.float32)
     lane_token = tl.zeros([BLOCK], dtype=tl.int32)
     lane_mass = tl.zeros([BLOCK], dtype=tl.float32)
-    for start in range(0, vocab, BLOCK):
+    for start in tl.range(0, vocab, BLOCK, num_stages=3):
         at = start + tl.arange(0, BLOCK)
         z = _load_logits(row_ptr, at, vocab)
         scaled = (z - top) * inverse

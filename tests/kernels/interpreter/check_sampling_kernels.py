@@ -27,12 +27,12 @@ def draw(logits, seed, backend, requests=REQUESTS):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocab", [9001, 97, 1])
+@pytest.mark.parametrize("vocab", [5001, 97, 1])
 def test_sample_equals_the_definition(dtype, vocab):
     """bf16 logits tie often: every tie with the last token kept is kept, by sort and by pivot."""
     torch.manual_seed(vocab)
     logits = guarded((3 * torch.randn(len(REQUESTS), vocab)).to(dtype))
-    for seed in range(3):
+    for seed in range(2):
         with poisoned():
             ours = draw(logits, seed, "triton")
         expected = draw(logits, seed, "torch")
