@@ -32,9 +32,7 @@ def penalties_kernel(
 
 
 @triton.jit
-def bitmask_kernel(
-    logits_ptr, mask_ptr, vocab, num_words, row_stride, WORDS: tl.constexpr
-):
+def bitmask_kernel(logits_ptr, mask_ptr, vocab, num_words, row_stride, WORDS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     words = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     word = tl.load(mask_ptr + row * num_words + words, words < num_words, other=-1)
@@ -62,6 +60,10 @@ def apply_token_bitmask(logits: Tensor, bitmask: Tensor) -> None:
     num_rows, num_words = bitmask.shape
     if logits.numel():
         bitmask_kernel[(num_rows, triton.cdiv(num_words, _WORDS))](
-            logits, bitmask.contiguous(), logits.shape[1], num_words, logits.stride(0),
+            logits,
+            bitmask.contiguous(),
+            logits.shape[1],
+            num_words,
+            logits.stride(0),
             WORDS=_WORDS,
         )

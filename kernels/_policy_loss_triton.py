@@ -38,9 +38,7 @@ def _load(ptr, at, inside, keep):
 
 
 @triton.jit
-def sequence_log_ratio_kernel(
-    logp_ptr, old_ptr, mask_ptr, cu_ptr, mean_ptr, BLOCK: tl.constexpr
-):
+def sequence_log_ratio_kernel(logp_ptr, old_ptr, mask_ptr, cu_ptr, mean_ptr, BLOCK: tl.constexpr):
     first = tl.load(cu_ptr + tl.program_id(0)).to(tl.int64)
     end = tl.load(cu_ptr + tl.program_id(0) + 1).to(tl.int64)
     total = tl.zeros([BLOCK], dtype=tl.float32)

@@ -124,9 +124,7 @@ def sample_kernel(
             mass_limit = tl.where(p < 1, p * total, float("inf"))
         is_on = (k < vocab) | (mass_limit < float("inf"))
         is_on = is_on & (temperature > 0)
-        pivot = _find_pivot(
-            row_ptr, vocab, top, inverse, count, k, mass_limit, is_on, BLOCK=BLOCK
-        )
+        pivot = _find_pivot(row_ptr, vocab, top, inverse, count, k, mass_limit, is_on, BLOCK=BLOCK)
     floor = -float("inf")
     if min_p_ptr is not None:
         floor = tl.log(tl.load(min_p_ptr + row).to(tl.float32))
@@ -163,7 +161,7 @@ def sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None,
     min_p: Tensor | None, seeds: Tensor, positions: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """tokens, logprobs, raw_logprobs. Rows may be padded: their stride need not be the vocabulary."""
+    """tokens, logprobs, raw_logprobs. Rows may be padded: any row stride will do."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     num_rows, vocab = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)

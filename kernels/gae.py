@@ -11,6 +11,8 @@ for all sequences at once in fp64 by doubling; a GPU runs one program a sequence
 Source: arXiv 1506.02438; why the mask compresses the sequence: `nanorl.algorithms.advantages`.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,7 @@ def gae_ref(
     """The definition, token by token from the end."""
     advantages, returns = torch.zeros_like(values_T), torch.zeros_like(values_T)
     bounds = cu_seqlens.tolist()
-    for first, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for first, end in pairwise(bounds):
         next_value = next_advantage = values_T.new_zeros(())
         for t in reversed(range(first, end)):
             if mask_T is not None and not mask_T[t]:

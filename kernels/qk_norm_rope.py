@@ -48,7 +48,10 @@ class _QKNormRope(torch.autograd.Function):
     def backward(ctx, dq, dk):
         from kernels import _qk_norm_rope_triton
 
-        grads = _qk_norm_rope_triton.backward(dq, dk, *ctx.saved_tensors, ctx.eps)
+        q, k, q_weight, k_weight, cos, sin, positions = ctx.saved_tensors
+        grads = _qk_norm_rope_triton.backward(
+            dq, dk, q, k, q_weight, k_weight, cos, sin, positions, ctx.eps
+        )
         return *grads, None, None, None, None
 
 

@@ -140,9 +140,9 @@ def sample(
     """
     if logits_BV.dim() != 2 or logits_BV.shape[1] == 0:
         raise ValueError(f"logits: shape {tuple(logits_BV.shape)} must be [rows, vocabulary]")
-    named = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    named |= {"seeds": seeds, "positions": positions}
-    for name, value in named.items():
+    rows = (temperature, top_k, top_p, min_p, seeds, positions)
+    names = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
+    for name, value in zip(names, rows, strict=True):
         if value is not None and value.shape != logits_BV.shape[:1]:
             raise ValueError(
                 f"{name}: shape {tuple(value.shape)} must be one number for each of the "
@@ -151,12 +151,14 @@ def sample(
     if use_triton(backend, logits_BV):
         from kernels import _sampling_triton
 
-        check_launch(logits_BV, "logits", **named)
-        return SampleOutput(*_sampling_triton.sample(logits_BV, **named))
+        check_launch(logits_BV, "logits", **dict(zip(names, rows, strict=True)))
+        return SampleOutput(*_sampling_triton.sample(logits_BV, *rows))
     step = max(1, _CHUNK_ELEMENTS // logits_BV.shape[1])
-    parts = [
-        sample_ref(logits_BV[lo : lo + step], *(None if v is None else v[lo : lo + step]
-                                                for v in named.values()))
-        for lo in range(0, max(1, len(logits_BV)), step)
-    ]  # fmt: skip
+    parts = []
+    for lo in range(0, max(1, len(logits_BV)), step):
+        at = slice(lo, lo + step)
+        k, p, lowest = (None if x is None else x[at] for x in (top_k, top_p, min_p))
+        parts.append(
+            sample_ref(logits_BV[at], temperature[at], k, p, lowest, seeds[at], positions[at])
+        )
     return SampleOutput(*(torch.cat(column) for column in zip(*parts, strict=True)))

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "interpreter"))
-from exactness import assert_as_good_as_plain_torch, run  # noqa: E402
+from exactness import assert_as_good_as_plain_torch, run
 
-from kernels import add_rms_norm, apply_rope, qk_norm_rope, rms_norm, swiglu  # noqa: E402
-from kernels.qk_norm_rope import qk_norm_rope_ref  # noqa: E402
-from kernels.rms_norm import rms_norm_ref  # noqa: E402
-from kernels.rope import apply_rope_ref  # noqa: E402
-from kernels.swiglu import swiglu_ref  # noqa: E402
+from kernels import add_rms_norm, apply_rope, qk_norm_rope, rms_norm, swiglu
+from kernels.qk_norm_rope import qk_norm_rope_ref
+from kernels.rms_norm import rms_norm_ref
+from kernels.rope import apply_rope_ref
+from kernels.swiglu import swiglu_ref
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -31,7 +31,9 @@ def normal(*shape):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(8192, 1024), (4099, 2560), (8192, 4096), (1, 4095), (70001, 128)])
+@pytest.mark.parametrize(
+    "shape", [(8192, 1024), (4099, 2560), (8192, 4096), (1, 4095), (70001, 128)]
+)
 def test_rms_norm(dtype, shape):
     torch.manual_seed(0)
     check(

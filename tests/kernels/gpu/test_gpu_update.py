@@ -7,9 +7,9 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "interpreter"))
-from exactness import assert_as_close  # noqa: E402
+from exactness import assert_as_close
 
-from kernels import fused_adamw_, gae, make_tensor_table, multi_tensor_l2norm, policy_loss  # noqa: E402
+from kernels import fused_adamw_, gae, make_tensor_table, multi_tensor_l2norm, policy_loss
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -21,9 +21,7 @@ def draw(logits, seed, backend, requests=REQUESTS):
     temperature, top_k, top_p, min_p = requests.unbind(1)
     seeds = torch.arange(len(logits)) * 2**40 + seed
     positions = torch.arange(len(logits)) + 2**33
-    return sample(
-        logits, temperature, top_k.int(), top_p, min_p, seeds, positions, backend=backend
-    )
+    return sample(logits, temperature, top_k.int(), top_p, min_p, seeds, positions, backend=backend)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
