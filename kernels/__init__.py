@@ -16,11 +16,12 @@ bit. `linear.py` and `flash_attention.py` say how.
 from kernels.adamw import clip_scale, fused_adamw_, make_tensor_table, multi_tensor_l2norm
 from kernels.flash_attention import flash_attn_varlen, make_varlen_plan
 from kernels.gae import gae
+from kernels.gather_rows import gather_rows, make_row_gather
 from kernels.kv_cache import reshape_and_cache
 from kernels.linear import linear, pack_weight
 from kernels.linear_logprob import linear_logprob, logits_logprob
 from kernels.logit_edits import apply_penalties_, apply_token_bitmask_
-from kernels.paged_attention import make_paged_plan, paged_attention
+from kernels.paged_attention import make_paged_plan, paged_attention, paged_attention_decode
 from kernels.policy_loss import policy_loss
 from kernels.qk_norm_rope import qk_norm_rope
 from kernels.rms_norm import add_rms_norm, rms_norm
@@ -38,15 +39,18 @@ __all__ = [
     "flash_attn_varlen",
     "fused_adamw_",
     "gae",
+    "gather_rows",
     "linear",
     "linear_logprob",
     "logits_logprob",
     "make_paged_plan",
+    "make_row_gather",
     "make_tensor_table",
     "make_varlen_plan",
     "multi_tensor_l2norm",
     "pack_weight",
     "paged_attention",
+    "paged_attention_decode",
     "policy_loss",
     "qk_norm_rope",
     "reshape_and_cache",
