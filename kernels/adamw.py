@@ -52,14 +52,16 @@ def make_tensor_table(*lists: Tensors) -> TensorTable:
     first = lists[0]
     device = first[0].device
     key = _key(lists)
-    sizes = [x.numel() for x in first]
-    chunks = [(i, c) for i, n in enumerate(sizes) for c in range(-(-n // CHUNK))]
+    sizes = torch.tensor([x.numel() for x in first], dtype=torch.int64, device="cpu")
+    counts = (sizes + CHUNK - 1) // CHUNK
+    owner = torch.repeat_interleave(counts)
+    within = torch.arange(len(owner), device="cpu") - (counts.cumsum(0) - counts)[owner]
     return TensorTable(
         address=torch.tensor(key, dtype=torch.int64, device=device),
-        sizes=torch.tensor(sizes, dtype=torch.int64, device=device),
-        chunks=torch.tensor(chunks, dtype=torch.int32, device=device).view(-1, 2),
+        sizes=sizes.to(device),
+        chunks=torch.stack([owner, within], 1).to(device=device, dtype=torch.int32),
         num_tensors=len(first),
-        num_chunks=len(chunks),
+        num_chunks=len(owner),
         dtypes=tuple(tensors[0].dtype for tensors in lists),
         is_aligned=all(address % 16 == 0 for row in key for address in row),
         key=key,
