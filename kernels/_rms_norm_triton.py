@@ -1,55 +1,65 @@
-"""Triton kernels of `rms_norm`: one program a row forward; backward, a fixed number of programs
-each sum their rows' weight gradient, and the partial sums are added in order (no atomics)."""
+"""Triton kernels of `rms_norm`. Forward: a program normalises a tile of whole rows. Backward: a
+fixed number of programs walk over their rows, keep the weight's gradient in registers and write
+one partial sum each; `_partials` adds those in order (no atomics)."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_NUM_PARTIALS = 256
+from kernels._partials import sum_partials
+from kernels._tune_rows import NUM_PARTIALS, row_tile
+
+_STAGES = 3
 
 
 @triton.jit
-def _forward_kernel(
-    x_ptr, res_ptr, w_ptr, y_ptr, total_ptr, rstd_ptr, num_cols, eps,
-    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+def rms_norm_forward_kernel(
+    x_ptr, res_ptr, w_ptr, y_ptr, total_ptr, rstd_ptr, num_rows, num_cols, eps,
+    HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
-    mask = cols < num_cols
-    x = tl.load(x_ptr + row * num_cols + cols, mask, other=0.0)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    cols = tl.arange(0, BLOCK)[None, :]
+    mask = (rows < num_rows) & (cols < num_cols)
+    at = rows * num_cols + cols
+    w = tl.load(w_ptr + cols, cols < num_cols, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + at, mask, other=0.0)
     if HAS_RESIDUAL:
-        res = tl.load(res_ptr + row * num_cols + cols, mask, other=0.0)
+        res = tl.load(res_ptr + at, mask, other=0.0)
         x = (x.to(tl.float32) + res.to(tl.float32)).to(x_ptr.dtype.element_ty)
-        tl.store(total_ptr + row * num_cols + cols, x, mask)
+        tl.store(total_ptr + at, x, mask)
     x = x.to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(x * x, 0) / num_cols + eps)
-    w = tl.load(w_ptr + cols, mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row * num_cols + cols, (x * rstd * w).to(y_ptr.dtype.element_ty), mask)
-    tl.store(rstd_ptr + row, rstd)
+    rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / num_cols + eps)
+    tl.store(y_ptr + at, (x * rstd * w).to(y_ptr.dtype.element_ty), mask)
+    tl.store(rstd_ptr + rows, rstd, rows < num_rows)
 
 
 @triton.jit
-def _backward_kernel(
-    dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, partial_ptr, num_rows, num_cols, rows_each,
-    BLOCK: tl.constexpr,
+def rms_norm_backward_kernel(
+    dy_ptr, x_ptr, w_ptr, rstd_ptr, dtotal_ptr, dx_ptr, partial_ptr, num_rows, num_cols, rows_each,
+    HAS_DTOTAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
-    mask = cols < num_cols
-    w = tl.load(w_ptr + cols, mask, other=0.0).to(tl.float32)
-    dw = tl.zeros([BLOCK], dtype=tl.float32)
+    cols = tl.arange(0, BLOCK)[None, :]
+    w = tl.load(w_ptr + cols, cols < num_cols, other=0.0).to(tl.float32)
+    dw = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     first = program * rows_each
-    for row in range(first, tl.minimum(first + rows_each, num_rows)):
-        x = tl.load(x_ptr + row * num_cols + cols, mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + row * num_cols + cols, mask, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + row)
+    for start in tl.range(first, first + rows_each, ROWS, num_stages=STAGES):
+        rows = start + tl.arange(0, ROWS)[:, None]
+        mask = (rows < num_rows) & (cols < num_cols)
+        at = rows * num_cols + cols
+        x = tl.load(x_ptr + at, mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + at, mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + rows, rows < num_rows, other=0.0)
         normed = x * rstd
         g = dy * w
-        dx = (g - normed * (tl.sum(g * normed, 0) / num_cols)) * rstd
-        tl.store(dx_ptr + row * num_cols + cols, dx.to(dx_ptr.dtype.element_ty), mask)
+        dx = (g - normed * (tl.sum(g * normed, 1, keep_dims=True) / num_cols)) * rstd
+        if HAS_DTOTAL:
+            dx += tl.load(dtotal_ptr + at, mask, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask)
         dw += dy * normed
-    tl.store(partial_ptr + program * num_cols + cols, dw, mask)
+    out_cols = tl.arange(0, BLOCK)
+    tl.store(partial_ptr + program * num_cols + out_cols, tl.sum(dw, 0), out_cols < num_cols)
 
 
 def forward(
@@ -62,26 +72,32 @@ def forward(
     y = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
     rstd = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
+    tile = row_tile(num_cols)
     if num_rows:
-        _forward_kernel[(num_rows,)](
-            x, x if residual is None else residual.contiguous(), weight, y, total, rstd,
-            num_cols, eps, HAS_RESIDUAL=residual is not None,
-            BLOCK=triton.next_power_of_2(num_cols),
+        rms_norm_forward_kernel[(triton.cdiv(num_rows, tile.rows),)](
+            x, x if residual is None else residual.contiguous(), weight.contiguous(), y, total,
+            rstd, num_rows, num_cols, eps, HAS_RESIDUAL=residual is not None, ROWS=tile.rows,
+            BLOCK=tile.block, num_warps=tile.num_warps,
         )  # fmt: skip
     return y, total, rstd
 
 
-def backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dtotal: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(dx, dw); `dtotal` is the gradient that reaches x past the norm, added to dx."""
     dy, x = dy.contiguous(), x.contiguous()
     num_cols = x.shape[-1]
     num_rows = x.numel() // num_cols
     dx = torch.empty_like(x)
-    rows_each = max(1, triton.cdiv(num_rows, _NUM_PARTIALS))
-    num_programs = triton.cdiv(num_rows, rows_each)
+    tile = row_tile(num_cols)
+    rows_each = triton.cdiv(triton.cdiv(num_rows, NUM_PARTIALS), tile.rows) * tile.rows
+    num_programs = triton.cdiv(num_rows, max(1, rows_each))
     partial = torch.empty(num_programs, num_cols, dtype=torch.float32, device=x.device)
     if num_rows:
-        _backward_kernel[(num_programs,)](
-            dy, x, weight, rstd, dx, partial, num_rows, num_cols, rows_each,
-            BLOCK=triton.next_power_of_2(num_cols),
+        rms_norm_backward_kernel[(num_programs,)](
+            dy, x, weight.contiguous(), rstd, x if dtotal is None else dtotal.contiguous(), dx,
+            partial, num_rows, num_cols, rows_each, HAS_DTOTAL=dtotal is not None, ROWS=tile.rows,
+            BLOCK=tile.block, STAGES=_STAGES, num_warps=tile.num_warps,
         )  # fmt: skip
-    return dx, partial.sum(0).to(weight.dtype)
+    return dx, sum_partials(partial, weight.dtype)

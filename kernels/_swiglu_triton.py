@@ -9,7 +9,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _forward_kernel(x_ptr, y_ptr, width, BLOCK: tl.constexpr):
+def swiglu_forward_kernel(x_ptr, y_ptr, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < width
@@ -20,7 +20,7 @@ def _forward_kernel(x_ptr, y_ptr, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _backward_kernel(dy_ptr, x_ptr, dx_ptr, width, BLOCK: tl.constexpr):
+def swiglu_backward_kernel(dy_ptr, x_ptr, dx_ptr, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < width
@@ -44,14 +44,17 @@ def forward(gate_up: Tensor) -> Tensor:
     width = gate_up.shape[-1] // 2
     y = gate_up.new_empty(*gate_up.shape[:-1], width)
     if y.numel():
-        _forward_kernel[_grid(gate_up, width)](gate_up, y, width, BLOCK=_BLOCK)
+        swiglu_forward_kernel[_grid(gate_up, width)](gate_up, y, width, BLOCK=_BLOCK)
     return y
 
 
-def backward(dy: Tensor, gate_up: Tensor) -> Tensor:
+def backward(dy: Tensor, gate_up: Tensor, overwrite: bool = False) -> Tensor:
+    """The gradient of gate_up, in its own memory if asked: a program reads what it overwrites."""
     dy, gate_up = dy.contiguous(), gate_up.contiguous()
-    grad = torch.empty_like(gate_up)
+    grad = gate_up if overwrite else torch.empty_like(gate_up)
+    if overwrite:
+        torch.autograd.graph.increment_version(gate_up)
     if dy.numel():
         width = dy.shape[-1]
-        _backward_kernel[_grid(gate_up, width)](dy, gate_up, grad, width, BLOCK=_BLOCK)
+        swiglu_backward_kernel[_grid(gate_up, width)](dy, gate_up, grad, width, BLOCK=_BLOCK)
     return grad

@@ -1,5 +1,9 @@
 """Root-mean-square layer norm: y = x / sqrt(mean(x²) + eps) · weight, over the last dimension.
 
+With r = 1 / sqrt(mean(x²) + eps), n = x·r and g = dy·weight:
+
+    dx = r · (g − n · mean(g·n)),   dweight = Σ over rows of dy·n
+
 Computed in fp32 and rounded once, at the end. `add_rms_norm` first adds the residual stream and
 returns the sum too. The backward pass keeps x and one number a row.
 """
@@ -7,6 +11,7 @@ returns the sum too. The backward pass keeps x and one number a row.
 import torch
 from torch import Tensor
 
+from kernels._check import check_launch
 from kernels._dispatch import Backend, compute_dtype, use_triton
 
 
@@ -44,9 +49,10 @@ class _AddRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy, dtotal):
+        from kernels import _rms_norm_triton
+
         total, weight, rstd = ctx.saved_tensors
-        dx, dw = _any_backward(dy, total, weight, rstd, on_triton=True)
-        dx = dx + dtotal
+        dx, dw = _rms_norm_triton.backward(dy, total, weight, rstd, dtotal)
         return dx, dx, dw, None
 
 
@@ -84,7 +90,10 @@ def _backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tens
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, backend: Backend = "auto") -> Tensor:
     """RMSNorm over the last dimension; any leading shape; output in x's dtype."""
     _check(x, weight, eps)
-    return _RMSNorm.apply(x, weight, eps, use_triton(backend, x))
+    on_triton = use_triton(backend, x)
+    if on_triton:
+        check_launch(x, "x", weight=weight)
+    return _RMSNorm.apply(x, weight, eps, on_triton)
 
 
 def add_rms_norm(
@@ -95,6 +104,9 @@ def add_rms_norm(
         raise ValueError(f"residual: shape {tuple(residual.shape)} must be x's {tuple(x.shape)}")
     _check(x, weight, eps)
     if use_triton(backend, x):
+        check_launch(x, "x", residual=residual, weight=weight)
+        if residual.dtype != x.dtype:
+            raise ValueError(f"residual: dtype {residual.dtype} must be x's {x.dtype}")
         return _AddRMSNorm.apply(x, residual, weight, eps)
     total = residual + x
     return rms_norm(total, weight, eps, backend=backend), total

@@ -9,6 +9,7 @@ nothing of q or k is kept.
 import torch
 from torch import Tensor
 
+from kernels._check import check_launch
 from kernels._dispatch import Backend, use_triton
 
 
@@ -52,12 +53,7 @@ def _rotate_both(
     if on_triton:
         from kernels import _rope_triton
 
-        if positions is None:
-            positions = torch.arange(q.shape[0], device=q.device)
-        return (
-            _rope_triton.rotate(q, cos, sin, positions, sign),
-            _rope_triton.rotate(k, cos, sin, positions, sign),
-        )
+        return _rope_triton.rotate(q, k, cos, sin, positions, sign)
     if positions is not None:
         cos, sin = cos.index_select(0, positions), sin.index_select(0, positions)
     cos_T, sin_T = cos.unsqueeze(1), (sin if sign > 0 else sin.neg()).unsqueeze(1)
@@ -89,14 +85,17 @@ def apply_rope(
 ) -> tuple[Tensor, Tensor]:
     """Rotates queries and keys (any number of heads each) by their positions. Without positions
     the tables hold one row a token."""
-    _check(q_THD, k_TKD, cos_PD2, sin_PD2, positions_T)
+    check_rope(q_THD, k_TKD, cos_PD2, sin_PD2, positions_T)
     on_triton = use_triton(backend, q_THD)
+    if on_triton:
+        check_launch(q_THD, "q", k=k_TKD, cos=cos_PD2, sin=sin_PD2, positions=positions_T)
     if not (torch.is_grad_enabled() and (q_THD.requires_grad or k_TKD.requires_grad)):
         return _rotate_both(q_THD, k_TKD, cos_PD2, sin_PD2, positions_T, 1.0, on_triton)
     return _Rope.apply(q_THD, k_TKD, cos_PD2, sin_PD2, positions_T, on_triton)
 
 
-def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> None:
+def check_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> None:
+    """Shapes, for every op that rotates."""
     if q.dim() != 3 or k.dim() != 3:
         raise ValueError(
             f"q, k: must be [tokens, heads, head_dim], got {q.dim()}-d and {k.dim()}-d"

@@ -1,11 +1,16 @@
 """SwiGLU: silu(gate) · up, where one matmul produced gate and up side by side (`[tokens, 2F]`).
 
+With σ = sigmoid(gate) and s = gate·σ: y = s·up, and backwards
+
+    dup = dy·s,   dgate = dy·up·(σ + s − s·σ)
+
 Computed in fp32, rounded once. The backward pass keeps `gate_up` alone.
 """
 
 import torch
 from torch import Tensor
 
+from kernels._check import check_launch
 from kernels._dispatch import Backend, compute_dtype, use_triton
 
 _CHUNK_ELEMENTS = 1 << 18
@@ -19,9 +24,9 @@ def swiglu_ref(gate_up_T2F: Tensor) -> Tensor:
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_up, on_triton):
+    def forward(ctx, gate_up, on_triton, overwrite):
         ctx.save_for_backward(gate_up)
-        ctx.on_triton = on_triton
+        ctx.on_triton, ctx.overwrite = on_triton, overwrite
         if not on_triton:
             return _forward(gate_up)
         from kernels import _swiglu_triton
@@ -32,10 +37,10 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx, dy):
         (gate_up,) = ctx.saved_tensors
         if not ctx.on_triton:
-            return _backward(dy, gate_up), None
+            return _backward(dy, gate_up), None, None
         from kernels import _swiglu_triton
 
-        return _swiglu_triton.backward(dy, gate_up), None
+        return _swiglu_triton.backward(dy, gate_up, ctx.overwrite), None, None
 
 
 def _forward(gate_up: Tensor) -> Tensor:
@@ -92,8 +97,18 @@ def _sigmoid(x_RC: Tensor) -> Tensor:
     return x_RC.neg().exp_().add_(1).reciprocal_()
 
 
-def swiglu(gate_up_T2F: Tensor, *, backend: Backend = "auto") -> Tensor:
-    """silu(first half) · second half of the last dimension."""
+def swiglu(
+    gate_up_T2F: Tensor, *, overwrite_gate_up: bool = False, backend: Backend = "auto"
+) -> Tensor:
+    """silu(first half) · second half of the last dimension.
+
+    `overwrite_gate_up` lets a Triton backward pass write the gradient over `gate_up`, which saves
+    the largest buffer of a layer: only where nothing reads it again. A second backward pass then
+    raises. The PyTorch path ignores it.
+    """
     if gate_up_T2F.shape[-1] % 2:
         raise ValueError(f"gate_up: last dimension {gate_up_T2F.shape[-1]} must be even")
-    return _SwiGLU.apply(gate_up_T2F, use_triton(backend, gate_up_T2F))
+    on_triton = use_triton(backend, gate_up_T2F)
+    if on_triton:
+        check_launch(gate_up_T2F, "gate_up")
+    return _SwiGLU.apply(gate_up_T2F, on_triton, overwrite_gate_up)

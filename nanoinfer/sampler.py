@@ -11,6 +11,10 @@ top-p, by the trainer's own arithmetic (`kernels.logits_logprob`): what the trai
 truncated request is therefore sampled from a distribution whose log-probs are not reported;
 training wants top_k=0, top_p=1.
 
+On a GPU `kernels.sample` does all of it in one launch. Its randomness is a hash of (seed, position)
+too, but another one, so the two devices draw different tokens; it keeps every token that ties with
+the last one of a truncation; and its log-prob is the trainer's up to the rounding of a sum.
+
 Left out: penalties, grammar masks, top-k log-probs.
 """
 
@@ -22,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import kernels
 from kernels import logits_logprob
 
 _RUN = 256  # tokens a run of the two-level cumulative sum
@@ -58,6 +63,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 def sample(logits_BV: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
     """(token ids int64 [B], logps fp32 [B]). The logits are not changed."""
+    if logits_BV.is_cuda:
+        return _sample_in_one_launch(logits_BV, batch)
     tokens = torch.empty(logits_BV.shape[0], dtype=torch.int64)
     logps = torch.empty(logits_BV.shape[0], dtype=torch.float32)
     u = uniforms(batch.seeds, batch.positions)
@@ -86,6 +93,22 @@ def sample(logits_BV: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
             tokens[index] = picked
             logps[index] = logits_logprob(z_RV, picked, temperature)
     return tokens, logps
+
+
+def _sample_in_one_launch(logits_BV: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+    def column(values: np.ndarray, dtype: type) -> Tensor:
+        return torch.from_numpy(values.astype(dtype)).to(logits_BV.device, non_blocking=True)
+
+    drawn = kernels.sample(
+        logits_BV,
+        column(batch.temperatures, np.float32),
+        column(batch.top_ks, np.int32) if (batch.top_ks > 0).any() else None,
+        column(batch.top_ps, np.float32) if (batch.top_ps < 1).any() else None,
+        None,
+        column(batch.seeds.view(np.int64), np.int64),
+        column(batch.positions, np.int64),
+    )
+    return drawn.tokens, drawn.raw_logprobs
 
 
 def _sample_all(logits_RV: Tensor, temperature: float, u_R: Tensor) -> Tensor:

@@ -17,7 +17,15 @@ import math
 import torch
 from torch import Tensor, nn
 
-from kernels import add_rms_norm, apply_rope, linear, pack_weight, rms_norm, swiglu
+from kernels import (
+    add_rms_norm,
+    apply_rope,
+    linear,
+    pack_weight,
+    qk_norm_rope,
+    rms_norm,
+    swiglu,
+)
 from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import Llama3Rope, ModelConfig
 
@@ -156,8 +164,9 @@ class DecoderLayer(nn.Module):
         q_THD = q.view(num_tokens, -1, head_dim)
         k_TKD = k.view(num_tokens, -1, head_dim)
         if self.q_norm is not None and self.k_norm is not None:
-            q_THD = rms_norm(q_THD, self.q_norm, self.eps)
-            k_TKD = rms_norm(k_TKD, self.k_norm, self.eps)
-        q_THD, k_TKD = apply_rope(q_THD, k_TKD, *rope, None)
+            norms = self.q_norm, self.k_norm
+            q_THD, k_TKD = qk_norm_rope(q_THD, k_TKD, *norms, *rope, None, self.eps)
+        else:
+            q_THD, k_TKD = apply_rope(q_THD, k_TKD, *rope, None)
         o_THD = context.attend(self.index, q_THD, k_TKD, v.view(num_tokens, -1, head_dim))
         return self.out(o_THD.reshape(num_tokens, self.q_width))

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from kernels import logits_logprob
-from nanoinfer.sampler import SamplingBatch, sample, uniforms
+from nanoinfer.sampler import SamplingBatch, _sample_in_one_launch, sample, uniforms
 
 
 def batch(num_rows: int, temperature=1.0, top_k=0, top_p=1.0, seeds=None, positions=None):
@@ -117,3 +117,19 @@ def test_logps_are_those_of_the_tempered_log_softmax() -> None:
             expected = torch.log_softmax(z, -1).gather(1, tokens.unsqueeze(1)).squeeze(1)
             torch.testing.assert_close(logps.double(), expected, rtol=0, atol=1e-5)
             assert torch.equal(logps, logits_logprob(logits, tokens, temperature))
+
+
+def test_the_path_of_a_gpu_asks_for_the_same_distribution() -> None:
+    """Called directly here, where its kernel's PyTorch definition runs."""
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(3)) * 2
+    rows = logits.expand(20000, -1).contiguous()
+    greedy, logps = _sample_in_one_launch(rows[:2], batch(2, temperature=0.0))
+    assert (greedy == logits.argmax()).all()
+    assert torch.allclose(logps, logits_logprob(rows[:2], greedy, 0.0), atol=1e-6)
+    high = np.full(20000, 2**63 + 5, dtype=np.uint64)  # a seed uses all 64 bits
+    asked = batch(20000, 0.7, top_k=5, seeds=high, positions=np.arange(20000))
+    tokens, logps = _sample_in_one_launch(rows, asked)
+    p = torch.softmax(logits[0] / 0.7, -1)
+    kept = torch.zeros(50).index_fill(0, p.topk(5).indices, 1.0) * p
+    assert chi_square(tokens, kept / kept.sum()) < 2
+    assert torch.allclose(logps, p.log()[tokens], atol=1e-5)

@@ -1,13 +1,15 @@
-"""Triton's rms_norm, rope, swiglu and linear_logprob, interpreted, against fp64.
+"""Triton's rms_norm, rope, qk_norm_rope, swiglu and linear_logprob, interpreted, against fp64.
 
 Inputs lie between NaN guard bands, so a read past the end shows in the result.
 """
 
 import pytest
 import torch
+from exactness import assert_as_good_as_plain_torch, guarded, run
 
-from kernels import add_rms_norm, apply_rope, linear_logprob, rms_norm, swiglu
+from kernels import add_rms_norm, apply_rope, linear_logprob, qk_norm_rope, rms_norm, swiglu
 from kernels.linear_logprob import linear_logprob_ref
+from kernels.qk_norm_rope import qk_norm_rope_ref
 from kernels.rms_norm import rms_norm_ref
 from kernels.rope import apply_rope_ref
 from kernels.swiglu import swiglu_ref
@@ -15,36 +17,8 @@ from kernels.swiglu import swiglu_ref
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def guarded(x):
-    """The same values in the middle of a buffer of NaN."""
-    buffer = torch.full((x.numel() + 512,), torch.nan).to(x.dtype)
-    view = buffer[256:-256].view(x.shape)
-    view.copy_(x)
-    return view
-
-
-def run(op, inputs, dtype):
-    leaves = [guarded(x.to(dtype)).requires_grad_() for x in inputs]
-    outs = op(*leaves)
-    outs = outs if isinstance(outs, tuple) else (outs,)
-    torch.manual_seed(3)
-    weights = [torch.randn(o.shape).bfloat16().to(o.dtype) for o in outs]
-    return [*outs, *torch.autograd.grad(outs, leaves, weights)]
-
-
-def assert_as_good_as_plain_torch(ours, plain, inputs, dtype):
-    inputs = [x.to(dtype) for x in inputs]
-    exact = run(plain, inputs, torch.float64)
-    naive = run(plain, inputs, dtype)
-    floor = torch.finfo(dtype).eps / 8  # plain torch can be exact by luck on few elements
-    for i, (a, n, e) in enumerate(zip(run(ours, inputs, dtype), naive, exact, strict=True)):
-        assert a.dtype == n.dtype
-        error, allowed = ((x.double() - e).norm().item() for x in (a, n))
-        assert error <= 2 * allowed + floor * e.norm().item(), i
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(5, 96), (1, 33), (300, 8), (2, 3, 64)])
+@pytest.mark.parametrize("shape", [(5, 96), (1, 33), (700, 40), (2, 3, 64), (3, 2500)])
 def test_rms_norm(dtype, shape):
     torch.manual_seed(0)
     x, w = torch.randn(shape), torch.randn(shape[-1])
@@ -79,6 +53,20 @@ def test_swiglu(dtype, shape):
     assert_as_good_as_plain_torch(lambda x: swiglu(x, backend="triton"), swiglu_ref, inputs, dtype)
 
 
+def test_swiglu_writes_the_gradient_over_its_input_only_if_asked():
+    torch.manual_seed(0)
+    x, dy = torch.randn(5, 40), torch.randn(5, 20)
+    kept = x.clone().requires_grad_()
+    swiglu(kept, backend="triton").backward(dy)
+    assert torch.equal(kept, x)
+    given = x.clone().requires_grad_()
+    out = swiglu(given * 1.0, overwrite_gate_up=True, backend="triton")
+    out.backward(dy, retain_graph=True)
+    assert torch.equal(given.grad, kept.grad)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(dy)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [(9, 3, 64), (2, 1, 20)])
 def test_rope(dtype, heads):
@@ -97,6 +85,55 @@ def test_rope(dtype, heads):
         [torch.randn(6, h, d), torch.randn(6, k, d)],
         dtype,
     )
+
+
+def split_heads(fused, heads):
+    """q and k as an engine has them: slices of one projection, beside v."""
+    q_heads, k_heads, dim = heads
+    parts = fused.split((q_heads * dim, k_heads * dim, k_heads * dim), -1)
+    return [x.view(len(fused), -1, dim) for x in parts[:2]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(9, 3, 64), (2, 1, 20), (4, 4, 128)])
+@pytest.mark.parametrize("has_positions", [True, False])
+def test_qk_norm_rope(dtype, heads, has_positions):
+    torch.manual_seed(0)
+    num_tokens, dim = 6, heads[2]
+    angle = torch.rand(40 if has_positions else num_tokens, dim // 2) * 6
+    cos, sin = guarded(angle.cos()), guarded(angle.sin())
+    positions = torch.randint(0, 40, (num_tokens,)) if has_positions else None
+
+    def ours(fused, qw, kw):
+        q, k = split_heads(fused, heads)
+        return qk_norm_rope(q, k, qw, kw, cos, sin, positions, 1e-5, backend="triton")
+
+    def plain(fused, qw, kw):
+        q, k = split_heads(fused, heads)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        at = torch.arange(num_tokens) if positions is None else positions
+        return qk_norm_rope_ref(q, k, qw, kw, cos.to(wide), sin.to(wide), at, 1e-5)
+
+    width = (heads[0] + 2 * heads[1]) * dim
+    inputs = [torch.randn(num_tokens, width), torch.randn(dim), torch.randn(dim)]
+    assert_as_good_as_plain_torch(ours, plain, inputs, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_rows_give_no_output_and_a_zero_weight_gradient(dtype):
+    x, w = torch.empty(0, 24, dtype=dtype), torch.ones(24, dtype=dtype)
+    assert torch.equal(run(lambda x, w: rms_norm(x, w, backend="triton"), [x, w], dtype)[2], 0 * w)
+    assert swiglu(x, backend="triton").shape == (0, 12)
+    table = torch.ones(5, 12)
+    q, k = torch.empty(0, 2, 24, dtype=dtype), torch.empty(0, 1, 24, dtype=dtype)
+    at = torch.empty(0, dtype=torch.int64)
+    assert apply_rope(q, k, table, table, at, backend="triton")[1].shape == (0, 1, 24)
+    out = run(
+        lambda q, k, qw, kw: qk_norm_rope(q, k, qw, kw, table, table, at, backend="triton"),
+        [q, k, w, w],
+        dtype,
+    )
+    assert torch.equal(out[4], 0 * w) and torch.equal(out[5], 0 * w)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -120,7 +157,7 @@ def test_linear_logprob(dtype, temperature, vocab):
 
 def test_backward_is_the_same_bits_every_time():
     torch.manual_seed(0)
-    x, w = torch.randn(600, 24), torch.randn(24)
+    x, w = torch.randn(900, 96), torch.randn(96)
 
     def op(x, w):
         return rms_norm(x, w, 1e-5, backend="triton")

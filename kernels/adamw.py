@@ -1,0 +1,238 @@
+"""AdamW and the global gradient norm over many tensors at once.
+
+With g the gradient times `grad_scale` (the clip factor, which may lie on the device so that no step
+waits for it), t the step from 1, and w the fp32 master of p:
+
+    m = b1·m + (1 − b1)·g              v = b2·v + (1 − b2)·g²
+    w = w·(1 − lr·decay) − lr·(m / (1 − b1^t)) / (sqrt(v / (1 − b2^t)) + eps),   p = round(w)
+
+On a GPU one launch each over a table of int64 addresses, cut into chunks of equal size; the table
+is a plan to build once and keep, because tensors of a training run stay where they are. On a CPU
+PyTorch's own one-pass kernel. The norm adds partial sums in a fixed order, in fp64.
+
+Left out: amsgrad and maximize; fp32 overflow of a chunk's sum of squares (|g| above about 1e17)
+gives inf, as in PyTorch.
+AdamW: Loshchilov and Hutter, arXiv 1711.05101.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels._check import check_launch
+from kernels._dispatch import Backend, use_triton
+
+CHUNK = 1 << 14  # elements a program updates or sums
+Tensors = Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class TensorTable:
+    """Lists of tensors as the kernels read them. Valid while every tensor keeps its memory.
+
+    `address` [lists, tensors] int64; `chunks` int32 pairs (tensor, chunk within it); `sizes` int64.
+    """
+
+    address: Tensor
+    sizes: Tensor
+    chunks: Tensor
+    num_tensors: int
+    num_chunks: int
+    dtypes: tuple[torch.dtype, ...]
+    is_aligned: bool
+    key: tuple[tuple[int, ...], ...]
+
+
+def make_tensor_table(*lists: Tensors) -> TensorTable:
+    """The table of lists that run in step: entry i of every list has the same number of elements,
+    all of a list have one dtype, each is contiguous, all lie on one device."""
+    _check_lists(lists)
+    first = lists[0]
+    device = first[0].device
+    key = _key(lists)
+    sizes = torch.tensor([x.numel() for x in first], dtype=torch.int64, device="cpu")
+    counts = (sizes + CHUNK - 1) // CHUNK
+    owner = torch.repeat_interleave(counts)
+    within = torch.arange(len(owner), device="cpu") - (counts.cumsum(0) - counts)[owner]
+    return TensorTable(
+        address=torch.tensor(key, dtype=torch.int64, device=device),
+        sizes=sizes.to(device),
+        chunks=torch.stack([owner, within], 1).to(device=device, dtype=torch.int32),
+        num_tensors=len(first),
+        num_chunks=len(owner),
+        dtypes=tuple(tensors[0].dtype for tensors in lists),
+        is_aligned=all(address % 16 == 0 for row in key for address in row),
+        key=key,
+    )
+
+
+def _key(lists: Sequence[Tensors]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(x.data_ptr() for x in tensors) for tensors in lists)
+
+
+def _check_lists(lists: Sequence[Tensors]) -> None:
+    first = lists[0]
+    if not first:
+        raise ValueError("tensors: the list is empty")
+    for tensors in lists:
+        if len(tensors) != len(first):
+            raise ValueError(f"tensors: lists of {len(first)} and {len(tensors)}: one length")
+        for i, x in enumerate(tensors):
+            if x.dtype != tensors[0].dtype:
+                raise ValueError(
+                    f"tensors[{i}]: dtype {x.dtype} must be {tensors[0].dtype} of its list"
+                )
+            if x.numel() != first[i].numel() or x.device != first[0].device:
+                raise ValueError(
+                    f"tensors[{i}]: {x.numel()} elements on {x.device} beside "
+                    f"{first[i].numel()} on {first[0].device}"
+                )
+            if not x.is_contiguous():
+                raise ValueError(f"tensors[{i}]: shape {tuple(x.shape)} must be contiguous")
+
+
+def _table_for(plan: TensorTable | None, lists: Sequence[Tensors]) -> TensorTable:
+    if plan is None:
+        return make_tensor_table(*lists)
+    if plan.key != _key(lists):
+        raise ValueError("plan: was made of other tensors; make it again with make_tensor_table")
+    return plan
+
+
+def multi_tensor_l2norm_ref(tensors: Tensors) -> Tensor:
+    """The definition, in fp64."""
+    return torch.stack([x.double().square().sum() for x in tensors]).sum().sqrt()
+
+
+def multi_tensor_l2norm(
+    tensors: Tensors, *, plan: TensorTable | None = None, backend: Backend = "auto"
+) -> Tensor:
+    """L2 norm of all elements together, an fp32 scalar on their device; NaN or inf if one is."""
+    if not tensors:
+        raise ValueError("tensors: the list is empty")
+    if use_triton(backend, tensors[0]):
+        from kernels import _adamw_triton
+
+        check_launch(tensors[0], "tensors")
+        return _adamw_triton.l2norm(_table_for(plan, [tensors]), tensors[0].device)
+    norms = torch.stack([torch.linalg.vector_norm(x, dtype=torch.float32) for x in tensors])
+    return norms.double().square().sum().sqrt().to(torch.float32)
+
+
+def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
+    """The factor that clips gradients of this norm, as `clip_grad_norm_` has it; on the device."""
+    if not max_norm > 0:
+        raise ValueError(f"max_norm={max_norm}: must be positive")
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def adamw_ref(
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The definition, on one tensor: new (master, exp_avg, exp_avg_sq)."""
+    g = grad.to(master.dtype) * grad_scale
+    m = betas[0] * exp_avg + (1 - betas[0]) * g
+    v = betas[1] * exp_avg_sq + (1 - betas[1]) * g**2
+    root = (v / (1 - betas[1] ** step)).sqrt() + eps
+    return master * (1 - lr * weight_decay) - lr * (m / (1 - betas[0] ** step)) / root, m, v
+
+
+@torch.no_grad()
+def fused_adamw_(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    master: Tensors | None,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: Tensor | float = 1.0,
+    plan: TensorTable | None = None,
+    backend: Backend = "auto",
+) -> None:
+    """One AdamW step in place: `params` (bf16, or anything), `grads` (read only), fp32 moments and
+    masters. Without `master` the params are fp32 and their own masters. `step` counts from 1.
+
+    `plan` is `make_tensor_table(params, grads, exp_avgs, exp_avg_sqs, master)` (params for the
+    master where there is none); without it the table is built and copied at every call.
+    """
+    if step < 1:
+        raise ValueError(f"step={step}: counts from 1")
+    if not params:
+        raise ValueError("params: the list is empty")
+    wide = params if master is None else master
+    for name, tensors in (("master", wide), ("exp_avgs", exp_avgs), ("exp_avg_sqs", exp_avg_sqs)):
+        if any(x.dtype not in (torch.float32, torch.float64) for x in tensors):
+            raise ValueError(f"{name}: must be float32 (bfloat16 params need a master)")
+    lists = (params, grads, exp_avgs, exp_avg_sqs, wide)
+    if use_triton(backend, params[0]):
+        from kernels import _adamw_triton
+
+        table = _table_for(plan, lists)
+        if torch.float64 in table.dtypes:
+            raise ValueError("params: float64 would be updated in float32; use backend='torch'")
+        scale = _device_scale(grad_scale, params[0].device)
+        _adamw_triton.step(
+            table, scale, lr, betas, eps, weight_decay, step, has_master=master is not None
+        )
+        return
+    _check_lists(lists)
+    _torch_step(
+        wide, _scaled(grads, wide, grad_scale), exp_avgs, exp_avg_sqs, lr, betas, eps,
+        weight_decay, step,
+    )  # fmt: skip
+    if master is not None:
+        torch._foreach_copy_(list(params), list(master))
+
+
+def _device_scale(scale: Tensor | float, device: torch.device) -> Tensor:
+    if isinstance(scale, Tensor):
+        if scale.numel() != 1 or scale.device != device:
+            raise ValueError(
+                f"grad_scale: shape {tuple(scale.shape)} on {scale.device} must be one number on "
+                f"{device}"
+            )
+        return scale.to(torch.float32)
+    return torch.full((), scale, dtype=torch.float32, device=device)
+
+
+def _scaled(grads: Tensors, wide: Tensors, scale: Tensor | float) -> list[Tensor]:
+    grads = [g.to(w.dtype) for g, w in zip(grads, wide, strict=True)]
+    if not isinstance(scale, Tensor) and scale == 1.0:
+        return grads
+    return [g * scale for g in grads]
+
+
+def _torch_step(
+    master: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+) -> None:
+    steps = [torch.tensor(float(step), device=x.device) for x in master]
+    torch._fused_adamw_(
+        list(master), list(grads), list(exp_avgs), list(exp_avg_sqs), [], steps, lr=lr,
+        beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps, amsgrad=False,
+        maximize=False,
+    )  # fmt: skip

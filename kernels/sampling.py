@@ -1,0 +1,164 @@
+"""Samples one token a row from logits, with temperature, top-k, top-p and min-p, without a sort.
+
+With p = softmax(z / τ) over the whole vocabulary, a token is kept if fewer than top_k tokens have a
+larger logit, if those together hold less than top_p, and if its p is at least min_p times the
+largest. Tokens that tie with the last one kept are kept too. The first two conditions together say
+"z above some pivot", which is found by bisection on the bits of a float, exactly.
+
+Among the kept the token is argmax of z / τ − log E with E ~ Exp(1), the Gumbel trick: E of token v
+is a hash (Philox 4x32-10, Salmon et al. 2011) of the row's seed and position and of v, so a token
+depends on nothing else, on no batch and on no launch shape. Temperature 0 is the argmax of z, the
+smaller id where logits tie.
+
+Three results: the token; its log-prob under the distribution sampled from (truncated and
+renormalised; 0 when greedy); and its raw log-prob, over the whole tempered vocabulary (greedy:
+temperature 1), which is what a trainer computes again.
+
+Left out: top-k log-probs; beam search.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels._check import check_launch
+from kernels._dispatch import Backend, compute_dtype, use_triton
+
+_MASK32 = 0xFFFFFFFF
+_ROUND_A, _ROUND_B, _KEY_A, _KEY_B = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85
+_CHUNK_ELEMENTS = 1 << 20  # logits a chunk on a CPU: 4 MB of fp32 stay in the processor's cache
+
+
+class SampleOutput(NamedTuple):
+    """`tokens` int64 [B]; `logprobs` and `raw_logprobs` fp32 [B], in nats."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    raw_logprobs: Tensor
+
+
+def philox(counter: list[Tensor], key: list[Tensor], num_rounds: int = 10) -> list[Tensor]:
+    """Philox 4x32 on int64 tensors that hold 32-bit words: four counters, two keys."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(num_rounds):
+        high_a, low_a = _multiply(_ROUND_A, c0)
+        high_b, low_b = _multiply(_ROUND_B, c2)
+        c0, c1, c2, c3 = high_b ^ c1 ^ k0, low_b, high_a ^ c3 ^ k1, low_a
+        k0, k1 = (k0 + _KEY_A) & _MASK32, (k1 + _KEY_B) & _MASK32
+    return [c0, c1, c2, c3]
+
+
+def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low word of a 32 x 32 bit product, which may wrap in int64."""
+    product = a * b
+    return (product >> 32) & _MASK32, product & _MASK32
+
+
+def exponentials(seeds_B: Tensor, positions_B: Tensor, vocab: int) -> Tensor:
+    """fp32 Exp(1) numbers [B, vocab]: token v takes word v % 4 of counter v // 4."""
+    counter = torch.arange(-(-vocab // 4), device=seeds_B.device).expand(len(seeds_B), -1)
+    seed, position = seeds_B.long().unsqueeze(1), positions_B.long().unsqueeze(1)
+    words = philox(
+        [counter, position & _MASK32, (position >> 32) & _MASK32, torch.zeros_like(position)],
+        [seed & _MASK32, (seed >> 32) & _MASK32],
+    )
+    bits = torch.stack(words, -1).flatten(1)[:, :vocab]
+    u = ((bits.to(torch.float32) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    return -torch.log1p(-u)
+
+
+def _kept(
+    z_BV: Tensor, inverse_B1: Tensor, top_k: Tensor | None, top_p: Tensor | None,
+    min_p: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Which tokens the three truncations leave, by a sort."""
+    vocab = z_BV.shape[1]
+    keep = z_BV > -torch.inf
+    if top_k is not None or top_p is not None:
+        z = z_BV.sort(-1, descending=True).values
+        weights = ((z - z[:, :1]) * inverse_B1).double().exp()
+        before = weights.cumsum(-1) - weights
+        rank = torch.arange(vocab, device=z.device).expand_as(z)
+        is_new = torch.ones_like(z, dtype=torch.bool)
+        is_new[:, 1:] = z[:, 1:] != z[:, :-1]
+        num_larger = torch.where(is_new, rank, 0).cummax(-1).values
+        fits = torch.ones_like(is_new)
+        if top_k is not None:
+            fits &= num_larger < torch.where(top_k > 0, top_k, vocab).unsqueeze(1)
+        if top_p is not None:
+            limit = torch.where(top_p < 1, top_p.double(), torch.inf).unsqueeze(1)
+            fits &= before.gather(1, num_larger) < limit * weights.sum(-1, keepdim=True)
+        keep &= z_BV >= torch.where(fits, z, torch.inf).amin(-1, keepdim=True)
+    if min_p is not None:
+        gap = (z_BV - z_BV.amax(-1, keepdim=True)) * inverse_B1
+        keep &= gap >= min_p.to(gap.dtype).log().unsqueeze(1)
+    return keep
+
+
+def sample_ref(
+    logits_BV: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    seeds: Tensor,
+    positions: Tensor,
+) -> SampleOutput:
+    """The definition, with a sort and a B x V tensor of noise."""
+    z = logits_BV.to(compute_dtype(logits_BV.dtype))
+    is_greedy = temperature == 0
+    inverse = torch.where(is_greedy, 1.0, temperature).to(z.dtype).reciprocal().unsqueeze(1)
+    scaled = (z - z.amax(-1, keepdim=True)) * inverse
+    keep = _kept(z, inverse, top_k, top_p, min_p)
+    score = scaled - exponentials(seeds, positions, z.shape[1]).to(z.dtype).log()
+    score = torch.where(keep, score, -torch.inf)
+    tokens = torch.where(is_greedy.unsqueeze(1), scaled, score).argmax(-1)
+    chosen = scaled.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    raw = chosen - scaled.logsumexp(-1)
+    logprobs = chosen - torch.where(keep, scaled, -torch.inf).logsumexp(-1)
+    logprobs = torch.where(is_greedy, 0.0, logprobs)
+    return SampleOutput(tokens, logprobs.to(torch.float32), raw.to(torch.float32))
+
+
+def sample(
+    logits_BV: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    seeds: Tensor,
+    positions: Tensor,
+    *,
+    backend: Backend = "auto",
+) -> SampleOutput:
+    """One token a row; every parameter is a tensor [B] on the logits' device.
+
+    `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off, and None is off for all
+    rows. `seeds` int64 (64 bits of any meaning), `positions` int64: equal pairs draw equal numbers.
+    """
+    if logits_BV.dim() != 2 or logits_BV.shape[1] == 0:
+        raise ValueError(f"logits: shape {tuple(logits_BV.shape)} must be [rows, vocabulary]")
+    rows = (temperature, top_k, top_p, min_p, seeds, positions)
+    names = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
+    for name, value in zip(names, rows, strict=True):
+        if value is not None and value.shape != logits_BV.shape[:1]:
+            raise ValueError(
+                f"{name}: shape {tuple(value.shape)} must be one number for each of the "
+                f"{logits_BV.shape[0]} rows of logits"
+            )
+    if use_triton(backend, logits_BV):
+        from kernels import _sampling_triton
+
+        check_launch(logits_BV, "logits", **dict(zip(names, rows, strict=True)))
+        return SampleOutput(*_sampling_triton.sample(logits_BV, *rows))
+    step = max(1, _CHUNK_ELEMENTS // logits_BV.shape[1])
+    parts = []
+    for lo in range(0, max(1, len(logits_BV)), step):
+        at = slice(lo, lo + step)
+        k, p, lowest = (None if x is None else x[at] for x in (top_k, top_p, min_p))
+        parts.append(
+            sample_ref(logits_BV[at], temperature[at], k, p, lowest, seeds[at], positions[at])
+        )
+    return SampleOutput(*(torch.cat(column) for column in zip(*parts, strict=True)))

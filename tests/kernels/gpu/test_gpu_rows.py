@@ -1,0 +1,105 @@
+"""The row ops on a GPU: the interpreter's bar at model sizes, and the same bits twice."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "interpreter"))
+from exactness import assert_as_good_as_plain_torch, run
+
+from kernels import add_rms_norm, apply_rope, qk_norm_rope, rms_norm, swiglu
+from kernels.qk_norm_rope import qk_norm_rope_ref
+from kernels.rms_norm import rms_norm_ref
+from kernels.rope import apply_rope_ref
+from kernels.swiglu import swiglu_ref
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def check(ours, plain, inputs, dtype):
+    """As exact as plain PyTorch, and forward and backward twice are the same bits."""
+    assert_as_good_as_plain_torch(ours, plain, inputs, dtype)
+    first, second = run(ours, inputs, dtype), run(ours, inputs, dtype)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def normal(*shape):
+    return torch.randn(shape, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(8192, 1024), (4099, 2560), (8192, 4096), (1, 4095), (70001, 128)]
+)
+def test_rms_norm(dtype, shape):
+    torch.manual_seed(0)
+    check(
+        lambda x, w: rms_norm(x, w, 1e-6, backend="triton"),
+        lambda x, w: rms_norm_ref(x, w, 1e-6),
+        [normal(*shape), normal(shape[-1])],
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(8192, 1024), (4099, 4096), (33, 2561)])
+def test_add_rms_norm(dtype, shape):
+    torch.manual_seed(0)
+
+    def plain(x, r, w):
+        return rms_norm_ref(x + r, w, 1e-6), x + r
+
+    check(
+        lambda x, r, w: add_rms_norm(x, r, w, 1e-6, backend="triton"),
+        plain,
+        [normal(*shape), normal(*shape), normal(shape[-1])],
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(4099, 2 * 3072), (1024, 2 * 14336), (7, 2 * 1501)])
+def test_swiglu(dtype, shape):
+    torch.manual_seed(0)
+    check(lambda x: swiglu(x, backend="triton"), swiglu_ref, [normal(*shape)], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 128), (9, 3, 64), (28, 4, 80)])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_rope_with_and_without_the_norm(dtype, heads, has_norm):
+    torch.manual_seed(0)
+    num_tokens, (q_heads, k_heads, dim) = 4099, heads
+    angle = torch.rand(40960, dim // 2, device="cuda", dtype=torch.float64) * 6.283
+    at = torch.randint(0, 40960, (num_tokens,), device="cuda")
+    cos, sin = angle.cos().float(), angle.sin().float()
+
+    def both(rope, norm_rope):
+        def op(fused, *weights):
+            parts = fused.split((q_heads * dim, k_heads * dim, k_heads * dim), -1)
+            q, k = (x.view(num_tokens, -1, dim) for x in parts[:2])
+            return norm_rope(q, k, *weights) if has_norm else rope(q, k)
+
+        return op
+
+    def wide(q):
+        kind = torch.promote_types(q.dtype, torch.float32)
+        return cos.to(kind), sin.to(kind), at
+
+    inputs = [normal(num_tokens, (q_heads + 2 * k_heads) * dim)]
+    inputs += [normal(dim), normal(dim)] if has_norm else []
+    check(
+        both(
+            lambda q, k: apply_rope(q, k, cos, sin, at, backend="triton"),
+            lambda q, k, *w: qk_norm_rope(q, k, *w, cos, sin, at, 1e-6, backend="triton"),
+        ),
+        both(
+            lambda q, k: apply_rope_ref(q, k, *wide(q)),
+            lambda q, k, *w: qk_norm_rope_ref(q, k, *w, *wide(q), 1e-6),
+        ),
+        inputs,
+        dtype,
+    )
