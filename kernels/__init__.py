@@ -13,9 +13,12 @@ bit. `linear.py` and `flash_attention.py` say how.
 """
 
 from kernels.flash_attention import flash_attn_varlen, make_varlen_plan
+from kernels.grouped_gemm import grouped_gemm
 from kernels.kv_cache import reshape_and_cache
 from kernels.linear import linear, pack_weight
 from kernels.linear_logprob import linear_logprob, logits_logprob
+from kernels.moe import fused_moe
+from kernels.moe_routing import moe_align, topk_softmax
 from kernels.paged_attention import make_paged_plan, paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import apply_rope
@@ -25,14 +28,18 @@ __all__ = [
     "add_rms_norm",
     "apply_rope",
     "flash_attn_varlen",
+    "fused_moe",
+    "grouped_gemm",
     "linear",
     "linear_logprob",
     "logits_logprob",
     "make_paged_plan",
     "make_varlen_plan",
+    "moe_align",
     "pack_weight",
     "paged_attention",
     "reshape_and_cache",
     "rms_norm",
     "swiglu",
+    "topk_softmax",
 ]
