@@ -15,7 +15,7 @@ def use_triton(backend: str, x: torch.Tensor) -> bool:
         return False
     if backend != "triton":
         raise ValueError(f"backend={backend!r}: must be 'auto', 'torch' or 'triton'")
-    if not x.is_cuda and not _is_interpreted():
+    if not (x.is_cuda or x.is_meta or _is_interpreted()):  # meta: compiled, not run
         raise ValueError(
             f"backend='triton' with a tensor on {x.device}: Triton runs on a GPU; use "
             "backend='auto', or set TRITON_INTERPRET=1 before the program starts"

@@ -13,7 +13,10 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 
-@pytest.mark.parametrize("name", ["check_row_kernels.py", "check_paged_kernels.py"])
+CHECKS = sorted(path.name for path in (HERE / "interpreter").glob("check_*.py"))
+
+
+@pytest.mark.parametrize("name", CHECKS)
 def test_triton_kernels_are_right_in_the_interpreter(name):
     command = [sys.executable, "-m", "pytest", str(HERE / "interpreter" / name)]
     command += ["-q", "-x", "-p", "no:cacheprovider"]

@@ -8,6 +8,6 @@ from pathlib import Path
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     sys.path.insert(0, str(Path(__file__).parent))
-    import_module("interp_shim").install()
+    import_module("shim").install()
 else:
     collect_ignore_glob = ["*"]

@@ -1,0 +1,151 @@
+"""Compiles every launch of every public Triton op for sm_90a, without a GPU, and fails where a
+kernel spills registers, asks for too much shared memory, lost the instructions it lives by, or got
+worse than the committed table.
+
+    python scripts/kernel_gate.py [--only REGEX] [--json F] [--cases DIR]
+
+Cases are found in tests/kernels/gate/case_*.py (`gate_case.py` there). `--json F` replaces the rows
+of this Triton version in F and keeps those of others. The table to compare with is the newest
+benchmarks/kernels_compile_*.json. `scripts/kernel_gate.sh` runs this with both Triton versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+COLUMNS = ("registers", "spill", "shared", "num_warps", "resident_blocks")
+COLUMNS += ("wgmma", "mma_sync", "ld128")
+Row = dict[str, Any]
+
+
+def find_cases(folder: Path) -> Iterator[Any]:
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests/kernels/gate"), str(folder)]
+    for path in sorted(folder.glob("case_*.py")):
+        yield from import_module(path.stem).cases()
+
+
+def run_case(case: Any) -> tuple[list[Row], list[str]]:
+    """The rows of a case's kernels, and what is wrong with them."""
+    import torch
+    from kernel_compile import capture, measure
+
+    with capture() as launched, torch.device("meta"):
+        case.call()
+    rows: list[Row] = []
+    problems = [] if launched else [f"{case.name}: no Triton kernel was launched"]
+    for kernel in {k.hash: k for k in launched}.values():
+        use = measure(kernel)
+        rows.append({"case": case.name, "launch": len(rows), **asdict(use)})
+        problems += [f"{case.name}: {use.kernel}: {text}" for text in find_problems(use, case)]
+    return rows, problems
+
+
+def find_problems(use: Any, case: Any) -> list[str]:
+    from kernel_compile import SHARED_LIMIT
+
+    problems = []
+    if use.spill > case.allow_spill:
+        problems.append(
+            f"spills {use.spill} bytes ({use.registers} registers, {use.num_warps} warps)"
+        )
+    if use.shared > SHARED_LIMIT:
+        problems.append(f"{use.shared} bytes of shared memory exceed {SHARED_LIMIT}")
+    for need in case.need_of.get(use.kernel, case.need):
+        if getattr(use, need) == 0:
+            problems.append(f"no {need} instruction")
+    return problems
+
+
+def find_regressions(rows: list[Row], before: list[Row]) -> list[str]:
+    """Rows that spill more, fit fewer blocks or lost an instruction against the same launch of the
+    committed table, and launches that are gone. New ones are no regression."""
+    now = {(row["case"], row["launch"]): row for row in rows}
+    problems = []
+    for old in before:
+        name = f"{old['case']}: {old['kernel']}"
+        new = now.get((old["case"], old["launch"]))
+        if new is None or new["kernel"] != old["kernel"]:
+            problems.append(f"{name}: in the committed table, not launched now")
+            continue
+        if new["spill"] > old["spill"]:
+            problems.append(f"{name}: spill {old['spill']} -> {new['spill']} bytes")
+        if new["resident_blocks"] < old["resident_blocks"]:
+            problems.append(
+                f"{name}: resident blocks {old['resident_blocks']} -> {new['resident_blocks']} "
+                f"(registers {old['registers']} -> {new['registers']}, shared {old['shared']} -> "
+                f"{new['shared']})"
+            )
+        for kind in ("wgmma", "ld128"):
+            if old[kind] and not new[kind]:
+                problems.append(f"{name}: {kind} {old[kind]} -> 0")
+    return problems
+
+
+def committed_rows(version: str) -> list[Row]:
+    tables = sorted((ROOT / "benchmarks").glob("kernels_compile_*.json"))
+    if not tables:
+        return []
+    rows = json.loads(tables[-1].read_text())["rows"]
+    return [row for row in rows if row["triton"] == version]
+
+
+def print_table(rows: list[Row]) -> None:
+    table = [["case", "kernel", *COLUMNS]]
+    table += [[str(row[c]) for c in table[0]] for row in rows]
+    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+    for line in table:
+        print("  ".join(v.ljust(w) for v, w in zip(line, widths, strict=True)))
+
+
+def save(path: Path, rows: list[Row], version: str) -> None:
+    from bench_output import write_json
+
+    others: list[Row] = []
+    if path.exists():
+        others = [r for r in json.loads(path.read_text())["rows"] if r["triton"] != version]
+    write_json(path, others + rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=Path, default=ROOT / "tests/kernels/gate")
+    parser.add_argument("--only", default="", help="run the cases whose name matches")
+    parser.add_argument("--json", type=Path, help="where to write the table")
+    args = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        parser.error("TRITON_INTERPRET is set: nothing would be compiled")
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default of 3.6 to 3.9, fixed
+    import triton
+
+    version = triton.__version__
+    rows: list[Row] = []
+    problems: list[str] = []
+    for case in find_cases(args.cases.resolve()):
+        if re.search(args.only, case.name):
+            found, wrong = run_case(case)
+            rows += [{"triton": version, **row} for row in found]
+            problems += wrong
+    names = {row["case"] for row in rows}
+    before = committed_rows(version)
+    problems += find_regressions(rows, [r for r in before if not args.only or r["case"] in names])
+    print_table(rows)
+    print(f"triton {version}: {len(names)} cases, {len(rows)} kernels, {len(problems)} problems")
+    for problem in problems:
+        print(f"  {problem}", file=sys.stderr)
+    if args.json:
+        save(args.json, rows, version)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
