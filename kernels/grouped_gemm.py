@@ -72,9 +72,9 @@ class _GroupedGemm(torch.autograd.Function):
         if on_triton:
             from kernels import _grouped_gemm_triton as gpu
 
-            tiles = gpu.make_tiles(offsets, x.shape[0])
-            ctx.save_for_backward(x, w, offsets, tiles.experts, tiles.starts)
-            return gpu.rows_by_weight(x, w, tiles)
+            ctx.save_for_backward(x, w)
+            ctx.tiles = gpu.make_tiles(offsets, x.shape[0], x.dtype)
+            return gpu.rows_by_weight(x, w, ctx.tiles, x.shape[0])
         ctx.save_for_backward(x, w)
         ctx.bounds = offsets.tolist()
         y = x.new_empty(x.shape[0], w.shape[1])
@@ -100,12 +100,12 @@ class _GroupedGemm(torch.autograd.Function):
 def _triton_backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
     from kernels import _grouped_gemm_triton as gpu
 
-    x, w, offsets, *tile_lists = ctx.saved_tensors
+    x, w = ctx.saved_tensors
     dx = dw = None
     if ctx.needs_input_grad[0]:
-        dx = gpu.rows_by_weight(dy, w.transpose(1, 2), gpu.Tiles(offsets, *tile_lists))
+        dx = gpu.rows_by_weight(dy, w.transpose(1, 2), ctx.tiles, x.shape[0])
     if ctx.needs_input_grad[1]:
-        dw = hand_over(w, gpu.weight_grad(dy, x, offsets, w))
+        dw = hand_over(w, gpu.weight_grad(dy, x, ctx.tiles.offsets, w))
     return dx, dw
 
 
