@@ -12,7 +12,9 @@ padding or on the number of threads: that is what makes rollout and trainer log-
 bit. `linear.py` and `flash_attention.py` say how.
 """
 
+from kernels.batch_invariant import log_softmax_batch_invariant, matmul_batch_invariant
 from kernels.flash_attention import flash_attn_varlen, make_varlen_plan
+from kernels.fp8 import dequantize_fp8, fp8_linear, quantize_fp8
 from kernels.grouped_gemm import grouped_gemm
 from kernels.kv_cache import reshape_and_cache
 from kernels.linear import linear, pack_weight
@@ -27,17 +29,22 @@ from kernels.swiglu import swiglu
 __all__ = [
     "add_rms_norm",
     "apply_rope",
+    "dequantize_fp8",
     "flash_attn_varlen",
+    "fp8_linear",
     "fused_moe",
     "grouped_gemm",
     "linear",
     "linear_logprob",
+    "log_softmax_batch_invariant",
     "logits_logprob",
     "make_paged_plan",
     "make_varlen_plan",
+    "matmul_batch_invariant",
     "moe_align",
     "pack_weight",
     "paged_attention",
+    "quantize_fp8",
     "reshape_and_cache",
     "rms_norm",
     "swiglu",
