@@ -18,6 +18,7 @@ from kernels.fp8 import dequantize_fp8, fp8_linear, quantize_fp8
 from kernels.grouped_gemm import grouped_gemm
 from kernels.kv_cache import reshape_and_cache
 from kernels.linear import linear, pack_weight
+from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.linear_logprob import linear_logprob, logits_logprob
 from kernels.moe import fused_moe
 from kernels.moe_routing import moe_align, topk_softmax
@@ -35,6 +36,7 @@ __all__ = [
     "fused_moe",
     "grouped_gemm",
     "linear",
+    "linear_cross_entropy",
     "linear_logprob",
     "log_softmax_batch_invariant",
     "logits_logprob",

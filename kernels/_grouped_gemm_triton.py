@@ -157,10 +157,10 @@ def weight_grad(
 ) -> Tensor:
     """dw[e] = Σ dyᵀ · x over each expert's rows: added to `weight.main_grad`, or fresh."""
     dy, x = (t if t.stride(-1) == 1 else t.contiguous() for t in (dy, x))
-    main_grad = getattr(weight_EOI, "main_grad", None)
+    main_grad: object = getattr(weight_EOI, "main_grad", None)
     has_buffer = isinstance(main_grad, Tensor)
     num_experts, num_out, num_in = weight_EOI.shape
-    dw = main_grad if has_buffer else weight_EOI.new_empty(weight_EOI.shape)
+    dw = main_grad if isinstance(main_grad, Tensor) else weight_EOI.new_empty(weight_EOI.shape)
     tile = tune.WEIGHT_GRAD_FP32 if x.dtype == torch.float32 else tune.WEIGHT_GRAD
     tiles = triton.cdiv(num_out, tile.N) * triton.cdiv(num_in, tile.K)
     if dw.numel():

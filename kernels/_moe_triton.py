@@ -130,8 +130,6 @@ def backward(
     if needs[1]:
         dw13 = weight_grad(dh, x, offsets, w13, slots=slots, choices=k, gather_x=True)
     if needs[0]:
-        dx_SH = rows_by_weight(
-            dh, w13.transpose(1, 2), tiles, num_slots, slots=slots, scatter=True
-        )
+        dx_SH = rows_by_weight(dh, w13.transpose(1, 2), tiles, num_slots, slots=slots, scatter=True)
         dx = sum_choices(dx_SH, None, num_tokens, k)
     return dx, dw13, dw2, dweights

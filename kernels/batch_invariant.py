@@ -23,8 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels._dispatch import Backend, use_triton
-from kernels.grouped_gemm import check_triton_dtype
+from kernels._dispatch import Backend, check_triton_dtype, use_triton
 from kernels.linear import linear_rows, matmul_rows
 
 
@@ -75,7 +74,7 @@ def matmul_batch_invariant(a_MK: Tensor, b_KN: Tensor, *, backend: Backend = "au
         raise ValueError(f"b: dtype {b_KN.dtype} must be a's {a_MK.dtype}; cast one of them")
     on_triton = use_triton(backend, a_MK)
     if on_triton:
-        check_triton_dtype("a", a_MK)
+        check_triton_dtype("a", a_MK.dtype)
     y_MN: Tensor = _Matmul.apply(a_MK, b_KN, on_triton)
     return y_MN
 
@@ -120,6 +119,6 @@ def log_softmax_batch_invariant(x: Tensor, *, backend: Backend = "auto") -> Tens
         raise ValueError(f"x: shape {tuple(x.shape)} must end in at least one class")
     on_triton = use_triton(backend, x)
     if on_triton:
-        check_triton_dtype("x", x)
+        check_triton_dtype("x", x.dtype)
     y: Tensor = _LogSoftmax.apply(x.reshape(-1, x.shape[-1]), on_triton)
     return y.view(x.shape)

@@ -14,28 +14,27 @@ Left out: fp8 weights, a bias.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from kernels._dispatch import Backend, use_triton
+from kernels._dispatch import Backend, check_triton_dtype, use_triton
 from kernels.linear import add_wide, linear_rows, matmul_rows
 
-TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PackedExperts = Sequence[Tensor | None]
 """`pack_weight` of each expert's matrix."""
 
 
 def grouped_gemm_ref(x_MI: Tensor, w_EOI: Tensor, expert_offsets: Tensor) -> Tensor:
     """The definition, differentiable by autograd alone."""
-    bounds = expert_offsets.tolist()
-    runs = [x_MI[lo:hi] @ w.t() for w, lo, hi in zip(w_EOI, bounds, bounds[1:], strict=False)]
-    return torch.cat(runs)
+    bounds = pairwise(expert_offsets.tolist())
+    return torch.cat([x_MI[lo:hi] @ w.t() for w, (lo, hi) in zip(w_EOI, bounds, strict=True)])
 
 
 def runs(bounds: Sequence[int]) -> Iterator[tuple[int, slice]]:
     """(expert, its rows) for the experts that have rows."""
-    for expert, (lo, hi) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for expert, (lo, hi) in enumerate(pairwise(bounds)):
         if lo < hi:
             yield expert, slice(lo, hi)
 
@@ -125,14 +124,9 @@ def grouped_gemm(
     _check(x_MI, w_EOI, expert_offsets)
     on_triton = use_triton(backend, x_MI)
     if on_triton:
-        check_triton_dtype("x", x_MI)
+        check_triton_dtype("x", x_MI.dtype)
     y_MO: Tensor = _GroupedGemm.apply(x_MI, w_EOI, expert_offsets, packed, on_triton)
     return y_MO
-
-
-def check_triton_dtype(name: str, x: Tensor) -> None:
-    if x.dtype not in TRITON_DTYPES:
-        raise ValueError(f"{name}: dtype {x.dtype} must be float32, bfloat16 or float16 on Triton")
 
 
 def _check(x: Tensor, w: Tensor, offsets: Tensor) -> None:

@@ -21,11 +21,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels._dispatch import Backend, use_triton
+from kernels._dispatch import Backend, check_triton_dtype, use_triton
 from kernels.grouped_gemm import (
     PackedExperts,
     add_expert_grad,
-    check_triton_dtype,
     hand_over,
     rows_times_expert,
     runs,
@@ -97,9 +96,7 @@ class _FusedMoe(torch.autograd.Function):
             if dx_SH is not None:
                 dx_SH[slots[rows]] = matmul_rows(dh, w13[expert])
         dx = None if dx_SH is None else _sum_of_choices(dx_SH.view(-1, k, x.shape[1]), None)
-        dw13, dw2 = (
-            None if dw is None else hand_over(w, dw) for w, dw in ((w13, dw13), (w2, dw2))
-        )
+        dw13, dw2 = (None if dw is None else hand_over(w, dw) for w, dw in ((w13, dw13), (w2, dw2)))
         return dx, dw13, dw2, dt if needs_t else None, None, None
 
 
@@ -138,9 +135,7 @@ class _TritonMoe(torch.autograd.Function):
         dx, dw13, dw2, dt = _moe_triton.backward(
             dy, x, w13, w2, weights, h_S2F, ctx.alignment, ctx.needs_input_grad[:4]
         )
-        dw13, dw2 = (
-            None if dw is None else hand_over(w, dw) for w, dw in ((w13, dw13), (w2, dw2))
-        )
+        dw13, dw2 = (None if dw is None else hand_over(w, dw) for w, dw in ((w13, dw13), (w2, dw2)))
         return dx, dw13, dw2, dt, None
 
 
@@ -161,7 +156,7 @@ def fused_moe(
     arguments = (x_NH, w13_E2FH, w2_EHF, topk_weights_NK, topk_ids_NK)
     y_NH: Tensor
     if use_triton(backend, x_NH):
-        check_triton_dtype("x", x_NH)
+        check_triton_dtype("x", x_NH.dtype)
         y_NH = _TritonMoe.apply(*arguments)
     else:
         y_NH = _FusedMoe.apply(*arguments, packed)

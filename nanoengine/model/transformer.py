@@ -25,7 +25,8 @@ from nanoengine.model.moe import ExpertStack
 
 
 class Transformer(nn.Module):
-    """Llama, Qwen2, Qwen3 or Qwen3-MoE. Matrices start as zeros: load a folder (hf.py) or `init_weights`."""
+    """Llama, Qwen2, Qwen3 or Qwen3-MoE. Matrices start as zeros: load a folder (hf.py) or
+    `init_weights`."""
 
     def __init__(
         self,

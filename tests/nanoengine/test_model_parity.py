@@ -14,7 +14,6 @@ from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.hf import hf_views, load_model
 from nanoengine.model.transformer import Transformer
 
-
 ALL_SHAPES = [*SHAPES, *MOE_SHAPES]
 
 
@@ -127,7 +126,9 @@ def test_fp32_logits_are_as_exact_as_transformers(shape: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", ["llama-gqa-tied", "llama3-rope", "qwen2-tied", "qwen3-bias", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "shape", ["llama-gqa-tied", "llama3-rope", "qwen2-tied", "qwen3-bias", "qwen3-moe"]
+)
 @torch.inference_mode()
 def test_packed_batch_equals_each_sequence_alone_bit_for_bit(
     shape: str, dtype: torch.dtype, tmp_path: Path

@@ -1,4 +1,4 @@
-"""NaN around inputs and in fresh outputs, and the measure of an error, for the interpreter tests."""
+"""For the interpreter tests: NaN around inputs and in fresh outputs, and how to judge errors."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
