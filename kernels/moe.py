@@ -9,9 +9,10 @@ Backward, with g_s = dy_n · w2[e] (the gradient by a_s before the weight t):
     dw2[e] = Σ dy_nᵀ · (t_nj · a_s)      dw13[e] = Σ dh_sᵀ · x_n      dx_n = Σ_j dh_s · w13[e]
 
 Slots are sorted by expert, so each expert is one matmul over its run of rows. The k contributions
-of a token are summed in fp32 in the order of its choices, so a token's result depends on itself
-alone: not on the batch, and not on where the sort put its slots. h is kept for the backward pass;
-a is computed again. No atomics: outputs go to one row a slot and are then summed a token.
+of a token are summed in fp32 in the order of its choices, whatever place the sort gave its slots:
+on a CPU a token's bits depend on itself alone (on a GPU the tile follows the number of rows). h is
+kept for the backward pass; a is computed again. No atomics: outputs go to one row a slot and are
+then summed a token.
 
 Left out: expert parallelism (who owns which expert is the engine's matter), fp8 experts.
 """

@@ -1,4 +1,4 @@
-"""For the interpreter tests: NaN around inputs and in fresh outputs, and how to judge errors."""
+"""For kernel tests: NaN around inputs and in fresh outputs, and how to judge errors."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,9 +30,8 @@ def poisoned_memory() -> Iterator[None]:
 
 def guarded(x: Tensor) -> Tensor:
     """The same values in the middle of a buffer of NaN."""
-    buffer = torch.full((x.numel() + 512,), 0xFF, dtype=torch.uint8).repeat_interleave(
-        x.element_size()
-    )
+    num_bytes = (x.numel() + 512) * x.element_size()
+    buffer = torch.full((num_bytes,), 0xFF, dtype=torch.uint8, device=x.device)
     view = buffer.view(x.dtype)[256 : 256 + x.numel()].view(x.shape)
     return view.copy_(x)
 
@@ -43,7 +42,7 @@ def outputs_and_gradients(op: Callable, inputs: Sequence[Tensor]) -> list[Tensor
         outs = op(*leaves)
         outs = outs if isinstance(outs, tuple) else (outs,)
         torch.manual_seed(3)
-        slopes = [torch.randn(o.shape).bfloat16().to(o.dtype) for o in outs]
+        slopes = [torch.randn(o.shape, device=o.device).bfloat16().to(o.dtype) for o in outs]
         grads = torch.autograd.grad(outs, leaves, slopes)
     return [o.detach() for o in (*outs, *grads)]
 
