@@ -6,8 +6,10 @@
               └ ...                ┘        row tile are neighbours: its rows stay in L2.
 
 `gather` reads row m of x from `slots[m] // choices`, `scatter` writes row m of y to `slots[m]`:
-sorting rows by expert costs no pass of its own. The weight's gradient is one program a tile of
-dw[e], over the expert's rows in order.
+sorting rows by expert costs no pass of its own. With SWIGLU a program multiplies by the same
+columns of both halves of w[e] (gate and up) and writes silu(gate) · up; the halves themselves go
+to `h` where a backward pass will want them. The weight's gradient is one program a tile of dw[e],
+over the expert's rows in order.
 """
 
 from __future__ import annotations
@@ -36,9 +38,10 @@ class Tiles:
 
 @triton.jit
 def _rows_kernel(
-    x_ptr, w_ptr, y_ptr, slot_ptr, offset_ptr, tile_expert_ptr, tile_start_ptr,
+    x_ptr, w_ptr, y_ptr, h_ptr, slot_ptr, offset_ptr, tile_expert_ptr, tile_start_ptr,
     num_out, num_in, choices, stride_xm, stride_we, stride_wo, stride_wi,
-    GATHER: tl.constexpr, SCATTER: tl.constexpr, PRECISION: tl.constexpr,
+    GATHER: tl.constexpr, SCATTER: tl.constexpr, SWIGLU: tl.constexpr, KEEP_H: tl.constexpr,
+    PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1)
@@ -60,16 +63,31 @@ def _rows_kernel(
     x_tile = x_ptr + source.to(tl.int64)[:, None] * stride_xm + step[None, :]
     w_tile = w_ptr + expert.to(tl.int64) * stride_we + step[:, None] * stride_wi
     w_tile += out.to(tl.int64)[None, :] * stride_wo
+    up_tile = w_tile + num_out * stride_wo
     acc = tl.zeros([M, N], dtype=tl.float32)
+    if SWIGLU:
+        up = tl.zeros([M, N], dtype=tl.float32)
     for start in range(0, num_in, K):
         is_in = step < num_in - start
         x = tl.load(x_tile, is_row[:, None] & is_in[None, :], other=0.0)
         w = tl.load(w_tile, is_in[:, None] & is_out[None, :], other=0.0)
         acc = tl.dot(x, w, acc, input_precision=PRECISION)
+        if SWIGLU:
+            w = tl.load(up_tile, is_in[:, None] & is_out[None, :], other=0.0)
+            up = tl.dot(x, w, up, input_precision=PRECISION)
+            up_tile += K * stride_wi
         x_tile += K
         w_tile += K * stride_wi
+    mask = is_row[:, None] & is_out[None, :]
+    kind = y_ptr.dtype.element_ty
+    if SWIGLU:
+        if KEEP_H:
+            h_tile = h_ptr + target.to(tl.int64)[:, None] * (2 * num_out) + out[None, :]
+            tl.store(h_tile, acc.to(kind), mask)
+            tl.store(h_tile + num_out, up.to(kind), mask)
+        acc = acc * tl.sigmoid(acc) * up
     y_tile = y_ptr + target.to(tl.int64)[:, None] * num_out + out[None, :]
-    tl.store(y_tile, acc.to(y_ptr.dtype.element_ty), is_row[:, None] & is_out[None, :])
+    tl.store(y_tile, acc.to(kind), mask)
 
 
 @triton.jit
@@ -116,32 +134,62 @@ def make_tiles(offsets: Tensor, num_rows: int, dtype: torch.dtype) -> Tiles:
     return Tiles(offsets, *cut_tiles(offsets, num_rows, block_m), block_m)
 
 
+@dataclass(frozen=True)
+class Route:
+    """Where the rows come from and go to: `slots` of k choices a token, in expert order."""
+
+    slots: Tensor
+    choices: int
+    gather: bool = False
+    scatter: bool = False
+
+
 def rows_by_weight(
-    x: Tensor,
-    w_EOI: Tensor,
-    tiles: Tiles,
-    num_rows: int,
-    *,
-    slots: Tensor | None = None,
-    choices: int = 1,
-    gather: bool = False,
-    scatter: bool = False,
+    x: Tensor, w_EOI: Tensor, tiles: Tiles, num_rows: int, route: Route | None = None
 ) -> Tensor:
     """y [num_rows, O] = x · w[e]ᵀ for the rows of each expert. `w` may be a transposed view."""
+    y = x.new_empty(num_rows, w_EOI.shape[1])
+    tile = row_tile(num_rows, w_EOI.shape[0], x.dtype)
+    _launch(x, w_EOI, y, None, tiles, tile, tile.N, route, is_swiglu=False)
+    return y
+
+
+def rows_by_weight_swiglu(
+    x: Tensor, w_EOI: Tensor, tiles: Tiles, num_rows: int, route: Route, keeps_h: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(silu(gate) · up [num_rows, O / 2], and where wanted gate and up side by side)."""
+    y = x.new_empty(num_rows, w_EOI.shape[1] // 2)
+    h = x.new_empty(num_rows, w_EOI.shape[1]) if keeps_h else None
+    tile = row_tile(num_rows, w_EOI.shape[0], x.dtype)
+    _launch(x, w_EOI, y, h, tiles, tile, tile.N // 2, route, is_swiglu=True)
+    return y, h
+
+
+def _launch(
+    x: Tensor,
+    w_EOI: Tensor,
+    y: Tensor,
+    h: Tensor | None,
+    tiles: Tiles,
+    tile: Tile,
+    columns: int,
+    route: Route | None,
+    *,
+    is_swiglu: bool,
+) -> None:
     x = x if x.stride(-1) == 1 else x.contiguous()
-    num_experts, num_out, num_in = w_EOI.shape
-    y = x.new_empty(num_rows, num_out)
-    tile = row_tile(num_rows, num_experts, x.dtype)
+    num_out = y.shape[1]
     if y.numel() == 0:
-        return y
-    _rows_kernel[(triton.cdiv(num_out, tile.N), tiles.experts.shape[0])](
-        x, w_EOI, y, tiles.offsets if slots is None else slots, tiles.offsets, tiles.experts,
-        tiles.starts, num_out, num_in, choices, x.stride(0), *w_EOI.stride(),
-        GATHER=gather, SCATTER=scatter, PRECISION=_precision(x.dtype),
-        M=tiles.rows_a_tile, N=tile.N, K=tile.K,
+        return
+    _rows_kernel[(triton.cdiv(num_out, columns), tiles.experts.shape[0])](
+        x, w_EOI, y, y if h is None else h, tiles.offsets if route is None else route.slots,
+        tiles.offsets, tiles.experts, tiles.starts, num_out, x.shape[1],
+        1 if route is None else route.choices, x.stride(0), *w_EOI.stride(),
+        GATHER=route is not None and route.gather, SCATTER=route is not None and route.scatter,
+        SWIGLU=is_swiglu, KEEP_H=h is not None, PRECISION=_precision(x.dtype),
+        M=tiles.rows_a_tile, N=columns, K=tile.K,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-    return y
 
 
 def weight_grad(
@@ -149,13 +197,12 @@ def weight_grad(
     x: Tensor,
     offsets: Tensor,
     weight_EOI: Tensor,
+    route: Route | None = None,
     *,
-    slots: Tensor | None = None,
-    choices: int = 1,
-    gather_dy: bool = False,
-    gather_x: bool = False,
+    gathers_dy: bool = False,
 ) -> Tensor:
-    """dw[e] = Σ dyᵀ · x over each expert's rows: added to `weight.main_grad`, or fresh."""
+    """dw[e] = Σ dyᵀ · x over each expert's rows: added to `weight.main_grad`, or fresh. With a
+    route, one of the two is in token order: dy if `gathers_dy`, else x."""
     dy, x = (t if t.stride(-1) == 1 else t.contiguous() for t in (dy, x))
     main_grad: object = getattr(weight_EOI, "main_grad", None)
     has_buffer = isinstance(main_grad, Tensor)
@@ -165,9 +212,10 @@ def weight_grad(
     tiles = triton.cdiv(num_out, tile.N) * triton.cdiv(num_in, tile.K)
     if dw.numel():
         _weight_grad_kernel[(tiles, num_experts)](
-            dy, x, dw, offsets if slots is None else slots, offsets, num_out, num_in, choices,
-            dy.stride(0), x.stride(0),
-            GATHER_DY=gather_dy, GATHER_X=gather_x, ACCUMULATE=has_buffer,
+            dy, x, dw, offsets if route is None else route.slots, offsets, num_out, num_in,
+            1 if route is None else route.choices, dy.stride(0), x.stride(0),
+            GATHER_DY=route is not None and gathers_dy,
+            GATHER_X=route is not None and not gathers_dy, ACCUMULATE=has_buffer,
             PRECISION=_precision(x.dtype), M=tile.M, N=tile.N, K=tile.K,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip

@@ -1,8 +1,9 @@
 """Triton kernels of `linear_logprob`: two passes over a chunk of logits that a matmul produced.
 
 Forward, one program a row reads the logits once (running maximum and sums). Backward, the chunk is
-overwritten with its own gradient, so no second one is allocated. Rows start at multiples of 16
-elements whatever the vocabulary, or every load would fall apart into 2-byte ones.
+overwritten with its own gradient, so no second one is allocated. Rows are padded to a multiple of
+16 elements, and loads and stores reach to the end of the padding: with an odd vocabulary as their
+bound they would fall apart into 2-byte ones.
 """
 
 import struct
@@ -38,7 +39,7 @@ def _stats_kernel(
     for start in range(0, vocab, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         mask = cols < vocab
-        z = _temper(tl.load(logits_ptr + cols, mask, other=0.0), inverse, inverse_rest)
+        z = _temper(tl.load(logits_ptr + cols, cols < stride, other=0.0), inverse, inverse_rest)
         z = tl.where(mask, z, -float("inf"))
         new_top = tl.maximum(top, tl.max(z, 0))
         shift = tl.where(total > 0, top - new_top, 0.0)
@@ -68,7 +69,7 @@ def _dlogits_kernel(
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < vocab
     source = logits_ptr + row * stride + cols
-    z = _temper(tl.load(source, mask, other=0.0), inverse, inverse_rest)
+    z = _temper(tl.load(source, cols < stride, other=0.0), inverse, inverse_rest)
     logp = tl.where(mask, z - tl.load(lse_ptr + row * 2) - tl.load(lse_ptr + row * 2 + 1), 0.0)
     p = tl.exp(logp)
     grad = tl.zeros([BLOCK], dtype=tl.float32)
@@ -77,7 +78,7 @@ def _dlogits_kernel(
         grad += tl.load(dlogp_ptr + row) * (hit - p)
     if HAS_DENTROPY:
         grad -= tl.load(dentropy_ptr + row) * p * (logp + tl.load(entropy_ptr + row))
-    tl.store(source, (grad * inverse).to(logits_ptr.dtype.element_ty), mask)
+    tl.store(source, (grad * inverse).to(logits_ptr.dtype.element_ty), cols < stride)
 
 
 def _inverse(temperature: float) -> tuple[float, float]:

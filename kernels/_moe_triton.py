@@ -1,10 +1,10 @@
-"""Triton path of `fused_moe`: grouped matmuls that gather and scatter, two elementwise kernels
-between them, and a sum over each token's choices.
+"""Triton path of `fused_moe`: two grouped matmuls and a sum over each token's choices.
 
-    x ──gather──▶ h = x·w13ᵀ ──▶ a = swiglu(h) ──▶ a·w2ᵀ ──scatter──▶ [token, choice] ──▶ Σ t·(·)
-       (sorted by expert from here)                        (back in token order)
+    x ──gather──▶ a = swiglu(x·w13ᵀ) ──▶ a·w2ᵀ ──scatter──▶ [token, choice] ──▶ Σ t·(·)
+       (sorted by expert from here)      (back in token order)
 
-What production kernels add: SwiGLU in the epilogue of the first matmul, TMA loads, fp8 experts.
+Backward, the gradient of the activation, of the router's weight and the activation itself come
+from one pass over h. What production kernels add: TMA loads, fp8 experts.
 """
 
 from __future__ import annotations
@@ -16,9 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels._grouped_gemm_triton import Tiles, row_tile, rows_by_weight, weight_grad
+from kernels._grouped_gemm_triton import (
+    Route,
+    Tiles,
+    row_tile,
+    rows_by_weight,
+    rows_by_weight_swiglu,
+    weight_grad,
+)
 from kernels.moe_routing import MoeAlignment, moe_align
-from kernels.swiglu import swiglu
 
 _BLOCK = 1024
 
@@ -85,17 +91,17 @@ def sum_choices(y_SH: Tensor, weights_NK: Tensor | None, num_tokens: int, k: int
 
 
 def forward(
-    x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor
-) -> tuple[Tensor, Tensor, MoeAlignment]:
-    """(y, h in expert order, alignment)."""
+    x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, keeps_h: bool
+) -> tuple[Tensor, Tensor | None, MoeAlignment]:
+    """(y, h in expert order where it is kept, alignment)."""
     num_tokens, k = ids.shape
     num_slots = num_tokens * k
     block_m = row_tile(num_slots, w13.shape[0], x.dtype).M
     alignment = moe_align(ids, w13.shape[0], block_m, backend="triton")
-    tiles, slots = _tiles_of(alignment, block_m), alignment.slots
-    h = rows_by_weight(x, w13, tiles, num_slots, slots=slots, choices=k, gather=True)
-    act = swiglu(h, backend="triton")
-    y_SH = rows_by_weight(act, w2, tiles, num_slots, slots=slots, scatter=True)
+    tiles = _tiles_of(alignment, block_m)
+    gather = Route(alignment.slots, k, gather=True)
+    act, h = rows_by_weight_swiglu(x, w13, tiles, num_slots, gather, keeps_h)
+    y_SH = rows_by_weight(act, w2, tiles, num_slots, Route(alignment.slots, k, scatter=True))
     return sum_choices(y_SH, weights.contiguous(), num_tokens, k), h, alignment
 
 
@@ -114,10 +120,9 @@ def backward(
     slots, offsets = alignment.slots, alignment.offsets
     num_slots, width = h.shape[0], w2.shape[2]
     tiles = _tiles_of(alignment, row_tile(num_slots, w13.shape[0], x.dtype).M)
+    gather, scatter = Route(slots, k, gather=True), Route(slots, k, scatter=True)
     dy = dy.contiguous()
-    g = rows_by_weight(
-        dy, w2.transpose(1, 2), tiles, num_slots, slots=slots, choices=k, gather=True
-    )
+    g = rows_by_weight(dy, w2.transpose(1, 2), tiles, num_slots, gather)
     dh, weighted = torch.empty_like(h), torch.empty_like(g)
     dweights = torch.empty_like(weights, memory_format=torch.contiguous_format)
     if num_slots:
@@ -126,10 +131,10 @@ def backward(
         )
     dx = dw13 = dw2 = None
     if needs[2]:
-        dw2 = weight_grad(dy, weighted, offsets, w2, slots=slots, choices=k, gather_dy=True)
+        dw2 = weight_grad(dy, weighted, offsets, w2, gather, gathers_dy=True)
     if needs[1]:
-        dw13 = weight_grad(dh, x, offsets, w13, slots=slots, choices=k, gather_x=True)
+        dw13 = weight_grad(dh, x, offsets, w13, gather)
     if needs[0]:
-        dx_SH = rows_by_weight(dh, w13.transpose(1, 2), tiles, num_slots, slots=slots, scatter=True)
+        dx_SH = rows_by_weight(dh, w13.transpose(1, 2), tiles, num_slots, scatter)
         dx = sum_choices(dx_SH, None, num_tokens, k)
     return dx, dw13, dw2, dweights

@@ -120,10 +120,10 @@ def _swiglu_and_gradient(h_S2F: Tensor, dact_SF: Tensor) -> tuple[Tensor, Tensor
 
 class _TritonMoe(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w13, w2, weights, ids):
+    def forward(ctx, x, w13, w2, weights, ids, keeps_h):
         from kernels import _moe_triton
 
-        y, h_S2F, alignment = _moe_triton.forward(x, w13, w2, weights, ids)
+        y, h_S2F, alignment = _moe_triton.forward(x, w13, w2, weights, ids, keeps_h)
         ctx.save_for_backward(x, w13, w2, weights, h_S2F)
         ctx.alignment = alignment
         return y
@@ -137,7 +137,7 @@ class _TritonMoe(torch.autograd.Function):
             dy, x, w13, w2, weights, h_S2F, ctx.alignment, ctx.needs_input_grad[:4]
         )
         dw13, dw2 = (None if dw is None else hand_over(w, dw) for w, dw in ((w13, dw13), (w2, dw2)))
-        return dx, dw13, dw2, dt, None
+        return dx, dw13, dw2, dt, None, None
 
 
 def fused_moe(
@@ -158,7 +158,8 @@ def fused_moe(
     y_NH: Tensor
     if use_triton(backend, x_NH):
         check_triton_dtype("x", x_NH.dtype)
-        y_NH = _TritonMoe.apply(*arguments)
+        has_backward = torch.is_grad_enabled() and any(t.requires_grad for t in arguments)
+        y_NH = _TritonMoe.apply(*arguments, has_backward)
     else:
         y_NH = _FusedMoe.apply(*arguments, packed)
     return y_NH

@@ -1,4 +1,4 @@
-"""linear_logprob and linear_cross_entropy on a GPU, at real vocabularies, and the same bits twice."""
+"""linear_logprob and linear_cross_entropy on a GPU: real vocabularies, and the same bits twice."""
 
 import sys
 from pathlib import Path

@@ -87,9 +87,15 @@ def moe_by_expert(x, w13, w2, weights, ids):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens, experts, k, hidden, width", [
-    (2049, 64, 8, 1024, 768), (64, 128, 8, 2048, 768), (1, 8, 2, 512, 264), (4096, 8, 2, 1024, 1032),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tokens, experts, k, hidden, width",
+    [
+        (2049, 64, 8, 1024, 768),
+        (64, 128, 8, 2048, 768),
+        (1, 8, 2, 512, 264),
+        (4096, 8, 2, 1024, 1032),
+    ],
+)
 def test_fused_moe(dtype, tokens, experts, k, hidden, width):
     torch.manual_seed(0)
     weights, ids = topk_softmax(normal(tokens, experts), k)
