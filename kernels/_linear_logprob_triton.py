@@ -50,7 +50,8 @@ def _stats_kernel(
         total = shrink * total + tl.sum(e, 0)
         top = new_top
     token = tl.load(token_ptr + row)
-    z = _temper(tl.load(logits_ptr + token), inverse, inverse_rest)
+    is_token = (token >= 0) & (token < vocab)  # NaN for others, not a read outside
+    z = _temper(tl.load(logits_ptr + token, is_token, other=float("nan")), inverse, inverse_rest)
     log_total = tl.log(total)
     one = tl.arange(0, 1)
     tl.store(logp_ptr + row + one, z - top - log_total)

@@ -1,5 +1,7 @@
 """Triton's linear_logprob and linear_cross_entropy, interpreted, against fp64, from NaN buffers."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from guard import assert_as_good_as_plain_torch, poisoned_memory
@@ -65,6 +67,18 @@ def test_no_label_that_counts_gives_zero(num_tokens):
         )
         loss.backward()
     assert loss == 0 and not hidden.grad.any() and not weight.grad.any()
+
+
+def test_a_token_outside_the_vocabulary_is_nan_and_spoils_no_other():
+    hidden, weight = torch.randn(3, 8), torch.randn(20, 8)
+    good = linear_logprob(hidden, weight, torch.tensor([4, 5, 6]), backend="triton")
+    ids = torch.tensor([4, 20, 6], device="cpu")
+    with pytest.raises(ValueError, match="token_ids: 20"):
+        linear_logprob(hidden, weight, ids, backend="triton")
+    stats = import_module("kernels._linear_logprob_triton").stats
+    logp = stats((hidden @ weight.t()).contiguous(), ids, 1.0)[0]
+    assert logp.isnan().tolist() == [False, True, False]
+    assert torch.allclose(logp[[0, 2]], good[[0, 2]])
 
 
 def test_fp64_is_refused():
