@@ -1,91 +1,138 @@
-"""Triton kernels over the paged cache: writing new keys, and one attention body for prefill,
-chunks, prefix hits and decoding.
+"""Triton kernel of `paged_attention`: one body for prefill, chunks, prefix hits and decodes in one
+launch. (A step of decodes alone takes `_paged_decode_triton.py`, which splits long contexts.)
 
-A program takes one sequence, one key head and a run of queries; the query heads that share the key
-head are rows of the same tile, so keys are read once a group. Left out: splitting one long context
-over programs for decoding (comes with the GPU benchmarks).
+The query heads that share a key head are rows of one tile: a program holds BLOCK_Q queries x GROUP
+heads and walks over the pages of its sequence, so a key is read once a group. Programs are laid out
+over the packed queries, not over (longest sequence) x (sequences): sequence i owns the programs
+from start_i // BLOCK_Q + i on, found by bisection, so a long prompt among many decodes costs no
+empty programs and the host need not know the lengths.
+
+Only tiles on the diagonal are masked. Left out: windows, sinks.
+
+Legend: M rows (queries x heads), N keys of a tile, D head_dim padded to a power of two.
 """
+
+import math
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK_N = 64
+from kernels._tune import tile
+
+LOG2_E = math.log2(math.e)
 
 
 @triton.jit
-def _store_kernel(
-    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, row, k_stride, v_stride, BLOCK: tl.constexpr
-):
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_ptr + token).to(tl.int64)
-    if slot >= 0:
-        cols = tl.arange(0, BLOCK)
-        mask = cols < row
-        k = tl.load(k_ptr + token * k_stride + cols, mask)
-        v = tl.load(v_ptr + token * v_stride + cols, mask)
-        tl.store(k_cache_ptr + slot * row + cols, k, mask)
-        tl.store(v_cache_ptr + slot * row + cols, v, mask)
+def load_page_rows(
+    keys, end, table_ptr, kv_head, BLOCK_SIZE: tl.constexpr, NUM_KV: tl.constexpr
+):  # fmt: skip
+    """The cache row of each key: one entry of the block table a page."""
+    block = tl.load(table_ptr + keys // BLOCK_SIZE, keys < end, other=0).to(tl.int64)
+    return (block * BLOCK_SIZE + keys % BLOCK_SIZE) * NUM_KV + kv_head
 
 
-def store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    row = k.shape[1] * k.shape[2]
-    k, v = k.reshape(-1, row), v.reshape(-1, row)
-    if k.shape[0]:
-        _store_kernel[(k.shape[0],)](
-            k, v, k_cache, v_cache, slots, row, k.stride(0), v.stride(0),
-            BLOCK=triton.next_power_of_2(row),
-        )  # fmt: skip
+@triton.jit
+def load_heads(base, rows, is_row, HEAD_DIM: tl.constexpr, D: tl.constexpr):
+    """[rows, D] of contiguous heads; zeros where `is_row` is false."""
+    dims = tl.arange(0, D)
+    inside = is_row[:, None]
+    if HEAD_DIM != D:
+        inside = inside & (dims < HEAD_DIM)[None, :]
+    return tl.load(base + rows[:, None] * HEAD_DIM + dims[None, :], inside, other=0.0)
+
+
+@triton.jit
+def attend_pages(
+    acc, total, top, q, k_cache_ptr, v_cache_ptr, table_ptr, begin, end, position, kv_head, scale2,
+    MASKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr,
+    D: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Online softmax of the rows of q over keys begin..end; row m sees keys up to position[m]."""
+    for at in range(begin, end, N):
+        keys = at + tl.arange(0, N)
+        rows = load_page_rows(keys, end, table_ptr, kv_head, BLOCK_SIZE, NUM_KV)
+        k = load_heads(k_cache_ptr, rows, keys < end, HEAD_DIM, D).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale2
+        if MASKED:
+            seen = (keys < end)[None, :] & (keys[None, :] <= position[:, None])
+            scores = tl.where(seen, scores, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        finite_top = tl.where(new_top == -float("inf"), 0.0, new_top)  # a row of padding
+        p = tl.exp2(scores - finite_top[:, None])
+        shrink = tl.exp2(top - finite_top)
+        total = total * shrink + tl.sum(p, 1)
+        v = load_heads(v_cache_ptr, rows, keys < end, HEAD_DIM, D).to(q.dtype)
+        acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        top = new_top
+    return acc, total, top
+
+
+@triton.jit
+def _find_sequence(start_ptr, index, num_seqs, BLOCK_Q: tl.constexpr):
+    """The last sequence whose first program is not after `index`."""
+    low, high = 0, num_seqs
+    while low < high:
+        middle = (low + high) // 2
+        is_before = tl.load(start_ptr + middle) // BLOCK_Q + middle <= index
+        low = tl.where(is_before, middle + 1, low)
+        high = tl.where(is_before, high, middle)
+    return low - 1
 
 
 @triton.jit
 def _attention_kernel(
-    q_ptr, k_cache_ptr, v_cache_ptr, o_ptr, start_ptr, len_ptr, table_ptr, table_stride,
-    num_heads, num_kv, head_dim, block_size, scale,
-    GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    q_ptr, k_cache_ptr, v_cache_ptr, o_ptr, start_ptr, len_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
+    q_token, q_head, o_token, o_head, table_stride, num_seqs, scale2,
+    SCALED: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr,
 ):  # fmt: skip
-    seq, kv_head = tl.program_id(1), tl.program_id(2)
+    index, kv_head = tl.program_id(0), tl.program_id(1)
+    seq = _find_sequence(start_ptr, index, num_seqs, BLOCK_Q)
     start = tl.load(start_ptr + seq)
-    num_queries = tl.load(start_ptr + seq + 1) - start
-    first = tl.program_id(0) * BLOCK_Q
-    if first < num_queries:
-        length = tl.load(len_ptr + seq)
-        rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-        query = first + rows // GROUP
-        is_row = (rows < BLOCK_Q * GROUP) & (query < num_queries)
-        head = kv_head * GROUP + rows % GROUP
-        at = ((start + query).to(tl.int64) * num_heads + head)[:, None] * head_dim + dims[None, :]
-        tile = is_row[:, None] & (dims < head_dim)[None, :]
-        q = tl.load(q_ptr + at, tile, other=0.0)
-        position = length - num_queries + query
-        top = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
-        total = tl.zeros([BLOCK_M], dtype=tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-        end = tl.minimum(length, length - num_queries + first + BLOCK_Q)
-        for begin in range(0, end, BLOCK_N):
-            keys = begin + tl.arange(0, BLOCK_N)
-            is_key = keys < end
-            block = tl.load(table_ptr + seq * table_stride + keys // block_size, is_key, other=0)
-            slot = block.to(tl.int64) * block_size + keys % block_size
-            source = (slot * num_kv + kv_head)[:, None] * head_dim + dims[None, :]
-            inside = is_key[:, None] & (dims < head_dim)[None, :]
-            k = tl.load(k_cache_ptr + source, inside, other=0.0)
-            v = tl.load(v_cache_ptr + source, inside, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            visible = is_key[None, :] & (keys[None, :] <= position[:, None])
-            scores = tl.where(visible, scores, -float("inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            # a padding row before its first key: keep exp's argument finite
-            safe_top = tl.where(new_top == -float("inf"), 0.0, new_top)
-            shrink = tl.exp(top - safe_top)
-            p = tl.exp(scores - safe_top[:, None])
-            total = total * shrink + tl.sum(p, 1)
-            acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-            top = new_top
-        out = acc / tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(o_ptr + at, out.to(o_ptr.dtype.element_ty), tile)
+    num_q = tl.load(start_ptr + seq + 1) - start
+    first = (index - (start // BLOCK_Q + seq)) * BLOCK_Q
+    if first >= num_q:
+        return
+    rows = tl.arange(0, M)
+    query = first + rows // GROUP
+    is_row = (rows < BLOCK_Q * GROUP) & (query < num_q)
+    length = tl.load(len_ptr + seq)
+    position = length - num_q + query
+    token = (start + query).to(tl.int64)
+    head = kv_head * GROUP + rows % GROUP
+    dims = tl.arange(0, D)
+    inside = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    q_at = q_ptr + (token * q_token + head * q_head)[:, None] + dims[None, :]
+    q = tl.load(q_at, inside, other=0.0)
+    if SCALED:
+        scale2 *= tl.load(k_scale_ptr)
+    top = tl.full([M], -float("inf"), dtype=tl.float32)
+    total = tl.zeros([M], dtype=tl.float32)
+    acc = tl.zeros([M, D], dtype=tl.float32)
+    first_position = length - num_q + first
+    full = (first_position + 1) // N * N
+    end = tl.minimum(length, first_position + BLOCK_Q)
+    table_ptr += seq * table_stride
+    acc, total, top = attend_pages(
+        acc, total, top, q, k_cache_ptr, v_cache_ptr, table_ptr, 0, full, position, kv_head, scale2,
+        False, BLOCK_SIZE, NUM_KV, HEAD_DIM, D, N,
+    )  # fmt: skip
+    acc, total, top = attend_pages(
+        acc, total, top, q, k_cache_ptr, v_cache_ptr, table_ptr, full, end, position, kv_head,
+        scale2, True, BLOCK_SIZE, NUM_KV, HEAD_DIM, D, N,
+    )  # fmt: skip
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    if SCALED:
+        acc *= tl.load(v_scale_ptr)
+    o_at = o_ptr + (token * o_token + head * o_head)[:, None] + dims[None, :]
+    tl.store(o_at, acc.to(o_ptr.dtype.element_ty), inside)
+
+
+def padded_dim(head_dim: int) -> int:
+    return max(16, triton.next_power_of_2(head_dim))
 
 
 def attend(
@@ -95,21 +142,23 @@ def attend(
     query_start_loc: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    max_query_len: int,
     scale: float,
-) -> Tensor:
-    q_THD = q_THD.contiguous()
-    _, num_heads, head_dim = q_THD.shape
-    num_kv, block_size = k_cache.shape[2], k_cache.shape[1]
+    scales: tuple[Tensor | None, Tensor | None],
+    out: Tensor,
+) -> None:
+    """Writes o into `out`."""
+    num_tokens, num_heads, head_dim = q_THD.shape
+    num_kv, num_seqs = k_cache.shape[2], seq_lens.shape[0]
     group = num_heads // num_kv
-    block_q = 1 if max_query_len == 1 else max(1, 64 // triton.next_power_of_2(group))
-    out = torch.empty_like(q_THD)
-    grid = (triton.cdiv(max_query_len, block_q), seq_lens.shape[0], num_kv)
+    width = "fp32" if q_THD.dtype == torch.float32 else "half"
+    t = tile("paged_prefill", f"{width}-{max(64, padded_dim(head_dim))}")
+    rows = max(t.M, triton.next_power_of_2(group))
+    block_q = rows // group
+    grid = (num_tokens // block_q + num_seqs, num_kv)
     _attention_kernel[grid](
-        q_THD, k_cache, v_cache, out, query_start_loc, seq_lens, block_tables,
-        block_tables.stride(0), num_heads, num_kv, head_dim, block_size, scale,
-        GROUP=group, BLOCK_Q=block_q,
-        BLOCK_M=max(16, triton.next_power_of_2(block_q * group)), BLOCK_N=_BLOCK_N,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        q_THD, k_cache, v_cache, out, query_start_loc, seq_lens, block_tables, *scales,
+        *q_THD.stride()[:2], *out.stride()[:2], block_tables.stride(0), num_seqs, scale * LOG2_E,
+        SCALED=scales[0] is not None, GROUP=group, NUM_KV=num_kv, BLOCK_SIZE=k_cache.shape[1],
+        HEAD_DIM=head_dim, D=padded_dim(head_dim), BLOCK_Q=block_q, M=rows, N=t.N,
+        num_warps=t.num_warps, num_stages=t.num_stages,
     )  # fmt: skip
-    return out

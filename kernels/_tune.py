@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+NUM_MULTIPROCESSORS = 132
+"""Of an H100 or H200 (SXM): how many programs fill the GPU, where a launcher has a choice."""
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -23,7 +26,36 @@ class Tile:
 
 TILES: Mapping[tuple[str, str], Tile] = MappingProxyType(
     {
-        # flash_attention: M queries, N keys; class = head_dim rounded up to a power of two
+        # flash_attention: M queries, N keys; class = element width, padded head_dim
+        ("flash_forward", "half-64"): Tile(M=128, N=64, num_warps=4, num_stages=3),
+        ("flash_forward", "half-128"): Tile(M=128, N=128, num_warps=8, num_stages=2),
+        ("flash_forward", "half-256"): Tile(M=128, N=64, num_warps=8, num_stages=2),
+        ("flash_forward", "fp32-64"): Tile(M=64, N=32, num_warps=8),
+        ("flash_forward", "fp32-128"): Tile(M=64, N=32, num_warps=8),
+        ("flash_forward", "fp32-256"): Tile(M=32, N=32, num_warps=8),
+        ("flash_delta", "all"): Tile(M=32, num_warps=4),
+        ("flash_dkdv", "half-64"): Tile(M=64, N=128, num_warps=8, num_stages=2),
+        ("flash_dkdv", "half-128"): Tile(M=32, N=128, num_warps=8, num_stages=2),
+        ("flash_dkdv", "half-256"): Tile(M=32, N=64, num_warps=8, num_stages=2),
+        ("flash_dkdv", "fp32-64"): Tile(M=32, N=32, num_warps=8),
+        ("flash_dkdv", "fp32-128"): Tile(M=32, N=32, num_warps=8),
+        ("flash_dkdv", "fp32-256"): Tile(M=16, N=32, num_warps=8),
+        ("flash_dq", "half-64"): Tile(M=128, N=64, num_warps=8, num_stages=2),
+        ("flash_dq", "half-128"): Tile(M=128, N=64, num_warps=8, num_stages=2),
+        ("flash_dq", "half-256"): Tile(M=64, N=32, num_warps=8, num_stages=2),
+        ("flash_dq", "fp32-64"): Tile(M=32, N=32, num_warps=8),
+        ("flash_dq", "fp32-128"): Tile(M=32, N=32, num_warps=8),
+        ("flash_dq", "fp32-256"): Tile(M=32, N=16, num_warps=8),
+        # paged attention: M rows (queries x heads of a group), N keys
+        ("paged_prefill", "half-64"): Tile(M=128, N=64, num_warps=4, num_stages=3),
+        ("paged_prefill", "half-128"): Tile(M=128, N=64, num_warps=8, num_stages=3),
+        ("paged_prefill", "half-256"): Tile(M=64, N=32, num_warps=8, num_stages=2),
+        ("paged_prefill", "fp32-64"): Tile(M=64, N=32, num_warps=8),
+        ("paged_prefill", "fp32-128"): Tile(M=32, N=32, num_warps=8),
+        ("paged_prefill", "fp32-256"): Tile(M=16, N=32, num_warps=8),
+        ("paged_decode", "all"): Tile(N=64, num_warps=4, num_stages=3),
+        ("sum_rows", "all"): Tile(N=1024, num_warps=4),
+        ("store_kv", "all"): Tile(M=4096, num_warps=4),  # M elements of k, and of v
     }
 )
 

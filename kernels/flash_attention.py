@@ -1,284 +1,201 @@
-"""Causal attention over packed sequences (training), differentiable.
+"""Grouped-query attention over packed sequences (training), differentiable.
 
-    o_t = softmax(scale · q_t · Kᵀ, keys of the same sequence up to t) · V
+    S = scale · Q · Kᵀ   over the keys a query sees,   lse_i = log Σ_j exp(S_ij)
+    P = exp(S − lse),    O = P · V
 
-CPU: sequences of similar length are padded into one batch; a plan (`make_varlen_plan`) holds the
-indices, so a micro-batch builds it once for all its layers. Blocks of 128 queries meet the keys
-before them, with the arithmetic of `_attend.py`: no score matrix outlives its block, and the
-backward pass keeps q, k, v and o (which the output projection keeps anyway).
+    dV = Pᵀ · dO,   dS = P ∘ (dO · Vᵀ − delta),   delta_i = Σ_d dO·O − dlse_i
+    dQ = scale · dS · K,   dK = scale · dSᵀ · Q   (dK, dV summed over the heads that share a key)
 
-Left out: windows, attention sinks, dropout. On a GPU this is torch's varlen attention for now; a
-Triton forward and backward belong to a later change.
+Sequences are packed along the first dimension, queries and keys each with their own bounds. Causal:
+the last query of a sequence sits at its last key, so query i of n sees `num_keys − n + i + 1` keys;
+with `window=w` the last w of those. A query that sees no key gives o = 0 and lse = −inf.
 
-Legend: T tokens, H query heads, K key heads, G = H / K, B sequences, L padded keys, N = B · K,
-D head_dim.
+Three back ends: Triton (`_flash_attention_triton.py`: tiles, online softmax, no atomics); a CPU
+path for whole causal sequences (`_flash_attention_cpu.py`: the bits of decoding); and the
+definition below, which covers everything else on a CPU. Left out: dropout, sinks, score caps.
+
+Legend: T query tokens, S key tokens, H query heads, K key heads, D head_dim.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from kernels._attend import (
-    Scratch,
-    bucket_by_length,
-    key_multiple,
-    probabilities,
-    round_up,
-    weighted_values,
-)
-from kernels._dispatch import compute_dtype
+from kernels._dispatch import Backend, compute_dtype, use_triton
+from kernels._flash_attention_cpu import CpuAttention, VarlenPlan, make_varlen_plan
 
-QUERY_BLOCK = 128
-_TILE_SCORES = 1 << 19  # 2 MB of fp32
+__all__ = ["VarlenPlan", "flash_attn_varlen", "flash_attn_varlen_ref", "make_varlen_plan"]
+
+_TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MAX_HEAD_DIM = 256
 
 
 def flash_attn_varlen_ref(
-    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Sequence[int], softmax_scale: float
+    q_THD: Tensor,
+    k_SKD: Tensor,
+    v_SKD: Tensor,
+    cu_seqlens_q: Sequence[int],
+    cu_seqlens_k: Sequence[int],
+    softmax_scale: float,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The definition, one sequence at a time, differentiable by autograd alone: (o, lse [T, H])."""
+    group = q_THD.shape[1] // k_SKD.shape[1]
+    outs, lses = [q_THD[:0]], [q_THD[:0, :, 0].to(compute_dtype(q_THD.dtype))]
+    for (q_lo, q_hi), (k_lo, k_hi) in zip(
+        pairwise(cu_seqlens_q), pairwise(cu_seqlens_k), strict=True
+    ):
+        q = q_THD[q_lo:q_hi].transpose(0, 1)
+        k = k_SKD[k_lo:k_hi].transpose(0, 1).repeat_interleave(group, 0)
+        v = v_SKD[k_lo:k_hi].transpose(0, 1).repeat_interleave(group, 0)
+        hidden = _hidden(q_hi - q_lo, k_hi - k_lo, causal, window, q.device)
+        scores = (q @ k.transpose(1, 2) * softmax_scale).masked_fill(hidden, -math.inf)
+        blind = hidden.all(-1)[:, None]
+        p = torch.softmax(scores.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
+        outs.append((p @ v).transpose(0, 1))
+        wide = scores.to(compute_dtype(scores.dtype))
+        lses.append(
+            wide.masked_fill(blind, 0.0).logsumexp(-1).masked_fill(blind[:, 0], -math.inf).T
+        )
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _hidden(
+    num_q: int, num_k: int, causal: bool, window: int | None, device: torch.device
 ) -> Tensor:
-    """The definition, one sequence at a time, differentiable by autograd alone."""
-    group = q_THD.shape[1] // k_TKD.shape[1]
-    outs = []
-    for lo, hi in pairwise(cu_seqlens):
-        q = q_THD[lo:hi].transpose(0, 1)
-        k = k_TKD[lo:hi].transpose(0, 1).repeat_interleave(group, 0)
-        v = v_TKD[lo:hi].transpose(0, 1).repeat_interleave(group, 0)
-        future = torch.ones(hi - lo, hi - lo, dtype=torch.bool, device=q.device).triu(1)
-        scores = (q @ k.transpose(1, 2) * softmax_scale).masked_fill(future, -math.inf)
-        outs.append((torch.softmax(scores, -1) @ v).transpose(0, 1))
-    return torch.cat(outs)
-
-
-@dataclass(frozen=True)
-class _Bucket:
-    """Sequences of similar length, padded to one rectangle."""
-
-    num_seqs: int
-    length: int
-    gather: Tensor  # [num_seqs * length] the packed token of each cell (padding repeats a token)
-    cells: Tensor  # [tokens] the cell of each of the bucket's tokens
-    tokens: Tensor | None  # [tokens] their packed indices; None: all tokens, in order
-    padding: Tensor | None  # the other cells; None: there are none
-
-
-@dataclass(frozen=True)
-class VarlenPlan:
-    """How packed sequences are laid out for CPU attention; built once a micro-batch."""
-
-    buckets: list[_Bucket]
-    num_tokens: int
-    scratch: Scratch = field(default_factory=Scratch, repr=False, compare=False)
-
-
-def make_varlen_plan(cu_seqlens: Tensor | Sequence[int], dtype: torch.dtype) -> VarlenPlan:
-    """A plan for `flash_attn_varlen(..., plan=)` with q, k, v of this dtype."""
-    bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
-    if not bounds or bounds[0] != 0 or any(a > b for a, b in pairwise(bounds)):
-        raise ValueError(f"cu_seqlens={bounds}: must start at 0 and never decrease")
-    spans = [(lo, hi - lo) for lo, hi in pairwise(bounds) if hi > lo]
-    multiple = key_multiple(dtype)
-    buckets = []
-    for members in bucket_by_length([n for _, n in spans], multiple):
-        starts = torch.tensor([spans[i][0] for i in members]).unsqueeze(1)
-        lengths = torch.tensor([spans[i][1] for i in members]).unsqueeze(1)
-        length = round_up(int(lengths.max()), multiple)
-        columns = torch.arange(length)
-        gather = (starts + torch.minimum(columns, lengths - 1)).flatten()
-        is_real = (columns < lengths).flatten()
-        cells = is_real.nonzero().squeeze(1)
-        tokens = None if len(members) == len(spans) else gather[cells]
-        padding = None if is_real.all() else (~is_real).nonzero().squeeze(1)
-        buckets.append(_Bucket(len(members), length, gather, cells, tokens, padding))
-    return VarlenPlan(buckets, bounds[-1])
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, plan, scale):
-        out = torch.empty_like(q)
-        for bucket in plan.buckets:
-            scratch = plan.scratch
-            q_BKGLD, k_NLD, v_NLD = _padded(q, k, v, bucket, scratch)
-            o = scratch.take("o_cells", (*_cell_shape(bucket), *q.shape[1:]), q.dtype)
-            o_NGLD = _to_heads(o, k.shape[1])
-            for lo, hi, first, last in _tiles(bucket, q, k):
-                rows = _rows(q_BKGLD, lo, hi)[first:last]
-                p = _causal_probabilities(rows, k_NLD[first:last], lo, hi, scale, scratch)
-                part = weighted_values(p, v_NLD[first:last, :hi], scratch)
-                _store_rows(o_NGLD, part, lo, hi, first)
-            _scatter(out, bucket, o.flatten(0, 1))
-        ctx.save_for_backward(q, k, v, out)
-        ctx.plan, ctx.scale = plan, scale
-        return out
-
-    @staticmethod
-    def backward(ctx, do):
-        q, k, v, out = ctx.saved_tensors
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        delta_TH1 = (do.to(compute_dtype(q.dtype)) * out).sum(-1, keepdim=True)
-        for bucket in ctx.plan.buckets:
-            scratch = ctx.plan.scratch
-            q_BKGLD, k_NLD, v_NLD = _padded(q, k, v, bucket, scratch)
-            do_BKGLD = _to_heads(_gather_zero("do", do, bucket, scratch), k.shape[1])
-            delta = _to_heads(_gather_zero("delta", delta_TH1, bucket, scratch), k.shape[1])
-            dq_cells = scratch.take("o_cells", (*_cell_shape(bucket), *q.shape[1:]), q.dtype)
-            dk_NLD = scratch.take("dk", k_NLD.shape, delta.dtype).zero_()
-            dv_NLD = scratch.take("dv", v_NLD.shape, delta.dtype).zero_()
-            for lo, hi, first, last in _tiles(bucket, q, k):
-                n = slice(first, last)
-                rows = [_rows(x, lo, hi)[n] for x in (q_BKGLD, do_BKGLD, delta)]
-                p = _causal_probabilities(rows[0], k_NLD[n], lo, hi, ctx.scale, scratch)
-                ds = _tile_backward(p, rows[1], rows[2], v_NLD[n, :hi], dv_NLD[n, :hi], scratch)
-                dk_NLD[n, :hi] += torch.bmm(ds.transpose(1, 2), rows[0])
-                part = torch.bmm(ds, k_NLD[n, :hi]).mul_(ctx.scale)
-                _store_rows(_to_heads(dq_cells, k.shape[1]), part, lo, hi, first)
-            _scatter(dq, bucket, dq_cells.flatten(0, 1))
-            for grad, cells in ((dk, dk_NLD.mul_(ctx.scale)), (dv, dv_NLD)):
-                cells = cells.unflatten(0, (bucket.num_seqs, -1)).transpose(1, 2)
-                _scatter(grad, bucket, cells.to(grad.dtype).flatten(0, 1))
-        return dq, dk, dv, None, None
-
-
-def _tile_backward(
-    p: Tensor, do: Tensor, delta: Tensor, v: Tensor, dv: Tensor, scratch: Scratch
-) -> Tensor:
-    """Adds Pᵀ · dO to dv and returns the scores' gradient, P · (dO · Vᵀ − delta)."""
-    dp = scratch.take("scores", p.shape, v.dtype)
-    torch.bmm(do, v.transpose(1, 2), out=dp)
-    low = p if p.dtype == v.dtype else scratch.take("low", p.shape, v.dtype).copy_(p)
-    dv += torch.bmm(low.transpose(1, 2), do)
-    wide = dp if dp.dtype == p.dtype else scratch.take("wide", p.shape, p.dtype).copy_(dp)
-    ds = wide.sub_(delta).mul_(p)
-    return ds if ds is dp else dp.copy_(ds)
-
-
-def _tiles(bucket: _Bucket, q: Tensor, k: Tensor) -> list[tuple[int, int, int, int]]:
-    """(first query, end, first sequence-head, end): scores of a tile fit the processor's cache."""
-    num_rows, group = bucket.num_seqs * k.shape[1], q.shape[1] // k.shape[1]
-    tiles = []
-    for lo in range(0, bucket.length, QUERY_BLOCK):
-        hi = min(lo + QUERY_BLOCK, bucket.length)
-        step = max(1, _TILE_SCORES // ((hi - lo) * group * hi))
-        tiles += [(lo, hi, n, min(n + step, num_rows)) for n in range(0, num_rows, step)]
-    return tiles
-
-
-def _causal_probabilities(q_NRD, k_NLD, lo, hi, scale, scratch) -> Tensor:
-    """Weights of the queries lo..hi over the keys 0..hi."""
-    future = torch.full((hi - lo, hi - lo), -math.inf, dtype=compute_dtype(q_NRD.dtype)).triu_(1)
-    p = probabilities(q_NRD, k_NLD[:, :hi], future[None, None], scale, scratch)
-    return p[:, : q_NRD.shape[1]]
-
-
-def _rows(x_BKGLD: Tensor, lo: int, hi: int) -> Tensor:
-    """The queries lo..hi as [N, rows, D]."""
-    block = x_BKGLD[:, :, :, lo:hi]
-    return block.reshape(block.shape[0] * block.shape[1], -1, block.shape[4])
-
-
-def _store_rows(x_BKGLD: Tensor, part_NRD: Tensor, lo: int, hi: int, first: int) -> None:
-    """Writes a tile back. A tile may start or end inside a sequence's key heads."""
-    num_kv, group = x_BKGLD.shape[1], x_BKGLD.shape[2]
-    part = part_NRD.unflatten(1, (group, hi - lo))
-    if first % num_kv == 0 and part.shape[0] % num_kv == 0:
-        seqs = slice(first // num_kv, (first + part.shape[0]) // num_kv)
-        x_BKGLD[seqs, :, :, lo:hi].copy_(part.unflatten(0, (-1, num_kv)))
-        return
-    for i in range(part.shape[0]):
-        x_BKGLD[(first + i) // num_kv, (first + i) % num_kv, :, lo:hi].copy_(part[i])
-
-
-def _cell_shape(bucket: _Bucket) -> tuple[int, int]:
-    return bucket.num_seqs, bucket.length
-
-
-def _gather(name: str, x_THD: Tensor, bucket: _Bucket, scratch: Scratch) -> Tensor:
-    out = scratch.take(name, (bucket.gather.shape[0], *x_THD.shape[1:]), x_THD.dtype)
-    torch.index_select(x_THD, 0, bucket.gather, out=out)
-    return out.unflatten(0, _cell_shape(bucket))
-
-
-def _gather_zero(name: str, x_THD: Tensor, bucket: _Bucket, scratch: Scratch) -> Tensor:
-    """As `_gather`, with zeros in the padding: a padded query must not touch dk and dv."""
-    out = _gather(name, x_THD, bucket, scratch)
-    if bucket.padding is not None:
-        out.flatten(0, 1).index_fill_(0, bucket.padding, 0.0)
-    return out
-
-
-def _scatter(out_THD: Tensor, bucket: _Bucket, cells_NHD: Tensor) -> None:
-    if bucket.tokens is None:
-        torch.index_select(cells_NHD, 0, bucket.cells, out=out_THD)
-    else:
-        out_THD.index_copy_(0, bucket.tokens, cells_NHD.index_select(0, bucket.cells))
-
-
-def _to_heads(x_BLHD: Tensor, num_kv: int) -> Tensor:
-    """[B, K, G, L, D]."""
-    return x_BLHD.unflatten(2, (num_kv, -1)).permute(0, 2, 3, 1, 4)
-
-
-def _padded(
-    q: Tensor, k: Tensor, v: Tensor, bucket: _Bucket, scratch: Scratch
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q as [B, K, G, L, D]; k and v as [N, L, D]."""
-    q_BLHD = _gather("q", q, bucket, scratch)
-    shape = (bucket.num_seqs, k.shape[1], bucket.length, k.shape[2])
-    k_BKLD, v_BKLD = scratch.take("k", shape, k.dtype), scratch.take("v", shape, v.dtype)
-    k_BKLD.copy_(_gather("kv", k, bucket, scratch).transpose(1, 2))
-    v_BKLD.copy_(_gather("kv", v, bucket, scratch).transpose(1, 2))
-    return _to_heads(q_BLHD, k.shape[1]), k_BKLD.flatten(0, 1), v_BKLD.flatten(0, 1)
+    """True where a query does not see a key."""
+    key = torch.arange(num_k, device=device)
+    position = torch.arange(num_k - num_q, num_k, device=device).unsqueeze(1)
+    hidden = (
+        key > position if causal else torch.zeros(num_q, num_k, dtype=torch.bool, device=device)
+    )
+    return hidden if window is None else hidden | (key <= position - window)
 
 
 def flash_attn_varlen(
     q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKD: Tensor,
-    cu_seqlens: Tensor | Sequence[int],
-    max_seqlen: int,
+    k_SKD: Tensor,
+    v_SKD: Tensor,
+    cu_seqlens_q: Tensor | Sequence[int],
+    cu_seqlens_k: Tensor | Sequence[int],
+    max_seqlen_q: int,
+    max_seqlen_k: int,
     *,
+    causal: bool = True,
     softmax_scale: float | None = None,
+    window: int | None = None,
+    return_lse: bool = False,
     plan: VarlenPlan | None = None,
-) -> Tensor:
-    """Causal grouped-query attention inside each packed sequence; returns o [T, H, D].
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """o [T, H, D], or (o, lse [T, H] in fp32, natural logarithm) with `return_lse`.
 
-    `cu_seqlens` is [sequences + 1], starting at 0 and ending at T. `softmax_scale` defaults to
-    head_dim ** -0.5. `plan` is `make_varlen_plan(cu_seqlens, dtype)` (CPU only); it owns scratch
-    memory, so one plan serves one thread.
+    `cu_seqlens_*` [sequences + 1] start at 0, never decrease and end at T and S; on a GPU int32
+    tensors, whose contents are not read by the host. `max_seqlen_*` bound the sequences' lengths.
+    `softmax_scale` defaults to head_dim ** -0.5. `window` needs `causal`. `plan` is
+    `make_varlen_plan(cu_seqlens_q, dtype)`, for a CPU and whole sequences only (equal bounds,
+    causal, no window, no lse); it owns scratch memory, so one plan serves one thread.
     """
-    check_heads(q_THD, k_TKD, v_TKD)
+    _check_tensors(q_THD, k_SKD, v_SKD)
+    if window is not None and (window < 1 or not causal):
+        raise ValueError(f"window={window}: must be at least 1, with causal=True")
     scale = softmax_scale if softmax_scale is not None else q_THD.shape[-1] ** -0.5
-    if q_THD.is_cuda:
-        return _varlen_cuda(q_THD, k_TKD, v_TKD, cu_seqlens, max_seqlen, scale)
-    plan = plan if plan is not None else make_varlen_plan(cu_seqlens, q_THD.dtype)
-    if plan.num_tokens != q_THD.shape[0]:
-        raise ValueError(
-            f"cu_seqlens: ends at {plan.num_tokens}, must end at the {q_THD.shape[0]} tokens of q"
+    if use_triton(backend, q_THD):
+        out, lse = _on_triton(
+            (q_THD, k_SKD, v_SKD),
+            (cu_seqlens_q, cu_seqlens_k),
+            (max_seqlen_q, max_seqlen_k),
+            causal,
+            scale,
+            window,
         )
-    return _Attention.apply(q_THD.contiguous(), k_TKD.contiguous(), v_TKD.contiguous(), plan, scale)
+        return (out, lse.t()) if return_lse else out
+    is_plain = causal and window is None and not return_lse and q_THD.device.type == "cpu"
+    if plan is None:
+        bounds_q, bounds_k = _ints(cu_seqlens_q), _ints(cu_seqlens_k)
+        _check_bounds("cu_seqlens_q", bounds_q, "q", q_THD)
+        _check_bounds("cu_seqlens_k", bounds_k, "k", k_SKD)
+        if len(bounds_q) != len(bounds_k):
+            raise ValueError(
+                f"cu_seqlens_k: {len(bounds_k) - 1} sequences, must be cu_seqlens_q's "
+                f"{len(bounds_q) - 1}"
+            )
+        if not is_plain or bounds_q != bounds_k:
+            out, lse = flash_attn_varlen_ref(
+                q_THD, k_SKD, v_SKD, bounds_q, bounds_k, scale, causal=causal, window=window
+            )
+            return (out, lse) if return_lse else out
+        plan = make_varlen_plan(bounds_q, q_THD.dtype)
+    elif not is_plain:
+        raise ValueError("plan: only for causal=True, window=None, return_lse=False on a CPU")
+    if not plan.num_tokens == q_THD.shape[0] == k_SKD.shape[0]:
+        raise ValueError(
+            f"plan: made for {plan.num_tokens} tokens, q has {q_THD.shape[0]}, k {k_SKD.shape[0]}"
+        )
+    return CpuAttention.apply(
+        q_THD.contiguous(), k_SKD.contiguous(), v_SKD.contiguous(), plan, scale
+    )
 
 
-def _varlen_cuda(q, k, v, cu_seqlens, max_seqlen, scale) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
+def _on_triton(qkv, cu_seqlens, limits, causal, scale, window) -> tuple[Tensor, Tensor]:
+    from kernels._flash_attention_triton import TritonAttention
 
-    group = q.shape[1] // k.shape[1]
-    if group > 1:
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    cu = torch.as_tensor(cu_seqlens, dtype=torch.int32, device=q.device)
-    out = varlen_attn(q, k, v, cu, cu, max_seqlen, max_seqlen, scale=scale, window_size=(-1, 0))
-    return out[0] if isinstance(out, tuple) else out
+    q, k, v = qkv
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype not in _TRITON_DTYPES or x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"{name}: {x.dtype} on {x.device}; q, k and v must share a device and one of "
+                f"{_TRITON_DTYPES}"
+            )
+    if q.shape[2] > _MAX_HEAD_DIM:
+        raise ValueError(f"q: head_dim {q.shape[2]} must be at most {_MAX_HEAD_DIM}")
+    bounds = [
+        _device_bounds(name, cu, q)
+        for name, cu in zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True)
+    ]
+    if bounds[0].shape != bounds[1].shape:
+        raise ValueError(
+            f"cu_seqlens_k: shape {tuple(bounds[1].shape)} must be cu_seqlens_q's "
+            f"{tuple(bounds[0].shape)}"
+        )
+    for name, limit in zip(("max_seqlen_q", "max_seqlen_k"), limits, strict=True):
+        if limit < 0 or (limit == 0 and q.shape[0] and k.shape[0]):
+            raise ValueError(f"{name}={limit}: must be the length of the longest sequence")
+    return TritonAttention.apply(q, k, v, *bounds, *limits, causal, scale, window)
 
 
-def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _device_bounds(name: str, cu_seqlens: Tensor | Sequence[int], q: Tensor) -> Tensor:
+    bounds = torch.as_tensor(cu_seqlens, dtype=torch.int32, device=q.device).contiguous()
+    if bounds.dim() != 1 or not bounds.shape[0]:
+        raise ValueError(f"{name}: shape {tuple(bounds.shape)} must be [sequences + 1]")
+    return bounds
+
+
+def _ints(x: Tensor | Sequence[int]) -> list[int]:
+    return x.tolist() if isinstance(x, Tensor) else list(x)
+
+
+def _check_bounds(name: str, bounds: list[int], tensor: str, x_THD: Tensor) -> None:
+    if not bounds or bounds[0] != 0 or any(a > b for a, b in pairwise(bounds)):
+        raise ValueError(f"{name}={bounds}: must start at 0 and never decrease")
+    if bounds[-1] != x_THD.shape[0]:
+        raise ValueError(
+            f"{name}: ends at {bounds[-1]}, must end at the {x_THD.shape[0]} tokens of {tensor}"
+        )
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.dim() != 3 or k.dim() != 3:
         raise ValueError(f"q, k: must be [tokens, heads, head_dim], got {q.dim()}-d, {k.dim()}-d")
-    if k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[2] != q.shape[2]:
+    if k.shape != v.shape or k.shape[2] != q.shape[2]:
         raise ValueError(
             f"k, v: shapes {tuple(k.shape)}, {tuple(v.shape)} must be equal and match q "
-            f"{tuple(q.shape)} in tokens and head_dim"
+            f"{tuple(q.shape)} in head_dim"
         )
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"q: {q.shape[1]} heads must be a multiple of k's {k.shape[1]}")

@@ -1,141 +1,35 @@
 """Causal attention of new tokens over the paged cache: prefill, chunked prefill, prefix hits and
 decoding in one call.
 
-The last query of a sequence sits at its last key: query i of n sees `seq_len − n + i + 1` keys.
-Keys and values of the new tokens are already in the cache (`reshape_and_cache`).
+    o_i = softmax(scale · q_i · Kᵀ) · V,   K and V found through the sequence's block table
 
-CPU: `make_paged_plan` turns one engine step into a few padded rectangles (decodes apart from
-prefills, each by length), with gather indices and masks, once for all layers; a layer is then two
-gathers and one batched attention a rectangle, the trainer's arithmetic (`_attend.py`).
+The last query of a sequence sits at its last key: query i of n sees `seq_len − n + i + 1` keys.
+Keys and values of the new tokens are already in the cache (`reshape_and_cache`). A cache of fp8
+holds k / k_scale and v / v_scale; attention multiplies them back.
+
+GPU: `_paged_attention_triton.py` for mixed steps, `_paged_decode_triton.py` (contexts split over
+programs) where every sequence has one query. CPU: `_paged_attention_cpu.py`, planned once a step
+for all layers. Left out: windows, sinks, gradients.
+
+Legend: T new tokens, B sequences, H query heads, K key heads, D head_dim.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kernels._attend import (
-    Scratch,
-    attend_rows,
-    bucket_by_length,
-    is_half,
-    key_multiple,
-    round_up,
-    safe_rows,
-    weighted_values,
-)
-from kernels._dispatch import Backend, compute_dtype, use_triton
+from kernels._dispatch import Backend, use_triton
+from kernels._paged_attention_cpu import PagedPlan, attend_plan, ints, make_paged_plan
 
-_PIECE_KEYS = 1 << 20  # elements of k gathered at a time (about 16 sequences of 400 tokens)
-_PIECE_SCORES = 1 << 21  # scores held at a time
-_MAX_WIDE = 256  # columns of `_attend_one_query`: beyond, its zeros cost more than a copy
-
-
-@dataclass(frozen=True)
-class _Rectangle:
-    """Sequences with similar numbers of queries and keys."""
-
-    num_seqs: int
-    num_queries: int
-    blocks: Tensor  # [num_seqs * blocks each] cache blocks, in order
-    queries: Tensor | None  # [num_seqs * num_queries] token of each cell; None: all, in order
-    cells: Tensor | None  # the cell of each of the rectangle's tokens; None: every cell is real
-    tokens: Tensor | None  # those tokens; None: all, in order
-    mask: Tensor  # [num_seqs, 1, num_queries, keys] additive
-
-
-@dataclass(frozen=True)
-class PagedPlan:
-    """The layout of one engine step for CPU attention."""
-
-    rectangles: list[_Rectangle]
-    num_tokens: int
-    scratch: Scratch = field(default_factory=Scratch, repr=False, compare=False)
-
-
-def make_paged_plan(
-    query_start_loc: Tensor | Sequence[int],
-    seq_lens: Tensor | Sequence[int],
-    block_tables: Tensor,
-    *,
-    block_size: int,
-    dtype: torch.dtype,
-) -> PagedPlan:
-    """A plan for `paged_attention(..., plan=)`.
-
-    `query_start_loc` [sequences + 1], `seq_lens` [sequences] (keys, new tokens included),
-    `block_tables` [sequences, blocks]; entries past a sequence's end are not read.
-    """
-    starts, lens = _ints(query_start_loc), _ints(seq_lens)
-    counts = [b - a for a, b in pairwise(starts)]
-    _check_step(counts, lens, block_tables, block_size)
-    decodes = [i for i, n in enumerate(counts) if n == 1]
-    prefills = [i for i, n in enumerate(counts) if n > 1]
-    multiple = math.lcm(key_multiple(dtype), block_size)
-    groups = [
-        [decodes[j] for j in members]
-        for members in bucket_by_length([lens[i] for i in decodes], multiple)
-    ]
-    for by_queries in bucket_by_length([counts[i] for i in prefills], 4):
-        same = [prefills[j] for j in by_queries]
-        for by_keys in bucket_by_length([lens[i] for i in same], multiple):
-            groups.append([same[j] for j in by_keys])
-    rectangles = [
-        _rectangle(g, starts, counts, lens, block_tables, block_size, multiple, dtype)
-        for g in groups
-    ]
-    return PagedPlan(rectangles, starts[-1])
-
-
-def _rectangle(
-    members: list[int],
-    starts: list[int],
-    counts: list[int],
-    lens: list[int],
-    block_tables: Tensor,
-    block_size: int,
-    multiple: int,
-    dtype: torch.dtype,
-) -> _Rectangle:
-    first = torch.tensor([starts[i] for i in members]).unsqueeze(1)
-    count = torch.tensor([counts[i] for i in members]).unsqueeze(1)
-    length = torch.tensor([lens[i] for i in members]).unsqueeze(1)
-    num_keys = round_up(int(length.max()), multiple)
-    num_queries = int(count.max())
-    columns = torch.arange(num_queries)
-    query = torch.minimum(columns, count - 1)  # padding repeats the last query
-    visible = length - count + query + 1
-    mask = torch.zeros(len(members), num_queries, num_keys, dtype=compute_dtype(dtype))
-    mask.masked_fill_(torch.arange(num_keys) >= visible.unsqueeze(2), -math.inf)
-    queries = (first + query).flatten()
-    is_real = (columns < count).flatten()
-    is_whole = len(members) == len(lens)
-    is_full = bool(is_real.all())
-    return _Rectangle(
-        num_seqs=len(members),
-        num_queries=num_queries,
-        blocks=_block_index(members, length, block_tables, block_size, num_keys),
-        queries=None if is_whole and is_full else queries,
-        cells=None if is_full else is_real.nonzero().squeeze(1),
-        tokens=None if is_whole else queries[is_real],
-        mask=mask.unsqueeze(1),
-    )
-
-
-def _block_index(
-    members: list[int], length: Tensor, block_tables: Tensor, block_size: int, num_keys: int
-) -> Tensor:
-    """The cache blocks of each sequence, padded with its own first block."""
-    width = num_keys // block_size
-    table = block_tables[members].to(torch.int64)
-    padded = table[:, :1].expand(-1, width).clone()
-    shared = min(width, table.shape[1])
-    is_used = torch.arange(shared) * block_size < length
-    padded[:, :shared] = torch.where(is_used, table[:, :shared], table[:, :1])
-    return padded.flatten()
+__all__ = [
+    "PagedPlan",
+    "make_paged_plan",
+    "paged_attention",
+    "paged_attention_decode",
+    "paged_attention_ref",
+]
 
 
 def paged_attention_ref(
@@ -148,7 +42,7 @@ def paged_attention_ref(
     softmax_scale: float,
 ) -> Tensor:
     """The definition, one sequence at a time."""
-    starts, lens = _ints(query_start_loc), _ints(seq_lens)
+    starts, lens = ints(query_start_loc), ints(seq_lens)
     group = q_THD.shape[1] // k_cache.shape[2]
     out = torch.empty_like(q_THD)
     for i, length in enumerate(lens):
@@ -175,22 +69,56 @@ def paged_attention(
     max_query_len: int,
     max_seq_len: int,
     softmax_scale: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    split_size: int | None = None,
+    out: Tensor | None = None,
     plan: PagedPlan | None = None,
     backend: Backend = "auto",
+    debug: bool = False,
 ) -> Tensor:
-    """o [T, H, D] of packed queries over caches [blocks, block_size, K, D]. Inference only.
+    """o [T, H, D] of packed queries over caches [blocks, block_size, K, D].
 
-    On a CPU pass `plan` (`make_paged_plan`, once a step); the other arguments are then not read.
+    `query_start_loc` [B + 1], `seq_lens` [B] (keys, new tokens included), `block_tables`
+    [B, blocks]; entries past a sequence's end are not read. On a GPU pass int32 tensors; the host
+    does not read them. `split_size`: see `paged_attention_decode`, which runs when
+    `max_query_len` is 1. On a CPU pass `plan` (`make_paged_plan`, once a step); the step's other
+    arguments are then not read. `debug` reads the indices back and checks their range.
     """
-    _check_caches(q_THD, k_cache, v_cache)
+    scales = (k_scale, v_scale)
+    _check_caches(q_THD, k_cache, v_cache, scales, out)
     scale = softmax_scale if softmax_scale is not None else q_THD.shape[-1] ** -0.5
+    if debug:
+        check_block_range(block_tables, seq_lens, k_cache)
     if use_triton(backend, q_THD):
+        starts, lens, tables = _device_step(query_start_loc, seq_lens, block_tables, q_THD)
+        if starts.shape[0] != lens.shape[0] + 1:
+            raise ValueError(
+                f"query_start_loc: shape {tuple(starts.shape)} must be seq_lens's + 1, "
+                f"{lens.shape[0] + 1}"
+            )
+        out = _out_like(q_THD, out)
+        if max_query_len == 1 and q_THD.shape[0] == lens.shape[0]:
+            _run_decode(
+                q_THD, k_cache, v_cache, tables, lens, max_seq_len, scale, scales,
+                (None, split_size), out,
+            )  # fmt: skip
+            return out
         from kernels import _paged_attention_triton
 
-        device = q_THD.device
-        starts, lens = (torch.as_tensor(x, device=device) for x in (query_start_loc, seq_lens))
-        return _paged_attention_triton.attend(
-            q_THD, k_cache, v_cache, starts, lens, block_tables, max_query_len, scale
+        if q_THD.shape[0]:
+            q = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
+            _paged_attention_triton.attend(
+                q, k_cache, v_cache, starts, lens, tables, scale, scales, out
+            )
+        return out
+    if k_cache.dtype != q_THD.dtype or q_THD.device.type != "cpu":
+        wide = (_dequantised(k_cache, k_scale, q_THD), _dequantised(v_cache, v_scale, q_THD))
+        return _deliver(
+            paged_attention_ref(
+                q_THD, *wide, query_start_loc, seq_lens, block_tables.long(), scale
+            ),
+            out,
         )
     if plan is None:
         plan = make_paged_plan(
@@ -203,141 +131,118 @@ def paged_attention(
     if plan.num_tokens != q_THD.shape[0]:
         raise ValueError(f"plan: made for {plan.num_tokens} tokens, q has {q_THD.shape[0]}")
     with torch.no_grad():
-        return _attend_plan(q_THD.contiguous(), k_cache, v_cache, plan, scale)
+        return _deliver(attend_plan(q_THD.contiguous(), k_cache, v_cache, plan, scale), out)
 
 
-def _attend_plan(
-    q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, plan: PagedPlan, scale: float
+def paged_attention_decode(
+    q_BHD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor | Sequence[int],
+    *,
+    softmax_scale: float | None = None,
+    max_seq_len: int,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    backend: Backend = "auto",
+    debug: bool = False,
 ) -> Tensor:
-    out = torch.empty_like(q_THD)
-    for r in plan.rectangles:
-        attend = _attend_by_shape(r, k_cache)
-        q = q_THD if r.queries is None else q_THD.index_select(0, r.queries)
-        q_BQHD = q.unflatten(0, (r.num_seqs, r.num_queries))
-        o = torch.empty_like(q_BQHD)
-        num_keys = r.mask.shape[-1]
-        width = num_keys // k_cache.shape[1]
-        for lo, hi in _pieces(r, num_keys, q_THD.shape[1], k_cache):
-            blocks = r.blocks[lo * width : hi * width]
-            k_BLKD = _gather_blocks("k", k_cache, blocks, hi - lo, plan.scratch)
-            v_BLKD = _gather_blocks("v", v_cache, blocks, hi - lo, plan.scratch)
-            attend(o[lo:hi], q_BQHD[lo:hi], k_BLKD, v_BLKD, r.mask[lo:hi], scale, plan.scratch)
-        o_cells = o.flatten(0, 1) if r.cells is None else o.flatten(0, 1).index_select(0, r.cells)
-        if r.tokens is None:
-            return o_cells
-        out.index_copy_(0, r.tokens, o_cells)
+    """o [B, H, D] of one query a sequence, the last; a sequence of length 0 gives 0 on a GPU.
+
+    On a GPU a context is split over programs: into `num_splits` parts, or parts of `split_size`
+    keys (rounded up to the tile), or as many as fill the GPU. Only with `split_size` is a
+    sequence's result independent of the rest of the batch, bit for bit.
+    """
+    for name, value in (("num_splits", num_splits), ("split_size", split_size)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value}: must be at least 1")
+    if num_splits is not None and split_size is not None:
+        raise ValueError(f"num_splits={num_splits}, split_size={split_size}: give one of them")
+    scales = (k_scale, v_scale)
+    scale = softmax_scale if softmax_scale is not None else q_BHD.shape[-1] ** -0.5
+    if not use_triton(backend, q_BHD):
+        return paged_attention(
+            q_BHD, k_cache, v_cache, range(q_BHD.shape[0] + 1), seq_lens, block_tables,
+            max_query_len=1, max_seq_len=max_seq_len, softmax_scale=scale, k_scale=k_scale,
+            v_scale=v_scale, out=out, backend="torch", debug=debug,
+        )  # fmt: skip
+    _check_caches(q_BHD, k_cache, v_cache, scales, out)
+    if debug:
+        check_block_range(block_tables, seq_lens, k_cache)
+    _, lens, tables = _device_step(None, seq_lens, block_tables, q_BHD)
+    if lens.shape[0] != q_BHD.shape[0]:
+        raise ValueError(f"seq_lens: {lens.shape[0]} sequences, must be q's {q_BHD.shape[0]}")
+    out = _out_like(q_BHD, out)
+    split = (num_splits, split_size)
+    _run_decode(q_BHD, k_cache, v_cache, tables, lens, max_seq_len, scale, scales, split, out)
     return out
 
 
-def _pieces(r: _Rectangle, num_keys: int, num_heads: int, k_cache: Tensor) -> list[tuple[int, int]]:
-    """Runs of sequences whose keys, and whose scores, stay in the processor's cache."""
-    keys = num_keys * k_cache.shape[2] * k_cache.shape[3]
-    scores = num_keys * num_heads * r.num_queries
-    step = max(1, min(_PIECE_KEYS // keys, _PIECE_SCORES // scores))
-    return [(lo, min(lo + step, r.num_seqs)) for lo in range(0, r.num_seqs, step)]
+def _run_decode(q, k_cache, v_cache, tables, lens, max_seq_len, scale, scales, split, out) -> None:
+    from kernels import _paged_decode_triton
 
-
-def _gather_blocks(
-    name: str, cache: Tensor, blocks: Tensor, num_seqs: int, scratch: Scratch
-) -> Tensor:
-    out = scratch.take(name, (blocks.shape[0], *cache.shape[1:]), cache.dtype)
-    torch.index_select(cache, 0, blocks, out=out)
-    return out.view(num_seqs, -1, *cache.shape[2:])
-
-
-def _attend_by_shape(r: _Rectangle, k_cache: Tensor) -> Callable[..., None]:
-    if r.num_queries > 1:
-        return _attend_queries
-    if not is_half(k_cache.dtype):
-        return _attend_one_query_by_head
-    is_narrow = k_cache.shape[2] * k_cache.shape[3] <= _MAX_WIDE
-    return _attend_one_query if is_narrow else _attend_queries
-
-
-def _attend_one_query(o_BQHD, q_BQHD, k_BLKD, v_BLKD, mask, scale, scratch) -> None:
-    """Decoding in bf16: all heads as rows of one matmul against the keys as they lie, [L, K · D].
-
-    A head's query sits in its own key head's columns, the rest are zeros, which add nothing: the
-    bits are those of one matmul a head, without a transposed copy of the keys.
-    """
-    num_seqs, _, num_heads, head_dim = q_BQHD.shape
-    num_kv = k_BLKD.shape[2]
-    spread = (num_seqs, num_kv, num_heads // num_kv, num_kv, head_dim)
-    q_wide = q_BQHD.new_zeros(spread)
-    q_wide.diagonal(dim1=1, dim2=3).copy_(_heads_last(q_BQHD, num_kv))
-    rows = (num_seqs, num_heads, num_kv * head_dim)
-    o_wide = attend_rows(
-        q_wide.view(rows), k_BLKD.flatten(2), v_BLKD.flatten(2), mask, scale, scratch
-    )
-    _heads_last(o_BQHD, num_kv).copy_(o_wide.view(spread).diagonal(dim1=1, dim2=3))
-
-
-def _attend_one_query_by_head(o_BQHD, q_BQHD, k_BLKD, v_BLKD, mask, scale, scratch) -> None:
-    """Decoding in fp32 (fp64): one matmul a key head on the keys as they lie. MKL takes their
-    stride without a copy and with the same bits; oneDNN's half precision is slow at that."""
-    num_seqs, num_keys, num_kv, head_dim = k_BLKD.shape
-    q_KBGD = q_BQHD.squeeze(1).unflatten(1, (num_kv, -1)).transpose(0, 1)
-    group = q_KBGD.shape[2]
-    rows = safe_rows(group, num_seqs, q_BQHD.dtype)
-    q_KBRD = q_BQHD.new_zeros(num_kv, num_seqs, rows, head_dim)
-    q_KBRD[:, :, :group] = q_KBGD
-    scores = scratch.take("scores", (num_kv, num_seqs, rows, num_keys), q_BQHD.dtype)
-    for head in range(num_kv):
-        torch.bmm(q_KBRD[head], k_BLKD[:, :, head].transpose(1, 2), out=scores[head])
-    scores.mul_(scale).add_(mask[:, 0])
-    p_KBRL = torch.softmax(scores, -1, out=scratch.take("p", scores.shape, scores.dtype))
-    o_BKGD = o_BQHD.squeeze(1).unflatten(1, (num_kv, -1))
-    for head in range(num_kv):
-        o_BRD = weighted_values(p_KBRL[head], v_BLKD[:, :, head], scratch)
-        o_BKGD[:, head] = o_BRD[:, :group]
-
-
-def _heads_last(x_BQHD: Tensor, num_kv: int) -> Tensor:
-    """One query's heads as a view [B, G, D, K]."""
-    return x_BQHD.squeeze(1).unflatten(1, (num_kv, -1)).permute(0, 2, 3, 1)
-
-
-def _attend_queries(o_BQHD, q_BQHD, k_BLKD, v_BLKD, mask, scale, scratch) -> None:
-    """Any number of queries: one matmul a key head, its group's queries as rows."""
-    num_kv, num_keys, head_dim = k_BLKD.shape[2], k_BLKD.shape[1], k_BLKD.shape[3]
-    shape = (k_BLKD.shape[0], num_kv, num_keys, head_dim)
-    k = scratch.take("k_heads", shape, k_BLKD.dtype).copy_(k_BLKD.transpose(1, 2)).flatten(0, 1)
-    v = scratch.take("v_heads", shape, v_BLKD.dtype).copy_(v_BLKD.transpose(1, 2)).flatten(0, 1)
-    q_BKGQD = q_BQHD.unflatten(2, (num_kv, -1)).permute(0, 2, 3, 1, 4)
-    o_BKGQD = o_BQHD.unflatten(2, (num_kv, -1)).permute(0, 2, 3, 1, 4)
-    step = max(1, _PIECE_SCORES // (q_BQHD.shape[0] * q_BQHD.shape[2] * num_keys))
-    num_queries = q_BQHD.shape[1]
-    for lo in range(0, num_queries, step):
-        q_NRD = q_BKGQD[:, :, :, lo : lo + step].reshape(k.shape[0], -1, head_dim)
-        part = attend_rows(q_NRD, k, v, mask[:, :, lo : lo + step], scale, scratch)
-        block = o_BKGQD[:, :, :, lo : lo + step]
-        block.copy_(part.reshape(block.shape))
-
-
-def _ints(x: Tensor | Sequence[int]) -> list[int]:
-    return x.tolist() if isinstance(x, Tensor) else list(x)
-
-
-def _check_step(counts: list[int], lens: list[int], block_tables: Tensor, block_size: int) -> None:
-    if len(counts) != len(lens) or block_tables.shape[0] != len(lens):
-        raise ValueError(
-            f"query_start_loc: {len(counts)} sequences, seq_lens: {len(lens)}, block_tables: "
-            f"{block_tables.shape[0]}; must be the same"
+    if q.shape[0]:
+        q = q if q.stride(2) == 1 else q.contiguous()
+        _paged_decode_triton.decode(
+            q, k_cache, v_cache, tables, lens, max_seq_len, scale, scales, split, out
         )
-    for i, (count, length) in enumerate(zip(counts, lens, strict=True)):
-        if not 1 <= count <= length:
+
+
+def _device_step(starts, lens, tables: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The step's indices as tensors beside q."""
+    device = q.device
+    if starts is not None:
+        starts = torch.as_tensor(starts, device=device)
+    lens, tables = torch.as_tensor(lens, device=device), tables.to(device)
+    if tables.dim() != 2 or tables.stride(1) != 1 or tables.shape[0] != lens.shape[0]:
+        raise ValueError(
+            f"block_tables: shape {tuple(tables.shape)} must be [{lens.shape[0]} sequences, "
+            "blocks], rows contiguous"
+        )
+    return starts, lens, tables
+
+
+def _out_like(q: Tensor, out: Tensor | None) -> Tensor:
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+
+
+def _deliver(result: Tensor, out: Tensor | None) -> Tensor:
+    return result if out is None else out.copy_(result)
+
+
+def _dequantised(cache: Tensor, scale: Tensor | None, q: Tensor) -> Tensor:
+    wide = cache.float() if scale is None else cache.float() * scale
+    return wide.to(q.dtype)
+
+
+def check_block_range(
+    block_tables: Tensor, seq_lens: Tensor | Sequence[int], k_cache: Tensor
+) -> None:
+    """Raises where a sequence's blocks are too few or outside the cache. Reads the indices back."""
+    num_blocks, block_size = k_cache.shape[:2]
+    for i, length in enumerate(ints(seq_lens)):
+        used = block_tables[i, : -(-length // block_size)].tolist()
+        if len(used) * block_size < length:
             raise ValueError(
-                f"seq_lens[{i}]={length}: must be at least the sequence's {count} queries, "
-                "and those at least 1"
-            )
-        if length > block_tables.shape[1] * block_size:
-            raise ValueError(
-                f"block_tables: {block_tables.shape[1]} blocks of {block_size} cannot hold "
+                f"block_tables[{i}]: {len(used)} blocks of {block_size} cannot hold "
                 f"seq_lens[{i}]={length}"
             )
+        for j, block in enumerate(used):
+            if not 0 <= block < num_blocks:
+                raise ValueError(f"block_tables[{i}, {j}]={block}: must be in [0, {num_blocks})")
 
 
-def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+def _check_caches(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scales: tuple[Tensor | None, Tensor | None],
+    out: Tensor | None,
+) -> None:
     if q.dim() != 3 or k_cache.dim() != 4 or k_cache.shape != v_cache.shape:
         raise ValueError(
             f"q: must be [tokens, heads, head_dim] and caches [blocks, block_size, heads, "
@@ -348,3 +253,14 @@ def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
             f"q: heads and head_dim {tuple(q.shape[1:])} do not fit caches of "
             f"{tuple(k_cache.shape[2:])}"
         )
+    is_fp8 = k_cache.dtype.itemsize == 1
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.device != q.device or not cache.is_contiguous():
+            raise ValueError(f"{name}: must be contiguous and on {q.device}, is on {cache.device}")
+        if cache.dtype != (k_cache.dtype if is_fp8 else q.dtype):
+            raise ValueError(f"{name}: dtype {cache.dtype}, must be q's {q.dtype} or fp8")
+    for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+        if (scale is not None) != is_fp8 or (scale is not None and scale.numel() != 1):
+            raise ValueError(f"{name}: one fp32 element for a cache of fp8, None for any other")
+    if out is not None and (out.shape != q.shape or out.dtype != q.dtype or out.stride(2) != 1):
+        raise ValueError(f"out: must be {q.dtype} of shape {tuple(q.shape)}, got {out.dtype}")

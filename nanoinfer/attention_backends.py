@@ -65,13 +65,20 @@ class PagedContext:
 
     def __init__(self, cache: KVCache, step: StepInput) -> None:
         self._cache = cache
-        self._step = step
         self._max_query_len = max(
             b - a for a, b in zip(step.query_starts, step.query_starts[1:], strict=False)
         )
         self._max_seq_len = max(step.seq_lens)
+        device = cache.data.device
         self._plan = None
-        if cache.data.device.type == "cpu":
+        # a GPU gets the step's indices once for all layers
+        self._slots_T, self._tables = step.slots_T.to(device), step.block_tables.to(device)
+        self._starts: Tensor | list[int] = step.query_starts
+        self._lens: Tensor | list[int] = step.seq_lens
+        if device.type != "cpu":
+            self._starts = torch.tensor(step.query_starts, dtype=torch.int32, device=device)
+            self._lens = torch.tensor(step.seq_lens, dtype=torch.int32, device=device)
+        else:
             plan = make_paged_plan(
                 step.query_starts,
                 step.seq_lens,
@@ -83,14 +90,14 @@ class PagedContext:
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         k_cache, v_cache = self._cache.layers[layer]
-        reshape_and_cache(k_TKD, v_TKD, k_cache, v_cache, self._step.slots_T)
+        reshape_and_cache(k_TKD, v_TKD, k_cache, v_cache, self._slots_T)
         return paged_attention(
             q_THD,
             k_cache,
             v_cache,
-            self._step.query_starts,
-            self._step.seq_lens,
-            self._step.block_tables,
+            self._starts,
+            self._lens,
+            self._tables,
             max_query_len=self._max_query_len,
             max_seq_len=self._max_seq_len,
             softmax_scale=q_THD.shape[-1] ** -0.5,

@@ -11,7 +11,7 @@ Left out: masks other than causal.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -48,15 +48,18 @@ class PackedContext:
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         if self._plan is None and not q_THD.is_cuda:
             self._plan = make_varlen_plan(self.cu_seqlens, q_THD.dtype)
-        return flash_attn_varlen(
+        out = flash_attn_varlen(
             q_THD,
             k_TKD,
             v_TKD,
             self.cu_seqlens,
+            self.cu_seqlens,
+            self.max_seqlen,
             self.max_seqlen,
             softmax_scale=q_THD.shape[-1] ** -0.5,
             plan=self._plan,
         )
+        return cast(Tensor, out)
 
 
 def packed_positions(lengths: Sequence[int]) -> Tensor:

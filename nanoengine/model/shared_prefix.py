@@ -11,7 +11,9 @@ keys of a query lie where they would in the unshared sequence and the arithmetic
 `kernels/_attend.py`, hence the output has the bits of `flash_attn_varlen` of that sequence. The
 gradient of a shared key is summed over branches in fp32.
 
-Left out: a GPU kernel; `supports_shared_prefix` says where this can run.
+GPU: each segment's keys, [ancestors, own], are gathered one segment after the other, and
+`flash_attn_varlen` attends with queries fewer than keys. The copies of a shared key cost memory and
+bandwidth of its length, small beside the attention; their gradients are added in a fixed order.
 
 Legend: T rows, H query heads, K key heads, D head_dim, S segments; of a bucket: B blocks of
 queries, Q padded queries, L padded keys, N = B · K, R = H / K · Q.
@@ -22,12 +24,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from kernels import flash_attn_varlen, gather_rows, make_row_gather
 from kernels._attend import (
     MIN_ROWS,
     Scratch,
@@ -37,13 +40,15 @@ from kernels._attend import (
     probabilities,
     round_up,
 )
+from kernels._dispatch import Backend, use_triton
+from kernels.gather_rows import RowGather
 
 QUERY_BLOCK = 128
 _TILE_PAIRS = 1 << 16  # queries x keys of a bucket: its scores stay in the processor's cache
 
 
 def supports_shared_prefix(device: torch.device | str) -> bool:
-    return torch.device(device).type == "cpu"
+    return torch.device(device).type in ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -90,18 +95,73 @@ class SharedPrefixContext:
     """
 
     def __init__(
-        self, cu_seqlens: Tensor | Sequence[int], prefix_of_S: Sequence[int], dtype: torch.dtype
+        self,
+        cu_seqlens: Tensor | Sequence[int],
+        prefix_of_S: Sequence[int],
+        dtype: torch.dtype,
+        backend: Backend = "auto",
     ) -> None:
         bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
         if len(bounds) != len(prefix_of_S) + 1:
             raise ValueError(f"cu_seqlens has {len(bounds)} bounds for {len(prefix_of_S)} segments")
-        blocks = _query_blocks(bounds, prefix_of_S)
-        self._buckets = _make_buckets(blocks, dtype)
+        for segment, parent in enumerate(prefix_of_S):
+            if not -1 <= parent < segment:
+                raise ValueError(f"prefix_of_S[{segment}]={parent}: a parent must come before it")
+        self._bounds, self._prefix_of_S = bounds, list(prefix_of_S)
+        self._dtype, self._backend = dtype, backend
+        self._buckets: list[_Bucket] | None = None  # the CPU layout, built once for all layers
+        self._segments: _Segments | None = None  # the GPU layout
         self._scratch = Scratch()
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        if use_triton(self._backend, q_THD):
+            if self._segments is None:
+                self._segments = _make_segments(self._bounds, self._prefix_of_S, q_THD.device)
+            return self._segments.attend(q_THD, k_TKD, v_TKD, self._backend)
+        if self._buckets is None:
+            blocks = _query_blocks(self._bounds, self._prefix_of_S)
+            self._buckets = _make_buckets(blocks, self._dtype)
         out: Tensor = _TreeAttention.apply(q_THD, k_TKD, v_TKD, self._buckets, self._scratch)
         return out
+
+
+@dataclass(frozen=True)
+class _Segments:
+    """Segments as sequences with more keys than queries."""
+
+    gather: RowGather
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: Backend) -> Tensor:
+        out = flash_attn_varlen(
+            q,
+            gather_rows(k, self.gather, backend=backend),
+            gather_rows(v, self.gather, backend=backend),
+            self.cu_seqlens_q,
+            self.cu_seqlens_k,
+            self.max_seqlen_q,
+            self.max_seqlen_k,
+            backend=backend,
+        )
+        return cast(Tensor, out)
+
+
+def _make_segments(bounds: list[int], prefix_of_S: list[int], device: torch.device) -> _Segments:
+    keys: list[Tensor] = []
+    for (lo, hi), parent in zip(pairwise(bounds), prefix_of_S, strict=True):
+        own = torch.arange(lo, hi)
+        keys.append(own if parent < 0 else torch.cat([keys[parent], own]))
+    lengths = [len(rows) for rows in keys]
+    return _Segments(
+        make_row_gather(torch.cat(keys), bounds[-1], device),
+        torch.tensor(bounds, dtype=torch.int32, device=device),
+        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device),
+        max(hi - lo for lo, hi in pairwise(bounds)),
+        max(lengths),
+    )
 
 
 def _query_blocks(
@@ -110,9 +170,7 @@ def _query_blocks(
     """(rows of at most 128 queries, rows of the keys up to the last of them)."""
     keys: list[list[int]] = []
     blocks = []
-    for segment, ((lo, hi), parent) in enumerate(zip(pairwise(bounds), prefix_of_S, strict=True)):
-        if not -1 <= parent < segment:
-            raise ValueError(f"prefix_of_S[{segment}]={parent}: a parent must come before it")
+    for (lo, hi), parent in zip(pairwise(bounds), prefix_of_S, strict=True):
         above = [] if parent < 0 else keys[parent]
         keys.append(above + list(range(lo, hi)))
         for first in range(lo, hi, QUERY_BLOCK):

@@ -32,6 +32,11 @@ def bounds(lengths):
     return [0, *torch.tensor(lengths).cumsum(0).tolist()]
 
 
+def attend_whole(q, k, v, lengths, plan=None):
+    cu, longest = bounds(lengths), max(lengths)
+    return flash_attn_varlen(q, k, v, cu, cu, longest, longest, plan=plan)
+
+
 def random_qkv(lengths, heads, dtype, seed=0):
     torch.manual_seed(seed)
     h, k, d = heads
@@ -77,7 +82,7 @@ def test_decode_chunk_and_prefill_repeat_the_trainers_bits(dtype, heads, num_thr
     rng = random.Random(str(heads))
     lengths = [1, 2, 16, 17, 128, 129, 257, 700, *(rng.randint(1, 700) for _ in range(6))]
     q, k, v = random_qkv(lengths, heads, dtype)
-    trained = flash_attn_varlen(q, k, v, bounds(lengths), max(lengths))
+    trained = attend_whole(q, k, v, lengths)
     caches = fill_cache(k, v, lengths)
     everyone = list(range(len(lengths)))
     for name, limit in (("whole", 700), ("decode", 1), ("pairs", 2), ("threes", 3), ("chunk", 300)):
@@ -95,10 +100,10 @@ def test_decode_chunk_and_prefill_repeat_the_trainers_bits(dtype, heads, num_thr
 def test_training_bits_do_not_depend_on_the_batch(dtype, num_threads):
     lengths = [3, 40, 41, 127, 300, 513]
     q, k, v = random_qkv(lengths, (9, 3, 64), dtype)
-    together = flash_attn_varlen(q, k, v, bounds(lengths), max(lengths))
+    together = attend_whole(q, k, v, lengths)
     for lo, n in zip(bounds(lengths), lengths, strict=False):
         rows = slice(lo, lo + n)
-        alone = flash_attn_varlen(q[rows], k[rows], v[rows], [0, n], n)
+        alone = attend_whole(q[rows], k[rows], v[rows], [n])
         assert torch.equal(alone, together[rows]), n
 
 
@@ -118,12 +123,12 @@ def test_output_and_gradients_are_as_good_as_plain_torch(dtype, heads):
     q, k, v = random_qkv(lengths, heads, dtype)
 
     def plain(q, k, v):
-        return flash_attn_varlen_ref(q, k, v, cu, scale)
+        return flash_attn_varlen_ref(q, k, v, cu, cu, scale)[0]
 
     exact = gradients(plain, q, k, v, torch.float64)
     naive = gradients(plain, q, k, v, dtype)
     plan = make_varlen_plan(cu, dtype)
-    ours = gradients(lambda *a: flash_attn_varlen(*a, cu, 300, plan=plan), q, k, v, dtype)
+    ours = gradients(lambda *a: flash_attn_varlen(*a, cu, cu, 300, 300, plan=plan), q, k, v, dtype)
     for name, a, n, e in zip("oqkv", ours, naive, exact, strict=True):
         floor = 1e-12 if dtype == torch.float64 else 0.0
         ours_error, naive_error = ((x.double() - e).norm().item() for x in (a, n))
@@ -133,9 +138,9 @@ def test_output_and_gradients_are_as_good_as_plain_torch(dtype, heads):
 def test_a_token_sees_neither_the_future_nor_other_sequences():
     lengths = [30, 50]
     q, k, v = random_qkv(lengths, (4, 2, 32), torch.float32)
-    before = flash_attn_varlen(q, k, v, bounds(lengths), 50)
+    before = attend_whole(q, k, v, lengths)
     k[20:30], v[20:30] = 9.0, 9.0
-    after = flash_attn_varlen(q, k, v, bounds(lengths), 50)
+    after = attend_whole(q, k, v, lengths)
     assert torch.equal(before[:20], after[:20])
     assert torch.equal(before[30:], after[30:])
     assert not torch.equal(before[20:30], after[20:30])
@@ -162,8 +167,8 @@ def test_one_plan_serves_many_layers():
     plan = make_varlen_plan(bounds(lengths), torch.float32)
     for seed in range(3):
         q, k, v = random_qkv(lengths, (4, 2, 32), torch.float32, seed)
-        out = flash_attn_varlen(q, k, v, bounds(lengths), 100, plan=plan)
-        assert torch.equal(out, flash_attn_varlen(q, k, v, bounds(lengths), 100))
+        out = attend_whole(q, k, v, lengths, plan=plan)
+        assert torch.equal(out, attend_whole(q, k, v, lengths))
 
 
 def test_cache_rows_land_in_their_slots_and_no_others():
@@ -184,11 +189,11 @@ def test_bad_input_names_the_argument():
     table = torch.zeros(1, 1, dtype=torch.long)
     limits = {"max_query_len": 4, "max_seq_len": 4}
     with pytest.raises(ValueError, match="cu_seqlens"):
-        flash_attn_varlen(q, k, k, [0, 3], 3)
+        flash_attn_varlen(q, k, k, [0, 3], [0, 4], 4, 4)
     with pytest.raises(ValueError, match="cu_seqlens"):
-        flash_attn_varlen(q, k, k, [0, 3, 2, 4], 3)
+        flash_attn_varlen(q, k, k, [0, 4], [0, 3, 2, 4], 4, 4)
     with pytest.raises(ValueError, match="heads must be a multiple"):
-        flash_attn_varlen(q[:, :3], k, k, [0, 4], 4)
+        flash_attn_varlen(q[:, :3], k, k, [0, 4], [0, 4], 4, 4)
     with pytest.raises(ValueError, match="block_tables"):
         paged_attention(q, cache, cache, [0, 4], [40], table, **limits)
     with pytest.raises(ValueError, match="seq_lens"):

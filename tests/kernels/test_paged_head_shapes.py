@@ -30,7 +30,9 @@ def test_decode_has_the_bits_of_the_full_pass(shape: tuple, dtype: torch.dtype) 
     q = torch.randn(num_tokens, num_kv * group, head_dim).to(dtype)
     k, v = (torch.randn(num_tokens, num_kv, head_dim).to(dtype) for _ in range(2))
     starts = torch.tensor([0, *LENGTHS]).cumsum(0)
-    full = flash_attn_varlen(q, k, v, starts, max(LENGTHS), softmax_scale=head_dim**-0.5)
+    full = flash_attn_varlen(
+        q, k, v, starts, starts, max(LENGTHS), max(LENGTHS), softmax_scale=head_dim**-0.5
+    )
 
     counts = [-(-n // BLOCK) for n in LENGTHS]
     order = list(range(sum(counts)))

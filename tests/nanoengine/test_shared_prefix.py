@@ -49,7 +49,7 @@ def test_the_output_has_the_bits_of_unshared_sequences(dtype: torch.dtype, threa
     torch.set_num_threads(threads)
     try:
         shared = SharedPrefixContext(bounds, parents, dtype).attend(0, q, k, v)
-        whole = flash_attn_varlen(q[rows], k[rows], v[rows], whole_bounds, 200)
+        whole = flash_attn_varlen(q[rows], k[rows], v[rows], whole_bounds, whole_bounds, 200, 200)
     finally:
         torch.set_num_threads(before)
     assert torch.equal(shared[rows], whole)
@@ -65,7 +65,7 @@ def test_gradients_are_those_of_unshared_sequences(dtype: torch.dtype, tolerance
         if is_shared:
             out = SharedPrefixContext(bounds, parents, dtype).attend(0, q, k, v)[rows]
         else:
-            out = flash_attn_varlen(q[rows], k[rows], v[rows], whole_bounds, 200)
+            out = flash_attn_varlen(q[rows], k[rows], v[rows], whole_bounds, whole_bounds, 200, 200)
         (out * weight).sum().backward()
         grads.append([q.grad, k.grad, v.grad])
     for ours, theirs in zip(*grads, strict=True):

@@ -1,0 +1,144 @@
+"""Triton kernels of `paged_attention_decode`: one query a sequence, contexts split over programs.
+
+Decoding reads every key and value once and computes next to nothing, so it is bound by memory; with
+few sequences, one program a (sequence, key head) would leave most of the GPU idle. Each program
+therefore takes `split_size` keys of one sequence and key head (all query heads of the group are
+rows of its tile) and leaves its part of o and lse2 = log2 Σ exp2; `_merge_kernel` adds the parts,
+
+    o = Σ_s 2^(lse2_s − top) · o_s / Σ_s 2^(lse2_s − top),
+
+one after the other from the first split on. With a fixed split size, a sequence's parts and the
+order of their sum depend on its own length alone: that makes decoding batch-invariant.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels._paged_attention_triton import LOG2_E, attend_pages, padded_dim
+from kernels._tune import NUM_MULTIPROCESSORS, tile
+
+_WAVES = 2  # programs wanted for each multiprocessor
+_SHORTEST_SPLIT = 256  # keys; a shorter part costs more to merge than it saves
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr, k_cache_ptr, v_cache_ptr, o_ptr, lse_ptr, len_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
+    q_token, q_head, o_token, o_head, o_split, lse_seq, lse_head, table_stride, split_size, scale2,
+    IS_PART: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr,
+):  # fmt: skip
+    kv_head, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(len_ptr + seq)
+    begin = split * split_size
+    end = tl.minimum(length, begin + split_size)
+    if IS_PART and begin >= length:
+        return
+    rows, dims = tl.arange(0, M), tl.arange(0, D)
+    head = kv_head * GROUP + rows
+    is_row = rows < GROUP
+    inside = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    q_at = q_ptr + seq.to(tl.int64) * q_token + head[:, None] * q_head + dims[None, :]
+    q = tl.load(q_at, inside, other=0.0)
+    if SCALED:
+        scale2 *= tl.load(k_scale_ptr)
+    top = tl.full([M], -float("inf"), dtype=tl.float32)
+    total = tl.zeros([M], dtype=tl.float32)
+    acc = tl.zeros([M, D], dtype=tl.float32)
+    last = tl.zeros([M], dtype=tl.int32) + (end - 1)
+    table_ptr += seq * table_stride
+    acc, total, top = attend_pages(
+        acc, total, top, q, k_cache_ptr, v_cache_ptr, table_ptr, begin, end, last, kv_head, scale2,
+        True, BLOCK_SIZE, NUM_KV, HEAD_DIM, D, N,
+    )  # fmt: skip
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    if SCALED:
+        acc *= tl.load(v_scale_ptr)
+    o_at = o_ptr + seq.to(tl.int64) * o_token + head[:, None] * o_head + split * o_split
+    tl.store(o_at + dims[None, :], acc.to(o_ptr.dtype.element_ty), inside)
+    if IS_PART:
+        lse_at = lse_ptr + seq * lse_seq + head * lse_head + split
+        tl.store(lse_at, top + tl.log2(total), is_row)
+
+
+@triton.jit
+def _merge_kernel(
+    part_ptr, lse_ptr, o_ptr, len_ptr, part_seq, part_head, part_split, lse_seq, lse_head, o_token,
+    o_head, split_size, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    head, seq = tl.program_id(0), tl.program_id(1)
+    dims = tl.arange(0, D)
+    part_ptr += seq.to(tl.int64) * part_seq + head * part_head
+    lse_ptr += seq * lse_seq + head * lse_head
+    top, total = -float("inf"), 0.0
+    acc = tl.zeros([D], dtype=tl.float32)
+    for split in range(0, tl.cdiv(tl.load(len_ptr + seq), split_size)):
+        lse = tl.load(lse_ptr + split)
+        part = tl.load(part_ptr + split * part_split + dims, dims < HEAD_DIM, other=0.0)
+        new_top = tl.maximum(top, lse)
+        shrink, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top)
+        acc = acc * shrink + part * weight
+        total = total * shrink + weight
+        top = new_top
+    out = acc / tl.where(total > 0, total, 1.0)
+    o_at = o_ptr + seq.to(tl.int64) * o_token + head * o_head + dims
+    tl.store(o_at, out.to(o_ptr.dtype.element_ty), dims < HEAD_DIM)
+
+
+def choose_split(
+    num_seqs: int, num_kv: int, max_seq_len: int, num_splits: int | None, split_size: int | None
+) -> tuple[int, int]:
+    """(number of splits, keys of each, a multiple of the tile)."""
+    step = tile("paged_decode", "all").N
+    if split_size is None:
+        if num_splits is None:
+            wanted = triton.cdiv(_WAVES * NUM_MULTIPROCESSORS, max(1, num_seqs * num_kv))
+            num_splits = max(1, min(wanted, max_seq_len // _SHORTEST_SPLIT))
+        split_size = triton.cdiv(max(1, max_seq_len), num_splits)
+    split_size = triton.cdiv(split_size, step) * step
+    return triton.cdiv(max(1, max_seq_len), split_size), split_size
+
+
+def decode(
+    q_BHD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    scale: float,
+    scales: tuple[Tensor | None, Tensor | None],
+    split: tuple[int | None, int | None],
+    out: Tensor,
+) -> None:
+    """Writes o into `out`; `split` is (num_splits, split_size)."""
+    num_seqs, num_heads, head_dim = q_BHD.shape
+    num_kv, device = k_cache.shape[2], q_BHD.device
+    num_splits, split_size = choose_split(num_seqs, num_kv, max_seq_len, *split)
+    group, padded = num_heads // num_kv, padded_dim(head_dim)
+    t = tile("paged_decode", "all")
+    is_part = num_splits > 1
+    part, lse = out, None
+    part_strides: tuple[int, ...] = (*out.stride()[:2], 0)
+    lse_strides: tuple[int, ...] = (0, 0)
+    if is_part:
+        shape = (num_seqs, num_heads, num_splits)
+        part = torch.empty(*shape, head_dim, dtype=torch.float32, device=device)
+        lse = torch.empty(shape, dtype=torch.float32, device=device)
+        part_strides, lse_strides = part.stride()[:3], lse.stride()[:2]
+    _decode_kernel[(num_kv, num_splits, num_seqs)](
+        q_BHD, k_cache, v_cache, part, lse, seq_lens, block_tables, *scales, *q_BHD.stride()[:2],
+        *part_strides, *lse_strides, block_tables.stride(0), split_size, scale * LOG2_E,
+        IS_PART=is_part, SCALED=scales[0] is not None, GROUP=group, NUM_KV=num_kv,
+        BLOCK_SIZE=k_cache.shape[1], HEAD_DIM=head_dim, D=padded,
+        M=max(16, triton.next_power_of_2(group)), N=t.N, num_warps=t.num_warps,
+        num_stages=t.num_stages,
+    )  # fmt: skip
+    if is_part:
+        _merge_kernel[(num_heads, num_seqs)](
+            part, lse, out, seq_lens, *part_strides, *lse_strides, *out.stride()[:2], split_size,
+            HEAD_DIM=head_dim, D=padded, num_warps=1,
+        )  # fmt: skip

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# On a machine with a GPU: every GPU test and benchmark in under 9 minutes, one JSON.
+#   bash scripts/gpu_check.sh [--json gpu_check.json]
+# Installs nothing: it uses the Python it finds, which needs torch >= 2.11, triton >= 3.6 and pytest.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=.venv/bin/python
+[ -x "$python" ] || python="$(command -v python3 || command -v python)"
+exec "$python" scripts/gpu_check.py "$@"

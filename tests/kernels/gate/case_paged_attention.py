@@ -1,0 +1,77 @@
+"""Cache writes and attention over the paged cache."""
+
+from collections.abc import Iterator
+
+import torch
+from gate_case import GateCase
+
+from kernels import paged_attention, paged_attention_decode, reshape_and_cache
+
+SHAPES = {"llama3-8b": (32, 8, 128), "smollm2": (9, 3, 64), "d80": (14, 2, 80), "mqa": (7, 1, 128)}
+FP8 = torch.float8_e4m3fn
+
+
+def make_caches(shape: tuple[int, int, int], block_size: int, dtype: torch.dtype) -> dict:
+    caches = [torch.empty(512, block_size, *shape[1:], dtype=dtype) for _ in "kv"]
+    scale = torch.empty(1) if dtype == FP8 else None
+    return dict(k_cache=caches[0], v_cache=caches[1], k_scale=scale, v_scale=scale)
+
+
+def store(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    fused = torch.empty(4096, shape[0] + 2 * shape[1], shape[2], dtype=torch.bfloat16)
+    k, v = fused[:, shape[0] : -shape[1]], fused[:, -shape[1] :]
+    slots = torch.empty(4096, dtype=torch.int64)
+    reshape_and_cache(k, v, slot_mapping_T=slots, **make_caches(shape, 16, dtype), backend="triton")
+
+
+def attend(shape: tuple[int, int, int], block_size: int, dtype: torch.dtype) -> None:
+    q = torch.empty(2048, shape[0], shape[2], dtype=torch.bfloat16)
+    starts, lens, tables = step_indices(17)
+    paged_attention(
+        q, query_start_loc=starts, seq_lens=lens, block_tables=tables, max_query_len=512,
+        max_seq_len=4096, **make_caches(shape, block_size, dtype), backend="triton",
+    )  # fmt: skip
+
+
+def decode(shape: tuple[int, int, int], num_seqs: int, block_size: int, dtype: torch.dtype) -> None:
+    q = torch.empty(num_seqs, shape[0], shape[2], dtype=torch.bfloat16)
+    _, lens, tables = step_indices(num_seqs)
+    paged_attention_decode(
+        q, seq_lens=lens, block_tables=tables, max_seq_len=4096,
+        **make_caches(shape, block_size, dtype), backend="triton",
+    )  # fmt: skip
+
+
+def step_indices(num_seqs: int) -> list[torch.Tensor]:
+    shapes = ((num_seqs + 1,), (num_seqs,), (num_seqs, 256))
+    return [torch.empty(shape, dtype=torch.int32) for shape in shapes]
+
+
+def cases() -> Iterator[GateCase]:
+    memory, merge = ("ld128",), {"_merge_kernel": ()}
+    for name, dtype in (("bf16", torch.bfloat16), ("fp8", FP8)):
+        shape = SHAPES["llama3-8b"]
+        yield GateCase(f"store_kv-{name}", lambda d=dtype, s=shape: store(s, d), need=memory)
+        yield GateCase(
+            f"paged_prefill-{name}-block32",
+            lambda d=dtype, s=shape: attend(s, 32, d),
+            need=("wgmma", "ld128"),
+        )
+        yield GateCase(
+            f"paged_decode-{name}-block32",
+            lambda d=dtype, s=shape: decode(s, 256, 32, d),
+            need=memory,
+        )
+    bf16 = torch.bfloat16
+    for name, shape in SHAPES.items():
+        yield GateCase(
+            f"paged_prefill-{name}",
+            lambda s=shape: attend(s, 16, bf16),
+            need=("wgmma", "ld128"),
+        )
+        yield GateCase(
+            f"paged_decode-{name}-split",
+            lambda s=shape: decode(s, 4, 16, bf16),
+            need=memory,
+            need_of=merge,
+        )
