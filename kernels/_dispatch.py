@@ -29,6 +29,18 @@ def _is_interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_triton_dtype(name: str, dtype: torch.dtype) -> None:
+    """Refuses what the kernels would quietly compute in fp32."""
+    if dtype not in TRITON_DTYPES:
+        raise ValueError(
+            f"{name}: dtype {dtype} must be float32, bfloat16 or float16 on Triton; use "
+            "backend='torch' for others"
+        )
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which reductions run: fp32, or fp64 for fp64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32

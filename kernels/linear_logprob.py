@@ -2,7 +2,14 @@
 
 A tokens x vocabulary tensor is never held: tokens go in chunks, and the backward pass computes
 each chunk's logits again, rewrites them in place to their gradient, and adds the weight's
-gradient into one fp32 buffer (`weight.main_grad` where there is one).
+gradient into one fp32 buffer (`weight.main_grad` where there is one). With z = h · Wᵀ / τ,
+p = softmax(z), H the entropy, and g, e the gradients by logp and H:
+
+    logp = z_t − log Σ exp z            H = log Σ exp z − Σ p · z
+    dz = g · (1_t − p) − e · p · (log p + H)
+
+On a GPU the chunk's logits are one cuBLAS matmul into a buffer that all chunks share, and a Triton
+kernel reads them once (`_linear_logprob_triton.py`).
 
 `logits_logprob` is the same arithmetic on logits that exist already; the sampler uses it, so a
 rollout's log-prob and the trainer's are the same bits.
@@ -15,12 +22,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels._dispatch import Backend, use_triton
+from kernels._dispatch import Backend, check_triton_dtype, use_triton
 from kernels.linear import add_wide, linear_rows, matmul_rows, pack_weight
 
 _CHUNK_ELEMENTS = 256 * 49152  # logits held at a time: 50 MB in fp32
 _TILE_ELEMENTS = 8 * 49152
 _VOCAB_TILE = 4096
+_GPU_CHUNK = 2048  # tokens: enough rows for a full-speed matmul, 0.6 GB of bf16 logits at V = 152k
+_GPU_VOCAB_TILE = 32768  # rows of the weight's gradient a product: 0.25 GB at H = 4096
 
 
 @dataclass(frozen=True)
@@ -65,9 +74,10 @@ class _LinearLogprob(torch.autograd.Function):
         head = weight.to(options.dtype)
         packed = pack_weight(head) if packed is None else packed
         parts = []
+        chunks = _ChunkLogits(hidden, head, packed, options)
         for lo in range(0, hidden.shape[0], options.chunk_size):
             rows = slice(lo, lo + options.chunk_size)
-            logits = linear_rows(hidden[rows].to(options.dtype), head, None, packed)
+            logits = chunks.multiply(hidden[rows].to(options.dtype))
             parts.append(_chunk_stats(logits, token_ids[rows], options))
         if parts:
             logp, lse, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -88,10 +98,11 @@ class _LinearLogprob(torch.autograd.Function):
         dweight = main_grad if isinstance(main_grad, Tensor) else None
         if dweight is None:
             dweight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device)
+        chunks = _ChunkLogits(hidden, head, ctx.packed, options)
         for lo in range(0, hidden.shape[0], options.chunk_size):
             rows = slice(lo, lo + options.chunk_size)
             h = hidden[rows].to(options.dtype)
-            logits = linear_rows(h, head, None, ctx.packed)
+            logits = chunks.multiply(h)
             grads = [None if g is None else g[rows] for g in (dlogp, dentropy)]
             h_rows = entropy[rows] if options.wants_entropy else None
             dlogits = _chunk_gradient(
@@ -102,6 +113,26 @@ class _LinearLogprob(torch.autograd.Function):
                 _add_weight_gradient(dweight, dlogits, h)
         returns_none = dweight is main_grad or not ctx.needs_input_grad[1]
         return dhidden, None if returns_none else dweight.to(weight.dtype), None, None, None
+
+
+class _ChunkLogits:
+    """Logits of one chunk after the other; on Triton in one buffer, overwritten by the next."""
+
+    def __init__(
+        self, hidden: Tensor, head: Tensor, packed: Tensor | None, options: _Options
+    ) -> None:
+        self.head, self.packed = head, packed
+        self.buffer: Tensor | None = None
+        if options.on_triton:
+            from kernels import _linear_logprob_triton
+
+            rows = min(options.chunk_size, hidden.shape[0])
+            self.buffer = _linear_logprob_triton.logits_buffer(rows, head)
+
+    def multiply(self, hidden_CD: Tensor) -> Tensor:
+        if self.buffer is None:
+            return linear_rows(hidden_CD, self.head, None, self.packed)
+        return torch.mm(hidden_CD, self.head.t(), out=self.buffer[: hidden_CD.shape[0]])
 
 
 def _chunk_stats(logits: Tensor, token_ids: Tensor, options: _Options) -> tuple[Tensor, ...]:
@@ -147,7 +178,7 @@ def _row_tiles(logits: Tensor) -> list[slice]:
 
 def _add_weight_gradient(dweight_VD: Tensor, dlogits_CV: Tensor, hidden_CD: Tensor) -> None:
     """dweight += dlogitsᵀ · hidden, by runs of the vocabulary to keep the product small."""
-    step = _VOCAB_TILE if dweight_VD.device.type == "cpu" else dweight_VD.shape[0]
+    step = _VOCAB_TILE if dweight_VD.device.type == "cpu" else _GPU_VOCAB_TILE
     for lo in range(0, dweight_VD.shape[0], step):
         dlogits = dlogits_CV[:, lo : lo + step]
         add_wide(dweight_VD[lo : lo + step], matmul_rows(dlogits.t(), hidden_CD))
@@ -195,11 +226,14 @@ def linear_logprob(
     """
     temperature = _valid_temperature(temperature)
     _check(hidden_TD, weight_VD, token_ids_T)
-    chunk = chunk_size if chunk_size is not None else max(64, _CHUNK_ELEMENTS // weight_VD.shape[0])
+    on_triton = use_triton(backend, hidden_TD)
+    fitting = _GPU_CHUNK if on_triton else max(64, _CHUNK_ELEMENTS // weight_VD.shape[0])
+    chunk = fitting if chunk_size is None else chunk_size
     if chunk < 1:
         raise ValueError(f"chunk_size={chunk_size}: must be at least 1 token")
     dtype = logits_dtype if logits_dtype is not None else hidden_TD.dtype
-    on_triton = use_triton(backend, hidden_TD)
+    if on_triton:
+        check_triton_dtype("logits_dtype", dtype)
     options = _Options(temperature, chunk, dtype, return_entropy, on_triton)
     logp, entropy = _LinearLogprob.apply(hidden_TD, weight_VD, token_ids_T, packed, options)
     return (logp, entropy) if return_entropy else logp

@@ -1,10 +1,11 @@
 """The shape of a model: one frozen dataclass read from, and written to, a Hugging Face config.json.
 
-Llama, Qwen2/2.5 and Qwen3 (dense) are one definition that differs in three switches: a bias in the
-q/k/v projection, a bias in the output projection, and a norm on each query and key head.
+Llama, Qwen2/2.5 and Qwen3 are one definition that differs in three switches: a bias in the q/k/v
+projection, a bias in the output projection, and a norm on each query and key head. Qwen3-MoE is
+Qwen3 with a mixture of experts in place of the MLP of all layers but `dense_layers`.
 Everything the definition cannot express is refused with the field's name: running such a model
-anyway would give plausible and wrong numbers. Left out: mixture of experts, sliding windows,
-rope types other than `default` and `llama3`, quantised weights.
+anyway would give plausible and wrong numbers. Left out: sliding windows, rope types other than
+`default` and `llama3`, quantised weights.
 Next: transformer.py (the computation), hf.py (the tensors).
 """
 
@@ -20,13 +21,14 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 """model_type -> the `transformers` class of the same model."""
 
-_NORM_EPS = 1e-6  # the default of all three families in transformers
+_NORM_EPS = 1e-6  # the default of all families in transformers
 _ROPE_THETA = 10000.0  # likewise
-_MAX_POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}  # likewise
-_QWEN3_HEAD_DIM = 128  # likewise; the other two derive it from the hidden size
+_MAX_POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768, "qwen3_moe": 32768}  # likewise
+_QWEN3_HEAD_DIM = 128  # likewise; the others derive it from the hidden size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,11 @@ class ModelConfig:
     attention_bias: bool = False
     attention_output_bias: bool = False
     qk_norm: bool = False
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    dense_layers: tuple[int, ...] = ()
     max_position_embeddings: int = 2048
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -80,6 +87,11 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim}: must be even, rope rotates pairs")
         _check_family(self)
+        _check_experts(self)
+
+    def is_moe_layer(self, index: int) -> bool:
+        """Whether layer `index` holds a mixture of experts."""
+        return self.num_experts > 0 and index not in self.dense_layers
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
@@ -132,7 +144,8 @@ class ModelConfig:
             tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
             attention_bias=family == "qwen2" or has_bias,
             attention_output_bias=family != "qwen2" and has_bias,
-            qk_norm=family == "qwen3",
+            qk_norm=family in _WITH_QK_NORM,
+            **(_read_experts(fields) if family == "qwen3_moe" else {}),
             max_position_embeddings=fields.get("max_position_embeddings", _MAX_POSITIONS[family]),
             bos_id=fields.get("bos_token_id"),
             eos_ids=_read_ids(fields.get("eos_token_id")),
@@ -172,9 +185,19 @@ class ModelConfig:
             fields["attention_bias"] = self.attention_bias
         if self.model_type == "llama":
             fields["mlp_bias"] = False
+        if self.model_type == "qwen3_moe":
+            fields |= {
+                "num_experts": self.num_experts,
+                "num_experts_per_tok": self.num_experts_per_token,
+                "moe_intermediate_size": self.moe_intermediate_size,
+                "norm_topk_prob": self.norm_topk_prob,
+                "mlp_only_layers": list(self.dense_layers),
+                "decoder_sparse_step": 1,
+            }
         return fields
 
 
+_WITH_QK_NORM = ("qwen3", "qwen3_moe")
 _COUNTS = (
     "vocab_size",
     "hidden_size",
@@ -189,10 +212,11 @@ _COUNTS = (
 
 def _check_family(config: ModelConfig) -> None:
     """The switches must be ones that the family's config.json can carry."""
-    if config.qk_norm != (config.model_type == "qwen3"):
+    if config.qk_norm != (config.model_type in _WITH_QK_NORM):
         raise ValueError(
-            f"qk_norm={config.qk_norm}: must be True for qwen3 and False for "
-            f"{config.model_type}; use model_type='qwen3' for a model with query and key norms"
+            f"qk_norm={config.qk_norm}: must be True for qwen3 and qwen3_moe and False for the "
+            f"other families (this is {config.model_type}); use model_type='qwen3' for a model "
+            "with query and key norms"
         )
     if config.model_type == "qwen2":
         if not config.attention_bias or config.attention_output_bias:
@@ -205,6 +229,46 @@ def _check_family(config: ModelConfig) -> None:
             f"attention_output_bias={config.attention_output_bias}: {config.model_type} has one "
             "switch for all four projections; set it equal to attention_bias"
         )
+
+
+def _check_experts(config: ModelConfig) -> None:
+    if config.model_type != "qwen3_moe":
+        if config.num_experts:
+            raise ValueError(
+                f"num_experts={config.num_experts}: must be 0 for {config.model_type}; use "
+                "model_type='qwen3_moe' for a mixture of experts"
+            )
+        return
+    for name in ("num_experts", "moe_intermediate_size"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name}={getattr(config, name)}: must be at least 1 for qwen3_moe")
+    if not 1 <= config.num_experts_per_token <= config.num_experts:
+        raise ValueError(
+            f"num_experts_per_token={config.num_experts_per_token}: must be from 1 to num_experts="
+            f"{config.num_experts}"
+        )
+    outside = [layer for layer in config.dense_layers if not 0 <= layer < config.num_layers]
+    if outside:
+        raise ValueError(f"dense_layers: {outside} are not among the {config.num_layers} layers")
+
+
+def _read_experts(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults are those of `Qwen3MoeConfig` in transformers."""
+    step = fields.get("decoder_sparse_step", 1)
+    if step < 1:
+        raise ValueError(f"decoder_sparse_step={step}: must be at least 1")
+    num_layers = _require(fields, "num_hidden_layers")
+    dense = {layer for layer in range(num_layers) if (layer + 1) % step}
+    dense |= set(fields.get("mlp_only_layers") or ())
+    if "num_experts" not in fields and "num_local_experts" in fields:
+        fields = {**fields, "num_experts": fields["num_local_experts"]}
+    return {
+        "num_experts": _require(fields, "num_experts"),
+        "num_experts_per_token": _require(fields, "num_experts_per_tok"),
+        "moe_intermediate_size": _require(fields, "moe_intermediate_size"),
+        "norm_topk_prob": bool(fields.get("norm_topk_prob", False)),
+        "dense_layers": tuple(sorted(dense)),
+    }
 
 
 def _require(fields: Mapping[str, Any], name: str) -> int:

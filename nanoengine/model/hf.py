@@ -22,6 +22,7 @@ from torch import Tensor
 
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import DecoderLayer
+from nanoengine.model.moe import MoeMlp
 from nanoengine.model.transformer import Transformer
 
 SINGLE_FILE = "model.safetensors"
@@ -76,10 +77,19 @@ def _layer_views(layer: DecoderLayer) -> dict[str, Tensor]:
     if layer.out.bias is not None:
         views[f"{attention}.o_proj.bias"] = layer.out.bias.detach()
     views[f"{prefix}.post_attention_layernorm.weight"] = layer.post_norm.detach()
-    gate, up = layer.gate_up.weight.detach().chunk(2)
-    views |= {f"{mlp}.gate_proj.weight": gate, f"{mlp}.up_proj.weight": up}
-    views[f"{mlp}.down_proj.weight"] = layer.down.weight.detach()
-    return views
+    if isinstance(layer.moe, MoeMlp):
+        views[f"{mlp}.gate.weight"] = layer.moe.router.weight.detach()
+        stacks = zip(layer.moe.gate_up.weight.detach(), layer.moe.down.weight.detach(), strict=True)
+        for index, (gate_up, down) in enumerate(stacks):
+            views |= _mlp_views(f"{mlp}.experts.{index}", gate_up, down)
+        return views
+    return views | _mlp_views(mlp, layer.gate_up.weight.detach(), layer.down.weight.detach())
+
+
+def _mlp_views(mlp: str, gate_up: Tensor, down: Tensor) -> dict[str, Tensor]:
+    gate, up = gate_up.chunk(2)
+    names = ("gate_proj", "up_proj", "down_proj")
+    return {f"{mlp}.{n}.weight": w for n, w in zip(names, (gate, up, down), strict=True)}
 
 
 def export_state(

@@ -115,7 +115,8 @@ def _scale_llama3(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each after a norm and added to the residual stream."""
+    """Attention and MLP (dense, or a mixture of experts: moe.py), each after a norm and added to
+    the residual stream."""
 
     def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: str) -> None:
         super().__init__()
@@ -135,6 +136,12 @@ class DecoderLayer(nn.Module):
             self.k_norm = nn.Parameter(torch.ones(self.head_dim, dtype=dtype, device=device))
         self.out = PackedLinear(self.q_width, hidden, config.attention_output_bias, dtype, device)
         self.post_norm = nn.Parameter(torch.ones(hidden, dtype=dtype, device=device))
+        self.moe: nn.Module | None = None
+        if config.is_moe_layer(index):
+            from nanoengine.model.moe import MoeMlp  # that file builds on this one
+
+            self.moe = MoeMlp(config, dtype, device)
+            return
         self.gate_up = PackedLinear(hidden, 2 * mlp, False, dtype, device)
         self.down = PackedLinear(mlp, hidden, False, dtype, device)
 
@@ -154,6 +161,8 @@ class DecoderLayer(nn.Module):
             y_TE, residual_TE = add_rms_norm(x_TE, residual_TE, self.input_norm, self.eps)
         x_TE = self._attend(y_TE, rope, context)
         y_TE, residual_TE = add_rms_norm(x_TE, residual_TE, self.post_norm, self.eps)
+        if self.moe is not None:
+            return self.moe(y_TE), residual_TE
         return self.down(swiglu(self.gate_up(y_TE))), residual_TE
 
     def _attend(

@@ -8,7 +8,7 @@ holds a tokens x vocabulary tensor; `logits` is for the sampler.
 Memory of a model of N linear and embedding weights on a CPU: N parameters and N prepacked copies
 of the same dtype (a tied head is packed too), 0.54 GB for 135 M parameters in bf16.
 Left out: how parameters are split over devices (nanoengine.parallel), optimizer state.
-Next: layers.py, attention.py, hf.py.
+Next: layers.py, moe.py, attention.py, hf.py.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from kernels import add_rms_norm, linear
 from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import DecoderLayer, PackedLinear, embed, refresh_packed, rope_tables
+from nanoengine.model.moe import ExpertStack
 
 
 class Transformer(nn.Module):
-    """Llama, Qwen2 or Qwen3. Matrices start as zeros: load a folder (hf.py) or `init_weights`."""
+    """Llama, Qwen2, Qwen3 or Qwen3-MoE. Matrices start as zeros: load a folder (hf.py) or
+    `init_weights`."""
 
     def __init__(
         self,
@@ -121,7 +123,7 @@ class Transformer(nn.Module):
         """Refresh the prepacked copies in place. Call it after any change to a weight: the forward
         pass reads the copies, so without it the old weights keep answering."""
         for module in self.modules():
-            if isinstance(module, PackedLinear):
+            if isinstance(module, (PackedLinear, ExpertStack)):
                 module.repack()
         head = self.lm_head_weight.detach()
         self._wide_head = head.to(self.head_dtype) if self.head_dtype != self.dtype else None

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import SHAPES, save_reference
+from tiny_models import MOE_SHAPES, SHAPES, save_reference
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -25,7 +25,7 @@ def logits(model: Transformer, ids: Tensor) -> Tensor:
 IDS = torch.arange(30) * 7 % 211
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *MOE_SHAPES])
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_transformers_loads_what_we_save(shape: str, is_sharded: bool, tmp_path: Path) -> None:
     reference = save_reference(shape, tmp_path / "theirs")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import SHAPES, save_reference
+from tiny_models import MOE_SHAPES, SHAPES, save_reference
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -13,6 +13,8 @@ from kernels import linear_logprob, logits_logprob
 from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.hf import hf_views, load_model
 from nanoengine.model.transformer import Transformer
+
+ALL_SHAPES = [*SHAPES, *MOE_SHAPES]
 
 
 def packed_hidden(model: Transformer, sequences: Sequence[Tensor], **options: bool) -> Tensor:
@@ -68,13 +70,38 @@ def exact_norms(module: nn.Module) -> None:
             exact_norms(child)
 
 
+def exact_routers(module: nn.Module) -> None:
+    """transformers takes the softmax of the router in fp32 whatever the model's dtype."""
+
+    class Router(nn.Module):
+        def __init__(self, old: nn.Module) -> None:
+            super().__init__()
+            self.weight, self.k, self.renormalize = old.weight, old.top_k, old.norm_topk_prob
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            logits = x @ self.weight.T
+            weights, ids = logits.softmax(-1).topk(self.k)
+            if self.renormalize:
+                weights = weights / weights.sum(-1, keepdim=True)
+            return logits, weights, ids
+
+    for name, child in module.named_children():
+        if child.__class__.__name__.endswith("TopKRouter"):
+            setattr(module, name, Router(child))
+        else:
+            exact_routers(child)
+
+
 def load_fp64_reference(folder: Path) -> PreTrainedModel:
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    reference = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager"
+    )
     exact_norms(reference)
+    exact_routers(reference)
     return reference
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ALL_SHAPES)
 @torch.inference_mode()
 def test_greedy_tokens_equal_transformers(shape: str, tmp_path: Path) -> None:
     reference = save_reference(shape, tmp_path)
@@ -83,7 +110,7 @@ def test_greedy_tokens_equal_transformers(shape: str, tmp_path: Path) -> None:
     assert ours == greedy_reference(reference, prompts, 24)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ALL_SHAPES)
 @torch.inference_mode()
 def test_fp32_logits_are_as_exact_as_transformers(shape: str, tmp_path: Path) -> None:
     reference = save_reference(shape, tmp_path)
@@ -99,7 +126,9 @@ def test_fp32_logits_are_as_exact_as_transformers(shape: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", ["llama-gqa-tied", "llama3-rope", "qwen2-tied", "qwen3-bias"])
+@pytest.mark.parametrize(
+    "shape", ["llama-gqa-tied", "llama3-rope", "qwen2-tied", "qwen3-bias", "qwen3-moe"]
+)
 @torch.inference_mode()
 def test_packed_batch_equals_each_sequence_alone_bit_for_bit(
     shape: str, dtype: torch.dtype, tmp_path: Path
@@ -129,7 +158,21 @@ def reference_gradients(reference: PreTrainedModel, sequences: Sequence[Tensor])
     for ids in sequences:
         logps = torch.log_softmax(reference(ids[None]).logits[0, :-1], -1)
         logps.gather(1, ids[1:, None]).sum().backward()
-    return {name: p.grad for name, p in reference.named_parameters()}
+    grads = {name: p.grad for name, p in reference.named_parameters()}
+    return {k: v for name, grad in grads.items() for k, v in by_expert(name, grad).items()}
+
+
+def by_expert(name: str, stack: Tensor) -> dict[str, Tensor]:
+    """transformers stacks the experts in memory and names each one in files, as we do."""
+    kind = name.rpartition(".")[2]
+    prefix = name.removesuffix(kind)
+    if kind == "down_proj":
+        return {f"{prefix}{i}.down_proj.weight": w for i, w in enumerate(stack)}
+    if kind != "gate_up_proj":
+        return {name: stack}
+    halves = [(i, *w.chunk(2)) for i, w in enumerate(stack)]
+    gates = {f"{prefix}{i}.gate_proj.weight": gate for i, gate, _ in halves}
+    return gates | {f"{prefix}{i}.up_proj.weight": up for i, _, up in halves}
 
 
 def hf_gradients(model: Transformer) -> dict[str, Tensor]:
@@ -144,7 +187,7 @@ def relative_error(ours: Tensor, theirs: Tensor) -> float:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ALL_SHAPES)
 def test_gradients_of_packed_sequences_equal_transformers_autograd(
     shape: str, checkpointing: bool, tmp_path: Path
 ) -> None:

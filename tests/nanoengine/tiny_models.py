@@ -11,6 +11,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 _BASE = {
@@ -52,17 +54,32 @@ SHAPES = {
     "qwen3-untied-wide-head": (Qwen3Config, {"head_dim": 24, "rms_norm_eps": 1e-5}),
     "qwen3-bias": (Qwen3Config, {"head_dim": 16, "attention_bias": True}),
 }
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+MOE_SHAPES = {
+    "qwen3-moe": (Qwen3MoeConfig, {**_EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3-moe-mixed": (
+        Qwen3MoeConfig,
+        {
+            **_EXPERTS,
+            "head_dim": 8,
+            "num_experts_per_tok": 3,
+            "mlp_only_layers": [1],
+            "tie_word_embeddings": True,
+        },
+    ),
+}
 _CLASSES = {
     LlamaConfig: LlamaForCausalLM,
     Qwen2Config: Qwen2ForCausalLM,
     Qwen3Config: Qwen3ForCausalLM,
+    Qwen3MoeConfig: Qwen3MoeForCausalLM,
 }
 
 
 def make_reference(shape: str, seed: int = 0) -> PreTrainedModel:
     """A transformers model in fp32 whose every parameter, biases and norms too, is random, and
     large enough that logits differ clearly."""
-    config_class, options = SHAPES[shape]
+    config_class, options = {**SHAPES, **MOE_SHAPES}[shape]
     torch.manual_seed(seed)
     model = _CLASSES[config_class](config_class(**{**_BASE, **options})).eval()
     with torch.no_grad():

@@ -13,7 +13,7 @@ from nanoengine.model.transformer import Transformer
 from nanoinfer.engine import InferConfig, LLMEngine
 from nanoinfer.sampling import Output, SamplingParams
 
-SHAPES = ("llama-gqa-tied", "qwen2-untied-theta", "qwen3-untied-wide-head")
+SHAPES = ("llama-gqa-tied", "qwen2-untied-theta", "qwen3-untied-wide-head", "qwen3-moe")
 DTYPES = (torch.float32, torch.bfloat16)
 
 

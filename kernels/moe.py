@@ -1,0 +1,186 @@
+"""Mixture of experts: each token through k SwiGLU experts, summed with the router's weights.
+
+    h_s = x_n · w13[e]ᵀ      a_s = silu(first half of h_s) · second half     (slot s = n · k + j)
+    y_n = Σ_j t_nj · a_s · w2[e]ᵀ
+
+Backward, with g_s = dy_n · w2[e] (the gradient by a_s before the weight t):
+
+    dt_nj = g_s · a_s        dh_s = swiglu'(h_s) · t_nj · g_s
+    dw2[e] = Σ dy_nᵀ · (t_nj · a_s)      dw13[e] = Σ dh_sᵀ · x_n      dx_n = Σ_j dh_s · w13[e]
+
+Slots are sorted by expert, so each expert is one matmul over its run of rows. The k contributions
+of a token are summed in fp32 in the order of its choices, whatever place the sort gave its slots:
+on a CPU a token's bits depend on itself alone (on a GPU the tile follows the number of rows). h is
+kept for the backward pass; a is computed again. No atomics: outputs go to one row a slot and are
+then summed a token.
+
+Left out: expert parallelism (who owns which expert is the engine's matter), fp8 experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels._dispatch import Backend, check_triton_dtype, use_triton
+from kernels.grouped_gemm import (
+    PackedExperts,
+    add_expert_grad,
+    hand_over,
+    rows_times_expert,
+    runs,
+    weight_grad_buffer,
+)
+from kernels.linear import matmul_rows
+from kernels.moe_routing import check_expert_ids, moe_align
+from kernels.swiglu import swiglu
+
+PackedPair = tuple[PackedExperts, PackedExperts]
+"""Packed w13 and packed w2."""
+
+
+def fused_moe_ref(
+    x_NH: Tensor, w13_E2FH: Tensor, w2_EHF: Tensor, topk_weights_NK: Tensor, topk_ids_NK: Tensor
+) -> Tensor:
+    """The definition, token by token and differentiable by autograd alone."""
+    wide = torch.promote_types(x_NH.dtype, torch.float32)
+    rows = []
+    for x, weights, experts in zip(x_NH, topk_weights_NK, topk_ids_NK.tolist(), strict=True):
+        y = torch.zeros_like(x, dtype=wide)
+        for weight, expert in zip(weights, experts, strict=True):
+            gate, up = (w13_E2FH[expert] @ x).to(wide).chunk(2)
+            act = (gate * torch.sigmoid(gate) * up).to(x.dtype)
+            y = y + weight * (w2_EHF[expert] @ act).to(wide)
+        rows.append(y.to(x.dtype))
+    return torch.stack(rows) if rows else x_NH.clone()
+
+
+class _FusedMoe(torch.autograd.Function):
+    """The CPU path: expert by expert, each over the rows the sort gave it."""
+
+    @staticmethod
+    def forward(ctx, x, w13, w2, weights, ids, packed):
+        k = ids.shape[1]
+        packed13, packed2 = (None, None) if packed is None else packed
+        alignment = moe_align(ids, w13.shape[0], 1, backend="torch")
+        slots, bounds = alignment.slots.long(), alignment.offsets.tolist()
+        h_S2F = x.new_empty(len(slots), w13.shape[1])
+        y_SH = x.new_empty(len(slots), w2.shape[1])  # one row a slot, in slot order
+        for expert, rows in runs(bounds):
+            x_rows = x.index_select(0, slots[rows] // k)
+            h_S2F[rows] = rows_times_expert(x_rows, w13, expert, packed13)
+            act = swiglu(h_S2F[rows], backend="torch")
+            y_SH[slots[rows]] = rows_times_expert(act, w2, expert, packed2)
+        ctx.save_for_backward(x, w13, w2, weights, slots, h_S2F)
+        ctx.bounds = bounds
+        return _sum_of_choices(y_SH.view(-1, k, w2.shape[1]), weights)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w13, w2, weights, slots, h_S2F = ctx.saved_tensors
+        k = weights.shape[1]
+        needs_x, needs_13, needs_2, needs_t = ctx.needs_input_grad[:4]
+        dw13 = weight_grad_buffer(w13) if needs_13 else None
+        dw2 = weight_grad_buffer(w2) if needs_2 else None
+        dt = torch.empty_like(weights)
+        dx_SH = x.new_empty(len(slots), x.shape[1]) if needs_x else None
+        for expert, rows in runs(ctx.bounds):
+            tokens = slots[rows] // k
+            dy_rows, t = dy.index_select(0, tokens), weights.view(-1)[slots[rows]].unsqueeze(1)
+            g = matmul_rows(dy_rows, w2[expert])
+            act, dh = _swiglu_and_gradient(h_S2F[rows], (g * t).to(g.dtype))
+            dt.view(-1)[slots[rows]] = (g.to(t.dtype) * act).sum(-1)
+            if dw2 is not None:
+                add_expert_grad(dw2, expert, dy_rows, (act * t).to(act.dtype))
+            if dw13 is not None:
+                add_expert_grad(dw13, expert, dh, x.index_select(0, tokens))
+            if dx_SH is not None:
+                dx_SH[slots[rows]] = matmul_rows(dh, w13[expert])
+        dx = None if dx_SH is None else _sum_of_choices(dx_SH.view(-1, k, x.shape[1]), None)
+        dw13, dw2 = (None if dw is None else hand_over(w, dw) for w, dw in ((w13, dw13), (w2, dw2)))
+        return dx, dw13, dw2, dt if needs_t else None, None, None
+
+
+def _sum_of_choices(y_NKH: Tensor, weights_NK: Tensor | None) -> Tensor:
+    """Σ_j t_nj · y_nj in fp32, j ascending; multiply and add apart, so no element is fused."""
+    wide = torch.promote_types(y_NKH.dtype, torch.float32)
+    total = torch.zeros(y_NKH.shape[0], y_NKH.shape[2], dtype=wide, device=y_NKH.device)
+    for j in range(y_NKH.shape[1]):
+        part = y_NKH[:, j].to(wide)
+        total += part if weights_NK is None else part * weights_NK[:, j, None]
+    return total.to(y_NKH.dtype)
+
+
+def _swiglu_and_gradient(h_S2F: Tensor, dact_SF: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.enable_grad():
+        h = h_S2F.detach().requires_grad_()
+        act = swiglu(h, backend="torch")
+    return act.detach(), torch.autograd.grad(act, h, dact_SF)[0]
+
+
+class _TritonMoe(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w13, w2, weights, ids, keeps_h):
+        from kernels import _moe_triton
+
+        y, h_S2F, alignment = _moe_triton.forward(x, w13, w2, weights, ids, keeps_h)
+        ctx.save_for_backward(x, w13, w2, weights, h_S2F)
+        ctx.alignment = alignment
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        from kernels import _moe_triton
+
+        x, w13, w2, weights, h_S2F = ctx.saved_tensors
+        dx, dw13, dw2, dt = _moe_triton.backward(
+            dy, x, w13, w2, weights, h_S2F, ctx.alignment, ctx.needs_input_grad[:4]
+        )
+        dw13, dw2 = (None if dw is None else hand_over(w, dw) for w, dw in ((w13, dw13), (w2, dw2)))
+        return dx, dw13, dw2, dt, None, None
+
+
+def fused_moe(
+    x_NH: Tensor,
+    w13_E2FH: Tensor,
+    w2_EHF: Tensor,
+    topk_weights_NK: Tensor,
+    topk_ids_NK: Tensor,
+    *,
+    packed: PackedPair | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """y [N, H] in x's dtype. `w13` holds each expert's gate rows, then its up rows; the ids of a
+    token are distinct experts. Weights are fp32 (`topk_softmax`). Differentiable in all but ids;
+    a weight's `main_grad` takes its gradient where there is one."""
+    _check(x_NH, w13_E2FH, w2_EHF, topk_weights_NK, topk_ids_NK)
+    arguments = (x_NH, w13_E2FH, w2_EHF, topk_weights_NK, topk_ids_NK)
+    y_NH: Tensor
+    if use_triton(backend, x_NH):
+        check_triton_dtype("x", x_NH.dtype)
+        has_backward = torch.is_grad_enabled() and any(t.requires_grad for t in arguments)
+        y_NH = _TritonMoe.apply(*arguments, has_backward)
+    else:
+        y_NH = _FusedMoe.apply(*arguments, packed)
+    return y_NH
+
+
+def _check(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> None:
+    experts, hidden, width = w2.shape if w2.dim() == 3 else (0, 0, 0)
+    if w2.dim() != 3 or w13.shape != (experts, 2 * width, hidden):
+        raise ValueError(
+            f"w13: shape {tuple(w13.shape)} must be [experts, 2 * width, hidden] for w2 "
+            f"{tuple(w2.shape)}, [experts, hidden, width]"
+        )
+    if x.dim() != 2 or x.shape[1] != hidden:
+        raise ValueError(f"x: shape {tuple(x.shape)} must be [tokens, {hidden}]")
+    if not x.dtype == w13.dtype == w2.dtype:
+        raise ValueError(f"x: dtype {x.dtype} must be that of w13 {w13.dtype} and w2 {w2.dtype}")
+    if ids.dim() != 2 or ids.shape[0] != x.shape[0]:
+        raise ValueError(f"topk_ids: shape {tuple(ids.shape)} must be [{x.shape[0]}, k]")
+    if weights.shape != ids.shape:
+        raise ValueError(
+            f"topk_weights: shape {tuple(weights.shape)} must be that of topk_ids "
+            f"{tuple(ids.shape)}"
+        )
+    check_expert_ids(ids, experts)

@@ -1,0 +1,39 @@
+"""Benchmark rows of the batch-invariant ops; the peers are the fastest PyTorch has, which varies
+its algorithm with the batch: the ratio is the price of invariance."""
+
+from collections.abc import Iterator
+
+import torch
+from kernel_bench.case import BenchCase
+
+from kernels import log_softmax_batch_invariant, matmul_batch_invariant
+
+SHAPES = {"qwen3-0.6b": (1024, 6144), "qwen3-4b": (2560, 19456), "llama-3-8b": (4096, 28672)}
+
+
+def cases(device: str) -> Iterator[BenchCase]:
+    is_gpu = device == "cuda"
+    dtype = torch.bfloat16 if is_gpu else torch.float32
+    for model, (width, out) in SHAPES.items() if is_gpu else [("reduced", (512, 1024))]:
+        for rows in (8192, 64) if is_gpu else (64,):
+            a = torch.randn(rows, width, device=device, dtype=dtype)
+            b = torch.randn(out, width, device=device, dtype=dtype).t()
+            yield BenchCase(
+                name="matmul_batch_invariant", op="matmul_batch_invariant",
+                shape=f"{model} {rows}x{width}x{out}", dtype=str(dtype)[6:],
+                run=lambda a=a, b=b: matmul_batch_invariant(a, b),
+                peers={"eager": lambda a=a, b=b: a @ b},
+                bytes=None, flops=2 * rows * width * out,
+            )  # fmt: skip
+    rows, vocab = (2048, 151936) if is_gpu else (32, 49152)
+    x = torch.randn(rows, vocab, device=device, dtype=dtype)
+    peers = {"eager": lambda: torch.log_softmax(x, -1, dtype=torch.float32)}
+    if is_gpu:
+        compiled = torch.compile(lambda t: torch.log_softmax(t, -1, dtype=torch.float32))
+        peers["compile"] = lambda: compiled(x)
+    yield BenchCase(
+        name="log_softmax_batch_invariant", op="log_softmax_batch_invariant",
+        shape=f"{rows}x{vocab}", dtype=str(dtype)[6:],
+        run=lambda: log_softmax_batch_invariant(x), peers=peers,
+        bytes=x.nbytes + 4 * x.numel(), flops=None,
+    )  # fmt: skip

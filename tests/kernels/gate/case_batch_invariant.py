@@ -1,0 +1,32 @@
+"""Gate cases of the batch-invariant ops, at layers and the vocabulary of Qwen3-4B."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from gate_case import GateCase
+
+from kernels import log_softmax_batch_invariant, matmul_batch_invariant
+
+
+def matmul(rows: int, dtype: torch.dtype) -> Callable[[], object]:
+    def call() -> object:
+        a = torch.empty(rows, 2560, dtype=dtype, requires_grad=True)
+        w = torch.empty(9728, 2560, dtype=dtype, requires_grad=True)
+        y = matmul_batch_invariant(a, w.t(), backend="triton")
+        return torch.autograd.grad(y, (a, w), torch.empty_like(y))
+
+    return call
+
+
+def log_softmax() -> object:
+    x = torch.empty(512, 151936, dtype=torch.bfloat16, requires_grad=True)
+    y = log_softmax_batch_invariant(x, backend="triton")
+    return torch.autograd.grad(y, x, torch.empty_like(y))
+
+
+def cases() -> Iterator[GateCase]:
+    for rows in (4096, 8):
+        need = ("wgmma", "ld128")
+        yield GateCase(f"invariant-matmul-{rows}", matmul(rows, torch.bfloat16), need=need)
+    yield GateCase("invariant-matmul-fp32", matmul(4096, torch.float32))
+    yield GateCase("invariant-log-softmax", log_softmax, need=("ld128",))

@@ -1,0 +1,38 @@
+"""Gate cases of linear_logprob and linear_cross_entropy: Qwen3's vocabulary, and an odd one."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from gate_case import GateCase
+
+from kernels import linear_cross_entropy, linear_logprob
+
+
+def inputs(vocab: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    hidden = torch.empty(4096, width, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.empty(vocab, width, dtype=torch.bfloat16, requires_grad=True)
+    return hidden, weight, torch.empty(4096, dtype=torch.int64)
+
+
+def logprob(vocab: int, has_entropy: bool) -> Callable[[], object]:
+    def call() -> object:
+        hidden, weight, ids = inputs(vocab, 2560)
+        out = linear_logprob(hidden, weight, ids, return_entropy=has_entropy, backend="triton")
+        outs = out if isinstance(out, tuple) else (out,)
+        return torch.autograd.grad(outs, (hidden, weight), [torch.empty_like(o) for o in outs])
+
+    return call
+
+
+def cross_entropy() -> object:
+    hidden, weight, labels = inputs(151936, 2560)
+    loss = linear_cross_entropy(hidden, weight, labels, backend="triton")
+    return torch.autograd.grad(loss, (hidden, weight))
+
+
+def cases() -> Iterator[GateCase]:
+    need = ("ld128",)
+    yield GateCase("linear-logprob", logprob(151936, False), need=need)
+    yield GateCase("linear-logprob-entropy", logprob(151936, True), need=need)
+    yield GateCase("linear-logprob-odd-vocabulary", logprob(49153, True), need=need)
+    yield GateCase("linear-cross-entropy", cross_entropy, need=need)

@@ -1,0 +1,69 @@
+"""Gate cases of the mixture of experts, at the shape of Qwen3-30B-A3B (128 experts, 8 a token)."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from gate_case import GateCase
+
+from kernels import fused_moe, grouped_gemm, moe_align, topk_softmax
+
+HIDDEN, WIDTH, EXPERTS, K = 2048, 768, 128, 8
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
+
+
+def routed(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    weights = torch.empty(tokens, K, requires_grad=True)
+    return weights, torch.empty(tokens, K, dtype=torch.int32)
+
+
+def moe(tokens: int, backward: bool) -> Callable[[], object]:
+    def call() -> object:
+        leaves = (bf16(tokens, HIDDEN), bf16(EXPERTS, 2 * WIDTH, HIDDEN))
+        leaves += (bf16(EXPERTS, HIDDEN, WIDTH),)
+        weights, ids = routed(tokens)
+        y = fused_moe(*leaves, weights, ids, backend="triton")
+        return torch.autograd.grad(y.sum(), (*leaves, weights)) if backward else y
+
+    return call
+
+
+def router() -> object:
+    logits = bf16(4096, EXPERTS)
+    grads = []
+    for renormalize in (True, False):
+        weights, ids = topk_softmax(logits, K, renormalize=renormalize, backend="triton")
+        grads.append(torch.autograd.grad(weights.sum(), logits))
+    return moe_align(ids, EXPERTS, 128, backend="triton"), grads
+
+
+def grouped(dtype: torch.dtype) -> Callable[[], object]:
+    def call() -> object:
+        x = torch.empty(8192, HIDDEN, dtype=dtype, requires_grad=True)
+        w = torch.empty(16, WIDTH, HIDDEN, dtype=dtype, requires_grad=True)
+        w.main_grad = torch.empty(w.shape)
+        offsets = torch.empty(17, dtype=torch.int32)
+        y = grouped_gemm(x, w, offsets, backend="triton")
+        return torch.autograd.grad(y.sum(), x), y.sum().backward
+
+    return call
+
+
+def cases() -> Iterator[GateCase]:
+    elementwise = ("ld128",)
+    tiny: tuple[str, ...] = ()
+    of = {
+        "_rows_kernel": ("wgmma", "ld128"),
+        "_weight_grad_kernel": ("wgmma", "ld128"),
+        "_forward_kernel": elementwise,
+        "_act_backward_kernel": elementwise,
+        "_sum_choices_kernel": elementwise,
+    }
+    yield GateCase("moe-train", moe(8192, True), need=tiny, need_of=of)
+    decode = {**of, "_rows_kernel": ("ld128",)}
+    yield GateCase("moe-decode", moe(64, False), need=tiny, need_of=decode)
+    yield GateCase("moe-route", router)
+    yield GateCase("grouped-gemm-bf16", grouped(torch.bfloat16), need_of=of)
+    yield GateCase("grouped-gemm-fp32", grouped(torch.float32))

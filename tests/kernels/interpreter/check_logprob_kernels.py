@@ -1,0 +1,87 @@
+"""Triton's linear_logprob and linear_cross_entropy, interpreted, against fp64, from NaN buffers."""
+
+from importlib import import_module
+
+import pytest
+import torch
+from guard import assert_as_good_as_plain_torch, poisoned_memory
+
+from kernels import linear_cross_entropy, linear_logprob
+from kernels.linear_cross_entropy import linear_cross_entropy_ref
+from kernels.linear_logprob import linear_logprob_ref
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("vocab", [97, 4096 + 31])
+@pytest.mark.parametrize("has_entropy", [False, True])
+def test_linear_logprob(dtype, temperature, vocab, has_entropy):
+    torch.manual_seed(0)
+    ids = torch.randint(0, vocab, (11,))
+    ids[0], ids[1] = 0, vocab - 1
+
+    def ours(h, w):
+        options = {"temperature": temperature, "chunk_size": 4, "backend": "triton"}
+        return linear_logprob(h, w, ids, return_entropy=has_entropy, **options)
+
+    def plain(h, w):
+        both = linear_logprob_ref(h, w, ids, temperature)
+        return both if has_entropy else both[0]
+
+    inputs = [torch.randn(11, 16), torch.randn(vocab, 16)]
+    assert_as_good_as_plain_torch(ours, plain, inputs, dtype)
+
+
+def test_the_entropy_alone_can_be_the_loss():
+    torch.manual_seed(0)
+    ids = torch.randint(0, 50, (7,))
+    assert_as_good_as_plain_torch(
+        lambda h, w: linear_logprob(h, w, ids, return_entropy=True, backend="triton")[1],
+        lambda h, w: linear_logprob_ref(h, w, ids)[1],
+        [torch.randn(7, 12), torch.randn(50, 12)],
+        torch.float32,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_cross_entropy(dtype):
+    torch.manual_seed(0)
+    labels = torch.tensor([3, -100, 88, 0, -100, 41, 7])
+    assert_as_good_as_plain_torch(
+        lambda h, w: linear_cross_entropy(h, w, labels, chunk_size=3, backend="triton"),
+        lambda h, w: linear_cross_entropy_ref(h, w, labels),
+        [torch.randn(7, 16), torch.randn(89, 16)],
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [0, 5])
+def test_no_label_that_counts_gives_zero(num_tokens):
+    hidden = torch.randn(num_tokens, 8, requires_grad=True)
+    weight = torch.randn(20, 8, requires_grad=True)
+    with poisoned_memory():
+        loss = linear_cross_entropy(
+            hidden, weight, torch.full((num_tokens,), -100), backend="triton"
+        )
+        loss.backward()
+    assert loss == 0 and not hidden.grad.any() and not weight.grad.any()
+
+
+def test_a_token_outside_the_vocabulary_is_nan_and_spoils_no_other():
+    hidden, weight = torch.randn(3, 8), torch.randn(20, 8)
+    good = linear_logprob(hidden, weight, torch.tensor([4, 5, 6]), backend="triton")
+    ids = torch.tensor([4, 20, 6], device="cpu")
+    with pytest.raises(ValueError, match="token_ids: 20"):
+        linear_logprob(hidden, weight, ids, backend="triton")
+    stats = import_module("kernels._linear_logprob_triton").stats
+    logp = stats((hidden @ weight.t()).contiguous(), ids, 1.0)[0]
+    assert logp.isnan().tolist() == [False, True, False]
+    assert torch.allclose(logp[[0, 2]], good[[0, 2]])
+
+
+def test_fp64_is_refused():
+    x = torch.zeros(2, 4, dtype=torch.float64)
+    with pytest.raises(ValueError, match="float64"):
+        linear_logprob(x, x, torch.zeros(2, dtype=torch.long), backend="triton")
