@@ -43,7 +43,11 @@ WORLD = AXES
 
 Axis = str | tuple[str, ...]
 ReduceOp = Literal["sum", "max", "min"]
-_OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_OPS: dict[str, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
