@@ -175,7 +175,9 @@ class ShardedAdamW:
         self.write_back()
 
     def write_back(self) -> None:
-        """Round the masters into the weights and give every rank the whole ones (ZeRO-1, 2)."""
+        """Round the masters into the weights and give every rank the whole ones (ZeRO-1, 2); with
+        ZeRO-3 whatever is gathered is out of date and goes."""
+        self.release()
         handles = []
         for state in self._states:
             state.round()
