@@ -178,6 +178,7 @@ def test_worked_context_parallel(pool: WorkerPool) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_every_level_of_zero_gives_the_same_bits_on_two_ranks(pool: WorkerPool, dtype: str) -> None:
+    """Of one micro-batch: of several, ZeRO-2 adds up ranks first and micro-batches then."""
     for levels in pool.run(2, parallel_part_cases.weights_after_two_steps, dtype):
         for level in levels[1:]:
             assert all(torch.equal(level[name], tensor) for name, tensor in levels[0].items())
