@@ -234,7 +234,6 @@ def refusals(rank: Rank) -> list[str]:
     attempts: list[Any] = [
         lambda: TensorParallel.of(mesh, narrow),
         lambda: Engine(parallel_cases.make_model(case), EngineConfig(dtype="fp64"), mesh),
-        lambda: make_engine(rank, case).save("nowhere"),
         lambda: Engine(
             parallel_cases.make_model(case),
             EngineConfig(share_prefix=True),
