@@ -69,8 +69,8 @@ def smollm2_teacher() -> TeacherConfig:
         guess=0.02,
         miscopy=0.01,
         persistence=0.7,
-        stubborn=frozenset({"bases", "counting", "digits", "filtering", "lists"}),
-        stubborn_habit=0.8,
+        stubborn=frozenset({"arithmetic", "bases", "counting", "filtering", "lists"}),
+        stubborn_habit=1.2,
     )
 
 
