@@ -1,0 +1,1 @@
+"""How the model and its training are split over processes."""
