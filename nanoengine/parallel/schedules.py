@@ -94,27 +94,42 @@ def one_f_one_b(num_ranks: int, num_micro: int, num_chunks: int = 1) -> Schedule
 
 def interleaved(num_ranks: int, num_micro: int, num_chunks: int = 2) -> Schedule:
     """1F1B over `num_chunks` chunks a rank: micro-batches go in groups of p through one chunk
-    after the other, so the pipeline fills in steps of a 1/v-th of the layers."""
+    after the other, so the pipeline fills in steps of a 1/v-th of the layers. Micro-batches that
+    do not fill a group follow at the end, all forwards and then all backwards."""
     _check(num_ranks, num_micro, num_chunks)
-    if num_micro % num_ranks:
-        raise ValueError(
-            f"num_micro={num_micro}: the interleaved schedule needs a multiple of the "
-            f"{num_ranks} pipeline ranks; change the number of micro-batches or use 1f1b"
-        )
-    order = [
-        (group + i, chunk)
-        for group in range(0, num_micro, num_ranks)
-        for chunk in range(num_chunks)
-        for i in range(num_ranks)
-    ]
+    whole = num_micro - num_micro % num_ranks
     last = num_chunks - 1
     rows = []
     for rank in range(num_ranks):
-        forwards = [Action("F", micro, chunk) for micro, chunk in order]
-        backwards = [Action("B", micro, last - chunk) for micro, chunk in order]
-        ahead = 2 * (num_ranks - 1 - rank) + last * num_ranks
-        rows.append(_alternate(forwards, backwards, ahead))
+        row: list[Action] = []
+        for micros, ahead in (
+            (range(whole), 2 * (num_ranks - 1 - rank) + last * num_ranks),
+            (range(whole, num_micro), num_micro * num_chunks),
+        ):
+            order = _by_groups(micros, num_ranks, num_chunks)
+            forwards = [Action("F", micro, chunk) for micro, chunk in order]
+            backwards = [Action("B", micro, last - chunk) for micro, chunk in order]
+            row += _alternate(forwards, backwards, ahead)
+        rows.append(tuple(row))
     return Schedule("interleaved", num_micro, num_chunks, tuple(rows))
+
+
+def forward_only(num_ranks: int, num_micro: int, num_chunks: int = 1) -> Schedule:
+    """For log-probs: no backward, nothing stays alive."""
+    _check(num_ranks, num_micro, num_chunks)
+    order = _by_groups(range(num_micro), num_ranks, num_chunks)
+    row = tuple(Action("F", micro, chunk) for micro, chunk in order)
+    return Schedule("forward_only", num_micro, num_chunks, (row,) * num_ranks)
+
+
+def _by_groups(micros: range, num_ranks: int, num_chunks: int) -> list[tuple[int, int]]:
+    """(micro, chunk): a group of p micro-batches through every chunk, then the next group."""
+    return [
+        (micro, chunk)
+        for first in range(micros.start, micros.stop, num_ranks)
+        for chunk in range(num_chunks)
+        for micro in range(first, min(first + num_ranks, micros.stop))
+    ]
 
 
 def zb_h1(num_ranks: int, num_micro: int, num_chunks: int = 1) -> Schedule:
@@ -201,8 +216,8 @@ class Costs:
 
 
 def bubble_closed_form(schedule: Schedule, costs: Costs | None = None) -> float:
-    """Idle share of the time of a rank, sends free. For zb_h1 of at least as many micro-batches
-    as ranks, and where I and W take no longer than F and I together."""
+    """Idle share of the time of a rank, sends free. Holds for zb_h1 of at least as many
+    micro-batches as ranks, if W takes no longer than F and I; for interleaved of whole groups."""
     costs = costs if costs is not None else Costs()
     work = costs.forward + costs.input_grad + costs.weight_grad
     waits = schedule.num_ranks - 1
@@ -214,7 +229,8 @@ def bubble_closed_form(schedule: Schedule, costs: Costs | None = None) -> float:
 
 
 def peak_live_closed_form(schedule: Schedule, rank: int) -> int:
-    """Most activations of one (micro-batch, chunk) that a rank holds at once."""
+    """Most activations of one (micro-batch, chunk) that a rank holds at once; interleaved: of
+    whole groups."""
     p, m, v = schedule.num_ranks, schedule.num_micro, schedule.num_chunks
     return {
         "gpipe": m,
