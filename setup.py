@@ -9,6 +9,7 @@ PACKAGES = [
     "nanosched",
     "nanoengine",
     "nanoengine.model",
+    "nanoengine.parallel",
     "nanoinfer",
     "nanorl",
     "nanorl.agents",

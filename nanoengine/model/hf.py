@@ -21,12 +21,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.layers import DecoderLayer
+from nanoengine.model.layers import DecoderLayer, Slice
 from nanoengine.model.transformer import Transformer
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _TIED_HEAD = "lm_head.weight"
+_COLUMN_SPLIT = tuple(
+    f"{name}_proj.{kind}" for name in ("q", "k", "v", "gate", "up") for kind in ("weight", "bias")
+)
+_ROW_SPLIT = ("o_proj.weight", "down_proj.weight")
 _EXTRA_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -82,6 +86,26 @@ def _layer_views(layer: DecoderLayer) -> dict[str, Tensor]:
     return views
 
 
+def hf_slices(model: Transformer) -> dict[str, Slice]:
+    """Where the views of a split model lie in the whole tensors; names that every rank holds
+    whole are absent, so a model that is not split has none."""
+    split = model.split
+    if split is None:
+        return {}
+    found = {}
+    for name, view in hf_views(model).items():
+        if name in ("model.embed_tokens.weight", _TIED_HEAD):
+            run, dim, whole = split.run(model.config.vocab_size), 0, model.config.vocab_size
+        elif name.endswith((*_COLUMN_SPLIT, *_ROW_SPLIT)):
+            dim = 0 if name.endswith(_COLUMN_SPLIT) else 1
+            share = view.shape[dim]
+            run, whole = (split.rank * share, (split.rank + 1) * share), split.size * share
+        else:
+            continue
+        found[name] = Slice(dim, whole, (run,))
+    return found
+
+
 def export_state(
     model: Transformer, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
@@ -95,12 +119,16 @@ def load_state(model: Transformer, state: Iterable[tuple[str, Tensor]]) -> None:
     """Write Hugging Face tensors into the model and repack it.
 
     `ValueError` names missing, unknown, repeated and wrong-shaped tensors, and then nothing was
-    written. A tied model may also be given `lm_head.weight`, if it equals the embedding.
+    written. A tied model may also be given `lm_head.weight`, if it equals the embedding. A split
+    model takes its part of the whole tensors.
     """
-    views = hf_views(model)
+    views, slices = hf_views(model), hf_slices(model)
     tensors = _collect(state)
     if model.head is None:
         _drop_tied_head(tensors)
+    for name, part in slices.items():
+        if name in tensors and tensors[name].shape == part.whole_shape(views[name].shape):
+            tensors[name] = part.take(tensors[name])
     check_state(views, tensors)
     with torch.no_grad():
         for name, view in views.items():

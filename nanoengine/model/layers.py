@@ -7,12 +7,16 @@ Query, key and value share one matrix, and so do gate and up: fewer and larger p
 keeps each matrix twice, as the parameter (for the backward pass and the optimizer) and in oneDNN's
 block layout (for the forward pass of both engines; `kernels/linear.py` says why). The second copy
 is no parameter and in no state dict; whoever changes a weight calls `Transformer.repack`.
+Where the matrices are split over ranks (`split`, see parallel/tensor_parallel.py) a layer holds
+its share of the heads and of the MLP and calls on the split before and after them.
 Left out: dropout, biases in the MLP.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +24,53 @@ from torch import Tensor, nn
 from kernels import add_rms_norm, apply_rope, linear, pack_weight, rms_norm, swiglu
 from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import Llama3Rope, ModelConfig
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Which part of a whole tensor a rank holds: the runs [start, stop) along `dim`, in order."""
+
+    dim: int
+    whole: int
+    runs: tuple[tuple[int, int], ...]
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's part; a view where it is one run."""
+        parts = [whole.narrow(self.dim, lo, hi - lo) for lo, hi in self.runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+    def whole_shape(self, shape: torch.Size) -> torch.Size:
+        return torch.Size((*shape[: self.dim], self.whole, *shape[self.dim + 1 :]))
+
+
+class TensorSplit(Protocol):
+    """What a layer asks of the ranks that share its matrices.
+
+    Parameters carry what the optimizer needs to know: `param.slice` (a Slice; absent where all
+    ranks hold the same) and `param.is_partial` (each rank's gradient is one term of the sum).
+    """
+
+    size: int
+    rank: int
+    sequence_parallel: bool
+
+    def run(self, whole: int) -> tuple[int, int]:
+        """This rank's indices of `whole` items."""
+        ...
+
+    def enter(self, x: Tensor, num_rows: int) -> Tensor:
+        """Before matrices split by columns: the rows every rank needs, `num_rows` of them."""
+        ...
+
+    def leave(self, x: Tensor) -> Tensor:
+        """After matrices split by rows: the sum over the ranks."""
+        ...
+
+    def embed(self, ids_T: Tensor, weight_VE: Tensor, vocab_size: int) -> Tensor: ...
+
+    def gather_columns(self, x: Tensor, whole: int) -> Tensor:
+        """The ranks' columns side by side, without gradient."""
+        ...
 
 
 class PackedLinear(nn.Module):
@@ -109,14 +160,23 @@ def _scale_llama3(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
 class DecoderLayer(nn.Module):
     """Attention and MLP, each after a norm and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        dtype: torch.dtype,
+        device: str,
+        split: TensorSplit | None = None,
+    ) -> None:
         super().__init__()
         self.index = index
         self.eps = config.rms_norm_eps
         self.head_dim = config.head_dim
-        self.q_width = config.num_heads * config.head_dim
-        self.kv_width = config.num_kv_heads * config.head_dim
-        hidden, mlp = config.hidden_size, config.intermediate_size
+        self.split = split
+        num_ranks = 1 if split is None else split.size
+        self.q_width = config.num_heads * config.head_dim // num_ranks
+        self.kv_width = config.num_kv_heads * config.head_dim // num_ranks
+        hidden, mlp = config.hidden_size, config.intermediate_size // num_ranks
         qkv_width = self.q_width + 2 * self.kv_width
         self.input_norm = nn.Parameter(torch.ones(hidden, dtype=dtype, device=device))
         self.qkv = PackedLinear(hidden, qkv_width, config.attention_bias, dtype, device)
@@ -129,6 +189,8 @@ class DecoderLayer(nn.Module):
         self.post_norm = nn.Parameter(torch.ones(hidden, dtype=dtype, device=device))
         self.gate_up = PackedLinear(hidden, 2 * mlp, False, dtype, device)
         self.down = PackedLinear(mlp, hidden, False, dtype, device)
+        if split is not None:
+            self._mark_slices(split, mlp)
 
     def forward(
         self,
@@ -146,11 +208,16 @@ class DecoderLayer(nn.Module):
             y_TE, residual_TE = add_rms_norm(x_TE, residual_TE, self.input_norm, self.eps)
         x_TE = self._attend(y_TE, rope, context)
         y_TE, residual_TE = add_rms_norm(x_TE, residual_TE, self.post_norm, self.eps)
-        return self.down(swiglu(self.gate_up(y_TE))), residual_TE
+        if self.split is None:
+            return self.down(swiglu(self.gate_up(y_TE))), residual_TE
+        y_TE = self.split.enter(y_TE, rope[0].shape[0])
+        return self.split.leave(self.down(swiglu(self.gate_up(y_TE)))), residual_TE
 
     def _attend(
         self, y_TE: Tensor, rope: tuple[Tensor, Tensor], context: AttentionContext
     ) -> Tensor:
+        if self.split is not None:
+            y_TE = self.split.enter(y_TE, rope[0].shape[0])
         q, k, v = self.qkv(y_TE).split((self.q_width, self.kv_width, self.kv_width), -1)
         num_tokens, head_dim = y_TE.shape[0], self.head_dim
         q_THD = q.view(num_tokens, -1, head_dim)
@@ -160,4 +227,44 @@ class DecoderLayer(nn.Module):
             k_TKD = rms_norm(k_TKD, self.k_norm, self.eps)
         q_THD, k_TKD = apply_rope(q_THD, k_TKD, *rope, None)
         o_THD = context.attend(self.index, q_THD, k_TKD, v.view(num_tokens, -1, head_dim))
-        return self.out(o_THD.reshape(num_tokens, self.q_width))
+        o_TE = o_THD.reshape(num_tokens, self.q_width)
+        if self.split is None:
+            return self.out(o_TE)
+        x_TE = self.split.leave(linear(o_TE, self.out.weight, packed=self.out.packed))
+        return x_TE if self.out.bias is None else x_TE + self.out.bias  # once, not on every rank
+
+    def _mark_slices(self, split: TensorSplit, mlp: int) -> None:
+        fused = (self.q_width, self.kv_width, self.kv_width)
+        for parameter in (self.qkv.weight, self.qkv.bias):
+            mark_slice(parameter, 0, fused, split)
+        mark_slice(self.gate_up.weight, 0, (mlp, mlp), split)
+        mark_slice(self.out.weight, 1, (self.q_width,), split)
+        mark_slice(self.down.weight, 1, (mlp,), split)
+        for norm in (self.q_norm, self.k_norm):  # shared by the heads, which are on many ranks
+            mark_partial(norm)
+        if split.sequence_parallel:
+            for parameter in (self.input_norm, self.post_norm, self.out.bias):
+                mark_partial(parameter)
+
+
+def mark_slice(
+    parameter: nn.Parameter | None, dim: int, widths: tuple[int, ...], split: TensorSplit
+) -> None:
+    """Several matrices of the given local widths lie side by side; each is split evenly."""
+    if parameter is None:
+        return
+    runs, begin = [], 0
+    for width in widths:
+        runs.append((begin + split.rank * width, begin + (split.rank + 1) * width))
+        begin += split.size * width
+    parameter.slice = Slice(dim, begin, tuple(runs))  # type: ignore[attr-defined]
+
+
+def mark_partial(parameter: nn.Parameter | None) -> None:
+    if parameter is not None:
+        parameter.is_partial = True  # type: ignore[attr-defined]
+
+
+def slice_of(parameter: Tensor) -> Slice | None:
+    found: Slice | None = getattr(parameter, "slice", None)
+    return found

@@ -20,7 +20,17 @@ from torch.utils.checkpoint import checkpoint
 from kernels import add_rms_norm, linear
 from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.layers import DecoderLayer, PackedLinear, embed, refresh_packed, rope_tables
+from nanoengine.model.layers import (
+    DecoderLayer,
+    PackedLinear,
+    Slice,
+    TensorSplit,
+    embed,
+    mark_partial,
+    refresh_packed,
+    rope_tables,
+    slice_of,
+)
 
 
 class Transformer(nn.Module):
@@ -33,21 +43,31 @@ class Transformer(nn.Module):
         device: str = "cpu",
         *,
         head_dtype: torch.dtype | None = None,
+        split: TensorSplit | None = None,
     ) -> None:
         """`head_dtype` float32 over a bf16 model computes logits from an fp32 copy of the head:
-        bf16 logits move a token's probability by up to 5 %."""
+        bf16 logits move a token's probability by up to 5 %. With `split` this is one rank's part
+        of the model; `config` stays that of the whole."""
         super().__init__()
         self.config = config
+        self.split = split
         self._head_dtype = head_dtype
-        shape = (config.vocab_size, config.hidden_size)
+        vocab = (0, config.vocab_size) if split is None else split.run(config.vocab_size)
+        shape = (vocab[1] - vocab[0], config.hidden_size)
         self.embedding = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index, dtype, device) for index in range(config.num_layers)
+            DecoderLayer(config, index, dtype, device, split) for index in range(config.num_layers)
         )
         self.norm = nn.Parameter(torch.ones(config.hidden_size, dtype=dtype, device=device))
         self.head: nn.Parameter | None = None
         if not config.tie_word_embeddings:
             self.head = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+        if split is not None:
+            for table in (self.embedding, self.head):
+                if table is not None:
+                    table.slice = Slice(0, config.vocab_size, (vocab,))  # type: ignore[attr-defined]
+            if split.sequence_parallel:
+                mark_partial(self.norm)
         cos, sin = rope_tables(config, dtype, device)
         self.rope_cos: Tensor
         self.rope_sin: Tensor
@@ -92,7 +112,10 @@ class Transformer(nn.Module):
         the layer again there: the same gradients bit for bit, about a third more work.
         """
         rope = (self.rope_cos[positions_T], self.rope_sin[positions_T])
-        x_TE = embed(ids_T, self.embedding)
+        if self.split is None:
+            x_TE = embed(ids_T, self.embedding)
+        else:
+            x_TE = self.split.embed(ids_T, self.embedding, self.config.vocab_size)
         residual_TE: Tensor | None = None
         if activation_checkpointing and torch.is_grad_enabled():
             for layer in self.layers:
@@ -109,13 +132,17 @@ class Transformer(nn.Module):
             for layer in self.layers:
                 x_TE, residual_TE = layer(x_TE, residual_TE, rope, context)
         assert residual_TE is not None, "there is at least one layer"
-        return add_rms_norm(x_TE, residual_TE, self.norm, self.config.rms_norm_eps)[0]
+        y_TE = add_rms_norm(x_TE, residual_TE, self.norm, self.config.rms_norm_eps)[0]
+        return y_TE if self.split is None else self.split.enter(y_TE, ids_T.shape[0])
 
     def logits(self, hidden_TE: Tensor) -> Tensor:
         """Logits [T, V] in `head_dtype`. The trainer repeats their bits by handing
         `lm_head_weight`, `lm_head_packed` and `logits_dtype=head_dtype` to `linear_logprob`."""
         weight = self.lm_head_weight if self._wide_head is None else self._wide_head
-        return linear(hidden_TE.to(weight.dtype), weight, packed=self.lm_head_packed)
+        logits = linear(hidden_TE.to(weight.dtype), weight, packed=self.lm_head_packed)
+        if self.split is not None:
+            logits = self.split.gather_columns(logits, self.config.vocab_size)
+        return logits
 
     def repack(self) -> None:
         """Refresh the prepacked copies in place. Call it after any change to a weight: the forward
@@ -130,7 +157,8 @@ class Transformer(nn.Module):
 
     def init_weights(self, seed: int, std: float = 0.02) -> None:
         """Fresh normal weights; projections into the residual stream are smaller by √(2·layers),
-        as in GPT-2. Norms 1, biases 0. The same seed gives the same weights in every dtype."""
+        as in GPT-2. Norms 1, biases 0. The same seed gives the same weights in every dtype and
+        however the model is split."""
         generator = torch.Generator().manual_seed(seed)
         residual_std = std / (2 * self.config.num_layers) ** 0.5
         with torch.no_grad():
@@ -139,6 +167,8 @@ class Transformer(nn.Module):
                     parameter.fill_(0.0 if name.endswith("bias") else 1.0)
                     continue
                 scale = residual_std if name.endswith(("out.weight", "down.weight")) else std
-                fresh = torch.randn(parameter.shape, generator=generator) * scale
-                parameter.copy_(fresh)
+                part = slice_of(parameter)
+                shape = parameter.shape if part is None else part.whole_shape(parameter.shape)
+                fresh = torch.randn(shape, generator=generator) * scale
+                parameter.copy_(fresh if part is None else part.take(fresh))
         self.repack()

@@ -1,1 +1,1 @@
-"""How the model and its training are split over processes."""
+"""How the model and its training are split over processes. Read mesh.py first."""

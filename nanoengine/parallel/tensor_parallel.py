@@ -1,0 +1,287 @@
+"""Tensor parallelism: each rank holds some heads, some MLP columns and some of the vocabulary.
+
+    column: W is cut by output rows.  y_r = x · W_rᵀ          x is needed whole by every rank
+    row:    W is cut by input columns. y  = Σ_r x_r · W_rᵀ    the sum is an all-reduce
+
+A layer is two such pairs: qkv (column) then out (row); gate_up (column) then down (row). Forward
+that is one all-reduce a pair, after the row matrix (`leave`); backward one, of the gradient of x
+before the column matrix (`enter`). With `sequence_parallel` the rows between pairs (norms,
+residual stream) are cut over the ranks too: the all-reduce becomes a reduce-scatter there and an
+all-gather here, the same bytes, and the activations between pairs take 1/tp of the memory.
+
+The embedding and the output head are cut by vocabulary. Log-probs need three numbers a token from
+each rank (maximum, sum of exponentials, the target's logit), never the logits of another rank.
+
+Left out: overlapping these collectives with matrix products (async TP), heads that do not divide.
+Shapes: T tokens, E hidden size, V vocabulary, C tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import pack_weight
+from kernels.linear import accumulate_weight_grad, linear_rows, matmul_rows
+from nanoengine.model.config import ModelConfig
+from nanoengine.model.layers import embed
+from nanoengine.parallel.mesh import Mesh
+
+_CHUNK_ELEMENTS = 256 * 49152  # logits of a rank held at a time: 50 MB in fp32
+
+
+class TensorParallel:
+    """The `split` of a Transformer over the mesh's tp axis (a TensorSplit)."""
+
+    def __init__(self, mesh: Mesh, *, sequence_parallel: bool = False) -> None:
+        self.mesh = mesh
+        self.size, self.rank = mesh.size("tp"), mesh.rank("tp")
+        self.sequence_parallel = sequence_parallel
+
+    @classmethod
+    def of(
+        cls, mesh: Mesh, config: ModelConfig, *, sequence_parallel: bool = False
+    ) -> TensorParallel | None:
+        """The split for a model of this shape; None where the mesh has one tp rank."""
+        size = mesh.size("tp")
+        for name in ("num_heads", "num_kv_heads", "intermediate_size"):
+            if getattr(config, name) % size:
+                raise ValueError(
+                    f"tp={size}: must divide {name}={getattr(config, name)}; choose another layout"
+                )
+        if config.vocab_size < size:
+            raise ValueError(f"tp={size}: must be at most vocab_size={config.vocab_size}")
+        return None if size == 1 else cls(mesh, sequence_parallel=sequence_parallel)
+
+    def run(self, whole: int) -> tuple[int, int]:
+        """As even as can be; the first ranks hold one more where it does not divide."""
+        return even_run(whole, self.size, self.rank)
+
+    def enter(self, x: Tensor, num_rows: int) -> Tensor:
+        if self.sequence_parallel:
+            out: Tensor = _GatherRows.apply(x, self.mesh, num_rows)
+        else:
+            out = _Enter.apply(x, self.mesh)
+        return out
+
+    def leave(self, x: Tensor) -> Tensor:
+        function: Any = _ScatterRows if self.sequence_parallel else _Leave
+        out: Tensor = function.apply(x, self.mesh)
+        return out
+
+    def embed(self, ids_T: Tensor, weight_VE: Tensor, vocab_size: int) -> Tensor:
+        """Each rank looks up the tokens of its own range; the others add zero."""
+        lo, hi = self.run(vocab_size)
+        is_mine_T1 = ((ids_T >= lo) & (ids_T < hi)).unsqueeze(1)
+        found_TE = embed((ids_T - lo).clamp(0, hi - lo - 1), weight_VE)
+        return self.leave(found_TE * is_mine_T1.to(found_TE.dtype))
+
+    @torch.no_grad()
+    def gather_columns(self, x: Tensor, whole: int) -> Tensor:
+        widths = [hi - lo for lo, hi in (even_run(whole, self.size, r) for r in range(self.size))]
+        mine = F.pad(x, (0, max(widths) - x.shape[-1])).contiguous()
+        out = mine.new_empty(self.size, *mine.shape)
+        self.mesh.all_gather("tp", out, mine)
+        return torch.cat([out[r][..., :width] for r, width in enumerate(widths)], -1)
+
+
+def even_run(whole: int, num_parts: int, part: int) -> tuple[int, int]:
+    base, extra = divmod(whole, num_parts)
+    lo = part * base + min(part, extra)
+    return lo, lo + base + (part < extra)
+
+
+class _Enter(torch.autograd.Function):
+    """Identity; the gradient is the sum over the ranks, each of which used x for its columns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:
+        ctx.mesh = mesh
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        total = dx.clone(memory_format=torch.contiguous_format)
+        ctx.mesh.all_reduce("tp", total)
+        return total, None
+
+
+class _Leave(torch.autograd.Function):
+    """The sum over the ranks; its gradient goes to every term."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        mesh.all_reduce("tp", total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return dx, None
+
+
+class _GatherRows(torch.autograd.Function):
+    """All rows from the ranks' shares. Shares are equal; rows past `num_rows` are padding."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh, num_rows: int) -> Tensor:
+        ctx.mesh = mesh
+        return _gather(x, mesh)[:num_rows]
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
+        return _scatter(dx, ctx.mesh), None, None
+
+
+class _ScatterRows(torch.autograd.Function):
+    """This rank's share of the rows of the sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:
+        ctx.mesh, ctx.num_rows = mesh, x.shape[0]
+        return _scatter(x, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return _gather(dx, ctx.mesh)[: ctx.num_rows], None
+
+
+def _gather(x: Tensor, mesh: Mesh) -> Tensor:
+    out = x.new_empty(mesh.size("tp") * x.shape[0], *x.shape[1:])
+    mesh.all_gather("tp", out, x)
+    return out
+
+
+def _scatter(x: Tensor, mesh: Mesh) -> Tensor:
+    share = -(-x.shape[0] // mesh.size("tp"))
+    padded = F.pad(x, (0, 0, 0, share * mesh.size("tp") - x.shape[0]))
+    out = x.new_empty(share, *x.shape[1:])
+    mesh.reduce_scatter("tp", out, padded)
+    return out
+
+
+class _Logprob(torch.autograd.Function):
+    """As kernels/linear_logprob.py, with the vocabulary cut over the ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TE: Tensor,
+        weight_VE: Tensor,
+        ids_T: Tensor,
+        packed: Tensor | None,
+        options: tuple[Mesh, int, float, bool, torch.dtype],
+    ) -> tuple[Tensor, Tensor]:
+        mesh, first, temperature, wants_entropy, dtype = options
+        head = weight_VE.to(dtype)
+        packed = pack_weight(head) if packed is None else packed
+        wide = torch.promote_types(dtype, torch.float32)
+        stats_3T = torch.zeros(3, hidden_TE.shape[0], dtype=wide, device=hidden_TE.device)
+        for rows in _chunks(hidden_TE, weight_VE):
+            z = linear_rows(hidden_TE[rows].to(dtype), head, None, packed).to(wide) / temperature
+            top_C = z.amax(-1)
+            mesh.all_reduce("tp", top_C, "max")
+            e = (z - top_C.unsqueeze(1)).exp()
+            sums_3C = torch.stack(
+                [e.sum(-1), _own_logit(z, ids_T[rows], first), top_C.new_zeros(len(top_C))]
+            )
+            if wants_entropy:
+                sums_3C[2] = (e * z).sum(-1)
+            mesh.all_reduce("tp", sums_3C if wants_entropy else sums_3C[:2])
+            lse = top_C + sums_3C[0].log()
+            stats_3T[0, rows] = sums_3C[1] - lse
+            stats_3T[1, rows] = lse
+            stats_3T[2, rows] = lse - sums_3C[2] / sums_3C[0]  # -Σ p log p
+        logp_T, lse_T, entropy_T = stats_3T.unbind()
+        ctx.save_for_backward(hidden_TE, weight_VE, ids_T, lse_T, entropy_T)
+        ctx.packed, ctx.options = packed, options
+        ctx.set_materialize_grads(False)
+        return logp_T.clone(), entropy_T.clone()
+
+    @staticmethod
+    def backward(
+        ctx: Any, dlogp_T: Tensor | None, dentropy_T: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, None, None, None]:
+        """dz = dlogp · (onehot − p) − dentropy · p · (logp + entropy), on this rank's columns.
+        dhidden is this rank's term; the sum over the ranks happens where hidden entered."""
+        hidden_TE, weight_VE, ids_T, lse_T, entropy_T = ctx.saved_tensors
+        _, first, temperature, _, dtype = ctx.options
+        head = weight_VE.to(dtype)
+        dhidden = torch.zeros_like(hidden_TE)
+        dweight = torch.zeros(weight_VE.shape, dtype=lse_T.dtype, device=lse_T.device)
+        for rows in _chunks(hidden_TE, weight_VE):
+            h = hidden_TE[rows].to(dtype)
+            logp = linear_rows(h, head, None, ctx.packed).to(lse_T.dtype) / temperature
+            logp -= lse_T[rows].unsqueeze(1)
+            dz = torch.zeros_like(logp)
+            if dentropy_T is not None:
+                slope = logp + entropy_T[rows].unsqueeze(1)
+                dz -= slope.mul_(logp.exp()).mul_(dentropy_T[rows].unsqueeze(1))
+            if dlogp_T is not None:
+                dz -= logp.exp_().mul_(dlogp_T[rows].unsqueeze(1))
+                _add_at_own(dz, ids_T[rows], first, dlogp_T[rows])
+            dlogits = dz.div_(temperature).to(dtype)
+            dhidden[rows] = matmul_rows(dlogits, head).to(dhidden.dtype)
+            dweight += matmul_rows(dlogits.t(), h)
+        return dhidden, accumulate_weight_grad(weight_VE, dweight), None, None, None
+
+
+def _chunks(hidden_TE: Tensor, weight_VE: Tensor) -> list[slice]:
+    step = max(64, _CHUNK_ELEMENTS // weight_VE.shape[0])
+    return [slice(lo, lo + step) for lo in range(0, hidden_TE.shape[0], step)]
+
+
+def _own_logit(z_CV: Tensor, ids_C: Tensor, first: int) -> Tensor:
+    """The target's entry where it is in this rank's columns, else 0."""
+    local = ids_C - first
+    is_mine = (local >= 0) & (local < z_CV.shape[1])
+    found = z_CV.gather(1, local.clamp(0, z_CV.shape[1] - 1).unsqueeze(1)).squeeze(1)
+    return torch.where(is_mine, found, 0.0)
+
+
+def _add_at_own(dz_CV: Tensor, ids_C: Tensor, first: int, values_C: Tensor) -> None:
+    local = ids_C - first
+    is_mine = (local >= 0) & (local < dz_CV.shape[1])
+    index = local.clamp(0, dz_CV.shape[1] - 1).unsqueeze(1)
+    dz_CV.scatter_add_(1, index, torch.where(is_mine, values_C, 0.0).unsqueeze(1).to(dz_CV.dtype))
+
+
+def vocab_parallel_logprob(
+    hidden_TE: Tensor,
+    weight_VE: Tensor,
+    ids_T: Tensor,
+    split: TensorParallel,
+    vocab_size: int,
+    *,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    packed: Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`kernels.linear_logprob` where `weight_VE` is this rank's part of the vocabulary: logp [T]
+    (and entropy [T]) over all of it, the same on every rank."""
+    options = (
+        split.mesh,
+        split.run(vocab_size)[0],
+        temperature if temperature > 0 else 1.0,
+        return_entropy,
+        logits_dtype if logits_dtype is not None else hidden_TE.dtype,
+    )
+    logp_T, entropy_T = _Logprob.apply(hidden_TE, weight_VE, ids_T, packed, options)
+    return (logp_T, entropy_T) if return_entropy else logp_T
+
+
+def vocab_parallel_cross_entropy(
+    hidden_TE: Tensor,
+    weight_VE: Tensor,
+    ids_T: Tensor,
+    split: TensorParallel,
+    vocab_size: int,
+) -> Tensor:
+    """-logp of each target [T]: `F.cross_entropy(..., reduction="none")` over the split head."""
+    logp_T = vocab_parallel_logprob(hidden_TE, weight_VE, ids_T, split, vocab_size)
+    assert isinstance(logp_T, Tensor)
+    return -logp_T

@@ -1,0 +1,72 @@
+"""What the ranks do in test_mesh.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pool import Rank
+
+from nanoengine.parallel.mesh import REPLICA_AXES, Layout
+
+
+def every_collective(rank: Rank, dtype: torch.dtype) -> dict[str, Any]:
+    mesh = rank.mesh(Layout(dp=2, tp=2))
+    me, n = mesh.rank("tp"), mesh.size("tp")
+    found: dict[str, Any] = {"place": (mesh.rank("dp"), me, mesh.rank())}
+    x = torch.arange(4, dtype=dtype) + 10 * rank.rank
+    total, largest = x.clone(), x.clone()
+    mesh.all_reduce("tp", total)
+    mesh.all_reduce(("dp", "tp"), largest, "max")
+    gathered, part = torch.empty(8, dtype=dtype), torch.empty(2, dtype=dtype)
+    mesh.all_gather("dp", gathered, x)
+    mesh.reduce_scatter("tp", part, x)
+    root = x.clone()
+    mesh.broadcast(REPLICA_AXES, root, 1)
+    neighbour = torch.empty_like(x)
+    mesh.exchange("tp", x, (me + 1) % n, neighbour, (me - 1) % n).wait()
+    swapped = torch.empty_like(x)
+    mesh.all_to_all("tp", swapped, x, [2, 2], [2, 2])
+    tensors = {
+        "sum": total,
+        "max": largest,
+        "gathered": gathered,
+        "part": part,
+        "root": root,
+        "neighbour": neighbour,
+        "swapped": swapped,
+    }
+    found |= {name: tensor.tolist() for name, tensor in tensors.items()}
+    found["traffic"] = {key: (t.calls, t.bytes) for key, t in mesh.traffic.items()}
+    found["json"] = mesh.gather_json("dp", {"rank": rank.rank, "text": "ü" * rank.rank})
+    return found
+
+
+def bf16_sum(rank: Rank) -> float:
+    mesh = rank.mesh(Layout(dp=4))
+    value = torch.tensor([[256.0, 1.0, 1.0, 1.0][rank.rank]], dtype=torch.bfloat16)
+    mesh.all_reduce("dp", value)
+    return float(value)
+
+
+def two_meshes(rank: Rank) -> list[float]:
+    """Two grids over the same processes, used in turn."""
+    first, second = rank.mesh(Layout(dp=2)), rank.mesh(Layout(tp=2))
+    x = torch.ones(1) * (rank.rank + 1)
+    first.all_reduce("dp", x)
+    second.all_reduce("tp", x)
+    first.all_reduce("dp", x)
+    assert not torch.distributed.is_initialized()
+    return x.tolist()
+
+
+def one_rank_raises(rank: Rank) -> None:
+    if rank.rank == 1:
+        raise ValueError("planted")
+    rank.mesh(Layout(dp=2)).barrier()
+
+
+def sleeps(rank: Rank) -> None:
+    import time
+
+    time.sleep(60)

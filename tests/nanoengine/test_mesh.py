@@ -1,0 +1,101 @@
+"""The grid, its collectives, what they count, and the worker pool itself."""
+
+from __future__ import annotations
+
+import mesh_cases
+import pytest
+import torch
+from pool import RankFailed, WorkerPool
+
+from nanoengine.parallel.mesh import AXES, Layout, Mesh, describe, wire_bytes
+
+
+def test_ranks_count_through_the_axes_with_tp_fastest() -> None:
+    layout = Layout(pp=2, dp=2, tp=3)
+    assert layout.world == 12
+    assert layout.coordinates(7) == {"pp": 1, "dp": 0, "ep": 0, "cp": 0, "tp": 1}
+    assert [layout.rank_at(**layout.coordinates(rank)) for rank in range(12)] == list(range(12))
+    assert layout.members(7, "tp") == [6, 7, 8]
+    assert layout.members(7, "dp") == [7, 10]
+    assert layout.members(7, ("tp", "pp")) == [0, 1, 2, 6, 7, 8]
+    assert describe(layout) == "pp2·dp2·tp3" and describe(Layout()) == "single"
+
+
+def test_a_single_process_needs_no_store_and_its_collectives_do_nothing() -> None:
+    mesh = Mesh(Layout())
+    x = torch.arange(3.0)
+    out = torch.zeros(3)
+    mesh.all_reduce("tp", x)
+    mesh.all_gather(AXES, out, x)
+    assert torch.equal(out, torch.arange(3.0)) and not mesh.traffic
+    with pytest.raises(ValueError, match="one rank"):
+        mesh.group("dp")
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Layout(tp=0), "tp=0"),
+        (lambda: Mesh(Layout(dp=2), 2), "rank=2"),
+        (lambda: Mesh(Layout(dp=2), 0), "store=None"),
+        (lambda: Mesh(Layout()).size("px"), "axis 'px'"),
+    ],
+)
+def test_impossible_meshes_are_refused(build: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+def test_every_collective_gives_the_value_worked_by_hand(
+    pool: WorkerPool, dtype: torch.dtype
+) -> None:
+    results = pool.run(4, mesh_cases.every_collective, dtype)
+    for rank, found in enumerate(results):
+        dp, tp = divmod(rank, 2)
+        assert found["place"] == (dp, tp, rank)
+        base = [20 * dp + 10 * r for r in (0, 1)]  # the tens of the two tp neighbours
+        assert found["sum"] == [2 * i + sum(base) for i in range(4)]
+        assert found["max"] == [30 + i for i in range(4)]
+        assert found["gathered"] == [10 * tp + i for i in range(4)] + [
+            20 + 10 * tp + i for i in range(4)
+        ]
+        assert found["part"] == [2 * i + sum(base) for i in (2 * tp, 2 * tp + 1)]
+        assert found["root"] == [20 + 10 * tp + i for i in range(4)]
+        assert found["neighbour"] == [20 * dp + 10 * (1 - tp) + i for i in range(4)]
+        assert found["swapped"] == [base[r] + 2 * tp + i for r in (0, 1) for i in (0, 1)]
+        assert found["json"][dp]["rank"] == rank and found["json"][1]["text"] == "ü" * (2 + tp)
+        size = 4 * torch.empty(0, dtype=dtype).element_size()
+        assert found["traffic"] == {
+            ("all_reduce", "tp"): (1, size),
+            ("all_reduce", "dp-tp"): (1, size),
+            ("all_gather", "dp"): (1, 2 * size),
+            ("reduce_scatter", "tp"): (1, size),
+            ("broadcast", "dp-ep-cp"): (1, size),
+            ("send", "tp"): (1, size),
+            ("recv", "tp"): (1, size),
+            ("all_to_all", "tp"): (1, size),
+        }
+
+
+def test_a_ring_sends_each_byte_of_an_all_reduce_nearly_twice() -> None:
+    assert wire_bytes("all_reduce", 1000, 4) == 1500
+    assert wire_bytes("all_gather", 1000, 4) == wire_bytes("reduce_scatter", 1000, 4) == 750
+    assert wire_bytes("send", 1000, 2) == 1000
+
+
+def test_bf16_is_reduced_in_fp32(pool: WorkerPool) -> None:
+    # 256 + 1 rounds to 256 in bf16: adding one by one would stay there; 259 rounds to 260
+    assert pool.run(4, mesh_cases.bf16_sum) == [260.0] * 4
+
+
+def test_several_meshes_live_in_one_process_without_a_default_group(pool: WorkerPool) -> None:
+    assert pool.run(2, mesh_cases.two_meshes) == [[12.0], [12.0]]
+
+
+def test_a_failing_rank_fails_the_call_and_the_pool_recovers(pool: WorkerPool) -> None:
+    with pytest.raises(RankFailed, match="planted"):
+        pool.run(2, mesh_cases.one_rank_raises)
+    with pytest.raises(RankFailed, match="longer"):
+        pool.run(1, mesh_cases.sleeps, timeout_s=0.3)
+    assert pool.run(2, mesh_cases.two_meshes) == [[12.0], [12.0]]
