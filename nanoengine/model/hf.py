@@ -51,12 +51,16 @@ _DTYPE_NAMES = {
 
 def hf_views(model: Transformer) -> dict[str, Tensor]:
     """Every Hugging Face name with the view of our parameter that holds it; writing to the view
-    writes to the model (then call `repack`). A tied head appears once, as the embedding."""
-    views = {"model.embed_tokens.weight": model.embedding.detach()}
+    writes to the model (then call `repack`). A tied head appears once, as the embedding. A pipeline
+    stage has the names it holds."""
+    views = {}
+    if model.embedding is not None:
+        views["model.embed_tokens.weight"] = model.embedding.detach()
     for layer in model.layers:
-        assert isinstance(layer, DecoderLayer)
-        views |= _layer_views(layer)
-    views["model.norm.weight"] = model.norm.detach()
+        if isinstance(layer, DecoderLayer):  # others are on another pipeline stage
+            views |= _layer_views(layer)
+    if model.norm is not None:
+        views["model.norm.weight"] = model.norm.detach()
     if model.head is not None:
         views[_TIED_HEAD] = model.head.detach()
     return views
