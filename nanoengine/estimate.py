@@ -330,7 +330,8 @@ def run(arguments: Sequence[str], console: Console) -> None:
         f"micro-batches of {micro_tokens}, sequences of {args.seq_len}, {args.dtype}, "
         f"{args.schedule}. Assumed: {hardware.peak_flops / 1e12:.0f} TFLOP/s peak, "
         f"{hardware.efficiency:.0%} of it in matmuls, alpha {hardware.alpha_s * 1e6:.0f} us, "
-        f"{hardware.beta_node / 1e9:.0f} GB/s in a node, {hardware.beta_net / 1e9:.0f} GB/s between."
+        f"{hardware.beta_node / 1e9:.0f} GB/s in a node, {hardware.beta_net / 1e9:.0f} GB/s "
+        "between."
     )
     console.print(table(found, refused, job, hardware))
 

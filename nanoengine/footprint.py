@@ -5,9 +5,9 @@ tensors that really exist. P parameters of the rank, d the data-parallel size, T
 micro-batch on the rank, E hidden, F MLP, Q and K widths of queries and keys, t the tensor-parallel
 size, s = t with sequence parallel, else 1.
 
-    bytes of parameters     2P (bf16) or 4P (fp32, which is its own master)     / d with ZeRO-3
-    bytes of gradients      4P                                                  / d with ZeRO-2, 3
-    bytes of optimizer      8P, and 4P masters over bf16                        / d with ZeRO-1, 2, 3
+    bytes of parameters     2P (bf16) or 4P (fp32, which is its own master)   / d with ZeRO-3
+    bytes of gradients      4P                                                / d with ZeRO-2, 3
+    bytes of optimizer      8P, and 4P masters over bf16                      / d with ZeRO-1 to 3
     activations of a layer  T (4E/s + (3Q + 3K + 3F)/t) elements and the norms' fp32 statistics
     with checkpointing      T · 2E/s elements a layer, and one layer in full
     FLOPs of a token        6N + 6·L·Q·length       N matmul weights with the head, L layers; causal

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from nanoengine.parallel.schedules import (  # noqa: E402
+from nanoengine.parallel.schedules import (
     SCHEDULES,
     Costs,
     Schedule,
@@ -86,9 +86,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     forward, input_grad, weight_grad = args.times
-    costs = Costs(
-        forward=forward, input_grad=input_grad, weight_grad=weight_grad, send=args.send
-    )
+    costs = Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad, send=args.send)
     picture = draw(schedule, costs)
     if args.out is None:
         print(picture, end="")

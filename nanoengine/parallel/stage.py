@@ -1,4 +1,4 @@
-"""One stage of a pipeline: a run of the model's layers, with the embedding before or the head after.
+"""One stage of a pipeline: a run of the model's layers, the embedding before or the head after it.
 
 A stage is the Transformer whose other layers are elsewhere. Parameters keep the names they have in
 the whole model, so checkpoints, exports and the optimizer need not know about pipelines. Between
