@@ -9,7 +9,13 @@ on how the batch was cut into micro-batches.
 The engine owns the masters and moments (`optim.py`); the model it was given stays the caller's and
 always holds the current weights, so an inference engine in the same process can share it.
 
-Left out: more than one device (`parallel/` wraps this), and losses, which belong to the algorithm.
+Over a mesh of processes every rank calls the same methods, with the samples of its own place on
+the data axes (tp, cp and pp neighbours pass the same ones; a rank may have none). Losses and
+gradients are sums over all ranks divided by one weight summed over all ranks, so they do not
+depend on how the batch was dealt out either.
+
+Left out: losses, which belong to the algorithm.
+Next: scoring.py (a micro-batch's log-probs), optim.py, parallel/zero.py.
 """
 
 from __future__ import annotations
@@ -17,22 +23,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from kernels import linear_logprob, pack_weight
 from nanoengine.checkpoint import CheckpointError, open_checkpoint, save_checkpoint
+from nanoengine.config import DTYPES, EngineConfig
 from nanoengine.model import hf
-from nanoengine.model.attention import AttentionContext, PackedContext
-from nanoengine.model.shared_prefix import SharedPrefixContext, supports_shared_prefix
+from nanoengine.model.shared_prefix import supports_shared_prefix
 from nanoengine.model.transformer import Transformer
-from nanoengine.optim import AdamW, AdamWConfig
+from nanoengine.optim import AdamW
 from nanoengine.packing import MicroBatch, Sample, make_micro_batches
+from nanoengine.parallel.mesh import DATA_AXES, Layout, Mesh
+from nanoengine.parallel.tensor_parallel import TensorParallel, gather_slice
+from nanoengine.parallel.zero import ShardedAdamW
 from nanoengine.rng import get_rng_state, set_rng_state
+from nanoengine.scoring import Scorer
 
 LossFn = Callable[[Tensor, Tensor | None, MicroBatch], tuple[Tensor, Mapping[str, Tensor | float]]]
 """(logp_T, entropy_T or None, micro-batch) -> (sum over tokens, {name: sum of a statistic}).
@@ -41,49 +50,42 @@ Entries whose loss_mask_T is 0 hold logp 0 and entropy 0."""
 
 WeightFn = Callable[[Sequence[Sample]], float]
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-
 
 class NonFiniteLoss(RuntimeError):  # noqa: N818 (the name of the event, as StopIteration)
     """A loss or gradient was NaN or infinite; weights and moments are as before the step."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig(AdamWConfig):
-    """How the engine computes; what it inherits says how it updates."""
-
-    dtype: Literal["fp32", "bf16", "fp64"] = "fp32"  # parameters and matmuls; masters stay fp32
-    micro_batch_tokens: int = 2048  # rows of the model in one forward and backward pass
-    share_prefix: bool = False  # read the common leading tokens of a group once
-    activation_checkpointing: bool = False  # less memory, a third more work, the same bits
-    lm_head_fp32: bool = False  # output head in fp32 over a bf16 model
-    deterministic: bool = False  # GPU: only run-to-run deterministic kernels. A CPU always is
-    keep_checkpoints: int = 2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
-        if self.micro_batch_tokens < 1:
-            raise ValueError(f"micro_batch_tokens={self.micro_batch_tokens}: must be at least 1")
-        if self.keep_checkpoints < 1:
-            raise ValueError(f"keep_checkpoints={self.keep_checkpoints}: must be at least 1")
-
-
 class Engine:
     """Trains `model`, which it converts to `config.dtype` in place. `version` counts updates."""
 
-    def __init__(self, model: Transformer, config: EngineConfig) -> None:
+    def __init__(self, model: Transformer, config: EngineConfig, mesh: Mesh | None = None) -> None:
+        """Without a mesh, or with one of a single rank, this process trains alone."""
         if config.share_prefix and not supports_shared_prefix(model.device):
             raise ValueError(f"share_prefix=True: not available on {model.device}; set it to False")
+        mesh = Mesh(Layout()) if mesh is None else mesh
+        _check_mesh(model, config, mesh)
         self.model = model
         self.config = config
+        self.mesh = mesh
         self.version = 0
         self.last_logps: list[Tensor] = []  # of the last train_step, before its update
-        self.optimizer = AdamW(model.named_parameters(), config, dtype=DTYPES[config.dtype])
+        dtype = DTYPES[config.dtype]
+        self.optimizer: AdamW | ShardedAdamW
+        if mesh.size() == 1:
+            self.optimizer = AdamW(model.named_parameters(), config, dtype=dtype)
+        else:
+            self.optimizer = ShardedAdamW(
+                [model],
+                config,
+                mesh,
+                zero=config.zero,
+                dtype=dtype,
+                bucket_bytes=config.bucket_bytes,
+            )
+        wide = torch.promote_types(dtype, torch.float32)
         for buffer in model.buffers():  # rope tables: as wide as the masters
-            buffer.data = buffer.to(self.optimizer.master.dtype)
-        self._head_packed: Tensor | None = None
+            buffer.data = buffer.to(wide)
+        self._scorer = Scorer(model, mesh, lm_head_fp32=config.lm_head_fp32)
         self._refresh()
 
     def restart(self, config: EngineConfig) -> None:
@@ -134,59 +136,46 @@ class Engine:
         logps = _empty_like_tokens(samples)
         entropies = _empty_like_tokens(samples)
         with self._kernels():
-            for micro in self._micro_batches(samples):
+            for micro in self._passes(samples):
                 logp_T, entropy_T = self._logprobs(micro, temperature, entropy, only_masked)
                 _collect(logps, micro, logp_T)
                 if entropy_T is not None:
                     _collect(entropies, micro, entropy_T)
+        self.optimizer.release()
         return (logps, entropies) if entropy else logps
 
     def _logprobs(
         self, micro: MicroBatch, temperature: float, entropy: bool, only_masked: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """logp_T and entropy_T; only the rows that predict something reach the output head."""
+        part = self._scorer.part(micro)
         hidden_ND = self.model(
-            micro.ids_N,
-            micro.positions_N,
-            self._context(micro),
+            part.ids_N,
+            part.positions_N,
+            part.context,
             activation_checkpointing=self.config.activation_checkpointing,
         )
-        rows, targets, picked = micro.rows_T, micro.target_ids_T, None
-        if only_masked:
-            picked = micro.loss_mask_T.nonzero().squeeze(1)
-            rows = picked if rows is None else rows[picked]
-            targets = targets[picked]
-        hidden_PD = hidden_ND if rows is None else hidden_ND.index_select(0, rows)
-        is_wide = self._head_packed is not None
-        scored = linear_logprob(
-            hidden_PD,
-            self.model.lm_head_weight,
-            targets,
-            temperature=temperature,
-            return_entropy=entropy,
-            packed=self._head_packed if is_wide else self.model.lm_head_packed,
-            logits_dtype=torch.float32 if is_wide else None,
+        return self._scorer.score(
+            part, hidden_ND, temperature, entropy=entropy, only_masked=only_masked
         )
-        logp_T, entropy_T = scored if isinstance(scored, tuple) else (scored, None)
-        if picked is not None:
-            zeros_T = torch.zeros(len(micro.target_ids_T), dtype=logp_T.dtype, device=logp_T.device)
-            logp_T = zeros_T.index_copy(0, picked, logp_T)
-            if entropy_T is not None:
-                entropy_T = zeros_T.index_copy(0, picked, entropy_T)
-        return logp_T, entropy_T
-
-    def _context(self, micro: MicroBatch) -> AttentionContext:
-        if micro.prefix_of_S is None:
-            return PackedContext(micro.cu_seqlens, micro.max_seqlen)
-        return SharedPrefixContext(micro.cu_seqlens, micro.prefix_of_S, self.model.dtype)
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
+        if not samples and self.mesh.size(DATA_AXES) > 1:
+            return []
         return make_micro_batches(
             samples,
             self.config.micro_batch_tokens,
             share_prefix=self.config.share_prefix,
             device=self.model.device,
         )
+
+    def _passes(self, samples: Sequence[Sample]) -> list[MicroBatch]:
+        """The micro-batches, and as many without any sample as it takes for all ranks to meet in
+        the same collectives."""
+        micros = self._micro_batches(samples)
+        if self.optimizer.needs_equal_passes:
+            num_passes = self.mesh.max_int(DATA_AXES, len(micros))
+            micros += [_idle_pass(self.model.device)] * (num_passes - len(micros))
+        return micros
 
     # -- one optimizer step ------------------------------------------------------------------
 
@@ -202,16 +191,23 @@ class Engine:
         """Update the weights once. Returns loss, grad_norm (before clipping), lr, and the sums of
         the loss function's statistics under their own names.
 
-        The loss is the sum over all micro-batches divided by `weight_fn(samples)` (1 without one).
+        The loss is the sum over all micro-batches of all ranks, divided by `weight_fn(samples)`
+        summed over all ranks (1 without one); the statistics are sums over all ranks too.
         Raises NonFiniteLoss, with weights and moments untouched.
         """
         weight = 1.0 if weight_fn is None else float(weight_fn(samples))
+        if weight_fn is not None and self.mesh.size(DATA_AXES) > 1:
+            weight = self.mesh.sum_float(DATA_AXES, weight)[0]
         if not (math.isfinite(weight) and weight > 0):
             raise ValueError(
                 f"weight_fn gave {weight}: must be positive; a batch without any counted token "
                 "cannot be trained on, drop it"
             )
         loss, stats = self._accumulate_gradients(samples, loss_fn, weight, temperature, entropy)
+        if self.mesh.size(DATA_AXES) > 1:
+            loss, stats = self._sum_over_ranks(loss, stats)
+        if not math.isfinite(loss):
+            raise NonFiniteLoss(self._explain(f"the loss is {loss}"))
         grad_norm = self.optimizer.grad_norm()
         if not math.isfinite(grad_norm):
             raise NonFiniteLoss(self._explain(f"the gradient norm is {grad_norm}"))
@@ -233,22 +229,43 @@ class Engine:
         total = 0.0
         stats: dict[str, float] = {}
         logps = _empty_like_tokens(samples)
+        micros = self._passes(samples)
         with self._kernels():
-            for micro in self._micro_batches(samples):
+            for i, micro in enumerate(micros):
+                self.optimizer.start_pass(is_last=i == len(micros) - 1)
                 logp_T, entropy_T = self._logprobs(micro, temperature, entropy, only_masked=True)
+                if not micro.index:
+                    (logp_T.sum() * 0).backward()
+                    self.optimizer.end_pass()
+                    continue
                 loss_sum, sums = loss_fn(logp_T, entropy_T, micro)
                 loss = loss_sum / weight
                 total += float(loss.detach())
-                if not math.isfinite(total):
+                if self.mesh.size() == 1 and not math.isfinite(total):
                     raise NonFiniteLoss(self._explain(f"the loss is {float(loss.detach())}"))
+                if self.optimizer.needs_equal_passes and not loss.requires_grad:
+                    loss = loss + logp_T.sum() * 0
                 if loss.requires_grad:
                     loss.backward()
+                self.optimizer.end_pass()
                 _collect(logps, micro, logp_T.detach())
                 for name, value in sums.items():
                     value = value.detach() if isinstance(value, Tensor) else value
                     stats[name] = stats.get(name, 0.0) + float(value)
+        self.optimizer.finish_gradients()
         self.last_logps = logps
         return total, stats
+
+    def _sum_over_ranks(
+        self, loss: float, stats: dict[str, float]
+    ) -> tuple[float, dict[str, float]]:
+        """Added in the order of the ranks, so all get the same bits."""
+        total, sums = 0.0, dict[str, float]()
+        for part_loss, part_stats in self.mesh.gather_json(DATA_AXES, [loss, stats]):
+            total += part_loss
+            for name, value in part_stats.items():
+                sums[name] = sums.get(name, 0.0) + value
+        return total, sums
 
     def _explain(self, what: str) -> str:
         return (
@@ -259,9 +276,10 @@ class Engine:
 
     def _refresh(self) -> None:
         """Bring every copy of the weights up to date with the parameters."""
-        self.model.repack()
-        if self.config.lm_head_fp32 and self.model.dtype == torch.bfloat16:
-            self._head_packed = pack_weight(self.model.lm_head_weight.detach().float())
+        if self.config.zero == 3 and self.mesh.size() > 1:
+            self._scorer.forget_packed()
+        else:
+            self._scorer.refresh()
 
     @contextmanager
     def _kernels(self) -> Iterator[None]:
@@ -278,13 +296,20 @@ class Engine:
     # -- weights, memory, disk ---------------------------------------------------------------
 
     def export_state(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Each Hugging Face tensor once; views where `dtype` is the model's own."""
-        return hf.export_state(self.model, dtype)
+        """Each Hugging Face tensor once; views where `dtype` is the model's own. Split tensors
+        are put together, on every rank: all must run through the iterator."""
+        slices = hf.hf_slices(self.model)
+        with self.optimizer.gathered():
+            for name, view in hf.export_state(self.model, dtype):
+                part = slices.get(name)
+                yield name, view if part is None else gather_slice(self.mesh, view, part)
 
     def load_weights(self, state: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the weights (strictly, by Hugging Face name); the moments stay."""
-        hf.load_state(self.model, state)
-        self.optimizer.read_weights()
+        """Replace the weights (strictly, by Hugging Face name); the moments stay. Every rank takes
+        its part of the whole tensors."""
+        with self.optimizer.gathered():
+            hf.load_state(self.model, state)
+            self.optimizer.read_weights()
         self._refresh()
 
     def offload(self, folder: Path | str | None = None) -> None:
@@ -300,22 +325,24 @@ class Engine:
 
         `cursor` is the caller's own JSON, such as where the data stands; `load` gives it back.
         """
+        optimizer = self._alone("save")
         rng_tensors, rng_values = get_rng_state(self.model.device)
         meta = {
             "version": self.version,
-            "step_count": self.optimizer.step_count,
+            "step_count": optimizer.step_count,
             "dtype": self.config.dtype,
             "rng": rng_values,
             "cursor": dict(cursor or {}),
         }
-        tensors = {**self.optimizer.state(), **rng_tensors}
+        tensors = {**optimizer.state(), **rng_tensors}
         return save_checkpoint(path, self.version, tensors, meta, keep=self.config.keep_checkpoints)
 
     def load(self, path: Path | str) -> dict[str, Any]:
         """Take over a checkpoint, or the latest under a root; what follows is bit-equal to a run
         that was never interrupted. Returns the cursor. On CheckpointError nothing has changed."""
+        optimizer = self._alone("load")
         checkpoint = open_checkpoint(path)
-        state = self.optimizer.state()
+        state = optimizer.state()
         stored = {name for name in checkpoint.names() if not name.startswith("rng.")}
         problems = [f"{name} is missing" for name in state if name not in stored]
         problems += [f"{name} is unknown" for name in sorted(stored) if name not in state]
@@ -341,6 +368,35 @@ class Engine:
         set_rng_state(self.model.device, checkpoint.names(), checkpoint.read, meta["rng"])
         cursor: dict[str, Any] = meta["cursor"]
         return cursor
+
+    def _alone(self, verb: str) -> AdamW:
+        if not isinstance(self.optimizer, AdamW):
+            raise ValueError(
+                f"{verb}: this engine is one of {self.mesh.size()} ranks, each with a part of the "
+                "state; use the optimizer's `pieces` or `export_state`"
+            )
+        return self.optimizer
+
+
+def _check_mesh(model: Transformer, config: EngineConfig, mesh: Mesh) -> None:
+    if mesh.size("pp") > 1 or mesh.size("ep") > 1:
+        raise ValueError(f"{mesh.layout}: this engine runs over dp, cp and tp")
+    if mesh.size("cp") > 1 and config.share_prefix:
+        raise ValueError("share_prefix=True: not available with cp > 1; set it to False")
+    if mesh.size("tp") == 1 and model.split is None:
+        return
+    if not isinstance(model.split, TensorParallel) or model.split.mesh is not mesh:
+        raise ValueError(
+            f"the model is not split over this mesh (tp={mesh.size('tp')}): build it with "
+            "Transformer(config, split=TensorParallel.of(mesh, config))"
+        )
+
+
+def _idle_pass(device: torch.device) -> MicroBatch:
+    """Two tokens that belong to no sample."""
+    nothing = Sample(tokens=[0, 0], loss_mask=[0, 0])
+    (micro,) = make_micro_batches([nothing], 1, device=device)
+    return replace(micro, index=[], starts=[0])
 
 
 def _empty_like_tokens(samples: Sequence[Sample]) -> list[Tensor]:

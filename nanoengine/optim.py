@@ -8,7 +8,8 @@ in fp32 and fp64 the parameter *is* its slice of the master and no copy exists.
 Gradients collect in `param.main_grad` (fp32; fp64 for fp64 models): kernels that know it add there
 directly, everything else goes through a hook that adds autograd's gradient and drops it.
 
-Left out: amsgrad, parameter groups beyond "decayed or not", and sharding, which wraps this class.
+Left out: amsgrad, parameter groups beyond "decayed or not", and sharding: parallel/zero.py has the
+same interface and uses the pieces of this file.
 AdamW: Loshchilov and Hutter, "Decoupled weight decay regularization", arXiv 1711.05101.
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -85,7 +87,7 @@ def lr_at(config: AdamWConfig, step: int) -> float:
 
 
 @dataclass(frozen=True)
-class _Slot:
+class Slot:
     """Where a parameter lives in the flat buffers."""
 
     name: str
@@ -94,6 +96,43 @@ class _Slot:
 
     def view(self, flat: Tensor) -> Tensor:
         return flat[self.offset : self.offset + self.param.numel()].view(self.param.shape)
+
+
+def clip(grad: Tensor, config: AdamWConfig, grad_norm: float) -> None:
+    """Scale to `max_grad_norm` where the norm exceeds it, as torch's clip_grad_norm_ does."""
+    if 0 < config.max_grad_norm < grad_norm:
+        grad.mul_(config.max_grad_norm / (grad_norm + 1e-6))
+
+
+def update(
+    parts: list[tuple[Tensor, Tensor, Tensor, Tensor]],
+    config: AdamWConfig,
+    step: int,
+    lr: float,
+    weight_decay: float,
+) -> None:
+    """One AdamW update, in place, of flat (master, gradient, first moment, second moment)."""
+    parts = [part for part in parts if part[0].numel()]
+    if not parts:
+        return
+    masters, grads, exp_avgs, exp_avg_sqs = (list(column) for column in zip(*parts, strict=True))
+    # PyTorch's one-pass kernel: elementwise over cache-line units, so the result does not
+    # depend on the number of threads. Three times faster than the same as tensor ops.
+    torch._fused_adamw_(
+        masters,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        [torch.tensor(float(step), device=masters[0].device) for _ in parts],
+        lr=lr,
+        beta1=config.betas[0],
+        beta2=config.betas[1],
+        weight_decay=weight_decay,
+        eps=config.eps,
+        amsgrad=False,
+        maximize=False,
+    )
 
 
 class AdamW:
@@ -115,7 +154,7 @@ class AdamW:
         named = [(name, param) for name, param in named_parameters if param.requires_grad]
         if not named:
             raise ValueError("no trainable parameters: every requires_grad is False")
-        self._slots, self._decay_end, size = _lay_out(named)
+        self._slots, self._decay_end, size = lay_out(named)
         first = named[0][1]
         dtype = dtype if dtype is not None else first.dtype
         wide = torch.promote_types(dtype, torch.float32)
@@ -123,13 +162,13 @@ class AdamW:
             torch.zeros(size, dtype=wide, device=first.device) for _ in range(4)
         )
         self.has_working_copy = dtype != wide
-        self._parked: _Parked | None = None
+        self._parked: Parked | None = None
         self._hooks = []
         for slot in self._slots:
             master = slot.view(self.master).copy_(slot.param.data)
             slot.param.data = master.to(dtype)  # the master's own memory in fp32
             slot.param.main_grad = slot.view(self.grad)  # type: ignore[attr-defined]
-            self._hooks.append(slot.param.register_post_accumulate_grad_hook(_collect))
+            self._hooks.append(slot.param.register_post_accumulate_grad_hook(collect_grad))
 
     def restart(self, config: AdamWConfig) -> None:
         """Another phase of training: fresh moments and schedule, the same masters and memory."""
@@ -143,9 +182,25 @@ class AdamW:
         self._require_loaded()
         self.grad.zero_()
 
+    @property
+    def needs_equal_passes(self) -> bool:
+        """Of several ranks; this class serves one. So do the methods that follow."""
+        return False
+
+    def start_pass(self, *, is_last: bool) -> None: ...
+
+    def end_pass(self) -> None: ...
+
+    def finish_gradients(self) -> None: ...
+
+    def release(self) -> None: ...
+
+    def gathered(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def grad_norm(self) -> float:
         """Global L2 norm of the gradient, accumulated in fp64; NaN or inf if any entry is."""
-        return math.sqrt(_sum_of_squares(self.grad))
+        return math.sqrt(sum_of_squares(self.grad))
 
     def lr(self) -> float:
         """Of the next update."""
@@ -158,34 +213,16 @@ class AdamW:
             m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) g^2
             w = w (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
         """
-        config = self.config
-        if 0 < config.max_grad_norm < grad_norm:
-            self.grad.mul_(config.max_grad_norm / (grad_norm + 1e-6))  # torch's clip_grad_norm_
+        clip(self.grad, self.config, grad_norm)
         lr = self.lr()
         self.step_count += 1
         for begin, end, weight_decay in (
-            (0, self._decay_end, config.weight_decay),
+            (0, self._decay_end, self.config.weight_decay),
             (self._decay_end, self.master.numel(), 0.0),
         ):
-            if begin == end:
-                continue
-            # PyTorch's one-pass kernel: elementwise over cache-line units, so the result does not
-            # depend on the number of threads. Three times faster than the same as tensor ops.
-            torch._fused_adamw_(
-                [self.master[begin:end]],
-                [self.grad[begin:end]],
-                [self.exp_avg[begin:end]],
-                [self.exp_avg_sq[begin:end]],
-                [],
-                [torch.tensor(float(self.step_count), device=self.master.device)],
-                lr=lr,
-                beta1=config.betas[0],
-                beta2=config.betas[1],
-                weight_decay=weight_decay,
-                eps=config.eps,
-                amsgrad=False,
-                maximize=False,
-            )
+            flats = (self.master, self.grad, self.exp_avg, self.exp_avg_sq)
+            part = tuple(flat[begin:end] for flat in flats)
+            update([part], self.config, self.step_count, lr, weight_decay)  # type: ignore[list-item]
         self.write_back()
 
     @torch.no_grad()
@@ -220,7 +257,7 @@ class AdamW:
             buffers = [self.exp_avg, self.exp_avg_sq]
             if self.has_working_copy:
                 buffers.append(self.master)
-            self._parked = _Parked(buffers, self.grad, folder)
+            self._parked = Parked(buffers, [self.grad], folder)
 
     def reload(self) -> None:
         if self._parked is not None:
@@ -232,10 +269,13 @@ class AdamW:
             raise ValueError("the optimizer is offloaded: call reload() first")
 
 
-class _Parked:
-    """Flat buffers whose storage is empty while their bytes lie elsewhere. Views stay valid."""
+class Parked:
+    """Flat buffers whose storage is empty while their bytes lie elsewhere. Views stay valid.
+    `scratch` comes back without its values."""
 
-    def __init__(self, buffers: list[Tensor], scratch: Tensor, folder: Path | str | None) -> None:
+    def __init__(
+        self, buffers: list[Tensor], scratch: list[Tensor], folder: Path | str | None
+    ) -> None:
         self._buffers, self._scratch = buffers, scratch
         self._host: list[Tensor] = []
         self._file = None
@@ -246,12 +286,12 @@ class _Parked:
             self._file.seek(0)
         else:
             self._host = [buffer.cpu() for buffer in buffers]
-        self._sizes = [buffer.untyped_storage().nbytes() for buffer in (*buffers, scratch)]
-        for buffer in (*buffers, scratch):
+        self._sizes = [buffer.untyped_storage().nbytes() for buffer in (*buffers, *scratch)]
+        for buffer in (*buffers, *scratch):
             buffer.untyped_storage().resize_(0)
 
     def restore(self) -> None:
-        for buffer, size in zip((*self._buffers, self._scratch), self._sizes, strict=True):
+        for buffer, size in zip((*self._buffers, *self._scratch), self._sizes, strict=True):
             buffer.untyped_storage().resize_(size)
         for buffer, source in zip(self._buffers, self._host, strict=False):
             buffer.copy_(source)
@@ -261,28 +301,28 @@ class _Parked:
                     read_tensor(file, buffer)
 
 
-def _lay_out(named: list[tuple[str, nn.Parameter]]) -> tuple[list[_Slot], int, int]:
+def lay_out(named: list[tuple[str, nn.Parameter]]) -> tuple[list[Slot], int, int]:
     """Decayed parameters first. Returns (slots, end of the decayed part, total size)."""
-    slots: list[_Slot] = []
+    slots: list[Slot] = []
     offset, decay_end = 0, 0
     for decayed in (True, False):
         for name, param in named:
             if (param.ndim >= 2) is decayed:
-                slots.append(_Slot(name, param, offset))
+                slots.append(Slot(name, param, offset))
                 offset += -(-param.numel() // ALIGNMENT) * ALIGNMENT
         if decayed:
             decay_end = offset
     return slots, decay_end, offset
 
 
-def _collect(param: nn.Parameter) -> None:
+def collect_grad(param: nn.Parameter) -> None:
     """Move autograd's gradient into `main_grad`, in the order autograd produces them."""
     if param.grad is not None:
         param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
         param.grad = None
 
 
-def _sum_of_squares(flat: Tensor) -> float:
+def sum_of_squares(flat: Tensor) -> float:
     """Rows of a fixed length in the buffer's dtype, then fp64: independent of the thread count."""
     num_rows = flat.numel() // NORM_ROW
     body, tail = flat[: num_rows * NORM_ROW], flat[num_rows * NORM_ROW :]

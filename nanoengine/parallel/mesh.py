@@ -322,15 +322,19 @@ class Mesh:
         self, axis: Axis, out: Tensor, to: int, into: Tensor, source: int, *, tag: int = 0
     ) -> Handle:
         """Send and receive at once, without a deadlock on any back end; returns both on their
-        way."""
+        way. Empty tensors do not travel."""
+        if not out.numel() and not into.numel():
+            return Handle()
         group = self.group(axis)
         if self.device.type == "cuda":
             group._start_coalescing(self.device)
-            self.send(axis, out, to, tag=tag, is_async=True)
-            self.recv(axis, into, source, tag=tag, is_async=True)
+        received = sent = Handle()
+        if into.numel():
+            received = self.recv(axis, into, source, tag=tag, is_async=True)
+        if out.numel():
+            sent = self.send(axis, out, to, tag=tag, is_async=True)
+        if self.device.type == "cuda":
             return Handle(group._end_coalescing(self.device))
-        received = self.recv(axis, into, source, tag=tag, is_async=True)
-        sent = self.send(axis, out, to, tag=tag, is_async=True)
         return Handle(sent, received.wait)
 
     def barrier(self, axis: Axis = WORLD) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from kernels import pack_weight
 from kernels.linear import accumulate_weight_grad, linear_rows, matmul_rows
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.layers import embed
+from nanoengine.model.layers import Slice, embed
 from nanoengine.parallel.mesh import Mesh
 
 _CHUNK_ELEMENTS = 256 * 49152  # logits of a rank held at a time: 50 MB in fp32
@@ -81,11 +81,21 @@ class TensorParallel:
 
     @torch.no_grad()
     def gather_columns(self, x: Tensor, whole: int) -> Tensor:
-        widths = [hi - lo for lo, hi in (even_run(whole, self.size, r) for r in range(self.size))]
-        mine = F.pad(x, (0, max(widths) - x.shape[-1])).contiguous()
-        out = mine.new_empty(self.size, *mine.shape)
-        self.mesh.all_gather("tp", out, mine)
-        return torch.cat([out[r][..., :width] for r, width in enumerate(widths)], -1)
+        return gather_slice(self.mesh, x, Slice(x.dim() - 1, whole, (self.run(whole),)))
+
+
+@torch.no_grad()
+def gather_slice(mesh: Mesh, part: Tensor, where: Slice) -> Tensor:
+    """The whole tensor from the ranks' parts, on all of them. For slices of one run."""
+    size = mesh.size("tp")
+    shares = [hi - lo for lo, hi in (even_run(where.whole, size, r) for r in range(size))]
+    moved = part.movedim(where.dim, 0)
+    padded = moved.new_zeros(max(shares), *moved.shape[1:])
+    padded[: len(moved)] = moved
+    out = padded.new_empty(size, *padded.shape)
+    mesh.all_gather("tp", out, padded)
+    rows = torch.cat([out[r][:share] for r, share in enumerate(shares)])
+    return rows.movedim(0, where.dim).contiguous()
 
 
 def even_run(whole: int, num_parts: int, part: int) -> tuple[int, int]:

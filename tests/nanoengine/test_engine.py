@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import transformers
 
 from nanoengine.engine import Engine, EngineConfig, NonFiniteLoss
+from nanoengine.model.attention import PackedContext
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import save_model
 from nanoengine.model.transformer import Transformer
@@ -331,7 +332,7 @@ def test_an_fp32_head_is_the_exact_product_of_the_hidden_states(dtype: str) -> N
         hidden = []
         for sample in samples:
             ids = torch.tensor(sample.tokens)
-            context = engine._context(engine._micro_batches([sample])[0])
+            context = PackedContext.from_lengths([len(ids) - 1])
             with torch.no_grad():
                 hidden.append(engine.model(ids[:-1], torch.arange(len(ids) - 1), context))
         for sample, h, found in zip(samples, hidden, logps, strict=True):

@@ -1,0 +1,299 @@
+"""AdamW whose masters, moments, gradients and parameters are cut over the data-parallel ranks.
+
+    ZeRO   parameters   gradients   masters + moments     a step moves, per parameter
+    0      whole        whole       whole                 all-reduce of the gradient
+    1      whole        whole       1/n                   reduce-scatter it, all-gather the weights
+    2      whole        1/n         1/n                   the same; the scatter for each micro-batch
+    3      1/n          1/n         1/n                   and all-gather twice for each micro-batch
+
+The unit is the bucket of data_parallel.py: rank r owns the r-th share of each flat bucket, whatever
+parameters begin or end in it. Masters are fp32 (fp64 for fp64 models). Where the model computes in
+the masters' dtype, a whole parameter's share *is* the master; else the weights are rounded from it.
+
+ZeRO-3 keeps a bucket a layer. Its weights are gathered when the layer is about to run, forward and
+backward, while the layer before it still computes, and freed after. The embedding, the last norm
+and the head stay for the whole pass.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+arXiv 1910.02054. Left out: offloading to NVMe, hierarchical shards (HSDP).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from nanoengine.optim import AdamWConfig, Parked, clip, lr_at, sum_of_squares, update
+from nanoengine.parallel.data_parallel import (
+    Bucket,
+    GradientReducer,
+    Piece,
+    is_deferred,
+    replica_axes,
+)
+from nanoengine.parallel.mesh import MODEL_AXES, Mesh
+from nanoengine.parallel.shards import BucketState, Residency
+
+Named = list[tuple[str, nn.Parameter]]
+Kind = Literal["master", "exp_avg", "exp_avg_sq", "grad"]
+
+
+class ShardedAdamW:
+    """The interface of `optim.AdamW` over a mesh. `models` are this rank's parts of the model:
+    one, or its pipeline stages."""
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        config: AdamWConfig,
+        mesh: Mesh,
+        *,
+        zero: int = 0,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = 25_000_000,
+    ) -> None:
+        if zero not in (0, 1, 2, 3):
+            raise ValueError(f"zero={zero}: must be 0, 1, 2 or 3")
+        if zero == 3 and mesh.size("pp") > 1:
+            raise ValueError(
+                "zero=3 with pp > 1: every micro-batch in flight would gather each layer again; "
+                "use zero=2, or more dp and no pp"
+            )
+        self.config, self.mesh, self.zero = config, mesh, zero
+        self.step_count = 0
+        units = _units(models)
+        first = units[0][1][0][1]
+        dtype = first.dtype if dtype is None else dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        self.has_working_copy = dtype != wide
+        limit = 0 if zero == 3 else bucket_bytes
+        self.buckets = [
+            Bucket(named, layers, mesh, axes, is_sharded=zero > 0, wide=wide)
+            for layers, named, axes in _merge(units, limit, wide)
+        ]
+        size = sum(bucket.share for bucket in self.buckets)
+        device = first.device
+        self.exp_avg, self.exp_avg_sq = (torch.zeros(size, dtype=wide, device=device) for _ in "mv")
+        keeps_masters = self.has_working_copy or zero == 3
+        own = torch.zeros(size, dtype=wide, device=device) if keeps_masters else None
+        self._own_masters = own
+        self._states: list[BucketState] = []
+        begin = 0
+        for bucket in self.buckets:
+            part = slice(begin, begin + bucket.share)
+            begin += bucket.share
+            moments = self.exp_avg[part], self.exp_avg_sq[part]
+            own_part = None if own is None else own[part]
+            self._states.append(
+                BucketState(bucket, dtype, own_part, *moments, is_resident=zero < 3)
+            )
+        self._parked: Parked | None = None
+        self.residency = Residency(mesh, self._states, models) if zero >= 2 else None
+        self.reducer = GradientReducer(
+            mesh,
+            self.buckets,
+            every_pass=zero >= 2,
+            when_reduced=self.residency.after_backward if self.residency is not None else None,
+        )
+
+    @property
+    def needs_equal_passes(self) -> bool:
+        """Whether all data-parallel ranks must run the same number of forward passes."""
+        return self.zero >= 2 and self.mesh.size(("dp", "ep")) > 1
+
+    # -- one step ----------------------------------------------------------------------------
+
+    def restart(self, config: AdamWConfig) -> None:
+        """Another phase of training: fresh moments and schedule, the same masters and memory."""
+        self._require_loaded()
+        self.config = config
+        self.step_count = 0
+        self.exp_avg.zero_()
+        self.exp_avg_sq.zero_()
+
+    def zero_grad(self) -> None:
+        self._require_loaded()
+        for bucket in self.buckets:
+            bucket.grad_shard.zero_()
+            if bucket.grad.untyped_storage().nbytes():
+                bucket.grad.zero_()
+
+    def start_pass(self, *, is_last: bool) -> None:
+        self.reducer.start_pass(is_last=is_last)
+
+    def end_pass(self) -> None:
+        self.reducer.end_pass()
+
+    def finish_gradients(self) -> None:
+        self.reducer.finish()
+
+    def grad_norm(self) -> float:
+        """Of the whole model, exactly: every element counts once, however many ranks hold it."""
+        total = 0.0
+        for axes in dict.fromkeys(bucket.axes for bucket in self.buckets):
+            squares = 0.0
+            for bucket in self.buckets:
+                if bucket.axes == axes:
+                    pieces = [p for p in bucket.pieces() if self._counts(p.slot.param)]
+                    parts = [sum_of_squares(piece.of(bucket.grad_shard)) for piece in pieces]
+                    squares += math.fsum(parts)
+            over = {*MODEL_AXES, *(axes if self.zero else ())}
+            if "ep" not in axes:
+                over.add("ep")  # experts differ from one ep rank to the next
+            total += self.mesh.sum_float(tuple(over), squares)[0]
+        return math.sqrt(total) if math.isfinite(total) else total
+
+    def _counts(self, parameter: Tensor) -> bool:
+        """Tensor-parallel ranks share small parameters, pipeline stages a tied embedding."""
+        if getattr(parameter, "is_copy", False):
+            return False
+        return hasattr(parameter, "slice") or self.mesh.rank("tp") == 0
+
+    def lr(self) -> float:
+        return lr_at(self.config, self.step_count)
+
+    def step(self, grad_norm: float) -> None:
+        """As `AdamW.step`, on this rank's shares; then all ranks get the new weights."""
+        lr = self.lr()
+        self.step_count += 1
+        decayed, spared = [], []
+        for state in self._states:
+            bucket = state.bucket
+            clip(bucket.grad_shard, self.config, grad_norm)
+            flats = (state.master, bucket.grad_shard, state.exp_avg, state.exp_avg_sq)
+            cut = min(max(bucket.decay_end - bucket.begin, 0), bucket.share)
+            decayed.append(tuple(flat[:cut] for flat in flats))
+            spared.append(tuple(flat[cut:] for flat in flats))
+        for parts, decay in ((decayed, self.config.weight_decay), (spared, 0.0)):
+            update(parts, self.config, self.step_count, lr, decay)  # type: ignore[arg-type]
+        self.write_back()
+
+    def write_back(self) -> None:
+        """Round the masters into the weights and give every rank the whole ones (ZeRO-1, 2)."""
+        handles = []
+        for state in self._states:
+            state.round()
+            if self.zero < 3:
+                handles.append(state.gather(self.mesh))
+        for handle in handles:
+            handle.wait()
+
+    @torch.no_grad()
+    def read_weights(self) -> None:
+        """Take the parameters as the new masters, after somebody else wrote to them. With ZeRO-3
+        call it inside `gathered`."""
+        self._require_loaded()
+        for state in self._states:
+            state.read()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """The whole parameters are here (they always are, except with ZeRO-3)."""
+        if self.residency is not None:
+            self.residency.fetch_all()
+        try:
+            yield
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """With ZeRO-3, free the parameters of other ranks; after each forward or training step."""
+        if self.residency is not None:
+            self.residency.release_all()
+
+    # -- memory and state --------------------------------------------------------------------
+
+    def pieces(self, kind: Kind) -> Iterator[tuple[Piece, Tensor]]:
+        """What this rank owns: elements lo:hi of each (flattened, tensor-parallel part of a)
+        parameter with their values, 1-d views. Writing to them restores; then `write_back`."""
+        self._require_loaded()
+        for state in self._states:
+            shard = state.bucket.grad_shard if kind == "grad" else getattr(state, kind)
+            for piece in state.bucket.pieces():
+                yield piece, piece.of(shard)
+
+    def offload(self, folder: Path | str | None = None) -> None:
+        """Free the gradients and park moments and separate masters until `reload`."""
+        if self._parked is None:
+            buffers = [self.exp_avg, self.exp_avg_sq]
+            if self._own_masters is not None and (self.zero < 3 or self.has_working_copy):
+                buffers.append(self._own_masters)
+            scratch = {id(t): t for b in self.buckets for t in (b.grad, b.grad_shard)}
+            whole = [t for t in scratch.values() if t.untyped_storage().nbytes()]
+            self._parked = Parked(buffers, whole, folder)
+
+    def reload(self) -> None:
+        if self._parked is not None:
+            self._parked.restore()
+            self._parked = None
+
+    def _require_loaded(self) -> None:
+        if self._parked is not None:
+            raise ValueError("the optimizer is offloaded: call reload() first")
+
+
+def _units(models: Sequence[nn.Module]) -> list[tuple[list[nn.Module], Named]]:
+    """(layers, parameters) in the order in which backward finishes them: norm and head, layers
+    from the last, embedding, and what must wait for the very end."""
+    layers: dict[int, tuple[list[nn.Module], Named]] = {}
+    head: Named = []
+    embedding: Named = []
+    deferred: Named = []
+    seen: set[int] = set()
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if id(parameter) in seen or not parameter.requires_grad:
+                continue
+            seen.add(id(parameter))
+            if is_deferred(parameter):
+                deferred.append((name, parameter))
+            elif name.startswith("layers."):
+                number = int(name.split(".")[1])
+                module = model.get_submodule(f"layers.{number}")
+                layers.setdefault(number, ([module], []))[1].append((name, parameter))
+            else:
+                (embedding if name == "embedding" else head).append((name, parameter))
+    if not seen:
+        raise ValueError("no trainable parameters: every requires_grad is False")
+    ordered = [layers[number] for number in sorted(layers, reverse=True)]
+    units = [([], head), *ordered, ([], embedding), ([], deferred)]
+    return [(modules, named) for modules, named in units if named]
+
+
+def _merge(
+    units: list[tuple[list[nn.Module], Named]], limit: int, wide: torch.dtype
+) -> Iterator[tuple[list[nn.Module], Named, tuple[str, ...]]]:
+    """Neighbouring units of one kind in buckets of about `limit` bytes."""
+    taken: list[tuple[list[nn.Module], Named, tuple[str, ...]]] = []
+    for modules, named in units:
+        for axes in dict.fromkeys(replica_axes(parameter) for _, parameter in named):
+            own = [(name, p) for name, p in named if replica_axes(p) == axes]
+            if taken and _fits(taken[-1], own, modules, axes, limit, wide):
+                taken[-1][0].extend(modules)
+                taken[-1][1].extend(own)
+            else:
+                taken.append((list(modules), own, axes))
+    yield from taken
+
+
+def _fits(
+    bucket: tuple[list[nn.Module], Named, tuple[str, ...]],
+    named: Named,
+    modules: list[nn.Module],
+    axes: tuple[str, ...],
+    limit: int,
+    wide: torch.dtype,
+) -> bool:
+    is_alike = (
+        bucket[2] == axes
+        and bool(bucket[0]) == bool(modules)
+        and is_deferred(bucket[1][0][1]) == is_deferred(named[0][1])
+    )
+    size = sum(parameter.numel() for _, parameter in (*bucket[1], *named))
+    return is_alike and size * wide.itemsize <= limit
