@@ -31,9 +31,9 @@ from rich.table import Table
 
 from nanoengine.footprint import (
     WIDTH,
-    Layout,
     Memory,
-    check_layout,
+    Plan,
+    check_plan,
     forward_flops,
     layer_params,
     mfu,
@@ -86,14 +86,14 @@ class Job:
     batch_tokens: int
     micro_tokens: int
 
-    def num_micro(self, layout: Layout) -> int:
+    def num_micro(self, plan: Plan) -> int:
         """Micro-batches of one data-parallel rank."""
-        return -(-self.batch_tokens // (layout.dp * self.micro_tokens))
+        return -(-self.batch_tokens // (plan.dp * self.micro_tokens))
 
 
 @dataclass(frozen=True)
 class Estimate:
-    layout: Layout
+    plan: Plan
     memory: Memory  # of the fullest pipeline rank
     fits: bool
     step_s: float
@@ -101,83 +101,82 @@ class Estimate:
     mfu: float
 
 
-def estimate(job: Job, layout: Layout, hardware: Hardware) -> Estimate:
-    """One layout. `ValueError` where it cannot split this model."""
-    check_layout(job.model, layout)
-    schedule = make_schedule(layout.schedule, layout.pp, job.num_micro(layout), layout.chunks)
-    costs = stage_costs(job, layout, hardware)
+def estimate(job: Job, plan: Plan, hardware: Hardware) -> Estimate:
+    """One plan. `ValueError` where it cannot split this model."""
+    check_plan(job.model, plan)
+    schedule = make_schedule(plan.schedule, plan.pp, job.num_micro(plan), plan.chunks)
+    costs = stage_costs(job, plan, hardware)
     timeline = simulate(schedule, costs)
     ranks = [
-        rank_memory(job.model, layout, rank, job.micro_tokens, timeline.peak_live[rank])
-        for rank in range(layout.pp)
+        rank_memory(job.model, plan, rank, job.micro_tokens, timeline.peak_live[rank])
+        for rank in range(plan.pp)
     ]
     fullest = max(ranks, key=lambda memory: memory.total)
-    step_s = timeline.makespan + _exposed_reduction_s(job, layout, hardware, costs)
-    tokens = job.num_micro(layout) * layout.dp * job.micro_tokens
+    step_s = timeline.makespan + _exposed_reduction_s(job, plan, hardware, costs)
+    tokens = job.num_micro(plan) * plan.dp * job.micro_tokens
     return Estimate(
-        layout,
+        plan,
         fullest,
         fullest.total <= 0.95 * hardware.memory_bytes,  # the rest: context, buffers, fragments
         step_s,
         timeline.bubble,
-        mfu(job.model, tokens / step_s, job.seq_len, hardware.peak_flops, layout.num_gpus),
+        mfu(job.model, tokens / step_s, job.seq_len, hardware.peak_flops, plan.world),
     )
 
 
-def stage_costs(job: Job, layout: Layout, hardware: Hardware) -> Costs:
+def stage_costs(job: Job, plan: Plan, hardware: Hardware) -> Costs:
     """Seconds of one micro-batch on the slowest pipeline rank, its collectives included."""
     model, tokens = job.model, job.micro_tokens
     layer, head = forward_flops(model, tokens, job.seq_len)
-    speed = hardware.peak_flops * hardware.efficiency * layout.tp * layout.cp
-    stages = split_layers(model.num_layers, layout.pp * layout.chunks)
+    speed = hardware.peak_flops * hardware.efficiency * plan.tp * plan.cp
+    stages = split_layers(model.num_layers, plan.pp * plan.chunks)
     per_rank = [
-        sum(len(stages[rank + c * layout.pp]) for c in range(layout.chunks))
-        for rank in range(layout.pp)
+        sum(len(stages[rank + c * plan.pp]) for c in range(plan.chunks)) for rank in range(plan.pp)
     ]
-    work = [n * layer + (head if rank == layout.pp - 1 else 0) for rank, n in enumerate(per_rank)]
+    work = [n * layer + (head if rank == plan.pp - 1 else 0) for rank, n in enumerate(per_rank)]
     forward = max(work) / speed
-    local_bytes = tokens / layout.cp * model.hidden_size * WIDTH[layout.dtype]
-    beta = _beta(hardware, layout.tp)
+    local_bytes = tokens / plan.cp * model.hidden_size * WIDTH[plan.dtype]
+    beta = _beta(hardware, plan.tp)
     # Two all-reduces a layer and direction; with sequence parallel the same bytes in two halves.
-    tp_s = max(per_rank) * 2 * all_reduce_s(local_bytes, layout.tp, hardware.alpha_s, beta)
-    keys = 2 * model.num_kv_heads * model.head_dim / layout.tp * tokens / layout.cp
-    ring = keys * WIDTH[layout.dtype] / _beta(hardware, layout.tp * layout.cp) + hardware.alpha_s
-    cp_s = max(per_rank) * (layout.cp - 1) * ring if layout.cp > 1 else 0.0
-    weights_s = _gather_weights_s(job, layout, hardware)
-    again = forward + tp_s + cp_s if layout.checkpointing else 0.0
-    hop = local_bytes / (layout.tp if layout.sequence_parallel else 1)
+    tp_s = max(per_rank) * 2 * all_reduce_s(local_bytes, plan.tp, hardware.alpha_s, beta)
+    keys = 2 * model.num_kv_heads * model.head_dim / plan.tp * tokens / plan.cp
+    ring = keys * WIDTH[plan.dtype] / _beta(hardware, plan.tp * plan.cp) + hardware.alpha_s
+    cp_s = max(per_rank) * (plan.cp - 1) * ring if plan.cp > 1 else 0.0
+    weights_s = _gather_weights_s(job, plan, hardware)
+    again = forward + tp_s + cp_s if plan.checkpointing else 0.0
+    hop = local_bytes / (plan.tp if plan.sequence_parallel else 1)
     return Costs(
         forward=forward + tp_s + cp_s + weights_s,
         input_grad=forward + tp_s + 2 * cp_s + again + weights_s,
         weight_grad=forward,
-        send=hardware.alpha_s + hop / _beta(hardware, layout.tp * layout.cp * layout.pp),
+        send=hardware.alpha_s + hop / _beta(hardware, plan.tp * plan.cp * plan.pp),
     )
 
 
-def _gather_weights_s(job: Job, layout: Layout, hardware: Hardware) -> float:
+def _gather_weights_s(job: Job, plan: Plan, hardware: Hardware) -> float:
     """ZeRO-3 gathers a rank's parameters before each forward and each backward pass. Gathering
     one layer hides behind the computation of the one before, so only the excess would count; the
     first layer's is what always shows."""
-    n = layout.dp * layout.cp
-    if layout.zero < 3 or n == 1:
+    n = plan.dp * plan.cp
+    if plan.zero < 3 or n == 1:
         return 0.0
-    num_bytes = layer_params(job.model, layout.tp) * WIDTH[layout.dtype]
-    return all_gather_s(num_bytes, n, hardware.alpha_s, _beta(hardware, layout.num_gpus))
+    num_bytes = layer_params(job.model, plan.tp) * WIDTH[plan.dtype]
+    return all_gather_s(num_bytes, n, hardware.alpha_s, _beta(hardware, plan.world))
 
 
-def _exposed_reduction_s(job: Job, layout: Layout, hardware: Hardware, costs: Costs) -> float:
+def _exposed_reduction_s(job: Job, plan: Plan, hardware: Hardware, costs: Costs) -> float:
     """Gradient reduction (fp32), minus the last backward pass that it overlaps with, plus the
     gathering of updated parameters with ZeRO-1 and 2."""
-    n = layout.dp * layout.cp
+    n = plan.dp * plan.cp
     if n == 1:
         return 0.0
-    params = max(rank_params(job.model, layout, rank) for rank in range(layout.pp))
-    alpha, beta = hardware.alpha_s, _beta(hardware, layout.num_gpus)
-    whole = params * max(4, WIDTH[layout.dtype])
-    reduce_s = all_gather_s(whole, n, alpha, beta) * (2 if layout.zero == 0 else 1)
+    params = max(rank_params(job.model, plan, rank) for rank in range(plan.pp))
+    alpha, beta = hardware.alpha_s, _beta(hardware, plan.world)
+    whole = params * max(4, WIDTH[plan.dtype])
+    reduce_s = all_gather_s(whole, n, alpha, beta) * (2 if plan.zero == 0 else 1)
     gather_s = 0.0
-    if layout.zero in (1, 2):
-        gather_s = all_gather_s(params * WIDTH[layout.dtype], n, alpha, beta)
+    if plan.zero in (1, 2):
+        gather_s = all_gather_s(params * WIDTH[plan.dtype], n, alpha, beta)
     return max(0.0, reduce_s - costs.input_grad - costs.weight_grad) + gather_s
 
 
@@ -186,7 +185,7 @@ def _beta(hardware: Hardware, span: int) -> float:
     return hardware.beta_node if span <= hardware.gpus_per_node else hardware.beta_net
 
 
-def layouts(num_gpus: int, fixed: Layout, given: Sequence[str]) -> Iterator[Layout]:
+def plans(num_gpus: int, fixed: Plan, given: Sequence[str]) -> Iterator[Plan]:
     """Every factorisation of `num_gpus`, keeping the axes that were given."""
 
     def sizes(name: str, left: int) -> list[int]:
@@ -203,15 +202,16 @@ def layouts(num_gpus: int, fixed: Layout, given: Sequence[str]) -> Iterator[Layo
                 yield dataclasses.replace(fixed, tp=tp, cp=cp, pp=pp, dp=dp)
 
 
-def best_variant(job: Job, layout: Layout, hardware: Hardware, given: Sequence[str]) -> Estimate:
+def best_variant(job: Job, plan: Plan, hardware: Hardware, given: Sequence[str]) -> Estimate:
     """The fastest of the layout's ZeRO and checkpointing variants that fits, else the smallest."""
-    shards = layout.dp * layout.cp
-    zeros = [layout.zero] if "zero" in given else [0, 1, 2, 3] if shards > 1 else [0]
-    recompute = [layout.checkpointing] if "checkpointing" in given else [False, True]
+    shards = plan.dp * plan.cp
+    useful = [0, 1, 2, 3] if plan.pp == 1 else [0, 1]
+    zeros = [plan.zero] if "zero" in given else useful if shards > 1 else [0]
+    recompute = [plan.checkpointing] if "checkpointing" in given else [False, True]
     tried = [
         estimate(
             job,
-            dataclasses.replace(layout, zero=zero, checkpointing=checkpointing),
+            dataclasses.replace(plan, zero=zero, checkpointing=checkpointing),
             hardware,
         )
         for zero in zeros
@@ -238,12 +238,12 @@ def table(found: Sequence[Estimate], refused: Sequence[str], job: Job, hardware:
     for one in sorted(found, key=lambda one: (not one.fits, one.step_s)):
         m = one.memory
         parts = (m.params, m.grads, m.optimizer, m.activations, m.total)
-        num_micro = job.num_micro(one.layout)
-        tokens = num_micro * one.layout.dp * job.micro_tokens
+        num_micro = job.num_micro(one.plan)
+        tokens = num_micro * one.plan.dp * job.micro_tokens
         out.add_row(
-            str(one.layout),
-            str(one.layout.zero),
-            "yes" if one.layout.checkpointing else "no",
+            str(one.plan),
+            str(one.plan.zero),
+            "yes" if one.plan.checkpointing else "no",
             "yes" if one.fits else "NO",
             *(f"{part / 1e9:.1f}" for part in parts),
             str(num_micro),
@@ -307,7 +307,7 @@ def run(arguments: Sequence[str], console: Console) -> None:
         micro_tokens=micro_tokens,
     )
     chunks = args.chunks or (2 if args.schedule == "interleaved" else 1)
-    fixed = Layout(
+    fixed = Plan(
         **{name: getattr(args, name) for name in given},
         sequence_parallel=args.sequence_parallel,
         schedule=args.schedule,
@@ -315,11 +315,11 @@ def run(arguments: Sequence[str], console: Console) -> None:
         dtype=args.dtype,
     )
     found, refused = [], []
-    for layout in layouts(args.gpus, fixed, given):
+    for plan in plans(args.gpus, fixed, given):
         try:
-            found.append(best_variant(job, layout, hardware, given))
+            found.append(best_variant(job, plan, hardware, given))
         except ValueError as error:
-            refused.append(f"{layout}: {error}")
+            refused.append(f"{plan}: {error}")
     if not found:
         if not refused:
             sizes = ", ".join(f"{name}={getattr(fixed, name)}" for name in given)

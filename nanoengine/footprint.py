@@ -13,30 +13,27 @@ size, s = t with sequence parallel, else 1.
     FLOPs of a token        6N + 6·L·Q·length       N matmul weights with the head, L layers; causal
     MFU                     those FLOPs · tokens/s / (GPUs · peak)
 
-Checkpointing recomputes a forward pass, which costs time and does not count as useful work.
+Checkpointing recomputes a forward pass, which costs time and does not count as useful work. In a
+pipeline the micro-batches overlap, so ZeRO-2 cuts the gradients only after the step.
 Left out: the allocator's fragmentation, communication buffers, expert parallelism.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from nanoengine.model.config import ModelConfig
+from nanoengine.parallel.mesh import AXES, Layout, describe
 
 WIDTH = {"bf16": 2, "fp32": 4, "fp64": 8}
 _CHUNK_ELEMENTS = 256 * 49152  # logits of linear_logprob at a time
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """How one training run is cut. `chunks` is layer groups a pipeline rank (interleaved)."""
+class Plan(Layout):
+    """A layout and how it is used. `chunks` is layer groups a pipeline rank (interleaved)."""
 
-    dp: int = 1
-    pp: int = 1
-    tp: int = 1
-    cp: int = 1
-    zero: Literal[0, 1, 2, 3] = 0
+    zero: int = 0
     sequence_parallel: bool = True
     checkpointing: bool = False
     schedule: str = "1f1b"
@@ -44,32 +41,29 @@ class Layout:
     dtype: str = "bf16"
 
     def __post_init__(self) -> None:
-        for name in ("dp", "pp", "tp", "cp", "chunks"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        super().__post_init__()
+        if self.chunks < 1:
+            raise ValueError(f"chunks={self.chunks}: must be at least 1")
         if self.zero not in (0, 1, 2, 3):
             raise ValueError(f"zero={self.zero}: must be 0, 1, 2 or 3")
+        if self.zero == 3 and self.pp > 1:
+            raise ValueError("zero=3 with pp > 1: not supported; use zero=2, or more dp and no pp")
         if self.dtype not in WIDTH:
             raise ValueError(f"dtype={self.dtype!r}: must be one of {', '.join(WIDTH)}")
 
-    @property
-    def num_gpus(self) -> int:
-        return self.dp * self.pp * self.tp * self.cp
-
     def __str__(self) -> str:
-        axes = [f"{name}{getattr(self, name)}" for name in ("tp", "cp", "pp", "dp")]
-        return " ".join(axis for axis in axes if not axis.endswith("p1")) or "one"
+        return describe(Layout(**{axis: getattr(self, axis) for axis in AXES}))
 
 
-def check_layout(config: ModelConfig, layout: Layout) -> None:
-    """`ValueError` with the rule, where a layout cannot split the model."""
+def check_plan(config: ModelConfig, plan: Plan) -> None:
+    """`ValueError` with the rule, where a plan cannot split the model."""
     for name in ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size"):
         value = getattr(config, name)
-        if value % layout.tp:
-            raise ValueError(f"tp={layout.tp}: must divide {name}={value} of this model")
-    if layout.pp * layout.chunks > config.num_layers:
+        if value % plan.tp:
+            raise ValueError(f"tp={plan.tp}: must divide {name}={value} of this model")
+    if plan.pp * plan.chunks > config.num_layers:
         raise ValueError(
-            f"pp={layout.pp} x chunks={layout.chunks}: more stages than the {config.num_layers} "
+            f"pp={plan.pp} x chunks={plan.chunks}: more stages than the {config.num_layers} "
             "layers of this model"
         )
 
@@ -109,14 +103,14 @@ def num_params(config: ModelConfig) -> int:
     return tables + config.hidden_size + config.num_layers * layer_params(config)
 
 
-def rank_params(config: ModelConfig, layout: Layout, rank: int) -> int:
+def rank_params(config: ModelConfig, plan: Plan, rank: int) -> int:
     """Parameters on pipeline rank `rank`. A tied embedding is on the first and the last."""
-    table = config.vocab_size * config.hidden_size // layout.tp
-    num_stages = layout.pp * layout.chunks
+    table = config.vocab_size * config.hidden_size // plan.tp
+    num_stages = plan.pp * plan.chunks
     layers = split_layers(config.num_layers, num_stages)
-    total = sum(len(layers[rank + c * layout.pp]) for c in range(layout.chunks))
-    total *= layer_params(config, layout.tp)
-    is_first, is_last = rank == 0, rank == layout.pp - 1
+    total = sum(len(layers[rank + c * plan.pp]) for c in range(plan.chunks))
+    total *= layer_params(config, plan.tp)
+    is_first, is_last = rank == 0, rank == plan.pp - 1
     total += table if is_first else 0
     total += config.hidden_size if is_last else 0
     if is_last and not (is_first and config.tie_word_embeddings):
@@ -124,24 +118,24 @@ def rank_params(config: ModelConfig, layout: Layout, rank: int) -> int:
     return total
 
 
-def layer_activation_bytes(config: ModelConfig, layout: Layout, num_tokens: int) -> float:
+def layer_activation_bytes(config: ModelConfig, plan: Plan, num_tokens: int) -> float:
     """What autograd keeps of one layer for `num_tokens` on the rank, without checkpointing."""
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    split = layout.tp if layout.sequence_parallel else 1
-    wide = max(4, WIDTH[layout.dtype])
+    split = plan.tp if plan.sequence_parallel else 1
+    wide = max(4, WIDTH[plan.dtype])
     elements = 4 * config.hidden_size / split
-    elements += (3 * q + 3 * kv + 3 * config.intermediate_size) / layout.tp
+    elements += (3 * q + 3 * kv + 3 * config.intermediate_size) / plan.tp
     statistics = 2 / split
     if config.qk_norm:
-        statistics += (config.num_heads + config.num_kv_heads) / layout.tp
-    return num_tokens * (elements * WIDTH[layout.dtype] + statistics * wide)
+        statistics += (config.num_heads + config.num_kv_heads) / plan.tp
+    return num_tokens * (elements * WIDTH[plan.dtype] + statistics * wide)
 
 
-def head_activation_bytes(config: ModelConfig, layout: Layout, num_tokens: int) -> float:
+def head_activation_bytes(config: ModelConfig, plan: Plan, num_tokens: int) -> float:
     """Final norm and output head: two hidden states kept, one chunk of logits while it computes."""
-    kept = 2 * num_tokens * config.hidden_size * WIDTH[layout.dtype]
+    kept = 2 * num_tokens * config.hidden_size * WIDTH[plan.dtype]
     chunk = min(num_tokens, max(64, _CHUNK_ELEMENTS // config.vocab_size))
-    return kept + 2 * chunk * config.vocab_size / layout.tp * 4
+    return kept + 2 * chunk * config.vocab_size / plan.tp * 4
 
 
 @dataclass(frozen=True)
@@ -159,28 +153,28 @@ class Memory:
 
 
 def rank_memory(
-    config: ModelConfig, layout: Layout, rank: int, micro_tokens: int, peak_live: int
+    config: ModelConfig, plan: Plan, rank: int, micro_tokens: int, peak_live: int
 ) -> Memory:
     """Memory of pipeline rank `rank` with `peak_live` activations of a chunk alive at once."""
-    params = rank_params(config, layout, rank)
-    shards = layout.dp * layout.cp
-    wide = max(4, WIDTH[layout.dtype])
-    has_master = WIDTH[layout.dtype] < 4
-    tokens = micro_tokens // layout.cp
-    num_layers = len(split_layers(config.num_layers, layout.pp * layout.chunks)[rank])
-    layer = layer_activation_bytes(config, layout, tokens)
-    if layout.checkpointing:
-        split = layout.tp if layout.sequence_parallel else 1
-        entry = tokens * 2 * config.hidden_size / split * WIDTH[layout.dtype]
+    params = rank_params(config, plan, rank)
+    shards = plan.dp * plan.cp
+    wide = max(4, WIDTH[plan.dtype])
+    has_master = WIDTH[plan.dtype] < 4
+    tokens = micro_tokens // plan.cp
+    num_layers = len(split_layers(config.num_layers, plan.pp * plan.chunks)[rank])
+    layer = layer_activation_bytes(config, plan, tokens)
+    if plan.checkpointing:
+        split = plan.tp if plan.sequence_parallel else 1
+        entry = tokens * 2 * config.hidden_size / split * WIDTH[plan.dtype]
         activations = peak_live * num_layers * entry + layer
     else:
         activations = peak_live * num_layers * layer
-    if rank == layout.pp - 1:
-        activations += head_activation_bytes(config, layout, tokens)
+    if rank == plan.pp - 1:
+        activations += head_activation_bytes(config, plan, tokens)
     return Memory(
-        params=params * WIDTH[layout.dtype] / (shards if layout.zero == 3 else 1),
-        grads=params * wide / (shards if layout.zero >= 2 else 1),
-        optimizer=params * wide * (3 if has_master else 2) / (shards if layout.zero else 1),
+        params=params * WIDTH[plan.dtype] / (shards if plan.zero == 3 else 1),
+        grads=params * wide / (shards if plan.zero >= 2 and plan.pp == 1 else 1),
+        optimizer=params * wide * (3 if has_master else 2) / (shards if plan.zero else 1),
         activations=activations,
     )
 

@@ -81,7 +81,7 @@ class ShardedWriter:
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep={keep}: must be at least 1")
-        self._root, self._mesh, self._keep, self._timeout_s = Path(root), mesh, keep, timeout_s
+        self.root, self._mesh, self._keep, self._timeout_s = Path(root), mesh, keep, timeout_s
         self._rank = rank if mesh is None else mesh.rank()
         self._world = world if mesh is None else mesh.size()
         self._thread: threading.Thread | None = None
@@ -104,7 +104,7 @@ class ShardedWriter:
         rank if the folder cannot be written; in the background, from the next call or `wait`."""
         self.wait()
         self._choose([piece for piece, _ in held])
-        temporary = self._root / f".tmp-{step:08d}"
+        temporary = self.root / f".tmp-{step:08d}"
         self._together(lambda: self._prepare(temporary) if self._rank == 0 else None)
         tensors = {}
         for number in self._mine:
@@ -162,15 +162,15 @@ class ShardedWriter:
         try:
             work()
         except OSError as error:
-            problem = explain_write_error(self._root, {}, error)
+            problem = explain_write_error(self.root, {}, error)
         if self._mesh is not None:
             problem = "".join(self._mesh.gather_json(WORLD, problem))
         if problem:
             raise CheckpointError(problem)
 
     def _prepare(self, temporary: Path) -> None:
-        self._root.mkdir(parents=True, exist_ok=True)
-        clear_leftovers(self._root)
+        self.root.mkdir(parents=True, exist_ok=True)
+        clear_leftovers(self.root)
         temporary.mkdir()
 
     # -- on the writing thread ---------------------------------------------------------------
@@ -198,7 +198,7 @@ class ShardedWriter:
                 self._await(lambda: not temporary.exists(), temporary, "rank 0")
         except OSError as error:
             self._error = CheckpointError(
-                explain_write_error(self._root, {str(n): t for n, t in tensors.items()}, error)
+                explain_write_error(self.root, {str(n): t for n, t in tensors.items()}, error)
             )
             self._mark_failed(temporary)
         except CheckpointError as error:
@@ -223,11 +223,11 @@ class ShardedWriter:
                 "meta": meta,
             },
         )
-        final = free_name(self._root, step)
+        final = free_name(self.root, step)
         os.rename(temporary, final)
-        sync_folder(self._root)
-        point_latest(self._root, final.name)
-        prune(self._root, self._keep)
+        sync_folder(self.root)
+        point_latest(self.root, final.name)
+        prune(self.root, self._keep)
         return final
 
     def _await(self, is_there: Any, temporary: Path, who: str) -> None:
@@ -241,7 +241,7 @@ class ShardedWriter:
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"{who} wrote nothing for {self._timeout_s:.0f} s: it died or does not see "
-                    f"{self._root}; the checkpoint before {temporary.name} is intact"
+                    f"{self.root}; the checkpoint before {temporary.name} is intact"
                 )
             time.sleep(_POLL_S)
 

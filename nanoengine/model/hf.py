@@ -129,7 +129,7 @@ def load_state(model: Transformer, state: Iterable[tuple[str, Tensor]]) -> None:
     views, slices = hf_views(model), hf_slices(model)
     tensors = _collect(state)
     if model.head is None:
-        _drop_tied_head(tensors)
+        drop_tied_head(tensors)
     for name, part in slices.items():
         if name in tensors and tensors[name].shape == part.whole_shape(views[name].shape):
             tensors[name] = part.take(tensors[name])
@@ -150,7 +150,7 @@ def _collect(state: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return tensors
 
 
-def _drop_tied_head(tensors: dict[str, Tensor]) -> None:
+def drop_tied_head(tensors: dict[str, Tensor]) -> None:
     head = tensors.pop(_TIED_HEAD, None)
     embedding = tensors.get("model.embed_tokens.weight")
     if head is not None and embedding is not None and not torch.equal(head, embedding):

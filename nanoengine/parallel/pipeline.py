@@ -259,7 +259,7 @@ class StageChunk:
             dx = self.backward(micro, dy)
         finally:
             for weight in weights:
-                del weight.late_grads
+                del weight.late_grads  # type: ignore[attr-defined]
         self._late[micro] = late
         return dx
 

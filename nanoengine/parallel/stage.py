@@ -58,6 +58,9 @@ class Stage(Transformer):
         if not self.is_last:
             self.head = None
             self.norm = None  # type: ignore[assignment]
+        if config.tie_word_embeddings and num_stages > 1 and (self.is_first or self.is_last):
+            self.embedding.is_deferred = True  # type: ignore[attr-defined]
+            self.embedding.is_copy = self.is_last  # type: ignore[attr-defined]
 
     @property
     def first_layer(self) -> DecoderLayer:

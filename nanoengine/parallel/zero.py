@@ -124,8 +124,8 @@ class ShardedAdamW:
             if bucket.grad.untyped_storage().nbytes():
                 bucket.grad.zero_()
 
-    def start_pass(self, *, is_last: bool) -> None:
-        self.reducer.start_pass(is_last=is_last)
+    def start_pass(self, *, is_last: bool, is_pipeline: bool = False) -> None:
+        self.reducer.start_pass(is_last=is_last, is_pipeline=is_pipeline)
 
     def end_pass(self) -> None:
         self.reducer.end_pass()
