@@ -8,7 +8,8 @@ size, s = t with sequence parallel, else 1.
     bytes of parameters     2P (bf16) or 4P (fp32, which is its own master)   / d with ZeRO-3
     bytes of gradients      4P                                                / d with ZeRO-2, 3
     bytes of optimizer      8P, and 4P masters over bf16                      / d with ZeRO-1 to 3
-    activations of a layer  T (4E/s + (3Q + 3K + 3F)/t) elements and the norms' fp32 statistics
+    activations of a layer  T (4E/s + (2Q + 2K + 3F)/t) elements and the norms' fp32 statistics;
+                            another T (Q + 2K)/t where queries and keys are normalised
     with checkpointing      T · 2E/s elements a layer, and one layer in full
     FLOPs of a token        6N + 6·L·Q·length       N matmul weights with the head, L layers; causal
     MFU                     those FLOPs · tokens/s / (GPUs · peak)
@@ -124,9 +125,10 @@ def layer_activation_bytes(config: ModelConfig, plan: Plan, num_tokens: int) -> 
     split = plan.tp if plan.sequence_parallel else 1
     wide = max(4, WIDTH[plan.dtype])
     elements = 4 * config.hidden_size / split
-    elements += (3 * q + 3 * kv + 3 * config.intermediate_size) / plan.tp
+    elements += (2 * q + 2 * kv + 3 * config.intermediate_size) / plan.tp
     statistics = 2 / split
-    if config.qk_norm:
+    if config.qk_norm:  # keeps q and k as they were before, and v beside them
+        elements += (q + 2 * kv) / plan.tp
         statistics += (config.num_heads + config.num_kv_heads) / plan.tp
     return num_tokens * (elements * WIDTH[plan.dtype] + statistics * wide)
 
