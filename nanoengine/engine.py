@@ -311,10 +311,12 @@ class Engine:
         """Each Hugging Face tensor once; views where `dtype` is the model's own. Split tensors
         are put together, on every rank: all must run through the iterator."""
         slices = hf.hf_slices(self.model)
+        comes_and_goes = self.config.zero == 3 and self.mesh.size() > 1
         with self.optimizer.gathered():
             for name, view in hf.export_state(self.model, dtype):
-                part = slices.get(name)
-                yield name, view if part is None else gather_slice(self.mesh, view, part)
+                if name in slices:
+                    view = gather_slice(self.mesh, view, slices[name])
+                yield name, view.clone() if comes_and_goes else view
 
     def load_weights(self, state: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the weights (strictly, by Hugging Face name); the moments stay. Every rank takes

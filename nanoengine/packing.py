@@ -115,6 +115,26 @@ def make_micro_batches(
     return [_pack(samples, bin_, share_prefix, device) for bin_ in _fill(trees, max_tokens)]
 
 
+def balanced_parts(samples: Sequence[Sample], num_parts: int) -> list[list[int]]:
+    """Deal a batch out to data-parallel ranks: indices of each one's samples, in the order of the
+    batch, with nearly equal numbers of rows.
+
+    Longest first, each to the part with the fewest rows so far: no part exceeds the mean by more
+    than the longest sample (Graham 1969: nor the best possible by more than a third). A part is
+    empty where there are fewer samples than parts.
+    """
+    if num_parts < 1:
+        raise ValueError(f"num_parts={num_parts}: must be at least 1")
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    loads = [0] * num_parts
+    order = sorted(range(len(samples)), key=lambda i: (-len(samples[i].tokens), i))
+    for i in order:
+        lightest = loads.index(min(loads))
+        parts[lightest].append(i)
+        loads[lightest] += len(samples[i].tokens) - 1
+    return [sorted(part) for part in parts]
+
+
 def _plain_trees(samples: Sequence[Sample]) -> list[_Tree]:
     return [_Tree(0, (i,), len(sample.tokens) - 1) for i, sample in enumerate(samples)]
 

@@ -148,7 +148,7 @@ class Mesh:
         self.layout = layout
         self.world_rank = rank
         self.device = torch.device(device)
-        self.traffic: dict[tuple[str, str], Traffic] = defaultdict(Traffic)
+        self.traffic: dict[tuple[str, str], Traffic] = defaultdict(Traffic)  # (op, "dp-cp"): ..
         self._store, self._name = store, name
         self._timeout = timedelta(seconds=timeout_s)
         self._coordinates = layout.coordinates(rank)
@@ -201,8 +201,8 @@ class Mesh:
 
     def group(self, axis: Axis = WORLD) -> Any:
         """The back end's process group; ValueError where it would have one rank."""
-        names = _names(axis)
-        if self.size(names) == 1:
+        names = self._long(axis)
+        if not names:
             raise ValueError(f"group({axis!r}): has one rank, so there is no group")
         if names not in self._groups:
             members = self.layout.members(self.world_rank, names)
@@ -211,6 +211,10 @@ class Mesh:
             store = dist.PrefixStore(prefix, self._store)
             self._groups[names] = self._connect(store, members.index(self.world_rank), len(members))
         return self._groups[names]
+
+    def _long(self, axis: Axis) -> tuple[str, ...]:
+        """The axes that have more than one rank: ("dp", "cp") is the group "dp" where cp is 1."""
+        return tuple(name for name in _names(axis) if self.size(name) > 1)
 
     def _connect(self, store: dist.Store, rank: int, size: int) -> Any:
         if self.device.type == "cuda":
@@ -369,7 +373,7 @@ class Mesh:
         self.traffic.clear()
 
     def _count(self, op: str, axis: Axis, tensor: Tensor) -> Any:
-        entry = self.traffic[op, "-".join(_names(axis))]
+        entry = self.traffic[op, "-".join(self._long(axis))]
         entry.calls += 1
         entry.bytes += tensor.numel() * tensor.element_size()
         return self.group(axis)

@@ -12,7 +12,8 @@ the masters' dtype, a whole parameter's share *is* the master; else the weights 
 
 ZeRO-3 keeps a bucket a layer. Its weights are gathered when the layer is about to run, forward and
 backward, while the layer before it still computes, and freed after. The embedding, the last norm
-and the head stay for the whole pass.
+and the head stay for the whole pass. Between passes a parameter has a shape and no memory: reading
+one outside `gathered` is an error that torch does not catch.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv 1910.02054. Left out: offloading to NVMe, hierarchical shards (HSDP).
@@ -175,7 +176,9 @@ class ShardedAdamW:
         self.write_back()
 
     def write_back(self) -> None:
-        """Round the masters into the weights and give every rank the whole ones (ZeRO-1, 2)."""
+        """Round the masters into the weights and give every rank the whole ones (ZeRO-1, 2); with
+        ZeRO-3 whatever is gathered is out of date and goes."""
+        self.release()
         handles = []
         for state in self._states:
             state.round()

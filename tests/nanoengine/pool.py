@@ -40,7 +40,7 @@ class Rank:
     store: dist.Store
     meshes: list[Mesh]
 
-    def mesh(self, layout: Layout, timeout_s: float = 60.0) -> Mesh:
+    def mesh(self, layout: Layout, timeout_s: float = 240.0) -> Mesh:
         """A mesh of all ranks of this call; several are fine. Closed after the call."""
         name = f"mesh{len(self.meshes)}"
         mesh = Mesh(layout, self.rank, self.store, name=name, timeout_s=timeout_s)
@@ -57,7 +57,7 @@ class WorkerPool:
         self._num_runs = 0
 
     def run(
-        self, world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0
+        self, world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 280.0
     ) -> list[Any]:
         """`function(Rank, *args)` on every rank; their results in order."""
         self._grow(world)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import mesh_cases
 import pytest
 import torch
@@ -71,7 +76,7 @@ def test_every_collective_gives_the_value_worked_by_hand(
             ("all_reduce", "dp-tp"): (1, size),
             ("all_gather", "dp"): (1, 2 * size),
             ("reduce_scatter", "tp"): (1, size),
-            ("broadcast", "dp-ep-cp"): (1, size),
+            ("broadcast", "dp"): (1, size),
             ("send", "tp"): (1, size),
             ("recv", "tp"): (1, size),
             ("all_to_all", "tp"): (1, size),
@@ -99,3 +104,41 @@ def test_a_failing_rank_fails_the_call_and_the_pool_recovers(pool: WorkerPool) -
     with pytest.raises(RankFailed, match="longer"):
         pool.run(1, mesh_cases.sleeps, timeout_s=0.3)
     assert pool.run(2, mesh_cases.two_meshes) == [[12.0], [12.0]]
+
+
+PROGRAM = """
+import torch
+from nanoengine.parallel.mesh import Layout, Mesh
+mesh = Mesh.from_torchrun(Layout(dp=2))
+x = torch.tensor([mesh.rank() + 1.0])
+mesh.all_reduce("dp", x)
+print(f"sum {x.item()}")
+mesh.close()
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_mesh(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    arguments = ["--standalone", "--nproc-per-node", "2", str(program)]
+    found = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *arguments],
+        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.count("sum 3.0") == 2
+
+
+def test_a_mesh_without_torchrun_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match="start this with torchrun"):
+        Mesh.from_torchrun(Layout(dp=2))
+    place = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="torchrun started 3 processes"):
+        Mesh.from_torchrun(Layout(dp=2))

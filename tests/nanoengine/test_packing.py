@@ -7,7 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoengine.packing import MicroBatch, Sample, common_prefix, make_micro_batches
+from nanoengine.packing import (
+    MicroBatch,
+    Sample,
+    balanced_parts,
+    common_prefix,
+    make_micro_batches,
+)
 
 
 def sample(tokens: list[int], prompt: int = 1, group: str | None = None) -> Sample:
@@ -131,3 +137,22 @@ def test_samples_with_different_fields_are_refused() -> None:
     bare = Sample(tokens=[1, 2], loss_mask=[0, 1])
     with pytest.raises(ValueError, match="sample 1 has fields"):
         make_micro_batches([sample([1, 2]), bare], 10)
+
+
+@given(st.lists(st.integers(2, 60), max_size=30), st.integers(1, 9))
+@settings(max_examples=60, deadline=None)
+def test_balanced_parts_hold_every_sample_once_and_differ_by_one_sample(
+    lengths: list[int], num_parts: int
+) -> None:
+    samples = [sample(list(range(length))) for length in lengths]
+    parts = balanced_parts(samples, num_parts)
+    assert sorted(i for part in parts for i in part) == list(range(len(samples)))
+    assert all(part == sorted(part) for part in parts) and len(parts) == num_parts
+    rows = [sum(lengths[i] - 1 for i in part) for part in parts]
+    assert max(rows) - min(rows) <= max(lengths, default=1) - 1
+
+
+def test_balanced_parts_by_hand() -> None:
+    lengths = (11, 3, 9, 6, 6, 3)  # rows 10 2 8 5 5 2: 10+5+2 and 8+5+2 in two parts
+    samples = [sample(list(range(length))) for length in lengths]
+    assert balanced_parts(samples, 2) == [[0, 4, 5], [1, 2, 3]]

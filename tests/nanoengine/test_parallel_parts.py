@@ -1,0 +1,253 @@
+"""The pieces of parallel training: split vocabulary, ring attention, traffic, memory, refusals.
+
+The worked numbers of docs/parallelism.md are computed here, in tests of the same names.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import parallel_cases
+import parallel_part_cases
+import pytest
+import torch
+import torch.nn.functional as F
+from parallel_cases import VOCAB, Case
+from pool import WorkerPool
+
+from kernels.flash_attention import flash_attn_varlen_ref
+from nanoengine.engine import Engine, EngineConfig
+from nanoengine.packing import make_micro_batches
+from nanoengine.parallel.mesh import Layout, wire_bytes
+from nanoengine.sft import num_loss_tokens
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "parallelism.md"
+HIDDEN, LAYERS, KV_WIDTH = 48, 3, 32  # of the model in parallel_cases.py
+BYTES = 8  # fp64
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_split_vocabulary_logp_entropy_and_gradients_are_those_of_torch(
+    pool: WorkerPool, world: int
+) -> None:
+    hidden, weight = normal(20, HIDDEN), normal(VOCAB, HIDDEN, seed=1) / 4
+    ids = torch.arange(20) * 10 % VOCAB
+    results = pool.run(
+        world, parallel_part_cases.logprobs_over_the_vocabulary, hidden, weight, ids, 0.7
+    )
+    x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    logp_all = torch.log_softmax(x @ w.t() / 0.7, -1)
+    logp = logp_all.gather(1, ids.unsqueeze(1)).squeeze(1)
+    entropy = -(logp_all.exp() * logp_all).sum(-1)
+    slope = torch.arange(1.0, 21, dtype=torch.float64)
+    (logp * slope + entropy * slope.flip(0)).sum().backward()
+    loss = F.cross_entropy(hidden @ weight.t(), ids, reduction="none")
+    assert x.grad is not None and w.grad is not None
+    for found in results:
+        for mine, true in zip(found[:4], (logp, entropy, loss, x.grad), strict=True):
+            torch.testing.assert_close(mine, true.detach(), rtol=1e-10, atol=1e-12)
+    dweight = torch.cat([found[4] for found in results])
+    torch.testing.assert_close(dweight, w.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ring_attention_is_attention_over_packed_sequences(pool: WorkerPool, world: int) -> None:
+    lengths = [300, 37, 8, 3, 1]  # more and less than a block of queries, fewer than ranks
+    total, heads, kv_heads, width = sum(lengths), 4, 2, 8
+    q, do = normal(total, heads, width), normal(total, heads, width, seed=3)
+    k, v = normal(total, kv_heads, width, seed=1), normal(total, kv_heads, width, seed=2)
+    results = pool.run(world, parallel_part_cases.ring_attention, lengths, q, k, v, do)
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    o = flash_attn_varlen_ref(*inputs, bounds, width**-0.5)
+    o.backward(do)
+    true = [o.detach(), *(x.grad for x in inputs)]
+    found = [torch.full_like(x, float("nan")) for x in true if x is not None]
+    for rows, values, _ in results:
+        for whole, part in zip(found, values, strict=True):
+            whole[rows] = part
+    for mine, expected in zip(found, true, strict=True):
+        assert expected is not None
+        torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12)
+    longest = max(len(rows) for rows, _, _ in results)
+    assert longest <= total / world + 2 * len(lengths)  # even: each run is off by less than one
+
+
+# -- traffic -----------------------------------------------------------------------------------
+
+
+def one_step(pool: WorkerPool, case: Case) -> list[parallel_cases.Result]:
+    by_rank = pool.run(case.layout.world, parallel_cases.on_rank, [case])
+    return [results[0] for results in by_rank]
+
+
+def rows_and_predictions(hand: list[int] | None = None) -> tuple[int, int]:
+    """Rows the model reads, and those that reach the head, of a batch in one micro-batch."""
+    samples = parallel_cases.make_samples()
+    taken = [samples[i] for i in (range(len(samples)) if hand is None else hand)]
+    return sum(len(s.tokens) - 1 for s in taken), sum(sum(s.loss_mask) for s in taken)
+
+
+def parameters() -> int:
+    return sum(p.numel() for p in parallel_cases.make_model(Case()).parameters())
+
+
+def in_docs(*numbers: float) -> None:
+    """Each number stands in docs/parallelism.md, with its thousands separated by spaces."""
+    text = DOCS.read_text()
+    for number in numbers:
+        assert f"{number:,.0f}".replace(",", " ") in text, f"{number:,.0f} is not in {DOCS.name}"
+
+
+def test_worked_tensor_parallel(pool: WorkerPool) -> None:
+    """Two all-reduces a layer forward, two backward, one for the embedding, one for the head."""
+    results = one_step(pool, Case(layout=Layout(tp=2), budget=1000))
+    rows, picked = rows_and_predictions()
+    activations = rows * HIDDEN * BYTES
+    head = picked * BYTES * (1 + 3)  # maximum; sum of exponentials, target's logit, entropy
+    calls = 4 * LAYERS + 2
+    expected = (calls + 2 + 1, calls * activations + head + 8)  # 8: the norm's square
+    assert all(result.traffic == {("all_reduce", "tp"): expected} for result in results)
+    in_docs(rows, picked, activations, calls, head, expected[1])
+    in_docs(wire_bytes("all_reduce", activations, 2))
+
+
+def test_worked_sequence_parallel(pool: WorkerPool) -> None:
+    """The same bytes on the wire: an all-reduce is a reduce-scatter and an all-gather."""
+    results = one_step(pool, Case(layout=Layout(tp=2), sequence_parallel=True, budget=1000))
+    rows, picked = rows_and_predictions()
+    padded = -(-rows // 2) * 2 * HIDDEN * BYTES
+    norms = (2 * LAYERS + 1 + LAYERS) * HIDDEN  # and the output biases
+    calls = 4 * LAYERS + 2
+    for result in results:
+        assert result.traffic["all_gather", "tp"] == (calls, calls * padded)
+        assert result.traffic["reduce_scatter", "tp"] == (calls, calls * padded)
+        num_bytes = result.traffic["all_reduce", "tp"][1]
+        assert num_bytes == norms * BYTES + picked * BYTES * 4 + 8
+    in_docs(padded, norms * BYTES)
+    whole = wire_bytes("all_reduce", padded, 2)
+    parts = wire_bytes("all_gather", padded, 2) + wire_bytes("reduce_scatter", padded, 2)
+    assert whole == parts
+
+
+def test_worked_data_parallel(pool: WorkerPool) -> None:
+    """One all-reduce of the gradient a step, however many micro-batches."""
+    for budget in (60, 1000):
+        results = one_step(pool, Case(layout=Layout(dp=2), budget=budget, bucket_bytes=200_000))
+        for result in results:
+            calls, num_bytes = result.traffic["all_reduce", "dp"]
+            padding = num_bytes - parameters() * BYTES - 8  # 8: the weight of the batch
+            assert 0 <= padding < 64 * BYTES * 40  # parameters start on cache lines
+            assert result.num_early >= calls - 3  # all but the last left during backward
+    in_docs(parameters(), parameters() * BYTES)
+
+
+def test_worked_zero(pool: WorkerPool) -> None:
+    """Bytes of a rank's whole tensors between steps, ZeRO 0 to 3 on two ranks, in fp32."""
+    for levels in pool.run(2, parallel_part_cases.memory_of_each_level):
+        size = levels[0]["weights"]
+        assert [level["weights"] for level in levels] == pytest.approx([size, size, size, 0], 0.02)
+        assert [level["moments"] / size for level in levels] == pytest.approx([2, 1, 1, 1], 0.02)
+        gradients = [level["gradients"] for level in levels]
+        assert gradients == pytest.approx([size, size, 0, 0], 0.02)
+        assert levels[3]["layers"] == LAYERS
+        assert levels[3]["peak_weights"] <= 3  # running, prefetched, and the last one's reduction
+    assert [16, 12, 10, 8] == [4 + 4 + 8, 4 + 4 + 4, 4 + 2 + 4, 2 + 2 + 4]
+    in_docs(16, 12, 10, 8)
+
+
+def test_worked_context_parallel(pool: WorkerPool) -> None:
+    """Keys and values travel cp - 1 hops forward and again backward, their gradients cp hops."""
+    results = one_step(pool, Case(layout=Layout(cp=2), budget=1000))
+    rows, _ = rows_and_predictions()
+    whole = 2 * rows * KV_WIDTH * BYTES  # keys and values of all tokens, one layer
+    sent = sum(result.traffic["send", "cp"][1] for result in results)
+    received = sum(result.traffic["recv", "cp"][1] for result in results)
+    assert sent == received == LAYERS * whole * (1 + 1 + 2)
+    in_docs(whole, sent)
+
+
+# -- state, memory, errors ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_every_level_of_zero_gives_the_same_bits_on_two_ranks(pool: WorkerPool, dtype: str) -> None:
+    """Of one micro-batch: of several, ZeRO-2 adds up ranks first and micro-batches then."""
+    for levels in pool.run(2, parallel_part_cases.weights_after_two_steps, dtype):
+        for level in levels[1:]:
+            assert all(torch.equal(level[name], tensor) for name, tensor in levels[0].items())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(layout=Layout(tp=2), family="qwen3", tied=False, dtype="fp32"),
+        Case(layout=Layout(dp=2), zero=3, dtype="fp32"),
+    ],
+    ids=["tp2", "zero3"],
+)
+def test_exported_weights_load_anywhere_and_score_the_same(pool: WorkerPool, case: Case) -> None:
+    alone = Engine(
+        parallel_cases.make_model(case),
+        EngineConfig(dtype="fp32", lr=1e-2, micro_batch_tokens=case.budget),
+    )
+    for state, logps in pool.run(2, parallel_part_cases.export_and_load, case):
+        alone.load_weights(state.items())  # strict: every name, every shape
+        expected = alone.forward_logprobs(parallel_cases.make_samples())
+        for mine, true in zip(logps, expected, strict=True):
+            torch.testing.assert_close(mine, true, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_sharded_optimizer_comes_back_from_offload_with_the_same_bits(
+    pool: WorkerPool, zero: int
+) -> None:
+    case = Case(layout=Layout(dp=2), zero=zero, dtype="bf16")
+    runs = [
+        pool.run(2, parallel_part_cases.offloaded_run, case, parks)[0] for parks in (False, True)
+    ]
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+def test_an_infinite_loss_on_one_rank_stops_every_rank_before_the_update(pool: WorkerPool) -> None:
+    for zero in (1, 3):
+        case = Case(layout=Layout(dp=2), zero=zero)
+        for message in pool.run(2, parallel_part_cases.one_rank_has_an_infinite_loss, case):
+            assert "weights and moments are untouched" in message
+
+
+def test_what_cannot_work_is_refused_with_the_reason(pool: WorkerPool) -> None:
+    patterns = [
+        "tp=2: must divide num_kv_heads=3",
+        "not split over this mesh",
+        "one of 2 ranks",
+        "cp > 1",
+        "weight_fn gave 0.0",
+    ]
+    for messages in pool.run(2, parallel_part_cases.refusals):
+        for message, pattern in zip(messages, patterns, strict=True):
+            assert pattern in message
+
+
+def test_one_process_with_a_mesh_has_the_bits_of_one_without() -> None:
+    case = Case(dtype="fp32", steps=2, max_grad_norm=0.5)
+    plain = parallel_cases.run(case)
+    engine_mesh = parallel_cases.run(case, parallel_cases.Mesh(Layout()))
+    assert plain.steps == engine_mesh.steps
+    for a, b in zip(plain.owned, engine_mesh.owned, strict=True):
+        assert torch.equal(a.gradient, b.gradient) and torch.equal(a.master, b.master)
+
+
+def test_the_micro_batches_of_a_batch_hold_its_trained_tokens() -> None:
+    samples = parallel_cases.make_samples()
+    micros = make_micro_batches(samples, 90)
+    assert len(micros) > 2  # the parity tests accumulate
+    assert sum(float(m.loss_mask_T.sum()) for m in micros) == num_loss_tokens(samples)
+    assert any(not float(m.loss_mask_T.sum()) for m in make_micro_batches(samples, 1))
+    assert math.isclose(rows_and_predictions()[1], num_loss_tokens(samples))
