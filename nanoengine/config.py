@@ -39,3 +39,7 @@ class EngineConfig(AdamWConfig):
             raise ValueError(f"keep_checkpoints={self.keep_checkpoints}: must be at least 1")
         if self.zero not in (0, 1, 2, 3):
             raise ValueError(f"zero={self.zero}: must be 0, 1, 2 or 3")
+        if self.bucket_bytes < 0:
+            raise ValueError(
+                f"bucket_bytes={self.bucket_bytes}: must be 0 (every layer alone) or more"
+            )

@@ -107,6 +107,11 @@ class Engine:
                 f"dtype={config.dtype!r}: this engine computes in {self.config.dtype}, and a phase "
                 "keeps the dtype; make another engine"
             )
+        if config.zero != self.config.zero:
+            raise ValueError(
+                f"zero={config.zero}: the state of this engine is cut for zero={self.config.zero}, "
+                "and a phase keeps it; make another engine"
+            )
         self.config = config
         self.version = 0
         self.optimizer.restart(config)

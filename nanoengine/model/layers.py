@@ -220,13 +220,14 @@ class DecoderLayer(nn.Module):
             y_TE = self.split.enter(y_TE, rope[0].shape[0])
         q, k, v = self.qkv(y_TE).split((self.q_width, self.kv_width, self.kv_width), -1)
         num_tokens, head_dim = y_TE.shape[0], self.head_dim
-        q_THD = q.view(num_tokens, -1, head_dim)
-        k_TKD = k.view(num_tokens, -1, head_dim)
+        kv_shape = (num_tokens, self.kv_width // head_dim, head_dim)
+        q_THD = q.view(num_tokens, self.q_width // head_dim, head_dim)
+        k_TKD = k.view(kv_shape)
         if self.q_norm is not None and self.k_norm is not None:
             q_THD = rms_norm(q_THD, self.q_norm, self.eps)
             k_TKD = rms_norm(k_TKD, self.k_norm, self.eps)
         q_THD, k_TKD = apply_rope(q_THD, k_TKD, *rope, None)
-        o_THD = context.attend(self.index, q_THD, k_TKD, v.view(num_tokens, -1, head_dim))
+        o_THD = context.attend(self.index, q_THD, k_TKD, v.view(kv_shape))
         o_TE = o_THD.reshape(num_tokens, self.q_width)
         if self.split is None:
             return self.out(o_TE)

@@ -12,8 +12,9 @@ nearest neighbours. Methods take an axis or a tuple of axes, whose ranks then fo
 
 A mesh owns its process groups, built straight from torch's back ends: there is no default group
 and no registry, so any number of meshes and engines live in one process. A group of one rank does
-not exist; its collectives do nothing and count nothing. Reductions of half-precision tensors run
-in fp32: rounding at every hop would make the result depend on the number of ranks.
+not exist; its collectives do nothing and count nothing, nor do those of empty tensors. Reductions
+of half-precision tensors run in fp32: rounding at every hop would make the result depend on the
+number of ranks.
 
 Left out: starting processes (torchrun, nanosched, the tests' pool) and topology discovery.
 """
@@ -244,7 +245,7 @@ class Mesh:
         self, axis: Axis, tensor: Tensor, op: ReduceOp = "sum", *, is_async: bool = False
     ) -> Handle:
         """In place. Half precision is reduced in fp32 and rounded once."""
-        if self.size(axis) == 1:
+        if self.size(axis) == 1 or not tensor.numel():
             return Handle()
         wide = _widen(tensor.contiguous())
         options = dist.AllreduceOptions()
@@ -257,9 +258,7 @@ class Mesh:
         self, axis: Axis, out: Tensor, tensor: Tensor, *, is_async: bool = False
     ) -> Handle:
         """`out` becomes the ranks' tensors one after the other; `tensor` may be a slice of it."""
-        if self.size(axis) == 1:
-            if out.data_ptr() != tensor.data_ptr():
-                _copy(out.view(-1), tensor.reshape(-1))
+        if self._copied(axis, out, tensor) or not tensor.numel():
             return Handle()
         group = self._count("all_gather", axis, out)
         work = group._allgather_base(out.view(-1), tensor.contiguous().view(-1))
@@ -269,9 +268,7 @@ class Mesh:
         self, axis: Axis, out: Tensor, tensor: Tensor, *, is_async: bool = False
     ) -> Handle:
         """`out` becomes this rank's part of the sum of the ranks' tensors, part r for rank r."""
-        if self.size(axis) == 1:
-            if out.data_ptr() != tensor.data_ptr():
-                _copy(out.view(-1), tensor.reshape(-1))
+        if self._copied(axis, out, tensor) or not tensor.numel():
             return Handle()
         wide = _widen(tensor.contiguous()).view(-1)
         target = out if out.dtype == wide.dtype else out.new_empty(out.shape, dtype=wide.dtype)
@@ -371,6 +368,14 @@ class Mesh:
 
     def reset_traffic(self) -> None:
         self.traffic.clear()
+
+    def _copied(self, axis: Axis, out: Tensor, source: Tensor) -> bool:
+        """Where the group is one rank, gathering and scattering are a copy."""
+        if self.size(axis) > 1:
+            return False
+        if out.data_ptr() != source.data_ptr():
+            _copy(out.view(-1), source.reshape(-1))
+        return True
 
     def _count(self, op: str, axis: Axis, tensor: Tensor) -> Any:
         entry = self.traffic[op, "-".join(self._long(axis))]

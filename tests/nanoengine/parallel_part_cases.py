@@ -9,9 +9,10 @@ import parallel_cases
 import torch
 from parallel_cases import Case
 from pool import Rank
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanoengine.engine import Engine, EngineConfig, NonFiniteLoss
+from nanoengine.optim import AdamWConfig
 from nanoengine.packing import Sample, make_micro_batches
 from nanoengine.parallel.context_parallel import ContextSplit
 from nanoengine.parallel.mesh import DATA_AXES, Layout
@@ -184,6 +185,46 @@ def one_rank_has_an_infinite_loss(rank: Rank, case: Case) -> str:
     return "no error"
 
 
+class Experts(nn.Module):
+    """One parameter that all ranks share, one that only ranks with the same ep coordinate do."""
+
+    def __init__(self, ep: int) -> None:
+        super().__init__()
+        self.shared = nn.Parameter(torch.ones(3))
+        self.expert = nn.Parameter(torch.full((3,), 1.0 + ep))
+        self.expert.is_expert = True  # type: ignore[attr-defined]
+
+
+def experts_step(rank: Rank, zero: int) -> tuple[float, dict[str, list[float]]]:
+    """The norm, and the elements of each parameter's gradient that this rank owns."""
+    mesh = rank.mesh(Layout(dp=2, ep=2))
+    model = Experts(mesh.rank("ep"))
+    optimizer = ShardedAdamW([model], AdamWConfig(), mesh, zero=zero)
+    optimizer.zero_grad()
+    optimizer.start_pass(is_last=True)
+    ((rank.rank + 1) * (model.shared.sum() + 10 * model.expert.sum())).backward()
+    optimizer.end_pass()
+    optimizer.finish_gradients()
+    gradients = {piece.slot.name: part.tolist() for piece, part in optimizer.pieces("grad")}
+    return optimizer.grad_norm(), gradients
+
+
+def shared_prefix_logps(rank: Rank) -> list[Tensor]:
+    case = Case(layout=Layout(tp=rank.world), family="qwen3")
+    engine = make_engine(rank, case, share_prefix=True)
+    return engine.forward_logprobs(a_group(), temperature=0.7)
+
+
+def a_group() -> list[Sample]:
+    """Three completions of one prompt."""
+    prompt = list(range(5, 29))
+    ends = [[100, 7], [3, 3, 3, 3], [50]]
+    return [
+        Sample(tokens=prompt + end, loss_mask=[0] * len(prompt) + [1] * len(end), group="g")
+        for end in ends
+    ]
+
+
 def refusals(rank: Rank) -> list[str]:
     """The messages of what a user may get wrong."""
     mesh = rank.mesh(Layout(tp=2))
@@ -193,7 +234,6 @@ def refusals(rank: Rank) -> list[str]:
     attempts: list[Any] = [
         lambda: TensorParallel.of(mesh, narrow),
         lambda: Engine(parallel_cases.make_model(case), EngineConfig(dtype="fp64"), mesh),
-        lambda: make_engine(rank, case).save("nowhere"),
         lambda: Engine(
             parallel_cases.make_model(case),
             EngineConfig(share_prefix=True),

@@ -147,7 +147,8 @@ FOUR = [
     Case(layout=Layout(dp=2, tp=2), zero=2, tied=False, family="qwen2", deal="empty"),
     Case(layout=Layout(dp=2, tp=2), zero=3, sequence_parallel=True),
     Case(layout=Layout(tp=4), sequence_parallel=True, tied=False),
-    Case(layout=Layout(dp=2, cp=2), zero=1, deal="masked", activation_checkpointing=True),
+    Case(layout=Layout(dp=2, cp=2), zero=1, deal="masked"),
+    Case(layout=Layout(dp=2, cp=2), zero=3, deal="empty", activation_checkpointing=True),
     Case(layout=Layout(cp=2, tp=2), sequence_parallel=True, family="qwen3"),
     Case(layout=Layout(cp=4), zero=2, tied=False),
 ]
