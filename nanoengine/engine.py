@@ -101,7 +101,8 @@ class Engine:
         self._refresh()
 
     def restart(self, config: EngineConfig) -> None:
-        """Another phase of training on the same weights: fresh moments, schedule and version."""
+        """Another phase of training on the same weights: its own schedule, version 0, no momentum
+        (see `AdamW.restart`)."""
         if config.dtype != self.config.dtype:
             raise ValueError(
                 f"dtype={config.dtype!r}: this engine computes in {self.config.dtype}, and a phase "

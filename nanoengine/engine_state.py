@@ -67,6 +67,7 @@ def load(engine: Engine, path: Path) -> dict[str, Any]:
         checkpoint.read_box(piece.name, piece.box, tensor)
     meta = checkpoint.meta
     engine.optimizer.step_count = meta["step_count"]
+    engine.optimizer.phase_start = meta["step_count"] - meta["version"]
     engine.optimizer.write_back()
     engine.version = meta["version"]
     rank, values = 0, meta["rng"]

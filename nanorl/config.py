@@ -70,8 +70,6 @@ class RLConfig:
     """Decoupled weight decay."""
     max_grad_norm: float = 1.0
     """Global gradient-norm clip."""
-    curriculum: bool = False
-    """Draw more tasks of the kinds that now succeed, now fail. Only for generated tasks."""
     max_retries: int = 2
     """How often a failed rollout (infrastructure, never the program's doing) is tried again."""
     algorithm: AlgorithmSpec = field(default_factory=AlgorithmSpec)

@@ -15,7 +15,7 @@ import random
 import resource
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,7 @@ from nanoengine.sft import num_loss_tokens, sft_loss
 from nanorl.assembly import Parts
 from nanorl.collector import RolloutCollector
 from nanorl.config import RunConfig
-from nanorl.data.curriculum import learnability
 from nanorl.data.drills import copy_drill
-from nanorl.data.file_tasks import FileTasks
 from nanorl.data.store import RolloutStore
 from nanorl.evaluate import EvaluationResult, evaluate
 from nanorl.learner import Learner
@@ -39,7 +37,7 @@ from nanorl.run_state import Cursor
 from nanorl.seeds import derive_seed
 from nanorl.sft import drill_samples, sft_samples
 from nanorl.trainer import StepResult, Trainer, to_the_end
-from nanorl.types import Rollout, Task
+from nanorl.types import Rollout
 from nanorl.weight_sync import sync_weights
 from nanosched import Scheduler
 
@@ -67,7 +65,6 @@ class Run:
         self.is_restored = False
         self.started = time.perf_counter()
         self.examples: dict[str, Sequence[Rollout]] = {}
-        self.kinds: dict[str, str] = {}  # of the tasks in RL, by id
 
     # -- life cycle ------------------------------------------------------------------------------
 
@@ -245,25 +242,11 @@ class Run:
                     collector=scheduler.actor(RolloutCollector).remote(
                         self.parts.play, run_seed=self.config.seed, max_retries=rl.max_retries
                     ),
-                    task_batch=self._task_batch,
+                    task_batch=lambda step: self.parts.tasks.train.batch(step, rl.tasks_per_step),
                 )
                 await trainer.fit(self.cursor.step, on_step)
         self.cursor.next_phase()
         self.save()
-
-    def _task_batch(self, step: int) -> Sequence[Task]:
-        """The tasks of an RL step. A curriculum looks at the steps that are finished whatever the
-        timing: with stale rollouts those are fewer than may be finished by chance."""
-        rl, source = self.config.rl, self.parts.tasks.train
-        tasks: Sequence[Task]
-        if not rl.curriculum or isinstance(source, FileTasks):
-            tasks = source.batch(step, rl.tasks_per_step)
-        else:
-            finished = self.cursor.outcomes[: max(0, step - rl.max_staleness)]
-            weights = learnability(finished, source.kinds)
-            tasks = source.batch(step, rl.tasks_per_step, weights)
-        self.kinds.update((task.task_id, task.kind) for task in tasks)
-        return tasks
 
     def _log_step(self, result: StepResult) -> None:
         """Record a finished step, then move the cursor; every `save_every` steps, a checkpoint."""
@@ -272,7 +255,6 @@ class Run:
             step=result.step,
             version=result.step,
         )
-        self.cursor.outcomes.append(outcomes_by_kind(result.groups, self.kinds))
         self.metrics.write(result.step, result.metrics)
         self._add_totals(result.metrics)
         self.cursor.add("num_failed_rollouts", len(result.failed))
@@ -288,15 +270,3 @@ class Run:
         self.cursor.add("train_s", metrics["train_s"])
         self.cursor.keep_max("logp_gap_max", metrics["logp_gap_max"])
         self.cursor.add("logp_gap_sum", metrics["logp_gap_mean"] * metrics["action_tokens"])
-
-
-def outcomes_by_kind(
-    groups: Sequence[Sequence[Rollout]], kinds: Mapping[str, str]
-) -> dict[str, tuple[int, int]]:
-    """Rollouts (solved, played) of each kind of task in one step; `kinds` is by task id."""
-    counts: dict[str, tuple[int, int]] = {}
-    for rollout in (rollout for group in groups for rollout in group):
-        kind = kinds[rollout.task_id]
-        solved, played = counts.get(kind, (0, 0))
-        counts[kind] = (solved + (rollout.reward >= 1.0), played + 1)
-    return counts

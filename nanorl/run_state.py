@@ -26,7 +26,6 @@ class Cursor:
     step: int = 0  # the next step of the phase
     results: dict[str, Any] = field(default_factory=dict)  # evaluation by phase
     totals: dict[str, float] = field(default_factory=dict)
-    outcomes: list[dict[str, tuple[int, int]]] = field(default_factory=list)  # by step and kind
 
     def add(self, name: str, amount: float) -> None:
         self.totals[name] = self.totals.get(name, 0.0) + amount

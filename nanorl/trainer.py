@@ -90,11 +90,8 @@ class Trainer:
         rl = self.config.rl
         async with asyncio.TaskGroup() as running:
             for step in range(first_step, rl.steps):
-                await staleness.admit(rl.group_size)
-                # Only now: what the step draws may depend on the steps that are finished.
                 for offset, task in enumerate(self.task_batch(step)):
-                    if offset > 0:
-                        await staleness.admit(rl.group_size)
+                    await staleness.admit(rl.group_size)
                     index = step * rl.tasks_per_step + offset
                     running.create_task(self._play_group(task, step, index, staleness, queue))
 
