@@ -86,7 +86,7 @@ class Order:
 
     def take(self, count: int) -> list[int]:
         """The next indices."""
-        found = []
+        found: list[int] = []
         while len(found) < count:
             epoch, position = divmod(self.taken, self.num_samples)
             shuffled = list(range(self.num_samples))
