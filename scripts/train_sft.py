@@ -201,6 +201,7 @@ def train(config: SftConfig) -> int:
     from nanoengine.footprint import mfu
     from nanoengine.model.sources import resolve_model
     from nanoengine.model.tokenizer import ChatTokenizer
+    from nanoengine.packing import balanced_parts
     from nanoengine.parallel.mesh import DATA_AXES, Layout, Mesh
     from nanoengine.sft import num_loss_tokens, sft_loss
     from nanoengine.sft_data import Order, read_chats
@@ -233,8 +234,8 @@ def train(config: SftConfig) -> int:
         while engine.version < config.steps:
             begin = time.perf_counter()
             batch = [samples[i] for i in order.take(config.batch_size)]
-            mine = batch[mesh.rank(DATA_AXES) :: mesh.size(DATA_AXES)]
-            result = engine.train_step(mine, sft_loss, num_loss_tokens)
+            mine = balanced_parts(batch, mesh.size(DATA_AXES))[mesh.rank(DATA_AXES)]
+            result = engine.train_step([batch[i] for i in mine], sft_loss, num_loss_tokens)
             seconds = time.perf_counter() - begin
             tokens = float(sum(len(sample.tokens) - 1 for sample in batch))
             row = {
