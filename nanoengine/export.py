@@ -37,7 +37,8 @@ def export_hf(
 ) -> None:
     """Write what the ranks' `models` (a model, or a rank's pipeline stages) hold together as a
     folder that `transformers` loads; all ranks call it. `ValueError`, before anything is written,
-    names a tensor that nobody holds. Not atomic: write to a fresh folder and rename it."""
+    names a tensor that nobody holds. With ZeRO-3 call it inside `optimizer.gathered()`. Not
+    atomic: write to a fresh folder and rename it."""
     config, path = models[0].config, Path(folder)
     held = model_pieces(models)
     kind = dtype if dtype is not None else models[0].dtype

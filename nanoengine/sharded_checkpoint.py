@@ -109,7 +109,7 @@ class ShardedWriter:
         tensors = {}
         for number in self._mine:
             tensor = held[number][1].detach()
-            # `reshape` of a strided box copies; a background save must not see later updates
+            # a background save must not see later updates
             tensors[number] = tensor.to("cpu", copy=True) if in_background else tensor
         part = {
             "pieces": {
@@ -203,6 +203,7 @@ class ShardedWriter:
             self._mark_failed(temporary)
         except CheckpointError as error:
             self._error = error
+            self._mark_failed(temporary)
 
     def _complete(self, step: int, temporary: Path, meta: dict[str, Any]) -> Path:
         parts = []
