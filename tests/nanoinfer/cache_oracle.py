@@ -72,7 +72,8 @@ class CacheRunner:
                 totals.append(self._total(table, position + 1))
         sampled = range(len(totals)) if step.sampled is None else step.sampled.tolist()
         assert len(step.sampling.positions) == len(sampled)
-        return StepResult([next_token(totals[t]) for t in sampled], [0.0] * len(sampled))
+        zeros = [0.0] * len(sampled)
+        return StepResult([next_token(totals[t]) for t in sampled], zeros, zeros)
 
     def _total(self, table: list[int], length: int) -> int:
         return sum(self.cells[table].reshape(-1)[:length].tolist()) & _MASK
