@@ -95,7 +95,7 @@ class LLMEngine:
         `priority` goes first."""
         if params.n != 1:
             raise ValueError(f"n={params.n}: a handle is one completion; add params.members()")
-        self._check(ids, params)
+        self.validate(ids, params)
         seq = Sequence(self._next_handle, list(ids), params, self._eos_ids, priority)
         if params.is_edited:
             matcher = self._grammar_compiler().matcher(params.grammar) if params.grammar else None
@@ -185,7 +185,7 @@ class LLMEngine:
         if len(each) != len(prompts):
             raise ValueError(f"params: {len(each)} for {len(prompts)} prompts; must be one each")
         for ids, p in zip(prompts, each, strict=True):
-            self._check(ids, p)
+            self.validate(ids, p)
         members = [(ids, p) for ids, q in zip(prompts, each, strict=True) for p in q.members()]
         handles = [self.add(ids, p) for ids, p in members]
         missing, outputs = set(handles), {}
@@ -262,7 +262,13 @@ class LLMEngine:
         """Debug: assert the invariants of scheduler and block manager."""
         self._scheduler.check()
 
-    def _check(self, ids: Ids[int], params: SamplingParams) -> None:
+    def room(self, num_prompt: int) -> int:
+        """Tokens that can be sampled after a prompt of that length; 0 or less: none."""
+        cache = self._blocks.num_blocks * self._blocks.block_size
+        return min(self.model.config.max_position_embeddings, cache) - num_prompt
+
+    def validate(self, ids: Ids[int], params: SamplingParams) -> None:
+        """`ValueError` for a request that could never run, naming what and why."""
         shape = self.model.config
         self._check_params(params)
         if not ids:
@@ -294,7 +300,7 @@ class LLMEngine:
         if params.wants_text:
             self._need_tokenizer("stop or detokenize")
         if params.grammar is not None:
-            self._grammar_compiler()
+            self._grammar_compiler().matcher(params.grammar)
 
     def _need_tokenizer(self, what: str) -> ChatTokenizer:
         if self.tokenizer is None:

@@ -8,6 +8,7 @@ Left out: tokens that the grammar forces are still sampled one at a time, by the
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -66,12 +67,16 @@ class GrammarCompiler:
         self._library = llguidance
         self._vocab_size = vocab_size
         self._eos_ids = tuple(sorted(tokenizer.eos_ids))
+        self._compiled = lru_cache(maxsize=64)(self._compile)
         self._trie = llguidance.LLTokenizer(
             tokenizer.to_json(), n_vocab=vocab_size, eos_token=list(self._eos_ids)
         )
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """`ValueError` says what is wrong with the grammar."""
+        return Matcher(self._compiled(grammar).deep_copy(), self._vocab_size, self._eos_ids)
+
+    def _compile(self, grammar: Grammar) -> Any:
         source = self._source(grammar)
         problem = self._library.LLMatcher.validate_grammar(source, self._trie)
         if problem and not problem.startswith("WARNING"):
@@ -79,7 +84,7 @@ class GrammarCompiler:
         walker = self._library.LLMatcher(self._trie, source, log_level=0)
         if walker.is_error():
             raise ValueError(f"grammar {grammar.kind}: {walker.get_error()}")
-        return Matcher(walker, self._vocab_size, self._eos_ids)
+        return walker
 
     def _source(self, grammar: Grammar) -> str:
         make = self._library.LLMatcher

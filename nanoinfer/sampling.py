@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 FinishReason = Literal["stop", "length", "abort"]
 GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
@@ -25,6 +25,10 @@ class Grammar:
     choices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            raise ValueError(
+                f"grammar kind={self.kind!r}: one of {', '.join(get_args(GrammarKind))}"
+            )
         if self.kind == "choice" and (not self.choices or not all(self.choices)):
             raise ValueError(f"choices={self.choices}: give at least one text, none of them empty")
         if self.kind != "choice" and not self.value:
