@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from nanoengine.model.hf import load_model
+from nanoengine.model.lora import merge_lora
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.completions import HttpLimits
@@ -30,6 +31,8 @@ class ServerConfig:
     """Hugging Face folder: config.json, safetensors, tokenizer.json."""
     model_name: str | None = None
     """The name clients use; default: the folder's."""
+    lora: Path | None = None
+    """Adapter in PEFT's format, merged into the weights at load."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and cache."""
     host: str = "127.0.0.1"
@@ -50,6 +53,8 @@ def make_app(config: ServerConfig) -> HttpApp:
     """Load the model and put routes around it."""
     tokenizer = ChatTokenizer.from_folder(config.model)
     model = load_model(config.model, DTYPES[config.dtype])
+    if config.lora is not None:
+        merge_lora(model, config.lora)
     engine = LLMEngine(model, config.infer, tokenizer=tokenizer)
     return HttpApp(
         AsyncEngine(engine),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from serving import KEY, Served, serve
-from tiny_text import make_model, make_text_engine, make_tokenizer
+from tiny_text import make_model, make_text_engine, make_tokenizer, save_folder
 
 from nanoengine.model.hf import save_model
 from nanoinfer.sampling import Output, SamplingParams
@@ -278,3 +278,34 @@ def test_weights_change_under_a_request_in_flight_and_each_token_says_whose_it_i
         for path, status in (("../elsewhere", 403), ("/etc", 403), ("nothing", 400)):
             assert served.send("/update_weights", {"path": path, "version": 4})[0] == status
         assert engine.version == 3
+
+
+def test_a_server_from_the_command_line(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+    import urllib.request
+
+    save_folder(tmp_path / "tiny-model")
+    (tmp_path / "key").write_text("abc\n")
+    command = [sys.executable, "-m", "nanoinfer.server", "--model", str(tmp_path / "tiny-model")]
+    options = ["--port", "0", "--api-key-file", str(tmp_path / "key"), "--infer.num-blocks", "64"]
+    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        address = None
+        for line in process.stderr:
+            found = re.search(r"http://(\S+):(\d+)", line)
+            if found:
+                address = found
+                break
+        assert address is not None and address.group(1) == "127.0.0.1"
+        request = urllib.request.Request(
+            f"{address.group()}/v1/completions",
+            b'{"prompt": "the", "max_tokens": 3, "model": "tiny-model"}',
+            {"Authorization": "Bearer abc"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            assert response.status == 200 and b"text_completion" in response.read()
+    finally:
+        process.terminate()
+        assert process.wait(timeout=30) in (0, -15)
