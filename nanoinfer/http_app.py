@@ -105,6 +105,8 @@ class HttpApp:
 
     def _check_key(self, request: Request) -> None:
         if self._api_key is None:
+            if "origin" in request.headers:  # any web page can send requests to loopback
+                raise ApiError(403, "a browser's request; start the server with an API key")
             return
         given = request.headers.get("authorization", "").encode()
         if not hmac.compare_digest(given, f"Bearer {self._api_key}".encode()):

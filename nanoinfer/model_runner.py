@@ -63,7 +63,9 @@ class ModelRunner:
         logits_SV = self._logits(hidden_TE)
         drawn = sample(logits_SV, step.sampling)
         return StepResult(
-            *(column.tolist() for column in drawn),
+            drawn.tokens.tolist(),
+            drawn.logps.tolist(),
+            drawn.sampled_logps.tolist(),
             top=top_logps(logits_SV, step.sampling),
             scores=scores,
         )

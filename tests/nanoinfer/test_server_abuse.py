@@ -172,6 +172,16 @@ def test_keys_routes_and_methods(served: Served) -> None:
     assert served.send("/update_weights", {"path": "x", "version": 1})[0] == 403
 
 
+def test_without_a_key_web_pages_are_refused() -> None:
+    with serve(api_key=None) as served:
+        assert served.send("/v1/chat/completions", CHAT, key=None)[0] == 200
+        connection = served.connect()
+        connection.request("POST", "/pause", "{}", {"Origin": "http://elsewhere"})
+        assert connection.getresponse().status == 403
+        connection.close()
+        assert not served.engine.is_paused
+
+
 def test_a_body_that_does_not_arrive_is_not_waited_for(served: Served) -> None:
     raw = socket.create_connection(("127.0.0.1", served.port))
     raw.sendall(
