@@ -12,7 +12,7 @@ Left out: several event loops at a time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from collections.abc import Sequence as Ids
 from concurrent.futures import ThreadPoolExecutor
 
@@ -65,7 +65,7 @@ class AsyncEngine:
 
     async def stream(
         self, ids: Ids[int], params: SamplingParams, priority: int = 0
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         """Complete `ids`, handing out tokens as they are sampled; the last chunk has the `Output`.
         Closing the iterator (`contextlib.aclosing`) or cancelling its reader aborts the request.
         """

@@ -112,7 +112,7 @@ def test_a_stream_that_is_closed_or_cancelled_aborts_its_request() -> None:
             long = SamplingParams(max_tokens=400, ignore_eos=True)
             stream = client.stream(PROMPT, long)
             await anext(stream)
-            await stream.aclose()  # type: ignore[attr-defined]
+            await stream.aclose()
             assert client.engine.num_unfinished == 0
 
             async def read() -> None:

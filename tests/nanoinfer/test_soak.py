@@ -13,6 +13,7 @@ from nanoinfer.sampling import SamplingParams
 
 NUM_REQUESTS = 5000
 WINDOW = 1000
+NUM_BLOCKS = 160
 
 
 def resident_bytes() -> int:
@@ -31,38 +32,41 @@ def random_params(draw: random.Random) -> SamplingParams:
         {"prompt_logps": True, "allowed_token_ids": (1, 2, 3, 200)},
     ]
     return SamplingParams(
-        max_tokens=draw.randint(1, 12), seed=draw.randrange(1 << 40), **draw.choice(options)
+        max_tokens=draw.choice((1, 2, 4, 20)), seed=draw.randrange(1 << 40), **draw.choice(options)
     )
 
 
 def random_prompt(draw: random.Random) -> list[int]:
     shared = [(7 * i + draw.randint(0, 3)) % 250 for i in range(draw.choice((0, 16, 20)))]
-    return shared + [draw.randrange(300) for _ in range(draw.randint(1, 30))]
+    return shared + [draw.randrange(300) for _ in range(draw.randint(1, 12))]
 
 
 def serve_some(engine: LLMEngine, draw: random.Random, count: int) -> None:
-    """Up to 40 in flight; some are aborted, and sometimes the weights change or it sleeps."""
+    """Up to 60 in flight; some are aborted, and sometimes the weights change or it sleeps."""
     num_added = num_ended = 0
     handles: list[int] = []
     while num_ended < count:
-        while num_added < count and engine.num_unfinished < 40:
+        while num_added < count and engine.num_unfinished < 60:
             priority = draw.choice((0, 0, 0, 1))
             handles.append(engine.add(random_prompt(draw), random_params(draw), priority))
             num_added += 1
         num_ended += len(engine.step())
-        if draw.random() < 0.05:
-            num_ended += engine.abort(draw.choice(handles[-40:])) is not None
-        if draw.random() < 0.002:
+        if draw.random() < 0.1:
+            num_ended += engine.abort(draw.choice(handles[-60:])) is not None
+        if draw.random() < 0.01:
             engine.update_weights(export_state(make_model(seed=1)), engine.version + 1)
-        if draw.random() < 0.002:
+        if draw.random() < 0.01:
             engine.sleep()
             engine.wake()
     engine.check()
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_5000_random_requests_keep_memory_flat() -> None:
-    engine = make_text_engine(num_blocks=60, max_num_seqs=16, max_batch_tokens=64)
+    engine = make_text_engine(
+        block_size=4, num_blocks=NUM_BLOCKS, max_num_seqs=48, max_batch_tokens=256
+    )
     draw = random.Random(0)
     sizes = []
     for _ in range(NUM_REQUESTS // WINDOW):
@@ -71,10 +75,11 @@ def test_5000_random_requests_keep_memory_flat() -> None:
     counts = engine.metrics()
     assert counts["num_requests"] == NUM_REQUESTS
     assert counts["num_finished"] + counts["num_aborted"] == NUM_REQUESTS
-    assert counts["num_aborted"] > 20 and counts["num_preemptions"] > 20
+    assert counts["num_aborted"] > 20 and counts["num_preemptions"] > 0
     assert counts["num_weight_updates"] > 0
     assert engine.num_unfinished == 0 and not engine._sequences
     assert engine._blocks.num_free == engine._blocks.num_blocks
-    assert len(engine._blocks._by_digest) <= 60 and len(engine._blocks._siblings) <= 60
+    assert len(engine._blocks._by_digest) <= NUM_BLOCKS
+    assert len(engine._blocks._siblings) <= NUM_BLOCKS
     # What one request leaves behind, times 4000, would be seen: 2 kB each are 8 MB.
     assert sizes[-1] - sizes[0] < 8_000_000, sizes
