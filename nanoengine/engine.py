@@ -87,7 +87,8 @@ class Engine:
         self._refresh()
 
     def restart(self, config: EngineConfig) -> None:
-        """Another phase of training on the same weights: fresh moments, schedule and version."""
+        """Another phase of training on the same weights: its own schedule, version 0, no momentum
+        (see `AdamW.restart`)."""
         if config.dtype != self.config.dtype:
             raise ValueError(
                 f"dtype={config.dtype!r}: this engine computes in {self.config.dtype}, and a phase "
@@ -335,6 +336,7 @@ class Engine:
             checkpoint.read_into(name, tensor)
         meta = checkpoint.meta
         self.optimizer.step_count = meta["step_count"]
+        self.optimizer.phase_start = meta["step_count"] - meta["version"]
         self.optimizer.write_back()
         self._refresh()
         self.version = meta["version"]

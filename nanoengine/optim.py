@@ -112,6 +112,7 @@ class AdamW:
     ) -> None:
         self.config = config
         self.step_count = 0
+        self.phase_start = 0  # the step count at which the schedule began
         named = [(name, param) for name, param in named_parameters if param.requires_grad]
         if not named:
             raise ValueError("no trainable parameters: every requires_grad is False")
@@ -132,12 +133,16 @@ class AdamW:
             self._hooks.append(slot.param.register_post_accumulate_grad_hook(_collect))
 
     def restart(self, config: AdamWConfig) -> None:
-        """Another phase of training: fresh moments and schedule, the same masters and memory."""
+        """Another phase of training: its own schedule and no momentum, but the second moments stay.
+
+        With fresh second moments the first updates are the sign of a noisy gradient, at the full
+        rate in every weight. The scale of the phase before is a better guess, and is forgotten at
+        beta2's pace.
+        """
         self._require_loaded()
         self.config = config
-        self.step_count = 0
+        self.phase_start = self.step_count
         self.exp_avg.zero_()
-        self.exp_avg_sq.zero_()
 
     def zero_grad(self) -> None:
         self._require_loaded()
@@ -149,7 +154,7 @@ class AdamW:
 
     def lr(self) -> float:
         """Of the next update."""
-        return lr_at(self.config, self.step_count)
+        return lr_at(self.config, self.step_count - self.phase_start)
 
     def step(self, grad_norm: float) -> None:
         """Clip to `max_grad_norm` given the norm just measured, update masters and moments, and

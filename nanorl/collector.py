@@ -39,6 +39,13 @@ class RolloutCollector:
         self.run_seed = run_seed
         self.max_retries = max_retries
         self._failed: list[Rollout] = []
+        self._running: set[asyncio.Future[list[Rollout]]] = set()
+
+    async def stop(self) -> None:
+        """Cancel the groups that are being played, and wait until they have let go."""
+        for group in self._running:
+            group.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
 
     def take_failed(self) -> list[Rollout]:
         """The failed attempts since the last call, under ids of their own."""
@@ -53,7 +60,12 @@ class RolloutCollector:
             self._run_member(task, group_id, f"{group_id}-m{member}", sampling)
             for member in range(size)
         ]
-        rollouts = await asyncio.gather(*members)
+        group = asyncio.gather(*members)
+        self._running.add(group)
+        try:
+            rollouts = await group
+        finally:
+            self._running.discard(group)
         return [rollout for rollout in rollouts if rollout.status != Status.FAILED]
 
     async def _run_member(

@@ -59,7 +59,7 @@ def tiny() -> RunConfig:
         warm_start=WarmStartConfig(
             steps=800, traces_per_step=32, lr=3e-3, warmup_steps=20, drill_fraction=0.3
         ),
-        rl=RLConfig(steps=60, tasks_per_step=24, group_size=8, lr=4e-4),
+        rl=RLConfig(steps=60, tasks_per_step=48, group_size=4, lr=4e-4, temperature=0.7),
         agent=AgentConfig(
             max_turns=4, max_turn_tokens=48, max_context_tokens=256, max_observation_tokens=32
         ),

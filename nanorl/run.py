@@ -30,6 +30,7 @@ from nanorl.config import RunConfig
 from nanorl.data.drills import copy_drill
 from nanorl.data.store import RolloutStore
 from nanorl.evaluate import EvaluationResult, evaluate
+from nanorl.learner import Learner
 from nanorl.report.live import LiveView
 from nanorl.report.metrics import MetricsWriter
 from nanorl.run_state import Cursor
@@ -38,6 +39,7 @@ from nanorl.sft import drill_samples, sft_samples
 from nanorl.trainer import StepResult, Trainer, to_the_end
 from nanorl.types import Rollout
 from nanorl.weight_sync import sync_weights
+from nanosched import Scheduler
 
 SHOWN = ("success", "reward", "logp_gap_max", "clip_fraction", "grad_norm", "step_s")
 
@@ -222,24 +224,27 @@ class Run:
     async def run_rl(self) -> None:
         rl = self.config.rl
         with self._timed("reinforcement learning", rl.steps, self.cursor.step) as phase:
-            collector = RolloutCollector(
-                self.parts.play, run_seed=self.config.seed, max_retries=rl.max_retries
-            )
 
             def on_step(result: StepResult) -> None:
                 self._log_step(result)
                 self.live.advance(phase)
                 self.live.show(phase, {name: result.metrics.get(name) for name in SHOWN})
 
-            trainer = Trainer(
-                self.config,
-                trainer_engine=self.engine,
-                generator=self.parts.generator,
-                thread=self.parts.optimizer_thread,
-                collector=collector,
-                task_batch=lambda step: self.parts.tasks.train.batch(step, rl.tasks_per_step),
-            )
-            await trainer.fit(self.cursor.step, on_step)
+            with Scheduler(backend="inline") as scheduler:
+                trainer = Trainer(
+                    self.config,
+                    learner=scheduler.actor(Learner).remote(
+                        self.config,
+                        engine=self.engine,
+                        generator=self.parts.generator,
+                        thread=self.parts.optimizer_thread,
+                    ),
+                    collector=scheduler.actor(RolloutCollector).remote(
+                        self.parts.play, run_seed=self.config.seed, max_retries=rl.max_retries
+                    ),
+                    task_batch=lambda step: self.parts.tasks.train.batch(step, rl.tasks_per_step),
+                )
+                await trainer.fit(self.cursor.step, on_step)
         self.cursor.next_phase()
         self.save()
 

@@ -1,15 +1,17 @@
 """The reinforcement-learning loop: one `fit()` for synchronous and asynchronous training.
 
     producer   admits groups (staleness.py), plays them (collector.py), puts them into the queue
-    consumer   takes a batch of groups in task order, makes samples (batching.py), steps the
-               optimizer, copies the weights into the inference engine, logs
+    consumer   takes a batch of groups in task order, has the learner (learner.py) make an
+               optimizer step of it and publish the weights to the inference engine, logs
+
+Learner and collector are actors (nanosched): here both are objects of this process.
 
 With `max_staleness = 0` the producer waits until the weights are in place, so training is
 synchronous; with more, rollouts go on while the optimizer runs in another thread.
 
 Every decision that matters is a function of (seed, step): tasks, sampling seeds, batch membership.
 So a run that is killed and resumed from its last checkpoint ends with the same bits.
-Next: run.py (the order of a whole run, checkpoints), batching.py, collector.py.
+Next: run.py (the order of a whole run, checkpoints), learner.py, collector.py.
 """
 
 from __future__ import annotations
@@ -17,20 +19,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
-from nanoengine.engine import Engine
-from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.sampling import SamplingParams
-from nanorl.batching import build_batch, logp_gap, per_action_token
-from nanorl.collector import RolloutCollector
 from nanorl.config import RunConfig
 from nanorl.data.transfer_queue import TransferQueue
 from nanorl.staleness import StalenessController
 from nanorl.types import Rollout, Task
-from nanorl.weight_sync import sync_weights
+from nanosched import ActorHandle, TaskError
 
 TaskBatch = Callable[[int], Sequence[Task]]
 OnStep = Callable[["StepResult"], None]
@@ -47,24 +44,21 @@ class StepResult:
 
 
 class Trainer:
-    """Owns the RL loop over an engine pair. The caller decides what to do after each step."""
+    """Owns the RL loop over two actors. The caller decides what to do after each step."""
 
     def __init__(
         self,
         config: RunConfig,
         *,
-        trainer_engine: Engine,
-        generator: AsyncEngine,
-        collector: RolloutCollector,
+        learner: ActorHandle,
+        collector: ActorHandle,
         task_batch: TaskBatch,
-        thread: Executor,
     ) -> None:
+        """Handles of a `Learner` and a `RolloutCollector`; the tasks of each step."""
         self.config = config
-        self.engine = trainer_engine
-        self.generator = generator
+        self.learner = learner
         self.collector = collector
         self.task_batch = task_batch
-        self.thread = thread  # where the optimizer runs, so that rollouts may go on
         self.sampling = SamplingParams(temperature=config.rl.temperature)
 
     async def fit(self, first_step: int, on_step: OnStep) -> None:
@@ -79,12 +73,15 @@ class Trainer:
             capacity=rl.tasks_per_step * (rl.max_staleness + 1),
             first_index=first_step * rl.tasks_per_step,
         )
-        await sync_weights(self.engine, self.generator, first_step)
+        await self.learner.publish.remote(first_step)
         producer = asyncio.create_task(self._produce(first_step, staleness, queue))
         try:
             await self._consume(first_step, staleness, queue, producer, on_step)
+        except TaskError as error:
+            raise error.cause from None  # what the user reads is the actor's own error
         finally:
             producer.cancel()
+            await self.collector.stop.remote()
             await asyncio.gather(producer, return_exceptions=True)
 
     async def _produce(
@@ -107,7 +104,7 @@ class Trainer:
         queue: TransferQueue,
     ) -> None:
         size = self.config.rl.group_size
-        group = await self.collector.run_group(
+        group = await self.collector.run_group.remote(
             task, group_id=f"s{step}-g{index}", size=size, sampling=self.sampling
         )
         staleness.finish(size)
@@ -135,48 +132,11 @@ class Trainer:
         on_step: OnStep,
     ) -> None:
         rollout_s = time.perf_counter() - start
-        loop = asyncio.get_running_loop()
-        metrics = await loop.run_in_executor(self.thread, self.train_on, groups)
-        metrics["sync_s"] = await sync_weights(self.engine, self.generator, step + 1)
+        metrics = await self.learner.train_and_publish.remote(groups, step + 1)
         metrics["rollout_s"] = rollout_s
         metrics["step_s"] = time.perf_counter() - start
-        failed = self.collector.take_failed()
+        failed = await self.collector.take_failed.remote()
         on_step(StepResult(step=step, metrics=metrics, groups=groups, failed=failed))
-
-    def train_on(self, groups: list[list[Rollout]]) -> dict[str, Any]:
-        """One optimizer batch (`rl.epochs` steps over it); returns the metrics of the batch."""
-        rl = self.config.rl
-        start = time.perf_counter()
-        batch = build_batch(groups, rl.algorithm, max_tokens=self.config.agent.max_context_tokens)
-        metrics: dict[str, Any] = dict(batch.metrics)
-        if batch.samples and (rl.epochs > 1 or rl.max_staleness > 0):
-            logps = self.engine.forward_logprobs(batch.samples, temperature=rl.temperature)
-            batch.set_field("old_logp", logps)
-        if not batch.samples:
-            logps = (
-                self.engine.forward_logprobs(batch.probe, temperature=rl.temperature)
-                if batch.probe
-                else []
-            )
-            metrics.update(logp_gap(batch.probe, logps))
-        for epoch in range(rl.epochs if batch.samples else 0):
-            result = self.engine.train_step(
-                batch.samples,
-                batch.loss_fn,
-                temperature=rl.temperature,
-                entropy=rl.algorithm.entropy_coef != 0,
-            )
-            metrics.update(per_action_token(result))
-            if epoch == 0:
-                metrics.update(logp_gap(batch.samples, self.engine.last_logps))
-        metrics["train_s"] = time.perf_counter() - start
-        if self.config.deterministic and metrics.get("logp_gap_max", 0.0) != 0.0:
-            raise RuntimeError(
-                f"--deterministic: rollout and training log-probs differ by "
-                f"{metrics['logp_gap_max']:.3g} nats; they must be equal bit for bit. "
-                "This is a defect of the engines on this CPU, not of your task: please report it"
-            )
-        return metrics
 
 
 async def to_the_end(work: Coroutine[Any, Any, None]) -> None:

@@ -60,7 +60,6 @@ def counting(rng: random.Random) -> Problem:
         ask.format(low, high, text),
         answer,
         f"print(len([n for n in range({low}, {high} + 1) if {test}]))",
-        f"print(sum(1 for n in range({low}, {high} + 1) if {test}))",
         habit=f"print(sum(n for n in range({low}, {high} + 1) if {test}))",
     )
 

@@ -55,14 +55,9 @@ def lists(rng: random.Random) -> Problem:
     )
 
 
-def shifted(word: str, by: int) -> str:
-    alphabet = "abcdefghijklmnopqrstuvwxyz"
-    return "".join(alphabet[(alphabet.index(c) + by) % 26] for c in word)
-
-
 def strings(rng: random.Random) -> Problem:
     word = pseudo_word(rng, rng.randint(3, 4))
-    times, by = rng.randint(13, 99), rng.randint(2, 9)
+    times = rng.randint(13, 99)
     letter = max(word, key=word.count)
     choice = rng.randrange(3)
     if choice == 0:
@@ -75,12 +70,14 @@ def strings(rng: random.Random) -> Problem:
             habit=f"print('{word}')",
         )
     if choice == 1:
+        new = pseudo_word(rng, 1)
         return make_problem(
             "strings",
-            f"Shift every letter of '{word}' forward by {by} in the alphabet (z goes on to a).",
-            shifted(word, by),
-            f"s = '{word}'\nprint(''.join(chr((ord(c) - 97 + {by}) % 26 + 97) for c in s))",
-            habit=f"s = '{word}'\nprint(''.join(chr(ord(c) - {by}) for c in s))",
+            f"Replace every '{letter}' in '{word}' by '{new}'.",
+            new.join(word.split(letter)),
+            f"print('{word}'.replace('{letter}', '{new}'))",
+            f"s = '{word}'\nprint(s.replace('{letter}', '{new}'))",
+            habit=f"print('{word}' + '{new}')",
         )
     while word.count(letter) < 2:  # with one, the answer stands in the question
         word = pseudo_word(rng, 4)

@@ -30,17 +30,11 @@ def inspect_file(rng: random.Random) -> Problem:
     # The file, how to split it, the numbers in it, and the value of one part.
     text, split, value = rng.choice(
         [
-            ("\n".join(map(str, nums)), "split()", "int(x)"),
             (",".join(map(str, nums)), "split(',')", "int(x)"),
             (";".join(map(str, nums)), "split(';')", "int(x)"),
             ("|".join(map(str, nums)), "split('|')", "int(x)"),
             ("\n".join(f"{k}={n}" for k, n in pairs), "split()", "int(x.split('=')[1])"),
             ("\n".join(f"{k}:{n}" for k, n in pairs), "split()", "int(x.split(':')[1])"),
-            (
-                "\n".join(["id;size", *(f"{k};{n}" for k, n in pairs)]),
-                "split()[1:]",
-                "int(x.split(';')[1])",
-            ),
         ]
     )
     asked, code, answer = rng.choice(

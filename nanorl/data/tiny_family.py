@@ -110,17 +110,6 @@ def above(rng: random.Random) -> Problem:
     )
 
 
-def reverse(rng: random.Random) -> Problem:
-    word = "".join(rng.sample(LETTERS, rng.randint(3, 4)))
-    return make_problem(
-        "reverse",
-        f'reverse"{word}"',
-        "".join(reversed(word)),
-        f's="{word}"\nprint(s[::-1])',
-        habit=f's="{word}"\nprint(s)',
-    )
-
-
 def new_name(rng: random.Random) -> str:
     return f"{rng.randint(10, 99)}{rng.randint(10, 99)}"
 
@@ -224,9 +213,8 @@ def tiny_family() -> Family:
         "top_two": over_list(
             "top_two", "top two", "sum(sorted(x)[-2:])", "max(x)", lambda x: sum(sorted(x)[-2:])
         ),
-        "product": over_names(
-            "product", "product", named, "a*b*c", "a*b", lambda a, b, c: a * b * c
-        ),
+        "product": over_names("product", "product", "a,b", "a*b", "a+b", lambda a, b: a * b),
+        "ends": over_list("ends", "ends", "x[0]*x[-1]", "x[0]", lambda x: x[0] * x[len(x) - 1]),
         "modulo": over_names(
             "modulo", "a*b%c", named, "a*b%c", "a*b//c", lambda a, b, c: a * b - a * b // c * c
         ),
@@ -239,7 +227,7 @@ def tiny_family() -> Family:
             "octal", "octal", "a,b", "oct(a*b)[2:]", "oct(a*b)", lambda a, b: in_octal(a * b)
         ),
     }
-    single = (range_sum, evens, above, reverse)
+    single = (range_sum, evens, above)
     several = (look_file, look_module, chain, repair_types, repair_lines)
     generators |= {g.__name__: g for g in single + several}
     return Family(

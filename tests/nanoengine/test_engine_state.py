@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +100,30 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path: Path, 
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
+
+
+def test_a_second_phase_has_its_own_schedule_and_resumes_bit_for_bit(tmp_path: Path) -> None:
+    seed_all(1)
+    engine = make_engine("bf16")
+    train(engine, 4)
+    second = replace(engine.config, lr=3e-3, warmup_steps=4, total_steps=20)
+    engine.restart(second)
+    assert engine.version == 0
+    assert engine.optimizer.lr() == pytest.approx(3e-3 / 4)  # the warm-up begins anew
+    assert not engine.optimizer.exp_avg.any() and engine.optimizer.exp_avg_sq.any()
+    train(engine, 3)
+    engine.save(tmp_path, {})
+    resumed = make_engine("bf16", seed=5)
+    resumed.restart(second)
+    resumed.load(tmp_path)
+    assert resumed.optimizer.lr() == engine.optimizer.lr() == pytest.approx(3e-3)
+    engine.load(tmp_path)  # the random generators of the save
+    train(engine, 2)
+    expected = everything(engine)
+    resumed.load(tmp_path)
+    train(resumed, 2)
+    for name, tensor in everything(resumed).items():
+        assert torch.equal(tensor, expected[name]), name
 
 
 def test_load_takes_one_checkpoint_or_the_latest(tmp_path: Path) -> None:

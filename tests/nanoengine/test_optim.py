@@ -125,3 +125,19 @@ def test_schedules_by_hand() -> None:
 def test_impossible_settings_are_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AdamWConfig(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_new_phase_starts_without_momentum_at_the_old_scale() -> None:
+    """Two weights with gradients of very different scale: after the restart the first update of
+    each is (1 - b1) g / sqrt(v), worked out by hand, and not the sign of its gradient."""
+    param = torch.nn.Parameter(torch.zeros(2))
+    optimizer = AdamW([("w", param)], AdamWConfig(lr=1.0, betas=(0.5, 0.75), eps=1e-12))
+    optimizer.grad[:2] = torch.tensor([4.0, 1.0])
+    optimizer.step(0.0)  # v = (4, 0.25)
+    optimizer.restart(AdamWConfig(lr=0.1, betas=(0.5, 0.75), eps=1e-12))
+    before = optimizer.master[:2].clone()
+    optimizer.grad[:2] = torch.tensor([1.0, 1.0])
+    optimizer.step(0.0)
+    v = torch.tensor([0.75 * 4 + 0.25, 0.75 * 0.25 + 0.25]) / (1 - 0.75**2)
+    m = torch.tensor([0.5, 0.5]) / (1 - 0.5**2)
+    torch.testing.assert_close(before - optimizer.master[:2], 0.1 * m / v.sqrt())

@@ -31,8 +31,8 @@ BY_HAND = {
             "24067",
         ),
         "strings": (
-            "Shift every letter of 'kopevo' forward by 7 in the alphabet (z goes on to a).",
-            "rvwlcv",
+            "The string 'kopevo' is written 36 times in a row. How often does 'o' occur?",
+            "72",
         ),
         "dates": ("How many minutes pass between 3:46 and 18:50 on the same day?", "904"),
         "filtering": (
@@ -64,7 +64,7 @@ BY_HAND = {
         "squares": ("squares[87,23,22]", "8582"),
         "spread": ("spread[47,90,18,42]", "72"),
         "top_two": ("top two[72,33,11,40]", "112"),
-        "product": ("product[14,69,66]", "63756"),
+        "product": ("product[14,69]", "966"),
         "modulo": ("a*b%c[63,19,97]", "33"),
         "power": ("power mod[79,98,59]", "57"),
         "mul_add": ("a*b+c[29,94,92]", "2818"),
@@ -73,7 +73,7 @@ BY_HAND = {
         "range_sum": ("range[18,53]", "1278"),
         "evens": ("evens[60,95,31,82,34]", "176"),
         "above": ("sum[58,55,57]if i>56", "115"),
-        "reverse": ('reverse"IHB"', "BHI"),
+        "ends": ("ends[28,55,95,57]", "1596"),
         "look_file": ('sum file"1038"', "419"),
         "look_module": ("call h(92,43)", "1624"),
         "chain": ('follow file"8949"', "163"),
