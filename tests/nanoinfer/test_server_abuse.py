@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,7 +76,7 @@ def test_a_client_that_hangs_up_before_its_answer_is_aborted(served: Served) -> 
             + sent
         )
         while served.engine.num_unfinished < 3:
-            pass
+            time.sleep(0.001)
         raw.close()
         served.wait_idle()
     served.send("/resume", {})
