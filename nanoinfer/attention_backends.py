@@ -29,7 +29,7 @@ class KVCache:
     def __init__(
         self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: str
     ) -> None:
-        shape = (
+        self._shape = (
             config.num_layers,
             2,
             num_blocks,
@@ -37,14 +37,26 @@ class KVCache:
             config.num_kv_heads,
             config.head_dim,
         )
-        if device == "cpu":
-            raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
-            self.data = torch.from_numpy(raw).view(dtype).view(shape)
-        else:
-            self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.dtype = dtype
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self._device = device
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Take the memory; all of it reads zero."""
+        if self._device == "cpu":
+            raw = np.zeros(int(np.prod(self._shape)) * self.dtype.itemsize, dtype=np.uint8)
+            self.data = torch.from_numpy(raw).view(self.dtype).view(self._shape)
+        else:
+            self.data = torch.zeros(self._shape, dtype=self.dtype, device=self._device)
         self.layers: list[tuple[Tensor, Tensor]] = [(kv[0], kv[1]) for kv in self.data]
+        self.scratch = Scratch()
+
+    def release(self) -> None:
+        """Give the memory back, content and all; `allocate` before the next step."""
+        self.data = torch.empty(0, dtype=self.dtype)
+        self.layers = []
         self.scratch = Scratch()
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:

@@ -34,6 +34,16 @@ class StepInput:
     copies: list[tuple[int, int]]
     sampled: Tensor | None
     sampling: SamplingBatch
+    scored: Scored | None = None
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Prompt tokens whose log-probs are wanted, one entry each."""
+
+    rows: Tensor  # in T, whose hidden state predicts the token
+    ids: Tensor
+    temperatures: list[float]
 
 
 class Batch:
@@ -45,6 +55,7 @@ class Batch:
         self._temperatures = np.zeros(max_num_seqs)
         self._top_ks = np.zeros(max_num_seqs, dtype=np.int64)
         self._top_ps = np.ones(max_num_seqs)
+        self._min_ps = np.zeros(max_num_seqs)
         self._seeds = np.zeros(max_num_seqs, dtype=np.uint64)
 
     def build(self, step: Step) -> StepInput:
@@ -70,7 +81,8 @@ class Batch:
             block_tables=torch.from_numpy(self._tables[rows, :width]),
             copies=step.copies,
             sampled=self._sampled(ends, is_sampled),
-            sampling=self._sampling(rows[is_sampled], lens[is_sampled]),
+            sampling=self._sampling(step.seqs, is_sampled, lens),
+            scored=_scored(step),
         )
 
     def _refresh(self, seq: Sequence) -> None:
@@ -80,6 +92,7 @@ class Batch:
             self._temperatures[row] = seq.params.temperature
             self._top_ks[row] = seq.params.top_k
             self._top_ps[row] = seq.params.top_p
+            self._min_ps[row] = seq.params.min_p
             self._seeds[row] = seq.params.seed & 0xFFFFFFFFFFFFFFFF
         if seq.num_in_row != num_blocks:
             self._tables[row, seq.num_in_row : num_blocks] = seq.block_ids[seq.num_in_row :]
@@ -90,13 +103,22 @@ class Batch:
             return None
         return torch.from_numpy(ends[is_sampled] - 1)
 
-    def _sampling(self, rows: np.ndarray, positions: np.ndarray) -> SamplingBatch:
+    def _sampling(
+        self, seqs: list[Sequence], is_sampled: np.ndarray, lens: np.ndarray
+    ) -> SamplingBatch:
+        chosen = [seqs[i] for i in np.flatnonzero(is_sampled)]
+        rows = np.array([seq.row for seq in chosen], dtype=np.int64)
         return SamplingBatch(
             temperatures=self._temperatures[rows],
             top_ks=self._top_ks[rows],
             top_ps=self._top_ps[rows],
             seeds=self._seeds[rows],
-            positions=positions,
+            positions=lens[is_sampled],
+            min_ps=self._min_ps[rows],
+            edits={i: seq.edits for i, seq in enumerate(chosen) if seq.edits is not None},
+            num_top={
+                i: seq.params.top_logps for i, seq in enumerate(chosen) if seq.params.top_logps
+            },
         )
 
 
@@ -108,3 +130,17 @@ def _new_ids(step: Step) -> Rows[int]:
         else:
             ids += seq.ids[seq.num_computed : seq.num_computed + num_new]
     return ids
+
+
+def _scored(step: Step) -> Scored | None:
+    rows: list[int] = []
+    ids: list[int] = []
+    temperatures: list[float] = []
+    start = 0
+    for seq, num_new in zip(step.seqs, step.num_new, strict=True):
+        for position in seq.unscored(num_new):
+            rows.append(start + position - seq.num_computed)
+            ids.append(seq.ids[position + 1])
+            temperatures.append(seq.params.temperature)
+        start += num_new
+    return Scored(torch.tensor(rows), torch.tensor(ids), temperatures) if rows else None

@@ -107,11 +107,10 @@ class BlockManager:
     # Prefix cache
 
     def match(self, seq: Sequence) -> Match:
-        """The longest cached prefix of `seq.ids`, short of the last token: its logits are wanted,
-        so it must be computed."""
+        """The longest cached prefix of `seq.ids` within `seq.cache_limit`."""
         if not self.prefix_caching:
             return Match()
-        limit = len(seq.ids) - 1
+        limit = seq.cache_limit
         block_ids: list[int] = []
         digests = self.digests(seq, limit // self.block_size)
         for digest in digests:

@@ -5,6 +5,7 @@
 The engine has no thread and no globals; whoever owns it calls `step` (async_engine.py does so from
 an event loop). Weights change between steps only. A request that is in flight then keeps the
 tokens, log-probs and versions it has; its cache is dropped and computed again by the new weights.
+`sleep` gives the cache's memory to somebody else (a trainer on the same device) until `wake`.
 Next: scheduler.py, block_manager.py, model_runner.py.
 """
 
@@ -18,15 +19,19 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nanoengine.model.config import ModelConfig
+from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.model.transformer import Transformer
 from nanoinfer.attention_backends import KVCache
 from nanoinfer.batch import Batch
 from nanoinfer.block_manager import BlockManager
+from nanoinfer.grammar import GrammarCompiler
+from nanoinfer.logit_edits import LogitEdits
 from nanoinfer.metrics import Metrics
 from nanoinfer.model_runner import ModelRunner
 from nanoinfer.sampling import Output, SamplingParams
 from nanoinfer.scheduler import Scheduler, Step
 from nanoinfer.sequence import Sequence
+from nanoinfer.text import TextStream
 from nanoinfer.weights import update_weights
 
 
@@ -55,11 +60,21 @@ class InferConfig:
 class LLMEngine:
     """Continuous batching over a paged cache. `version` is the policy version of the weights."""
 
-    def __init__(self, model: Transformer, config: InferConfig, version: int = 0) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        config: InferConfig,
+        version: int = 0,
+        tokenizer: ChatTokenizer | None = None,
+    ) -> None:
+        """`tokenizer` is for requests that name texts: stop texts, grammars, `detokenize`."""
         self.model = model
         self.config = config
         self.version = version
+        self.tokenizer = tokenizer
         self.is_paused = False
+        self.is_asleep = False
+        self._grammars: GrammarCompiler | None = None
         shape = model.config
         self._eos_ids = shape.eos_ids if config.eos_ids is None else config.eos_ids
         num_blocks = _num_blocks(config, shape, model)
@@ -75,10 +90,18 @@ class LLMEngine:
         self._next_handle = 0
         self._metrics = Metrics()
 
-    def add(self, ids: Ids[int], params: SamplingParams) -> int:
-        """Queue a request; returns its handle. `ValueError` if it could never run."""
-        self._check(ids, params)
-        seq = Sequence(self._next_handle, list(ids), params, self._eos_ids)
+    def add(self, ids: Ids[int], params: SamplingParams, priority: int = 0) -> int:
+        """Queue a request; returns its handle. `ValueError` if it could never run. A lower
+        `priority` goes first."""
+        if params.n != 1:
+            raise ValueError(f"n={params.n}: a handle is one completion; add params.members()")
+        self.validate(ids, params)
+        seq = Sequence(self._next_handle, list(ids), params, self._eos_ids, priority)
+        if params.is_edited:
+            matcher = self._grammar_compiler().matcher(params.grammar) if params.grammar else None
+            seq.edits = LogitEdits(seq.ids, seq.num_prompt, params, matcher)
+        if params.wants_text:
+            seq.text = TextStream(self._need_tokenizer("stop or detokenize"), params.stop)
         self._scheduler.add(seq)
         self._sequences[seq.handle] = seq
         self._next_handle += 1
@@ -96,11 +119,15 @@ class LLMEngine:
         self._metrics.num_aborted += 1
         return self._take_out(seq)
 
+    def peek(self, handle: int) -> Sequence | None:
+        """A request in flight as it is now, to be read only; None if it is not in flight."""
+        return self._sequences.get(handle)
+
     def step(self) -> list[tuple[int, Output]]:
         """Run one step; returns the requests that finished, with their handles. Does nothing
-        while paused."""
+        while paused or asleep."""
         ready, self._ready = self._ready, []
-        if self.is_paused:
+        if self.is_paused or self.is_asleep:
             return ready
         start = time.perf_counter()
         step = self._scheduler.schedule()
@@ -115,11 +142,15 @@ class LLMEngine:
         except BaseException:
             self._scheduler.restart_all()  # block copies of this step may not have been made
             raise
+        self._take_scores(step, result.scores)
         self._scheduler.commit(step)
         sampling = [seq for seq in step.seqs if seq.num_uncomputed == 0]
         finished = []
-        for seq, token, logp in zip(sampling, result.tokens, result.logps, strict=True):
-            seq.append(token, logp, self.version)
+        drawn = zip(sampling, result.tokens, result.logps, result.sampled_logps, strict=True)
+        for i, (seq, token, logp, sampled_logp) in enumerate(drawn):
+            if i in result.top:
+                seq.top_logps.append(result.top[i])
+            seq.append(token, logp, self.version, sampled_logp)
             if seq.finish_reason is not None:
                 finished.append((seq.handle, self._take_out(seq)))
         self._metrics.num_steps += 1
@@ -127,6 +158,13 @@ class LLMEngine:
         self._metrics.sampled_tokens += len(sampling)
         self._metrics.num_finished += len(finished)
         return finished
+
+    def _take_scores(self, step: Step, scores: list[float]) -> None:
+        done = 0
+        for seq, num_new in zip(step.seqs, step.num_new, strict=True):
+            count = len(seq.unscored(num_new))
+            seq.prompt_logps += scores[done : done + count]
+            done += count
 
     def _take_out(self, seq: Sequence) -> Output:
         del self._sequences[seq.handle]
@@ -137,17 +175,19 @@ class LLMEngine:
     def generate(
         self, prompts: Iterable[Ids[int]], params: SamplingParams | Ids[SamplingParams]
     ) -> list[Output]:
-        """Run prompts to their end, one `SamplingParams` for all or one each. Requests added
-        before run along; `step` returns theirs later."""
-        if self.is_paused:
-            raise RuntimeError("the engine is paused: call resume() first")
+        """Run prompts to their end, one `SamplingParams` for all or one each; a prompt with `n`
+        above 1 has that many outputs, one after the other. Requests added before run along;
+        `step` returns theirs later."""
+        if self.is_paused or self.is_asleep:
+            raise RuntimeError("the engine is paused or asleep: call resume() or wake() first")
         prompts = list(prompts)
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"params: {len(each)} for {len(prompts)} prompts; must be one each")
         for ids, p in zip(prompts, each, strict=True):
-            self._check(ids, p)
-        handles = [self.add(ids, p) for ids, p in zip(prompts, each, strict=True)]
+            self.validate(ids, p)
+        members = [(ids, p) for ids, q in zip(prompts, each, strict=True) for p in q.members()]
+        handles = [self.add(ids, p) for ids, p in members]
         missing, outputs = set(handles), {}
         others: list[tuple[int, Output]] = []
         while missing:
@@ -171,6 +211,19 @@ class LLMEngine:
     def resume(self) -> None:
         self.is_paused = False
 
+    def sleep(self) -> None:
+        """Give the cache's memory back. Requests keep their tokens and go on after `wake`; what
+        they had cached is computed again."""
+        self._scheduler.restart_all()
+        self._blocks.flush(self.version)
+        self._runner.cache.release()
+        self.is_asleep = True
+
+    def wake(self) -> None:
+        if self.is_asleep:
+            self._runner.cache.allocate()
+            self.is_asleep = False
+
     def update_weights(self, state: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights by Hugging Face tensors. `ValueError` on a wrong set of tensors, and
         then the old version goes on serving. Every cache is dropped."""
@@ -186,6 +239,9 @@ class LLMEngine:
     def _start_version(self, version: int) -> None:
         self._runner.refresh()
         self._scheduler.restart_all()
+        for seq in self._sequences.values():
+            if len(seq.prompt_logps) < seq.num_prompt - 1:
+                seq.prompt_logps.clear()  # half a prompt scored by the old weights
         self._blocks.flush(version)
         self.version = version
         self._metrics.num_weight_updates += 1
@@ -206,8 +262,15 @@ class LLMEngine:
         """Debug: assert the invariants of scheduler and block manager."""
         self._scheduler.check()
 
-    def _check(self, ids: Ids[int], params: SamplingParams) -> None:
+    def room(self, num_prompt: int) -> int:
+        """Tokens that can be sampled after a prompt of that length; 0 or less: none."""
+        cache = self._blocks.num_blocks * self._blocks.block_size
+        return min(self.model.config.max_position_embeddings, cache) - num_prompt
+
+    def validate(self, ids: Ids[int], params: SamplingParams) -> None:
+        """`ValueError` for a request that could never run, naming what and why."""
         shape = self.model.config
+        self._check_params(params)
         if not ids:
             raise ValueError("ids: empty prompt; give at least one token")
         low, high = min(ids), max(ids)
@@ -223,6 +286,32 @@ class LLMEngine:
                 f"{shape.max_position_embeddings} positions; shorten one of them"
             )
         self._scheduler.check_fits(len(ids), params.max_tokens)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        vocab = self.model.config.vocab_size
+        for name, named in (
+            ("logit_bias", params.logit_bias),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            for token in named:
+                if not 0 <= token < vocab:
+                    raise ValueError(f"{name}: token {token} is outside the vocabulary of {vocab}")
+        if params.wants_text:
+            self._need_tokenizer("stop or detokenize")
+        if params.grammar is not None:
+            self._grammar_compiler().matcher(params.grammar)
+
+    def _need_tokenizer(self, what: str) -> ChatTokenizer:
+        if self.tokenizer is None:
+            raise ValueError(f"{what}: needs text; give the engine a tokenizer")
+        return self.tokenizer
+
+    def _grammar_compiler(self) -> GrammarCompiler:
+        if self._grammars is None:
+            tokenizer = self._need_tokenizer("grammar")
+            self._grammars = GrammarCompiler(tokenizer, self.model.config.vocab_size)
+        return self._grammars
 
 
 def _num_blocks(config: InferConfig, shape: ModelConfig, model: Transformer) -> int:

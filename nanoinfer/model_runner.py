@@ -6,24 +6,29 @@ Left out: CUDA graphs, several devices.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from kernels import linear, pack_weight
+from kernels import linear, linear_logprob, pack_weight
 from nanoengine.model.transformer import Transformer
 from nanoinfer.attention_backends import KVCache, PagedContext
-from nanoinfer.batch import StepInput
-from nanoinfer.sampler import sample
+from nanoinfer.batch import Scored, StepInput
+from nanoinfer.sampler import sample, top_logps
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One entry for each sequence whose last token was computed, in the order of the step."""
+    """One entry for each sequence whose last token was computed, in the order of the step; and
+    one for each prompt token to be scored."""
 
     tokens: list[int]
     logps: list[float]
+    sampled_logps: list[float]
+    top: Mapping[int, list[tuple[int, float]]] = field(default_factory=dict)
+    scores: list[float] = field(default_factory=list)
 
 
 class ModelRunner:
@@ -50,12 +55,45 @@ class ModelRunner:
         context = PagedContext(self.cache, step)
         device = self.model.device
         hidden_TE = self.model(step.ids_T.to(device), step.positions_T.to(device), context)
+        scores = self._score(hidden_TE, step.scored)
         if step.sampled is not None:
             if len(step.sampled) == 0:
-                return StepResult([], [])
+                return StepResult([], [], [], scores=scores)
             hidden_TE = hidden_TE.index_select(0, step.sampled.to(device))
-        tokens, logps = sample(self._logits(hidden_TE), step.sampling)
-        return StepResult(tokens.tolist(), logps.tolist())
+        logits_SV = self._logits(hidden_TE)
+        drawn = sample(logits_SV, step.sampling)
+        return StepResult(
+            drawn.tokens.tolist(),
+            drawn.logps.tolist(),
+            drawn.sampled_logps.tolist(),
+            top=top_logps(logits_SV, step.sampling),
+            scores=scores,
+        )
+
+    def _score(self, hidden_TE: Tensor, scored: Scored | None) -> list[float]:
+        """Log-probs of given tokens by the trainer's own function."""
+        if scored is None:
+            return []
+        logps = torch.empty(len(scored.ids))
+        of_row = torch.tensor(scored.temperatures, dtype=torch.float64)
+        weight: Tensor = self.model.lm_head_weight
+        packed = self.model.lm_head_packed
+        dtype = self.model.head_dtype
+        if self._head is not None:
+            weight, packed, dtype = self._head, self._head_packed, torch.float32
+        for temperature in sorted(set(scored.temperatures)):
+            chosen = of_row == temperature
+            found = linear_logprob(
+                hidden_TE[scored.rows[chosen].to(hidden_TE.device)],
+                weight,
+                scored.ids[chosen].to(hidden_TE.device),
+                temperature=temperature,
+                packed=packed,
+                logits_dtype=dtype,
+            )
+            assert isinstance(found, Tensor), "no entropy was asked for"
+            logps[chosen] = found.cpu()
+        return logps.tolist()
 
     def _logits(self, hidden_SE: Tensor) -> Tensor:
         if self._head is None:

@@ -8,19 +8,22 @@ request truncates (top-k, top-p).
 
 The log-prob is that of the tempered distribution over the whole vocabulary, before top-k and
 top-p, by the trainer's own arithmetic (`kernels.logits_logprob`): what the trainer recomputes. A
-truncated request is therefore sampled from a distribution whose log-probs are not reported;
-training wants top_k=0, top_p=1.
+truncated or edited request is sampled from another distribution; `sampled_logps` are that one's.
+Training wants neither truncation nor edits: then the two are the same.
 
-On a GPU `kernels.sample` does all of it in one launch. Its randomness is a hash of (seed, position)
-too, but another one, so the two devices draw different tokens; it keeps every token that ties with
-the last one of a truncation; and its log-prob is the trainer's up to the rounding of a sum.
+On a GPU `kernels.sample` does all of it in one launch, unless a row has edits: then the logits come
+to the CPU. Its randomness is a hash of (seed, position) too, but another one, so the two devices
+draw different tokens; it keeps every token that ties with the last one of a truncation; and its
+log-prob is the trainer's up to the rounding of a sum.
 
-Left out: penalties, grammar masks, top-k log-probs.
+Left out: beam search.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,22 +31,36 @@ from torch import Tensor
 
 import kernels
 from kernels import logits_logprob
+from nanoinfer.logit_edits import LogitEdits
 
 _RUN = 256  # tokens a run of the two-level cumulative sum
 _CHUNK_ELEMENTS = 1 << 20  # logits handled at a time: 4 MB of fp32 stay in the processor's cache
 _BELOW_ONE = 1.0 - 2.0**-40
 _U64 = np.uint64
+_GREEDY, _WHOLE, _TRUNCATED = range(3)  # how a row is sampled
 
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """One entry a row. Temperature 0 is greedy; `positions` is the index the token will have."""
+    """One entry a row. Temperature 0 is greedy; `positions` is the index the token will have.
+    `edits` and `num_top` name only the rows that have any."""
 
     temperatures: np.ndarray  # float64
     top_ks: np.ndarray  # int64, 0 is off
     top_ps: np.ndarray  # float64, 1 is off
     seeds: np.ndarray  # uint64
     positions: np.ndarray  # int64
+    min_ps: np.ndarray  # float64, 0 is off
+    edits: Mapping[int, LogitEdits] = field(default_factory=dict)
+    num_top: Mapping[int, int] = field(default_factory=dict)  # likeliest tokens to report
+
+
+class Samples(NamedTuple):
+    """One entry a row: ids int64, log-probs fp32."""
+
+    tokens: Tensor
+    logps: Tensor  # of the tempered distribution
+    sampled_logps: Tensor  # of the one the token was drawn from
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -61,41 +78,87 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> _U64(31))
 
 
-def sample(logits_BV: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-    """(token ids int64 [B], logps fp32 [B]). The logits are not changed."""
-    if logits_BV.is_cuda:
+def sample(logits_BV: Tensor, batch: SamplingBatch) -> Samples:
+    """Draw one token a row. The logits are not changed."""
+    if logits_BV.is_cuda and not batch.edits:
         return _sample_in_one_launch(logits_BV, batch)
+    logits_BV = logits_BV.cpu()
     tokens = torch.empty(logits_BV.shape[0], dtype=torch.int64)
     logps = torch.empty(logits_BV.shape[0], dtype=torch.float32)
+    sampled_logps = torch.empty(logits_BV.shape[0], dtype=torch.float32)
     u = uniforms(batch.seeds, batch.positions)
-    kinds = np.where(batch.temperatures == 0, 0, 1)
-    kinds[(kinds == 1) & ((batch.top_ks > 0) | (batch.top_ps < 1))] = 2
     step = max(2, _CHUNK_ELEMENTS // logits_BV.shape[1])
-    for temperature, kind in sorted(set(zip(batch.temperatures.tolist(), kinds.tolist()))):  # noqa: B905
-        rows = np.flatnonzero((batch.temperatures == temperature) & (kinds == kind))
+    for (temperature, kind, is_edited), rows in _alike(batch):
         for lo in range(0, len(rows), step):
             chunk = rows[lo : lo + step]
             index = torch.from_numpy(chunk)
             is_run = int(chunk[-1]) - int(chunk[0]) + 1 == len(chunk)
             z_RV = logits_BV[chunk[0] : chunk[-1] + 1] if is_run else logits_BV[index]
-            if kind == 0:
-                picked = z_RV.float().argmax(-1)
-            elif kind == 1:
-                picked = _sample_all(z_RV, temperature, torch.from_numpy(u[chunk]))
+            w_RV = (
+                _edited(z_RV, [batch.edits[row] for row in chunk.tolist()]) if is_edited else z_RV
+            )
+            own = None
+            if kind == _GREEDY:
+                picked = w_RV.float().argmax(-1)
+                own = torch.zeros(len(chunk))
+            elif kind == _WHOLE:
+                picked = _sample_all(w_RV, temperature, torch.from_numpy(u[chunk]))
             else:
-                picked = _sample_truncated(
-                    z_RV,
+                picked, own = _sample_truncated(
+                    w_RV,
                     temperature,
                     torch.from_numpy(u[chunk]),
                     torch.from_numpy(batch.top_ks[chunk]),
                     torch.from_numpy(batch.top_ps[chunk]),
+                    torch.from_numpy(batch.min_ps[chunk]),
                 )
-            tokens[index] = picked
-            logps[index] = logits_logprob(z_RV, picked, temperature)
-    return tokens, logps
+            logp = logits_logprob(z_RV, picked, temperature)
+            if own is None:
+                own = logits_logprob(w_RV, picked, temperature) if is_edited else logp
+            tokens[index], logps[index], sampled_logps[index] = picked, logp, own
+    return Samples(tokens, logps, sampled_logps)
 
 
-def _sample_in_one_launch(logits_BV: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+def _alike(batch: SamplingBatch) -> list[tuple[tuple[float, int, bool], np.ndarray]]:
+    """Rows that can be sampled by the same calls, each set under (temperature, kind, is_edited)."""
+    kinds = np.where(batch.temperatures == 0, _GREEDY, _WHOLE)
+    is_cut = (batch.top_ks > 0) | (batch.top_ps < 1) | (batch.min_ps > 0)
+    kinds[(kinds == _WHOLE) & is_cut] = _TRUNCATED
+    is_edited = np.zeros(len(kinds), dtype=bool)
+    is_edited[list(batch.edits)] = True
+    keys = zip(batch.temperatures.tolist(), kinds.tolist(), is_edited.tolist(), strict=True)
+    return [
+        (
+            key,
+            np.flatnonzero(
+                (batch.temperatures == key[0]) & (kinds == key[1]) & (is_edited == key[2])
+            ),
+        )
+        for key in sorted(set(keys))
+    ]
+
+
+def _edited(logits_RV: Tensor, edits: list[LogitEdits]) -> Tensor:
+    z_RV = logits_RV.to(torch.float32, copy=True)
+    for z_V, edit in zip(z_RV, edits, strict=True):
+        edit.apply(z_V)
+    return z_RV
+
+
+def top_logps(logits_BV: Tensor, batch: SamplingBatch) -> dict[int, list[tuple[int, float]]]:
+    """The likeliest tokens of the rows that asked, and their log-probs as `logits_logprob`'s."""
+    found = {}
+    for row, k in batch.num_top.items():
+        z_V = logits_BV[row].float()
+        ids = z_V.sort(stable=True, descending=True).indices[:k]
+        logps = logits_logprob(
+            logits_BV[row].expand(len(ids), -1), ids, float(batch.temperatures[row])
+        )
+        found[row] = list(zip(ids.tolist(), logps.tolist(), strict=True))
+    return found
+
+
+def _sample_in_one_launch(logits_BV: Tensor, batch: SamplingBatch) -> Samples:
     def column(values: np.ndarray, dtype: type) -> Tensor:
         return torch.from_numpy(values.astype(dtype)).to(logits_BV.device, non_blocking=True)
 
@@ -104,11 +167,11 @@ def _sample_in_one_launch(logits_BV: Tensor, batch: SamplingBatch) -> tuple[Tens
         column(batch.temperatures, np.float32),
         column(batch.top_ks, np.int32) if (batch.top_ks > 0).any() else None,
         column(batch.top_ps, np.float32) if (batch.top_ps < 1).any() else None,
-        None,
+        column(batch.min_ps, np.float32) if (batch.min_ps > 0).any() else None,
         column(batch.seeds.view(np.int64), np.int64),
         column(batch.positions, np.int64),
     )
-    return drawn.tokens, drawn.raw_logprobs
+    return Samples(drawn.tokens, drawn.raw_logprobs, drawn.logprobs)
 
 
 def _sample_all(logits_RV: Tensor, temperature: float, u_R: Tensor) -> Tensor:
@@ -141,16 +204,27 @@ def _invert(cdf_RN: Tensor, u_R: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sample_truncated(
-    logits_RV: Tensor, temperature: float, u_R: Tensor, top_ks: Tensor, top_ps: Tensor
-) -> Tensor:
-    """Inverse CDF over the most likely tokens: at most top_k, and the fewest that reach top_p of
-    the whole tempered distribution. Ties go to the smaller token id."""
+    logits_RV: Tensor,
+    temperature: float,
+    u_R: Tensor,
+    top_ks: Tensor,
+    top_ps: Tensor,
+    min_ps: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Inverse CDF over the most likely tokens: at most top_k, the fewest that reach top_p of the
+    whole tempered distribution, and those at least min_p times as likely as the first. Ties go to
+    the smaller token id. Also the log-prob among the kept."""
     z, ids = logits_RV.float().sort(stable=True, dim=-1, descending=True)
     weights = ((z - z[:, :1]) / temperature).to(torch.float64).exp_()
     cdf = weights.cumsum(-1)
     rank = torch.arange(z.shape[1])
     limit = torch.where(top_ks > 0, top_ks, z.shape[1]).unsqueeze(1)
     is_kept = (rank < limit) & (cdf - weights < top_ps.unsqueeze(1) * cdf[:, -1:])
+    is_kept &= weights >= min_ps.unsqueeze(1)
     is_kept[:, 0] = True
-    index, _ = _invert(weights.masked_fill_(~is_kept, 0.0).cumsum(-1), u_R)
-    return ids.gather(1, index.unsqueeze(1)).squeeze(1)
+    kept = weights.masked_fill_(~is_kept, 0.0)
+    cdf = kept.cumsum(-1)
+    index, _ = _invert(cdf, u_R)
+    picked = index.unsqueeze(1)
+    logp = (kept.gather(1, picked) / cdf[:, -1:]).log()
+    return ids.gather(1, picked).squeeze(1), logp.squeeze(1).float()

@@ -3,23 +3,65 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 FinishReason = Literal["stop", "length", "abort"]
+GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
+
+MAX_BIAS = 100.0  # as in the OpenAI API; finite, so that no bias can leave nothing to sample
+_GOLDEN = 0x9E3779B97F4A7C15
+_U64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What a completion must match: `value` holds a JSON schema (as text), a regular expression or
+    a Lark grammar; kind "choice" takes one of the texts in `choices`."""
+
+    kind: GrammarKind
+    value: str = ""
+    choices: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            raise ValueError(
+                f"grammar kind={self.kind!r}: one of {', '.join(get_args(GrammarKind))}"
+            )
+        if self.kind == "choice" and (not self.choices or not all(self.choices)):
+            raise ValueError(f"choices={self.choices}: give at least one text, none of them empty")
+        if self.kind != "choice" and not self.value:
+            raise ValueError(f"grammar {self.kind}: value is empty; give the {self.kind}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is decoded. `temperature=0` is greedy; logps are then of temperature 1."""
+    """How one request is decoded. `temperature=0` is greedy; logps are then of temperature 1.
+
+    Logits are changed in this order: repetition penalty, presence and frequency penalty, bias,
+    allowed tokens or grammar, temperature, then top-k, top-p and min-p of what is left.
+    """
 
     max_tokens: int = 64
     temperature: float = 1.0
     top_k: int = 0  # 0 keeps every token
     top_p: float = 1.0
+    min_p: float = 0.0  # keeps tokens at least this likely relative to the likeliest
+    repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of seen ids
+    presence_penalty: float = 0.0  # subtracted from the logits of sampled ids
+    frequency_penalty: float = 0.0  # the same, times how often they were sampled
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    allowed_token_ids: tuple[int, ...] | None = None
+    grammar: Grammar | None = None
     seed: int = 0  # the sampled tokens depend on (seed, position) alone, never on the batch
+    n: int = 1  # completions of one prompt, see `members`
+    stop: tuple[str, ...] = ()  # texts that end the completion; they are not part of `Output.text`
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    detokenize: bool = False  # fill `Output.text`; implied by `stop`
+    top_logps: int = 0  # so many likeliest tokens are reported at each position
+    prompt_logps: bool = False  # score the prompt too; it is then never taken from the cache
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -32,13 +74,69 @@ class SamplingParams:
             raise ValueError(f"top_k={self.top_k}: must be 0 (off) or positive")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: must be in (0, 1]")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p}: must be in [0, 1]")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(
+                f"repetition_penalty={self.repetition_penalty}: must be positive; 1 is off"
+            )
+        if self.n < 1:
+            raise ValueError(f"n={self.n}: must be at least 1")
+        if self.top_logps < 0:
+            raise ValueError(f"top_logps={self.top_logps}: must be 0 (off) or positive")
+        self._check_edits()
+
+    def _check_edits(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            if not math.isfinite(value):
+                raise ValueError(f"{name}={value}: must be finite")
+        for token, bias in self.logit_bias.items():
+            if not -MAX_BIAS <= bias <= MAX_BIAS:
+                raise ValueError(
+                    f"logit_bias[{token}]={bias}: must be between -{MAX_BIAS:.0f} and "
+                    f"{MAX_BIAS:.0f}; to forbid a token use allowed_token_ids"
+                )
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise ValueError("allowed_token_ids=(): allows nothing; give one token or None")
+        if self.allowed_token_ids is not None and self.grammar is not None:
+            raise ValueError(
+                "allowed_token_ids and grammar: together they may allow nothing; give one of them"
+            )
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise ValueError(f"stop={self.stop!r}: must be a tuple of texts, none of them empty")
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether logits are changed before the temperature."""
+        return bool(
+            self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+            or self.allowed_token_ids is not None
+            or self.grammar is not None
+        )
+
+    @property
+    def wants_text(self) -> bool:
+        return self.detokenize or bool(self.stop)
+
+    def members(self) -> list[SamplingParams]:
+        """The `n` requests this one stands for. The first keeps the seed, the others' are derived
+        from it, far from the small numbers that callers count up."""
+        if self.n == 1:
+            return [self]
+        seeds = [self.seed] + [(self.seed + i * _GOLDEN) & _U64 for i in range(1, self.n)]
+        return [replace(self, n=1, seed=seed) for seed in seeds]
 
 
 @dataclass(kw_only=True)
 class Output:
     """The completion alone, never the prompt. `ids`, `logps`, `versions` have one entry a token.
 
-    A stop token that ended the completion is its last id (finish_reason "stop").
+    A stop token that ended the completion is its last id (finish_reason "stop"); the tokens of a
+    stop text are in `ids` too, whose text goes on to where the engine stopped sampling.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -46,3 +144,12 @@ class Output:
     versions: list[int] = field(default_factory=list)  # policy version that sampled each token
     finish_reason: FinishReason = "length"
     num_cached_tokens: int = 0  # prompt tokens served from the prefix cache
+    sampled_logps: list[float] = field(default_factory=list)
+    """Of the distribution that was sampled from, after every penalty, mask and truncation; the same
+    as `logps` where there was none, 0 where temperature is 0."""
+    stop_reason: int | str | None = None  # the token id or text that ended it
+    text: str | None = None  # where asked for; without the stop token or text
+    top_logps: list[list[tuple[int, float]]] = field(default_factory=list)
+    """(token, logp) of the likeliest, most likely first, of the distribution of `logps`."""
+    prompt_logps: list[float] = field(default_factory=list)
+    """Of the prompt's second token and on, each given those before it."""

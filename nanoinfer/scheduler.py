@@ -1,14 +1,16 @@
 """Which sequences run in the next step, and how many tokens of each.
 
 One budget of tokens a step: first every sequence that decodes (one token each), then prefills in
-the order of arrival, cut into chunks where the budget ends. A request whose prefix a running
-sequence is computing right now waits for it instead of computing it again: so the shared prompt
-of a group is prefilled once.
+the order of priority and arrival, cut into chunks where the budget ends. A request whose prefix a
+running sequence is computing right now waits for it instead of computing it again: so the shared
+prompt of a group is prefilled once.
 
 Nothing can deadlock: `add` refuses what could never fit, a request without blocks takes those of
-the latest arrival (which starts over later, its tokens kept), and the earliest is never a victim.
+the last in rank (which starts over later, its tokens kept), and the first is never a victim. Rank
+is priority, then arrival; a waiting request also takes the place of a running one whose priority
+is strictly lower, so a stream of urgent requests can starve the others.
 
-Left out: priorities, fairness between users, deadlines.
+Left out: fairness between users, deadlines.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ class Step:
         return sum(self.num_new)
 
 
-def _by_arrival(seq: Sequence) -> int:
-    return seq.handle
+def _by_rank(seq: Sequence) -> tuple[int, int]:
+    return seq.rank
 
 
 class Scheduler:
@@ -49,7 +51,7 @@ class Scheduler:
             )
         self.blocks = blocks
         self.max_batch_tokens = max_batch_tokens
-        self.waiting: list[Sequence] = []  # both by arrival
+        self.waiting: list[Sequence] = []  # both by rank
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self._free_rows = list(range(max_num_seqs))[::-1]
@@ -73,16 +75,29 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         self.check_fits(seq.num_prompt, seq.params.max_tokens)
-        self.waiting.append(seq)
+        insort(self.waiting, seq, key=_by_rank)
 
     def schedule(self) -> Step:
         """Choose the next step and reserve its blocks and rows. Empty if there is nothing to do."""
         step = Step()
+        self._make_way()
         self._schedule_decodes(step)
         budget = self.max_batch_tokens - step.num_tokens
         budget = self._schedule_prefills(step, budget)
         self._admit(step, budget)
         return step
+
+    def _make_way(self) -> None:
+        """Preempt what runs for a waiting request of strictly higher priority."""
+        while self.waiting and self.running:
+            first, last = self.waiting[0], self.running[-1]
+            if first.priority >= last.priority or self._is_deferred(first):
+                return
+            match = self.blocks.match(first)
+            num_tokens = min(len(first.ids), match.num_tokens(self.blocks.block_size) + 1)
+            if self._free_rows and self.blocks.can_allocate(match, num_tokens, len(self.running)):
+                return
+            self.preempt(last)
 
     def _schedule_decodes(self, step: Step) -> None:
         for seq in [s for s in self.running if s.num_uncomputed == 1]:
@@ -105,8 +120,8 @@ class Scheduler:
         return budget + before - step.num_tokens
 
     def _make_room(self, seq: Sequence, num_tokens: int) -> bool:
-        """Blocks for `num_tokens` of `seq`, if need be those of later arrivals. False: `seq` was
-        the latest, and is preempted itself."""
+        """Blocks for `num_tokens` of `seq`, if need be those of sequences after it. False: `seq`
+        was the last, and is preempted itself."""
         while not self.blocks.extend(seq, num_tokens):
             victim = self.running[-1]
             self.preempt(victim)
@@ -153,7 +168,7 @@ class Scheduler:
         if seq.num_cached is None:
             seq.num_cached = seq.num_computed
         seq.row = self._free_rows.pop()
-        insort(self.running, seq, key=_by_arrival)
+        insort(self.running, seq, key=_by_rank)
         if self.blocks.prefix_caching and seq.num_uncomputed > 1:
             seq.pending_keys = self.blocks.prompt_keys(seq)[len(match.block_ids) :]
             self._prefilling.add(seq.handle)
@@ -166,7 +181,7 @@ class Scheduler:
 
     def _defer(self, seq: Sequence, match: Match) -> bool:
         """Whether a running sequence is computing the next block that `seq` would compute."""
-        if not self._pending:
+        if not self._pending or seq.cache_limit < len(seq.ids) - 1:
             return False
         keys = self.blocks.prompt_keys(seq)
         num_matched = len(match.block_ids)
@@ -185,7 +200,7 @@ class Scheduler:
         """Take everything from a running sequence but its tokens; it will be prefilled again."""
         self.num_preemptions += 1
         self._stop(seq)
-        insort(self.waiting, seq, key=_by_arrival)
+        insort(self.waiting, seq, key=_by_rank)
 
     def remove(self, seq: Sequence) -> None:
         """Take a finished or aborted sequence out."""
@@ -198,7 +213,7 @@ class Scheduler:
         """Send every running sequence back to the queue (the weights changed, or a step failed)."""
         for seq in list(self.running):
             self._stop(seq)
-            insort(self.waiting, seq, key=_by_arrival)
+            insort(self.waiting, seq, key=_by_rank)
 
     def _stop(self, seq: Sequence) -> None:
         self.end_prefill(seq)
@@ -224,8 +239,8 @@ class Scheduler:
         assert all(s.row < 0 and not s.block_ids for s in self.waiting), "a waiting one holds some"
         rows = [seq.row for seq in self.running] + self._free_rows
         assert len(rows) == len(set(rows)), "a row was given out twice"
-        handles = [seq.handle for seq in self.waiting]
-        assert handles == sorted(handles), "the queue is not in the order of arrival"
+        for queue in (self.waiting, self.running):
+            assert queue == sorted(queue, key=_by_rank), "a queue is not in the order of rank"
         owners = {seq.handle for seq in self.running if seq.pending_keys}
         assert self._prefilling == owners, "prefilling sequences"
         assert set(self._pending.values()) <= owners, "a block is computed by nobody"

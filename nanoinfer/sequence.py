@@ -7,7 +7,9 @@ Next: block_manager.py (where `block_ids` come from), scheduler.py (who runs whe
 
 from __future__ import annotations
 
+from nanoinfer.logit_edits import LogitEdits
 from nanoinfer.sampling import FinishReason, Output, SamplingParams
+from nanoinfer.text import TextStream
 
 
 class Sequence:
@@ -16,6 +18,7 @@ class Sequence:
     __slots__ = (
         "block_ids",
         "digests",
+        "edits",
         "finish_reason",
         "handle",
         "ids",
@@ -27,26 +30,44 @@ class Sequence:
         "num_prompt",
         "params",
         "pending_keys",
+        "priority",
+        "prompt_logps",
         "row",
         "salt",
+        "sampled_logps",
         "stop_ids",
+        "stop_reason",
+        "text",
+        "top_logps",
         "versions",
         "waits_for",
     )
 
     def __init__(
-        self, handle: int, ids: list[int], params: SamplingParams, eos_ids: tuple[int, ...] = ()
+        self,
+        handle: int,
+        ids: list[int],
+        params: SamplingParams,
+        eos_ids: tuple[int, ...] = (),
+        priority: int = 0,
     ) -> None:
         self.handle = handle
+        self.priority = priority
         self.params = params
         self.ids = list(ids)
         self.num_prompt = len(ids)
+        self.edits: LogitEdits | None = None  # set by the engine where `params.is_edited`
+        self.text: TextStream | None = None  # set by the engine where `params.wants_text`
         self.logps: list[float] = []
+        self.sampled_logps: list[float] = []
+        self.top_logps: list[list[tuple[int, float]]] = []  # where `params.top_logps`
+        self.prompt_logps: list[float] = []  # where `params.prompt_logps`
         self.versions: list[int] = []
         self.stop_ids = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else frozenset(eos_ids)
         )
         self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
         self.num_cached: int | None = None  # prompt tokens found in the cache at first admission
         self.salt = b""  # what `digests` were chained from
         self.digests: list[bytes] = []  # of the leading full blocks of `ids`
@@ -74,22 +95,73 @@ class Sequence:
     def max_len(self) -> int:
         return self.num_prompt + self.params.max_tokens
 
-    def append(self, token: int, logp: float, version: int) -> None:
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who goes first: lower priority numbers, then earlier arrivals."""
+        return (self.priority, self.handle)
+
+    @property
+    def cache_limit(self) -> int:
+        """How many tokens may come from the prefix cache: not the last, whose logits are wanted,
+        nor any that are still to be scored."""
+        limit = len(self.ids) - 1
+        if self.params.prompt_logps and len(self.prompt_logps) < self.num_prompt - 1:
+            return min(limit, len(self.prompt_logps))
+        return limit
+
+    def unscored(self, num_new: int) -> range:
+        """Of the next `num_new` tokens, those whose successor in the prompt is to be scored."""
+        if not self.params.prompt_logps:
+            return range(0)
+        first = max(self.num_computed, len(self.prompt_logps))
+        return range(first, min(self.num_computed + num_new, self.num_prompt - 1))
+
+    def append(
+        self, token: int, logp: float, version: int, sampled_logp: float | None = None
+    ) -> None:
         """Take a sampled token, and decide whether it was the last."""
         self.ids.append(token)
         self.logps.append(logp)
+        self.sampled_logps.append(logp if sampled_logp is None else sampled_logp)
         self.versions.append(version)
         if token in self.stop_ids:
-            self.finish_reason = "stop"
+            self._finish("stop", token)
+        elif self.text is not None and (text := self.text.push(token)) is not None:
+            self._finish("stop", text)
         elif self.num_sampled >= self.params.max_tokens:
-            self.finish_reason = "length"
+            self._finish("length")
+        if self.edits is not None and self.edits.matcher is not None:
+            self._follow_grammar(token)
+
+    def _follow_grammar(self, token: int) -> None:
+        assert self.edits is not None and self.edits.matcher is not None
+        matcher = self.edits.matcher
+        if token not in self.stop_ids:
+            matcher.accept(token)
+        if matcher.error:
+            self._finish("abort", matcher.error)
+        elif self.finish_reason != "stop" and matcher.is_done:
+            self._finish("stop")
+
+    def _finish(self, reason: FinishReason, cause: int | str | None = None) -> None:
+        self.finish_reason, self.stop_reason = reason, cause
 
     def output(self) -> Output:
         assert self.finish_reason is not None, f"request {self.handle} has not finished"
+        is_cut = self.finish_reason == "stop" and isinstance(self.stop_reason, str)
+        if self.text is not None and not is_cut:
+            text = self.text.finish()
+            if text is not None and self.finish_reason != "abort":
+                self._finish("stop", text)
         return Output(
             ids=self.ids[self.num_prompt :],
             logps=self.logps,
             versions=self.versions,
             finish_reason=self.finish_reason,
             num_cached_tokens=self.num_cached or 0,
+            sampled_logps=self.sampled_logps,
+            stop_reason=self.stop_reason,
+            text=self.text.text if self.text is not None else None,
+            top_logps=self.top_logps,
+            prompt_logps=self.prompt_logps,
         )

@@ -204,13 +204,18 @@ def load_model(
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder: give a Hugging Face model folder")
     config = ModelConfig.from_folder(path)
-    files = _tensor_files(path)
+    state = read_state(path)
     model = Transformer(config, dtype, device, head_dtype=head_dtype)
     try:
-        load_state(model, _read_tensors(files))
+        load_state(model, state)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return model
+
+
+def read_state(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a Hugging Face folder under their names, mapped and not yet read."""
+    return _read_tensors(_tensor_files(Path(folder)))
 
 
 def _tensor_files(folder: Path) -> list[Path]:

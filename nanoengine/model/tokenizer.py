@@ -85,6 +85,10 @@ class ChatTokenizer:
     def chat_template(self) -> str | None:
         return self._template.source if self._template else None
 
+    def to_json(self) -> str:
+        """The text of a `tokenizer.json`, for libraries that read one."""
+        return self._tokenizer.to_str()
+
     def token_to_id(self, token: str) -> int | None:
         """The id of one token by its exact name, control tokens included."""
         return self._tokenizer.token_to_id(token)

@@ -40,10 +40,21 @@ def replay(prompt: Sequence[int], versions: Sequence[int]) -> list[int]:
     return ids[len(prompt) :]
 
 
+class NoMemory:
+    """Stands in for `KVCache`: the states below are not its own."""
+
+    def allocate(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+
 class CacheRunner:
     """Stands in for `ModelRunner`."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.cache = NoMemory()
         self.cells = np.zeros((num_blocks, block_size), dtype=object)
         self.version = 0
         self.num_computed = 0
@@ -72,7 +83,8 @@ class CacheRunner:
                 totals.append(self._total(table, position + 1))
         sampled = range(len(totals)) if step.sampled is None else step.sampled.tolist()
         assert len(step.sampling.positions) == len(sampled)
-        return StepResult([next_token(totals[t]) for t in sampled], [0.0] * len(sampled))
+        zeros = [0.0] * len(sampled)
+        return StepResult([next_token(totals[t]) for t in sampled], zeros, zeros)
 
     def _total(self, table: list[int], length: int) -> int:
         return sum(self.cells[table].reshape(-1)[:length].tolist()) & _MASK

@@ -4,7 +4,13 @@ import pytest
 from cache_oracle import VOCAB, make_engine, replay, run_all
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from nanoinfer.block_manager import BlockManager
 from nanoinfer.sampling import SamplingParams
@@ -107,8 +113,10 @@ def test_sizes_must_be_positive() -> None:
 
 
 class RandomWorkload(RuleBasedStateMachine):
-    """Requests with common prefixes come, go, are aborted, continued, and outlive weight updates;
-    every token must be the one computed without a cache."""
+    """Requests with common prefixes and priorities come, go, are aborted, preempted, continued, and
+    outlive weight updates and sleep; every token must be the one computed without a cache."""
+
+    num_steps = 0  # of all runs together
 
     @initialize(
         num_blocks=st.integers(6, 24),
@@ -136,33 +144,38 @@ class RandomWorkload(RuleBasedStateMachine):
         tail=st.lists(st.integers(0, VOCAB - 1), max_size=4),
         max_tokens=st.integers(1, 10),
         copies=st.integers(1, 4),
+        priority=st.just(0) | st.integers(-1, 1),
     )
-    def add_group(self, length: int, tail: list[int], max_tokens: int, copies: int) -> None:
+    def add_group(
+        self, length: int, tail: list[int], max_tokens: int, copies: int, priority: int
+    ) -> None:
         prompt = [(3 * i) % VOCAB for i in range(length)] + tail
         for _ in range(copies):
-            self._add(prompt, max_tokens)
+            self._add(prompt, max_tokens, priority)
 
     @rule(tail=st.lists(st.integers(0, VOCAB - 1), max_size=5), max_tokens=st.integers(1, 6))
     def next_turn(self, tail: list[int], max_tokens: int) -> None:
         if self.ended:
             self._add(self.ended[-1] + tail, max_tokens)
 
-    def _add(self, prompt: list[int], max_tokens: int) -> None:
+    def _add(self, prompt: list[int], max_tokens: int, priority: int = 0) -> None:
         params = SamplingParams(max_tokens=max_tokens)
         if len(prompt) + max_tokens > self.capacity:
             with pytest.raises(ValueError, match="cache blocks"):
                 self.engine.add(prompt, params)
             return
-        self.prompts[self.engine.add(prompt, params)] = prompt
+        self.prompts[self.engine.add(prompt, params, priority)] = prompt
 
     @rule(count=st.integers(1, 6))
     def run(self, count: int) -> None:
         for _ in range(count):
-            running = self.engine._scheduler.running
-            oldest = running[0].handle if running else None
+            queues = self.engine._scheduler
+            first = min([*queues.running, *queues.waiting], key=lambda seq: seq.rank, default=None)
+            was_running = first is not None and first.row >= 0
             finished = self.engine.step()
-            still = {seq.handle for seq in self.engine._scheduler.running}
-            assert oldest is None or oldest in still | {handle for handle, _ in finished}
+            if first is not None and was_running:
+                has_ended = first.handle in dict(finished)
+                assert has_ended or first.row >= 0, "the first in rank was preempted"
             for handle, output in finished:
                 self._end(handle, output)
             self.engine.check()
@@ -174,6 +187,19 @@ class RandomWorkload(RuleBasedStateMachine):
             output = self.engine.abort(handle)
             assert output is not None and output.finish_reason == "abort"
             self._end(handle, output)
+
+    @rule(which=st.integers(0, 50))
+    def preempt(self, which: int) -> None:
+        running = self.engine._scheduler.running
+        if running:
+            self.engine._scheduler.preempt(running[which % len(running)])
+
+    @rule()
+    def sleep_and_wake(self) -> None:
+        self.engine.sleep()
+        self.runner.cells[:] = 0
+        assert self.engine.step() == []
+        self.engine.wake()
 
     @rule()
     def new_weights(self) -> None:
@@ -188,6 +214,7 @@ class RandomWorkload(RuleBasedStateMachine):
     @invariant()
     def engine_is_sound(self) -> None:
         if hasattr(self, "engine"):
+            RandomWorkload.num_steps += 1
             self.engine.check()
 
     def teardown(self) -> None:
@@ -199,10 +226,14 @@ class RandomWorkload(RuleBasedStateMachine):
         assert self.engine._blocks.num_free == self.engine._blocks.num_blocks, "a block leaked"
 
 
-TestRandomWorkload = RandomWorkload.TestCase
-TestRandomWorkload.settings = settings(
-    max_examples=120,
-    stateful_step_count=25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+def test_random_workloads_of_10000_steps_compute_every_token_right_and_leak_nothing() -> None:
+    run_state_machine_as_test(
+        RandomWorkload,
+        settings=settings(
+            max_examples=250,
+            stateful_step_count=50,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow],
+        ),
+    )
+    assert RandomWorkload.num_steps >= 10_000

@@ -6,14 +6,27 @@ import torch
 from kernels import logits_logprob
 from nanoinfer.sampler import SamplingBatch, _sample_in_one_launch, sample, uniforms
 
+ARRAYS = ("temperatures", "top_ks", "top_ps", "seeds", "positions", "min_ps")
 
-def batch(num_rows: int, temperature=1.0, top_k=0, top_p=1.0, seeds=None, positions=None):
+
+def batch(
+    num_rows: int,
+    temperature=1.0,
+    top_k=0,
+    top_p=1.0,
+    seeds=None,
+    positions=None,
+    min_p=0.0,
+    **more,
+):
     return SamplingBatch(
         temperatures=np.full(num_rows, temperature, dtype=np.float64),
         top_ks=np.full(num_rows, top_k, dtype=np.int64),
         top_ps=np.full(num_rows, top_p, dtype=np.float64),
         seeds=np.arange(num_rows, dtype=np.uint64) if seeds is None else seeds,
         positions=np.zeros(num_rows, dtype=np.int64) if positions is None else positions,
+        min_ps=np.full(num_rows, min_p, dtype=np.float64),
+        **more,
     )
 
 
@@ -43,7 +56,7 @@ def test_uniforms_are_uniform_and_independent_of_seed_and_position() -> None:
 def test_sampling_follows_the_tempered_softmax() -> None:
     for temperature, vocab in ((1.0, 700), (0.5, 700), (1.7, 40)):
         logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(vocab)) * 2
-        tokens, _ = sample(logits.expand(20000, -1).contiguous(), batch(20000, temperature))
+        tokens, _, _ = sample(logits.expand(20000, -1).contiguous(), batch(20000, temperature))
         assert chi_square(tokens, torch.softmax(logits[0] / temperature, -1)) < 1.5
 
 
@@ -59,7 +72,7 @@ def test_top_k_and_top_p_keep_the_most_likely_tokens() -> None:
         keep &= ranked.values.cumsum(0) - ranked.values < top_p
         kept = torch.zeros(50, dtype=torch.float64)
         kept[ranked.indices[keep]] = ranked.values[keep]
-        tokens, logps = sample(rows, batch(20000, 1.0, top_k, top_p))
+        tokens, logps, _ = sample(rows, batch(20000, 1.0, top_k, top_p))
         assert chi_square(tokens, kept / kept.sum()) < 1.8
         torch.testing.assert_close(logps.double(), p.log()[tokens], rtol=0, atol=1e-5)
 
@@ -67,7 +80,7 @@ def test_top_k_and_top_p_keep_the_most_likely_tokens() -> None:
 def test_temperature_zero_takes_the_first_maximum_and_scores_at_one() -> None:
     logits = torch.randn(6, 300)
     logits[0, [7, 9]] = 50.0
-    tokens, logps = sample(logits, batch(6, 0.0))
+    tokens, logps, _ = sample(logits, batch(6, 0.0))
     assert tokens[0] == 7
     assert torch.equal(tokens, logits.argmax(-1))
     assert torch.equal(logps, logits_logprob(logits, tokens, 1.0))
@@ -83,20 +96,21 @@ def test_a_token_depends_on_its_row_its_seed_and_its_position_only() -> None:
             temperatures=np.resize([1.0, 0.0, 0.7, 1.0], 40),
             top_ks=np.resize([0, 0, 0, 20, 0], 40),
             top_ps=np.resize([1.0, 1.0, 0.9], 40),
+            min_ps=np.resize([0.0, 0.0, 0.0, 0.05], 40),
             seeds=seeds,
             positions=positions,
         )
-        tokens, logps = sample(logits, mixed)
+        tokens, logps, _ = sample(logits, mixed)
         for i in range(40):
-            one = SamplingBatch(*(getattr(mixed, f)[i : i + 1] for f in mixed.__dataclass_fields__))
-            token, logp = sample(logits[i : i + 1].clone(), one)
+            one = SamplingBatch(**{name: getattr(mixed, name)[i : i + 1] for name in ARRAYS})
+            token, logp, _ = sample(logits[i : i + 1].clone(), one)
             assert token[0] == tokens[i] and logp[0] == logps[i], i
 
 
 def test_impossible_tokens_are_never_drawn() -> None:
     logits = torch.full((4000, 600), -torch.inf)
     logits[:, [0, 255, 256, 511, 599]] = 0.0
-    tokens, _ = sample(logits, batch(4000))
+    tokens, _, _ = sample(logits, batch(4000))
     assert set(tokens.tolist()) == {0, 255, 256, 511, 599}
 
 
@@ -112,7 +126,7 @@ def test_logps_are_those_of_the_tempered_log_softmax() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         logits = (torch.randn(30, 5003, generator=generator) * 4).to(dtype)
         for temperature, options in ((1.0, {}), (0.6, {}), (1.0, {"top_k": 7}), (0.0, {})):
-            tokens, logps = sample(logits, batch(30, temperature, **options))
+            tokens, logps, _ = sample(logits, batch(30, temperature, **options))
             z = logits.double() / (temperature or 1.0)
             expected = torch.log_softmax(z, -1).gather(1, tokens.unsqueeze(1)).squeeze(1)
             torch.testing.assert_close(logps.double(), expected, rtol=0, atol=1e-5)

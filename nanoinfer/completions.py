@@ -1,0 +1,132 @@
+"""From a validated HTTP request to completions: admission, one task each, and their end.
+
+A request is one or more `Job`s (prompts times n). They run as tasks of one group: if one fails or
+the client hangs up, all are cancelled, and cancelling a task aborts its request in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from nanoinfer.async_engine import AsyncEngine
+from nanoinfer.http_io import ApiError, Emit, EventStream, while_connected
+from nanoinfer.prometheus import HttpMetrics
+from nanoinfer.sampling import Output, SamplingParams
+from nanoinfer.streams import Chunk
+
+Event = dict[str, Any]
+OnChunk = Callable[["Job", Chunk], Awaitable[None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpLimits:
+    """What one client may ask for."""
+
+    max_body_bytes: int = 4 << 20
+    """Longest request body."""
+    body_timeout_s: float = 30.0
+    """A body must have arrived within this time."""
+    request_timeout_s: float = 600.0
+    """A completion must have ended within this time; it is aborted otherwise."""
+    max_completions: int = 1024
+    """Completions in flight, waiting ones included; more are answered 429."""
+    max_completions_per_request: int = 128
+    """Prompts times n of one request."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One completion of a request."""
+
+    index: int
+    ids: list[int]
+    params: SamplingParams
+
+
+class Completions:
+    """Runs jobs on an engine and counts them."""
+
+    def __init__(self, client: AsyncEngine, limits: HttpLimits, metrics: HttpMetrics) -> None:
+        self._client = client
+        self._limits = limits
+        self._metrics = metrics
+
+    def admit(
+        self, prompts: Sequence[list[int]], n: int, params: Callable[[int], SamplingParams]
+    ) -> list[Job]:
+        """The jobs of a request, all valid. `params` is given the room that a prompt leaves."""
+        count = len(prompts) * n
+        most = self._limits.max_completions_per_request
+        if count > most:
+            raise ApiError(400, f"n: {count} completions in one request; at most {most}", "n")
+        if self._metrics.num_active + count > self._limits.max_completions:
+            raise ApiError(429, f"{self._metrics.num_active} completions in flight; try again")
+        jobs: list[Job] = []
+        for ids in prompts:
+            each = params(max(1, self._client.engine.room(len(ids))))
+            self._client.engine.validate(ids, each)
+            jobs += [Job(len(jobs) + i, ids, member) for i, member in enumerate(each.members())]
+        return jobs
+
+    async def run(self, request: Request, jobs: list[Job], priority: int) -> list[Output]:
+        """Outputs in the order of the jobs."""
+        work = self._run(jobs, priority, None)
+        return await while_connected(request.receive, work, self._limits.request_timeout_s)
+
+    def stream(
+        self,
+        jobs: list[Job],
+        priority: int,
+        to_event: Callable[[Job, Chunk], Event | None],
+        on_error: Callable[[BaseException], ApiError],
+        first: Sequence[Event] = (),
+        last: Callable[[list[Output]], Event] | None = None,
+    ) -> Response:
+        """Events: `first`, then one a chunk (or none) as they come, then `last`."""
+
+        async def work(emit: Emit) -> None:
+            for event in first:
+                await emit(event)
+
+            async def on_chunk(job: Job, chunk: Chunk) -> None:
+                event = to_event(job, chunk)
+                if event is not None:
+                    await emit(event)
+
+            outputs = await self._run(jobs, priority, on_chunk)
+            if last is not None:
+                await emit(last(outputs))
+
+        return EventStream(work, self._limits.request_timeout_s, on_error)
+
+    async def _run(self, jobs: list[Job], priority: int, on_chunk: OnChunk | None) -> list[Output]:
+        self._metrics.num_active += len(jobs)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._one(job, priority, on_chunk)) for job in jobs]
+            return [task.result() for task in tasks]
+        finally:
+            self._metrics.num_active -= len(jobs)
+
+    async def _one(self, job: Job, priority: int, on_chunk: OnChunk | None) -> Output:
+        if on_chunk is None:
+            return await self._client.generate(job.ids, job.params, priority)
+        start, output = time.perf_counter(), None
+        is_first = True
+        async with aclosing(self._client.stream(job.ids, job.params, priority)) as chunks:
+            async for chunk in chunks:
+                if is_first:
+                    self._metrics.first_token_s.observe(time.perf_counter() - start)
+                    is_first = False
+                await on_chunk(job, chunk)
+                output = chunk.output
+        assert output is not None, "the last chunk of a stream has the output"
+        return output

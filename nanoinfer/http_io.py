@@ -1,0 +1,146 @@
+"""One HTTP request: reading its body within limits, answering, and noticing that nobody listens.
+
+Every error a client can cause becomes `ApiError` with a status of 4xx and the OpenAI shape
+`{"error": {"message", "type", "param", "code"}}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
+
+T = TypeVar("T")
+Body = TypeVar("Body", bound=BaseModel)
+Emit = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class ApiError(Exception):
+    """What the client is told."""
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param = status, message, param
+
+    def to_json(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": None}}
+
+    def response(self) -> JSONResponse:
+        headers = {"Retry-After": "1"} if self.status == 429 else None
+        if self.status == 401:
+            headers = {"WWW-Authenticate": "Bearer"}
+        return JSONResponse(self.to_json(), self.status, headers)
+
+
+class HungUpError(Exception):
+    """The client closed its connection."""
+
+
+async def read_body(request: Request, model: type[Body], max_bytes: int, limit_s: float) -> Body:
+    """The JSON body as `model`."""
+    try:
+        raw = await asyncio.wait_for(_read_bytes(request, max_bytes), limit_s)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {limit_s:g} s") from None
+    except ClientDisconnect:
+        raise HungUpError from None
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the body must be a JSON object, not {type(value).__name__}")
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise _explained(error) from None
+
+
+async def _read_bytes(request: Request, max_bytes: int) -> bytes:
+    too_long = ApiError(413, f"the body is longer than the limit of {max_bytes} bytes")
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise too_long
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > max_bytes:
+            raise too_long
+    return bytes(body)
+
+
+def _explained(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_context=False)[0]
+    name = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{name}: unknown field; remove it", name)
+    shown = "" if first["type"] == "missing" else f", not {str(first['input'])[:100]!r}"
+    return ApiError(400, f"{name}: {first['msg']}{shown}", name)
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T], limit_s: float) -> T:
+    """Run `work`; cancel it on a hang-up (`HungUpError`) or when time is over (`ApiError`)."""
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(_until_hung_up(receive))
+    try:
+        both: set[asyncio.Task[Any]] = {task, watcher}
+        done, _ = await asyncio.wait(both, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        if task in done:
+            return task.result()
+        if watcher in done:
+            raise HungUpError
+        raise ApiError(504, f"not finished within the limit of {limit_s:g} s")
+    finally:
+        for each in (task, watcher):
+            each.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _until_hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events, written by `work` as it goes on; ends with [DONE].
+
+    An error after the first byte cannot change the status any more: it is the last event.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[Emit], Coroutine[Any, Any, None]],
+        limit_s: float,
+        on_error: Callable[[BaseException], ApiError],
+    ) -> None:
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._work, self._limit_s, self._on_error = work, limit_s, on_error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **start})
+
+        async def emit(value: dict[str, Any]) -> None:
+            await send(_body(f"data: {json.dumps(value)}\n\n"))
+
+        try:
+            await while_connected(receive, self._work(emit), self._limit_s)
+        except HungUpError as error:
+            self._on_error(error)
+            return
+        except Exception as error:
+            await emit(self._on_error(error).to_json())
+        await send(_body("data: [DONE]\n\n"))
+        await send({"type": "http.response.body", "body": b""})
+
+
+def _body(text: str) -> Message:
+    return {"type": "http.response.body", "body": text.encode(), "more_body": True}

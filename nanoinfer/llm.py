@@ -1,0 +1,55 @@
+"""`LLM`: a folder in, texts out, for scripts without a server. The engine itself is engine.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from nanoengine.model.chat_template import Message
+from nanoengine.model.hf import load_model
+from nanoengine.model.lora import merge_lora
+from nanoengine.model.tokenizer import ChatTokenizer
+from nanoinfer.engine import InferConfig, LLMEngine
+from nanoinfer.sampling import Output, SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model, its tokenizer and an engine. `lora` is an adapter in PEFT's format to merge."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        config: InferConfig | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        lora: str | Path | None = None,
+    ) -> None:
+        self.tokenizer = ChatTokenizer.from_folder(folder)
+        model = load_model(folder, dtype)
+        if lora is not None:
+            merge_lora(model, lora)
+        self.engine = LLMEngine(model, config or InferConfig(), tokenizer=self.tokenizer)
+
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Output]:
+        """Complete texts or token ids; `params.n` outputs a prompt, their texts filled in."""
+        if isinstance(prompts, str):
+            raise ValueError("prompts: a single text; give a list of prompts")
+        ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
+        return self.engine.generate(ids, replace(params, detokenize=True))
+
+    def chat(
+        self, conversations: Sequence[Sequence[Message]], params: SamplingParams
+    ) -> list[Output]:
+        """Answer each conversation, in the model's own chat format."""
+        return self.generate(
+            [
+                self.tokenizer.encode_chat(messages, add_generation_prompt=True)
+                for messages in conversations
+            ],
+            params,
+        )

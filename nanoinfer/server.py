@@ -1,0 +1,90 @@
+"""Serve a model over HTTP: `python -m nanoinfer.server --model DIR`.
+
+Needs the extra `serve` (starlette, uvicorn, pydantic); grammars need `grammar` (llguidance). It
+listens on this machine alone unless told otherwise. Next: http_app.py (routes).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from nanoengine.model.hf import load_model
+from nanoengine.model.lora import merge_lora
+from nanoengine.model.tokenizer import ChatTokenizer
+from nanoinfer.async_engine import AsyncEngine
+from nanoinfer.completions import HttpLimits
+from nanoinfer.engine import InferConfig, LLMEngine
+from nanoinfer.http_app import HttpApp
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Serve one model."""
+
+    model: Path
+    """Hugging Face folder: config.json, safetensors, tokenizer.json."""
+    model_name: str | None = None
+    """The name clients use; default: the folder's."""
+    lora: Path | None = None
+    """Adapter in PEFT's format, merged into the weights at load."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and cache."""
+    host: str = "127.0.0.1"
+    """Address to listen on; the default is this machine alone."""
+    port: int = 8000
+    """0: any free one, printed at the start."""
+    api_key_file: Path | None = None
+    """File whose content clients must send as their API key."""
+    weights_root: Path | None = None
+    """/update_weights reads folders below this one; without it the route is closed."""
+    threads: int | None = None
+    """Threads of torch; default: torch's own choice."""
+    infer: InferConfig = field(default_factory=InferConfig)
+    limits: HttpLimits = field(default_factory=HttpLimits)
+
+
+def make_app(config: ServerConfig) -> HttpApp:
+    """Load the model and put routes around it."""
+    tokenizer = ChatTokenizer.from_folder(config.model)
+    model = load_model(config.model, DTYPES[config.dtype])
+    if config.lora is not None:
+        merge_lora(model, config.lora)
+    engine = LLMEngine(model, config.infer, tokenizer=tokenizer)
+    return HttpApp(
+        AsyncEngine(engine),
+        tokenizer,
+        model_name=config.model_name or config.model.resolve().name,
+        limits=config.limits,
+        api_key=_read_key(config.api_key_file),
+        weights_root=config.weights_root,
+    )
+
+
+def _read_key(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    key = file.read_text(encoding="utf-8").strip()
+    if not key or not key.isascii():
+        raise ValueError(f"{file}: the API key must be one line of ASCII text, not empty")
+    return key
+
+
+def main() -> None:
+    import tyro
+    import uvicorn
+
+    config = tyro.cli(ServerConfig, prog="python -m nanoinfer.server")
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    app = make_app(config).starlette()
+    uvicorn.run(app, host=config.host, port=config.port, timeout_keep_alive=30)
+
+
+if __name__ == "__main__":
+    main()

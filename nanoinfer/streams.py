@@ -1,0 +1,99 @@
+"""Tokens of one request on their way to a reader, in chunks, as the engine samples them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from nanoinfer.sampling import Output
+from nanoinfer.sequence import Sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """What is new since the chunk before. `text` lags behind `ids` where characters are
+    incomplete or may become a stop text. `output` is the whole, in the last chunk alone."""
+
+    ids: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    top_logps: list[list[tuple[int, float]]] = field(default_factory=list)
+    text: str = ""
+    output: Output | None = None
+
+
+class TokenStream:
+    """One writer (the driver of the engine), one reader. Answers like a future to the writer."""
+
+    def __init__(self) -> None:
+        self._chunks: asyncio.Queue[Chunk | BaseException] = asyncio.Queue()
+        self._num_ids = 0
+        self._num_chars = 0
+        self._is_done = False
+
+    async def next(self) -> Chunk:
+        """The next chunk; raises what ended the stream if that was an error."""
+        item = await self._chunks.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def feed(self, seq: Sequence) -> None:
+        """Hand on what `seq` has gained."""
+        if seq.num_sampled == self._num_ids:
+            return
+        text = seq.text.settled() if seq.text is not None else ""
+        self._chunks.put_nowait(
+            self._chunk(
+                seq.ids[seq.num_prompt + self._num_ids :],
+                seq.logps,
+                seq.versions,
+                seq.top_logps,
+                text,
+            )
+        )
+
+    def set_result(self, output: Output) -> None:
+        self._is_done = True
+        self._chunks.put_nowait(
+            self._chunk(
+                output.ids[self._num_ids :],
+                output.logps,
+                output.versions,
+                output.top_logps,
+                output.text or "",
+                output,
+            )
+        )
+
+    def set_exception(self, error: BaseException) -> None:
+        self._is_done = True
+        self._chunks.put_nowait(error)
+
+    def cancel(self) -> None:
+        if not self._is_done:
+            self.set_exception(asyncio.CancelledError())
+
+    def done(self) -> bool:
+        return self._is_done
+
+    def _chunk(
+        self,
+        ids: list[int],
+        logps: list[float],
+        versions: list[int],
+        top_logps: list[list[tuple[int, float]]],
+        text: str,
+        output: Output | None = None,
+    ) -> Chunk:
+        first, start = self._num_ids, self._num_chars
+        self._num_ids += len(ids)
+        self._num_chars = len(text)
+        return Chunk(
+            ids=ids,
+            logps=logps[first:],
+            versions=versions[first:],
+            top_logps=top_logps[first:],
+            text=text[start:],
+            output=output,
+        )

@@ -1,0 +1,91 @@
+"""A real server on a free port of this machine, in a thread, for tests of the HTTP side."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tiny_text import make_text_engine, make_tokenizer
+
+NEEDS = "needs the extra `serve` (starlette, uvicorn)"
+pytest.importorskip("starlette", reason=NEEDS)
+uvicorn = pytest.importorskip("uvicorn", reason=NEEDS)
+
+from nanoinfer.async_engine import AsyncEngine  # noqa: E402
+from nanoinfer.completions import HttpLimits  # noqa: E402
+from nanoinfer.engine import LLMEngine  # noqa: E402
+from nanoinfer.http_app import HttpApp  # noqa: E402
+
+KEY = "the-key"
+
+
+class Served:
+    """The app, its port, and a plain HTTP client."""
+
+    def __init__(self, app: HttpApp, engine: LLMEngine, port: int) -> None:
+        self.app, self.engine, self.port = app, engine, port
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+
+    def send(
+        self, path: str, body: Any = None, key: str | None = KEY, method: str | None = None
+    ) -> tuple[int, Any]:
+        """(status, JSON or text). `body` bytes are sent as they are, other values as JSON."""
+        connection = self.connect()
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        method = method or ("GET" if body is None else "POST")
+        connection.request(method, path, None if body is None else raw, headers)
+        response = connection.getresponse()
+        text = response.read().decode()
+        connection.close()
+        is_json = response.headers["content-type"] == "application/json"
+        return response.status, json.loads(text) if is_json else text
+
+    def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """All events of a stream; checks that it ends with [DONE]."""
+        status, text = self.send(path, body | {"stream": True})
+        assert status == 200, text
+        *events, done = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+        assert done == "[DONE]"
+        return [json.loads(event) for event in events]
+
+    def wait_idle(self) -> None:
+        """Until nothing is in flight; fails if something stays."""
+        deadline = time.monotonic() + 30
+        while self.engine.num_unfinished or self.app.metrics.num_active:
+            assert time.monotonic() < deadline, f"{self.engine.num_unfinished} requests leaked"
+            time.sleep(0.01)
+        assert self.engine._blocks.num_free == self.engine._blocks.num_blocks
+        assert not self.app.client._callers
+        self.engine.check()
+
+
+@contextlib.contextmanager
+def serve(engine: LLMEngine | None = None, **options: Any) -> Iterator[Served]:
+    engine = engine or make_text_engine(num_blocks=512, max_num_seqs=32, max_batch_tokens=128)
+    given: dict[str, Any] = {"model_name": "tiny", "limits": HttpLimits(), "api_key": KEY}
+    app = HttpApp(AsyncEngine(engine), make_tokenizer(), **(given | options))
+    config = uvicorn.Config(app.starlette(), port=0, log_level="error", lifespan="off")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive(), "the server did not start"
+        time.sleep(0.005)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    served = Served(app, engine, port)
+    try:
+        yield served
+        served.wait_idle()
+    finally:
+        server.should_exit = True
+        thread.join(timeout=30)
+    assert not thread.is_alive(), "the server did not stop"

@@ -1,0 +1,99 @@
+"""Thousands of requests of every kind leave nothing behind.
+
+Counted are Python objects, bytes of tensors, and resident memory. The last is no exact measure:
+oneDNN keeps the code it compiles for each number of rows (about half a megabyte, 1024 of them), so
+steps are kept small here and the first requests are not counted.
+"""
+
+import gc
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_text import make_model, make_text_engine
+
+from nanoengine.model.hf import export_state
+from nanoinfer.engine import LLMEngine
+from nanoinfer.sampling import SamplingParams
+
+NUM_REQUESTS = 5000
+WINDOW = 1000
+NUM_BLOCKS = 160
+
+
+def in_use() -> tuple[int, int, int]:
+    """Objects, bytes of tensors, bytes resident."""
+    gc.collect()
+    objects = gc.get_objects()
+    tensors = {id(x): x.untyped_storage() for x in objects if type(x) is torch.Tensor}
+    storages = {storage.data_ptr(): storage.nbytes() for storage in tensors.values()}
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    return len(objects), sum(storages.values()), resident
+
+
+def random_params(draw: random.Random) -> SamplingParams:
+    options: list[dict] = [
+        {},
+        {"temperature": 0.0},
+        {"top_k": 5, "top_p": 0.9, "min_p": 0.01},
+        {"repetition_penalty": 1.2, "presence_penalty": 0.5},
+        {"logit_bias": {3: 2.0}, "top_logps": 2},
+        {"stop": ("a", "he"), "detokenize": True},
+        {"prompt_logps": True, "allowed_token_ids": (1, 2, 3, 200)},
+    ]
+    return SamplingParams(
+        max_tokens=draw.choice((1, 2, 4, 20)), seed=draw.randrange(1 << 40), **draw.choice(options)
+    )
+
+
+def random_prompt(draw: random.Random) -> list[int]:
+    shared = [(7 * i + draw.randint(0, 3)) % 250 for i in range(draw.choice((0, 16, 20)))]
+    return shared + [draw.randrange(300) for _ in range(draw.randint(1, 12))]
+
+
+def serve_some(engine: LLMEngine, draw: random.Random, count: int) -> None:
+    """Up to 60 in flight; some are aborted, and sometimes the weights change or it sleeps."""
+    num_added = num_ended = 0
+    handles: list[int] = []
+    while num_ended < count:
+        while num_added < count and engine.num_unfinished < 60:
+            priority = draw.choice((0, 0, 0, 1))
+            handles.append(engine.add(random_prompt(draw), random_params(draw), priority))
+            num_added += 1
+        num_ended += len(engine.step())
+        if draw.random() < 0.1:
+            num_ended += engine.abort(draw.choice(handles[-60:])) is not None
+        if draw.random() < 0.01:
+            engine.update_weights(export_state(make_model(seed=1)), engine.version + 1)
+        if draw.random() < 0.01:
+            engine.sleep()
+            engine.wake()
+    engine.check()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_5000_random_requests_keep_memory_flat() -> None:
+    engine = make_text_engine(
+        block_size=4, num_blocks=NUM_BLOCKS, max_num_seqs=32, max_batch_tokens=32
+    )
+    draw = random.Random(0)
+    sizes = []
+    for _ in range(NUM_REQUESTS // WINDOW):
+        serve_some(engine, draw, WINDOW)
+        sizes.append(in_use())
+    counts = engine.metrics()
+    assert counts["num_requests"] == NUM_REQUESTS
+    assert counts["num_finished"] + counts["num_aborted"] == NUM_REQUESTS
+    assert counts["num_aborted"] > 20 and counts["num_preemptions"] > 0
+    assert counts["num_weight_updates"] > 0
+    assert engine.num_unfinished == 0 and not engine._sequences
+    assert engine._blocks.num_free == engine._blocks.num_blocks
+    assert len(engine._blocks._by_digest) <= NUM_BLOCKS
+    assert len(engine._blocks._siblings) <= NUM_BLOCKS
+    start, end = sizes[1], sizes[-1]
+    num_counted = NUM_REQUESTS - 2 * WINDOW
+    assert end[0] - start[0] < num_counted // 2, sizes  # no object of every request
+    assert end[1] - start[1] < 16 * num_counted, sizes  # no tensor of every request
+    assert end[2] - start[2] < 64_000_000, sizes
