@@ -5,8 +5,9 @@ worse than the committed table.
     python scripts/kernel_gate.py [--only REGEX] [--json F] [--cases DIR]
 
 Cases are found in tests/kernels/gate/case_*.py (`gate_case.py` there). `--json F` replaces the rows
-of this Triton version in F (with --only, of the cases that ran) and keeps the others. The table to compare with is the newest
-benchmarks/kernels_compile_*.json. `scripts/kernel_gate.sh` runs this with both Triton versions.
+of this Triton version in F (with --only, of the cases that ran) and keeps the others. The table to
+compare with is the newest benchmarks/kernels_compile_*.json. `scripts/kernel_gate.sh` runs this
+with both Triton versions.
 """
 
 from __future__ import annotations
