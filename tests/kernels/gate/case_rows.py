@@ -54,6 +54,13 @@ def norm_rope(q_heads: int, k_heads: int, dim: int) -> None:
     backward(*qk_norm_rope(q, k, *weights, *angles(dim), 1e-6, backend="triton"))
 
 
+def engine_norm_rope(q_heads: int, k_heads: int, dim: int) -> None:
+    """As the model calls it: one row of the tables a token, no positions."""
+    q, k = fused_qkv(q_heads, k_heads, dim)
+    table = torch.empty(TOKENS, dim // 2)
+    backward(*qk_norm_rope(q, k, leaf(dim), leaf(dim), table, table, None, backend="triton"))
+
+
 def gated(width: int) -> None:
     backward(swiglu(leaf(TOKENS, 2 * width), backend="triton"))
 
@@ -70,5 +77,9 @@ def cases() -> Iterator[GateCase]:
         yield GateCase(
             f"qk_norm_rope-{model}", lambda h=heads: norm_rope(*h), ("ld128",), need_of=SECOND_PASS
         )
+    yield GateCase(
+        "qk_norm_rope-no_positions", lambda: engine_norm_rope(16, 8, 128), ("ld128",),
+        need_of=SECOND_PASS,
+    )  # fmt: skip
     for width in (3072, 9728, 14336):
         yield GateCase(f"swiglu-{width}", lambda w=width: gated(w), ("ld128",))
