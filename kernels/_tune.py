@@ -34,7 +34,7 @@ TILES: Mapping[tuple[str, str], Tile] = MappingProxyType(
         ("flash_forward", "fp32-128"): Tile(M=64, N=32, num_warps=8),
         ("flash_forward", "fp32-256"): Tile(M=32, N=32, num_warps=8),
         ("flash_delta", "all"): Tile(M=32, num_warps=4),
-        ("flash_dkdv", "half-64"): Tile(M=64, N=128, num_warps=8, num_stages=2),
+        ("flash_dkdv", "half-64"): Tile(M=32, N=128, num_warps=8, num_stages=2),
         ("flash_dkdv", "half-128"): Tile(M=32, N=128, num_warps=8, num_stages=2),
         ("flash_dkdv", "half-256"): Tile(M=32, N=64, num_warps=8, num_stages=2),
         ("flash_dkdv", "fp32-64"): Tile(M=32, N=32, num_warps=8),

@@ -5,8 +5,9 @@ worse than the committed table.
     python scripts/kernel_gate.py [--only REGEX] [--json F] [--cases DIR]
 
 Cases are found in tests/kernels/gate/case_*.py (`gate_case.py` there). `--json F` replaces the rows
-of this Triton version in F and keeps those of others. The table to compare with is the newest
-benchmarks/kernels_compile_*.json. `scripts/kernel_gate.sh` runs this with both Triton versions.
+of this Triton version in F (with --only, of the cases that ran) and keeps the others. The table to
+compare with is the newest benchmarks/kernels_compile_*.json. `scripts/kernel_gate.sh` runs this
+with both Triton versions.
 """
 
 from __future__ import annotations
@@ -107,12 +108,13 @@ def print_table(rows: list[Row]) -> None:
         print("  ".join(v.ljust(w) for v, w in zip(line, widths, strict=True)))
 
 
-def save(path: Path, rows: list[Row], version: str) -> None:
+def save(path: Path, rows: list[Row], version: str, is_part: bool) -> None:
+    """Replaces this version's rows, or of a part of the cases those that ran."""
     from bench_output import write_json
 
-    others: list[Row] = []
-    if path.exists():
-        others = [r for r in json.loads(path.read_text())["rows"] if r["triton"] != version]
+    ran = {row["case"] for row in rows}
+    old = json.loads(path.read_text())["rows"] if path.exists() else []
+    others = [r for r in old if r["triton"] != version or (is_part and r["case"] not in ran)]
     write_json(path, others + rows)
 
 
@@ -143,7 +145,7 @@ def main() -> int:
     for problem in problems:
         print(f"  {problem}", file=sys.stderr)
     if args.json:
-        save(args.json, rows, version)
+        save(args.json, rows, version, bool(args.only))
     return 1 if problems else 0
 
 
