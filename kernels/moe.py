@@ -82,14 +82,14 @@ class _FusedMoe(torch.autograd.Function):
         needs_x, needs_13, needs_2, needs_t = ctx.needs_input_grad[:4]
         dw13 = weight_grad_buffer(w13) if needs_13 else None
         dw2 = weight_grad_buffer(w2) if needs_2 else None
-        dt = torch.empty_like(weights)
+        t_S, dt_S = weights.reshape(-1), weights.new_empty(weights.numel())
         dx_SH = x.new_empty(len(slots), x.shape[1]) if needs_x else None
         for expert, rows in runs(ctx.bounds):
             tokens = slots[rows] // k
-            dy_rows, t = dy.index_select(0, tokens), weights.view(-1)[slots[rows]].unsqueeze(1)
+            dy_rows, t = dy.index_select(0, tokens), t_S[slots[rows]].unsqueeze(1)
             g = matmul_rows(dy_rows, w2[expert])
             act, dh = _swiglu_and_gradient(h_S2F[rows], (g * t).to(g.dtype))
-            dt.view(-1)[slots[rows]] = (g.to(t.dtype) * act).sum(-1)
+            dt_S[slots[rows]] = (g.to(t.dtype) * act).sum(-1)
             if dw2 is not None:
                 add_expert_grad(dw2, expert, dy_rows, (act * t).to(act.dtype))
             if dw13 is not None:
@@ -98,7 +98,7 @@ class _FusedMoe(torch.autograd.Function):
                 dx_SH[slots[rows]] = matmul_rows(dh, w13[expert])
         dx = None if dx_SH is None else _sum_of_choices(dx_SH.view(-1, k, x.shape[1]), None)
         dw13, dw2 = (None if dw is None else hand_over(w, dw) for w, dw in ((w13, dw13), (w2, dw2)))
-        return dx, dw13, dw2, dt if needs_t else None, None, None
+        return dx, dw13, dw2, dt_S.view(weights.shape) if needs_t else None, None, None
 
 
 def _sum_of_choices(y_NKH: Tensor, weights_NK: Tensor | None) -> Tensor:

@@ -134,6 +134,14 @@ def test_main_grad_takes_the_experts_gradients():
         assert torch.allclose(w.main_grad - 1, expected.float(), rtol=1e-2, atol=1e-2)
 
 
+def test_strides_do_not_matter():
+    inputs = moe_inputs(torch.float32)
+    strided = [t.transpose(0, -1).contiguous().transpose(0, -1) for t in inputs]
+    plain, other = run(fused_moe, inputs, torch.float32), run(fused_moe, strided, torch.float32)
+    for a, b in zip(plain, other, strict=True):
+        assert (a - b).norm() < 1e-5 * a.norm()
+
+
 def test_no_tokens_is_no_error():
     x, w13, w2, weights, ids = moe_inputs(torch.float32)
     x.requires_grad_()
