@@ -9,6 +9,9 @@ A weight may carry `main_grad`, an fp32 buffer of its shape: the backward pass t
 and autograd sees no gradient, which saves one weight-sized tensor a layer and keeps the sum over
 micro-batches in fp32.
 
+It may also carry `late_grads`, a list: the backward pass then computes the input's gradient alone
+and leaves (weight, dy, x) there for `finish_weight_grads`. Pipelines fill their bubbles with that.
+
 Left out: quantised weights; the GPU path is `F.linear` (cuBLAS).
 """
 
@@ -65,6 +68,16 @@ def accumulate_weight_grad(weight: Tensor, dw: Tensor) -> Tensor | None:
     return None
 
 
+@torch.no_grad()
+def finish_weight_grads(late: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+    """Compute the weight gradients that a backward pass left, in its order; empties the list."""
+    while late:
+        weight, dy_TO, x_TI = late.pop(0)
+        dw = accumulate_weight_grad(weight, matmul_rows(dy_TO.t(), x_TI))
+        if dw is not None:
+            weight.grad = dw if weight.grad is None else weight.grad.add_(dw)
+
+
 def add_wide(total: Tensor, part: Tensor) -> None:
     """total += part, where part is narrower: row block by row block, because a mixed add first
     widens all of `part` to memory, which takes seven times as long as the sum itself."""
@@ -87,7 +100,11 @@ class _Linear(torch.autograd.Function):
         x_TI, weight = ctx.saved_tensors
         needs_x, needs_w, needs_b, _ = ctx.needs_input_grad
         dx = matmul_rows(dy_TO, weight) if needs_x else None
-        dw = accumulate_weight_grad(weight, matmul_rows(dy_TO.t(), x_TI)) if needs_w else None
+        late, dw = getattr(weight, "late_grads", None), None
+        if late is not None and needs_w:
+            late.append((weight, dy_TO, x_TI))
+        elif needs_w:
+            dw = accumulate_weight_grad(weight, matmul_rows(dy_TO.t(), x_TI))
         db = None
         if needs_b:
             db = dy_TO.sum(0, dtype=torch.promote_types(dy_TO.dtype, torch.float32)).to(dy_TO.dtype)

@@ -12,29 +12,37 @@ The tensor file is plain safetensors (any reader opens it), streamed tensor by t
 library's own writer first copies everything in memory. Python objects are JSON, never pickles.
 Checksums are CRC-32: they find accidents, not forgeries.
 
-Left out: several writers to one root, and sharded checkpoints (see `reshard.py` when it exists).
+A sharded run writes one tensor file a rank (`sharded_checkpoint.py`); both kinds are read here, as
+whole tensors or any boxes of them, so a run can go on in another layout.
+
+Left out: several runs that write to one root.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
+from nanoengine.slices import Box
+
 TENSORS, META, LATEST = "tensors.safetensors", "meta.json", "latest"
 FORMAT = 1
+SHARDED_FORMAT = 2
 CHUNK_BYTES = 1 << 22
 
-_DTYPE_NAMES = {
+DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -43,7 +51,7 @@ _DTYPE_NAMES = {
     torch.int32: "I32",
     torch.uint8: "U8",
 }
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 class CheckpointError(RuntimeError):
@@ -68,38 +76,50 @@ def save_checkpoint(
     root = Path(root)
     try:
         root.mkdir(parents=True, exist_ok=True)
-        _clear_leftovers(root)
+        clear_leftovers(root)
         folder = root / f".tmp-{os.getpid()}"
         folder.mkdir()
         _write_folder(folder, step, tensors, meta)
-        final = _free_name(root, step)
+        final = free_name(root, step)
         os.rename(folder, final)
-        _sync_folder(root)
-        _point_latest(root, final.name)
+        sync_folder(root)
+        point_latest(root, final.name)
     except OSError as error:
         shutil.rmtree(root / f".tmp-{os.getpid()}", ignore_errors=True)
-        raise CheckpointError(_explain_write_error(root, tensors, error)) from error
-    _prune(root, keep)
+        raise CheckpointError(explain_write_error(root, tensors, error)) from error
+    prune(root, keep)
     return final
 
 
-class Checkpoint:
-    """One complete checkpoint, verified when opened. `read_into` fills a tensor in place."""
+@dataclass(frozen=True)
+class _Part:
+    """Where a box of a tensor lies."""
 
-    def __init__(self, folder: Path, meta: dict[str, Any], entries: dict[str, Any], data: int):
+    file: str
+    at: int  # byte position
+    box: Box
+
+
+class Checkpoint:
+    """One complete checkpoint, verified when opened: whole tensors by name, whoever wrote which
+    part of them. `read_into` and `read_box` fill a tensor in place."""
+
+    def __init__(self, folder: Path, meta: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
         self.folder = folder
         self.meta = meta
-        self._entries = entries
-        self._data = data  # where the tensor bytes begin
+        self.ranks = ranks  # what each rank of a sharded run stored for itself
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._kinds: dict[str, torch.dtype] = {}
+        self._parts: dict[str, list[_Part]] = {}
 
     def names(self) -> list[str]:
-        return list(self._entries)
+        return list(self._parts)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._entries[name]["shape"])
+        return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        return _DTYPES[self._entries[name]["dtype"]]
+        return self._kinds[name]
 
     def read_into(self, name: str, out: Tensor) -> None:
         """Fill `out`, which must have the stored shape and dtype."""
@@ -108,18 +128,64 @@ class Checkpoint:
                 f"{name}: stored as {self.dtype(name)} {self.shape(name)}, "
                 f"asked for as {out.dtype} {tuple(out.shape)}"
             )
-        with open(self.folder / TENSORS, "rb") as file:
-            file.seek(self._data + self._entries[name]["data_offsets"][0])
-            read_tensor(file, out)
+        self.read_box(name, Box((0,) * out.ndim, tuple(out.shape)), out)
+
+    def read_box(self, name: str, box: Box, out: Tensor) -> None:
+        """Fill `out`, of the box's shape, with that part of a tensor. Reads the rows it needs."""
+        missing = [box]
+        for part in self._parts[name]:
+            rest: list[Box] = []
+            for wanted in missing:
+                common = wanted.intersect(part.box)
+                if common is None:
+                    rest.append(wanted)
+                    continue
+                self._copy(part, common, common.of(out, box))
+                rest += wanted.minus(common)
+            missing = rest
+        if missing:
+            raise CheckpointError(f"{self.folder}: nothing holds {missing[0]} of {name}")
 
     def read(self, name: str) -> Tensor:
         out = torch.empty(self.shape(name), dtype=self.dtype(name))
         self.read_into(name, out)
         return out
 
+    def _copy(self, part: _Part, box: Box, out: Tensor) -> None:
+        rows = part.box
+        if box.shape:
+            rows = Box((box.begin[0], *rows.begin[1:]), (box.shape[0], *rows.shape[1:]))
+        row_bytes = math.prod(rows.shape[1:]) * out.element_size()
+        skipped = rows.begin[0] - part.box.begin[0] if box.shape else 0
+        with open(self.folder / part.file, "rb") as file:
+            file.seek(part.at + skipped * row_bytes)
+            if rows == box and out.is_contiguous():
+                read_tensor(file, out)
+                return
+            staged = torch.empty(rows.shape, dtype=out.dtype)
+            read_tensor(file, staged)
+        with torch.no_grad():
+            out.copy_(box.of(staged, rows))
 
-def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Open and verify a checkpoint: `path` is one, or a root whose `latest` is taken.
+    def _add_file(self, file: str, pieces: Mapping[str, Any] | None) -> None:
+        """Take in a safetensors file; `pieces` says which boxes its entries are (else whole)."""
+        with open(self.folder / file, "rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            entries = json.loads(stream.read(length))
+        for entry, fields in entries.items():
+            whole = tuple(fields["shape"])
+            name, box = entry, Box((0,) * len(whole), whole)
+            if pieces is not None:
+                name, whole = pieces[entry]["name"], tuple(pieces[entry]["whole"])
+                box = Box(tuple(pieces[entry]["begin"]), box.shape)
+            self._shapes[name], self._kinds[name] = whole, _DTYPES[fields["dtype"]]
+            part = _Part(file, 8 + length + fields["data_offsets"][0], box)
+            self._parts.setdefault(name, []).append(part)
+
+
+def open_checkpoint(path: Path | str, share: tuple[int, int] = (0, 1)) -> Checkpoint:
+    """Open and verify a checkpoint: `path` is one, or a root whose `latest` is taken. With `share`
+    = (i, n) this is one of n readers that verify a part of the files each.
 
     Raises CheckpointError naming the damaged file and, where there is one, the checkpoint to use
     instead.
@@ -131,11 +197,11 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         if folder is None:
             raise CheckpointError(f"no checkpoint under {path}: start without --resume")
     try:
-        return _open_folder(folder)
+        return open_folder(folder, share)
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(
-            f"checkpoint {folder} is damaged ({reason}). {_way_on(folder)}"
+            f"checkpoint {folder} is damaged ({reason}). {way_on(folder)}"
         ) from error
 
 
@@ -161,32 +227,33 @@ def list_checkpoints(root: Path | str) -> list[Path]:
 def _write_folder(
     folder: Path, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]
 ) -> None:
-    with open(folder / TENSORS, "wb") as file:
-        size, checksum = _write_tensors(file, tensors)
+    files = {TENSORS: write_tensors(folder / TENSORS, tensors)}
+    write_meta(folder, {"format": FORMAT, "step": step, "files": files, "meta": dict(meta)})
+
+
+def write_meta(folder: Path, record: Mapping[str, Any]) -> None:
+    """The last file of a checkpoint: with it the folder is complete."""
+    body = json.dumps(record)
+    write_synced(folder / META, json.dumps({"crc32": zlib.crc32(body.encode()), "body": body}))
+    sync_folder(folder)
+
+
+def write_synced(path: Path, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    record = {
-        "format": FORMAT,
-        "step": step,
-        "files": {TENSORS: {"bytes": size, "crc32": checksum}},
-        "meta": dict(meta),
-    }
-    body = json.dumps(record)
-    with open(folder / META, "w") as text:
-        json.dump({"crc32": zlib.crc32(body.encode()), "body": body}, text)
-        text.flush()
-        os.fsync(text.fileno())
-    _sync_folder(folder)
 
 
-def _write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Write safetensors: u64 header size, JSON header, the tensors. Returns (bytes, CRC-32)."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Write safetensors and flush them to the disk: u64 header size, JSON header, the tensors.
+    Returns bytes and CRC-32 of the file."""
     header: dict[str, Any] = {}
     offset = 0
     for name, tensor in tensors.items():
         end = offset + tensor.numel() * tensor.element_size()
         header[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }
@@ -194,13 +261,16 @@ def _write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> tuple[int, 
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     prefix = struct.pack("<Q", len(text)) + text
-    file.write(prefix)
     checksum = zlib.crc32(prefix)
-    for tensor in tensors.values():
-        for chunk in tensor_bytes(tensor):
-            file.write(chunk)
-            checksum = zlib.crc32(chunk, checksum)
-    return len(prefix) + offset, checksum
+    with open(path, "wb") as file:
+        file.write(prefix)
+        for tensor in tensors.values():
+            for chunk in tensor_bytes(tensor):
+                file.write(chunk)
+                checksum = zlib.crc32(chunk, checksum)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": len(prefix) + offset, "crc32": checksum}
 
 
 def tensor_bytes(tensor: Tensor) -> Iterator[memoryview]:
@@ -222,23 +292,27 @@ def read_tensor(file: BinaryIO, out: Tensor) -> None:
         piece.copy_(staged)
 
 
-def _open_folder(folder: Path) -> Checkpoint:
-    """Verify everything; any failure is an OSError, ValueError, KeyError or TypeError."""
+def open_folder(folder: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint:
+    """Verify everything (or of the files only each n-th, from the i-th on, with share = (i, n));
+    any failure is an OSError, ValueError, KeyError or TypeError."""
     outer = json.loads((folder / META).read_text())
     if zlib.crc32(outer["body"].encode()) != outer["crc32"]:
         raise ValueError(f"{folder / META}: the checksum does not match")
     record = json.loads(outer["body"])
-    if record["format"] != FORMAT:
-        raise ValueError(f"format {record['format']}: this version reads format {FORMAT}")
-    for name, expected in record["files"].items():
-        _verify_file(folder / name, expected)
-    with open(folder / TENSORS, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        entries = json.loads(file.read(length))
-    return Checkpoint(folder, record["meta"], entries, 8 + length)
+    if record["format"] not in (FORMAT, SHARDED_FORMAT):
+        raise ValueError(
+            f"format {record['format']}: this version reads formats {FORMAT} and {SHARDED_FORMAT}"
+        )
+    first, step = share
+    for name, expected in list(record["files"].items())[first::step]:
+        verify_file(folder / name, expected)
+    checkpoint = Checkpoint(folder, record["meta"], record.get("ranks", []))
+    for name in record["files"]:
+        checkpoint._add_file(name, record["pieces"][name] if "pieces" in record else None)
+    return checkpoint
 
 
-def _verify_file(path: Path, expected: Mapping[str, int]) -> None:
+def verify_file(path: Path, expected: Mapping[str, int]) -> None:
     size, checksum = 0, 0
     with open(path, "rb") as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -250,18 +324,18 @@ def _verify_file(path: Path, expected: Mapping[str, int]) -> None:
         raise ValueError(f"{path}: the checksum does not match")
 
 
-def _way_on(folder: Path) -> str:
+def way_on(folder: Path) -> str:
     others = [other for other in list_checkpoints(folder.parent) if other != folder]
     for other in reversed(others):
         try:
-            _open_folder(other)
+            open_folder(other)
         except (OSError, ValueError, KeyError, TypeError):
             continue
         return f"Resume from {other}, the newest undamaged one, or delete {folder}."
     return f"There is no undamaged one under {folder.parent}: delete it and start afresh."
 
 
-def _free_name(root: Path, step: int) -> Path:
+def free_name(root: Path, step: int) -> Path:
     """`step_N`, or `step_N.1`, ... where a run that went back writes the same step again."""
     final, attempt = root / f"step_{step:08d}", 0
     while final.exists():
@@ -270,20 +344,17 @@ def _free_name(root: Path, step: int) -> Path:
     return final
 
 
-def _point_latest(root: Path, name: str) -> None:
+def point_latest(root: Path, name: str) -> None:
     temporary = root / f".tmp-{LATEST}"
     try:
-        with open(temporary, "w") as file:
-            file.write(name + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(temporary, name + "\n")
         os.replace(temporary, root / LATEST)
     finally:
         temporary.unlink(missing_ok=True)
-    _sync_folder(root)
+    sync_folder(root)
 
 
-def _clear_leftovers(root: Path) -> None:
+def clear_leftovers(root: Path) -> None:
     """Of a writer that was killed: half-written folders, and half-deleted ones."""
     for leftover in root.glob(".tmp-*"):
         if leftover.is_dir():
@@ -295,7 +366,7 @@ def _clear_leftovers(root: Path) -> None:
             shutil.rmtree(folder)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -303,13 +374,13 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _prune(root: Path, keep: int) -> None:
+def prune(root: Path, keep: int) -> None:
     for folder in list_checkpoints(root)[:-keep]:
         (folder / META).unlink(missing_ok=True)  # from now on it is not a checkpoint
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _explain_write_error(root: Path, tensors: Mapping[str, Tensor], error: OSError) -> str:
+def explain_write_error(root: Path, tensors: Mapping[str, Tensor], error: OSError) -> str:
     needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     previous = latest_checkpoint(root)
     kept = (

@@ -30,7 +30,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from nanoengine.checkpoint import CheckpointError, open_checkpoint, save_checkpoint
+from nanoengine import engine_state
 from nanoengine.config import DTYPES, EngineConfig
 from nanoengine.model import hf
 from nanoengine.model.shared_prefix import supports_shared_prefix
@@ -40,8 +40,8 @@ from nanoengine.packing import MicroBatch, Sample, make_micro_batches
 from nanoengine.parallel.mesh import DATA_AXES, Layout, Mesh
 from nanoengine.parallel.tensor_parallel import TensorParallel, gather_slice
 from nanoengine.parallel.zero import ShardedAdamW
-from nanoengine.rng import get_rng_state, set_rng_state
 from nanoengine.scoring import Scorer
+from nanoengine.sharded_checkpoint import ShardedWriter
 
 LossFn = Callable[[Tensor, Tensor | None, MicroBatch], tuple[Tensor, Mapping[str, Tensor | float]]]
 """(logp_T, entropy_T or None, micro-batch) -> (sum over tokens, {name: sum of a statistic}).
@@ -58,13 +58,23 @@ class NonFiniteLoss(RuntimeError):  # noqa: N818 (the name of the event, as Stop
 class Engine:
     """Trains `model`, which it converts to `config.dtype` in place. `version` counts updates."""
 
-    def __init__(self, model: Transformer, config: EngineConfig, mesh: Mesh | None = None) -> None:
-        """Without a mesh, or with one of a single rank, this process trains alone."""
+    def __init__(
+        self,
+        model: Transformer,
+        config: EngineConfig,
+        mesh: Mesh | None = None,
+        *,
+        stages: Sequence[Transformer] = (),
+    ) -> None:
+        """Without a mesh, or with one of a single rank, this process trains alone. `stages` are
+        for `parallel/pipeline_engine.py`: all parts that this rank holds, `model` among them."""
         if config.share_prefix and not supports_shared_prefix(model.device):
             raise ValueError(f"share_prefix=True: not available on {model.device}; set it to False")
         mesh = Mesh(Layout()) if mesh is None else mesh
-        _check_mesh(model, config, mesh)
+        _check_mesh(model, config, mesh, is_pipeline=bool(stages))
         self.model = model
+        self.models = list(stages) if stages else [model]
+        self._saver: ShardedWriter | None = None
         self.config = config
         self.mesh = mesh
         self.version = 0
@@ -75,7 +85,7 @@ class Engine:
             self.optimizer = AdamW(model.named_parameters(), config, dtype=dtype)
         else:
             self.optimizer = ShardedAdamW(
-                [model],
+                self.models,
                 config,
                 mesh,
                 zero=config.zero,
@@ -83,9 +93,11 @@ class Engine:
                 bucket_bytes=config.bucket_bytes,
             )
         wide = torch.promote_types(dtype, torch.float32)
-        for buffer in model.buffers():  # rope tables: as wide as the masters
-            buffer.data = buffer.to(wide)
-        self._scorer = Scorer(model, mesh, lm_head_fp32=config.lm_head_fp32)
+        for part in self.models:
+            for buffer in part.buffers():  # rope tables: as wide as the masters
+                buffer.data = buffer.to(wide)
+        is_wide = config.lm_head_fp32 and model.lm_head_weight is not None
+        self._scorer = Scorer(model, mesh, lm_head_fp32=is_wide)
         self._refresh()
 
     def restart(self, config: EngineConfig) -> None:
@@ -328,67 +340,38 @@ class Engine:
     def reload(self) -> None:
         self.optimizer.reload()
 
-    def save(self, path: Path | str, cursor: Mapping[str, Any] | None = None) -> Path:
+    def save(
+        self,
+        path: Path | str,
+        cursor: Mapping[str, Any] | None = None,
+        *,
+        in_background: bool = False,
+    ) -> Path | None:
         """Write a checkpoint under `path` (see checkpoint.py) and return its folder.
 
         `cursor` is the caller's own JSON, such as where the data stands; `load` gives it back.
+        All ranks of a mesh call it, each writes its part. `in_background` returns None once the
+        state is copied; `wait_saved`, or the next save, waits for the rest.
         """
-        optimizer = self._alone("save")
-        rng_tensors, rng_values = get_rng_state(self.model.device)
-        meta = {
-            "version": self.version,
-            "step_count": optimizer.step_count,
-            "dtype": self.config.dtype,
-            "rng": rng_values,
-            "cursor": dict(cursor or {}),
-        }
-        tensors = {**optimizer.state(), **rng_tensors}
-        return save_checkpoint(path, self.version, tensors, meta, keep=self.config.keep_checkpoints)
+        return engine_state.save(self, Path(path), dict(cursor or {}), in_background)
+
+    def wait_saved(self) -> Path | None:
+        """Until the last background save is complete; raises its CheckpointError."""
+        return None if self._saver is None else self._saver.wait()
 
     def load(self, path: Path | str) -> dict[str, Any]:
-        """Take over a checkpoint, or the latest under a root; what follows is bit-equal to a run
-        that was never interrupted. Returns the cursor. On CheckpointError nothing has changed."""
-        optimizer = self._alone("load")
-        checkpoint = open_checkpoint(path)
-        state = optimizer.state()
-        stored = {name for name in checkpoint.names() if not name.startswith("rng.")}
-        problems = [f"{name} is missing" for name in state if name not in stored]
-        problems += [f"{name} is unknown" for name in sorted(stored) if name not in state]
-        problems += [
-            f"{name} is {checkpoint.dtype(name)} {checkpoint.shape(name)}, must be "
-            f"{tensor.dtype} {tuple(tensor.shape)}"
-            for name, tensor in state.items()
-            if name in stored
-            and (checkpoint.shape(name), checkpoint.dtype(name)) != (tensor.shape, tensor.dtype)
-        ]
-        if problems:
-            raise CheckpointError(
-                f"checkpoint {checkpoint.folder} is of another model ({'; '.join(problems[:3])}). "
-                "Resume with the model and dtype it was written with"
-            )
-        for name, tensor in state.items():
-            checkpoint.read_into(name, tensor)
-        meta = checkpoint.meta
-        self.optimizer.step_count = meta["step_count"]
-        self.optimizer.phase_start = meta["step_count"] - meta["version"]
-        self.optimizer.write_back()
+        """Take over a checkpoint of any layout, or the latest under a root; what follows is
+        bit-equal to a run that was never interrupted (of another layout: equal but for the order
+        of sums). Returns the cursor. On CheckpointError nothing has changed, on any rank."""
+        cursor = engine_state.load(self, Path(path))
         self._refresh()
-        self.version = meta["version"]
-        set_rng_state(self.model.device, checkpoint.names(), checkpoint.read, meta["rng"])
-        cursor: dict[str, Any] = meta["cursor"]
         return cursor
 
-    def _alone(self, verb: str) -> AdamW:
-        if not isinstance(self.optimizer, AdamW):
-            raise ValueError(
-                f"{verb}: this engine is one of {self.mesh.size()} ranks, each with a part of the "
-                "state; use the optimizer's `pieces` or `export_state`"
-            )
-        return self.optimizer
 
-
-def _check_mesh(model: Transformer, config: EngineConfig, mesh: Mesh) -> None:
-    if mesh.size("pp") > 1 or mesh.size("ep") > 1:
+def _check_mesh(model: Transformer, config: EngineConfig, mesh: Mesh, *, is_pipeline: bool) -> None:
+    if mesh.size("pp") > 1 and not is_pipeline:
+        raise ValueError(f"{mesh.layout}: pp > 1 needs a PipelineEngine")
+    if mesh.size("ep") > 1:
         raise ValueError(f"{mesh.layout}: this engine runs over dp, cp and tp")
     if mesh.size("cp") > 1 and config.share_prefix:
         raise ValueError("share_prefix=True: not available with cp > 1; set it to False")

@@ -51,12 +51,16 @@ _DTYPE_NAMES = {
 
 def hf_views(model: Transformer) -> dict[str, Tensor]:
     """Every Hugging Face name with the view of our parameter that holds it; writing to the view
-    writes to the model (then call `repack`). A tied head appears once, as the embedding."""
-    views = {"model.embed_tokens.weight": model.embedding.detach()}
+    writes to the model (then call `repack`). A tied head appears once, as the embedding. A pipeline
+    stage has the names it holds."""
+    views = {}
+    if model.embedding is not None:
+        views["model.embed_tokens.weight"] = model.embedding.detach()
     for layer in model.layers:
-        assert isinstance(layer, DecoderLayer)
-        views |= _layer_views(layer)
-    views["model.norm.weight"] = model.norm.detach()
+        if isinstance(layer, DecoderLayer):  # others are on another pipeline stage
+            views |= _layer_views(layer)
+    if model.norm is not None:
+        views["model.norm.weight"] = model.norm.detach()
     if model.head is not None:
         views[_TIED_HEAD] = model.head.detach()
     return views
@@ -125,7 +129,7 @@ def load_state(model: Transformer, state: Iterable[tuple[str, Tensor]]) -> None:
     views, slices = hf_views(model), hf_slices(model)
     tensors = _collect(state)
     if model.head is None:
-        _drop_tied_head(tensors)
+        drop_tied_head(tensors)
     for name, part in slices.items():
         if name in tensors and tensors[name].shape == part.whole_shape(views[name].shape):
             tensors[name] = part.take(tensors[name])
@@ -146,7 +150,7 @@ def _collect(state: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return tensors
 
 
-def _drop_tied_head(tensors: dict[str, Tensor]) -> None:
+def drop_tied_head(tensors: dict[str, Tensor]) -> None:
     head = tensors.pop(_TIED_HEAD, None)
     embedding = tensors.get("model.embed_tokens.weight")
     if head is not None and embedding is not None and not torch.equal(head, embedding):
@@ -269,31 +273,52 @@ def write_folder(
     """config.json and safetensors of tensors under their Hugging Face names, in their dtype."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    dtype = state["model.embed_tokens.weight"].dtype
-    fields = config.to_hf_dict() | {"dtype": _DTYPE_NAMES[dtype]}
-    (path / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+    write_config(path, config, state["model.embed_tokens.weight"].dtype)
     _write_shards(path, state, max_shard_bytes)
 
 
+def write_config(folder: Path, config: ModelConfig, dtype: torch.dtype) -> None:
+    fields = config.to_hf_dict() | {"dtype": _DTYPE_NAMES[dtype]}
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+
+
 def _write_shards(folder: Path, state: dict[str, Tensor], max_shard_bytes: int) -> None:
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in state.items():
-        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor.contiguous()
-        size += tensor.nbytes
+    clear_tensor_files(folder)
+    sizes = {name: tensor.nbytes for name, tensor in state.items()}
+    files = shard_names(sizes, max_shard_bytes)
+    for file, names in files.items():
+        shard = {name: state[name].contiguous() for name in names}
+        save_file(shard, folder / file, metadata={"format": "pt"})
+    write_index(folder, files, sizes)
+
+
+def clear_tensor_files(folder: Path) -> None:
+    """Remove what an earlier export left."""
     for stale in (*folder.glob("model*.safetensors"), folder / INDEX_FILE):
         stale.unlink(missing_ok=True)
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        if len(shards) == 1:
-            file = SINGLE_FILE
-        save_file(shard, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file)
-    if len(shards) > 1:
-        total = sum(tensor.nbytes for tensor in state.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+
+
+def shard_names(sizes: dict[str, int], max_shard_bytes: int) -> dict[str, list[str]]:
+    """File names with the tensors of each, given the tensors' bytes."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, num_bytes in sizes.items():
+        if shards[-1] and size + num_bytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += num_bytes
+    if len(shards) == 1:
+        return {SINGLE_FILE: shards[0]}
+    return {
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors": names
+        for number, names in enumerate(shards, 1)
+    }
+
+
+def write_index(folder: Path, files: dict[str, list[str]], sizes: dict[str, int]) -> None:
+    """The index that says which file holds which tensor; a single file needs none."""
+    if len(files) > 1:
+        weight_map = {name: file for file, names in files.items() for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")

@@ -13,6 +13,8 @@ Next: layers.py, attention.py, hf.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -112,13 +114,26 @@ class Transformer(nn.Module):
         the layer again there: the same gradients bit for bit, about a third more work.
         """
         rope = (self.rope_cos[positions_T], self.rope_sin[positions_T])
+        x_TE = self._embed(ids_T)
+        x_TE, residual_TE = self._run(self.layers, x_TE, rope, context, activation_checkpointing)
+        return self._finish(x_TE, residual_TE, ids_T.shape[0])
+
+    def _embed(self, ids_T: Tensor) -> Tensor:
         if self.split is None:
-            x_TE = embed(ids_T, self.embedding)
-        else:
-            x_TE = self.split.embed(ids_T, self.embedding, self.config.vocab_size)
+            return embed(ids_T, self.embedding)
+        return self.split.embed(ids_T, self.embedding, self.config.vocab_size)
+
+    def _run(
+        self,
+        layers: Iterable[nn.Module],
+        x_TE: Tensor,
+        rope: tuple[Tensor, Tensor],
+        context: AttentionContext,
+        activation_checkpointing: bool,
+    ) -> tuple[Tensor, Tensor]:
         residual_TE: Tensor | None = None
         if activation_checkpointing and torch.is_grad_enabled():
-            for layer in self.layers:
+            for layer in layers:
                 x_TE, residual_TE = checkpoint(
                     layer,
                     x_TE,
@@ -129,11 +144,14 @@ class Transformer(nn.Module):
                     preserve_rng_state=False,
                 )
         else:
-            for layer in self.layers:
+            for layer in layers:
                 x_TE, residual_TE = layer(x_TE, residual_TE, rope, context)
         assert residual_TE is not None, "there is at least one layer"
+        return x_TE, residual_TE
+
+    def _finish(self, x_TE: Tensor, residual_TE: Tensor, num_rows: int) -> Tensor:
         y_TE = add_rms_norm(x_TE, residual_TE, self.norm, self.config.rms_norm_eps)[0]
-        return y_TE if self.split is None else self.split.enter(y_TE, ids_T.shape[0])
+        return y_TE if self.split is None else self.split.enter(y_TE, num_rows)
 
     def logits(self, hidden_TE: Tensor) -> Tensor:
         """Logits [T, V] in `head_dtype`. The trainer repeats their bits by handing
@@ -150,6 +168,9 @@ class Transformer(nn.Module):
         for module in self.modules():
             if isinstance(module, PackedLinear):
                 module.repack()
+        self._repack_head()
+
+    def _repack_head(self) -> None:
         head = self.lm_head_weight.detach()
         self._wide_head = head.to(self.head_dtype) if self.head_dtype != self.dtype else None
         head = head if self._wide_head is None else self._wide_head

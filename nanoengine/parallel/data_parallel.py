@@ -128,9 +128,10 @@ class GradientReducer:
                 hook = partial(self._on_gradient, index)
                 slot.param.register_post_accumulate_grad_hook(hook)
 
-    def start_pass(self, *, is_last: bool) -> None:
-        """Before each backward pass. Buckets leave in the last one, or in every one."""
-        self._is_open = is_last or self._every_pass
+    def start_pass(self, *, is_last: bool, is_pipeline: bool = False) -> None:
+        """Before each backward pass. Buckets leave in the last one, or in every one; the passes of
+        a pipeline overlap and count as one, whose buckets leave at its end."""
+        self._is_open = (is_last or self._every_pass) and not is_pipeline
         self._next = 0
         self._missing = [len(bucket.slots) for bucket in self._buckets]
         if self._every_pass:

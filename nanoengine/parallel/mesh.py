@@ -174,6 +174,17 @@ class Mesh:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return cls(layout, rank, store, device=device, name=f"nanoengine/{attempt}")
 
+    def twin(self, name: str) -> Mesh:
+        """The same grid with groups of its own, for messages that must not queue behind others."""
+        return Mesh(
+            self.layout,
+            self.world_rank,
+            self._store,
+            device=self.device,
+            name=f"{self._name}/{name}",
+            timeout_s=self._timeout.total_seconds(),
+        )
+
     # -- where am I --------------------------------------------------------------------------
 
     def size(self, axis: Axis = WORLD) -> int:

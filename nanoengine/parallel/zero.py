@@ -68,6 +68,7 @@ class ShardedAdamW:
             )
         self.config, self.mesh, self.zero = config, mesh, zero
         self.step_count = 0
+        self.phase_start = 0  # the step count at which the schedule began
         units = _units(models)
         first = units[0][1][0][1]
         dtype = first.dtype if dtype is None else dtype
@@ -111,12 +112,11 @@ class ShardedAdamW:
     # -- one step ----------------------------------------------------------------------------
 
     def restart(self, config: AdamWConfig) -> None:
-        """Another phase of training: fresh moments and schedule, the same masters and memory."""
+        """Another phase of training, as `AdamW.restart`: second moments stay."""
         self._require_loaded()
         self.config = config
-        self.step_count = 0
+        self.phase_start = self.step_count
         self.exp_avg.zero_()
-        self.exp_avg_sq.zero_()
 
     def zero_grad(self) -> None:
         self._require_loaded()
@@ -125,8 +125,8 @@ class ShardedAdamW:
             if bucket.grad.untyped_storage().nbytes():
                 bucket.grad.zero_()
 
-    def start_pass(self, *, is_last: bool) -> None:
-        self.reducer.start_pass(is_last=is_last)
+    def start_pass(self, *, is_last: bool, is_pipeline: bool = False) -> None:
+        self.reducer.start_pass(is_last=is_last, is_pipeline=is_pipeline)
 
     def end_pass(self) -> None:
         self.reducer.end_pass()
@@ -157,7 +157,7 @@ class ShardedAdamW:
         return hasattr(parameter, "slice") or self.mesh.rank("tp") == 0
 
     def lr(self) -> float:
-        return lr_at(self.config, self.step_count)
+        return lr_at(self.config, self.step_count - self.phase_start)
 
     def step(self, grad_norm: float) -> None:
         """As `AdamW.step`, on this rank's shares; then all ranks get the new weights."""

@@ -1,0 +1,202 @@
+"""How many parameters, bytes and floating-point operations a layout gives one rank.
+
+Every formula counts what this engine allocates and computes; the tests compare them with the
+tensors that really exist. P parameters of the rank, d the data-parallel size, T tokens of the
+micro-batch on the rank, E hidden, F MLP, Q and K widths of queries and keys, t the tensor-parallel
+size, s = t with sequence parallel, else 1.
+
+    bytes of parameters     2P (bf16) or 4P (fp32, which is its own master)   / d with ZeRO-3
+    bytes of gradients      4P                                                / d with ZeRO-2, 3
+    bytes of optimizer      8P, and 4P masters over bf16                      / d with ZeRO-1 to 3
+    activations of a layer  T (4E/s + (2Q + 2K + 3F)/t) elements and the norms' fp32 statistics;
+                            another T (Q + 2K)/t where queries and keys are normalised
+    with checkpointing      T · 2E/s elements a layer, and one layer in full
+    FLOPs of a token        6N + 6·L·Q·length       N matmul weights with the head, L layers; causal
+    MFU                     those FLOPs · tokens/s / (GPUs · peak)
+
+Checkpointing recomputes a forward pass, which costs time and does not count as useful work. In a
+pipeline the micro-batches overlap, so ZeRO-2 cuts the gradients only after the step.
+Left out: the allocator's fragmentation, communication buffers, expert parallelism.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanoengine.model.config import ModelConfig
+from nanoengine.parallel.mesh import AXES, Layout, describe
+
+WIDTH = {"bf16": 2, "fp32": 4, "fp64": 8}
+_CHUNK_ELEMENTS = 256 * 49152  # logits of linear_logprob at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Layout):
+    """A layout and how it is used. `chunks` is layer groups a pipeline rank (interleaved)."""
+
+    zero: int = 0
+    sequence_parallel: bool = True
+    checkpointing: bool = False
+    schedule: str = "1f1b"
+    chunks: int = 1
+    dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.chunks < 1:
+            raise ValueError(f"chunks={self.chunks}: must be at least 1")
+        if self.zero not in (0, 1, 2, 3):
+            raise ValueError(f"zero={self.zero}: must be 0, 1, 2 or 3")
+        if self.zero == 3 and self.pp > 1:
+            raise ValueError("zero=3 with pp > 1: not supported; use zero=2, or more dp and no pp")
+        if self.dtype not in WIDTH:
+            raise ValueError(f"dtype={self.dtype!r}: must be one of {', '.join(WIDTH)}")
+
+    def __str__(self) -> str:
+        return describe(Layout(**{axis: getattr(self, axis) for axis in AXES}))
+
+
+def check_plan(config: ModelConfig, plan: Plan) -> None:
+    """`ValueError` with the rule, where a plan cannot split the model."""
+    for name in ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size"):
+        value = getattr(config, name)
+        if value % plan.tp:
+            raise ValueError(f"tp={plan.tp}: must divide {name}={value} of this model")
+    if plan.pp * plan.chunks > config.num_layers:
+        raise ValueError(
+            f"pp={plan.pp} x chunks={plan.chunks}: more stages than the {config.num_layers} "
+            "layers of this model"
+        )
+
+
+def split_layers(num_layers: int, num_stages: int) -> list[range]:
+    """Which layers each stage holds: equal runs, the remainder to the first stages (the last one
+    also has the output head)."""
+    if num_stages > num_layers:
+        raise ValueError(f"{num_stages} pipeline stages: more than the {num_layers} layers")
+    base, extra = divmod(num_layers, num_stages)
+    bounds = [0]
+    for stage in range(num_stages):
+        bounds.append(bounds[-1] + base + (stage < extra))
+    return [range(bounds[i], bounds[i + 1]) for i in range(num_stages)]
+
+
+def layer_matmul_params(config: ModelConfig) -> int:
+    """Weights of one layer that multiply."""
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden = config.hidden_size
+    return hidden * (q + 2 * kv) + q * hidden + 3 * hidden * config.intermediate_size
+
+
+def layer_params(config: ModelConfig, tp: int = 1) -> int:
+    """Parameters of one layer on one tensor-parallel rank; norms are on every one."""
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    whole = 2 * config.hidden_size
+    whole += 2 * config.head_dim if config.qk_norm else 0
+    whole += config.hidden_size if config.attention_output_bias else 0
+    split = layer_matmul_params(config) + (q + 2 * kv if config.attention_bias else 0)
+    return whole + split // tp
+
+
+def num_params(config: ModelConfig) -> int:
+    """Parameters of the whole model; a tied head counts once."""
+    tables = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+    return tables + config.hidden_size + config.num_layers * layer_params(config)
+
+
+def rank_params(config: ModelConfig, plan: Plan, rank: int) -> int:
+    """Parameters on pipeline rank `rank`. A tied embedding is on the first and the last."""
+    table = config.vocab_size * config.hidden_size // plan.tp
+    num_stages = plan.pp * plan.chunks
+    layers = split_layers(config.num_layers, num_stages)
+    total = sum(len(layers[rank + c * plan.pp]) for c in range(plan.chunks))
+    total *= layer_params(config, plan.tp)
+    is_first, is_last = rank == 0, rank == plan.pp - 1
+    total += table if is_first else 0
+    total += config.hidden_size if is_last else 0
+    if is_last and not (is_first and config.tie_word_embeddings):
+        total += table
+    return total
+
+
+def layer_activation_bytes(config: ModelConfig, plan: Plan, num_tokens: int) -> float:
+    """What autograd keeps of one layer for `num_tokens` on the rank, without checkpointing."""
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    split = plan.tp if plan.sequence_parallel else 1
+    wide = max(4, WIDTH[plan.dtype])
+    elements = 4 * config.hidden_size / split
+    elements += (2 * q + 2 * kv + 3 * config.intermediate_size) / plan.tp
+    statistics = 2 / split
+    if config.qk_norm:  # keeps q and k as they were before, and v beside them
+        elements += (q + 2 * kv) / plan.tp
+        statistics += (config.num_heads + config.num_kv_heads) / plan.tp
+    return num_tokens * (elements * WIDTH[plan.dtype] + statistics * wide)
+
+
+def head_activation_bytes(config: ModelConfig, plan: Plan, num_tokens: int) -> float:
+    """Final norm and output head: two hidden states kept, one chunk of logits while it computes."""
+    kept = 2 * num_tokens * config.hidden_size * WIDTH[plan.dtype]
+    chunk = min(num_tokens, max(64, _CHUNK_ELEMENTS // config.vocab_size))
+    return kept + 2 * chunk * config.vocab_size / plan.tp * 4
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank."""
+
+    params: float
+    grads: float
+    optimizer: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        return self.params + self.grads + self.optimizer + self.activations
+
+
+def rank_memory(
+    config: ModelConfig, plan: Plan, rank: int, micro_tokens: int, peak_live: int
+) -> Memory:
+    """Memory of pipeline rank `rank` with `peak_live` activations of a chunk alive at once."""
+    params = rank_params(config, plan, rank)
+    shards = plan.dp * plan.cp
+    wide = max(4, WIDTH[plan.dtype])
+    has_master = WIDTH[plan.dtype] < 4
+    tokens = micro_tokens // plan.cp
+    num_layers = len(split_layers(config.num_layers, plan.pp * plan.chunks)[rank])
+    layer = layer_activation_bytes(config, plan, tokens)
+    if plan.checkpointing:
+        split = plan.tp if plan.sequence_parallel else 1
+        entry = tokens * 2 * config.hidden_size / split * WIDTH[plan.dtype]
+        activations = peak_live * num_layers * entry + layer
+    else:
+        activations = peak_live * num_layers * layer
+    if rank == plan.pp - 1:
+        activations += head_activation_bytes(config, plan, tokens)
+    return Memory(
+        params=params * WIDTH[plan.dtype] / (shards if plan.zero == 3 else 1),
+        grads=params * wide / (shards if plan.zero >= 2 and plan.pp == 1 else 1),
+        optimizer=params * wide * (3 if has_master else 2) / (shards if plan.zero else 1),
+        activations=activations,
+    )
+
+
+def forward_flops(config: ModelConfig, num_tokens: int, seq_len: int) -> tuple[float, float]:
+    """(of one layer, of the output head) in one forward pass over `num_tokens`."""
+    q = config.num_heads * config.head_dim
+    layer = 2.0 * layer_matmul_params(config) + 2.0 * q * seq_len  # 4·Q·length/2: causal
+    head = 2.0 * config.vocab_size * config.hidden_size
+    return layer * num_tokens, head * num_tokens
+
+
+def train_flops(config: ModelConfig, num_tokens: int, seq_len: int) -> float:
+    """Useful work of a training step: forward and twice that for backward."""
+    layer, head = forward_flops(config, num_tokens, seq_len)
+    return 3 * (config.num_layers * layer + head)
+
+
+def mfu(
+    config: ModelConfig, tokens_per_s: float, seq_len: int, peak_flops: float, num_gpus: int = 1
+) -> float:
+    """Model FLOPs utilisation: useful work a second over the peak of all GPUs."""
+    return train_flops(config, 1, seq_len) * tokens_per_s / (peak_flops * num_gpus)

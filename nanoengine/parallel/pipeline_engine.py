@@ -1,0 +1,209 @@
+"""The engine over a pipeline: the same steps, with the micro-batches run by a schedule.
+
+Every pipeline rank is given the same samples and cuts them into the same micro-batches. The last
+rank has the log-probs and so the loss; its sums are told to the others, so that `train_step`
+returns the same on every rank. All micro-batches of a step count as one backward pass for the
+gradient reduction: they overlap, so a bucket can leave only at their end. With ZeRO-2 the whole
+gradients of the stage therefore exist during the step and are cut after it.
+
+Left out: overlapping the data-parallel reduction with the pipeline's last backward passes, ZeRO-3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoengine.config import EngineConfig
+from nanoengine.engine import Engine, LossFn
+from nanoengine.model import hf
+from nanoengine.model.transformer import Transformer
+from nanoengine.packing import MicroBatch, Sample
+from nanoengine.parallel.mesh import Mesh
+from nanoengine.parallel.pipeline import PipelineRunner, StageChunk
+from nanoengine.parallel.schedules import SCHEDULES, forward_only, make_schedule
+from nanoengine.parallel.stage import Stage, sum_tied_gradients
+from nanoengine.parallel.tensor_parallel import gather_slice
+from nanoengine.parallel.zero import ShardedAdamW
+from nanoengine.scoring import Part
+
+
+class PipelineEngine(Engine):
+    """Trains the `stages` this rank holds (`make_stages`), which it converts to `config.dtype`."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        config: EngineConfig,
+        mesh: Mesh,
+        *,
+        schedule: str = "1f1b",
+    ) -> None:
+        if schedule not in SCHEDULES:
+            raise ValueError(f"schedule={schedule!r}: must be one of {', '.join(SCHEDULES)}")
+        if mesh.size("pp") == 1:
+            raise ValueError("pp=1: there is no pipeline; use Engine")
+        make_schedule(schedule, mesh.size("pp"), 1, len(stages))  # chunks where there are none
+        self.stages = list(stages)
+        self.schedule = schedule
+        self.peak_live = 0  # activations of a chunk alive at once in the last step
+        super().__init__(stages[-1], config, mesh, stages=self.stages)
+
+    def _refresh(self) -> None:
+        for stage in self.stages[:-1]:
+            stage.repack()
+        super()._refresh()
+
+    # -- log-probs ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def forward_logprobs(  # type: ignore[override]
+        self,
+        samples: Sequence[Sample],
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        only_masked: bool = False,
+    ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
+        """As the engine's, on every rank."""
+        found = [torch.zeros(len(sample.tokens)) for sample in samples]
+        entropies = [torch.zeros(len(sample.tokens)) for sample in samples]
+        micros = self._micro_batches(samples)
+
+        def score(stage: Stage, part: Part, index: int, hidden_ND: Tensor) -> Tensor:
+            logp_T, entropy_T = self._scorer.score(
+                part, hidden_ND, temperature, entropy=entropy, only_masked=only_masked
+            )
+            _collect(found, micros[index], logp_T)
+            if entropy_T is not None:
+                _collect(entropies, micros[index], entropy_T)
+            return logp_T
+
+        chunks = len(self.stages)
+        with self._kernels():
+            runner = self._runner(micros, score, keeps=False)
+            if micros:
+                runner.run(forward_only(self.mesh.size("pp"), len(micros), chunks))
+        found = self._tell(found)
+        return (found, self._tell(entropies)) if entropy else found
+
+    def _runner(self, micros: list[MicroBatch], score: Any, *, keeps: bool) -> PipelineRunner:
+        """`score(stage, part, index, hidden)` is called on the last stage."""
+        parts = [self._scorer.part(micro) for micro in micros]
+
+        def compute(stage: Stage, index: int, x: Tensor | None) -> Tensor:
+            part = parts[index]
+            y = stage(
+                part.ids_N,
+                part.positions_N,
+                part.context,
+                x_TE=x,
+                activation_checkpointing=self.config.activation_checkpointing,
+            )
+            return score(stage, part, index, y) if stage.is_last else y
+
+        def num_rows(index: int) -> int:
+            return len(parts[index].ids_N)
+
+        chunks = [StageChunk(stage, compute, num_rows, keeps=keeps) for stage in self.stages]
+        return PipelineRunner(self.mesh, chunks)
+
+    # -- one optimizer step ------------------------------------------------------------------
+
+    def _accumulate_gradients(
+        self,
+        samples: Sequence[Sample],
+        loss_fn: LossFn,
+        weight: float,
+        temperature: float,
+        entropy: bool,
+    ) -> tuple[float, dict[str, float]]:
+        optimizer = self.optimizer
+        assert isinstance(optimizer, ShardedAdamW), "a pipeline has several ranks"
+        optimizer.zero_grad()
+        micros = self._micro_batches(samples)
+        logps = [torch.zeros(len(sample.tokens)) for sample in samples]
+        losses: list[float] = []
+        stats: dict[str, float] = {}
+
+        def score(stage: Stage, part: Part, index: int, hidden_ND: Tensor) -> Tensor:
+            micro = micros[index]
+            logp_T, entropy_T = self._scorer.score(
+                part, hidden_ND, temperature, entropy=entropy, only_masked=True
+            )
+            loss_sum, sums = loss_fn(logp_T, entropy_T, micro)
+            loss = loss_sum / weight
+            losses.append(float(loss.detach()))
+            _collect(logps, micro, logp_T.detach())
+            for name, value in sums.items():
+                value = value.detach() if isinstance(value, Tensor) else value
+                stats[name] = stats.get(name, 0.0) + float(value)
+            return loss if loss.requires_grad else loss + logp_T.sum() * 0
+
+        optimizer.start_pass(is_last=False, is_pipeline=True)
+        with self._kernels():
+            if micros:
+                runner = self._runner(micros, score, keeps=True)
+                size = self.mesh.size("pp")
+                runner.run(make_schedule(self.schedule, size, len(micros), len(self.stages)))
+                self.peak_live = runner.peak_live
+        sum_tied_gradients(self.mesh, self.model.config, self.stages)
+        optimizer.end_pass()
+        optimizer.finish_gradients()
+        self.last_logps = self._tell(logps)
+        total, sums = self.mesh.gather_json("pp", [sum(losses), stats])[-1]
+        return total, sums
+
+    def _tell(self, values: list[Tensor]) -> list[Tensor]:
+        """The last stage's per-token values, on every pipeline rank."""
+        if not values:
+            return values
+        dtype = torch.promote_types(self.model.dtype, torch.float32)
+        flat = torch.cat(values).to(self.mesh.device, dtype)
+        self.mesh.broadcast("pp", flat, self.mesh.size("pp") - 1)
+        return list(flat.cpu().split([len(value) for value in values]))
+
+    # -- weights -----------------------------------------------------------------------------
+
+    def export_state(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Each Hugging Face tensor once, whole, on every rank; all must run through the iterator.
+        `reshard.py` moves slices instead, and is what weight synchronisation should use."""
+        mine: dict[str, tuple[Transformer, Tensor]] = {}
+        for stage in self.stages:
+            for name, view in hf.hf_views(stage).items():
+                mine.setdefault(name, (stage, view))
+        owners: dict[str, int] = {}
+        for rank, names in enumerate(self.mesh.gather_json("pp", list(mine))):
+            for name in names:
+                owners.setdefault(name, rank)
+        whole = hf.hf_views(Transformer(self.model.config, device="meta"))
+        kind = self.model.dtype if dtype is None else dtype
+        for name, shape in ((name, view.shape) for name, view in whole.items()):
+            tensor = torch.empty(shape, dtype=kind, device=self.mesh.device)
+            if owners[name] == self.mesh.rank("pp"):
+                holder, view = mine[name]
+                part = hf.hf_slices(holder).get(name)
+                tensor.copy_(view if part is None else gather_slice(self.mesh, view, part))
+            self.mesh.broadcast("pp", tensor, owners[name])
+            yield name, tensor
+
+    def load_weights(self, state: Iterable[tuple[str, Tensor]]) -> None:
+        """As the engine's; every rank is given all tensors and takes its own."""
+        whole = hf.hf_views(Transformer(self.model.config, device="meta"))
+        tensors = dict(state)
+        if self.model.config.tie_word_embeddings:
+            hf.drop_tied_head(tensors)
+        hf.check_state(whole, tensors)
+        for stage in self.stages:
+            names = hf.hf_views(stage)
+            hf.load_state(stage, ((name, tensors[name]) for name in names))
+        self.optimizer.read_weights()
+        self._refresh()
+
+
+def _collect(per_sample: list[Tensor], micro: MicroBatch, values_T: Tensor) -> None:
+    for index, values in micro.split(values_T.cpu()):
+        per_sample[index] = torch.cat([values.new_zeros(1), values])

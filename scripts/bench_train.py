@@ -1,0 +1,307 @@
+"""Times training: a step beside transformers, pipeline bubbles, and moving weights.
+
+    bash scripts/bench.sh train [--peers] [--json FILE] [--threads 1 2] [--dtypes fp32]
+
+Rows:
+    step-vs-transformers   tokens/s of a training step, 8 sequences of 256 tokens (SmolLM2-135M)
+    step-ragged-packed     the same on 16 sequences of 33 to 512 tokens: packed, the peer pads
+    bubble-*               idle share of 4 pipeline processes, 8 micro-batches, sleep as compute;
+                           the bound is the closed form (schedules.py)
+    export-inproc          GB/s from one model into another by the resharding plan; the bound is
+                           plain memory copies in the same run
+    export-inproc-tp3      the same from three tensor-parallel parts into a whole model
+
+Every training measurement is a process of its own, pinned to as many cores as it has threads; ours
+and the peer's alternate, medians are compared; each takes the better of two steps after a warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench_output import print_rows, write_json
+from bench_rl import SCRIPTS, measure, peak
+
+import train_workload as workload  # isort: skip  (bench_rl put scripts/peers on the path)
+
+ROWS = {"even": "step-vs-transformers", "ragged": "step-ragged-packed"}
+BUBBLES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb_h1": 1}
+RANKS, MICROS = 4, 8
+TP = 3  # SmolLM2-135M has nine heads
+
+
+def run_train(name: str, folder: str, dtype: str, threads: int) -> dict[str, Any]:
+    """Our step, in this process."""
+    import torch
+
+    from nanoengine.engine import Engine, EngineConfig
+    from nanoengine.model.hf import load_model
+    from nanoengine.packing import Sample
+    from nanoengine.sft import num_loss_tokens, sft_loss
+
+    torch.set_num_threads(threads)
+    config: Any = {"dtype": dtype, "lr": 1e-6, "micro_batch_tokens": 2048}
+    engine = Engine(load_model(folder), EngineConfig(**config))
+    times, losses = [], []
+    for step in range(workload.STEPS):
+        begin = time.perf_counter()
+        samples = [
+            Sample(tokens=tokens, loss_mask=[0] + [1] * (len(tokens) - 1))
+            for tokens in workload.batch(name, step)
+        ]
+        losses.append(engine.train_step(samples, sft_loss, num_loss_tokens)["loss"])
+        times.append(time.perf_counter() - begin)
+    return {"seconds": min(times[1:]), "loss": losses[0], **peak()}
+
+
+def run_export(_: str, folder: str, dtype: str, threads: int) -> dict[str, Any]:
+    """Bytes a second of plans and of plain copies, alternating."""
+    import torch
+    from torch import distributed as dist
+
+    from nanoengine.model.hf import export_state, load_model, load_state
+    from nanoengine.model.transformer import Transformer
+    from nanoengine.parallel.mesh import Layout, Mesh
+    from nanoengine.parallel.tensor_parallel import TensorParallel
+    from nanoengine.reshard import copy_local, model_pieces
+    from nanoengine.slices import make_plan
+
+    torch.set_num_threads(threads)
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    source = load_model(folder, kind)
+    parts = []
+    for rank in range(TP):  # all in this process, so no message travels
+        split = TensorParallel(Mesh(Layout(tp=TP), rank, dist.HashStore()))
+        parts.append(Transformer(source.config, kind, split=split))
+        load_state(parts[-1], export_state(source))
+    target = Transformer(source.config, kind)
+    into = model_pieces([target])
+    plans = {
+        "whole": model_pieces([source]),
+        "tp": [pair for part in parts for pair in model_pieces([part])],
+    }
+    size = sum(tensor.nbytes for _, tensor in into)
+    flat, other = (torch.ones(size // 4) for _ in range(2))
+    best: dict[str, float] = {}
+
+    def clock(name: str, work: Any) -> None:
+        begin = time.perf_counter()
+        work()
+        best[name] = min(best.get(name, float("inf")), time.perf_counter() - begin)
+
+    made = {
+        name: make_plan([[p for p, _ in held]], [[p for p, _ in into]])
+        for name, held in plans.items()
+    }
+    for _ in range(7):
+        clock("memory", lambda: other.copy_(flat))
+        for name, held in plans.items():
+            clock(name, lambda name=name, held=held: copy_local(made[name], held, into))
+    return {name: size / seconds / 1e9 for name, seconds in best.items()}
+
+
+WORKERS = {"even": run_train, "ragged": run_train, "export": run_export}
+
+
+class _Sleeper:
+    """A pipeline chunk that sleeps."""
+
+    def __init__(self, unit_s: float, is_last: bool) -> None:
+        self._unit_s, self._is_last = unit_s, is_last
+        self.busy_s = self.end = 0.0
+        self.num_live = 0
+
+    def boundary(self, micro: int) -> Any:
+        import torch
+
+        return torch.empty(16)
+
+    def forward(self, micro: int, x: Any) -> Any:
+        self.num_live += 1
+        self._work(1)
+        return None if self._is_last else self.boundary(micro)
+
+    def backward(self, micro: int, dy: Any) -> Any:
+        self.num_live -= 1
+        self._work(2)
+        return self.boundary(micro)
+
+    def backward_input(self, micro: int, dy: Any) -> Any:
+        self._work(1)
+        return self.boundary(micro)
+
+    def backward_weight(self, micro: int) -> None:
+        self.num_live -= 1
+        self._work(1)
+
+    def _work(self, units: int) -> None:
+        begin = time.monotonic()
+        time.sleep(units * self._unit_s)
+        self.end = time.monotonic()
+        self.busy_s += self.end - begin
+
+
+def _pipeline_rank(rank: int, port: int, unit_s: float, results: Any) -> None:
+    import torch
+    from torch import distributed as dist
+
+    from nanoengine.parallel.mesh import Layout, Mesh
+    from nanoengine.parallel.pipeline import PipelineRunner
+    from nanoengine.parallel.schedules import make_schedule
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    mesh = Mesh(Layout(pp=RANKS), rank, store)
+    for name, chunks in BUBBLES.items():
+        parts = [
+            _Sleeper(unit_s / chunks, c == chunks - 1 and rank == RANKS - 1) for c in range(chunks)
+        ]
+        runner = PipelineRunner(mesh, parts)
+        mesh.barrier()
+        begin = time.monotonic()
+        runner.run(make_schedule(name, RANKS, MICROS, chunks))
+        busy = sum(part.busy_s for part in parts)
+        results.put((name, rank, begin, max(part.end for part in parts), busy, runner.peak_live))
+    mesh.barrier()
+    mesh.close()
+
+
+def bubble_rows(unit_s: float) -> list[dict[str, Any]]:
+    from torch import distributed as dist
+
+    from nanoengine.parallel.schedules import bubble_closed_form, make_schedule
+
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = [
+        context.Process(target=_pipeline_rank, args=(rank, server.port, unit_s, results))
+        for rank in range(RANKS)
+    ]
+    for process in processes:
+        process.start()
+    told = [results.get(timeout=600) for _ in range(RANKS * len(BUBBLES))]
+    for process in processes:
+        process.join()
+    rows = []
+    for name, chunks in BUBBLES.items():
+        mine = sorted(entry[1:] for entry in told if entry[0] == name)
+        wall = max(end for _, _, end, _, _ in mine) - min(begin for _, begin, _, _, _ in mine)
+        value = 1 - sum(busy for *_, busy, _ in mine) / (RANKS * wall)
+        bound = bubble_closed_form(make_schedule(name, RANKS, MICROS, chunks))
+        rows.append(
+            {
+                "name": f"bubble-{name}",
+                "dtype": None,
+                "threads": 1,
+                "value": value,
+                "unit": "idle share",
+                "peer": None,
+                "peer_value": None,
+                "ratio": None,
+                "bound": bound,
+                "bound_ratio": bound / value,
+                "runs": {"unit_s": unit_s, "wall_s": wall, "peak_live": [m[4] for m in mine]},
+            }
+        )
+    return rows
+
+
+def step_rows(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[str, Any]]:
+    rows = []
+    for name, label in ROWS.items():
+        tail = [name, args.model, dtype, str(threads)]
+        ours, theirs = [], []
+        for _ in range(args.runs):
+            ours.append(measure([sys.executable, __file__, "--worker", *tail], threads))
+            if args.peers:
+                script = str(SCRIPTS / "peers" / "transformers_train.py")
+                theirs.append(measure([args.peers_python, script, *tail], threads))
+        tokens = workload.num_tokens(name)
+        value = tokens / median(run["seconds"] for run in ours)
+        other = tokens / median(run["seconds"] for run in theirs) if theirs else None
+        rows.append(
+            {
+                "name": label,
+                "dtype": dtype,
+                "threads": threads,
+                "value": value,
+                "unit": "tokens/s",
+                "peer": "transformers" if theirs else None,
+                "peer_value": other,
+                "ratio": value / other if other else None,
+                "bound": None,
+                "bound_ratio": None,
+                "runs": {"ours": ours, "peer": theirs},
+            }
+        )
+    return rows
+
+
+def export_rows(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[str, Any]]:
+    tail = ["export", args.model, dtype, str(threads)]
+    found = measure([sys.executable, __file__, "--worker", *tail], threads)
+    return [
+        {
+            "name": "export-inproc" if name == "whole" else f"export-inproc-tp{TP}",
+            "dtype": dtype,
+            "threads": threads,
+            "value": found[name],
+            "unit": "GB/s",
+            "peer": None,
+            "peer_value": None,
+            "ratio": None,
+            "bound": found["memory"],
+            "bound_ratio": found[name] / found["memory"],
+            "runs": found,
+        }
+        for name in ("whole", "tp")
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--peers", action="store_true", help="measure the peer in the same run")
+    parser.add_argument("--peers-python", default=str(SCRIPTS.parent / ".venv-peers/bin/python"))
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--dtypes", nargs="+", default=["fp32"])
+    parser.add_argument("--runs", type=int, default=1, help="alternations of ours and the peer")
+    parser.add_argument("--model", help="a SmolLM2-135M folder; default: fetched into the cache")
+    parser.add_argument("--unit-s", type=float, default=0.2, help="sleep of one forward pass")
+    parser.add_argument("--only", nargs="+", choices=("step", "bubble", "export"))
+    parser.add_argument("--worker", nargs=4, metavar=("WORK", "MODEL", "DTYPE", "THREADS"))
+    args = parser.parse_args()
+    if args.worker:
+        from kernels.host_memory import reuse_large_buffers
+
+        reuse_large_buffers()
+        work, folder, dtype, threads = args.worker
+        print(json.dumps(WORKERS[work](work, folder, dtype, int(threads))))
+        return 0
+    if args.model is None:
+        from nanoengine.model.sources import SMOLLM2, resolve_model
+
+        args.model = str(resolve_model(SMOLLM2.name))
+    wanted = args.only or ("step", "bubble", "export")
+    rows: list[dict[str, Any]] = []
+    for dtype in args.dtypes:
+        for threads in args.threads:
+            rows += step_rows(args, dtype, threads) if "step" in wanted else []
+            rows += export_rows(args, dtype, threads) if "export" in wanted else []
+    rows += bubble_rows(args.unit_s) if "bubble" in wanted else []
+    print_rows(rows)
+    if args.json:
+        write_json(args.json, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""SFT on chats: what is masked, the order of samples, and the program end to end."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from nanoengine.model.hf import hf_views, load_model
+from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.sft_data import Order, chat_sample, read_chats
+
+ROOT = Path(__file__).resolve().parents[2]
+CHATS = [
+    [("user", f"say {word}"), ("assistant", word), ("user", "again"), ("assistant", f"{word} {n}")]
+    for n, word in enumerate(("one", "two", "tree", "house", "river", "stone", "cloud", "bird"))
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model with a tokenizer and a chat template."""
+    from nanorl.data.tiny_model import build_tiny_model
+
+    return build_tiny_model(tmp_path_factory.mktemp("tiny"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "chats.jsonl"
+    lines = [
+        json.dumps({"messages": [{"role": role, "content": text} for role, text in chat]})
+        for chat in CHATS
+    ]
+    path.write_text("\n".join(lines) + "\n\n")
+    return path
+
+
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train_sft", ROOT / "scripts/train_sft.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train_sft"] = module  # dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_only_what_the_assistant_wrote_is_trained_on(folder: Path) -> None:
+    tokenizer = ChatTokenizer.from_folder(folder)
+    messages = [{"role": role, "content": text} for role, text in CHATS[2]]
+    sample = chat_sample(tokenizer, messages)
+    runs: list[list[int]] = []
+    for t, token in enumerate(sample.tokens):
+        if sample.loss_mask[t]:
+            if not sample.loss_mask[t - 1]:
+                runs.append([])
+            runs[-1].append(token)
+    assert [tokenizer.decode(run, skip_special=True) for run in runs] == ["tree", "tree 2"]
+    assert all(run[-1] in tokenizer.eos_ids for run in runs)
+    whole = tokenizer.encode_chat(messages, add_generation_prompt=False)
+    assert sample.tokens == whole
+
+
+def test_lines_that_are_no_chat_are_named(folder: Path, tmp_path: Path) -> None:
+    tokenizer = ChatTokenizer.from_folder(folder)
+    file = tmp_path / "bad.jsonl"
+    for line, message in (
+        ('{"messages": "hello"}', 'line 1: expected an object with a list under "messages"'),
+        ("{", "line 1: Expecting property name"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "line 1: no message of role 'assist"),
+    ):
+        file.write_text(line + "\n")
+        with pytest.raises(ValueError, match=message):
+            read_chats(file, tokenizer, 100)
+    with pytest.raises(ValueError, match="no such file"):
+        read_chats(tmp_path / "none", tokenizer, 100)
+
+
+def test_long_chats_are_left_out_and_counted(folder: Path, chats: Path) -> None:
+    tokenizer = ChatTokenizer.from_folder(folder)
+    samples, num_long = read_chats(chats, tokenizer, 1000)
+    assert (len(samples), num_long) == (8, 0)
+    limit = sorted(len(sample.tokens) for sample in samples)[4]
+    kept, num_long = read_chats(chats, tokenizer, limit)
+    assert len(kept) + num_long == 8 and num_long > 0
+    with pytest.raises(ValueError, match="no chat of at most 3 tokens"):
+        read_chats(chats, tokenizer, 3)
+
+
+def test_every_epoch_has_every_sample_once_and_resuming_goes_on() -> None:
+    order = Order(7, seed=1)
+    taken = order.take(10) + order.take(4)
+    assert sorted(taken[:7]) == sorted(taken[7:]) == list(range(7))
+    assert taken[:7] != taken[7:]
+    assert Order(7, seed=1, taken=10).take(4) == taken[10:]
+
+
+def arguments(folder: Path, chats: Path, out: Path, *more: str) -> list[str]:
+    fixed = ["--data", str(chats), "--model", str(folder), "--steps", "4", "--batch-size", "4"]
+    return [*fixed, "--out", str(out), "--save-every", "2", "--lr", "1e-3", *more]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return hf_views(load_model(out / "model"))
+
+
+def half_way(out: Path, target: Path) -> None:
+    """The run as it was after two steps."""
+    shutil.copytree(out, target, ignore=shutil.ignore_patterns("model", "latest", "*04"))
+
+
+def test_a_run_trains_resumes_bit_equal_and_also_split_over_processes(
+    folder: Path, chats: Path, tmp_path: Path
+) -> None:
+    train_sft = script()
+    one = tmp_path / "one"
+    config = train_sft.parse(arguments(folder, chats, one, "--peak-flops", "1e10"))
+    assert train_sft.train(config) == 0
+    rows = [json.loads(line) for line in (one / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert {"loss", "lr", "tokens_per_s", "mfu", "peak_rss_bytes", "num_tokens"} <= rows[0].keys()
+    expected = weights(one)
+    with pytest.raises(ValueError, match="already holds a run"):
+        train_sft.train(config)
+
+    half_way(one, tmp_path / "again")
+    resumed = train_sft.parse(["--resume", "--out", str(tmp_path / "again")])
+    assert train_sft.train(resumed) == 0
+    found = weights(tmp_path / "again")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    again = [json.loads(x) for x in (tmp_path / "again/metrics.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in again] == [row["loss"] for row in rows]
+    with pytest.raises(ValueError, match=r"--resume: lr=0.5 differs from the run's 0.001"):
+        train_sft.parse(["--resume", "--out", str(one), "--lr", "0.5"])
+
+    half_way(one, tmp_path / "split")
+    layout = ["--pp", "2", "--schedule", "zb_h1", "--zero", "1", "--micro-batch-tokens", "64"]
+    program = str(ROOT / "scripts/train_sft.py")
+    done = subprocess.run(
+        [sys.executable, program, "--resume", "--out", str(tmp_path / "split"), *layout],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = weights(tmp_path / "split")
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
