@@ -33,6 +33,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanoengine.parallel.traffic import Traffic
+
 AXES = ("pp", "dp", "ep", "cp", "tp")
 DATA_AXES = ("dp", "ep")
 """Each combination of these coordinates has samples of its own."""
@@ -94,23 +96,6 @@ class Layout:
             for other in range(self.world)
             if all(self.coordinates(other)[name] == here[name] for name in others)
         ]
-
-
-@dataclass
-class Traffic:
-    """What a rank handed to one kind of collective. `bytes` are those of the whole tensor: the
-    reduced one, the gathered one, the one before scattering, the one sent."""
-
-    calls: int = 0
-    bytes: int = 0
-
-
-def wire_bytes(op: str, num_bytes: int, num_ranks: int) -> float:
-    """Bytes each rank sends for a tensor of `num_bytes` by the ring algorithm."""
-    share = (num_ranks - 1) / num_ranks
-    return {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share}.get(
-        op, 1.0
-    ) * num_bytes
 
 
 class Handle:

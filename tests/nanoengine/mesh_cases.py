@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 from pool import Rank
@@ -42,11 +43,15 @@ def every_collective(rank: Rank, dtype: torch.dtype) -> dict[str, Any]:
     return found
 
 
-def bf16_sum(rank: Rank) -> float:
+def bf16_sums(rank: Rank) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """This rank's values; their sum over the ranks; the same reduced without widening."""
     mesh = rank.mesh(Layout(dp=4))
-    value = torch.tensor([[256.0, 1.0, 1.0, 1.0][rank.rank]], dtype=torch.bfloat16)
-    mesh.all_reduce("dp", value)
-    return float(value)
+    mine = torch.randn(2000, generator=torch.Generator().manual_seed(rank.rank)).bfloat16()
+    total, narrow = mine.clone(), mine.clone()
+    mesh.all_reduce("dp", total)
+    with mock.patch("nanoengine.parallel.mesh._widen", lambda tensor: tensor):
+        mesh.all_reduce("dp", narrow)
+    return mine.float(), total.float(), narrow.float()
 
 
 def two_meshes(rank: Rank) -> list[float]:

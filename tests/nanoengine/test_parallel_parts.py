@@ -19,7 +19,8 @@ from pool import WorkerPool
 from kernels.flash_attention import flash_attn_varlen_ref
 from nanoengine.engine import Engine, EngineConfig
 from nanoengine.packing import make_micro_batches
-from nanoengine.parallel.mesh import Layout, wire_bytes
+from nanoengine.parallel.mesh import Layout
+from nanoengine.parallel.traffic import wire_bytes
 from nanoengine.sft import num_loss_tokens
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "parallelism.md"

@@ -82,10 +82,10 @@ def test_simulated_bubble_and_memory_are_the_closed_forms(
 
 
 def test_worked_pipeline() -> None:
-    """Four ranks, eight micro-batches, by hand. Units of F = I = W = 1, so B = 2 and a rank works 24. 1F1B: rank 0 waits while micro-batch 0
-    goes down three ranks and comes back up: 3·1 + 3·2 = 9, and 9/33. Interleaved over two chunks:
-    half of that, 4.5/28.5. ZB-H1: the way down and up costs 3 + 3, of which the three W that the
-    last rank keeps back fill 3: 3/27."""
+    """Four ranks, eight micro-batches, by hand. Units of F = I = W = 1, so B = 2 and a rank works
+    24. 1F1B: rank 0 waits while micro-batch 0 goes down three ranks and comes back up: 3·1 + 3·2
+    = 9, and 9/33. Interleaved over two chunks: half of that, 4.5/28.5. ZB-H1: the way down and up
+    costs 3 + 3, of which the three W that the last rank keeps back fill 3: 3/27."""
     expected = {"gpipe": 9 / 33, "1f1b": 9 / 33, "interleaved": 4.5 / 28.5, "zb_h1": 3 / 27}
     for name, bubble in expected.items():
         chunks = 2 if name == "interleaved" else 1
