@@ -96,23 +96,11 @@ def in_base(number: int, base: int) -> str:
     text = ""
     while number:
         number, figure = divmod(number, base)
-        text = "0123456789abcdef"[figure] + text
+        text = str(figure) + text
     return text
 
 
 def bases(rng: random.Random) -> Problem:
-    if rng.random() < 0.5:
-        name, call, base = rng.choice(
-            [("binary", "bin", 2), ("octal", "oct", 8), ("hexadecimal", "hex", 16)]
-        )
-        number = rng.randint(130, 999) if base == 2 else rng.randint(3000, 60000)
-        return make_problem(
-            "bases",
-            rng.choice(["Write {} in {}.", "Convert {} to {}."]).format(number, name),
-            in_base(number, base),
-            f"print({call}({number})[2:])",
-            habit=f"print({call}({number}))",
-        )
     number, base = rng.randint(300, 9999), rng.randint(5, 9)
     text = in_base(number, base)
     return make_problem(
