@@ -26,8 +26,8 @@ def in_use() -> tuple[int, int, int]:
     """Objects, bytes of tensors, bytes resident."""
     gc.collect()
     objects = gc.get_objects()
-    tensors = {id(x): x.untyped_storage() for x in objects if type(x) is torch.Tensor}
-    storages = {storage.data_ptr(): storage.nbytes() for storage in tensors.values()}
+    tensors = [x for x in objects if type(x) is torch.Tensor and not x.is_mkldnn]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
     return len(objects), sum(storages.values()), resident
 
