@@ -41,12 +41,12 @@ class Preset:
 def smollm2() -> RunConfig:
     return RunConfig(
         preset="smollm2",
-        warm_start=WarmStartConfig(steps=38, traces_per_step=8, lr=1e-4),
-        rl=RLConfig(steps=16, tasks_per_step=8, group_size=8, lr=4e-5),
+        warm_start=WarmStartConfig(steps=80, traces_per_step=8, lr=1e-4),
+        rl=RLConfig(steps=16, tasks_per_step=16, group_size=4, lr=6e-5, temperature=0.7),
         agent=AgentConfig(
             max_turns=4, max_turn_tokens=96, max_context_tokens=512, max_observation_tokens=64
         ),
-        evaluation=EvaluationConfig(num_tasks=210),
+        evaluation=EvaluationConfig(num_tasks=210, num_tasks_no_tool=28),
         engine=EngineLimits(micro_batch_tokens=1024),
     )
 

@@ -14,11 +14,11 @@ def smollm2_family() -> Family:
         numbers.arithmetic,
         numbers.counting,
         numbers.digits,
-        numbers.primes,
+        numbers.divisors,
         numbers.bases,
         sequences.lists,
         sequences.strings,
-        sequences.dates,
+        sequences.times,
         sequences.filtering,
     )
     several = (

@@ -1,4 +1,4 @@
-"""The `smollm2` family, part two: kinds about lists, strings and dates that one execution solves.
+"""The `smollm2` family, part two: kinds about lists, strings and times that one execution solves.
 
 Numbers avoid leading zeros (`07` is a syntax error in Python) except inside strings.
 """
@@ -6,7 +6,6 @@ Numbers avoid leading zeros (`07` is a syntax error in Python) except inside str
 from __future__ import annotations
 
 import random
-from datetime import date, timedelta
 
 from nanorl.data.problem import Problem, make_problem
 
@@ -23,26 +22,13 @@ def pseudo_word(rng: random.Random, syllables: int) -> str:
 def lists(rng: random.Random) -> Problem:
     nums = [rng.randint(11, 99) for _ in range(rng.randint(5, 8))]
     ordered = sorted(nums)
-    text, code, answer, habit = rng.choice(
+    text, code, answer = rng.choice(
         [
-            ("sum of the squares", "sum(n * n for n in nums)", sum(n * n for n in nums), "sum"),
+            ("sum of the squares", "sum(n * n for n in nums)", sum(n * n for n in nums)),
             (
                 "product of the largest and the smallest number",
                 "max(nums) * min(nums)",
                 ordered[-1] * ordered[0],
-                "max",
-            ),
-            (
-                "sum of the three largest numbers",
-                "sum(sorted(nums)[-3:])",
-                ordered[-1] + ordered[-2] + ordered[-3],
-                "max",
-            ),
-            (
-                "second largest number times the second smallest",
-                "sorted(nums)[-2] * sorted(nums)[1]",
-                ordered[-2] * ordered[1],
-                "sorted",
             ),
         ]
     )
@@ -51,7 +37,7 @@ def lists(rng: random.Random) -> Problem:
         f"For the list {comma(nums)}, what is the {text}?",
         answer,
         f"nums = [{comma(nums)}]\nprint({code})",
-        habit=f"nums = [{comma(nums)}]\nprint({habit}(nums))",
+        habit=f"nums = [{comma(nums)}]\nprint(sum(nums))",
     )
 
 
@@ -59,25 +45,13 @@ def strings(rng: random.Random) -> Problem:
     word = pseudo_word(rng, rng.randint(3, 4))
     times = rng.randint(13, 99)
     letter = max(word, key=word.count)
-    choice = rng.randrange(3)
-    if choice == 0:
+    if rng.random() < 0.5:
         return make_problem(
             "strings",
             rng.choice(["Reverse the string '{}'.", "Write '{}' backwards."]).format(word),
             "".join(reversed(word)),
             f"print('{word}'[::-1])",
-            f"s = '{word}'\nprint(s[::-1])",
             habit=f"print('{word}')",
-        )
-    if choice == 1:
-        new = pseudo_word(rng, 1)
-        return make_problem(
-            "strings",
-            f"Replace every '{letter}' in '{word}' by '{new}'.",
-            new.join(word.split(letter)),
-            f"print('{word}'.replace('{letter}', '{new}'))",
-            f"s = '{word}'\nprint(s.replace('{letter}', '{new}'))",
-            habit=f"print('{word}' + '{new}')",
         )
     while word.count(letter) < 2:  # with one, the answer stands in the question
         word = pseudo_word(rng, 4)
@@ -87,63 +61,44 @@ def strings(rng: random.Random) -> Problem:
         f"The string '{word}' is written {times} times in a row. How often does '{letter}' occur?",
         times * word.count(letter),
         f"print(('{word}' * {times}).count('{letter}'))",
-        f"s = '{word}' * {times}\nprint(s.count('{letter}'))",
         habit=f"print('{word}'.count('{letter}'))",
     )
 
 
-def dates(rng: random.Random) -> Problem:
-    choice = rng.randrange(3)
-    if choice == 0:
+def times(rng: random.Random) -> Problem:
+    if rng.random() < 0.5:
         h1, h2 = rng.randint(1, 11), rng.randint(12, 23)
         m1, m2 = rng.randint(10, 59), rng.randint(10, 59)
         return make_problem(
-            "dates",
+            "times",
             f"How many minutes pass between {h1}:{m1} and {h2}:{m2} on the same day?",
             (h2 - h1) * 60 + m2 - m1,
             f"print(({h2} * 60 + {m2}) - ({h1} * 60 + {m1}))",
-            f"start = {h1} * 60 + {m1}\nend = {h2} * 60 + {m2}\nprint(end - start)",
             habit=f"print({h2} * 60 - {h1} * 60)",
         )
-    if choice == 1:
-        hours, minutes, seconds = rng.randint(2, 23), rng.randint(11, 59), rng.randint(11, 59)
-        return make_problem(
-            "dates",
-            f"How many seconds are {hours} hours, {minutes} minutes and {seconds} seconds?",
-            seconds + 60 * (minutes + 60 * hours),
-            f"print({hours} * 3600 + {minutes} * 60 + {seconds})",
-            habit=f"print({hours} * 60 + {minutes} * 60 + {seconds})",
-        )
-    days = rng.randint(100, 999)
-    first = date(2019, 1, 1) + timedelta(days=rng.randint(0, 1500))
-    last = first + timedelta(days=days)
+    hours, minutes, seconds = rng.randint(2, 23), rng.randint(11, 59), rng.randint(11, 59)
     return make_problem(
-        "dates",
-        f"How many days is it from {first} to {last}?",
-        days,
-        "from datetime import date\nf = date.fromisoformat\n"
-        f"print((f('{last}') - f('{first}')).days)",
-        habit=f"print({last.year * 365 + last.day} - {first.year * 365 + first.day})",
+        "times",
+        f"How many seconds are {hours} hours, {minutes} minutes and {seconds} seconds?",
+        seconds + 60 * (minutes + 60 * hours),
+        f"print({hours} * 3600 + {minutes} * 60 + {seconds})",
+        habit=f"print({hours} * 60 + {minutes} * 60 + {seconds})",
     )
 
 
 def filtering(rng: random.Random) -> Problem:
-    limit, k = rng.randint(30, 60), rng.randint(3, 4)
+    limit = rng.randint(30, 60)
     text, test = rng.choice(
         [
             (f"greater than {limit}", f"n > {limit}"),
             (f"less than {limit}", f"n < {limit}"),
             ("odd", "n % 2 == 1"),
-            ("even", "n % 2 == 0"),
-            (f"divisible by {k}", f"n % {k} == 0"),
         ]
     )
     keeps = {
         "greater": lambda n: n > limit,
         "less": lambda n: n < limit,
         "odd": lambda n: bool(n & 1),
-        "even": lambda n: not n & 1,
-        "divisible": lambda n: n % k == 0,
     }[text.split()[0]]
     nums: list[int] = []
     kept: list[int] = []
@@ -155,6 +110,5 @@ def filtering(rng: random.Random) -> Problem:
         f"What is the sum of those numbers that are {text}? {comma(nums)}",
         sum(kept),
         f"nums = [{comma(nums)}]\nprint(sum(n for n in nums if {test}))",
-        f"nums = [{comma(nums)}]\nkept = [n for n in nums if {test}]\nprint(sum(kept))",
         habit=f"nums = [{comma(nums)}]\nprint(sum(nums))",
     )

@@ -1,6 +1,6 @@
 """The `smollm2` family, part three: kinds that take more than one execution.
 
-inspect_file    a data file of unknown format: look at it, then compute
+inspect_file    a data file with an unknown separator: look at it, then compute
 inspect_module  a module with an unknown function: find its name, then call it
 repair_lines, repair_keys, repair_types   the natural first program raises; mend it
 
@@ -25,18 +25,7 @@ def file_name(rng: random.Random, suffix: str) -> str:
 def inspect_file(rng: random.Random) -> Problem:
     name = file_name(rng, "txt")
     nums = [rng.randint(12, 98) for _ in range(rng.randint(12, 16))]
-    labels = [rng.choice("abcdefghijk") + rng.choice("lmnopqrst") for _ in nums]
-    pairs = list(zip(labels, nums, strict=True))
-    # The file, how to split it, the numbers in it, and the value of one part.
-    text, split, value = rng.choice(
-        [
-            (",".join(map(str, nums)), "split(',')", "int(x)"),
-            (";".join(map(str, nums)), "split(';')", "int(x)"),
-            ("|".join(map(str, nums)), "split('|')", "int(x)"),
-            ("\n".join(f"{k}={n}" for k, n in pairs), "split()", "int(x.split('=')[1])"),
-            ("\n".join(f"{k}:{n}" for k, n in pairs), "split()", "int(x.split(':')[1])"),
-        ]
-    )
+    separator = rng.choice(",;|:")
     asked, code, answer = rng.choice(
         [
             ("sum", "sum(nums)", sum(nums)),
@@ -49,21 +38,20 @@ def inspect_file(rng: random.Random) -> Problem:
     )
     ask = rng.choice(
         [
-            "The file {} holds numbers in an unknown format. What is the {} of the numbers?",
-            "Find the {1} of the numbers in {0}. Its format is unknown.",
+            "The file {} holds numbers with an unknown separator. What is their {}?",
+            "Find the {1} of the numbers in {0}. Their separator is unknown.",
         ]
     )
     read = f"t = open('{name}').read()\n"
-    compute = f"{read}nums = [{value} for x in t.{split}]\nprint({code})"
-    guess = rng.choice(["split()", "split(',')"])
+    compute = f"{read}nums = [int(x) for x in t.split('{separator}')]\nprint({code})"
     return make_problem(
         "inspect_file",
         ask.format(name, asked),
         answer,
         (f"print(open('{name}').read()[:30])", compute),
         (f"{read}print(t[:24])", compute),
-        files={name: text},
-        habit=f"{read}nums = [int(x) for x in t.{guess}]\nprint({code})",
+        files={name: separator.join(map(str, nums))},
+        habit=f"{read}nums = [int(x) for x in t.split()]\nprint({code})",
     )
 
 

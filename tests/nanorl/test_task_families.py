@@ -18,13 +18,10 @@ from nanorl.data.tiny_family import tiny_family
 # One problem a kind, its answer worked out by hand from the text (and the file, where one counts).
 BY_HAND = {
     "smollm2": {
-        "arithmetic": ("Calculate the value of 210 * 74 - 410.", "15130"),
-        "counting": (
-            "Count the whole numbers from 174 to 1023 that are divisible by 9 or by 5.",
-            "245",
-        ),
-        "digits": ("What is the sum of the squares of the digits of 7585461?", "216"),
-        "primes": ("What is the sum of all prime numbers from 15 to 149?", "2235"),
+        "arithmetic": ("What is 210 * 74 - 410?", "15130"),
+        "counting": ("Count the whole numbers from 174 to 1023 that are divisible by 9.", "94"),
+        "digits": ("What is the sum of the digits of 7585461, multiplied by 363?", "13068"),
+        "divisors": ("Find the greatest common divisor of 425 and 1615.", "85"),
         "bases": ("The number 4030 is written in base 8. What is it in decimal?", "2072"),
         "lists": (
             "For the list 67, 92, 17, 22, 30, 79, 40, 40, what is the sum of the squares?",
@@ -34,15 +31,14 @@ BY_HAND = {
             "The string 'kopevo' is written 36 times in a row. How often does 'o' occur?",
             "72",
         ),
-        "dates": ("How many minutes pass between 3:46 and 18:50 on the same day?", "904"),
+        "times": ("How many seconds are 3 hours, 59 minutes and 38 seconds?", "14378"),
         "filtering": (
-            "What is the sum of those numbers that are odd? 44, 78, 29, 61, 99, 23, 49",
-            "261",
+            "What is the sum of those numbers that are less than 33? 51, 44, 78, 29, 61, 99, 23",
+            "52",
         ),
         "inspect_file": (
-            "Find the product of the largest and the smallest of the numbers"
-            " in stock_508.txt. Its format is unknown.",
-            "1568",
+            "The file stock_508.txt holds numbers with an unknown separator. What is their sum?",
+            "1070",
         ),
         "inspect_module": (
             "helper.py defines a single function. Call it with 7465 and report the result.",
