@@ -10,7 +10,8 @@ the last in rank (which starts over later, its tokens kept), and the first is ne
 is priority, then arrival; a waiting request also takes the place of a running one whose priority
 is strictly lower, so a stream of urgent requests can starve the others.
 
-Left out: fairness between users, deadlines.
+Left out: fairness between users, deadlines, speculation (drafts from the context or from siblings
+were right too seldom on sampled agent text to pay for computing them).
 """
 
 from __future__ import annotations
