@@ -375,6 +375,10 @@ def _check_mesh(model: Transformer, config: EngineConfig, mesh: Mesh, *, is_pipe
         raise ValueError(f"{mesh.layout}: this engine runs over dp, cp and tp")
     if mesh.size("cp") > 1 and config.share_prefix:
         raise ValueError("share_prefix=True: not available with cp > 1; set it to False")
+    if mesh.size("tp") > 1 and any(
+        model.config.is_moe_layer(i) for i in range(model.config.num_layers)
+    ):
+        raise ValueError(f"{mesh.layout}: a mixture of experts is not split over tp; set tp=1")
     if mesh.size("tp") == 1 and model.split is None:
         return
     if not isinstance(model.split, TensorParallel) or model.split.mesh is not mesh:
