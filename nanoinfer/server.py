@@ -16,9 +16,14 @@ from nanoengine.model.hf import load_model
 from nanoengine.model.lora import merge_lora
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.async_engine import AsyncEngine
-from nanoinfer.completions import HttpLimits
 from nanoinfer.engine import InferConfig, LLMEngine
-from nanoinfer.http_app import HttpApp
+
+try:
+    from nanoinfer.completions import HttpLimits
+    from nanoinfer.http_app import HttpApp
+except ModuleNotFoundError as error:
+    MISSING = f"the server needs the package {error.name}; run: pip install -e '.[serve]'"
+    raise (SystemExit if __name__ == "__main__" else ImportError)(MISSING) from None
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
