@@ -23,7 +23,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -36,7 +35,7 @@ from nanoengine.model import hf
 from nanoengine.model.shared_prefix import supports_shared_prefix
 from nanoengine.model.transformer import Transformer
 from nanoengine.optim import AdamW
-from nanoengine.packing import MicroBatch, Sample, make_micro_batches
+from nanoengine.packing import MicroBatch, Sample, idle_micro_batch, make_micro_batches
 from nanoengine.parallel.mesh import DATA_AXES, Layout, Mesh
 from nanoengine.parallel.tensor_parallel import TensorParallel, gather_slice
 from nanoengine.parallel.zero import ShardedAdamW
@@ -192,7 +191,7 @@ class Engine:
         micros = self._micro_batches(samples)
         if self.optimizer.needs_equal_passes:
             num_passes = self.mesh.max_int(DATA_AXES, len(micros))
-            micros += [_idle_pass(self.model.device)] * (num_passes - len(micros))
+            micros += [idle_micro_batch(self.model.device)] * (num_passes - len(micros))
         return micros
 
     # -- one optimizer step ------------------------------------------------------------------
@@ -386,13 +385,6 @@ def _check_mesh(model: Transformer, config: EngineConfig, mesh: Mesh, *, is_pipe
             f"the model is not split over this mesh (tp={mesh.size('tp')}): build it with "
             "Transformer(config, split=TensorParallel.of(mesh, config))"
         )
-
-
-def _idle_pass(device: torch.device) -> MicroBatch:
-    """Two tokens that belong to no sample."""
-    nothing = Sample(tokens=[0, 0], loss_mask=[0, 0])
-    (micro,) = make_micro_batches([nothing], 1, device=device)
-    return replace(micro, index=[], starts=[0])
 
 
 def _empty_like_tokens(samples: Sequence[Sample]) -> list[Tensor]:

@@ -18,7 +18,7 @@ Legend: N rows the model reads, T predictions, S segments (sequences, prefixes o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -248,3 +248,10 @@ def _pack(
         index=index,
         starts=starts,
     )
+
+
+def idle_micro_batch(device: torch.device) -> MicroBatch:
+    """Two tokens that belong to no sample, for a rank that has nothing to do in a pass."""
+    nothing = Sample(tokens=[0, 0], loss_mask=[0, 0])
+    (micro,) = make_micro_batches([nothing], 1, device=device)
+    return replace(micro, index=[], starts=[0])

@@ -85,7 +85,7 @@ class ShardedWriter:
         self._rank = rank if mesh is None else mesh.rank()
         self._world = world if mesh is None else mesh.size()
         self._thread: threading.Thread | None = None
-        self._error: CheckpointError | None = None
+        self._error: Exception | None = None
         self._result: Path | None = None
         self._key: list[Piece] | None = None
         self._mine: list[int] = []
@@ -201,7 +201,7 @@ class ShardedWriter:
                 explain_write_error(self.root, {str(n): t for n, t in tensors.items()}, error)
             )
             self._mark_failed(temporary)
-        except CheckpointError as error:
+        except Exception as error:  # the boundary of the thread: recorded, raised by `wait`
             self._error = error
             self._mark_failed(temporary)
 

@@ -230,7 +230,7 @@ def test_random_workloads_of_10000_steps_compute_every_token_right_and_leak_noth
     run_state_machine_as_test(
         RandomWorkload,
         settings=settings(
-            max_examples=250,
+            max_examples=280,
             stateful_step_count=50,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow],
