@@ -42,7 +42,7 @@ def smollm2() -> RunConfig:
     return RunConfig(
         preset="smollm2",
         warm_start=WarmStartConfig(steps=80, traces_per_step=8, lr=1e-4),
-        rl=RLConfig(steps=20, tasks_per_step=16, group_size=4, lr=6e-5, temperature=0.7),
+        rl=RLConfig(steps=14, tasks_per_step=16, group_size=4, lr=6e-5, temperature=0.7),
         agent=AgentConfig(
             max_turns=4, max_turn_tokens=96, max_context_tokens=512, max_observation_tokens=64
         ),
