@@ -14,7 +14,7 @@ penalties are all neutral is not touched. `apply_token_bitmask_` writes −inf w
 import torch
 from torch import Tensor
 
-from kernels._check import check_launch
+from kernels._check import check_launch, check_per_row
 from kernels._dispatch import Backend, compute_dtype, use_triton
 
 
@@ -56,12 +56,7 @@ def apply_penalties_(
                 f"{name}: shape {tuple(table.shape)} must be logits' {tuple(logits_BV.shape)}"
             )
     named = {"repetition": repetition, "frequency": frequency, "presence": presence}
-    for name, value in named.items():
-        if value.shape != logits_BV.shape[:1]:
-            raise ValueError(
-                f"{name}: shape {tuple(value.shape)} must be one number for each of the "
-                f"{logits_BV.shape[0]} rows of logits"
-            )
+    check_per_row(logits_BV, **named)
     if use_triton(backend, logits_BV):
         from kernels import _logit_edits_triton
 

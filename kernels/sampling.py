@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels._check import check_launch
+from kernels._check import check_launch, check_per_row
 from kernels._dispatch import Backend, compute_dtype, use_triton
 
 _MASK32 = 0xFFFFFFFF
@@ -142,16 +142,12 @@ def sample(
         raise ValueError(f"logits: shape {tuple(logits_BV.shape)} must be [rows, vocabulary]")
     rows = (temperature, top_k, top_p, min_p, seeds, positions)
     names = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
-    for name, value in zip(names, rows, strict=True):
-        if value is not None and value.shape != logits_BV.shape[:1]:
-            raise ValueError(
-                f"{name}: shape {tuple(value.shape)} must be one number for each of the "
-                f"{logits_BV.shape[0]} rows of logits"
-            )
+    named = dict(zip(names, rows, strict=True))
+    check_per_row(logits_BV, **named)
     if use_triton(backend, logits_BV):
         from kernels import _sampling_triton
 
-        check_launch(logits_BV, "logits", **dict(zip(names, rows, strict=True)))
+        check_launch(logits_BV, "logits", **named)
         return SampleOutput(*_sampling_triton.sample(logits_BV, *rows))
     step = max(1, _CHUNK_ELEMENTS // logits_BV.shape[1])
     parts = []

@@ -35,7 +35,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from nanoengine.slices import Box
+from nanoengine.slices import Box, cover
 
 TENSORS, META, LATEST = "tensors.safetensors", "meta.json", "latest"
 FORMAT = 1
@@ -132,17 +132,9 @@ class Checkpoint:
 
     def read_box(self, name: str, box: Box, out: Tensor) -> None:
         """Fill `out`, of the box's shape, with that part of a tensor. Reads the rows it needs."""
-        missing = [box]
-        for part in self._parts[name]:
-            rest: list[Box] = []
-            for wanted in missing:
-                common = wanted.intersect(part.box)
-                if common is None:
-                    rest.append(wanted)
-                    continue
-                self._copy(part, common, common.of(out, box))
-                rest += wanted.minus(common)
-            missing = rest
+        parts, missing = cover(box, [(part.box, part) for part in self._parts[name]])
+        for common, part in parts:
+            self._copy(part, common, common.of(out, box))
         if missing:
             raise CheckpointError(f"{self.folder}: nothing holds {missing[0]} of {name}")
 

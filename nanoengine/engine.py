@@ -35,7 +35,14 @@ from nanoengine.model import hf
 from nanoengine.model.shared_prefix import supports_shared_prefix
 from nanoengine.model.transformer import Transformer
 from nanoengine.optim import AdamW
-from nanoengine.packing import MicroBatch, Sample, idle_micro_batch, make_micro_batches
+from nanoengine.packing import (
+    MicroBatch,
+    Sample,
+    collect,
+    idle_micro_batch,
+    make_micro_batches,
+    zeros_like_tokens,
+)
 from nanoengine.parallel.mesh import DATA_AXES, Layout, Mesh
 from nanoengine.parallel.tensor_parallel import TensorParallel, gather_slice
 from nanoengine.parallel.zero import ShardedAdamW
@@ -150,14 +157,14 @@ class Engine:
         """For each sample its logps (and entropies), one for each token: entry t is of tokens[t]
         given the tokens before it, entry 0 is 0. `only_masked` leaves 0 where loss_mask is 0.
         """
-        logps = _empty_like_tokens(samples)
-        entropies = _empty_like_tokens(samples)
+        logps = zeros_like_tokens(samples)
+        entropies = zeros_like_tokens(samples)
         with self._kernels():
             for micro in self._passes(samples):
                 logp_T, entropy_T = self._logprobs(micro, temperature, entropy, only_masked)
-                _collect(logps, micro, logp_T)
+                collect(logps, micro, logp_T)
                 if entropy_T is not None:
-                    _collect(entropies, micro, entropy_T)
+                    collect(entropies, micro, entropy_T)
         self.optimizer.release()
         return (logps, entropies) if entropy else logps
 
@@ -245,7 +252,7 @@ class Engine:
         self.optimizer.zero_grad()
         total = 0.0
         stats: dict[str, float] = {}
-        logps = _empty_like_tokens(samples)
+        logps = zeros_like_tokens(samples)
         micros = self._passes(samples)
         with self._kernels():
             for i, micro in enumerate(micros):
@@ -265,10 +272,8 @@ class Engine:
                 if loss.requires_grad:
                     loss.backward()
                 self.optimizer.end_pass()
-                _collect(logps, micro, logp_T.detach())
-                for name, value in sums.items():
-                    value = value.detach() if isinstance(value, Tensor) else value
-                    stats[name] = stats.get(name, 0.0) + float(value)
+                collect(logps, micro, logp_T.detach())
+                add_sums(stats, sums)
         self.optimizer.finish_gradients()
         self.last_logps = logps
         return total, stats
@@ -280,8 +285,7 @@ class Engine:
         total, sums = 0.0, dict[str, float]()
         for part_loss, part_stats in self.mesh.gather_json(DATA_AXES, [loss, stats]):
             total += part_loss
-            for name, value in part_stats.items():
-                sums[name] = sums.get(name, 0.0) + value
+            add_sums(sums, part_stats)
         return total, sums
 
     def _explain(self, what: str) -> str:
@@ -387,10 +391,8 @@ def _check_mesh(model: Transformer, config: EngineConfig, mesh: Mesh, *, is_pipe
         )
 
 
-def _empty_like_tokens(samples: Sequence[Sample]) -> list[Tensor]:
-    return [torch.zeros(len(sample.tokens)) for sample in samples]
-
-
-def _collect(per_sample: list[Tensor], micro: MicroBatch, values_T: Tensor) -> None:
-    for index, values in micro.split(values_T.cpu()):
-        per_sample[index] = torch.cat([values.new_zeros(1), values])
+def add_sums(totals: dict[str, float], sums: Mapping[str, Tensor | float]) -> None:
+    """Add a loss function's statistics to those of the micro-batches before."""
+    for name, value in sums.items():
+        value = value.detach() if isinstance(value, Tensor) else value
+        totals[name] = totals.get(name, 0.0) + float(value)

@@ -133,7 +133,22 @@ def update(
     )
 
 
-class AdamW:
+class Offloadable:
+    """What an optimizer does once its memory is parked; `offload` itself is the optimizer's."""
+
+    _parked: Parked | None = None
+
+    def reload(self) -> None:
+        if self._parked is not None:
+            self._parked.restore()
+            self._parked = None
+
+    def _require_loaded(self) -> None:
+        if self._parked is not None:
+            raise ValueError("the optimizer is offloaded: call reload() first")
+
+
+class AdamW(Offloadable):
     """Owns masters, moments and gradients of `named_parameters`; tied parameters come once.
 
     `dtype` is what the parameters are converted to (by default they keep theirs); the masters
@@ -161,7 +176,6 @@ class AdamW:
             torch.zeros(size, dtype=wide, device=first.device) for _ in range(4)
         )
         self.has_working_copy = dtype != wide
-        self._parked: Parked | None = None
         self._hooks = []
         for slot in self._slots:
             master = slot.view(self.master).copy_(slot.param.data)
@@ -261,15 +275,6 @@ class AdamW:
             if self.has_working_copy:
                 buffers.append(self.master)
             self._parked = Parked(buffers, [self.grad], folder)
-
-    def reload(self) -> None:
-        if self._parked is not None:
-            self._parked.restore()
-            self._parked = None
-
-    def _require_loaded(self) -> None:
-        if self._parked is not None:
-            raise ValueError("the optimizer is offloaded: call reload() first")
 
 
 class Parked:

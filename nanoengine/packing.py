@@ -255,3 +255,13 @@ def idle_micro_batch(device: torch.device) -> MicroBatch:
     nothing = Sample(tokens=[0, 0], loss_mask=[0, 0])
     (micro,) = make_micro_batches([nothing], 1, device=device)
     return replace(micro, index=[], starts=[0])
+
+
+def zeros_like_tokens(samples: Sequence[Sample]) -> list[Tensor]:
+    return [torch.zeros(len(sample.tokens)) for sample in samples]
+
+
+def collect(per_sample: list[Tensor], micro: MicroBatch, values_T: Tensor) -> None:
+    """Put a micro-batch's values where its samples are; the first token of each has none: 0."""
+    for index, values in micro.split(values_T.cpu()):
+        per_sample[index] = torch.cat([values.new_zeros(1), values])

@@ -9,13 +9,15 @@ the copies; `reshard.py` replays it between processes, `sharded_checkpoint.py` r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from nanoengine.model.layers import Slice
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, order=True)
@@ -151,6 +153,25 @@ class Copy:
     box: Box
 
 
+def cover(wanted: Box, sources: Iterable[tuple[Box, T]]) -> tuple[list[tuple[Box, T]], list[Box]]:
+    """(what to take from which source, what none of them has), earlier sources first."""
+    parts: list[tuple[Box, T]] = []
+    missing = [wanted]
+    for held, source in sources:
+        rest: list[Box] = []
+        for box in missing:
+            common = box.intersect(held)
+            if common is None:
+                rest.append(box)
+                continue
+            parts.append((common, source))
+            rest += box.minus(common)
+        missing = rest
+        if not missing:
+            break
+    return parts, missing
+
+
 def make_plan(held: Sequence[Sequence[Piece]], wanted: Sequence[Sequence[Piece]]) -> list[Copy]:
     """Every copy that fills all wanted pieces, in an order that depends on the arguments alone.
 
@@ -180,17 +201,8 @@ def _fill(
     turn = to % max(1, len(sources))  # replicas share the work
     order = [s for s in sources if s[0] == to]
     order += [s for s in (*sources[turn:], *sources[:turn]) if s[0] != to]
-    open_boxes = [piece.box]
-    for rank, source_number, source in order:
-        rest: list[Box] = []
-        for box in open_boxes:
-            common = box.intersect(source.box)
-            if common is None:
-                rest.append(box)
-                continue
-            yield Copy(rank, source_number, to, number, common)
-            rest += box.minus(common)
-        open_boxes = rest
-        if not open_boxes:
-            return
-    raise ValueError(f"{piece.name}: nobody holds {open_boxes[0]}; nothing was copied")
+    parts, missing = cover(piece.box, [(source.box, (r, n)) for r, n, source in order])
+    for common, (rank, source_number) in parts:
+        yield Copy(rank, source_number, to, number, common)
+    if missing:
+        raise ValueError(f"{piece.name}: nobody holds {missing[0]}; nothing was copied")

@@ -8,6 +8,7 @@ stop_token_ids, ignore_eos, allowed_token_ids, priority and the three `guided_*`
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
@@ -30,7 +31,7 @@ class StreamOptions(_Strict):
     include_usage: StrictBool = False
 
 
-class Sampling(_Strict):
+class Sampling(_Strict, ABC):
     """The fields that chat and plain completions share."""
 
     model: str | None = None
@@ -62,9 +63,9 @@ class Sampling(_Strict):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
+    @abstractmethod
     def num_top(self) -> int | None:
         """Likeliest tokens to report at each position; None: no log-probs at all."""
-        raise NotImplementedError
 
     def grammar(self) -> Grammar | None:
         given = [

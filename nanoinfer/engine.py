@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kernels.host_memory import release_free_memory
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.model.transformer import Transformer
@@ -217,6 +218,7 @@ class LLMEngine:
         self._scheduler.restart_all()
         self._blocks.flush(self.version)
         self._runner.cache.release()
+        release_free_memory()  # a process that keeps its large buffers would keep this one too
         self.is_asleep = True
 
     def wake(self) -> None:

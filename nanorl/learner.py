@@ -51,16 +51,12 @@ class Learner:
         start = time.perf_counter()
         batch = build_batch(groups, rl.algorithm, max_tokens=self.config.agent.max_context_tokens)
         metrics: dict[str, Any] = dict(batch.metrics)
-        if batch.samples and (rl.epochs > 1 or rl.max_staleness > 0):
+        if not batch.samples:
+            logps = self.engine.forward_logprobs(batch.probe, temperature=rl.temperature)
+            metrics.update(logp_gap(batch.probe, logps))
+        elif rl.epochs > 1 or rl.max_staleness > 0:
             logps = self.engine.forward_logprobs(batch.samples, temperature=rl.temperature)
             batch.set_field("old_logp", logps)
-        if not batch.samples:
-            logps = (
-                self.engine.forward_logprobs(batch.probe, temperature=rl.temperature)
-                if batch.probe
-                else []
-            )
-            metrics.update(logp_gap(batch.probe, logps))
         for epoch in range(rl.epochs if batch.samples else 0):
             result = self.engine.train_step(
                 batch.samples,

@@ -63,6 +63,12 @@ class Trainer:
 
     async def fit(self, first_step: int, on_step: OnStep) -> None:
         """Run steps `first_step` .. `rl.steps - 1`; `on_step` sees each one before the next."""
+        try:
+            await self._fit(first_step, on_step)
+        except TaskError as error:
+            raise error.cause from None  # what the user reads is the actor's own error
+
+    async def _fit(self, first_step: int, on_step: OnStep) -> None:
         rl = self.config.rl
         staleness = StalenessController(
             max_staleness=rl.max_staleness,
@@ -77,8 +83,6 @@ class Trainer:
         producer = asyncio.create_task(self._produce(first_step, staleness, queue))
         try:
             await self._consume(first_step, staleness, queue, producer, on_step)
-        except TaskError as error:
-            raise error.cause from None  # what the user reads is the actor's own error
         finally:
             producer.cancel()
             await self.collector.stop.remote()

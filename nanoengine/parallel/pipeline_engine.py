@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine, LossFn
+from nanoengine.engine import Engine, LossFn, add_sums
 from nanoengine.model import hf
 from nanoengine.model.transformer import Transformer
-from nanoengine.packing import MicroBatch, Sample
+from nanoengine.packing import MicroBatch, Sample, collect, zeros_like_tokens
 from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.pipeline import PipelineRunner, StageChunk
 from nanoengine.parallel.schedules import SCHEDULES, forward_only, make_schedule
@@ -69,17 +69,17 @@ class PipelineEngine(Engine):
         only_masked: bool = False,
     ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
         """As the engine's, on every rank."""
-        found = [torch.zeros(len(sample.tokens)) for sample in samples]
-        entropies = [torch.zeros(len(sample.tokens)) for sample in samples]
+        found = zeros_like_tokens(samples)
+        entropies = zeros_like_tokens(samples)
         micros = self._micro_batches(samples)
 
         def score(stage: Stage, part: Part, index: int, hidden_ND: Tensor) -> Tensor:
             logp_T, entropy_T = self._scorer.score(
                 part, hidden_ND, temperature, entropy=entropy, only_masked=only_masked
             )
-            _collect(found, micros[index], logp_T)
+            collect(found, micros[index], logp_T)
             if entropy_T is not None:
-                _collect(entropies, micros[index], entropy_T)
+                collect(entropies, micros[index], entropy_T)
             return logp_T
 
         chunks = len(self.stages)
@@ -125,7 +125,7 @@ class PipelineEngine(Engine):
         assert isinstance(optimizer, ShardedAdamW), "a pipeline has several ranks"
         optimizer.zero_grad()
         micros = self._micro_batches(samples)
-        logps = [torch.zeros(len(sample.tokens)) for sample in samples]
+        logps = zeros_like_tokens(samples)
         losses: list[float] = []
         stats: dict[str, float] = {}
 
@@ -137,10 +137,8 @@ class PipelineEngine(Engine):
             loss_sum, sums = loss_fn(logp_T, entropy_T, micro)
             loss = loss_sum / weight
             losses.append(float(loss.detach()))
-            _collect(logps, micro, logp_T.detach())
-            for name, value in sums.items():
-                value = value.detach() if isinstance(value, Tensor) else value
-                stats[name] = stats.get(name, 0.0) + float(value)
+            collect(logps, micro, logp_T.detach())
+            add_sums(stats, sums)
             return loss if loss.requires_grad else loss + logp_T.sum() * 0
 
         optimizer.start_pass(is_last=False, is_pipeline=True)
@@ -202,8 +200,3 @@ class PipelineEngine(Engine):
             hf.load_state(stage, ((name, tensors[name]) for name in names))
         self.optimizer.read_weights()
         self._refresh()
-
-
-def _collect(per_sample: list[Tensor], micro: MicroBatch, values_T: Tensor) -> None:
-    for index, values in micro.split(values_T.cpu()):
-        per_sample[index] = torch.cat([values.new_zeros(1), values])

@@ -30,7 +30,15 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from nanoengine.optim import AdamWConfig, Parked, clip, lr_at, sum_of_squares, update
+from nanoengine.optim import (
+    AdamWConfig,
+    Offloadable,
+    Parked,
+    clip,
+    lr_at,
+    sum_of_squares,
+    update,
+)
 from nanoengine.parallel.data_parallel import (
     Bucket,
     GradientReducer,
@@ -45,7 +53,7 @@ Named = list[tuple[str, nn.Parameter]]
 Kind = Literal["master", "exp_avg", "exp_avg_sq", "grad"]
 
 
-class ShardedAdamW:
+class ShardedAdamW(Offloadable):
     """The interface of `optim.AdamW` over a mesh. `models` are this rank's parts of the model:
     one, or its pipeline stages."""
 
@@ -95,7 +103,6 @@ class ShardedAdamW:
             self._states.append(
                 BucketState(bucket, dtype, own_part, *moments, is_resident=zero < 3)
             )
-        self._parked: Parked | None = None
         self.residency = Residency(mesh, self._states, models) if zero >= 2 else None
         self.reducer = GradientReducer(
             mesh,
@@ -230,15 +237,6 @@ class ShardedAdamW:
             scratch = {id(t): t for b in self.buckets for t in (b.grad, b.grad_shard)}
             whole = [t for t in scratch.values() if t.untyped_storage().nbytes()]
             self._parked = Parked(buffers, whole, folder)
-
-    def reload(self) -> None:
-        if self._parked is not None:
-            self._parked.restore()
-            self._parked = None
-
-    def _require_loaded(self) -> None:
-        if self._parked is not None:
-            raise ValueError("the optimizer is offloaded: call reload() first")
 
 
 def _units(models: Sequence[nn.Module]) -> list[tuple[list[nn.Module], Named]]:

@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+import kernels
 from nanorl.algorithms.segments import index_by_id, segment_sum
 
 DELTA = 1e-6
@@ -123,18 +125,9 @@ def gae(
     The value after an action token is that of the next *action* token: tool output in between
     neither discounts nor bootstraps. Both results are 0 outside the mask.
     """
-    action = mask_T.nonzero().squeeze(-1)
-    rewards, values, owners = (
-        tensor[action].double().tolist() for tensor in (reward_T, value_T, sequence_ids_T)
-    )
-    advantages = [0.0] * len(rewards)
-    for t in reversed(range(len(rewards))):
-        has_next = t + 1 < len(rewards) and owners[t + 1] == owners[t]
-        next_value, next_advantage = (values[t + 1], advantages[t + 1]) if has_next else (0.0, 0.0)
-        advantages[t] = rewards[t] + gamma * next_value - values[t] + gamma * lam * next_advantage
-    advantage_T = torch.zeros_like(value_T)
-    advantage_T[action] = torch.tensor(advantages, dtype=value_T.dtype, device=value_T.device)
-    return advantage_T, (advantage_T + value_T) * mask_T.to(value_T.dtype)
+    lengths = sequence_ids_T.unique_consecutive(return_counts=True)[1]
+    cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    return kernels.gae(reward_T, value_T, cu_seqlens, gamma, lam, mask_T=mask_T)
 
 
 def distill(

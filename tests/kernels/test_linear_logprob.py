@@ -2,25 +2,10 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from largest_tensor import LargestTensor
 
 from kernels import linear, linear_logprob, logits_logprob, pack_weight
 from kernels.linear_logprob import linear_logprob_ref
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the most elements any operation returned."""
-
-    def __init__(self):
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(x, torch.Tensor):
-                self.numel = max(self.numel, x.numel())
-        return out
 
 
 def inputs(dtype, num_tokens=70, width=48, vocab=97):

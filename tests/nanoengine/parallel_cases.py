@@ -152,21 +152,25 @@ def run(case: Case, mesh: Mesh | None = None) -> Result:
         split = TensorParallel.of(mesh, config, sequence_parallel=case.sequence_parallel)
     engine = Engine(
         make_model(case, split),
-        EngineConfig(
-            dtype=case.dtype,  # type: ignore[arg-type]
-            lr=3e-3,
-            eps=1e-4,  # a gradient that is all rounding must not become a step of random sign
-            weight_decay=0.1,
-            max_grad_norm=case.max_grad_norm,
-            micro_batch_tokens=case.budget,
-            zero=case.zero,
-            bucket_bytes=case.bucket_bytes,
-            activation_checkpointing=case.activation_checkpointing,
-        ),
+        engine_config(case),
         mesh,
     )
     with planted(case.bug):
         return _train(case, engine)
+
+
+def engine_config(case: Case) -> EngineConfig:
+    return EngineConfig(
+        dtype=case.dtype,  # type: ignore[arg-type]
+        lr=3e-3,
+        eps=1e-4,  # a gradient that is all rounding must not become a step of random sign
+        weight_decay=0.1,
+        max_grad_norm=case.max_grad_norm,
+        micro_batch_tokens=case.budget,
+        zero=case.zero,
+        bucket_bytes=case.bucket_bytes,
+        activation_checkpointing=case.activation_checkpointing,
+    )
 
 
 def _train(case: Case, engine: Engine) -> Result:

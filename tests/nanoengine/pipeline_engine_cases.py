@@ -15,7 +15,7 @@ from parallel_cases import Case, Result
 from pool import Rank
 from torch import Tensor
 
-from nanoengine.engine import Engine, EngineConfig
+from nanoengine.engine import Engine
 from nanoengine.export import export_hf
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import slice_of
@@ -57,25 +57,11 @@ def whole_model(case: Case) -> Transformer:
     return model
 
 
-def engine_config(case: Case) -> EngineConfig:
-    return EngineConfig(
-        dtype=case.dtype,  # type: ignore[arg-type]
-        lr=3e-3,
-        eps=1e-4,
-        weight_decay=0.1,
-        max_grad_norm=case.max_grad_norm,
-        micro_batch_tokens=case.budget,
-        zero=case.zero,
-        bucket_bytes=case.bucket_bytes,
-        activation_checkpointing=case.activation_checkpointing,
-    )
-
-
 def make_engine(run: Run, mesh: Mesh | None = None) -> Engine:
     case = run.case
     whole = whole_model(case)
     if mesh is None or mesh.size() == 1:
-        return Engine(whole, engine_config(case))
+        return Engine(whole, parallel_cases.engine_config(case))
     split = TensorParallel.of(mesh, whole.config, sequence_parallel=case.sequence_parallel)
     dtype = parallel_cases.DTYPES[case.dtype]
     models: list[Any]
@@ -89,8 +75,8 @@ def make_engine(run: Run, mesh: Mesh | None = None) -> Engine:
                 value, part = whole.get_parameter(name), slice_of(parameter)
                 parameter.copy_(value if part is None else part.take(value))
     if mesh.size("pp") == 1:
-        return Engine(models[0], engine_config(case), mesh)
-    return PipelineEngine(models, engine_config(case), mesh, schedule=run.schedule)
+        return Engine(models[0], parallel_cases.engine_config(case), mesh)
+    return PipelineEngine(models, parallel_cases.engine_config(case), mesh, schedule=run.schedule)
 
 
 def reference(case: Case) -> Result:

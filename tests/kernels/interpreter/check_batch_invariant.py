@@ -40,7 +40,7 @@ def test_log_softmax(dtype, shape):
     )
 
 
-def parts_equal_whole(op, x, splits):
+def assert_parts_equal_whole(op, x, splits):
     """op on the whole and on runs of rows, outputs and gradients by x."""
 
     def run(lo, hi):
@@ -60,7 +60,7 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype):
     torch.manual_seed(0)
     x, b, w = (torch.randn(s).to(dtype) for s in ((140, 90), (90, 70), (90,)))
     splits = [(0, 1), (0, 22), (128, 129), (128, 140)]
-    parts_equal_whole(lambda r: matmul_batch_invariant(r, b, backend="triton"), x, splits)
+    assert_parts_equal_whole(lambda r: matmul_batch_invariant(r, b, backend="triton"), x, splits)
     splits = [(0, 1), (139, 140), (5, 22), (60, 140)]
-    parts_equal_whole(lambda r: log_softmax_batch_invariant(r, backend="triton"), x, splits)
-    parts_equal_whole(lambda r: rms_norm(r, w, 1e-5, backend="triton"), x, splits)
+    assert_parts_equal_whole(lambda r: log_softmax_batch_invariant(r, backend="triton"), x, splits)
+    assert_parts_equal_whole(lambda r: rms_norm(r, w, 1e-5, backend="triton"), x, splits)
