@@ -66,9 +66,10 @@ class ScriptedGenerator:
 
 
 def sft_samples(rollouts: Sequence[Rollout]) -> list[Sample]:
-    """Samples whose loss is on the action tokens; rollouts without one are left out."""
+    """Samples whose loss is on the action tokens; rollouts without one are left out. All are of
+    one group: the system prompt that they begin with is forwarded once."""
     return [
-        Sample(tokens=rollout.tokens, loss_mask=rollout.loss_mask)
+        Sample(tokens=rollout.tokens, loss_mask=rollout.loss_mask, group="traces")
         for rollout in rollouts
         if rollout.num_action_tokens
     ]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nanoengine.packing import make_micro_batches
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import build_batch, logp_gap, per_action_token
+from nanorl.sft import sft_samples
 from nanorl.types import Rollout, Status
 
 
@@ -92,3 +94,11 @@ def test_the_gap_counts_sampled_tokens_alone() -> None:
 def test_statistics_become_means_per_action_token() -> None:
     sums = {"loss": 2.0, "ratio_sum": 6.0, "action_count": 3.0, "logp_gap_max": 5.0}
     assert per_action_token(sums) == {"loss": 2.0, "ratio": 2.0}
+
+
+def test_traces_of_different_tasks_share_the_rows_of_their_common_start() -> None:
+    traces = [rollout("a", 0, 1.0, actions=4), rollout("b", 0, 1.0, actions=6)]
+    traces[1].tokens[3] = 99  # after the prompt of three tokens they differ
+    (micro,) = make_micro_batches(sft_samples(traces), 64, share_prefix=True)
+    assert micro.num_rows == 3 + (4 - 1) + (6 - 1)
+    assert micro.loss_mask_T.sum() == 4 + 6
