@@ -17,19 +17,27 @@ matmul rate measured in the same run: every distinct token forwarded once, nothi
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench_output import print_rows, write_json
-from bench_rl import BODY, HEAD, SCRIPTS, bounds, measure, peak, run_rate
+from bench_rl import bounds
+from model_bench import (
+    BODY,
+    HEAD,
+    alternate,
+    make_parser,
+    make_row,
+    measure,
+    peak,
+    run_benchmark,
+    run_rate,
+)
 
 import workload  # isort: skip  (bench_rl put scripts/peers on the path)
 
-PEERS = {"W1": "transformers_w1.py", "W1-agent": "transformers_rollout.py"}
+PEER_SCRIPTS = {"W1": "transformers_w1.py", "W1-agent": "transformers_rollout.py"}
 
 
 class Clock:
@@ -108,80 +116,34 @@ def upper_bounds(rates: dict[str, float]) -> dict[str, float]:
 
 
 def compare(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[str, Any]]:
-    mine = [sys.executable, __file__, "--worker"]
-    tail = [args.model, dtype, str(threads)]
-    ours: dict[str, list[dict[str, Any]]] = {name: [] for name in PEERS}
-    theirs: dict[str, list[dict[str, Any]]] = {name: [] for name in PEERS}
-    limits = upper_bounds(measure([*mine, "rate", *tail], threads))
-    for _ in range(args.runs):
-        for name, script in PEERS.items():
-            ours[name].append(measure([*mine, name, *tail], threads))
-            if args.peers:
-                command = [args.peers_python, str(SCRIPTS / "peers" / script), *tail]
-                theirs[name].append(measure(command, threads))
-    return [
-        make_row(name, dtype, threads, ours[name], theirs[name], limits[name]) for name in PEERS
-    ]
+    command = [sys.executable, __file__, "--worker", "rate", args.model, dtype, str(threads)]
+    limits = upper_bounds(measure(command, threads))
+    rows = []
+    for name, script in PEER_SCRIPTS.items():
+        ours, theirs = alternate(args, __file__, name, script, dtype, threads)
+        mine, others = ([run.pop("outputs", None) for run in runs] for runs in (ours, theirs))
+        row = make_row(
+            name,
+            "tokens/s",
+            dtype=dtype,
+            threads=threads,
+            value=median(run["tokens_per_s"] for run in ours),
+            peer="transformers",
+            peer_value=median(run["tokens_per_s"] for run in theirs) if theirs else None,
+            bound=limits[name],
+            runs={"ours": ours, "peer": theirs},
+        )
+        if theirs and mine[0] is not None:
+            pairs = list(zip(mine[0], others[0], strict=True))
+            row["match"] = sum(a == b for a, b in pairs) / len(pairs)
+        rows.append(row)
+    return rows
 
 
-def make_row(
-    name: str,
-    dtype: str,
-    threads: int,
-    ours: list[dict[str, Any]],
-    theirs: list[dict[str, Any]],
-    limit: float,
-) -> dict[str, Any]:
-    value = median(run["tokens_per_s"] for run in ours)
-    other = median(run["tokens_per_s"] for run in theirs) if theirs else None
-    outputs = [[run.pop("outputs", None) for run in runs] for runs in (ours, theirs)]
-    row = {
-        "name": name,
-        "dtype": dtype,
-        "threads": threads,
-        "value": value,
-        "unit": "tokens/s",
-        "peer": "transformers" if theirs else None,
-        "peer_value": other,
-        "ratio": value / other if other else None,
-        "bound": limit,
-        "bound_ratio": value / limit,
-        "runs": {"ours": ours, "peer": theirs},
-    }
-    if theirs and outputs[0][0] is not None:
-        pairs = list(zip(outputs[0][0], outputs[1][0], strict=True))
-        row["match"] = sum(a == b for a, b in pairs) / len(pairs)
-    return row
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--peers", action="store_true", help="measure the peer in the same run")
-    parser.add_argument("--peers-python", default=str(SCRIPTS.parent / ".venv-peers/bin/python"))
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp32"])
-    parser.add_argument("--runs", type=int, default=1, help="alternations of ours and the peer")
-    parser.add_argument("--model", help="a SmolLM2-135M folder; default: fetched into the cache")
-    parser.add_argument("--worker", nargs=4, metavar=("WORK", "MODEL", "DTYPE", "THREADS"))
-    args = parser.parse_args()
-    if args.worker:
-        from kernels.host_memory import reuse_large_buffers
-
-        reuse_large_buffers()
-        work, folder, dtype, threads = args.worker
-        print(json.dumps(WORKERS[work](folder, dtype, int(threads))))
-        return 0
-    if args.model is None:
-        from nanoengine.model.sources import SMOLLM2, resolve_model
-
-        args.model = str(resolve_model(SMOLLM2.name))
-    rows = [row for dtype in args.dtypes for n in args.threads for row in compare(args, dtype, n)]
-    print_rows(rows)
-    if args.json:
-        write_json(args.json, rows)
-    return 0
+def make_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+    return [row for dtype in args.dtypes for n in args.threads for row in compare(args, dtype, n)]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    arguments = make_parser(__doc__, ["bf16", "fp32"]).parse_args()
+    sys.exit(run_benchmark(arguments, WORKERS, make_rows))

@@ -7,30 +7,37 @@ Rows (workloads in peers/workload.py):
     grpo-step          seconds of generate + train + weight sync; peer TRL's GRPOTrainer
     grpo-peak-memory   peak resident bytes of that process
 
-Every measurement is a process of its own, pinned to as many cores as it has threads; ours and the
-peer's alternate, medians are compared. The bound is arithmetic: floating-point operations over the
-matmul rate measured in the same run, with a group's prompt forwarded once and nothing else counted.
+Measurements of ours and of the peer alternate (model_bench.py), medians are compared. The bound is
+arithmetic: floating-point operations over the matmul rate measured in the same run, with a group's
+prompt forwarded once and nothing else counted.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import resource
-import subprocess
 import sys
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-SCRIPTS = Path(__file__).resolve().parent
-sys.path.insert(0, str(SCRIPTS / "peers"))
+from model_bench import (
+    BODY,
+    HEAD,
+    PEERS,
+    alternate,
+    make_parser,
+    make_row,
+    measure,
+    peak,
+    run_benchmark,
+    run_rate,
+)
 
-import workload  # noqa: E402
+sys.path.insert(0, str(PEERS))
 
-HEAD, BODY = 28_311_552, 106_203_456  # SmolLM2-135M: weights of the (tied) head and of the rest
+import workload
+
+PEER_SCRIPTS = {"rollouts": "transformers_rollout.py", "step": "trl_grpo.py"}
 
 
 # -- our side, in a process of its own -----------------------------------------------------------
@@ -125,59 +132,10 @@ def run_step(folder: str, dtype: str, threads: int) -> dict[str, Any]:
     return {**measured[len(measured) // 2], **peak()}
 
 
-def peak() -> dict[str, int]:
-    return {"peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-
-
-def run_rate(_: str, dtype: str, threads: int) -> dict[str, Any]:
-    """Matmul rates of this machine in FLOP/s: large, and decoding (64 rows, prepacked weights)."""
-    import torch
-
-    from kernels import linear, pack_weight
-
-    torch.set_num_threads(threads)
-    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-
-    def best(work: Any, flops: float) -> float:
-        times = []
-        for _ in range(7):
-            start = time.perf_counter()
-            work()
-            times.append(time.perf_counter() - start)
-        return flops / min(times)
-
-    weight = torch.randn(3072, 576).to(kind)
-    packed = pack_weight(weight)
-    with torch.no_grad():
-        rates = {}
-        for name, rows in (("train", 1024), ("decode", 64)):
-            x = torch.randn(rows, 576).to(kind)
-            flops = 2.0 * rows * 576 * 3072
-            rates[name] = best(lambda x=x: linear(x, weight, packed=packed), flops)
-    return rates
-
-
 WORKERS = {"rollouts": run_rollouts, "step": run_step, "rate": run_rate}
 
 
 # -- the comparison ------------------------------------------------------------------------------
-
-
-def measure(command: list[str], threads: int) -> dict[str, Any]:
-    """Run a process that prints one JSON line, pinned to `threads` cores."""
-    cores = sorted(os.sched_getaffinity(0))[:threads]
-    env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(SCRIPTS.parent)}
-    done = subprocess.run(
-        command,
-        env=env,
-        capture_output=True,
-        text=True,
-        preexec_fn=lambda: os.sched_setaffinity(0, cores),
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-    return json.loads(lines[-1])
 
 
 def bounds(rates: dict[str, float]) -> dict[str, float]:
@@ -195,90 +153,39 @@ def bounds(rates: dict[str, float]) -> dict[str, float]:
 
 
 def compare(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[str, Any]]:
-    mine = [sys.executable, __file__, "--worker"]
-    tail = [args.model, dtype, str(threads)]
-    peers = SCRIPTS / "peers"
-    ours: dict[str, list[dict]] = {"rollouts": [], "step": []}
-    theirs: dict[str, list[dict]] = {"rollouts": [], "step": []}
-    scripts = {"rollouts": "transformers_rollout.py", "step": "trl_grpo.py"}
-    rates = measure([*mine, "rate", *tail], threads)
-    for _ in range(args.runs):
-        for name, script in scripts.items():
-            ours[name].append(measure([*mine, name, *tail], threads))
-            print(f"  {name} {dtype} x{threads}: {ours[name][-1]}", file=sys.stderr, flush=True)
-            if args.peers:
-                theirs[name].append(
-                    measure([args.peers_python, str(peers / script), *tail], threads)
-                )
-                print(f"  peer {theirs[name][-1]}", file=sys.stderr, flush=True)
-    bound = bounds(rates)
+    command = [sys.executable, __file__, "--worker", "rate", args.model, dtype, str(threads)]
+    limits = bounds(measure(command, threads))
+    runs = {
+        work: alternate(args, __file__, work, script, dtype, threads)
+        for work, script in PEER_SCRIPTS.items()
+    }
 
-    def row(name: str, work: str, key: str, unit: str, peer: str, limit: float | None) -> dict:
-        value = median(r[key] for r in ours[work])
-        other = median(r[key] for r in theirs[work]) if theirs[work] else None
-        higher_is_better = unit == "tokens/s"
-        ratio = None if other is None else (value / other if higher_is_better else other / value)
-        bound_ratio = None
-        if limit is not None:
-            bound_ratio = value / limit if higher_is_better else limit / value
-        return {
-            "name": name,
-            "dtype": dtype,
-            "threads": threads,
-            "value": value,
-            "unit": unit,
-            "peer": peer if theirs[work] else None,
-            "peer_value": other,
-            "ratio": ratio,
-            "bound": limit,
-            "bound_ratio": bound_ratio,
-            "runs": {"ours": ours[work], "peer": theirs[work]},
-        }
+    def row(name: str, work: str, key: str, unit: str, peer: str, bound: float | None) -> Any:
+        ours, theirs = runs[work]
+        return make_row(
+            name,
+            unit,
+            dtype=dtype,
+            threads=threads,
+            value=median(run[key] for run in ours),
+            peer=peer,
+            peer_value=median(run[key] for run in theirs) if theirs else None,
+            bound=bound,
+            runs={"ours": ours, "peer": theirs},
+        )
 
+    rate, bytes_ = "tokens_per_s", "peak_rss_bytes"
     return [
-        row(
-            "rollout-agent",
-            "rollouts",
-            "tokens_per_s",
-            "tokens/s",
-            "transformers",
-            bound["rollouts"],
-        ),
-        row("grpo-step", "step", "seconds", "s", "trl", bound["step"]),
-        row("grpo-peak-memory", "step", "peak_rss_bytes", "bytes", "trl", None),
+        row("rollout-agent", "rollouts", rate, "tokens/s", "transformers", limits["rollouts"]),
+        row("grpo-step", "step", "seconds", "s", "trl", limits["step"]),
+        row("grpo-peak-memory", "step", bytes_, "bytes", "trl", None),
     ]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--peers", action="store_true", help="measure the peers in the same run")
-    parser.add_argument("--peers-python", default=str(SCRIPTS.parent / ".venv-peers/bin/python"))
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp32"])
-    parser.add_argument("--runs", type=int, default=1, help="alternations of ours and the peer")
-    parser.add_argument("--model", help="a SmolLM2-135M folder; default: fetched into the cache")
-    parser.add_argument("--worker", nargs=4, metavar=("WORK", "MODEL", "DTYPE", "THREADS"))
-    args = parser.parse_args()
-    if args.worker:
-        from kernels.host_memory import reuse_large_buffers
-
-        reuse_large_buffers()
-        work, folder, dtype, threads = args.worker
-        print(json.dumps(WORKERS[work](folder, dtype, int(threads))))
-        return 0
-    if args.model is None:
-        from nanoengine.model.sources import SMOLLM2, resolve_model
-
-        args.model = str(resolve_model(SMOLLM2.name))
-    rows = [row for dtype in args.dtypes for n in args.threads for row in compare(args, dtype, n)]
-    from bench_output import print_rows, write_json
-
-    print_rows(rows)
-    if args.json:
-        write_json(args.json, rows)
-    return 0
+def make_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+    return [row for dtype in args.dtypes for n in args.threads for row in compare(args, dtype, n)]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    arguments = make_parser(__doc__, ["bf16", "fp32"]).parse_args()
+    sys.exit(run_benchmark(arguments, WORKERS, make_rows))

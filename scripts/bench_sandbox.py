@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
-import json
 import os
 import platform
 import resource
@@ -23,6 +21,8 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench_output import print_rows, write_json
 
 from nanorl.sandbox import SandboxPool, SandboxSpec, seccomp
 from nanorl.sandbox.bwrap import bwrap_arguments
@@ -87,21 +87,6 @@ def run_cold(executable: str, python: Path, identity: dict[str, object]) -> None
         os.close(descriptor)
 
 
-def hardware() -> str:
-    models = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return f"{len(models) or os.cpu_count()} x {models[0] if models else platform.machine()}"
-
-
-def commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    folder = Path(__file__).parent
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder).stdout.strip()
-
-
 def bench(num_rounds: int, num_runs: int) -> list[dict[str, object]]:
     warm, cold = [], []
     for _ in range(num_rounds):
@@ -136,20 +121,9 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=150, help="executions in each turn")
     arguments = parser.parse_args()
     rows = bench(arguments.rounds, arguments.runs)
-    for row in rows:
-        print(
-            f"{row['name']:22} {row['value']:>8} {row['unit']:18} "
-            f"{row['peer']} {row['peer_value']} ratio {row['ratio']}"
-        )
+    print_rows(rows)
     if arguments.json:
-        report = {
-            "date": datetime.date.today().isoformat(),
-            "hardware": hardware(),
-            "commit": commit(),
-            "command": " ".join(["python", *sys.argv]),
-            "rows": rows,
-        }
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_json(arguments.json, rows)
 
 
 if __name__ == "__main__":

@@ -11,25 +11,25 @@ Rows:
                            plain memory copies in the same run
     export-inproc-tp3      the same from three tensor-parallel parts into a whole model
 
-Every training measurement is a process of its own, pinned to as many cores as it has threads; ours
-and the peer's alternate, medians are compared; each takes the better of two steps after a warm-up.
+Training measurements of ours and of the peer alternate (model_bench.py), medians are compared; each
+takes the better of two steps after a warm-up.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import sys
 import time
-from pathlib import Path
+from functools import partial
 from statistics import median
 from typing import Any
 
-from bench_output import print_rows, write_json
-from bench_rl import SCRIPTS, measure, peak
+from model_bench import PEERS, alternate, make_parser, make_row, measure, peak, run_benchmark
 
-import train_workload as workload  # isort: skip  (bench_rl put scripts/peers on the path)
+sys.path.insert(0, str(PEERS))
+
+import train_workload as workload
 
 ROWS = {"even": "step-vs-transformers", "ragged": "step-ragged-packed"}
 BUBBLES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb_h1": 1}
@@ -61,7 +61,7 @@ def run_train(name: str, folder: str, dtype: str, threads: int) -> dict[str, Any
     return {"seconds": min(times[1:]), "loss": losses[0], **peak()}
 
 
-def run_export(_: str, folder: str, dtype: str, threads: int) -> dict[str, Any]:
+def run_export(folder: str, dtype: str, threads: int) -> dict[str, Any]:
     """Bytes a second of plans and of plain copies, alternating."""
     import torch
     from torch import distributed as dist
@@ -107,7 +107,11 @@ def run_export(_: str, folder: str, dtype: str, threads: int) -> dict[str, Any]:
     return {name: size / seconds / 1e9 for name, seconds in best.items()}
 
 
-WORKERS = {"even": run_train, "ragged": run_train, "export": run_export}
+WORKERS = {
+    "even": partial(run_train, "even"),
+    "ragged": partial(run_train, "ragged"),
+    "export": run_export,
+}
 
 
 class _Sleeper:
@@ -196,111 +200,73 @@ def bubble_rows(unit_s: float) -> list[dict[str, Any]]:
         wall = max(end for _, _, end, _, _ in mine) - min(begin for _, begin, _, _, _ in mine)
         value = 1 - sum(busy for *_, busy, _ in mine) / (RANKS * wall)
         bound = bubble_closed_form(make_schedule(name, RANKS, MICROS, chunks))
-        rows.append(
-            {
-                "name": f"bubble-{name}",
-                "dtype": None,
-                "threads": 1,
-                "value": value,
-                "unit": "idle share",
-                "peer": None,
-                "peer_value": None,
-                "ratio": None,
-                "bound": bound,
-                "bound_ratio": bound / value,
-                "runs": {"unit_s": unit_s, "wall_s": wall, "peak_live": [m[4] for m in mine]},
-            }
+        runs = {"unit_s": unit_s, "wall_s": wall, "peak_live": [entry[4] for entry in mine]}
+        row = make_row(
+            f"bubble-{name}",
+            "idle share",
+            dtype=None,
+            threads=1,
+            value=value,
+            bound=bound,
+            runs=runs,
         )
+        rows.append(row)
     return rows
 
 
 def step_rows(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[str, Any]]:
     rows = []
     for name, label in ROWS.items():
-        tail = [name, args.model, dtype, str(threads)]
-        ours, theirs = [], []
-        for _ in range(args.runs):
-            ours.append(measure([sys.executable, __file__, "--worker", *tail], threads))
-            if args.peers:
-                script = str(SCRIPTS / "peers" / "transformers_train.py")
-                theirs.append(measure([args.peers_python, script, *tail], threads))
+        peer = f"transformers_train.py {name}"
+        ours, theirs = alternate(args, __file__, name, peer, dtype, threads)
         tokens = workload.num_tokens(name)
-        value = tokens / median(run["seconds"] for run in ours)
-        other = tokens / median(run["seconds"] for run in theirs) if theirs else None
-        rows.append(
-            {
-                "name": label,
-                "dtype": dtype,
-                "threads": threads,
-                "value": value,
-                "unit": "tokens/s",
-                "peer": "transformers" if theirs else None,
-                "peer_value": other,
-                "ratio": value / other if other else None,
-                "bound": None,
-                "bound_ratio": None,
-                "runs": {"ours": ours, "peer": theirs},
-            }
+        row = make_row(
+            label,
+            "tokens/s",
+            dtype=dtype,
+            threads=threads,
+            value=tokens / median(run["seconds"] for run in ours),
+            peer="transformers",
+            peer_value=tokens / median(run["seconds"] for run in theirs) if theirs else None,
+            runs={"ours": ours, "peer": theirs},
         )
+        rows.append(row)
     return rows
 
 
 def export_rows(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[str, Any]]:
-    tail = ["export", args.model, dtype, str(threads)]
-    found = measure([sys.executable, __file__, "--worker", *tail], threads)
+    command = [sys.executable, __file__, "--worker", "export", args.model, dtype, str(threads)]
+    found = measure(command, threads)
+    names = {"whole": "export-inproc", "tp": f"export-inproc-tp{TP}"}
     return [
-        {
-            "name": "export-inproc" if name == "whole" else f"export-inproc-tp{TP}",
-            "dtype": dtype,
-            "threads": threads,
-            "value": found[name],
-            "unit": "GB/s",
-            "peer": None,
-            "peer_value": None,
-            "ratio": None,
-            "bound": found["memory"],
-            "bound_ratio": found[name] / found["memory"],
-            "runs": found,
-        }
-        for name in ("whole", "tp")
+        make_row(
+            name,
+            "GB/s",
+            dtype=dtype,
+            threads=threads,
+            value=found[work],
+            bound=found["memory"],
+            runs=found,
+        )
+        for work, name in names.items()
     ]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--peers", action="store_true", help="measure the peer in the same run")
-    parser.add_argument("--peers-python", default=str(SCRIPTS.parent / ".venv-peers/bin/python"))
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--dtypes", nargs="+", default=["fp32"])
-    parser.add_argument("--runs", type=int, default=1, help="alternations of ours and the peer")
-    parser.add_argument("--model", help="a SmolLM2-135M folder; default: fetched into the cache")
-    parser.add_argument("--unit-s", type=float, default=0.2, help="sleep of one forward pass")
-    parser.add_argument("--only", nargs="+", choices=("step", "bubble", "export"))
-    parser.add_argument("--worker", nargs=4, metavar=("WORK", "MODEL", "DTYPE", "THREADS"))
-    args = parser.parse_args()
-    if args.worker:
-        from kernels.host_memory import reuse_large_buffers
-
-        reuse_large_buffers()
-        work, folder, dtype, threads = args.worker
-        print(json.dumps(WORKERS[work](work, folder, dtype, int(threads))))
-        return 0
-    if args.model is None:
-        from nanoengine.model.sources import SMOLLM2, resolve_model
-
-        args.model = str(resolve_model(SMOLLM2.name))
-    wanted = args.only or ("step", "bubble", "export")
+def make_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for dtype in args.dtypes:
         for threads in args.threads:
-            rows += step_rows(args, dtype, threads) if "step" in wanted else []
-            rows += export_rows(args, dtype, threads) if "export" in wanted else []
-    rows += bubble_rows(args.unit_s) if "bubble" in wanted else []
-    print_rows(rows)
-    if args.json:
-        write_json(args.json, rows)
-    return 0
+            rows += step_rows(args, dtype, threads) if "step" in args.only else []
+            rows += export_rows(args, dtype, threads) if "export" in args.only else []
+    return rows + (bubble_rows(args.unit_s) if "bubble" in args.only else [])
+
+
+def main() -> int:
+    parser = make_parser(__doc__, ["fp32"])
+    parser.add_argument("--unit-s", type=float, default=0.2, help="sleep of one forward pass")
+    kinds = ("step", "bubble", "export")
+    parser.add_argument("--only", nargs="+", choices=kinds, default=kinds)
+    return run_benchmark(parser.parse_args(), WORKERS, make_rows)
 
 
 if __name__ == "__main__":

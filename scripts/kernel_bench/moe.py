@@ -35,7 +35,6 @@ def cases(device: str) -> Iterator[BenchCase]:
     is_gpu = device == "cuda"
     dtype = torch.bfloat16 if is_gpu else torch.float32
     experts = EXPERTS if is_gpu else 16
-    name = str(dtype)[6:]
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype).mul_(scale).requires_grad_()
@@ -45,54 +44,71 @@ def cases(device: str) -> Iterator[BenchCase]:
     for num_tokens in (16384, 64) if is_gpu else (64,):
         logits = torch.randn(num_tokens, experts, device=device)
         weights, ids = topk_softmax(logits, K)
-        shape = f"N={num_tokens} E={experts} k={K} H={HIDDEN} F={WIDTH}"
-        yield BenchCase(
-            name="topk_softmax", op="topk_softmax", shape=shape, dtype="float32",
-            run=lambda z=logits: topk_softmax(z, K),
-            peers={"eager": lambda z=logits: topk_softmax_ref(z, K)},
-            bytes=logits.nbytes + 8 * ids.numel(), flops=None,
-        )  # fmt: skip
-        yield BenchCase(
-            name="moe_align", op="moe_align", shape=shape, dtype="int32",
-            run=lambda i=ids: moe_align(i, experts, 128),
-            peers={"eager": lambda i=ids: moe_align_ref(i, experts, 128)},
-            bytes=8 * ids.numel(), flops=None,
-        )  # fmt: skip
-        x, slots = normal(num_tokens, HIDDEN), num_tokens * K
-        flops = 6 * slots * HIDDEN * WIDTH
-        expert_bytes = min(experts, slots) * 3 * HIDDEN * WIDTH * dtype.itemsize
+        yield from routing_cases(logits, ids)
+        x = normal(num_tokens, HIDDEN)
+        yield from layer_cases([x, w13, w2, weights.detach().requires_grad_()], ids)
+        yield matmul_case(normal(num_tokens * K, HIDDEN).detach(), w13.detach(), ids)
 
-        def op(*leaves: Tensor, i: Tensor = ids) -> Tensor:
-            return fused_moe(*leaves, i)
 
-        def peer(*leaves: Tensor, i: Tensor = ids) -> Tensor:
-            return moe_of_torch(*leaves, i)
+def shape_of(ids: Tensor, experts: int) -> str:
+    return f"N={len(ids)} E={experts} k={K} H={HIDDEN} F={WIDTH}"
 
-        leaves = [x, w13, w2, weights.detach().requires_grad_()]
-        plain = [t.detach() for t in leaves]
-        is_decode = num_tokens <= 64
+
+def routing_cases(logits: Tensor, ids: Tensor) -> Iterator[BenchCase]:
+    experts = logits.shape[1]
+    yield BenchCase(
+        name="topk_softmax", op="topk_softmax", shape=shape_of(ids, experts), dtype="float32",
+        run=lambda: topk_softmax(logits, K),
+        peers={"eager": lambda: topk_softmax_ref(logits, K)},
+        bytes=logits.nbytes + 8 * ids.numel(), flops=None,
+    )  # fmt: skip
+    yield BenchCase(
+        name="moe_align", op="moe_align", shape=shape_of(ids, experts), dtype="int32",
+        run=lambda: moe_align(ids, experts, 128),
+        peers={"eager": lambda: moe_align_ref(ids, experts, 128)},
+        bytes=8 * ids.numel(), flops=None,
+    )  # fmt: skip
+
+
+def layer_cases(leaves: list[Tensor], ids: Tensor) -> Iterator[BenchCase]:
+    """The whole layer forward and, where it is not a decoding step, backward."""
+    x, w13 = leaves[:2]
+    experts, slots = len(w13), ids.numel()
+    shape, dtype = shape_of(ids, experts), str(x.dtype)[6:]
+    flops = 6 * slots * HIDDEN * WIDTH
+    is_decode = len(ids) <= 64
+    plain = [t.detach() for t in leaves]
+
+    def op(*tensors: Tensor) -> Tensor:
+        return fused_moe(*tensors, ids)
+
+    def peer(*tensors: Tensor) -> Tensor:
+        return moe_of_torch(*tensors, ids)
+
+    yield BenchCase(
+        name="fused_moe-forward", op="fused_moe", shape=shape, dtype=dtype,
+        run=lambda: op(*plain),
+        peers={"grouped_mm": lambda: peer(*plain)} if x.is_cuda else {},
+        bytes=min(experts, slots) * 3 * HIDDEN * WIDTH * x.itemsize if is_decode else None,
+        flops=None if is_decode else flops,
+    )  # fmt: skip
+    if not is_decode or not x.is_cuda:
         yield BenchCase(
-            name="fused_moe-forward", op="fused_moe", shape=shape, dtype=name,
-            run=lambda f=op, t=plain: f(*t),
-            peers={"grouped_mm": lambda f=peer, t=plain: f(*t)} if is_gpu else {},
-            bytes=expert_bytes if is_decode else None, flops=None if is_decode else flops,
+            name="fused_moe-backward", op="fused_moe", shape=shape, dtype=dtype,
+            run=backward_of(op, leaves),
+            peers={"grouped_mm": backward_of(peer, leaves)} if x.is_cuda else {},
+            bytes=None, flops=2 * flops,
         )  # fmt: skip
-        if not is_decode or not is_gpu:
-            yield BenchCase(
-                name="fused_moe-backward", op="fused_moe", shape=shape, dtype=name,
-                run=backward_of(op, leaves),
-                peers={"grouped_mm": backward_of(peer, leaves)} if is_gpu else {},
-                bytes=None, flops=2 * flops,
-            )  # fmt: skip
-        offsets = moe_align(ids, experts, 128).offsets
-        rows = normal(slots, HIDDEN).detach()
-        yield BenchCase(
-            name="grouped_gemm", op="grouped_gemm", shape=shape, dtype=name,
-            run=lambda r=rows, o=offsets: grouped_gemm(r, w13.detach(), o),
-            peers={
-                "grouped_mm": lambda r=rows, o=offsets: torch._grouped_mm(
-                    r, w13.detach().transpose(1, 2), offs=o[1:]
-                )
-            } if is_gpu else {},
-            bytes=None, flops=4 * slots * HIDDEN * WIDTH,
-        )  # fmt: skip
+
+
+def matmul_case(rows: Tensor, w13: Tensor, ids: Tensor) -> BenchCase:
+    offsets = moe_align(ids, len(w13), 128).offsets
+    ends, transposed = offsets[1:], w13.transpose(1, 2)
+    return BenchCase(
+        name="grouped_gemm", op="grouped_gemm", shape=shape_of(ids, len(w13)),
+        dtype=str(rows.dtype)[6:],
+        run=lambda: grouped_gemm(rows, w13, offsets),
+        peers={"grouped_mm": lambda: torch._grouped_mm(rows, transposed, offs=ends)}
+        if rows.is_cuda else {},
+        bytes=None, flops=4 * len(rows) * HIDDEN * WIDTH,
+    )  # fmt: skip

@@ -44,11 +44,11 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_sft", ROOT / "scripts/train_sft.py")
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"scripts/{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["train_sft"] = module  # dataclasses look themselves up
+    sys.modules[name] = module  # dataclasses look themselves up
     spec.loader.exec_module(module)
     return module
 
@@ -120,20 +120,20 @@ def half_way(out: Path, target: Path) -> None:
 def test_a_run_trains_resumes_bit_equal_and_also_split_over_processes(
     folder: Path, chats: Path, tmp_path: Path
 ) -> None:
-    train_sft = script()
+    train_sft, sft_run = script("train_sft"), script("sft_run")
     one = tmp_path / "one"
     config = train_sft.parse(arguments(folder, chats, one, "--peak-flops", "1e10"))
-    assert train_sft.train(config) == 0
+    sft_run.SftRun(config).train()
     rows = [json.loads(line) for line in (one / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert {"loss", "lr", "tokens_per_s", "mfu", "peak_rss_bytes", "num_tokens"} <= rows[0].keys()
     expected = weights(one)
     with pytest.raises(ValueError, match="already holds a run"):
-        train_sft.train(config)
+        sft_run.SftRun(config)
 
     half_way(one, tmp_path / "again")
     resumed = train_sft.parse(["--resume", "--out", str(tmp_path / "again")])
-    assert train_sft.train(resumed) == 0
+    sft_run.SftRun(resumed).train()
     found = weights(tmp_path / "again")
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     again = [json.loads(x) for x in (tmp_path / "again/metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,170 @@
+"""What the benchmarks of a real model share: their options, measurements in processes, the bound.
+
+Every measurement is a process of its own, pinned to as many cores as it has threads. A benchmark
+calls itself as `--worker WORK MODEL DTYPE THREADS` and prints one JSON line there.
+
+Next: bench_rl.py, bench_infer.py, bench_train.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench_output import print_rows, write_json
+
+SCRIPTS = Path(__file__).resolve().parent
+PEERS = SCRIPTS / "peers"
+HEAD, BODY = 28_311_552, 106_203_456  # SmolLM2-135M: weights of the (tied) head and of the rest
+
+Worker = Callable[[str, str, int], dict[str, Any]]  # (model folder, dtype, threads)
+
+
+def make_parser(doc: str | None, dtypes: Sequence[str]) -> argparse.ArgumentParser:
+    """The options that they all have; `doc` is the benchmark's module docstring."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--peers", action="store_true", help="measure the peers in the same run")
+    parser.add_argument("--peers-python", default=str(SCRIPTS.parent / ".venv-peers/bin/python"))
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--dtypes", nargs="+", default=list(dtypes))
+    parser.add_argument("--runs", type=int, default=1, help="alternations of ours and the peer")
+    parser.add_argument("--model", help="a SmolLM2-135M folder; default: fetched into the cache")
+    parser.add_argument("--worker", nargs=4, metavar=("WORK", "MODEL", "DTYPE", "THREADS"))
+    return parser
+
+
+def run_benchmark(
+    args: argparse.Namespace,
+    workers: Mapping[str, Worker],
+    make_rows: Callable[[argparse.Namespace], list[dict[str, Any]]],
+) -> int:
+    """One worker's measurement, or all rows, printed and written. Returns the exit status."""
+    if args.worker:
+        from kernels.host_memory import reuse_large_buffers
+
+        reuse_large_buffers()
+        work, folder, dtype, threads = args.worker
+        print(json.dumps(workers[work](folder, dtype, int(threads))))
+        return 0
+    if args.model is None:
+        from nanoengine.model.sources import SMOLLM2, resolve_model
+
+        args.model = str(resolve_model(SMOLLM2.name))
+    rows = make_rows(args)
+    print_rows(rows)
+    if args.json:
+        write_json(args.json, rows)
+    return 0
+
+
+def measure(command: list[str], threads: int) -> dict[str, Any]:
+    """Run a process that prints one JSON line, pinned to `threads` cores."""
+    cores = sorted(os.sched_getaffinity(0))[:threads]
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(SCRIPTS.parent)}
+    done = subprocess.run(
+        command,
+        env=env,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: os.sched_setaffinity(0, cores),
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    found = json.loads(lines[-1])
+    shown = {key: value for key, value in found.items() if not isinstance(value, list)}
+    print(f"  {Path(command[1]).name} {command[-4:]}: {shown}", file=sys.stderr, flush=True)
+    return found
+
+
+def alternate(
+    args: argparse.Namespace, script: str, work: str, peer: str | None, dtype: str, threads: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(ours, the peer's) measurements of one piece of work, in turns."""
+    tail = [args.model, dtype, str(threads)]
+    ours, theirs = [], []
+    for _ in range(args.runs):
+        ours.append(measure([sys.executable, script, "--worker", work, *tail], threads))
+        if args.peers and peer is not None:
+            name, *options = peer.split()
+            command = [args.peers_python, str(PEERS / name), *options, *tail]
+            theirs.append(measure(command, threads))
+    return ours, theirs
+
+
+def make_row(
+    name: str,
+    unit: str,
+    *,
+    dtype: str | None,
+    threads: int,
+    value: float,
+    peer: str | None = None,
+    peer_value: float | None = None,
+    bound: float | None = None,
+    runs: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """A row of the JSON. Ratios are above 1 where we are better than the peer, below 1 where we
+    are worse than the bound."""
+    more_is_better = unit.endswith("/s")
+
+    def ratio(other: float | None) -> float | None:
+        if other is None:
+            return None
+        return value / other if more_is_better else other / value
+
+    return {
+        "name": name,
+        "dtype": dtype,
+        "threads": threads,
+        "value": value,
+        "unit": unit,
+        "peer": None if peer_value is None else peer,
+        "peer_value": peer_value,
+        "ratio": ratio(peer_value),
+        "bound": bound,
+        "bound_ratio": ratio(bound),
+        "runs": runs,
+    }
+
+
+def peak() -> dict[str, int]:
+    """Peak resident bytes of this process."""
+    return {"peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+
+def run_rate(_: str, dtype: str, threads: int) -> dict[str, Any]:
+    """Matmul rates of this machine in FLOP/s: large, and decoding (64 rows, prepacked weights)."""
+    import torch
+
+    from kernels import linear, pack_weight
+
+    torch.set_num_threads(threads)
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+
+    def best(work: Callable[[], object], flops: float) -> float:
+        times = []
+        for _ in range(7):
+            start = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - start)
+        return flops / min(times)
+
+    weight = torch.randn(3072, 576).to(kind)
+    packed = pack_weight(weight)
+    with torch.no_grad():
+        rates = {}
+        for name, rows in (("train", 1024), ("decode", 64)):
+            x = torch.randn(rows, 576).to(kind)
+            flops = 2.0 * rows * 576 * 3072
+            rates[name] = best(lambda x=x: linear(x, weight, packed=packed), flops)
+    return rates

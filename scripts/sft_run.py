@@ -1,0 +1,194 @@
+"""One process's part of a fine-tuning run: its engine, the steps, the files of the run.
+
+Only the first process prints and writes; all of them step, save and export together.
+Options: train_sft.py. Next: nanoengine/sft_data.py (chats), nanoengine/engine.py (a step).
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from nanoengine.config import EngineConfig
+from nanoengine.engine import Engine
+from nanoengine.export import export_hf
+from nanoengine.footprint import mfu
+from nanoengine.model.config import ModelConfig
+from nanoengine.model.hf import export_state, load_model
+from nanoengine.model.sources import resolve_model
+from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.model.transformer import Transformer
+from nanoengine.packing import Sample, balanced_parts
+from nanoengine.parallel.expert_parallel import ExpertParallel
+from nanoengine.parallel.mesh import DATA_AXES, Layout, Mesh
+from nanoengine.parallel.pipeline_engine import PipelineEngine
+from nanoengine.parallel.stage import make_stages
+from nanoengine.parallel.tensor_parallel import TensorParallel
+from nanoengine.sft import num_loss_tokens, sft_loss
+from nanoengine.sft_data import Order, read_chats
+
+if TYPE_CHECKING:
+    from train_sft import SftConfig
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+class SftRun:
+    """A run of `config.steps` optimizer steps, from the start or from its last checkpoint."""
+
+    def __init__(self, config: SftConfig) -> None:
+        self.config = config
+        self.layout = Layout(tp=config.tp, pp=config.pp, dp=config.dp, cp=config.cp, ep=config.ep)
+        self.mesh = Mesh(self.layout) if config.world == 1 else Mesh.from_torchrun(self.layout)
+        self.is_first = self.mesh.rank() == 0
+        self.metrics = config.out / "metrics.jsonl"
+        self.checkpoints = config.out / "checkpoints"
+        if self.is_first:
+            self._prepare_folder()
+        self.mesh.barrier()
+        self.folder = resolve_model(config.model)
+        assert config.data is not None, "the options were parsed, which asks for it"
+        tokenizer = ChatTokenizer.from_folder(self.folder)
+        self.samples, self.num_long = read_chats(config.data, tokenizer, config.max_tokens)
+        torch.manual_seed(config.seed)
+        self.engine = build_engine(config, self.folder, self.mesh)
+        self.order = Order(len(self.samples), config.seed)
+        if config.resume and self.checkpoints.exists():
+            self.order.taken = self.engine.load(self.checkpoints)["taken"]
+
+    def train(self) -> None:
+        """All steps that are left, then the export."""
+        config, engine = self.config, self.engine
+        if self.is_first:
+            keep_lines(self.metrics, engine.version)
+            print(
+                f"{len(self.samples)} chats ({self.num_long} longer than {config.max_tokens} "
+                f"tokens left out), layout {self.layout}, from step {engine.version}",
+                flush=True,
+            )
+        with progress_bar(self.is_first, config.steps, engine.version) as advance:
+            while engine.version < config.steps:
+                row = self._step()
+                if self.is_first:
+                    with open(self.metrics, "a") as file:
+                        file.write(json.dumps(row) + "\n")
+                    advance(describe(row))
+                if engine.version % config.save_every == 0 or engine.version == config.steps:
+                    cursor = {"taken": self.order.taken}
+                    engine.save(self.checkpoints, cursor, in_background=True)
+        engine.wait_saved()
+        self._export()
+        self.mesh.close()
+
+    def _prepare_folder(self) -> None:
+        file = self.config.out / "config.json"
+        if file.exists() and not self.config.resume:
+            raise ValueError(
+                f"{self.config.out} already holds a run: go on with it (--resume --out "
+                f"{self.config.out}), choose another --out, or remove it"
+            )
+        self.config.out.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(self.config.to_json(), indent=2) + "\n")
+
+    def _step(self) -> dict[str, Any]:
+        """One optimizer step on this process's share of the next batch; the row of metrics."""
+        begin = time.perf_counter()
+        batch = [self.samples[i] for i in self.order.take(self.config.batch_size)]
+        shares = balanced_parts(batch, self.mesh.size(DATA_AXES))
+        mine = [batch[i] for i in shares[self.mesh.rank(DATA_AXES)]]
+        result = self.engine.train_step(mine, sft_loss, num_loss_tokens)
+        num_tokens = sum(len(sample.tokens) - 1 for sample in batch)
+        tokens_per_s = num_tokens / (time.perf_counter() - begin)
+        row = {
+            "step": self.engine.version,
+            **result,
+            "tokens_per_s": tokens_per_s,
+            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+        return row | self._mfu(batch, tokens_per_s)
+
+    def _mfu(self, batch: list[Sample], tokens_per_s: float) -> dict[str, float]:
+        if self.config.peak_flops is None:
+            return {}
+        length = sum(len(sample.tokens) - 1 for sample in batch) // len(batch)
+        peak, world = self.config.peak_flops, self.config.world
+        return {"mfu": mfu(self.engine.model.config, tokens_per_s, length, peak, world)}
+
+    def _export(self) -> None:
+        target = self.config.out / "model"
+        with self.engine.optimizer.gathered():
+            export_hf(self.mesh if self.config.world > 1 else None, self.engine.models, target)
+        if self.is_first:
+            for name in TOKENIZER_FILES:
+                if (self.folder / name).is_file():
+                    shutil.copyfile(self.folder / name, target / name)
+            print(f"trained: {target}, a Hugging Face folder; metrics: {self.metrics}")
+
+
+def build_engine(config: SftConfig, folder: Path, mesh: Mesh) -> Engine:
+    """The model of `folder`, split over the mesh."""
+    settings = EngineConfig(
+        dtype=config.dtype,
+        lr=config.lr,
+        schedule=config.schedule_lr,
+        warmup_steps=min(config.warmup_steps, config.steps - 1),
+        total_steps=config.steps,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+        micro_batch_tokens=config.micro_batch_tokens,
+        activation_checkpointing=config.activation_checkpointing,
+        zero=config.zero,
+    )
+    if config.world == 1:
+        return Engine(load_model(folder), settings)
+    shape = ModelConfig.from_folder(folder)
+    split = TensorParallel.of(mesh, shape, sequence_parallel=config.sequence_parallel)
+    experts = ExpertParallel.of(mesh, shape)
+    engine: Engine
+    if config.pp > 1:
+        stages = make_stages(mesh, shape, config.chunks, split=split, experts=experts)
+        engine = PipelineEngine(stages, settings, mesh, schedule=config.schedule)
+    else:
+        engine = Engine(Transformer(shape, split=split, experts=experts), settings, mesh)
+    engine.load_weights(export_state(load_model(folder)))
+    return engine
+
+
+@contextmanager
+def progress_bar(is_shown: bool, total: int, done: int) -> Iterator[Callable[[str], None]]:
+    columns = (
+        TextColumn("step"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, disable=not is_shown) as progress:
+        task = progress.add_task("", total=total, completed=done)
+        yield lambda text: progress.update(task, advance=1, description=text)
+
+
+def describe(row: dict[str, Any]) -> str:
+    """The progress bar's line about a step."""
+    share = f" MFU {row['mfu']:.1%}" if "mfu" in row else ""
+    return (
+        f"loss {row['loss']:.4f} lr {row['lr']:.2e} {row['tokens_per_s']:.0f} tokens/s{share} "
+        f"{row['peak_rss_bytes'] / 1e9:.2f} GB"
+    )
+
+
+def keep_lines(metrics: Path, steps: int) -> None:
+    """Drop the lines of steps that will be taken again."""
+    if metrics.exists():
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+        kept = [json.dumps(row) + "\n" for row in rows if row["step"] <= steps]
+        metrics.write_text("".join(kept))
