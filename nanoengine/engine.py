@@ -38,11 +38,13 @@ from nanoengine.optim import AdamW
 from nanoengine.packing import (
     MicroBatch,
     Sample,
+    add_sums,
     collect,
     idle_micro_batch,
     make_micro_batches,
     zeros_like_tokens,
 )
+from nanoengine.parallel.expert_parallel import ExpertParallel
 from nanoengine.parallel.mesh import DATA_AXES, Layout, Mesh
 from nanoengine.parallel.tensor_parallel import TensorParallel, gather_slice
 from nanoengine.parallel.zero import ShardedAdamW
@@ -325,6 +327,12 @@ class Engine:
             for name, view in hf.export_state(self.model, dtype):
                 if name in slices:
                     view = gather_slice(self.mesh, view, slices[name])
+                experts = self.model.experts
+                if experts is not None and hf.is_expert(name):
+                    for rank, tensor in enumerate(experts.gather(view)):
+                        by = rank * len(experts.held) - experts.held.start
+                        yield hf.renumber_expert(name, by), tensor
+                    continue
                 yield name, view.clone() if comes_and_goes else view
 
     def load_weights(self, state: Iterable[tuple[str, Tensor]]) -> None:
@@ -374,14 +382,15 @@ class Engine:
 def _check_mesh(model: Transformer, config: EngineConfig, mesh: Mesh, *, is_pipeline: bool) -> None:
     if mesh.size("pp") > 1 and not is_pipeline:
         raise ValueError(f"{mesh.layout}: pp > 1 needs a PipelineEngine")
-    if mesh.size("ep") > 1:
-        raise ValueError(f"{mesh.layout}: this engine runs over dp, cp and tp")
+    if mesh.size("ep") > 1 and (
+        not isinstance(model.experts, ExpertParallel) or model.experts.mesh is not mesh
+    ):
+        raise ValueError(
+            f"the model's experts are not split over this mesh (ep={mesh.size('ep')}): build it "
+            "with Transformer(config, experts=ExpertParallel.of(mesh, config))"
+        )
     if mesh.size("cp") > 1 and config.share_prefix:
         raise ValueError("share_prefix=True: not available with cp > 1; set it to False")
-    if mesh.size("tp") > 1 and any(
-        model.config.is_moe_layer(i) for i in range(model.config.num_layers)
-    ):
-        raise ValueError(f"{mesh.layout}: a mixture of experts is not split over tp; set tp=1")
     if mesh.size("tp") == 1 and model.split is None:
         return
     if not isinstance(model.split, TensorParallel) or model.split.mesh is not mesh:
@@ -389,10 +398,3 @@ def _check_mesh(model: Transformer, config: EngineConfig, mesh: Mesh, *, is_pipe
             f"the model is not split over this mesh (tp={mesh.size('tp')}): build it with "
             "Transformer(config, split=TensorParallel.of(mesh, config))"
         )
-
-
-def add_sums(totals: dict[str, float], sums: Mapping[str, Tensor | float]) -> None:
-    """Add a loss function's statistics to those of the micro-batches before."""
-    for name, value in sums.items():
-        value = value.detach() if isinstance(value, Tensor) else value
-        totals[name] = totals.get(name, 0.0) + float(value)

@@ -17,7 +17,7 @@ Legend: N rows the model reads, T predictions, S segments (sequences, prefixes o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -265,3 +265,10 @@ def collect(per_sample: list[Tensor], micro: MicroBatch, values_T: Tensor) -> No
     """Put a micro-batch's values where its samples are; the first token of each has none: 0."""
     for index, values in micro.split(values_T.cpu()):
         per_sample[index] = torch.cat([values.new_zeros(1), values])
+
+
+def add_sums(totals: dict[str, float], sums: Mapping[str, Tensor | float]) -> None:
+    """Add a loss function's statistics to those of the micro-batches before."""
+    for name, value in sums.items():
+        value = value.detach() if isinstance(value, Tensor) else value
+        totals[name] = totals.get(name, 0.0) + float(value)

@@ -19,6 +19,7 @@ from torch import Tensor
 from kernels import linear_logprob, pack_weight
 from nanoengine.model.attention import AttentionContext, PackedContext
 from nanoengine.model.layers import PackedLinear
+from nanoengine.model.moe import ExpertStack
 from nanoengine.model.shared_prefix import SharedPrefixContext
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import MicroBatch
@@ -60,6 +61,8 @@ class Scorer:
         for module in self.model.modules():
             if isinstance(module, PackedLinear):
                 module.packed = None
+            elif isinstance(module, ExpertStack):
+                module.packed = [None] * len(module.packed)
         self.model.lm_head_packed = None
         self._head_packed = None
 

@@ -122,23 +122,24 @@ def cut_parameter(
 
 
 def _rectangles(shape: tuple[int, ...], flat: Tensor, first: int) -> Iterator[tuple[Box, Tensor]]:
-    """A run of row-major elements as boxes: the end of a row, whole rows, the start of a row."""
+    """A run of row-major elements as boxes: the end of a row, whole rows, the start of a row; in
+    a stack of matrices an incomplete matrix is cut up likewise."""
     if len(shape) == 1:
         if len(flat):
             yield Box((first,), (len(flat),)), flat
         return
-    assert len(shape) == 2, f"parameters are vectors and matrices, not {shape}"
-    columns, last = shape[1], first + len(flat)
+    inner, last = math.prod(shape[1:]), first + len(flat)
     at = first
     while at < last:
-        row, column = divmod(at, columns)
-        if column == 0 and last - at >= columns:
-            rows = (last - at) // columns
-            size, box = rows * columns, Box((row, 0), (rows, columns))
+        row, within = divmod(at, inner)
+        if within == 0 and last - at >= inner:
+            rows = (last - at) // inner
+            size, box = rows * inner, Box((row, *(0 for _ in shape[1:])), (rows, *shape[1:]))
+            yield box, flat[at - first : at - first + size].view(box.shape)
         else:
-            size = min(columns - column, last - at)
-            box = Box((row, column), (1, size))
-        yield box, flat[at - first : at - first + size].view(box.shape)
+            size = min(inner - within, last - at)
+            for box, view in _rectangles(shape[1:], flat[at - first : at - first + size], within):
+                yield Box((row, *box.begin), (1, *box.shape)), view.unsqueeze(0)
         at += size
 
 

@@ -41,6 +41,7 @@ class Preset:
 def smollm2() -> RunConfig:
     return RunConfig(
         preset="smollm2",
+        save_every=7,  # a checkpoint is 1.6 GB and costs as long as a third of a step
         warm_start=WarmStartConfig(steps=80, traces_per_step=8, lr=1e-4),
         rl=RLConfig(steps=14, tasks_per_step=16, group_size=4, lr=6e-5, temperature=0.7),
         agent=AgentConfig(

@@ -11,6 +11,7 @@ Next: sources.py (where folders come from), gguf.py (folders made from a llama.c
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -87,8 +88,8 @@ def _layer_views(layer: DecoderLayer) -> dict[str, Tensor]:
     views[f"{prefix}.post_attention_layernorm.weight"] = layer.post_norm.detach()
     if isinstance(layer.moe, MoeMlp):
         views[f"{mlp}.gate.weight"] = layer.moe.router.weight.detach()
-        stacks = zip(layer.moe.gate_up.weight.detach(), layer.moe.down.weight.detach(), strict=True)
-        for index, (gate_up, down) in enumerate(stacks):
+        stacks = (layer.moe.gate_up.weight.detach(), layer.moe.down.weight.detach())
+        for index, gate_up, down in zip(layer.moe.held, *stacks, strict=True):
             views |= _mlp_views(f"{mlp}.experts.{index}", gate_up, down)
         return views
     return views | _mlp_views(mlp, layer.gate_up.weight.detach(), layer.down.weight.detach())
@@ -120,6 +121,16 @@ def hf_slices(model: Transformer) -> dict[str, Slice]:
     return found
 
 
+def is_expert(name: str) -> bool:
+    """Whether a Hugging Face tensor is one expert's, and so not on every expert-parallel rank."""
+    return ".mlp.experts." in name
+
+
+def renumber_expert(name: str, by: int) -> str:
+    """The same matrix of another expert."""
+    return re.sub(r"(\.experts\.)(\d+)", lambda m: f"{m[1]}{int(m[2]) + by}", name)
+
+
 def export_state(
     model: Transformer, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
@@ -140,6 +151,8 @@ def load_state(model: Transformer, state: Iterable[tuple[str, Tensor]]) -> None:
     tensors = _collect(state)
     if model.head is None:
         drop_tied_head(tensors)
+    if model.experts is not None:
+        _drop_experts_elsewhere(model, views, tensors)
     for name, part in slices.items():
         if name in tensors and tensors[name].shape == part.whole_shape(views[name].shape):
             tensors[name] = part.take(tensors[name])
@@ -148,6 +161,18 @@ def load_state(model: Transformer, state: Iterable[tuple[str, Tensor]]) -> None:
         for name, view in views.items():
             view.copy_(tensors[name])
     model.repack()
+
+
+def _drop_experts_elsewhere(
+    model: Transformer, views: dict[str, Tensor], tensors: dict[str, Tensor]
+) -> None:
+    """Leave the experts of this rank, and those that the model does not have, to be refused."""
+    assert model.experts is not None, "all experts are here"
+    for name in [name for name in tensors if is_expert(name) and name not in views]:
+        number = int(name.split(".experts.")[1].split(".")[0])
+        sibling = renumber_expert(name, model.experts.held.start - number)
+        if sibling in views and number < model.config.num_experts:
+            del tensors[name]
 
 
 def _collect(state: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,9 @@ from kernels import (
 )
 from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import Llama3Rope, ModelConfig
+
+if TYPE_CHECKING:
+    from nanoengine.model.moe import ExpertSplit
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,7 @@ class DecoderLayer(nn.Module):
         dtype: torch.dtype,
         device: str,
         split: TensorSplit | None = None,
+        experts: ExpertSplit | None = None,
     ) -> None:
         super().__init__()
         self.index = index
@@ -200,10 +204,10 @@ class DecoderLayer(nn.Module):
         if config.is_moe_layer(index):
             from nanoengine.model.moe import MoeMlp  # that file builds on this one
 
-            self.moe = MoeMlp(config, dtype, device)
-            return
-        self.gate_up = PackedLinear(hidden, 2 * mlp, False, dtype, device)
-        self.down = PackedLinear(mlp, hidden, False, dtype, device)
+            self.moe = MoeMlp(config, dtype, device, split, experts)
+        else:
+            self.gate_up = PackedLinear(hidden, 2 * mlp, False, dtype, device)
+            self.down = PackedLinear(mlp, hidden, False, dtype, device)
         if split is not None:
             self._mark_slices(split, mlp)
 
@@ -224,7 +228,7 @@ class DecoderLayer(nn.Module):
         x_TE = self._attend(y_TE, rope, context)
         y_TE, residual_TE = add_rms_norm(x_TE, residual_TE, self.post_norm, self.eps)
         if self.moe is not None:
-            return self.moe(y_TE), residual_TE
+            return self.moe(y_TE, rope[0].shape[0]), residual_TE
         if self.split is None:
             return self.down(swiglu(self.gate_up(y_TE))), residual_TE
         y_TE = self.split.enter(y_TE, rope[0].shape[0])
@@ -256,9 +260,10 @@ class DecoderLayer(nn.Module):
         fused = (self.q_width, self.kv_width, self.kv_width)
         for parameter in (self.qkv.weight, self.qkv.bias):
             mark_slice(parameter, 0, fused, split)
-        mark_slice(self.gate_up.weight, 0, (mlp, mlp), split)
         mark_slice(self.out.weight, 1, (self.q_width,), split)
-        mark_slice(self.down.weight, 1, (mlp,), split)
+        if self.moe is None:
+            mark_slice(self.gate_up.weight, 0, (mlp, mlp), split)
+            mark_slice(self.down.weight, 1, (mlp,), split)
         for norm in (self.q_norm, self.k_norm):  # shared by the heads, which are on many ranks
             mark_partial(norm)
         if split.sequence_parallel:

@@ -5,17 +5,48 @@ Shapes: T tokens, E hidden size, F expert width, X experts, K experts a token.
 The router is one more packed linear; its probabilities are taken in fp32. Expert matrices lie in
 two stacks, gate and up side by side as in the dense MLP, each expert prepacked on a CPU
 (`kernels/linear.py` says why). Rollout and trainer run these lines with the same bits.
+
+Over tensor-parallel ranks (`split`) each expert is cut by its width, as the dense MLP is; over
+expert-parallel ranks (`experts`, parallel/expert_parallel.py) each rank holds some experts whole.
 Left out: the load-balancing loss (a policy is trained on its reward alone), shared experts.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from kernels import fused_moe, topk_softmax
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.layers import PackedLinear, refresh_packed
+from nanoengine.model.layers import (
+    PackedLinear,
+    Slice,
+    TensorSplit,
+    mark_partial,
+    mark_slice,
+    refresh_packed,
+)
+
+
+class ExpertSplit(Protocol):
+    """What the MLP asks of the ranks that share its experts. Their parameters carry `is_expert`:
+    ranks along the ep axis hold different ones."""
+
+    held: range
+    """The experts of this rank."""
+
+    def run(
+        self,
+        x_TE: Tensor,
+        weights_TK: Tensor,
+        ids_TK: Tensor,
+        apply: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor: ...
+
+    def gather(self, tensor: Tensor) -> list[Tensor]: ...
 
 
 class ExpertStack(nn.Module):
@@ -37,19 +68,55 @@ class ExpertStack(nn.Module):
 class MoeMlp(nn.Module):
     """y = Σ of the K most probable experts' MLPs, weighted with their probabilities."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: str,
+        split: TensorSplit | None = None,
+        experts: ExpertSplit | None = None,
+    ) -> None:
         super().__init__()
-        hidden, width = config.hidden_size, config.moe_intermediate_size
+        self.split, self.experts = split, experts
         self.num_chosen = config.num_experts_per_token
         self.renormalize = config.norm_topk_prob
+        self.held = range(config.num_experts) if experts is None else experts.held
+        hidden, width = config.hidden_size, config.moe_intermediate_size
+        width //= 1 if split is None else split.size
         self.router = PackedLinear(hidden, config.num_experts, False, dtype, device)
-        self.gate_up = ExpertStack(config.num_experts, hidden, 2 * width, dtype, device)
-        self.down = ExpertStack(config.num_experts, width, hidden, dtype, device)
+        self.gate_up = ExpertStack(len(self.held), hidden, 2 * width, dtype, device)
+        self.down = ExpertStack(len(self.held), width, hidden, dtype, device)
+        if split is not None:
+            mark_slice(self.gate_up.weight, 1, (width, width), split)
+            mark_slice(self.down.weight, 2, (width,), split)
+            if split.sequence_parallel:
+                mark_partial(self.router.weight)
+        if experts is not None:
+            run = (self.held.start, self.held.stop)
+            for stack in (self.gate_up, self.down):
+                stack.weight.slice = Slice(0, config.num_experts, (run,))  # type: ignore[attr-defined]
+                stack.weight.is_expert = True  # type: ignore[attr-defined]
 
-    def forward(self, x_TE: Tensor) -> Tensor:
+    def forward(self, x_TE: Tensor, num_rows: int) -> Tensor:
+        """`num_rows` is the number of tokens, where `x` is a rank's share of them."""
         weights_TK, ids_TK = topk_softmax(
             self.router(x_TE), self.num_chosen, renormalize=self.renormalize
         )
+        if self.experts is not None:
+            return self.experts.run(x_TE, weights_TK, ids_TK, self._mix_one)
+        if self.split is None:
+            return self._mix(x_TE, weights_TK, ids_TK)
+        # Routed before entering: the weights' gradient is a sum over the ranks as well.
+        entered = (self.split.enter(t, num_rows) for t in (x_TE, weights_TK, ids_TK))
+        return self.split.leave(self._mix(*entered))
+
+    def _mix_one(self, x_RE: Tensor, ids_R: Tensor) -> Tensor:
+        """Each row through one expert, unweighted."""
+        wide = torch.promote_types(x_RE.dtype, torch.float32)
+        ones_R1 = torch.ones(len(ids_R), 1, dtype=wide, device=x_RE.device)
+        return self._mix(x_RE, ones_R1, ids_R.unsqueeze(1))
+
+    def _mix(self, x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
         return fused_moe(
             x_TE,
             self.gate_up.weight,

@@ -33,7 +33,7 @@ from nanoengine.model.layers import (
     rope_tables,
     slice_of,
 )
-from nanoengine.model.moe import ExpertStack
+from nanoengine.model.moe import ExpertSplit, ExpertStack
 
 
 class Transformer(nn.Module):
@@ -48,19 +48,21 @@ class Transformer(nn.Module):
         *,
         head_dtype: torch.dtype | None = None,
         split: TensorSplit | None = None,
+        experts: ExpertSplit | None = None,
     ) -> None:
         """`head_dtype` float32 over a bf16 model computes logits from an fp32 copy of the head:
-        bf16 logits move a token's probability by up to 5 %. With `split` this is one rank's part
-        of the model; `config` stays that of the whole."""
+        bf16 logits move a token's probability by up to 5 %. With `split` or `experts` this is one
+        rank's part of the model; `config` stays that of the whole."""
         super().__init__()
         self.config = config
-        self.split = split
+        self.split, self.experts = split, experts
         self._head_dtype = head_dtype
         vocab = (0, config.vocab_size) if split is None else split.run(config.vocab_size)
         shape = (vocab[1] - vocab[0], config.hidden_size)
         self.embedding = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index, dtype, device, split) for index in range(config.num_layers)
+            DecoderLayer(config, index, dtype, device, split, experts)
+            for index in range(config.num_layers)
         )
         self.norm = nn.Parameter(torch.ones(config.hidden_size, dtype=dtype, device=device))
         self.head: nn.Parameter | None = None

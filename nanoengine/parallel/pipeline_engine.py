@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine, LossFn, add_sums
+from nanoengine.engine import Engine, LossFn
 from nanoengine.model import hf
 from nanoengine.model.transformer import Transformer
-from nanoengine.packing import MicroBatch, Sample, collect, zeros_like_tokens
+from nanoengine.packing import MicroBatch, Sample, add_sums, collect, zeros_like_tokens
 from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.pipeline import PipelineRunner, StageChunk
 from nanoengine.parallel.schedules import SCHEDULES, forward_only, make_schedule
@@ -29,6 +29,9 @@ from nanoengine.parallel.stage import Stage, sum_tied_gradients
 from nanoengine.parallel.tensor_parallel import gather_slice
 from nanoengine.parallel.zero import ShardedAdamW
 from nanoengine.scoring import Part
+
+HOLDERS = ("pp", "ep")
+"""Ranks that together hold every tensor (tensor-parallel neighbours each a slice)."""
 
 
 class PipelineEngine(Engine):
@@ -57,6 +60,11 @@ class PipelineEngine(Engine):
             stage.repack()
         super()._refresh()
 
+    def _passes(self, samples: Sequence[Sample]) -> list[MicroBatch]:
+        """Only ranks that share experts meet inside a pass."""
+        has_peers = self.mesh.size("ep") > 1
+        return super()._passes(samples) if has_peers else self._micro_batches(samples)
+
     # -- log-probs ---------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -71,7 +79,7 @@ class PipelineEngine(Engine):
         """As the engine's, on every rank."""
         found = zeros_like_tokens(samples)
         entropies = zeros_like_tokens(samples)
-        micros = self._micro_batches(samples)
+        micros = self._passes(samples)
 
         def score(stage: Stage, part: Part, index: int, hidden_ND: Tensor) -> Tensor:
             logp_T, entropy_T = self._scorer.score(
@@ -124,7 +132,7 @@ class PipelineEngine(Engine):
         optimizer = self.optimizer
         assert isinstance(optimizer, ShardedAdamW), "a pipeline has several ranks"
         optimizer.zero_grad()
-        micros = self._micro_batches(samples)
+        micros = self._passes(samples)
         logps = zeros_like_tokens(samples)
         losses: list[float] = []
         stats: dict[str, float] = {}
@@ -134,6 +142,8 @@ class PipelineEngine(Engine):
             logp_T, entropy_T = self._scorer.score(
                 part, hidden_ND, temperature, entropy=entropy, only_masked=True
             )
+            if not micro.index:
+                return logp_T.sum() * 0
             loss_sum, sums = loss_fn(logp_T, entropy_T, micro)
             loss = loss_sum / weight
             losses.append(float(loss.detach()))
@@ -174,18 +184,18 @@ class PipelineEngine(Engine):
             for name, view in hf.hf_views(stage).items():
                 mine.setdefault(name, (stage, view))
         owners: dict[str, int] = {}
-        for rank, names in enumerate(self.mesh.gather_json("pp", list(mine))):
+        for rank, names in enumerate(self.mesh.gather_json(HOLDERS, list(mine))):
             for name in names:
                 owners.setdefault(name, rank)
         whole = hf.hf_views(Transformer(self.model.config, device="meta"))
         kind = self.model.dtype if dtype is None else dtype
         for name, shape in ((name, view.shape) for name, view in whole.items()):
             tensor = torch.empty(shape, dtype=kind, device=self.mesh.device)
-            if owners[name] == self.mesh.rank("pp"):
+            if owners[name] == self.mesh.rank(HOLDERS):
                 holder, view = mine[name]
                 part = hf.hf_slices(holder).get(name)
                 tensor.copy_(view if part is None else gather_slice(self.mesh, view, part))
-            self.mesh.broadcast("pp", tensor, owners[name])
+            self.mesh.broadcast(HOLDERS, tensor, owners[name])
             yield name, tensor
 
     def load_weights(self, state: Iterable[tuple[str, Tensor]]) -> None:

@@ -20,6 +20,7 @@ from nanoengine.footprint import split_layers
 from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import DecoderLayer, PackedLinear, TensorSplit
+from nanoengine.model.moe import ExpertSplit
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.mesh import Mesh
 
@@ -41,15 +42,17 @@ class Stage(Transformer):
         *,
         head_dtype: torch.dtype | None = None,
         split: TensorSplit | None = None,
+        experts: ExpertSplit | None = None,
     ) -> None:
         held = split_layers(config.num_layers, num_stages)[index]
-        small = dataclasses.replace(config, num_layers=1)
-        super().__init__(small, dtype, device, head_dtype=head_dtype, split=split)
+        dense = (0,) if config.num_experts else ()
+        small = dataclasses.replace(config, num_layers=1, dense_layers=dense)
+        super().__init__(small, dtype, device, head_dtype=head_dtype, split=split, experts=experts)
         self.config = config
         self.index, self.num_stages = index, num_stages
         self.is_first, self.is_last = index == 0, index == num_stages - 1
         self.layers = nn.ModuleList(
-            DecoderLayer(config, i, dtype, device, split) if i in held else Elsewhere()
+            DecoderLayer(config, i, dtype, device, split, experts) if i in held else Elsewhere()
             for i in range(config.num_layers)
         )
         self._held = held
@@ -113,7 +116,9 @@ class Stage(Transformer):
     def init_weights(self, seed: int, std: float = 0.02) -> None:
         """The part of what the whole model would draw. Draws the whole model: for tests and small
         models; large ones are loaded."""
-        whole = Transformer(self.config, self.dtype, str(self.device), split=self.split)
+        whole = Transformer(
+            self.config, self.dtype, str(self.device), split=self.split, experts=self.experts
+        )
         whole.init_weights(seed, std)
         values = dict(whole.named_parameters())
         with torch.no_grad():
@@ -130,6 +135,7 @@ def make_stages(
     *,
     head_dtype: torch.dtype | None = None,
     split: TensorSplit | None = None,
+    experts: ExpertSplit | None = None,
 ) -> list[Stage]:
     """The stages of this pipeline rank, chunk by chunk."""
     num_ranks, rank = mesh.size("pp"), mesh.rank("pp")
@@ -148,6 +154,7 @@ def make_stages(
             str(mesh.device),
             head_dtype=head_dtype,
             split=split,
+            experts=experts,
         )
         for chunk in range(num_chunks)
     ]

@@ -47,7 +47,9 @@ class TensorParallel:
     ) -> TensorParallel | None:
         """The split for a model of this shape; None where the mesh has one tp rank."""
         size = mesh.size("tp")
-        for name in ("num_heads", "num_kv_heads", "intermediate_size"):
+        names = ["num_heads", "num_kv_heads", "intermediate_size"]
+        names += ["moe_intermediate_size"] if config.num_experts else []
+        for name in names:
             if getattr(config, name) % size:
                 raise ValueError(
                     f"tp={size}: must divide {name}={getattr(config, name)}; choose another layout"

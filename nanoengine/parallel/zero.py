@@ -114,7 +114,8 @@ class ShardedAdamW(Offloadable):
     @property
     def needs_equal_passes(self) -> bool:
         """Whether all data-parallel ranks must run the same number of forward passes."""
-        return self.zero >= 2 and self.mesh.size(("dp", "ep")) > 1
+        meets_in_passes = self.zero >= 2 or self.mesh.size("ep") > 1
+        return meets_in_passes and self.mesh.size(("dp", "ep")) > 1
 
     # -- one step ----------------------------------------------------------------------------
 

@@ -21,13 +21,21 @@ from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import Slice, slice_of
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import MicroBatch, Sample
-from nanoengine.parallel import data_parallel, tensor_parallel
-from nanoengine.parallel.mesh import DATA_AXES, Layout, Mesh
+from nanoengine.parallel import data_parallel, expert_parallel, tensor_parallel, zero
+from nanoengine.parallel.expert_parallel import ExpertParallel
+from nanoengine.parallel.mesh import DATA_AXES, REPLICA_AXES, Layout, Mesh
 from nanoengine.parallel.tensor_parallel import TensorParallel
 from nanoengine.parallel.zero import ShardedAdamW
 from nanoengine.sft import num_loss_tokens
 
 VOCAB = 211  # a prime: no number of ranks divides it
+EXPERTS: Any = {
+    "num_experts": 8,
+    "num_experts_per_token": 3,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "dense_layers": (1,),
+}
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}
 
 
@@ -85,13 +93,16 @@ def model_config(case: Case) -> ModelConfig:
         tie_word_embeddings=case.tied,
         attention_bias=case.family in ("qwen2", "llama"),
         attention_output_bias=case.family == "llama",
-        qk_norm=case.family == "qwen3",
+        qk_norm=case.family in ("qwen3", "qwen3_moe"),
         max_position_embeddings=128,
+        **(EXPERTS if case.family == "qwen3_moe" else {}),
     )
 
 
-def make_model(case: Case, split: TensorParallel | None = None) -> Transformer:
-    model = Transformer(model_config(case), DTYPES[case.dtype], split=split)
+def make_model(
+    case: Case, split: TensorParallel | None = None, experts: ExpertParallel | None = None
+) -> Transformer:
+    model = Transformer(model_config(case), DTYPES[case.dtype], split=split, experts=experts)
     model.init_weights(seed=0, std=0.15)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():  # norms and biases that a rank could not guess
@@ -146,16 +157,13 @@ def policy_loss(
 
 def run(case: Case, mesh: Mesh | None = None) -> Result:
     """Train `case.steps` steps; gradients are those of the last, unclipped with max_grad_norm 0."""
-    split = None
+    split = experts = None
     if mesh is not None:
         config = model_config(case)
         split = TensorParallel.of(mesh, config, sequence_parallel=case.sequence_parallel)
-    engine = Engine(
-        make_model(case, split),
-        engine_config(case),
-        mesh,
-    )
+        experts = ExpertParallel.of(mesh, config)
     with planted(case.bug):
+        engine = Engine(make_model(case, split, experts), engine_config(case), mesh)
         return _train(case, engine)
 
 
@@ -236,6 +244,10 @@ def _unreduced(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
     return dx, None
 
 
+def _not_sent_back(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None, None]:
+    return dx.new_zeros(sum(ctx.sent), *dx.shape[1:]), None, None, None
+
+
 def _local_weight(mesh: Mesh, axis: Any, *values: float) -> list[float]:
     return [value * mesh.size(axis) for value in values]
 
@@ -257,6 +269,12 @@ def planted(bug: str) -> Iterator[None]:
         ),
         "norms not summed over tensor-parallel ranks": lambda: mock.patch.object(
             data_parallel.GradientReducer, "_sum_partials", lambda self, bucket: None
+        ),
+        "experts summed with other experts": lambda: mock.patch.object(
+            zero, "replica_axes", lambda parameter: REPLICA_AXES
+        ),
+        "no gradient to the ranks that sent the tokens": lambda: mock.patch.object(
+            expert_parallel._AllToAll, "backward", staticmethod(_not_sent_back)
         ),
         "gradients not summed over data ranks": lambda: mock.patch.object(
             Mesh, "all_reduce", _skip_data_axes(Mesh.all_reduce)

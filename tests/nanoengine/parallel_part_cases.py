@@ -185,6 +185,11 @@ def one_rank_has_an_infinite_loss(rank: Rank, case: Case) -> str:
     return "no error"
 
 
+def logps_on_a_mesh(rank: Rank, case: Case) -> dict[int, Tensor]:
+    """Of the samples of this rank, by their index."""
+    return parallel_cases.run(case, rank.mesh(case.layout)).logps
+
+
 class Experts(nn.Module):
     """One parameter that all ranks share, one that only ranks with the same ep coordinate do."""
 

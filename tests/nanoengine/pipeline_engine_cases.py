@@ -22,6 +22,7 @@ from nanoengine.model.layers import slice_of
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
 from nanoengine.parallel import pipeline_engine
+from nanoengine.parallel.expert_parallel import ExpertParallel
 from nanoengine.parallel.mesh import DATA_AXES, Layout, Mesh
 from nanoengine.parallel.pipeline_engine import PipelineEngine
 from nanoengine.parallel.stage import make_stages
@@ -63,12 +64,13 @@ def make_engine(run: Run, mesh: Mesh | None = None) -> Engine:
     if mesh is None or mesh.size() == 1:
         return Engine(whole, parallel_cases.engine_config(case))
     split = TensorParallel.of(mesh, whole.config, sequence_parallel=case.sequence_parallel)
+    experts = ExpertParallel.of(mesh, whole.config)
     dtype = parallel_cases.DTYPES[case.dtype]
     models: list[Any]
     if mesh.size("pp") == 1:
-        models = [Transformer(whole.config, dtype, split=split)]
+        models = [Transformer(whole.config, dtype, split=split, experts=experts)]
     else:
-        models = make_stages(mesh, whole.config, run.chunks, dtype, split=split)
+        models = make_stages(mesh, whole.config, run.chunks, dtype, split=split, experts=experts)
     with torch.no_grad():
         for model in models:
             for name, parameter in model.named_parameters():
@@ -222,3 +224,16 @@ def export(rank: Rank, folder: str) -> dict[str, Any]:
 
 def named(model: Transformer) -> dict[str, tuple[Any, Tensor]]:
     return {piece.name: (piece, tensor) for piece, tensor in model_pieces([model])}
+
+
+def export_experts(
+    rank: Rank, run: Run, folder: str
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What the engine tells of its weights, at first and after loading twice them; writes a folder
+    of the first."""
+    engine = make_engine(run, rank.mesh(run.case.layout))
+    before = {name: tensor.clone() for name, tensor in engine.export_state()}
+    with engine.optimizer.gathered():
+        export_hf(engine.mesh, engine.models, folder)
+    engine.load_weights((name, tensor * 2) for name, tensor in before.items())
+    return before, {name: tensor.clone() for name, tensor in engine.export_state()}

@@ -6,20 +6,25 @@ The worked numbers of docs/parallelism.md are computed here, in tests of the sam
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import parallel_cases
 import parallel_part_cases
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from parallel_cases import VOCAB, Case
 from pool import WorkerPool
 
 from kernels.flash_attention import flash_attn_varlen_ref
 from nanoengine.engine import Engine, EngineConfig
+from nanoengine.model.transformer import Transformer
 from nanoengine.packing import make_micro_batches
-from nanoengine.parallel.mesh import Layout
+from nanoengine.parallel.expert_parallel import ExpertParallel
+from nanoengine.parallel.mesh import Layout, Mesh
+from nanoengine.parallel.tensor_parallel import TensorParallel
 from nanoengine.parallel.traffic import wire_bytes
 from nanoengine.sft import num_loss_tokens
 
@@ -172,6 +177,54 @@ def test_worked_context_parallel(pool: WorkerPool) -> None:
     received = sum(result.traffic["recv", "cp"][1] for result in results)
     assert sent == received == LAYERS * whole * (1 + 1 + 2)
     in_docs(whole, sent)
+
+
+def test_worked_expert_parallel(pool: WorkerPool) -> None:
+    """A row for each choice of each token, four ways in each of two layers, wherever it goes."""
+    case = Case(layout=Layout(ep=2), family="qwen3_moe", budget=1000)
+    results = one_step(pool, case)
+    rows, _ = rows_and_predictions()
+    slots = rows * parallel_cases.EXPERTS["num_experts_per_token"]
+    layers = LAYERS - len(parallel_cases.EXPERTS["dense_layers"])
+    travelling = slots * HIDDEN * BYTES
+    total = layers * (4 * travelling + slots * 4)  # and the number of each row's expert, int32
+    assert sum(result.traffic["all_to_all", "ep"][1] for result in results) == total
+    assert all(result.traffic["all_to_all", "ep"][0] == 5 * layers for result in results)
+    in_docs(slots, travelling, total)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_log_probs_have_the_same_bits_wherever_the_experts_are(
+    pool: WorkerPool, dtype: str
+) -> None:
+    case = Case(layout=Layout(ep=2), family="qwen3_moe", dtype=dtype)
+    alone = reference_logps(replace(case, layout=Layout()))
+    for logps in pool.run(2, parallel_part_cases.logps_on_a_mesh, case):
+        for index, values in logps.items():
+            assert torch.equal(values, alone[index])
+
+
+def reference_logps(case: Case) -> dict[int, torch.Tensor]:
+    return parallel_cases.run(case).logps
+
+
+def test_experts_that_cannot_be_split_are_refused() -> None:
+    def mesh(**axes: int) -> Mesh:
+        return Mesh(Layout(**axes), 0, dist.HashStore())
+
+    moe = parallel_cases.model_config(Case(family="qwen3_moe"))
+    with pytest.raises(ValueError, match="ep=2: the model has no experts to split; use dp=2"):
+        ExpertParallel.of(mesh(ep=2), parallel_cases.model_config(Case()))
+    with pytest.raises(ValueError, match="ep=3: must divide num_experts=8"):
+        ExpertParallel.of(mesh(ep=3), moe)
+    with pytest.raises(ValueError, match="ep=2 with tp=2: experts are split over one of the two"):
+        ExpertParallel.of(mesh(ep=2, tp=2), moe)
+    with pytest.raises(ValueError, match="experts are not split over this mesh"):
+        Engine(Transformer(moe), EngineConfig(), mesh(ep=2))
+    with pytest.raises(ValueError, match="tp=32: must divide num_heads"):
+        TensorParallel.of(mesh(tp=32), moe)
+    with pytest.raises(ValueError, match="tp=4: must divide moe_intermediate_size=18"):
+        TensorParallel.of(mesh(tp=4), replace(moe, moe_intermediate_size=18))
 
 
 # -- state, memory, errors ---------------------------------------------------------------------

@@ -139,6 +139,10 @@ TWO = [
     Case(layout=Layout(tp=2), sequence_parallel=True, family="qwen3", tied=False),
     Case(layout=Layout(cp=2)),
     Case(layout=Layout(cp=2), zero=3, family="qwen3", tied=False),
+    Case(layout=Layout(ep=2), family="qwen3_moe"),
+    Case(layout=Layout(ep=2), zero=3, family="qwen3_moe", tied=False, deal="masked"),
+    Case(layout=Layout(tp=2), zero=1, family="qwen3_moe"),
+    Case(layout=Layout(tp=2), sequence_parallel=True, family="qwen3_moe", tied=False),
 ]
 FOUR = [
     Case(layout=Layout(dp=4), zero=2, deal="empty"),
@@ -151,6 +155,10 @@ FOUR = [
     Case(layout=Layout(dp=2, cp=2), zero=3, deal="empty", activation_checkpointing=True),
     Case(layout=Layout(cp=2, tp=2), sequence_parallel=True, family="qwen3"),
     Case(layout=Layout(cp=4), zero=2, tied=False),
+    Case(layout=Layout(dp=2, ep=2), zero=1, family="qwen3_moe", deal="empty"),
+    Case(layout=Layout(ep=2, cp=2), zero=2, family="qwen3_moe"),
+    Case(layout=Layout(ep=4), zero=3, family="qwen3_moe", activation_checkpointing=True),
+    Case(layout=Layout(dp=2, tp=2), zero=2, sequence_parallel=True, family="qwen3_moe"),
 ]
 EIGHT = [
     Case(layout=Layout(dp=2, cp=2, tp=2), zero=3, sequence_parallel=True, family="qwen3"),
@@ -159,6 +167,7 @@ EIGHT = [
     Case(layout=Layout(dp=8), zero=3, family="qwen2", deal="masked"),
     Case(layout=Layout(cp=2, tp=4), family="qwen3", tied=False),
     Case(layout=Layout(dp=2, cp=4), zero=2),
+    Case(layout=Layout(dp=2, ep=2, cp=2), zero=3, family="qwen3_moe", tied=False),
 ]
 
 
@@ -189,6 +198,10 @@ BUGS = {
     "mean of means": Case(layout=Layout(dp=2, tp=2)),
     "no division by the accumulation": Case(layout=Layout(dp=2, tp=2)),
     "gradients not summed over data ranks": Case(layout=Layout(dp=2, tp=2)),
+    "experts summed with other experts": Case(layout=Layout(dp=2, ep=2), family="qwen3_moe"),
+    "no gradient to the ranks that sent the tokens": Case(
+        layout=Layout(dp=2, ep=2), family="qwen3_moe"
+    ),
     "norms not summed over tensor-parallel ranks": Case(
         layout=Layout(tp=4), sequence_parallel=True
     ),

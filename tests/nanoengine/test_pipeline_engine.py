@@ -17,7 +17,9 @@ from test_parallel_training import compare
 
 from nanoengine.checkpoint import open_checkpoint
 from nanoengine.config import EngineConfig
+from nanoengine.engine import Engine
 from nanoengine.model.hf import hf_views, load_model
+from nanoengine.packing import Sample
 from nanoengine.parallel.mesh import Layout, Mesh, describe
 from nanoengine.parallel.pipeline_engine import PipelineEngine
 from nanoengine.parallel.schedules import make_schedule, peak_live_closed_form
@@ -44,6 +46,9 @@ FOUR = [
     pipeline("zb_h1", layout=Layout(pp=2, tp=2), sequence_parallel=True, budget=40),
     pipeline("1f1b", layout=Layout(pp=2, cp=2), zero=1),
     pipeline("zb_h1", layout=Layout(pp=4), budget=40),
+    pipeline("1f1b", layout=Layout(pp=2, ep=2), family="qwen3_moe", deal="empty"),
+    pipeline("zb_h1", layout=Layout(pp=2, ep=2), zero=2, family="qwen3_moe", budget=40),
+    pipeline("gpipe", layout=Layout(pp=2, tp=2), family="qwen3_moe", sequence_parallel=True),
 ]
 EIGHT = [
     pipeline("1f1b", layout=Layout(pp=2, dp=2, tp=2), zero=1, sequence_parallel=True),
@@ -149,6 +154,9 @@ WRITERS = {
     "pp2-dp2": pipeline("zb_h1", layout=Layout(pp=2, dp=2), zero=1, dtype="fp32", budget=40),
     "tp2-dp2": pipeline(layout=Layout(tp=2, dp=2), zero=3, dtype="fp32", sequence_parallel=True),
     "pp2-tp2": pipeline("interleaved", 2, layout=Layout(pp=2, tp=2), dtype="fp32"),
+    "moe-single": pipeline(layout=Layout(), dtype="fp32", family="qwen3_moe"),
+    "moe-ep2-dp2": pipeline(layout=Layout(ep=2, dp=2), zero=3, dtype="fp32", family="qwen3_moe"),
+    "moe-pp2-tp2": pipeline(layout=Layout(pp=2, tp=2), dtype="fp32", family="qwen3_moe"),
 }
 
 
@@ -166,6 +174,7 @@ def equal(found: Saved, expected: Saved, tolerance: float) -> None:
         ("pp2-dp2", ["pp2-dp2", "single", "tp2-dp2"]),
         ("tp2-dp2", ["tp2-dp2", "pp2-tp2"]),
         ("single", ["single", "pp2-tp2"]),
+        ("moe-ep2-dp2", ["moe-ep2-dp2", "moe-single", "moe-pp2-tp2"]),
     ],
 )
 def test_a_run_resumes_in_another_layout_and_bit_equal_in_its_own(
@@ -225,3 +234,33 @@ def test_a_tp2_pp2_run_is_exported_bit_equal(pool: WorkerPool, tmp_path: Path) -
 
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
     assert all(torch.equal(theirs[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        pipeline(layout=Layout(pp=2, ep=2), dtype="fp32", family="qwen3_moe"),
+        pipeline(layout=Layout(ep=4), zero=3, dtype="fp32", family="qwen3_moe"),
+    ],
+    ids=name,
+)
+def test_experts_on_many_ranks_are_exported_and_loaded_bit_equal(
+    pool: WorkerPool, tmp_path: Path, run: Run
+) -> None:
+    expected = hf_views(cases.whole_model(run.case))
+    for exported, reloaded in pool.run(4, cases.export_experts, run, str(tmp_path / "hf")):
+        for state, factor in ((exported, 1), (reloaded, 2)):
+            assert list(state) != [] and state.keys() == expected.keys()
+            assert all(torch.equal(state[name], t * factor) for name, t in expected.items())
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    ids = torch.tensor([[5, 17, 3, 99, 4, 4, 60]])
+    mine = cases.whole_model(run.case)
+    sample = Sample(tokens=ids[0].tolist(), loss_mask=[0] + [1] * 6)
+    (logps,) = Engine(mine, EngineConfig()).forward_logprobs([sample])
+    with torch.no_grad():
+        all_logps = torch.log_softmax(theirs(ids).logits[0], -1)
+    torch.testing.assert_close(
+        logps[1:], all_logps[:-1].gather(1, ids[0, 1:, None]).squeeze(1), rtol=0, atol=2e-5
+    )
