@@ -66,6 +66,8 @@ class NonFiniteLoss(RuntimeError):  # noqa: N818 (the name of the event, as Stop
 class Engine:
     """Trains `model`, which it converts to `config.dtype` in place. `version` counts updates."""
 
+    scorer_type: type[Scorer] = Scorer
+
     def __init__(
         self,
         model: Transformer,
@@ -105,7 +107,7 @@ class Engine:
             for buffer in part.buffers():  # rope tables: as wide as the masters
                 buffer.data = buffer.to(wide)
         is_wide = config.lm_head_fp32 and model.lm_head_weight is not None
-        self._scorer = Scorer(model, mesh, lm_head_fp32=is_wide)
+        self._scorer = self.scorer_type(model, mesh, lm_head_fp32=is_wide)
         self._refresh()
 
     def restart(self, config: EngineConfig) -> None:
@@ -327,11 +329,8 @@ class Engine:
             for name, view in hf.export_state(self.model, dtype):
                 if name in slices:
                     view = gather_slice(self.mesh, view, slices[name])
-                experts = self.model.experts
-                if experts is not None and hf.is_expert(name):
-                    for rank, tensor in enumerate(experts.gather(view)):
-                        by = rank * len(experts.held) - experts.held.start
-                        yield hf.renumber_expert(name, by), tensor
+                if self.model.experts is not None and hf.is_expert(name):
+                    yield from hf.gather_expert(name, view, self.model.experts)
                     continue
                 yield name, view.clone() if comes_and_goes else view
 

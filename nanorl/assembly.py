@@ -10,7 +10,7 @@ import os
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,15 @@ class Parts:
             warmup_steps=rl.warmup_steps,
             total_steps=max(rl.steps * rl.epochs, 1),
         )
+
+    def critic_config(self) -> EngineConfig:
+        """As the policy's, and one checkpoint more: the policy's last may still name the oldest."""
+        rl = self.config.rl
+        config = self.engine_config(
+            lr=rl.critic_lr, weight_decay=rl.weight_decay, max_grad_norm=rl.max_grad_norm
+        )
+        keep = config.keep_checkpoints + 1
+        return replace(config, lm_head_fp32=False, keep_checkpoints=keep)
 
     def environment(self, *, is_tool_enabled: bool = True) -> CodeEnv:
         return CodeEnv(

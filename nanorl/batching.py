@@ -7,7 +7,7 @@ all tokens of its rollout; the engine shifts them to the predictions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,9 +26,11 @@ from nanorl.types import Rollout, Status
 @dataclass(kw_only=True)
 class TrainBatch:
     """What the engine trains on, and how the batch looked. `probe` is one group of the batch, to
-    measure the log-prob gap on where no sample has a gradient."""
+    measure the log-prob gap on where no sample has a gradient. The critic, if there is one, learns
+    from all samples."""
 
     samples: list[Sample]
+    critic_samples: list[Sample]
     probe: list[Sample]
     token_loss: LossFn
     metrics: dict[str, float]
@@ -52,22 +54,33 @@ class TrainBatch:
         )
         return self.token_loss(logp_T, batch)
 
-    def set_field(self, name: str, values: Sequence[Tensor]) -> None:
-        """Attach one tensor a sample, aligned with its tokens (old or reference log-probs)."""
-        self.samples = [
-            replace(sample, fields={**sample.fields, name: value.tolist()})
-            for sample, value in zip(self.samples, values, strict=True)
-        ]
+
+ScoreFn = Callable[[Sequence[Sample]], Sequence[Tensor]]
+"""Samples to one tensor each, aligned with its tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """Who scores a batch beside the policy that sampled it; each is called at most once."""
+
+    old: ScoreFn | None = None
+    """The trainer's policy before the update; without it, that of the rollouts."""
+    reference: ScoreFn | None = None
+    values: ScoreFn | None = None
 
 
 def build_batch(
-    groups: Sequence[Sequence[Rollout]], spec: AlgorithmSpec, *, max_tokens: int
+    groups: Sequence[Sequence[Rollout]],
+    spec: AlgorithmSpec,
+    *,
+    max_tokens: int,
+    scoring: Scoring | None = None,
 ) -> TrainBatch:
     """Samples with advantages and weights; rollouts without an action token carry no gradient.
 
-    `max_tokens` is the length limit of a rollout (the overlong penalty ends there). The old policy
-    is the rollout policy until `set_field("old_logp", ...)` says otherwise.
+    `max_tokens` is the length limit of a rollout (the overlong penalty ends there).
     """
+    scoring = Scoring() if scoring is None else scoring
     rollouts = [rollout for group in groups for rollout in group if rollout.num_action_tokens]
     metrics = batch_metrics([rollout for group in groups for rollout in group])
     rewards_R = torch.tensor([r.reward for r in rollouts], dtype=torch.float32)
@@ -79,12 +92,21 @@ def build_batch(
         keep_R = has_signal(is_correct_R, [r.group_id for r in rollouts])
         rollouts = [r for r, keep in zip(rollouts, keep_R.tolist(), strict=True) if keep]
         rewards_R = rewards_R[keep_R]
-    samples = _samples(rollouts, rewards_R, spec) if rollouts else []
+    samples = _samples(rollouts, rewards_R, spec, scoring) if rollouts else []
     probe = [sample for sample in samples if sample.group == samples[0].group]
+    trained = samples
     if is_proportional_to_advantage(spec):
-        samples = [sample for sample in samples if any(sample.fields["advantage"])]
-    metrics["num_trained_rollouts"] = float(len(samples))
-    return TrainBatch(samples=samples, probe=probe, token_loss=make_loss(spec), metrics=metrics)
+        trained = [sample for sample in samples if any(sample.fields["advantage"])]
+    if scoring.old is not None and not spec.compares_old_to_reference:
+        trained = _with_field(trained, "old_logp", scoring.old(trained))
+    metrics["num_trained_rollouts"] = float(len(trained))
+    return TrainBatch(
+        samples=trained,
+        critic_samples=samples if scoring.values is not None else [],
+        probe=probe,
+        token_loss=make_loss(spec),
+        metrics=metrics,
+    )
 
 
 def is_proportional_to_advantage(spec: AlgorithmSpec) -> bool:
@@ -94,15 +116,39 @@ def is_proportional_to_advantage(spec: AlgorithmSpec) -> bool:
     return spec.loss != "opd" and not any(terms)
 
 
-def _samples(rollouts: list[Rollout], rewards_R: Tensor, spec: AlgorithmSpec) -> list[Sample]:
+def _samples(
+    rollouts: list[Rollout], rewards_R: Tensor, spec: AlgorithmSpec, scoring: Scoring
+) -> list[Sample]:
+    """All samples, scored by everybody whose word the advantages or the loss depend on."""
+    samples = [
+        Sample(
+            tokens=rollout.tokens,
+            loss_mask=rollout.loss_mask,
+            fields={"rollout_logp": rollout.logps, "old_logp": rollout.logps},
+            group=rollout.group_id,
+        )
+        for rollout in rollouts
+    ]
+    if scoring.old is not None and spec.compares_old_to_reference:
+        samples = _with_field(samples, "old_logp", scoring.old(samples))
+    if scoring.reference is not None:
+        samples = _with_field(samples, "ref_logp", scoring.reference(samples))
+    if scoring.values is not None:
+        samples = _with_field(samples, "value", scoring.values(samples))
     lengths = [len(r.tokens) for r in rollouts]
     mask_T = torch.tensor([m for r in rollouts for m in r.loss_mask], dtype=torch.float32)
     ids_T = torch.repeat_interleave(torch.arange(len(rollouts)), torch.tensor(lengths))
     group_ids = [r.group_id for r in rollouts]
-    advantage_T, _ = compute_advantages(
+    advantage_T, return_T = compute_advantages(
         spec,
         AdvantageBatch(
-            reward_R=rewards_R, group_ids=group_ids, mask_T=mask_T, sequence_ids_T=ids_T
+            reward_R=rewards_R,
+            group_ids=group_ids,
+            mask_T=mask_T,
+            sequence_ids_T=ids_T,
+            old_logp_T=_field(samples, "old_logp"),
+            ref_logp_T=_field(samples, "ref_logp"),
+            value_T=_field(samples, "value"),
         ),
     )
     weight_T = token_weights(
@@ -114,22 +160,24 @@ def _samples(rollouts: list[Rollout], rewards_R: Tensor, spec: AlgorithmSpec) ->
         prompt_ids_S=index_by_id(group_ids)[0],
         constant_length=spec.constant_length,
     )
+    samples = _with_field(samples, "advantage", advantage_T.split(lengths))
+    if return_T is not None:
+        samples = _with_field(samples, "return", return_T.split(lengths))
+    return _with_field(samples, "weight", weight_T.split(lengths))
+
+
+def _with_field(samples: list[Sample], name: str, values: Sequence[Tensor]) -> list[Sample]:
     return [
-        Sample(
-            tokens=rollout.tokens,
-            loss_mask=rollout.loss_mask,
-            fields={
-                "advantage": advantage.tolist(),
-                "weight": weight.tolist(),
-                "rollout_logp": rollout.logps,
-                "old_logp": rollout.logps,
-            },
-            group=rollout.group_id,
-        )
-        for rollout, advantage, weight in zip(
-            rollouts, advantage_T.split(lengths), weight_T.split(lengths), strict=True
-        )
+        replace(sample, fields={**sample.fields, name: value.tolist()})
+        for sample, value in zip(samples, values, strict=True)
     ]
+
+
+def _field(samples: list[Sample], name: str) -> Tensor | None:
+    """The field of all samples' tokens, one after the other."""
+    if name not in samples[0].fields:
+        return None
+    return torch.tensor([value for s in samples for value in s.fields[name]], dtype=torch.float32)
 
 
 def batch_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -32,12 +32,15 @@ class WarmStartConfig:
     """Decoupled weight decay."""
     drill_fraction: float = 0.0
     """Share of the steps, the first ones, that train on copy drills instead of traces."""
+    epochs: int = 1
+    """Passes over the traces: with more, fewer are played and each is trained on so often."""
 
     def __post_init__(self) -> None:
         _require(
             0 <= self.drill_fraction <= 1, "warm-start.drill-fraction", self.drill_fraction, "0-1"
         )
         _require(self.steps >= 0, "warm-start.steps", self.steps, "0 or more")
+        _require(self.epochs >= 1, "warm-start.epochs", self.epochs, "1 or more")
         _require(
             self.traces_per_step >= 1, "warm-start.traces-per-step", self.traces_per_step, "1+"
         )
@@ -74,6 +77,15 @@ class RLConfig:
     """How often a failed rollout (infrastructure, never the program's doing) is tried again."""
     algorithm: AlgorithmSpec = field(default_factory=AlgorithmSpec)
     """Advantages, loss, aggregation and corrections."""
+    reference: str = ""
+    """Hugging Face folder or name of the policy that KL terms and distillation compare with, of
+    the same vocabulary; empty: the policy as RL began."""
+    critic_lr: float = 1e-5
+    """Learning rate of the critic (advantage gae)."""
+    critic_warmup_steps: int = 0
+    """First steps in which only the critic learns."""
+    value_clip: float = 0.2
+    """How far a value may move in one update before its loss stops pulling."""
 
     def __post_init__(self) -> None:
         _require(self.steps >= 0, "rl.steps", self.steps, "0 or more")
@@ -83,15 +95,19 @@ class RLConfig:
         _require(self.temperature > 0, "rl.temperature", self.temperature, "positive")
         _require(self.epochs >= 1, "rl.epochs", self.epochs, "1 or more")
         _require(self.max_staleness >= 0, "rl.max-staleness", self.max_staleness, "0 or more")
-        if self.algorithm.advantage == "gae":
+        _require(self.critic_lr > 0, "rl.critic-lr", self.critic_lr, "positive")
+        _require(self.value_clip > 0, "rl.value-clip", self.value_clip, "positive")
+        critic_only = self.critic_warmup_steps
+        _require(critic_only >= 0, "rl.critic-warmup-steps", critic_only, "0 or more")
+        if critic_only and not self.algorithm.needs_critic:
             raise ValueError(
-                "--rl.algorithm.advantage gae: needs a critic, which this trainer does not hold; "
-                "choose grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline or maxrl"
+                f"--rl.critic-warmup-steps {critic_only}: there is no critic with "
+                f"--rl.algorithm.advantage {self.algorithm.advantage}; choose gae, or 0 steps"
             )
-        if self.algorithm.needs_reference:
+        if self.reference and not self.algorithm.needs_reference:
             raise ValueError(
-                "--rl.algorithm: a KL term, distillation or loss opd needs a reference model, "
-                "which this trainer does not hold; set their coefficients to 0"
+                f"--rl.reference {self.reference}: nothing reads it; set --rl.algorithm.kl-coef, "
+                "kl-reward-coef or distill-coef, or loss opd"
             )
 
 

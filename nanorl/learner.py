@@ -11,12 +11,15 @@ import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any
 
 from nanoengine.engine import Engine
+from nanoengine.frozen import FrozenPolicy
 from nanoinfer.async_engine import AsyncEngine
-from nanorl.batching import build_batch, logp_gap, per_action_token
+from nanorl.batching import Scoring, TrainBatch, build_batch, logp_gap, per_action_token
 from nanorl.config import RunConfig
+from nanorl.critic import Critic, explained_variance
 from nanorl.types import Rollout
 from nanorl.weight_sync import sync_weights
 
@@ -24,13 +27,26 @@ Groups = Sequence[Sequence[Rollout]]
 
 
 class Learner:
-    """Owns the training engine during the RL phase."""
+    """Owns the training engine during the RL phase, and the reference and the critic where the
+    algorithm has them."""
 
     def __init__(
-        self, config: RunConfig, *, engine: Engine, generator: AsyncEngine, thread: Executor
+        self,
+        config: RunConfig,
+        *,
+        engine: Engine,
+        generator: AsyncEngine,
+        thread: Executor,
+        reference: FrozenPolicy | None = None,
+        critic: Critic | None = None,
+        num_batches: int = 0,
     ) -> None:
+        """`num_batches` is how many an earlier part of the run has trained on."""
         self.config = config
         self.engine = engine
+        self.reference = reference
+        self.critic = critic
+        self.num_batches = num_batches
         self.generator = generator
         self.thread = thread
 
@@ -49,15 +65,50 @@ class Learner:
         """One optimizer batch (`rl.epochs` steps over it); returns the metrics of the batch."""
         rl = self.config.rl
         start = time.perf_counter()
-        batch = build_batch(groups, rl.algorithm, max_tokens=self.config.agent.max_context_tokens)
+        batch = build_batch(
+            groups,
+            rl.algorithm,
+            max_tokens=self.config.agent.max_context_tokens,
+            scoring=self._scoring(),
+        )
         metrics: dict[str, Any] = dict(batch.metrics)
-        if not batch.samples:
+        if not batch.samples or self._only_critic_learns():
             logps = self.engine.forward_logprobs(batch.probe, temperature=rl.temperature)
             metrics.update(logp_gap(batch.probe, logps))
-        elif rl.epochs > 1 or rl.max_staleness > 0:
-            logps = self.engine.forward_logprobs(batch.samples, temperature=rl.temperature)
-            batch.set_field("old_logp", logps)
-        for epoch in range(rl.epochs if batch.samples else 0):
+        else:
+            metrics.update(self._train_policy(batch))
+        if batch.critic_samples:
+            metrics.update(self._train_critic(batch))
+        self.num_batches += 1
+        metrics["train_s"] = time.perf_counter() - start
+        if self.config.deterministic and metrics.get("logp_gap_max", 0.0) != 0.0:
+            raise RuntimeError(
+                f"--deterministic: rollout and training log-probs differ by "
+                f"{metrics['logp_gap_max']:.3g} nats; they must be equal bit for bit. "
+                "This is a defect of the engines on this CPU, not of your task: please report it"
+            )
+        return metrics
+
+    def _scoring(self) -> Scoring:
+        """The rollout policy is the old policy where nothing has changed since."""
+        rl = self.config.rl
+        is_old = rl.epochs > 1 or rl.max_staleness > 0
+        temperature = rl.temperature
+        return Scoring(
+            old=partial(self.engine.forward_logprobs, temperature=temperature) if is_old else None,
+            reference=None
+            if self.reference is None
+            else partial(self.reference.forward_logprobs, temperature=temperature),
+            values=None if self.critic is None else self.critic.values,
+        )
+
+    def _only_critic_learns(self) -> bool:
+        return self.num_batches < self.config.rl.critic_warmup_steps
+
+    def _train_policy(self, batch: TrainBatch) -> dict[str, Any]:
+        rl = self.config.rl
+        metrics: dict[str, Any] = {}
+        for epoch in range(rl.epochs):
             result = self.engine.train_step(
                 batch.samples,
                 batch.loss_fn,
@@ -67,11 +118,11 @@ class Learner:
             metrics.update(per_action_token(result))
             if epoch == 0:
                 metrics.update(logp_gap(batch.samples, self.engine.last_logps))
-        metrics["train_s"] = time.perf_counter() - start
-        if self.config.deterministic and metrics.get("logp_gap_max", 0.0) != 0.0:
-            raise RuntimeError(
-                f"--deterministic: rollout and training log-probs differ by "
-                f"{metrics['logp_gap_max']:.3g} nats; they must be equal bit for bit. "
-                "This is a defect of the engines on this CPU, not of your task: please report it"
-            )
+        return metrics
+
+    def _train_critic(self, batch: TrainBatch) -> dict[str, float]:
+        assert self.critic is not None, "it gave the values of these samples"
+        metrics = {"explained_variance": explained_variance(batch.critic_samples)}
+        for _ in range(self.config.rl.epochs):
+            metrics |= self.critic.train_step(batch.critic_samples)
         return metrics

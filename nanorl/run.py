@@ -11,7 +11,6 @@ Next: trainer.py (the RL loop), assembly.py (how the parts are made).
 from __future__ import annotations
 
 import asyncio
-import random
 import resource
 import signal
 import time
@@ -27,17 +26,17 @@ from nanoengine.sft import num_loss_tokens, sft_loss
 from nanorl.assembly import Parts
 from nanorl.collector import RolloutCollector
 from nanorl.config import RunConfig
-from nanorl.data.drills import copy_drill
+from nanorl.critic import Critic
 from nanorl.data.store import RolloutStore
 from nanorl.evaluate import EvaluationResult, evaluate
 from nanorl.learner import Learner
+from nanorl.reference import open_reference
 from nanorl.report.live import LiveView
 from nanorl.report.metrics import MetricsWriter
 from nanorl.run_state import Cursor
-from nanorl.seeds import derive_seed
-from nanorl.sft import drill_samples, sft_samples
 from nanorl.trainer import StepResult, Trainer, to_the_end
 from nanorl.types import Rollout
+from nanorl.warm_start import WarmStart
 from nanorl.weight_sync import sync_weights
 from nanosched import Scheduler
 
@@ -62,6 +61,7 @@ class Run:
         )
         self.cursor = Cursor()
         self.engine: Engine = parts.trainer_engine
+        self.critic: Critic | None = None
         self.is_restored = False
         self.started = time.perf_counter()
         self.examples: dict[str, Sequence[Rollout]] = {}
@@ -113,8 +113,12 @@ class Run:
         return self.dir / "checkpoints"
 
     def save(self) -> None:
-        """A checkpoint of the engine and the cursor."""
+        """A checkpoint of the engine and the cursor; the critic's first, which the cursor names."""
         self.note_time()
+        if self.critic is not None:
+            folder = self.critic.engine.save(self.dir / "critic")
+            assert folder is not None, "it is not saved in the background"
+            self.cursor.critic = folder.name
         self.engine.save(self.checkpoints, self.cursor.to_json())
 
     def note_time(self) -> None:
@@ -173,13 +177,14 @@ class Run:
 
     async def run_warm_start(self) -> None:
         warm = self.config.warm_start
+        source = WarmStart(self.config, self.parts)
         with self._timed("warm start", warm.steps, self.cursor.step) as phase:
-            upcoming = asyncio.ensure_future(self._warm_start_samples(self.cursor.step))
+            upcoming = asyncio.ensure_future(source.samples(self.cursor.step))
             while self.cursor.step < warm.steps:
                 step = self.cursor.step
                 samples = await upcoming
                 # The teacher plays in the sandbox while the optimizer runs in its thread.
-                upcoming = asyncio.ensure_future(self._warm_start_samples(step + 1))
+                upcoming = asyncio.ensure_future(source.samples(step + 1))
 
                 async def finish_step(step: int = step, samples: list[Sample] = samples) -> None:
                     result = await asyncio.get_running_loop().run_in_executor(
@@ -200,25 +205,6 @@ class Run:
         self.cursor.next_phase()
         self.save()
 
-    async def _warm_start_samples(self, step: int) -> list[Sample]:
-        """The samples of a step: copy drills first, then the teacher's traces."""
-        warm = self.config.warm_start
-        if step < warm.drill_fraction * warm.steps:
-            rng = random.Random(derive_seed(self.config.seed, "drill", step))
-            vocab = self.parts.tokenizer.vocab_size
-            return drill_samples([copy_drill(rng, vocab) for _ in range(warm.traces_per_step)])
-        return sft_samples(await self._teacher_rollouts(step))
-
-    async def _teacher_rollouts(self, step: int) -> list[Rollout]:
-        count = self.config.warm_start.traces_per_step
-        source = self.parts.tasks.warm_start
-        tasks = source.batch(step, count)
-        plays = [
-            self.parts.play_teacher(task, rollout_id=f"teacher-{step}-{i}")
-            for i, task in enumerate(tasks)
-        ]
-        return await asyncio.gather(*plays)
-
     # -- reinforcement learning ------------------------------------------------------------------
 
     async def run_rl(self) -> None:
@@ -238,6 +224,8 @@ class Run:
                         engine=self.engine,
                         generator=self.parts.generator,
                         thread=self.parts.optimizer_thread,
+                        num_batches=self.cursor.step,
+                        **self._rl_models(),
                     ),
                     collector=scheduler.actor(RolloutCollector).remote(
                         self.parts.play, run_seed=self.config.seed, max_retries=rl.max_retries
@@ -247,6 +235,25 @@ class Run:
                 await trainer.fit(self.cursor.step, on_step)
         self.cursor.next_phase()
         self.save()
+        self.critic = None
+
+    def _rl_models(self) -> dict[str, Any]:
+        """The models that the algorithm has beside the policy, as they were at the last step."""
+        spec, models = self.config.rl.algorithm, dict[str, Any]()
+        has_begun = self.cursor.step > 0
+        if spec.needs_reference:
+            models["reference"] = open_reference(
+                self.config, self.engine.model, self.dir / "reference", has_begun=has_begun
+            )
+        if spec.needs_critic:
+            models["critic"] = self.critic = Critic(
+                self.engine.model,
+                self.parts.critic_config(),
+                value_clip=self.config.rl.value_clip,
+            )
+            if has_begun:
+                self.critic.engine.load(self.dir / "critic" / self.cursor.critic)
+        return models
 
     def _log_step(self, result: StepResult) -> None:
         """Record a finished step, then move the cursor; every `save_every` steps, a checkpoint."""

@@ -24,6 +24,7 @@ class Cursor:
 
     phase: Phase = "untrained"
     step: int = 0  # the next step of the phase
+    critic: str = ""  # the critic's checkpoint, where there is a critic
     results: dict[str, Any] = field(default_factory=dict)  # evaluation by phase
     totals: dict[str, float] = field(default_factory=dict)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import DecoderLayer, Slice
-from nanoengine.model.moe import MoeMlp
+from nanoengine.model.moe import ExpertSplit, MoeMlp
 from nanoengine.model.transformer import Transformer
 
 SINGLE_FILE = "model.safetensors"
@@ -129,6 +129,12 @@ def is_expert(name: str) -> bool:
 def renumber_expert(name: str, by: int) -> str:
     """The same matrix of another expert."""
     return re.sub(r"(\.experts\.)(\d+)", lambda m: f"{m[1]}{int(m[2]) + by}", name)
+
+
+def gather_expert(name: str, view: Tensor, experts: ExpertSplit) -> Iterator[tuple[str, Tensor]]:
+    """The matrix of an expert of this rank, and those at its place on the other ranks."""
+    for rank, tensor in enumerate(experts.gather(view)):
+        yield renumber_expert(name, rank * len(experts.held) - experts.held.start), tensor
 
 
 def export_state(

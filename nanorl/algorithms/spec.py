@@ -114,6 +114,15 @@ class AlgorithmSpec:
         return self.loss == "opd" or any(coef != 0 for coef in coefs)
 
     @property
+    def compares_old_to_reference(self) -> bool:
+        """Whether the advantages read the old policy's log-probs."""
+        return self.kl_reward_coef != 0 or self.distill_coef != 0
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.advantage == "gae"
+
+    @property
     def needs_old_logp(self) -> bool:
         """Whether the trainer must recompute log-probs before the update."""
         return self.old_policy == "recomputed"

@@ -67,6 +67,22 @@ TEXTS = (
     "SELECT name FROM users",
     "My favourite season is",
     "2, 4, 8, 16,",
+    "The largest planet in the solar system",
+    "for i in range(10):\n    print(",
+    "Dear Sir or Madam,",
+    "E = mc^2 means that",
+    "Roses are red,",
+    "The mitochondria is",
+    "How do I boil an egg?",
+    "<html>\n<head>",
+    "Monday, Tuesday, Wednesday,",
+    "The French word for cat is",
+    "A prime number is a number that",
+    "She opened the door and saw",
+    '{"name": "Ada", "age":',
+    "The recipe needs two cups of",
+    "Once the war had ended,",
+    "Q: Why is the sky blue?\nA:",
 )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 
-from nanoengine.packing import make_micro_batches
+from nanoengine.packing import Sample, make_micro_batches
 from nanorl.algorithms.spec import AlgorithmSpec
-from nanorl.batching import build_batch, logp_gap, per_action_token
+from nanorl.batching import Scoring, build_batch, logp_gap, per_action_token
 from nanorl.sft import sft_samples
 from nanorl.types import Rollout, Status
 
@@ -102,3 +104,61 @@ def test_traces_of_different_tasks_share_the_rows_of_their_common_start() -> Non
     (micro,) = make_micro_batches(sft_samples(traces), 64, share_prefix=True)
     assert micro.num_rows == 3 + (4 - 1) + (6 - 1)
     assert micro.loss_mask_T.sum() == 4 + 6
+
+
+def constant(value: float, calls: list[int]) -> Callable[[Sequence[Sample]], list[torch.Tensor]]:
+    def score(samples: Sequence[Sample]) -> list[torch.Tensor]:
+        calls.append(len(samples))
+        return [torch.full((len(sample.tokens),), value) for sample in samples]
+
+    return score
+
+
+def test_values_give_advantages_and_the_returns_that_the_critic_learns() -> None:
+    """One rollout of reward 1, two action tokens, every value .5, γ = 1, λ = .95."""
+    calls: list[int] = []
+    batch = build_batch(
+        [[rollout("a", 0, 1.0)]],
+        AlgorithmSpec(advantage="gae"),
+        max_tokens=64,
+        scoring=Scoring(values=constant(0.5, calls)),
+    )
+    (sample,) = batch.critic_samples
+    last = 1.0 - 0.5
+    first = (0.5 - 0.5) + 0.95 * last
+    assert sample.fields["advantage"] == pytest.approx([0, 0, 0, first, last])
+    assert sample.fields["return"] == pytest.approx([0, 0, 0, first + 0.5, last + 0.5])
+    assert calls == [1]
+
+
+def test_the_critic_learns_also_where_the_policy_has_no_gradient() -> None:
+    groups = [[rollout("a", 0, 0.0), rollout("a", 1, 0.0)]]
+    scoring = Scoring(values=constant(0.0, []))
+    batch = build_batch(groups, AlgorithmSpec(advantage="gae"), max_tokens=64, scoring=scoring)
+    assert (batch.samples, len(batch.critic_samples)) == ([], 2)
+
+
+def test_the_reference_penalises_inside_the_reward() -> None:
+    """REINFORCE++: k1 = old - ref = -0.5 + 0.75 on each action token, β = 0.1, then whitened."""
+    groups = [[rollout("a", 0, 1.0), rollout("b", 0, 0.0)]]
+    spec = AlgorithmSpec(advantage="reinforce_pp", kl_reward_coef=0.1)
+    seen: list[int] = []
+    scoring = Scoring(reference=constant(-0.75, seen))
+    batch = build_batch(groups, spec, max_tokens=64, scoring=scoring)
+    returns = torch.tensor([1 - 2 * 0.025, 1 - 0.025, -2 * 0.025, -0.025])
+    by_hand = (returns - returns.mean()) / returns.std(correction=0)
+    found = [a for s in batch.samples for a in s.fields["advantage"] if a]
+    assert found == pytest.approx(by_hand.tolist(), abs=2e-3)
+    assert seen == [2] and batch.samples[0].fields["ref_logp"] == [-0.75] * 5
+
+
+def test_old_log_probs_are_recomputed_only_for_what_is_trained() -> None:
+    groups = [
+        [rollout("a", 0, 1.0), rollout("a", 1, 1.0)],
+        [rollout("b", 0, 1.0), rollout("b", 1, 0.0)],
+    ]
+    calls: list[int] = []
+    scoring = Scoring(old=constant(-0.25, calls))
+    batch = build_batch(groups, AlgorithmSpec(), max_tokens=64, scoring=scoring)
+    assert calls == [2]
+    assert all(sample.fields["old_logp"] == [-0.25] * 5 for sample in batch.samples)

@@ -82,6 +82,35 @@ def test_a_run_killed_five_times_ends_with_the_same_bits(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+def test_a_killed_run_with_critic_and_reference_ends_with_the_same_bits(tmp_path: Path) -> None:
+    more = ("--rl.algorithm.advantage", "gae", "--rl.algorithm.kl-coef", "0.5")
+    more += ("--rl.critic-lr", "1e-3", "--rl.lr", "1e-3", "--rl.epochs", "2")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    process = start(*SMALL, *more, "--out", str(whole))
+    assert process.wait(timeout=240) == 0, finish(process)
+    process = start(*SMALL, *more, "--out", str(killed))
+    while not ((killed / "metrics.jsonl").exists() and lines(killed / "metrics.jsonl")):
+        assert process.poll() is None, finish(process)
+        time.sleep(0.02)
+    process.kill()
+    finish(process)
+    process = start("--resume", "--out", str(killed))
+    output = finish(process)
+    assert process.returncode == 0, output
+    for name in ("model-trained/model.safetensors", "reference/model.safetensors"):
+        assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
+    rows = [lines(run / "metrics.jsonl") for run in (whole, killed)]
+    for name in ("ref_kl", "value_loss", "explained_variance", "grad_norm"):
+        assert [row[name] for row in rows[0]] == [row[name] for row in rows[1]], name
+    assert rows[0][1]["ref_kl"] > 0  # the policy has left the reference
+    assert all(row["value_grad_norm"] > 0 for row in rows[0] if row["reward"] > 0)
+
+
+def lines(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(*SMALL, "--rl.steps", "400", "--out", str(run))
@@ -111,6 +140,8 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
         (["--preset", "tiny", "--tasks", "/nowhere.jsonl"], "/nowhere.jsonl"),
         (["--resume", "--out", "/nowhere"], "there is no run to go on with"),
         (["--preset", "tiny", "--engine.cache-mb", "0"], "cache"),
+        (["--preset", "tiny", "--rl.reference", "/nowhere"], "nothing reads it"),
+        (["--preset", "tiny", "--rl.critic-warmup-steps", "3"], "there is no critic with"),
     ],
 )
 def test_bad_input_ends_with_one_message(

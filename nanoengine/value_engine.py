@@ -1,0 +1,66 @@
+"""A critic: the policy's body with one number in place of the output head, trained by an Engine.
+
+The value at token t is read where token t is predicted: from the hidden state of the token before,
+which is the state that the policy acted in. So values have the shape and the places of log-probs,
+and packing, shared prompts, micro-batches, checkpoints and resuming are the engine's.
+
+Left out: several processes (a critic is one process's beside the policy's engine).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from nanoengine.config import EngineConfig
+from nanoengine.engine import Engine
+from nanoengine.model.transformer import Transformer
+from nanoengine.packing import Sample
+from nanoengine.scoring import Scorer
+
+
+class ValueModel(Transformer):
+    """A Transformer's body with a value head, which starts as zeros: every value is 0 at first."""
+
+    def __init__(self, policy: Transformer, dtype: torch.dtype = torch.float32) -> None:
+        """Copies the weights of `policy`."""
+        super().__init__(policy.config, dtype, str(policy.device))
+        self.head = None
+        zeros = torch.zeros(1, policy.config.hidden_size, dtype=dtype, device=policy.device)
+        self.value_head = nn.Parameter(zeros)
+        theirs = dict(policy.named_parameters())
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if name != "value_head":
+                    parameter.copy_(theirs[name])
+        self.repack()
+
+    def _repack_head(self) -> None:
+        """There are no logits."""
+
+
+class ValueScorer(Scorer):
+    """Gives values where a Scorer gives log-probs."""
+
+    def _head(
+        self, hidden_PD: Tensor, targets: Tensor, temperature: float, entropy: bool
+    ) -> list[Tensor]:
+        assert isinstance(self.model, ValueModel)
+        wide = torch.promote_types(hidden_PD.dtype, torch.float32)
+        return [(hidden_PD.to(wide) @ self.model.value_head.to(wide).t()).squeeze(1)]
+
+
+class ValueEngine(Engine):
+    """Trains a ValueModel: a loss function is handed value_T in the place of logp_T, and
+    `last_logps` holds the values of the last step."""
+
+    scorer_type = ValueScorer
+
+    def __init__(self, model: ValueModel, config: EngineConfig) -> None:
+        super().__init__(model, config)
+
+    def forward_values(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """For each sample its values, one for each token; 0 where the loss mask is 0."""
+        return self.forward_logprobs(samples, only_masked=True)
