@@ -83,7 +83,9 @@ def test_a_run_killed_five_times_ends_with_the_same_bits(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_killed_run_with_critic_and_reference_ends_with_the_same_bits(tmp_path: Path) -> None:
+    # Nothing is solved, but long answers cost: the critic has something to learn.
     more = ("--rl.algorithm.advantage", "gae", "--rl.algorithm.kl-coef", "0.5")
+    more += ("--rl.algorithm.overlong-buffer", "250")
     more += ("--rl.critic-lr", "1e-3", "--rl.lr", "1e-3", "--rl.epochs", "2")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     process = start(*SMALL, *more, "--out", str(whole))
@@ -103,7 +105,7 @@ def test_a_killed_run_with_critic_and_reference_ends_with_the_same_bits(tmp_path
     for name in ("ref_kl", "value_loss", "explained_variance", "grad_norm"):
         assert [row[name] for row in rows[0]] == [row[name] for row in rows[1]], name
     assert rows[0][1]["ref_kl"] > 0  # the policy has left the reference
-    assert all(row["value_grad_norm"] > 0 for row in rows[0] if row["reward"] > 0)
+    assert all(row["value_grad_norm"] > 0 for row in rows[0])
 
 
 def lines(path: Path) -> list[dict[str, float]]:
