@@ -57,15 +57,19 @@ def tiny() -> RunConfig:
         preset="tiny",
         dtype="bf16",
         save_every=20,
+        # The sandbox is the bottleneck of both phases: traces are trained on six times, and RL ends
+        # soon after its plateau, with the rate decayed to 0.
         warm_start=WarmStartConfig(
-            steps=800, traces_per_step=32, lr=3e-3, warmup_steps=20, drill_fraction=0.3
+            steps=1000, traces_per_step=32, epochs=6, lr=3e-3, warmup_steps=20, drill_fraction=0.3
         ),
-        rl=RLConfig(steps=60, tasks_per_step=48, group_size=4, lr=4e-4, temperature=0.7),
+        rl=RLConfig(
+            steps=36, tasks_per_step=48, group_size=4, lr=5e-4, schedule="cosine", temperature=0.7
+        ),
         agent=AgentConfig(
             max_turns=4, max_turn_tokens=48, max_context_tokens=256, max_observation_tokens=32
         ),
         tool=ToolConfig(timeout_s=2.0),
-        evaluation=EvaluationConfig(num_tasks=418, num_tasks_untrained=418, num_tasks_no_tool=418),
+        evaluation=EvaluationConfig(num_tasks=418, num_tasks_untrained=105, num_tasks_no_tool=209),
         engine=EngineLimits(
             micro_batch_tokens=8192, max_num_seqs=192, max_batch_tokens=4096, cache_mb=256
         ),
