@@ -27,16 +27,18 @@ class KVCache:
     """
 
     def __init__(
-        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: str
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: str,
+        *,
+        tp: int = 1,
     ) -> None:
-        self._shape = (
-            config.num_layers,
-            2,
-            num_blocks,
-            block_size,
-            config.num_kv_heads,
-            config.head_dim,
-        )
+        """`tp` ranks share the key heads; this is one rank's cache."""
+        heads = config.num_kv_heads // tp
+        self._shape = (config.num_layers, 2, num_blocks, block_size, heads, config.head_dim)
         self.dtype = dtype
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -67,8 +69,10 @@ class KVCache:
         self.data.index_copy_(2, targets, self.data.index_select(2, sources))
 
     @staticmethod
-    def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-        per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    def bytes_per_block(
+        config: ModelConfig, block_size: int, dtype: torch.dtype, *, tp: int = 1
+    ) -> int:
+        per_token = 2 * config.num_layers * config.num_kv_heads // tp * config.head_dim
         return per_token * block_size * dtype.itemsize
 
 

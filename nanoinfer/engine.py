@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kernels.host_memory import release_free_memory
@@ -59,7 +60,12 @@ class InferConfig:
 
 
 class LLMEngine:
-    """Continuous batching over a paged cache. `version` is the policy version of the weights."""
+    """Continuous batching over a paged cache. `version` is the policy version of the weights.
+
+    Of a model that is split over tensor-parallel ranks each rank has an engine, and all are called
+    with the same requests in the same order: scheduling and sampling depend on nothing else, so
+    they stay in step without a message and every rank has every token.
+    """
 
     def __init__(
         self,
@@ -78,11 +84,13 @@ class LLMEngine:
         self._grammars: GrammarCompiler | None = None
         shape = model.config
         self._eos_ids = shape.eos_ids if config.eos_ids is None else config.eos_ids
-        num_blocks = _num_blocks(config, shape, model)
+        tp = 1 if model.split is None else model.split.size
+        num_blocks = _num_blocks(config, shape, model.dtype, tp)
         self._blocks = BlockManager(num_blocks, config.block_size, config.prefix_caching)
         self._blocks.flush(version)
         self._scheduler = Scheduler(self._blocks, config.max_batch_tokens, config.max_num_seqs)
-        cache = KVCache(shape, num_blocks, config.block_size, model.dtype, str(model.device))
+        place = (model.dtype, str(model.device))
+        cache = KVCache(shape, num_blocks, config.block_size, *place, tp=tp)
         self._runner = ModelRunner(model, cache, config.lm_head_fp32)
         longest = self._blocks.blocks_for(shape.max_position_embeddings)
         self._batch = Batch(config.max_num_seqs, min(longest, num_blocks), config.block_size)
@@ -316,10 +324,10 @@ class LLMEngine:
         return self._grammars
 
 
-def _num_blocks(config: InferConfig, shape: ModelConfig, model: Transformer) -> int:
+def _num_blocks(config: InferConfig, shape: ModelConfig, dtype: torch.dtype, tp: int) -> int:
     if config.num_blocks is not None:
         return config.num_blocks
-    size = KVCache.bytes_per_block(shape, config.block_size, model.dtype)
+    size = KVCache.bytes_per_block(shape, config.block_size, dtype, tp=tp)
     if config.cache_bytes < size:
         raise ValueError(
             f"cache_bytes={config.cache_bytes}: one block of {config.block_size} tokens takes "

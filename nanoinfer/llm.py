@@ -1,4 +1,7 @@
-"""`LLM`: a folder in, texts out, for scripts without a server. The engine itself is engine.py."""
+"""`LLM`: a folder in, texts out, for scripts without a server. The engine itself is engine.py.
+
+Left out: a server over several ranks (each rank must be given every request).
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,12 @@ from pathlib import Path
 import torch
 
 from nanoengine.model.chat_template import Message
+from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import load_model
 from nanoengine.model.lora import merge_lora
 from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.parallel.mesh import Mesh
+from nanoengine.parallel.tensor_parallel import TensorParallel
 from nanoinfer.engine import InferConfig, LLMEngine
 from nanoinfer.sampling import Output, SamplingParams
 
@@ -19,7 +25,8 @@ Prompt = str | Sequence[int]
 
 
 class LLM:
-    """A model, its tokenizer and an engine. `lora` is an adapter in PEFT's format to merge."""
+    """A model, its tokenizer and an engine. `lora` is an adapter in PEFT's format to merge. With a
+    `mesh` the model is split over its tp axis, and every rank makes the same calls."""
 
     def __init__(
         self,
@@ -28,9 +35,16 @@ class LLM:
         *,
         dtype: torch.dtype = torch.float32,
         lora: str | Path | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         self.tokenizer = ChatTokenizer.from_folder(folder)
-        model = load_model(folder, dtype)
+        split = None
+        if mesh is not None:
+            split = TensorParallel.of(mesh, ModelConfig.from_folder(Path(folder)))
+        if split is not None and lora is not None:
+            raise ValueError(f"lora={lora}: is merged into whole matrices only; set tp=1")
+        device = "cpu" if mesh is None else str(mesh.device)
+        model = load_model(folder, dtype, device, split=split)
         if lora is not None:
             merge_lora(model, lora)
         self.engine = LLMEngine(model, config or InferConfig(), tokenizer=self.tokenizer)

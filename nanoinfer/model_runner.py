@@ -1,19 +1,22 @@
 """One step on the device: copy blocks, run the model over the new tokens, sample.
 
 Only the tokens that are the last of their sequence go through the output head.
-Left out: CUDA graphs, several devices.
+Where the model is split over tensor-parallel ranks, all run the same step and each has all logits.
+Left out: CUDA graphs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kernels import linear, linear_logprob, pack_weight
 from nanoengine.model.transformer import Transformer
+from nanoengine.parallel.tensor_parallel import TensorParallel, vocab_parallel_logprob
 from nanoinfer.attention_backends import KVCache, PagedContext
 from nanoinfer.batch import Scored, StepInput
 from nanoinfer.sampler import sample, top_logps
@@ -81,9 +84,10 @@ class ModelRunner:
         dtype = self.model.head_dtype
         if self._head is not None:
             weight, packed, dtype = self._head, self._head_packed, torch.float32
+        score = self._score_fn()
         for temperature in sorted(set(scored.temperatures)):
             chosen = of_row == temperature
-            found = linear_logprob(
+            found = score(
                 hidden_TE[scored.rows[chosen].to(hidden_TE.device)],
                 weight,
                 scored.ids[chosen].to(hidden_TE.device),
@@ -95,7 +99,16 @@ class ModelRunner:
             logps[chosen] = found.cpu()
         return logps.tolist()
 
+    def _score_fn(self) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
+        split = self.model.split
+        if split is None:
+            return linear_logprob
+        assert isinstance(split, TensorParallel), "there is no other split"
+        return partial(vocab_parallel_logprob, split=split, vocab_size=self.model.config.vocab_size)
+
     def _logits(self, hidden_SE: Tensor) -> Tensor:
         if self._head is None:
             return self.model.logits(hidden_SE)
-        return linear(hidden_SE.float(), self._head, packed=self._head_packed)
+        logits = linear(hidden_SE.float(), self._head, packed=self._head_packed)
+        split, vocab = self.model.split, self.model.config.vocab_size
+        return logits if split is None else split.gather_columns(logits, vocab)

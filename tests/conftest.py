@@ -1,10 +1,11 @@
-"""Shared fixtures: one torch thread, and the SmolLM2 folder where there is one."""
+"""Shared fixtures: one torch thread, worker processes, the SmolLM2 folder where there is one."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from pool import WorkerPool
 
 from nanoengine.model.sources import SMOLLM2, cached_folder
 
@@ -20,8 +21,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that look at the host's processes run one after the other, in one pytest process."""
+    """Tests that look at the host's processes run one after the other, in one pytest process. So
+    do those that use the worker pool: it is shared, and the machine is small."""
     for item in items:
+        if "pool" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("gloo"))
         if item.get_closest_marker("sandbox"):
             item.add_marker(pytest.mark.xdist_group("sandbox"))
 
@@ -33,6 +37,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[WorkerPool]:
+    """Processes for tests over gloo."""
+    workers = WorkerPool()
+    yield workers
+    workers.close()
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.layers import DecoderLayer, Slice
+from nanoengine.model.layers import DecoderLayer, Slice, TensorSplit
 from nanoengine.model.moe import ExpertSplit, MoeMlp
 from nanoengine.model.transformer import Transformer
 
@@ -228,15 +228,16 @@ def load_model(
     device: str = "cpu",
     *,
     head_dtype: torch.dtype | None = None,
+    split: TensorSplit | None = None,
 ) -> Transformer:
-    """Read config.json and the tensors of a Hugging Face folder. `ValueError` names the file that
-    is missing or damaged and what to do."""
+    """Read config.json and the tensors of a Hugging Face folder; with `split`, this rank's part of
+    them. `ValueError` names the file that is missing or damaged and what to do."""
     path = Path(folder)
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder: give a Hugging Face model folder")
     config = ModelConfig.from_folder(path)
     state = read_state(path)
-    model = Transformer(config, dtype, device, head_dtype=head_dtype)
+    model = Transformer(config, dtype, device, head_dtype=head_dtype, split=split)
     try:
         load_state(model, state)
     except ValueError as error:
