@@ -13,7 +13,8 @@ so it is summed over dp and cp only (`param.is_expert`).
 All ranks of the axis must run the same number of passes, also those without a sample of theirs.
 
 Left out: capacity limits (no token is ever dropped), sending a token once to a rank that has two of
-its experts, overlap of the exchange with computation, experts that are split over tp as well.
+its experts, overlap of the exchange with computation, experts that are split over tp as well, and
+counts that stay on the GPU: the host waits for them to know the sizes of a message.
 Shapes: T tokens here, K choices a token, S = T·K slots, R rows that came here, E hidden size.
 """
 
