@@ -25,6 +25,7 @@ from kernels._check import check_launch
 from kernels._dispatch import Backend, use_triton
 
 CHUNK = 1 << 14  # elements a program updates or sums
+_NORM_PIECE = 1 << 20  # elements widened at a time on a CPU
 Tensors = Sequence[Tensor]
 
 
@@ -117,7 +118,9 @@ def multi_tensor_l2norm(
 
         check_launch(tensors[0], "tensors")
         return _adamw_triton.l2norm(_table_for(plan, [tensors]), tensors[0].device)
-    norms = torch.stack([torch.linalg.vector_norm(x, dtype=torch.float32) for x in tensors])
+    # Widened piece by piece: vector_norm's own dtype= takes thirty times as long on bf16.
+    pieces = [piece for x in tensors for piece in x.flatten().split(_NORM_PIECE)]
+    norms = torch.stack([torch.linalg.vector_norm(piece.float()) for piece in pieces])
     return norms.double().square().sum().sqrt().to(torch.float32)
 
 

@@ -73,7 +73,7 @@ class _FusedMoe(torch.autograd.Function):
             y_SH[slots[rows]] = rows_times_expert(act, w2, expert, packed2)
         ctx.save_for_backward(x, w13, w2, weights, slots, h_S2F)
         ctx.bounds = bounds
-        return _sum_of_choices(y_SH.view(-1, k, w2.shape[1]), weights)
+        return sum_of_choices(y_SH.view(-1, k, w2.shape[1]), weights)
 
     @staticmethod
     def backward(ctx, dy):
@@ -96,12 +96,12 @@ class _FusedMoe(torch.autograd.Function):
                 add_expert_grad(dw13, expert, dh, x.index_select(0, tokens))
             if dx_SH is not None:
                 dx_SH[slots[rows]] = matmul_rows(dh, w13[expert])
-        dx = None if dx_SH is None else _sum_of_choices(dx_SH.view(-1, k, x.shape[1]), None)
+        dx = None if dx_SH is None else sum_of_choices(dx_SH.view(-1, k, x.shape[1]), None)
         dw13, dw2 = (None if dw is None else hand_over(w, dw) for w, dw in ((w13, dw13), (w2, dw2)))
         return dx, dw13, dw2, dt_S.view(weights.shape) if needs_t else None, None, None
 
 
-def _sum_of_choices(y_NKH: Tensor, weights_NK: Tensor | None) -> Tensor:
+def sum_of_choices(y_NKH: Tensor, weights_NK: Tensor | None) -> Tensor:
     """Σ_j t_nj · y_nj in fp32, j ascending; multiply and add apart, so no element is fused."""
     wide = torch.promote_types(y_NKH.dtype, torch.float32)
     total = torch.zeros(y_NKH.shape[0], y_NKH.shape[2], dtype=wide, device=y_NKH.device)

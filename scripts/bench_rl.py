@@ -79,7 +79,6 @@ def run_step(folder: str, dtype: str, threads: int) -> dict[str, Any]:
     from nanoinfer.sampling import SamplingParams
     from nanorl.algorithms.spec import AlgorithmSpec
     from nanorl.batching import build_batch, logp_gap
-    from nanorl.types import Rollout
 
     torch.set_num_threads(threads)
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
@@ -98,22 +97,7 @@ def run_step(folder: str, dtype: str, threads: int) -> dict[str, Any]:
         ]
         outputs = rollout_engine.generate(ids, params)
         generated = time.perf_counter()
-        groups = [
-            [
-                Rollout(
-                    task_id=str(g),
-                    group_id=str(g),
-                    rollout_id=f"{g}-{m}",
-                    tokens=prompt + out.ids,
-                    loss_mask=[0] * len(prompt) + [1] * len(out.ids),
-                    logps=[0.0] * len(prompt) + out.logps,
-                    versions=[-1] * len(prompt) + out.versions,
-                    reward=workload.reward(out.ids),
-                )
-                for m, out in enumerate(outputs[g * 8 : (g + 1) * 8])
-            ]
-            for g, prompt in enumerate(prompts)
-        ]
+        groups = make_groups(prompts, outputs)
         batch = build_batch(groups, AlgorithmSpec(), max_tokens=512)
         trainer.train_step(batch.samples, batch.loss_fn)
         trained = time.perf_counter()
@@ -130,6 +114,29 @@ def run_step(folder: str, dtype: str, threads: int) -> dict[str, Any]:
         )
     measured = sorted(parts[1:], key=lambda p: p["seconds"])
     return {**measured[len(measured) // 2], **peak()}
+
+
+def make_groups(prompts: list[list[int]], outputs: list[Any]) -> list[list[Any]]:
+    """The rollouts of each prompt, scored as the peer scores them."""
+    from nanorl.types import Rollout
+
+    size = workload.STEP_GROUP
+    return [
+        [
+            Rollout(
+                task_id=str(g),
+                group_id=str(g),
+                rollout_id=f"{g}-{m}",
+                tokens=prompt + out.ids,
+                loss_mask=[0] * len(prompt) + [1] * len(out.ids),
+                logps=[0.0] * len(prompt) + out.logps,
+                versions=[-1] * len(prompt) + out.versions,
+                reward=workload.reward(out.ids),
+            )
+            for m, out in enumerate(outputs[g * size : (g + 1) * size])
+        ]
+        for g, prompt in enumerate(prompts)
+    ]
 
 
 WORKERS = {"rollouts": run_rollouts, "step": run_step, "rate": run_rate}

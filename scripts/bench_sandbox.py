@@ -23,6 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench_output import print_rows, write_json
+from model_bench import make_row
 
 from nanorl.sandbox import SandboxPool, SandboxSpec, seccomp
 from nanorl.sandbox.bwrap import bwrap_arguments
@@ -96,21 +97,17 @@ def bench(num_rounds: int, num_runs: int) -> list[dict[str, object]]:
     for index, unit in enumerate(("executions/CPU-s", "executions/s")):
         value = statistics.median(1 / figures[index] for figures in warm)
         peer_value = statistics.median(1 / figures[index] for figures in cold)
-        rows.append(
-            {
-                "name": "bwrap-stateless" if index == 0 else "bwrap-stateless-wall",
-                "dtype": None,
-                "threads": 1,
-                "value": round(value, 1),
-                "unit": unit,
-                "peer": "bwrap-cold",
-                "peer_value": round(peer_value, 1),
-                "ratio": round(value / peer_value, 2),
-                "bound": None,
-                "bound_ratio": None,
-                "runs": [round(1 / figures[index], 1) for figures in warm],
-            }
+        row = make_row(
+            "bwrap-stateless" if index == 0 else "bwrap-stateless-wall",
+            unit,
+            dtype=None,
+            threads=1,
+            value=round(value, 1),
+            peer="bwrap-cold",
+            peer_value=round(peer_value, 1),
+            runs={"ours": [round(1 / figures[index], 1) for figures in warm]},
         )
+        rows.append(row)
     return rows
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_output import write_json
+from model_bench import make_row
 
 from nanorl.report.summary import read_summary
 
@@ -26,20 +27,16 @@ FIGURES = {
 def rows_of(run: Path) -> list[dict[str, Any]]:
     """One row a figure; the whole summary travels with the first."""
     summary = read_summary(run / "summary.json")
+    about = {"seed": summary["seed"], "n": summary["heldout_n"]}
     rows = [
-        {
-            "name": f"{summary['preset']}/{name}",
-            "dtype": summary["dtype"],
-            "threads": summary["threads"],
-            "value": summary[field],
-            "unit": unit,
-            "peer": None,
-            "peer_value": None,
-            "ratio": None,
-            "bound": None,
-            "bound_ratio": None,
-            "runs": {"seed": summary["seed"], "n": summary["heldout_n"]},
-        }
+        make_row(
+            f"{summary['preset']}/{name}",
+            unit,
+            dtype=summary["dtype"],
+            threads=summary["threads"],
+            value=summary[field],
+            runs=about,
+        )
         for name, (field, unit) in FIGURES.items()
     ]
     rows[0]["runs"] = summary

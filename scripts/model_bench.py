@@ -107,7 +107,7 @@ def make_row(
     *,
     dtype: str | None,
     threads: int,
-    value: float,
+    value: float | None,
     peer: str | None = None,
     peer_value: float | None = None,
     bound: float | None = None,
@@ -115,10 +115,10 @@ def make_row(
 ) -> dict[str, Any]:
     """A row of the JSON. Ratios are above 1 where we are better than the peer, below 1 where we
     are worse than the bound."""
-    more_is_better = unit.endswith("/s")
+    more_is_better = "/" in unit  # a rate
 
     def ratio(other: float | None) -> float | None:
-        if other is None:
+        if other is None or value is None:
             return None
         return value / other if more_is_better else other / value
 

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.moe import sum_of_choices
 from nanoengine.model.config import ModelConfig
 from nanoengine.parallel.mesh import Mesh
 
@@ -79,7 +80,7 @@ class ExpertParallel:
         rows_RE = _AllToAll.apply(slots_SE.index_select(0, order_S), self.mesh, sent, came)
         back_SE = _AllToAll.apply(apply(rows_RE, local_R), self.mesh, came, sent)
         y_SE = back_SE.index_select(0, order_S.argsort())
-        return _sum_of_choices(y_SE.view(*ids_TK.shape, x_TE.shape[1]), weights_TK)
+        return sum_of_choices(y_SE.view(*ids_TK.shape, x_TE.shape[1]), weights_TK)
 
     @torch.no_grad()
     def gather(self, tensor: Tensor) -> list[Tensor]:
@@ -112,12 +113,3 @@ def _exchange(x: Tensor, mesh: Mesh, sent: list[int], came: list[int]) -> Tensor
     out = x.new_empty(sum(came), *x.shape[1:])
     mesh.all_to_all("ep", out, x, came, sent)
     return out
-
-
-def _sum_of_choices(y_TKE: Tensor, weights_TK: Tensor) -> Tensor:
-    """As kernels/moe.py adds them up."""
-    wide = torch.promote_types(y_TKE.dtype, torch.float32)
-    total = torch.zeros((), dtype=wide, device=y_TKE.device)
-    for j in range(y_TKE.shape[1]):
-        total = total + y_TKE[:, j].to(wide) * weights_TK[:, j, None]
-    return total.to(y_TKE.dtype)
