@@ -1,20 +1,33 @@
-"""Checks of arguments that ops share; a kernel would read wrong memory where PyTorch raises."""
+"""Checks of arguments that ops share. They come before any work: a kernel would read wrong memory
+where PyTorch raises, and PyTorch's own message names no argument."""
 
 import torch
 from torch import Tensor
 
 
-def check_launch(x: Tensor, name: str, **others: Tensor | None) -> None:
-    """`x` is floating point and every other tensor lies on its device."""
-    if not x.dtype.is_floating_point:
-        raise ValueError(f"{name}: dtype {x.dtype} must be floating point")
-    if x.dtype == torch.float64:
+def check_tensors(x: Tensor, name: str, on_triton: bool, **others: Tensor | None) -> None:
+    """`x` is floating point (on Triton not fp64) and every other tensor lies on its device."""
+    check_floating(**{name: x})
+    if on_triton and x.dtype == torch.float64:
         raise ValueError(
             f"{name}: float64 would be computed in float32; use backend='torch' or a smaller dtype"
         )
     for other_name, other in others.items():
         if other is not None and other.device != x.device:
             raise ValueError(f"{other_name}: is on {other.device}, must be on {name}'s {x.device}")
+
+
+def check_floating(**tensors: Tensor | None) -> None:
+    for name, x in tensors.items():
+        if x is not None and not x.dtype.is_floating_point:
+            raise ValueError(f"{name}: dtype {x.dtype} must be floating point")
+
+
+def check_integers(**tensors: object) -> None:
+    """Tensors of indices; lists of numbers pass."""
+    for name, x in tensors.items():
+        if isinstance(x, Tensor) and x.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name}: dtype {x.dtype} must be int32 or int64")
 
 
 def check_per_row(logits_BV: Tensor, **values: Tensor | None) -> None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels._check import check_tensors
 from kernels._dispatch import Backend, check_triton_dtype, use_triton
 from kernels.linear import linear_rows, matmul_rows
 
@@ -73,6 +74,7 @@ def matmul_batch_invariant(a_MK: Tensor, b_KN: Tensor, *, backend: Backend = "au
     if a_MK.dtype != b_KN.dtype:
         raise ValueError(f"b: dtype {b_KN.dtype} must be a's {a_MK.dtype}; cast one of them")
     on_triton = use_triton(backend, a_MK)
+    check_tensors(a_MK, "a", on_triton, b=b_KN)
     if on_triton:
         check_triton_dtype("a", a_MK.dtype)
     y_MN: Tensor = _Matmul.apply(a_MK, b_KN, on_triton)
@@ -118,6 +120,7 @@ def log_softmax_batch_invariant(x: Tensor, *, backend: Backend = "auto") -> Tens
     if x.dim() < 1 or x.shape[-1] < 1:
         raise ValueError(f"x: shape {tuple(x.shape)} must end in at least one class")
     on_triton = use_triton(backend, x)
+    check_tensors(x, "x", on_triton)
     if on_triton:
         check_triton_dtype("x", x.dtype)
     y: Tensor = _LogSoftmax.apply(x.reshape(-1, x.shape[-1]), on_triton)

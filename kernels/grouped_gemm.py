@@ -19,6 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from kernels._check import check_tensors
 from kernels._dispatch import Backend, check_triton_dtype, use_triton
 from kernels.linear import add_wide, linear_rows, matmul_rows
 
@@ -123,6 +124,7 @@ def grouped_gemm(
     """
     _check(x_MI, w_EOI, expert_offsets)
     on_triton = use_triton(backend, x_MI)
+    check_tensors(x_MI, "x", on_triton, w=w_EOI, expert_offsets=expert_offsets)
     if on_triton:
         check_triton_dtype("x", x_MI.dtype)
     y_MO: Tensor = _GroupedGemm.apply(x_MI, w_EOI, expert_offsets, packed, on_triton)

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels._check import check_integers, check_tensors
 from kernels._dispatch import Backend, use_triton
 from kernels._paged_attention_cpu import PagedPlan, attend_plan, ints, make_paged_plan
 
@@ -87,6 +88,10 @@ def paged_attention(
     """
     scales = (k_scale, v_scale)
     _check_caches(q_THD, k_cache, v_cache, scales, out)
+    if plan is None:
+        check_integers(
+            query_start_loc=query_start_loc, seq_lens=seq_lens, block_tables=block_tables
+        )
     scale = softmax_scale if softmax_scale is not None else q_THD.shape[-1] ** -0.5
     if debug:
         check_block_range(block_tables, seq_lens, k_cache)
@@ -171,6 +176,7 @@ def paged_attention_decode(
             v_scale=v_scale, out=out, backend="torch", debug=debug,
         )  # fmt: skip
     _check_caches(q_BHD, k_cache, v_cache, scales, out)
+    check_integers(seq_lens=seq_lens, block_tables=block_tables)
     if debug:
         check_block_range(block_tables, seq_lens, k_cache)
     _, lens, tables = _device_step(None, seq_lens, block_tables, q_BHD)
@@ -253,6 +259,7 @@ def _check_caches(
             f"q: heads and head_dim {tuple(q.shape[1:])} do not fit caches of "
             f"{tuple(k_cache.shape[2:])}"
         )
+    check_tensors(q, "q", False, k_scale=scales[0], v_scale=scales[1], out=out)
     is_fp8 = k_cache.dtype.itemsize == 1
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.device != q.device or not cache.is_contiguous():

@@ -34,6 +34,17 @@ def test_linear_logprob(dtype, temperature, vocab, has_entropy):
     assert_as_good_as_plain_torch(ours, plain, inputs, dtype)
 
 
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_no_token_and_one_token(num_tokens):
+    ids = torch.full((num_tokens,), 3)
+    assert_as_good_as_plain_torch(
+        lambda h, w: linear_logprob(h, w, ids, return_entropy=True, backend="triton"),
+        lambda h, w: linear_logprob_ref(h, w, ids),
+        [torch.randn(num_tokens, 12), torch.randn(50, 12)],
+        torch.float32,
+    )
+
+
 def test_the_entropy_alone_can_be_the_loss():
     torch.manual_seed(0)
     ids = torch.randint(0, 50, (7,))

@@ -4,11 +4,10 @@ the same dtype, on inputs that lie between NaN guard bands and outputs that star
 Used here and, with `device="cuda"`, by the GPU tests.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from unittest import mock
+from collections.abc import Callable, Sequence
 
 import torch
+from guard import poisoned_memory
 from torch import Tensor
 
 Op = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -23,28 +22,10 @@ def guarded(x: Tensor) -> Tensor:
     return view
 
 
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """Inside, `torch.empty` and `empty_like` give NaN: an element that no kernel writes shows."""
-    empty, empty_like = torch.empty, torch.empty_like
-
-    def fill(x: Tensor) -> Tensor:
-        return x.fill_(torch.nan) if x.dtype.is_floating_point else x
-
-    def new(*args: object, **kwargs: object) -> Tensor:
-        return fill(empty(*args, **kwargs))  # type: ignore[call-overload]
-
-    def new_like(*args: object, **kwargs: object) -> Tensor:
-        return fill(empty_like(*args, **kwargs))  # type: ignore[call-overload]
-
-    with mock.patch("torch.empty", new), mock.patch("torch.empty_like", new_like):
-        yield
-
-
 def run(op: Op, inputs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Outputs and gradients of `op`, for one fixed gradient of its outputs."""
     leaves = [guarded(x.to(dtype)).requires_grad_() for x in inputs]
-    with poisoned():
+    with poisoned_memory():
         outs = op(*leaves)
         outs = outs if isinstance(outs, tuple) else (outs,)
         torch.manual_seed(3)
