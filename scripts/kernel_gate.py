@@ -7,8 +7,8 @@ worse than the committed table.
 Cases are found in tests/kernels/gate/case_*.py (`gate_case.py` there). `--json F` replaces the rows
 of this Triton version in F (with --only, of the cases that ran) and keeps the others. The table to
 compare with is `--table`, by default the newest benchmarks/kernels_compile_*.json with rows of this
-Triton version; without one the gate fails. The compiler is deterministic: what gets worse on purpose
-is committed with a new table. `scripts/kernel_gate.sh` runs this with both Triton versions.
+Triton version; without one the gate fails. The compiler is deterministic: what gets worse on
+purpose is committed with a new table. `scripts/kernel_gate.sh` runs this with both versions.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def cases(device: str) -> Iterator[BenchCase]:
         gate_up = [normal(num_tokens, 2 * ffn)]
         yield from passes("swiglu", model, swiglu, swiglu_ref, gate_up, 3 * item, 5 * item)
         yield from rope_cases(model, num_tokens, normal, device)
-        q_heads, k_heads, dim = HEADS[model]
+        _, k_heads, dim = HEADS[model]
         yield from gather_cases(model, normal(num_tokens, k_heads, dim))
 
 

@@ -19,9 +19,7 @@ def routed(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return weights, torch.empty(tokens, K, dtype=torch.int32)
 
 
-def moe(
-    tokens: int, backward: bool, dtype: torch.dtype = torch.bfloat16
-) -> Callable[[], object]:
+def moe(tokens: int, backward: bool, dtype: torch.dtype = torch.bfloat16) -> Callable[[], object]:
     def call() -> object:
         shapes = (tokens, HIDDEN), (EXPERTS, 2 * WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)
         leaves = tuple(leaf(*shape, dtype=dtype) for shape in shapes)
