@@ -68,12 +68,14 @@ def apply_penalties_(
         _logit_edits_triton.apply_penalties(logits_BV, output_counts_BV, prompt_mask_BV, **named)
         return
     is_active = (repetition != 1) | (frequency != 0) | (presence != 0)
-    for row in is_active.nonzero().flatten().tolist():
-        rows = slice(row, row + 1)
-        mask = None if prompt_mask_BV is None else prompt_mask_BV[rows]
-        logits_BV[rows] = apply_penalties_ref(
-            logits_BV[rows], output_counts_BV[rows], mask, *(x[rows] for x in named.values())
-        )
+    active = is_active.nonzero().flatten()
+    if not len(active):
+        return
+    rows = active if len(active) < len(is_active) else slice(None)
+    mask = None if prompt_mask_BV is None else prompt_mask_BV[rows]
+    logits_BV[rows] = apply_penalties_ref(
+        logits_BV[rows], output_counts_BV[rows], mask, *(x[rows] for x in named.values())
+    )
 
 
 def apply_token_bitmask_ref(logits_BV: Tensor, bitmask_BW: Tensor) -> Tensor:

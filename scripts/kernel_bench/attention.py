@@ -12,7 +12,14 @@ from kernel_bench.case import MODELS, BenchCase, ModelShape, Op, backward_of, fo
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels import flash_attn_varlen, paged_attention, paged_attention_decode, reshape_and_cache
+from kernels import (
+    flash_attn_varlen,
+    make_paged_plan,
+    paged_attention,
+    paged_attention_decode,
+    reshape_and_cache,
+)
+from kernels.paged_attention import PagedPlan
 
 BLOCK = 16
 FLEX_MODEL, FLEX_LENGTH = "qwen3-4b", 8192  # once: compiling takes its time
@@ -138,11 +145,12 @@ def _paged(name: str, model: ModelShape, device: str) -> Iterator[BenchCase]:
     yield _case("store-kv", "reshape_and_cache", label, dtype, steps, moved=4 * tokens * row_bytes)
 
     q = torch.randn(size, model.heads, model.head_dim, device=device, dtype=dtype)
+    plan = None
+    if device == "cpu":  # as the engine does: planned once a step, for all layers
+        plan = _plan(range(size + 1), lens, tables, dtype)
     dense = [x.view(size, context, *shape[2:]).transpose(1, 2) for x in caches]
     steps = {
-        "ours": lambda: paged_attention_decode(
-            q, *caches, tables, lens, max_seq_len=context, softmax_scale=model.head_dim**-0.5
-        ),
+        "ours": _decode(q, caches, tables, lens, context, plan),
         "sdpa-dense": lambda: F.scaled_dot_product_attention(
             q.unsqueeze(2), *dense, enable_gqa=True
         ),
@@ -156,11 +164,13 @@ def _paged(name: str, model: ModelShape, device: str) -> Iterator[BenchCase]:
     starts = torch.arange(0, len(q) + 1, chunk, dtype=torch.int32, device=device)
     dense = [x[:members] for x in dense]
     q_batch = _batched(q, members)
+    if device == "cpu":
+        plan = _plan(starts, lens[:members], tables[:members], dtype)
     mask = torch.ones(chunk, context, dtype=torch.bool, device=device).tril(context - chunk)
     steps = {
         "ours": lambda: paged_attention(
             q, *caches, starts, lens[:members], tables[:members], max_query_len=chunk,
-            max_seq_len=context,
+            max_seq_len=context, plan=plan,
         ),
         "sdpa-dense": lambda: F.scaled_dot_product_attention(
             q_batch, *dense, attn_mask=mask, enable_gqa=True
@@ -170,6 +180,21 @@ def _paged(name: str, model: ModelShape, device: str) -> Iterator[BenchCase]:
     flops = 4 * model.heads * model.head_dim * pairs
     label = f"{name} B={members} q={chunk} L={context}"
     yield _case("paged-prefill", "paged_attention", label, dtype, steps, flops=flops)
+
+
+def _plan(starts: Tensor | range, lens: Tensor, tables: Tensor, dtype: torch.dtype) -> PagedPlan:
+    return make_paged_plan(starts, lens, tables, block_size=BLOCK, dtype=dtype)
+
+
+def _decode(
+    q: Tensor, caches: list[Tensor], tables: Tensor, lens: Tensor, context: int,
+    plan: PagedPlan | None,
+) -> Callable[[], object]:  # fmt: skip
+    if plan is None:
+        return lambda: paged_attention_decode(q, *caches, tables, lens, max_seq_len=context)
+    return lambda: paged_attention(
+        q, *caches, range(len(q) + 1), lens, tables, max_query_len=1, max_seq_len=context, plan=plan
+    )
 
 
 def _case(

@@ -11,7 +11,7 @@ from kernel_bench.case import BenchCase, Op, backward_of, compiled, forward_of, 
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from kernels import linear_cross_entropy, linear_logprob
+from kernels import linear_cross_entropy, linear_logprob, pack_weight
 from kernels.linear_cross_entropy import linear_cross_entropy_ref
 
 MODELS = {"qwen3-0.6b": (1024, 151936), "qwen3-4b": (2560, 151936), "llama-3-8b": (4096, 128256)}
@@ -59,7 +59,7 @@ def rows(
 
 def cases(device: str) -> Iterator[BenchCase]:
     is_gpu = device == "cuda"
-    num_tokens = 8192 if is_gpu else 64
+    num_tokens = 8192 if is_gpu else 256
     dtype = torch.bfloat16 if is_gpu else torch.float32
     models = MODELS if is_gpu else {"qwen3-0.6b (vocabulary / 16)": (1024, 151936 // 16)}
     for model, (width, vocab) in models.items():
@@ -67,12 +67,14 @@ def cases(device: str) -> Iterator[BenchCase]:
         weight = (torch.randn(vocab, width, device=device) * width**-0.5).to(dtype)
         leaves = [hidden, weight.requires_grad_()]
         ids = torch.randint(0, vocab, (num_tokens,), device=device)
+        packed = pack_weight(weight)  # a CPU engine keeps it; None on a GPU
         shape = f"{model} N={num_tokens} H={width} V={vocab}"
         flops = 2 * num_tokens * width * vocab
         is_middle = not is_gpu or model == "qwen3-4b"  # once: compiling takes its time
         slow: dict[str, Op] = {"compile-chunked": chunked(ids, 2048)} if is_gpu else {}
         yield from rows(
-            "linear_logprob", shape, lambda h, w, t=ids: linear_logprob(h, w, t),
+            "linear_logprob", shape,
+            lambda h, w, t=ids, p=packed: linear_logprob(h, w, t, packed=p),
             {"eager": lambda h, w, t=ids: plain(h, w, t)}, slow if is_middle else {}, leaves, flops,
         )  # fmt: skip
         if not is_middle:
@@ -81,6 +83,7 @@ def cases(device: str) -> Iterator[BenchCase]:
         if has_liger():
             peers["liger"] = liger_loss(ids)
         yield from rows(
-            "linear_cross_entropy", shape, lambda h, w, t=ids: linear_cross_entropy(h, w, t),
+            "linear_cross_entropy", shape,
+            lambda h, w, t=ids, p=packed: linear_cross_entropy(h, w, t, packed=p),
             peers, {}, leaves, flops,
         )  # fmt: skip
