@@ -30,6 +30,19 @@ def check_integers(**tensors: object) -> None:
             raise ValueError(f"{name}: dtype {x.dtype} must be int32 or int64")
 
 
+def check_bounds(cu_seqlens: Tensor, num_tokens: int) -> None:
+    """[sequences + 1] from 0 to the tokens. A GPU's values are not read: that would stop it."""
+    if cu_seqlens.dim() != 1 or not len(cu_seqlens):
+        raise ValueError(f"cu_seqlens: shape {tuple(cu_seqlens.shape)} must be [sequences + 1]")
+    if cu_seqlens.device.type != "cpu":
+        return
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds != sorted(bounds):
+        raise ValueError(f"cu_seqlens={bounds}: must start at 0 and never decrease")
+    if bounds[-1] != num_tokens:
+        raise ValueError(f"cu_seqlens: ends at {bounds[-1]}, not at {num_tokens}")
+
+
 def check_per_row(logits_BV: Tensor, **values: Tensor | None) -> None:
     """Every value is [B]: one number for each row of logits."""
     for name, value in values.items():

@@ -95,7 +95,7 @@ def _check_lists(lists: Sequence[Tensors], names: Sequence[str] = ()) -> None:
             if x.numel() != first[i].numel() or x.device != first[0].device:
                 raise ValueError(
                     f"{name}[{i}]: {x.numel()} elements on {x.device} beside "
-                    f"{first[i].numel()} on {first[0].device}"
+                    f"{names[0] if names else name}[{i}]'s {first[i].numel()} on {first[0].device}"
                 )
             if not x.is_contiguous():
                 raise ValueError(f"{name}[{i}]: shape {tuple(x.shape)} must be contiguous")

@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kernels._check import check_floating, check_integers, check_tensors
+from kernels._check import check_bounds, check_floating, check_integers, check_tensors
 from kernels._dispatch import Backend, use_triton
 
 
@@ -105,10 +105,7 @@ def gae(
     )
     check_floating(rewards=rewards_T)
     check_integers(cu_seqlens=cu_seqlens)
-    if cu_seqlens.dim() != 1 or not len(cu_seqlens):
-        raise ValueError(f"cu_seqlens: shape {tuple(cu_seqlens.shape)} must be [sequences + 1]")
-    if cu_seqlens.device.type == "cpu" and int(cu_seqlens[-1]) != len(values_T):
-        raise ValueError(f"cu_seqlens: ends at {int(cu_seqlens[-1])}, not at {len(values_T)}")
+    check_bounds(cu_seqlens, len(values_T))
     with torch.no_grad():
         if not on_triton:
             return _scan(rewards_T, values_T, cu_seqlens, gamma, lam, mask_T)

@@ -142,7 +142,7 @@ def _check(x: Tensor, w: Tensor, offsets: Tensor) -> None:
     if offsets.shape != (w.shape[0] + 1,) or offsets.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"expert_offsets: {offsets.dtype} {tuple(offsets.shape)} must be int32 "
-            f"[{w.shape[0] + 1}], one more than the experts"
+            f"[{w.shape[0] + 1}], one more than w has experts"
         )
     if offsets.device.type == "cpu":
         bounds = offsets.tolist()

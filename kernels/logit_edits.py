@@ -94,7 +94,7 @@ def apply_token_bitmask_(
     if bitmask_BW.shape != expected or bitmask_BW.dtype != torch.int32:
         raise ValueError(
             f"bitmask: {bitmask_BW.dtype} {tuple(bitmask_BW.shape)} must be int32 {expected}, one "
-            "bit a token"
+            "bit a token of logits"
         )
     on_triton = use_triton(backend, logits_BV)
     check_tensors(logits_BV, "logits", on_triton, bitmask=bitmask_BW)

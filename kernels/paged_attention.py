@@ -203,10 +203,14 @@ def _device_step(starts, lens, tables: Tensor, q: Tensor) -> tuple[Tensor, Tenso
     device = q.device
     if starts is not None:
         starts = torch.as_tensor(starts, device=device)
+        if starts.device.type == "cpu" and int(starts[-1]) != q.shape[0]:
+            raise ValueError(
+                f"query_start_loc: ends at {int(starts[-1])}, not at {q.shape[0]} of q"
+            )
     lens, tables = torch.as_tensor(lens, device=device), tables.to(device)
     if tables.dim() != 2 or tables.stride(1) != 1 or tables.shape[0] != lens.shape[0]:
         raise ValueError(
-            f"block_tables: shape {tuple(tables.shape)} must be [{lens.shape[0]} sequences, "
+            f"block_tables: shape {tuple(tables.shape)} must be [the {lens.shape[0]} of seq_lens, "
             "blocks], rows contiguous"
         )
     return starts, lens, tables
@@ -251,7 +255,7 @@ def _check_caches(
 ) -> None:
     if q.dim() != 3 or k_cache.dim() != 4 or k_cache.shape != v_cache.shape:
         raise ValueError(
-            f"q: must be [tokens, heads, head_dim] and caches [blocks, block_size, heads, "
+            "q: must be [tokens, heads, head_dim], k_cache and v_cache [blocks, size, heads, "
             f"head_dim], got {tuple(q.shape)}, {tuple(k_cache.shape)}, {tuple(v_cache.shape)}"
         )
     if q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[2]:
@@ -270,4 +274,6 @@ def _check_caches(
         if (scale is not None) != is_fp8 or (scale is not None and scale.numel() != 1):
             raise ValueError(f"{name}: one fp32 element for a cache of fp8, None for any other")
     if out is not None and (out.shape != q.shape or out.dtype != q.dtype or out.stride(2) != 1):
-        raise ValueError(f"out: must be {q.dtype} of shape {tuple(q.shape)}, got {out.dtype}")
+        raise ValueError(
+            f"out: {out.dtype} {tuple(out.shape)} must be q's {q.dtype} {tuple(q.shape)}, dense"
+        )
