@@ -5,7 +5,7 @@ Inputs lie between NaN guard bands, so a read past the end shows in the result.
 
 import pytest
 import torch
-from exactness import assert_as_good_as_plain_torch, guarded, run
+from guard import assert_as_good_as_plain_torch, guarded, outputs_and_gradients
 
 from kernels import add_rms_norm, apply_rope, linear_logprob, qk_norm_rope, rms_norm, swiglu
 from kernels.linear_logprob import linear_logprob_ref
@@ -123,15 +123,15 @@ def test_qk_norm_rope(dtype, heads, has_positions):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_rows_give_no_output_and_a_zero_weight_gradient(dtype):
     x, w = torch.empty(0, 24, dtype=dtype), torch.ones(24, dtype=dtype)
-    assert torch.equal(run(lambda x, w: rms_norm(x, w, backend="triton"), [x, w], dtype)[2], 0 * w)
+    out = outputs_and_gradients(lambda x, w: rms_norm(x, w, backend="triton"), [x, w])
+    assert torch.equal(out[2], 0 * w)
     table = torch.ones(5, 12)
     q, k = torch.empty(0, 2, 24, dtype=dtype), torch.empty(0, 1, 24, dtype=dtype)
     at = torch.empty(0, dtype=torch.int64)
     assert apply_rope(q, k, table, table, at, backend="triton")[1].shape == (0, 1, 24)
-    out = run(
+    out = outputs_and_gradients(
         lambda q, k, qw, kw: qk_norm_rope(q, k, qw, kw, table, table, at, backend="triton"),
         [q, k, w, w],
-        dtype,
     )
     assert torch.equal(out[4], 0 * w) and torch.equal(out[5], 0 * w)
 
@@ -162,5 +162,5 @@ def test_backward_is_the_same_bits_every_time():
     def op(x, w):
         return rms_norm(x, w, 1e-5, backend="triton")
 
-    first, second = run(op, [x, w], torch.float32), run(op, [x, w], torch.float32)
+    first, second = outputs_and_gradients(op, [x, w]), outputs_and_gradients(op, [x, w])
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from exactness import assert_as_close, guarded
-from guard import poisoned_memory
+from guard import assert_as_close, guarded, poisoned_memory
 
 from kernels import (
     clip_scale,
