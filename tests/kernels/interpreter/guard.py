@@ -19,7 +19,7 @@ class _Poison(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if func in _FRESH:
-            raw = out.view(torch.uint8) if out.numel() and out.is_contiguous() else None
+            raw = out.view(-1).view(torch.uint8) if out.numel() and out.is_contiguous() else None
             if raw is not None:
                 raw.fill_(0xFF)  # NaN in every float format, -1 in integers
         return out
