@@ -62,12 +62,20 @@ def adamw_cases(device: str, model: str, num_layers: int) -> Iterator[BenchCase]
     leaves = [torch.nn.Parameter(x) for x in master]
     for leaf in leaves:
         leaf.grad = torch.zeros_like(leaf)
-    # The same 28 bytes an element: fp32 gradients and no bf16 parameters to write.
+    # fp32 throughout: 28 bytes an element too, but nothing to convert
     peer = torch.optim.AdamW(leaves, fused=True, **options)
+
+    def mixed() -> None:
+        """What the op does: bf16 gradients in, fp32 masters, bf16 parameters out."""
+        torch._foreach_copy_([x.grad for x in leaves], grads)
+        peer.step()
+        torch._foreach_copy_(params, [x.data for x in leaves])
+
     yield BenchCase(
         name="fused_adamw", op="fused_adamw", shape=shape, dtype="bfloat16",
         run=lambda: fused_adamw_(*lists, step=2, plan=plan, **options),
-        peers={"torch-fused-fp32": peer.step}, bytes=28 * num_elements,
+        peers={"torch-fused-fp32": peer.step, "torch-fused-and-casts": mixed},
+        bytes=28 * num_elements,
     )  # fmt: skip
     yield BenchCase(
         name="multi_tensor_l2norm", op="multi_tensor_l2norm", shape=shape, dtype="bfloat16",

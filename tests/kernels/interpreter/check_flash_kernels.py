@@ -149,8 +149,8 @@ def test_bad_input_names_the_argument():
         flash_attn_varlen(**arguments)
 
     for name, change in {
-        "k: torch.float16": {"k_SKD": q.half(), "v_SKD": q.half()},
-        "q: torch.float64": {"q_THD": q.double()},
+        "k, v: dtypes": {"k_SKD": q.half(), "v_SKD": q.half()},
+        "q: dtype torch.float64": {n: q.double() for n in ("q_THD", "k_SKD", "v_SKD")},
         "k, v": {"v_SKD": q[:3]},
         "cu_seqlens_q": {"cu_seqlens_q": cu[None]},
         "cu_seqlens_k": {"cu_seqlens_k": torch.tensor([0, 2, 4])},
