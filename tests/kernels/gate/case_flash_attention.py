@@ -20,6 +20,8 @@ SHAPES = {
     "half-128-mqa": (7, 1, 128),
 }
 NEED_OF = {"_delta_kernel": ("ld128",)}
+# Two accumulators 256 wide leave room for 32 keys, which is half a row tile of wgmma.
+NEED_OF_256 = {**NEED_OF, "_dkdv_kernel": ("mma_sync", "ld128")}
 
 
 def attend(name: str, window: int | None, return_lse: bool) -> None:
@@ -48,8 +50,9 @@ def gather() -> None:
 def cases() -> Iterator[GateCase]:
     for name in SHAPES:
         need = ("ld128",) if name.startswith("fp32") else ("wgmma", "ld128")
+        need_of = NEED_OF_256 if name == "half-256" else NEED_OF
         yield GateCase(
-            f"flash-{name}", lambda n=name: attend(n, None, False), need=need, need_of=NEED_OF
+            f"flash-{name}", lambda n=name: attend(n, None, False), need=need, need_of=need_of
         )
     yield GateCase(
         "flash-half-128-window-lse",
