@@ -19,6 +19,7 @@ from kernels import (
     paged_attention_decode,
     reshape_and_cache,
 )
+from kernels.kv_cache import make_kv_cache
 from kernels.paged_attention import PagedPlan
 
 BLOCK = 16
@@ -127,7 +128,7 @@ def _paged(name: str, model: ModelShape, device: str) -> Iterator[BenchCase]:
     context = 4096 if device == "cuda" else 256
     width = context // BLOCK
     shape = (size * width, BLOCK, model.kv_heads, model.head_dim)
-    caches = [torch.randn(shape, device=device, dtype=dtype) for _ in "kv"]
+    caches = [make_kv_cache(shape, dtype, device).normal_() for _ in "kv"]
     row_bytes = model.kv_heads * model.head_dim * dtype.itemsize
     tables = torch.randperm(size * width, device=device, dtype=torch.int32).view(size, width)
     lens = torch.full((size,), context, dtype=torch.int32, device=device)
@@ -138,7 +139,7 @@ def _paged(name: str, model: ModelShape, device: str) -> Iterator[BenchCase]:
 
     def eager_store() -> None:
         for x, cache in zip((k, v), caches, strict=True):
-            cache.flatten(0, 1)[slots] = x
+            cache[slots // BLOCK, slots % BLOCK] = x
 
     steps: Steps = {"ours": lambda: reshape_and_cache(k, v, *caches, slots), "eager": eager_store}
     label = f"{name} N={tokens}"
@@ -147,8 +148,8 @@ def _paged(name: str, model: ModelShape, device: str) -> Iterator[BenchCase]:
     q = torch.randn(size, model.heads, model.head_dim, device=device, dtype=dtype)
     plan = None
     if device == "cpu":  # as the engine does: planned once a step, for all layers
-        plan = _plan(range(size + 1), lens, tables, dtype)
-    dense = [x.view(size, context, *shape[2:]).transpose(1, 2) for x in caches]
+        plan = _plan(range(size + 1), lens, tables, caches[0])
+    dense = [x.reshape(size, context, *shape[2:]).transpose(1, 2) for x in caches]
     steps = {
         "ours": _decode(q, caches, tables, lens, context, plan),
         "sdpa-dense": lambda: F.scaled_dot_product_attention(
@@ -165,7 +166,7 @@ def _paged(name: str, model: ModelShape, device: str) -> Iterator[BenchCase]:
     dense = [x[:members] for x in dense]
     q_batch = _batched(q, members)
     if device == "cpu":
-        plan = _plan(starts, lens[:members], tables[:members], dtype)
+        plan = _plan(starts, lens[:members], tables[:members], caches[0])
     mask = torch.ones(chunk, context, dtype=torch.bool, device=device).tril(context - chunk)
     steps = {
         "ours": lambda: paged_attention(
@@ -182,8 +183,11 @@ def _paged(name: str, model: ModelShape, device: str) -> Iterator[BenchCase]:
     yield _case("paged-prefill", "paged_attention", label, dtype, steps, flops=flops)
 
 
-def _plan(starts: Tensor | range, lens: Tensor, tables: Tensor, dtype: torch.dtype) -> PagedPlan:
-    return make_paged_plan(starts, lens, tables, block_size=BLOCK, dtype=dtype)
+def _plan(starts: Tensor | range, lens: Tensor, tables: Tensor, cache: Tensor) -> PagedPlan:
+    num_kv, dtype = cache.shape[2], cache.dtype
+    return make_paged_plan(
+        starts, lens, tables, block_size=BLOCK, num_kv_heads=num_kv, dtype=dtype
+    )  # fmt: skip
 
 
 def _decode(
