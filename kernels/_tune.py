@@ -29,7 +29,7 @@ TILES: Mapping[tuple[str, str], Tile] = MappingProxyType(
         # flash_attention: M queries, N keys; class = element width, padded head_dim
         ("flash_forward", "half-64"): Tile(M=128, N=64, num_warps=4, num_stages=3),
         ("flash_forward", "half-128"): Tile(M=128, N=128, num_warps=8, num_stages=2),
-        ("flash_forward", "half-256"): Tile(M=128, N=64, num_warps=8, num_stages=2),
+        ("flash_forward", "half-256"): Tile(M=128, N=32, num_warps=8, num_stages=2),
         ("flash_forward", "fp32-64"): Tile(M=64, N=32, num_warps=8),
         ("flash_forward", "fp32-128"): Tile(M=32, N=16, num_warps=8),
         ("flash_forward", "fp32-256"): Tile(M=32, N=16, num_warps=8),
