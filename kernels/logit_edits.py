@@ -71,7 +71,7 @@ def apply_penalties_(
     active = is_active.nonzero().flatten()
     if not len(active):
         return
-    rows = active if len(active) < len(is_active) else slice(None)
+    rows: Tensor | slice = active if len(active) < len(is_active) else slice(None)
     mask = None if prompt_mask_BV is None else prompt_mask_BV[rows]
     logits_BV[rows] = apply_penalties_ref(
         logits_BV[rows], output_counts_BV[rows], mask, *(x[rows] for x in named.values())
