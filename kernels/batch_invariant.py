@@ -26,6 +26,7 @@ from torch import Tensor
 from kernels._check import check_tensors
 from kernels._dispatch import Backend, check_triton_dtype, use_triton
 from kernels.linear import linear_rows, matmul_rows
+from kernels.linear_logprob import softmax_parts
 
 
 def matmul_batch_invariant_ref(a_MK: Tensor, b_KN: Tensor) -> Tensor:
@@ -105,10 +106,8 @@ class _LogSoftmax(torch.autograd.Function):
 
 
 def _log_softmax(x_RV: Tensor) -> Tensor:
-    z_RV = x_RV.to(torch.promote_types(x_RV.dtype, torch.float32))
-    if z_RV.shape[0] == 1:  # one long row would be split between threads; two rows are not
-        return z_RV - torch.logsumexp(z_RV.repeat(2, 1), -1, keepdim=True)[:1]
-    return z_RV - torch.logsumexp(z_RV, -1, keepdim=True)
+    z_RV, weights_RV, lse_R = softmax_parts(x_RV)
+    return torch.sub(z_RV, lse_R.unsqueeze(1), out=weights_RV)
 
 
 def _row_sum(x_RV: Tensor) -> Tensor:
