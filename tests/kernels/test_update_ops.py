@@ -155,7 +155,7 @@ CU = torch.tensor([0, 4], dtype=torch.int32)
         (lambda: gae(torch.zeros(4), torch.zeros(4), CU, 1.5, 1.0), "gamma=1.5"),
         (lambda: gae(*[torch.zeros(4)] * 2, CU, 1.0, 1.0, mask_T=torch.ones(3)), "mask"),
         (lambda: qk_norm_rope(*[torch.zeros(2, 1, 6)] * 2, *[torch.zeros(5)] * 2,
-                              *[torch.zeros(9, 3)] * 2, torch.zeros(2)), "q_weight"),
+                              *[torch.zeros(9, 3)] * 2, torch.zeros(2).long()), "q_weight"),
     ],
 )  # fmt: skip
 def test_bad_input_names_the_argument(call, name):
