@@ -93,7 +93,8 @@ def measure(command: list[str], threads: int) -> dict[str, Any]:
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+        cause = "killed, out of memory?" if done.returncode == -9 else f"exit {done.returncode}"
+        raise RuntimeError(f"{' '.join(command)} failed ({cause}):\n{done.stderr[-2000:]}")
     found = json.loads(lines[-1])
     shown = {key: value for key, value in found.items() if not isinstance(value, list)}
     print(f"  {Path(command[1]).name} {command[-4:]}: {shown}", file=sys.stderr, flush=True)
