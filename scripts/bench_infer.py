@@ -11,7 +11,7 @@ Rows (workloads in peers/workload.py), all in sampled tokens/s, prefill included
 Every measurement is a process of its own, pinned to as many cores as it has threads; ours and the
 peers' alternate, medians are compared. `cpu_util` in a run is processor over wall time and thread:
 well below 1 something else was running, and the figure is too low. The bound counts FLOPs (every
-distinct token forwarded once) and bytes (weights once a decoding step, keys and values once a token)
+distinct token forwarded once) and bytes (weights once a step, keys and values once a sampled token)
 at the rates of matmuls and copies measured in the same run; the larger time is the floor.
 """
 

@@ -166,7 +166,7 @@ def peak() -> dict[str, int]:
 
 
 def run_rate(_: str, dtype: str, threads: int) -> dict[str, Any]:
-    """Rates of this machine: matmuls in FLOP/s, large and decoding (64 rows, prepacked weights), and
+    """Rates of this machine: matmuls in FLOP/s, large and decoding (64 rows, prepacked weights);
     `copy`, bytes/s of a large copy, read and written bytes both counted."""
     import torch
 
