@@ -103,9 +103,11 @@ def test_policy_loss_without_an_action_token_is_zero(variant, num_tokens):
 @pytest.mark.parametrize("has_mask", [False, True])
 def test_gae(dtype, has_mask):
     torch.manual_seed(0)
-    lengths = [517, 0, 1, 9]
+    lengths = [1300, 0, 1, 9]
     rewards, values = (guarded(torch.randn(sum(lengths)).to(dtype)) for _ in range(2))
     mask = torch.rand(sum(lengths)) < 0.6 if has_mask else None
+    if mask is not None:
+        mask[100:1200] = False  # tool output: the block in the middle has no action token
     cu = bounds(lengths)
     with poisoned_memory():
         ours = gae(rewards, values, cu, 0.99, 0.95, mask_T=mask, backend="triton")
