@@ -2,7 +2,8 @@
 
 `make_paged_plan` sorts the step's sequences into rectangles (decodes apart from prefills, each by
 length), with gather indices and masks, once for all layers; a layer is then two gathers and one
-batched attention a rectangle, the trainer's arithmetic (`_attend.py`).
+batched attention a rectangle, the trainer's arithmetic (`_attend.py`). Of a cache in fp8 the
+gathered blocks are widened, after the gather: what a step reads, never the cache.
 
 Legend: B sequences, Q queries, L padded keys, H query heads, K key heads, G = H / K, D head_dim.
 """
@@ -65,7 +66,8 @@ def make_paged_plan(
     """A plan for `paged_attention(..., plan=)`.
 
     `query_start_loc` [sequences + 1], `seq_lens` [sequences] (keys, new tokens included),
-    `block_tables` [sequences, blocks]; entries past a sequence's end are not read.
+    `block_tables` [sequences, blocks]; entries past a sequence's end are not read. `dtype` is that
+    of the queries.
     """
     starts, lens = ints(query_start_loc), ints(seq_lens)
     counts = [b - a for a, b in pairwise(starts)]
@@ -137,11 +139,18 @@ def _block_index(
 
 
 def attend_plan(
-    q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, plan: PagedPlan, scale: float
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: PagedPlan,
+    scale: float,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
+    """o of the plan's queries. `scales` (of k, of v) are those of a cache in fp8."""
     out = torch.empty_like(q_THD)
+    factors = [1.0 if s is None else float(s) for s in scales]
     for r in plan.rectangles:
-        attend = _attend_by_shape(r, k_cache)
+        attend = _attend_by_shape(r, q_THD.dtype, k_cache)
         q = q_THD if r.queries is None else q_THD.index_select(0, r.queries)
         q_BQHD = q.unflatten(0, (r.num_seqs, r.num_queries))
         o = torch.empty_like(q_BQHD)
@@ -149,8 +158,10 @@ def attend_plan(
         width = num_keys // k_cache.shape[1]
         for lo, hi in _pieces(r, num_keys, q_THD.shape[1], k_cache):
             blocks = r.blocks[lo * width : hi * width]
-            k_BLKD = _gather_blocks("k", k_cache, blocks, hi - lo, plan.scratch)
-            v_BLKD = _gather_blocks("v", v_cache, blocks, hi - lo, plan.scratch)
+            k_BLKD, v_BLKD = (
+                _gather(name, cache, factor, blocks, hi - lo, q_THD.dtype, plan.scratch)
+                for name, cache, factor in zip("kv", (k_cache, v_cache), factors, strict=True)
+            )
             attend(o[lo:hi], q_BQHD[lo:hi], k_BLKD, v_BLKD, r.mask[lo:hi], scale, plan.scratch)
         o_cells = o.flatten(0, 1) if r.cells is None else o.flatten(0, 1).index_select(0, r.cells)
         if r.tokens is None:
@@ -167,18 +178,33 @@ def _pieces(r: _Rectangle, num_keys: int, num_heads: int, k_cache: Tensor) -> li
     return [(lo, min(lo + step, r.num_seqs)) for lo in range(0, r.num_seqs, step)]
 
 
-def _gather_blocks(
-    name: str, cache: Tensor, blocks: Tensor, num_seqs: int, scratch: Scratch
+def _gather(
+    name: str,
+    cache: Tensor,
+    factor: float,
+    blocks: Tensor,
+    num_seqs: int,
+    dtype: torch.dtype,
+    scratch: Scratch,
 ) -> Tensor:
-    out = scratch.take(name, (blocks.shape[0], *cache.shape[1:]), cache.dtype)
-    torch.index_select(cache, 0, blocks, out=out)
+    """The blocks of `num_seqs` sequences in `dtype`, [sequences, keys, heads, head_dim]."""
+    shape = (blocks.shape[0], *cache.shape[1:])
+    out = scratch.take(name, shape, dtype)
+    if cache.dtype == dtype:
+        torch.index_select(cache, 0, blocks, out=out)
+    else:  # as bytes: PyTorch has no index_select of fp8
+        raw = scratch.take("raw", shape, torch.uint8)
+        torch.index_select(cache.view(torch.uint8), 0, blocks, out=raw)
+        out.copy_(raw.view(cache.dtype))
+        if factor != 1.0:
+            out.mul_(factor)
     return out.view(num_seqs, -1, *cache.shape[2:])
 
 
-def _attend_by_shape(r: _Rectangle, k_cache: Tensor) -> Callable[..., None]:
+def _attend_by_shape(r: _Rectangle, dtype: torch.dtype, k_cache: Tensor) -> Callable[..., None]:
     if r.num_queries > 1:
         return _attend_queries
-    if not is_half(k_cache.dtype):
+    if not is_half(dtype):
         return _attend_one_query_by_head
     is_narrow = k_cache.shape[2] * k_cache.shape[3] <= _MAX_WIDE
     return _attend_one_query if is_narrow else _attend_queries

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton exists on Linux only")
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from gpu_check import _counts  # noqa: E402
+from gpu_check import _counts, merged  # noqa: E402
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -38,3 +38,12 @@ def test_failures_are_counted_and_named():
     found = _counts(list(report.iter("testsuite")))
     assert found["counts"] == {"tests": 3, "failures": 1, "errors": 1, "skipped": 0}
     assert found["failures"] == ["a::bad: 1 != 2", "b::worse: no memory"]
+
+
+def test_one_result_has_the_rows_of_both_benchmarks_even_if_one_wrote_nothing():
+    infer = {"date": "d", "rows": [{"name": "a"}], "skipped": ["x"], "ceilings": {"TB/s": 1.0}}
+    kernels = {"date": "d", "rows": [{"name": "b"}], "skipped": [], "ceilings": {"TB/s": 2.0}}
+    both = merged(infer, kernels)
+    assert both["rows"] == [{"name": "a"}, {"name": "b"}] and both["skipped"] == ["x"]
+    assert both["ceilings"] == {"TB/s": 2.0} and both["date"] == "d"
+    assert merged({"rows": []}, kernels)["rows"] == [{"name": "b"}]
