@@ -2,8 +2,7 @@
 
 `make_paged_plan` sorts the step's sequences into rectangles (decodes apart from prefills, each by
 length), with gather indices and masks, once for all layers; a layer is then two gathers and one
-batched attention a rectangle, the trainer's arithmetic (`_attend.py`). Of a cache in fp8 the
-gathered blocks are widened, after the gather: what a step reads, never the cache.
+batched attention a rectangle, the trainer's arithmetic (`_attend.py`).
 
 Legend: B sequences, Q queries, L padded keys, H query heads, K key heads, G = H / K, D head_dim.
 """
@@ -27,6 +26,7 @@ from kernels._attend import (
     weighted_values,
 )
 from kernels._dispatch import compute_dtype
+from kernels._gather_blocks_cpu import gather_blocks
 
 _PIECE_KEYS = 1 << 20  # elements of k gathered at a time (about 16 sequences of 400 tokens)
 _PIECE_SCORES = 1 << 21  # scores held at a time
@@ -159,7 +159,7 @@ def attend_plan(
         for lo, hi in _pieces(r, num_keys, q_THD.shape[1], k_cache):
             blocks = r.blocks[lo * width : hi * width]
             k_BLKD, v_BLKD = (
-                _gather(name, cache, factor, blocks, hi - lo, q_THD.dtype, plan.scratch)
+                gather_blocks(name, cache, factor, blocks, hi - lo, q_THD.dtype, plan.scratch)
                 for name, cache, factor in zip("kv", (k_cache, v_cache), factors, strict=True)
             )
             attend(o[lo:hi], q_BQHD[lo:hi], k_BLKD, v_BLKD, r.mask[lo:hi], scale, plan.scratch)
@@ -176,29 +176,6 @@ def _pieces(r: _Rectangle, num_keys: int, num_heads: int, k_cache: Tensor) -> li
     scores = num_keys * num_heads * r.num_queries
     step = max(1, min(_PIECE_KEYS // keys, _PIECE_SCORES // scores))
     return [(lo, min(lo + step, r.num_seqs)) for lo in range(0, r.num_seqs, step)]
-
-
-def _gather(
-    name: str,
-    cache: Tensor,
-    factor: float,
-    blocks: Tensor,
-    num_seqs: int,
-    dtype: torch.dtype,
-    scratch: Scratch,
-) -> Tensor:
-    """The blocks of `num_seqs` sequences in `dtype`, [sequences, keys, heads, head_dim]."""
-    shape = (blocks.shape[0], *cache.shape[1:])
-    out = scratch.take(name, shape, dtype)
-    if cache.dtype == dtype:
-        torch.index_select(cache, 0, blocks, out=out)
-    else:  # as bytes: PyTorch has no index_select of fp8
-        raw = scratch.take("raw", shape, torch.uint8)
-        torch.index_select(cache.view(torch.uint8), 0, blocks, out=raw)
-        out.copy_(raw.view(cache.dtype))
-        if factor != 1.0:
-            out.mul_(factor)
-    return out.view(num_seqs, -1, *cache.shape[2:])
 
 
 def _attend_by_shape(r: _Rectangle, dtype: torch.dtype, k_cache: Tensor) -> Callable[..., None]:

@@ -9,8 +9,8 @@ rows of its tile) and leaves its part of o and lse2 = log2 Σ exp2; `_merge_kern
 
 one after the other from the first split on. With a fixed split size, a sequence's parts and the
 order of their sum depend on its own length alone: that makes decoding batch-invariant. Without one
-each sequence divides its own length by the number of splits, on the GPU: the host then knows only
-an upper bound of the lengths, as in a CUDA graph, and short sequences among long ones are split too.
+each sequence divides its own length by the number of splits, on the GPU: the host need know only an
+upper bound of the lengths, as in a CUDA graph, and short sequences among long ones are split too.
 """
 
 import torch

@@ -12,6 +12,7 @@ Left out: other attention than causal.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Literal, get_args
 
 import numpy as np
@@ -30,7 +31,9 @@ CacheKind = Literal["auto", "fp8"]
 def cache_dtype(kind: CacheKind, model_dtype: torch.dtype) -> torch.dtype:
     """What a cache of that kind stores."""
     if kind not in get_args(CacheKind):
-        raise ValueError(f"kv_cache_dtype={kind!r}: must be one of {', '.join(get_args(CacheKind))}")
+        raise ValueError(
+            f"kv_cache_dtype={kind!r}: must be one of {', '.join(get_args(CacheKind))}"
+        )
     return torch.float8_e4m3fn if kind == "fp8" else model_dtype
 
 
@@ -172,7 +175,7 @@ class PagedContext:
     @classmethod
     def of_step(cls, cache: KVCache, step: StepInput) -> PagedContext:
         starts = step.query_starts
-        longest = max(b - a for a, b in zip(starts, starts[1:], strict=False))
+        longest = max(b - a for a, b in pairwise(starts))
         lens = step.seq_lens
         return cls(cache, step.slots_T, starts, lens, step.block_tables, longest, max(lens))
 

@@ -16,7 +16,6 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from kernels.host_memory import release_free_memory

@@ -55,6 +55,8 @@ def test_what_is_widened_does_not_grow_with_the_cache():
         plan = make_paged_plan(*step, block_size=16, dtype=torch.float32)
         limits = {"max_query_len": 1, "max_seq_len": 130}
         with torch.profiler.profile(profile_memory=True) as profile:
-            paged_attention(q, *low, *step, **limits, k_scale=scales[0], v_scale=scales[1], plan=plan)
+            paged_attention(
+                q, *low, *step, **limits, k_scale=scales[0], v_scale=scales[1], plan=plan
+            )
         sizes.append(max(event.self_cpu_memory_usage for event in profile.key_averages()))
     assert sizes[1] == sizes[0] < 4000 * 16 * 2 * 8
