@@ -129,9 +129,8 @@ class StaticDecode:
         self._hidden = torch.zeros(shape, dtype=model.dtype, device=device)
 
     def fits(self, step: StepInput) -> bool:
-        """Whether each sequence has one new token, after which it samples."""
-        is_decode = len(step.ids_T) == len(step.seq_lens) and step.sampled is None
-        return is_decode and step.scored is None and len(step.seq_lens) <= self.sizes[-1]
+        """Whether each sequence has one new token."""
+        return len(step.ids_T) == len(step.seq_lens) <= self.sizes[-1]
 
     def run(self, step: StepInput) -> Tensor:
         """Hidden states [S, E] of a step that fits; valid until the next. Keys and values of its

@@ -16,7 +16,7 @@ output head) and the keys and values of all tokens before each sequence's new on
 
 with the copy rate (read + write) measured in the same run; prefill counts nothing, and of the 256
 requests all run at once, so there are as many steps as the longest output has tokens.
-`tiny` runs the same code in seconds on a CPU, where there are no graphs.
+It takes 40 GB of GPU memory. `tiny` runs the same code in seconds on a CPU, without graphs.
 """
 
 from __future__ import annotations

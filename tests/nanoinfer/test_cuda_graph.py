@@ -141,6 +141,9 @@ def test_rows_of_padding_write_to_the_padding_block_alone(folder: Path) -> None:
         if decode.fits(step):
             seen.add(len(step.seq_lens))
             allowed.add(80 * cache.block_size)
+            num = len(step.seq_lens)
+            size = next(size for size in decode.sizes if size >= num)
+            assert (decode._inputs[size].tables[num:, 0] == 80).all()
         assert set(slots) <= allowed
         return result
 
