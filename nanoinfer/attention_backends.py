@@ -15,12 +15,12 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Literal, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import make_paged_plan, paged_attention, reshape_and_cache
+from kernels import make_kv_cache, make_paged_plan, paged_attention, reshape_and_cache
 from kernels._attend import Scratch
+from kernels.kv_cache import cache_rows
 from nanoengine.model.config import ModelConfig
 from nanoinfer.batch import StepInput
 
@@ -40,8 +40,6 @@ def cache_dtype(kind: CacheKind, model_dtype: torch.dtype) -> torch.dtype:
 class KVCache:
     """Keys and values of all layers, [layers, 2, blocks, block_size, key heads, head_dim].
 
-    Zeros, because attention multiplies what is not yet written by a weight of 0. On a CPU the
-    zeros come from the operating system, page by page as blocks are first used.
     A cache of fp8 holds k / scale and v / scale, `scales` [layers, 2] in fp32; they are read by
     address (CUDA graphs), so change them in place, and only while no block is in use.
     """
@@ -79,12 +77,7 @@ class KVCache:
 
     def allocate(self) -> None:
         """Take the memory; all of it reads zero."""
-        if self._device == "cpu":
-            raw = np.zeros(int(np.prod(self._shape)) * self.dtype.itemsize, dtype=np.uint8)
-            self.data = torch.from_numpy(raw).view(self.dtype).view(self._shape)
-        else:
-            zeros = torch.zeros(self._shape, dtype=_bits(self.dtype), device=self._device)
-            self.data = zeros.view(self.dtype)
+        self.data = make_kv_cache(self._shape, self.dtype, self._device)
         self.layers: list[tuple[Tensor, Tensor]] = [(kv[0], kv[1]) for kv in self.data]
         self.scratch = Scratch()
 
@@ -155,7 +148,7 @@ class PagedContext:
         self._max_query_len = max_query_len
         self._max_seq_len = max_seq_len
         device = cache.data.device
-        self._plan = None
+        self._plan, self._rows = None, None
         # a GPU gets the step's indices once for all layers
         self._slots_T, self._tables = slots_T.to(device), block_tables.to(device)
         self._starts, self._lens = query_starts, seq_lens
@@ -168,9 +161,11 @@ class PagedContext:
                 seq_lens,
                 block_tables,
                 block_size=cache.block_size,
+                num_kv_heads=cache.data.shape[4],
                 dtype=cache.model_dtype,
             )
             self._plan = replace(plan, scratch=cache.scratch)
+            self._rows = cache_rows(slots_T, cache.layers[0][0])
 
     @classmethod
     def of_step(cls, cache: KVCache, step: StepInput) -> PagedContext:
@@ -182,7 +177,8 @@ class PagedContext:
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         k_cache, v_cache = self._cache.layers[layer]
         scales = self._cache.layer_scales(layer)
-        reshape_and_cache(k_TKD, v_TKD, k_cache, v_cache, self._slots_T, *scales)
+        slots, rows = self._slots_T, self._rows
+        reshape_and_cache(k_TKD, v_TKD, k_cache, v_cache, slots, *scales, rows=rows)
         return paged_attention(
             q_THD,
             k_cache,

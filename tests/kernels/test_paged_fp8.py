@@ -4,7 +4,7 @@ queries' dtype, and widens what it gathered, never the cache."""
 import pytest
 import torch
 
-from kernels import make_paged_plan, paged_attention, reshape_and_cache
+from kernels import make_kv_cache, make_paged_plan, paged_attention, reshape_and_cache
 
 FP8 = torch.float8_e4m3fn
 LENGTHS, COUNTS = [40, 7, 130, 16], [1, 7, 20, 1]
@@ -13,7 +13,9 @@ LENGTHS, COUNTS = [40, 7, 130, 16], [1, 7, 20, 1]
 def make_caches(num_blocks, scales):
     """fp8 caches whose unused blocks are NaN, block tables, and what the used blocks hold."""
     torch.manual_seed(0)
-    low = [torch.full((num_blocks, 16, 2, 8), 0x7F, dtype=torch.uint8).view(FP8) for _ in "kv"]
+    low = [make_kv_cache((num_blocks, 16, 2, 8), FP8, "cpu") for _ in "kv"]
+    for cache in low:
+        cache.view(torch.uint8).fill_(0x7F)
     order = torch.randperm(num_blocks).tolist()
     tables = torch.zeros(4, 9, dtype=torch.int64)
     for i, length in enumerate(LENGTHS):
@@ -37,7 +39,7 @@ def test_attention_over_fp8_equals_attention_over_its_values(dtype, scales):
     starts = [0, *torch.tensor(COUNTS).cumsum(0).tolist()]
     step = (starts, LENGTHS, tables)
     limits = {"max_query_len": 20, "max_seq_len": 130}
-    plan = make_paged_plan(*step, block_size=16, dtype=dtype)
+    plan = make_paged_plan(*step, block_size=16, num_kv_heads=2, dtype=dtype)
     ours = paged_attention(
         q, *low, *step, **limits, k_scale=scale_tensors[0], v_scale=scale_tensors[1], plan=plan
     )
@@ -52,7 +54,7 @@ def test_what_is_widened_does_not_grow_with_the_cache():
         low, tables = make_caches(num_blocks, scales)
         q = torch.randn(4, 4, 8)
         step = ([0, 1, 2, 3, 4], LENGTHS, tables)
-        plan = make_paged_plan(*step, block_size=16, dtype=torch.float32)
+        plan = make_paged_plan(*step, block_size=16, num_kv_heads=2, dtype=torch.float32)
         limits = {"max_query_len": 1, "max_seq_len": 130}
         with torch.profiler.profile(profile_memory=True) as profile:
             paged_attention(
