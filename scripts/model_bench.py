@@ -166,7 +166,8 @@ def peak() -> dict[str, int]:
 
 
 def run_rate(_: str, dtype: str, threads: int) -> dict[str, Any]:
-    """Matmul rates of this machine in FLOP/s: large, and decoding (64 rows, prepacked weights)."""
+    """Rates of this machine: matmuls in FLOP/s, large and decoding (64 rows, prepacked weights);
+    `copy`, bytes/s of a large copy, read and written bytes both counted."""
     import torch
 
     from kernels import linear, pack_weight
@@ -190,4 +191,6 @@ def run_rate(_: str, dtype: str, threads: int) -> dict[str, Any]:
             x = torch.randn(rows, 576).to(kind)
             flops = 2.0 * rows * 576 * 3072
             rates[name] = best(lambda x=x: linear(x, weight, packed=packed), flops)
+    source, target = (torch.ones(1 << 26) for _ in range(2))
+    rates["copy"] = best(lambda: target.copy_(source), 2.0 * source.nbytes)
     return rates
