@@ -4,7 +4,8 @@
 them into rectangles, with gather indices and masks, once for all layers. A layer is then two
 gathers and one batched attention a rectangle, the trainer's arithmetic (`_attend.py`). A gather
 copies each key head's part of a block, in one piece where the cache lies heads first in memory
-(kv_cache.py), straight into the order [sequences, key heads, keys, head_dim] of the matmuls.
+(kv_cache.py), straight into the order [sequences, key heads, keys, head_dim] of the matmuls. What
+it gathered of a cache in fp8 is then widened: what a step reads, never the cache.
 
 Legend: B sequences, Q queries, L padded keys, H query heads, K key heads, G = H / K, D head_dim,
 C cells (queries of all rectangles, padding included).
@@ -18,13 +19,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kernels._attend import (
-    Scratch,
-    attend_rows,
-    bucket_by_length,
-    key_multiple,
-    round_up,
-)
+from kernels._attend import Scratch, attend_rows, bucket_by_length, key_multiple, round_up
+from kernels._widen_fp8 import widen_fp8
 from kernels.kv_cache import heads_first
 
 _PIECE_KEYS = 1 << 14  # keys x heads gathered at a time: 2 MB at 64 elements in bf16
@@ -89,7 +85,8 @@ def make_paged_plan(
     """A plan for `paged_attention(..., plan=)`.
 
     `query_start_loc` [sequences + 1], `seq_lens` [sequences] (keys, new tokens included),
-    `block_tables` [sequences, blocks]; entries past a sequence's end are not read.
+    `block_tables` [sequences, blocks]; entries past a sequence's end are not read. `dtype` is that
+    of the queries.
     """
     starts, lens = ints(query_start_loc), ints(seq_lens)
     counts = [b - a for a, b in pairwise(starts)]
@@ -166,26 +163,48 @@ def _block_index(step: _Step, members: list[int], length: Tensor, num_keys: int)
 
 
 def attend_plan(
-    q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, plan: PagedPlan, scale: float
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: PagedPlan,
+    scale: float,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
-    """o of the plan's queries."""
+    """o of the plan's queries. `scales` (of k, of v) are those of a cache in fp8."""
     q_CHD = q_THD if plan.tokens is None else q_THD.index_select(0, plan.tokens)
     o_CHD = torch.empty_like(q_CHD)
     num_kv, scratch = k_cache.shape[2], plan.scratch
     k_rows, v_rows = (heads_first(x).contiguous().flatten(0, 1) for x in (k_cache, v_cache))
+    k_factor, v_factor = (1.0 if s is None else float(s) for s in scales)
     for r in plan.rectangles:
-        k_NLD = _gather("k", k_rows, r.blocks, r.num_seqs * num_kv, scratch)
-        v_NLD = _gather("v", v_rows, r.blocks, r.num_seqs * num_kv, scratch)
+        num, dtype = r.num_seqs * num_kv, q_THD.dtype
+        k_NLD = _gather("k", k_rows, k_factor, r.blocks, num, dtype, scratch)
+        v_NLD = _gather("v", v_rows, v_factor, r.blocks, num, dtype, scratch)
         shape = (r.num_seqs, r.num_queries, num_kv, -1, q_THD.shape[2])
         q, o = (x[r.cells].view(shape).permute(0, 2, 3, 1, 4) for x in (q_CHD, o_CHD))
         _attend(o, q, k_NLD, v_NLD, r.mask, scale, scratch)
     return o_CHD if plan.cells is None else o_CHD.index_select(0, plan.cells)
 
 
-def _gather(name: str, rows: Tensor, index: Tensor, num: int, scratch: Scratch) -> Tensor:
-    """Keys or values [N, L, D] of `num` sequence-heads from rows [blocks * K, block_size, D]."""
-    out = scratch.take(name, (index.shape[0], *rows.shape[1:]), rows.dtype)
-    torch.index_select(rows, 0, index, out=out)
+def _gather(
+    name: str,
+    rows: Tensor,
+    factor: float,
+    index: Tensor,
+    num: int,
+    dtype: torch.dtype,
+    scratch: Scratch,
+) -> Tensor:
+    """Keys or values [N, L, D] of `num` sequence-heads from rows [blocks * K, block_size, D]; of
+    rows in fp8 times `factor`."""
+    shape = (index.shape[0], *rows.shape[1:])
+    out = scratch.take(name, shape, dtype)
+    if rows.dtype == dtype:
+        torch.index_select(rows, 0, index, out=out)
+    else:  # as bytes: PyTorch has no index_select of fp8
+        raw = scratch.take("raw", shape, torch.uint8)
+        torch.index_select(rows.view(torch.uint8), 0, index, out=raw)
+        widen_fp8(raw.view(rows.dtype), factor, out, scratch)
     return out.view(num, -1, rows.shape[2])
 
 

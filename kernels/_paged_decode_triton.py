@@ -2,13 +2,15 @@
 
 Decoding reads every key and value once and computes next to nothing, so it is bound by memory; with
 few sequences, one program a (sequence, key head) would leave most of the GPU idle. Each program
-therefore takes `split_size` keys of one sequence and key head (all query heads of the group are
+therefore takes a part of the keys of one sequence and key head (all query heads of the group are
 rows of its tile) and leaves its part of o and lse2 = log2 Σ exp2; `_merge_kernel` adds the parts,
 
     o = Σ_s 2^(lse2_s − top) · o_s / Σ_s 2^(lse2_s − top),
 
 one after the other from the first split on. With a fixed split size, a sequence's parts and the
-order of their sum depend on its own length alone: that makes decoding batch-invariant.
+order of their sum depend on its own length alone: that makes decoding batch-invariant. Without one
+each sequence divides its own length by the number of splits, on the GPU: the host need know only an
+upper bound of the lengths, as in a CUDA graph, and short sequences among long ones are split too.
 """
 
 import torch
@@ -24,17 +26,27 @@ _SHORTEST_SPLIT = 256  # keys; a shorter part costs more to merge than it saves
 
 
 @triton.jit
+def _part_size(length, smallest, num_splits, BY_LENGTH: tl.constexpr, N: tl.constexpr):
+    """Keys of one part: `smallest`, or as many as make `num_splits` parts of the length."""
+    size = smallest
+    if BY_LENGTH:
+        size = tl.maximum(smallest, tl.cdiv(tl.cdiv(length, num_splits), N) * N)
+    return size
+
+
+@triton.jit
 def _decode_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, o_ptr, lse_ptr, len_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
-    q_token, q_head, o_token, o_head, o_split, lse_seq, lse_head, table_stride, split_size, scale2,
-    IS_PART: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr,
+    q_token, q_head, o_token, o_head, o_split, lse_seq, lse_head, table_stride, smallest, scale2,
+    IS_PART: tl.constexpr, BY_LENGTH: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr,
+    NUM_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     kv_head, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(len_ptr + seq)
-    begin = split * split_size
-    end = tl.minimum(length, begin + split_size)
+    size = _part_size(length, smallest, tl.num_programs(1), BY_LENGTH, N)
+    begin = split * size
+    end = tl.minimum(length, begin + size)
     if IS_PART and begin >= length:
         return
     rows, dims = tl.arange(0, M), tl.arange(0, D)
@@ -67,7 +79,8 @@ def _decode_kernel(
 @triton.jit
 def _merge_kernel(
     part_ptr, lse_ptr, o_ptr, len_ptr, part_seq, part_head, part_split, lse_seq, lse_head, o_token,
-    o_head, split_size, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+    o_head, smallest, num_splits, BY_LENGTH: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+    N: tl.constexpr,
 ):  # fmt: skip
     head, seq = tl.program_id(0), tl.program_id(1)
     dims = tl.arange(0, D)
@@ -75,7 +88,8 @@ def _merge_kernel(
     lse_ptr += seq * lse_seq + head * lse_head
     top, total = -float("inf"), 0.0
     acc = tl.zeros([D], dtype=tl.float32)
-    for split in range(0, tl.cdiv(tl.load(len_ptr + seq), split_size)):
+    length = tl.load(len_ptr + seq)
+    for split in range(0, tl.cdiv(length, _part_size(length, smallest, num_splits, BY_LENGTH, N))):
         lse = tl.load(lse_ptr + split)
         part = tl.load(part_ptr + split * part_split + dims, dims < HEAD_DIM, other=0.0)
         new_top = tl.maximum(top, lse)
@@ -95,15 +109,16 @@ def choose_split(
     num_splits: int | None,
     split_size: int | None,
     step: int,
-) -> tuple[int, int]:
-    """(number of splits, keys of each, a multiple of the tile's `step`)."""
-    if split_size is None:
-        if num_splits is None:
-            wanted = triton.cdiv(_WAVES * NUM_MULTIPROCESSORS, max(1, num_seqs * num_kv))
-            num_splits = max(1, min(wanted, max_seq_len // _SHORTEST_SPLIT))
-        split_size = triton.cdiv(max(1, max_seq_len), num_splits)
-    split_size = triton.cdiv(split_size, step) * step
-    return triton.cdiv(max(1, max_seq_len), split_size), split_size
+) -> tuple[int, int, bool]:
+    """(number of splits; keys of each, a multiple of the tile's `step`; whether those are only the
+    fewest, and a sequence divides its own length)."""
+    if split_size is not None:
+        split_size = triton.cdiv(split_size, step) * step
+        return triton.cdiv(max(1, max_seq_len), split_size), split_size, False
+    if num_splits is not None:
+        return num_splits, step, True
+    wanted = triton.cdiv(_WAVES * NUM_MULTIPROCESSORS, max(1, num_seqs * num_kv))
+    return max(1, min(wanted, max_seq_len // _SHORTEST_SPLIT)), _SHORTEST_SPLIT, True
 
 
 def decode(
@@ -124,7 +139,8 @@ def decode(
     group, padded = num_heads // num_kv, padded_dim(head_dim)
     is_widest = q_BHD.dtype == torch.float32 and padded > 128
     t = tile("paged_decode", "fp32-256" if is_widest else "all")
-    num_splits, split_size = choose_split(num_seqs, num_kv, max_seq_len, *split, step=t.N)
+    limits = (num_seqs, num_kv, max_seq_len)
+    num_splits, smallest, by_length = choose_split(*limits, *split, step=t.N)
     is_part = num_splits > 1
     part, lse = out, None
     part_strides: tuple[int, ...] = (*out.stride()[:2], 0)
@@ -136,14 +152,14 @@ def decode(
         part_strides, lse_strides = part.stride()[:3], lse.stride()[:2]
     _decode_kernel[(num_kv, num_splits, num_seqs)](
         q_BHD, k_cache, v_cache, part, lse, seq_lens, block_tables, *scales, *q_BHD.stride()[:2],
-        *part_strides, *lse_strides, block_tables.stride(0), split_size, scale * LOG2_E,
-        IS_PART=is_part, SCALED=scales[0] is not None, GROUP=group, NUM_KV=num_kv,
-        BLOCK_SIZE=k_cache.shape[1], HEAD_DIM=head_dim, D=padded,
+        *part_strides, *lse_strides, block_tables.stride(0), smallest, scale * LOG2_E,
+        IS_PART=is_part, BY_LENGTH=by_length, SCALED=scales[0] is not None, GROUP=group,
+        NUM_KV=num_kv, BLOCK_SIZE=k_cache.shape[1], HEAD_DIM=head_dim, D=padded,
         M=max(16, triton.next_power_of_2(group)), N=t.N, num_warps=t.num_warps,
         num_stages=t.num_stages,
     )  # fmt: skip
     if is_part:
         _merge_kernel[(num_heads, num_seqs)](
-            part, lse, out, seq_lens, *part_strides, *lse_strides, *out.stride()[:2], split_size,
-            HEAD_DIM=head_dim, D=padded, num_warps=1,
+            part, lse, out, seq_lens, *part_strides, *lse_strides, *out.stride()[:2], smallest,
+            num_splits, BY_LENGTH=by_length, HEAD_DIM=head_dim, D=padded, N=t.N, num_warps=1,
         )  # fmt: skip

@@ -71,7 +71,8 @@ def make_kv_cache(shape: Sequence[int], dtype: torch.dtype, device: torch.device
     come from the operating system, page by page as blocks are first used.
     """
     if torch.device(device).type != "cpu":
-        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+        bits = torch.uint8 if dtype.itemsize == 1 else dtype  # not every op exists for fp8
+        return torch.zeros(tuple(shape), dtype=bits, device=device).view(dtype)
     *before, block_size, num_kv, head_dim = shape
     raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     data = torch.from_numpy(raw).view(dtype).view(*before, num_kv, block_size, head_dim)

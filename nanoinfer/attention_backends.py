@@ -2,12 +2,18 @@
 
 `KVCache` owns the memory; `PagedContext` is the `AttentionContext` of one step. What a CPU needs
 once a step (gather indices, masks) is planned here and used by all layers.
-Left out: quantised caches, other attention than causal.
+
+A cache may hold fp8 (e4m3): half the bytes of bf16, a quarter of fp32. Its keys and values are
+rounded to 4 significant bits, so log-probs are no longer the trainer's; what is lost is said where
+it is asked for (`InferConfig.kv_cache_dtype`). Next: kv_scales.py (the scales of such a cache).
+Left out: other attention than causal.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,9 +24,25 @@ from kernels.kv_cache import cache_rows
 from nanoengine.model.config import ModelConfig
 from nanoinfer.batch import StepInput
 
+CacheKind = Literal["auto", "fp8"]
+"""auto: the model's dtype."""
+
+
+def cache_dtype(kind: CacheKind, model_dtype: torch.dtype) -> torch.dtype:
+    """What a cache of that kind stores."""
+    if kind not in get_args(CacheKind):
+        raise ValueError(
+            f"kv_cache_dtype={kind!r}: must be one of {', '.join(get_args(CacheKind))}"
+        )
+    return torch.float8_e4m3fn if kind == "fp8" else model_dtype
+
 
 class KVCache:
-    """Keys and values of all layers, [layers, 2, blocks, block_size, key heads, head_dim]."""
+    """Keys and values of all layers, [layers, 2, blocks, block_size, key heads, head_dim].
+
+    A cache of fp8 holds k / scale and v / scale, `scales` [layers, 2] in fp32; they are read by
+    address (CUDA graphs), so change them in place, and only while no block is in use.
+    """
 
     def __init__(
         self,
@@ -31,14 +53,26 @@ class KVCache:
         device: str,
         *,
         tp: int = 1,
+        kind: CacheKind = "auto",
+        has_padding_block: bool = False,
     ) -> None:
-        """`tp` ranks share the key heads; this is one rank's cache."""
+        """`dtype` is the model's. `tp` ranks share the key heads; this is one rank's cache. With
+        `has_padding_block` there is one more block, the last, that belongs to no sequence: rows
+        of padding are written there (cuda_graph.py)."""
         heads = config.num_kv_heads // tp
-        self._shape = (config.num_layers, 2, num_blocks, block_size, heads, config.head_dim)
-        self.dtype = dtype
+        size = num_blocks + has_padding_block
+        self._shape = (config.num_layers, 2, size, block_size, heads, config.head_dim)
+        self.model_dtype = dtype
+        self.dtype = cache_dtype(kind, dtype)
         self.num_blocks = num_blocks
+        self.padding_block = num_blocks if has_padding_block else None
         self.block_size = block_size
+        self.blocks_per_seq = min(-(-config.max_position_embeddings // block_size), num_blocks)
         self._device = device
+        self.scales: Tensor | None = None
+        if self.dtype.itemsize == 1:
+            # 16 bytes apart: Triton compiles a kernel again for pointers that are not aligned so
+            self.scales = torch.ones(config.num_layers, 2, 4, device=device)[:, :, 0]
         self.allocate()
 
     def allocate(self) -> None:
@@ -58,49 +92,93 @@ class KVCache:
         if not copies:
             return
         sources, targets = torch.tensor(copies).to(self.data.device).T
-        self.data.index_copy_(2, targets, self.data.index_select(2, sources))
+        data = self.data.view(_bits(self.dtype))
+        data.index_copy_(2, targets, data.index_select(2, sources))
+
+    def layer_scales(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
+        """Of keys and of values; None for a cache that is not fp8."""
+        if self.scales is None:
+            return None, None
+        return self.scales[layer, 0], self.scales[layer, 1]
 
     @staticmethod
     def bytes_per_block(
         config: ModelConfig, block_size: int, dtype: torch.dtype, *, tp: int = 1
     ) -> int:
+        """`dtype` is the cache's."""
         per_token = 2 * config.num_layers * config.num_kv_heads // tp * config.head_dim
         return per_token * block_size * dtype.itemsize
 
+    @staticmethod
+    def blocks_in(
+        cache_bytes: int, config: ModelConfig, block_size: int, dtype: torch.dtype, *, tp: int = 1
+    ) -> int:
+        """How many blocks that memory holds. `ValueError` if it holds none."""
+        size = KVCache.bytes_per_block(config, block_size, dtype, tp=tp)
+        if cache_bytes < size:
+            raise ValueError(
+                f"cache_bytes={cache_bytes}: one block of {block_size} tokens takes {size} bytes; "
+                "give at least that"
+            )
+        return cache_bytes // size
+
+
+def _bits(dtype: torch.dtype) -> torch.dtype:
+    """As which dtype blocks are copied: PyTorch has no index ops of fp8."""
+    return torch.uint8 if dtype.itemsize == 1 else dtype
+
 
 class PagedContext:
-    """Attention of one step. Left out: gradients."""
+    """Attention of one step, S sequences. Left out: gradients."""
 
-    def __init__(self, cache: KVCache, step: StepInput) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        slots_T: Tensor,
+        query_starts: Tensor | list[int],
+        seq_lens: Tensor | list[int],
+        block_tables: Tensor,
+        max_query_len: int,
+        max_seq_len: int,
+    ) -> None:
+        """`query_starts` [S + 1] and `seq_lens` [S] count tokens, new ones included in the latter.
+        On a GPU tensors that are there already are used as they are, and never read by the host;
+        a CPU plans the step from their values."""
         self._cache = cache
-        self._max_query_len = max(
-            b - a for a, b in zip(step.query_starts, step.query_starts[1:], strict=False)
-        )
-        self._max_seq_len = max(step.seq_lens)
+        self._max_query_len = max_query_len
+        self._max_seq_len = max_seq_len
         device = cache.data.device
         self._plan, self._rows = None, None
         # a GPU gets the step's indices once for all layers
-        self._slots_T, self._tables = step.slots_T.to(device), step.block_tables.to(device)
-        self._starts: Tensor | list[int] = step.query_starts
-        self._lens: Tensor | list[int] = step.seq_lens
+        self._slots_T, self._tables = slots_T.to(device), block_tables.to(device)
+        self._starts, self._lens = query_starts, seq_lens
         if device.type != "cpu":
-            self._starts = torch.tensor(step.query_starts, dtype=torch.int32, device=device)
-            self._lens = torch.tensor(step.seq_lens, dtype=torch.int32, device=device)
+            self._starts = torch.as_tensor(query_starts, dtype=torch.int32, device=device)
+            self._lens = torch.as_tensor(seq_lens, dtype=torch.int32, device=device)
         else:
             plan = make_paged_plan(
-                step.query_starts,
-                step.seq_lens,
-                step.block_tables,
+                query_starts,
+                seq_lens,
+                block_tables,
                 block_size=cache.block_size,
                 num_kv_heads=cache.data.shape[4],
-                dtype=cache.data.dtype,
+                dtype=cache.model_dtype,
             )
             self._plan = replace(plan, scratch=cache.scratch)
-            self._rows = cache_rows(step.slots_T, cache.layers[0][0])
+            self._rows = cache_rows(slots_T, cache.layers[0][0])
+
+    @classmethod
+    def of_step(cls, cache: KVCache, step: StepInput) -> PagedContext:
+        starts = step.query_starts
+        longest = max(b - a for a, b in pairwise(starts))
+        lens = step.seq_lens
+        return cls(cache, step.slots_T, starts, lens, step.block_tables, longest, max(lens))
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         k_cache, v_cache = self._cache.layers[layer]
-        reshape_and_cache(k_TKD, v_TKD, k_cache, v_cache, self._slots_T, rows=self._rows)
+        scales = self._cache.layer_scales(layer)
+        slots, rows = self._slots_T, self._rows
+        reshape_and_cache(k_TKD, v_TKD, k_cache, v_cache, slots, *scales, rows=rows)
         return paged_attention(
             q_THD,
             k_cache,
@@ -111,5 +189,7 @@ class PagedContext:
             max_query_len=self._max_query_len,
             max_seq_len=self._max_seq_len,
             softmax_scale=q_THD.shape[-1] ** -0.5,
+            k_scale=scales[0],
+            v_scale=scales[1],
             plan=self._plan,
         )

@@ -16,20 +16,18 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from kernels.host_memory import release_free_memory
-from nanoengine.model.config import ModelConfig
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.model.transformer import Transformer
-from nanoinfer.attention_backends import KVCache
+from nanoinfer.attention_backends import CacheKind
 from nanoinfer.batch import Batch
 from nanoinfer.block_manager import BlockManager
 from nanoinfer.grammar import GrammarCompiler
 from nanoinfer.logit_edits import LogitEdits
 from nanoinfer.metrics import Metrics
-from nanoinfer.model_runner import ModelRunner
+from nanoinfer.model_runner import count_blocks, make_runner
 from nanoinfer.sampling import Output, SamplingParams
 from nanoinfer.scheduler import Scheduler, Step
 from nanoinfer.sequence import Sequence
@@ -57,6 +55,13 @@ class InferConfig:
     """Tokens that end a completion; None: the model's own."""
     lm_head_fp32: bool = False
     """Compute logits in fp32 from a bf16 model; a second copy of the output head."""
+    kv_cache_dtype: CacheKind = "auto"
+    """fp8 (e4m3) holds 2 (bf16) or 4 (fp32) times the tokens, but log-probs no longer equal the
+    trainer's: for serving, not for rollouts to train on. nanorl never sets it."""
+    kv_calibration_ids: tuple[int, ...] = ()
+    """Token ids of a text that chooses the scales of an fp8 cache; none: scales of 1."""
+    cuda_graphs: bool = True
+    """Replay decode steps as CUDA graphs; ignored on a CPU."""
 
 
 class LLMEngine:
@@ -84,16 +89,13 @@ class LLMEngine:
         self._grammars: GrammarCompiler | None = None
         shape = model.config
         self._eos_ids = shape.eos_ids if config.eos_ids is None else config.eos_ids
-        tp = 1 if model.split is None else model.split.size
-        num_blocks = _num_blocks(config, shape, model.dtype, tp)
+        num_blocks = count_blocks(model, config)
         self._blocks = BlockManager(num_blocks, config.block_size, config.prefix_caching)
         self._blocks.flush(version)
         self._scheduler = Scheduler(self._blocks, config.max_batch_tokens, config.max_num_seqs)
-        place = (model.dtype, str(model.device))
-        cache = KVCache(shape, num_blocks, config.block_size, *place, tp=tp)
-        self._runner = ModelRunner(model, cache, config.lm_head_fp32)
-        longest = self._blocks.blocks_for(shape.max_position_embeddings)
-        self._batch = Batch(config.max_num_seqs, min(longest, num_blocks), config.block_size)
+        self._runner = make_runner(model, config, num_blocks)
+        longest = self._runner.cache.blocks_per_seq
+        self._batch = Batch(config.max_num_seqs, longest, config.block_size)
         self._sequences: dict[int, Sequence] = {}
         self._ready: list[tuple[int, Output]] = []  # finished, not yet returned by `step`
         self._next_handle = 0
@@ -225,13 +227,13 @@ class LLMEngine:
         they had cached is computed again."""
         self._scheduler.restart_all()
         self._blocks.flush(self.version)
-        self._runner.cache.release()
+        self._runner.sleep()
         release_free_memory()  # a process that keeps its large buffers would keep this one too
         self.is_asleep = True
 
     def wake(self) -> None:
         if self.is_asleep:
-            self._runner.cache.allocate()
+            self._runner.wake()
             self.is_asleep = False
 
     def update_weights(self, state: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -322,15 +324,3 @@ class LLMEngine:
             tokenizer = self._need_tokenizer("grammar")
             self._grammars = GrammarCompiler(tokenizer, self.model.config.vocab_size)
         return self._grammars
-
-
-def _num_blocks(config: InferConfig, shape: ModelConfig, dtype: torch.dtype, tp: int) -> int:
-    if config.num_blocks is not None:
-        return config.num_blocks
-    size = KVCache.bytes_per_block(shape, config.block_size, dtype, tp=tp)
-    if config.cache_bytes < size:
-        raise ValueError(
-            f"cache_bytes={config.cache_bytes}: one block of {config.block_size} tokens takes "
-            f"{size} bytes; give at least that"
-        )
-    return config.cache_bytes // size

@@ -1,9 +1,11 @@
-"""Runs tests/kernels/gpu and the kernel benchmark, each in its share of 9 minutes, and writes one
-JSON: the benchmark's, with the tests' counts and failures. Refuses without a GPU."""
+"""Runs the GPU tests of kernels and inference engine, the benchmark of the engine and that of the
+kernels, each in its share of 9 minutes, and writes one JSON: the kernel benchmark's, with the rows
+of both and the tests' counts and failures. Refuses without a GPU."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import signal
@@ -11,13 +13,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 TOTAL_S, RESERVE_S = 520.0, 25.0
-BENCH_SHARE_S = 210.0
+KERNELS_SHARE_S, INFER_SHARE_S = 180.0, 100.0
+TESTS = ("tests/kernels/gpu", "tests/nanoinfer/gpu")
 
 
 def refuse_without_gpu() -> None:
@@ -35,11 +39,11 @@ def refuse_without_gpu() -> None:
         )
 
 
-def run_tests(limit_s: float, tests: str = "tests/kernels/gpu") -> dict[str, Any]:
+def run_tests(limit_s: float, tests: Sequence[str] = TESTS) -> dict[str, Any]:
     """Counts and failures. At a time-out pytest is interrupted, so that it writes what it knows."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "tests.xml"
-        command = [sys.executable, "-m", "pytest", tests, "-q", "-o", "addopts="]
+        command = [sys.executable, "-m", "pytest", *tests, "-q", "-o", "addopts="]
         command += ["-p", "no:cacheprovider", f"--junitxml={report}"]
         process = subprocess.Popen(command, cwd=ROOT)
         try:
@@ -80,13 +84,23 @@ def _message(case: ElementTree.Element) -> str:
     return ""
 
 
-def run_benchmark(path: Path, limit_s: float) -> int | None:
-    command = [sys.executable, "scripts/bench_kernels.py", "--json", str(path)]
-    command += ["--budget-s", str(limit_s - 30)]
-    try:
-        return subprocess.run(command, cwd=ROOT, timeout=limit_s).returncode
-    except subprocess.TimeoutExpired:
-        return None
+def run_benchmark(script: str, limit_s: float) -> tuple[int | None, dict[str, Any]]:
+    """The exit code, None where it ran out of time, and what it had written until then."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "bench.json"
+        command = [sys.executable, f"scripts/{script}", "--json", str(path)]
+        command += ["--budget-s", str(limit_s - 30)]
+        code: int | None = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = subprocess.run(command, cwd=ROOT, timeout=limit_s).returncode
+        return code, json.loads(path.read_text()) if path.exists() else {"rows": []}
+
+
+def merged(infer: dict[str, Any], kernels: dict[str, Any]) -> dict[str, Any]:
+    """One result: the kernels' head, the rows of both, and what either left out for time."""
+    rows = infer["rows"] + kernels["rows"]
+    skipped = infer.get("skipped", []) + kernels.get("skipped", [])
+    return {**infer, **kernels, "rows": rows, "skipped": skipped}
 
 
 def main() -> int:
@@ -95,16 +109,19 @@ def main() -> int:
     args = parser.parse_args()
     refuse_without_gpu()
     start = time.monotonic()
-    tests = run_tests(TOTAL_S - BENCH_SHARE_S - RESERVE_S)
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Path(folder) / "bench.json"
-        code = run_benchmark(bench, TOTAL_S - RESERVE_S - (time.monotonic() - start))
-        result = json.loads(bench.read_text()) if bench.exists() else {"rows": []}
-    result |= {"tests": tests, "bench_exit_code": code, "seconds": time.monotonic() - start}
-    result["command"] = "bash scripts/gpu_check.sh"
+
+    def time_left() -> float:
+        return TOTAL_S - RESERVE_S - (time.monotonic() - start)
+
+    tests = run_tests(time_left() - KERNELS_SHARE_S - INFER_SHARE_S)
+    infer_code, infer = run_benchmark("bench_infer_gpu.py", time_left() - KERNELS_SHARE_S)
+    code, kernels = run_benchmark("bench_kernels.py", time_left())
+    result = merged(infer, kernels)
+    result |= {"tests": tests, "bench_exit_code": code, "infer_exit_code": infer_code}
+    result |= {"seconds": time.monotonic() - start, "command": "bash scripts/gpu_check.sh"}
     args.json.write_text(json.dumps(result, indent=1) + "\n")
     print(f"wrote {args.json}: tests {tests.get('counts')}, {len(result['rows'])} rows")
-    return 0 if tests["exit_code"] == 0 and code == 0 else 1
+    return 0 if tests["exit_code"] == code == infer_code == 0 else 1
 
 
 if __name__ == "__main__":

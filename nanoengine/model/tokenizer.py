@@ -12,12 +12,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from nanoengine.model.chat_template import ChatTemplate, Message
 from nanoengine.model.special_guard import SpecialGuard, mask_strings
+
+if TYPE_CHECKING:
+    from nanoengine.model.chat_template import ChatTemplate, Message
 
 TRUSTED_ROLES = frozenset({"system", "developer", "assistant"})
 """Roles whose content is written by us or by the policy; every other role is masked."""
@@ -52,6 +54,8 @@ class ChatTokenizer:
         )
         self._template: ChatTemplate | None = None
         if chat_template is not None:
+            from nanoengine.model.chat_template import ChatTemplate  # needs jinja2
+
             self._template = ChatTemplate(chat_template, _named_tokens(self._config))
 
     @classmethod

@@ -18,7 +18,7 @@ GPU_MACHINE = ("torch", "triton", "numpy", "safetensors", "tokenizers", "transfo
 GPU_MACHINE += ("pytest", "hypothesis")
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from gpu_check import _counts, run_tests  # noqa: E402
+from gpu_check import _counts, merged, run_tests  # noqa: E402
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -46,11 +46,20 @@ def test_failures_are_counted_and_named():
     assert found["failures"] == ["a::bad: 1 != 2", "b::worse: no memory"]
 
 
+def test_one_result_has_the_rows_of_both_benchmarks_even_if_one_wrote_nothing():
+    infer = {"date": "d", "rows": [{"name": "a"}], "skipped": ["x"], "ceilings": {"TB/s": 1.0}}
+    kernels = {"date": "d", "rows": [{"name": "b"}], "skipped": [], "ceilings": {"TB/s": 2.0}}
+    both = merged(infer, kernels)
+    assert both["rows"] == [{"name": "a"}, {"name": "b"}] and both["skipped"] == ["x"]
+    assert both["ceilings"] == {"TB/s": 2.0} and both["date"] == "d"
+    assert merged({"rows": []}, kernels)["rows"] == [{"name": "b"}]
+
+
 def test_a_time_out_keeps_the_results_so_far(tmp_path):
     (tmp_path / "test_slow.py").write_text(
         "import time\ndef test_bad(): assert 0, 'wrong'\ndef test_slow(): time.sleep(60)\n"
     )
-    found = run_tests(6, str(tmp_path))
+    found = run_tests(6, [str(tmp_path)])
     assert found["exit_code"] is None
     assert found["failures"][0] == "stopped after 6 s"
     assert "test_bad" in found["failures"][1] and "wrong" in found["failures"][1]
@@ -86,9 +95,9 @@ import pytest
 for path in sorted(Path("scripts/kernel_bench").glob("*.py")):
     sys.path[:0] = [".", "scripts"]
     import_module(f"kernel_bench.{path.stem}")
-import_module("bench_kernels"), import_module("gpu_check")
+import_module("bench_kernels"), import_module("bench_infer_gpu"), import_module("gpu_check")
 options = ["--collect-only", "-q", "-o", "addopts=", "-p", "no:cacheprovider"]
-sys.exit(pytest.main(["tests/kernels/gpu", *options]))
+sys.exit(pytest.main(["tests/kernels/gpu", "tests/nanoinfer/gpu", *options]))
 """
 
 
@@ -107,4 +116,4 @@ def test_the_gpu_tests_and_benchmarks_import_nothing_a_gpu_machine_lacks():
         capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "test_flash_attention" in done.stdout
+    assert "test_flash_attention" in done.stdout and "test_gpu_engine" in done.stdout

@@ -40,24 +40,19 @@ def replay(prompt: Sequence[int], versions: Sequence[int]) -> list[int]:
     return ids[len(prompt) :]
 
 
-class NoMemory:
-    """Stands in for `KVCache`: the states below are not its own."""
-
-    def allocate(self) -> None:
-        pass
-
-    def release(self) -> None:
-        pass
-
-
 class CacheRunner:
     """Stands in for `ModelRunner`."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.cache = NoMemory()
         self.cells = np.zeros((num_blocks, block_size), dtype=object)
         self.version = 0
         self.num_computed = 0
+
+    def sleep(self) -> None:
+        """Called by the engine; states are not given away."""
+
+    def wake(self) -> None:
+        pass
 
     def refresh(self) -> None:
         """Called by the engine when weights change; `version` was set before."""

@@ -10,6 +10,7 @@ from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import load_model, read_state
 from nanoengine.parallel.mesh import Layout
 from nanoengine.parallel.tensor_parallel import TensorParallel
+from nanoinfer.attention_backends import CacheKind
 from nanoinfer.engine import InferConfig, LLMEngine
 from nanoinfer.sampling import Output, SamplingParams
 
@@ -22,9 +23,16 @@ PARAMS = [
 ]
 
 
-def make_engine(folder: str, split: TensorParallel | None = None, num_blocks: int = 9) -> LLMEngine:
+def make_engine(
+    folder: str,
+    split: TensorParallel | None = None,
+    num_blocks: int = 9,
+    kind: CacheKind = "auto",
+) -> LLMEngine:
     """A cache so small that requests are preempted, and prompts computed in chunks."""
-    config = InferConfig(num_blocks=num_blocks, max_batch_tokens=24, max_num_seqs=4)
+    config = InferConfig(
+        num_blocks=num_blocks, max_batch_tokens=24, max_num_seqs=4, kv_cache_dtype=kind
+    )
     return LLMEngine(load_model(folder, split=split), config)
 
 
@@ -42,6 +50,14 @@ def on_rank(rank: Rank, folder: str, sequence_parallel: bool) -> tuple[list[Outp
     found = outputs(engine)
     engine.check()
     return found, engine._scheduler.num_preemptions, engine._runner.cache.data.numel()
+
+
+def on_rank_fp8(rank: Rank, folder: str) -> tuple[list[Output], int]:
+    """The outputs from a cache of fp8, and the bytes of this rank's."""
+    mesh = rank.mesh(Layout(tp=rank.world))
+    split = TensorParallel.of(mesh, ModelConfig.from_folder(folder))
+    engine = make_engine(folder, split, kind="fp8")
+    return outputs(engine), engine._runner.cache.data.nbytes
 
 
 def update(rank: Rank, folder: str) -> list[Output]:

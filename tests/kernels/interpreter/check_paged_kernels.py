@@ -144,6 +144,15 @@ def test_a_fixed_split_size_makes_decoding_independent_of_the_batch():
         assert torch.equal(decode(alone, split_size=64)[0], together[i])
 
 
+def test_a_sequence_divides_its_own_length_whatever_bound_the_host_knows():
+    """As in a CUDA graph, whose grid is made for the longest sequence there can be."""
+    step = make_step((4, 2, 64), torch.float32, [1, 1, 1, 1])
+    tight = decode(step, num_splits=3)
+    assert torch.equal(decode(step, num_splits=3, max_seq_len=100_000), tight)
+    assert torch.equal(decode(step, num_splits=3, max_seq_len=1), tight)
+    assert_as_good_as_plain_torch(decode(step, max_seq_len=100_000), step)
+
+
 def test_a_cache_of_fp8_is_read_with_its_scales():
     step = make_step((4, 2, 64), torch.bfloat16, [1, 1, 3, 1])
     q, k, v, *rest = step

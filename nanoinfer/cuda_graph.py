@@ -1,0 +1,175 @@
+"""Decoding from static buffers, so that a GPU can replay a step as one CUDA graph.
+
+A decode step of a small model is a few hundred launches of a few microseconds each, and a host
+that takes longer to launch a kernel than the GPU to run it. A graph is launched at once. It repeats
+the same kernels on the same addresses, so everything that varies lies in buffers: `StaticDecode`
+has a set for each of a ladder of batch sizes, writes a step into the smallest that fits, fills the
+other rows with a sequence of one token in the cache's padding block, and runs that size's work.
+
+Addresses also stand for the weights and the cache. Weight updates write in place; a model whose
+owner moved its tensors, and a cache that slept, have their graphs dropped and captured again at the
+next decode. Nothing in the work may wait for the GPU or choose by value: the grid of the attention
+kernel comes from the largest length a sequence can have, and each sequence cuts its own keys.
+
+How work becomes a graph is the `Capture` it is given: `CudaCapture`, or `run_plainly` for tests on
+a CPU, which calls it each time. Steps that are not one new token a sequence are never static; the
+output head and sampling run outside. `CudaCapture` itself has not yet run on a GPU.
+Left out: graphs of prefill, and of models split over ranks (their collectives).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from nanoengine.model.transformer import Transformer
+from nanoinfer.attention_backends import KVCache, PagedContext
+from nanoinfer.batch import StepInput
+
+Work = Callable[[], None]
+Capture = Callable[[Work], Work]
+"""Takes work on fixed addresses, returns what repeats it."""
+
+_STEP = 16  # between sizes above it; rows of padding cost little, a graph costs memory and a start
+_WARM_UPS = 2  # the first call compiles kernels and makes cuBLAS's workspace
+
+
+def ladder(max_num_seqs: int) -> list[int]:
+    """Batch sizes with a graph: powers of two, then multiples of 16, and the largest."""
+    sizes = [1, 2, 4, 8, *range(_STEP, max_num_seqs, _STEP)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def run_plainly(work: Work) -> Work:
+    """No graph: the work itself, called each time."""
+    return work
+
+
+class CudaCapture:
+    """Records work as CUDA graphs that share one memory pool. Not yet run on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Work) -> Work:
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(_WARM_UPS):
+                    work()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+                work()
+        return graph.replay
+
+
+def can_capture(model: Transformer) -> bool:
+    """Whether decode steps of this model can be CUDA graphs."""
+    return model.device.type == "cuda" and model.split is None and model.experts is None
+
+
+class _Inputs:
+    """A decode step of `size` rows at fixed addresses; rows that are not used are padding."""
+
+    def __init__(self, size: int, cache: KVCache, device: torch.device) -> None:
+        assert cache.padding_block is not None, "make the cache with has_padding_block"
+        self._padding_block = cache.padding_block
+        self._padding_slot = cache.padding_block * cache.block_size
+        self._host = torch.zeros(4, size, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._rows = torch.zeros(4, size, dtype=torch.int64, device=device)
+        self.ids, self.positions, self.slots, self.lens = self._rows
+        shape = (size, cache.blocks_per_seq)
+        self.tables = torch.full(shape, self._padding_block, device=device)
+        self.starts = torch.arange(size + 1, dtype=torch.int32, device=device)
+        self._write_rows(0)
+
+    def write(self, step: StepInput) -> None:
+        """Copy the step in. The host's buffer may be written again once the step's result was
+        read: the copy from it is done by then."""
+        num_seqs, width = step.block_tables.shape
+        columns = (step.ids_T, step.positions_T, step.slots_T, torch.tensor(step.seq_lens))
+        for row, column in zip(self._host, columns, strict=True):
+            row[:num_seqs] = column
+        self._write_rows(num_seqs)
+        self.tables[:num_seqs, :width] = step.block_tables.to(self.tables.device)
+        self.tables[num_seqs:, 0] = self._padding_block
+
+    def _write_rows(self, num_seqs: int) -> None:
+        self._host[:2, num_seqs:] = 0
+        self._host[2, num_seqs:] = self._padding_slot
+        self._host[3, num_seqs:] = 1
+        self._rows.copy_(self._host, non_blocking=True)
+
+
+class StaticDecode:
+    """The decode steps of one model and cache, of up to `max_num_seqs` sequences."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KVCache,
+        max_num_seqs: int,
+        capture: Capture = run_plainly,
+    ) -> None:
+        self.sizes = ladder(max_num_seqs)
+        self._model = model
+        self._cache = cache
+        self._capture = capture
+        self._replays: dict[int, Work] = {}  # empty until the first decode, and after `drop`
+        self._addresses: tuple[int, ...] = ()
+        device = model.device
+        self._inputs = {size: _Inputs(size, cache, device) for size in self.sizes}
+        shape = (max_num_seqs, model.config.hidden_size)
+        self._hidden = torch.zeros(shape, dtype=model.dtype, device=device)
+
+    def fits(self, step: StepInput) -> bool:
+        """Whether each sequence has one new token."""
+        return len(step.ids_T) == len(step.seq_lens) <= self.sizes[-1]
+
+    def run(self, step: StepInput) -> Tensor:
+        """Hidden states [S, E] of a step that fits; valid until the next. Keys and values of its
+        tokens are in the cache afterwards."""
+        if not self._replays:
+            self._capture_all()
+        num_seqs = len(step.seq_lens)
+        size = next(size for size in self.sizes if size >= num_seqs)
+        self._inputs[size].write(step)
+        self._replays[size]()
+        return self._hidden[:num_seqs]
+
+    def drop(self) -> None:
+        """Forget the graphs, and the memory they hold."""
+        self._replays = {}
+
+    def refresh(self) -> None:
+        """The weights changed: in place, or the graphs go."""
+        if self._replays and self._addresses != _addresses(self._model):
+            self.drop()
+
+    def _capture_all(self) -> None:
+        """The largest first: the smaller ones find all they need in the pool."""
+        self._addresses = _addresses(self._model)
+        replays = {size: self._capture(self._work(size)) for size in reversed(self.sizes)}
+        self._replays = replays
+
+    def _work(self, size: int) -> Work:
+        inputs = self._inputs[size]
+        limit = self._cache.blocks_per_seq * self._cache.block_size
+
+        def work() -> None:
+            context = PagedContext(
+                self._cache, inputs.slots, inputs.starts, inputs.lens, inputs.tables, 1, limit
+            )
+            self._hidden[:size].copy_(self._model(inputs.ids, inputs.positions, context))
+
+        return work
+
+
+def _addresses(model: Transformer) -> tuple[int, ...]:
+    return tuple(tensor.data_ptr() for tensor in chain(model.parameters(), model.buffers()))
