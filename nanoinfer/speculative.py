@@ -15,6 +15,7 @@ alike. Guesses follow one another, so a loop in the text is drafted round and ro
 When it pays: a step over R rows takes about a + b·R, where a is reading the weights. With S
 sequences decoding a token costs (a + b·S) / S, and a draft costs b: it pays if it is right with a
 chance above S / (S + a/b). With a/b = 8 that is 11 % for one sequence, 50 % for 8, 89 % for 64.
+(With 2-byte weights a/b is about the machine's FLOP/s over its bytes/s.)
 The chance of a draft is the product of the hit rates of all guesses up to it. Every sampled token
 first tests what would have been guessed, drafted or not, so the rates cost nothing and a sequence
 that stops drafting starts again when its text repeats itself. All of this depends on tokens alone,
