@@ -3,7 +3,8 @@
 import asyncio
 import random
 from dataclasses import asdict, replace
-from itertools import pairwise
+from itertools import cycle, pairwise
+from string import printable
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ Request = tuple[list[int], SamplingParams]
 OPTIONS: list[dict] = [
     {},
     {"temperature": 0.0},
-    {"temperature": 0.0, "stop": ("e", "he", "ab"), "detokenize": True},
+    {"temperature": 4.0, "stop": ("he", *printable), "detokenize": True, "max_tokens": 30},
     {"temperature": 0.6, "detokenize": True},
     {"top_k": 5, "top_p": 0.9, "min_p": 0.01},
     {"temperature": 0.3, "stop_token_ids": tuple(range(0, 300, 9))},
@@ -35,23 +36,30 @@ OPTIONS: list[dict] = [
 
 @pytest.fixture(scope="module", params=(torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
 def model(request: pytest.FixtureRequest) -> Transformer:
-    return make_model(dtype=request.param)
+    return wide_model(0, request.param)
 
 
-def requests(count: int = 90) -> list[Request]:
+def wide_model(seed: int, dtype: torch.dtype) -> Transformer:
+    """Heads wide enough that even one query's matmuls in bf16 go through oneDNN: PyTorch leaves
+    those of up to 4,096 multiplications to another kernel, with other bits."""
+    model = Transformer(replace(make_model().config, head_dim=64), dtype)
+    model.init_weights(seed, std=0.3)
+    return model
+
+
+def requests() -> list[Request]:
     """A third of them in groups of 3 with one prompt; members of `n` beside each other."""
     draw = random.Random(1)
     made: list[Request] = []
-    while len(made) < count:
+    for options in cycle(OPTIONS):
+        if len(made) >= 60:
+            break
         loop = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 6))]
         prompt = (loop * 9)[: draw.randint(0, 24)]
         prompt += [draw.randrange(VOCAB) for _ in range(draw.choice((1, 2, 17)))]
-        options = OPTIONS[len(made) % len(OPTIONS)]
-        params = SamplingParams(
-            max_tokens=draw.choice((1, 2, 9, 30, 40)), seed=draw.randrange(1 << 40), **options
-        )
-        copies = draw.choice((1, 1, 3))
-        for i in range(copies):
+        sizes = {"max_tokens": draw.choice((1, 2, 9, 30, 40)), "seed": draw.randrange(1 << 40)}
+        params = SamplingParams(**{**sizes, **options})
+        for i in range(draw.choice((1, 1, 3))):
             made += [(prompt, p) for p in replace(params, seed=params.seed + i).members()]
     return made
 
@@ -81,9 +89,9 @@ def comparable(output: Output) -> dict:
 def informed(engine: LLMEngine, expected: list[dict], is_right: float) -> None:
     """Drafts from the outputs themselves, and arbitrary ones after their ends."""
 
-    def future(seq: Sequence, count: int) -> list[int]:
-        known = expected[seq.handle]["ids"][seq.num_sampled :][:count]
-        return known + [7] * (count - len(known))
+    def future(seq: Sequence, num: int) -> list[int]:
+        known = expected[seq.handle]["ids"][seq.num_sampled :][:num]
+        return known + [7] * (num - len(known))
 
     plant(engine, PlantedDrafter(future, VOCAB, is_right=is_right, max_drafts=5))
 
@@ -94,7 +102,7 @@ def expected(model: Transformer) -> list[dict]:
     outputs = run(make(model), requests())
     reasons = [(output["finish_reason"], type(output["stop_reason"])) for output in outputs]
     for reason in (("stop", str), ("stop", int), ("length", type(None))):
-        assert reasons.count(reason) >= 5, reason
+        assert reasons.count(reason) >= 3, reason
     return outputs
 
 
@@ -143,7 +151,7 @@ def test_a_request_with_edits_is_not_drafted_for(model: Transformer, expected: l
 
 def test_new_weights_take_over_between_two_accepted_runs(model: Transformer) -> None:
     """A request alone, so that a run without drafts can change weights at the same token."""
-    new = list(export_state(make_model(seed=1, dtype=model.dtype)))
+    new = list(export_state(wide_model(1, model.dtype)))
     asked = ([5, 6, 7, 5, 6], SamplingParams(max_tokens=40, temperature=0.4, ignore_eos=True))
 
     def outcome(engine: LLMEngine, num_old: int | None) -> tuple[dict, int]:
@@ -170,7 +178,7 @@ def test_new_weights_take_over_between_two_accepted_runs(model: Transformer) -> 
 
 def make_fresh(model: Transformer, is_right: float | None) -> LLMEngine:
     """An engine on the first weights; its drafts are what those sample."""
-    engine = make(make_model(dtype=model.dtype))
+    engine = make(wide_model(0, model.dtype))
     if is_right is not None:
         params = SamplingParams(max_tokens=40, temperature=0.4, ignore_eos=True)
         (output,) = make(model).generate([[5, 6, 7, 5, 6]], params)
@@ -197,9 +205,9 @@ def test_an_aborted_request_has_a_start_of_its_tokens(
     aborted = [handle for handle in handles if ended[handle].finish_reason == "abort"]
     assert len(aborted) > 10
     for handle, true in zip(handles, expected, strict=True):
-        count = len(ended[handle].ids)
+        end = len(ended[handle].ids)
         for name in ("ids", "logps", "sampled_logps", "top_logps"):
-            assert getattr(ended[handle], name) == true[name][:count], name
+            assert getattr(ended[handle], name) == true[name][:end], name
 
 
 def test_a_stream_delivers_accepted_runs_whole(model: Transformer, expected: list[dict]) -> None:
