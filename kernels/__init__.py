@@ -22,7 +22,7 @@ from kernels.fp8 import dequantize_fp8, fp8_linear, quantize_fp8
 from kernels.gae import gae
 from kernels.gather_rows import gather_rows, make_row_gather
 from kernels.grouped_gemm import grouped_gemm
-from kernels.kv_cache import reshape_and_cache
+from kernels.kv_cache import make_kv_cache, reshape_and_cache
 from kernels.linear import linear, pack_weight
 from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.linear_logprob import linear_logprob, logits_logprob
@@ -57,6 +57,7 @@ __all__ = [
     "linear_logprob",
     "log_softmax_batch_invariant",
     "logits_logprob",
+    "make_kv_cache",
     "make_paged_plan",
     "make_row_gather",
     "make_tensor_table",

@@ -5,7 +5,8 @@
 Both engines run this arithmetic, so decoding repeats the trainer's bits. What makes a query's
 result independent of its neighbours, of padding, of the chunk it came in and of threads:
 
-* bf16: oneDNN's batched matmul, which sums each output in order whatever the other sizes are.
+* bf16: oneDNN's batched matmul, which sums each output in order whatever the other sizes are
+  (`safe_rows` keeps tiny products from going elsewhere).
   Scores are rounded to bf16, as in any unfused bf16 attention; softmax runs in fp32. (torch's
   fused CPU attention was not invariant: at 200 to 300 keys the last bit moved with the padding.)
 * fp32: MKL's batched matmul is invariant given at least 4 rows a thread and a product with V cut
@@ -26,6 +27,10 @@ KEY_BLOCK = 128
 
 MIN_ROWS = 4
 """Fewer fp32 rows take another MKL kernel, with other bits."""
+
+
+_SMALL_MATRIX, _SMALL_BATCH = 400, 16**3
+"""Multiplications of a product, and of a batch of them, up to which torch does without oneDNN."""
 
 
 def is_half(dtype: torch.dtype) -> bool:
@@ -83,7 +88,7 @@ def probabilities(
     Rows are heads x the mask's Q queries; the mask applies to the last M keys.
     """
     rows, num_keys = q_NRD.shape[1], k_NLD.shape[1]
-    padded = safe_rows(rows, q_NRD.shape[0], q_NRD.dtype)
+    padded = safe_rows(rows, q_NRD.shape[0], q_NRD.shape[2], q_NRD.dtype)
     if padded > rows:
         q_NRD = F.pad(q_NRD, (0, 0, 0, padded - rows))
     shape = (q_NRD.shape[0], padded, num_keys)
@@ -98,11 +103,16 @@ def probabilities(
     return torch.softmax(wide, -1, out=scratch.take("p", shape, wide.dtype))
 
 
-def safe_rows(rows: int, num_matrices: int, dtype: torch.dtype) -> int:
-    """The rows to compute so that no thread of MKL gets fewer than 4: it shares the rows out
-    where there are fewer matrices than threads."""
+def safe_rows(rows: int, num_matrices: int, head_dim: int, dtype: torch.dtype) -> int:
+    """The rows to compute so that a product is computed as larger ones are.
+
+    Half: torch hands a product to oneDNN only from a certain size on. fp32: MKL shares the rows
+    out where there are fewer matrices than threads, and none may get fewer than 4.
+    """
     if is_half(dtype):
-        return rows
+        smallest = head_dim * key_multiple(dtype)  # of one row, with the fewest keys
+        at_least = _SMALL_BATCH // (num_matrices * smallest) + 1
+        return max(rows, at_least, -(-_SMALL_MATRIX // smallest))
     num_threads = torch.get_num_threads()
     if num_matrices < num_threads:
         return round_up(rows, MIN_ROWS * num_threads)

@@ -88,7 +88,7 @@ class CpuAttention(torch.autograd.Function):
             for lo, hi, first, last in _tiles(bucket, q, k):
                 rows = _rows(q_BKGLD, lo, hi)[first:last]
                 p = _causal_probabilities(rows, k_NLD[first:last], lo, hi, scale, scratch)
-                part = weighted_values(p, v_NLD[first:last, :hi], scratch)
+                part = weighted_values(p, v_NLD[first:last, :hi], scratch)[:, : rows.shape[1]]
                 _store_rows(o_NGLD, part, lo, hi, first)
             _scatter(out, bucket, o.flatten(0, 1))
         ctx.save_for_backward(q, k, v, out)
@@ -112,6 +112,7 @@ class CpuAttention(torch.autograd.Function):
                 n = slice(first, last)
                 rows = [_rows(x, lo, hi)[n] for x in (q_BKGLD, do_BKGLD, delta)]
                 p = _causal_probabilities(rows[0], k_NLD[n], lo, hi, ctx.scale, scratch)
+                p = p[:, : rows[0].shape[1]]
                 ds = _tile_backward(p, rows[1], rows[2], v_NLD[n, :hi], dv_NLD[n, :hi], scratch)
                 dk_NLD[n, :hi] += torch.bmm(ds.transpose(1, 2), rows[0])
                 part = torch.bmm(ds, k_NLD[n, :hi]).mul_(ctx.scale)
@@ -148,10 +149,9 @@ def _tiles(bucket: _Bucket, q: Tensor, k: Tensor) -> list[tuple[int, int, int, i
 
 
 def _causal_probabilities(q_NRD, k_NLD, lo, hi, scale, scratch) -> Tensor:
-    """Weights of the queries lo..hi over the keys 0..hi."""
+    """Weights of the queries lo..hi over the keys 0..hi; rows as `probabilities`."""
     future = torch.full((hi - lo, hi - lo), -math.inf, dtype=compute_dtype(q_NRD.dtype)).triu_(1)
-    p = probabilities(q_NRD, k_NLD[:, :hi], future[None, None], scale, scratch)
-    return p[:, : q_NRD.shape[1]]
+    return probabilities(q_NRD, k_NLD[:, :hi], future[None, None], scale, scratch)
 
 
 def _rows(x_BKGLD: Tensor, lo: int, hi: int) -> Tensor:

@@ -1,14 +1,17 @@
 """CPU path of `paged_attention`: one engine step as a few padded rectangles.
 
-`make_paged_plan` sorts the step's sequences into rectangles (decodes apart from prefills, each by
-length), with gather indices and masks, once for all layers; a layer is then two gathers and one
-batched attention a rectangle, the trainer's arithmetic (`_attend.py`).
+`make_paged_plan` sorts the step's sequences (decodes apart from prefills, each by length) and cuts
+them into rectangles, with gather indices and masks, once for all layers. A layer is then two
+gathers and one batched attention a rectangle, the trainer's arithmetic (`_attend.py`). A gather
+copies each key head's part of a block, in one piece where the cache lies heads first in memory
+(kv_cache.py), straight into the order [sequences, key heads, keys, head_dim] of the matmuls.
 
-Legend: B sequences, Q queries, L padded keys, H query heads, K key heads, G = H / K, D head_dim.
+Legend: B sequences, Q queries, L padded keys, H query heads, K key heads, G = H / K, D head_dim,
+C cells (queries of all rectangles, padding included).
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -19,17 +22,15 @@ from kernels._attend import (
     Scratch,
     attend_rows,
     bucket_by_length,
-    is_half,
     key_multiple,
     round_up,
-    safe_rows,
-    weighted_values,
 )
-from kernels._dispatch import compute_dtype
+from kernels.kv_cache import heads_first
 
-_PIECE_KEYS = 1 << 20  # elements of k gathered at a time (about 16 sequences of 400 tokens)
+_PIECE_KEYS = 1 << 14  # keys x heads gathered at a time: 2 MB at 64 elements in bf16
 _PIECE_SCORES = 1 << 21  # scores held at a time
-_MAX_WIDE = 256  # columns of `_attend_one_query`: beyond, its zeros cost more than a copy
+_WASTE_KEYS = 1024  # padded keys that take as long to read as one more rectangle takes to start
+_CHEAP_QUERIES = 32  # queries a key serves for the time it takes to read it
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,13 @@ class _Rectangle:
 
     num_seqs: int
     num_queries: int
-    blocks: Tensor  # [num_seqs * blocks each] cache blocks, in order
-    queries: Tensor | None  # [num_seqs * num_queries] token of each cell; None: all, in order
-    cells: Tensor | None  # the cell of each of the rectangle's tokens; None: every cell is real
-    tokens: Tensor | None  # those tokens; None: all, in order
-    mask: Tensor  # [num_seqs, 1, num_queries, keys] additive
+    first: int  # of its cells
+    blocks: Tensor  # [num_seqs * K * blocks each] indices of a cache seen as [blocks * K, ...]
+    mask: Tensor  # [num_seqs, 1, num_queries, L] additive
+
+    @property
+    def cells(self) -> slice:
+        return slice(self.first, self.first + self.num_seqs * self.num_queries)
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,27 @@ class PagedPlan:
 
     rectangles: list[_Rectangle]
     num_tokens: int
+    tokens: Tensor | None  # [C] the query of each cell, padding repeats one; None: all, in order
+    cells: Tensor | None  # [num_tokens] a query's cell; None: the same
     scratch: Scratch = field(default_factory=Scratch, repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What a plan is made of."""
+
+    starts: list[int]
+    counts: list[int]
+    lens: list[int]
+    block_tables: Tensor
+    block_size: int
+    num_kv_heads: int
+    dtype: torch.dtype
+
+    @property
+    def multiple(self) -> int:
+        """Of the keys of a rectangle: what the arithmetic wants, and whole blocks."""
+        return math.lcm(key_multiple(self.dtype), self.block_size)
 
 
 def make_paged_plan(
@@ -60,6 +83,7 @@ def make_paged_plan(
     block_tables: Tensor,
     *,
     block_size: int,
+    num_kv_heads: int,
     dtype: torch.dtype,
 ) -> PagedPlan:
     """A plan for `paged_attention(..., plan=)`.
@@ -70,176 +94,116 @@ def make_paged_plan(
     starts, lens = ints(query_start_loc), ints(seq_lens)
     counts = [b - a for a, b in pairwise(starts)]
     _check_step(counts, lens, block_tables, block_size)
-    decodes = [i for i, n in enumerate(counts) if n == 1]
-    prefills = [i for i, n in enumerate(counts) if n > 1]
-    multiple = math.lcm(key_multiple(dtype), block_size)
-    groups = [
-        [decodes[j] for j in members]
-        for members in bucket_by_length([lens[i] for i in decodes], multiple)
-    ]
-    for by_queries in bucket_by_length([counts[i] for i in prefills], 4):
-        same = [prefills[j] for j in by_queries]
-        for by_keys in bucket_by_length([lens[i] for i in same], multiple):
-            groups.append([same[j] for j in by_keys])
-    rectangles = [
-        _rectangle(g, starts, counts, lens, block_tables, block_size, multiple, dtype)
-        for g in groups
-    ]
-    return PagedPlan(rectangles, starts[-1])
+    step = _Step(starts, counts, lens, block_tables, block_size, num_kv_heads, dtype)
+    rectangles, tokens, first = [], [], 0
+    for members in _alike(step):
+        rectangle, of_cell = _rectangle(step, members, first)
+        rectangles.append(rectangle)
+        tokens.append(of_cell)
+        first = rectangle.cells.stop
+    of_cells = torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.int64)
+    is_in_order = torch.equal(of_cells, torch.arange(starts[-1]))
+    cells = torch.empty(starts[-1], dtype=torch.int64)
+    cells[of_cells] = torch.arange(first)
+    if is_in_order:
+        return PagedPlan(rectangles, starts[-1], None, None)
+    return PagedPlan(rectangles, starts[-1], of_cells, cells)
 
 
-def _rectangle(
-    members: list[int],
-    starts: list[int],
-    counts: list[int],
-    lens: list[int],
-    block_tables: Tensor,
-    block_size: int,
-    multiple: int,
-    dtype: torch.dtype,
-) -> _Rectangle:
-    first = torch.tensor([starts[i] for i in members]).unsqueeze(1)
-    count = torch.tensor([counts[i] for i in members]).unsqueeze(1)
-    length = torch.tensor([lens[i] for i in members]).unsqueeze(1)
-    num_keys = round_up(int(length.max()), multiple)
+def _alike(step: _Step) -> Iterator[list[int]]:
+    """The sequences of each rectangle."""
+    decodes = [i for i, n in enumerate(step.counts) if n == 1]
+    prefills = [i for i, n in enumerate(step.counts) if n > 1]
+    groups = [decodes] if decodes else []
+    for members in bucket_by_length([step.counts[i] for i in prefills], 4):
+        groups.append([prefills[j] for j in members])
+    for group in groups:
+        yield from _cut(step, group)
+
+
+def _cut(step: _Step, group: list[int]) -> Iterator[list[int]]:
+    """Runs of like length, longest first: what they gather stays in the processor's cache, and
+    they are padded by less than another rectangle would cost."""
+    num_queries = max(step.counts[i] for i in group)
+    most_waste = _WASTE_KEYS / (1 + num_queries / _CHEAP_QUERIES)
+    run: list[int] = []
+    longest, waste = 0, 0
+    for i in sorted(group, key=lambda i: (-step.lens[i], i)):
+        waste += longest - step.lens[i]
+        is_large = (len(run) + 1) * longest * step.num_kv_heads > _PIECE_KEYS
+        if run and (is_large or waste > most_waste):
+            yield sorted(run)
+            run = []
+        if not run:
+            longest, waste = round_up(step.lens[i], step.multiple), 0
+        run.append(i)
+    yield sorted(run)
+
+
+def _rectangle(step: _Step, members: list[int], first: int) -> tuple[_Rectangle, Tensor]:
+    """The rectangle whose cells begin at `first`, and the query of each of them."""
+    start = torch.tensor([step.starts[i] for i in members]).unsqueeze(1)
+    count = torch.tensor([step.counts[i] for i in members]).unsqueeze(1)
+    length = torch.tensor([step.lens[i] for i in members]).unsqueeze(1)
+    num_keys = round_up(int(length.max()), step.multiple)
     num_queries = int(count.max())
-    columns = torch.arange(num_queries)
-    query = torch.minimum(columns, count - 1)  # padding repeats the last query
+    query = torch.minimum(torch.arange(num_queries), count - 1)  # padding repeats the last query
     visible = length - count + query + 1
-    mask = torch.zeros(len(members), num_queries, num_keys, dtype=compute_dtype(dtype))
+    mask = torch.zeros(len(members), num_queries, num_keys, dtype=step.dtype)
     mask.masked_fill_(torch.arange(num_keys) >= visible.unsqueeze(2), -math.inf)
-    queries = (first + query).flatten()
-    is_real = (columns < count).flatten()
-    is_whole = len(members) == len(lens)
-    is_full = bool(is_real.all())
-    return _Rectangle(
-        num_seqs=len(members),
-        num_queries=num_queries,
-        blocks=_block_index(members, length, block_tables, block_size, num_keys),
-        queries=None if is_whole and is_full else queries,
-        cells=None if is_full else is_real.nonzero().squeeze(1),
-        tokens=None if is_whole else queries[is_real],
-        mask=mask.unsqueeze(1),
-    )
+    blocks = _block_index(step, members, length, num_keys)
+    rectangle = _Rectangle(len(members), num_queries, first, blocks, mask.unsqueeze(1))
+    return rectangle, (start + query).flatten()
 
 
-def _block_index(
-    members: list[int], length: Tensor, block_tables: Tensor, block_size: int, num_keys: int
-) -> Tensor:
-    """The cache blocks of each sequence, padded with its own first block."""
-    width = num_keys // block_size
-    table = block_tables[members].to(torch.int64)
-    padded = table[:, :1].expand(-1, width).clone()
-    shared = min(width, table.shape[1])
-    is_used = torch.arange(shared) * block_size < length
-    padded[:, :shared] = torch.where(is_used, table[:, :shared], table[:, :1])
-    return padded.flatten()
+def _block_index(step: _Step, members: list[int], length: Tensor, num_keys: int) -> Tensor:
+    """The cache blocks of each sequence, head by head, padded with its own last block."""
+    last = (length - 1) // step.block_size
+    column = torch.minimum(torch.arange(num_keys // step.block_size), last)
+    block_BN = step.block_tables[members].to(torch.int64).gather(1, column)
+    heads = torch.arange(step.num_kv_heads).unsqueeze(1)
+    return (block_BN.unsqueeze(1) * step.num_kv_heads + heads).flatten()
 
 
 def attend_plan(
     q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, plan: PagedPlan, scale: float
 ) -> Tensor:
-    out = torch.empty_like(q_THD)
+    """o of the plan's queries."""
+    q_CHD = q_THD if plan.tokens is None else q_THD.index_select(0, plan.tokens)
+    o_CHD = torch.empty_like(q_CHD)
+    num_kv, scratch = k_cache.shape[2], plan.scratch
+    k_rows, v_rows = (heads_first(x).contiguous().flatten(0, 1) for x in (k_cache, v_cache))
     for r in plan.rectangles:
-        attend = _attend_by_shape(r, k_cache)
-        q = q_THD if r.queries is None else q_THD.index_select(0, r.queries)
-        q_BQHD = q.unflatten(0, (r.num_seqs, r.num_queries))
-        o = torch.empty_like(q_BQHD)
-        num_keys = r.mask.shape[-1]
-        width = num_keys // k_cache.shape[1]
-        for lo, hi in _pieces(r, num_keys, q_THD.shape[1], k_cache):
-            blocks = r.blocks[lo * width : hi * width]
-            k_BLKD = _gather_blocks("k", k_cache, blocks, hi - lo, plan.scratch)
-            v_BLKD = _gather_blocks("v", v_cache, blocks, hi - lo, plan.scratch)
-            attend(o[lo:hi], q_BQHD[lo:hi], k_BLKD, v_BLKD, r.mask[lo:hi], scale, plan.scratch)
-        o_cells = o.flatten(0, 1) if r.cells is None else o.flatten(0, 1).index_select(0, r.cells)
-        if r.tokens is None:
-            return o_cells
-        out.index_copy_(0, r.tokens, o_cells)
-    return out
+        k_NLD = _gather("k", k_rows, r.blocks, r.num_seqs * num_kv, scratch)
+        v_NLD = _gather("v", v_rows, r.blocks, r.num_seqs * num_kv, scratch)
+        shape = (r.num_seqs, r.num_queries, num_kv, -1, q_THD.shape[2])
+        q, o = (x[r.cells].view(shape).permute(0, 2, 3, 1, 4) for x in (q_CHD, o_CHD))
+        _attend(o, q, k_NLD, v_NLD, r.mask, scale, scratch)
+    return o_CHD if plan.cells is None else o_CHD.index_select(0, plan.cells)
 
 
-def _pieces(r: _Rectangle, num_keys: int, num_heads: int, k_cache: Tensor) -> list[tuple[int, int]]:
-    """Runs of sequences whose keys, and whose scores, stay in the processor's cache."""
-    keys = num_keys * k_cache.shape[2] * k_cache.shape[3]
-    scores = num_keys * num_heads * r.num_queries
-    step = max(1, min(_PIECE_KEYS // keys, _PIECE_SCORES // scores))
-    return [(lo, min(lo + step, r.num_seqs)) for lo in range(0, r.num_seqs, step)]
+def _gather(name: str, rows: Tensor, index: Tensor, num: int, scratch: Scratch) -> Tensor:
+    """Keys or values [N, L, D] of `num` sequence-heads from rows [blocks * K, block_size, D]."""
+    out = scratch.take(name, (index.shape[0], *rows.shape[1:]), rows.dtype)
+    torch.index_select(rows, 0, index, out=out)
+    return out.view(num, -1, rows.shape[2])
 
 
-def _gather_blocks(
-    name: str, cache: Tensor, blocks: Tensor, num_seqs: int, scratch: Scratch
-) -> Tensor:
-    out = scratch.take(name, (blocks.shape[0], *cache.shape[1:]), cache.dtype)
-    torch.index_select(cache, 0, blocks, out=out)
-    return out.view(num_seqs, -1, *cache.shape[2:])
-
-
-def _attend_by_shape(r: _Rectangle, k_cache: Tensor) -> Callable[..., None]:
-    if r.num_queries > 1:
-        return _attend_queries
-    if not is_half(k_cache.dtype):
-        return _attend_one_query_by_head
-    is_narrow = k_cache.shape[2] * k_cache.shape[3] <= _MAX_WIDE
-    return _attend_one_query if is_narrow else _attend_queries
-
-
-def _attend_one_query(o_BQHD, q_BQHD, k_BLKD, v_BLKD, mask, scale, scratch) -> None:
-    """Decoding in bf16: all heads as rows of one matmul against the keys as they lie, [L, K · D].
-
-    A head's query sits in its own key head's columns, the rest are zeros, which add nothing: the
-    bits are those of one matmul a head, without a transposed copy of the keys.
-    """
-    num_seqs, _, num_heads, head_dim = q_BQHD.shape
-    num_kv = k_BLKD.shape[2]
-    spread = (num_seqs, num_kv, num_heads // num_kv, num_kv, head_dim)
-    q_wide = q_BQHD.new_zeros(spread)
-    q_wide.diagonal(dim1=1, dim2=3).copy_(_heads_last(q_BQHD, num_kv))
-    rows = (num_seqs, num_heads, num_kv * head_dim)
-    o_wide = attend_rows(
-        q_wide.view(rows), k_BLKD.flatten(2), v_BLKD.flatten(2), mask, scale, scratch
-    )
-    _heads_last(o_BQHD, num_kv).copy_(o_wide.view(spread).diagonal(dim1=1, dim2=3))
-
-
-def _attend_one_query_by_head(o_BQHD, q_BQHD, k_BLKD, v_BLKD, mask, scale, scratch) -> None:
-    """Decoding in fp32 (fp64): one matmul a key head on the keys as they lie. MKL takes their
-    stride without a copy and with the same bits; oneDNN's half precision is slow at that."""
-    num_seqs, num_keys, num_kv, head_dim = k_BLKD.shape
-    q_KBGD = q_BQHD.squeeze(1).unflatten(1, (num_kv, -1)).transpose(0, 1)
-    group = q_KBGD.shape[2]
-    rows = safe_rows(group, num_seqs, q_BQHD.dtype)
-    q_KBRD = q_BQHD.new_zeros(num_kv, num_seqs, rows, head_dim)
-    q_KBRD[:, :, :group] = q_KBGD
-    scores = scratch.take("scores", (num_kv, num_seqs, rows, num_keys), q_BQHD.dtype)
-    for head in range(num_kv):
-        torch.bmm(q_KBRD[head], k_BLKD[:, :, head].transpose(1, 2), out=scores[head])
-    scores.mul_(scale).add_(mask[:, 0])
-    p_KBRL = torch.softmax(scores, -1, out=scratch.take("p", scores.shape, scores.dtype))
-    o_BKGD = o_BQHD.squeeze(1).unflatten(1, (num_kv, -1))
-    for head in range(num_kv):
-        o_BRD = weighted_values(p_KBRL[head], v_BLKD[:, :, head], scratch)
-        o_BKGD[:, head] = o_BRD[:, :group]
-
-
-def _heads_last(x_BQHD: Tensor, num_kv: int) -> Tensor:
-    """One query's heads as a view [B, G, D, K]."""
-    return x_BQHD.squeeze(1).unflatten(1, (num_kv, -1)).permute(0, 2, 3, 1)
-
-
-def _attend_queries(o_BQHD, q_BQHD, k_BLKD, v_BLKD, mask, scale, scratch) -> None:
-    """Any number of queries: one matmul a key head, its group's queries as rows."""
-    num_kv, num_keys, head_dim = k_BLKD.shape[2], k_BLKD.shape[1], k_BLKD.shape[3]
-    shape = (k_BLKD.shape[0], num_kv, num_keys, head_dim)
-    k = scratch.take("k_heads", shape, k_BLKD.dtype).copy_(k_BLKD.transpose(1, 2)).flatten(0, 1)
-    v = scratch.take("v_heads", shape, v_BLKD.dtype).copy_(v_BLKD.transpose(1, 2)).flatten(0, 1)
-    q_BKGQD = q_BQHD.unflatten(2, (num_kv, -1)).permute(0, 2, 3, 1, 4)
-    o_BKGQD = o_BQHD.unflatten(2, (num_kv, -1)).permute(0, 2, 3, 1, 4)
-    step = max(1, _PIECE_SCORES // (q_BQHD.shape[0] * q_BQHD.shape[2] * num_keys))
-    num_queries = q_BQHD.shape[1]
+def _attend(
+    o_BKGQD: Tensor,
+    q_BKGQD: Tensor,
+    k_NLD: Tensor,
+    v_NLD: Tensor,
+    mask_B1QL: Tensor,
+    scale: float,
+    scratch: Scratch,
+) -> None:
+    """Fills o: one matmul a sequence and key head, the queries of its group as rows."""
+    num_seqs, num_kv, group, num_queries, head_dim = q_BKGQD.shape
+    step = max(1, _PIECE_SCORES // (num_seqs * num_kv * group * k_NLD.shape[1]))
     for lo in range(0, num_queries, step):
-        q_NRD = q_BKGQD[:, :, :, lo : lo + step].reshape(k.shape[0], -1, head_dim)
-        part = attend_rows(q_NRD, k, v, mask[:, :, lo : lo + step], scale, scratch)
+        q_NRD = q_BKGQD[:, :, :, lo : lo + step].reshape(num_seqs * num_kv, -1, head_dim)
+        part = attend_rows(q_NRD, k_NLD, v_NLD, mask_B1QL[:, :, lo : lo + step], scale, scratch)
         block = o_BKGQD[:, :, :, lo : lo + step]
         block.copy_(part.reshape(block.shape))
 

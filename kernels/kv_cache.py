@@ -1,10 +1,13 @@
 """Writes new keys and values into the paged cache.
 
 A cache is [blocks, block_size, key heads, head_dim]; slot s is row s % block_size of block
-s // block_size. Allocate caches with zeros: attention multiplies unwritten rows by weight 0, and
-0 · NaN is NaN.
+s // block_size. `make_kv_cache` allocates it in the order that its device's kernels read fastest.
 """
 
+import math
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +33,7 @@ def reshape_and_cache(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     *,
+    rows: Tensor | None = None,
     backend: Backend = "auto",
     debug: bool = False,
 ) -> None:
@@ -37,7 +41,8 @@ def reshape_and_cache(
 
     With `k_scale`, `v_scale` (one fp32 element each) the caches are fp8 and hold k / k_scale and
     v / v_scale, rounded to nearest and saturated. On a CPU slots are taken as they are (no −1), to
-    save a pass over them in every layer. `debug` reads the slots back and checks their range.
+    save a pass over them in every layer; `rows` is `cache_rows` of them, which all layers share.
+    `debug` reads the slots back and checks their range.
     """
     _check(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T, k_scale, v_scale)
     if debug:
@@ -48,12 +53,51 @@ def reshape_and_cache(
         _kv_cache_triton.store(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T, k_scale, v_scale)
         return
     with torch.no_grad():
+        rows = cache_rows(slot_mapping_T, k_cache) if rows is None else rows
         for x_TKD, cache, scale in ((k_TKD, k_cache, k_scale), (v_TKD, v_cache, v_scale)):
-            if scale is None:
-                cache.flatten(0, 1).index_copy_(0, slot_mapping_T, x_TKD)
-            else:  # as bytes: PyTorch has no index_copy_ of fp8
-                bits = quantised(x_TKD, scale, cache.dtype).view(torch.uint8)
-                cache.view(torch.uint8).flatten(0, 1).index_copy_(0, slot_mapping_T, bits)
+            if scale is not None:  # as bytes: PyTorch has no index_copy_ of fp8
+                x_TKD = quantised(x_TKD, scale, cache.dtype).view(torch.uint8)
+                cache = cache.view(torch.uint8)
+            ordered = cache if cache.is_contiguous() else heads_first(cache)
+            ordered.view(-1, cache.shape[3]).index_copy_(0, rows, x_TKD.flatten(0, 1))
+
+
+def make_kv_cache(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Zeros [..., blocks, block_size, K, D]. On a CPU they lie heads first in memory,
+    [..., blocks, K, block_size, D]: what attention reads of a block for one head is one piece.
+
+    Zeros, because attention multiplies what is not yet written by a weight of 0. On a CPU they
+    come from the operating system, page by page as blocks are first used.
+    """
+    if torch.device(device).type != "cpu":
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    *before, block_size, num_kv, head_dim = shape
+    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    data = torch.from_numpy(raw).view(dtype).view(*before, num_kv, block_size, head_dim)
+    return data.transpose(-3, -2)
+
+
+def heads_first(cache: Tensor) -> Tensor:
+    """The same cache as [blocks, K, block_size, D]; contiguous where `make_kv_cache` made it."""
+    return cache.transpose(1, 2)
+
+
+def is_cache_order(cache: Tensor) -> bool:
+    """Whether it lies in memory as its device's kernels expect."""
+    return cache.is_contiguous() or (
+        cache.device.type == "cpu" and heads_first(cache).is_contiguous()
+    )
+
+
+def cache_rows(slots_T: Tensor, cache: Tensor) -> Tensor:
+    """Where each token's heads lie in a CPU's cache seen as rows of D, [T * K]."""
+    block_size, num_kv = cache.shape[1:3]
+    heads = torch.arange(num_kv)
+    if cache.is_contiguous():
+        return (slots_T.unsqueeze(1) * num_kv + heads).flatten()
+    block = slots_T.div(block_size, rounding_mode="floor")
+    first = slots_T + block * ((num_kv - 1) * block_size)
+    return (first.unsqueeze(1) + heads * block_size).flatten()
 
 
 def quantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -85,7 +129,7 @@ def _check(
         raise ValueError(f"slot_mapping: {slots.dtype} on {slots.device}; integers on {k.device}")
     is_fp8 = k_cache.dtype.itemsize == 1
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.device != k.device or not cache.is_contiguous():
+        if cache.device != k.device or not is_cache_order(cache):
             raise ValueError(f"{name}: must be contiguous and on {k.device}, is on {cache.device}")
         if cache.dtype != (k_cache.dtype if is_fp8 else k.dtype):
             raise ValueError(f"{name}: dtype {cache.dtype}, must be k's {k.dtype} or fp8")

@@ -11,13 +11,14 @@ p = softmax(z), H the entropy, and g, e the gradients by logp and H:
 On a GPU the chunk's logits are one cuBLAS matmul into a buffer that all chunks share, and a Triton
 kernel reads them once (`_linear_logprob_triton.py`).
 
-`logits_logprob` is the same arithmetic on logits that exist already; the sampler uses it, so a
-rollout's log-prob and the trainer's are the same bits.
+`softmax_parts` is the arithmetic on logits that exist; the sampler uses it too, so a rollout's
+log-prob and the trainer's are the same bits.
 
 Source of the chunking: the memory-efficient cross-entropy of Liger and of Apple's CCE.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,20 +42,32 @@ class _Options:
     on_triton: bool
 
 
-def _log_softmax_stats(logits_CV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Tempered logits in fp32 and their logsumexp, row by row."""
-    z = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+class SoftmaxParts(NamedTuple):
+    """Of each row, in fp32 (fp64): p = weights / Σ weights = exp(z − lse)."""
+
+    z: Tensor  # [rows, V] tempered logits
+    weights: Tensor  # [rows, V] exp(z − max z)
+    lse: Tensor  # [rows] log Σ exp z
+
+
+def softmax_parts(logits_BV: Tensor, temperature: float = 1.0) -> SoftmaxParts:
+    """The softmax of logits / temperature, row by row: what both engines take log-probs from."""
+    z = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
     if temperature != 1.0:
         z = z / temperature
+    highest = z.amax(-1, keepdim=True)
+    weights = (z - highest).exp_()
     if z.shape[0] == 1:  # one long row would be split between threads; two rows are not
-        return z, torch.logsumexp(z.repeat(2, 1), -1)[:1]
-    return z, torch.logsumexp(z, -1)
+        total = weights.repeat(2, 1).sum(-1)[:1]
+    else:
+        total = weights.sum(-1)
+    return SoftmaxParts(z, weights, total.log_().add_(highest.squeeze(1)))
 
 
 def logits_logprob(logits_BV: Tensor, token_ids_B: Tensor, temperature: float = 1.0) -> Tensor:
     """fp32 log-prob of each row's token under softmax(logits / temperature); 0 means 1."""
-    z, lse = _log_softmax_stats(logits_BV, _valid_temperature(temperature))
-    return z.gather(1, token_ids_B.unsqueeze(1)).squeeze(1) - lse
+    parts = softmax_parts(logits_BV, _valid_temperature(temperature))
+    return parts.z.gather(1, token_ids_B.unsqueeze(1)).squeeze(1) - parts.lse
 
 
 def linear_logprob_ref(
@@ -143,7 +156,7 @@ def _chunk_stats(logits: Tensor, token_ids: Tensor, options: _Options) -> tuple[
         return _linear_logprob_triton.stats(logits, token_ids, options.temperature)
     parts = []
     for tile in _row_tiles(logits):
-        z, lse = _log_softmax_stats(logits[tile], options.temperature)
+        z, _, lse = softmax_parts(logits[tile], options.temperature)
         logp = z.gather(1, token_ids[tile].unsqueeze(1)).squeeze(1) - lse
         parts.append((logp, lse, _entropy(z, lse) if options.wants_entropy else lse[:0]))
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))

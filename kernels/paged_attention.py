@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kernels._dispatch import Backend, use_triton
 from kernels._paged_attention_cpu import PagedPlan, attend_plan, ints, make_paged_plan
+from kernels.kv_cache import is_cache_order
 
 __all__ = [
     "PagedPlan",
@@ -126,6 +127,7 @@ def paged_attention(
             seq_lens,
             block_tables,
             block_size=k_cache.shape[1],
+            num_kv_heads=k_cache.shape[2],
             dtype=q_THD.dtype,
         )
     if plan.num_tokens != q_THD.shape[0]:
@@ -255,7 +257,7 @@ def _check_caches(
         )
     is_fp8 = k_cache.dtype.itemsize == 1
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.device != q.device or not cache.is_contiguous():
+        if cache.device != q.device or not is_cache_order(cache):
             raise ValueError(f"{name}: must be contiguous and on {q.device}, is on {cache.device}")
         if cache.dtype != (k_cache.dtype if is_fp8 else q.dtype):
             raise ValueError(f"{name}: dtype {cache.dtype}, must be q's {q.dtype} or fp8")

@@ -9,22 +9,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import make_paged_plan, paged_attention, reshape_and_cache
+from kernels import make_kv_cache, make_paged_plan, paged_attention, reshape_and_cache
 from kernels._attend import Scratch
+from kernels.kv_cache import cache_rows
 from nanoengine.model.config import ModelConfig
 from nanoinfer.batch import StepInput
 
 
 class KVCache:
-    """Keys and values of all layers, [layers, 2, blocks, block_size, key heads, head_dim].
-
-    Zeros, because attention multiplies what is not yet written by a weight of 0. On a CPU the
-    zeros come from the operating system, page by page as blocks are first used.
-    """
+    """Keys and values of all layers, [layers, 2, blocks, block_size, key heads, head_dim]."""
 
     def __init__(
         self,
@@ -47,11 +43,7 @@ class KVCache:
 
     def allocate(self) -> None:
         """Take the memory; all of it reads zero."""
-        if self._device == "cpu":
-            raw = np.zeros(int(np.prod(self._shape)) * self.dtype.itemsize, dtype=np.uint8)
-            self.data = torch.from_numpy(raw).view(self.dtype).view(self._shape)
-        else:
-            self.data = torch.zeros(self._shape, dtype=self.dtype, device=self._device)
+        self.data = make_kv_cache(self._shape, self.dtype, self._device)
         self.layers: list[tuple[Tensor, Tensor]] = [(kv[0], kv[1]) for kv in self.data]
         self.scratch = Scratch()
 
@@ -86,7 +78,7 @@ class PagedContext:
         )
         self._max_seq_len = max(step.seq_lens)
         device = cache.data.device
-        self._plan = None
+        self._plan, self._rows = None, None
         # a GPU gets the step's indices once for all layers
         self._slots_T, self._tables = step.slots_T.to(device), step.block_tables.to(device)
         self._starts: Tensor | list[int] = step.query_starts
@@ -100,13 +92,15 @@ class PagedContext:
                 step.seq_lens,
                 step.block_tables,
                 block_size=cache.block_size,
+                num_kv_heads=cache.data.shape[4],
                 dtype=cache.data.dtype,
             )
             self._plan = replace(plan, scratch=cache.scratch)
+            self._rows = cache_rows(step.slots_T, cache.layers[0][0])
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         k_cache, v_cache = self._cache.layers[layer]
-        reshape_and_cache(k_TKD, v_TKD, k_cache, v_cache, self._slots_T)
+        reshape_and_cache(k_TKD, v_TKD, k_cache, v_cache, self._slots_T, rows=self._rows)
         return paged_attention(
             q_THD,
             k_cache,

@@ -27,10 +27,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
 from kernels import logits_logprob
+from kernels.linear_logprob import softmax_parts
 from nanoinfer.logit_edits import LogitEdits
 
 _RUN = 256  # tokens a run of the two-level cumulative sum
@@ -97,12 +99,11 @@ def sample(logits_BV: Tensor, batch: SamplingBatch) -> Samples:
             w_RV = (
                 _edited(z_RV, [batch.edits[row] for row in chunk.tolist()]) if is_edited else z_RV
             )
-            own = None
             if kind == _GREEDY:
                 picked = w_RV.float().argmax(-1)
                 own = torch.zeros(len(chunk))
             elif kind == _WHOLE:
-                picked = _sample_all(w_RV, temperature, torch.from_numpy(u[chunk]))
+                picked, own = _sample_all(w_RV, temperature, torch.from_numpy(u[chunk]))
             else:
                 picked, own = _sample_truncated(
                     w_RV,
@@ -112,9 +113,8 @@ def sample(logits_BV: Tensor, batch: SamplingBatch) -> Samples:
                     torch.from_numpy(batch.top_ps[chunk]),
                     torch.from_numpy(batch.min_ps[chunk]),
                 )
-            logp = logits_logprob(z_RV, picked, temperature)
-            if own is None:
-                own = logits_logprob(w_RV, picked, temperature) if is_edited else logp
+            is_own = kind == _WHOLE and not is_edited
+            logp = own if is_own else logits_logprob(z_RV, picked, temperature)
             tokens[index], logps[index], sampled_logps[index] = picked, logp, own
     return Samples(tokens, logps, sampled_logps)
 
@@ -174,22 +174,17 @@ def _sample_in_one_launch(logits_BV: Tensor, batch: SamplingBatch) -> Samples:
     return Samples(drawn.tokens, drawn.raw_logprobs, drawn.logprobs)
 
 
-def _sample_all(logits_RV: Tensor, temperature: float, u_R: Tensor) -> Tensor:
-    """Inverse CDF over the whole vocabulary."""
+def _sample_all(logits_RV: Tensor, temperature: float, u_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverse CDF over the whole vocabulary. Also the log-prob, `logits_logprob`'s bits."""
+    parts = softmax_parts(logits_RV, temperature)
     num_rows, vocab = logits_RV.shape
-    num_runs = -(-vocab // _RUN)
-    p = torch.zeros(num_rows, num_runs * _RUN)
-    z = p[:, :vocab]
-    z.copy_(logits_RV)
-    z.sub_(z.amax(-1, keepdim=True))
-    if temperature != 1.0:
-        z.div_(temperature)
-    z.exp_()
-    p_RNK = p.view(num_rows, num_runs, _RUN)
+    weights = parts.weights if vocab % _RUN == 0 else F.pad(parts.weights, (0, -vocab % _RUN))
+    p_RNK = weights.view(num_rows, -1, _RUN)
     ends = p_RNK.sum(-1).to(torch.float64).cumsum(-1)
     run, u = _invert(ends, u_R)
     inside = p_RNK[torch.arange(num_rows), run].to(torch.float64).cumsum(-1)
-    return run * _RUN + _invert(inside, u)[0]
+    picked = run * _RUN + _invert(inside, u)[0]
+    return picked, parts.z.gather(1, picked.unsqueeze(1)).squeeze(1) - parts.lse
 
 
 def _invert(cdf_RN: Tensor, u_R: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Benchmarks: bash scripts/bench.sh rl|infer|train|sandbox|... [--json FILE] [--peers] [...]
-# With --peers the peers are installed into .venv-peers and run side by side in the same run.
+# With --peers the peers are installed into .venv-peers* and run side by side in the same run.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh
@@ -10,13 +10,20 @@ name="${1:-}"
     "There are: $(ls scripts/bench_*.py | sed 's/.*bench_//; s/\.py//' | grep -v output | tr '\n' ' ')"
 shift
 setup_env gguf
+install_peers() { # folder of the environment, its requirements; further packages to remove
+    [ -f "$1/.installed" ] && return
+    say "installing peers into $1"
+    "$(find_python)" -m venv "$1"
+    "$1/bin/python" -m pip install --quiet -c constraints.txt torch==2.13.0
+    "$1/bin/python" -m pip install --quiet -r "scripts/peers/$2"
+    [ $# -eq 2 ] || "$1/bin/python" -m pip uninstall --quiet --yes "${@:3}"
+    touch "$1/.installed"
+}
+
 case " $* " in *" --peers "*)
-    if [ ! -f .venv-peers/.installed ]; then
-        say "installing the peers into .venv-peers"
-        "$(find_python)" -m venv .venv-peers
-        .venv-peers/bin/python -m pip install --quiet -c constraints.txt torch==2.13.0
-        .venv-peers/bin/python -m pip install --quiet -r scripts/peers/requirements.txt
-        touch .venv-peers/.installed
-    fi ;;
+    install_peers .venv-peers requirements.txt
+    # vLLM pulls builds of these three for another torch, with which it cannot be imported.
+    [ "$name" != infer ] || install_peers .venv-peers-vllm requirements-vllm.txt \
+        torchvision torchaudio torchcodec ;;
 esac
 exec "$PYTHON" "scripts/bench_$name.py" "$@"

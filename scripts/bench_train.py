@@ -25,7 +25,16 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from model_bench import PEERS, alternate, make_parser, make_row, measure, peak, run_benchmark
+from model_bench import (
+    PEERS,
+    Peer,
+    alternate,
+    make_parser,
+    make_row,
+    measure,
+    peak,
+    run_benchmark,
+)
 
 sys.path.insert(0, str(PEERS))
 
@@ -217,18 +226,19 @@ def bubble_rows(unit_s: float) -> list[dict[str, Any]]:
 def step_rows(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[str, Any]]:
     rows = []
     for name, label in ROWS.items():
-        peer = f"transformers_train.py {name}"
-        ours, theirs = alternate(args, __file__, name, peer, dtype, threads)
+        peer = Peer("transformers", "transformers_train.py", (name,))
+        runs = alternate(args, __file__, name, [peer], dtype, threads)
+        seconds = {who: median(run["seconds"] for run in found) for who, found in runs.items()}
         tokens = workload.num_tokens(name)
         row = make_row(
             label,
             "tokens/s",
             dtype=dtype,
             threads=threads,
-            value=tokens / median(run["seconds"] for run in ours),
-            peer="transformers",
-            peer_value=tokens / median(run["seconds"] for run in theirs) if theirs else None,
-            runs={"ours": ours, "peer": theirs},
+            value=tokens / seconds["ours"],
+            peer=peer.name,
+            peer_value=tokens / seconds[peer.name] if peer.name in seconds else None,
+            runs=runs,
         )
         rows.append(row)
     return rows

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,25 @@ HEAD, BODY = 28_311_552, 106_203_456  # SmolLM2-135M: weights of the (tied) head
 Worker = Callable[[str, str, int], dict[str, Any]]  # (model folder, dtype, threads)
 
 
+@dataclass(frozen=True)
+class Peer:
+    """A script in peers/, with what it wants before the model, and the environment it runs in."""
+
+    name: str
+    script: str
+    options: tuple[str, ...] = ()
+    venv: str = ".venv-peers"
+
+    @property
+    def python(self) -> Path:
+        return SCRIPTS.parent / self.venv / "bin/python"
+
+
 def make_parser(doc: str | None, dtypes: Sequence[str]) -> argparse.ArgumentParser:
     """The options that they all have; `doc` is the benchmark's module docstring."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--peers", action="store_true", help="measure the peers in the same run")
-    parser.add_argument("--peers-python", default=str(SCRIPTS.parent / ".venv-peers/bin/python"))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--dtypes", nargs="+", default=list(dtypes))
     parser.add_argument("--runs", type=int, default=1, help="alternations of ours and the peer")
@@ -87,18 +101,26 @@ def measure(command: list[str], threads: int) -> dict[str, Any]:
 
 
 def alternate(
-    args: argparse.Namespace, script: str, work: str, peer: str | None, dtype: str, threads: int
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(ours, the peer's) measurements of one piece of work, in turns."""
+    args: argparse.Namespace,
+    script: str,
+    work: str,
+    peers: Sequence[Peer],
+    dtype: str,
+    threads: int,
+) -> dict[str, list[dict[str, Any]]]:
+    """Measurements of one piece of work in turns, under "ours" and the peers' names. Peers are
+    measured with `--peers`, those whose environment does not exist are passed over."""
     tail = [args.model, dtype, str(threads)]
-    ours, theirs = [], []
+    commands = {"ours": [sys.executable, script, "--worker", work, *tail]}
+    for peer in peers:
+        if args.peers and peer.python.exists():
+            path = str(PEERS / peer.script)
+            commands[peer.name] = [str(peer.python), path, *peer.options, *tail]
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
     for _ in range(args.runs):
-        ours.append(measure([sys.executable, script, "--worker", work, *tail], threads))
-        if args.peers and peer is not None:
-            name, *options = peer.split()
-            command = [args.peers_python, str(PEERS / name), *options, *tail]
-            theirs.append(measure(command, threads))
-    return ours, theirs
+        for name, command in commands.items():
+            runs[name].append(measure(command, threads))
+    return runs
 
 
 def make_row(
