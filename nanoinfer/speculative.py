@@ -107,7 +107,8 @@ class _Reader:
         return None, source
 
     def draft(self, ids: list[int], limit: int, min_chance: float) -> list[int]:
-        before, drafts, chance = ids[-_ORDERS[0] :], [], 1.0
+        before, chance = ids[-_ORDERS[0] :], 1.0
+        drafts: list[int] = []
         while len(drafts) < limit:
             token, source = self._guess(before)
             if token is None:

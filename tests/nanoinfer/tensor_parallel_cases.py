@@ -23,7 +23,7 @@ PARAMS = [
 
 
 def make_engine(
-    folder: str, split: TensorParallel | None = None, num_blocks: int = 9, speculate: int = 0
+    folder: str, split: TensorParallel | None = None, num_blocks: int = 7, speculate: int = 0
 ) -> LLMEngine:
     """A cache so small that requests are preempted, and prompts computed in chunks."""
     config = InferConfig(
