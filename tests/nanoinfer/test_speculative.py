@@ -215,6 +215,17 @@ def test_only_accepted_tokens_are_found_by_the_next_turn() -> None:
         assert again.ids == replay(turn, [0])
 
 
+def test_blocks_of_accepted_runs_are_shared_while_the_request_still_runs() -> None:
+    engine, _ = planted(1.0, num_blocks=64, block_size=4, max_num_seqs=4, max_batch_tokens=64)
+    handle = engine.add([1, 2, 3], SamplingParams(max_tokens=60))
+    for _ in range(12):
+        engine.step()
+        seq = engine.peek(handle)
+        assert seq is not None
+        match = engine._blocks.match(sequence(99, seq.ids))
+        assert len(match.block_ids) == seq.num_computed // 4
+
+
 def test_a_failed_step_takes_its_drafts_along(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, runner = planted(1.0, num_blocks=64, block_size=4, max_num_seqs=4, max_batch_tokens=64)
     handle = engine.add([1, 2, 3], SamplingParams(max_tokens=30))
