@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels._online_softmax_triton import weigh_tile
 from kernels._tune import Tile, tile
 
 _LOG2_E = math.log2(math.e)
@@ -102,16 +103,9 @@ def _forward_keys(
         if MASKED:
             seen = _is_visible(position[:, None], keys[None, :], num_k, window, CAUSAL, WINDOWED)
             scores = tl.where(seen, scores, -float("inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        finite_top = new_top
-        if MASKED:  # a row that has seen no key yet
-            finite_top = tl.where(new_top == -float("inf"), 0.0, new_top)
-        p = tl.exp2(scores - finite_top[:, None])
-        shrink = tl.exp2(top - finite_top)
-        total = total * shrink + tl.sum(p, 1)
+        p, shrink, total, top = weigh_tile(total, top, scores, MASKED)
         v = _load_rows(v_base, keys, v_token, num_k, HEAD_DIM, D)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        top = new_top
     return acc, total, top
 
 

@@ -219,10 +219,10 @@ def _check_step(counts: list[int], lens: list[int], block_tables: Tensor, block_
             f"{block_tables.shape[0]}; must be the same"
         )
     for i, (count, length) in enumerate(zip(counts, lens, strict=True)):
-        if not 1 <= count <= length:
+        if not 0 <= count <= length:
             raise ValueError(
                 f"seq_lens[{i}]={length}: must be at least the sequence's {count} queries, "
-                "and those at least 1"
+                "and query_start_loc must not decrease"
             )
         if length > block_tables.shape[1] * block_size:
             raise ValueError(

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels._online_softmax_triton import weigh_tile
 from kernels._tune import tile
 
 LOG2_E = math.log2(math.e)
@@ -58,14 +59,9 @@ def attend_pages(
         if MASKED:
             seen = (keys < end)[None, :] & (keys[None, :] <= position[:, None])
             scores = tl.where(seen, scores, -float("inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        finite_top = tl.where(new_top == -float("inf"), 0.0, new_top)  # a row of padding
-        p = tl.exp2(scores - finite_top[:, None])
-        shrink = tl.exp2(top - finite_top)
-        total = total * shrink + tl.sum(p, 1)
+        p, shrink, total, top = weigh_tile(total, top, scores, MASKED)
         v = load_heads(v_cache_ptr, rows, keys < end, HEAD_DIM, D).to(q.dtype)
         acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        top = new_top
     return acc, total, top
 
 

@@ -89,10 +89,14 @@ def _merge_kernel(
 
 
 def choose_split(
-    num_seqs: int, num_kv: int, max_seq_len: int, num_splits: int | None, split_size: int | None
+    num_seqs: int,
+    num_kv: int,
+    max_seq_len: int,
+    num_splits: int | None,
+    split_size: int | None,
+    step: int,
 ) -> tuple[int, int]:
-    """(number of splits, keys of each, a multiple of the tile)."""
-    step = tile("paged_decode", "all").N
+    """(number of splits, keys of each, a multiple of the tile's `step`)."""
     if split_size is None:
         if num_splits is None:
             wanted = triton.cdiv(_WAVES * NUM_MULTIPROCESSORS, max(1, num_seqs * num_kv))
@@ -117,9 +121,10 @@ def decode(
     """Writes o into `out`; `split` is (num_splits, split_size)."""
     num_seqs, num_heads, head_dim = q_BHD.shape
     num_kv, device = k_cache.shape[2], q_BHD.device
-    num_splits, split_size = choose_split(num_seqs, num_kv, max_seq_len, *split)
     group, padded = num_heads // num_kv, padded_dim(head_dim)
-    t = tile("paged_decode", "all")
+    is_widest = q_BHD.dtype == torch.float32 and padded > 128
+    t = tile("paged_decode", "fp32-256" if is_widest else "all")
+    num_splits, split_size = choose_split(num_seqs, num_kv, max_seq_len, *split, step=t.N)
     is_part = num_splits > 1
     part, lse = out, None
     part_strides: tuple[int, ...] = (*out.stride()[:2], 0)

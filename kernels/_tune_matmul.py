@@ -22,7 +22,7 @@ GROUPED: Mapping[int, Tile] = MappingProxyType(
 GROUPED_FP32: Mapping[int, Tile] = MappingProxyType(
     {
         16: Tile(M=16, N=64, K=32, num_warps=4, num_stages=2),
-        64: Tile(M=64, N=64, K=32, num_warps=4, num_stages=2),
+        64: Tile(M=64, N=64, K=32, num_warps=8, num_stages=2),
     }
 )
 WEIGHT_GRAD = Tile(M=64, N=128, K=128, num_warps=8, num_stages=3)

@@ -8,24 +8,30 @@ waits for it), t the step from 1, and w the fp32 master of p:
 
 On a GPU one launch each over a table of int64 addresses, cut into chunks of equal size; the table
 is a plan to build once and keep, because tensors of a training run stay where they are. On a CPU
-PyTorch's own one-pass kernel. The norm adds partial sums in a fixed order, in fp64.
+PyTorch's own one-pass kernel; what it cannot read as it is (bf16 gradients, a clip factor) goes
+through it piece by piece, so that widened copies never leave the cache. The norm adds partial sums
+in a fixed order, in fp64.
 
 Left out: amsgrad and maximize; fp32 overflow of a chunk's sum of squares (|g| above about 1e17)
 gives inf, as in PyTorch.
 AdamW: Loshchilov and Hutter, arXiv 1711.05101.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from kernels._check import check_launch
+from kernels._check import check_floating
 from kernels._dispatch import Backend, use_triton
 
 CHUNK = 1 << 14  # elements a program updates or sums
-_NORM_PIECE = 1 << 20  # elements widened at a time on a CPU
+_PIECE = 1 << 19  # elements a CPU widens at a time; whole cache lines, so a tensor's only odd end
+# is its own and pieces have the bits of the whole
+_NORM_ROW = 4096  # elements the norm adds in fp32
+_WIDE = (torch.float32, torch.float64)
 Tensors = Sequence[Tensor]
 
 
@@ -73,25 +79,27 @@ def _key(lists: Sequence[Tensors]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(x.data_ptr() for x in tensors) for tensors in lists)
 
 
-def _check_lists(lists: Sequence[Tensors]) -> None:
+def _check_lists(lists: Sequence[Tensors], names: Sequence[str] = ()) -> None:
+    """The lists of a table; without names each is called `tensors`."""
     first = lists[0]
     if not first:
-        raise ValueError("tensors: the list is empty")
-    for tensors in lists:
+        raise ValueError(f"{names[0] if names else 'tensors'}: the list is empty")
+    for name, tensors in zip(names or ["tensors"] * len(lists), lists, strict=True):
         if len(tensors) != len(first):
-            raise ValueError(f"tensors: lists of {len(first)} and {len(tensors)}: one length")
+            raise ValueError(f"{name}: lists of {len(first)} and {len(tensors)}: one length")
         for i, x in enumerate(tensors):
+            check_floating(**{f"{name}[{i}]": x})
             if x.dtype != tensors[0].dtype:
                 raise ValueError(
-                    f"tensors[{i}]: dtype {x.dtype} must be {tensors[0].dtype} of its list"
+                    f"{name}[{i}]: dtype {x.dtype} must be {tensors[0].dtype} of its list"
                 )
             if x.numel() != first[i].numel() or x.device != first[0].device:
                 raise ValueError(
-                    f"tensors[{i}]: {x.numel()} elements on {x.device} beside "
-                    f"{first[i].numel()} on {first[0].device}"
+                    f"{name}[{i}]: {x.numel()} elements on {x.device} beside "
+                    f"{names[0] if names else name}[{i}]'s {first[i].numel()} on {first[0].device}"
                 )
             if not x.is_contiguous():
-                raise ValueError(f"tensors[{i}]: shape {tuple(x.shape)} must be contiguous")
+                raise ValueError(f"{name}[{i}]: shape {tuple(x.shape)} must be contiguous")
 
 
 def _table_for(plan: TensorTable | None, lists: Sequence[Tensors]) -> TensorTable:
@@ -111,17 +119,31 @@ def multi_tensor_l2norm(
     tensors: Tensors, *, plan: TensorTable | None = None, backend: Backend = "auto"
 ) -> Tensor:
     """L2 norm of all elements together, an fp32 scalar on their device; NaN or inf if one is."""
-    if not tensors:
-        raise ValueError("tensors: the list is empty")
-    if use_triton(backend, tensors[0]):
+    on_triton = use_triton(backend, tensors[0]) if tensors else False
+    if plan is None or not on_triton:
+        _check_lists([tensors])
+    if on_triton:
         from kernels import _adamw_triton
 
-        check_launch(tensors[0], "tensors")
+        if tensors[0].dtype == torch.float64:
+            raise ValueError("tensors: float64 would be summed in float32; use backend='torch'")
         return _adamw_triton.l2norm(_table_for(plan, [tensors]), tensors[0].device)
     # Widened piece by piece: vector_norm's own dtype= takes thirty times as long on bf16.
-    pieces = [piece for x in tensors for piece in x.flatten().split(_NORM_PIECE)]
-    norms = torch.stack([torch.linalg.vector_norm(piece.float()) for piece in pieces])
-    return norms.double().square().sum().sqrt().to(torch.float32)
+    size = _piece_size(tensors)
+    scratch = torch.empty(size, device=tensors[0].device)
+    norms = []
+    for piece in (piece for x in tensors for piece in x.flatten().split(size)):
+        wide = piece if piece.dtype in _WIDE else scratch[: len(piece)].copy_(piece)
+        end = len(wide) // _NORM_ROW * _NORM_ROW
+        norms.append(torch.linalg.vector_norm(wide[:end].view(-1, _NORM_ROW), dim=1))
+        norms.append(torch.linalg.vector_norm(wide[end:]).view(1))
+    return torch.cat(norms).double().square().sum().sqrt().to(torch.float32)
+
+
+def _piece_size(tensors: Tensors) -> int:
+    """At most the longest tensor; on a GPU, where a launch costs more than memory, just that."""
+    longest = max(1, *(x.numel() for x in tensors))
+    return min(longest, _PIECE) if tensors[0].device.type == "cpu" else longest
 
 
 def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
@@ -177,65 +199,68 @@ def fused_adamw_(
     """
     if step < 1:
         raise ValueError(f"step={step}: counts from 1")
-    if not params:
-        raise ValueError("params: the list is empty")
     wide = params if master is None else master
-    for name, tensors in (("master", wide), ("exp_avgs", exp_avgs), ("exp_avg_sqs", exp_avg_sqs)):
-        if any(x.dtype not in (torch.float32, torch.float64) for x in tensors):
-            raise ValueError(f"{name}: must be float32 (bfloat16 params need a master)")
     lists = (params, grads, exp_avgs, exp_avg_sqs, wide)
-    if use_triton(backend, params[0]):
-        from kernels import _adamw_triton
-
-        table = _table_for(plan, lists)
-        if torch.float64 in table.dtypes:
-            raise ValueError("params: float64 would be updated in float32; use backend='torch'")
-        scale = _device_scale(grad_scale, params[0].device)
-        _adamw_triton.step(
-            table, scale, lr, betas, eps, weight_decay, step, has_master=master is not None
-        )
+    on_triton = use_triton(backend, params[0]) if params else False
+    if plan is None or not on_triton:
+        _check_lists(lists, ("params", "grads", "exp_avgs", "exp_avg_sqs", "master"))
+    for name, tensors in (("master", wide), ("exp_avgs", exp_avgs), ("exp_avg_sqs", exp_avg_sqs)):
+        if tensors[0].dtype != wide[0].dtype or wide[0].dtype not in _WIDE:
+            raise ValueError(f"{name}: must be float32 (bfloat16 params need a master)")
+    _check_scale(grad_scale, params[0].device)
+    if not on_triton:
+        update = partial(
+            torch._fused_adamw_, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps,
+            weight_decay=weight_decay, amsgrad=False, maximize=False,
+        )  # fmt: skip
+        _torch_step(update, step, lists, grad_scale, master is not None)
         return
-    _check_lists(lists)
-    _torch_step(
-        wide, _scaled(grads, wide, grad_scale), exp_avgs, exp_avg_sqs, lr, betas, eps,
-        weight_decay, step,
-    )  # fmt: skip
-    if master is not None:
-        torch._foreach_copy_(list(params), list(master))
+    from kernels import _adamw_triton
+
+    table = _table_for(plan, lists)
+    if torch.float64 in table.dtypes:
+        raise ValueError("params: float64 would be updated in float32; use backend='torch'")
+    scale = _device_scale(grad_scale, params[0].device)
+    _adamw_triton.step(
+        table, scale, lr, betas, eps, weight_decay, step, has_master=master is not None
+    )
+
+
+def _torch_step(
+    update: Callable[..., None],
+    step: int,
+    lists: tuple[Tensors, Tensors, Tensors, Tensors, Tensors],
+    scale: Tensor | float,
+    has_master: bool,
+) -> None:
+    """`update` over whole tensors where it can read the gradients as they are, else by pieces."""
+    params, grads, exp_avgs, exp_avg_sqs, wide = (list(tensors) for tensors in lists)
+    steps = [torch.tensor(float(step), device=params[0].device)] * len(params)
+    is_scaled = isinstance(scale, Tensor) or scale != 1.0
+    if not has_master and not is_scaled and grads[0].dtype == wide[0].dtype:
+        update(wide, grads, exp_avgs, exp_avg_sqs, [], steps)
+        return
+    size = _piece_size(params)
+    scratch = torch.empty(size, dtype=wide[0].dtype, device=params[0].device)
+    for tensors in zip(*lists, strict=True):
+        for p, g, m, v, w in zip(*(x.view(-1).split(size) for x in tensors), strict=True):
+            wide_g = scratch[: len(g)].copy_(g)
+            if is_scaled:
+                wide_g.mul_(scale)
+            update([w], [wide_g], [m], [v], [], steps[:1])
+            if has_master:
+                p.copy_(w)
+
+
+def _check_scale(scale: Tensor | float, device: torch.device) -> None:
+    if isinstance(scale, Tensor) and (scale.numel() != 1 or scale.device != device):
+        raise ValueError(
+            f"grad_scale: shape {tuple(scale.shape)} on {scale.device} must be one number on "
+            f"{device}"
+        )
 
 
 def _device_scale(scale: Tensor | float, device: torch.device) -> Tensor:
     if isinstance(scale, Tensor):
-        if scale.numel() != 1 or scale.device != device:
-            raise ValueError(
-                f"grad_scale: shape {tuple(scale.shape)} on {scale.device} must be one number on "
-                f"{device}"
-            )
         return scale.to(torch.float32)
     return torch.full((), scale, dtype=torch.float32, device=device)
-
-
-def _scaled(grads: Tensors, wide: Tensors, scale: Tensor | float) -> list[Tensor]:
-    grads = [g.to(w.dtype) for g, w in zip(grads, wide, strict=True)]
-    if not isinstance(scale, Tensor) and scale == 1.0:
-        return grads
-    return [g * scale for g in grads]
-
-
-def _torch_step(
-    master: Tensors,
-    grads: Tensors,
-    exp_avgs: Tensors,
-    exp_avg_sqs: Tensors,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    step: int,
-) -> None:
-    steps = [torch.tensor(float(step), device=x.device) for x in master]
-    torch._fused_adamw_(
-        list(master), list(grads), list(exp_avgs), list(exp_avg_sqs), [], steps, lr=lr,
-        beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps, amsgrad=False,
-        maximize=False,
-    )  # fmt: skip

@@ -23,8 +23,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels._check import check_tensors
 from kernels._dispatch import Backend, check_triton_dtype, use_triton
 from kernels.linear import linear_rows, matmul_rows
+from kernels.linear_logprob import softmax_parts
 
 
 def matmul_batch_invariant_ref(a_MK: Tensor, b_KN: Tensor) -> Tensor:
@@ -73,6 +75,7 @@ def matmul_batch_invariant(a_MK: Tensor, b_KN: Tensor, *, backend: Backend = "au
     if a_MK.dtype != b_KN.dtype:
         raise ValueError(f"b: dtype {b_KN.dtype} must be a's {a_MK.dtype}; cast one of them")
     on_triton = use_triton(backend, a_MK)
+    check_tensors(a_MK, "a", on_triton, b=b_KN)
     if on_triton:
         check_triton_dtype("a", a_MK.dtype)
     y_MN: Tensor = _Matmul.apply(a_MK, b_KN, on_triton)
@@ -103,10 +106,8 @@ class _LogSoftmax(torch.autograd.Function):
 
 
 def _log_softmax(x_RV: Tensor) -> Tensor:
-    z_RV = x_RV.to(torch.promote_types(x_RV.dtype, torch.float32))
-    if z_RV.shape[0] == 1:  # one long row would be split between threads; two rows are not
-        return z_RV - torch.logsumexp(z_RV.repeat(2, 1), -1, keepdim=True)[:1]
-    return z_RV - torch.logsumexp(z_RV, -1, keepdim=True)
+    z_RV, weights_RV, lse_R = softmax_parts(x_RV)
+    return torch.sub(z_RV, lse_R.unsqueeze(1), out=weights_RV)
 
 
 def _row_sum(x_RV: Tensor) -> Tensor:
@@ -118,6 +119,7 @@ def log_softmax_batch_invariant(x: Tensor, *, backend: Backend = "auto") -> Tens
     if x.dim() < 1 or x.shape[-1] < 1:
         raise ValueError(f"x: shape {tuple(x.shape)} must end in at least one class")
     on_triton = use_triton(backend, x)
+    check_tensors(x, "x", on_triton)
     if on_triton:
         check_triton_dtype("x", x.dtype)
     y: Tensor = _LogSoftmax.apply(x.reshape(-1, x.shape[-1]), on_triton)

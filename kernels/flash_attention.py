@@ -24,12 +24,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kernels._dispatch import Backend, compute_dtype, use_triton
+from kernels._check import check_integers, check_tensors
+from kernels._dispatch import Backend, check_triton_dtype, compute_dtype, use_triton
 from kernels._flash_attention_cpu import CpuAttention, VarlenPlan, make_varlen_plan
 
 __all__ = ["VarlenPlan", "flash_attn_varlen", "flash_attn_varlen_ref", "make_varlen_plan"]
 
-_TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
 
 
@@ -104,6 +104,7 @@ def flash_attn_varlen(
     _check_tensors(q_THD, k_SKD, v_SKD)
     if window is not None and (window < 1 or not causal):
         raise ValueError(f"window={window}: must be at least 1, with causal=True")
+    check_integers(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     scale = softmax_scale if softmax_scale is not None else q_THD.shape[-1] ** -0.5
     if use_triton(backend, q_THD):
         out, lse = _on_triton(
@@ -117,7 +118,10 @@ def flash_attn_varlen(
         return (out, lse.t()) if return_lse else out
     is_plain = causal and window is None and not return_lse and q_THD.device.type == "cpu"
     if plan is None:
-        bounds_q, bounds_k = _ints(cu_seqlens_q), _ints(cu_seqlens_k)
+        bounds_q, bounds_k = (
+            _ints(name, cu)
+            for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
+        )
         _check_bounds("cu_seqlens_q", bounds_q, "q", q_THD)
         _check_bounds("cu_seqlens_k", bounds_k, "k", k_SKD)
         if len(bounds_q) != len(bounds_k):
@@ -146,17 +150,14 @@ def _on_triton(qkv, cu_seqlens, limits, causal, scale, window) -> tuple[Tensor, 
     from kernels._flash_attention_triton import TritonAttention
 
     q, k, v = qkv
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype not in _TRITON_DTYPES or x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(
-                f"{name}: {x.dtype} on {x.device}; q, k and v must share a device and one of "
-                f"{_TRITON_DTYPES}"
-            )
+    check_triton_dtype("q", q.dtype)
     if q.shape[2] > _MAX_HEAD_DIM:
         raise ValueError(f"q: head_dim {q.shape[2]} must be at most {_MAX_HEAD_DIM}")
     bounds = [
-        _device_bounds(name, cu, q)
-        for name, cu in zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True)
+        _device_bounds(name, cu, q, tokens)
+        for name, cu, tokens in zip(
+            ("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, (q, k), strict=True
+        )
     ]
     if bounds[0].shape != bounds[1].shape:
         raise ValueError(
@@ -169,14 +170,21 @@ def _on_triton(qkv, cu_seqlens, limits, causal, scale, window) -> tuple[Tensor, 
     return TritonAttention.apply(q, k, v, *bounds, *limits, causal, scale, window)
 
 
-def _device_bounds(name: str, cu_seqlens: Tensor | Sequence[int], q: Tensor) -> Tensor:
+def _device_bounds(
+    name: str, cu_seqlens: Tensor | Sequence[int], q: Tensor, tokens: Tensor
+) -> Tensor:
+    """int32 beside q. What lies on the host already is checked; a GPU's is not read back."""
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.device.type == "cpu":
+        _check_bounds(name, _ints(name, cu_seqlens), name[-1], tokens)
     bounds = torch.as_tensor(cu_seqlens, dtype=torch.int32, device=q.device).contiguous()
     if bounds.dim() != 1 or not bounds.shape[0]:
         raise ValueError(f"{name}: shape {tuple(bounds.shape)} must be [sequences + 1]")
     return bounds
 
 
-def _ints(x: Tensor | Sequence[int]) -> list[int]:
+def _ints(name: str, x: Tensor | Sequence[int]) -> list[int]:
+    if isinstance(x, Tensor) and x.dim() != 1:
+        raise ValueError(f"{name}: shape {tuple(x.shape)} must be [sequences + 1]")
     return x.tolist() if isinstance(x, Tensor) else list(x)
 
 
@@ -197,5 +205,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"k, v: shapes {tuple(k.shape)}, {tuple(v.shape)} must be equal and match q "
             f"{tuple(q.shape)} in head_dim"
         )
+    check_tensors(q, "q", False, k=k, v=v)
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"k, v: dtypes {k.dtype}, {v.dtype} must be q's {q.dtype}")
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"q: {q.shape[1]} heads must be a multiple of k's {k.shape[1]}")

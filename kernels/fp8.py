@@ -21,6 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels._check import check_tensors
 from kernels._dispatch import Backend, use_triton
 from kernels.linear import linear_rows
 
@@ -125,9 +126,11 @@ def _check_linear(x: Tensor, w: Tensor, xs: Tensor, ws: Tensor, out_dtype: torch
     ]
     if (tuple(xs.shape), tuple(ws.shape)) not in allowed:
         raise ValueError(
-            f"x_scale, w_scale: shapes {tuple(xs.shape)}, {tuple(ws.shape)} must be "
-            f"{allowed[0]} (a row) or {allowed[1]} (groups of 128)"
+            f"x_scale, w_scale: shapes {tuple(xs.shape)}, {tuple(ws.shape)} for x "
+            f"{tuple(x.shape)} and w {tuple(w.shape)} must be {allowed[0]} (a row) or "
+            f"{allowed[1]} (groups of 128)"
         )
+    check_tensors(x, "x", False, w=w, x_scale=xs, w_scale=ws)
     if xs.dtype != torch.float32 or ws.dtype != torch.float32:
         raise ValueError(f"x_scale, w_scale: {xs.dtype}, {ws.dtype} must be float32")
     if out_dtype not in FLOATS:

@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kernels._check import check_launch
+from kernels._check import check_bounds, check_floating, check_integers, check_tensors
 from kernels._dispatch import Backend, use_triton
 
 
@@ -99,12 +99,16 @@ def gae(
     for name, number in (("gamma", gamma), ("lam", lam)):
         if not 0 <= number <= 1:
             raise ValueError(f"{name}={number}: must be in [0, 1]")
-    if cu_seqlens.device.type == "cpu" and int(cu_seqlens[-1]) != len(values_T):
-        raise ValueError(f"cu_seqlens: ends at {int(cu_seqlens[-1])}, not at {len(values_T)}")
+    on_triton = use_triton(backend, values_T)
+    check_tensors(
+        values_T, "values", on_triton, rewards=rewards_T, cu_seqlens=cu_seqlens, mask=mask_T
+    )
+    check_floating(rewards=rewards_T)
+    check_integers(cu_seqlens=cu_seqlens)
+    check_bounds(cu_seqlens, len(values_T))
     with torch.no_grad():
-        if not use_triton(backend, values_T):
+        if not on_triton:
             return _scan(rewards_T, values_T, cu_seqlens, gamma, lam, mask_T)
         from kernels import _gae_triton
 
-        check_launch(values_T, "values", rewards=rewards_T, cu_seqlens=cu_seqlens, mask=mask_T)
         return _gae_triton.scan(rewards_T, values_T, cu_seqlens, gamma, lam, mask_T)

@@ -19,6 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from kernels._check import check_tensors
 from kernels._dispatch import Backend, check_triton_dtype, use_triton
 from kernels.linear import add_wide, linear_rows, matmul_rows
 
@@ -123,6 +124,7 @@ def grouped_gemm(
     """
     _check(x_MI, w_EOI, expert_offsets)
     on_triton = use_triton(backend, x_MI)
+    check_tensors(x_MI, "x", on_triton, w=w_EOI, expert_offsets=expert_offsets)
     if on_triton:
         check_triton_dtype("x", x_MI.dtype)
     y_MO: Tensor = _GroupedGemm.apply(x_MI, w_EOI, expert_offsets, packed, on_triton)
@@ -140,7 +142,7 @@ def _check(x: Tensor, w: Tensor, offsets: Tensor) -> None:
     if offsets.shape != (w.shape[0] + 1,) or offsets.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"expert_offsets: {offsets.dtype} {tuple(offsets.shape)} must be int32 "
-            f"[{w.shape[0] + 1}], one more than the experts"
+            f"[{w.shape[0] + 1}], one more than w has experts"
         )
     if offsets.device.type == "cpu":
         bounds = offsets.tolist()

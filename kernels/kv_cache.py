@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels._check import check_tensors
 from kernels._dispatch import Backend, use_triton
 
 
@@ -125,6 +126,9 @@ def _check(
             f"k_cache: shape {tuple(k_cache.shape)} must be v_cache's {tuple(v_cache.shape)} and "
             f"end in k's {tuple(k.shape[1:])}"
         )
+    check_tensors(k, "k", False, v=v, k_scale=k_scale, v_scale=v_scale)
+    if v.dtype != k.dtype:
+        raise ValueError(f"v: dtype {v.dtype} must be k's {k.dtype}")
     if slots.device != k.device or slots.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"slot_mapping: {slots.dtype} on {slots.device}; integers on {k.device}")
     is_fp8 = k_cache.dtype.itemsize == 1

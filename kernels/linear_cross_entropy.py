@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels._check import check_integers, check_tensors
 from kernels._dispatch import Backend, use_triton
 from kernels.linear_logprob import linear_logprob
 
@@ -47,6 +48,8 @@ def linear_cross_entropy(
             f"labels: shape {tuple(labels_T.shape)} must be one for each row of hidden "
             f"{tuple(hidden_TD.shape)}, [tokens, width]"
         )
+    check_tensors(hidden_TD, "hidden", False, labels=labels_T)
+    check_integers(labels=labels_T)
     counts_T = labels_T != ignore_index
     num_labels = counts_T.sum().clamp_min(1)
     if not use_triton(backend, hidden_TD) and not bool(counts_T.all()):

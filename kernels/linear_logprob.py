@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels._check import check_floating, check_integers, check_tensors
 from kernels._dispatch import Backend, check_triton_dtype, use_triton
 from kernels.linear import add_wide, linear_rows, matmul_rows, pack_weight
 
@@ -248,7 +249,8 @@ def linear_logprob(
     if on_triton:
         check_triton_dtype("logits_dtype", dtype)
     options = _Options(temperature, chunk, dtype, return_entropy, on_triton)
-    logp, entropy = _LinearLogprob.apply(hidden_TD, weight_VD, token_ids_T, packed, options)
+    ids_T = token_ids_T.long()
+    logp, entropy = _LinearLogprob.apply(hidden_TD, weight_VD, ids_T, packed, options)
     return (logp, entropy) if return_entropy else logp
 
 
@@ -269,6 +271,9 @@ def _check(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> None:
             f"token_ids: shape {tuple(token_ids.shape)} must be one id for each of the "
             f"{hidden.shape[0]} rows of hidden"
         )
+    check_tensors(hidden, "hidden", False, weight=weight, token_ids=token_ids)
+    check_floating(weight=weight)
+    check_integers(token_ids=token_ids)
     if token_ids.device.type == "cpu" and token_ids.numel():
         low, high = (int(x) for x in token_ids.aminmax())
         if low < 0 or high >= weight.shape[0]:

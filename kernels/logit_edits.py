@@ -14,7 +14,7 @@ penalties are all neutral is not touched. `apply_token_bitmask_` writes −inf w
 import torch
 from torch import Tensor
 
-from kernels._check import check_launch, check_per_row
+from kernels._check import check_integers, check_per_row, check_tensors
 from kernels._dispatch import Backend, compute_dtype, use_triton
 
 
@@ -57,21 +57,25 @@ def apply_penalties_(
             )
     named = {"repetition": repetition, "frequency": frequency, "presence": presence}
     check_per_row(logits_BV, **named)
-    if use_triton(backend, logits_BV):
+    tables = {"output_counts": output_counts_BV, "prompt_mask": prompt_mask_BV}
+    on_triton = use_triton(backend, logits_BV)
+    check_tensors(logits_BV, "logits", on_triton, **named, **tables)
+    check_integers(output_counts=output_counts_BV)
+    if on_triton:
         from kernels import _logit_edits_triton
 
-        tables = {"output_counts": output_counts_BV, "prompt_mask": prompt_mask_BV}
-        check_launch(logits_BV, "logits", **named, **tables)
         _check_rows(logits_BV)
         _logit_edits_triton.apply_penalties(logits_BV, output_counts_BV, prompt_mask_BV, **named)
         return
     is_active = (repetition != 1) | (frequency != 0) | (presence != 0)
-    for row in is_active.nonzero().flatten().tolist():
-        rows = slice(row, row + 1)
-        mask = None if prompt_mask_BV is None else prompt_mask_BV[rows]
-        logits_BV[rows] = apply_penalties_ref(
-            logits_BV[rows], output_counts_BV[rows], mask, *(x[rows] for x in named.values())
-        )
+    active = is_active.nonzero().flatten()
+    if not len(active):
+        return
+    rows: Tensor | slice = active if len(active) < len(is_active) else slice(None)
+    mask = None if prompt_mask_BV is None else prompt_mask_BV[rows]
+    logits_BV[rows] = apply_penalties_ref(
+        logits_BV[rows], output_counts_BV[rows], mask, *(x[rows] for x in named.values())
+    )
 
 
 def apply_token_bitmask_ref(logits_BV: Tensor, bitmask_BW: Tensor) -> Tensor:
@@ -90,12 +94,13 @@ def apply_token_bitmask_(
     if bitmask_BW.shape != expected or bitmask_BW.dtype != torch.int32:
         raise ValueError(
             f"bitmask: {bitmask_BW.dtype} {tuple(bitmask_BW.shape)} must be int32 {expected}, one "
-            "bit a token"
+            "bit a token of logits"
         )
-    if use_triton(backend, logits_BV):
+    on_triton = use_triton(backend, logits_BV)
+    check_tensors(logits_BV, "logits", on_triton, bitmask=bitmask_BW)
+    if on_triton:
         from kernels import _logit_edits_triton
 
-        check_launch(logits_BV, "logits", bitmask=bitmask_BW)
         _check_rows(logits_BV)
         _logit_edits_triton.apply_token_bitmask(logits_BV, bitmask_BW)
         return

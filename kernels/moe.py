@@ -22,6 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels._check import check_floating, check_integers, check_tensors
 from kernels._dispatch import Backend, check_triton_dtype, use_triton
 from kernels.grouped_gemm import (
     PackedExperts,
@@ -177,10 +178,13 @@ def _check(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> 
     if not x.dtype == w13.dtype == w2.dtype:
         raise ValueError(f"x: dtype {x.dtype} must be that of w13 {w13.dtype} and w2 {w2.dtype}")
     if ids.dim() != 2 or ids.shape[0] != x.shape[0]:
-        raise ValueError(f"topk_ids: shape {tuple(ids.shape)} must be [{x.shape[0]}, k]")
+        raise ValueError(f"topk_ids: shape {tuple(ids.shape)} must be [x's {x.shape[0]}, k]")
     if weights.shape != ids.shape:
         raise ValueError(
             f"topk_weights: shape {tuple(weights.shape)} must be that of topk_ids "
             f"{tuple(ids.shape)}"
         )
+    check_tensors(x, "x", False, w13=w13, w2=w2, topk_weights=weights, topk_ids=ids)
+    check_floating(topk_weights=weights)
+    check_integers(topk_ids=ids)
     check_expert_ids(ids, experts)

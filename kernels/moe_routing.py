@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels._check import check_tensors
 from kernels._dispatch import Backend, use_triton
 
 
@@ -104,6 +105,7 @@ def topk_softmax(
     if not 1 <= k <= router_logits_NE.shape[1]:
         raise ValueError(f"k={k}: must be from 1 to the {router_logits_NE.shape[1]} experts")
     on_triton = use_triton(backend, router_logits_NE)
+    check_tensors(router_logits_NE, "router_logits", on_triton)
     weights_NK, ids_NK = _TopkSoftmax.apply(router_logits_NE, k, renormalize, on_triton)
     return weights_NK, ids_NK
 

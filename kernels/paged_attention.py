@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels._check import check_integers, check_tensors
 from kernels._dispatch import Backend, use_triton
 from kernels._paged_attention_cpu import PagedPlan, attend_plan, ints, make_paged_plan
 from kernels.kv_cache import is_cache_order
@@ -88,6 +89,10 @@ def paged_attention(
     """
     scales = (k_scale, v_scale)
     _check_caches(q_THD, k_cache, v_cache, scales, out)
+    if plan is None:
+        check_integers(
+            query_start_loc=query_start_loc, seq_lens=seq_lens, block_tables=block_tables
+        )
     scale = softmax_scale if softmax_scale is not None else q_THD.shape[-1] ** -0.5
     if debug:
         check_block_range(block_tables, seq_lens, k_cache)
@@ -173,6 +178,7 @@ def paged_attention_decode(
             v_scale=v_scale, out=out, backend="torch", debug=debug,
         )  # fmt: skip
     _check_caches(q_BHD, k_cache, v_cache, scales, out)
+    check_integers(seq_lens=seq_lens, block_tables=block_tables)
     if debug:
         check_block_range(block_tables, seq_lens, k_cache)
     _, lens, tables = _device_step(None, seq_lens, block_tables, q_BHD)
@@ -199,10 +205,14 @@ def _device_step(starts, lens, tables: Tensor, q: Tensor) -> tuple[Tensor, Tenso
     device = q.device
     if starts is not None:
         starts = torch.as_tensor(starts, device=device)
+        if starts.device.type == "cpu" and int(starts[-1]) != q.shape[0]:
+            raise ValueError(
+                f"query_start_loc: ends at {int(starts[-1])}, not at {q.shape[0]} of q"
+            )
     lens, tables = torch.as_tensor(lens, device=device), tables.to(device)
     if tables.dim() != 2 or tables.stride(1) != 1 or tables.shape[0] != lens.shape[0]:
         raise ValueError(
-            f"block_tables: shape {tuple(tables.shape)} must be [{lens.shape[0]} sequences, "
+            f"block_tables: shape {tuple(tables.shape)} must be [the {lens.shape[0]} of seq_lens, "
             "blocks], rows contiguous"
         )
     return starts, lens, tables
@@ -247,7 +257,7 @@ def _check_caches(
 ) -> None:
     if q.dim() != 3 or k_cache.dim() != 4 or k_cache.shape != v_cache.shape:
         raise ValueError(
-            f"q: must be [tokens, heads, head_dim] and caches [blocks, block_size, heads, "
+            "q: must be [tokens, heads, head_dim], k_cache and v_cache [blocks, size, heads, "
             f"head_dim], got {tuple(q.shape)}, {tuple(k_cache.shape)}, {tuple(v_cache.shape)}"
         )
     if q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[2]:
@@ -255,6 +265,7 @@ def _check_caches(
             f"q: heads and head_dim {tuple(q.shape[1:])} do not fit caches of "
             f"{tuple(k_cache.shape[2:])}"
         )
+    check_tensors(q, "q", False, k_scale=scales[0], v_scale=scales[1], out=out)
     is_fp8 = k_cache.dtype.itemsize == 1
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.device != q.device or not is_cache_order(cache):
@@ -265,4 +276,6 @@ def _check_caches(
         if (scale is not None) != is_fp8 or (scale is not None and scale.numel() != 1):
             raise ValueError(f"{name}: one fp32 element for a cache of fp8, None for any other")
     if out is not None and (out.shape != q.shape or out.dtype != q.dtype or out.stride(2) != 1):
-        raise ValueError(f"out: must be {q.dtype} of shape {tuple(q.shape)}, got {out.dtype}")
+        raise ValueError(
+            f"out: {out.dtype} {tuple(out.shape)} must be q's {q.dtype} {tuple(q.shape)}, dense"
+        )

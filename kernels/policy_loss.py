@@ -23,7 +23,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from kernels._check import check_launch
+from kernels._check import check_bounds, check_floating, check_integers, check_tensors
 from kernels._dispatch import Backend, compute_dtype, use_triton
 
 Variant = Literal["grpo", "ppo", "dapo", "gspo", "cispo"]
@@ -224,12 +224,13 @@ def policy_loss(
     )
     _check(inputs, options)
     on_triton = use_triton(backend, logprobs)
-    if on_triton:
-        check_launch(
-            logprobs, "logprobs", old_logprobs=old_logprobs, advantages=advantages, mask=mask,
-            weights=weights, ref_logprobs=ref_logprobs, rollout_logprobs=rollout_logprobs,
-            cu_seqlens=segments,
-        )  # fmt: skip
+    floats = {"old_logprobs": old_logprobs, "advantages": advantages, "weights": weights}
+    floats |= {"ref_logprobs": ref_logprobs, "rollout_logprobs": rollout_logprobs}
+    check_tensors(logprobs, "logprobs", on_triton, mask=mask, cu_seqlens=segments, **floats)
+    check_floating(**floats)
+    if segments is not None:
+        check_integers(cu_seqlens=segments)
+        check_bounds(segments, len(logprobs))
     loss, stats = _PolicyLoss.apply(logprobs, inputs, options, on_triton)
     return loss, dict(zip(STATS, stats.unbind(), strict=True))
 

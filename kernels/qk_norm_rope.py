@@ -14,7 +14,7 @@ On a GPU one pass each way; q and k are read once and only they are kept. PyTorc
 import torch
 from torch import Tensor
 
-from kernels._check import check_launch
+from kernels._check import check_floating, check_tensors
 from kernels._dispatch import Backend, use_triton
 from kernels.rms_norm import rms_norm, rms_norm_ref
 from kernels.rope import apply_rope, apply_rope_ref, check_rope
@@ -76,12 +76,16 @@ def qk_norm_rope(
             )
     if not eps > 0:
         raise ValueError(f"eps={eps}: must be positive")
-    if not use_triton(backend, q_THD):
+    on_triton = use_triton(backend, q_THD)
+    check_floating(q_weight=q_weight_D, k_weight=k_weight_D)
+    check_tensors(
+        q_THD, "q", on_triton, k=k_TKD, cos=cos_PD2, sin=sin_PD2, positions=positions_T,
+        q_weight=q_weight_D, k_weight=k_weight_D,
+    )  # fmt: skip
+    if not on_triton:
         q_THD = rms_norm(q_THD, q_weight_D, eps, backend=backend)
         k_TKD = rms_norm(k_TKD, k_weight_D, eps, backend=backend)
         return apply_rope(q_THD, k_TKD, cos_PD2, sin_PD2, positions_T, backend=backend)
-    check_launch(q_THD, "q", k=k_TKD, cos=cos_PD2, sin=sin_PD2, positions=positions_T)
-    check_launch(q_THD, "q", q_weight=q_weight_D, k_weight=k_weight_D)
     return _QKNormRope.apply(
         q_THD, k_TKD, q_weight_D, k_weight_D, cos_PD2, sin_PD2, positions_T, eps
     )

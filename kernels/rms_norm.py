@@ -11,7 +11,7 @@ returns the sum too. The backward pass keeps x and one number a row.
 import torch
 from torch import Tensor
 
-from kernels._check import check_launch
+from kernels._check import check_floating, check_tensors
 from kernels._dispatch import Backend, compute_dtype, use_triton
 
 
@@ -91,8 +91,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, backend: Backend =
     """RMSNorm over the last dimension; any leading shape; output in x's dtype."""
     _check(x, weight, eps)
     on_triton = use_triton(backend, x)
-    if on_triton:
-        check_launch(x, "x", weight=weight)
+    check_tensors(x, "x", on_triton, weight=weight)
     return _RMSNorm.apply(x, weight, eps, on_triton)
 
 
@@ -103,10 +102,11 @@ def add_rms_norm(
     if x.shape != residual.shape:
         raise ValueError(f"residual: shape {tuple(residual.shape)} must be x's {tuple(x.shape)}")
     _check(x, weight, eps)
-    if use_triton(backend, x):
-        check_launch(x, "x", residual=residual, weight=weight)
-        if residual.dtype != x.dtype:
-            raise ValueError(f"residual: dtype {residual.dtype} must be x's {x.dtype}")
+    on_triton = use_triton(backend, x)
+    check_tensors(x, "x", on_triton, residual=residual, weight=weight)
+    if residual.dtype != x.dtype:
+        raise ValueError(f"residual: dtype {residual.dtype} must be x's {x.dtype}")
+    if on_triton:
         return _AddRMSNorm.apply(x, residual, weight, eps)
     total = residual + x
     return rms_norm(total, weight, eps, backend=backend), total
@@ -117,5 +117,6 @@ def _check(x: Tensor, weight: Tensor, eps: float) -> None:
         raise ValueError(
             f"weight: shape {tuple(weight.shape)} must be x's last dimension {tuple(x.shape[-1:])}"
         )
+    check_floating(weight=weight)
     if not eps > 0:
         raise ValueError(f"eps={eps}: must be positive")

@@ -9,7 +9,7 @@ nothing of q or k is kept.
 import torch
 from torch import Tensor
 
-from kernels._check import check_launch
+from kernels._check import check_floating, check_integers, check_tensors
 from kernels._dispatch import Backend, use_triton
 
 
@@ -87,15 +87,14 @@ def apply_rope(
     the tables hold one row a token."""
     check_rope(q_THD, k_TKD, cos_PD2, sin_PD2, positions_T)
     on_triton = use_triton(backend, q_THD)
-    if on_triton:
-        check_launch(q_THD, "q", k=k_TKD, cos=cos_PD2, sin=sin_PD2, positions=positions_T)
+    check_tensors(q_THD, "q", on_triton, k=k_TKD, cos=cos_PD2, sin=sin_PD2, positions=positions_T)
     if not (torch.is_grad_enabled() and (q_THD.requires_grad or k_TKD.requires_grad)):
         return _rotate_both(q_THD, k_TKD, cos_PD2, sin_PD2, positions_T, 1.0, on_triton)
     return _Rope.apply(q_THD, k_TKD, cos_PD2, sin_PD2, positions_T, on_triton)
 
 
 def check_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> None:
-    """Shapes, for every op that rotates."""
+    """Shapes and kinds of dtype, for every op that rotates."""
     if q.dim() != 3 or k.dim() != 3:
         raise ValueError(
             f"q, k: must be [tokens, heads, head_dim], got {q.dim()}-d and {k.dim()}-d"
@@ -113,3 +112,5 @@ def check_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor
         raise ValueError(
             f"positions: shape {tuple(rows)} must be the {q.shape[0]} tokens of q and k"
         )
+    check_floating(k=k, cos=cos, sin=sin)
+    check_integers(positions=positions)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels._check import check_launch, check_per_row
+from kernels._check import check_integers, check_per_row, check_tensors
 from kernels._dispatch import Backend, compute_dtype, use_triton
 
 _MASK32 = 0xFFFFFFFF
@@ -144,10 +144,12 @@ def sample(
     names = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
     named = dict(zip(names, rows, strict=True))
     check_per_row(logits_BV, **named)
-    if use_triton(backend, logits_BV):
+    on_triton = use_triton(backend, logits_BV)
+    check_tensors(logits_BV, "logits", on_triton, **named)
+    check_integers(seeds=seeds, positions=positions)
+    if on_triton:
         from kernels import _sampling_triton
 
-        check_launch(logits_BV, "logits", **named)
         return SampleOutput(*_sampling_triton.sample(logits_BV, *rows))
     step = max(1, _CHUNK_ELEMENTS // logits_BV.shape[1])
     parts = []

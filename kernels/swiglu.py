@@ -10,7 +10,7 @@ Computed in fp32, rounded once. The backward pass keeps `gate_up` alone.
 import torch
 from torch import Tensor
 
-from kernels._check import check_launch
+from kernels._check import check_tensors
 from kernels._dispatch import Backend, compute_dtype, use_triton
 
 _CHUNK_ELEMENTS = 1 << 18
@@ -109,6 +109,5 @@ def swiglu(
     if gate_up_T2F.shape[-1] % 2:
         raise ValueError(f"gate_up: last dimension {gate_up_T2F.shape[-1]} must be even")
     on_triton = use_triton(backend, gate_up_T2F)
-    if on_triton:
-        check_launch(gate_up_T2F, "gate_up")
+    check_tensors(gate_up_T2F, "gate_up", on_triton)
     return _SwiGLU.apply(gate_up_T2F, on_triton, overwrite_gate_up)

@@ -10,8 +10,9 @@ Rows (workloads in peers/workload.py), all in sampled tokens/s, prefill included
 
 Every measurement is a process of its own, pinned to as many cores as it has threads; ours and the
 peers' alternate, medians are compared. `cpu_util` in a run is processor over wall time and thread:
-well below 1 something else was running, and the figure is too low. The bound is arithmetic at the
-matmul rate measured in the same run: every distinct token forwarded once, nothing else counted.
+well below 1 something else was running, and the figure is too low. The bound counts FLOPs (every
+distinct token forwarded once) and bytes (weights once a step, keys and values once a sampled token)
+at the rates of matmuls and copies measured in the same run; the larger time is the floor.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ import time
 from statistics import median
 from typing import Any
 
-from bench_rl import bounds
 from model_bench import (
     BODY,
     HEAD,
+    PEERS,
     Peer,
     alternate,
     make_parser,
@@ -36,8 +37,11 @@ from model_bench import (
     run_rate,
 )
 
-import workload  # isort: skip  (bench_rl put scripts/peers on the path)
+sys.path.insert(0, str(PEERS))
 
+import workload
+
+KV_ELEMENTS = 30 * 2 * 3 * 64  # SmolLM2-135M: keys and values of one token
 VLLM = ".venv-peers-vllm"
 PEERS_OF = {
     "W1": (
@@ -119,21 +123,52 @@ def run_agent(folder: str, dtype: str, threads: int) -> dict[str, Any]:
 WORKERS = {"W1": run_w1, "W1-agent": run_agent, "rate": run_rate}
 
 
-def upper_bounds(rates: dict[str, float]) -> dict[str, float]:
-    prompts, sizes = workload.w1_requests()
-    num_tokens = sum(map(len, prompts)) + sum(sizes)
-    seconds = (2.0 * BODY * num_tokens + 2.0 * HEAD * sum(sizes)) / rates["decode"]
-    return {"W1": sum(sizes) / seconds, "W1-agent": bounds(rates)["rollouts"]}
+def floors(dtype: str) -> dict[str, dict[str, float]]:
+    """FLOPs and bytes of a workload: every distinct token forwarded once; weights read once a
+    decoding step of all that run, and each step's keys and values once."""
+    w, size = workload, {"bf16": 2, "fp32": 4}[dtype]
+    prompts, sizes = w.w1_requests()
+    w1_tokens = sum(map(len, prompts)) + sum(sizes)
+    w1_keys = sum(n * len(p) + n * n / 2 for p, n in zip(prompts, sizes, strict=True))
+    members = w.GROUPS * w.MEMBERS
+    turn = w.TURN + w.OBSERVATION
+    agent_tokens = w.GROUPS * w.PROMPT + members * (w.TURNS * turn - w.OBSERVATION)
+    agent_keys = members * sum(
+        w.TURN * (w.PROMPT + t * turn) + w.TURN * w.TURN / 2 for t in range(w.TURNS)
+    )
+    counts = {
+        "W1": (w1_tokens, sum(sizes), max(sizes), w1_keys),
+        "W1-agent": (agent_tokens, w.AGENT_TOKENS, w.TURN * w.TURNS, agent_keys),
+    }
+    return {
+        name: {
+            "flops": 2.0 * BODY * tokens + 2.0 * HEAD * sampled,
+            "bytes": (BODY + HEAD) * size * float(steps) + keys * KV_ELEMENTS * size,
+        }
+        for name, (tokens, sampled, steps, keys) in counts.items()
+    }
+
+
+def bound(name: str, dtype: str, rates: dict[str, float]) -> tuple[float, dict[str, float]]:
+    """Tokens a second that the larger of the two floors allows, and what they are made of."""
+    floor = floors(dtype)[name]
+    seconds = {
+        "flops_s": floor["flops"] / rates["decode"],
+        "bytes_s": floor["bytes"] / rates["copy"],
+    }
+    num_tokens = sum(workload.w1_requests()[1]) if name == "W1" else workload.AGENT_TOKENS
+    return num_tokens / max(seconds.values()), floor | seconds | rates
 
 
 def compare(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[str, Any]]:
     command = [sys.executable, __file__, "--worker", "rate", args.model, dtype, str(threads)]
-    limits = upper_bounds(measure(command, threads))
+    rates = measure(command, threads)
     rows = []
     for name, peers in PEERS_OF.items():
         runs = alternate(args, __file__, name, peers, dtype, threads)
         outputs = {who: [run.pop("outputs", None) for run in found] for who, found in runs.items()}
         speed = {who: median(run["tokens_per_s"] for run in found) for who, found in runs.items()}
+        limit, floor = bound(name, dtype, rates)
         for peer in [who for who in runs if who != "ours"] or [None]:
             row = make_row(
                 name,
@@ -143,8 +178,8 @@ def compare(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[str
                 value=speed["ours"],
                 peer=peer,
                 peer_value=speed[peer] if peer else None,
-                bound=limits[name],
-                runs={who: runs[who] for who in ("ours", peer) if who},
+                bound=limit,
+                runs={"floor": floor} | {who: runs[who] for who in ("ours", peer) if who},
             )
             if peer and outputs["ours"][0] is not None:
                 pairs = list(zip(outputs["ours"][0], outputs[peer][0], strict=True))

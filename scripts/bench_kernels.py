@@ -6,6 +6,9 @@ On a GPU `triton.testing.do_bench` (cold L2; median, 20 % and 80 % quantiles) at
 Qwen3-0.6B, Qwen3-4B and Llama-3-8B. On a CPU the ops' PyTorch paths at reduced shapes, marked
 `"path": "torch-cpu-reduced"`. The bounds are the copy and matmul rates measured in the same run.
 `ratio` above 1 means faster than the peer. Cases come from `scripts/kernel_bench/*.py`.
+
+Two rounds: every op beside the peers that run at once, then, while the budget lasts, beside those
+that compile first. FILE is written after every case, so a run that is stopped leaves what it has.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from statistics import median, quantiles
@@ -25,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from bench_output import ROOT, print_rows, write_json
 
 if TYPE_CHECKING:
-    from kernel_bench.case import BenchCase
+    from kernel_bench.case import BenchCase, Step
 
 NAMES = Path(__file__).parent / "kernel_bench"
 Times = tuple[float, float, float]  # median, 20 % and 80 % quantile, in ms
@@ -38,7 +41,7 @@ def find_cases(device: str) -> Iterator[BenchCase]:
             yield from import_module(f"kernel_bench.{path.stem}").cases(device)
 
 
-def measure(step: Callable[[], object], device: str) -> Times:
+def measure(step: Step, device: str) -> Times:
     if device == "cuda":
         from triton.testing import do_bench
 
@@ -71,11 +74,10 @@ def measure_ceilings(device: str) -> dict[str, float]:
     }
 
 
-def run_case(case: BenchCase, device: str, ceilings: dict[str, float]) -> list[dict[str, Any]]:
-    """One row a peer, or one without."""
-    import torch
-
-    ours = measure(case.run, device)
+def run_case(
+    case: BenchCase, peers: Mapping[str, Step], device: str, ceilings: dict[str, float]
+) -> list[dict[str, Any]]:
+    """One row a peer, or one without. What cannot run here is a row with its error."""
     unit, work = "us", None
     if case.flops is not None:
         unit, work = "TFLOP/s", case.flops
@@ -85,33 +87,43 @@ def run_case(case: BenchCase, device: str, ceilings: dict[str, float]) -> list[d
     def rate(ms: float) -> float:
         return ms * 1e3 if work is None else work / ms / 1e9
 
-    base = {
+    base = head(case, device) | {"unit": unit, "bound": ceilings.get(unit)}
+    ours, error = try_measure(case.run, device)
+    if ours is None:
+        return [{**base, "peer": None, "error": error}]
+    value = rate(ours[0])
+    base |= {"ms": ours[0], "ms_20": ours[1], "ms_80": ours[2], "value": value}
+    base["bound_ratio"] = value / ceilings[unit] if unit in ceilings else None
+    rows = []
+    for peer, step in peers.items():
+        theirs, error = try_measure(step, device)
+        if theirs is None:
+            rows.append({**base, "peer": peer, "peer_error": error})
+            continue
+        found = {"peer_value": rate(theirs[0]), "peer_ms": theirs[0]}
+        rows.append({**base, "peer": peer, **found, "ratio": theirs[0] / ours[0]})
+    return rows or [{**base, "peer": None}]
+
+
+def try_measure(step: Step, device: str) -> tuple[Times | None, str]:
+    """The times, or None and the error: one op or peer that fails must not end the run."""
+    try:
+        return measure(step, device), ""
+    except Exception as error:  # recorded in its row, and the exit code is 1 if it is ours
+        return None, f"{type(error).__name__}: {error}"
+
+
+def head(case: BenchCase, device: str) -> dict[str, Any]:
+    import torch
+
+    return {
         "name": case.name,
         "op": case.op,
         "shape": case.shape,
         "dtype": case.dtype,
         "threads": None if device == "cuda" else torch.get_num_threads(),
         "path": "triton" if device == "cuda" else "torch-cpu-reduced",
-        "ms": ours[0],
-        "ms_20": ours[1],
-        "ms_80": ours[2],
-        "value": rate(ours[0]),
-        "unit": unit,
-        "bound": ceilings.get(unit),
-        "bound_ratio": rate(ours[0]) / ceilings[unit] if unit in ceilings else None,
     }
-    rows = []
-    for peer, step in case.peers.items():
-        try:
-            theirs = measure(step, device)
-        except Exception as error:  # a peer that cannot run here is a result, not a failure
-            rows.append({**base, "peer": peer, "peer_error": f"{type(error).__name__}: {error}"})
-            continue
-        value = rate(theirs[0])
-        ratio = theirs[0] / ours[0]
-        rows.append({**base, "peer": peer, "peer_value": value, "peer_ms": theirs[0]})
-        rows[-1]["ratio"] = ratio
-    return rows or [{**base, "peer": None}]
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -141,26 +153,36 @@ def main() -> int:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    start, skipped = time.monotonic(), []
+    end = time.monotonic() + args.budget_s
     ceilings = measure_ceilings(device)
+    skipped: list[str] = []
     rows: list[dict[str, Any]] = []
-    for case in find_cases(device):
-        if not re.search(args.only, f"{case.name} {case.op}"):
-            continue
-        if time.monotonic() - start > args.budget_s:
-            skipped.append(f"{case.name} {case.shape}")
-            continue
-        rows += run_case(case, device, ceilings)
+    extra = {"machine": machine(device), "ceilings": ceilings, "skipped": skipped}
+    for is_second in (False, True):
+        for case in find_cases(device):
+            peers = case.slow_peers if is_second else case.peers
+            if not re.search(args.only, f"{case.name} {case.op}") or (is_second and not peers):
+                continue
+            if time.monotonic() > end:
+                skipped.append(f"{case.name} {case.shape}: {', '.join(peers) or 'no peer'}")
+                continue
+            rows += run_case(case, peers, device, ceilings)
+            if args.json:
+                save(args.json, rows, extra)
     print_rows([{**row, "name": f"{row['name']} {row['shape']}"} for row in rows])
     print("measured ceilings:", ", ".join(f"{v:.4g} {unit}" for unit, v in ceilings.items()))
     if skipped:
         print(f"skipped, out of time: {len(skipped)}", file=sys.stderr)
-    if args.json:
-        write_json(args.json, rows)
-        written = json.loads(args.json.read_text())
-        extra = {"machine": machine(device), "ceilings": ceilings, "skipped": skipped}
-        args.json.write_text(json.dumps({**written, **extra}, indent=1) + "\n")
-    return 0
+    failed = [f"{row['name']} {row['shape']}: {row['error']}" for row in rows if "error" in row]
+    for line in failed:
+        print(line, file=sys.stderr)
+    return 1 if failed else 0
+
+
+def save(path: Path, rows: list[dict[str, Any]], extra: dict[str, Any]) -> None:
+    write_json(path, rows)
+    written = json.loads(path.read_text())
+    path.write_text(json.dumps({**written, **extra}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,18 +35,27 @@ def refuse_without_gpu() -> None:
         )
 
 
-def run_tests(limit_s: float) -> dict[str, Any]:
-    """Counts and failures; a time-out leaves what is known."""
+def run_tests(limit_s: float, tests: str = "tests/kernels/gpu") -> dict[str, Any]:
+    """Counts and failures. At a time-out pytest is interrupted, so that it writes what it knows."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "tests.xml"
-        command = [sys.executable, "-m", "pytest", "tests/kernels/gpu", "-q", "-o", "addopts="]
+        command = [sys.executable, "-m", "pytest", tests, "-q", "-o", "addopts="]
         command += ["-p", "no:cacheprovider", f"--junitxml={report}"]
+        process = subprocess.Popen(command, cwd=ROOT)
         try:
-            code = subprocess.run(command, cwd=ROOT, timeout=limit_s).returncode
+            code, late = process.wait(limit_s), []
         except subprocess.TimeoutExpired:
-            return {"exit_code": None, "failures": [f"stopped after {limit_s:.0f} s"]}
-        suites = ElementTree.parse(report).getroot().iter("testsuite")
-        return {"exit_code": code, **_counts(list(suites))}
+            code, late = None, [f"stopped after {limit_s:.0f} s"]
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(RESERVE_S / 2)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if not report.exists():
+            return {"exit_code": code, "failures": [*late, "pytest wrote no report"]}
+        found = _counts(list(ElementTree.parse(report).getroot().iter("testsuite")))
+        return {"exit_code": code, **found, "failures": late + found["failures"]}
 
 
 def _counts(suites: list[ElementTree.Element]) -> dict[str, Any]:

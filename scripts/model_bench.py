@@ -93,7 +93,8 @@ def measure(command: list[str], threads: int) -> dict[str, Any]:
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+        cause = "killed, out of memory?" if done.returncode == -9 else f"exit {done.returncode}"
+        raise RuntimeError(f"{' '.join(command)} failed ({cause}):\n{done.stderr[-2000:]}")
     found = json.loads(lines[-1])
     shown = {key: value for key, value in found.items() if not isinstance(value, list)}
     print(f"  {Path(command[1]).name} {command[-4:]}: {shown}", file=sys.stderr, flush=True)
@@ -165,7 +166,8 @@ def peak() -> dict[str, int]:
 
 
 def run_rate(_: str, dtype: str, threads: int) -> dict[str, Any]:
-    """Matmul rates of this machine in FLOP/s: large, and decoding (64 rows, prepacked weights)."""
+    """Rates of this machine: matmuls in FLOP/s, large and decoding (64 rows, prepacked weights);
+    `copy`, bytes/s of a large copy, read and written bytes both counted."""
     import torch
 
     from kernels import linear, pack_weight
@@ -189,4 +191,6 @@ def run_rate(_: str, dtype: str, threads: int) -> dict[str, Any]:
             x = torch.randn(rows, 576).to(kind)
             flops = 2.0 * rows * 576 * 3072
             rates[name] = best(lambda x=x: linear(x, weight, packed=packed), flops)
+    source, target = (torch.ones(1 << 26) for _ in range(2))
+    rates["copy"] = best(lambda: target.copy_(source), 2.0 * source.nbytes)
     return rates

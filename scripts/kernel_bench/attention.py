@@ -1,19 +1,29 @@
 """Attention: training forward and backward, cache writes, paged prefill and decode.
 
-Peers: PyTorch's scaled_dot_product_attention (the back end it chooses), its varlen attention, and
-for decoding a dense cache of the same sequences.
+Peers: PyTorch's scaled_dot_product_attention (the back end it chooses, FlashAttention 2, cuDNN),
+its varlen attention, FlexAttention, and for decoding a dense cache of the same sequences.
 """
 
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
-from kernel_bench.case import MODELS, BenchCase, ModelShape
+from kernel_bench.case import MODELS, BenchCase, ModelShape, Op, backward_of, forward_of
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels import flash_attn_varlen, paged_attention, paged_attention_decode, reshape_and_cache
+from kernels import (
+    flash_attn_varlen,
+    make_paged_plan,
+    paged_attention,
+    paged_attention_decode,
+    reshape_and_cache,
+)
+from kernels.kv_cache import make_kv_cache
+from kernels.paged_attention import PagedPlan
 
 BLOCK = 16
+FLEX_MODEL, FLEX_LENGTH = "qwen3-4b", 8192  # once: compiling takes its time
 Steps = dict[str, Callable[[], object]]
 
 
@@ -40,52 +50,77 @@ def _training(
 ) -> Iterator[BenchCase]:
     dtype, total = _dtype(device), num_seqs * length
     heads = (model.heads, model.kv_heads, model.kv_heads)
-    q, k, v = (
-        torch.randn(total, n, model.head_dim, device=device, dtype=dtype, requires_grad=True)
-        for n in heads
-    )
+    qkv = [torch.randn(total, n, model.head_dim, device=device, dtype=dtype) for n in heads]
     cu = torch.arange(0, total + 1, length, dtype=torch.int32, device=device)
-    grad = torch.randn_like(q)
 
-    def ours() -> Tensor:
-        out = flash_attn_varlen(q, k, v, cu, cu, length, length)
-        return out if isinstance(out, Tensor) else out[0]
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        return flash_attn_varlen(q, k, v, cu, cu, length, length)
 
-    forwards: dict[str, Callable[[], Tensor]] = {"ours": ours, "sdpa": _sdpa(q, k, v, num_seqs)}
-    if device == "cuda" and model.heads == model.kv_heads:
-        forwards["varlen_attn"] = _varlen(q, k, v, cu, length)
+    peers: dict[str, Op] = {"sdpa": _sdpa(num_seqs, None)}
+    slow: dict[str, Op] = {}
+    if device == "cuda":
+        peers["sdpa-flash"] = _sdpa(num_seqs, SDPBackend.FLASH_ATTENTION)
+        peers["sdpa-cudnn"] = _sdpa(num_seqs, SDPBackend.CUDNN_ATTENTION)
+        peers["varlen_attn"] = _varlen(cu, length)
+        if (name, length) == (FLEX_MODEL, FLEX_LENGTH):
+            slow["flex_attention"] = _flex(num_seqs, length)
     flops = 2 * model.heads * model.head_dim * num_seqs * length * length  # causal: half of 4
-    shape = f"{name} B={num_seqs} L={length}"
-    with torch.no_grad():
-        steps: Steps = dict(forwards)
-        yield _case("flash-forward", "flash_attn_varlen", shape, dtype, steps, flops=flops)
-    outs = {peer: forward() for peer, forward in forwards.items()}
-    backwards: Steps = {
-        peer: lambda o=out: torch.autograd.grad(
-            o, (q, k, v), grad.view(o.shape) if o.shape == grad.shape else _batched(grad, num_seqs),
-            retain_graph=True,
-        )
-        for peer, out in outs.items()
-    }  # fmt: skip
-    yield _case(
-        "flash-backward", "flash_attn_varlen", shape, dtype, backwards, flops=flops * 5 // 2
-    )
+    for kind, step_of, work in (
+        ("forward", forward_of, flops),
+        ("backward", backward_of, flops * 5 // 2),
+    ):
+        yield BenchCase(
+            f"flash-{kind}", "flash_attn_varlen", f"{name} B={num_seqs} L={length}", _label(dtype),
+            step_of(ours, qkv), {peer: step_of(f, qkv) for peer, f in peers.items()}, flops=work,
+            slow_peers={peer: step_of(f, qkv) for peer, f in slow.items()},
+        )  # fmt: skip
 
 
 def _batched(x_THD: Tensor, num_seqs: int) -> Tensor:
     return x_THD.unflatten(0, (num_seqs, -1)).transpose(1, 2)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, num_seqs: int) -> Callable[[], Tensor]:
+def _sdpa(num_seqs: int, backend: SDPBackend | None) -> Op:
     """Equal lengths make the packed batch a rectangle: the best case for the peer."""
-    batch = [_batched(x, num_seqs) for x in (q, k, v)]
-    return lambda: F.scaled_dot_product_attention(*batch, is_causal=True, enable_gqa=True)
+
+    def op(*qkv: Tensor) -> Tensor:
+        batch = [_batched(x, num_seqs) for x in qkv]
+        if backend is None:
+            return F.scaled_dot_product_attention(*batch, is_causal=True, enable_gqa=True)
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(*batch, is_causal=True, enable_gqa=True)
+
+    return op
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, length: int) -> Callable[[], Tensor]:
-    from torch.nn.attention.varlen import varlen_attn
+def _varlen(cu: Tensor, length: int) -> Op:
+    def op(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
 
-    return lambda: varlen_attn(q, k, v, cu, cu, length, length, window_size=(-1, 0))
+        options = {"window_size": (-1, 0)}  # causal
+        if q.shape[1] != k.shape[1]:
+            options["enable_gqa"] = True
+        out: Tensor = varlen_attn(q, k, v, cu, cu, length, length, **options)
+        return out
+
+    return op
+
+
+def _flex(num_seqs: int, length: int) -> Op:
+    made: list[Callable[..., Tensor]] = []
+
+    def op(*qkv: Tensor) -> Tensor:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        if not made:
+            mask = create_block_mask(
+                lambda b, h, i, j: i >= j, None, None, length, length, device=str(qkv[0].device)
+            )
+            attend = torch.compile(flex_attention, dynamic=False)
+            made.append(lambda *batch: attend(*batch, block_mask=mask, enable_gqa=True))
+        return made[0](*(_batched(x, num_seqs) for x in qkv))
+
+    return op
 
 
 def _paged(name: str, model: ModelShape, device: str) -> Iterator[BenchCase]:
@@ -93,7 +128,7 @@ def _paged(name: str, model: ModelShape, device: str) -> Iterator[BenchCase]:
     context = 4096 if device == "cuda" else 256
     width = context // BLOCK
     shape = (size * width, BLOCK, model.kv_heads, model.head_dim)
-    caches = [torch.randn(shape, device=device, dtype=dtype) for _ in "kv"]
+    caches = [make_kv_cache(shape, dtype, device).normal_() for _ in "kv"]
     row_bytes = model.kv_heads * model.head_dim * dtype.itemsize
     tables = torch.randperm(size * width, device=device, dtype=torch.int32).view(size, width)
     lens = torch.full((size,), context, dtype=torch.int32, device=device)
@@ -104,18 +139,19 @@ def _paged(name: str, model: ModelShape, device: str) -> Iterator[BenchCase]:
 
     def eager_store() -> None:
         for x, cache in zip((k, v), caches, strict=True):
-            cache.flatten(0, 1)[slots] = x
+            cache[slots // BLOCK, slots % BLOCK] = x
 
     steps: Steps = {"ours": lambda: reshape_and_cache(k, v, *caches, slots), "eager": eager_store}
     label = f"{name} N={tokens}"
     yield _case("store-kv", "reshape_and_cache", label, dtype, steps, moved=4 * tokens * row_bytes)
 
     q = torch.randn(size, model.heads, model.head_dim, device=device, dtype=dtype)
-    dense = [x.view(size, context, *shape[2:]).transpose(1, 2) for x in caches]
+    plan = None
+    if device == "cpu":  # as the engine does: planned once a step, for all layers
+        plan = _plan(range(size + 1), lens, tables, caches[0])
+    dense = [x.reshape(size, context, *shape[2:]).transpose(1, 2) for x in caches]
     steps = {
-        "ours": lambda: paged_attention_decode(
-            q, *caches, tables, lens, max_seq_len=context, softmax_scale=model.head_dim**-0.5
-        ),
+        "ours": _decode(q, caches, tables, lens, context, plan),
         "sdpa-dense": lambda: F.scaled_dot_product_attention(
             q.unsqueeze(2), *dense, enable_gqa=True
         ),
@@ -129,11 +165,13 @@ def _paged(name: str, model: ModelShape, device: str) -> Iterator[BenchCase]:
     starts = torch.arange(0, len(q) + 1, chunk, dtype=torch.int32, device=device)
     dense = [x[:members] for x in dense]
     q_batch = _batched(q, members)
+    if device == "cpu":
+        plan = _plan(starts, lens[:members], tables[:members], caches[0])
     mask = torch.ones(chunk, context, dtype=torch.bool, device=device).tril(context - chunk)
     steps = {
         "ours": lambda: paged_attention(
             q, *caches, starts, lens[:members], tables[:members], max_query_len=chunk,
-            max_seq_len=context,
+            max_seq_len=context, plan=plan,
         ),
         "sdpa-dense": lambda: F.scaled_dot_product_attention(
             q_batch, *dense, attn_mask=mask, enable_gqa=True
@@ -143,6 +181,24 @@ def _paged(name: str, model: ModelShape, device: str) -> Iterator[BenchCase]:
     flops = 4 * model.heads * model.head_dim * pairs
     label = f"{name} B={members} q={chunk} L={context}"
     yield _case("paged-prefill", "paged_attention", label, dtype, steps, flops=flops)
+
+
+def _plan(starts: Tensor | range, lens: Tensor, tables: Tensor, cache: Tensor) -> PagedPlan:
+    num_kv, dtype = cache.shape[2], cache.dtype
+    return make_paged_plan(
+        starts, lens, tables, block_size=BLOCK, num_kv_heads=num_kv, dtype=dtype
+    )  # fmt: skip
+
+
+def _decode(
+    q: Tensor, caches: list[Tensor], tables: Tensor, lens: Tensor, context: int,
+    plan: PagedPlan | None,
+) -> Callable[[], object]:  # fmt: skip
+    if plan is None:
+        return lambda: paged_attention_decode(q, *caches, tables, lens, max_seq_len=context)
+    return lambda: paged_attention(
+        q, *caches, range(len(q) + 1), lens, tables, max_query_len=1, max_seq_len=context, plan=plan
+    )
 
 
 def _case(

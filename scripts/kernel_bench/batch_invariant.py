@@ -4,9 +4,10 @@ its algorithm with the batch: the ratio is the price of invariance."""
 from collections.abc import Iterator
 
 import torch
-from kernel_bench.case import BenchCase
+from kernel_bench.case import BenchCase, Step, compiled
 
 from kernels import log_softmax_batch_invariant, matmul_batch_invariant
+from kernels.batch_invariant import log_softmax_batch_invariant_ref
 
 SHAPES = {"qwen3-0.6b": (1024, 6144), "qwen3-4b": (2560, 19456), "llama-3-8b": (4096, 28672)}
 
@@ -23,17 +24,18 @@ def cases(device: str) -> Iterator[BenchCase]:
                 shape=f"{model} {rows}x{width}x{out}", dtype=str(dtype)[6:],
                 run=lambda a=a, b=b: matmul_batch_invariant(a, b),
                 peers={"eager": lambda a=a, b=b: a @ b},
-                bytes=None, flops=2 * rows * width * out,
+                flops=2 * rows * width * out,
             )  # fmt: skip
     rows, vocab = (2048, 151936) if is_gpu else (32, 49152)
     x = torch.randn(rows, vocab, device=device, dtype=dtype)
-    peers = {"eager": lambda: torch.log_softmax(x, -1, dtype=torch.float32)}
+    slow: dict[str, Step] = {}
     if is_gpu:
-        compiled = torch.compile(lambda t: torch.log_softmax(t, -1, dtype=torch.float32))
-        peers["compile"] = lambda: compiled(x)
+        made = compiled(log_softmax_batch_invariant_ref)
+        slow["compile"] = lambda: made(x)
     yield BenchCase(
         name="log_softmax_batch_invariant", op="log_softmax_batch_invariant",
         shape=f"{rows}x{vocab}", dtype=str(dtype)[6:],
-        run=lambda: log_softmax_batch_invariant(x), peers=peers,
-        bytes=x.nbytes + 4 * x.numel(), flops=None,
+        run=lambda: log_softmax_batch_invariant(x),
+        peers={"eager": lambda: log_softmax_batch_invariant_ref(x)}, slow_peers=slow,
+        bytes=x.nbytes + 4 * x.numel(),
     )  # fmt: skip

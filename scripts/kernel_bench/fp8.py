@@ -1,9 +1,9 @@
 """Benchmark rows of fp8 quantisation and the fp8 matmul; the peer is `torch._scaled_mm`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
-from kernel_bench.case import BenchCase
+from kernel_bench.case import BenchCase, Step, compiled
 
 from kernels import fp8_linear, quantize_fp8
 from kernels.fp8 import quantize_fp8_ref
@@ -17,14 +17,15 @@ def cases(device: str) -> Iterator[BenchCase]:
     dtype = torch.bfloat16 if is_gpu else torch.float32
     x = torch.randn(rows, 4096, device=device, dtype=dtype)
     for kind, group in (("row", None), ("1x128", 128), ("128x128", (128, 128))):
-        peers: dict[str, Callable[[], object]] = {}
+        slow: dict[str, Step] = {}
         if is_gpu and kind == "row":  # once: compiling takes its time
-            compiled = torch.compile(quantize_fp8_ref)
-            peers = {"compile": lambda g=group, f=compiled: f(x, g)}
+            made = compiled(quantize_fp8_ref)
+            slow = {"compile": lambda f=made: f(x)}
         yield BenchCase(
             name=f"quantize_fp8-{kind}", op="quantize_fp8", shape=f"{rows}x4096",
-            dtype=str(dtype)[6:], run=lambda g=group: quantize_fp8(x, g), peers=peers,
-            bytes=x.numel() * (dtype.itemsize + 1), flops=None,
+            dtype=str(dtype)[6:], run=lambda g=group: quantize_fp8(x, g),
+            peers={"eager": lambda g=group: quantize_fp8_ref(x, g)}, slow_peers=slow,
+            bytes=x.numel() * (dtype.itemsize + 1),
         )  # fmt: skip
     for model, (width, out) in SHAPES.items() if is_gpu else [("reduced", (1024, 1024))]:
         yield from linear_rows(model, 8192 if is_gpu else 64, width, out, device)
@@ -36,7 +37,7 @@ def linear_rows(model: str, rows: int, width: int, out: int, device: str) -> Ite
     for kind, groups in (("row", (None, None)), ("block", (128, (128, 128)))):
         x, xs = quantize_fp8(torch.randn(rows, width, device=device), groups[0])
         w, ws = quantize_fp8(torch.randn(out, width, device=device), groups[1])
-        peers: dict[str, Callable[[], object]] = {}
+        peers: dict[str, Step] = {}
         if device == "cuda" and kind == "row":
             peers["scaled_mm"] = lambda x=x, w=w, xs=xs, ws=ws: torch._scaled_mm(
                 x, w.t(), xs[:, None], ws[None, :], out_dtype=torch.bfloat16

@@ -3,10 +3,10 @@
 The peer of the matmuls is `torch._grouped_mm`, alone or put together into the whole MoE.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
-from kernel_bench.case import BenchCase
+from kernel_bench.case import BenchCase, backward_of, forward_of
 from torch import Tensor
 
 from kernels import fused_moe, grouped_gemm, moe_align, swiglu, topk_softmax
@@ -24,11 +24,6 @@ def moe_of_torch(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tenso
     y = torch._grouped_mm(swiglu(h), w2.transpose(1, 2), offs=ends)
     slots = torch.empty_like(y).index_copy(0, order, y).view(*ids.shape, -1)
     return (slots.float() * weights.unsqueeze(-1)).sum(1).to(x.dtype)
-
-
-def backward_of(op: Callable[..., Tensor], leaves: list[Tensor]) -> Callable[[], object]:
-    out = op(*leaves)
-    return lambda: torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True)
 
 
 def cases(device: str) -> Iterator[BenchCase]:
@@ -60,13 +55,13 @@ def routing_cases(logits: Tensor, ids: Tensor) -> Iterator[BenchCase]:
         name="topk_softmax", op="topk_softmax", shape=shape_of(ids, experts), dtype="float32",
         run=lambda: topk_softmax(logits, K),
         peers={"eager": lambda: topk_softmax_ref(logits, K)},
-        bytes=logits.nbytes + 8 * ids.numel(), flops=None,
+        bytes=logits.nbytes + 8 * ids.numel(),
     )  # fmt: skip
     yield BenchCase(
         name="moe_align", op="moe_align", shape=shape_of(ids, experts), dtype="int32",
         run=lambda: moe_align(ids, experts, 128),
         peers={"eager": lambda: moe_align_ref(ids, experts, 128)},
-        bytes=8 * ids.numel(), flops=None,
+        bytes=8 * ids.numel(),
     )  # fmt: skip
 
 
@@ -77,7 +72,6 @@ def layer_cases(leaves: list[Tensor], ids: Tensor) -> Iterator[BenchCase]:
     shape, dtype = shape_of(ids, experts), str(x.dtype)[6:]
     flops = 6 * slots * HIDDEN * WIDTH
     is_decode = len(ids) <= 64
-    plain = [t.detach() for t in leaves]
 
     def op(*tensors: Tensor) -> Tensor:
         return fused_moe(*tensors, ids)
@@ -87,8 +81,8 @@ def layer_cases(leaves: list[Tensor], ids: Tensor) -> Iterator[BenchCase]:
 
     yield BenchCase(
         name="fused_moe-forward", op="fused_moe", shape=shape, dtype=dtype,
-        run=lambda: op(*plain),
-        peers={"grouped_mm": lambda: peer(*plain)} if x.is_cuda else {},
+        run=forward_of(op, leaves),
+        peers={"grouped_mm": forward_of(peer, leaves)} if x.is_cuda else {},
         bytes=min(experts, slots) * 3 * HIDDEN * WIDTH * x.itemsize if is_decode else None,
         flops=None if is_decode else flops,
     )  # fmt: skip
@@ -97,7 +91,7 @@ def layer_cases(leaves: list[Tensor], ids: Tensor) -> Iterator[BenchCase]:
             name="fused_moe-backward", op="fused_moe", shape=shape, dtype=dtype,
             run=backward_of(op, leaves),
             peers={"grouped_mm": backward_of(peer, leaves)} if x.is_cuda else {},
-            bytes=None, flops=2 * flops,
+            flops=2 * flops,
         )  # fmt: skip
 
 
@@ -110,5 +104,5 @@ def matmul_case(rows: Tensor, w13: Tensor, ids: Tensor) -> BenchCase:
         run=lambda: grouped_gemm(rows, w13, offsets),
         peers={"grouped_mm": lambda: torch._grouped_mm(rows, transposed, offs=ends)}
         if rows.is_cuda else {},
-        bytes=None, flops=4 * len(rows) * HIDDEN * WIDTH,
+        flops=4 * len(rows) * HIDDEN * WIDTH,
     )  # fmt: skip

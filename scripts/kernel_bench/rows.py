@@ -6,10 +6,19 @@ Bytes are what an ideal kernel moves. Backward rows time the backward pass alone
 from collections.abc import Callable, Iterator
 
 import torch
-from kernel_bench.case import BenchCase
+from kernel_bench.case import BenchCase, Op, backward_of, compiled, forward_of, has_liger
 from torch import Tensor
 
-from kernels import add_rms_norm, apply_rope, qk_norm_rope, rms_norm, swiglu
+from kernels import (
+    add_rms_norm,
+    apply_rope,
+    gather_rows,
+    make_row_gather,
+    qk_norm_rope,
+    rms_norm,
+    swiglu,
+)
+from kernels.gather_rows import gather_rows_ref
 from kernels.qk_norm_rope import qk_norm_rope_ref
 from kernels.rms_norm import rms_norm_ref
 from kernels.rope import apply_rope_ref
@@ -17,35 +26,43 @@ from kernels.swiglu import swiglu_ref
 
 WIDTHS = {"qwen3-0.6b": (1024, 3072), "qwen3-4b": (2560, 9728), "llama-3-8b": (4096, 14336)}
 HEADS = {"qwen3-0.6b": (16, 8, 128), "qwen3-4b": (32, 8, 128), "llama-3-8b": (32, 8, 128)}
-Op = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
 def passes(
     op: str, model: str, ours: Op, plain: Op, inputs: list[Tensor], bytes_f: int, bytes_b: int
 ) -> Iterator[BenchCase]:
-    """The forward and the backward row of one op; peers are eager and compiled PyTorch."""
-    shape = f"{model} {tuple(inputs[0].shape)}"
-    dtype = str(inputs[0].dtype)[6:]
-    theirs = {"eager": plain, "compile": torch.compile(plain)} if inputs[0].is_cuda else {}
-    detached = [x.detach() for x in inputs]
-    yield BenchCase(
-        name=f"{op}-forward", op=op, shape=shape, dtype=dtype, run=lambda: ours(*detached),
-        peers={name: (lambda f=f: f(*detached)) for name, f in theirs.items()},
-        bytes=bytes_f, flops=None,
-    )  # fmt: skip
-    yield BenchCase(
-        name=f"{op}-backward", op=op, shape=shape, dtype=dtype, run=backward_of(ours, inputs),
-        peers={name: backward_of(f, inputs) for name, f in theirs.items()},
-        bytes=bytes_b, flops=None,
-    )  # fmt: skip
+    """The forward and the backward row of one op; peers are eager and compiled PyTorch, Liger."""
+    shape, dtype = f"{model} {tuple(inputs[0].shape)}", str(inputs[0].dtype)[6:]
+    peers = {"eager": plain}
+    if has_liger() and op in LIGER:
+        peers["liger"] = LIGER[op]
+    slow = {"compile": compiled(plain)} if inputs[0].is_cuda else {}
+    for name, step_of, moved in (
+        ("forward", forward_of, bytes_f),
+        ("backward", backward_of, bytes_b),
+    ):
+        yield BenchCase(
+            name=f"{op}-{name}", op=op, shape=shape, dtype=dtype, run=step_of(ours, inputs),
+            peers={peer: step_of(f, inputs) for peer, f in peers.items()}, bytes=moved,
+            slow_peers={peer: step_of(f, inputs) for peer, f in slow.items()},
+        )  # fmt: skip
 
 
-def backward_of(op: Op, inputs: list[Tensor]) -> Callable[[], object]:
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    outs = op(*leaves)
-    outs = outs if isinstance(outs, tuple) else (outs,)
-    grads = [torch.randn_like(out) for out in outs]
-    return lambda: torch.autograd.grad(outs, leaves, grads, retain_graph=True)
+def liger_norm(x: Tensor, w: Tensor) -> Tensor:
+    from liger_kernel.transformers.functional import liger_rms_norm
+
+    y: Tensor = liger_rms_norm(x, w, 1e-6, in_place=False)
+    return y
+
+
+def liger_swiglu(gate_up: Tensor) -> Tensor:
+    from liger_kernel.transformers import functional
+
+    y: Tensor = functional.liger_swiglu(*(x.contiguous() for x in gate_up.chunk(2, -1)))
+    return y
+
+
+LIGER: dict[str, Op] = {"rms_norm": liger_norm, "swiglu": liger_swiglu}
 
 
 def cases(device: str) -> Iterator[BenchCase]:
@@ -70,6 +87,8 @@ def cases(device: str) -> Iterator[BenchCase]:
         gate_up = [normal(num_tokens, 2 * ffn)]
         yield from passes("swiglu", model, swiglu, swiglu_ref, gate_up, 3 * item, 5 * item)
         yield from rope_cases(model, num_tokens, normal, device)
+        _, k_heads, dim = HEADS[model]
+        yield from gather_cases(model, normal(num_tokens, k_heads, dim))
 
 
 def plain_norm(x: Tensor, w: Tensor) -> Tensor:
@@ -98,4 +117,18 @@ def rope_cases(
         "qk_norm_rope", model, lambda q, k, a, b: qk_norm_rope(q, k, a, b, cos, sin, at, 1e-6),
         lambda q, k, a, b: qk_norm_rope_ref(q, k, a, b, cos, sin, at, 1e-6), [q, k, *weights],
         2 * item, 3 * item,
+    )  # fmt: skip
+
+
+def gather_cases(model: str, k: Tensor) -> Iterator[BenchCase]:
+    """Keys of 16 segments behind one prompt of an eighth of the rows (`shared_prefix.py`)."""
+    prompt = torch.arange(len(k) // 8)
+    index = torch.cat(
+        [torch.cat([prompt, own]) for own in torch.arange(len(prompt), len(k)).chunk(16)]
+    )
+    plan, at = make_row_gather(index, len(k), k.device), index.to(k.device)
+    moved = (len(k) + len(index)) * k[0].numel() * k.element_size()
+    yield from passes(
+        "gather_rows", model, lambda x: gather_rows(x, plan), lambda x: gather_rows_ref(x, at),
+        [k], moved, moved,
     )  # fmt: skip

@@ -23,7 +23,7 @@ def cases(device: str) -> Iterator[BenchCase]:
             name=f"sample-{name}", op="sample", shape=shape, dtype="float32",
             run=draw("auto", logits, at, top_k, top_p),
             peers={"eager": draw("torch", logits, at, top_k, top_p)},
-            bytes=2 * one_read, flops=None,
+            bytes=2 * one_read,
         )  # fmt: skip
     counts = torch.randint(0, 2, logits.shape, device=device, dtype=torch.int32)
     prompt = counts.bool()
@@ -33,14 +33,14 @@ def cases(device: str) -> Iterator[BenchCase]:
         name="apply_penalties", op="apply_penalties", shape=shape, dtype="float32",
         run=lambda: apply_penalties_(logits, counts, prompt, **options),
         peers={"eager": lambda: apply_penalties_ref(logits, counts, prompt, **options)},
-        bytes=logits.numel() * (4 + 4 + 4 + 1), flops=None,
+        bytes=logits.numel() * (4 + 4 + 4 + 1),
     )  # fmt: skip
     words = torch.full((rows, vocab // 32), 0x55555555, device=device, dtype=torch.int32)
     yield BenchCase(
         name="apply_token_bitmask", op="apply_token_bitmask", shape=shape, dtype="float32",
         run=lambda: apply_token_bitmask_(logits, words),
         peers={"eager": lambda: apply_token_bitmask_ref(logits, words)},
-        bytes=one_read // 2 + words.numel() * 4, flops=None,
+        bytes=one_read // 2 + words.numel() * 4,
     )  # fmt: skip
 
 

@@ -38,13 +38,13 @@ def loss_cases(device: str, num_tokens: int) -> Iterator[BenchCase]:
         yield BenchCase(
             name=f"policy_loss-{variant}", op="policy_loss", shape=f"({num_tokens},)",
             dtype="float32", run=loss("auto", variant), peers={"eager": loss("torch", variant)},
-            bytes=bytes_moved, flops=None,
+            bytes=bytes_moved,
         )  # fmt: skip
     yield BenchCase(
         name="gae", op="gae", shape=f"({num_tokens},) in sequences of 512", dtype="float32",
         run=lambda: gae(ref, old, cu, 1.0, 0.95),
         peers={"eager": lambda: gae(ref, old, cu, 1.0, 0.95, backend="torch")},
-        bytes=num_tokens * 20, flops=None,
+        bytes=num_tokens * 20,
     )  # fmt: skip
 
 
@@ -62,15 +62,27 @@ def adamw_cases(device: str, model: str, num_layers: int) -> Iterator[BenchCase]
     leaves = [torch.nn.Parameter(x) for x in master]
     for leaf in leaves:
         leaf.grad = torch.zeros_like(leaf)
+    # fp32 throughout: 28 bytes an element too, but nothing to convert
     peer = torch.optim.AdamW(leaves, fused=True, **options)
+
+    def mixed() -> None:
+        """What the op does: bf16 gradients in, fp32 masters, bf16 parameters out."""
+        torch._foreach_copy_([x.grad for x in leaves], grads)
+        peer.step()
+        torch._foreach_copy_(params, [x.data for x in leaves])
+
     yield BenchCase(
         name="fused_adamw", op="fused_adamw", shape=shape, dtype="bfloat16",
         run=lambda: fused_adamw_(*lists, step=2, plan=plan, **options),
-        peers={"torch-fused-fp32": peer.step}, bytes=28 * num_elements, flops=None,
+        peers={"torch-fused-fp32": peer.step, "torch-fused-and-casts": mixed},
+        bytes=28 * num_elements,
     )  # fmt: skip
     yield BenchCase(
         name="multi_tensor_l2norm", op="multi_tensor_l2norm", shape=shape, dtype="bfloat16",
         run=lambda: multi_tensor_l2norm(grads, plan=norm_plan),
-        peers={"torch": lambda: torch.nn.utils.get_total_norm(grads)}, bytes=2 * num_elements,
-        flops=None,
+        peers={
+            "torch-result-in-bf16": lambda: torch.nn.utils.get_total_norm(grads),
+            "torch-on-fp32": lambda: torch.nn.utils.get_total_norm([g.float() for g in grads]),
+        },
+        bytes=2 * num_elements,
     )  # fmt: skip

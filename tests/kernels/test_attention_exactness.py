@@ -148,7 +148,7 @@ def test_a_token_sees_neither_the_future_nor_other_sequences():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_paged_attention_equals_its_definition(dtype):
-    lengths, counts = [1, 19, 200, 77, 310], [1, 19, 3, 1, 150]
+    lengths, counts = [1, 19, 200, 77, 20, 310, 0], [1, 19, 3, 1, 0, 150, 0]
     q, k, v = random_qkv(lengths, (6, 2, 32), dtype)
     k_cache, v_cache, tables = fill_cache(k, v, lengths)
     ends = bounds(lengths)[1:]

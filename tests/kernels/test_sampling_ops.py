@@ -92,6 +92,16 @@ def test_penalties_by_hand():
     assert logits.tolist() == [[-0.25, -4.75, 1.0, 2.0], [1.0, 1.0, 1.0, 1.0]]
 
 
+def test_rows_with_neutral_penalties_keep_their_bits_beside_others():
+    torch.manual_seed(0)
+    logits, counts = torch.randn(5, 9), torch.randint(0, 3, (5, 9), dtype=torch.int32)
+    presence = torch.tensor([0.0, 0.5, 0.0, 0.0, 1.0])
+    off = {"repetition": torch.ones(5), "frequency": torch.zeros(5)}
+    given = logits.clone()
+    apply_penalties_(given, counts, None, presence=presence, **off)
+    assert torch.equal(given, logits - presence[:, None] * (counts > 0))
+
+
 def test_bitmask_by_hand():
     logits = torch.zeros(2, 34)
     words = torch.tensor([[0b101, 0b10], [-1, -1]], dtype=torch.int32)

@@ -15,6 +15,7 @@ from kernels import (
     qk_norm_rope,
     rms_norm,
 )
+from kernels.adamw import _PIECE
 from kernels.gae import gae_ref
 from nanorl.algorithms.advantages import gae as gae_of_nanorl
 
@@ -74,6 +75,30 @@ def test_adamw_is_torch_adamw_on_clipped_gradients(dtype):
         assert torch.equal(p, w.to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adamw_by_pieces_has_the_bits_of_one_call_on_widened_tensors(dtype):
+    """A tensor of two pieces and an odd end, a small one, and views that start anywhere."""
+    torch.manual_seed(0)
+    sizes, options = (2 * _PIECE + 77, 1001), {"lr": 0.01, "eps": 1e-8, "weight_decay": 0.1}
+    ours = [[torch.randn(n).abs() for n in sizes] for _ in range(3)]
+    theirs = [[x.clone() for x in tensors] for tensors in ours]
+    grads = [torch.randn(n + 3).to(dtype)[3:] for n in sizes]
+    params = [torch.empty(n).to(dtype) for n in sizes]
+    w, m, v = ours
+    fused_adamw_(
+        params, grads, m, v, w, step=7, betas=(0.9, 0.95), grad_scale=torch.tensor(0.3), **options
+    )
+    torch._fused_adamw_(
+        theirs[0], [g.float() * 0.3 for g in grads], theirs[1], theirs[2], [],
+        [torch.tensor(7.0)] * 2, beta1=0.9, beta2=0.95, amsgrad=False, maximize=False, **options,
+    )  # fmt: skip
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert all(map(torch.equal, mine, reference))
+    assert all(torch.equal(p, x.to(dtype)) for p, x in zip(params, w, strict=True))
+    exact = sum(g.double().square().sum() for g in grads).sqrt()
+    torch.testing.assert_close(multi_tensor_l2norm(grads).double(), exact, rtol=1e-6, atol=0)
+
+
 def test_one_adamw_step_by_hand():
     p, g, m, v = ([torch.tensor([x])] for x in (1.0, 4.0, 0.0, 0.0))
     fused_adamw_(
@@ -130,7 +155,7 @@ CU = torch.tensor([0, 4], dtype=torch.int32)
         (lambda: gae(torch.zeros(4), torch.zeros(4), CU, 1.5, 1.0), "gamma=1.5"),
         (lambda: gae(*[torch.zeros(4)] * 2, CU, 1.0, 1.0, mask_T=torch.ones(3)), "mask"),
         (lambda: qk_norm_rope(*[torch.zeros(2, 1, 6)] * 2, *[torch.zeros(5)] * 2,
-                              *[torch.zeros(9, 3)] * 2, torch.zeros(2)), "q_weight"),
+                              *[torch.zeros(9, 3)] * 2, torch.zeros(2).long()), "q_weight"),
     ],
 )  # fmt: skip
 def test_bad_input_names_the_argument(call, name):

@@ -18,8 +18,8 @@ def matmul(rows: int, dtype: torch.dtype) -> Callable[[], object]:
     return call
 
 
-def log_softmax() -> object:
-    x = torch.empty(512, 151936, dtype=torch.bfloat16, requires_grad=True)
+def log_softmax(dtype: torch.dtype) -> object:
+    x = torch.empty(512, 151936, dtype=dtype, requires_grad=True)
     y = log_softmax_batch_invariant(x, backend="triton")
     return torch.autograd.grad(y, x, torch.empty_like(y))
 
@@ -29,4 +29,7 @@ def cases() -> Iterator[GateCase]:
         need = ("wgmma", "ld128")
         yield GateCase(f"invariant-matmul-{rows}", matmul(rows, torch.bfloat16), need=need)
     yield GateCase("invariant-matmul-fp32", matmul(4096, torch.float32))
-    yield GateCase("invariant-log-softmax", log_softmax, need=("ld128",))
+    for dtype in (torch.bfloat16, torch.float32):
+        yield GateCase(
+            f"invariant-log-softmax-{str(dtype)[6:]}", lambda d=dtype: log_softmax(d), ("ld128",)
+        )

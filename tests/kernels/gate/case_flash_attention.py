@@ -8,15 +8,29 @@ from gate_case import GateCase
 from kernels import flash_attn_varlen, gather_rows
 from kernels.gather_rows import RowGather
 
-SHAPES = {"llama3-8b": (32, 8, 128), "smollm2": (9, 3, 64), "d80": (14, 2, 80), "mqa": (7, 1, 128)}
+# Every tile class of `_tune.py` (Llama-3-8B, SmolLM2 and others), and shapes that share a class.
+SHAPES = {
+    "half-64": (9, 3, 64),
+    "half-128": (32, 8, 128),
+    "half-256": (8, 4, 256),
+    "fp32-64": (9, 3, 64),
+    "fp32-128": (16, 8, 128),
+    "fp32-256": (8, 4, 256),
+    "half-128-d80": (14, 2, 80),
+    "half-128-mqa": (7, 1, 128),
+}
 NEED_OF = {"_delta_kernel": ("ld128",)}
+# Two accumulators 256 wide leave room for 32 keys, which is half a row tile of wgmma.
+NEED_OF_256 = {**NEED_OF, "_dkdv_kernel": ("mma_sync", "ld128")}
 
 
-def attend(shape: tuple[int, int, int], window: int | None, return_lse: bool) -> None:
-    heads, num_kv, head_dim = shape
-    kind = {"dtype": torch.bfloat16, "requires_grad": True}
-    q = torch.empty(4096, heads, head_dim, **kind)
-    k, v = (torch.empty(4096, num_kv, head_dim, **kind) for _ in "kv")
+def attend(name: str, window: int | None, return_lse: bool) -> None:
+    heads, num_kv, head_dim = SHAPES[name]
+    dtype = torch.float32 if name.startswith("fp32") else torch.bfloat16
+    q = torch.empty(4096, heads, head_dim, dtype=dtype, requires_grad=True)
+    k, v = (
+        torch.empty(4096, num_kv, head_dim, dtype=dtype, requires_grad=True) for _ in "kv"
+    )  # fmt: skip
     cu = torch.empty(5, dtype=torch.int32)
     out = flash_attn_varlen(
         q, k, v, cu, cu, 2048, 2048, window=window, return_lse=return_lse, backend="triton"
@@ -34,16 +48,15 @@ def gather() -> None:
 
 
 def cases() -> Iterator[GateCase]:
-    for name, shape in SHAPES.items():
+    for name in SHAPES:
+        need = ("ld128",) if name.startswith("fp32") else ("wgmma", "ld128")
+        need_of = NEED_OF_256 if name == "half-256" else NEED_OF
         yield GateCase(
-            f"flash_attn_varlen-{name}",
-            lambda shape=shape: attend(shape, None, False),
-            need=("wgmma", "ld128"),
-            need_of=NEED_OF,
+            f"flash-{name}", lambda n=name: attend(n, None, False), need=need, need_of=need_of
         )
     yield GateCase(
-        "flash_attn_varlen-window-lse",
-        lambda: attend(SHAPES["llama3-8b"], 512, True),
+        "flash-half-128-window-lse",
+        lambda: attend("half-128", 512, True),
         need=("wgmma", "ld128"),
         need_of=NEED_OF,
     )

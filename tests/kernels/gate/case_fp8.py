@@ -6,17 +6,15 @@ import torch
 from gate_case import GateCase
 
 from kernels import fp8_linear, quantize_fp8
+from kernels.fp8 import GroupSize
 
-GROUPS = {"row": None, "1x128": 128, "128x128": (128, 128)}
+GROUPS: dict[str, GroupSize] = {"row": None, "1x128": 128, "128x128": (128, 128)}
 
 
-def quantize(group_size: object) -> Callable[[], object]:
-    x = (8192, 4096)
+def quantize(group_size: GroupSize, dtype: torch.dtype) -> Callable[[], object]:
     return lambda: quantize_fp8(
-        torch.empty(x, dtype=torch.bfloat16),
-        group_size,
-        backend="triton",  # type: ignore[arg-type]
-    )
+        torch.empty(8192, 4096, dtype=dtype), group_size, backend="triton"
+    )  # fmt: skip
 
 
 def linear(rows: int, is_by_block: bool) -> Callable[[], object]:
@@ -33,7 +31,9 @@ def linear(rows: int, is_by_block: bool) -> Callable[[], object]:
 
 def cases() -> Iterator[GateCase]:
     for name, group_size in GROUPS.items():
-        yield GateCase(f"fp8-quantize-{name}", quantize(group_size), need=("ld128",))
+        for dtype in (torch.bfloat16, torch.float32):
+            case = f"fp8-quantize-{name}-{str(dtype)[6:]}"
+            yield GateCase(case, quantize(group_size, dtype), need=("ld128",))
     for kind in ("row", "block"):
         for rows, need in ((4096, ("wgmma", "ld128")), (64, ("wgmma", "ld128")), (8, ("ld128",))):
             yield GateCase(f"fp8-linear-{kind}-{rows}", linear(rows, kind == "block"), need=need)

@@ -8,15 +8,19 @@ from gate_case import GateCase
 from kernels import linear_cross_entropy, linear_logprob
 
 
-def inputs(vocab: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    hidden = torch.empty(4096, width, dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.empty(vocab, width, dtype=torch.bfloat16, requires_grad=True)
+def inputs(
+    vocab: int, width: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    hidden = torch.empty(4096, width, dtype=dtype, requires_grad=True)
+    weight = torch.empty(vocab, width, dtype=dtype, requires_grad=True)
     return hidden, weight, torch.empty(4096, dtype=torch.int64)
 
 
-def logprob(vocab: int, has_entropy: bool) -> Callable[[], object]:
+def logprob(
+    vocab: int, has_entropy: bool, dtype: torch.dtype = torch.bfloat16
+) -> Callable[[], object]:
     def call() -> object:
-        hidden, weight, ids = inputs(vocab, 2560)
+        hidden, weight, ids = inputs(vocab, 2560, dtype)
         out = linear_logprob(hidden, weight, ids, return_entropy=has_entropy, backend="triton")
         outs = out if isinstance(out, tuple) else (out,)
         return torch.autograd.grad(outs, (hidden, weight), [torch.empty_like(o) for o in outs])
@@ -35,4 +39,5 @@ def cases() -> Iterator[GateCase]:
     yield GateCase("linear-logprob", logprob(151936, False), need=need)
     yield GateCase("linear-logprob-entropy", logprob(151936, True), need=need)
     yield GateCase("linear-logprob-odd-vocabulary", logprob(49153, True), need=need)
+    yield GateCase("linear-logprob-fp32", logprob(151936, True, torch.float32), need=need)
     yield GateCase("linear-cross-entropy", cross_entropy, need=need)

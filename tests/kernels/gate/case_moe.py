@@ -10,8 +10,8 @@ from kernels import fused_moe, grouped_gemm, moe_align, topk_softmax
 HIDDEN, WIDTH, EXPERTS, K = 2048, 768, 128, 8
 
 
-def bf16(*shape: int) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
+def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, requires_grad=True)
 
 
 def routed(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -19,10 +19,10 @@ def routed(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return weights, torch.empty(tokens, K, dtype=torch.int32)
 
 
-def moe(tokens: int, backward: bool) -> Callable[[], object]:
+def moe(tokens: int, backward: bool, dtype: torch.dtype = torch.bfloat16) -> Callable[[], object]:
     def call() -> object:
-        leaves = (bf16(tokens, HIDDEN), bf16(EXPERTS, 2 * WIDTH, HIDDEN))
-        leaves += (bf16(EXPERTS, HIDDEN, WIDTH),)
+        shapes = (tokens, HIDDEN), (EXPERTS, 2 * WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)
+        leaves = tuple(leaf(*shape, dtype=dtype) for shape in shapes)
         weights, ids = routed(tokens)
         y = fused_moe(*leaves, weights, ids, backend="triton")
         return torch.autograd.grad(y.sum(), (*leaves, weights)) if backward else y
@@ -31,11 +31,12 @@ def moe(tokens: int, backward: bool) -> Callable[[], object]:
 
 
 def router() -> object:
-    logits = bf16(4096, EXPERTS)
     grads = []
-    for renormalize in (True, False):
-        weights, ids = topk_softmax(logits, K, renormalize=renormalize, backend="triton")
-        grads.append(torch.autograd.grad(weights.sum(), logits))
+    for dtype in (torch.bfloat16, torch.float32):
+        logits = leaf(4096, EXPERTS, dtype=dtype)
+        for renormalize in (True, False):
+            weights, ids = topk_softmax(logits, K, renormalize=renormalize, backend="triton")
+            grads.append(torch.autograd.grad(weights.sum(), logits))
     return moe_align(ids, EXPERTS, 128, backend="triton"), grads
 
 
@@ -64,6 +65,9 @@ def cases() -> Iterator[GateCase]:
     yield GateCase("moe-train", moe(8192, True), need=tiny, need_of=of)
     decode = {**of, "_rows_kernel": ("ld128",)}
     yield GateCase("moe-decode", moe(64, False), need=tiny, need_of=decode)
+    yield GateCase("moe-train-64_rows", moe(1024, True), need=tiny, need_of=of)  # an expert's mean
     yield GateCase("moe-route", router)
+    for tokens in (64, 1024):  # both tiles of fp32
+        yield GateCase(f"moe-fp32-{tokens}", moe(tokens, True, torch.float32), need=tiny)
     yield GateCase("grouped-gemm-bf16", grouped(torch.bfloat16), need_of=of)
     yield GateCase("grouped-gemm-fp32", grouped(torch.float32))

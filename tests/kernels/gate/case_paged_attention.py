@@ -7,7 +7,17 @@ from gate_case import GateCase
 
 from kernels import paged_attention, paged_attention_decode, reshape_and_cache
 
-SHAPES = {"llama3-8b": (32, 8, 128), "smollm2": (9, 3, 64), "d80": (14, 2, 80), "mqa": (7, 1, 128)}
+# Every tile class of `_tune.py` (Llama-3-8B, SmolLM2 and others), and shapes that share a class.
+SHAPES = {
+    "half-64": (9, 3, 64),
+    "half-128": (32, 8, 128),
+    "half-256": (8, 4, 256),
+    "fp32-64": (9, 3, 64),
+    "fp32-128": (16, 8, 128),
+    "fp32-256": (8, 4, 256),
+    "half-128-d80": (14, 2, 80),
+    "half-128-mqa": (7, 1, 128),
+}
 FP8 = torch.float8_e4m3fn
 
 
@@ -24,8 +34,13 @@ def store(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     reshape_and_cache(k, v, slot_mapping_T=slots, **make_caches(shape, 16, dtype), backend="triton")
 
 
+def query(num_tokens: int, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
+    dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
+    return torch.empty(num_tokens, shape[0], shape[2], dtype=dtype)
+
+
 def attend(shape: tuple[int, int, int], block_size: int, dtype: torch.dtype) -> None:
-    q = torch.empty(2048, shape[0], shape[2], dtype=torch.bfloat16)
+    q = query(2048, shape, dtype)
     starts, lens, tables = step_indices(17)
     paged_attention(
         q, query_start_loc=starts, seq_lens=lens, block_tables=tables, max_query_len=512,
@@ -34,7 +49,7 @@ def attend(shape: tuple[int, int, int], block_size: int, dtype: torch.dtype) -> 
 
 
 def decode(shape: tuple[int, int, int], num_seqs: int, block_size: int, dtype: torch.dtype) -> None:
-    q = torch.empty(num_seqs, shape[0], shape[2], dtype=torch.bfloat16)
+    q = query(num_seqs, shape, dtype)
     _, lens, tables = step_indices(num_seqs)
     paged_attention_decode(
         q, seq_lens=lens, block_tables=tables, max_seq_len=4096,
@@ -50,7 +65,7 @@ def step_indices(num_seqs: int) -> list[torch.Tensor]:
 def cases() -> Iterator[GateCase]:
     memory, merge = ("ld128",), {"_merge_kernel": ()}
     for name, dtype in (("bf16", torch.bfloat16), ("fp8", FP8)):
-        shape = SHAPES["llama3-8b"]
+        shape = SHAPES["half-128"]
         yield GateCase(f"store_kv-{name}", lambda d=dtype, s=shape: store(s, d), need=memory)
         yield GateCase(
             f"paged_prefill-{name}-block32",
@@ -62,16 +77,17 @@ def cases() -> Iterator[GateCase]:
             lambda d=dtype, s=shape: decode(s, 256, 32, d),
             need=memory,
         )
-    bf16 = torch.bfloat16
     for name, shape in SHAPES.items():
+        is_fp32 = name.startswith("fp32")
+        dtype = torch.float32 if is_fp32 else torch.bfloat16
         yield GateCase(
             f"paged_prefill-{name}",
-            lambda s=shape: attend(s, 16, bf16),
-            need=("wgmma", "ld128"),
+            lambda s=shape, d=dtype: attend(s, 16, d),
+            need=memory if is_fp32 else ("wgmma", "ld128"),
         )
         yield GateCase(
             f"paged_decode-{name}-split",
-            lambda s=shape: decode(s, 4, 16, bf16),
+            lambda s=shape, d=dtype: decode(s, 4, 16, d),
             need=memory,
             need_of=merge,
         )

@@ -18,17 +18,18 @@ def backward(*outs: torch.Tensor) -> None:
     torch.autograd.backward(outs, [torch.empty_like(out) for out in outs])
 
 
-def leaf(*shape: int) -> torch.Tensor:
-    return torch.empty(shape, dtype=BF16, requires_grad=True)
+def leaf(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, requires_grad=True)
 
 
-def norm(width: int) -> None:
-    backward(rms_norm(leaf(TOKENS, width), leaf(width), backend="triton"))
+def norm(width: int, dtype: torch.dtype = BF16) -> None:
+    x, weight = leaf(TOKENS, width, dtype=dtype), leaf(width, dtype=dtype)
+    backward(rms_norm(x, weight, backend="triton"))
 
 
-def add_norm(width: int) -> None:
-    x, residual = leaf(TOKENS, width), leaf(TOKENS, width)
-    backward(*add_rms_norm(x, residual, leaf(width), backend="triton"))
+def add_norm(width: int, dtype: torch.dtype = BF16) -> None:
+    x, residual = (leaf(TOKENS, width, dtype=dtype) for _ in "xr")
+    backward(*add_rms_norm(x, residual, leaf(width, dtype=dtype), backend="triton"))
 
 
 def angles(dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -36,21 +37,23 @@ def angles(dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return table, torch.empty_like(table), torch.empty(TOKENS, dtype=torch.int64)
 
 
-def fused_qkv(q_heads: int, k_heads: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    qkv = leaf(TOKENS, (q_heads + 2 * k_heads) * dim)
+def fused_qkv(
+    q_heads: int, k_heads: int, dim: int, dtype: torch.dtype = BF16
+) -> tuple[torch.Tensor, torch.Tensor]:
+    qkv = leaf(TOKENS, (q_heads + 2 * k_heads) * dim, dtype=dtype)
     widths = (q_heads * dim, k_heads * dim, k_heads * dim)
     q, k, _ = (x.view(TOKENS, -1, dim) for x in qkv.split(widths, -1))
     return q, k
 
 
-def rope(q_heads: int, k_heads: int, dim: int) -> None:
-    q, k = fused_qkv(q_heads, k_heads, dim)
+def rope(q_heads: int, k_heads: int, dim: int, dtype: torch.dtype = BF16) -> None:
+    q, k = fused_qkv(q_heads, k_heads, dim, dtype)
     backward(*apply_rope(q, k, *angles(dim), backend="triton"))
 
 
-def norm_rope(q_heads: int, k_heads: int, dim: int) -> None:
-    q, k = fused_qkv(q_heads, k_heads, dim)
-    weights = leaf(dim), leaf(dim)
+def norm_rope(q_heads: int, k_heads: int, dim: int, dtype: torch.dtype = BF16) -> None:
+    q, k = fused_qkv(q_heads, k_heads, dim, dtype)
+    weights = leaf(dim, dtype=dtype), leaf(dim, dtype=dtype)
     backward(*qk_norm_rope(q, k, *weights, *angles(dim), 1e-6, backend="triton"))
 
 
@@ -61,8 +64,14 @@ def engine_norm_rope(q_heads: int, k_heads: int, dim: int) -> None:
     backward(*qk_norm_rope(q, k, leaf(dim), leaf(dim), table, table, None, backend="triton"))
 
 
-def gated(width: int) -> None:
-    backward(swiglu(leaf(TOKENS, 2 * width), backend="triton"))
+def engine_rope(q_heads: int, k_heads: int, dim: int) -> None:
+    q, k = fused_qkv(q_heads, k_heads, dim)
+    table = torch.empty(TOKENS, dim // 2)
+    backward(*apply_rope(q, k, table, table, None, backend="triton"))
+
+
+def gated(width: int, dtype: torch.dtype = BF16) -> None:
+    backward(swiglu(leaf(TOKENS, 2 * width, dtype=dtype), backend="triton"))
 
 
 def cases() -> Iterator[GateCase]:
@@ -81,5 +90,20 @@ def cases() -> Iterator[GateCase]:
         "qk_norm_rope-no_positions", lambda: engine_norm_rope(16, 8, 128), ("ld128",),
         need_of=SECOND_PASS,
     )  # fmt: skip
+    yield GateCase("rope-no_positions", lambda: engine_rope(16, 8, 128), ("ld128",))
     for width in (3072, 9728, 14336):
         yield GateCase(f"swiglu-{width}", lambda w=width: gated(w), ("ld128",))
+    yield from fp32_cases()
+
+
+def fp32_cases() -> Iterator[GateCase]:
+    wide = torch.float32
+    heads = HEADS["qwen3-4b"]
+    for name, call in {
+        "rms_norm": lambda: norm(4096, wide),
+        "add_rms_norm": lambda: add_norm(4096, wide),
+        "rope": lambda: rope(*heads, wide),
+        "qk_norm_rope": lambda: norm_rope(*heads, wide),
+        "swiglu": lambda: gated(14336, wide),
+    }.items():
+        yield GateCase(f"{name}-fp32", call, ("ld128",), need_of=SECOND_PASS)

@@ -21,10 +21,11 @@ def draw(dtype: torch.dtype, truncates: bool) -> None:
     sample(logits, per_row(), k, p, min_p, *ids, backend="triton")
 
 
-def penalise() -> None:
+def penalise(dtype: torch.dtype, has_prompt: bool) -> None:
     counts = torch.empty(ROWS, VOCAB, dtype=torch.int32)
     apply_penalties_(
-        torch.empty(ROWS, VOCAB, dtype=torch.bfloat16), counts, counts.to(torch.bool),
+        torch.empty(ROWS, VOCAB, dtype=dtype), counts,
+        counts.to(torch.bool) if has_prompt else None,
         repetition=per_row(), frequency=per_row(), presence=per_row(), backend="triton",
     )  # fmt: skip
 
@@ -39,5 +40,7 @@ def cases() -> Iterator[GateCase]:
         for truncates in (False, True):
             name = f"sample-{str(dtype)[6:]}{'-truncated' if truncates else ''}"
             yield GateCase(name, lambda d=dtype, t=truncates: draw(d, t), ("ld128",))
-    yield GateCase("apply_penalties", penalise, ("ld128",))
+    bf16, fp32 = torch.bfloat16, torch.float32
+    yield GateCase("apply_penalties", lambda: penalise(bf16, True), ("ld128",))
+    yield GateCase("apply_penalties-fp32-no_prompt", lambda: penalise(fp32, False), ("ld128",))
     yield GateCase("apply_token_bitmask", mask)

@@ -7,9 +7,18 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "interpreter"))
-from exactness import assert_as_good_as_plain_torch, run
+from guard import assert_as_good_as_plain_torch, outputs_and_gradients
 
-from kernels import add_rms_norm, apply_rope, qk_norm_rope, rms_norm, swiglu
+from kernels import (
+    add_rms_norm,
+    apply_rope,
+    gather_rows,
+    make_row_gather,
+    qk_norm_rope,
+    rms_norm,
+    swiglu,
+)
+from kernels.gather_rows import gather_rows_ref
 from kernels.qk_norm_rope import qk_norm_rope_ref
 from kernels.rms_norm import rms_norm_ref
 from kernels.rope import apply_rope_ref
@@ -22,7 +31,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 def check(ours, plain, inputs, dtype):
     """As exact as plain PyTorch, and forward and backward twice are the same bits."""
     assert_as_good_as_plain_torch(ours, plain, inputs, dtype)
-    first, second = run(ours, inputs, dtype), run(ours, inputs, dtype)
+    typed = [x.to(dtype) for x in inputs]
+    first, second = outputs_and_gradients(ours, typed), outputs_and_gradients(ours, typed)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -101,5 +111,18 @@ def test_rope_with_and_without_the_norm(dtype, heads, has_norm):
             lambda q, k, *w: qk_norm_rope_ref(q, k, *w, *wide(q), 1e-6),
         ),
         inputs,
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gather_rows_adds_gradients_in_a_fixed_order(dtype):
+    torch.manual_seed(0)
+    index = torch.randint(0, 1000, (9001,))
+    plan = make_row_gather(index, 1000, "cuda")
+    check(
+        lambda x: gather_rows(x, plan, backend="triton"),
+        lambda x: gather_rows_ref(x, index.cuda()),
+        [normal(1000, 8, 128)],
         dtype,
     )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "interpreter"))
-from exactness import assert_as_close
+from guard import assert_as_close
 
 from kernels import fused_adamw_, gae, make_tensor_table, multi_tensor_l2norm, policy_loss
 

@@ -87,11 +87,15 @@ def test_whole_sequences(heads, dtype):
     check(EQUAL, heads, dtype)
 
 
-def test_group_of_seven():
-    check(([1, 70], None), (7, 1, 128), torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("group", [1, 4, 7, 8])
+def test_every_group_and_head_dim(group, head_dim, dtype):
+    """A whole sequence of one token, a prefix hit, a sequence without queries, one with both."""
+    check(([1, 20, 0, 5], [1, 37, 5, 5]), (group, 1, head_dim), dtype)
 
 
-def test_group_of_eight_and_an_odd_head_dim():
+def test_two_groups_of_eight_and_an_odd_head_dim():
     check(([20, 7], None), (16, 2, 24), torch.float32)
 
 
@@ -145,8 +149,8 @@ def test_bad_input_names_the_argument():
         flash_attn_varlen(**arguments)
 
     for name, change in {
-        "k: torch.float16": {"k_SKD": q.half(), "v_SKD": q.half()},
-        "q: torch.float64": {"q_THD": q.double()},
+        "k, v: dtypes": {"k_SKD": q.half(), "v_SKD": q.half()},
+        "q: dtype torch.float64": {n: q.double() for n in ("q_THD", "k_SKD", "v_SKD")},
         "k, v": {"v_SKD": q[:3]},
         "cu_seqlens_q": {"cu_seqlens_q": cu[None]},
         "cu_seqlens_k": {"cu_seqlens_k": torch.tensor([0, 2, 4])},

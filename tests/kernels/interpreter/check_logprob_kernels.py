@@ -4,7 +4,7 @@ from importlib import import_module
 
 import pytest
 import torch
-from guard import assert_as_good_as_plain_torch, poisoned_memory
+from guard import assert_as_good_as_plain_torch, outputs_and_gradients, poisoned_memory
 
 from kernels import linear_cross_entropy, linear_logprob
 from kernels.linear_cross_entropy import linear_cross_entropy_ref
@@ -32,6 +32,21 @@ def test_linear_logprob(dtype, temperature, vocab, has_entropy):
 
     inputs = [torch.randn(11, 16), torch.randn(vocab, 16)]
     assert_as_good_as_plain_torch(ours, plain, inputs, dtype)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_no_token_and_one_token(num_tokens):
+    torch.manual_seed(0)
+    ids = torch.full((num_tokens,), 3)
+    inputs = [torch.randn(num_tokens, 12), torch.randn(50, 12)]
+    ours = outputs_and_gradients(
+        lambda h, w: linear_logprob(h, w, ids, return_entropy=True, backend="triton"), inputs
+    )
+    exact = outputs_and_gradients(
+        lambda h, w: linear_logprob_ref(h, w, ids), [x.double() for x in inputs]
+    )
+    for a, e in zip(ours, exact, strict=True):  # one number: plain torch may be exact by luck
+        torch.testing.assert_close(a.double(), e, rtol=1e-6, atol=1e-6)
 
 
 def test_the_entropy_alone_can_be_the_loss():

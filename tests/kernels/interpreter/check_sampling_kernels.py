@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from exactness import guarded, poisoned
+from guard import guarded, poisoned_memory
 
 from kernels import apply_penalties_, apply_token_bitmask_, sample
 from kernels.logit_edits import apply_penalties_ref, apply_token_bitmask_ref
@@ -31,7 +31,7 @@ def test_sample_equals_the_definition(dtype, vocab):
     torch.manual_seed(vocab)
     logits = guarded((3 * torch.randn(len(REQUESTS), vocab)).to(dtype))
     for seed in range(2):
-        with poisoned():
+        with poisoned_memory():
             ours = draw(logits, seed, "triton")
         expected = draw(logits, seed, "torch")
         assert torch.equal(ours.tokens, expected.tokens)
@@ -106,6 +106,16 @@ def test_bitmask(dtype, vocab):
     assert torch.equal(logits, expected)
     buffer = logits._base
     assert buffer[:256].isnan().all() and buffer[-256:].isnan().all()
+
+
+def test_no_rows_are_no_error():
+    logits, none = torch.zeros(0, 40), torch.zeros(0)
+    drawn = draw(logits, 0, "triton", REQUESTS[:0])
+    assert [x.shape for x in drawn] == [(0,)] * 3
+    counts = torch.zeros(0, 40, dtype=torch.int32)
+    penalties = {"repetition": none, "frequency": none, "presence": none}
+    apply_penalties_(logits, counts, None, backend="triton", **penalties)
+    apply_token_bitmask_(logits, counts[:, :2], backend="triton")
 
 
 def test_the_reference_draws_tokens_as_often_as_their_probability():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from exactness import assert_as_close, guarded, poisoned
+from guard import assert_as_close, guarded, poisoned_memory
 
 from kernels import (
     clip_scale,
@@ -38,28 +38,31 @@ def loss_tensors(num_tokens, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("variant", ["grpo", "dapo", "gspo", "cispo"])
-@pytest.mark.parametrize("is_full", [False, True])
-def test_policy_loss(dtype, variant, is_full):
+@pytest.mark.parametrize("variant", ["grpo", "ppo", "dapo", "gspo", "cispo"])
+@pytest.mark.parametrize("kl_kind", [None, "k2", "k3"])
+def test_policy_loss(dtype, variant, kl_kind):
+    """With a kind of KL also every optional input; ppo without the dual clip."""
+    is_full = kl_kind is not None
     t, mask = loss_tensors(sum(LENGTHS), dtype)
     names = ["logprobs", "old_logprobs", "advantages"]
     optional = ["weights", "ref_logprobs", "rollout_logprobs"]
     clip = {"clip_low": 3e-2, "clip_high": 4e-2} if variant == "gspo" else {"clip_low": 0.2}
     clip.setdefault("clip_high", 0.28 if variant == "dapo" else 0.2)
     extra = {n: t[n] for n in optional} if is_full else {}
-    kl = {"kl_coef": 0.5, "kl_kind": "k3"} if is_full else {}
+    kl = {"kl_coef": 0.5, "kl_kind": kl_kind} if is_full else {}
+    dual = {"dual_clip": None if variant == "ppo" else 3.0}
     cu = bounds(LENGTHS) if variant == "gspo" else None
     logp = t["logprobs"].clone().requires_grad_()
-    with poisoned():
+    with poisoned_memory():
         loss, stats = policy_loss(
             logp, t["old_logprobs"], t["advantages"], mask, cu_seqlens=cu, variant=variant,
-            backend="triton", **extra, **kl, **clip,
+            backend="triton", **extra, **kl, **clip, **dual,
         )  # fmt: skip
         (grad,) = torch.autograd.grad(loss, logp)
-    dual = None if variant == "gspo" else 3.0
     options = PolicyLossOptions(
-        variant, clip["clip_low"], clip["clip_high"], dual, kl.get("kl_coef", 0.0), "k3", 2.0
-    )
+        variant, clip["clip_low"], clip["clip_high"],
+        None if variant == "gspo" else dual["dual_clip"], kl.get("kl_coef", 0.0), kl_kind, 2.0,
+    )  # fmt: skip
 
     def definition(kind):
         wide = {n: None if n in optional and not is_full else x.to(kind) for n, x in t.items()}
@@ -76,7 +79,7 @@ def test_policy_loss(dtype, variant, is_full):
     assert not grad[~mask].any() and grad[mask].isfinite().all()
     expected = policy_loss(
         logp, t["old_logprobs"], t["advantages"], mask, cu_seqlens=cu, variant=variant,
-        **extra, **kl, **clip,
+        **extra, **kl, **clip, **dual,
     )[1]  # fmt: skip
     assert 0 < expected["clip_fraction"] < 1
     for name, value in expected.items():
@@ -104,7 +107,7 @@ def test_gae(dtype, has_mask):
     rewards, values = (guarded(torch.randn(sum(lengths)).to(dtype)) for _ in range(2))
     mask = torch.rand(sum(lengths)) < 0.6 if has_mask else None
     cu = bounds(lengths)
-    with poisoned():
+    with poisoned_memory():
         ours = gae(rewards, values, cu, 0.99, 0.95, mask_T=mask, backend="triton")
 
     def definition(kind):
@@ -151,14 +154,16 @@ def test_adamw_follows_the_definition_for_three_steps(dtype):
         assert torch.equal(param, master[i].to(dtype))
 
 
-def test_adamw_without_masters_updates_the_parameters():
+@pytest.mark.parametrize("offset", [0, 1])
+def test_adamw_without_masters_updates_the_parameters_wherever_they_start(offset):
+    """At an offset of one element no address is a multiple of 16 bytes."""
     torch.manual_seed(0)
-    ours, theirs = [torch.randn(1000)], [torch.nn.Parameter(torch.empty(1000))]
+    ours, theirs = [torch.randn(1001)[offset:]], [torch.nn.Parameter(torch.empty(1001 - offset))]
     theirs[0].data.copy_(ours[0])
     reference = torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1)
-    moments = [[torch.zeros(1000)] for _ in range(2)]
+    moments = [[torch.zeros(1001)[offset:]] for _ in range(2)]
     for step in (1, 2):
-        theirs[0].grad = torch.randn(1000)
+        theirs[0].grad = torch.randn(1001)[offset:]
         reference.step()
         fused_adamw_(
             ours, [theirs[0].grad], *moments, None, lr=0.01, betas=(0.9, 0.999), eps=1e-8,
@@ -171,7 +176,7 @@ def test_adamw_without_masters_updates_the_parameters():
 def test_l2norm(dtype):
     torch.manual_seed(0)
     given = tensors([(200, 173), (7,), (0,), (1, 1)], dtype)
-    with poisoned():
+    with poisoned_memory():
         norm = multi_tensor_l2norm(given, backend="triton")
     assert norm.item() == pytest.approx(multi_tensor_l2norm_ref(given).item(), rel=1e-6)
     unaligned = [guarded(torch.randn(1001))[1:]]
