@@ -22,8 +22,9 @@ from nanoinfer.sequence import Sequence
 
 @dataclass(frozen=True)
 class StepInput:
-    """One forward pass. `sampled` are the positions in T whose logits are wanted, None for all;
-    `sampling` has one entry for each of them."""
+    """One forward pass. `sampled` are the positions in T whose logits are wanted, None for all: of
+    a sequence whose tokens are all computed the last one, and its drafts. `sampling` has one entry
+    for each of them."""
 
     ids_T: Tensor
     positions_T: Tensor
@@ -70,7 +71,10 @@ class Batch:
         positions = np.arange(ends[-1]) - np.repeat(ends - counts, counts) + first[of_seq]
         blocks = self._tables[rows[of_seq], positions // self.block_size]
         lens = first + counts
-        is_sampled = lens == np.array([len(seq.ids) for seq in step.seqs])
+        num_drafts = np.array([len(seq.drafts) for seq in step.seqs])
+        is_last = lens - num_drafts == np.array([len(seq.ids) for seq in step.seqs])
+        num_sampled = np.where(is_last, num_drafts + 1, 0)
+        sampled = np.flatnonzero(np.arange(ends[-1]) >= np.repeat(ends - num_sampled, counts))
         width = -(-int(lens.max()) // self.block_size)
         return StepInput(
             ids_T=torch.tensor(_new_ids(step), dtype=torch.int64),
@@ -80,8 +84,8 @@ class Batch:
             seq_lens=lens.tolist(),
             block_tables=torch.from_numpy(self._tables[rows, :width]),
             copies=step.copies,
-            sampled=self._sampled(ends, is_sampled),
-            sampling=self._sampling(step.seqs, is_sampled, lens),
+            sampled=None if len(sampled) == ends[-1] else torch.from_numpy(sampled),
+            sampling=self._sampling([step.seqs[i] for i in of_seq[sampled]], positions[sampled]),
             scored=_scored(step),
         )
 
@@ -98,27 +102,18 @@ class Batch:
             self._tables[row, seq.num_in_row : num_blocks] = seq.block_ids[seq.num_in_row :]
             seq.num_in_row = num_blocks
 
-    def _sampled(self, ends: np.ndarray, is_sampled: np.ndarray) -> Tensor | None:
-        if len(ends) == ends[-1] and is_sampled.all():
-            return None
-        return torch.from_numpy(ends[is_sampled] - 1)
-
-    def _sampling(
-        self, seqs: list[Sequence], is_sampled: np.ndarray, lens: np.ndarray
-    ) -> SamplingBatch:
-        chosen = [seqs[i] for i in np.flatnonzero(is_sampled)]
-        rows = np.array([seq.row for seq in chosen], dtype=np.int64)
+    def _sampling(self, seqs: list[Sequence], positions: np.ndarray) -> SamplingBatch:
+        """`seqs` has the sequence of each sampled position."""
+        rows = np.array([seq.row for seq in seqs], dtype=np.int64)
         return SamplingBatch(
             temperatures=self._temperatures[rows],
             top_ks=self._top_ks[rows],
             top_ps=self._top_ps[rows],
             seeds=self._seeds[rows],
-            positions=lens[is_sampled],
+            positions=positions + 1,
             min_ps=self._min_ps[rows],
-            edits={i: seq.edits for i, seq in enumerate(chosen) if seq.edits is not None},
-            num_top={
-                i: seq.params.top_logps for i, seq in enumerate(chosen) if seq.params.top_logps
-            },
+            edits={i: seq.edits for i, seq in enumerate(seqs) if seq.edits is not None},
+            num_top={i: seq.params.top_logps for i, seq in enumerate(seqs) if seq.params.top_logps},
         )
 
 
@@ -129,6 +124,7 @@ def _new_ids(step: Step) -> Rows[int]:
             ids.append(seq.ids[seq.num_computed])
         else:
             ids += seq.ids[seq.num_computed : seq.num_computed + num_new]
+            ids += seq.drafts
     return ids
 
 

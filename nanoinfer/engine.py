@@ -21,6 +21,7 @@ from torch import Tensor
 from kernels.host_memory import release_free_memory
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.model.transformer import Transformer
+from nanoinfer.acceptance import take_samples, take_scores
 from nanoinfer.attention_backends import CacheKind
 from nanoinfer.batch import Batch
 from nanoinfer.block_manager import BlockManager
@@ -31,6 +32,7 @@ from nanoinfer.model_runner import count_blocks, make_runner
 from nanoinfer.sampling import Output, SamplingParams
 from nanoinfer.scheduler import Scheduler, Step
 from nanoinfer.sequence import Sequence
+from nanoinfer.speculative import Drafter
 from nanoinfer.text import TextStream
 from nanoinfer.weights import update_weights
 
@@ -53,6 +55,14 @@ class InferConfig:
     """Reuse the cache of earlier requests that started alike."""
     eos_ids: tuple[int, ...] | None = None
     """Tokens that end a completion; None: the model's own."""
+    speculate: int = 0
+    """Most tokens of a sequence that are guessed and tried in a step; 0: none. Outputs do not
+    depend on it (speculative.py)."""
+    speculate_siblings: bool = True
+    """Guess also from what running requests sampled whose prompts start alike."""
+    speculate_free_rows: int = 8
+    """Time of a decoding step over that of one more token in it: the lower, the surer a guess has
+    to be."""
     lm_head_fp32: bool = False
     """Compute logits in fp32 from a bf16 model; a second copy of the output head."""
     kv_cache_dtype: CacheKind = "auto"
@@ -92,7 +102,9 @@ class LLMEngine:
         num_blocks = count_blocks(model, config)
         self._blocks = BlockManager(num_blocks, config.block_size, config.prefix_caching)
         self._blocks.flush(version)
-        self._scheduler = Scheduler(self._blocks, config.max_batch_tokens, config.max_num_seqs)
+        drafter = Drafter(config.speculate, config.speculate_free_rows, config.speculate_siblings)
+        sizes = (config.max_batch_tokens, config.max_num_seqs)
+        self._scheduler = Scheduler(self._blocks, *sizes, drafter)
         self._runner = make_runner(model, config, num_blocks)
         longest = self._runner.cache.blocks_per_seq
         self._batch = Batch(config.max_num_seqs, longest, config.block_size)
@@ -153,29 +165,24 @@ class LLMEngine:
         except BaseException:
             self._scheduler.restart_all()  # block copies of this step may not have been made
             raise
-        self._take_scores(step, result.scores)
+        take_scores(step, result.scores)
         self._scheduler.commit(step)
-        sampling = [seq for seq in step.seqs if seq.num_uncomputed == 0]
-        finished = []
-        drawn = zip(sampling, result.tokens, result.logps, result.sampled_logps, strict=True)
-        for i, (seq, token, logp, sampled_logp) in enumerate(drawn):
-            if i in result.top:
-                seq.top_logps.append(result.top[i])
-            seq.append(token, logp, self.version, sampled_logp)
+        finished, row = [], 0
+        for seq in [seq for seq in step.seqs if seq.num_uncomputed == 0]:
+            num_drafts = len(seq.drafts)
+            num_taken = take_samples(seq, result, row, self.version)
+            self._scheduler.accept(seq, num_taken - 1)
+            self._metrics.sampled_tokens += num_taken
+            self._metrics.drafted_tokens += num_drafts
+            self._metrics.accepted_tokens += num_taken - 1
+            row += num_drafts + 1
             if seq.finish_reason is not None:
                 finished.append((seq.handle, self._take_out(seq)))
+        assert row == len(result.tokens), "samples of no sequence"
         self._metrics.num_steps += 1
         self._metrics.computed_tokens += step.num_tokens
-        self._metrics.sampled_tokens += len(sampling)
         self._metrics.num_finished += len(finished)
         return finished
-
-    def _take_scores(self, step: Step, scores: list[float]) -> None:
-        done = 0
-        for seq, num_new in zip(step.seqs, step.num_new, strict=True):
-            count = len(seq.unscored(num_new))
-            seq.prompt_logps += scores[done : done + count]
-            done += count
 
     def _take_out(self, seq: Sequence) -> Output:
         del self._sequences[seq.handle]
@@ -300,15 +307,7 @@ class LLMEngine:
         self._scheduler.check_fits(len(ids), params.max_tokens)
 
     def _check_params(self, params: SamplingParams) -> None:
-        vocab = self.model.config.vocab_size
-        for name, named in (
-            ("logit_bias", params.logit_bias),
-            ("allowed_token_ids", params.allowed_token_ids or ()),
-            ("stop_token_ids", params.stop_token_ids),
-        ):
-            for token in named:
-                if not 0 <= token < vocab:
-                    raise ValueError(f"{name}: token {token} is outside the vocabulary of {vocab}")
+        params.check_ids(self.model.config.vocab_size)
         if params.wants_text:
             self._need_tokenizer("stop or detokenize")
         if params.grammar is not None:

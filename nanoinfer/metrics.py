@@ -17,6 +17,8 @@ class Metrics:
     cached_tokens: int = 0  # of those, found in the prefix cache at first admission
     computed_tokens: int = 0  # forwarded: prefill, decode and recomputation
     sampled_tokens: int = 0
+    drafted_tokens: int = 0  # guessed and computed
+    accepted_tokens: int = 0  # of those, sampled too
     num_weight_updates: int = 0
     step_s: float = 0.0
     update_s: float = 0.0

@@ -1,6 +1,6 @@
 """One step on the device: copy blocks, run the model over the new tokens, sample.
 
-Only the tokens that are the last of their sequence go through the output head.
+Only the tokens that are the last of their sequence, and drafts, go through the output head.
 Where the model is split over tensor-parallel ranks, all run the same step and each has all logits.
 Next: attention_backends.py (the cache), cuda_graph.py (decode steps of a fixed shape).
 """
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One entry for each sequence whose last token was computed, in the order of the step; and
-    one for each prompt token to be scored."""
+    """One entry for each sampled position, in the order of the step: the last token of a sequence,
+    then its drafts; and one for each prompt token to be scored."""
 
     tokens: list[int]
     logps: list[float]

@@ -106,6 +106,19 @@ class SamplingParams:
         if isinstance(self.stop, str) or not all(self.stop):
             raise ValueError(f"stop={self.stop!r}: must be a tuple of texts, none of them empty")
 
+    def check_ids(self, vocab_size: int) -> None:
+        """`ValueError` for a token that the model does not have."""
+        for name, named in (
+            ("logit_bias", self.logit_bias),
+            ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("stop_token_ids", self.stop_token_ids),
+        ):
+            for token in named:
+                if not 0 <= token < vocab_size:
+                    raise ValueError(
+                        f"{name}: token {token} is outside the vocabulary of {vocab_size}"
+                    )
+
     @property
     def is_edited(self) -> bool:
         """Whether logits are changed before the temperature."""

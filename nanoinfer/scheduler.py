@@ -10,8 +10,10 @@ the last in rank (which starts over later, its tokens kept), and the first is ne
 is priority, then arrival; a waiting request also takes the place of a running one whose priority
 is strictly lower, so a stream of urgent requests can starve the others.
 
-Left out: fairness between users, deadlines, speculation (drafts from the context or from siblings
-were right too seldom on sampled agent text to pay for computing them).
+What is left of the budget and of the idle blocks may go to guesses at what decoding sequences will
+sample (speculative.py); nobody waits or is preempted for a guess.
+
+Left out: fairness between users, deadlines.
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ from dataclasses import dataclass, field
 
 from nanoinfer.block_manager import BlockManager, Match
 from nanoinfer.sequence import Sequence
+from nanoinfer.speculative import Drafter
 
 
 @dataclass
 class Step:
-    """The work of one forward pass: `num_new[i]` tokens of `seqs[i]`, decodes first."""
+    """The work of one forward pass: `num_new[i]` tokens of `seqs[i]`, its drafts included, decodes
+    first."""
 
     seqs: list[Sequence] = field(default_factory=list)
     num_new: list[int] = field(default_factory=list)
@@ -43,7 +47,13 @@ def _by_rank(seq: Sequence) -> tuple[int, int]:
 class Scheduler:
     """Queues of one engine. `rows` of the batch are given out here, one a running sequence."""
 
-    def __init__(self, blocks: BlockManager, max_batch_tokens: int, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        max_batch_tokens: int,
+        max_num_seqs: int,
+        drafter: Drafter,
+    ) -> None:
         if not 1 <= max_num_seqs <= max_batch_tokens:
             raise ValueError(
                 f"max_batch_tokens={max_batch_tokens}: must be at least max_num_seqs="
@@ -52,6 +62,7 @@ class Scheduler:
             )
         self.blocks = blocks
         self.max_batch_tokens = max_batch_tokens
+        self.drafter = drafter
         self.waiting: list[Sequence] = []  # both by rank
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -86,6 +97,7 @@ class Scheduler:
         budget = self.max_batch_tokens - step.num_tokens
         budget = self._schedule_prefills(step, budget)
         self._admit(step, budget)
+        self._draft(step)
         return step
 
     def _make_way(self) -> None:
@@ -160,6 +172,28 @@ class Scheduler:
         if admitted:
             self.waiting = [s for s in self.waiting if s.row < 0]
 
+    def _draft(self, step: Step) -> None:
+        """Lengthen decodes by guesses."""
+        if self.drafter.max_drafts == 0:
+            return
+        budget = self.max_batch_tokens - step.num_tokens
+        for i, seq in enumerate(step.seqs):
+            if seq.num_uncomputed > 1 or seq.edits is not None:
+                continue
+            # the last token that may be sampled is never computed
+            limit = min(budget, self._idle_room(seq), seq.max_len - len(seq.ids) - 1)
+            seq.drafts = self.drafter.draft(seq, limit, len(step.seqs))
+            has_room = self.blocks.extend(seq, len(seq.ids) + len(seq.drafts))
+            assert has_room, "idle_room promised blocks"
+            step.num_new[i] += len(seq.drafts)
+            budget -= len(seq.drafts)
+
+    def _idle_room(self, seq: Sequence) -> int:
+        """Tokens after `seq.ids` for which there are blocks, one being left for each running
+        sequence."""
+        num_idle = max(0, self.blocks.num_free - len(self.running))
+        return (len(seq.block_ids) + num_idle) * self.blocks.block_size - len(seq.ids)
+
     def _start(self, seq: Sequence, match: Match, num_tokens: int, step: Step) -> None:
         copy = self.blocks.take_match(seq, match)
         if copy is not None:
@@ -218,20 +252,32 @@ class Scheduler:
 
     def _stop(self, seq: Sequence) -> None:
         self.end_prefill(seq)
+        self.drafter.forget(seq)
         self.running.remove(seq)
         self._free_rows.append(seq.row)
         self.blocks.commit(seq)
         self.blocks.release(seq)
 
     def commit(self, step: Step) -> None:
-        """The step ran: its tokens are in the cache. Call before sampled tokens are appended."""
+        """The step ran: its tokens are in the cache; whether the drafts are any of its own is not
+        known yet. Call before sampled tokens are appended."""
         size = self.blocks.block_size
         for seq, num_new in zip(step.seqs, step.num_new, strict=True):
-            seq.num_computed += num_new
-            if num_new > 1 or seq.pending_keys or seq.num_computed % size == 0:
+            num_known = num_new - len(seq.drafts)
+            seq.num_computed += num_known
+            if num_known > 1 or seq.pending_keys or seq.num_computed % size == 0:
                 self.blocks.commit(seq)
                 if seq.num_uncomputed == 0:
                     self.end_prefill(seq)
+
+    def accept(self, seq: Sequence, num_accepted: int) -> None:
+        """The first `num_accepted` drafts have become tokens of `seq`. What the cache holds of the
+        others is overwritten when those positions are computed."""
+        seq.drafts = []
+        seq.num_computed += num_accepted
+        size = self.blocks.block_size
+        if seq.num_computed // size > seq.num_committed // size:
+            self.blocks.commit(seq)
 
     def check(self) -> None:
         """Debug: assert every invariant of queues and blocks."""
@@ -242,6 +288,8 @@ class Scheduler:
         assert len(rows) == len(set(rows)), "a row was given out twice"
         for queue in (self.waiting, self.running):
             assert queue == sorted(queue, key=_by_rank), "a queue is not in the order of rank"
+            assert not any(seq.drafts for seq in queue), "a draft outlived its step"
         owners = {seq.handle for seq in self.running if seq.pending_keys}
         assert self._prefilling == owners, "prefilling sequences"
         assert set(self._pending.values()) <= owners, "a block is computed by nobody"
+        self.drafter.check(self.running)

@@ -18,6 +18,7 @@ class Sequence:
     __slots__ = (
         "block_ids",
         "digests",
+        "drafts",
         "edits",
         "finish_reason",
         "handle",
@@ -81,6 +82,7 @@ class Sequence:
         self.row = -1  # in the batch; -1 while waiting
         self.num_in_row = 0  # of `block_ids`, how many are written to that row
         self.pending_keys: list[bytes] = []  # blocks this sequence is about to compute
+        self.drafts: list[int] = []  # guesses computed after `ids` in the step under way
         self.waits_for = -1  # handle of a running sequence that computes our prefix
 
     @property

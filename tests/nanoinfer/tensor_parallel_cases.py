@@ -26,12 +26,18 @@ PARAMS = [
 def make_engine(
     folder: str,
     split: TensorParallel | None = None,
-    num_blocks: int = 9,
+    num_blocks: int = 7,
     kind: CacheKind = "auto",
+    speculate: int = 0,
 ) -> LLMEngine:
     """A cache so small that requests are preempted, and prompts computed in chunks."""
     config = InferConfig(
-        num_blocks=num_blocks, max_batch_tokens=24, max_num_seqs=4, kv_cache_dtype=kind
+        num_blocks=num_blocks,
+        max_batch_tokens=24,
+        max_num_seqs=4,
+        kv_cache_dtype=kind,
+        speculate=speculate,
+        speculate_free_rows=64,
     )
     return LLMEngine(load_model(folder, split=split), config)
 
@@ -46,9 +52,10 @@ def on_rank(rank: Rank, folder: str, sequence_parallel: bool) -> tuple[list[Outp
     mesh = rank.mesh(Layout(tp=rank.world))
     shape = ModelConfig.from_folder(folder)
     split = TensorParallel.of(mesh, shape, sequence_parallel=sequence_parallel)
-    engine = make_engine(folder, split)
+    engine = make_engine(folder, split, speculate=3)
     found = outputs(engine)
     engine.check()
+    assert engine.metrics()["accepted_tokens"] > 0
     return found, engine._scheduler.num_preemptions, engine._runner.cache.data.numel()
 
 

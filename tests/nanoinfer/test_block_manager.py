@@ -2,6 +2,7 @@
 
 import pytest
 from cache_oracle import VOCAB, make_engine, replay, run_all
+from drafts import PlantedDrafter, plant
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -114,9 +115,12 @@ def test_sizes_must_be_positive() -> None:
 
 class RandomWorkload(RuleBasedStateMachine):
     """Requests with common prefixes and priorities come, go, are aborted, preempted, continued, and
-    outlive weight updates and sleep; every token must be the one computed without a cache."""
+    outlive weight updates and sleep, with drafts of any quality or without; every token must be the
+    one computed without a cache."""
 
     num_steps = 0  # of all runs together
+    num_accepted = 0
+    num_rejected = 0
 
     @initialize(
         num_blocks=st.integers(6, 24),
@@ -124,9 +128,18 @@ class RandomWorkload(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 5),
         extra=st.integers(0, 12),
         prefix_caching=st.booleans() | st.just(True),
+        speculate=st.integers(0, 5),
+        is_right=st.none() | st.sampled_from((0.0, 0.5, 0.9, 1.0)),
     )
     def start(
-        self, num_blocks: int, block_size: int, max_num_seqs: int, extra: int, prefix_caching: bool
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        extra: int,
+        prefix_caching: bool,
+        speculate: int,
+        is_right: float | None,
     ) -> None:
         self.engine, self.runner = make_engine(
             num_blocks=num_blocks,
@@ -134,7 +147,12 @@ class RandomWorkload(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_batch_tokens=max_num_seqs + extra,
             prefix_caching=prefix_caching,
+            speculate=speculate,
+            speculate_free_rows=100,
         )
+        if is_right is not None:
+            drafter = PlantedDrafter(self._future, VOCAB, is_right=is_right, max_drafts=speculate)
+            plant(self.engine, drafter)
         self.capacity = num_blocks * block_size
         self.prompts: dict[int, list[int]] = {}
         self.ended: list[list[int]] = []
@@ -206,6 +224,9 @@ class RandomWorkload(RuleBasedStateMachine):
         self.runner.version += 1
         self.engine.adopt_weights(self.runner.version)
 
+    def _future(self, seq: Sequence, count: int) -> list[int]:
+        return replay(seq.ids, [self.runner.version] * count)
+
     def _end(self, handle: int, output) -> None:
         prompt = self.prompts.pop(handle)
         assert output.ids == replay(prompt, output.versions)
@@ -224,6 +245,10 @@ class RandomWorkload(RuleBasedStateMachine):
             self._end(handle, output)
         assert not self.prompts, "a request never ended"
         assert self.engine._blocks.num_free == self.engine._blocks.num_blocks, "a block leaked"
+        assert not self.engine._scheduler.drafter._groups, "a group of drafts leaked"
+        counts = self.engine.metrics()
+        RandomWorkload.num_accepted += int(counts["accepted_tokens"])
+        RandomWorkload.num_rejected += int(counts["drafted_tokens"] - counts["accepted_tokens"])
 
 
 def test_random_workloads_of_10000_steps_compute_every_token_right_and_leak_nothing() -> None:
@@ -237,3 +262,4 @@ def test_random_workloads_of_10000_steps_compute_every_token_right_and_leak_noth
         ),
     )
     assert RandomWorkload.num_steps >= 10_000
+    assert RandomWorkload.num_accepted >= 1_000 and RandomWorkload.num_rejected >= 1_000

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drafts import PlantedDrafter, plant
 from tiny_models import save_reference
 
 from kernels import linear_logprob
@@ -12,6 +13,7 @@ from nanoengine.model.hf import load_model
 from nanoengine.model.transformer import Transformer
 from nanoinfer.engine import InferConfig, LLMEngine
 from nanoinfer.sampling import Output, SamplingParams
+from nanoinfer.sequence import Sequence
 
 SHAPES = ("llama-gqa-tied", "qwen2-untied-theta", "qwen3-untied-wide-head", "qwen3-moe")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -64,7 +66,13 @@ def assert_same(outputs: list[Output], expected: list[Output]) -> None:
         assert a.logps == b.logps, i
 
 
-def test_batching_chunking_caching_and_preemption_do_not_change_a_bit(model: Transformer) -> None:
+def following(expected: list[Output], seq: Sequence, count: int) -> list[int]:
+    return expected[seq.handle].ids[seq.num_sampled :][:count]
+
+
+def test_batching_chunking_caching_preemption_and_drafts_do_not_change_a_bit(
+    model: Transformer,
+) -> None:
     expected = one_by_one(model)
     requests = (prompts(), params(10))
     assert_same(make(model, prefix_caching=False).generate(*requests), expected)
@@ -77,7 +85,11 @@ def test_batching_chunking_caching_and_preemption_do_not_change_a_bit(model: Tra
     tight = make(model, num_blocks=24, max_batch_tokens=64)
     assert_same(tight.generate(*requests), expected)
     assert tight.metrics()["num_preemptions"] > 0
-    for engine in (chunked, small_blocks, tight):
+    drafted = make(model, max_batch_tokens=64)
+    plant(drafted, PlantedDrafter(lambda seq, n: following(expected, seq, n), 211, is_right=0.8))
+    assert_same(drafted.generate(*requests), expected)
+    assert drafted.metrics()["accepted_tokens"] > 80
+    for engine in (chunked, small_blocks, tight, drafted):
         engine.check()
 
 

@@ -79,7 +79,12 @@ def serve_some(engine: LLMEngine, draw: random.Random, count: int) -> None:
 @pytest.mark.timeout(900)
 def test_5000_random_requests_keep_memory_flat() -> None:
     engine = make_text_engine(
-        block_size=4, num_blocks=NUM_BLOCKS, max_num_seqs=32, max_batch_tokens=32
+        block_size=4,
+        num_blocks=NUM_BLOCKS,
+        max_num_seqs=32,
+        max_batch_tokens=32,
+        speculate=3,
+        speculate_free_rows=64,
     )
     draw = random.Random(0)
     sizes = []
@@ -92,6 +97,8 @@ def test_5000_random_requests_keep_memory_flat() -> None:
     assert counts["num_aborted"] > 20 and counts["num_preemptions"] > 0
     assert counts["num_weight_updates"] > 0
     assert engine.num_unfinished == 0 and not engine._sequences
+    assert counts["drafted_tokens"] > counts["accepted_tokens"] > 0
+    assert not engine._scheduler.drafter._readers and not engine._scheduler.drafter._groups
     assert engine._blocks.num_free == engine._blocks.num_blocks
     assert len(engine._blocks._by_digest) <= NUM_BLOCKS
     assert len(engine._blocks._siblings) <= NUM_BLOCKS
