@@ -60,7 +60,7 @@ class InferConfig:
     depend on it (speculative.py)."""
     speculate_siblings: bool = True
     """Guess also from what running requests sampled whose prompts start alike."""
-    speculate_free_rows: int = 8
+    speculate_free_rows: int = 16
     """Time of a decoding step over that of one more token in it: the lower, the surer a guess has
     to be."""
     lm_head_fp32: bool = False

