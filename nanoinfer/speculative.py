@@ -12,10 +12,11 @@ A guess is the token that followed the last time the same three tokens (else two
 sequence itself, prompt included, or by its siblings, the running requests whose prompts start
 alike. Guesses follow one another, so a loop in the text is drafted round and round.
 
-When it pays: a step over R rows takes about a + b·R, where a is reading the weights. With S
+When it pays: a step over R rows takes about a + b·R, where a is reading the weights and starting
+operations. With S
 sequences decoding a token costs (a + b·S) / S, and a draft costs b: it pays if it is right with a
-chance above S / (S + a/b). With a/b = 8 that is 11 % for one sequence, 50 % for 8, 89 % for 64.
-(With 2-byte weights a/b is about the machine's FLOP/s over its bytes/s.)
+chance above S / (S + a/b). With a/b = 16 that is 6 % for one sequence, 33 % for 8, 80 % for 64.
+(a/b is what one sequence takes over what one more row takes, some 20 for SmolLM2 on one core.)
 The chance of a draft is the product of the hit rates of all guesses up to it. Every sampled token
 first tests what would have been guessed, drafted or not, so the rates cost nothing and a sequence
 that stops drafting starts again when its text repeats itself. All of this depends on tokens alone,
@@ -124,7 +125,7 @@ class _Reader:
 class Drafter:
     """Guesses for all running sequences of one engine."""
 
-    def __init__(self, max_drafts: int, free_rows: int = 8, use_siblings: bool = True) -> None:
+    def __init__(self, max_drafts: int, free_rows: int = 16, use_siblings: bool = True) -> None:
         """`max_drafts` a sequence and step, 0 for none; `free_rows` is a/b, see above."""
         if max_drafts < 0 or free_rows < 0:
             raise ValueError(
