@@ -137,8 +137,8 @@ def decode(
     num_seqs, num_heads, head_dim = q_BHD.shape
     num_kv, device = k_cache.shape[2], q_BHD.device
     group, padded = num_heads // num_kv, padded_dim(head_dim)
-    is_widest = q_BHD.dtype == torch.float32 and padded > 128
-    t = tile("paged_decode", "fp32-256" if is_widest else "all")
+    is_wide = q_BHD.dtype == torch.float32 and padded > 64
+    t = tile("paged_decode", f"fp32-{min(padded, 256)}" if is_wide else "all")
     limits = (num_seqs, num_kv, max_seq_len)
     num_splits, smallest, by_length = choose_split(*limits, *split, step=t.N)
     is_part = num_splits > 1

@@ -54,6 +54,7 @@ TILES: Mapping[tuple[str, str], Tile] = MappingProxyType(
         ("paged_prefill", "fp32-128"): Tile(M=32, N=16, num_warps=8),
         ("paged_prefill", "fp32-256"): Tile(M=16, N=32, num_warps=8),
         ("paged_decode", "all"): Tile(N=64, num_warps=4, num_stages=3),
+        ("paged_decode", "fp32-128"): Tile(N=16, num_warps=4, num_stages=2),
         ("paged_decode", "fp32-256"): Tile(N=16, num_warps=4, num_stages=2),
         ("sum_rows", "all"): Tile(N=1024, num_warps=4),
         ("store_kv", "all"): Tile(M=4096, num_warps=4),  # M elements of k, and of v

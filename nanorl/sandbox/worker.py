@@ -250,7 +250,20 @@ class _Server:
                 return FLAG_MEMORY, NO_STATUS
 
 
+def _restore_signals() -> None:
+    """Programs must not depend on how the run was started: the background job of a shell ignores
+    SIGINT and SIGQUIT, and children inherit that."""
+    for number in signal.valid_signals():
+        is_pythons_own = number in (signal.SIGPIPE, signal.SIGXFSZ)
+        if signal.getsignal(number) == signal.SIG_IGN and not is_pythons_own:
+            signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
 def main() -> None:
+    _restore_signals()
     control = socket.socket(fileno=int(sys.argv[1]))
     config = json.loads(control.recv(1 << 16))
     sys.path[0] = "/tmp"

@@ -371,6 +371,21 @@ def test_root_runs_programs_under_an_unused_user_id(pool: SandboxPool) -> None:
     assert all(61000 <= int(uid) < 61184 for uid in inside), (uids, inside)
 
 
+def test_programs_do_not_inherit_the_signals_that_the_run_ignores_or_blocks() -> None:
+    """As in the background job of a shell, whose children ignore SIGQUIT."""
+    kill = "import os, signal; os.kill(os.getpid(), signal.{})"
+    before = signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        with SandboxPool(SPEC, num_workers=1) as pool:
+            for name in ("SIGQUIT", "SIGUSR1"):
+                result = asyncio.run(pool.run(kill.format(name)))
+                assert result.exit_code == -getattr(signal, name), name
+    finally:
+        signal.signal(signal.SIGQUIT, before)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+
+
 def test_preloaded_modules_are_there() -> None:
     with SandboxPool(SandboxSpec(timeout_s=5.0, preload=("sqlite3",))) as pool:
         result = pool.run_sync(
