@@ -1,6 +1,8 @@
 """Checks of arguments that ops share. They come before any work: a kernel would read wrong memory
 where PyTorch raises, and PyTorch's own message names no argument."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -30,17 +32,24 @@ def check_integers(**tensors: object) -> None:
             raise ValueError(f"{name}: dtype {x.dtype} must be int32 or int64")
 
 
-def check_bounds(cu_seqlens: Tensor, num_tokens: int) -> None:
-    """[sequences + 1] from 0 to the tokens. A GPU's values are not read: that would stop it."""
-    if cu_seqlens.dim() != 1 or not len(cu_seqlens):
-        raise ValueError(f"cu_seqlens: shape {tuple(cu_seqlens.shape)} must be [sequences + 1]")
-    if cu_seqlens.device.type != "cpu":
+def check_bounds(
+    name: str, cu_seqlens: Tensor | Sequence[int], num_tokens: int | None = None
+) -> None:
+    """[sequences + 1] from 0, to `num_tokens` where given. A GPU's values are not read: that would
+    stop it."""
+    if isinstance(cu_seqlens, Tensor) and (cu_seqlens.dim() != 1 or not len(cu_seqlens)):
+        raise ValueError(f"{name}: shape {tuple(cu_seqlens.shape)} must be [sequences + 1]")
+    if isinstance(cu_seqlens, Tensor) and cu_seqlens.device.type != "cpu":
         return
-    bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds != sorted(bounds):
-        raise ValueError(f"cu_seqlens={bounds}: must start at 0 and never decrease")
-    if bounds[-1] != num_tokens:
-        raise ValueError(f"cu_seqlens: ends at {bounds[-1]}, not at {num_tokens}")
+    bounds = ints(cu_seqlens)
+    if not bounds or bounds[0] != 0 or bounds != sorted(bounds):
+        raise ValueError(f"{name}={bounds}: must start at 0 and never decrease")
+    if num_tokens is not None and bounds[-1] != num_tokens:
+        raise ValueError(f"{name}: ends at {bounds[-1]}, must end at the {num_tokens} tokens")
+
+
+def ints(x: Tensor | Sequence[int]) -> list[int]:
+    return x.tolist() if isinstance(x, Tensor) else list(x)
 
 
 def check_per_row(logits_BV: Tensor, **values: Tensor | None) -> None:

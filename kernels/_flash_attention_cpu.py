@@ -27,6 +27,7 @@ from kernels._attend import (
     round_up,
     weighted_values,
 )
+from kernels._check import check_bounds, ints
 from kernels._dispatch import compute_dtype
 
 QUERY_BLOCK = 128
@@ -56,9 +57,8 @@ class VarlenPlan:
 
 def make_varlen_plan(cu_seqlens: Tensor | Sequence[int], dtype: torch.dtype) -> VarlenPlan:
     """A plan for `flash_attn_varlen(..., plan=)` with q, k, v of this dtype."""
-    bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
-    if not bounds or bounds[0] != 0 or any(a > b for a, b in pairwise(bounds)):
-        raise ValueError(f"cu_seqlens={bounds}: must start at 0 and never decrease")
+    check_bounds("cu_seqlens", cu_seqlens)
+    bounds = ints(cu_seqlens)
     spans = [(lo, hi - lo) for lo, hi in pairwise(bounds) if hi > lo]
     multiple = key_multiple(dtype)
     buckets = []

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from kernels._attend import Scratch, attend_rows, bucket_by_length, key_multiple, round_up
+from kernels._check import ints
 from kernels._widen_fp8 import widen_fp8
-from kernels.kv_cache import heads_first
+from kernels.kv_cache import heads_first, index_dtype
 
 _PIECE_KEYS = 1 << 14  # keys x heads gathered at a time: 2 MB at 64 elements in bf16
 _PIECE_SCORES = 1 << 21  # scores held at a time
@@ -99,11 +100,10 @@ def make_paged_plan(
         tokens.append(of_cell)
         first = rectangle.cells.stop
     of_cells = torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.int64)
-    is_in_order = torch.equal(of_cells, torch.arange(starts[-1]))
-    cells = torch.empty(starts[-1], dtype=torch.int64)
-    cells[of_cells] = torch.arange(first)
-    if is_in_order:
+    if torch.equal(of_cells, torch.arange(starts[-1])):
         return PagedPlan(rectangles, starts[-1], None, None)
+    cells = torch.empty(starts[-1], dtype=torch.int64)
+    cells[of_cells] = torch.arange(first)  # any of the cells that repeat a query
     return PagedPlan(rectangles, starts[-1], of_cells, cells)
 
 
@@ -126,14 +126,14 @@ def _cut(step: _Step, group: list[int]) -> Iterator[list[int]]:
     run: list[int] = []
     longest, waste = 0, 0
     for i in sorted(group, key=lambda i: (-step.lens[i], i)):
-        waste += longest - step.lens[i]
         is_large = (len(run) + 1) * longest * step.num_kv_heads > _PIECE_KEYS
-        if run and (is_large or waste > most_waste):
+        if run and (is_large or waste + longest - step.lens[i] > most_waste):
             yield sorted(run)
             run = []
         if not run:
             longest, waste = round_up(step.lens[i], step.multiple), 0
         run.append(i)
+        waste += longest - step.lens[i]
     yield sorted(run)
 
 
@@ -201,9 +201,10 @@ def _gather(
     out = scratch.take(name, shape, dtype)
     if rows.dtype == dtype:
         torch.index_select(rows, 0, index, out=out)
-    else:  # as bytes: PyTorch has no index_select of fp8
-        raw = scratch.take("raw", shape, torch.uint8)
-        torch.index_select(rows.view(torch.uint8), 0, index, out=raw)
+    else:
+        bits = index_dtype(rows.dtype)
+        raw = scratch.take("raw", shape, bits)
+        torch.index_select(rows.view(bits), 0, index, out=raw)
         widen_fp8(raw.view(rows.dtype), factor, out, scratch)
     return out.view(num, -1, rows.shape[2])
 
@@ -225,10 +226,6 @@ def _attend(
         part = attend_rows(q_NRD, k_NLD, v_NLD, mask_B1QL[:, :, lo : lo + step], scale, scratch)
         block = o_BKGQD[:, :, :, lo : lo + step]
         block.copy_(part.reshape(block.shape))
-
-
-def ints(x: Tensor | Sequence[int]) -> list[int]:
-    return x.tolist() if isinstance(x, Tensor) else list(x)
 
 
 def _check_step(counts: list[int], lens: list[int], block_tables: Tensor, block_size: int) -> None:

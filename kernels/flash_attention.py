@@ -24,7 +24,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kernels._check import check_integers, check_tensors
+from kernels._check import check_bounds, check_integers, check_tensors, ints
 from kernels._dispatch import Backend, check_triton_dtype, compute_dtype, use_triton
 from kernels._flash_attention_cpu import CpuAttention, VarlenPlan, make_varlen_plan
 
@@ -118,12 +118,9 @@ def flash_attn_varlen(
         return (out, lse.t()) if return_lse else out
     is_plain = causal and window is None and not return_lse and q_THD.device.type == "cpu"
     if plan is None:
-        bounds_q, bounds_k = (
-            _ints(name, cu)
-            for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
-        )
-        _check_bounds("cu_seqlens_q", bounds_q, "q", q_THD)
-        _check_bounds("cu_seqlens_k", bounds_k, "k", k_SKD)
+        check_bounds("cu_seqlens_q", cu_seqlens_q, q_THD.shape[0])
+        check_bounds("cu_seqlens_k", cu_seqlens_k, k_SKD.shape[0])
+        bounds_q, bounds_k = ints(cu_seqlens_q), ints(cu_seqlens_k)
         if len(bounds_q) != len(bounds_k):
             raise ValueError(
                 f"cu_seqlens_k: {len(bounds_k) - 1} sequences, must be cu_seqlens_q's "
@@ -154,10 +151,8 @@ def _on_triton(qkv, cu_seqlens, limits, causal, scale, window) -> tuple[Tensor, 
     if q.shape[2] > _MAX_HEAD_DIM:
         raise ValueError(f"q: head_dim {q.shape[2]} must be at most {_MAX_HEAD_DIM}")
     bounds = [
-        _device_bounds(name, cu, q, tokens)
-        for name, cu, tokens in zip(
-            ("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, (q, k), strict=True
-        )
+        _device_bounds(name, cu, x)
+        for name, cu, x in zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, (q, k), strict=True)
     ]
     if bounds[0].shape != bounds[1].shape:
         raise ValueError(
@@ -170,31 +165,10 @@ def _on_triton(qkv, cu_seqlens, limits, causal, scale, window) -> tuple[Tensor, 
     return TritonAttention.apply(q, k, v, *bounds, *limits, causal, scale, window)
 
 
-def _device_bounds(
-    name: str, cu_seqlens: Tensor | Sequence[int], q: Tensor, tokens: Tensor
-) -> Tensor:
-    """int32 beside q. What lies on the host already is checked; a GPU's is not read back."""
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.device.type == "cpu":
-        _check_bounds(name, _ints(name, cu_seqlens), name[-1], tokens)
-    bounds = torch.as_tensor(cu_seqlens, dtype=torch.int32, device=q.device).contiguous()
-    if bounds.dim() != 1 or not bounds.shape[0]:
-        raise ValueError(f"{name}: shape {tuple(bounds.shape)} must be [sequences + 1]")
-    return bounds
-
-
-def _ints(name: str, x: Tensor | Sequence[int]) -> list[int]:
-    if isinstance(x, Tensor) and x.dim() != 1:
-        raise ValueError(f"{name}: shape {tuple(x.shape)} must be [sequences + 1]")
-    return x.tolist() if isinstance(x, Tensor) else list(x)
-
-
-def _check_bounds(name: str, bounds: list[int], tensor: str, x_THD: Tensor) -> None:
-    if not bounds or bounds[0] != 0 or any(a > b for a, b in pairwise(bounds)):
-        raise ValueError(f"{name}={bounds}: must start at 0 and never decrease")
-    if bounds[-1] != x_THD.shape[0]:
-        raise ValueError(
-            f"{name}: ends at {bounds[-1]}, must end at the {x_THD.shape[0]} tokens of {tensor}"
-        )
+def _device_bounds(name: str, cu_seqlens: Tensor | Sequence[int], x: Tensor) -> Tensor:
+    """int32 beside the tokens `x` that they bound."""
+    check_bounds(name, cu_seqlens, x.shape[0])
+    return torch.as_tensor(cu_seqlens, dtype=torch.int32, device=x.device).contiguous()
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -105,7 +105,7 @@ def gae(
     )
     check_floating(rewards=rewards_T)
     check_integers(cu_seqlens=cu_seqlens)
-    check_bounds(cu_seqlens, len(values_T))
+    check_bounds("cu_seqlens", cu_seqlens, len(values_T))
     with torch.no_grad():
         if not on_triton:
             return _scan(rewards_T, values_T, cu_seqlens, gamma, lam, mask_T)

@@ -56,9 +56,10 @@ def reshape_and_cache(
     with torch.no_grad():
         rows = cache_rows(slot_mapping_T, k_cache) if rows is None else rows
         for x_TKD, cache, scale in ((k_TKD, k_cache, k_scale), (v_TKD, v_cache, v_scale)):
-            if scale is not None:  # as bytes: PyTorch has no index_copy_ of fp8
-                x_TKD = quantised(x_TKD, scale, cache.dtype).view(torch.uint8)
-                cache = cache.view(torch.uint8)
+            if scale is not None:
+                bits = index_dtype(cache.dtype)
+                x_TKD = quantised(x_TKD, scale, cache.dtype).view(bits)
+                cache = cache.view(bits)
             ordered = cache if cache.is_contiguous() else heads_first(cache)
             ordered.view(-1, cache.shape[3]).index_copy_(0, rows, x_TKD.flatten(0, 1))
 
@@ -71,12 +72,16 @@ def make_kv_cache(shape: Sequence[int], dtype: torch.dtype, device: torch.device
     come from the operating system, page by page as blocks are first used.
     """
     if torch.device(device).type != "cpu":
-        bits = torch.uint8 if dtype.itemsize == 1 else dtype  # not every op exists for fp8
-        return torch.zeros(tuple(shape), dtype=bits, device=device).view(dtype)
+        return torch.zeros(tuple(shape), dtype=index_dtype(dtype), device=device).view(dtype)
     *before, block_size, num_kv, head_dim = shape
     raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     data = torch.from_numpy(raw).view(dtype).view(*before, num_kv, block_size, head_dim)
     return data.transpose(-3, -2)
+
+
+def index_dtype(dtype: torch.dtype) -> torch.dtype:
+    """As what elements are filled and copied: PyTorch lacks such ops of fp8, so that as bytes."""
+    return torch.uint8 if dtype.itemsize == 1 else dtype
 
 
 def heads_first(cache: Tensor) -> Tensor:

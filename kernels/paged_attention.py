@@ -20,9 +20,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels._check import check_integers, check_tensors
+from kernels._check import check_integers, check_tensors, ints
 from kernels._dispatch import Backend, use_triton
-from kernels._paged_attention_cpu import PagedPlan, attend_plan, ints, make_paged_plan
+from kernels._paged_attention_cpu import PagedPlan, attend_plan, make_paged_plan
 from kernels.kv_cache import is_cache_order
 
 __all__ = [

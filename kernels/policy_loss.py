@@ -230,7 +230,7 @@ def policy_loss(
     check_floating(**floats)
     if segments is not None:
         check_integers(cu_seqlens=segments)
-        check_bounds(segments, len(logprobs))
+        check_bounds("cu_seqlens", segments, len(logprobs))
     loss, stats = _PolicyLoss.apply(logprobs, inputs, options, on_triton)
     return loss, dict(zip(STATS, stats.unbind(), strict=True))
 

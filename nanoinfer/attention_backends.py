@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels import make_kv_cache, make_paged_plan, paged_attention, reshape_and_cache
 from kernels._attend import Scratch
-from kernels.kv_cache import cache_rows
+from kernels.kv_cache import cache_rows, index_dtype
 from nanoengine.model.config import ModelConfig
 from nanoinfer.batch import StepInput
 
@@ -92,7 +92,7 @@ class KVCache:
         if not copies:
             return
         sources, targets = torch.tensor(copies).to(self.data.device).T
-        data = self.data.view(_bits(self.dtype))
+        data = self.data.view(index_dtype(self.dtype))
         data.index_copy_(2, targets, data.index_select(2, sources))
 
     def layer_scales(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
@@ -121,11 +121,6 @@ class KVCache:
                 "give at least that"
             )
         return cache_bytes // size
-
-
-def _bits(dtype: torch.dtype) -> torch.dtype:
-    """As which dtype blocks are copied: PyTorch has no index ops of fp8."""
-    return torch.uint8 if dtype.itemsize == 1 else dtype
 
 
 class PagedContext:

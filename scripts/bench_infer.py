@@ -148,6 +148,7 @@ def floors(dtype: str) -> dict[str, dict[str, float]]:
     }
     return {
         name: {
+            "sampled": sampled,
             "flops": 2.0 * BODY * tokens + 2.0 * HEAD * sampled,
             "bytes": (BODY + HEAD) * size * float(steps) + keys * KV_ELEMENTS * size,
         }
@@ -157,14 +158,12 @@ def floors(dtype: str) -> dict[str, dict[str, float]]:
 
 def bound(name: str, dtype: str, rates: dict[str, float]) -> tuple[float, dict[str, float]]:
     """Tokens a second that the larger of the two floors allows, and what they are made of."""
-    floor = floors(dtype)["W1-agent" if name == "W1-agent" else "W1"]
+    floor = floors(dtype)[name.removesuffix("-drafts")]
     seconds = {
         "flops_s": floor["flops"] / rates["decode"],
         "bytes_s": floor["bytes"] / rates["copy"],
     }
-    is_agent = name == "W1-agent"
-    num_tokens = workload.AGENT_TOKENS if is_agent else sum(workload.w1_requests()[1])
-    return num_tokens / max(seconds.values()), floor | seconds | rates
+    return floor["sampled"] / max(seconds.values()), floor | seconds | rates
 
 
 def compare(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[str, Any]]:

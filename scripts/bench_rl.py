@@ -7,9 +7,9 @@ Rows (workloads in peers/workload.py):
     grpo-step          seconds of generate + train + weight sync; peer TRL's GRPOTrainer
     grpo-peak-memory   peak resident bytes of that process
 
-Measurements of ours and of the peer alternate (model_bench.py), medians are compared. The bound is
-arithmetic: floating-point operations over the matmul rate measured in the same run, with a group's
-prompt forwarded once and nothing else counted.
+Measurements of ours and of the peer alternate (model_bench.py), medians are compared. Rollouts and
+their bound are bench_infer.py's; that of a step is arithmetic alone: FLOPs over the matmul rate
+measured in the same run, a group's prompt forwarded once.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 from statistics import median
 from typing import Any
 
+from bench_infer import bound, run_agent
 from model_bench import (
     BODY,
     HEAD,
@@ -45,31 +46,6 @@ PEER_OF = {
 
 
 # -- our side, in a process of its own -----------------------------------------------------------
-
-
-def run_rollouts(folder: str, dtype: str, threads: int) -> dict[str, Any]:
-    import torch
-
-    from nanoengine.model.hf import load_model
-    from nanoinfer.engine import InferConfig, LLMEngine
-    from nanoinfer.sampling import SamplingParams
-
-    torch.set_num_threads(threads)
-    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    engine = LLMEngine(load_model(folder, kind), InferConfig())
-    contexts, observations = workload.agent_prompts(), workload.agent_observations()
-    engine.generate([contexts[0][:32]] * 2, SamplingParams(max_tokens=8, ignore_eos=True))
-    start = time.perf_counter()
-    for turn in range(workload.TURNS):
-        params = [
-            SamplingParams(max_tokens=workload.TURN, ignore_eos=True, seed=1000 * turn + i)
-            for i in range(len(contexts))
-        ]
-        for i, output in enumerate(engine.generate(contexts, params)):
-            last = turn == workload.TURNS - 1
-            contexts[i] += output.ids + ([] if last else observations[turn][i])
-    seconds = time.perf_counter() - start
-    return {"seconds": seconds, "tokens_per_s": workload.AGENT_TOKENS / seconds, **peak()}
 
 
 def run_step(folder: str, dtype: str, threads: int) -> dict[str, Any]:
@@ -143,29 +119,26 @@ def make_groups(prompts: list[list[int]], outputs: list[Any]) -> list[list[Any]]
     ]
 
 
-WORKERS = {"rollouts": run_rollouts, "step": run_step, "rate": run_rate}
+WORKERS = {"rollouts": run_agent, "step": run_step, "rate": run_rate}
 
 
 # -- the comparison ------------------------------------------------------------------------------
 
 
-def bounds(rates: dict[str, float]) -> dict[str, float]:
-    """Lower bounds: tokens/s of the rollouts, seconds of the GRPO step."""
+def step_bound(rates: dict[str, float]) -> float:
+    """The least seconds of a GRPO step."""
     w = workload
-    new = w.GROUPS * w.MEMBERS * (w.TURN * w.TURNS + w.OBSERVATION * (w.TURNS - 1))
-    body = 2.0 * BODY * (w.GROUPS * w.PROMPT + new)
-    rollouts_s = (body + 2.0 * HEAD * w.AGENT_TOKENS) / rates["decode"]
     prompt_tokens = sum(len(text.split()) for text in w.step_prompts())
     rows = prompt_tokens + w.STEP_TOKENS
     generate_s = (2.0 * BODY * rows + 2.0 * HEAD * w.STEP_TOKENS) / rates["decode"]
     # Backward twice the forward; the head's logits are computed again in backward.
     train_s = (6.0 * BODY * rows + 8.0 * HEAD * w.STEP_TOKENS) / rates["train"]
-    return {"rollouts": w.AGENT_TOKENS / rollouts_s, "step": generate_s + train_s}
+    return generate_s + train_s
 
 
 def compare(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[str, Any]]:
     command = [sys.executable, __file__, "--worker", "rate", args.model, dtype, str(threads)]
-    limits = bounds(measure(command, threads))
+    rates = measure(command, threads)
     runs = {
         work: alternate(args, __file__, work, [peer], dtype, threads)
         for work, peer in PEER_OF.items()
@@ -188,8 +161,8 @@ def compare(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[str
 
     rate, bytes_ = "tokens_per_s", "peak_rss_bytes"
     return [
-        row("rollout-agent", "rollouts", rate, "tokens/s", limits["rollouts"]),
-        row("grpo-step", "step", "seconds", "s", limits["step"]),
+        row("rollout-agent", "rollouts", rate, "tokens/s", bound("W1-agent", dtype, rates)[0]),
+        row("grpo-step", "step", "seconds", "s", step_bound(rates)),
         row("grpo-peak-memory", "step", bytes_, "bytes", None),
     ]
 

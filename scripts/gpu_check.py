@@ -45,7 +45,7 @@ def run_tests(limit_s: float, tests: Sequence[str] = TESTS) -> dict[str, Any]:
         report = Path(folder) / "tests.xml"
         command = [sys.executable, "-m", "pytest", *tests, "-q", "-o", "addopts="]
         command += ["-p", "no:cacheprovider", f"--junitxml={report}"]
-        process = subprocess.Popen(command, cwd=ROOT)
+        process = subprocess.Popen(command, cwd=ROOT, preexec_fn=heed_interrupts)
         try:
             code, late = process.wait(limit_s), []
         except subprocess.TimeoutExpired:
@@ -82,6 +82,11 @@ def _message(case: ElementTree.Element) -> str:
         if found is not None:
             return found.get("message", "")[:500]
     return ""
+
+
+def heed_interrupts() -> None:
+    """The background job of a shell ignores SIGINT, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run_benchmark(script: str, limit_s: float) -> tuple[int | None, dict[str, Any]]:

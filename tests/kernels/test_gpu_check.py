@@ -3,8 +3,10 @@ keeps what its tests found when they run out of time."""
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 from xml.etree import ElementTree
@@ -56,12 +58,20 @@ def test_one_result_has_the_rows_of_both_benchmarks_even_if_one_wrote_nothing():
 
 
 def test_a_time_out_keeps_the_results_so_far(tmp_path):
-    (tmp_path / "test_slow.py").write_text(
-        "import time\ndef test_bad(): assert 0, 'wrong'\ndef test_slow(): time.sleep(60)\n"
-    )
-    found = run_tests(15, [str(tmp_path)])
+    """Also where interrupts are ignored, as in the background job of a shell."""
+    bad = tmp_path / "test_bad.py"
+    bad.write_text("def test_bad(): assert 0, 'wrong'\n")
+    begin = time.monotonic()
+    assert run_tests(300, [str(bad)])["exit_code"] == 1
+    limit = 3 * round(time.monotonic() - begin) + 3  # this machine's start of pytest, and then some
+    bad.write_text(bad.read_text() + "def test_slow():\n    import time\n    time.sleep(600)\n")
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        found = run_tests(limit, [str(bad)])
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert found["exit_code"] is None
-    assert found["failures"][0] == "stopped after 15 s"
+    assert found["failures"][0] == f"stopped after {limit} s"
     assert "test_bad" in found["failures"][1] and "wrong" in found["failures"][1]
 
 

@@ -3,29 +3,18 @@
 from collections.abc import Iterator
 
 import torch
-from gate_case import GateCase
+from gate_case import ATTENTION_SHAPES, GateCase
 
 from kernels import flash_attn_varlen, gather_rows
 from kernels.gather_rows import RowGather
 
-# Every tile class of `_tune.py` (Llama-3-8B, SmolLM2 and others), and shapes that share a class.
-SHAPES = {
-    "half-64": (9, 3, 64),
-    "half-128": (32, 8, 128),
-    "half-256": (8, 4, 256),
-    "fp32-64": (9, 3, 64),
-    "fp32-128": (16, 8, 128),
-    "fp32-256": (8, 4, 256),
-    "half-128-d80": (14, 2, 80),
-    "half-128-mqa": (7, 1, 128),
-}
 NEED_OF = {"_delta_kernel": ("ld128",)}
 # Two accumulators 256 wide leave room for 32 keys, which is half a row tile of wgmma.
 NEED_OF_256 = {**NEED_OF, "_dkdv_kernel": ("mma_sync", "ld128")}
 
 
 def attend(name: str, window: int | None, return_lse: bool) -> None:
-    heads, num_kv, head_dim = SHAPES[name]
+    heads, num_kv, head_dim = ATTENTION_SHAPES[name]
     dtype = torch.float32 if name.startswith("fp32") else torch.bfloat16
     q = torch.empty(4096, heads, head_dim, dtype=dtype, requires_grad=True)
     k, v = (
@@ -48,7 +37,7 @@ def gather() -> None:
 
 
 def cases() -> Iterator[GateCase]:
-    for name in SHAPES:
+    for name in ATTENTION_SHAPES:
         need = ("ld128",) if name.startswith("fp32") else ("wgmma", "ld128")
         need_of = NEED_OF_256 if name == "half-256" else NEED_OF
         yield GateCase(

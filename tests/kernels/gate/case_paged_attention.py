@@ -3,21 +3,10 @@
 from collections.abc import Iterator
 
 import torch
-from gate_case import GateCase
+from gate_case import ATTENTION_SHAPES, GateCase
 
 from kernels import paged_attention, paged_attention_decode, reshape_and_cache
 
-# Every tile class of `_tune.py` (Llama-3-8B, SmolLM2 and others), and shapes that share a class.
-SHAPES = {
-    "half-64": (9, 3, 64),
-    "half-128": (32, 8, 128),
-    "half-256": (8, 4, 256),
-    "fp32-64": (9, 3, 64),
-    "fp32-128": (16, 8, 128),
-    "fp32-256": (8, 4, 256),
-    "half-128-d80": (14, 2, 80),
-    "half-128-mqa": (7, 1, 128),
-}
 FP8 = torch.float8_e4m3fn
 
 
@@ -65,7 +54,7 @@ def step_indices(num_seqs: int) -> list[torch.Tensor]:
 def cases() -> Iterator[GateCase]:
     memory, merge = ("ld128",), {"_merge_kernel": ()}
     for name, dtype in (("bf16", torch.bfloat16), ("fp8", FP8)):
-        shape = SHAPES["half-128"]
+        shape = ATTENTION_SHAPES["half-128"]
         yield GateCase(f"store_kv-{name}", lambda d=dtype, s=shape: store(s, d), need=memory)
         yield GateCase(
             f"paged_prefill-{name}-block32",
@@ -77,7 +66,7 @@ def cases() -> Iterator[GateCase]:
             lambda d=dtype, s=shape: decode(s, 256, 32, d),
             need=memory,
         )
-    for name, shape in SHAPES.items():
+    for name, shape in ATTENTION_SHAPES.items():
         is_fp32 = name.startswith("fp32")
         dtype = torch.float32 if is_fp32 else torch.bfloat16
         yield GateCase(

@@ -8,6 +8,19 @@ meta tensors there: every launch is compiled with the specialisation a GPU launc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+ATTENTION_SHAPES = {
+    "half-64": (9, 3, 64),
+    "half-128": (32, 8, 128),
+    "half-256": (8, 4, 256),
+    "fp32-64": (9, 3, 64),
+    "fp32-128": (16, 8, 128),
+    "fp32-256": (8, 4, 256),
+    "half-128-d80": (14, 2, 80),
+    "half-128-mqa": (7, 1, 128),
+}
+"""(query heads, key heads, head_dim) of every tile class of `_tune.py` (Llama-3-8B, SmolLM2 and
+others), and of shapes that share a class."""
+
 
 @dataclass(frozen=True)
 class GateCase:
