@@ -1,0 +1,138 @@
+"""The CPU kernels in C++ (`native/`): compiled on first use, kept in the user's cache.
+
+One command of the system's compiler, some seconds once; the file's name is a hash of the sources,
+the compiler, its flags and the processor, so another machine that shares the folder compiles its
+own. Where there is no compiler the ops fall back on PyTorch: slower, the same results up to
+rounding, and as exact between the engines, since both then take that path.
+
+Left out: Windows, half precision and fp64 (PyTorch's path), gradients.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+CACHE = Path("~/.cache/nanorl/kernels")
+SOURCES = Path(__file__).parent / "native"
+_COMPILERS = ("g++", "clang++", "c++")
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared")
+_OPENMP = (("-fopenmp",), ())  # a compiler without OpenMP still gives one fast thread
+_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_COMPILE_LIMIT_S = 300
+
+
+def use_native(*tensors: Tensor) -> bool:
+    """Whether the C++ kernel is to run: on a CPU, in one dtype that it has, where it compiles."""
+    first = tensors[0]
+    if first.dtype not in _SUFFIX or any(
+        x.device.type != "cpu" or x.dtype != first.dtype for x in tensors
+    ):
+        return False
+    return library() is not None
+
+
+def function(name: str, dtype: torch.dtype) -> Callable[..., None]:
+    """The kernel of that name for tensors of that dtype. Only where `use_native` said yes."""
+    found = library()
+    assert found is not None, "use_native was asked before"
+    return getattr(found, f"{name}_{_SUFFIX[dtype]}")  # type: ignore[no-any-return]
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels; None, with a warning, where they cannot be compiled or loaded."""
+    try:
+        return _load(_compiled(CACHE.expanduser()))
+    except (OSError, subprocess.SubprocessError) as error:
+        warnings.warn(
+            f"kernels: the C++ kernels are not available ({_reason(error)}); PyTorch's take their "
+            "place, which decodes at about half the speed. To have them, install g++ or clang++",
+            stacklevel=3,
+        )
+        return None
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(path))
+    pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+    arguments = {
+        "rms_norm": [pointer] * 4 + [count] * 4 + [number, count],
+        "add_rms_norm": [pointer] * 6 + [count] * 2 + [number, count],
+        "swiglu": [pointer] * 2 + [count] * 3,
+        "rope": [pointer] * 6 + [count] * 7,
+        "store_rows": [pointer] * 3 + [count] * 5,
+        "score": [pointer] + [count] * 3 + [number] + [pointer] * 4 + [count],
+        "pick": [pointer] + [count] * 3 + [number] + [pointer] * 3 + [count],
+        "attend": [pointer] * 6 + [count] * 9 + [number, count],
+    }
+    for name, types in arguments.items():
+        for suffix in _SUFFIX.values():
+            found = getattr(loaded, f"{name}_{suffix}")
+            found.argtypes, found.restype = types, None
+    return loaded
+
+
+def _compiled(folder: Path) -> Path:
+    compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise FileNotFoundError("no C++ compiler found")
+    target = folder / f"{_fingerprint(compiler)}.so"
+    if target.exists():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        built = Path(scratch) / "kernels.so"
+        _compile(compiler, built)
+        built.replace(target)  # in one step: processes may compile side by side
+    return target
+
+
+def _compile(compiler: str, built: Path) -> None:
+    sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
+    for openmp in _OPENMP:
+        command = [compiler, *_FLAGS, *openmp, *sources, "-o", str(built)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S, check=False
+        )
+        if done.returncode == 0:
+            return
+    done.check_returncode()
+
+
+def _fingerprint(compiler: str) -> str:
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, text=True, timeout=_COMPILE_LIMIT_S
+    )
+    digest = hashlib.sha256()
+    for part in (version.stdout, repr((_FLAGS, _OPENMP)), platform.machine(), _processor()):
+        digest.update(part.encode())
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def _processor() -> str:
+    """What -march=native looks at: on Linux the instruction sets, else the processor's name."""
+    if os.path.exists("/proc/cpuinfo"):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        wanted = ("flags", "Features", "model name", "cpu family", "model\t")
+        return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
+    return platform.processor()
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        lines = (error.stderr or "").strip().splitlines()
+        return lines[0] if lines else str(error)
+    return str(error)

@@ -1,0 +1,283 @@
+// Causal attention of tiles of queries, over keys that are found through a table of rows.
+//
+//     o = softmax(scale * q . K^T) . V
+//
+// One kernel for everything: `key_rows` lists, key by key, the row of k and v where a sequence's
+// keys lie, be that a packed batch, the blocks of a paged cache or a prompt that sequences share.
+// A query's result is a function of its own q and of its keys in order: dot products run along
+// head_dim, the sum of weights in 16 lanes by the key's index, the sum of values key by key. So it
+// has the same bits in prefill, in decoding and in training, whatever else is in the batch.
+//
+// A tile is some queries of one sequence and all heads that share a key head: rows of queries by
+// keys. Scores of a tile stay in the processor's cache; all arithmetic is fp32.
+#include <vector>
+
+#include "parallel.h"
+#include "vector.h"
+
+namespace {
+
+constexpr int KEY_TILE = 64;  // keys widened and transposed at a time: 16 KB at head_dim 64
+constexpr int AHEAD = 16;  // keys between the row in use and the one asked of memory
+constexpr int LINE = 64;
+constexpr int SCORE_ROWS = 8, VALUE_ROWS = 6, VALUE_VECS = 4;  // what fits in 32 registers
+
+struct Tile {
+  int32_t query, num_queries;
+  int32_t num_keys;  // that the last query sees; the one before it sees one less
+  int32_t first_key;  // in key_rows
+};
+
+template <class T>
+struct Problem {
+  T* o;
+  const T *q, *k, *v;
+  const int32_t* key_rows;
+  int64_t num_kv, group, head_dim;
+  int64_t q_stride;                       // elements from token to token; o is contiguous
+  int64_t k_row, v_row, k_head, v_head;  // elements from row to row, and from head to head
+  float scale;
+};
+
+template <int D>
+inline void swap_blocks(BitsVec& a, BitsVec& b) {
+  constexpr auto from = [](int i, bool high) {
+    return high ? ((i & D) ? i + LANES : i + D) : ((i & D) ? i + LANES - D : i);
+  };
+  BitsVec low = __builtin_shufflevector(
+      a, b, from(0, 0), from(1, 0), from(2, 0), from(3, 0), from(4, 0), from(5, 0), from(6, 0),
+      from(7, 0), from(8, 0), from(9, 0), from(10, 0), from(11, 0), from(12, 0), from(13, 0),
+      from(14, 0), from(15, 0));
+  BitsVec high = __builtin_shufflevector(
+      a, b, from(0, 1), from(1, 1), from(2, 1), from(3, 1), from(4, 1), from(5, 1), from(6, 1),
+      from(7, 1), from(8, 1), from(9, 1), from(10, 1), from(11, 1), from(12, 1), from(13, 1),
+      from(14, 1), from(15, 1));
+  a = low;
+  b = high;
+}
+
+template <int D>
+inline void swap_all(BitsVec* x) {
+  for (int i = 0; i < LANES; i++)
+    if (!(i & D)) swap_blocks<D>(x[i], x[i + D]);
+}
+
+// Sixteen rows of sixteen 32-bit words.
+inline void transpose(BitsVec* x) {
+  swap_all<8>(x);
+  swap_all<4>(x);
+  swap_all<2>(x);
+  swap_all<1>(x);
+}
+
+// Words of a row, as many as there are; the others zero.
+template <class T>
+inline BitsVec load_words(const T* p, int64_t num_elements) {
+  BitsVec x = {};
+  constexpr int64_t most = 4 * LANES / sizeof(T);
+  if (num_elements >= most)
+    memcpy(&x, p, sizeof x);
+  else if (num_elements > 0)
+    memcpy(&x, p, num_elements * sizeof(T));
+  return x;
+}
+
+inline void widen_words(float* out, BitsVec x, const float*) { store(out, as_floats(x)); }
+inline void widen_words(float* out, BitsVec x, const bf16*) {
+  store(out, as_floats(x << 16));
+  store(out + LANES, as_floats(x & 0xffff0000u));
+}
+
+// Rows lie where the table says, so the processor cannot guess the next one.
+template <class T>
+inline void ask_for(const T* row, int64_t size) {
+  for (int64_t i = 0; i < size; i += LINE / sizeof(T)) __builtin_prefetch(row + i);
+}
+
+// out[d * LANES + j] = element d of the row of key j.
+template <class T>
+void widen_keys(float* out, const T* k, const int32_t* rows, int64_t num_keys, int64_t num_ahead,
+                int64_t row_stride, int64_t head_dim) {
+  for (int64_t j = AHEAD; j < AHEAD + num_ahead; j++) ask_for(k + rows[j] * row_stride, head_dim);
+  constexpr int64_t per_word = 4 / sizeof(T);
+  for (int64_t d = 0; d < head_dim; d += LANES * per_word) {
+    BitsVec x[LANES] = {};
+    for (int64_t j = 0; j < num_keys; j++)
+      x[j] = load_words(k + rows[j] * row_stride + d, head_dim - d);
+    transpose(x);
+    for (int64_t i = 0; i < LANES && d + i * per_word < head_dim; i++)
+      widen_words(out + (d + i * per_word) * LANES, x[i], k);
+  }
+}
+
+// Scores of R rows and B blocks of 16 keys.
+template <int R, int B>
+void multiply_keys(float* s, int64_t s_stride, const float* q, int64_t q_stride, const float* keys,
+                   int64_t block_size, int64_t head_dim) {
+  Vec sum[R][B] = {};
+  for (int64_t d = 0; d < head_dim; d++) {
+    Vec k[B];
+    for (int b = 0; b < B; b++) k[b] = load(keys + b * block_size + d * LANES);
+    for (int r = 0; r < R; r++)
+      for (int b = 0; b < B; b++) sum[r][b] += k[b] * q[r * q_stride + d];
+  }
+  for (int r = 0; r < R; r++)
+    for (int b = 0; b < B; b++) store(s + r * s_stride + b * LANES, sum[r][b]);
+}
+
+// sum[r] = over the keys in order, p[r][j] * v[j], for R rows and W vectors of head_dim.
+template <int R, int W, class T>
+void multiply_values(float* out, int64_t out_stride, const float* p, int64_t p_stride, const T* v,
+                     const int32_t* rows, int64_t num_keys, int64_t row_stride) {
+  Vec sum[R][W] = {};
+  for (int64_t j = 0; j < num_keys; j++) {
+    const T* row = v + rows[j] * row_stride;
+    if (j + AHEAD < num_keys) ask_for(v + rows[j + AHEAD] * row_stride, W * LANES);
+    Vec x[W];
+    for (int w = 0; w < W; w++) x[w] = load(row + w * LANES);
+    for (int r = 0; r < R; r++)
+      for (int w = 0; w < W; w++) sum[r][w] += x[w] * p[r * p_stride + j];
+  }
+  for (int r = 0; r < R; r++)
+    for (int w = 0; w < W; w++) store(out + r * out_stride + w * LANES, sum[r][w]);
+}
+
+// The same for the last n < 16 elements of head_dim.
+template <class T>
+void multiply_values_part(float* out, const float* p, const T* v, const int32_t* rows,
+                          int64_t num_keys, int64_t row_stride, int64_t n) {
+  Vec sum = {};
+  for (int64_t j = 0; j < num_keys; j++) sum += load_part(v + rows[j] * row_stride, n) * p[j];
+  store(out, sum);
+}
+
+// Calls f<R>() for runs of rows, at most MOST at a time.
+template <int MOST, class F>
+void by_rows(int64_t num_rows, F f) {
+  int64_t r = 0;
+  for (; r + MOST <= num_rows; r += MOST) f(r, std::integral_constant<int, MOST>());
+  if constexpr (MOST > 1)
+    if (r < num_rows) by_rows<MOST - 1>(num_rows - r, [&](int64_t i, auto n) { f(r + i, n); });
+}
+
+// In place: e^(s - max s) of the first n scores of a row, then zeros. Returns 1 / their sum.
+float softmax_row(float* s, int64_t n, int64_t padded) {
+  int64_t whole = n / LANES * LANES;
+  if (whole < n)
+    for (int64_t j = n; j < whole + LANES; j++) s[j] = -INFINITY;
+  int64_t end = whole < n ? whole + LANES : whole;
+  Vec best = splat(-INFINITY);
+  for (int64_t j = 0; j < end; j += LANES) best = larger(best, load(s + j));
+  Vec highest = splat(max_lanes(best)), sum = {};
+  for (int64_t j = 0; j < end; j += LANES) {
+    Vec p = exp(load(s + j) - highest);
+    sum += p;
+    store(s + j, p);
+  }
+  for (int64_t j = end; j < padded; j++) s[j] = 0.0f;
+  return 1.0f / sum_lanes(sum);
+}
+
+struct Scratch {
+  std::vector<float> q, keys, scores, out, inverse;
+};
+
+template <class T>
+void attend_tile(const Problem<T>& x, const Tile& tile, int64_t kv, Scratch& scratch) {
+  const int64_t num_rows = tile.num_queries * x.group, D = x.head_dim;
+  const int64_t wide_D = (D + 2 * LANES - 1) / (2 * LANES) * (2 * LANES);
+  const int64_t padded = (tile.num_keys + KEY_TILE - 1) / KEY_TILE * KEY_TILE;
+  const int32_t* rows = x.key_rows + tile.first_key;
+  scratch.q.resize(num_rows * wide_D);
+  scratch.keys.resize(KEY_TILE * wide_D);
+  scratch.scores.resize(num_rows * padded);
+  scratch.out.resize(num_rows * wide_D);
+  scratch.inverse.resize(num_rows);
+  float *q = scratch.q.data(), *keys = scratch.keys.data(), *s = scratch.scores.data();
+
+  auto head = [&](int64_t i, int64_t g) { return (kv * x.group + g) * D + i * x.group * x.num_kv * D; };
+  for (int64_t i = 0; i < tile.num_queries; i++)
+    for (int64_t g = 0; g < x.group; g++) {
+      const T* from = x.q + (tile.query + i) * x.q_stride + (kv * x.group + g) * D;
+      for_runs(D, [&](int64_t d, int64_t n) {
+        store(q + (i * x.group + g) * wide_D + d, load_run(from + d, n) * x.scale);
+      });
+    }
+
+  const T* k = x.k + kv * x.k_head;
+  for (int64_t lo = 0; lo < padded; lo += KEY_TILE) {
+    int64_t size = tile.num_keys - lo < KEY_TILE ? tile.num_keys - lo : KEY_TILE;
+    int64_t num_blocks = (size + LANES - 1) / LANES;
+    for (int64_t b = 0; b < num_blocks; b++) {
+      int64_t first = lo + b * LANES, left = tile.num_keys - first;
+      int64_t n = left < LANES ? left : LANES;
+      int64_t ahead = left - AHEAD < 0 ? 0 : left - AHEAD < LANES ? left - AHEAD : LANES;
+      widen_keys(keys + b * LANES * wide_D, k, rows + first, n, ahead, x.k_row, D);
+    }
+    by_rows<SCORE_ROWS>(num_rows, [&](int64_t r, auto R) {
+      constexpr int B = R <= 3 ? 4 : 2;
+      float* to = s + r * padded + lo;
+      int64_t b = 0;
+      for (; b + B <= num_blocks; b += B)
+        multiply_keys<R, B>(to + b * LANES, padded, q + r * wide_D, wide_D,
+                            keys + b * LANES * wide_D, LANES * wide_D, D);
+      for (; b < num_blocks; b++)
+        multiply_keys<R, 1>(to + b * LANES, padded, q + r * wide_D, wide_D,
+                            keys + b * LANES * wide_D, LANES * wide_D, D);
+    });
+  }
+
+  for (int64_t r = 0; r < num_rows; r++) {
+    int64_t visible = tile.num_keys - tile.num_queries + 1 + r / x.group;
+    scratch.inverse[r] = softmax_row(s + r * padded, visible, padded);
+  }
+
+  const T* v = x.v + kv * x.v_head;
+  float* out = scratch.out.data();
+  by_rows<VALUE_ROWS>(num_rows, [&](int64_t r, auto R) {
+    const float* p = s + r * padded;
+    float* to = out + r * wide_D;
+    int64_t d = 0;
+    for (; d + VALUE_VECS * LANES <= D; d += VALUE_VECS * LANES)
+      multiply_values<R, VALUE_VECS>(to + d, wide_D, p, padded, v + d, rows, tile.num_keys,
+                                     x.v_row);
+    for (; d + LANES <= D; d += LANES)
+      multiply_values<R, 1>(to + d, wide_D, p, padded, v + d, rows, tile.num_keys, x.v_row);
+    for (int64_t i = 0; d < D && i < R; i++)
+      multiply_values_part(to + i * wide_D + d, p + i * padded, v + d, rows, tile.num_keys,
+                           x.v_row, D - d);
+  });
+
+  for (int64_t i = 0; i < tile.num_queries; i++)
+    for (int64_t g = 0; g < x.group; g++) {
+      int64_t r = i * x.group + g;
+      T* to = x.o + head(tile.query + i, g);
+      for_runs(D, [&](int64_t d, int64_t n) {
+        store_run(to + d, load(out + r * wide_D + d) * scratch.inverse[r], n);
+      });
+    }
+}
+
+template <class T>
+void attend(const Problem<T>& x, const Tile* tiles, int64_t num_tiles, int64_t threads) {
+  parallel_for_uneven(num_tiles * x.num_kv, threads, [&](int64_t i) {
+    thread_local Scratch scratch;
+    attend_tile(x, tiles[i / x.num_kv], i % x.num_kv, scratch);
+  });
+}
+
+}  // namespace
+
+#define ATTENTION(T, SUFFIX)                                                                      \
+  extern "C" void attend_##SUFFIX(                                                                \
+      T* o, const T* q, const T* k, const T* v, const int32_t* key_rows, const Tile* tiles,       \
+      int64_t num_tiles, int64_t num_kv, int64_t group, int64_t head_dim, int64_t q_stride,       \
+      int64_t k_row, int64_t v_row, int64_t k_head, int64_t v_head, float scale,                  \
+      int64_t threads) {                                                                          \
+    Problem<T> problem{o,        q,     k,     v,      key_rows, num_kv, group, head_dim,         \
+                       q_stride, k_row, v_row, k_head, v_head,   scale};                          \
+    attend(problem, tiles, num_tiles, threads);                                                   \
+  }
+
+ATTENTION(float, f32)
+ATTENTION(bf16, bf16)
