@@ -4,6 +4,8 @@ from typing import Literal
 
 import torch
 
+from kernels._native import has_native
+
 Backend = Literal["auto", "torch", "triton"]
 
 
@@ -21,6 +23,11 @@ def use_triton(backend: str, x: torch.Tensor) -> bool:
             "backend='auto', or set TRITON_INTERPRET=1 before the program starts"
         )
     return True
+
+
+def use_native(backend: str, *tensors: torch.Tensor) -> bool:
+    """True where the C++ kernel is to run: "auto", and all tensors on a CPU in one dtype of its."""
+    return backend == "auto" and has_native(*tensors)
 
 
 def _is_interpreted() -> bool:

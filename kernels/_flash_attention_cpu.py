@@ -3,7 +3,8 @@
 Sequences of similar length are padded into one batch; a plan (`make_varlen_plan`) holds the
 indices, so a micro-batch builds it once for all its layers. Blocks of 128 queries meet the keys
 before them, with the arithmetic of `_attend.py`: no score matrix outlives its block, and the
-backward pass keeps q, k, v and o (which the output projection keeps anyway).
+backward pass keeps q, k, v and o (which the output projection keeps anyway). The forward pass is
+C++ where it has the dtype (`_native_attention.py`), of unpadded sequences.
 
 Left out: windows, other masks and lse, which only the definition in `flash_attention.py` has.
 
@@ -29,6 +30,7 @@ from kernels._attend import (
 )
 from kernels._check import check_bounds, ints
 from kernels._dispatch import compute_dtype
+from kernels._native_attention import Tiles, attend_packed, packed_tiles
 
 QUERY_BLOCK = 128
 _TILE_SCORES = 1 << 19  # 2 MB of fp32
@@ -51,8 +53,19 @@ class VarlenPlan:
     """How packed sequences are laid out for CPU attention; built once a micro-batch."""
 
     buckets: list[_Bucket]
-    num_tokens: int
+    bounds: list[int]
     scratch: Scratch = field(default_factory=Scratch, repr=False, compare=False)
+    _tiles: dict[int, Tiles] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.bounds[-1]
+
+    def tiles(self, group: int) -> Tiles:
+        """For C++, with `group` heads to a key head."""
+        if group not in self._tiles:
+            self._tiles[group] = packed_tiles(self.bounds, group)
+        return self._tiles[group]
 
 
 def make_varlen_plan(cu_seqlens: Tensor | Sequence[int], dtype: torch.dtype) -> VarlenPlan:
@@ -73,24 +86,16 @@ def make_varlen_plan(cu_seqlens: Tensor | Sequence[int], dtype: torch.dtype) -> 
         tokens = None if len(members) == len(spans) else gather[cells]
         padding = None if is_real.all() else (~is_real).nonzero().squeeze(1)
         buckets.append(_Bucket(len(members), length, gather, cells, tokens, padding))
-    return VarlenPlan(buckets, bounds[-1])
+    return VarlenPlan(buckets, bounds)
 
 
 class CpuAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, plan, scale):
-        out = torch.empty_like(q)
-        for bucket in plan.buckets:
-            scratch = plan.scratch
-            q_BKGLD, k_NLD, v_NLD = _padded(q, k, v, bucket, scratch)
-            o = scratch.take("o_cells", (*_cell_shape(bucket), *q.shape[1:]), q.dtype)
-            o_NGLD = _to_heads(o, k.shape[1])
-            for lo, hi, first, last in _tiles(bucket, q, k):
-                rows = _rows(q_BKGLD, lo, hi)[first:last]
-                p = _causal_probabilities(rows, k_NLD[first:last], lo, hi, scale, scratch)
-                part = weighted_values(p, v_NLD[first:last, :hi], scratch)[:, : rows.shape[1]]
-                _store_rows(o_NGLD, part, lo, hi, first)
-            _scatter(out, bucket, o.flatten(0, 1))
+    def forward(ctx, q, k, v, plan, scale, is_native):
+        if is_native:
+            out = attend_packed(q, k, v, plan.tiles(q.shape[1] // k.shape[1]), scale)
+        else:
+            out = _forward(q, k, v, plan, scale)
         ctx.save_for_backward(q, k, v, out)
         ctx.plan, ctx.scale = plan, scale
         return out
@@ -121,7 +126,22 @@ class CpuAttention(torch.autograd.Function):
             for grad, cells in ((dk, dk_NLD.mul_(ctx.scale)), (dv, dv_NLD)):
                 cells = cells.unflatten(0, (bucket.num_seqs, -1)).transpose(1, 2)
                 _scatter(grad, bucket, cells.to(grad.dtype).flatten(0, 1))
-        return dq, dk, dv, None, None
+        return dq, dk, dv, None, None, None
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan, scale: float) -> Tensor:
+    out, scratch = torch.empty_like(q), plan.scratch
+    for bucket in plan.buckets:
+        q_BKGLD, k_NLD, v_NLD = _padded(q, k, v, bucket, scratch)
+        o = scratch.take("o_cells", (*_cell_shape(bucket), *q.shape[1:]), q.dtype)
+        o_NGLD = _to_heads(o, k.shape[1])
+        for lo, hi, first, last in _tiles(bucket, q, k):
+            rows = _rows(q_BKGLD, lo, hi)[first:last]
+            p = _causal_probabilities(rows, k_NLD[first:last], lo, hi, scale, scratch)
+            part = weighted_values(p, v_NLD[first:last, :hi], scratch)[:, : rows.shape[1]]
+            _store_rows(o_NGLD, part, lo, hi, first)
+        _scatter(out, bucket, o.flatten(0, 1))
+    return out
 
 
 def _tile_backward(

@@ -29,11 +29,12 @@ _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared")
 _OPENMP = (("-fopenmp",), ())  # a compiler without OpenMP still gives one fast thread
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
+NATIVE_DTYPES = tuple(_SUFFIX)
 _COMPILE_LIMIT_S = 300
 
 
-def use_native(*tensors: Tensor) -> bool:
-    """Whether the C++ kernel is to run: on a CPU, in one dtype that it has, where it compiles."""
+def has_native(*tensors: Tensor) -> bool:
+    """Whether there is a C++ kernel for these: on a CPU, all of one dtype that it has."""
     first = tensors[0]
     if first.dtype not in _SUFFIX or any(
         x.device.type != "cpu" or x.dtype != first.dtype for x in tensors
@@ -43,9 +44,9 @@ def use_native(*tensors: Tensor) -> bool:
 
 
 def function(name: str, dtype: torch.dtype) -> Callable[..., None]:
-    """The kernel of that name for tensors of that dtype. Only where `use_native` said yes."""
+    """The kernel of that name for tensors of that dtype. Only where `has_native` said yes."""
     found = library()
-    assert found is not None, "use_native was asked before"
+    assert found is not None, "has_native was asked before"
     return getattr(found, f"{name}_{_SUFFIX[dtype]}")  # type: ignore[no-any-return]
 
 
@@ -74,12 +75,16 @@ def _load(path: Path) -> ctypes.CDLL:
         "store_rows": [pointer] * 3 + [count] * 5,
         "score": [pointer] + [count] * 3 + [number] + [pointer] * 4 + [count],
         "pick": [pointer] + [count] * 3 + [number] + [pointer] * 3 + [count],
+        "linear": [pointer] * 4 + [count] * 5,
+        "pack": [pointer] * 2 + [count] * 3,
         "attend": [pointer] * 6 + [count] * 9 + [number, count],
     }
     for name, types in arguments.items():
         for suffix in _SUFFIX.values():
             found = getattr(loaded, f"{name}_{suffix}")
             found.argtypes, found.restype = types, None
+    for suffix in _SUFFIX.values():
+        getattr(loaded, f"has_linear_{suffix}").restype = count
     return loaded
 
 

@@ -5,19 +5,18 @@ unless named otherwise.
 Legend: T tokens, H query heads, K key heads, D head_dim, R rows, V vocabulary.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels._native import function
 
+_PANEL = 48  # outputs, as in native/linear.cpp
 _ROWS_A_THREAD = 1 << 15  # elements below which one thread is done before a second has started
-_TILE_ROWS = 24  # queries x heads of a group that meet the same keys
 
 
-def _threads(num_elements: int) -> int:
+def num_threads(num_elements: int) -> int:
+    """For rows of so many elements together."""
     return torch.get_num_threads() if num_elements >= _ROWS_A_THREAD else 1
 
 
@@ -33,7 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32)
     function("rms_norm", x.dtype)(
         y.data_ptr(), rstd.data_ptr(), x.data_ptr(), weight.contiguous().data_ptr(),
-        num_rows // heads if heads else 0, heads, size, stride, eps, _threads(x.numel()),
+        num_rows // heads if heads else 0, heads, size, stride, eps, num_threads(x.numel()),
     )  # fmt: skip
     return y, rstd
 
@@ -49,7 +48,7 @@ def add_rms_norm(
     function("add_rms_norm", x.dtype)(
         y.data_ptr(), total.data_ptr(), rstd.data_ptr(), x.data_ptr(), residual.data_ptr(),
         weight.contiguous().data_ptr(), x.numel() // size if size else 0, size, eps,
-        _threads(x.numel()),
+        num_threads(x.numel()),
     )  # fmt: skip
     return y, total, rstd
 
@@ -60,7 +59,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     y = gate_up.new_empty(*gate_up.shape[:-1], size)
     num_rows = y.numel() // size if size else 0
     function("swiglu", y.dtype)(
-        y.data_ptr(), gate_up.data_ptr(), num_rows, size, _threads(4 * y.numel())
+        y.data_ptr(), gate_up.data_ptr(), num_rows, size, num_threads(4 * y.numel())
     )
     return y
 
@@ -73,7 +72,7 @@ def rope(q_THD: Tensor, k_TKD: Tensor, cos_TD2: Tensor, sin_TD2: Tensor) -> tupl
     function("rope", q.dtype)(
         q_out.data_ptr(), k_out.data_ptr(), q.data_ptr(), k.data_ptr(), cos.data_ptr(),
         sin.data_ptr(), len(q), q.shape[1], k.shape[1], q.shape[2] // 2, q.stride(0), k.stride(0),
-        _threads(q.numel() + k.numel()),
+        num_threads(q.numel() + k.numel()),
     )  # fmt: skip
     return q_out, k_out
 
@@ -84,6 +83,39 @@ def store_rows(cache: Tensor, x_TKD: Tensor, rows_T: Tensor, head_rows: int) -> 
     function("store_rows", x.dtype)(
         cache.data_ptr(), x.data_ptr(), rows_T.data_ptr(), *x.shape, x.stride(0), head_rows
     )
+
+
+def has_linear(dtype: torch.dtype) -> bool:
+    """Whether `linear` is the fastest there is on this processor. Only where `has_native`."""
+    return bool(function("has_linear", dtype)())
+
+
+def pack(weight_OI: Tensor) -> Tensor:
+    """A copy in the order in which `linear` reads it: panels of 48 outputs."""
+    weight = weight_OI.contiguous()
+    num_out, num_in = weight.shape
+    per_word = 4 // weight.itemsize  # inputs
+    shape = (-(-num_out // _PANEL), -(-num_in // per_word), _PANEL * per_word)
+    packed = torch.empty(shape, dtype=weight.dtype)
+    function("pack", weight.dtype)(
+        packed.data_ptr(), weight.data_ptr(), num_in, num_out, num_threads(weight.numel())
+    )
+    return packed
+
+
+def linear(x_TI: Tensor, packed: Tensor, bias_O: Tensor | None, num_out: int) -> Tensor:
+    """x · weightᵀ + bias from `pack(weight)`."""
+    if x_TI.shape[1] * x_TI.itemsize % 4:  # the kernel reads whole words
+        x_TI = F.pad(x_TI, (0, 1))
+    x = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
+    num_rows, num_in = x.shape
+    y = torch.empty((num_rows, num_out), dtype=x.dtype)
+    function("linear", x.dtype)(
+        y.data_ptr(), x.data_ptr(), packed.data_ptr(),
+        None if bias_O is None else bias_O.data_ptr(), num_rows, num_in, num_out, x.stride(0),
+        num_threads(packed.numel()),
+    )  # fmt: skip
+    return y
 
 
 def score(
@@ -97,7 +129,7 @@ def score(
     function("score", logits.dtype)(
         logits.data_ptr(), num_rows, vocab, logits.stride(0), temperature, ids.data_ptr(),
         logp.data_ptr(), lse.data_ptr(), entropy.data_ptr() if wants_entropy else None,
-        _threads(logits.numel()),
+        num_threads(logits.numel()),
     )  # fmt: skip
     return logp, lse, entropy
 
@@ -113,57 +145,9 @@ def pick(logits_RV: Tensor, temperature: float, u_R: Tensor | None) -> tuple[Ten
     function("pick", logits.dtype)(
         logits.data_ptr(), num_rows, vocab, logits.stride(0), temperature,
         None if u is None else u.data_ptr(), tokens.data_ptr(), logp.data_ptr(),
-        _threads(logits.numel()),
+        num_threads(logits.numel()),
     )  # fmt: skip
     return tokens, logp
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Which queries meet which keys, for all layers of a step."""
-
-    tiles: Tensor  # [tiles, 4] int32: first query, queries, keys the last one sees, first key row
-    key_rows: Tensor  # int32: the rows of k and v, sequence by sequence
-
-
-def make_tiles(
-    spans: Sequence[tuple[int, int, int, int]], key_rows: Tensor, group: int
-) -> Tiles:
-    """`spans` of queries: (first query, how many, keys that the last one sees, first key row)."""
-    step = max(1, _TILE_ROWS // group)
-    tiles = []
-    for query, count, keys, first in spans:
-        if count == 1:
-            tiles.append((query, 1, keys, first))
-            continue
-        for lo in range(0, count, step):
-            n = min(step, count - lo)
-            tiles.append((query + lo, n, keys - count + lo + n, first))
-    shaped = torch.tensor(tiles, dtype=torch.int32).view(-1, 4)
-    return Tiles(shaped, key_rows)
-
-
-def attend(
-    q_THD: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tiles: Tiles,
-    scale: float,
-    row_strides: tuple[int, int],
-    head_strides: tuple[int, int],
-    num_kv: int,
-) -> Tensor:
-    """o [T, H, D]. Strides are in elements, of k and of v; rows count as `tiles.key_rows` does."""
-    q = dense_rows(q_THD)
-    o = torch.empty(q.shape, dtype=q.dtype)
-    _, heads, head_dim = q.shape
-    work = 1 << 30 if len(tiles.tiles) > 1 else 0
-    function("attend", q.dtype)(
-        o.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), tiles.key_rows.data_ptr(),
-        tiles.tiles.data_ptr(), len(tiles.tiles), num_kv, heads // num_kv, head_dim, q.stride(0),
-        *row_strides, *head_strides, scale, _threads(work),
-    )  # fmt: skip
-    return o
 
 
 def dense_rows(x_THD: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""CPU path of `paged_attention`: one engine step as a few padded rectangles.
+"""PyTorch's CPU path of `paged_attention`: one engine step as a few padded rectangles.
 
-`make_paged_plan` sorts the step's sequences (decodes apart from prefills, each by length) and cuts
+`make_rectangles` sorts the step's sequences (decodes apart from prefills, each by length) and cuts
 them into rectangles, with gather indices and masks, once for all layers. A layer is then two
 gathers and one batched attention a rectangle, the trainer's arithmetic (`_attend.py`). A gather
 copies each key head's part of a block, in one piece where the cache lies heads first in memory
@@ -12,15 +12,14 @@ C cells (queries of all rectangles, padding included).
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from kernels._attend import Scratch, attend_rows, bucket_by_length, key_multiple, round_up
-from kernels._check import ints
 from kernels._widen_fp8 import widen_fp8
 from kernels.kv_cache import heads_first, index_dtype
 
@@ -46,14 +45,13 @@ class _Rectangle:
 
 
 @dataclass(frozen=True)
-class PagedPlan:
-    """The layout of one engine step for CPU attention."""
+class Rectangles:
+    """The layout of one engine step."""
 
     rectangles: list[_Rectangle]
-    num_tokens: int
     tokens: Tensor | None  # [C] the query of each cell, padding repeats one; None: all, in order
     cells: Tensor | None  # [num_tokens] a query's cell; None: the same
-    scratch: Scratch = field(default_factory=Scratch, repr=False, compare=False)
+    scratch: Scratch
 
 
 @dataclass(frozen=True)
@@ -74,24 +72,18 @@ class _Step:
         return math.lcm(key_multiple(self.dtype), self.block_size)
 
 
-def make_paged_plan(
-    query_start_loc: Tensor | Sequence[int],
-    seq_lens: Tensor | Sequence[int],
+def make_rectangles(
+    starts: list[int],
+    lens: list[int],
     block_tables: Tensor,
     *,
     block_size: int,
     num_kv_heads: int,
     dtype: torch.dtype,
-) -> PagedPlan:
-    """A plan for `paged_attention(..., plan=)`.
-
-    `query_start_loc` [sequences + 1], `seq_lens` [sequences] (keys, new tokens included),
-    `block_tables` [sequences, blocks]; entries past a sequence's end are not read. `dtype` is that
-    of the queries.
-    """
-    starts, lens = ints(query_start_loc), ints(seq_lens)
+    scratch: Scratch,
+) -> Rectangles:
+    """`dtype` is that of the queries."""
     counts = [b - a for a, b in pairwise(starts)]
-    _check_step(counts, lens, block_tables, block_size)
     step = _Step(starts, counts, lens, block_tables, block_size, num_kv_heads, dtype)
     rectangles, tokens, first = [], [], 0
     for members in _alike(step):
@@ -101,10 +93,10 @@ def make_paged_plan(
         first = rectangle.cells.stop
     of_cells = torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.int64)
     if torch.equal(of_cells, torch.arange(starts[-1])):
-        return PagedPlan(rectangles, starts[-1], None, None)
+        return Rectangles(rectangles, None, None, scratch)
     cells = torch.empty(starts[-1], dtype=torch.int64)
     cells[of_cells] = torch.arange(first)  # any of the cells that repeat a query
-    return PagedPlan(rectangles, starts[-1], of_cells, cells)
+    return Rectangles(rectangles, of_cells, cells, scratch)
 
 
 def _alike(step: _Step) -> Iterator[list[int]]:
@@ -162,11 +154,11 @@ def _block_index(step: _Step, members: list[int], length: Tensor, num_keys: int)
     return (block_BN.unsqueeze(1) * step.num_kv_heads + heads).flatten()
 
 
-def attend_plan(
+def attend_rectangles(
     q_THD: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    plan: PagedPlan,
+    plan: Rectangles,
     scale: float,
     scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
@@ -226,22 +218,3 @@ def _attend(
         part = attend_rows(q_NRD, k_NLD, v_NLD, mask_B1QL[:, :, lo : lo + step], scale, scratch)
         block = o_BKGQD[:, :, :, lo : lo + step]
         block.copy_(part.reshape(block.shape))
-
-
-def _check_step(counts: list[int], lens: list[int], block_tables: Tensor, block_size: int) -> None:
-    if len(counts) != len(lens) or block_tables.shape[0] != len(lens):
-        raise ValueError(
-            f"query_start_loc: {len(counts)} sequences, seq_lens: {len(lens)}, block_tables: "
-            f"{block_tables.shape[0]}; must be the same"
-        )
-    for i, (count, length) in enumerate(zip(counts, lens, strict=True)):
-        if not 0 <= count <= length:
-            raise ValueError(
-                f"seq_lens[{i}]={length}: must be at least the sequence's {count} queries, "
-                "and query_start_loc must not decrease"
-            )
-        if length > block_tables.shape[1] * block_size:
-            raise ValueError(
-                f"block_tables: {block_tables.shape[1]} blocks of {block_size} cannot hold "
-                f"seq_lens[{i}]={length}"
-            )

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kernels._check import check_bounds, check_integers, check_tensors, ints
-from kernels._dispatch import Backend, check_triton_dtype, compute_dtype, use_triton
+from kernels._dispatch import Backend, check_triton_dtype, compute_dtype, use_native, use_triton
 from kernels._flash_attention_cpu import CpuAttention, VarlenPlan, make_varlen_plan
 
 __all__ = ["VarlenPlan", "flash_attn_varlen", "flash_attn_varlen_ref", "make_varlen_plan"]
@@ -138,8 +138,9 @@ def flash_attn_varlen(
         raise ValueError(
             f"plan: made for {plan.num_tokens} tokens, q has {q_THD.shape[0]}, k {k_SKD.shape[0]}"
         )
+    is_native = use_native(backend, q_THD)
     return CpuAttention.apply(
-        q_THD.contiguous(), k_SKD.contiguous(), v_SKD.contiguous(), plan, scale
+        q_THD.contiguous(), k_SKD.contiguous(), v_SKD.contiguous(), plan, scale, is_native
     )
 
 

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels import _native_ops
 from kernels._check import check_tensors
-from kernels._dispatch import Backend, use_triton
+from kernels._dispatch import Backend, use_native, use_triton
 
 
 def reshape_and_cache_ref(
@@ -42,12 +43,13 @@ def reshape_and_cache(
 
     With `k_scale`, `v_scale` (one fp32 element each) the caches are fp8 and hold k / k_scale and
     v / v_scale, rounded to nearest and saturated. On a CPU slots are taken as they are (no −1), to
-    save a pass over them in every layer; `rows` is `cache_rows` of them, which all layers share.
+    save a pass over them in every layer; `rows` is `cache_rows` of them (which checks their range),
+    for all layers to share.
     `debug` reads the slots back and checks their range.
     """
     _check(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T, k_scale, v_scale)
     if debug:
-        _check_slots(slot_mapping_T, k_cache)
+        _check_slots(slot_mapping_T, k_cache, lowest=-1)
     if use_triton(backend, k_TKD):
         from kernels import _kv_cache_triton
 
@@ -55,6 +57,11 @@ def reshape_and_cache(
         return
     with torch.no_grad():
         rows = cache_rows(slot_mapping_T, k_cache) if rows is None else rows
+        if use_native(backend, k_TKD, v_TKD, k_cache, v_cache):
+            _native_ops.store_rows(k_cache, k_TKD, rows, head_rows(k_cache))
+            _native_ops.store_rows(v_cache, v_TKD, rows, head_rows(v_cache))
+            return
+        rows = (rows.unsqueeze(1) + torch.arange(k_TKD.shape[1]) * head_rows(k_cache)).flatten()
         for x_TKD, cache, scale in ((k_TKD, k_cache, k_scale), (v_TKD, v_cache, v_scale)):
             if scale is not None:
                 bits = index_dtype(cache.dtype)
@@ -96,15 +103,20 @@ def is_cache_order(cache: Tensor) -> bool:
     )
 
 
+def head_rows(cache: Tensor) -> int:
+    """How far apart a token's heads lie in a CPU's cache seen as rows of D."""
+    return 1 if cache.is_contiguous() else cache.shape[1]
+
+
 def cache_rows(slots_T: Tensor, cache: Tensor) -> Tensor:
-    """Where each token's heads lie in a CPU's cache seen as rows of D, [T * K]."""
+    """Where each token's first head lies in a CPU's cache seen as rows of D, [T] int64."""
+    _check_slots(slots_T, cache)
     block_size, num_kv = cache.shape[1:3]
-    heads = torch.arange(num_kv)
+    slots_T = slots_T.to(torch.int64)
     if cache.is_contiguous():
-        return (slots_T.unsqueeze(1) * num_kv + heads).flatten()
+        return slots_T * num_kv
     block = slots_T.div(block_size, rounding_mode="floor")
-    first = slots_T + block * ((num_kv - 1) * block_size)
-    return (first.unsqueeze(1) + heads * block_size).flatten()
+    return slots_T + block * ((num_kv - 1) * block_size)
 
 
 def quantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -148,8 +160,11 @@ def _check(
             raise ValueError(f"{name}: one fp32 element for a cache of fp8, None for any other")
 
 
-def _check_slots(slots: Tensor, cache: Tensor) -> None:
+def _check_slots(slots: Tensor, cache: Tensor, lowest: int = 0) -> None:
     num_slots = cache.shape[0] * cache.shape[1]
-    for t, slot in enumerate(slots.tolist()):
-        if not -1 <= slot < num_slots:
-            raise ValueError(f"slot_mapping[{t}]={slot}: must be -1 or below {num_slots}")
+    is_bad = (slots < lowest) | (slots >= num_slots)
+    if is_bad.any():
+        t = int(is_bad.nonzero()[0])
+        raise ValueError(
+            f"slot_mapping[{t}]={int(slots[t])}: must be at least {lowest} and below {num_slots}"
+        )

@@ -11,8 +11,9 @@ p = softmax(z), H the entropy, and g, e the gradients by logp and H:
 On a GPU the chunk's logits are one cuBLAS matmul into a buffer that all chunks share, and a Triton
 kernel reads them once (`_linear_logprob_triton.py`).
 
-`softmax_parts` is the arithmetic on logits that exist; the sampler uses it too, so a rollout's
-log-prob and the trainer's are the same bits.
+The arithmetic on logits that exist is one pass of C++ on a CPU (`native/logits.cpp`), else
+`softmax_parts`; the sampler uses the same, so a rollout's log-prob and the trainer's are the same
+bits.
 
 Source of the chunking: the memory-efficient cross-entropy of Liger and of Apple's CCE.
 """
@@ -23,8 +24,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels import _native_ops
 from kernels._check import check_floating, check_integers, check_tensors
-from kernels._dispatch import Backend, check_triton_dtype, use_triton
+from kernels._dispatch import Backend, check_triton_dtype, use_native, use_triton
+from kernels._native import NATIVE_DTYPES
 from kernels.linear import add_wide, linear_rows, matmul_rows, pack_weight
 
 _CHUNK_ELEMENTS = 256 * 49152  # logits held at a time: 50 MB in fp32
@@ -41,6 +44,7 @@ class _Options:
     dtype: torch.dtype
     wants_entropy: bool
     on_triton: bool
+    is_native: bool
 
 
 class SoftmaxParts(NamedTuple):
@@ -65,9 +69,19 @@ def softmax_parts(logits_BV: Tensor, temperature: float = 1.0) -> SoftmaxParts:
     return SoftmaxParts(z, weights, total.log_().add_(highest.squeeze(1)))
 
 
-def logits_logprob(logits_BV: Tensor, token_ids_B: Tensor, temperature: float = 1.0) -> Tensor:
+def logits_logprob(
+    logits_BV: Tensor,
+    token_ids_B: Tensor,
+    temperature: float = 1.0,
+    *,
+    backend: Backend = "auto",
+) -> Tensor:
     """fp32 log-prob of each row's token under softmax(logits / temperature); 0 means 1."""
-    parts = softmax_parts(logits_BV, _valid_temperature(temperature))
+    temperature = _valid_temperature(temperature)
+    if use_native(backend, logits_BV):
+        _check_ids(token_ids_B, logits_BV.shape[1])
+        return _native_ops.score(logits_BV, token_ids_B.long(), temperature, False)[0]
+    parts = softmax_parts(logits_BV, temperature)
     return parts.z.gather(1, token_ids_B.unsqueeze(1)).squeeze(1) - parts.lse
 
 
@@ -155,6 +169,8 @@ def _chunk_stats(logits: Tensor, token_ids: Tensor, options: _Options) -> tuple[
         from kernels import _linear_logprob_triton
 
         return _linear_logprob_triton.stats(logits, token_ids, options.temperature)
+    if options.is_native:
+        return _native_ops.score(logits, token_ids, options.temperature, options.wants_entropy)
     parts = []
     for tile in _row_tiles(logits):
         z, _, lse = softmax_parts(logits[tile], options.temperature)
@@ -248,7 +264,8 @@ def linear_logprob(
     dtype = logits_dtype if logits_dtype is not None else hidden_TD.dtype
     if on_triton:
         check_triton_dtype("logits_dtype", dtype)
-    options = _Options(temperature, chunk, dtype, return_entropy, on_triton)
+    is_native = use_native(backend, hidden_TD) and dtype in NATIVE_DTYPES
+    options = _Options(temperature, chunk, dtype, return_entropy, on_triton, is_native)
     ids_T = token_ids_T.long()
     logp, entropy = _LinearLogprob.apply(hidden_TD, weight_VD, ids_T, packed, options)
     return (logp, entropy) if return_entropy else logp
@@ -274,10 +291,15 @@ def _check(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> None:
     check_tensors(hidden, "hidden", False, weight=weight, token_ids=token_ids)
     check_floating(weight=weight)
     check_integers(token_ids=token_ids)
-    if token_ids.device.type == "cpu" and token_ids.numel():
-        low, high = (int(x) for x in token_ids.aminmax())
-        if low < 0 or high >= weight.shape[0]:
-            raise ValueError(
-                f"token_ids: {low if low < 0 else high} is outside the vocabulary of "
-                f"{weight.shape[0]}"
-            )
+    if token_ids.device.type == "cpu":
+        _check_ids(token_ids, weight.shape[0])
+
+
+def _check_ids(token_ids: Tensor, vocab_size: int) -> None:
+    if not token_ids.numel():
+        return
+    low, high = (int(x) for x in token_ids.aminmax())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"token_ids: {low if low < 0 else high} is outside the vocabulary of {vocab_size}"
+        )

@@ -8,21 +8,27 @@ Keys and values of the new tokens are already in the cache (`reshape_and_cache`)
 holds k / k_scale and v / v_scale; attention multiplies them back.
 
 GPU: `_paged_attention_triton.py` for mixed steps, `_paged_decode_triton.py` (contexts split over
-programs) where every sequence has one query. CPU: `_paged_attention_cpu.py`, planned once a step
-for all layers. Left out: windows, sinks, gradients.
+programs) where every sequence has one query. CPU: C++ (`_native_attention.py`), or PyTorch
+(`_paged_attention_cpu.py`) for a cache of fp8 and dtypes that C++ lacks; planned once a step for
+all layers, and fastest over a cache that lies as `make_kv_cache` lays it (PyTorch copies any other
+whole, in every call). Left out: windows, sinks, gradients.
 
 Legend: T new tokens, B sequences, H query heads, K key heads, D head_dim.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from kernels._attend import Scratch
 from kernels._check import check_integers, check_tensors, ints
-from kernels._dispatch import Backend, use_triton
-from kernels._paged_attention_cpu import PagedPlan, attend_plan, make_paged_plan
+from kernels._dispatch import Backend, use_native, use_triton
+from kernels._native_attention import Tiles, attend_paged, paged_tiles
+from kernels._paged_attention_cpu import Rectangles, attend_rectangles, make_rectangles
 from kernels.kv_cache import is_cache_order
 
 __all__ = [
@@ -32,6 +38,69 @@ __all__ = [
     "paged_attention_decode",
     "paged_attention_ref",
 ]
+
+
+@dataclass(frozen=True)
+class PagedPlan:
+    """Where a step's queries find their keys, for attention on a CPU."""
+
+    num_tokens: int
+    layout: Tiles | Rectangles  # for C++, for PyTorch
+
+
+def make_paged_plan(
+    query_start_loc: Tensor | Sequence[int],
+    seq_lens: Tensor | Sequence[int],
+    block_tables: Tensor,
+    *,
+    cache: Tensor,
+    num_heads: int,
+    dtype: torch.dtype,
+    scratch: Scratch | None = None,
+    backend: Backend = "auto",
+) -> PagedPlan:
+    """A plan for `paged_attention(..., plan=)` on a CPU.
+
+    `query_start_loc` [sequences + 1], `seq_lens` [sequences] (keys, new tokens included),
+    `block_tables` [sequences, blocks]; entries past a sequence's end are not read. `cache` is any
+    layer's keys or values: its shape, dtype and order in memory count. `num_heads` and `dtype` are
+    those of the queries. `scratch` is memory that outlives the plan.
+    """
+    starts, lens = ints(query_start_loc), ints(seq_lens)
+    num_kv = cache.shape[2]
+    _check_step(starts, lens, block_tables, cache.shape[1])
+    if cache.dtype == dtype and use_native(backend, cache):
+        tiles = paged_tiles(starts, lens, block_tables, cache, num_heads // num_kv)
+        return PagedPlan(starts[-1], tiles)
+    rectangles = make_rectangles(
+        starts,
+        lens,
+        block_tables,
+        block_size=cache.shape[1],
+        num_kv_heads=num_kv,
+        dtype=dtype,
+        scratch=Scratch() if scratch is None else scratch,
+    )
+    return PagedPlan(starts[-1], rectangles)
+
+
+def _check_step(starts: list[int], lens: list[int], block_tables: Tensor, block_size: int) -> None:
+    if len(starts) != len(lens) + 1 or block_tables.shape[0] != len(lens):
+        raise ValueError(
+            f"query_start_loc: {len(starts) - 1} sequences, seq_lens: {len(lens)}, block_tables: "
+            f"{block_tables.shape[0]}; must be the same"
+        )
+    for i, ((lo, hi), length) in enumerate(zip(pairwise(starts), lens, strict=True)):
+        if not 0 <= hi - lo <= length:
+            raise ValueError(
+                f"seq_lens[{i}]={length}: must be at least the sequence's {hi - lo} queries, "
+                "and query_start_loc must not decrease"
+            )
+        if length > block_tables.shape[1] * block_size:
+            raise ValueError(
+                f"block_tables: {block_tables.shape[1]} blocks of {block_size} cannot hold "
+                f"seq_lens[{i}]={length}"
+            )
 
 
 def paged_attention_ref(
@@ -131,14 +200,20 @@ def paged_attention(
             query_start_loc,
             seq_lens,
             block_tables,
-            block_size=k_cache.shape[1],
-            num_kv_heads=k_cache.shape[2],
+            cache=k_cache,
+            num_heads=q_THD.shape[1],
             dtype=q_THD.dtype,
+            backend=backend,
         )
     if plan.num_tokens != q_THD.shape[0]:
         raise ValueError(f"plan: made for {plan.num_tokens} tokens, q has {q_THD.shape[0]}")
     with torch.no_grad():
-        found = attend_plan(q_THD.contiguous(), k_cache, v_cache, plan, scale, scales)
+        if isinstance(plan.layout, Tiles):
+            found = attend_paged(q_THD, k_cache, v_cache, plan.layout, scale)
+        else:
+            found = attend_rectangles(
+                q_THD.contiguous(), k_cache, v_cache, plan.layout, scale, scales
+            )
         return _deliver(found, out)
 
 

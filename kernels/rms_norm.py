@@ -6,13 +6,16 @@ With r = 1 / sqrt(mean(x²) + eps), n = x·r and g = dy·weight:
 
 Computed in fp32 and rounded once, at the end. `add_rms_norm` first adds the residual stream and
 returns the sum too. The backward pass keeps x and one number a row.
+
+On a CPU the forward pass is one pass of C++ (`native/rows.cpp`), or PyTorch's ops.
 """
 
 import torch
 from torch import Tensor
 
+from kernels import _native_ops
 from kernels._check import check_floating, check_tensors
-from kernels._dispatch import Backend, compute_dtype, use_triton
+from kernels._dispatch import Backend, compute_dtype, use_native, use_triton
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -24,8 +27,11 @@ def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, eps, on_triton):
-        y, rstd = _triton_forward(x, weight, eps) if on_triton else _forward(x, weight, eps)
+    def forward(ctx, x, weight, eps, on_triton, is_native):
+        if is_native:
+            y, rstd = _native_ops.rms_norm(x, weight, eps)
+        else:
+            y, rstd = _triton_forward(x, weight, eps) if on_triton else _forward(x, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
         ctx.on_triton = on_triton
         return y
@@ -33,27 +39,35 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, weight, rstd = ctx.saved_tensors
-        return *_any_backward(dy, x, weight, rstd, ctx.on_triton), None, None
+        return *_any_backward(dy, x, weight, rstd, ctx.on_triton), None, None, None
 
 
 class _AddRMSNorm(torch.autograd.Function):
-    """The fused form on a GPU: one pass reads x and the residual and writes both results."""
+    """The fused form: one pass reads x and the residual and writes both results."""
 
     @staticmethod
-    def forward(ctx, x, residual, weight, eps):
-        from kernels import _rms_norm_triton
+    def forward(ctx, x, residual, weight, eps, on_triton):
+        ctx.on_triton = on_triton
+        if on_triton:
+            from kernels import _rms_norm_triton
 
-        y, total, rstd = _rms_norm_triton.forward(x, residual, weight, eps)
+            y, total, rstd = _rms_norm_triton.forward(x, residual, weight, eps)
+        else:
+            y, total, rstd = _native_ops.add_rms_norm(x, residual, weight, eps)
         ctx.save_for_backward(total, weight, rstd)
         return y, total
 
     @staticmethod
     def backward(ctx, dy, dtotal):
-        from kernels import _rms_norm_triton
-
         total, weight, rstd = ctx.saved_tensors
-        dx, dw = _rms_norm_triton.backward(dy, total, weight, rstd, dtotal)
-        return dx, dx, dw, None
+        if ctx.on_triton:
+            from kernels import _rms_norm_triton
+
+            dx, dw = _rms_norm_triton.backward(dy, total, weight, rstd, dtotal)
+        else:
+            dx, dw = _backward(dy, total, weight, rstd)
+            dx = dx.add_(dtotal)
+        return dx, dx, dw, None, None
 
 
 def _triton_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -92,7 +106,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, backend: Backend =
     _check(x, weight, eps)
     on_triton = use_triton(backend, x)
     check_tensors(x, "x", on_triton, weight=weight)
-    return _RMSNorm.apply(x, weight, eps, on_triton)
+    return _RMSNorm.apply(x, weight, eps, on_triton, use_native(backend, x, weight))
 
 
 def add_rms_norm(
@@ -106,8 +120,8 @@ def add_rms_norm(
     check_tensors(x, "x", on_triton, residual=residual, weight=weight)
     if residual.dtype != x.dtype:
         raise ValueError(f"residual: dtype {residual.dtype} must be x's {x.dtype}")
-    if on_triton:
-        return _AddRMSNorm.apply(x, residual, weight, eps)
+    if on_triton or use_native(backend, x, weight):
+        return _AddRMSNorm.apply(x, residual, weight, eps, on_triton)
     total = residual + x
     return rms_norm(total, weight, eps, backend=backend), total
 

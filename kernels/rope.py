@@ -9,8 +9,9 @@ nothing of q or k is kept.
 import torch
 from torch import Tensor
 
+from kernels import _native_ops
 from kernels._check import check_floating, check_integers, check_tensors
-from kernels._dispatch import Backend, use_triton
+from kernels._dispatch import Backend, use_native, use_triton
 
 
 def apply_rope_ref(
@@ -29,15 +30,15 @@ def apply_rope_ref(
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, cos, sin, positions, on_triton):
+    def forward(ctx, q, k, cos, sin, positions, backend):
         ctx.save_for_backward(cos, sin, positions)
-        ctx.on_triton = on_triton
-        return _rotate_both(q, k, cos, sin, positions, 1.0, on_triton)
+        ctx.backend = backend
+        return _rotate_both(q, k, cos, sin, positions, 1.0, backend)
 
     @staticmethod
     def backward(ctx, dq, dk):
         cos, sin, positions = ctx.saved_tensors
-        grads = _rotate_both(dq, dk, cos, sin, positions, -1.0, ctx.on_triton)
+        grads = _rotate_both(dq, dk, cos, sin, positions, -1.0, ctx.backend)
         return *grads, None, None, None, None
 
 
@@ -48,15 +49,18 @@ def _rotate_both(
     sin: Tensor,
     positions: Tensor | None,
     sign: float,
-    on_triton: bool,
+    backend: Backend,
 ) -> tuple[Tensor, Tensor]:
-    if on_triton:
+    if use_triton(backend, q):
         from kernels import _rope_triton
 
         return _rope_triton.rotate(q, k, cos, sin, positions, sign)
     if positions is not None:
         cos, sin = cos.index_select(0, positions), sin.index_select(0, positions)
-    cos_T, sin_T = cos.unsqueeze(1), (sin if sign > 0 else sin.neg()).unsqueeze(1)
+    sin = sin if sign > 0 else sin.neg()
+    if cos.dtype == torch.float32 and use_native(backend, q, k):
+        return _native_ops.rope(q, k, cos, sin)
+    cos_T, sin_T = cos.unsqueeze(1), sin.unsqueeze(1)
     return _rotate(q, cos_T, sin_T), _rotate(k, cos_T, sin_T)
 
 
@@ -89,8 +93,8 @@ def apply_rope(
     on_triton = use_triton(backend, q_THD)
     check_tensors(q_THD, "q", on_triton, k=k_TKD, cos=cos_PD2, sin=sin_PD2, positions=positions_T)
     if not (torch.is_grad_enabled() and (q_THD.requires_grad or k_TKD.requires_grad)):
-        return _rotate_both(q_THD, k_TKD, cos_PD2, sin_PD2, positions_T, 1.0, on_triton)
-    return _Rope.apply(q_THD, k_TKD, cos_PD2, sin_PD2, positions_T, on_triton)
+        return _rotate_both(q_THD, k_TKD, cos_PD2, sin_PD2, positions_T, 1.0, backend)
+    return _Rope.apply(q_THD, k_TKD, cos_PD2, sin_PD2, positions_T, backend)
 
 
 def check_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> None:

@@ -10,8 +10,9 @@ Computed in fp32, rounded once. The backward pass keeps `gate_up` alone.
 import torch
 from torch import Tensor
 
+from kernels import _native_ops
 from kernels._check import check_tensors
-from kernels._dispatch import Backend, compute_dtype, use_triton
+from kernels._dispatch import Backend, compute_dtype, use_native, use_triton
 
 _CHUNK_ELEMENTS = 1 << 18
 
@@ -24,9 +25,11 @@ def swiglu_ref(gate_up_T2F: Tensor) -> Tensor:
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_up, on_triton, overwrite):
+    def forward(ctx, gate_up, on_triton, overwrite, is_native):
         ctx.save_for_backward(gate_up)
         ctx.on_triton, ctx.overwrite = on_triton, overwrite
+        if is_native:
+            return _native_ops.swiglu(gate_up)
         if not on_triton:
             return _forward(gate_up)
         from kernels import _swiglu_triton
@@ -37,10 +40,10 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx, dy):
         (gate_up,) = ctx.saved_tensors
         if not ctx.on_triton:
-            return _backward(dy, gate_up), None, None
+            return _backward(dy, gate_up), None, None, None
         from kernels import _swiglu_triton
 
-        return _swiglu_triton.backward(dy, gate_up, ctx.overwrite), None, None
+        return _swiglu_triton.backward(dy, gate_up, ctx.overwrite), None, None, None
 
 
 def _forward(gate_up: Tensor) -> Tensor:
@@ -110,4 +113,5 @@ def swiglu(
         raise ValueError(f"gate_up: last dimension {gate_up_T2F.shape[-1]} must be even")
     on_triton = use_triton(backend, gate_up_T2F)
     check_tensors(gate_up_T2F, "gate_up", on_triton)
-    return _SwiGLU.apply(gate_up_T2F, on_triton, overwrite_gate_up)
+    is_native = use_native(backend, gate_up_T2F)
+    return _SwiGLU.apply(gate_up_T2F, on_triton, overwrite_gate_up, is_native)

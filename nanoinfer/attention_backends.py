@@ -11,7 +11,6 @@ Left out: other attention than causal.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Literal, get_args
 
@@ -62,6 +61,7 @@ class KVCache:
         heads = config.num_kv_heads // tp
         size = num_blocks + has_padding_block
         self._shape = (config.num_layers, 2, size, block_size, heads, config.head_dim)
+        self.num_heads = config.num_heads // tp  # of the queries
         self.model_dtype = dtype
         self.dtype = cache_dtype(kind, dtype)
         self.num_blocks = num_blocks
@@ -151,16 +151,17 @@ class PagedContext:
             self._starts = torch.as_tensor(query_starts, dtype=torch.int32, device=device)
             self._lens = torch.as_tensor(seq_lens, dtype=torch.int32, device=device)
         else:
-            plan = make_paged_plan(
+            any_layer = cache.layers[0][0]
+            self._plan = make_paged_plan(
                 query_starts,
                 seq_lens,
                 block_tables,
-                block_size=cache.block_size,
-                num_kv_heads=cache.data.shape[4],
+                cache=any_layer,
+                num_heads=cache.num_heads,
                 dtype=cache.model_dtype,
+                scratch=cache.scratch,
             )
-            self._plan = replace(plan, scratch=cache.scratch)
-            self._rows = cache_rows(slots_T, cache.layers[0][0])
+            self._rows = cache_rows(slots_T, any_layer)
 
     @classmethod
     def of_step(cls, cache: KVCache, step: StepInput) -> PagedContext:

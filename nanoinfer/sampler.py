@@ -32,6 +32,8 @@ from torch import Tensor
 
 import kernels
 from kernels import logits_logprob
+from kernels._dispatch import use_native
+from kernels._native_ops import pick as native_pick
 from kernels.linear_logprob import softmax_parts
 from nanoinfer.logit_edits import LogitEdits
 
@@ -100,10 +102,9 @@ def sample(logits_BV: Tensor, batch: SamplingBatch) -> Samples:
                 _edited(z_RV, [batch.edits[row] for row in chunk.tolist()]) if is_edited else z_RV
             )
             if kind == _GREEDY:
-                picked = w_RV.float().argmax(-1)
-                own = torch.zeros(len(chunk))
+                picked, own = _pick(w_RV, 1.0, None)
             elif kind == _WHOLE:
-                picked, own = _sample_all(w_RV, temperature, torch.from_numpy(u[chunk]))
+                picked, own = _pick(w_RV, temperature, torch.from_numpy(u[chunk]))
             else:
                 picked, own = _sample_truncated(
                     w_RV,
@@ -113,8 +114,9 @@ def sample(logits_BV: Tensor, batch: SamplingBatch) -> Samples:
                     torch.from_numpy(batch.top_ps[chunk]),
                     torch.from_numpy(batch.min_ps[chunk]),
                 )
-            is_own = kind == _WHOLE and not is_edited
+            is_own = kind != _TRUNCATED and not is_edited
             logp = own if is_own else logits_logprob(z_RV, picked, temperature)
+            own = torch.zeros(len(chunk)) if kind == _GREEDY else own
             tokens[index], logps[index], sampled_logps[index] = picked, logp, own
     return Samples(tokens, logps, sampled_logps)
 
@@ -174,8 +176,14 @@ def _sample_in_one_launch(logits_BV: Tensor, batch: SamplingBatch) -> Samples:
     return Samples(drawn.tokens, drawn.raw_logprobs, drawn.logprobs)
 
 
-def _sample_all(logits_RV: Tensor, temperature: float, u_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverse CDF over the whole vocabulary. Also the log-prob, `logits_logprob`'s bits."""
+def _pick(logits_RV: Tensor, temperature: float, u_R: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Inverse CDF over the whole vocabulary; without u the likeliest token, of equals the first.
+    Also its log-prob, `logits_logprob`'s bits."""
+    if use_native("auto", logits_RV):
+        return native_pick(logits_RV, temperature, u_R)
+    if u_R is None:
+        likeliest = logits_RV.float().argmax(-1)
+        return likeliest, logits_logprob(logits_RV, likeliest, temperature)
     parts = softmax_parts(logits_RV, temperature)
     num_rows, vocab = logits_RV.shape
     weights = parts.weights if vocab % _RUN == 0 else F.pad(parts.weights, (0, -vocab % _RUN))

@@ -31,6 +31,13 @@ inline Vec choose(IntVec mask, Vec yes, Vec no) {
 }
 inline Vec larger(Vec a, Vec b) { return choose(a > b, a, b); }
 
+// All lanes hold the 32 bits at p, whatever they mean.
+inline Vec splat_word(const float* p) {
+  uint32_t word;
+  memcpy(&word, p, sizeof word);
+  return as_floats(BitsVec{} + word);
+}
+
 inline Vec load(const float* p) {
   Vec x;
   memcpy(&x, p, sizeof x);
@@ -135,4 +142,47 @@ inline Vec exp(Vec x) {
   p = choose(x < low, splat(0.0f), p);
   p = choose(x > high, splat(INFINITY), p);
   return choose(x == x, p, x);
+}
+
+template <int D>
+inline void swap_blocks(BitsVec& a, BitsVec& b) {
+  constexpr auto from = [](int i, bool high) {
+    return high ? ((i & D) ? i + LANES : i + D) : ((i & D) ? i + LANES - D : i);
+  };
+  BitsVec low = __builtin_shufflevector(
+      a, b, from(0, 0), from(1, 0), from(2, 0), from(3, 0), from(4, 0), from(5, 0), from(6, 0),
+      from(7, 0), from(8, 0), from(9, 0), from(10, 0), from(11, 0), from(12, 0), from(13, 0),
+      from(14, 0), from(15, 0));
+  BitsVec high = __builtin_shufflevector(
+      a, b, from(0, 1), from(1, 1), from(2, 1), from(3, 1), from(4, 1), from(5, 1), from(6, 1),
+      from(7, 1), from(8, 1), from(9, 1), from(10, 1), from(11, 1), from(12, 1), from(13, 1),
+      from(14, 1), from(15, 1));
+  a = low;
+  b = high;
+}
+
+template <int D>
+inline void swap_all(BitsVec* x) {
+  for (int i = 0; i < LANES; i++)
+    if (!(i & D)) swap_blocks<D>(x[i], x[i + D]);
+}
+
+// Sixteen rows of sixteen 32-bit words.
+inline void transpose(BitsVec* x) {
+  swap_all<8>(x);
+  swap_all<4>(x);
+  swap_all<2>(x);
+  swap_all<1>(x);
+}
+
+// Words of a row, as many as there are; the others zero.
+template <class T>
+inline BitsVec load_words(const T* p, int64_t num_elements) {
+  BitsVec x = {};
+  constexpr int64_t most = 4 * LANES / sizeof(T);
+  if (num_elements >= most)
+    memcpy(&x, p, sizeof x);
+  else if (num_elements > 0)
+    memcpy(&x, p, num_elements * sizeof(T));
+  return x;
 }

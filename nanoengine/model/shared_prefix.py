@@ -5,11 +5,12 @@ ancestors and its own keys up to themselves, which is what they would see in a s
 own. In GRPO all members of a group share the prompt, so the linear layers, which are nearly all of
 the work, run over the prompt once instead of once a member.
 
-CPU: each segment becomes a row of a batch whose keys are [ancestors, own] gathered side by side
-and whose queries are its own alone, so no work goes into masked pairs of different branches. The
-keys of a query lie where they would in the unshared sequence and the arithmetic is that of
-`kernels/_attend.py`, hence the output has the bits of `flash_attn_varlen` of that sequence. The
-gradient of a shared key is summed over branches in fp32.
+CPU: C++ finds a segment's keys, [ancestors, own], through a table of rows. In PyTorch (backward,
+and forward where C++ lacks the dtype) each segment becomes a row of a batch whose keys are gathered
+side by side and whose queries are its own alone, so no work goes into masked pairs of different
+branches. Either way the keys of a query come in the order of the unshared sequence and the
+arithmetic is that of `flash_attn_varlen`, hence so are the bits. The gradient of a shared key is
+summed over branches in fp32.
 
 GPU: each segment's keys, [ancestors, own], are gathered one segment after the other, and
 `flash_attn_varlen` attends with queries fewer than keys. The copies of a shared key cost memory and
@@ -40,7 +41,8 @@ from kernels._attend import (
     probabilities,
     round_up,
 )
-from kernels._dispatch import Backend, use_triton
+from kernels._dispatch import Backend, use_native, use_triton
+from kernels._native_attention import Span, Tiles, attend_packed, make_tiles
 from kernels.gather_rows import RowGather
 
 QUERY_BLOCK = 128
@@ -109,7 +111,8 @@ class SharedPrefixContext:
                 raise ValueError(f"prefix_of_S[{segment}]={parent}: a parent must come before it")
         self._bounds, self._prefix_of_S = bounds, list(prefix_of_S)
         self._dtype, self._backend = dtype, backend
-        self._buckets: list[_Bucket] | None = None  # the CPU layout, built once for all layers
+        self._buckets: list[_Bucket] | None = None  # the CPU layouts, built once for all layers
+        self._tiles: Tiles | None = None
         self._segments: _Segments | None = None  # the GPU layout
         self._scratch = Scratch()
 
@@ -121,7 +124,13 @@ class SharedPrefixContext:
         if self._buckets is None:
             blocks = _query_blocks(self._bounds, self._prefix_of_S)
             self._buckets = _make_buckets(blocks, self._dtype)
-        out: Tensor = _TreeAttention.apply(q_THD, k_TKD, v_TKD, self._buckets, self._scratch)
+        tiles = None
+        if use_native(self._backend, q_THD, k_TKD, v_TKD):
+            if self._tiles is None:
+                group = q_THD.shape[1] // k_TKD.shape[1]
+                self._tiles = _segment_tiles(self._bounds, self._prefix_of_S, group)
+            tiles = self._tiles
+        out: Tensor = _TreeAttention.apply(q_THD, k_TKD, v_TKD, self._buckets, self._scratch, tiles)
         return out
 
 
@@ -149,11 +158,27 @@ class _Segments:
         return cast(Tensor, out)
 
 
-def _make_segments(bounds: list[int], prefix_of_S: list[int], device: torch.device) -> _Segments:
+def _key_rows(bounds: list[int], prefix_of_S: list[int]) -> list[Tensor]:
+    """[ancestors, own] of each segment."""
     keys: list[Tensor] = []
     for (lo, hi), parent in zip(pairwise(bounds), prefix_of_S, strict=True):
         own = torch.arange(lo, hi)
         keys.append(own if parent < 0 else torch.cat([keys[parent], own]))
+    return keys
+
+
+def _segment_tiles(bounds: list[int], prefix_of_S: list[int], group: int) -> Tiles:
+    keys = _key_rows(bounds, prefix_of_S)
+    firsts = [0, *accumulate(len(rows) for rows in keys)]
+    spans = [
+        Span(lo, hi - lo, len(rows), first)
+        for (lo, hi), rows, first in zip(pairwise(bounds), keys, firsts, strict=False)
+    ]
+    return make_tiles(spans, torch.cat(keys).to(torch.int32), group)
+
+
+def _make_segments(bounds: list[int], prefix_of_S: list[int], device: torch.device) -> _Segments:
+    keys = _key_rows(bounds, prefix_of_S)
     lengths = [len(rows) for rows in keys]
     return _Segments(
         make_row_gather(torch.cat(keys), bounds[-1], device),
@@ -222,20 +247,18 @@ class _TreeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, buckets: list[_Bucket], scratch: Scratch
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        buckets: list[_Bucket],
+        scratch: Scratch,
+        tiles: Tiles | None,
     ) -> Tensor:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        num_kv, scale = k.shape[1], q.shape[2] ** -0.5
-        for bucket in buckets:
-            o = attend_rows(
-                bucket.queries.pad(q, num_kv),
-                bucket.keys.pad(k, num_kv),
-                bucket.keys.pad(v, num_kv),
-                bucket.mask_B1QL,
-                scale,
-                scratch,
-            )
-            out.index_copy_(0, bucket.queries.rows, bucket.queries.unpad(o, num_kv))
+        if tiles is not None:
+            out = attend_packed(q, k, v, tiles, q.shape[2] ** -0.5)
+        else:
+            out = _forward(q, k, v, buckets, scratch)
         ctx.save_for_backward(q, k, v, out)
         ctx.buckets, ctx.scratch = buckets, scratch
         return out
@@ -260,7 +283,23 @@ class _TreeAttention(torch.autograd.Function):
             ds = ds.sub_(delta_NR1).mul_(p).mul_(scale).to(q.dtype)
             _add_keys(dk, bucket, torch.bmm(ds.transpose(1, 2), q_NRD))
             dq.index_copy_(0, queries.rows, queries.unpad(torch.bmm(ds, k_NLD), num_kv))
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, buckets: list[_Bucket], scratch: Scratch) -> Tensor:
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    num_kv, scale = k.shape[1], q.shape[2] ** -0.5
+    for bucket in buckets:
+        o = attend_rows(
+            bucket.queries.pad(q, num_kv),
+            bucket.keys.pad(k, num_kv),
+            bucket.keys.pad(v, num_kv),
+            bucket.mask_B1QL,
+            scale,
+            scratch,
+        )
+        out.index_copy_(0, bucket.queries.rows, bucket.queries.unpad(o, num_kv))
+    return out
 
 
 def _add_keys(total_TKD: Tensor, bucket: _Bucket, grad_NLD: Tensor) -> None:

@@ -148,7 +148,7 @@ def _paged(name: str, model: ModelShape, device: str) -> Iterator[BenchCase]:
     q = torch.randn(size, model.heads, model.head_dim, device=device, dtype=dtype)
     plan = None
     if device == "cpu":  # as the engine does: planned once a step, for all layers
-        plan = _plan(range(size + 1), lens, tables, caches[0])
+        plan = _plan(q, range(size + 1), lens, tables, caches[0])
     dense = [x.reshape(size, context, *shape[2:]).transpose(1, 2) for x in caches]
     steps = {
         "ours": _decode(q, caches, tables, lens, context, plan),
@@ -166,7 +166,7 @@ def _paged(name: str, model: ModelShape, device: str) -> Iterator[BenchCase]:
     dense = [x[:members] for x in dense]
     q_batch = _batched(q, members)
     if device == "cpu":
-        plan = _plan(starts, lens[:members], tables[:members], caches[0])
+        plan = _plan(q, starts, lens[:members], tables[:members], caches[0])
     mask = torch.ones(chunk, context, dtype=torch.bool, device=device).tril(context - chunk)
     steps = {
         "ours": lambda: paged_attention(
@@ -183,11 +183,12 @@ def _paged(name: str, model: ModelShape, device: str) -> Iterator[BenchCase]:
     yield _case("paged-prefill", "paged_attention", label, dtype, steps, flops=flops)
 
 
-def _plan(starts: Tensor | range, lens: Tensor, tables: Tensor, cache: Tensor) -> PagedPlan:
-    num_kv, dtype = cache.shape[2], cache.dtype
+def _plan(
+    q: Tensor, starts: Tensor | range, lens: Tensor, tables: Tensor, cache: Tensor
+) -> PagedPlan:
     return make_paged_plan(
-        starts, lens, tables, block_size=BLOCK, num_kv_heads=num_kv, dtype=dtype
-    )  # fmt: skip
+        starts, lens, tables, cache=cache, num_heads=q.shape[1], dtype=cache.dtype
+    )
 
 
 def _decode(
