@@ -82,13 +82,15 @@ def _load(path: Path) -> Kernels:
         "linear": [pointer] * 4 + [count] * 5,
         "pack": [pointer] * 2 + [count] * 3,
         "attend": [pointer] * 6 + [count] * 9 + [number, count],
+        "decode": [pointer] * 2 + [count] + [pointer] * 4 + [number] * 2 + [count],
+        "decode_scratch": [pointer],
     }
     kernels: Kernels = {}
     for name, types in arguments.items():
         for dtype, suffix in _SUFFIX.items():
             found = getattr(loaded, f"{name}_{suffix}")
             found.argtypes = types
-            found.restype = count if name == "has_linear" else None
+            found.restype = count if name in ("has_linear", "decode_scratch") else None
             kernels[name, dtype] = found
     return kernels
 
@@ -109,9 +111,9 @@ def _compiled(folder: Path) -> Path:
 
 
 def _compile(compiler: str, built: Path) -> None:
-    sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
+    source = str(SOURCES / "kernels.cpp")
     for openmp in _OPENMP:
-        command = [compiler, *_FLAGS, *openmp, *sources, "-o", str(built)]
+        command = [compiler, *_FLAGS, *openmp, source, "-o", str(built)]
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S, check=False
         )

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from kernels._native import function
 from kernels._native_ops import dense_rows
-from kernels.kv_cache import heads_first
 
 _TILE_ROWS = 24  # queries x heads of a group that meet the same keys
 
@@ -92,13 +91,17 @@ def attend_paged(
     q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: Tiles, scale: float
 ) -> Tensor:
     """o [T, H, D] over caches as `paged_tiles` was given one."""
-    _, block_size, num_kv, head_dim = k_cache.shape
-    if k_cache.is_contiguous():
-        row, head = num_kv * head_dim, head_dim
-    else:
-        k_cache, v_cache = heads_first(k_cache), heads_first(v_cache)
-        row, head = head_dim, block_size * head_dim
+    row, head = cache_strides(k_cache)
+    num_kv = k_cache.shape[2]
     return _attend(q_THD, k_cache, v_cache, tiles, scale, (row, row), (head, head), num_kv)
+
+
+def cache_strides(cache: Tensor) -> tuple[int, int]:
+    """From row to row (as `paged_tiles` counts them) and from head to head, in elements."""
+    _, block_size, num_kv, head_dim = cache.shape
+    if cache.is_contiguous():
+        return num_kv * head_dim, head_dim
+    return head_dim, block_size * head_dim
 
 
 def attend_packed(

@@ -12,13 +12,6 @@ from torch import Tensor
 from kernels._native import function
 
 _PANEL = 48  # outputs, as in native/linear.cpp
-_ROWS_A_WEIGHT = 32  # rows that a weight meets in the time it takes to read it from memory
-_ROWS_A_THREAD = 1 << 15  # elements below which one thread is done before a second has started
-
-
-def num_threads(num_elements: int) -> int:
-    """For rows of so many elements together."""
-    return torch.get_num_threads() if num_elements >= _ROWS_A_THREAD else 1
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -34,7 +27,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32)
     function("rms_norm", x.dtype)(
         y.data_ptr(), rstd.data_ptr(), x.data_ptr(), weight.data_ptr(),
-        num_rows // heads if heads else 0, heads, size, stride, eps, num_threads(x.numel()),
+        num_rows // heads if heads else 0, heads, size, stride, eps, torch.get_num_threads(),
     )  # fmt: skip
     return y, rstd
 
@@ -50,7 +43,7 @@ def add_rms_norm(
     function("add_rms_norm", x.dtype)(
         y.data_ptr(), total.data_ptr(), rstd.data_ptr(), x.data_ptr(), residual.data_ptr(),
         weight.data_ptr(), x.numel() // size if size else 0, size, eps,
-        num_threads(x.numel()),
+        torch.get_num_threads(),
     )  # fmt: skip
     return y, total, rstd
 
@@ -61,7 +54,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     y = gate_up.new_empty(*gate_up.shape[:-1], size)
     num_rows = y.numel() // size if size else 0
     function("swiglu", y.dtype)(
-        y.data_ptr(), gate_up.data_ptr(), num_rows, size, num_threads(4 * y.numel())
+        y.data_ptr(), gate_up.data_ptr(), num_rows, size, torch.get_num_threads()
     )
     return y
 
@@ -74,7 +67,7 @@ def rope(q_THD: Tensor, k_TKD: Tensor, cos_TD2: Tensor, sin_TD2: Tensor) -> tupl
     function("rope", q.dtype)(
         q_out.data_ptr(), k_out.data_ptr(), q.data_ptr(), k.data_ptr(), cos.data_ptr(),
         sin.data_ptr(), len(q), q.shape[1], k.shape[1], q.shape[2] // 2, q.stride(0), k.stride(0),
-        num_threads(q.numel() + k.numel()),
+        torch.get_num_threads(),
     )  # fmt: skip
     return q_out, k_out
 
@@ -104,7 +97,7 @@ def pack(weight_OI: Tensor) -> Tensor:
     shape = (-(-num_out // _PANEL), -(-num_in // per_word), _PANEL * per_word)
     packed = torch.empty(shape, dtype=weight.dtype)
     function("pack", weight.dtype)(
-        packed.data_ptr(), weight.data_ptr(), num_in, num_out, num_threads(weight.numel())
+        packed.data_ptr(), weight.data_ptr(), num_in, num_out, torch.get_num_threads()
     )
     return packed
 
@@ -120,7 +113,7 @@ def linear(x_TI: Tensor, packed: Tensor, bias_O: Tensor | None, num_out: int) ->
     function("linear", x.dtype)(
         y.data_ptr(), x.data_ptr(), packed.data_ptr(),
         None if bias is None else bias.data_ptr(), num_rows, num_in, num_out, x.stride(0),
-        num_threads(packed.numel() * max(1, num_rows // _ROWS_A_WEIGHT)),
+        torch.get_num_threads(),
     )  # fmt: skip
     return y
 
@@ -136,7 +129,7 @@ def score(
     function("score", logits.dtype)(
         logits.data_ptr(), num_rows, vocab, logits.stride(0), temperature, ids.data_ptr(),
         logp.data_ptr(), lse.data_ptr(), entropy.data_ptr() if wants_entropy else None,
-        num_threads(logits.numel()),
+        torch.get_num_threads(),
     )  # fmt: skip
     return logp, lse, entropy
 
@@ -152,7 +145,7 @@ def pick(logits_RV: Tensor, temperature: float, u_R: Tensor | None) -> tuple[Ten
     function("pick", logits.dtype)(
         logits.data_ptr(), num_rows, vocab, logits.stride(0), temperature,
         None if u is None else u.data_ptr(), tokens.data_ptr(), logp.data_ptr(),
-        num_threads(logits.numel()),
+        torch.get_num_threads(),
     )  # fmt: skip
     return tokens, logp
 

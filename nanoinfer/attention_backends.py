@@ -19,7 +19,9 @@ from torch import Tensor
 
 from kernels import make_kv_cache, make_paged_plan, paged_attention, reshape_and_cache
 from kernels._attend import Scratch
+from kernels._native_attention import Tiles
 from kernels.kv_cache import cache_rows, index_dtype
+from kernels.paged_attention import PagedPlan
 from nanoengine.model.config import ModelConfig
 from nanoinfer.batch import StepInput
 
@@ -147,7 +149,8 @@ class PagedContext:
         self._max_query_len = max_query_len
         self._max_seq_len = max_seq_len
         device = cache.data.device
-        self._plan, self._rows = None, None
+        self._plan: PagedPlan | None = None
+        self._rows: Tensor | None = None
         # a GPU gets the step's indices once for all layers
         self._slots_T, self._tables = slots_T.to(device), block_tables.to(device)
         self._starts, self._lens = query_starts, seq_lens
@@ -173,6 +176,14 @@ class PagedContext:
         longest = max(b - a for a, b in pairwise(starts))
         lens = step.seq_lens
         return cls(cache, step.slots_T, starts, lens, step.block_tables, longest, max(lens))
+
+    @property
+    def native(self) -> tuple[Tensor, Tiles] | None:
+        """Cache rows of the new tokens, and where queries find keys, if C++ attends."""
+        if self._plan is None or not isinstance(self._plan.layout, Tiles):
+            return None
+        assert self._rows is not None, "made with the plan"
+        return self._rows, self._plan.layout
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         k_cache, v_cache = self._cache.layers[layer]

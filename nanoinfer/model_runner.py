@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from kernels import linear, linear_logprob, pack_weight
+from nanoengine.model.layers import embed
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.tensor_parallel import TensorParallel, vocab_parallel_logprob
 from nanoinfer.attention_backends import KVCache, PagedContext, cache_dtype
 from nanoinfer.batch import Scored, StepInput
 from nanoinfer.cuda_graph import CudaCapture, StaticDecode, can_capture
 from nanoinfer.kv_scales import calibrated_scales
+from nanoinfer.native_decoder import make_decoder
 from nanoinfer.sampler import sample, top_logps
 
 if TYPE_CHECKING:
@@ -67,6 +69,7 @@ class ModelRunner:
         again."""
         if self.decode is not None:
             self.decode.refresh()
+        self._decoder = make_decoder(self.model, self.cache)
         if self.cache.scales is not None and self._calibration_ids:
             self.cache.scales.copy_(calibrated_scales(self.model, self._calibration_ids))
         self._head: Tensor | None = None
@@ -78,10 +81,12 @@ class ModelRunner:
         """Give the memory of the cache back, and of what reads it by address."""
         if self.decode is not None:
             self.decode.drop()
+        self._decoder = None
         self.cache.release()
 
     def wake(self) -> None:
         self.cache.allocate()
+        self._decoder = make_decoder(self.model, self.cache)
 
     @torch.inference_mode()
     def run(self, step: StepInput) -> StepResult:
@@ -107,7 +112,12 @@ class ModelRunner:
         if self.decode is not None and self.decode.fits(step):
             return self.decode.run(step)
         context, device = PagedContext.of_step(self.cache, step), self.model.device
-        hidden_TE: Tensor = self.model(step.ids_T.to(device), step.positions_T.to(device), context)
+        ids_T, positions_T = step.ids_T.to(device), step.positions_T.to(device)
+        if self._decoder is not None and context.native is not None:
+            rope = (self.model.rope_cos[positions_T], self.model.rope_sin[positions_T])
+            x_TE = embed(ids_T, self.model.embedding)
+            return self._decoder.run(x_TE, *rope, *context.native)
+        hidden_TE: Tensor = self.model(ids_T, positions_T, context)
         return hidden_TE
 
     def _score(self, hidden_TE: Tensor, scored: Scored | None) -> list[float]:

@@ -3,8 +3,8 @@
     bash scripts/bench.sh kernels [--json FILE] [--only REGEX] [--budget-s N]
 
 On a GPU `triton.testing.do_bench` (cold L2; median, 20 % and 80 % quantiles) at the shapes of
-Qwen3-0.6B, Qwen3-4B and Llama-3-8B. On a CPU the ops' PyTorch paths at reduced shapes, marked
-`"path": "torch-cpu-reduced"`. The bounds are the copy and matmul rates measured in the same run.
+Qwen3-0.6B, Qwen3-4B and Llama-3-8B. On a CPU the ops' own paths (C++, PyTorch), smaller, marked
+`"path": "cpu-reduced"`. The bounds are the copy and matmul rates measured in the same run.
 `ratio` above 1 means faster than the peer. Cases come from `scripts/kernel_bench/*.py`.
 
 Two rounds: every op beside the peers that run at once, then, while the budget lasts, beside those
@@ -122,7 +122,7 @@ def head(case: BenchCase, device: str) -> dict[str, Any]:
         "shape": case.shape,
         "dtype": case.dtype,
         "threads": None if device == "cuda" else torch.get_num_threads(),
-        "path": "triton" if device == "cuda" else "torch-cpu-reduced",
+        "path": "triton" if device == "cuda" else "cpu-reduced",
     }
 
 

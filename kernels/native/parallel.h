@@ -4,6 +4,12 @@
 
 #include <cstdint>
 
+// Below so many elements one thread is done before a second has started.
+constexpr int64_t WORTH_A_THREAD = 1 << 15;
+inline int64_t threads_for(int64_t num_elements, int64_t threads) {
+  return num_elements >= WORTH_A_THREAD ? threads : 1;
+}
+
 template <class F>
 inline void parallel_for(int64_t num_items, int64_t num_threads, F f) {
   if (num_threads <= 1 || num_items <= 1) {

@@ -104,19 +104,26 @@ inline void store_run(T* p, Vec x, int64_t n) {
   n == LANES ? store(p, x) : store_part(p, x, n);
 }
 
+// Lane i of the result holds lane i + BY.
+template <int BY>
+inline Vec shifted(Vec x) {
+  return __builtin_shufflevector(x, x, BY, BY + 1, BY + 2, BY + 3, BY + 4, BY + 5, BY + 6, BY + 7,
+                                 BY + 8, BY + 9, BY + 10, BY + 11, BY + 12, BY + 13, BY + 14,
+                                 BY + 15);
+}
 inline float sum_lanes(Vec x) {
-  float lane[LANES];
-  store(lane, x);
-  for (int width = LANES / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; i++) lane[i] += lane[i + width];
-  return lane[0];
+  x += shifted<8>(x);
+  x += shifted<4>(x);
+  x += shifted<2>(x);
+  x += shifted<1>(x);
+  return x[0];
 }
 inline float max_lanes(Vec x) {
-  float lane[LANES];
-  store(lane, x);
-  for (int width = LANES / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; i++) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
-  return lane[0];
+  x = larger(x, shifted<8>(x));
+  x = larger(x, shifted<4>(x));
+  x = larger(x, shifted<2>(x));
+  x = larger(x, shifted<1>(x));
+  return x[0];
 }
 
 // e^x within 2 units in the last place; 0 below -87.3, where fp32 has no normal number; inf above

@@ -2,7 +2,7 @@
 `def cases(device: str) -> Iterator[BenchCase]`, found by `bench_kernels.py`.
 
 Make a case's tensors just before yielding it, so that only one case lives at a time. On "cuda" use
-the shapes of the models below; on "cpu" (where ops run their PyTorch path) reduced ones.
+the shapes of the models below; on "cpu" reduced ones.
 """
 
 import importlib.util

@@ -4,13 +4,14 @@
 // processor's dot product takes them), so that one panel is read once, in order, for a tile of 8
 // rows. A result is summed over the inputs in order: it has the same bits whatever rows come with
 // it. Few rows are bound by the reading of the weight, many by the multiply-adds.
+#pragma once
+
 #include "parallel.h"
 #include "vector.h"
 
-namespace {
-
 constexpr int PANEL_VECS = 3, PANEL = PANEL_VECS * LANES;
 constexpr int TILE_ROWS = 8;         // 8 x 3 sums, 3 weights and 1 input in 32 registers
+constexpr int64_t READ_ROWS = 32;    // that a weight meets in the time it takes to read it
 constexpr int NEAR = 32;             // steps of a sum between the weights in use and those asked for
 constexpr int64_t BLOCK_ROWS = 64;   // of a thread's share
 
@@ -71,7 +72,8 @@ void linear(T* y, const T* x, const float* packed, const T* bias, int64_t rows, 
   // multiplied the next one is on its way: shared out among the tiles of the first block of rows.
   const int64_t first_tiles = ((rows < BLOCK_ROWS ? rows : BLOCK_ROWS) + TILE_ROWS - 1) / TILE_ROWS;
   const int64_t ask = first_tiles >= PANEL_VECS ? 1 : (PANEL_VECS + first_tiles - 1) / first_tiles;
-  parallel_for(panels * blocks, threads, [&](int64_t i) {
+  const int64_t work = panels * words * PANEL * (rows < READ_ROWS ? 1 : rows / READ_ROWS);
+  parallel_for(panels * blocks, threads_for(work, threads), [&](int64_t i) {
     const int64_t p = i / blocks, block = i % blocks * BLOCK_ROWS;
     const int64_t end = block + BLOCK_ROWS < rows ? block + BLOCK_ROWS : rows;
     const float* panel = packed + p * words * PANEL;
@@ -92,7 +94,7 @@ template <class T>
 void pack(float* packed, const T* weight, int64_t inputs, int64_t outputs, int64_t threads) {
   constexpr int64_t per_word = PER_WORD<T>;
   const int64_t words = (inputs + per_word - 1) / per_word;
-  parallel_for((outputs + PANEL - 1) / PANEL, threads, [&](int64_t p) {
+  parallel_for((outputs + PANEL - 1) / PANEL, threads_for(inputs * outputs, threads), [&](int64_t p) {
     float* to = packed + p * words * PANEL;
     for (int64_t k = 0; k < words; k += LANES)
       for (int64_t c = 0; c < PANEL; c += LANES) {
@@ -107,36 +109,3 @@ void pack(float* packed, const T* weight, int64_t inputs, int64_t outputs, int64
       }
   });
 }
-
-}  // namespace
-
-// Whether these are the fastest there are for the processor this was compiled for. Processors with
-// matrix units (AMX) multiply bf16 several times faster through oneDNN.
-extern "C" int64_t has_linear_f32() {
-#ifdef __AVX512F__
-  return 1;
-#else
-  return 0;
-#endif
-}
-extern "C" int64_t has_linear_bf16() {
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-  return 1;
-#else
-  return 0;
-#endif
-}
-
-#define LINEAR(T, SUFFIX)                                                                        \
-  extern "C" void linear_##SUFFIX(T* y, const T* x, const float* packed, const T* bias,         \
-                                  int64_t rows, int64_t inputs, int64_t outputs,                 \
-                                  int64_t x_stride, int64_t threads) {                           \
-    linear(y, x, packed, bias, rows, inputs, outputs, x_stride, threads);                        \
-  }                                                                                              \
-  extern "C" void pack_##SUFFIX(float* packed, const T* weight, int64_t inputs,                 \
-                                int64_t outputs, int64_t threads) {                              \
-    pack(packed, weight, inputs, outputs, threads);                                              \
-  }
-
-LINEAR(float, f32)
-LINEAR(bf16, bf16)

@@ -11,15 +11,15 @@
 // A tile is some queries of one sequence and all heads that share a key head: rows of queries by
 // keys. Scores of a tile stay in the processor's cache; weights, and their product with the values,
 // are fp32.
+#pragma once
+
 #include <vector>
 
 #include "parallel.h"
 #include "vector.h"
 
-namespace {
-
 constexpr int KEY_TILE = 64;  // keys transposed at a time: 8 KB of bf16 at head_dim 64
-constexpr int AHEAD = 16;  // keys between the row in use and the one asked of memory
+constexpr int AHEAD = 32;  // keys between the row in use and the one asked of memory
 constexpr int LINE = 64;
 constexpr int SCORE_ROWS = 8, VALUE_ROWS = 6, VALUE_VECS = 4;  // what fits in 32 registers
 
@@ -53,8 +53,12 @@ void transpose_keys(float* out, const T* k, const int32_t* rows, int64_t num_key
   for (int64_t j = AHEAD; j < AHEAD + num_ahead; j++) ask_for(k + rows[j] * row_stride, head_dim);
   for (int64_t d = 0; d < head_dim; d += LANES * PER_WORD<T>) {
     BitsVec x[LANES] = {};
-    for (int64_t j = 0; j < num_keys; j++)
-      x[j] = load_words(k + rows[j] * row_stride + d, head_dim - d);
+    if (num_keys == LANES)  // of known length, so that they stay in registers
+      for (int j = 0; j < LANES; j++)
+        x[j] = load_words(k + rows[j] * row_stride + d, head_dim - d);
+    else
+      for (int64_t j = 0; j < num_keys; j++)
+        x[j] = load_words(k + rows[j] * row_stride + d, head_dim - d);
     transpose(x);
     for (int64_t i = 0; i < LANES; i++)
       store(out + (d / PER_WORD<T> + i) * LANES, as_floats(x[i]));
@@ -156,7 +160,7 @@ void attend_tile(const Problem<T>& x, const Tile& tile, int64_t kv, Scratch& scr
       memcpy(q + (i * x.group + g) * num_words,
              x.q + (tile.query + i) * x.q_stride + (kv * x.group + g) * D, D * sizeof(T));
 
-  const T* k = x.k + kv * x.k_head;
+  const T *k = x.k + kv * x.k_head, *v = x.v + kv * x.v_head;
   for (int64_t lo = 0; lo < padded; lo += KEY_TILE) {
     int64_t size = tile.num_keys - lo < KEY_TILE ? tile.num_keys - lo : KEY_TILE;
     int64_t num_blocks = (size + LANES - 1) / LANES;
@@ -184,7 +188,6 @@ void attend_tile(const Problem<T>& x, const Tile& tile, int64_t kv, Scratch& scr
     scratch.inverse[r] = softmax_row(s + r * padded, visible, padded);
   }
 
-  const T* v = x.v + kv * x.v_head;
   float* out = scratch.out.data();
   by_rows<VALUE_ROWS>(num_rows, [&](int64_t r, auto R) {
     const float* p = s + r * padded;
@@ -217,19 +220,3 @@ void attend(const Problem<T>& x, const Tile* tiles, int64_t num_tiles, int64_t t
     attend_tile(x, tiles[i / x.num_kv], i % x.num_kv, scratch);
   });
 }
-
-}  // namespace
-
-#define ATTENTION(T, SUFFIX)                                                                      \
-  extern "C" void attend_##SUFFIX(                                                                \
-      T* o, const T* q, const T* k, const T* v, const int32_t* key_rows, const Tile* tiles,       \
-      int64_t num_tiles, int64_t num_kv, int64_t group, int64_t head_dim, int64_t q_stride,       \
-      int64_t k_row, int64_t v_row, int64_t k_head, int64_t v_head, float scale,                  \
-      int64_t threads) {                                                                          \
-    Problem<T> problem{o,        q,     k,     v,      key_rows, num_kv, group, head_dim,         \
-                       q_stride, k_row, v_row, k_head, v_head,   scale};                          \
-    attend(problem, tiles, num_tiles, threads);                                                   \
-  }
-
-ATTENTION(float, f32)
-ATTENTION(bf16, bf16)

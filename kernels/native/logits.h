@@ -2,12 +2,12 @@
 //
 // z = logit / temperature, weight = e^(z - max z). Weights are summed by runs of 256 tokens in
 // fp32, and runs in fp64; a draw walks the runs, then the tokens of the run it falls into.
+#pragma once
+
 #include <vector>
 
 #include "parallel.h"
 #include "vector.h"
-
-namespace {
 
 constexpr int64_t RUN = 256;
 
@@ -120,7 +120,7 @@ int64_t draw(const Row<T>& row, float highest, const Sums& sums, const float* ru
 template <class T>
 void score(const T* logits, int64_t rows, int64_t size, int64_t stride, float temperature,
            const int64_t* ids, float* logp, float* lse, float* entropy, int64_t threads) {
-  parallel_for(rows, threads, [&](int64_t r) {
+  parallel_for(rows, threads_for(rows * size, threads), [&](int64_t r) {
     Row<T> row{logits + r * stride, size, temperature};
     float highest = row.highest();
     Sums sums = entropy ? sum_weights<true>(row, highest, nullptr)
@@ -135,7 +135,7 @@ void score(const T* logits, int64_t rows, int64_t size, int64_t stride, float te
 template <class T>
 void pick(const T* logits, int64_t rows, int64_t size, int64_t stride, float temperature,
           const double* u, int64_t* token, float* logp, int64_t threads) {
-  parallel_for(rows, threads, [&](int64_t r) {
+  parallel_for(rows, threads_for(rows * size, threads), [&](int64_t r) {
     thread_local std::vector<float> run_sums;
     run_sums.resize((size + RUN - 1) / RUN);
     Row<T> row{logits + r * stride, size, temperature};
@@ -145,20 +145,3 @@ void pick(const T* logits, int64_t rows, int64_t size, int64_t stride, float tem
     logp[r] = row.z(token[r]) - sums.lse(highest);
   });
 }
-
-}  // namespace
-
-#define LOGIT_OPS(T, SUFFIX)                                                                     \
-  extern "C" void score_##SUFFIX(const T* logits, int64_t rows, int64_t size, int64_t stride,   \
-                                 float temperature, const int64_t* ids, float* logp, float* lse, \
-                                 float* entropy, int64_t threads) {                              \
-    score(logits, rows, size, stride, temperature, ids, logp, lse, entropy, threads);            \
-  }                                                                                              \
-  extern "C" void pick_##SUFFIX(const T* logits, int64_t rows, int64_t size, int64_t stride,    \
-                                float temperature, const double* u, int64_t* token, float* logp, \
-                                int64_t threads) {                                               \
-    pick(logits, rows, size, stride, temperature, u, token, logp, threads);                      \
-  }
-
-LOGIT_OPS(float, f32)
-LOGIT_OPS(bf16, bf16)

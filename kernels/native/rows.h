@@ -1,9 +1,9 @@
 // Row ops of a decoder layer: RMS norm (with the residual sum), SwiGLU, rotary embedding, and
 // writing to the paged cache. One pass over each row, fp32 arithmetic, one rounding at the end.
+#pragma once
+
 #include "parallel.h"
 #include "vector.h"
-
-namespace {
 
 constexpr int CHAINS = 4;  // sums kept apart, so that one add need not wait for the last
 
@@ -36,7 +36,7 @@ void norm_row(T* y, float* rstd, const T* x, const T* weight, int64_t size, floa
 template <class T>
 void rms_norm(T* y, float* rstd, const T* x, const T* weight, int64_t tokens, int64_t heads,
               int64_t size, int64_t x_stride, float eps, int64_t threads) {
-  parallel_for(tokens, threads, [&](int64_t t) {
+  parallel_for(tokens, threads_for(tokens * heads * size, threads), [&](int64_t t) {
     for (int64_t h = 0; h < heads; h++) {
       int64_t row = t * heads + h;
       norm_row(y + row * size, rstd + row, x + t * x_stride + h * size, weight, size, eps);
@@ -47,7 +47,7 @@ void rms_norm(T* y, float* rstd, const T* x, const T* weight, int64_t tokens, in
 template <class T>
 void add_rms_norm(T* y, T* total, float* rstd, const T* x, const T* residual, const T* weight,
                   int64_t rows, int64_t size, float eps, int64_t threads) {
-  parallel_for(rows, threads, [&](int64_t r) {
+  parallel_for(rows, threads_for(rows * size, threads), [&](int64_t r) {
     T* sum = total + r * size;
     const T *a = x + r * size, *b = residual + r * size;
     for_runs(size, [&](int64_t i, int64_t n) {
@@ -59,7 +59,7 @@ void add_rms_norm(T* y, T* total, float* rstd, const T* x, const T* residual, co
 
 template <class T>
 void swiglu(T* y, const T* gate_up, int64_t rows, int64_t size, int64_t threads) {
-  parallel_for(rows, threads, [&](int64_t r) {
+  parallel_for(rows, threads_for(4 * rows * size, threads), [&](int64_t r) {
     const T *gate = gate_up + 2 * r * size, *up = gate + size;
     for_runs(size, [&](int64_t i, int64_t n) {
       Vec g = load_run(gate + i, n);
@@ -85,7 +85,8 @@ template <class T>
 void rope(T* q_out, T* k_out, const T* q, const T* k, const float* cos, const float* sin,
           int64_t tokens, int64_t q_heads, int64_t k_heads, int64_t half, int64_t q_stride,
           int64_t k_stride, int64_t threads) {
-  parallel_for(tokens, threads, [&](int64_t t) {
+  const int64_t num_elements = tokens * (q_heads + k_heads) * 2 * half;
+  parallel_for(tokens, threads_for(num_elements, threads), [&](int64_t t) {
     const float *c = cos + t * half, *s = sin + t * half;
     rotate(q_out + t * q_heads * 2 * half, q + t * q_stride, c, s, q_heads, half);
     rotate(k_out + t * k_heads * 2 * half, k + t * k_stride, c, s, k_heads, half);
@@ -104,37 +105,3 @@ void store_kv(T* k_cache, T* v_cache, const T* k, const T* v, const int64_t* row
       memcpy(v_cache + to, v + t * v_stride + h * size, size * sizeof(T));
     }
 }
-
-}  // namespace
-
-#define ROW_OPS(T, SUFFIX)                                                                        \
-  extern "C" void rms_norm_##SUFFIX(T* y, float* rstd, const T* x, const T* weight,              \
-                                    int64_t tokens, int64_t heads, int64_t size,                 \
-                                    int64_t x_stride, float eps, int64_t threads) {              \
-    rms_norm(y, rstd, x, weight, tokens, heads, size, x_stride, eps, threads);                   \
-  }                                                                                               \
-  extern "C" void add_rms_norm_##SUFFIX(T* y, T* total, float* rstd, const T* x,                 \
-                                        const T* residual, const T* weight, int64_t rows,        \
-                                        int64_t size, float eps, int64_t threads) {              \
-    add_rms_norm(y, total, rstd, x, residual, weight, rows, size, eps, threads);                 \
-  }                                                                                               \
-  extern "C" void swiglu_##SUFFIX(T* y, const T* gate_up, int64_t rows, int64_t size,            \
-                                  int64_t threads) {                                              \
-    swiglu(y, gate_up, rows, size, threads);                                                      \
-  }                                                                                               \
-  extern "C" void rope_##SUFFIX(T* q_out, T* k_out, const T* q, const T* k, const float* cos,    \
-                                const float* sin, int64_t tokens, int64_t q_heads,               \
-                                int64_t k_heads, int64_t half, int64_t q_stride,                 \
-                                int64_t k_stride, int64_t threads) {                             \
-    rope(q_out, k_out, q, k, cos, sin, tokens, q_heads, k_heads, half, q_stride, k_stride,       \
-         threads);                                                                                \
-  }                                                                                               \
-  extern "C" void store_kv_##SUFFIX(T* k_cache, T* v_cache, const T* k, const T* v,              \
-                                    const int64_t* rows, int64_t tokens, int64_t heads,          \
-                                    int64_t size, int64_t k_stride, int64_t v_stride,            \
-                                    int64_t head_rows) {                                          \
-    store_kv(k_cache, v_cache, k, v, rows, tokens, heads, size, k_stride, v_stride, head_rows);   \
-  }
-
-ROW_OPS(float, f32)
-ROW_OPS(bf16, bf16)
