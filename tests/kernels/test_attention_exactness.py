@@ -154,7 +154,7 @@ def test_paged_attention_equals_its_definition(dtype):
     ends = bounds(lengths)[1:]
     rows = torch.cat([torch.arange(e - c, e) for e, c in zip(ends, counts, strict=True)])
     step = (bounds(counts), lengths, tables)
-    plan = make_paged_plan(*step, block_size=BLOCK, num_kv_heads=2, dtype=dtype)
+    plan = make_paged_plan(*step, cache=k_cache, num_heads=6, dtype=dtype)
     out = paged_attention(
         q[rows], k_cache, v_cache, *step, max_query_len=150, max_seq_len=310, plan=plan
     )
