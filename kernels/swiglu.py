@@ -114,4 +114,6 @@ def swiglu(
     on_triton = use_triton(backend, gate_up_T2F)
     check_tensors(gate_up_T2F, "gate_up", on_triton)
     is_native = use_native(backend, gate_up_T2F)
+    if is_native and not torch.is_grad_enabled():  # autograd's bookkeeping takes longer than a row
+        return _native_ops.swiglu(gate_up_T2F)
     return _SwiGLU.apply(gate_up_T2F, on_triton, overwrite_gate_up, is_native)
