@@ -16,6 +16,8 @@ from kernels.flash_attention import flash_attn_varlen_ref
 from kernels.kv_cache import reshape_and_cache_ref
 from kernels.paged_attention import paged_attention_ref
 
+pytestmark = pytest.mark.usefixtures("cpu_path")
+
 HEADS = [(9, 3, 64), (4, 4, 32), (8, 2, 128), (7, 1, 64), (16, 8, 128), (2, 2, 16), (20, 5, 32)]
 BLOCK = 16
 

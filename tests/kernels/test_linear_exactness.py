@@ -5,6 +5,8 @@ import torch
 
 from kernels import linear, pack_weight
 
+pytestmark = pytest.mark.usefixtures("cpu_path")
+
 SHAPES = [(96, 64), (576, 960), (576, 3072), (1536, 576), (576, 4099)]
 
 

@@ -8,6 +8,9 @@ from kernels import linear, linear_logprob, logits_logprob, pack_weight
 from kernels.linear_logprob import linear_logprob_ref
 
 
+pytestmark = pytest.mark.usefixtures("cpu_path")
+
+
 def inputs(dtype, num_tokens=70, width=48, vocab=97):
     torch.manual_seed(0)
     hidden = torch.randn(num_tokens, width, dtype=torch.float64).to(dtype)
