@@ -180,7 +180,6 @@ def _processor() -> str:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, subprocess.CalledProcessError):
-        lines = (error.stderr or "").strip().splitlines()
-        first = next((line for line in lines if "error" in line), *lines[:1])
-        return f"{error.cmd[0]}: {first}" if lines else str(error)
+        lines = (error.stderr or "").strip().splitlines() or [f"exit code {error.returncode}"]
+        return f"{error.cmd[0]}: {next((line for line in lines if 'error' in line), lines[0])}"
     return str(error)

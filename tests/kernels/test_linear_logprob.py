@@ -7,7 +7,6 @@ from largest_tensor import LargestTensor
 from kernels import linear, linear_logprob, logits_logprob, pack_weight
 from kernels.linear_logprob import linear_logprob_ref
 
-
 pytestmark = pytest.mark.usefixtures("cpu_path")
 
 
