@@ -7,6 +7,7 @@ import torch
 
 from kernels import (
     flash_attn_varlen,
+    make_kv_cache,
     make_paged_plan,
     make_varlen_plan,
     paged_attention,
@@ -173,10 +174,14 @@ def test_one_plan_serves_many_layers():
         assert torch.equal(out, attend_whole(q, k, v, lengths))
 
 
-def test_cache_rows_land_in_their_slots_and_no_others():
-    k, v = torch.randn(5, 2, 8), torch.randn(5, 2, 8)
+@pytest.mark.parametrize("is_heads_first", [False, True])
+def test_cache_rows_land_in_their_slots_and_no_others(is_heads_first):
+    k, v = torch.randn(5, 3, 8), torch.randn(5, 3, 8)
     slots = torch.tensor([3, 17, 64, 0, 79])
-    ours = [torch.full((5, BLOCK, 2, 8), torch.nan) for _ in "kv"]
+    shape = (5, BLOCK, 3, 8)
+    make = make_kv_cache if is_heads_first else torch.zeros
+    ours = [make(shape, dtype=torch.float32, device="cpu").fill_(torch.nan) for _ in "kv"]
+    assert ours[0].is_contiguous() != is_heads_first
     expected = [c.clone() for c in ours]
     reshape_and_cache(k, v, *ours, slots)
     reshape_and_cache_ref(k, v, *expected, slots)

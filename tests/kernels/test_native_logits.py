@@ -91,6 +91,19 @@ def test_a_draw_inverts_the_cumulative_distribution(dtype, temperature, vocab):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [1, 4, 64, 1024])
+def test_where_a_token_ends_the_next_begins(dtype, vocab):
+    """Equal logits, u = i / V: sums and targets are exact, and token i begins at i / V."""
+    u = torch.arange(vocab, dtype=torch.float64) / vocab
+    for below in (u - 2.0**-53, u):
+        tokens, _ = _native_ops.pick(
+            torch.zeros(vocab, vocab, dtype=dtype), 1.0, below.clamp(min=0)
+        )
+        shift = 0 if below is u else 1
+        assert torch.equal(tokens, (torch.arange(vocab) - shift).clamp(min=0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_without_weight_is_never_drawn(dtype):
     torch.manual_seed(0)
     u = torch.cat([torch.tensor([0.0, 2.0**-53, ALMOST_ONE]), torch.rand(61)]).double()
@@ -103,6 +116,10 @@ def test_a_token_without_weight_is_never_drawn(dtype):
         tokens, logp = _native_ops.pick(logits.expand(len(u), -1), 1.0, u)
         assert torch.isin(tokens, alive).all() and logp.isfinite().all()
         assert tokens[0] == alive.min() and tokens[2] == alive.max()
+    middle = torch.full((1000,), -torch.inf, dtype=dtype)  # runs of no weight before and after
+    middle[300:310] = torch.randn(10).to(dtype)
+    tokens, _ = _native_ops.pick(middle.expand(len(u), -1), 1.0, u)
+    assert ((tokens >= 300) & (tokens < 310)).all() and tokens[0] == 300 and tokens[2] == 309
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
