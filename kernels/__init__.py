@@ -1,4 +1,5 @@
-"""The operations both engines are made of: one file an op, PyTorch on a CPU, Triton on a GPU.
+"""The operations both engines are made of: one file an op. Triton on a GPU; C++, or PyTorch, on
+a CPU.
 
 Every op takes `backend="auto" | "torch" | "triton"`; "auto" looks at the device (`_dispatch.py`).
 Triton is imported only when its back end is first used, so a CPU program never pays for it.
@@ -12,7 +13,7 @@ Families, each op with a reference in plain PyTorch:
 
 On a CPU a result depends on its own row or sequence only, never on what else is in the batch, on
 padding or on the number of threads: that is what makes rollout and trainer log-probs equal bit for
-bit. `linear.py` and `flash_attention.py` say how.
+bit. `linear.py` and `native/` say how.
 """
 
 from kernels.adamw import clip_scale, fused_adamw_, make_tensor_table, multi_tensor_l2norm

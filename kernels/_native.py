@@ -126,7 +126,7 @@ def _load(path: Path) -> Kernels:
         "add_rms_norm": [pointer] * 6 + [count] * 2 + [number, count],
         "swiglu": [pointer] * 2 + [count] * 3,
         "rope": [pointer] * 6 + [count] * 7,
-        "store_rows": [pointer] * 3 + [count] * 5,
+        "store_kv": [pointer] * 5 + [count] * 6,
         "score": [pointer] + [count] * 3 + [number] + [pointer] * 4 + [count],
         "pick": [pointer] + [count] * 3 + [number] + [pointer] * 3 + [count],
         "has_linear": [],

@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels._native import function
 
 _PANEL = 48  # outputs, as in native/linear.cpp
+_ROWS_A_WEIGHT = 32  # rows that a weight meets in the time it takes to read it from memory
 _ROWS_A_THREAD = 1 << 15  # elements below which one thread is done before a second has started
 
 
@@ -24,6 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(y, 1 / rms of each row in fp32 [..., 1]). x [..., D], or [T, H, D] with a stride of T."""
     if not (x.is_contiguous() or (x.dim() == 3 and x[0].is_contiguous())):
         x = x.contiguous()
+    weight = weight.contiguous()
     size = x.shape[-1]
     heads = x.shape[1] if x.dim() == 3 else 1
     num_rows = x.numel() // size if size else 0
@@ -31,7 +33,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     y = torch.empty(x.shape, dtype=x.dtype)
     rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32)
     function("rms_norm", x.dtype)(
-        y.data_ptr(), rstd.data_ptr(), x.data_ptr(), weight.contiguous().data_ptr(),
+        y.data_ptr(), rstd.data_ptr(), x.data_ptr(), weight.data_ptr(),
         num_rows // heads if heads else 0, heads, size, stride, eps, num_threads(x.numel()),
     )  # fmt: skip
     return y, rstd
@@ -41,13 +43,13 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, residual + x, 1 / rms of each of its rows)."""
-    x, residual = x.contiguous(), residual.contiguous()
+    x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
     size = x.shape[-1]
     y, total = torch.empty_like(x), torch.empty_like(x)
     rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32)
     function("add_rms_norm", x.dtype)(
         y.data_ptr(), total.data_ptr(), rstd.data_ptr(), x.data_ptr(), residual.data_ptr(),
-        weight.contiguous().data_ptr(), x.numel() // size if size else 0, size, eps,
+        weight.data_ptr(), x.numel() // size if size else 0, size, eps,
         num_threads(x.numel()),
     )  # fmt: skip
     return y, total, rstd
@@ -77,12 +79,16 @@ def rope(q_THD: Tensor, k_TKD: Tensor, cos_TD2: Tensor, sin_TD2: Tensor) -> tupl
     return q_out, k_out
 
 
-def store_rows(cache: Tensor, x_TKD: Tensor, rows_T: Tensor, head_rows: int) -> None:
-    """Head h of token t to row rows[t] + h · head_rows of a cache seen as rows of D. int64 rows."""
-    x = dense_rows(x_TKD)
-    function("store_rows", x.dtype)(
-        cache.data_ptr(), x.data_ptr(), rows_T.data_ptr(), *x.shape, x.stride(0), head_rows
-    )
+def store_kv(
+    k_cache: Tensor, v_cache: Tensor, k_TKD: Tensor, v_TKD: Tensor, rows_T: Tensor, head_rows: int
+) -> None:
+    """Head h of token t to row rows[t] + h · head_rows of the caches, seen as rows of D. int64
+    rows."""
+    k, v = dense_rows(k_TKD), dense_rows(v_TKD)
+    function("store_kv", k.dtype)(
+        k_cache.data_ptr(), v_cache.data_ptr(), k.data_ptr(), v.data_ptr(), rows_T.data_ptr(),
+        *k.shape, k.stride(0), v.stride(0), head_rows,
+    )  # fmt: skip
 
 
 def has_linear(dtype: torch.dtype) -> bool:
@@ -108,12 +114,13 @@ def linear(x_TI: Tensor, packed: Tensor, bias_O: Tensor | None, num_out: int) ->
     if x_TI.shape[1] * x_TI.itemsize % 4:  # the kernel reads whole words
         x_TI = F.pad(x_TI, (0, 1))
     x = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
+    bias = None if bias_O is None else bias_O.contiguous()
     num_rows, num_in = x.shape
     y = torch.empty((num_rows, num_out), dtype=x.dtype)
     function("linear", x.dtype)(
         y.data_ptr(), x.data_ptr(), packed.data_ptr(),
-        None if bias_O is None else bias_O.data_ptr(), num_rows, num_in, num_out, x.stride(0),
-        num_threads(packed.numel()),
+        None if bias is None else bias.data_ptr(), num_rows, num_in, num_out, x.stride(0),
+        num_threads(packed.numel() * max(1, num_rows // _ROWS_A_WEIGHT)),
     )  # fmt: skip
     return y
 

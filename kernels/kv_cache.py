@@ -58,8 +58,7 @@ def reshape_and_cache(
     with torch.no_grad():
         rows = cache_rows(slot_mapping_T, k_cache) if rows is None else rows
         if use_native(backend, k_TKD, v_TKD, k_cache, v_cache):
-            _native_ops.store_rows(k_cache, k_TKD, rows, head_rows(k_cache))
-            _native_ops.store_rows(v_cache, v_TKD, rows, head_rows(v_cache))
+            _native_ops.store_kv(k_cache, v_cache, k_TKD, v_TKD, rows, head_rows(k_cache))
             return
         rows = (rows.unsqueeze(1) + torch.arange(k_TKD.shape[1]) * head_rows(k_cache)).flatten()
         for x_TKD, cache, scale in ((k_TKD, k_cache, k_scale), (v_TKD, v_cache, v_scale)):
@@ -101,6 +100,11 @@ def is_cache_order(cache: Tensor) -> bool:
     return cache.is_contiguous() or (
         cache.device.type == "cpu" and heads_first(cache).is_contiguous()
     )
+
+
+def check_like_order(k_cache: Tensor, v_cache: Tensor) -> None:
+    if k_cache.is_contiguous() != v_cache.is_contiguous():
+        raise ValueError("v_cache: must lie in memory in k_cache's order; see make_kv_cache")
 
 
 def head_rows(cache: Tensor) -> int:
@@ -149,6 +153,7 @@ def _check(
         raise ValueError(f"v: dtype {v.dtype} must be k's {k.dtype}")
     if slots.device != k.device or slots.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"slot_mapping: {slots.dtype} on {slots.device}; integers on {k.device}")
+    check_like_order(k_cache, v_cache)
     is_fp8 = k_cache.dtype.itemsize == 1
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.device != k.device or not is_cache_order(cache):

@@ -29,7 +29,7 @@ from kernels._check import check_integers, check_tensors, ints
 from kernels._dispatch import Backend, use_native, use_triton
 from kernels._native_attention import Tiles, attend_paged, paged_tiles
 from kernels._paged_attention_cpu import Rectangles, attend_rectangles, make_rectangles
-from kernels.kv_cache import is_cache_order
+from kernels.kv_cache import check_like_order, is_cache_order
 
 __all__ = [
     "PagedPlan",
@@ -342,6 +342,7 @@ def _check_caches(
             f"{tuple(k_cache.shape[2:])}"
         )
     check_tensors(q, "q", False, k_scale=scales[0], v_scale=scales[1], out=out)
+    check_like_order(k_cache, v_cache)
     is_fp8 = k_cache.dtype.itemsize == 1
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.device != q.device or not is_cache_order(cache):

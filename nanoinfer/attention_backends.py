@@ -54,10 +54,11 @@ class KVCache:
         tp: int = 1,
         kind: CacheKind = "auto",
         has_padding_block: bool = False,
+        populate: bool = False,
     ) -> None:
         """`dtype` is the model's. `tp` ranks share the key heads; this is one rank's cache. With
         `has_padding_block` there is one more block, the last, that belongs to no sequence: rows
-        of padding are written there (cuda_graph.py)."""
+        of padding are written there (cuda_graph.py). `populate` takes a CPU's memory at once."""
         heads = config.num_kv_heads // tp
         size = num_blocks + has_padding_block
         self._shape = (config.num_layers, 2, size, block_size, heads, config.head_dim)
@@ -69,6 +70,7 @@ class KVCache:
         self.block_size = block_size
         self.blocks_per_seq = min(-(-config.max_position_embeddings // block_size), num_blocks)
         self._device = device
+        self._populate = populate
         self.scales: Tensor | None = None
         if self.dtype.itemsize == 1:
             # 16 bytes apart: Triton compiles a kernel again for pointers that are not aligned so
@@ -78,6 +80,8 @@ class KVCache:
     def allocate(self) -> None:
         """Take the memory; all of it reads zero."""
         self.data = make_kv_cache(self._shape, self.dtype, self._device)
+        if self._populate:
+            self.data.view(index_dtype(self.dtype)).zero_()
         self.layers: list[tuple[Tensor, Tensor]] = [(kv[0], kv[1]) for kv in self.data]
         self.scratch = Scratch()
 

@@ -45,6 +45,8 @@ class InferConfig:
     """Blocks of KV cache; None: as many as `cache_bytes` holds."""
     cache_bytes: int = 1 << 30
     """Memory of the KV cache where `num_blocks` is not given; on a CPU used only as it fills."""
+    populate_cache: bool = False
+    """On a CPU take the cache's memory at the start, not as it fills: no token waits for a page."""
     block_size: int = 16
     """Tokens a block."""
     max_batch_tokens: int = 512

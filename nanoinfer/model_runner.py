@@ -173,6 +173,7 @@ def make_runner(model: Transformer, config: InferConfig, num_blocks: int) -> Mod
         tp=1 if model.split is None else model.split.size,
         kind=config.kv_cache_dtype,
         has_padding_block=is_static,
+        populate=config.populate_cache,
     )
     decode = None
     if is_static:

@@ -86,7 +86,9 @@ def make_engine(folder: str, dtype: str, threads: int, speculate: int = 0) -> An
 
     torch.set_num_threads(threads)
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    engine = LLMEngine(load_model(folder, kind), InferConfig(speculate=speculate))
+    engine = LLMEngine(
+        load_model(folder, kind), InferConfig(speculate=speculate, populate_cache=True)
+    )
     warm_up = workload.agent_prompts()[-1][:32]
     engine.generate([warm_up] * 2, SamplingParams(max_tokens=8, ignore_eos=True))
     return engine

@@ -5,11 +5,12 @@
 // One kernel for everything: `key_rows` lists, key by key, the row of k and v where a sequence's
 // keys lie, be that a packed batch, the blocks of a paged cache or a prompt that sequences share.
 // A query's result is a function of its own q and of its keys in order: dot products run along
-// head_dim, the sum of weights in 16 lanes by the key's index, the sum of values key by key. So it
+// head_dim (in bf16 by pairs), the sum of weights in 16 lanes by the key's index, the sum of values key by key. So it
 // has the same bits in prefill, in decoding and in training, whatever else is in the batch.
 //
 // A tile is some queries of one sequence and all heads that share a key head: rows of queries by
-// keys. Scores of a tile stay in the processor's cache; all arithmetic is fp32.
+// keys. Scores of a tile stay in the processor's cache; weights, and their product with the values,
+// are fp32.
 #include <vector>
 
 #include "parallel.h"
@@ -17,7 +18,7 @@
 
 namespace {
 
-constexpr int KEY_TILE = 64;  // keys widened and transposed at a time: 16 KB at head_dim 64
+constexpr int KEY_TILE = 64;  // keys transposed at a time: 8 KB of bf16 at head_dim 64
 constexpr int AHEAD = 16;  // keys between the row in use and the one asked of memory
 constexpr int LINE = 64;
 constexpr int SCORE_ROWS = 8, VALUE_ROWS = 6, VALUE_VECS = 4;  // what fits in 32 registers
@@ -39,47 +40,42 @@ struct Problem {
   float scale;
 };
 
-inline void widen_words(float* out, BitsVec x, const float*) { store(out, as_floats(x)); }
-inline void widen_words(float* out, BitsVec x, const bf16*) {
-  store(out, as_floats(x << 16));
-  store(out + LANES, as_floats(x & 0xffff0000u));
-}
-
 // Rows lie where the table says, so the processor cannot guess the next one.
 template <class T>
 inline void ask_for(const T* row, int64_t size) {
   for (int64_t i = 0; i < size; i += LINE / sizeof(T)) __builtin_prefetch(row + i);
 }
 
-// out[d * LANES + j] = element d of the row of key j.
+// out[w * LANES + j] = word w of the row of key j; zeros behind the last of num_keys.
 template <class T>
-void widen_keys(float* out, const T* k, const int32_t* rows, int64_t num_keys, int64_t num_ahead,
-                int64_t row_stride, int64_t head_dim) {
+void transpose_keys(float* out, const T* k, const int32_t* rows, int64_t num_keys,
+                    int64_t num_ahead, int64_t row_stride, int64_t head_dim) {
   for (int64_t j = AHEAD; j < AHEAD + num_ahead; j++) ask_for(k + rows[j] * row_stride, head_dim);
-  constexpr int64_t per_word = 4 / sizeof(T);
-  for (int64_t d = 0; d < head_dim; d += LANES * per_word) {
+  for (int64_t d = 0; d < head_dim; d += LANES * PER_WORD<T>) {
     BitsVec x[LANES] = {};
     for (int64_t j = 0; j < num_keys; j++)
       x[j] = load_words(k + rows[j] * row_stride + d, head_dim - d);
     transpose(x);
-    for (int64_t i = 0; i < LANES && d + i * per_word < head_dim; i++)
-      widen_words(out + (d + i * per_word) * LANES, x[i], k);
+    for (int64_t i = 0; i < LANES; i++)
+      store(out + (d / PER_WORD<T> + i) * LANES, as_floats(x[i]));
   }
 }
 
 // Scores of R rows and B blocks of 16 keys.
-template <int R, int B>
-void multiply_keys(float* s, int64_t s_stride, const float* q, int64_t q_stride, const float* keys,
-                   int64_t block_size, int64_t head_dim) {
+template <int R, int B, class T>
+void multiply_keys(float* s, int64_t s_stride, const float* q, int64_t num_words,
+                   const float* keys, float scale, T) {
   Vec sum[R][B] = {};
-  for (int64_t d = 0; d < head_dim; d++) {
+  for (int64_t w = 0; w < num_words; w++) {
     Vec k[B];
-    for (int b = 0; b < B; b++) k[b] = load(keys + b * block_size + d * LANES);
-    for (int r = 0; r < R; r++)
-      for (int b = 0; b < B; b++) sum[r][b] += k[b] * q[r * q_stride + d];
+    for (int b = 0; b < B; b++) k[b] = load(keys + (b * num_words + w) * LANES);
+    for (int r = 0; r < R; r++) {
+      Vec query = splat_word(q + r * num_words + w);
+      for (int b = 0; b < B; b++) multiply_add(sum[r][b], k[b], query, T());
+    }
   }
   for (int r = 0; r < R; r++)
-    for (int b = 0; b < B; b++) store(s + r * s_stride + b * LANES, sum[r][b]);
+    for (int b = 0; b < B; b++) store(s + r * s_stride + b * LANES, sum[r][b] * scale);
 }
 
 // sum[r] = over the keys in order, p[r][j] * v[j], for R rows and W vectors of head_dim.
@@ -142,11 +138,13 @@ struct Scratch {
 template <class T>
 void attend_tile(const Problem<T>& x, const Tile& tile, int64_t kv, Scratch& scratch) {
   const int64_t num_rows = tile.num_queries * x.group, D = x.head_dim;
-  const int64_t wide_D = (D + 2 * LANES - 1) / (2 * LANES) * (2 * LANES);
+  const int64_t wide_D = (D + LANES - 1) / LANES * LANES;
+  // whole vectors of words; what is behind head_dim is zero
+  const int64_t num_words = (D + LANES * PER_WORD<T> - 1) / (LANES * PER_WORD<T>) * LANES;
   const int64_t padded = (tile.num_keys + KEY_TILE - 1) / KEY_TILE * KEY_TILE;
   const int32_t* rows = x.key_rows + tile.first_key;
-  scratch.q.resize(num_rows * wide_D);
-  scratch.keys.resize(KEY_TILE * wide_D);
+  scratch.q.assign(num_rows * num_words, 0.0f);
+  scratch.keys.resize(KEY_TILE * num_words);
   scratch.scores.resize(num_rows * padded);
   scratch.out.resize(num_rows * wide_D);
   scratch.inverse.resize(num_rows);
@@ -154,12 +152,9 @@ void attend_tile(const Problem<T>& x, const Tile& tile, int64_t kv, Scratch& scr
 
   auto head = [&](int64_t i, int64_t g) { return (kv * x.group + g) * D + i * x.group * x.num_kv * D; };
   for (int64_t i = 0; i < tile.num_queries; i++)
-    for (int64_t g = 0; g < x.group; g++) {
-      const T* from = x.q + (tile.query + i) * x.q_stride + (kv * x.group + g) * D;
-      for_runs(D, [&](int64_t d, int64_t n) {
-        store(q + (i * x.group + g) * wide_D + d, load_run(from + d, n) * x.scale);
-      });
-    }
+    for (int64_t g = 0; g < x.group; g++)
+      memcpy(q + (i * x.group + g) * num_words,
+             x.q + (tile.query + i) * x.q_stride + (kv * x.group + g) * D, D * sizeof(T));
 
   const T* k = x.k + kv * x.k_head;
   for (int64_t lo = 0; lo < padded; lo += KEY_TILE) {
@@ -169,18 +164,18 @@ void attend_tile(const Problem<T>& x, const Tile& tile, int64_t kv, Scratch& scr
       int64_t first = lo + b * LANES, left = tile.num_keys - first;
       int64_t n = left < LANES ? left : LANES;
       int64_t ahead = left - AHEAD < 0 ? 0 : left - AHEAD < LANES ? left - AHEAD : LANES;
-      widen_keys(keys + b * LANES * wide_D, k, rows + first, n, ahead, x.k_row, D);
+      transpose_keys(keys + b * LANES * num_words, k, rows + first, n, ahead, x.k_row, D);
     }
     by_rows<SCORE_ROWS>(num_rows, [&](int64_t r, auto R) {
       constexpr int B = R <= 3 ? 4 : 2;
       float* to = s + r * padded + lo;
       int64_t b = 0;
       for (; b + B <= num_blocks; b += B)
-        multiply_keys<R, B>(to + b * LANES, padded, q + r * wide_D, wide_D,
-                            keys + b * LANES * wide_D, LANES * wide_D, D);
+        multiply_keys<R, B>(to + b * LANES, padded, q + r * num_words, num_words,
+                            keys + b * LANES * num_words, x.scale, T());
       for (; b < num_blocks; b++)
-        multiply_keys<R, 1>(to + b * LANES, padded, q + r * wide_D, wide_D,
-                            keys + b * LANES * wide_D, LANES * wide_D, D);
+        multiply_keys<R, 1>(to + b * LANES, padded, q + r * num_words, num_words,
+                            keys + b * LANES * num_words, x.scale, T());
     });
   }
 

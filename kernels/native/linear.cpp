@@ -11,27 +11,14 @@ namespace {
 
 constexpr int PANEL_VECS = 3, PANEL = PANEL_VECS * LANES;
 constexpr int TILE_ROWS = 8;         // 8 x 3 sums, 3 weights and 1 input in 32 registers
+constexpr int NEAR = 32;             // steps of a sum between the weights in use and those asked for
 constexpr int64_t BLOCK_ROWS = 64;   // of a thread's share
-constexpr int64_t AHEAD_BYTES = 3072;  // of a weight, asked of memory
-
-// How many inputs a 32-bit word holds, and one step of the sum over them.
-template <class T>
-constexpr int PER_WORD = 4 / sizeof(T);
-
-inline void multiply_add(Vec& sum, Vec weights, Vec input, float) { sum += weights * input; }
-inline void multiply_add(Vec& sum, Vec weights, Vec input, bf16) {
-#ifdef __AVX512BF16__
-  sum = (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)input);
-#else
-  sum += as_floats(as_bits(weights) << 16) * as_floats(as_bits(input) << 16);
-  sum += as_floats(as_bits(weights) & 0xffff0000u) * as_floats(as_bits(input) & 0xffff0000u);
-#endif
-}
 
 // R rows of x, one panel. Words of x and of the weight, whatever they hold, are moved as floats.
-template <int R, class T>
+// Meanwhile asks memory for what lies at `ahead`, ASK vectors with each step of the sum.
+template <int R, int ASK, class T>
 void multiply_panel(T* y, int64_t y_stride, int64_t num_columns, const T* x, int64_t x_stride,
-                    const float* panel, int64_t num_words, const T* bias) {
+                    const float* panel, int64_t num_words, const T* bias, const float* ahead) {
   Vec sum[R][PANEL_VECS] = {};
   const float* words[R];
   for (int r = 0; r < R; r++) words[r] = (const float*)(x + r * x_stride);
@@ -39,9 +26,10 @@ void multiply_panel(T* y, int64_t y_stride, int64_t num_columns, const T* x, int
     const float* row = panel + k * PANEL;
     Vec w[PANEL_VECS];
     for (int c = 0; c < PANEL_VECS; c++) {
-      __builtin_prefetch((const char*)(row + c * LANES) + AHEAD_BYTES);
+      __builtin_prefetch(row + (NEAR * PANEL_VECS + c) * LANES);
       w[c] = load(row + c * LANES);
     }
+    for (int a = 0; a < ASK; a++) __builtin_prefetch(ahead + (k * ASK + a) * LANES, 0, 2);
     for (int r = 0; r < R; r++) {
       Vec input = splat_word(words[r] + k);
       for (int c = 0; c < PANEL_VECS; c++) multiply_add(sum[r][c], w[c], input, T());
@@ -56,15 +44,20 @@ void multiply_panel(T* y, int64_t y_stride, int64_t num_columns, const T* x, int
   }
 }
 
-template <int R, class T>
-void multiply_rows(int64_t num_rows, T* y, int64_t y_stride, int64_t num_columns, const T* x,
-                   int64_t x_stride, const float* panel, int64_t num_words, const T* bias) {
-  for (; num_rows >= R; num_rows -= R, x += R * x_stride, y += R * y_stride)
-    multiply_panel<R>(y, y_stride, num_columns, x, x_stride, panel, num_words, bias);
+// The kernel for `rows` of at most R rows.
+template <int R, int ASK, class T>
+auto panel_kernel(int64_t rows) {
   if constexpr (R > 1)
-    if (num_rows)
-      multiply_rows<R - 1>(num_rows, y, y_stride, num_columns, x, x_stride, panel, num_words,
-                           bias);
+    if (rows < R) return panel_kernel<R - 1, ASK, T>(rows);
+  return multiply_panel<R, ASK, T>;
+}
+
+template <class T>
+auto panel_kernel(int64_t rows, int64_t ask) {
+  return ask == 0   ? panel_kernel<TILE_ROWS, 0, T>(rows)
+         : ask == 1 ? panel_kernel<TILE_ROWS, 1, T>(rows)
+         : ask == 2 ? panel_kernel<TILE_ROWS, 2, T>(rows)
+                    : panel_kernel<TILE_ROWS, 3, T>(rows);
 }
 
 // `inputs` is a multiple of PER_WORD (the caller pads x where it is not).
@@ -74,13 +67,24 @@ void linear(T* y, const T* x, const float* packed, const T* bias, int64_t rows, 
   const int64_t words = inputs / PER_WORD<T>;
   const int64_t panels = (outputs + PANEL - 1) / PANEL;
   const int64_t blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-  // a panel meets all of a thread's rows before the next one: it is read from memory once
+  // A panel meets all rows before the next one, so it is read from memory once, and while it is
+  // multiplied the next one is on its way: shared out among the tiles of the first block of rows.
+  const int64_t first_tiles = ((rows < BLOCK_ROWS ? rows : BLOCK_ROWS) + TILE_ROWS - 1) / TILE_ROWS;
+  const int64_t ask = first_tiles >= PANEL_VECS ? 1 : (PANEL_VECS + first_tiles - 1) / first_tiles;
   parallel_for(panels * blocks, threads, [&](int64_t i) {
-    int64_t p = i / blocks, first = i % blocks * BLOCK_ROWS;
-    int64_t n = rows - first < BLOCK_ROWS ? rows - first : BLOCK_ROWS;
-    multiply_rows<TILE_ROWS>(n, y + first * outputs + p * PANEL, outputs, outputs - p * PANEL,
-                             x + first * x_stride, x_stride, packed + p * words * PANEL, words,
-                             bias ? bias + p * PANEL : nullptr);
+    const int64_t p = i / blocks, block = i % blocks * BLOCK_ROWS;
+    const int64_t end = block + BLOCK_ROWS < rows ? block + BLOCK_ROWS : rows;
+    const float* panel = packed + p * words * PANEL;
+    const float* ahead = panel + words * PANEL;
+    const float* ahead_end = p + 1 < panels ? ahead + words * PANEL : ahead;
+    for (int64_t r = block; r < end; r += TILE_ROWS) {
+      int64_t num_rows = end - r < TILE_ROWS ? end - r : TILE_ROWS;
+      bool is_asking = block == 0 && ahead < ahead_end;
+      panel_kernel<T>(num_rows, is_asking ? ask : 0)(
+          y + r * outputs + p * PANEL, outputs, outputs - p * PANEL, x + r * x_stride, x_stride,
+          panel, words, bias ? bias + p * PANEL : nullptr, ahead);
+      ahead += ask * words * LANES;
+    }
   });
 }
 

@@ -92,14 +92,17 @@ void rope(T* q_out, T* k_out, const T* q, const T* k, const float* cos, const fl
   });
 }
 
-// Token t's head h goes to cache row rows[t] + h * head_rows, rows of `size` elements.
+// Token t's head h goes to row rows[t] + h * head_rows of each cache, rows of `size` elements.
 template <class T>
-void store_rows(T* cache, const T* x, const int64_t* rows, int64_t tokens, int64_t heads,
-                int64_t size, int64_t x_stride, int64_t head_rows) {
+void store_kv(T* k_cache, T* v_cache, const T* k, const T* v, const int64_t* rows, int64_t tokens,
+              int64_t heads, int64_t size, int64_t k_stride, int64_t v_stride,
+              int64_t head_rows) {
   for (int64_t t = 0; t < tokens; t++)
-    for (int64_t h = 0; h < heads; h++)
-      memcpy(cache + (rows[t] + h * head_rows) * size, x + t * x_stride + h * size,
-             size * sizeof(T));
+    for (int64_t h = 0; h < heads; h++) {
+      const int64_t to = (rows[t] + h * head_rows) * size;
+      memcpy(k_cache + to, k + t * k_stride + h * size, size * sizeof(T));
+      memcpy(v_cache + to, v + t * v_stride + h * size, size * sizeof(T));
+    }
 }
 
 }  // namespace
@@ -126,10 +129,11 @@ void store_rows(T* cache, const T* x, const int64_t* rows, int64_t tokens, int64
     rope(q_out, k_out, q, k, cos, sin, tokens, q_heads, k_heads, half, q_stride, k_stride,       \
          threads);                                                                                \
   }                                                                                               \
-  extern "C" void store_rows_##SUFFIX(T* cache, const T* x, const int64_t* rows, int64_t tokens, \
-                                      int64_t heads, int64_t size, int64_t x_stride,             \
-                                      int64_t head_rows) {                                        \
-    store_rows(cache, x, rows, tokens, heads, size, x_stride, head_rows);                         \
+  extern "C" void store_kv_##SUFFIX(T* k_cache, T* v_cache, const T* k, const T* v,              \
+                                    const int64_t* rows, int64_t tokens, int64_t heads,          \
+                                    int64_t size, int64_t k_stride, int64_t v_stride,            \
+                                    int64_t head_rows) {                                          \
+    store_kv(k_cache, v_cache, k, v, rows, tokens, heads, size, k_stride, v_stride, head_rows);   \
   }
 
 ROW_OPS(float, f32)

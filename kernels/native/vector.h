@@ -186,3 +186,19 @@ inline BitsVec load_words(const T* p, int64_t num_elements) {
     memcpy(&x, p, num_elements * sizeof(T));
   return x;
 }
+
+// Products run over 32-bit words, whatever they hold: one fp32, or two bf16 of which the processor
+// takes the dot product at once. Words are moved as floats.
+template <class T>
+constexpr int PER_WORD = 4 / sizeof(T);
+
+// sum += a . b, word by word.
+inline void multiply_add(Vec& sum, Vec a, Vec b, float) { sum += a * b; }
+inline void multiply_add(Vec& sum, Vec a, Vec b, bf16) {
+#ifdef __AVX512BF16__
+  sum = (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+  sum += as_floats(as_bits(a) << 16) * as_floats(as_bits(b) << 16);
+  sum += as_floats(as_bits(a) & 0xffff0000u) * as_floats(as_bits(b) & 0xffff0000u);
+#endif
+}
