@@ -146,3 +146,17 @@ def test_keys_and_values_of_a_split_product_lie_in_their_slots(dtype, is_heads_f
                 assert torch.equal(cache[block, row], x[lo + t])
                 written[block, row] = True
         assert cache[~written].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_and_tables_may_lie_apart_and_tables_in_any_dtype(dtype):
+    x, wide = torch.randn(5, 64).to(dtype), torch.randn(128).to(dtype)
+    for op in (rms_norm, lambda x, weight: add_rms_norm(x, x, weight)[0]):
+        assert torch.equal(op(x, wide[::2]), op(x, wide[::2].contiguous()))
+    q, k, _ = split_qkv(5, 1, 2, 32, dtype)
+    cos, sin = (torch.randn(5, 32)[:, ::2] for _ in range(2))
+    expected = apply_rope(q, k, cos.contiguous(), sin.contiguous(), None)
+    found = apply_rope(q, k, cos, sin, None)
+    mixed = apply_rope(q, k, cos, sin.double(), None)
+    for a, b, c in zip(found, expected, mixed, strict=True):
+        assert torch.equal(a, b) and torch.allclose(a.double(), c.double(), rtol=1e-2, atol=1e-2)
