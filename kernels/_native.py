@@ -2,8 +2,10 @@
 
 One command of the system's compiler, some seconds once; the file's name is a hash of the sources,
 the compiler, its flags and the processor, so another machine that shares the folder compiles its
-own. Where there is no compiler the ops fall back on PyTorch: slower, the same results up to
-rounding, and as exact between the engines, since both then take that path.
+own. A kept file ends in a checksum of the rest: one that was cut short or overwritten is compiled
+again, since to load it could kill the process. Where the folder cannot be written, each process
+compiles for itself. Where there is no compiler the ops fall back on PyTorch: slower, the same
+results up to rounding, and as exact between the engines, since both then take that path.
 
 Left out: Windows, half precision and fp64 (PyTorch's path), gradients.
 """
@@ -33,6 +35,7 @@ _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 Kernels = dict[tuple[str, torch.dtype], Callable[..., Any]]
 NATIVE_DTYPES = tuple(_SUFFIX)
 _COMPILE_LIMIT_S = 300
+_SEAL_BYTES = 32
 
 
 def has_native(*tensors: Tensor) -> bool:
@@ -55,16 +58,64 @@ def function(name: str, dtype: torch.dtype) -> Callable[..., Any]:
 
 @functools.cache
 def library() -> Kernels | None:
-    """The compiled kernels by name and dtype; None, with a warning, where there are none."""
+    """The compiled kernels; None, with a warning, where they cannot be compiled or loaded."""
     try:
-        return _load(_compiled(CACHE.expanduser()))
+        return _open()
     except (OSError, subprocess.SubprocessError) as error:
         warnings.warn(
             f"kernels: the C++ kernels are not available ({_reason(error)}); PyTorch's take their "
-            "place, which decodes at about half the speed. To have them, install g++ or clang++",
+            "place, which decodes at about half the speed",
             stacklevel=3,
         )
         return None
+
+
+def _open() -> Kernels:
+    compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise FileNotFoundError("no C++ compiler found: install g++ or clang++")
+    name = f"{_fingerprint(compiler)}.so"
+    folder = _cache_folder()
+    if folder is not None and _is_whole(folder / name):
+        return _load(folder / name)
+    with tempfile.TemporaryDirectory() as scratch:
+        built = Path(scratch) / name
+        _compile(compiler, built)
+        kept = built if folder is None else _keep(built, folder)
+        return _load(kept)  # a loaded file may be deleted
+
+
+def _cache_folder() -> Path | None:
+    try:
+        return CACHE.expanduser()
+    except RuntimeError:  # a user without a home
+        return None
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return False
+    return data[-_SEAL_BYTES:] == hashlib.sha256(data[:-_SEAL_BYTES]).digest()
+
+
+def _keep(built: Path, folder: Path) -> Path:
+    """Where the file now lies: in the folder, or where it was, with a warning."""
+    data = built.read_bytes()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            sealed = Path(scratch) / built.name
+            sealed.write_bytes(data + hashlib.sha256(data).digest())
+            sealed.replace(folder / built.name)  # in one step: processes may compile side by side
+    except OSError as error:
+        warnings.warn(
+            f"kernels: {folder} cannot keep the C++ kernels ({error}); every process compiles them",
+            stacklevel=5,
+        )
+        return built
+    return folder / built.name
 
 
 def _load(path: Path) -> Kernels:
@@ -95,27 +146,12 @@ def _load(path: Path) -> Kernels:
     return kernels
 
 
-def _compiled(folder: Path) -> Path:
-    compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
-    if compiler is None:
-        raise FileNotFoundError("no C++ compiler found")
-    target = folder / f"{_fingerprint(compiler)}.so"
-    if target.exists():
-        return target
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        built = Path(scratch) / "kernels.so"
-        _compile(compiler, built)
-        built.replace(target)  # in one step: processes may compile side by side
-    return target
-
-
 def _compile(compiler: str, built: Path) -> None:
     source = str(SOURCES / "kernels.cpp")
     for openmp in _OPENMP:
         command = [compiler, *_FLAGS, *openmp, source, "-o", str(built)]
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S, check=False
+            command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_LIMIT_S
         )
         if done.returncode == 0:
             return
@@ -124,8 +160,9 @@ def _compile(compiler: str, built: Path) -> None:
 
 def _fingerprint(compiler: str) -> str:
     version = subprocess.run(
-        [compiler, "--version"], capture_output=True, text=True, timeout=_COMPILE_LIMIT_S
-    )
+        [compiler, "--version"], capture_output=True, text=True, errors="replace",
+        timeout=_COMPILE_LIMIT_S,
+    )  # fmt: skip
     digest = hashlib.sha256()
     for part in (version.stdout, repr((_FLAGS, _OPENMP)), platform.machine(), _processor()):
         digest.update(part.encode())
@@ -145,6 +182,6 @@ def _processor() -> str:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, subprocess.CalledProcessError):
-        lines = (error.stderr or "").strip().splitlines()
-        return lines[0] if lines else str(error)
+        lines = (error.stderr or "").strip().splitlines() or [f"exit code {error.returncode}"]
+        return f"{error.cmd[0]}: {next((line for line in lines if 'error' in line), lines[0])}"
     return str(error)

@@ -139,6 +139,11 @@ def linear(
         )
     if x.dtype != weight.dtype:
         raise ValueError(f"x: dtype {x.dtype} must be weight's {weight.dtype}; cast one of them")
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
+        raise ValueError(
+            f"bias: {bias.dtype} {tuple(bias.shape)} must be weight's {weight.dtype} "
+            f"({weight.shape[0]},)"
+        )
     x_TI = x.reshape(-1, x.shape[-1])
     if torch.is_grad_enabled():
         y_TO = _Linear.apply(x_TI, weight, bias, packed)

@@ -78,8 +78,14 @@ def logits_logprob(
 ) -> Tensor:
     """fp32 log-prob of each row's token under softmax(logits / temperature); 0 means 1."""
     temperature = _valid_temperature(temperature)
-    if use_native(backend, logits_BV):
+    if token_ids_B.shape != logits_BV.shape[:1]:
+        raise ValueError(
+            f"token_ids: shape {tuple(token_ids_B.shape)} must be one id for each of the "
+            f"{logits_BV.shape[0]} rows of logits"
+        )
+    if token_ids_B.device.type == "cpu":
         _check_ids(token_ids_B, logits_BV.shape[1])
+    if use_native(backend, logits_BV):
         return _native_ops.score(logits_BV, token_ids_B.long(), temperature, False)[0]
     parts = softmax_parts(logits_BV, temperature)
     return parts.z.gather(1, token_ids_B.unsqueeze(1)).squeeze(1) - parts.lse

@@ -58,7 +58,7 @@ def _rotate_both(
     if positions is not None:
         cos, sin = cos.index_select(0, positions), sin.index_select(0, positions)
     sin = sin if sign > 0 else sin.neg()
-    if cos.dtype == torch.float32 and use_native(backend, q, k):
+    if cos.dtype == sin.dtype == torch.float32 and use_native(backend, q, k):
         return _native_ops.rope(q, k, cos, sin)
     cos_T, sin_T = cos.unsqueeze(1), sin.unsqueeze(1)
     return _rotate(q, cos_T, sin_T), _rotate(k, cos_T, sin_T)

@@ -1,4 +1,5 @@
-"""Shared fixtures: one torch thread, worker processes, the SmolLM2 folder where there is one."""
+"""Shared fixtures: one torch thread, the CPU kernels of either path, worker processes, the SmolLM2
+folder where there is one."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ import pytest
 import torch
 from pool import WorkerPool
 
+from kernels import _native
 from nanoengine.model.sources import SMOLLM2, cached_folder
 
 
@@ -37,6 +39,25 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def native() -> None:
+    """A test of the C++ kernels."""
+    if _native.library() is None:
+        pytest.skip("the C++ kernels are not available")
+
+
+@pytest.fixture
+def no_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a C++ compiler."""
+    monkeypatch.setattr(_native, "library", lambda: None)
+
+
+@pytest.fixture(params=["native", "no_native"], ids=["cpp", "torch"])
+def cpu_path(request: pytest.FixtureRequest) -> None:
+    """A test of what both paths promise, run over each."""
+    request.getfixturevalue(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import torch
 
 from kernels import (
     flash_attn_varlen,
+    make_kv_cache,
     make_paged_plan,
     make_varlen_plan,
     paged_attention,
@@ -15,6 +16,8 @@ from kernels import (
 from kernels.flash_attention import flash_attn_varlen_ref
 from kernels.kv_cache import reshape_and_cache_ref
 from kernels.paged_attention import paged_attention_ref
+
+pytestmark = pytest.mark.usefixtures("cpu_path")
 
 HEADS = [(9, 3, 64), (4, 4, 32), (8, 2, 128), (7, 1, 64), (16, 8, 128), (2, 2, 16), (20, 5, 32)]
 BLOCK = 16
@@ -154,7 +157,7 @@ def test_paged_attention_equals_its_definition(dtype):
     ends = bounds(lengths)[1:]
     rows = torch.cat([torch.arange(e - c, e) for e, c in zip(ends, counts, strict=True)])
     step = (bounds(counts), lengths, tables)
-    plan = make_paged_plan(*step, block_size=BLOCK, num_kv_heads=2, dtype=dtype)
+    plan = make_paged_plan(*step, cache=k_cache, num_heads=6, dtype=dtype)
     out = paged_attention(
         q[rows], k_cache, v_cache, *step, max_query_len=150, max_seq_len=310, plan=plan
     )
@@ -171,10 +174,14 @@ def test_one_plan_serves_many_layers():
         assert torch.equal(out, attend_whole(q, k, v, lengths))
 
 
-def test_cache_rows_land_in_their_slots_and_no_others():
-    k, v = torch.randn(5, 2, 8), torch.randn(5, 2, 8)
+@pytest.mark.parametrize("is_heads_first", [False, True])
+def test_cache_rows_land_in_their_slots_and_no_others(is_heads_first):
+    k, v = torch.randn(5, 3, 8), torch.randn(5, 3, 8)
     slots = torch.tensor([3, 17, 64, 0, 79])
-    ours = [torch.full((5, BLOCK, 2, 8), torch.nan) for _ in "kv"]
+    shape = (5, BLOCK, 3, 8)
+    make = make_kv_cache if is_heads_first else torch.zeros
+    ours = [make(shape, dtype=torch.float32, device="cpu").fill_(torch.nan) for _ in "kv"]
+    assert ours[0].is_contiguous() != is_heads_first
     expected = [c.clone() for c in ours]
     reshape_and_cache(k, v, *ours, slots)
     reshape_and_cache_ref(k, v, *expected, slots)

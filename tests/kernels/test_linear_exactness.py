@@ -5,6 +5,8 @@ import torch
 
 from kernels import linear, pack_weight
 
+pytestmark = pytest.mark.usefixtures("cpu_path")
+
 SHAPES = [(96, 64), (576, 960), (576, 3072), (1536, 576), (576, 4099)]
 
 
@@ -67,12 +69,14 @@ def test_float64_is_differentiable():
 
 
 @pytest.mark.parametrize(
-    "x, weight, name",
+    "x, bias, name",
     [
-        (torch.zeros(2, 5), torch.zeros(4, 6), "x: last dimension 5"),
-        (torch.zeros(2, 6, dtype=torch.bfloat16), torch.zeros(4, 6), "x: dtype"),
+        (torch.zeros(2, 5), None, "x: last dimension 5"),
+        (torch.zeros(2, 6, dtype=torch.bfloat16), None, "x: dtype"),
+        (torch.zeros(2, 6), torch.zeros(3), "bias: torch.float32"),
+        (torch.zeros(2, 6), torch.zeros(4, dtype=torch.bfloat16), "bias: torch.bfloat16"),
     ],
 )
-def test_bad_input_names_the_argument(x, weight, name):
+def test_bad_input_names_the_argument(x, bias, name):
     with pytest.raises(ValueError, match=name):
-        linear(x, weight)
+        linear(x, torch.zeros(4, 6), bias)

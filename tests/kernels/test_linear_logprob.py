@@ -7,6 +7,8 @@ from largest_tensor import LargestTensor
 from kernels import linear, linear_logprob, logits_logprob, pack_weight
 from kernels.linear_logprob import linear_logprob_ref
 
+pytestmark = pytest.mark.usefixtures("cpu_path")
+
 
 def inputs(dtype, num_tokens=70, width=48, vocab=97):
     torch.manual_seed(0)
@@ -121,3 +123,14 @@ def test_bad_input_names_the_argument(change, name):
     arguments = {"hidden_TD": hidden, "weight_VD": weight, "token_ids_T": ids, **change}
     with pytest.raises(ValueError, match=name):
         linear_logprob(**arguments)
+
+
+def test_logits_and_ids_that_do_not_fit_are_refused():
+    logits = torch.zeros(3, 5)
+    for ids, message in (
+        ([0, 1], "3 rows of logits"),
+        ([0, 1, 5], "5 is outside"),
+        ([0, -1, 0], "-1"),
+    ):
+        with pytest.raises(ValueError, match=f"token_ids.*{message}"):
+            logits_logprob(logits, torch.tensor(ids))

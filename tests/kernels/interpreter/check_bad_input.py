@@ -201,7 +201,8 @@ def tensors(found):
 
 
 def test_the_table_has_every_op_with_a_back_end():
-    every = {n: getattr(kernels, n) for n in kernels.__all__}
+    no_triton = {"logits_logprob", "make_paged_plan"}  # C++ or PyTorch
+    every = {n: getattr(kernels, n) for n in kernels.__all__ if n not in no_triton}
     assert {n for n, f in every.items() if "backend" in getattr(f, "__annotations__", {})} == {
         *TABLE
     }
