@@ -1,4 +1,4 @@
-"""Attention in C++ (`native/attention.cpp`): which queries meet which keys, and where those lie.
+"""Attention in C++ (`native/attention.h`): which queries meet which keys, and where those lie.
 
 Keys are found through a table of rows, so one kernel serves packed sequences (training), the
 blocks of a paged cache (inference) and prompts that several completions share, with the same bits

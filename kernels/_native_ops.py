@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels._native import function
 
-_PANEL = 48  # outputs, as in native/linear.cpp
+_PANEL = 48  # outputs, as in native/linear.h
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

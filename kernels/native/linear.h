@@ -65,7 +65,7 @@ auto panel_kernel(int64_t rows, int64_t ask) {
 template <class T>
 void linear(T* y, const T* x, const float* packed, const T* bias, int64_t rows, int64_t inputs,
             int64_t outputs, int64_t x_stride, int64_t threads) {
-  if (!rows) return;
+  if (rows == 0) return;
   const int64_t words = inputs / PER_WORD<T>;
   const int64_t panels = (outputs + PANEL - 1) / PANEL;
   const int64_t blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;

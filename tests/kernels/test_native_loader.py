@@ -184,7 +184,7 @@ def test_the_name_follows_the_sources_the_flags_and_the_compiler(fresh, monkeypa
     monkeypatch.setattr(_native, "SOURCES", sources)
     names.add(_native._fingerprint(gcc))
     assert len(names) == 1
-    for name in ("vector.h", "rows.h"):
+    for name in ("vector.h", "kernels.cpp"):
         (sources / name).write_text((sources / name).read_text() + "\n")
         names.add(_native._fingerprint(gcc))
     monkeypatch.setattr(_native, "_FLAGS", ("-O2", *_native._FLAGS[1:]))
