@@ -103,6 +103,18 @@ def test_where_a_token_ends_the_next_begins(dtype, vocab):
         assert torch.equal(tokens, (torch.arange(vocab) - shift).clamp(min=0))
 
 
+def test_a_small_weight_is_as_exact_as_a_large_one():
+    """Of the logits (z, 0) the first is drawn where u < e^z / (1 + e^z); below fp32: never."""
+    for z in [-0.5, -10.0, -40.25, -70.0, -86.0, -87.25]:
+        weight = torch.tensor(z, dtype=torch.float64).exp()
+        border = weight / (1 + weight)
+        u = torch.stack([border * (1 - 1e-6), border * (1 + 1e-6)])
+        tokens, _ = _native_ops.pick(torch.tensor([z, 0.0]).expand(2, -1), 1.0, u)
+        assert tokens.tolist() == [0, 1], z
+    u = torch.zeros(1, dtype=torch.float64)
+    assert _native_ops.pick(torch.tensor([[-88.0, 0.0]]), 1.0, u)[0] == 1
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_without_weight_is_never_drawn(dtype):
     torch.manual_seed(0)
