@@ -15,8 +15,7 @@ def use_triton(backend: str, x: torch.Tensor) -> bool:
         return x.is_cuda and x.dtype != torch.float64  # the kernels compute in fp32
     if backend == "torch":
         return False
-    if backend != "triton":
-        raise ValueError(f"backend={backend!r}: must be 'auto', 'torch' or 'triton'")
+    _check_backend(backend)
     if not (x.is_cuda or x.is_meta or _is_interpreted()):  # meta: compiled, not run
         raise ValueError(
             f"backend='triton' with a tensor on {x.device}: Triton runs on a GPU; use "
@@ -27,7 +26,13 @@ def use_triton(backend: str, x: torch.Tensor) -> bool:
 
 def use_native(backend: str, *tensors: torch.Tensor) -> bool:
     """True where the C++ kernel is to run: "auto", and all tensors on a CPU in one dtype of its."""
+    _check_backend(backend)
     return backend == "auto" and has_native(*tensors)
+
+
+def _check_backend(backend: str) -> None:
+    if backend not in ("auto", "torch", "triton"):
+        raise ValueError(f"backend={backend!r}: must be 'auto', 'torch' or 'triton'")
 
 
 def _is_interpreted() -> bool:

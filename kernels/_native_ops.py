@@ -93,17 +93,26 @@ def pack(weight_OI: Tensor) -> Tensor:
     """A copy in the order in which `linear` reads it: panels of 48 outputs."""
     weight = weight_OI.contiguous()
     num_out, num_in = weight.shape
-    per_word = 4 // weight.itemsize  # inputs
-    shape = (-(-num_out // _PANEL), -(-num_in // per_word), _PANEL * per_word)
-    packed = torch.empty(shape, dtype=weight.dtype)
+    packed = torch.empty(_packed_shape(num_out, num_in, weight.itemsize), dtype=weight.dtype)
     function("pack", weight.dtype)(
         packed.data_ptr(), weight.data_ptr(), num_in, num_out, torch.get_num_threads()
     )
     return packed
 
 
+def _packed_shape(num_out: int, num_in: int, itemsize: int) -> tuple[int, int, int]:
+    per_word = 4 // itemsize  # inputs
+    return -(-num_out // _PANEL), -(-num_in // per_word), _PANEL * per_word
+
+
 def linear(x_TI: Tensor, packed: Tensor, bias_O: Tensor | None, num_out: int) -> Tensor:
     """x · weightᵀ + bias from `pack(weight)`."""
+    expected = _packed_shape(num_out, x_TI.shape[1], x_TI.itemsize)
+    if packed.shape != expected or packed.dtype != x_TI.dtype:
+        raise ValueError(
+            f"packed: {packed.dtype} {tuple(packed.shape)} is not pack_weight of a {x_TI.dtype} "
+            f"weight [{num_out}, {x_TI.shape[1]}]"
+        )
     if x_TI.shape[1] * x_TI.itemsize % 4:  # the kernel reads whole words
         x_TI = F.pad(x_TI, (0, 1))
     x = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
