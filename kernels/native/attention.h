@@ -5,8 +5,9 @@
 // One kernel for everything: `key_rows` lists, key by key, the row of k and v where a sequence's
 // keys lie, be that a packed batch, the blocks of a paged cache or a prompt that sequences share.
 // A query's result is a function of its own q and of its keys in order: dot products run along
-// head_dim (in bf16 by pairs), the sum of weights in 16 lanes by the key's index, the sum of values key by key. So it
-// has the same bits in prefill, in decoding and in training, whatever else is in the batch.
+// head_dim (in bf16 by pairs), the sum of weights in 16 lanes by the key's index, the sum of values
+// key by key. So it has the same bits in prefill, in decoding and in training, whatever else is in
+// the batch.
 //
 // A tile is some queries of one sequence and all heads that share a key head: rows of queries by
 // keys. Scores of a tile stay in the processor's cache; weights, and their product with the values,
@@ -118,7 +119,7 @@ void by_rows(int64_t num_rows, F f) {
 }
 
 // In place: e^(s - max s) of the first n scores of a row, then zeros. Returns 1 / their sum.
-float softmax_row(float* s, int64_t n, int64_t padded) {
+inline float softmax_row(float* s, int64_t n, int64_t padded) {
   int64_t whole = n / LANES * LANES;
   if (whole < n)
     for (int64_t j = n; j < whole + LANES; j++) s[j] = -INFINITY;
@@ -154,7 +155,6 @@ void attend_tile(const Problem<T>& x, const Tile& tile, int64_t kv, Scratch& scr
   scratch.inverse.resize(num_rows);
   float *q = scratch.q.data(), *keys = scratch.keys.data(), *s = scratch.scores.data();
 
-  auto head = [&](int64_t i, int64_t g) { return (kv * x.group + g) * D + i * x.group * x.num_kv * D; };
   for (int64_t i = 0; i < tile.num_queries; i++)
     for (int64_t g = 0; g < x.group; g++)
       memcpy(q + (i * x.group + g) * num_words,
@@ -206,7 +206,7 @@ void attend_tile(const Problem<T>& x, const Tile& tile, int64_t kv, Scratch& scr
   for (int64_t i = 0; i < tile.num_queries; i++)
     for (int64_t g = 0; g < x.group; g++) {
       int64_t r = i * x.group + g;
-      T* to = x.o + head(tile.query + i, g);
+      T* to = x.o + ((tile.query + i) * x.num_kv * x.group + kv * x.group + g) * D;
       for_runs(D, [&](int64_t d, int64_t n) {
         store_run(to + d, load(out + r * wide_D + d) * scratch.inverse[r], n);
       });

@@ -1,7 +1,7 @@
-// The layers of a dense decoder over a paged cache, without gradients, in one call: the functions of
-// the other files in the order of nanoengine/model/layers.py, hence the same bits. What it saves is
-// the interpreter between them: reading a layer's weights evicts it from the processor's cache, so
-// that ten calls cost a fifth of a millisecond a layer.
+// The layers of a dense decoder over a paged cache, without gradients, in one call: the functions
+// of the other files in the order of nanoengine/model/layers.py, hence the same bits. What it saves
+// is the interpreter between them: reading a layer's weights evicts it from the processor's cache,
+// so that ten calls cost a fifth of a millisecond a layer.
 #pragma once
 
 #include <vector>
@@ -30,8 +30,8 @@ struct Sizes {
 
 template <class T>
 struct Step {
-  const float *cos, *sin;    // [tokens, head_dim / 2]
-  const int64_t* rows;       // of the cache, one a token
+  const float *cos, *sin;  // [tokens, head_dim / 2]
+  const int64_t* rows;     // of the cache, one a token
   const int32_t* key_rows;
   const Tile* tiles;
   int64_t num_tiles;
@@ -85,37 +85,40 @@ void decode(T* x, const Layer<T>* layers, int64_t num_layers, const T* last_norm
     if (i == 0)
       rms_norm(y, rstd.data(), x, layer.input_norm, N, 1, E, E, eps, threads);
     else
-      add_rms_norm(y, residual, rstd.data(), x, residual, layer.input_norm, N,
-                   E, eps, threads);
+      add_rms_norm(y, residual, rstd.data(), x, residual, layer.input_norm, N, E, eps, threads);
     linear(qkv, y, layer.qkv, layer.qkv_bias, N, E, width, E, threads);
-    const T* v = qkv + q_width + kv_width;
-    if (layer.q_norm) {
-      // o and h are free until later
-      rms_norm(o, rstd.data(), qkv, layer.q_norm, N, heads[0], D, width, eps, threads);
-      rms_norm(h, rstd.data(), qkv + q_width, layer.k_norm, N, heads[1], D, width, eps,
-               threads);
-      rope(q, k, o, h, step.cos, step.sin, N, heads[0], heads[1], D / 2,
-           q_width, kv_width, threads);
-    } else {
-      rope(q, k, qkv, qkv + q_width, step.cos, step.sin, N, heads[0],
-           heads[1], D / 2, width, width, threads);
+    const T *q_in = qkv, *k_in = qkv + q_width, *v = k_in + kv_width;
+    int64_t q_stride = width, k_stride = width;
+    if (layer.q_norm) {  // into o and h, which are free until later
+      rms_norm(o, rstd.data(), q_in, layer.q_norm, N, heads[0], D, width, eps, threads);
+      rms_norm(h, rstd.data(), k_in, layer.k_norm, N, heads[1], D, width, eps, threads);
+      q_in = o, k_in = h, q_stride = q_width, k_stride = kv_width;
     }
+    rope(q, k, q_in, k_in, step.cos, step.sin, N, heads[0], heads[1], D / 2, q_stride, k_stride,
+         threads);
     store_kv(layer.k_cache, layer.v_cache, k, v, step.rows, N, heads[1], D, kv_width, width,
              size.head_rows);
-    Problem<T> problem{o,       q,       layer.k_cache,   layer.v_cache,
-                       step.key_rows,  heads[1],       heads[0] / heads[1], D,
-                       q_width,        size.cache_row, size.cache_row,  size.cache_head,
-                       size.cache_head, scale};
+    Problem<T> problem{o,
+                       q,
+                       layer.k_cache,
+                       layer.v_cache,
+                       step.key_rows,
+                       heads[1],
+                       heads[0] / heads[1],
+                       D,
+                       q_width,
+                       size.cache_row,
+                       size.cache_row,
+                       size.cache_head,
+                       size.cache_head,
+                       scale};
     attend(problem, step.tiles, step.num_tiles, threads);
     linear(x, o, layer.out, layer.out_bias, N, q_width, E, q_width, threads);
-    add_rms_norm(y, residual, rstd.data(), x, residual, layer.post_norm, N, E,
-                 eps, threads);
-    linear(gate_up, y, layer.gate_up, (const T*)nullptr, N, E, 2 * size.mlp, E,
-           threads);
+    add_rms_norm(y, residual, rstd.data(), x, residual, layer.post_norm, N, E, eps, threads);
+    linear<T>(gate_up, y, layer.gate_up, nullptr, N, E, 2 * size.mlp, E, threads);
     swiglu(h, gate_up, N, size.mlp, threads);
-    linear(x, h, layer.down, (const T*)nullptr, N, size.mlp, E, size.mlp, threads);
+    linear<T>(x, h, layer.down, nullptr, N, size.mlp, E, size.mlp, threads);
   }
-  add_rms_norm(y, residual, rstd.data(), x, residual, last_norm, N, E, eps,
-               threads);
+  add_rms_norm(y, residual, rstd.data(), x, residual, last_norm, N, E, eps, threads);
   memcpy(x, y, N * E * sizeof(T));
 }

@@ -10,10 +10,10 @@
 #include "vector.h"
 
 constexpr int PANEL_VECS = 3, PANEL = PANEL_VECS * LANES;
-constexpr int TILE_ROWS = 8;         // 8 x 3 sums, 3 weights and 1 input in 32 registers
-constexpr int64_t READ_ROWS = 32;    // that a weight meets in the time it takes to read it
-constexpr int NEAR = 32;             // steps of a sum between the weights in use and those asked for
-constexpr int64_t BLOCK_ROWS = 64;   // of a thread's share
+constexpr int TILE_ROWS = 8;        // 8 x 3 sums, 3 weights and 1 input in 32 registers
+constexpr int64_t READ_ROWS = 32;   // that a weight meets in the time it takes to read it
+constexpr int64_t BLOCK_ROWS = 64;  // of a thread's share
+constexpr int NEAR = 32;            // steps of a sum from the weights in use to those asked for
 
 // R rows of x, one panel. Words of x and of the weight, whatever they hold, are moved as floats.
 // Meanwhile asks memory for what lies at `ahead`, ASK vectors with each step of the sum.
@@ -95,7 +95,8 @@ template <class T>
 void pack(float* packed, const T* weight, int64_t inputs, int64_t outputs, int64_t threads) {
   constexpr int64_t per_word = PER_WORD<T>;
   const int64_t words = (inputs + per_word - 1) / per_word;
-  parallel_for((outputs + PANEL - 1) / PANEL, threads_for(inputs * outputs, threads), [&](int64_t p) {
+  const int64_t panels = (outputs + PANEL - 1) / PANEL;
+  parallel_for(panels, threads_for(inputs * outputs, threads), [&](int64_t p) {
     float* to = packed + p * words * PANEL;
     for (int64_t k = 0; k < words; k += LANES)
       for (int64_t c = 0; c < PANEL; c += LANES) {
