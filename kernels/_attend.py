@@ -1,8 +1,9 @@
-"""Attention of padded rows on a CPU, the same bits for a query however it is batched.
+"""Attention of padded rows in PyTorch on a CPU, the same bits for a query however it is batched.
 
     o = softmax(scale · q · Kᵀ + mask) · V
 
-Both engines run this arithmetic, so decoding repeats the trainer's bits. What makes a query's
+Where there is no C++ for it (`native/attention.h`) both engines run this arithmetic, so decoding
+repeats the trainer's bits; gradients recompute its probabilities. What makes a query's
 result independent of its neighbours, of padding, of the chunk it came in and of threads:
 
 * bf16: oneDNN's batched matmul, which sums each output in order whatever the other sizes are

@@ -36,6 +36,7 @@ Kernels = dict[tuple[str, torch.dtype], Callable[..., Any]]
 NATIVE_DTYPES = tuple(_SUFFIX)
 _COMPILE_LIMIT_S = 300
 _SEAL_BYTES = 32
+_COUNTS = ("has_linear", "panel", "decode_scratch")  # the kernels that return one
 
 
 def has_native(*tensors: Tensor) -> bool:
@@ -130,6 +131,7 @@ def _load(path: Path) -> Kernels:
         "score": [pointer] + [count] * 3 + [number] + [pointer] * 4 + [count],
         "pick": [pointer] + [count] * 3 + [number] + [pointer] * 3 + [count],
         "has_linear": [],
+        "panel": [],
         "linear": [pointer] * 4 + [count] * 5,
         "pack": [pointer] * 2 + [count] * 3,
         "attend": [pointer] * 6 + [count] * 9 + [number, count],
@@ -141,7 +143,7 @@ def _load(path: Path) -> Kernels:
         for dtype, suffix in _SUFFIX.items():
             found = getattr(loaded, f"{name}_{suffix}")
             found.argtypes = types
-            found.restype = count if name in ("has_linear", "decode_scratch") else None
+            found.restype = count if name in _COUNTS else None
             kernels[name, dtype] = found
     return kernels
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from kernels._native import function
 
-_PANEL = 48  # outputs, as in native/linear.h
-
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(y, 1 / rms of each row in fp32 [..., 1]). x [..., D], or [T, H, D] with a stride of T."""
@@ -90,24 +88,24 @@ def has_linear(dtype: torch.dtype) -> bool:
 
 
 def pack(weight_OI: Tensor) -> Tensor:
-    """A copy in the order in which `linear` reads it: panels of 48 outputs."""
+    """A copy in the order in which `linear` reads it: panels of outputs."""
     weight = weight_OI.contiguous()
     num_out, num_in = weight.shape
-    packed = torch.empty(_packed_shape(num_out, num_in, weight.itemsize), dtype=weight.dtype)
+    packed = torch.empty(_packed_shape(num_out, num_in, weight.dtype), dtype=weight.dtype)
     function("pack", weight.dtype)(
         packed.data_ptr(), weight.data_ptr(), num_in, num_out, torch.get_num_threads()
     )
     return packed
 
 
-def _packed_shape(num_out: int, num_in: int, itemsize: int) -> tuple[int, int, int]:
-    per_word = 4 // itemsize  # inputs
-    return -(-num_out // _PANEL), -(-num_in // per_word), _PANEL * per_word
+def _packed_shape(num_out: int, num_in: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    panel, per_word = function("panel", dtype)(), 4 // dtype.itemsize  # outputs, inputs
+    return -(-num_out // panel), -(-num_in // per_word), panel * per_word
 
 
 def linear(x_TI: Tensor, packed: Tensor, bias_O: Tensor | None, num_out: int) -> Tensor:
     """x · weightᵀ + bias from `pack(weight)`."""
-    expected = _packed_shape(num_out, x_TI.shape[1], x_TI.itemsize)
+    expected = _packed_shape(num_out, x_TI.shape[1], x_TI.dtype)
     if packed.shape != expected or packed.dtype != x_TI.dtype:
         raise ValueError(
             f"packed: {packed.dtype} {tuple(packed.shape)} is not pack_weight of a {x_TI.dtype} "

@@ -86,6 +86,7 @@ def make_engine(folder: str, dtype: str, threads: int, speculate: int = 0) -> An
 
     torch.set_num_threads(threads)
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    # the cache's pages are taken before the clock starts, like weights
     engine = LLMEngine(
         load_model(folder, kind), InferConfig(speculate=speculate, populate_cache=True)
     )

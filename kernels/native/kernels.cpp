@@ -60,6 +60,7 @@ extern "C" int64_t has_linear_bf16() {
                                   int64_t x_stride, int64_t threads) {                           \
     linear(y, x, packed, bias, rows, inputs, outputs, x_stride, threads);                        \
   }                                                                                              \
+  extern "C" int64_t panel_##SUFFIX() { return PANEL; }                                         \
   extern "C" void pack_##SUFFIX(float* packed, const T* weight, int64_t inputs,                 \
                                 int64_t outputs, int64_t threads) {                              \
     pack(packed, weight, inputs, outputs, threads);                                              \
