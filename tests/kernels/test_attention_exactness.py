@@ -205,5 +205,10 @@ def test_bad_input_names_the_argument():
         paged_attention(q, cache, cache, [0, 4], [40], table, **limits)
     with pytest.raises(ValueError, match="seq_lens"):
         paged_attention(q, cache, cache, [0, 4], [3], table, **limits)
+    other = torch.zeros(3, 2, BLOCK, 8).transpose(1, 2)  # as make_kv_cache lays a CPU's
+    with pytest.raises(ValueError, match="v_cache: must lie in memory in k_cache's order"):
+        paged_attention(q, cache, other, [0, 4], [4], table, **limits)
+    with pytest.raises(ValueError, match="v_cache: must lie in memory in k_cache's order"):
+        reshape_and_cache(k, k, cache, other, torch.arange(4))
     with pytest.raises(ValueError, match="slot_mapping"):
         reshape_and_cache(k, k, cache, cache, torch.zeros(3, dtype=torch.long))

@@ -82,6 +82,7 @@ def test_references_agree_with_independent_formulas():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("cpu_path")
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("width", [40, 96, 576, 1536])
 def test_a_row_has_the_same_bits_in_every_batch(dtype, num_threads, width):
