@@ -21,7 +21,7 @@ from kernels.batch_invariant import log_softmax_batch_invariant, matmul_batch_in
 from kernels.flash_attention import flash_attn_varlen, make_varlen_plan
 from kernels.fp8 import dequantize_fp8, fp8_linear, quantize_fp8
 from kernels.gae import gae
-from kernels.gather_rows import gather_rows, make_row_gather
+from kernels.gather_rows import add_rows_, gather_rows, make_row_gather
 from kernels.grouped_gemm import grouped_gemm
 from kernels.kv_cache import make_kv_cache, reshape_and_cache
 from kernels.linear import linear, pack_weight
@@ -41,6 +41,7 @@ from kernels.swiglu import swiglu
 __all__ = [
     "SampleOutput",
     "add_rms_norm",
+    "add_rows_",
     "apply_penalties_",
     "apply_rope",
     "apply_token_bitmask_",

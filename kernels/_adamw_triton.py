@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels._launch import launch
 from kernels.adamw import CHUNK, TensorTable
 
 _BLOCK = 1024
@@ -127,11 +128,11 @@ def l2norm(table: TensorTable, device: torch.device) -> Tensor:
     partial = torch.empty(table.num_chunks, dtype=torch.float32, device=device)
     norm = torch.empty((), dtype=torch.float32, device=device)
     if table.num_chunks:
-        sum_of_squares_kernel[(table.num_chunks,)](
+        launch(sum_of_squares_kernel, (table.num_chunks,))(
             table.address, table.sizes, table.chunks, partial, DTYPE=_TL[table.dtypes[0]],
             IS_ALIGNED=table.is_aligned, CHUNK=CHUNK, BLOCK=_BLOCK,
         )  # fmt: skip
-    finish_norm_kernel[(1,)](partial, norm, table.num_chunks, BLOCK=_BLOCK)
+    launch(finish_norm_kernel, (1,))(partial, norm, table.num_chunks, BLOCK=_BLOCK)
     return norm
 
 
@@ -143,7 +144,7 @@ def step(
     if not table.num_chunks:
         return
     params, grads = table.dtypes[:2]
-    adamw_kernel[(table.num_chunks,)](
+    launch(adamw_kernel, (table.num_chunks,))(
         table.address, table.sizes, table.chunks, scale, table.num_tensors, lr, 1 - betas[0],
         betas[1], 1 - betas[1], eps, weight_decay, 1 - betas[0] ** step,
         (1 - betas[1] ** step) ** 0.5, P_DTYPE=_TL[params], G_DTYPE=_TL[grads],

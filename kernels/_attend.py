@@ -12,6 +12,7 @@ result independent of its neighbours, of padding, of the chunk it came in and of
   fused CPU attention was not invariant: at 200 to 300 keys the last bit moved with the padding.)
 * fp32: MKL's batched matmul is invariant given at least 4 rows a thread and a product with V cut
   into blocks of exactly 128 keys that are added in order.
+* bf16 where the processor has no product of it is widened to fp32 before, and the result rounded.
 * keys are padded to `key_multiple`, masked with −inf, so they add exact zeros.
 
 Legend: N sequences x key heads, R rows (queries of a group's heads), L padded keys, D head_dim.
@@ -22,6 +23,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kernels._onednn import is_bf16_fast
 
 KEY_BLOCK = 128
 """fp32 keys are padded to this, and P·V is summed in blocks of it."""
@@ -38,9 +41,18 @@ def is_half(dtype: torch.dtype) -> bool:
     return dtype in (torch.bfloat16, torch.float16)
 
 
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What attention of this dtype is computed in."""
+    return torch.float32 if dtype == torch.bfloat16 and not is_bf16_fast() else dtype
+
+
+def for_products(*tensors: Tensor) -> list[Tensor]:
+    return [x.to(product_dtype(x.dtype)) for x in tensors]
+
+
 def key_multiple(dtype: torch.dtype) -> int:
     """The number of keys is padded to a multiple of this."""
-    return 16 if is_half(dtype) else KEY_BLOCK
+    return 16 if is_half(product_dtype(dtype)) else KEY_BLOCK
 
 
 def round_up(n: int, multiple: int) -> int:

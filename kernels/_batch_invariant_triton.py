@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import _tune_matmul as tune
+from kernels._launch import launch
 
 _BLOCK = 4096
 _BAND = 8  # row tiles that share a column tile's reads in L2
@@ -91,7 +92,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     is_fp32 = a.dtype == torch.float32
     tile = tune.BATCH_INVARIANT_FP32 if is_fp32 else tune.BATCH_INVARIANT
     if y.numel():
-        _matmul_kernel[(triton.cdiv(num_rows, tile.M) * triton.cdiv(num_out, tile.N),)](
+        launch(_matmul_kernel, (triton.cdiv(num_rows, tile.M) * triton.cdiv(num_out, tile.N),))(
             a, b, y, num_rows, num_out, num_in, *a.stride(), *b.stride(),
             PRECISION="ieee" if is_fp32 else "tf32", BAND=_BAND,
             M=tile.M, N=tile.N, K=tile.K, num_warps=tile.num_warps, num_stages=tile.num_stages,
@@ -108,7 +109,7 @@ def log_softmax(x_RV: Tensor) -> Tensor:
     num_rows, num_cols = x_RV.shape
     y_RV = torch.empty(num_rows, num_cols, dtype=torch.float32, device=x_RV.device)
     if num_rows:
-        _log_softmax_kernel[(num_rows,)](
+        launch(_log_softmax_kernel, (num_rows,))(
             x_RV, y_RV, num_cols, x_RV.stride(0), BLOCK=_block(num_cols), num_warps=8
         )
     return y_RV
@@ -119,7 +120,7 @@ def log_softmax_backward(dy_RV: Tensor, y_RV: Tensor, dtype: torch.dtype) -> Ten
     num_rows, num_cols = y_RV.shape
     dx_RV = torch.empty(num_rows, num_cols, dtype=dtype, device=y_RV.device)
     if num_rows:
-        _log_softmax_backward_kernel[(num_rows,)](
+        launch(_log_softmax_backward_kernel, (num_rows,))(
             dy_RV, y_RV, dx_RV, num_cols, dy_RV.stride(0), y_RV.stride(0),
             BLOCK=_block(num_cols), num_warps=8,
         )  # fmt: skip

@@ -23,6 +23,7 @@ from torch import Tensor
 from kernels._attend import (
     Scratch,
     bucket_by_length,
+    for_products,
     key_multiple,
     probabilities,
     round_up,
@@ -95,7 +96,8 @@ class CpuAttention(torch.autograd.Function):
         if is_native:
             out = attend_packed(q, k, v, plan.tiles(q.shape[1] // k.shape[1]), scale)
         else:
-            out = _forward(q, k, v, plan, scale)
+            wide_q, wide_k, wide_v = for_products(q, k, v)
+            out = _forward(wide_q, wide_k, wide_v, plan, scale).to(q.dtype)
         ctx.save_for_backward(q, k, v, out)
         ctx.plan, ctx.scale = plan, scale
         return out
@@ -103,6 +105,8 @@ class CpuAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do):
         q, k, v, out = ctx.saved_tensors
+        dtype = q.dtype
+        q, k, v, do = for_products(q, k, v, do)
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         delta_TH1 = (do.to(compute_dtype(q.dtype)) * out).sum(-1, keepdim=True)
         for bucket in ctx.plan.buckets:
@@ -126,7 +130,7 @@ class CpuAttention(torch.autograd.Function):
             for grad, cells in ((dk, dk_NLD.mul_(ctx.scale)), (dv, dv_NLD)):
                 cells = cells.unflatten(0, (bucket.num_seqs, -1)).transpose(1, 2)
                 _scatter(grad, bucket, cells.to(grad.dtype).flatten(0, 1))
-        return dq, dk, dv, None, None, None
+        return dq.to(dtype), dk.to(dtype), dv.to(dtype), None, None, None
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan, scale: float) -> Tensor:

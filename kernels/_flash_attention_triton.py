@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels._launch import launch
 from kernels._online_softmax_triton import weigh_tile
 from kernels._tune import Tile, tile
 
@@ -36,22 +37,30 @@ _LN_2: tl.constexpr = tl.constexpr(math.log(2.0))
 
 
 @triton.jit
-def _load_rows(base, rows, stride, num_rows, HEAD_DIM: tl.constexpr, D: tl.constexpr):
-    """Rows of one head as a tile; zeros past the sequence and past the head."""
-    dims = tl.arange(0, D)
-    inside = (rows < num_rows)[:, None]
+def _place(base, first, stride, num_rows, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
+           D: tl.constexpr):  # fmt: skip
+    """(addresses of rows first..first + ROWS of one head, whether each is inside). The tile's first
+    row has a 64-bit offset: row times stride passes 2^31 in long sequences."""
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, D)
+    inside = (rows < num_rows - first)[:, None]
     if HEAD_DIM != D:
         inside = inside & (dims < HEAD_DIM)[None, :]
-    return tl.load(base + rows[:, None] * stride + dims[None, :], inside, other=0.0)
+    base += tl.cast(first, tl.int64) * stride
+    return base + rows[:, None] * stride + dims[None, :], inside
 
 
 @triton.jit
-def _store_rows(base, rows, stride, num_rows, x, HEAD_DIM: tl.constexpr, D: tl.constexpr):
-    dims = tl.arange(0, D)
-    inside = (rows < num_rows)[:, None]
-    if HEAD_DIM != D:
-        inside = inside & (dims < HEAD_DIM)[None, :]
-    at = base + rows[:, None] * stride + dims[None, :]
+def _load_rows(base, first, stride, num_rows, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
+               D: tl.constexpr):  # fmt: skip
+    """Rows of one head as a tile; zeros past the sequence and past the head."""
+    at, inside = _place(base, first, stride, num_rows, ROWS, HEAD_DIM, D)
+    return tl.load(at, inside, other=0.0)
+
+
+@triton.jit
+def _store_rows(base, first, stride, num_rows, x, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
+                D: tl.constexpr):  # fmt: skip
+    at, inside = _place(base, first, stride, num_rows, ROWS, HEAD_DIM, D)
     tl.store(at, x.to(base.dtype.element_ty), inside)
 
 
@@ -98,13 +107,13 @@ def _forward_keys(
 ):  # fmt: skip
     for at in range(begin, end, N):
         keys = at + tl.arange(0, N)
-        k = _load_rows(k_base, keys, k_token, num_k, HEAD_DIM, D)
+        k = _load_rows(k_base, at, k_token, num_k, N, HEAD_DIM, D)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale2
         if MASKED:
             seen = _is_visible(position[:, None], keys[None, :], num_k, window, CAUSAL, WINDOWED)
             scores = tl.where(seen, scores, -float("inf"))
         p, shrink, total, top = weigh_tile(total, top, scores, MASKED)
-        v = _load_rows(v_base, keys, v_token, num_k, HEAD_DIM, D)
+        v = _load_rows(v_base, at, v_token, num_k, N, HEAD_DIM, D)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
     return acc, total, top
 
@@ -116,7 +125,7 @@ def _forward_kernel(
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    head, seq = tl.program_id(1), tl.program_id(2)
+    head, seq = tl.program_id(1).to(tl.int64), tl.program_id(2)
     q_start, num_q = _span(cu_q_ptr, seq)
     k_start, num_k = _span(cu_k_ptr, seq)
     # causal: the last queries have most keys; they go first, so that no long tile is left over
@@ -125,7 +134,8 @@ def _forward_kernel(
         return
     query = first + tl.arange(0, M)
     position = query + num_k - num_q
-    q = _load_rows(q_ptr + q_start * q_token + head * q_head, query, q_token, num_q, HEAD_DIM, D)
+    q_base = q_ptr + q_start * q_token + head * q_head
+    q = _load_rows(q_base, first, q_token, num_q, M, HEAD_DIM, D)
     k_base = k_ptr + k_start * k_token + head // GROUP * k_head
     v_base = v_ptr + k_start * v_token + head // GROUP * v_head
     top = tl.full([M], -float("inf"), dtype=tl.float32)
@@ -143,7 +153,8 @@ def _forward_kernel(
     )  # fmt: skip
     is_empty = total == 0.0
     acc = acc / tl.where(is_empty, 1.0, total)[:, None]
-    _store_rows(o_ptr + q_start * o_token + head * o_head, query, o_token, num_q, acc, HEAD_DIM, D)
+    o_base = o_ptr + q_start * o_token + head * o_head
+    _store_rows(o_base, first, o_token, num_q, acc, M, HEAD_DIM, D)
     lse = tl.where(is_empty, -float("inf"), (top + tl.log2(total)) * _LN_2)
     tl.store(lse_ptr + head * lse_head + q_start + query, lse, query < num_q)
 
@@ -154,10 +165,10 @@ def _delta_kernel(
     do_head, dlse_token, dlse_head, lse_head, HAS_DLSE: tl.constexpr, HEAD_DIM: tl.constexpr,
     D: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    first, head = tl.program_id(0).to(tl.int64) * M, tl.program_id(1)
+    first, head = tl.program_id(0).to(tl.int64) * M, tl.program_id(1).to(tl.int64)
     rows, left = tl.arange(0, M), num_tokens - first
-    o = _load_rows(o_ptr + first * o_token + head * o_head, rows, o_token, left, HEAD_DIM, D)
-    do = _load_rows(do_ptr + first * do_token + head * do_head, rows, do_token, left, HEAD_DIM, D)
+    o = _load_rows(o_ptr + head * o_head, first, o_token, num_tokens, M, HEAD_DIM, D)
+    do = _load_rows(do_ptr + head * do_head, first, do_token, num_tokens, M, HEAD_DIM, D)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if HAS_DLSE:
         at = dlse_ptr + (first + rows) * dlse_token + head * dlse_head
@@ -177,15 +188,17 @@ def _dkdv_kernel(
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    kv_head, seq = tl.program_id(1), tl.program_id(2)
+    kv_head, seq = tl.program_id(1).to(tl.int64), tl.program_id(2)
     q_start, num_q = _span(cu_q_ptr, seq)
     k_start, num_k = _span(cu_k_ptr, seq)
     first = tl.program_id(0) * N  # causal: the first keys have most queries
     if first >= num_k:
         return
     keys = first + tl.arange(0, N)
-    k = _load_rows(k_ptr + k_start * k_token + kv_head * k_head, keys, k_token, num_k, HEAD_DIM, D)
-    v = _load_rows(v_ptr + k_start * v_token + kv_head * v_head, keys, v_token, num_k, HEAD_DIM, D)
+    k_base = k_ptr + k_start * k_token + kv_head * k_head
+    v_base = v_ptr + k_start * v_token + kv_head * v_head
+    k = _load_rows(k_base, first, k_token, num_k, N, HEAD_DIM, D)
+    v = _load_rows(v_base, first, v_token, num_k, N, HEAD_DIM, D)
     dk = tl.zeros([N, D], dtype=tl.float32)
     dv = tl.zeros([N, D], dtype=tl.float32)
     offset = num_k - num_q
@@ -201,7 +214,7 @@ def _dkdv_kernel(
         row_base = head * lse_head + q_start
         for at in range(begin, end, M):
             query = at + tl.arange(0, M)
-            q = _load_rows(q_base, query, q_token, num_q, HEAD_DIM, D)
+            q = _load_rows(q_base, at, q_token, num_q, M, HEAD_DIM, D)
             scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale2
             lse2 = tl.load(lse2_ptr + row_base + query, query < num_q, other=float("inf"))
             p = tl.exp2(scores - lse2[None, :])
@@ -210,15 +223,15 @@ def _dkdv_kernel(
                 if WINDOWED:
                     seen = seen & ((query + offset - window)[None, :] < keys[:, None])
                 p = tl.where(seen, p, 0.0)
-            do = _load_rows(do_base, query, do_token, num_q, HEAD_DIM, D)
+            do = _load_rows(do_base, at, do_token, num_q, M, HEAD_DIM, D)
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
             delta = tl.load(delta_ptr + row_base + query, query < num_q, other=0.0)
             dp = tl.dot(v, tl.trans(do), input_precision="ieee")
             ds = p * (dp - delta[None, :])
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     base = k_start * dk_token + kv_head * dk_head
-    _store_rows(dk_ptr + base, keys, dk_token, num_k, dk * scale, HEAD_DIM, D)
-    _store_rows(dv_ptr + base, keys, dk_token, num_k, dv, HEAD_DIM, D)
+    _store_rows(dk_ptr + base, first, dk_token, num_k, dk * scale, N, HEAD_DIM, D)
+    _store_rows(dv_ptr + base, first, dk_token, num_k, dv, N, HEAD_DIM, D)
 
 
 @triton.jit
@@ -229,8 +242,8 @@ def _dq_keys(
 ):  # fmt: skip
     for at in range(begin, end, N):
         keys = at + tl.arange(0, N)
-        k = _load_rows(k_base, keys, k_token, num_k, HEAD_DIM, D)
-        v = _load_rows(v_base, keys, v_token, num_k, HEAD_DIM, D)
+        k = _load_rows(k_base, at, k_token, num_k, N, HEAD_DIM, D)
+        v = _load_rows(v_base, at, v_token, num_k, N, HEAD_DIM, D)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale2
         p = tl.exp2(scores - lse2[:, None])
         if MASKED:
@@ -250,7 +263,7 @@ def _dq_kernel(
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    head, seq = tl.program_id(1), tl.program_id(2)
+    head, seq = tl.program_id(1).to(tl.int64), tl.program_id(2)
     q_start, num_q = _span(cu_q_ptr, seq)
     k_start, num_k = _span(cu_k_ptr, seq)
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
@@ -258,9 +271,10 @@ def _dq_kernel(
         return
     query = first + tl.arange(0, M)
     position = query + num_k - num_q
-    q = _load_rows(q_ptr + q_start * q_token + head * q_head, query, q_token, num_q, HEAD_DIM, D)
+    q_base = q_ptr + q_start * q_token + head * q_head
+    q = _load_rows(q_base, first, q_token, num_q, M, HEAD_DIM, D)
     do_base = do_ptr + q_start * do_token + head * do_head
-    do = _load_rows(do_base, query, do_token, num_q, HEAD_DIM, D)
+    do = _load_rows(do_base, first, do_token, num_q, M, HEAD_DIM, D)
     row = head * lse_head + q_start + query
     lse2 = tl.load(lse2_ptr + row, query < num_q, other=float("inf"))
     delta = tl.load(delta_ptr + row, query < num_q, other=0.0)
@@ -278,7 +292,7 @@ def _dq_kernel(
         scale2, window, CAUSAL, WINDOWED, True, HEAD_DIM, D, N,
     )  # fmt: skip
     at = dq_ptr + q_start * dq_token + head * dq_head
-    _store_rows(at, query, dq_token, num_q, dq * scale, HEAD_DIM, D)
+    _store_rows(at, first, dq_token, num_q, dq * scale, M, HEAD_DIM, D)
 
 
 def _strides(*tensors: Tensor) -> list[int]:
@@ -289,6 +303,12 @@ def _strides(*tensors: Tensor) -> list[int]:
 def _shape_class(x: Tensor) -> str:
     width = max(16, triton.next_power_of_2(x.shape[-1]))
     return f"{'fp32' if x.dtype == torch.float32 else 'half'}-{max(64, width)}"
+
+
+def _forward_class(q: Tensor) -> str:
+    """A padded head has a mask for each tile: with 128 keys it spills (16 bytes at head_dim 80)."""
+    found = _shape_class(q)
+    return f"{found}-padded" if found == "half-128" and q.shape[-1] < 128 else found
 
 
 class TritonAttention(torch.autograd.Function):
@@ -312,9 +332,9 @@ class TritonAttention(torch.autograd.Function):
         }
         ctx.window = window or 0
         if num_tokens:
-            t = tile("flash_forward", _shape_class(q))
+            t = tile("flash_forward", _forward_class(q))
             grid = (triton.cdiv(max_q, t.M), num_heads, cu_q.shape[0] - 1)
-            _forward_kernel[grid](
+            launch(_forward_kernel, grid)(
                 q, k, v, o, lse, cu_q, cu_k, *_strides(q, k, v, o), lse.stride(0),
                 scale * _LOG2_E, ctx.window, **ctx.shape, **_options(t),
             )  # fmt: skip
@@ -332,19 +352,19 @@ class TritonAttention(torch.autograd.Function):
         delta, lse2 = (torch.empty(lse.shape, dtype=lse.dtype, device=q.device) for _ in "dl")
         width = {name: ctx.shape[name] for name in ("HEAD_DIM", "D")}
         t = tile("flash_delta", "all")
-        _delta_kernel[(triton.cdiv(q.shape[0], t.M), num_heads)](
+        launch(_delta_kernel, (triton.cdiv(q.shape[0], t.M), num_heads))(
             o, do, dlse, lse, delta, lse2, q.shape[0], *_strides(o, do),
             *((0, 0) if dlse is None else (dlse.stride(1), dlse.stride(0))), lse.stride(0),
             HAS_DLSE=dlse is not None, **width, M=t.M, num_warps=t.num_warps,
         )  # fmt: skip
         scales = (ctx.scale, ctx.scale * _LOG2_E, ctx.window)
         t = tile("flash_dkdv", _shape_class(q))
-        _dkdv_kernel[(triton.cdiv(ctx.limits[1], t.N), k.shape[1], num_seqs)](
+        launch(_dkdv_kernel, (triton.cdiv(ctx.limits[1], t.N), k.shape[1], num_seqs))(
             q, k, v, do, lse2, delta, dk, dv, cu_q, cu_k, *_strides(q, k, v, do, dk), lse.stride(0),
             *scales, **ctx.shape, **_options(t),
         )  # fmt: skip
         t = tile("flash_dq", _shape_class(q))
-        _dq_kernel[(triton.cdiv(ctx.limits[0], t.M), num_heads, num_seqs)](
+        launch(_dq_kernel, (triton.cdiv(ctx.limits[0], t.M), num_heads, num_seqs))(
             q, k, v, do, lse2, delta, dq, cu_q, cu_k, *_strides(q, k, v, do, dq), lse.stride(0),
             *scales, **ctx.shape, **_options(t),
         )  # fmt: skip

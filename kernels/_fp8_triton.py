@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import _tune_matmul as tune
+from kernels._launch import launch
 
 _FP8_MAX = tl.constexpr(448.0)
 _SMALLEST_MAX = tl.constexpr(1e-12)
@@ -62,7 +63,7 @@ def _quantize_group_kernel(
     tl.store(q_ptr + row[:, None] * num_cols + col[None, :], _quantize(x, scale), mask)
     if ONE_SCALE:
         one = tl.arange(0, 1)
-        place = tl.program_id(0) * num_groups + group + one[:, None] + one[None, :]
+        place = tl.program_id(0).to(tl.int64) * num_groups + group + one[:, None] + one[None, :]
         tl.store(scale_ptr + place, scale)
     else:
         place = (row * num_groups + group)[:, None]
@@ -87,7 +88,9 @@ def _linear_kernel(
         w = tl.load(w_tile, is_in[:, None] & is_out[None, :], other=0.0)
         if BY_BLOCK:
             x_scale = tl.load(x_scale_ptr + row * num_groups + group, is_row, other=0.0)
-            w_scale = tl.load(w_scale_ptr + out // K * num_groups + group, is_out, other=0.0)
+            w_scale = tl.load(
+                w_scale_ptr + (out // K).to(tl.int64) * num_groups + group, is_out, other=0.0
+            )
             acc += tl.dot(x, w) * x_scale[:, None] * w_scale[None, :]
         else:
             acc = tl.dot(x, w, acc, max_num_imprecise_acc=K)
@@ -111,10 +114,10 @@ def quantize(x: Tensor, rows: int, cols: int, by_row: bool) -> tuple[Tensor, Ten
         return q, scale
     if by_row:
         block = min(_ROW_BLOCK, triton.next_power_of_2(max(16, num_cols)))
-        _quantize_row_kernel[(num_rows,)](x, q, scale, num_cols, x.stride(0), BLOCK=block)
+        launch(_quantize_row_kernel, (num_rows,))(x, q, scale, num_cols, x.stride(0), BLOCK=block)
     else:
         rows_each = _GROUP_ROWS if rows == 1 else rows
-        _quantize_group_kernel[(triton.cdiv(num_rows, rows_each), num_groups)](
+        launch(_quantize_group_kernel, (triton.cdiv(num_rows, rows_each), num_groups))(
             x, q, scale, num_rows, num_cols, num_groups, x.stride(0),
             ROWS=rows_each, COLS=cols, ONE_SCALE=rows > 1, num_warps=4 if rows == 1 else 8,
         )  # fmt: skip
@@ -132,7 +135,7 @@ def linear(
     tile = tune.for_rows(tune.FP8, num_rows)
     if y.numel():
         grid = (triton.cdiv(num_out, tile.N), triton.cdiv(num_rows, tile.M))
-        _linear_kernel[grid](
+        launch(_linear_kernel, grid)(
             x, w, y, x_scale.contiguous(), w_scale.contiguous(), num_rows, num_out, num_in,
             x.stride(0), w.stride(0), triton.cdiv(num_in, tile.K),
             BY_BLOCK=by_block, M=tile.M, N=tile.N, K=tile.K,

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels._launch import launch
+
 _BLOCK = 512
 
 
@@ -62,7 +64,7 @@ def scan(
     rewards, values = rewards.contiguous(), values.contiguous()
     advantages, returns = torch.empty_like(values), torch.empty_like(values)
     if cu_seqlens.shape[0] > 1:
-        gae_kernel[(cu_seqlens.shape[0] - 1,)](
+        launch(gae_kernel, (cu_seqlens.shape[0] - 1,))(
             rewards, values, None if mask is None else mask.contiguous(), cu_seqlens.contiguous(),
             advantages, returns, gamma, lam, BLOCK=_BLOCK,
         )  # fmt: skip

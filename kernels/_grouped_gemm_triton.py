@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import _tune_matmul as tune
+from kernels._launch import launch
 from kernels._moe_routing_triton import cut_tiles
 from kernels._tune import Tile
 
@@ -63,7 +64,7 @@ def _rows_kernel(
     x_tile = x_ptr + source.to(tl.int64)[:, None] * stride_xm + step[None, :]
     w_tile = w_ptr + expert.to(tl.int64) * stride_we + step[:, None] * stride_wi
     w_tile += out.to(tl.int64)[None, :] * stride_wo
-    up_tile = w_tile + num_out * stride_wo
+    up_tile = w_tile + tl.cast(num_out, tl.int64) * stride_wo
     acc = tl.zeros([M, N], dtype=tl.float32)
     if SWIGLU:
         up = tl.zeros([M, N], dtype=tl.float32)
@@ -98,7 +99,8 @@ def _weight_grad_kernel(
 ):  # fmt: skip
     expert = tl.program_id(1).to(tl.int64)
     tiles_in = tl.cdiv(num_in, K)
-    out = (tl.program_id(0) // tiles_in) * N + tl.arange(0, N)
+    first_out = (tl.program_id(0) // tiles_in) * N
+    out = first_out + tl.arange(0, N)
     into = (tl.program_id(0) % tiles_in) * K + tl.arange(0, K)
     is_out, is_in = out < num_out, into < num_in
     first, end = tl.load(offset_ptr + expert), tl.load(offset_ptr + expert + 1)
@@ -116,7 +118,8 @@ def _weight_grad_kernel(
         dy = tl.load(dy_tile, is_row[:, None] & is_out[None, :], other=0.0)
         x = tl.load(x_tile, is_row[:, None] & is_in[None, :], other=0.0)
         acc = tl.dot(tl.trans(dy), x, acc, input_precision=PRECISION)
-    target = dw_ptr + expert * num_out * num_in + out[:, None] * num_in + into[None, :]
+    target = dw_ptr + (expert * num_out + first_out) * num_in
+    target = target + tl.arange(0, N)[:, None] * num_in + into[None, :]
     mask = is_out[:, None] & is_in[None, :]
     if ACCUMULATE:
         acc += tl.load(target, mask, other=0.0)
@@ -181,7 +184,7 @@ def _launch(
     num_out = y.shape[1]
     if y.numel() == 0:
         return
-    _rows_kernel[(triton.cdiv(num_out, columns), tiles.experts.shape[0])](
+    launch(_rows_kernel, (triton.cdiv(num_out, columns), tiles.experts.shape[0]))(
         x, w_EOI, y, y if h is None else h, tiles.offsets if route is None else route.slots,
         tiles.offsets, tiles.experts, tiles.starts, num_out, x.shape[1],
         1 if route is None else route.choices, x.stride(0), *w_EOI.stride(),
@@ -211,7 +214,7 @@ def weight_grad(
     tile = tune.WEIGHT_GRAD_FP32 if x.dtype == torch.float32 else tune.WEIGHT_GRAD
     tiles = triton.cdiv(num_out, tile.N) * triton.cdiv(num_in, tile.K)
     if dw.numel():
-        _weight_grad_kernel[(tiles, num_experts)](
+        launch(_weight_grad_kernel, (tiles, num_experts))(
             dy, x, dw, offsets if route is None else route.slots, offsets, num_out, num_in,
             1 if route is None else route.choices, dy.stride(0), x.stride(0),
             GATHER_DY=route is not None and gathers_dy,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels._launch import launch
 from kernels._tune import tile
 
 
@@ -46,7 +47,7 @@ def store(
     t = tile("store_kv", "all")
     tokens = max(1, t.M // cols)
     if k_TR.shape[0]:
-        _store_kernel[(triton.cdiv(k_TR.shape[0], tokens),)](
+        launch(_store_kernel, (triton.cdiv(k_TR.shape[0], tokens),))(
             k_TR, v_TR, k_cache, v_cache, slots_T, k_scale, v_scale, k_TR.shape[0],
             k_TR.stride(0), v_TR.stride(0), SCALED=k_scale is not None, ROW=row, COLS=cols,
             TOKENS=tokens, num_warps=t.num_warps,

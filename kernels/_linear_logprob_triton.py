@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels._launch import launch
+
 _BLOCK = 4096
 _NUM_WARPS = 8
 _ROW_ALIGNMENT = 16
@@ -103,7 +105,7 @@ def stats(
     out = torch.empty(2, num_rows, dtype=torch.float32, device=logits_CV.device)
     lse = torch.empty(num_rows, 2, dtype=torch.float32, device=logits_CV.device)
     if num_rows:
-        _stats_kernel[(num_rows,)](
+        launch(_stats_kernel, (num_rows,))(
             logits_CV, token_ids_C, out[0], lse, out[1], vocab, logits_CV.stride(0),
             *_inverse(temperature), BLOCK=_BLOCK, num_warps=_NUM_WARPS,
         )  # fmt: skip
@@ -122,7 +124,7 @@ def rewrite_to_gradient(
     """Overwrites logits with the loss's gradient by them."""
     num_rows, vocab = logits_CV.shape
     absent = lse_C2
-    _dlogits_kernel[(num_rows, triton.cdiv(vocab, _BLOCK))](
+    launch(_dlogits_kernel, (num_rows, triton.cdiv(vocab, _BLOCK)))(
         logits_CV,
         token_ids_C,
         lse_C2,

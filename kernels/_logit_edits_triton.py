@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels._launch import launch
+
 _BLOCK = 4096
 _WORDS = 128
 
@@ -49,7 +51,7 @@ def apply_penalties(
 ) -> None:  # fmt: skip
     num_rows, vocab = logits.shape
     if logits.numel():
-        penalties_kernel[(num_rows, triton.cdiv(vocab, _BLOCK))](
+        launch(penalties_kernel, (num_rows, triton.cdiv(vocab, _BLOCK)))(
             logits, counts.contiguous(), None if prompt_mask is None else prompt_mask.contiguous(),
             repetition.contiguous(), frequency.contiguous(), presence.contiguous(), vocab,
             logits.stride(0), BLOCK=_BLOCK, num_warps=8,
@@ -59,7 +61,7 @@ def apply_penalties(
 def apply_token_bitmask(logits: Tensor, bitmask: Tensor) -> None:
     num_rows, num_words = bitmask.shape
     if logits.numel():
-        bitmask_kernel[(num_rows, triton.cdiv(num_words, _WORDS))](
+        launch(bitmask_kernel, (num_rows, triton.cdiv(num_words, _WORDS)))(
             logits,
             bitmask.contiguous(),
             logits.shape[1],

@@ -11,9 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels._launch import launch
 from kernels.moe_routing import max_tiles
 
 _TILE_ELEMENTS = 8192  # of a [slots, experts] tile: 64 registers a thread on 4 warps
+_TOPK_ELEMENTS = 2048  # the same, where several such tiles live at a time
+_RUNS = 1024  # that a program adds up at a time
 _TILES_A_PROGRAM = 32
 
 
@@ -90,17 +93,21 @@ def _count_kernel(
     expert = tl.arange(0, EXPERTS)
     ids = tl.load(id_ptr + slot, slot < num_slots, other=-1).to(tl.int32)
     hits = (ids[:, None] == expert[None, :]).to(tl.int32)
-    tl.store(count_ptr + run * num_experts + expert, tl.sum(hits, 0), expert < num_experts)
+    place = count_ptr + run.to(tl.int64) * num_experts + expert
+    tl.store(place, tl.sum(hits, 0), expert < num_experts)
 
 
 @triton.jit
 def _scan_kernel(count_ptr, total_ptr, num_runs, num_experts, RUNS: tl.constexpr):
     expert = tl.program_id(0)
-    run = tl.arange(0, RUNS)
-    place = count_ptr + run * num_experts + expert
-    count = tl.load(place, run < num_runs, other=0)
-    tl.store(place, tl.cumsum(count, 0) - count, run < num_runs)
-    tl.store(total_ptr + expert, tl.sum(count, 0))
+    total = expert * 0
+    for start in range(0, num_runs, RUNS):
+        run = start + tl.arange(0, RUNS)
+        place = count_ptr + run.to(tl.int64) * num_experts + expert
+        count = tl.load(place, run < num_runs, other=0)
+        tl.store(place, total + tl.cumsum(count, 0) - count, run < num_runs)
+        total += tl.sum(count, 0)
+    tl.store(total_ptr + expert, total)
 
 
 @triton.jit
@@ -114,11 +121,12 @@ def _scatter_kernel(
     is_expert = expert < num_experts
     total = tl.load(total_ptr + expert, is_expert, other=0)
     ends = tl.cumsum(total, 0)
-    first = ends - total + tl.load(before_ptr + run * num_experts + expert, is_expert, other=0)
+    before = before_ptr + run.to(tl.int64) * num_experts + expert
+    first = ends - total + tl.load(before, is_expert, other=0)
     ids = tl.load(id_ptr + slot, slot < num_slots, other=-1).to(tl.int32)
-    hits = (ids[:, None] == expert[None, :]).to(tl.int32)
-    rank = tl.cumsum(hits, 0) - 1 + first[None, :]
-    place = tl.sum(hits * rank, 1)
+    is_hit = ids[:, None] == expert[None, :]
+    rank = tl.cumsum(is_hit.to(tl.int32), 0) - 1 + first[None, :]
+    place = tl.sum(tl.where(is_hit, rank, 0), 1)
     tl.store(slot_ptr + place, slot, slot < num_slots)
     if run == 0:
         tl.store(offset_ptr + expert + 1, ends, is_expert)
@@ -145,10 +153,12 @@ def _tiles_kernel(
     tl.store(tile_start_ptr + tile, tl.where(is_used, row, 0), tile < num_tiles)
 
 
-def _blocks(num_experts: int, most_rows: int = 64) -> tuple[int, int]:
+def _blocks(
+    num_experts: int, most_rows: int = 64, elements: int = _TILE_ELEMENTS
+) -> tuple[int, int]:
     """(rows, padded experts) of a tile that fits the registers."""
     experts = max(16, triton.next_power_of_2(num_experts))
-    return max(1, min(most_rows, _TILE_ELEMENTS // experts)), experts
+    return max(1, min(most_rows, elements // experts)), experts
 
 
 def topk_softmax(logits_NE: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -156,9 +166,9 @@ def topk_softmax(logits_NE: Tensor, k: int, renormalize: bool) -> tuple[Tensor, 
     num_rows, num_experts = logits_NE.shape
     weights = torch.empty(num_rows, k, dtype=torch.float32, device=logits_NE.device)
     ids = torch.empty(num_rows, k, dtype=torch.int32, device=logits_NE.device)
-    rows, experts = _blocks(num_experts, 16)
+    rows, experts = _blocks(num_experts, 16, _TOPK_ELEMENTS)
     if num_rows:
-        _topk_kernel[(triton.cdiv(num_rows, rows),)](
+        launch(_topk_kernel, (triton.cdiv(num_rows, rows),))(
             logits_NE, weights, ids, num_rows, num_experts,
             TOP_K=k, RENORMALIZE=renormalize, ROWS=rows, EXPERTS=experts,
             CHOICES=triton.next_power_of_2(k),
@@ -172,9 +182,9 @@ def topk_softmax_backward(
     logits_NE = logits_NE.contiguous()
     num_rows, num_experts = logits_NE.shape
     dlogits = torch.empty_like(logits_NE)
-    rows, experts = _blocks(num_experts, 16)
+    rows, experts = _blocks(num_experts, 16, _TOPK_ELEMENTS)
     if num_rows:
-        _topk_backward_kernel[(triton.cdiv(num_rows, rows),)](
+        launch(_topk_backward_kernel, (triton.cdiv(num_rows, rows),))(
             dweights_NK.contiguous(), logits_NE, weights_NK, ids_NK, dlogits, num_rows,
             num_experts, TOP_K=ids_NK.shape[1], RENORMALIZE=renormalize, ROWS=rows,
             EXPERTS=experts,
@@ -194,13 +204,13 @@ def moe_align(
     totals = torch.empty(num_experts, dtype=torch.int32, device=device)
     slots = torch.empty(num_slots, dtype=torch.int32, device=device)
     offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
-    _count_kernel[(num_runs,)](
+    launch(_count_kernel, (num_runs,))(
         ids, counts, num_slots, num_experts, SLOTS=slots_a_run, EXPERTS=experts
     )
-    _scan_kernel[(num_experts,)](
-        counts, totals, num_runs, num_experts, RUNS=triton.next_power_of_2(num_runs)
+    launch(_scan_kernel, (num_experts,))(
+        counts, totals, num_runs, num_experts, RUNS=min(_RUNS, triton.next_power_of_2(num_runs))
     )
-    _scatter_kernel[(num_runs,)](
+    launch(_scatter_kernel, (num_runs,))(
         ids, counts, totals, slots, offsets, num_slots, num_experts,
         SLOTS=slots_a_run, EXPERTS=experts,
     )  # fmt: skip
@@ -215,7 +225,7 @@ def cut_tiles(offsets: Tensor, num_rows: int, block_m: int) -> tuple[Tensor, Ten
         torch.empty(num_tiles, dtype=torch.int32, device=offsets.device) for _ in range(2)
     )
     if num_tiles:
-        _tiles_kernel[(triton.cdiv(num_tiles, _TILES_A_PROGRAM),)](
+        launch(_tiles_kernel, (triton.cdiv(num_tiles, _TILES_A_PROGRAM),))(
             offsets, tile_experts, tile_starts, num_tiles, num_experts,
             BLOCK_M=block_m, EXPERTS=max(16, triton.next_power_of_2(num_experts)),
             TILES=_TILES_A_PROGRAM,

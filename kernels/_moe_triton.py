@@ -24,6 +24,7 @@ from kernels._grouped_gemm_triton import (
     rows_by_weight_swiglu,
     weight_grad,
 )
+from kernels._launch import launch
 from kernels.moe_routing import MoeAlignment, moe_align
 
 _BLOCK = 1024
@@ -83,7 +84,7 @@ def sum_choices(y_SH: Tensor, weights_NK: Tensor | None, num_tokens: int, k: int
     hidden = y_SH.shape[1]
     out = y_SH.new_empty(num_tokens, hidden)
     if out.numel():
-        _sum_choices_kernel[(num_tokens, triton.cdiv(hidden, _BLOCK))](
+        launch(_sum_choices_kernel, (num_tokens, triton.cdiv(hidden, _BLOCK)))(
             y_SH, y_SH if weights_NK is None else weights_NK, out, hidden,
             CHOICES=k, HAS_WEIGHTS=weights_NK is not None, BLOCK=_BLOCK,
         )  # fmt: skip
@@ -126,7 +127,7 @@ def backward(
     dh, weighted = torch.empty_like(h), torch.empty_like(g)
     dweights = torch.empty_like(weights, memory_format=torch.contiguous_format)
     if num_slots:
-        _act_backward_kernel[(num_slots,)](
+        launch(_act_backward_kernel, (num_slots,))(
             g, h, weights.contiguous(), slots, dh, weighted, dweights, width, BLOCK=_BLOCK
         )
     dx = dw13 = dw2 = None

@@ -29,8 +29,16 @@ from torch import Tensor
 CACHE = Path("~/.cache/nanorl/kernels")
 SOURCES = Path(__file__).parent / "native"
 _COMPILERS = ("g++", "clang++", "c++")
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared")
-_OPENMP = (("-fopenmp",), ())  # a compiler without OpenMP still gives one fast thread
+OPTIONS = ("-O3", "-std=c++17", "-ffp-contract=off")
+_FLAGS = (*OPTIONS, "-fPIC", "-shared")
+# The first that the compiler takes: clang on ARM knew -mcpu alone for long; one without OpenMP
+# still gives one fast thread.
+_VARIANTS = (
+    ("-march=native", "-fopenmp"),
+    ("-mcpu=native", "-fopenmp"),
+    ("-march=native",),
+    ("-mcpu=native",),
+)
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 Kernels = dict[tuple[str, torch.dtype], Callable[..., Any]]
 NATIVE_DTYPES = tuple(_SUFFIX)
@@ -130,6 +138,8 @@ def _load(path: Path) -> Kernels:
         "store_kv": [pointer] * 5 + [count] * 6,
         "score": [pointer] + [count] * 3 + [number] + [pointer] * 4 + [count],
         "pick": [pointer] + [count] * 3 + [number] + [pointer] * 3 + [count],
+        "pick_kept": [pointer] + [count] * 3 + [number] + [pointer] * 7 + [count],
+        "likeliest": [pointer] + [count] * 3 + [number, pointer, count] + [pointer] * 2 + [count],
         "has_linear": [],
         "panel": [],
         "linear": [pointer] * 4 + [count] * 5,
@@ -150,8 +160,8 @@ def _load(path: Path) -> Kernels:
 
 def _compile(compiler: str, built: Path) -> None:
     source = str(SOURCES / "kernels.cpp")
-    for openmp in _OPENMP:
-        command = [compiler, *_FLAGS, *openmp, source, "-o", str(built)]
+    for variant in _VARIANTS:
+        command = [compiler, *_FLAGS, *variant, source, "-o", str(built)]
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_LIMIT_S
         )
@@ -166,7 +176,7 @@ def _fingerprint(compiler: str) -> str:
         timeout=_COMPILE_LIMIT_S,
     )  # fmt: skip
     digest = hashlib.sha256()
-    for part in (version.stdout, repr((_FLAGS, _OPENMP)), platform.machine(), _processor()):
+    for part in (version.stdout, repr((_FLAGS, _VARIANTS)), platform.machine(), _processor()):
         digest.update(part.encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.read_bytes())

@@ -19,7 +19,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kernels._attend import Scratch, attend_rows, bucket_by_length, key_multiple, round_up
+from kernels._attend import (
+    Scratch,
+    attend_rows,
+    bucket_by_length,
+    for_products,
+    key_multiple,
+    product_dtype,
+    round_up,
+)
 from kernels._widen_fp8 import widen_fp8
 from kernels.kv_cache import heads_first, index_dtype
 
@@ -138,7 +146,7 @@ def _rectangle(step: _Step, members: list[int], first: int) -> tuple[_Rectangle,
     num_queries = int(count.max())
     query = torch.minimum(torch.arange(num_queries), count - 1)  # padding repeats the last query
     visible = length - count + query + 1
-    mask = torch.zeros(len(members), num_queries, num_keys, dtype=step.dtype)
+    mask = torch.zeros(len(members), num_queries, num_keys, dtype=product_dtype(step.dtype))
     mask.masked_fill_(torch.arange(num_keys) >= visible.unsqueeze(2), -math.inf)
     blocks = _block_index(step, members, length, num_keys)
     rectangle = _Rectangle(len(members), num_queries, first, blocks, mask.unsqueeze(1))
@@ -212,6 +220,7 @@ def _attend(
 ) -> None:
     """Fills o: one matmul a sequence and key head, the queries of its group as rows."""
     num_seqs, num_kv, group, num_queries, head_dim = q_BKGQD.shape
+    q_BKGQD, k_NLD, v_NLD = for_products(q_BKGQD, k_NLD, v_NLD)
     step = max(1, _PIECE_SCORES // (num_seqs * num_kv * group * k_NLD.shape[1]))
     for lo in range(0, num_queries, step):
         q_NRD = q_BKGQD[:, :, :, lo : lo + step].reshape(num_seqs * num_kv, -1, head_dim)

@@ -19,10 +19,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels._launch import launch
 from kernels._online_softmax_triton import weigh_tile
 from kernels._tune import tile
 
 LOG2_E = math.log2(math.e)
+
+
+@triton.jit
+def group_rows(index, GROUP: tl.constexpr, M: tl.constexpr):
+    """(key head, rows): a program's share of a key head's GROUP rows, M of them where they do not
+    all fit one tile. Rows from GROUP on are padding."""
+    NUM_PARTS: tl.constexpr = (GROUP + M - 1) // M
+    return index // NUM_PARTS, index % NUM_PARTS * M + tl.arange(0, M)
 
 
 @triton.jit
@@ -85,20 +94,20 @@ def _attention_kernel(
     HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
-    index, kv_head = tl.program_id(0), tl.program_id(1)
+    index = tl.program_id(0)
+    kv_head, rows = group_rows(tl.program_id(1), BLOCK_Q * GROUP, M)
     seq = _find_sequence(start_ptr, index, num_seqs, BLOCK_Q)
     start = tl.load(start_ptr + seq)
     num_q = tl.load(start_ptr + seq + 1) - start
     first = (index - (start // BLOCK_Q + seq)) * BLOCK_Q
     if first >= num_q:
         return
-    rows = tl.arange(0, M)
     query = first + rows // GROUP
     is_row = (rows < BLOCK_Q * GROUP) & (query < num_q)
     length = tl.load(len_ptr + seq)
     position = length - num_q + query
     token = (start + query).to(tl.int64)
-    head = kv_head * GROUP + rows % GROUP
+    head = (kv_head * GROUP + rows % GROUP).to(tl.int64)
     dims = tl.arange(0, D)
     inside = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     q_at = q_ptr + (token * q_token + head * q_head)[:, None] + dims[None, :]
@@ -111,7 +120,7 @@ def _attention_kernel(
     first_position = length - num_q + first
     full = (first_position + 1) // N * N
     end = tl.minimum(length, first_position + BLOCK_Q)
-    table_ptr += seq * table_stride
+    table_ptr += seq.to(tl.int64) * table_stride
     acc, total, top = attend_pages(
         acc, total, top, q, k_cache_ptr, v_cache_ptr, table_ptr, 0, full, position, kv_head, scale2,
         False, BLOCK_SIZE, NUM_KV, HEAD_DIM, D, N,
@@ -131,6 +140,11 @@ def padded_dim(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
+def shape_class(dtype: torch.dtype, padded: int) -> str:
+    """Of `_tune.py`: element width and padded head_dim."""
+    return f"{'fp32' if dtype == torch.float32 else 'half'}-{min(256, max(64, padded))}"
+
+
 def attend(
     q_THD: Tensor,
     k_cache: Tensor,
@@ -146,15 +160,13 @@ def attend(
     num_tokens, num_heads, head_dim = q_THD.shape
     num_kv, num_seqs = k_cache.shape[2], seq_lens.shape[0]
     group = num_heads // num_kv
-    width = "fp32" if q_THD.dtype == torch.float32 else "half"
-    t = tile("paged_prefill", f"{width}-{max(64, padded_dim(head_dim))}")
-    rows = max(t.M, triton.next_power_of_2(group))
-    block_q = rows // group
-    grid = (num_tokens // block_q + num_seqs, num_kv)
-    _attention_kernel[grid](
+    t = tile("paged_prefill", shape_class(q_THD.dtype, padded_dim(head_dim)))
+    block_q = max(1, t.M // group)
+    grid = (num_tokens // block_q + num_seqs, num_kv * triton.cdiv(group, t.M))
+    launch(_attention_kernel, grid)(
         q_THD, k_cache, v_cache, out, query_start_loc, seq_lens, block_tables, *scales,
         *q_THD.stride()[:2], *out.stride()[:2], block_tables.stride(0), num_seqs, scale * LOG2_E,
         SCALED=scales[0] is not None, GROUP=group, NUM_KV=num_kv, BLOCK_SIZE=k_cache.shape[1],
-        HEAD_DIM=head_dim, D=padded_dim(head_dim), BLOCK_Q=block_q, M=rows, N=t.N,
+        HEAD_DIM=head_dim, D=padded_dim(head_dim), BLOCK_Q=block_q, M=t.M, N=t.N,
         num_warps=t.num_warps, num_stages=t.num_stages,
     )  # fmt: skip

@@ -18,7 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels._paged_attention_triton import LOG2_E, attend_pages, padded_dim
+from kernels._launch import launch
+from kernels._paged_attention_triton import (
+    LOG2_E,
+    attend_pages,
+    group_rows,
+    padded_dim,
+    shape_class,
+)
 from kernels._tune import NUM_MULTIPROCESSORS, tile
 
 _WAVES = 2  # programs wanted for each multiprocessor
@@ -42,18 +49,19 @@ def _decode_kernel(
     NUM_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    kv_head, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head, rows = group_rows(tl.program_id(0), GROUP, M)
+    split, seq = tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(len_ptr + seq)
     size = _part_size(length, smallest, tl.num_programs(1), BY_LENGTH, N)
-    begin = split * size
+    begin = (split.to(tl.int64) * size).to(tl.int32)  # of the last parts it may lie past the end
     end = tl.minimum(length, begin + size)
     if IS_PART and begin >= length:
         return
-    rows, dims = tl.arange(0, M), tl.arange(0, D)
-    head = kv_head * GROUP + rows
+    dims = tl.arange(0, D)
+    head = (kv_head * GROUP + rows).to(tl.int64)
     is_row = rows < GROUP
     inside = is_row[:, None] & (dims < HEAD_DIM)[None, :]
-    q_at = q_ptr + seq.to(tl.int64) * q_token + head[:, None] * q_head + dims[None, :]
+    q_at = q_ptr + seq * q_token + head[:, None] * q_head + dims[None, :]
     q = tl.load(q_at, inside, other=0.0)
     if SCALED:
         scale2 *= tl.load(k_scale_ptr)
@@ -69,7 +77,7 @@ def _decode_kernel(
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     if SCALED:
         acc *= tl.load(v_scale_ptr)
-    o_at = o_ptr + seq.to(tl.int64) * o_token + head[:, None] * o_head + split * o_split
+    o_at = o_ptr + seq * o_token + head[:, None] * o_head + split.to(tl.int64) * o_split
     tl.store(o_at + dims[None, :], acc.to(o_ptr.dtype.element_ty), inside)
     if IS_PART:
         lse_at = lse_ptr + seq * lse_seq + head * lse_head + split
@@ -82,23 +90,24 @@ def _merge_kernel(
     o_head, smallest, num_splits, BY_LENGTH: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
-    head, seq = tl.program_id(0), tl.program_id(1)
+    head, seq = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, D)
-    part_ptr += seq.to(tl.int64) * part_seq + head * part_head
+    part_ptr += seq * part_seq + head * part_head
     lse_ptr += seq * lse_seq + head * lse_head
     top, total = -float("inf"), 0.0
     acc = tl.zeros([D], dtype=tl.float32)
     length = tl.load(len_ptr + seq)
     for split in range(0, tl.cdiv(length, _part_size(length, smallest, num_splits, BY_LENGTH, N))):
         lse = tl.load(lse_ptr + split)
-        part = tl.load(part_ptr + split * part_split + dims, dims < HEAD_DIM, other=0.0)
+        part = tl.load(part_ptr + dims, dims < HEAD_DIM, other=0.0)
+        part_ptr += part_split
         new_top = tl.maximum(top, lse)
         shrink, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top)
         acc = acc * shrink + part * weight
         total = total * shrink + weight
         top = new_top
     out = acc / tl.where(total > 0, total, 1.0)
-    o_at = o_ptr + seq.to(tl.int64) * o_token + head * o_head + dims
+    o_at = o_ptr + seq * o_token + head * o_head + dims
     tl.store(o_at, out.to(o_ptr.dtype.element_ty), dims < HEAD_DIM)
 
 
@@ -137,8 +146,8 @@ def decode(
     num_seqs, num_heads, head_dim = q_BHD.shape
     num_kv, device = k_cache.shape[2], q_BHD.device
     group, padded = num_heads // num_kv, padded_dim(head_dim)
-    is_wide = q_BHD.dtype == torch.float32 and padded > 64
-    t = tile("paged_decode", f"fp32-{min(padded, 256)}" if is_wide else "all")
+    t = tile("paged_decode", shape_class(q_BHD.dtype, padded))
+    rows = min(t.M, max(16, triton.next_power_of_2(group)))
     limits = (num_seqs, num_kv, max_seq_len)
     num_splits, smallest, by_length = choose_split(*limits, *split, step=t.N)
     is_part = num_splits > 1
@@ -150,16 +159,15 @@ def decode(
         part = torch.empty(*shape, head_dim, dtype=torch.float32, device=device)
         lse = torch.empty(shape, dtype=torch.float32, device=device)
         part_strides, lse_strides = part.stride()[:3], lse.stride()[:2]
-    _decode_kernel[(num_kv, num_splits, num_seqs)](
+    launch(_decode_kernel, (num_kv * triton.cdiv(group, rows), num_splits, num_seqs))(
         q_BHD, k_cache, v_cache, part, lse, seq_lens, block_tables, *scales, *q_BHD.stride()[:2],
         *part_strides, *lse_strides, block_tables.stride(0), smallest, scale * LOG2_E,
         IS_PART=is_part, BY_LENGTH=by_length, SCALED=scales[0] is not None, GROUP=group,
         NUM_KV=num_kv, BLOCK_SIZE=k_cache.shape[1], HEAD_DIM=head_dim, D=padded,
-        M=max(16, triton.next_power_of_2(group)), N=t.N, num_warps=t.num_warps,
-        num_stages=t.num_stages,
+        M=rows, N=t.N, num_warps=t.num_warps, num_stages=t.num_stages,
     )  # fmt: skip
     if is_part:
-        _merge_kernel[(num_heads, num_seqs)](
+        launch(_merge_kernel, (num_heads, num_seqs))(
             part, lse, out, seq_lens, *part_strides, *lse_strides, *out.stride()[:2], smallest,
             num_splits, BY_LENGTH=by_length, HEAD_DIM=head_dim, D=padded, N=t.N, num_warps=1,
         )  # fmt: skip

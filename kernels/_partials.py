@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels._launch import launch
+
 _ROWS, _COLS = 32, 32
 
 
@@ -16,9 +18,10 @@ def _sum_partials_kernel(
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)[None, :]
     total = tl.zeros([ROWS, COLS], dtype=tl.float32)
     for start in range(0, num_partials, ROWS):
-        rows = start + tl.arange(0, ROWS)[:, None]
-        mask = (rows < num_partials) & (cols < num_cols)
-        total += tl.load(partial_ptr + rows * num_cols + cols, mask, other=0.0)
+        rows = tl.arange(0, ROWS)[:, None]
+        mask = (rows < num_partials - start) & (cols < num_cols)
+        first = partial_ptr + tl.cast(start, tl.int64) * num_cols
+        total += tl.load(first + rows * num_cols + cols, mask, other=0.0)
     out_cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     out = tl.sum(total, 0).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_cols, out, out_cols < num_cols)
@@ -28,7 +31,7 @@ def sum_partials(partial_PC: Tensor, dtype: torch.dtype) -> Tensor:
     """Column sums of fp32 partials, rounded once to `dtype`; zeros where there are none."""
     num_partials, num_cols = partial_PC.shape
     out = torch.empty(num_cols, dtype=dtype, device=partial_PC.device)
-    _sum_partials_kernel[(triton.cdiv(num_cols, _COLS),)](
+    launch(_sum_partials_kernel, (triton.cdiv(num_cols, _COLS),))(
         partial_PC, out, num_partials, num_cols, ROWS=_ROWS, COLS=_COLS
     )
     return out

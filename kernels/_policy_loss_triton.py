@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels._launch import launch
+
 if TYPE_CHECKING:
     from kernels.policy_loss import PolicyLossInputs, PolicyLossOptions
 
@@ -166,14 +168,14 @@ def forward(
     sequence = _sequence_log_ratio(logp, old, mask, inputs.cu_seqlens)
     dual_clip = options.dual_clip
     if num_tokens:
-        policy_loss_kernel[(num_programs,)](
+        launch(policy_loss_kernel, (num_programs,))(
             logp, old, advantage, mask, weight, ref, rollout, sequence, dlogp, partial,
             num_tokens, options.clip_low, options.clip_high,
             0.0 if dual_clip is None else dual_clip, options.kl_coef, options.rollout_cap,
             IS_CISPO=options.variant == "cispo", HAS_DUAL_CLIP=dual_clip is not None,
             IS_K2=options.kl_kind == "k2", BLOCK=_BLOCK, COLUMNS=_COLUMNS,
         )  # fmt: skip
-    finish_policy_loss_kernel[(1,)](
+    launch(finish_policy_loss_kernel, (1,))(
         partial, loss, scale, stats, num_programs, IS_MEAN=weight is None, COLUMNS=_COLUMNS,
         BLOCK=256,
     )  # fmt: skip
@@ -187,7 +189,7 @@ def _sequence_log_ratio(
         return None
     mean = torch.empty(logp.shape, dtype=torch.float32, device=logp.device)
     if cu_seqlens.shape[0] > 1:
-        sequence_log_ratio_kernel[(cu_seqlens.shape[0] - 1,)](
+        launch(sequence_log_ratio_kernel, (cu_seqlens.shape[0] - 1,))(
             logp, old, mask, cu_seqlens, mean, BLOCK=_BLOCK
         )
     return mean

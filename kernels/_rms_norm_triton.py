@@ -1,16 +1,24 @@
 """Triton kernels of `rms_norm`. Forward: a program normalises a tile of whole rows. Backward: a
 fixed number of programs walk over their rows, keep the weight's gradient in registers and write
-one partial sum each; `_partials` adds those in order (no atomics)."""
+one partial sum each; `_partials` adds those in order (no atomics).
+
+Rows too wide for that (x, dy, the weight and its gradient must fit the registers) go backward in
+two passes: one for each row's mean(g·n), then strips of columns, which need nothing else of their
+row. That reads x and dy twice.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels._launch import launch
 from kernels._partials import sum_partials
 from kernels._tune_rows import NUM_PARTIALS, row_tile
 
 _STAGES = 3
+_WIDEST = 8192  # columns whose gradient one program keeps
+_STRIP = 2048
 
 
 @triton.jit
@@ -35,12 +43,31 @@ def rms_norm_forward_kernel(
 
 
 @triton.jit
+def rms_norm_mean_kernel(dy_ptr, x_ptr, w_ptr, rstd_ptr, mean_ptr, num_cols, BLOCK: tl.constexpr):
+    """mean(g · n) of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, num_cols, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * num_cols + cols, cols < num_cols, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row * num_cols + cols, cols < num_cols, other=0.0).to(tl.float32)
+        w = tl.load(w_ptr + cols, cols < num_cols, other=0.0).to(tl.float32)
+        total += dy * w * x
+    tl.store(mean_ptr + row, tl.sum(total, 0) * tl.load(rstd_ptr + row) / num_cols)
+
+
+@triton.jit
 def rms_norm_backward_kernel(
-    dy_ptr, x_ptr, w_ptr, rstd_ptr, dtotal_ptr, dx_ptr, partial_ptr, num_rows, num_cols, rows_each,
-    HAS_DTOTAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    dy_ptr, x_ptr, w_ptr, rstd_ptr, mean_ptr, dtotal_ptr, dx_ptr, partial_ptr, num_rows, num_cols,
+    rows_each, HAS_DTOTAL: tl.constexpr, IN_STRIPS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)[None, :]
+    out_cols = tl.arange(0, BLOCK)
+    if IN_STRIPS:
+        cols += tl.program_id(1) * BLOCK
+        out_cols += tl.program_id(1) * BLOCK
     w = tl.load(w_ptr + cols, cols < num_cols, other=0.0).to(tl.float32)
     dw = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     first = program * rows_each
@@ -53,12 +80,15 @@ def rms_norm_backward_kernel(
         rstd = tl.load(rstd_ptr + rows, rows < num_rows, other=0.0)
         normed = x * rstd
         g = dy * w
-        dx = (g - normed * (tl.sum(g * normed, 1, keep_dims=True) / num_cols)) * rstd
+        if IN_STRIPS:
+            mean = tl.load(mean_ptr + rows, rows < num_rows, other=0.0)
+        else:
+            mean = tl.sum(g * normed, 1, keep_dims=True) / num_cols
+        dx = (g - normed * mean) * rstd
         if HAS_DTOTAL:
             dx += tl.load(dtotal_ptr + at, mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask)
         dw += dy * normed
-    out_cols = tl.arange(0, BLOCK)
     tl.store(partial_ptr + program * num_cols + out_cols, tl.sum(dw, 0), out_cols < num_cols)
 
 
@@ -74,7 +104,7 @@ def forward(
     rstd = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
     tile = row_tile(num_cols)
     if num_rows:
-        rms_norm_forward_kernel[(triton.cdiv(num_rows, tile.rows),)](
+        launch(rms_norm_forward_kernel, (triton.cdiv(num_rows, tile.rows),))(
             x, x if residual is None else residual.contiguous(), weight.contiguous(), y, total,
             rstd, num_rows, num_cols, eps, HAS_RESIDUAL=residual is not None, ROWS=tile.rows,
             BLOCK=tile.block, num_warps=tile.num_warps,
@@ -90,14 +120,22 @@ def backward(
     num_cols = x.shape[-1]
     num_rows = x.numel() // num_cols
     dx = torch.empty_like(x)
-    tile = row_tile(num_cols)
+    is_wide = num_cols > _WIDEST
+    tile = row_tile(_STRIP if is_wide else num_cols)
     rows_each = triton.cdiv(triton.cdiv(num_rows, NUM_PARTIALS), tile.rows) * tile.rows
     num_programs = triton.cdiv(num_rows, max(1, rows_each))
     partial = torch.empty(num_programs, num_cols, dtype=torch.float32, device=x.device)
+    weight, mean = weight.contiguous(), rstd
+    if num_rows and is_wide:
+        mean = torch.empty_like(rstd)
+        launch(rms_norm_mean_kernel, (num_rows,))(
+            dy, x, weight, rstd, mean, num_cols, BLOCK=tile.block, num_warps=tile.num_warps
+        )
     if num_rows:
-        rms_norm_backward_kernel[(num_programs,)](
-            dy, x, weight.contiguous(), rstd, x if dtotal is None else dtotal.contiguous(), dx,
-            partial, num_rows, num_cols, rows_each, HAS_DTOTAL=dtotal is not None, ROWS=tile.rows,
-            BLOCK=tile.block, STAGES=_STAGES, num_warps=tile.num_warps,
+        strips = triton.cdiv(num_cols, tile.block)
+        launch(rms_norm_backward_kernel, (num_programs, strips))(
+            dy, x, weight, rstd, mean, x if dtotal is None else dtotal.contiguous(), dx, partial,
+            num_rows, num_cols, rows_each, HAS_DTOTAL=dtotal is not None, IN_STRIPS=is_wide,
+            ROWS=tile.rows, BLOCK=tile.block, STAGES=_STAGES, num_warps=tile.num_warps,
         )  # fmt: skip
     return dx, sum_partials(partial, weight.dtype)

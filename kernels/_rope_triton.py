@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels._launch import launch
 from kernels._tune_rows import power_of_2, warps_for
 
 
@@ -63,7 +64,7 @@ def rotate(
     k_out = torch.empty(k_TKD.shape, dtype=k_TKD.dtype, device=k_TKD.device)
     q_heads, half_block = power_of_2(num_q_heads), power_of_2(head_dim // 2)
     if num_tokens:
-        rope_kernel[(num_tokens,)](
+        launch(rope_kernel, (num_tokens,))(
             q_THD, k_TKD, q_out, k_out, cos.contiguous(), sin.contiguous(), positions,
             num_q_heads, num_k_heads, head_dim // 2, q_THD.stride(0), q_THD.stride(1),
             k_TKD.stride(0), k_TKD.stride(1), sign, HAS_POSITIONS=positions is not None,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels._launch import launch
 from kernels._tune_rows import power_of_2
 
 _BLOCK, _NUM_WARPS = 4096, 8
@@ -171,7 +172,7 @@ def sample(
     options = [None if x is None else x.contiguous() for x in (top_k, top_p, min_p)]
     block = min(_BLOCK, max(_SMALL_BLOCK, power_of_2(vocab)))
     if num_rows:
-        sample_kernel[(num_rows,)](
+        launch(sample_kernel, (num_rows,))(
             logits, temperature.contiguous(), *options, seeds.contiguous(), positions.contiguous(),
             tokens, logps, raw, vocab, logits.stride(0), BLOCK=block,
             num_warps=max(1, _NUM_WARPS * block // _BLOCK),

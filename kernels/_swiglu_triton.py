@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels._launch import launch
+
 _BLOCK = 1024
 
 
@@ -44,7 +46,7 @@ def forward(gate_up: Tensor) -> Tensor:
     width = gate_up.shape[-1] // 2
     y = gate_up.new_empty(*gate_up.shape[:-1], width)
     if y.numel():
-        swiglu_forward_kernel[_grid(gate_up, width)](gate_up, y, width, BLOCK=_BLOCK)
+        launch(swiglu_forward_kernel, _grid(gate_up, width))(gate_up, y, width, BLOCK=_BLOCK)
     return y
 
 
@@ -56,5 +58,7 @@ def backward(dy: Tensor, gate_up: Tensor, overwrite: bool = False) -> Tensor:
         torch.autograd.graph.increment_version(gate_up)
     if dy.numel():
         width = dy.shape[-1]
-        swiglu_backward_kernel[_grid(gate_up, width)](dy, gate_up, grad, width, BLOCK=_BLOCK)
+        launch(swiglu_backward_kernel, _grid(gate_up, width))(
+            dy, gate_up, grad, width, BLOCK=_BLOCK
+        )
     return grad

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 NUM_PARTIALS = 264  # programs of a weight gradient: two for each multiprocessor of an H200
 _THREAD_ELEMENTS = 16
 _TILE_ELEMENTS = 2048
+_HEAD_ELEMENTS = (
+    2048  # of half a head times heads: 16 a thread on 8 warps, which may use 255 registers
+)
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,11 @@ def power_of_2(n: int) -> int:
 def warps_for(num_elements: int, thread_elements: int = _THREAD_ELEMENTS) -> int:
     """Warps so that a thread holds about `thread_elements` of a tile: 1 to 16."""
     return min(16, max(1, power_of_2(num_elements) // (32 * thread_elements)))
+
+
+def head_tile(num_heads: int, half_block: int) -> int:
+    """Heads that a program takes at a time, a power of two; more go one tile after the other."""
+    return min(power_of_2(num_heads), max(1, _HEAD_ELEMENTS // half_block))
 
 
 def row_tile(num_cols: int) -> RowTile:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels import _native_ops
-from kernels._native import function, has_native
+from kernels._native import function
 from kernels._native_attention import Tiles, cache_strides
 from kernels.kv_cache import head_rows
+from kernels.linear import is_native
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class _Step(ctypes.Structure):
 
 def can_decode(weight: Tensor) -> bool:
     """Whether a model with matrices like this one has all its ops in C++."""
-    return has_native(weight) and _native_ops.has_linear(weight.dtype)
+    return is_native(weight)
 
 
 class Decoder:

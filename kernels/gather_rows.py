@@ -4,7 +4,8 @@
 
 PyTorch's own backward of `index_select` adds with atomics on a GPU, in a different order every
 time. Here the plan (`make_row_gather`, once for all layers) lists for each row of x where it went;
-a program owns a row's sum. Left out: indices made on the GPU, as the plan is sorted on the host.
+a program owns a row's sum. The plan is sorted on the host; `add_rows_`, the gradient of an
+embedding, sorts its own index on the GPU, where the token ids are.
 
 Legend: R rows of x, G rows of y.
 """
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels._check import check_floating, check_integers, check_tensors
 from kernels._dispatch import Backend, compute_dtype, use_triton
 
 
@@ -70,3 +72,24 @@ def gather_rows(x: Tensor, gather: RowGather, *, backend: Backend = "auto") -> T
     if gather.index_G.device != x.device and not x.is_meta:
         raise ValueError(f"gather: on {gather.index_G.device}, must be on x's {x.device}")
     return _GatherRows.apply(x, gather, use_triton(backend, x))
+
+
+def add_rows_(total: Tensor, index: Tensor, rows: Tensor, *, backend: Backend = "auto") -> None:
+    """total [R, ...] += the rows [G, ...] at `index` [G], in total's dtype and in order."""
+    on_triton = use_triton(backend, rows)
+    check_tensors(total, "total", on_triton, index=index, rows=rows)
+    check_floating(rows=rows)
+    check_integers(index=index)
+    if index.shape != rows.shape[:1] or rows.shape[1:] != total.shape[1:]:
+        raise ValueError(
+            f"rows: {tuple(rows.shape)} must be one row like total's {tuple(total.shape[1:])} for "
+            f"each of the {len(index)} entries of index"
+        )
+    if not on_triton:
+        total.index_add_(0, index, rows.to(total.dtype))
+        return
+    from kernels._gather_rows_triton import sum_rows
+
+    ordered, targets = torch.sort(index.long(), stable=True)
+    starts = torch.searchsorted(ordered, torch.arange(total.shape[0] + 1, device=index.device))
+    sum_rows(rows, starts, targets, total)

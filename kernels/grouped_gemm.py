@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kernels._check import check_tensors
 from kernels._dispatch import Backend, check_triton_dtype, use_triton
-from kernels.linear import add_wide, linear_rows, matmul_rows
+from kernels.linear import add_wide, linear_rows, matmul_rows, weight_grad
 
 PackedExperts = Sequence[Tensor | None]
 """`pack_weight` of each expert's matrix."""
@@ -62,20 +62,20 @@ def hand_over(w_EOI: Tensor, dw_EOI: Tensor) -> Tensor | None:
 
 
 def add_expert_grad(dw_EOI: Tensor, expert: int, dy_MO: Tensor, x_MI: Tensor) -> None:
-    add_wide(dw_EOI[expert], matmul_rows(dy_MO.t(), x_MI))
+    add_wide(dw_EOI[expert], weight_grad(dy_MO, x_MI))
 
 
 class _GroupedGemm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, offsets, packed, on_triton):
         ctx.on_triton = on_triton
+        ctx.save_for_backward(x)
+        ctx.w = w  # itself: activation checkpointing gives back copies without main_grad
         if on_triton:
             from kernels import _grouped_gemm_triton as gpu
 
-            ctx.save_for_backward(x, w)
             ctx.tiles = gpu.make_tiles(offsets, x.shape[0], x.dtype)
             return gpu.rows_by_weight(x, w, ctx.tiles, x.shape[0])
-        ctx.save_for_backward(x, w)
         ctx.bounds = offsets.tolist()
         y = x.new_empty(x.shape[0], w.shape[1])
         for expert, rows in runs(ctx.bounds):
@@ -86,7 +86,7 @@ class _GroupedGemm(torch.autograd.Function):
     def backward(ctx, dy):
         if ctx.on_triton:
             return *_triton_backward(ctx, dy), None, None, None
-        x, w = ctx.saved_tensors
+        (x,), w = ctx.saved_tensors, ctx.w
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         dw = weight_grad_buffer(w) if ctx.needs_input_grad[1] else None
         for expert, rows in runs(ctx.bounds):
@@ -100,7 +100,7 @@ class _GroupedGemm(torch.autograd.Function):
 def _triton_backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
     from kernels import _grouped_gemm_triton as gpu
 
-    x, w = ctx.saved_tensors
+    (x,), w = ctx.saved_tensors, ctx.w
     dx = dw = None
     if ctx.needs_input_grad[0]:
         dx = gpu.rows_by_weight(dy, w.transpose(1, 2), ctx.tiles, x.shape[0])

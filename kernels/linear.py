@@ -23,16 +23,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import _native_ops
+from kernels import _native_ops, _onednn
 from kernels._native import has_native
 
 _ADD_ELEMENTS = 1 << 18  # 1 MB in fp32: stays in the processor's cache
-_PACK_ROWS = 64  # oneDNN's hint of the batch size; the layout, so the bits, do not depend on it
 
 
 def is_packable(weight: Tensor) -> bool:
     """Whether there is a packed layout for this weight."""
-    return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    return is_native(weight) or _onednn.can_multiply(torch.float32)
+
+
+def is_native(weight: Tensor) -> bool:
+    """Whether the packed layout of this weight is the C++ kernels'."""
+    if not has_native(weight):
+        return False
+    return _native_ops.has_linear(weight.dtype) or not _onednn.can_multiply(weight.dtype)
 
 
 def pack_weight(weight: Tensor) -> Tensor | None:
@@ -40,17 +48,7 @@ def pack_weight(weight: Tensor) -> Tensor | None:
     where there is none."""
     if not is_packable(weight):
         return None
-    if _is_native(weight):
-        return _native_ops.pack(weight.detach())
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _PACK_ROWS)
-
-
-def _is_native(weight: Tensor) -> bool:
-    return has_native(weight) and _native_ops.has_linear(weight.dtype)
-
-
-def _inner_product(x_TI: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x_TI, weight, bias, "none", [], "")
+    return _native_ops.pack(weight.detach()) if is_native(weight) else _onednn.pack(weight)
 
 
 def linear_rows(
@@ -61,18 +59,36 @@ def linear_rows(
         return F.linear(x_TI, weight_OI, bias)
     packed = pack_weight(weight_OI) if packed is None else packed
     assert packed is not None, "packable weights have a packed form"
-    if not packed.is_mkldnn:
-        return _native_ops.linear(x_TI, packed, bias, weight_OI.shape[0])
-    if x_TI.shape[0] == 1:  # one row takes another path of oneDNN, rarely other bits in bf16 too
-        return _inner_product(x_TI.expand(2, -1).contiguous(), packed, bias)[:1]
-    return _inner_product(x_TI, packed, bias)
+    if packed.is_mkldnn:
+        return _onednn.linear(x_TI, packed, bias)
+    return _native_ops.linear(x_TI, packed, bias, weight_OI.shape[0])
 
 
 def matmul_rows(a_MK: Tensor, b_KN: Tensor) -> Tensor:
-    """a · b by the fastest CPU path: oneDNN in fp32 (MKL reaches half of it on some machines)."""
-    if a_MK.device.type == "cpu" and a_MK.dtype == torch.float32 and a_MK.numel() and b_KN.numel():
-        return _inner_product(a_MK, b_KN.t())
+    """a · b, in their dtype."""
+    return _matmul(a_MK, b_KN).to(a_MK.dtype)
+
+
+def weight_grad(dy_TO: Tensor, x_TI: Tensor) -> Tensor:
+    """dyᵀ · x, in fp32 on a GPU, and on a CPU where that is the faster way. What a product's fp32
+    sums lose when they are rounded to bf16, the fp32 sum over micro-batches would never get back.
+    """
+    if dy_TO.is_cuda and dy_TO.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(dy_TO.t(), x_TI, out_dtype=torch.float32)
+    return _matmul(dy_TO.t(), x_TI)
+
+
+def _matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    """By the fastest CPU path: oneDNN in fp32 (MKL reaches half of it on some machines)."""
+    if a_MK.device.type == "cpu" and a_MK.numel() and b_KN.numel() and _is_fp32_best(a_MK.dtype):
+        return _onednn.matmul(a_MK, b_KN)
     return a_MK @ b_KN
+
+
+def _is_fp32_best(dtype: torch.dtype) -> bool:
+    """Whether oneDNN's fp32 product is the fastest for factors of this dtype."""
+    is_slow = dtype == torch.bfloat16 and not _onednn.is_bf16_fast()
+    return (dtype == torch.float32 or is_slow) and _onednn.can_multiply(torch.float32)
 
 
 def accumulate_weight_grad(weight: Tensor, dw: Tensor) -> Tensor | None:
@@ -89,7 +105,7 @@ def finish_weight_grads(late: list[tuple[Tensor, Tensor, Tensor]]) -> None:
     """Compute the weight gradients that a backward pass left, in its order; empties the list."""
     while late:
         weight, dy_TO, x_TI = late.pop(0)
-        dw = accumulate_weight_grad(weight, matmul_rows(dy_TO.t(), x_TI))
+        dw = accumulate_weight_grad(weight, weight_grad(dy_TO, x_TI))
         if dw is not None:
             weight.grad = dw if weight.grad is None else weight.grad.add_(dw)
 
@@ -108,19 +124,20 @@ def add_wide(total: Tensor, part: Tensor) -> None:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TI, weight, bias, packed):
-        ctx.save_for_backward(x_TI, weight)
+        ctx.save_for_backward(x_TI)
+        ctx.weight = weight  # itself: activation checkpointing gives back copies without main_grad
         return linear_rows(x_TI, weight, bias, packed)
 
     @staticmethod
     def backward(ctx, dy_TO):
-        x_TI, weight = ctx.saved_tensors
+        (x_TI,), weight = ctx.saved_tensors, ctx.weight
         needs_x, needs_w, needs_b, _ = ctx.needs_input_grad
         dx = matmul_rows(dy_TO, weight) if needs_x else None
         late, dw = getattr(weight, "late_grads", None), None
         if late is not None and needs_w:
             late.append((weight, dy_TO, x_TI))
         elif needs_w:
-            dw = accumulate_weight_grad(weight, matmul_rows(dy_TO.t(), x_TI))
+            dw = accumulate_weight_grad(weight, weight_grad(dy_TO, x_TI))
         db = None
         if needs_b:
             db = dy_TO.sum(0, dtype=torch.promote_types(dy_TO.dtype, torch.float32)).to(dy_TO.dtype)

@@ -28,7 +28,7 @@ from kernels import _native_ops
 from kernels._check import check_floating, check_integers, check_tensors
 from kernels._dispatch import Backend, check_triton_dtype, use_native, use_triton
 from kernels._native import NATIVE_DTYPES
-from kernels.linear import add_wide, linear_rows, matmul_rows, pack_weight
+from kernels.linear import add_wide, linear_rows, matmul_rows, pack_weight, weight_grad
 
 _CHUNK_ELEMENTS = 256 * 49152  # logits held at a time: 50 MB in fp32
 _TILE_ELEMENTS = 8 * 49152
@@ -116,7 +116,8 @@ class _LinearLogprob(torch.autograd.Function):
         if parts:
             logp, lse, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
         else:
-            logp = lse = entropy = torch.zeros(0, device=hidden.device)
+            wide = torch.promote_types(options.dtype, torch.float32)
+            logp = lse = entropy = torch.zeros(0, dtype=wide, device=hidden.device)
         ctx.save_for_backward(hidden, weight, token_ids, lse, entropy)
         ctx.packed, ctx.options = packed, options
         ctx.set_materialize_grads(False)
@@ -215,9 +216,8 @@ def _row_tiles(logits: Tensor) -> list[slice]:
 def _add_weight_gradient(dweight_VD: Tensor, dlogits_CV: Tensor, hidden_CD: Tensor) -> None:
     """dweight += dlogitsᵀ · hidden, by runs of the vocabulary to keep the product small."""
     step = _VOCAB_TILE if dweight_VD.device.type == "cpu" else _GPU_VOCAB_TILE
-    for lo in range(0, dweight_VD.shape[0], step):
-        dlogits = dlogits_CV[:, lo : lo + step]
-        add_wide(dweight_VD[lo : lo + step], matmul_rows(dlogits.t(), hidden_CD))
+    for dweight, dlogits in zip(dweight_VD.split(step), dlogits_CV.split(step, 1), strict=True):
+        add_wide(dweight, weight_grad(dlogits, hidden_CD))
 
 
 def _entropy(z: Tensor, lse: Tensor) -> Tensor:

@@ -72,13 +72,14 @@ class _FusedMoe(torch.autograd.Function):
             h_S2F[rows] = rows_times_expert(x_rows, w13, expert, packed13)
             act = swiglu(h_S2F[rows], backend="torch")
             y_SH[slots[rows]] = rows_times_expert(act, w2, expert, packed2)
-        ctx.save_for_backward(x, w13, w2, weights, slots, h_S2F)
+        ctx.save_for_backward(x, weights, slots, h_S2F)
+        ctx.w = w13, w2  # as in grouped_gemm
         ctx.bounds = bounds
         return sum_of_choices(y_SH.view(-1, k, w2.shape[1]), weights)
 
     @staticmethod
     def backward(ctx, dy):
-        x, w13, w2, weights, slots, h_S2F = ctx.saved_tensors
+        (x, weights, slots, h_S2F), (w13, w2) = ctx.saved_tensors, ctx.w
         k = weights.shape[1]
         needs_x, needs_13, needs_2, needs_t = ctx.needs_input_grad[:4]
         dw13 = weight_grad_buffer(w13) if needs_13 else None
@@ -125,7 +126,8 @@ class _TritonMoe(torch.autograd.Function):
         from kernels import _moe_triton
 
         y, h_S2F, alignment = _moe_triton.forward(x, w13, w2, weights, ids, keeps_h)
-        ctx.save_for_backward(x, w13, w2, weights, h_S2F)
+        ctx.save_for_backward(x, weights, h_S2F)
+        ctx.w = w13, w2  # as in grouped_gemm
         ctx.alignment = alignment
         return y
 
@@ -133,7 +135,7 @@ class _TritonMoe(torch.autograd.Function):
     def backward(ctx, dy):
         from kernels import _moe_triton
 
-        x, w13, w2, weights, h_S2F = ctx.saved_tensors
+        (x, weights, h_S2F), (w13, w2) = ctx.saved_tensors, ctx.w
         dx, dw13, dw2, dt = _moe_triton.backward(
             dy, x, w13, w2, weights, h_S2F, ctx.alignment, ctx.needs_input_grad[:4]
         )

@@ -27,6 +27,7 @@ from kernels._dispatch import Backend, compute_dtype, use_triton
 
 _MASK32 = 0xFFFFFFFF
 _ROUND_A, _ROUND_B, _KEY_A, _KEY_B = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85
+_FEW = 1024  # tokens that are sorted before all of a vocabulary are
 _CHUNK_ELEMENTS = 1 << 20  # logits a chunk on a CPU: 4 MB of fp32 stay in the processor's cache
 
 
@@ -69,32 +70,43 @@ def exponentials(seeds_B: Tensor, positions_B: Tensor, vocab: int) -> Tensor:
     return -torch.log1p(-u)
 
 
-def _kept(
-    z_BV: Tensor, inverse_B1: Tensor, top_k: Tensor | None, top_p: Tensor | None,
+def kept_tokens(
+    z_BV: Tensor,
+    gap_BV: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
     min_p: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Which tokens the three truncations leave, by a sort."""
-    vocab = z_BV.shape[1]
+) -> Tensor:
+    """Which tokens the three truncations leave, bool [B, V]. `gap` is (z − max z) / τ."""
     keep = z_BV > -torch.inf
     if top_k is not None or top_p is not None:
-        z = z_BV.sort(-1, descending=True).values
-        weights = ((z - z[:, :1]) * inverse_B1).double().exp()
+        keep &= z_BV >= _lowest_kept(z_BV, gap_BV.double().exp(), top_k, top_p)
+    if min_p is not None:
+        keep &= gap_BV >= min_p.to(gap_BV.dtype).log().unsqueeze(1)
+    return keep
+
+
+def _lowest_kept(
+    z_BV: Tensor, weights_BV: Tensor, top_k: Tensor | None, top_p: Tensor | None
+) -> Tensor:
+    """[B, 1], by a sort of the likeliest, and of all where these do not suffice. Among equals the
+    first decides: before it are the larger ones alone."""
+    vocab = z_BV.shape[1]
+    total_B1 = weights_BV.sum(-1, keepdim=True)
+    for size in (min(_FEW, vocab), vocab):
+        z, ids = z_BV.topk(size, -1)
+        weights = weights_BV.gather(1, ids)
         before = weights.cumsum(-1) - weights
-        rank = torch.arange(vocab, device=z.device).expand_as(z)
-        is_new = torch.ones_like(z, dtype=torch.bool)
-        is_new[:, 1:] = z[:, 1:] != z[:, :-1]
-        num_larger = torch.where(is_new, rank, 0).cummax(-1).values
-        fits = torch.ones_like(is_new)
+        fits = torch.ones_like(z, dtype=torch.bool)
         if top_k is not None:
-            fits &= num_larger < torch.where(top_k > 0, top_k, vocab).unsqueeze(1)
+            most = torch.where(top_k > 0, top_k, vocab).unsqueeze(1)
+            fits &= torch.arange(size, device=z.device) < most
         if top_p is not None:
             limit = torch.where(top_p < 1, top_p.double(), torch.inf).unsqueeze(1)
-            fits &= before.gather(1, num_larger) < limit * weights.sum(-1, keepdim=True)
-        keep &= z_BV >= torch.where(fits, z, torch.inf).amin(-1, keepdim=True)
-    if min_p is not None:
-        gap = (z_BV - z_BV.amax(-1, keepdim=True)) * inverse_B1
-        keep &= gap >= min_p.to(gap.dtype).log().unsqueeze(1)
-    return keep
+            fits &= before < limit * total_B1
+        if not fits[:, -1].any():
+            break
+    return torch.where(fits, z, torch.inf).amin(-1, keepdim=True)
 
 
 def sample_ref(
@@ -111,7 +123,7 @@ def sample_ref(
     is_greedy = temperature == 0
     inverse = torch.where(is_greedy, 1.0, temperature).to(z.dtype).reciprocal().unsqueeze(1)
     scaled = (z - z.amax(-1, keepdim=True)) * inverse
-    keep = _kept(z, inverse, top_k, top_p, min_p)
+    keep = kept_tokens(z, scaled, top_k, top_p, min_p)
     score = scaled - exponentials(seeds, positions, z.shape[1]).to(z.dtype).log()
     score = torch.where(keep, score, -torch.inf)
     tokens = torch.where(is_greedy.unsqueeze(1), scaled, score).argmax(-1)

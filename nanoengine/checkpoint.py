@@ -211,16 +211,44 @@ def latest_checkpoint(root: Path | str) -> Path | None:
 
 
 def list_checkpoints(root: Path | str) -> list[Path]:
-    """Complete checkpoints, oldest first by the time they were written."""
+    """Complete checkpoints in the order in which they were written.
+
+    The order is that of their serial numbers: times of files change when they are copied or the
+    clock is set, and steps begin anew with each phase of a run. Checkpoints without a number (of
+    earlier versions, or damaged) come first, by time.
+    """
     found = [meta.parent for meta in Path(root).glob(f"step_*/{META}")]
-    return sorted(found, key=lambda folder: ((folder / META).stat().st_mtime_ns, folder.name))
+    return sorted(
+        found, key=lambda folder: (_serial(folder), (folder / META).stat().st_mtime_ns, folder.name)
+    )
+
+
+def next_serial(root: Path) -> int:
+    """The serial number of the checkpoint that is written next under `root`."""
+    return 1 + max((_serial(folder) for folder in list_checkpoints(root)), default=0)
+
+
+def _serial(folder: Path) -> int:
+    try:
+        return int(json.loads(json.loads((folder / META).read_text())["body"])["serial"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def _write_folder(
     folder: Path, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]
 ) -> None:
     files = {TENSORS: write_tensors(folder / TENSORS, tensors)}
-    write_meta(folder, {"format": FORMAT, "step": step, "files": files, "meta": dict(meta)})
+    write_meta(
+        folder,
+        {
+            "format": FORMAT,
+            "serial": next_serial(folder.parent),
+            "step": step,
+            "files": files,
+            "meta": dict(meta),
+        },
+    )
 
 
 def write_meta(folder: Path, record: Mapping[str, Any]) -> None:
@@ -237,10 +265,12 @@ def write_synced(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> dict[str, int]:
     """Write safetensors and flush them to the disk: u64 header size, JSON header, the tensors.
     Returns bytes and CRC-32 of the file."""
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     offset = 0
     for name, tensor in tensors.items():
         end = offset + tensor.numel() * tensor.element_size()
@@ -367,9 +397,22 @@ def sync_folder(folder: Path) -> None:
 
 
 def prune(root: Path, keep: int) -> None:
+    """Delete all but the `keep` written last."""
     for folder in list_checkpoints(root)[:-keep]:
-        (folder / META).unlink(missing_ok=True)  # from now on it is not a checkpoint
-        shutil.rmtree(folder, ignore_errors=True)
+        delete_checkpoint(folder)
+
+
+def forget_newer(folder: Path) -> None:
+    """Delete the checkpoints written after `folder`: a run that goes back to it writes them again,
+    and until then they would count as the newest."""
+    checkpoints = list_checkpoints(folder.parent)
+    for newer in checkpoints[checkpoints.index(folder) + 1 :]:
+        delete_checkpoint(newer)
+
+
+def delete_checkpoint(folder: Path) -> None:
+    (folder / META).unlink(missing_ok=True)  # from now on it is not a checkpoint
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def explain_write_error(root: Path, tensors: Mapping[str, Tensor], error: OSError) -> str:

@@ -21,6 +21,7 @@ Next: scoring.py (a micro-batch's log-probs), optim.py, parallel/zero.py.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,10 +40,10 @@ from nanoengine.packing import (
     MicroBatch,
     Sample,
     add_sums,
-    collect,
+    collect_all,
     idle_micro_batch,
     make_micro_batches,
-    zeros_like_tokens,
+    read_sums,
 )
 from nanoengine.parallel.expert_parallel import ExpertParallel
 from nanoengine.parallel.mesh import DATA_AXES, Layout, Mesh
@@ -58,9 +59,29 @@ Entries whose loss_mask_T is 0 hold logp 0 and entropy 0."""
 
 WeightFn = Callable[[Sequence[Sample]], float]
 
+_CUBLAS_CHOICE = "CUBLAS_WORKSPACE_CONFIG"
+_DETERMINISTIC_CUBLAS = (":4096:8", ":16:8")
+"""NVIDIA's two (cuBLAS documentation, "Results reproducibility"); the first is the faster one."""
+
 
 class NonFiniteLoss(RuntimeError):  # noqa: N818 (the name of the event, as StopIteration)
     """A loss or gradient was NaN or infinite; weights and moments are as before the step."""
+
+
+def require_deterministic_cublas() -> None:
+    """Make cuBLAS add in the same order every time. It reads this choice once, when CUDA starts,
+    so whoever trains with `deterministic` calls this before anything touches a GPU; raises
+    ValueError where it is too late or another choice was made."""
+    chosen, best = os.environ.get(_CUBLAS_CHOICE), _DETERMINISTIC_CUBLAS[0]
+    if chosen is None and not torch.cuda.is_initialized():
+        os.environ[_CUBLAS_CHOICE] = chosen = best
+    if chosen not in _DETERMINISTIC_CUBLAS:
+        state = "not set, and CUDA has started" if chosen is None else f"{chosen!r}"
+        raise ValueError(
+            f"deterministic=True: {_CUBLAS_CHOICE} is {state}; it must be "
+            f"{' or '.join(_DETERMINISTIC_CUBLAS)} before the program first uses a GPU: run it as "
+            f"{_CUBLAS_CHOICE}={best} COMMAND"
+        )
 
 
 class Engine:
@@ -80,6 +101,8 @@ class Engine:
         for `parallel/pipeline_engine.py`: all parts that this rank holds, `model` among them."""
         if config.share_prefix and not supports_shared_prefix(model.device):
             raise ValueError(f"share_prefix=True: not available on {model.device}; set it to False")
+        if config.deterministic and model.device.type == "cuda":
+            require_deterministic_cublas()
         mesh = Mesh(Layout()) if mesh is None else mesh
         _check_mesh(model, config, mesh, is_pipeline=bool(stages))
         self.model = model
@@ -161,16 +184,15 @@ class Engine:
         """For each sample its logps (and entropies), one for each token: entry t is of tokens[t]
         given the tokens before it, entry 0 is 0. `only_masked` leaves 0 where loss_mask is 0.
         """
-        logps = zeros_like_tokens(samples)
-        entropies = zeros_like_tokens(samples)
+        micros = self._passes(samples)
         with self._kernels():
-            for micro in self._passes(samples):
-                logp_T, entropy_T = self._logprobs(micro, temperature, entropy, only_masked)
-                collect(logps, micro, logp_T)
-                if entropy_T is not None:
-                    collect(entropies, micro, entropy_T)
+            scored = [self._logprobs(m, temperature, entropy, only_masked) for m in micros]
         self.optimizer.release()
-        return (logps, entropies) if entropy else logps
+        logps = collect_all(samples, micros, [logp_T for logp_T, _ in scored])
+        if not entropy:
+            return logps
+        entropies = [entropy_T for _, entropy_T in scored if entropy_T is not None]
+        return logps, collect_all(samples, micros, entropies)
 
     def _logprobs(
         self, micro: MicroBatch, temperature: float, entropy: bool, only_masked: bool
@@ -254,9 +276,9 @@ class Engine:
         entropy: bool,
     ) -> tuple[float, dict[str, float]]:
         self.optimizer.zero_grad()
-        total = 0.0
-        stats: dict[str, float] = {}
-        logps = zeros_like_tokens(samples)
+        losses: list[Tensor] = []
+        logps: list[Tensor] = []
+        sums_of: list[Mapping[str, Tensor | float]] = []
         micros = self._passes(samples)
         with self._kernels():
             for i, micro in enumerate(micros):
@@ -268,19 +290,18 @@ class Engine:
                     continue
                 loss_sum, sums = loss_fn(logp_T, entropy_T, micro)
                 loss = loss_sum / weight
-                total += float(loss.detach())
-                if self.mesh.size() == 1 and not math.isfinite(total):
-                    raise NonFiniteLoss(self._explain(f"the loss is {float(loss.detach())}"))
+                losses.append(loss.detach())
                 if self.optimizer.needs_equal_passes and not loss.requires_grad:
                     loss = loss + logp_T.sum() * 0
                 if loss.requires_grad:
                     loss.backward()
                 self.optimizer.end_pass()
-                collect(logps, micro, logp_T.detach())
-                add_sums(stats, sums)
+                logps.append(logp_T.detach())
+                sums_of.append(sums)
         self.optimizer.finish_gradients()
-        self.last_logps = logps
-        return total, stats
+        trained = [micro for micro in micros if micro.index]
+        self.last_logps = collect_all(samples, trained, logps)
+        return read_sums(losses, sums_of)
 
     def _sum_over_ranks(
         self, loss: float, stats: dict[str, float]

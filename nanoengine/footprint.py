@@ -16,7 +16,7 @@ size, s = t with sequence parallel, else 1.
 
 Checkpointing recomputes a forward pass, which costs time and does not count as useful work. In a
 pipeline the micro-batches overlap, so ZeRO-2 cuts the gradients only after the step.
-Left out: the allocator's fragmentation, communication buffers, expert parallelism.
+Left out: the allocator's fragmentation, communication buffers, experts (refused).
 """
 
 from __future__ import annotations
@@ -58,6 +58,11 @@ class Plan(Layout):
 
 def check_plan(config: ModelConfig, plan: Plan) -> None:
     """`ValueError` with the rule, where a plan cannot split the model."""
+    if config.num_experts:
+        raise ValueError(
+            f"num_experts={config.num_experts}: experts are not counted, so the estimate would be "
+            "of another model; give a dense one"
+        )
     for name in ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size"):
         value = getattr(config, name)
         if value % plan.tp:
@@ -99,9 +104,13 @@ def layer_params(config: ModelConfig, tp: int = 1) -> int:
 
 
 def num_params(config: ModelConfig) -> int:
-    """Parameters of the whole model; a tied head counts once."""
-    tables = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    return tables + config.hidden_size + config.num_layers * layer_params(config)
+    """Parameters of the whole model, all experts included; a tied head counts once."""
+    hidden = config.hidden_size
+    tables = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
+    total = tables + hidden + config.num_layers * layer_params(config)
+    num_moe = sum(config.is_moe_layer(index) for index in range(config.num_layers))
+    experts = config.num_experts * hidden * (3 * config.moe_intermediate_size + 1)  # and the router
+    return total + num_moe * (experts - 3 * hidden * config.intermediate_size)
 
 
 def rank_params(config: ModelConfig, plan: Plan, rank: int) -> int:

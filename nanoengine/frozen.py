@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.model.transformer import Transformer
-from nanoengine.packing import Sample, collect, make_micro_batches, zeros_like_tokens
+from nanoengine.packing import Sample, collect_all, make_micro_batches
 from nanoengine.scoring import Scorer
 
 
@@ -38,7 +38,7 @@ class FrozenPolicy:
     ) -> list[Tensor]:
         """As `Engine.forward_logprobs`: entry t of a sample is of its tokens[t], entry 0 is 0; 0
         where its loss mask is 0."""
-        logps = zeros_like_tokens(samples)
+        logps = []
         micros = make_micro_batches(
             samples, self._budget, share_prefix=self._share_prefix, device=self.model.device
         )
@@ -48,5 +48,5 @@ class FrozenPolicy:
             logp_T, _ = self._scorer.score(
                 part, hidden_ND, temperature, entropy=False, only_masked=True
             )
-            collect(logps, micro, logp_T)
-        return logps
+            logps.append(logp_T)
+        return collect_all(samples, micros, logps)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels import fused_adamw_
+from kernels.adamw import TensorTable, make_tensor_table
 from nanoengine.checkpoint import read_tensor, tensor_bytes
 
 Schedule = Literal["constant", "cosine", "linear"]
@@ -111,8 +112,10 @@ def update(
     step: int,
     lr: float,
     weight_decay: float,
+    plan: TensorTable | None = None,
 ) -> None:
-    """One AdamW update, in place, of flat (master, gradient, first moment, second moment)."""
+    """One AdamW update, in place, of flat (master, gradient, first moment, second moment). `plan`
+    is `table_of(parts)`, for parts that come again at every step."""
     parts = [part for part in parts if part[0].numel()]
     if not parts:
         return
@@ -130,7 +133,17 @@ def update(
         eps=config.eps,
         weight_decay=weight_decay,
         step=step,
+        plan=plan,
     )
+
+
+def table_of(parts: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> TensorTable | None:
+    """What a GPU's kernel reads of `parts`, on the GPU; None on a CPU, and where there are none."""
+    parts = [part for part in parts if part[0].numel()]
+    if not parts or parts[0][0].device.type == "cpu":
+        return None
+    masters, grads, exp_avgs, exp_avg_sqs = (list(column) for column in zip(*parts, strict=True))
+    return make_tensor_table(masters, grads, exp_avgs, exp_avg_sqs, masters)
 
 
 class Offloadable:
@@ -176,6 +189,12 @@ class AdamW(Offloadable):
             torch.zeros(size, dtype=wide, device=first.device) for _ in range(4)
         )
         self.has_working_copy = dtype != wide
+        flats = (self.master, self.grad, self.exp_avg, self.exp_avg_sq)
+        self._decayed, self._plain = (
+            [(flats[0][cut], flats[1][cut], flats[2][cut], flats[3][cut])]
+            for cut in (slice(self._decay_end), slice(self._decay_end, None))
+        )
+        self._plans: list[TensorTable | None] = []  # made at the first step, and after `reload`
         self._hooks = []
         for slot in self._slots:
             master = slot.view(self.master).copy_(slot.param.data)
@@ -233,14 +252,17 @@ class AdamW(Offloadable):
         clip(self.grad, self.config, grad_norm)
         lr = self.lr()
         self.step_count += 1
-        for begin, end, weight_decay in (
-            (0, self._decay_end, self.config.weight_decay),
-            (self._decay_end, self.master.numel(), 0.0),
-        ):
-            flats = (self.master, self.grad, self.exp_avg, self.exp_avg_sq)
-            part = tuple(flat[begin:end] for flat in flats)
-            update([part], self.config, self.step_count, lr, weight_decay)  # type: ignore[list-item]
+        halves = (self._decayed, self._plain)
+        if not self._plans:
+            self._plans = [table_of(parts) for parts in halves]
+        decays = (self.config.weight_decay, 0.0)
+        for parts, decay, plan in zip(halves, decays, self._plans, strict=True):
+            update(parts, self.config, self.step_count, lr, decay, plan)
         self.write_back()
+
+    def reload(self) -> None:
+        super().reload()
+        self._plans = []  # the buffers may lie elsewhere now
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -336,4 +358,5 @@ def sum_of_squares(flat: Tensor) -> float:
     body, tail = flat[: num_rows * NORM_ROW], flat[num_rows * NORM_ROW :]
     rows = torch.linalg.vector_norm(body.view(num_rows, NORM_ROW), dim=1)
     parts = [*rows.split(NORM_ROW), tail]
-    return math.fsum(float(part.double().square().sum()) for part in parts)
+    sums = torch.stack([part.double().square().sum() for part in parts])
+    return math.fsum(sums.tolist())  # the one point where the host waits for a GPU's gradients

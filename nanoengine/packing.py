@@ -24,6 +24,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from nanoengine.model.device import to_device, to_host
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
@@ -59,13 +61,16 @@ class MicroBatch:
     ids_N: Tensor  # int64, what the model reads
     positions_N: Tensor  # int64, within each sample
     cu_seqlens: Tensor  # int32 [S + 1], segments of the rows
+    bounds: list[int]  # the same, for the host
     max_seqlen: int
     prefix_of_S: list[int] | None  # shared layout: the segment each one continues, -1 for none
     rows_T: Tensor | None  # int64, row that predicts each entry; None: row t predicts entry t
     target_ids_T: Tensor  # int64, the predicted tokens
     loss_mask_T: Tensor  # fp32, 1 where the predicted token counts
     fields_T: dict[str, Tensor]  # fp32, of the predicted tokens
+    counted_P: Tensor  # int64, the entries whose loss mask is not 0
     sequence_ids_T: Tensor  # int64, index of the sample in the whole batch
+    local_ids_T: Tensor  # the same, counted among the samples of the micro-batch
     index: list[int]
     starts: list[int]
 
@@ -112,7 +117,9 @@ def make_micro_batches(
     if share_prefix:
         trees = _shared_trees(samples, max_tokens)
     trees.sort(key=lambda tree: (-max(len(samples[i].tokens) for i in tree.members), tree.members))
-    return [_pack(samples, bin_, share_prefix, device) for bin_ in _fill(trees, max_tokens)]
+    device = torch.device(device)
+    bins = _fill(trees, max_tokens)
+    return [to_device(_pack(samples, trees, share_prefix), device) for trees in bins]
 
 
 def balanced_parts(samples: Sequence[Sample], num_parts: int) -> list[list[int]]:
@@ -194,9 +201,8 @@ def _fill(trees: list[_Tree], max_tokens: int) -> Iterator[list[_Tree]]:
     yield taken
 
 
-def _pack(
-    samples: Sequence[Sample], trees: list[_Tree], shared: bool, device: torch.device | str
-) -> MicroBatch:
+def _pack(samples: Sequence[Sample], trees: list[_Tree], shared: bool) -> MicroBatch:
+    """On the CPU."""
     ids: list[int] = []
     positions: list[int] = []
     rows: list[int] = []
@@ -226,25 +232,30 @@ def _pack(
 
     def per_prediction(values: list[list[float]] | list[list[int]], dtype: torch.dtype) -> Tensor:
         flat = [x for i in index for x in values[i][1:]]
-        return torch.tensor(flat, dtype=dtype, device=device)
+        return torch.tensor(flat, dtype=dtype)
 
+    loss_mask_T = per_prediction([s.loss_mask for s in samples], torch.float32)
+    place = {i: rank for rank, i in enumerate(sorted(index))}
     sequence_ids = [i for i in index for _ in samples[i].tokens[1:]]
     lengths = [end - begin for begin, end in pairwise(cu_seqlens)]
     has_tree = any(tree.prefix for tree in trees)
     return MicroBatch(
-        ids_N=torch.tensor(ids, device=device),
-        positions_N=torch.tensor(positions, device=device),
-        cu_seqlens=torch.tensor(cu_seqlens, dtype=torch.int32, device=device),
+        ids_N=torch.tensor(ids),
+        positions_N=torch.tensor(positions),
+        cu_seqlens=torch.tensor(cu_seqlens, dtype=torch.int32),
+        bounds=cu_seqlens,
         max_seqlen=max(lengths),
         prefix_of_S=prefix_of if shared and has_tree else None,
-        rows_T=torch.tensor(rows, device=device) if has_tree else None,
+        rows_T=torch.tensor(rows) if has_tree else None,
         target_ids_T=per_prediction([s.tokens for s in samples], torch.int64),
-        loss_mask_T=per_prediction([s.loss_mask for s in samples], torch.float32),
+        loss_mask_T=loss_mask_T,
         fields_T={
             name: per_prediction([s.fields[name] for s in samples], torch.float32)
             for name in samples[0].fields
         },
-        sequence_ids_T=torch.tensor(sequence_ids, device=device),
+        counted_P=loss_mask_T.nonzero().squeeze(1),
+        sequence_ids_T=torch.tensor(sequence_ids),
+        local_ids_T=torch.tensor([place[i] for i in sequence_ids]),
         index=index,
         starts=starts,
     )
@@ -261,10 +272,37 @@ def zeros_like_tokens(samples: Sequence[Sample]) -> list[Tensor]:
     return [torch.zeros(len(sample.tokens)) for sample in samples]
 
 
+def collect_all(
+    samples: Sequence[Sample], micros: Sequence[MicroBatch], values_T: Sequence[Tensor]
+) -> list[Tensor]:
+    """For each sample its values, of all micro-batches' ones; the host waits once for them."""
+    found = zeros_like_tokens(samples)
+    for micro, values in zip(micros, to_host(values_T), strict=True):
+        collect(found, micro, values)
+    return found
+
+
 def collect(per_sample: list[Tensor], micro: MicroBatch, values_T: Tensor) -> None:
     """Put a micro-batch's values where its samples are; the first token of each has none: 0."""
     for index, values in micro.split(values_T.cpu()):
         per_sample[index] = torch.cat([values.new_zeros(1), values])
+
+
+def read_sums(
+    losses: Sequence[Tensor], sums_of: Sequence[Mapping[str, Tensor | float]]
+) -> tuple[float, dict[str, float]]:
+    """The losses of all micro-batches added, and their statistics by name, in one copy."""
+    on_device = [x.detach() for sums in sums_of for x in sums.values() if isinstance(x, Tensor)]
+    found = [float(x) for x in to_host([*losses, *on_device])]
+    stats: dict[str, float] = {}
+    values = iter(found[len(losses) :])
+    for sums in sums_of:
+        read = {name: next(values) if isinstance(x, Tensor) else x for name, x in sums.items()}
+        add_sums(stats, read)
+    total = 0.0
+    for loss in found[: len(losses)]:
+        total += loss
+    return total, stats
 
 
 def add_sums(totals: dict[str, float], sums: Mapping[str, Tensor | float]) -> None:

@@ -37,7 +37,7 @@ class Part:
     context: AttentionContext
     rows: Tensor | None  # the row that predicts each target; None: row i predicts target i
     target_ids: Tensor
-    loss_mask: Tensor
+    counted: Tensor  # the predictions whose loss mask is not 0
     ring: ContextSplit | None = None
 
 
@@ -71,11 +71,11 @@ class Scorer:
             ring = ContextSplit(micro, self._mesh)
             ids, positions = ring.take(micro.ids_N), ring.take(micro.positions_N)
             targets, mask = ring.take(micro.target_ids_T), ring.take(micro.loss_mask_T)
-            return Part(ids, positions, ring, None, targets, mask, ring)
+            return Part(ids, positions, ring, None, targets, mask.nonzero().squeeze(1), ring)
         context: AttentionContext = PackedContext(micro.cu_seqlens, micro.max_seqlen)
         if micro.prefix_of_S is not None:
-            context = SharedPrefixContext(micro.cu_seqlens, micro.prefix_of_S, self.model.dtype)
-        scored = (micro.rows_T, micro.target_ids_T, micro.loss_mask_T)
+            context = SharedPrefixContext(micro.bounds, micro.prefix_of_S, self.model.dtype)
+        scored = (micro.rows_T, micro.target_ids_T, micro.counted_P)
         return Part(micro.ids_N, micro.positions_N, context, *scored)
 
     def score(
@@ -90,7 +90,7 @@ class Scorer:
         """logp_T and entropy_T of the micro-batch's predictions from the final hidden states."""
         rows, targets, picked = part.rows, part.target_ids, None
         if only_masked:
-            picked = part.loss_mask.nonzero().squeeze(1)
+            picked = part.counted
             rows = picked if rows is None else rows[picked]
             targets = targets[picked]
         hidden_PD = hidden_ND if rows is None else hidden_ND.index_select(0, rows)

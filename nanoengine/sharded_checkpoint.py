@@ -33,6 +33,7 @@ from nanoengine.checkpoint import (
     clear_leftovers,
     explain_write_error,
     free_name,
+    next_serial,
     point_latest,
     prune,
     sync_folder,
@@ -217,6 +218,7 @@ class ShardedWriter:
             temporary,
             {
                 "format": SHARDED_FORMAT,
+                "serial": next_serial(self.root),
                 "step": step,
                 "files": {name: part["file"] for name, part in zip(names, parts, strict=True)},
                 "pieces": {name: part["pieces"] for name, part in zip(names, parts, strict=True)},

@@ -12,12 +12,14 @@ from nanoinfer.scheduler import Step
 from nanoinfer.sequence import Sequence
 
 
-def take_scores(step: Step, scores: list[float]) -> None:
+def take_scores(step: Step, scores: list[float], tops: list[list[tuple[int, float]]]) -> None:
     """Log-probs of prompt tokens. Call before the scheduler's `commit`."""
     done = 0
     for seq, num_new in zip(step.seqs, step.num_new, strict=True):
         count = len(seq.unscored(num_new))
         seq.prompt_logps += scores[done : done + count]
+        if seq.params.top_logps:
+            seq.prompt_top_logps += tops[done : done + count]
         done += count
 
 

@@ -1,8 +1,9 @@
 """Bodies of HTTP requests: what they may hold, and the `SamplingParams` they mean.
 
-Unknown fields, wrong types and values out of range are refused by name, never ignored. `user`
-alone is accepted and has no effect. Beyond the OpenAI API: top_k, min_p, repetition_penalty,
-stop_token_ids, ignore_eos, allowed_token_ids, priority and the three `guided_*`.
+Unknown fields, wrong types and values out of range are refused by name, never ignored, but for
+those that cannot change an answer (`ignored`): they have no effect. A null is a field left out.
+Beyond the OpenAI API: top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos,
+allowed_token_ids, logprobs_mode, priority, request_id, return_token_ids and the three `guided_*`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
 
-from nanoinfer.sampling import Grammar, SamplingParams
+from nanoinfer.sampling import Grammar, LogpsMode, SamplingParams
 from nanoinfer.tool_calls import call_schema
 
 MAX_TOP_LOGPROBS = 20  # the OpenAI API's limit
@@ -25,15 +26,28 @@ _TokenId = Annotated[int, Field(strict=True)]
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    ignored: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {k: v for k, v in given.items() if v is not None and k not in cls.ignored}
 
 
 class StreamOptions(_Strict):
+    ignored = frozenset({"include_obfuscation", "continuous_usage_stats"})
     include_usage: StrictBool = False
 
 
 class Sampling(_Strict, ABC):
     """The fields that chat and plain completions share."""
 
+    ignored = frozenset(
+        {"metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"}
+        | {"safety_identifier", "service_tier", "store", "user"}
+    )
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1, strict=True)
     temperature: float = Field(1.0, ge=0, le=10)
@@ -56,7 +70,11 @@ class Sampling(_Strict, ABC):
     guided_regex: _Text | None = None
     guided_choice: list[_Text] | None = None
     priority: int = Field(0, strict=True)
-    user: str | None = None
+    request_id: _Text | None = None
+    """By which /abort finds it; default: the answer's id."""
+    logprobs_mode: LogpsMode = "tempered"
+    """Log-probs at the request's temperature, or "raw", at temperature 1."""
+    return_token_ids: StrictBool = False
 
     @property
     def is_usage_wanted(self) -> bool:
@@ -97,6 +115,7 @@ class Sampling(_Strict, ABC):
             ignore_eos=self.ignore_eos,
             detokenize=True,
             top_logps=self.num_top or 0,
+            logps_mode=self.logprobs_mode,
         )
 
 
@@ -109,6 +128,8 @@ class Completion(Sampling):
         | Annotated[list[str], Field(min_length=1)]
         | Annotated[list[list[_TokenId]], Field(min_length=1)]
     )
+    add_special_tokens: StrictBool = True
+    """Begin a prompt of text with the BOS of a tokenizer that adds one."""
     echo: StrictBool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, strict=True)
 
@@ -155,12 +176,16 @@ class CalledFunction(_Strict):
 
 
 class Call(_Strict):
+    ignored = frozenset({"index"})
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
 class ChatMessage(_Strict):
+    """Also one that an answer held, sent back as it was."""
+
+    ignored = frozenset({"annotations", "audio", "function_call", "reasoning_content", "refusal"})
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
@@ -241,6 +266,7 @@ class Generate(_Strict):
     grammar is {"kind": ..., "value": ..., "choices": [...]}."""
 
     ids: list[_TokenId]
+    request_id: _Text | None = None
     params: dict[str, Any] = {}
     stream: StrictBool = False
     priority: int = Field(0, strict=True)
@@ -265,6 +291,19 @@ class Generate(_Strict):
             return SamplingParams(**fields)
         except (TypeError, AttributeError) as error:
             raise ValueError(f"params: {error}") from error
+
+
+class Abort(_Strict):
+    """/abort: the request of that id, or all."""
+
+    request_id: _Text | None = None
+    all: StrictBool = False
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> Abort:
+        if (self.request_id is not None) == self.all:
+            raise ValueError("give request_id, or all: true")
+        return self
 
 
 class UpdateWeights(_Strict):

@@ -7,7 +7,7 @@ null. Log-probs are the engine's `logps`: of the tempered distribution, before p
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,15 +21,16 @@ Json = dict[str, Any]
 Top = Sequence[Sequence[tuple[int, float]]]
 
 
-def usage(num_prompt: int, outputs: Iterable[Output]) -> Json:
-    """`num_prompt` counts each prompt once, however many completions it has."""
-    outputs = list(outputs)
+def usage(num_prompt: int, outputs: Sequence[Output], n: int) -> Json:
+    """`num_prompt` counts each prompt once, however many completions (`n`) it has. What it found in
+    the cache is what the first of them found: the others find what that one computed."""
     num_sampled = sum(len(output.ids) for output in outputs)
+    num_cached = sum(output.num_cached_tokens for output in outputs[::n])
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_sampled,
         "total_tokens": num_prompt + num_sampled,
-        "prompt_tokens_details": {"cached_tokens": sum(o.num_cached_tokens for o in outputs)},
+        "prompt_tokens_details": {"cached_tokens": num_cached},
     }
 
 
@@ -57,7 +58,7 @@ def text_logprobs(
     tokenizer: ChatTokenizer,
     ids: Sequence[int],
     logps: Sequence[float | None],
-    top: Top,
+    top: Sequence[Sequence[tuple[int, float]] | None],
     offset: int = 0,
 ) -> Json:
     """`offset` is where the text of the first token begins in the answer's text."""
@@ -65,7 +66,7 @@ def text_logprobs(
     offsets = [offset]
     for text in tokens[:-1]:
         offsets.append(offsets[-1] + len(text))
-    tops = [{tokenizer.decode([token]): logp for token, logp in row} for row in top]
+    tops = [row and {tokenizer.decode([token]): logp for token, logp in row} for row in top]
     return {
         "tokens": tokens,
         "token_logprobs": list(logps),
@@ -101,6 +102,7 @@ class ChatFormat:
     def __init__(self, tokenizer: ChatTokenizer, body: ChatCompletion) -> None:
         self.tokenizer = tokenizer
         self.has_logprobs = body.num_top is not None
+        self.has_ids = body.return_token_ids
         self.tools = ToolUse(bool(body.tool_specs()), body.is_tool_forced)
 
     def choice(self, index: int, _: list[int], output: Output) -> Json:
@@ -117,7 +119,7 @@ class ChatFormat:
             "message": message,
             "logprobs": logprobs,
             "finish_reason": "tool_calls" if calls else output.finish_reason,
-        }
+        } | ({"token_ids": output.ids} if self.has_ids else {})
 
     def start(self, index: int) -> ChatDeltas:
         return ChatDeltas(self, index)
@@ -148,14 +150,15 @@ class ChatDeltas:
         logprobs = None
         if self._form.has_logprobs:
             logprobs = chat_logprobs(self._form.tokenizer, chunk.ids, chunk.logps, chunk.top_logps)
-        if not delta and reason is None and logprobs is None:
+        ids = {"token_ids": chunk.ids} if self._form.has_ids else {}
+        if not delta and reason is None and logprobs is None and not ids:
             return None
         return {
             "index": self._index,
             "delta": delta,
             "logprobs": logprobs,
             "finish_reason": reason,
-        }
+        } | ids
 
     def _safe(self) -> int:
         if self._form.tools.is_forced:
@@ -176,19 +179,24 @@ class TextFormat:
     def __init__(self, tokenizer: ChatTokenizer, body: Completion) -> None:
         self.tokenizer = tokenizer
         self.has_logprobs = body.logprobs is not None
+        self.has_ids = body.return_token_ids
         self._echo = body.echo
 
     def choice(self, index: int, prompt: list[int], output: Output) -> Json:
-        text, ids, top = output.text or "", output.ids, output.top_logps
+        text, ids = output.text or "", output.ids
+        top: Sequence[Sequence[tuple[int, float]] | None] = output.top_logps
         logps: list[float | None] = [*output.logps]
         if self._echo:
             text = self.tokenizer.decode(prompt, skip_special=True) + text
             ids = prompt + ids
             logps = [None, *output.prompt_logps, *logps]
-            top = [[] for _ in prompt] + top if top else []
+            top = [None, *output.prompt_top_logps, *top] if top else []
         logprobs = text_logprobs(self.tokenizer, ids, logps, top) if self.has_logprobs else None
         reason = output.finish_reason
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        if self.has_ids:
+            choice |= {"token_ids": output.ids, "prompt_token_ids": prompt}
+        return choice
 
     def start(self, index: int) -> TextDeltas:
         return TextDeltas(self, index)
@@ -212,11 +220,12 @@ class TextDeltas:
                 self._form.tokenizer, chunk.ids, chunk.logps, chunk.top_logps, self._offset
             )
             self._offset += sum(map(len, logprobs["tokens"]))
-        if not chunk.text and reason is None and logprobs is None:
+        ids = {"token_ids": chunk.ids} if self._form.has_ids else {}
+        if not chunk.text and reason is None and logprobs is None and not ids:
             return None
         return {
             "index": self._index,
             "text": chunk.text,
             "logprobs": logprobs,
             "finish_reason": reason,
-        }
+        } | ids

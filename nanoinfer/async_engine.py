@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from nanoengine.model.device import worker_thread
+from nanoinfer.cancellation import to_the_end
 from nanoinfer.engine import LLMEngine
 from nanoinfer.sampling import Output, SamplingParams
 from nanoinfer.streams import Chunk, TokenStream
@@ -39,10 +41,9 @@ class AsyncEngine:
         self._owns_executor = executor is None
         if use_thread and executor is None:
             num_threads = torch.get_num_threads()  # else the worker's first op would set its own
-            self._executor = ThreadPoolExecutor(
-                1, "nanoinfer", torch.set_num_threads, (num_threads,)
-            )
+            self._executor = worker_thread("nanoinfer", engine.model.device, num_threads)
         self._callers: dict[int, asyncio.Future[Output] | TokenStream] = {}
+        self._names: dict[int, str | None] = {}  # of the same requests
         self._loop: asyncio.AbstractEventLoop | None = None
         self._between_steps = asyncio.Lock()
         self._can_step = asyncio.Event()
@@ -52,26 +53,30 @@ class AsyncEngine:
     def version(self) -> int:
         return self.engine.version
 
-    async def generate(self, ids: Ids[int], params: SamplingParams, priority: int = 0) -> Output:
-        """Complete `ids`. Cancelling the caller aborts the request."""
+    async def generate(
+        self, ids: Ids[int], params: SamplingParams, priority: int = 0, name: str | None = None
+    ) -> Output:
+        """Complete `ids`. Cancelling the caller aborts the request; `abort(name)` ends it."""
         self._bind()
         future: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
-        handle = await self._add(ids, params, priority, future)
+        handle = await self._add(ids, params, priority, name, future)
         try:
             return await future
         except asyncio.CancelledError:
             await self._drop(handle)
             raise
+        finally:
+            del self._names[handle]
 
     async def stream(
-        self, ids: Ids[int], params: SamplingParams, priority: int = 0
+        self, ids: Ids[int], params: SamplingParams, priority: int = 0, name: str | None = None
     ) -> AsyncGenerator[Chunk, None]:
         """Complete `ids`, handing out tokens as they are sampled; the last chunk has the `Output`.
         Closing the iterator (`contextlib.aclosing`) or cancelling its reader aborts the request.
         """
         self._bind()
         stream = TokenStream()
-        handle = await self._add(ids, params, priority, stream)
+        handle = await self._add(ids, params, priority, name, stream)
         try:
             is_last = False
             while not is_last:
@@ -79,6 +84,7 @@ class AsyncEngine:
                 is_last = chunk.output is not None
                 yield chunk
         finally:
+            del self._names[handle]
             await self._drop(handle)
 
     async def _add(
@@ -86,22 +92,37 @@ class AsyncEngine:
         ids: Ids[int],
         params: SamplingParams,
         priority: int,
+        name: str | None,
         caller: asyncio.Future[Output] | TokenStream,
     ) -> int:
         async with self._between_steps:
             handle = self.engine.add(ids, params, priority)
             self._callers[handle] = caller
+            self._names[handle] = name
         self._start_driver()
         return handle
 
     async def _drop(self, handle: int) -> None:
         """Abort a request if it is still in flight."""
         if self._callers.pop(handle, None) is not None:
-            await asyncio.shield(self._abort(handle))  # done even if cancelled once more
+            await to_the_end(self._abort(handle))
 
     async def _abort(self, handle: int) -> None:
         async with self._between_steps:
             self.engine.abort(handle)
+
+    async def abort(self, name: str | None = None) -> int:
+        """End the requests of that name, or all, between two steps; how many. Their callers get
+        what they have, finish_reason "abort"."""
+        self._bind()
+        async with self._between_steps:
+            handles = [h for h in self._callers if name is None or self._names[h] == name]
+            for handle in handles:
+                output = self.engine.abort(handle)
+                caller = self._callers.pop(handle)
+                if output is not None and not caller.done():
+                    caller.set_result(output)
+        return len(handles)
 
     async def pause(self) -> None:
         """No step runs after this returns; requests wait."""
@@ -221,9 +242,4 @@ class AsyncEngine:
         if self._executor is None:
             return function(*args)
         loop = asyncio.get_running_loop()
-        work = loop.run_in_executor(self._executor, function, *args)
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            await asyncio.gather(work, return_exceptions=True)  # a step cannot be left half way
-            raise
+        return await to_the_end(loop.run_in_executor(self._executor, function, *args))

@@ -89,15 +89,19 @@ class KVCache:
 
     def release(self) -> None:
         """Give the memory back, content and all; `allocate` before the next step."""
-        self.data = torch.empty(0, dtype=self.dtype)
+        self.data = self.data.new_empty(0)
         self.layers = []
         self.scratch = Scratch()
 
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy whole blocks in all layers. All are read before the first is written."""
-        if not copies:
-            return
-        sources, targets = torch.tensor(copies).to(self.data.device).T
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the memory is given back."""
+        return not self.layers
+
+    def copy_blocks(self, copies: Tensor) -> None:
+        """Copy whole blocks in all layers, `copies` [n, 2] from block to block, on the cache's
+        device. All are read before the first is written."""
+        sources, targets = copies.T
         data = self.data.view(index_dtype(self.dtype))
         data.index_copy_(2, targets, data.index_select(2, sources))
 
@@ -143,21 +147,16 @@ class PagedContext:
         max_seq_len: int,
     ) -> None:
         """`query_starts` [S + 1] and `seq_lens` [S] count tokens, new ones included in the latter.
-        On a GPU tensors that are there already are used as they are, and never read by the host;
-        a CPU plans the step from their values."""
+        All tensors lie on the cache's device. A GPU wants int32 tensors, which the host never
+        reads; a CPU plans the step from the values."""
         self._cache = cache
         self._max_query_len = max_query_len
         self._max_seq_len = max_seq_len
-        device = cache.data.device
         self._plan: PagedPlan | None = None
         self._rows: Tensor | None = None
-        # a GPU gets the step's indices once for all layers
-        self._slots_T, self._tables = slots_T.to(device), block_tables.to(device)
+        self._slots_T, self._tables = slots_T, block_tables
         self._starts, self._lens = query_starts, seq_lens
-        if device.type != "cpu":
-            self._starts = torch.as_tensor(query_starts, dtype=torch.int32, device=device)
-            self._lens = torch.as_tensor(seq_lens, dtype=torch.int32, device=device)
-        else:
+        if cache.data.device.type == "cpu":
             any_layer = cache.layers[0][0]
             self._plan = make_paged_plan(
                 query_starts,
@@ -172,10 +171,13 @@ class PagedContext:
 
     @classmethod
     def of_step(cls, cache: KVCache, step: StepInput) -> PagedContext:
-        starts = step.query_starts
-        longest = max(b - a for a, b in pairwise(starts))
-        lens = step.seq_lens
-        return cls(cache, step.slots_T, starts, lens, step.block_tables, longest, max(lens))
+        longest = max(b - a for a, b in pairwise(step.query_starts))
+        starts: Tensor | list[int] = step.starts
+        lens: Tensor | list[int] = step.lens
+        if cache.data.device.type == "cpu":
+            starts, lens = step.query_starts, step.seq_lens
+        tables, limit = step.block_tables, max(step.seq_lens)
+        return cls(cache, step.slots_T, starts, lens, tables, longest, limit)
 
     @property
     def native(self) -> tuple[Tensor, Tiles] | None:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nanoinfer.device_sampler import DeviceSampling
 from nanoinfer.sampler import SamplingBatch
 from nanoinfer.scheduler import Step
 from nanoinfer.sequence import Sequence
@@ -24,27 +26,54 @@ from nanoinfer.sequence import Sequence
 class StepInput:
     """One forward pass. `sampled` are the positions in T whose logits are wanted, None for all: of
     a sequence whose tokens are all computed the last one, and its drafts. `sampling` has one entry
-    for each of them."""
+    for each of them.
+
+    As it is built its tensors are the CPU's; the runner sends them to a GPU all at once, with what
+    only a GPU needs: `static` and `drawing`."""
 
     ids_T: Tensor
     positions_T: Tensor
     slots_T: Tensor
     query_starts: list[int]  # [S + 1]
     seq_lens: list[int]  # [S], keys, new tokens included
+    starts: Tensor  # `query_starts` and `seq_lens` again, int32, for kernels to read
+    lens: Tensor
     block_tables: Tensor  # [S, blocks]
-    copies: list[tuple[int, int]]
+    copies: Tensor | None  # [copies, 2], from block to block
     sampled: Tensor | None
     sampling: SamplingBatch
     scored: Scored | None = None
+    static: StaticRows | None = None
+    drawing: DeviceSampling | None = None
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Prompt tokens whose log-probs are wanted, one entry each."""
+    """Prompt tokens whose log-probs are wanted, one entry each, like temperatures together."""
 
     rows: Tensor  # in T, whose hidden state predicts the token
     ids: Tensor
-    temperatures: list[float]
+    spans: list[tuple[float, int, int]]  # temperature, and its entries [lo, hi)
+    order: list[int]  # the place of each entry in the order of the step
+    ranked: Ranked | None = None  # those that want the likeliest tokens too
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """Of the scored entries those whose likeliest tokens are wanted."""
+
+    rows: Tensor  # as `Scored.rows`
+    spans: list[tuple[float, int, int]]
+    order: list[int]
+    counts: list[int]  # of likeliest tokens
+
+
+@dataclass(frozen=True)
+class StaticRows:
+    """A decode step, padded with sequences of one token to a size that has a graph."""
+
+    rows: Tensor  # [4, size]: ids, positions, slots, lengths
+    tables: Tensor  # [size, blocks]
 
 
 class Batch:
@@ -82,8 +111,10 @@ class Batch:
             slots_T=torch.from_numpy(blocks * self.block_size + positions % self.block_size),
             query_starts=[0, *ends.tolist()],
             seq_lens=lens.tolist(),
+            starts=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
+            lens=torch.from_numpy(lens.astype(np.int32)),
             block_tables=torch.from_numpy(self._tables[rows, :width]),
-            copies=step.copies,
+            copies=torch.tensor(step.copies) if step.copies else None,
             sampled=None if len(sampled) == ends[-1] else torch.from_numpy(sampled),
             sampling=self._sampling([step.seqs[i] for i in of_seq[sampled]], positions[sampled]),
             scored=_scored(step),
@@ -114,6 +145,7 @@ class Batch:
             min_ps=self._min_ps[rows],
             edits={i: seq.edits for i, seq in enumerate(seqs) if seq.edits is not None},
             num_top={i: seq.params.top_logps for i, seq in enumerate(seqs) if seq.params.top_logps},
+            raw_rows=[i for i, seq in enumerate(seqs) if seq.params.logps_mode == "raw"],
         )
 
 
@@ -129,14 +161,34 @@ def _new_ids(step: Step) -> Rows[int]:
 
 
 def _scored(step: Step) -> Scored | None:
-    rows: list[int] = []
-    ids: list[int] = []
-    temperatures: list[float] = []
+    found: list[tuple[float, int, int, int, int]] = []  # temperature, place, row, id, likeliest
     start = 0
     for seq, num_new in zip(step.seqs, step.num_new, strict=True):
         for position in seq.unscored(num_new):
-            rows.append(start + position - seq.num_computed)
-            ids.append(seq.ids[position + 1])
-            temperatures.append(seq.params.temperature)
+            row = start + position - seq.num_computed
+            next_id, params = seq.ids[position + 1], seq.params
+            found.append((params.logps_temperature, len(found), row, next_id, params.top_logps))
         start += num_new
-    return Scored(torch.tensor(rows), torch.tensor(ids), temperatures) if rows else None
+    if not found:
+        return None
+    found.sort()
+    temperatures, order, rows, ids, counts = (list(column) for column in zip(*found, strict=True))
+    asked = [i for i, count in enumerate(counts) if count]
+    ranked = None
+    if asked:
+        ranked = Ranked(
+            torch.tensor([rows[i] for i in asked]),
+            _spans([temperatures[i] for i in asked]),
+            [order[i] for i in asked],
+            [counts[i] for i in asked],
+        )
+    return Scored(torch.tensor(rows), torch.tensor(ids), _spans(temperatures), order, ranked)
+
+
+def _spans(temperatures: list[float]) -> list[tuple[float, int, int]]:
+    """Runs of equal temperatures: (temperature, first, behind the last)."""
+    spans = []
+    for temperature, members in groupby(enumerate(temperatures), lambda entry: entry[1]):
+        places = [i for i, _ in members]
+        spans.append((temperature, places[0], places[-1] + 1))
+    return spans

@@ -75,9 +75,6 @@ class BlockManager:
         """Forget all content; from now on digests are those of policy `version`. Blocks still
         referred to stay allocated, but nobody else will find them."""
         self._salt = hashlib.blake2b(version.to_bytes(8, "little", signed=True)).digest()[:16]
-        for block in list(self._free):
-            if block in self._sibling_key:
-                self._free.move_to_end(block, last=False)
         self._by_digest.clear()
         self._digest.clear()
         self._siblings.clear()

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.http_io import ApiError, Emit, EventStream, while_connected
 from nanoinfer.prometheus import HttpMetrics
-from nanoinfer.sampling import Output, SamplingParams
+from nanoinfer.sampling import Grammar, Output, SamplingParams
 from nanoinfer.streams import Chunk
 
 Event = dict[str, Any]
@@ -32,8 +32,20 @@ class HttpLimits:
 
     max_body_bytes: int = 4 << 20
     """Longest request body."""
+    max_connections: int = 2048
+    """Connections at a time; more are closed at once."""
+    head_timeout_s: float = 10.0
+    """The head of a request must have arrived within this time; the connection is closed
+    otherwise."""
+    max_choices: int = 1024
+    """Texts in a guided_choice."""
+    max_grammar_chars: int = 1 << 16
+    """Length of a grammar, of all choices together: what a client may make the server compile."""
     body_timeout_s: float = 30.0
     """A body must have arrived within this time."""
+    send_timeout_s: float = 60.0
+    """A client must take some of its answer within this time; the connection is closed and the
+    request aborted otherwise. As nginx's send_timeout."""
     request_timeout_s: float = 600.0
     """A completion must have ended within this time; it is aborted otherwise."""
     max_completions: int = 1024
@@ -59,7 +71,7 @@ class Completions:
         self._limits = limits
         self._metrics = metrics
 
-    def admit(
+    async def admit(
         self, prompts: Sequence[list[int]], n: int, params: Callable[[int], SamplingParams]
     ) -> list[Job]:
         """The jobs of a request, all valid. `params` is given the room that a prompt leaves."""
@@ -72,13 +84,27 @@ class Completions:
         jobs: list[Job] = []
         for ids in prompts:
             each = params(max(1, self._client.engine.room(len(ids))))
-            self._client.engine.validate(ids, each)
+            self._check_size(each.grammar)
+            # a thread, since a grammar may take a second to compile
+            await asyncio.to_thread(self._client.engine.validate, ids, each)
             jobs += [Job(len(jobs) + i, ids, member) for i, member in enumerate(each.members())]
         return jobs
 
-    async def run(self, request: Request, jobs: list[Job], priority: int) -> list[Output]:
-        """Outputs in the order of the jobs."""
-        work = self._run(jobs, priority, None)
+    def _check_size(self, grammar: Grammar | None) -> None:
+        if grammar is None:
+            return
+        limits, size = self._limits, len(grammar.value) + sum(map(len, grammar.choices))
+        if len(grammar.choices) > limits.max_choices or size > limits.max_grammar_chars:
+            raise ValueError(
+                f"grammar {grammar.kind}: {len(grammar.choices)} choices, {size} characters; at "
+                f"most {limits.max_choices} and {limits.max_grammar_chars}"
+            )
+
+    async def run(
+        self, request: Request, jobs: list[Job], priority: int, name: str
+    ) -> list[Output]:
+        """Outputs in the order of the jobs. By `name` all of them can be aborted."""
+        work = self._run(jobs, priority, name, None)
         return await while_connected(request.receive, work, self._limits.request_timeout_s)
 
     def stream(
@@ -87,6 +113,7 @@ class Completions:
         priority: int,
         to_event: Callable[[Job, Chunk], Event | None],
         on_error: Callable[[BaseException], ApiError],
+        name: str,
         first: Sequence[Event] = (),
         last: Callable[[list[Output]], Event] | None = None,
     ) -> Response:
@@ -101,27 +128,31 @@ class Completions:
                 if event is not None:
                     await emit(event)
 
-            outputs = await self._run(jobs, priority, on_chunk)
+            outputs = await self._run(jobs, priority, name, on_chunk)
             if last is not None:
                 await emit(last(outputs))
 
         return EventStream(work, self._limits.request_timeout_s, on_error)
 
-    async def _run(self, jobs: list[Job], priority: int, on_chunk: OnChunk | None) -> list[Output]:
+    async def _run(
+        self, jobs: list[Job], priority: int, name: str, on_chunk: OnChunk | None
+    ) -> list[Output]:
         self._metrics.num_active += len(jobs)
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._one(job, priority, on_chunk)) for job in jobs]
+                tasks = [
+                    group.create_task(self._one(job, priority, name, on_chunk)) for job in jobs
+                ]
             return [task.result() for task in tasks]
         finally:
             self._metrics.num_active -= len(jobs)
 
-    async def _one(self, job: Job, priority: int, on_chunk: OnChunk | None) -> Output:
+    async def _one(self, job: Job, priority: int, name: str, on_chunk: OnChunk | None) -> Output:
         if on_chunk is None:
-            return await self._client.generate(job.ids, job.params, priority)
+            return await self._client.generate(job.ids, job.params, priority, name)
         start, output = time.perf_counter(), None
         is_first = True
-        async with aclosing(self._client.stream(job.ids, job.params, priority)) as chunks:
+        async with aclosing(self._client.stream(job.ids, job.params, priority, name)) as chunks:
             async for chunk in chunks:
                 if is_first:
                     self._metrics.first_token_s.observe(time.perf_counter() - start)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from nanoengine.model.transformer import Transformer
 from nanoinfer.attention_backends import KVCache, PagedContext
-from nanoinfer.batch import StepInput
+from nanoinfer.batch import StaticRows, StepInput
 
 Work = Callable[[], None]
 Capture = Callable[[Work], Work]
@@ -64,7 +64,11 @@ class CudaCapture:
                     work()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            # In the default mode an allocation of any other thread, such as the optimizer's, would
+            # break the capture.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+            ):
                 work()
         return graph.replay
 
@@ -81,30 +85,31 @@ class _Inputs:
         assert cache.padding_block is not None, "make the cache with has_padding_block"
         self._padding_block = cache.padding_block
         self._padding_slot = cache.padding_block * cache.block_size
-        self._host = torch.zeros(4, size, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._size = size
         self._rows = torch.zeros(4, size, dtype=torch.int64, device=device)
         self.ids, self.positions, self.slots, self.lens = self._rows
+        self.slots.fill_(self._padding_slot)
+        self.lens.fill_(1)
         shape = (size, cache.blocks_per_seq)
         self.tables = torch.full(shape, self._padding_block, device=device)
         self.starts = torch.arange(size + 1, dtype=torch.int32, device=device)
-        self._write_rows(0)
 
-    def write(self, step: StepInput) -> None:
-        """Copy the step in. The host's buffer may be written again once the step's result was
-        read: the copy from it is done by then."""
+    def padded(self, step: StepInput) -> StaticRows:
+        """The step as it comes from the host, with its rows of padding."""
         num_seqs, width = step.block_tables.shape
-        columns = (step.ids_T, step.positions_T, step.slots_T, torch.tensor(step.seq_lens))
-        for row, column in zip(self._host, columns, strict=True):
+        rows = torch.zeros(4, self._size, dtype=torch.int64)
+        rows[2, num_seqs:], rows[3, num_seqs:] = self._padding_slot, 1
+        columns = (step.ids_T, step.positions_T, step.slots_T, step.lens)
+        for row, column in zip(rows, columns, strict=True):
             row[:num_seqs] = column
-        self._write_rows(num_seqs)
-        self.tables[:num_seqs, :width] = step.block_tables.to(self.tables.device)
-        self.tables[num_seqs:, 0] = self._padding_block
+        tables = torch.full((self._size, width), self._padding_block)
+        tables[:num_seqs] = step.block_tables
+        return StaticRows(rows, tables)
 
-    def _write_rows(self, num_seqs: int) -> None:
-        self._host[:2, num_seqs:] = 0
-        self._host[2, num_seqs:] = self._padding_slot
-        self._host[3, num_seqs:] = 1
-        self._rows.copy_(self._host, non_blocking=True)
+    def write(self, static: StaticRows) -> None:
+        """Copy a step in that is on the device."""
+        self._rows.copy_(static.rows)
+        self.tables[:, : static.tables.shape[1]].copy_(static.tables)
 
 
 class StaticDecode:
@@ -128,20 +133,26 @@ class StaticDecode:
         shape = (max_num_seqs, model.config.hidden_size)
         self._hidden = torch.zeros(shape, dtype=model.dtype, device=device)
 
-    def fits(self, step: StepInput) -> bool:
-        """Whether each sequence has one new token."""
-        return len(step.ids_T) == len(step.seq_lens) <= self.sizes[-1]
+    def padded(self, step: StepInput) -> StaticRows | None:
+        """What `run` takes of a step, to be sent to the device; None unless each sequence has one
+        new token, and there are not too many of them."""
+        num_seqs = len(step.seq_lens)
+        if len(step.ids_T) != num_seqs or num_seqs > self.sizes[-1]:
+            return None
+        return self._inputs[self._size_for(num_seqs)].padded(step)
 
-    def run(self, step: StepInput) -> Tensor:
-        """Hidden states [S, E] of a step that fits; valid until the next. Keys and values of its
-        tokens are in the cache afterwards."""
+    def run(self, static: StaticRows, num_seqs: int) -> Tensor:
+        """Hidden states [S, E] of a padded step on the device; valid until the next. Keys and
+        values of its tokens are in the cache afterwards."""
         if not self._replays:
             self._capture_all()
-        num_seqs = len(step.seq_lens)
-        size = next(size for size in self.sizes if size >= num_seqs)
-        self._inputs[size].write(step)
+        size = self._size_for(num_seqs)
+        self._inputs[size].write(static)
         self._replays[size]()
         return self._hidden[:num_seqs]
+
+    def _size_for(self, num_seqs: int) -> int:
+        return next(size for size in self.sizes if size >= num_seqs)
 
     def drop(self) -> None:
         """Forget the graphs, and the memory they hold."""

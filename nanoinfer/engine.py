@@ -11,6 +11,7 @@ Next: scheduler.py, block_manager.py, model_runner.py.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Ids
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kernels.host_memory import release_free_memory
+from nanoengine.model.device import release_memory
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.model.transformer import Transformer
 from nanoinfer.acceptance import take_samples, take_scores
@@ -32,6 +33,7 @@ from nanoinfer.model_runner import count_blocks, make_runner
 from nanoinfer.sampling import Output, SamplingParams
 from nanoinfer.scheduler import Scheduler, Step
 from nanoinfer.sequence import Sequence
+from nanoinfer.sizes import sized
 from nanoinfer.speculative import Drafter
 from nanoinfer.text import TextStream
 from nanoinfer.weights import update_weights
@@ -43,16 +45,17 @@ class InferConfig:
 
     num_blocks: int | None = None
     """Blocks of KV cache; None: as many as `cache_bytes` holds."""
-    cache_bytes: int = 1 << 30
-    """Memory of the KV cache where `num_blocks` is not given; on a CPU used only as it fills."""
+    cache_bytes: int = 0
+    """Memory of the KV cache where `num_blocks` is not given; on a CPU used only as it fills. 0,
+    here and below: chosen for the model's device (sizes.py), 1 GiB on a CPU."""
     populate_cache: bool = False
     """On a CPU take the cache's memory at the start, not as it fills: no token waits for a page."""
     block_size: int = 16
     """Tokens a block."""
-    max_batch_tokens: int = 512
-    """Tokens a step, decodes and prefill chunks together."""
-    max_num_seqs: int = 64
-    """Sequences that run at a time."""
+    max_batch_tokens: int = 0
+    """Tokens a step, decodes and prefill chunks together; 512 on a CPU, 8192 on a GPU."""
+    max_num_seqs: int = 0
+    """Sequences that run at a time; 64 on a CPU, 256 on a GPU."""
     prefix_caching: bool = True
     """Reuse the cache of earlier requests that started alike."""
     eos_ids: tuple[int, ...] | None = None
@@ -93,7 +96,7 @@ class LLMEngine:
     ) -> None:
         """`tokenizer` is for requests that name texts: stop texts, grammars, `detokenize`."""
         self.model = model
-        self.config = config
+        self.config = config = sized(config, model)
         self.version = version
         self.tokenizer = tokenizer
         self.is_paused = False
@@ -121,7 +124,8 @@ class LLMEngine:
         if params.n != 1:
             raise ValueError(f"n={params.n}: a handle is one completion; add params.members()")
         self.validate(ids, params)
-        seq = Sequence(self._next_handle, list(ids), params, self._eos_ids, priority)
+        seq = Sequence(self._next_handle, _integers(ids), params, self._eos_ids, priority)
+        self._next_handle += 1
         if params.is_edited:
             matcher = self._grammar_compiler().matcher(params.grammar) if params.grammar else None
             seq.edits = LogitEdits(seq.ids, seq.num_prompt, params, matcher)
@@ -129,7 +133,6 @@ class LLMEngine:
             seq.text = TextStream(self._need_tokenizer("stop or detokenize"), params.stop)
         self._scheduler.add(seq)
         self._sequences[seq.handle] = seq
-        self._next_handle += 1
         self._metrics.num_requests += 1
         self._metrics.prompt_tokens += len(ids)
         return seq.handle
@@ -151,25 +154,24 @@ class LLMEngine:
     def step(self) -> list[tuple[int, Output]]:
         """Run one step; returns the requests that finished, with their handles. Does nothing
         while paused or asleep."""
+        if not (self.is_paused or self.is_asleep):
+            start = time.perf_counter()
+            try:
+                step = self._scheduler.schedule()
+                if step.seqs:
+                    self._run(step)
+            except BaseException:  # Ctrl-C too, which may come at any line
+                self._scheduler.restart_all()  # block copies of this step may not have been made
+                raise
+            self._metrics.step_s += time.perf_counter() - start
         ready, self._ready = self._ready, []
-        if self.is_paused or self.is_asleep:
-            return ready
-        start = time.perf_counter()
-        step = self._scheduler.schedule()
-        if step.seqs:
-            ready += self._run(step)
-        self._metrics.step_s += time.perf_counter() - start
         return ready
 
-    def _run(self, step: Step) -> list[tuple[int, Output]]:
-        try:
-            result = self._runner.run(self._batch.build(step))
-        except BaseException:
-            self._scheduler.restart_all()  # block copies of this step may not have been made
-            raise
-        take_scores(step, result.scores)
+    def _run(self, step: Step) -> None:
+        result = self._runner.run(self._batch.build(step))
+        take_scores(step, result.scores, result.score_tops)
         self._scheduler.commit(step)
-        finished, row = [], 0
+        row = 0
         for seq in [seq for seq in step.seqs if seq.num_uncomputed == 0]:
             num_drafts = len(seq.drafts)
             num_taken = take_samples(seq, result, row, self.version)
@@ -179,12 +181,11 @@ class LLMEngine:
             self._metrics.accepted_tokens += num_taken - 1
             row += num_drafts + 1
             if seq.finish_reason is not None:
-                finished.append((seq.handle, self._take_out(seq)))
+                self._ready.append((seq.handle, self._take_out(seq)))
+                self._metrics.num_finished += 1
         assert row == len(result.tokens), "samples of no sequence"
         self._metrics.num_steps += 1
         self._metrics.computed_tokens += step.num_tokens
-        self._metrics.num_finished += len(finished)
-        return finished
 
     def _take_out(self, seq: Sequence) -> Output:
         del self._sequences[seq.handle]
@@ -207,18 +208,24 @@ class LLMEngine:
         for ids, p in zip(prompts, each, strict=True):
             self.validate(ids, p)
         members = [(ids, p) for ids, q in zip(prompts, each, strict=True) for p in q.members()]
-        handles = [self.add(ids, p) for ids, p in members]
-        missing, outputs = set(handles), {}
+        first = self._next_handle
+        mine = range(first, first + len(members))
+        outputs: dict[int, Output] = {}
         others: list[tuple[int, Output]] = []
-        while missing:
-            for handle, output in self.step():
-                if handle in missing:
-                    missing.remove(handle)
-                    outputs[handle] = output
-                else:
-                    others.append((handle, output))
-        self._ready = others
-        return [outputs[handle] for handle in handles]
+        try:
+            for ids, p in members:
+                self.add(ids, p)
+            while len(outputs) < len(members):
+                for handle, output in self.step():
+                    if handle in mine:
+                        outputs[handle] = output
+                    else:
+                        others.append((handle, output))
+        finally:  # nobody will ask for what an error or Ctrl-C left behind
+            for handle in mine:
+                self.abort(handle)
+            self._ready = others + [done for done in self._ready if done[0] not in mine]
+        return [outputs[handle] for handle in mine]
 
     @property
     def num_unfinished(self) -> int:
@@ -237,35 +244,37 @@ class LLMEngine:
         self._scheduler.restart_all()
         self._blocks.flush(self.version)
         self._runner.sleep()
-        release_free_memory()  # a process that keeps its large buffers would keep this one too
+        release_memory()  # a process that keeps its large buffers would keep this one too
         self.is_asleep = True
 
     def wake(self) -> None:
         if self.is_asleep:
+            release_memory()  # what the sleeper's neighbour has freed meanwhile
             self._runner.wake()
             self.is_asleep = False
 
     def update_weights(self, state: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights by Hugging Face tensors. `ValueError` on a wrong set of tensors, and
-        then the old version goes on serving. Every cache is dropped."""
+        then the old version goes on serving. Every cache is dropped. Asleep or paused too."""
         start = time.perf_counter()
         update_weights(self.model, state)
         self._start_version(version)
         self._metrics.update_s += time.perf_counter() - start
 
     def adopt_weights(self, version: int) -> None:
-        """The owner of `model` changed its weights in place, and repacked it: serve those."""
+        """The owner of `model` changed its weights in place, and repacked it: serve those. Asleep
+        or paused too."""
         self._start_version(version)
 
     def _start_version(self, version: int) -> None:
-        self._runner.refresh()
         self._scheduler.restart_all()
         for seq in self._sequences.values():
-            if len(seq.prompt_logps) < seq.num_prompt - 1:
-                seq.prompt_logps.clear()  # half a prompt scored by the old weights
+            seq.prompt_logps.clear()  # the old weights' scores
+            seq.prompt_top_logps.clear()
         self._blocks.flush(version)
         self.version = version
         self._metrics.num_weight_updates += 1
+        self._runner.refresh()  # last: if it fails, the version and the cache are true
 
     def metrics(self) -> dict[str, float]:
         """Totals (metrics.py) and the state of queues and cache."""
@@ -292,6 +301,7 @@ class LLMEngine:
         """`ValueError` for a request that could never run, naming what and why."""
         shape = self.model.config
         self._check_params(params)
+        ids = _integers(ids)
         if not ids:
             raise ValueError("ids: empty prompt; give at least one token")
         low, high = min(ids), max(ids)
@@ -325,3 +335,10 @@ class LLMEngine:
             tokenizer = self._need_tokenizer("grammar")
             self._grammars = GrammarCompiler(tokenizer, self.model.config.vocab_size)
         return self._grammars
+
+
+def _integers(ids: Ids[int]) -> list[int]:
+    try:
+        return [operator.index(token) for token in ids]
+    except TypeError as error:
+        raise ValueError(f"ids: must be integers: {error}") from error

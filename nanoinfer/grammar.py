@@ -8,6 +8,7 @@ Left out: tokens that the grammar forces are still sampled one at a time, by the
 from __future__ import annotations
 
 import json
+import re
 from functools import lru_cache
 from typing import Any
 
@@ -80,10 +81,10 @@ class GrammarCompiler:
         source = self._source(grammar)
         problem = self._library.LLMatcher.validate_grammar(source, self._trie)
         if problem and not problem.startswith("WARNING"):
-            raise ValueError(f"grammar {grammar.kind}: {problem.strip()}")
+            raise _refusal(grammar, problem)
         walker = self._library.LLMatcher(self._trie, source, log_level=0)
         if walker.is_error():
-            raise ValueError(f"grammar {grammar.kind}: {walker.get_error()}")
+            raise _refusal(grammar, walker.get_error())
         return walker
 
     def _source(self, grammar: Grammar) -> str:
@@ -92,10 +93,18 @@ class GrammarCompiler:
             try:
                 return str(make.grammar_from_json_schema(grammar.value))
             except ValueError as error:
-                raise ValueError(f"grammar json_schema: {error}") from error
+                raise _refusal(grammar, str(error)) from error
         if grammar.kind == "regex":
             return str(make.grammar_from_regex(grammar.value))
         if grammar.kind == "choice":
             texts = " | ".join(json.dumps(text) for text in grammar.choices)
             return str(make.grammar_from_lark(f"start: {texts}"))
         return str(make.grammar_from_lark(grammar.value))
+
+
+def _refusal(grammar: Grammar, problem: str) -> ValueError:
+    """One line of what the library says: the cause, without its own view of the source."""
+    lines = [line.strip() for line in problem.strip().splitlines()]
+    causes = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    cause = causes[0] if causes else re.sub(r"^(at )?\d+\(\d+\): ", "", lines[0])
+    return ValueError(f"grammar {grammar.kind}: is not valid: {cause[:200]}; correct it")

@@ -2,7 +2,8 @@
 
     /v1/chat/completions  /v1/completions  /v1/models     OpenAI's format
     /generate                                             token ids in, token ids out
-    /pause  /update_weights  /resume  /sleep  /wake       for the owner of the weights
+    /pause  /update_weights  /resume  /sleep  /wake       for the owner of the weights, with a key
+    /abort                                                ends requests, which answer what they have
     /health  /metrics
 
 A request is validated before the first byte of its answer, so a bad one is a 4xx and touches no
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import logging
 import time
 import uuid
@@ -32,7 +34,14 @@ from starlette.routing import Route
 
 from nanoengine.model.hf import read_state
 from nanoengine.model.tokenizer import ChatTokenizer
-from nanoinfer.api_requests import ChatCompletion, Completion, Generate, Sampling, UpdateWeights
+from nanoinfer.api_requests import (
+    Abort,
+    ChatCompletion,
+    Completion,
+    Generate,
+    Sampling,
+    UpdateWeights,
+)
 from nanoinfer.api_responses import ChatFormat, TextFormat, usage
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.completions import Completions, HttpLimits, Job
@@ -43,6 +52,7 @@ from nanoinfer.streams import Chunk
 
 LOG = logging.getLogger("nanoinfer.http")
 OPEN_ROUTES = frozenset({"/health"})
+CONTROL_ROUTES = frozenset({"/abort", "/pause", "/resume", "/sleep", "/wake", "/update_weights"})
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -58,6 +68,7 @@ class HttpApp:
         limits: HttpLimits,
         api_key: str | None = None,
         weights_root: Path | None = None,
+        allowed_hosts: tuple[str, ...] = (),
     ) -> None:
         self.client = client
         self.metrics = HttpMetrics()
@@ -67,13 +78,20 @@ class HttpApp:
         self._limits = limits
         self._api_key = api_key
         self._weights_root = weights_root
+        self._allowed_hosts = allowed_hosts
 
     def starlette(self) -> Starlette:
-        get = {"/health": self.health, "/metrics": self.scrape, "/v1/models": self.models}
+        get = {
+            "/health": self.health,
+            "/metrics": self.scrape,
+            "/v1/models": self.models,
+            "/v1/models/{name:path}": self.model,
+        }
         post = {
             "/v1/chat/completions": self.chat,
             "/v1/completions": self.complete,
             "/generate": self.generate,
+            "/abort": self.abort,
             "/pause": self._control(self.client.pause),
             "/resume": self._control(self.client.resume),
             "/sleep": self._control(self.client.sleep),
@@ -93,7 +111,7 @@ class HttpApp:
             start = time.perf_counter()
             try:
                 if path not in OPEN_ROUTES:
-                    self._check_key(request)
+                    self._check_key(request, path in CONTROL_ROUTES)
                 response = await handler(request)
             except Exception as error:
                 response = self._error(error).response()
@@ -103,10 +121,16 @@ class HttpApp:
 
         return endpoint
 
-    def _check_key(self, request: Request) -> None:
+    def _check_key(self, request: Request, is_control: bool) -> None:
         if self._api_key is None:
             if "origin" in request.headers:  # any web page can send requests to loopback
                 raise ApiError(403, "a browser's request; start the server with an API key")
+            host = request.url.hostname or ""
+            if not is_loopback(host) and host not in self._allowed_hosts:
+                # a page's own name that was made to lead here, which no Origin tells
+                raise ApiError(403, f"host {host!r} is not this server's; add it to allowed_hosts")
+            if is_control:
+                raise ApiError(403, "closed; start the server with an API key")
             return
         given = request.headers.get("authorization", "").encode()
         if not hmac.compare_digest(given, f"Bearer {self._api_key}".encode()):
@@ -141,7 +165,9 @@ class HttpApp:
                 add_generation_prompt=True,
                 tools=body.tool_specs() or None,
             )
-            jobs = self._jobs(body, [ids], body.max_completion_tokens or body.max_tokens)
+            jobs = await self._jobs(body, [ids], body.max_completion_tokens or body.max_tokens)
+        if body.return_token_ids:
+            head["prompt_token_ids"] = ids
         return await self._answer(request, body, jobs, head, ChatFormat(self._tokenizer, body))
 
     async def complete(self, request: Request) -> Response:
@@ -149,24 +175,27 @@ class HttpApp:
         head = self._head("cmpl", "text_completion", body)
         with _user_errors():
             prompts = await asyncio.to_thread(self._prompts, body)
-            jobs = self._jobs(body, prompts, body.max_tokens or 16)  # 16 as in OpenAI's API
+            jobs = await self._jobs(body, prompts, body.max_tokens or 16)  # 16 as in OpenAI's API
         return await self._answer(request, body, jobs, head, TextFormat(self._tokenizer, body))
 
     def _prompts(self, body: Completion) -> list[list[int]]:
         given: list[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         if isinstance(given[0], int):
             given = [given]
-        return [self._tokenizer.encode(p) if isinstance(p, str) else p for p in given]
+        adds, plain = self._tokenizer.encode_prompt, self._tokenizer.encode
+        encode = adds if body.add_special_tokens else plain
+        return [encode(p) if isinstance(p, str) else p for p in given]
 
     def _head(self, prefix: str, kind: str, body: Sampling) -> dict[str, Any]:
         if body.model is not None and body.model != self._model_name:
             raise ApiError(
                 404, f"model {body.model!r} is not served; this is {self._model_name!r}", "model"
             )
-        name, created = f"{prefix}-{uuid.uuid4().hex}", int(time.time())
+        name = body.request_id or f"{prefix}-{uuid.uuid4().hex}"
+        created = int(time.time())
         return {"id": name, "object": kind, "created": created, "model": self._model_name}
 
-    def _jobs(self, body: Sampling, prompts: list[list[int]], limit: int | None) -> list[Job]:
+    async def _jobs(self, body: Sampling, prompts: list[list[int]], limit: int | None) -> list[Job]:
         seed = uuid.uuid4().int % 2**63
 
         def params(room: int) -> SamplingParams:
@@ -174,7 +203,7 @@ class HttpApp:
             is_scored = isinstance(body, Completion) and body.echo and body.logprobs is not None
             return replace(made, prompt_logps=True) if is_scored else made
 
-        return self._completions.admit(prompts, body.n, params)
+        return await self._completions.admit(prompts, body.n, params)
 
     async def _answer(
         self,
@@ -184,14 +213,16 @@ class HttpApp:
         head: dict[str, Any],
         form: ChatFormat | TextFormat,
     ) -> Response:
-        num_prompt = sum(len(job.ids) for job in jobs) // body.n
+        num_prompt = sum(len(job.ids) for job in jobs[:: body.n])
         if not body.stream:
-            outputs = await self._completions.run(request, jobs, body.priority)
+            outputs = await self._completions.run(request, jobs, body.priority, head["id"])
             choices = [
                 form.choice(job.index, job.ids, output)
                 for job, output in zip(jobs, outputs, strict=True)
             ]
-            return JSONResponse(head | {"choices": choices, "usage": usage(num_prompt, outputs)})
+            return JSONResponse(
+                head | {"choices": choices, "usage": usage(num_prompt, outputs, body.n)}
+            )
         head["object"] = form.chunk_object
         states = [form.start(job.index) for job in jobs]
 
@@ -204,25 +235,30 @@ class HttpApp:
             body.priority,
             to_event,
             self._error,
+            head["id"],
             first=[head | {"choices": [c]} for state in states if (c := state.first) is not None],
-            last=(lambda outputs: head | {"choices": [], "usage": usage(num_prompt, outputs)})
+            last=(
+                lambda outputs: head | {"choices": [], "usage": usage(num_prompt, outputs, body.n)}
+            )
             if body.is_usage_wanted
             else None,
         )
 
     async def generate(self, request: Request) -> Response:
         body: Generate = await self._read(request, Generate)
+        name = body.request_id or uuid.uuid4().hex
         with _user_errors():
             params = body.sampling()
-            jobs = self._completions.admit([body.ids], params.n, lambda _: params)
+            jobs = await self._completions.admit([body.ids], params.n, lambda _: params)
         if body.stream:
             return self._completions.stream(
                 jobs,
                 body.priority,
                 lambda job, chunk: {"index": job.index, **asdict(chunk)},
                 self._error,
+                name,
             )
-        outputs = await self._completions.run(request, jobs, body.priority)
+        outputs = await self._completions.run(request, jobs, body.priority, name)
         return JSONResponse({"outputs": [asdict(output) for output in outputs]})
 
     # The owner of the weights
@@ -233,6 +269,10 @@ class HttpApp:
             return JSONResponse(self._state())
 
         return handler
+
+    async def abort(self, request: Request) -> Response:
+        body: Abort = await self._read(request, Abort)
+        return JSONResponse({"num_aborted": await self.client.abort(body.request_id)})
 
     async def update_weights(self, request: Request) -> Response:
         body: UpdateWeights = await self._read(request, UpdateWeights)
@@ -254,8 +294,15 @@ class HttpApp:
         return Response(self.metrics.render(self.client.metrics()), media_type=CONTENT_TYPE)
 
     async def models(self, _: Request) -> Response:
-        card = {"id": self._model_name, "object": "model", "created": 0, "owned_by": "nanoinfer"}
-        return JSONResponse({"object": "list", "data": [card]})
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        if request.path_params["name"] != self._model_name:
+            raise ApiError(404, f"this server has the model {self._model_name!r} alone", "model")
+        return JSONResponse(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        return {"id": self._model_name, "object": "model", "created": 0, "owned_by": "nanoinfer"}
 
     def _state(self) -> dict[str, Any]:
         engine = self.client.engine
@@ -264,6 +311,14 @@ class HttpApp:
             "is_paused": engine.is_paused,
             "is_asleep": engine.is_asleep,
         }
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address is this machine for itself."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 @contextmanager

@@ -51,16 +51,31 @@ async def read_body(request: Request, model: type[Body], max_bytes: int, limit_s
         raise ApiError(408, f"the body did not arrive within {limit_s:g} s") from None
     except ClientDisconnect:
         raise HungUpError from None
-    try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from None
+    value = _parse(raw)
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be a JSON object, not {type(value).__name__}")
     try:
         return model.model_validate(value)
     except ValidationError as error:
         raise _explained(error) from None
+
+
+def _parse(raw: bytes) -> Any:
+    try:
+        value = json.loads(raw, parse_constant=_refuse_constant)
+        if b"\\u" in raw:  # half a character, which no text and no answer could hold
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except UnicodeEncodeError:
+        raise ApiError(
+            400, "the body holds a lone surrogate (half a character): send whole characters"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 async def _read_bytes(request: Request, max_bytes: int) -> bytes:

@@ -13,6 +13,7 @@ import torch
 
 from nanoengine.model.chat_template import Message
 from nanoengine.model.config import ModelConfig
+from nanoengine.model.device import enter_device, resolve_device
 from nanoengine.model.hf import load_model
 from nanoengine.model.lora import merge_lora
 from nanoengine.model.tokenizer import ChatTokenizer
@@ -26,7 +27,8 @@ Prompt = str | Sequence[int]
 
 class LLM:
     """A model, its tokenizer and an engine. `lora` is an adapter in PEFT's format to merge. With a
-    `mesh` the model is split over its tp axis, and every rank makes the same calls."""
+    `mesh` the model is split over its tp axis, lies on its device, and every rank makes the same
+    calls."""
 
     def __init__(
         self,
@@ -34,26 +36,30 @@ class LLM:
         config: InferConfig | None = None,
         *,
         dtype: torch.dtype = torch.float32,
+        device: str = "auto",
         lora: str | Path | None = None,
         mesh: Mesh | None = None,
     ) -> None:
+        """`device` is auto (CUDA if there is any), cpu, cuda or cuda:N."""
+        place = resolve_device(device) if mesh is None else mesh.device
+        enter_device(place)
         self.tokenizer = ChatTokenizer.from_folder(folder)
         split = None
         if mesh is not None:
             split = TensorParallel.of(mesh, ModelConfig.from_folder(Path(folder)))
         if split is not None and lora is not None:
             raise ValueError(f"lora={lora}: is merged into whole matrices only; set tp=1")
-        device = "cpu" if mesh is None else str(mesh.device)
-        model = load_model(folder, dtype, device, split=split)
+        model = load_model(folder, dtype, str(place), split=split)
         if lora is not None:
             merge_lora(model, lora)
         self.engine = LLMEngine(model, config or InferConfig(), tokenizer=self.tokenizer)
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Output]:
-        """Complete texts or token ids; `params.n` outputs a prompt, their texts filled in."""
+        """Complete texts or token ids; `params.n` outputs a prompt, their texts filled in. A text
+        gets the BOS of a tokenizer that adds one."""
         if isinstance(prompts, str):
             raise ValueError("prompts: a single text; give a list of prompts")
-        ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
+        ids = [self.tokenizer.encode_prompt(p) if isinstance(p, str) else list(p) for p in prompts]
         return self.engine.generate(ids, replace(params, detokenize=True))
 
     def chat(

@@ -8,23 +8,30 @@ Next: attention_backends.py (the cache), cuda_graph.py (decode steps of a fixed 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kernels import linear, linear_logprob, pack_weight
+from nanoengine.model.device import to_device, to_host
 from nanoengine.model.layers import embed
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.tensor_parallel import TensorParallel, vocab_parallel_logprob
 from nanoinfer.attention_backends import KVCache, PagedContext, cache_dtype
 from nanoinfer.batch import Scored, StepInput
 from nanoinfer.cuda_graph import CudaCapture, StaticDecode, can_capture
+from nanoinfer.device_sampler import (
+    device_sampling,
+    likeliest_on_device,
+    sample_on_device,
+    top_on_device,
+)
 from nanoinfer.kv_scales import calibrated_scales
 from nanoinfer.native_decoder import make_decoder
-from nanoinfer.sampler import sample, top_logps
+from nanoinfer.sampler import likeliest, sample, top_logps
 
 if TYPE_CHECKING:
     from nanoinfer.engine import InferConfig
@@ -40,6 +47,9 @@ class StepResult:
     sampled_logps: list[float]
     top: Mapping[int, list[tuple[int, float]]] = field(default_factory=dict)
     scores: list[float] = field(default_factory=list)
+    score_tops: list[list[tuple[int, float]]] = field(
+        default_factory=list
+    )  # where any was asked for
 
 
 class ModelRunner:
@@ -66,10 +76,10 @@ class ModelRunner:
 
     def refresh(self) -> None:
         """The weights changed: renew what was derived from them. No block of the cache is read
-        again."""
+        again, and it may be asleep."""
         if self.decode is not None:
             self.decode.refresh()
-        self._decoder = make_decoder(self.model, self.cache)
+        self._decoder = None if self.cache.is_asleep else make_decoder(self.model, self.cache)
         if self.cache.scales is not None and self._calibration_ids:
             self.cache.scales.copy_(calibrated_scales(self.model, self._calibration_ids))
         self._head: Tensor | None = None
@@ -90,29 +100,44 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, step: StepInput) -> StepResult:
-        """Run one step; keys and values of its tokens are in the cache afterwards."""
-        self.cache.copy_blocks(step.copies)
+        """Run one step; keys and values of its tokens are in the cache afterwards. A GPU gets the
+        step in one copy, and its result comes back in one, the only point where the host waits."""
+        step = self._sent(step)
+        if step.copies is not None:
+            self.cache.copy_blocks(step.copies)
         hidden_TE = self._hidden(step)
         scores = self._score(hidden_TE, step.scored)
+        ranked = self._rank(hidden_TE, step.scored)
         if step.sampled is not None:
-            if len(step.sampled) == 0:
-                return StepResult([], [], [], scores=scores)
-            hidden_TE = hidden_TE.index_select(0, step.sampled.to(hidden_TE.device))
+            hidden_TE = hidden_TE.index_select(0, step.sampled)
+        if not len(hidden_TE):
+            return StepResult([], [], [], **_prompt_scores(to_host(scores + ranked), step.scored))
         logits_SV = self._logits(hidden_TE)
+        if step.drawing is not None:
+            return self._draw_on_device(logits_SV, scores + ranked, step)
         drawn = sample(logits_SV, step.sampling)
         return StepResult(
             drawn.tokens.tolist(),
             drawn.logps.tolist(),
             drawn.sampled_logps.tolist(),
             top=top_logps(logits_SV, step.sampling),
-            scores=scores,
+            **_prompt_scores(scores + ranked, step.scored),
         )
 
+    def _sent(self, step: StepInput) -> StepInput:
+        """The step on the model's device, with what only some devices need."""
+        if self.decode is not None:
+            step = replace(step, static=self.decode.padded(step))
+        if self.model.device.type != "cpu":
+            vocab = self.model.config.vocab_size
+            step = replace(step, drawing=device_sampling(step.sampling, vocab))
+        return to_device(step, self.model.device)
+
     def _hidden(self, step: StepInput) -> Tensor:
-        if self.decode is not None and self.decode.fits(step):
-            return self.decode.run(step)
-        context, device = PagedContext.of_step(self.cache, step), self.model.device
-        ids_T, positions_T = step.ids_T.to(device), step.positions_T.to(device)
+        if self.decode is not None and step.static is not None:
+            return self.decode.run(step.static, len(step.seq_lens))
+        context = PagedContext.of_step(self.cache, step)
+        ids_T, positions_T = step.ids_T, step.positions_T
         if self._decoder is not None and context.native is not None:
             rope = (self.model.rope_cos[positions_T], self.model.rope_sin[positions_T])
             x_TE = embed(ids_T, self.model.embedding)
@@ -120,31 +145,61 @@ class ModelRunner:
         hidden_TE: Tensor = self.model(ids_T, positions_T, context)
         return hidden_TE
 
-    def _score(self, hidden_TE: Tensor, scored: Scored | None) -> list[float]:
-        """Log-probs of given tokens by the trainer's own function."""
+    def _draw_on_device(
+        self, logits_SV: Tensor, scores: list[Tensor], step: StepInput
+    ) -> StepResult:
+        assert step.drawing is not None, "the caller has seen it"
+        drawn = sample_on_device(logits_SV, step.drawing)
+        top = top_on_device(logits_SV, step.drawing) or ()
+        tokens, logps, sampled_logps, *more = to_host([*drawn, *top, *scores])
+        found = {}
+        for i, (row, count) in enumerate(step.sampling.num_top.items()):
+            ids, their_logps = (column[i, :count].tolist() for column in more[:2])
+            found[row] = list(zip(ids, their_logps, strict=True))
+        return StepResult(
+            tokens.tolist(),
+            logps.tolist(),
+            sampled_logps.tolist(),
+            top=found,
+            **_prompt_scores(more[len(top) :], step.scored),
+        )
+
+    def _score(self, hidden_TE: Tensor, scored: Scored | None) -> list[Tensor]:
+        """Log-probs of given tokens by the trainer's own function, a tensor for each span."""
         if scored is None:
             return []
-        logps = torch.empty(len(scored.ids))
-        of_row = torch.tensor(scored.temperatures, dtype=torch.float64)
         weight: Tensor = self.model.lm_head_weight
         packed = self.model.lm_head_packed
         dtype = self.model.head_dtype
         if self._head is not None:
             weight, packed, dtype = self._head, self._head_packed, torch.float32
         score = self._score_fn()
-        for temperature in sorted(set(scored.temperatures)):
-            chosen = of_row == temperature
-            found = score(
-                hidden_TE[scored.rows[chosen].to(hidden_TE.device)],
+        found = []
+        for temperature, lo, hi in scored.spans:
+            logps = score(
+                hidden_TE[scored.rows[lo:hi]],
                 weight,
-                scored.ids[chosen].to(hidden_TE.device),
+                scored.ids[lo:hi],
                 temperature=temperature,
                 packed=packed,
                 logits_dtype=dtype,
             )
-            assert isinstance(found, Tensor), "no entropy was asked for"
-            logps[chosen] = found.cpu()
-        return logps.tolist()
+            assert isinstance(logps, Tensor), "no entropy was asked for"
+            found.append(logps.float())
+        return found
+
+    def _rank(self, hidden_TE: Tensor, scored: Scored | None) -> list[Tensor]:
+        """Ids and log-probs of the likeliest tokens where they were asked for, two tensors for each
+        span: [entries, the largest count among them]."""
+        if scored is None or scored.ranked is None:
+            return []
+        found: list[Tensor] = []
+        for temperature, lo, hi in scored.ranked.spans:
+            logits = self._logits(hidden_TE.index_select(0, scored.ranked.rows[lo:hi]))
+            count = max(scored.ranked.counts[lo:hi])
+            rank = likeliest if logits.device.type == "cpu" else likeliest_on_device
+            found += rank(logits, temperature, count)
+        return found
 
     def _score_fn(self) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
         split = self.model.split
@@ -159,6 +214,24 @@ class ModelRunner:
         logits = linear(hidden_SE.float(), self._head, packed=self._head_packed)
         split, vocab = self.model.split, self.model.config.vocab_size
         return logits if split is None else split.gather_columns(logits, vocab)
+
+
+def _prompt_scores(tensors: Sequence[Tensor], scored: Scored | None) -> dict[str, Any]:
+    """The fields of a `StepResult` that `_score` and `_rank` gave, in the order of the step."""
+    if scored is None:
+        return {}
+    scores = torch.empty(len(scored.order))
+    scores[torch.tensor(scored.order)] = torch.cat(list(tensors[: len(scored.spans)]))
+    fields: dict[str, Any] = {"scores": scores.tolist()}
+    if scored.ranked is not None:
+        tops: list[list[tuple[int, float]]] = [[] for _ in scored.order]
+        pairs = tensors[len(scored.spans) :]
+        rows = [row for ids, logps in zip(pairs[::2], pairs[1::2], strict=True)
+                for row in zip(ids.tolist(), logps.tolist(), strict=True)]  # fmt: skip
+        for place, count, row in zip(scored.ranked.order, scored.ranked.counts, rows, strict=True):
+            tops[place] = list(zip(*row, strict=True))[:count]
+        fields["score_tops"] = tops
+    return fields
 
 
 def count_blocks(model: Transformer, config: InferConfig) -> int:

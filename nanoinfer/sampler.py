@@ -3,25 +3,22 @@
 A token depends on its row of logits, its request's seed and its position, on nothing else: the
 randomness is one number u in [0, 1) hashed from (seed, position), and the token is the first whose
 cumulative probability exceeds u (inverse CDF). Cumulative sums run in two levels, over runs of 256
-tokens and inside the run that u falls into, so a vocabulary is read once and never sorted unless a
-request truncates (top-k, top-p).
+tokens and inside the run that u falls into. A request that truncates (top-k, top-p, min-p) draws
+from the tokens above a pivot (kernels/sampling.py says which, `native/truncate.h` finds it): what
+ties with the last one kept is kept too.
 
 The log-prob is that of the tempered distribution over the whole vocabulary, before top-k and
 top-p, by the trainer's own arithmetic (`kernels.logits_logprob`): what the trainer recomputes. A
-truncated or edited request is sampled from another distribution; `sampled_logps` are that one's.
-Training wants neither truncation nor edits: then the two are the same.
+request may ask for that of temperature 1 instead (`raw_rows`). A truncated or edited request is
+sampled from another distribution; `sampled_logps` are that one's. Training wants neither truncation
+nor edits: then the two are the same.
 
-On a GPU `kernels.sample` does all of it in one launch, unless a row has edits: then the logits come
-to the CPU. Its randomness is a hash of (seed, position) too, but another one, so the two devices
-draw different tokens; it keeps every token that ties with the last one of a truncation; and its
-log-prob is the trainer's up to the rounding of a sum.
-
-Left out: beam search.
+Left out: beam search; GPUs, whose sampler is device_sampler.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,11 +27,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import kernels
-from kernels import logits_logprob
+from kernels import _native_ops, logits_logprob
 from kernels._dispatch import use_native
-from kernels._native_ops import pick as native_pick
 from kernels.linear_logprob import softmax_parts
+from kernels.sampling import kept_tokens
 from nanoinfer.logit_edits import LogitEdits
 
 _RUN = 256  # tokens a run of the two-level cumulative sum
@@ -47,7 +43,7 @@ _GREEDY, _WHOLE, _TRUNCATED = range(3)  # how a row is sampled
 @dataclass(frozen=True)
 class SamplingBatch:
     """One entry a row. Temperature 0 is greedy; `positions` is the index the token will have.
-    `edits` and `num_top` name only the rows that have any."""
+    `edits`, `num_top` and `raw_rows` name only the rows that ask for it."""
 
     temperatures: np.ndarray  # float64
     top_ks: np.ndarray  # int64, 0 is off
@@ -57,13 +53,20 @@ class SamplingBatch:
     min_ps: np.ndarray  # float64, 0 is off
     edits: Mapping[int, LogitEdits] = field(default_factory=dict)
     num_top: Mapping[int, int] = field(default_factory=dict)  # likeliest tokens to report
+    raw_rows: Sequence[int] = ()  # whose reported log-probs are of temperature 1
+
+    def logp_temperatures(self) -> np.ndarray:
+        """One a row: of the distribution whose log-probs are reported, where greedy rows have 1."""
+        found = np.where(self.temperatures == 0, 1.0, self.temperatures)
+        found[list(self.raw_rows)] = 1.0
+        return found
 
 
 class Samples(NamedTuple):
     """One entry a row: ids int64, log-probs fp32."""
 
     tokens: Tensor
-    logps: Tensor  # of the tempered distribution
+    logps: Tensor  # of the tempered distribution, in `raw_rows` of temperature 1
     sampled_logps: Tensor  # of the one the token was drawn from
 
 
@@ -84,9 +87,6 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 def sample(logits_BV: Tensor, batch: SamplingBatch) -> Samples:
     """Draw one token a row. The logits are not changed."""
-    if logits_BV.is_cuda and not batch.edits:
-        return _sample_in_one_launch(logits_BV, batch)
-    logits_BV = logits_BV.cpu()
     tokens = torch.empty(logits_BV.shape[0], dtype=torch.int64)
     logps = torch.empty(logits_BV.shape[0], dtype=torch.float32)
     sampled_logps = torch.empty(logits_BV.shape[0], dtype=torch.float32)
@@ -102,11 +102,13 @@ def sample(logits_BV: Tensor, batch: SamplingBatch) -> Samples:
                 _edited(z_RV, [batch.edits[row] for row in chunk.tolist()]) if is_edited else z_RV
             )
             if kind == _GREEDY:
-                picked, own = _pick(w_RV, 1.0, None)
+                picked, logp = _pick(w_RV, 1.0, None)
+                own = torch.zeros(len(chunk))
             elif kind == _WHOLE:
                 picked, own = _pick(w_RV, temperature, torch.from_numpy(u[chunk]))
+                logp = own
             else:
-                picked, own = _sample_truncated(
+                picked, logp, own = _pick_kept(
                     w_RV,
                     temperature,
                     torch.from_numpy(u[chunk]),
@@ -114,10 +116,12 @@ def sample(logits_BV: Tensor, batch: SamplingBatch) -> Samples:
                     torch.from_numpy(batch.top_ps[chunk]),
                     torch.from_numpy(batch.min_ps[chunk]),
                 )
-            is_own = kind != _TRUNCATED and not is_edited
-            logp = own if is_own else logits_logprob(z_RV, picked, temperature)
-            own = torch.zeros(len(chunk)) if kind == _GREEDY else own
+            if is_edited:
+                logp = logits_logprob(z_RV, picked, temperature)
             tokens[index], logps[index], sampled_logps[index] = picked, logp, own
+    if batch.raw_rows:
+        raw = list(batch.raw_rows)
+        logps[raw] = logits_logprob(logits_BV[raw], tokens[raw])
     return Samples(tokens, logps, sampled_logps)
 
 
@@ -148,39 +152,43 @@ def _edited(logits_RV: Tensor, edits: list[LogitEdits]) -> Tensor:
 
 
 def top_logps(logits_BV: Tensor, batch: SamplingBatch) -> dict[int, list[tuple[int, float]]]:
-    """The likeliest tokens of the rows that asked, and their log-probs as `logits_logprob`'s."""
-    found = {}
-    for row, k in batch.num_top.items():
-        z_V = logits_BV[row].float()
-        ids = z_V.sort(stable=True, descending=True).indices[:k]
-        logps = logits_logprob(
-            logits_BV[row].expand(len(ids), -1), ids, float(batch.temperatures[row])
-        )
-        found[row] = list(zip(ids.tolist(), logps.tolist(), strict=True))
+    """The likeliest tokens of the rows that asked, of equals the smaller id first, and their
+    log-probs as `logits_logprob`'s."""
+    found: dict[int, list[tuple[int, float]]] = {}
+    if not batch.num_top:
+        return found
+    temperatures = batch.logp_temperatures()
+    for temperature in sorted({float(temperatures[row]) for row in batch.num_top}):
+        rows = [row for row in batch.num_top if temperatures[row] == temperature]
+        counts = [batch.num_top[row] for row in rows]
+        ids, logps = likeliest(logits_BV[rows], temperature, max(counts))
+        for row, count, *pair in zip(rows, counts, ids.tolist(), logps.tolist(), strict=True):
+            found[row] = list(zip(*pair, strict=True))[:count]
     return found
 
 
-def _sample_in_one_launch(logits_BV: Tensor, batch: SamplingBatch) -> Samples:
-    def column(values: np.ndarray, dtype: type) -> Tensor:
-        return torch.from_numpy(values.astype(dtype)).to(logits_BV.device, non_blocking=True)
+def likeliest(logits_RV: Tensor, temperature: float, count: int) -> tuple[Tensor, Tensor]:
+    """Ids and log-probs [R, count] of the likeliest tokens of each row, of equals the smaller id
+    first; fewer where the vocabulary is smaller."""
+    if use_native("auto", logits_RV):
+        return _native_ops.likeliest(logits_RV, temperature or 1.0, [count] * len(logits_RV))
+    ids = torch.stack([_first_of_row(z_V, min(count, len(z_V))) for z_V in logits_RV])
+    rows = logits_RV.repeat_interleave(ids.shape[1], 0)
+    return ids, logits_logprob(rows, ids.reshape(-1), temperature).view(ids.shape)
 
-    drawn = kernels.sample(
-        logits_BV,
-        column(batch.temperatures, np.float32),
-        column(batch.top_ks, np.int32) if (batch.top_ks > 0).any() else None,
-        column(batch.top_ps, np.float32) if (batch.top_ps < 1).any() else None,
-        column(batch.min_ps, np.float32) if (batch.min_ps > 0).any() else None,
-        column(batch.seeds.view(np.int64), np.int64),
-        column(batch.positions, np.int64),
-    )
-    return Samples(drawn.tokens, drawn.raw_logprobs, drawn.logprobs)
+
+def _first_of_row(z_V: Tensor, count: int) -> Tensor:
+    some = (
+        (z_V >= z_V.topk(count).values[-1]).nonzero().flatten()
+    )  # with all that tie with the last
+    return some[z_V[some].sort(stable=True, descending=True).indices[:count]]
 
 
 def _pick(logits_RV: Tensor, temperature: float, u_R: Tensor | None) -> tuple[Tensor, Tensor]:
     """Inverse CDF over the whole vocabulary; without u the likeliest token, of equals the first.
     Also its log-prob, `logits_logprob`'s bits."""
     if use_native("auto", logits_RV):
-        return native_pick(logits_RV, temperature, u_R)
+        return _native_ops.pick(logits_RV, temperature, u_R)
     if u_R is None:
         likeliest = logits_RV.float().argmax(-1)
         return likeliest, logits_logprob(logits_RV, likeliest, temperature)
@@ -206,28 +214,24 @@ def _invert(cdf_RN: Tensor, u_R: Tensor) -> tuple[Tensor, Tensor]:
     return index.squeeze(1), within.squeeze(1)
 
 
-def _sample_truncated(
+def _pick_kept(
     logits_RV: Tensor,
     temperature: float,
     u_R: Tensor,
     top_ks: Tensor,
     top_ps: Tensor,
     min_ps: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Inverse CDF over the most likely tokens: at most top_k, the fewest that reach top_p of the
-    whole tempered distribution, and those at least min_p times as likely as the first. Ties go to
-    the smaller token id. Also the log-prob among the kept."""
-    z, ids = logits_RV.float().sort(stable=True, dim=-1, descending=True)
-    weights = ((z - z[:, :1]) / temperature).to(torch.float64).exp_()
-    cdf = weights.cumsum(-1)
-    rank = torch.arange(z.shape[1])
-    limit = torch.where(top_ks > 0, top_ks, z.shape[1]).unsqueeze(1)
-    is_kept = (rank < limit) & (cdf - weights < top_ps.unsqueeze(1) * cdf[:, -1:])
-    is_kept &= weights >= min_ps.unsqueeze(1)
-    is_kept[:, 0] = True
-    kept = weights.masked_fill_(~is_kept, 0.0)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Inverse CDF over the tokens that the truncation keeps (`kernels.sampling`). Also the token's
+    log-prob over the whole vocabulary, `logits_logprob`'s bits, and among the kept."""
+    if use_native("auto", logits_RV):
+        return _native_ops.pick_kept(logits_RV, temperature, u_R, top_ks, top_ps, min_ps)
+    z = logits_RV.float()
+    gap = (z / temperature).double()
+    gap -= gap.amax(-1, keepdim=True)
+    keep = kept_tokens(z, gap, top_ks, top_ps, min_ps)
+    kept = gap.exp_().masked_fill_(~keep, 0.0)
     cdf = kept.cumsum(-1)
-    index, _ = _invert(cdf, u_R)
-    picked = index.unsqueeze(1)
-    logp = (kept.gather(1, picked) / cdf[:, -1:]).log()
-    return ids.gather(1, picked).squeeze(1), logp.squeeze(1).float()
+    picked, _ = _invert(cdf, u_R)
+    own = (kept.gather(1, picked.unsqueeze(1)) / cdf[:, -1:]).log().squeeze(1)
+    return picked, logits_logprob(logits_RV, picked, temperature), own.float()

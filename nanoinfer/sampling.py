@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Literal, get_args
 
 FinishReason = Literal["stop", "length", "abort"]
 GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
+LogpsMode = Literal["tempered", "raw"]
 
 MAX_BIAS = 100.0  # as in the OpenAI API; finite, so that no bias can leave nothing to sample
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6  # logits over it stay far inside fp32
+MAX_REPETITION = 100.0  # and its inverse
+MAX_TOP_K = 2**31 - 1  # an int32 on a GPU
 _GOLDEN = 0x9E3779B97F4A7C15
 _U64 = (1 << 64) - 1
 
@@ -62,35 +66,49 @@ class SamplingParams:
     detokenize: bool = False  # fill `Output.text`; implied by `stop`
     top_logps: int = 0  # so many likeliest tokens are reported at each position
     prompt_logps: bool = False  # score the prompt too; it is then never taken from the cache
+    logps_mode: LogpsMode = "tempered"  # what a trainer needs; "raw" reports those of temperature 1
 
     def __post_init__(self) -> None:
+        for name in ("max_tokens", "top_k", "seed", "n", "top_logps"):
+            value = getattr(self, name)
+            if not isinstance(value, Integral):
+                raise ValueError(f"{name}={value!r}: must be an integer")
+            object.__setattr__(self, name, int(value))  # numpy's would wrap or overflow later
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens}: must be at least 1")
-        if not 0 <= self.temperature < math.inf:
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
             raise ValueError(
-                f"temperature={self.temperature}: must be 0 (greedy) or positive, and finite"
+                f"temperature={self.temperature}: must be 0 (greedy) or between "
+                f"{MIN_TEMPERATURE:g} and {MAX_TEMPERATURE:g}"
             )
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k}: must be 0 (off) or positive")
+        if not 0 <= self.top_k <= MAX_TOP_K:
+            raise ValueError(f"top_k={self.top_k}: must be 0 (off) or from 1 to {MAX_TOP_K}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: must be in (0, 1]")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p={self.min_p}: must be in [0, 1]")
-        if not 0 < self.repetition_penalty < math.inf:
+        if not 1 / MAX_REPETITION <= self.repetition_penalty <= MAX_REPETITION:
             raise ValueError(
-                f"repetition_penalty={self.repetition_penalty}: must be positive; 1 is off"
+                f"repetition_penalty={self.repetition_penalty}: must be between "
+                f"{1 / MAX_REPETITION:g} and {MAX_REPETITION:g}; 1 is off"
             )
         if self.n < 1:
             raise ValueError(f"n={self.n}: must be at least 1")
         if self.top_logps < 0:
             raise ValueError(f"top_logps={self.top_logps}: must be 0 (off) or positive")
+        if self.logps_mode not in get_args(LogpsMode):
+            raise ValueError(
+                f"logps_mode={self.logps_mode!r}: one of {', '.join(get_args(LogpsMode))}"
+            )
         self._check_edits()
 
     def _check_edits(self) -> None:
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
-            if not math.isfinite(value):
-                raise ValueError(f"{name}={value}: must be finite")
+            if not -MAX_BIAS <= value <= MAX_BIAS:
+                raise ValueError(
+                    f"{name}={value}: must be between -{MAX_BIAS:.0f} and {MAX_BIAS:.0f}"
+                )
         for token, bias in self.logit_bias.items():
             if not -MAX_BIAS <= bias <= MAX_BIAS:
                 raise ValueError(
@@ -114,10 +132,17 @@ class SamplingParams:
             ("stop_token_ids", self.stop_token_ids),
         ):
             for token in named:
+                if not isinstance(token, Integral):
+                    raise ValueError(f"{name}: token {token!r} must be an integer")
                 if not 0 <= token < vocab_size:
                     raise ValueError(
                         f"{name}: token {token} is outside the vocabulary of {vocab_size}"
                     )
+
+    @property
+    def logps_temperature(self) -> float:
+        """Of the distribution whose log-probs are reported; 0 stands for 1, too."""
+        return 1.0 if self.logps_mode == "raw" else self.temperature
 
     @property
     def is_edited(self) -> bool:
@@ -153,16 +178,21 @@ class Output:
     """
 
     ids: list[int] = field(default_factory=list)
-    logps: list[float] = field(default_factory=list)  # nats, fp32, of the tempered distribution
+    logps: list[float] = field(default_factory=list)
+    """Nats, fp32, of the whole vocabulary before any edit or truncation: of the tempered
+    distribution, or of the model's own where `logps_mode` is "raw"."""
     versions: list[int] = field(default_factory=list)  # policy version that sampled each token
     finish_reason: FinishReason = "length"
     num_cached_tokens: int = 0  # prompt tokens served from the prefix cache
     sampled_logps: list[float] = field(default_factory=list)
     """Of the distribution that was sampled from, after every penalty, mask and truncation; the same
-    as `logps` where there was none, 0 where temperature is 0."""
+    as tempered `logps` where there was none, 0 where temperature is 0."""
     stop_reason: int | str | None = None  # the token id or text that ended it
     text: str | None = None  # where asked for; without the stop token or text
     top_logps: list[list[tuple[int, float]]] = field(default_factory=list)
     """(token, logp) of the likeliest, most likely first, of the distribution of `logps`."""
     prompt_logps: list[float] = field(default_factory=list)
-    """Of the prompt's second token and on, each given those before it."""
+    """Of the prompt's second token and on, each given those before it, in the same mode as `logps`;
+    all by one version of the weights, the latest under which the request ran."""
+    prompt_top_logps: list[list[tuple[int, float]]] = field(default_factory=list)
+    """The likeliest at the positions of `prompt_logps`, where both were asked for."""

@@ -33,6 +33,7 @@ class Sequence:
         "pending_keys",
         "priority",
         "prompt_logps",
+        "prompt_top_logps",
         "row",
         "salt",
         "sampled_logps",
@@ -63,6 +64,7 @@ class Sequence:
         self.sampled_logps: list[float] = []
         self.top_logps: list[list[tuple[int, float]]] = []  # where `params.top_logps`
         self.prompt_logps: list[float] = []  # where `params.prompt_logps`
+        self.prompt_top_logps: list[list[tuple[int, float]]] = []  # where both
         self.versions: list[int] = []
         self.stop_ids = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else frozenset(eos_ids)
@@ -166,4 +168,5 @@ class Sequence:
             text=self.text.text if self.text is not None else None,
             top_logps=self.top_logps,
             prompt_logps=self.prompt_logps,
+            prompt_top_logps=self.prompt_top_logps,
         )

@@ -6,12 +6,14 @@ listens on this machine alone unless told otherwise. Next: http_app.py (routes).
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from nanoengine.model.device import enter_device, resolve_device
 from nanoengine.model.hf import load_model
 from nanoengine.model.lora import merge_lora
 from nanoengine.model.tokenizer import ChatTokenizer
@@ -20,7 +22,8 @@ from nanoinfer.engine import InferConfig, LLMEngine
 
 try:
     from nanoinfer.completions import HttpLimits
-    from nanoinfer.http_app import HttpApp
+    from nanoinfer.http_app import HttpApp, is_loopback
+    from nanoinfer.http_connection import server_config
 except ModuleNotFoundError as error:
     MISSING = f"the server needs the package {error.name}; run: pip install -e '.[serve]'"
     raise (SystemExit if __name__ == "__main__" else ImportError)(MISSING) from None
@@ -40,12 +43,17 @@ class ServerConfig:
     """Adapter in PEFT's format, merged into the weights at load."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and cache."""
+    device: str = "auto"
+    """auto (CUDA if there is any), cpu, cuda or cuda:N."""
     host: str = "127.0.0.1"
     """Address to listen on; the default is this machine alone."""
     port: int = 8000
     """0: any free one, printed at the start."""
     api_key_file: Path | None = None
-    """File whose content clients must send as their API key."""
+    """File whose content clients must send as their API key; without one the server listens on this
+    machine alone, and /pause, /sleep, /abort and the like are closed."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names, besides this machine's own, by which clients without a key may call the server."""
     weights_root: Path | None = None
     """/update_weights reads folders below this one; without it the route is closed."""
     threads: int | None = None
@@ -55,9 +63,23 @@ class ServerConfig:
 
 
 def make_app(config: ServerConfig) -> HttpApp:
-    """Load the model and put routes around it."""
+    """Load the model and put routes around it. `ValueError` if it would listen to a network without
+    asking for a key, or run more threads than the cores could serve."""
+    cores = os.cpu_count() or 1
+    if config.threads is not None and not 1 <= config.threads <= 4 * cores:
+        raise ValueError(
+            f"threads={config.threads}: must be 1 to {4 * cores}, 4 for each of the {cores} cores"
+        )
+    if config.api_key_file is None and not is_loopback(config.host):
+        raise ValueError(
+            f"host={config.host}: is open to the network; give api_key_file, or listen on 127.0.0.1"
+        )
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = resolve_device(config.device)
+    enter_device(device)
     tokenizer = ChatTokenizer.from_folder(config.model)
-    model = load_model(config.model, DTYPES[config.dtype])
+    model = load_model(config.model, DTYPES[config.dtype], str(device))
     if config.lora is not None:
         merge_lora(model, config.lora)
     engine = LLMEngine(model, config.infer, tokenizer=tokenizer)
@@ -68,6 +90,7 @@ def make_app(config: ServerConfig) -> HttpApp:
         limits=config.limits,
         api_key=_read_key(config.api_key_file),
         weights_root=config.weights_root,
+        allowed_hosts=config.allowed_hosts,
     )
 
 
@@ -85,10 +108,11 @@ def main() -> None:
     import uvicorn
 
     config = tyro.cli(ServerConfig, prog="python -m nanoinfer.server")
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    app = make_app(config).starlette()
-    uvicorn.run(app, host=config.host, port=config.port, timeout_keep_alive=30)
+    try:
+        app = make_app(config)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+    uvicorn.Server(server_config(app, config.limits, config.host, config.port)).run()
 
 
 if __name__ == "__main__":

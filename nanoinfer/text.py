@@ -10,6 +10,7 @@ from __future__ import annotations
 from nanoengine.model.tokenizer import ChatTokenizer
 
 _INCOMPLETE = "\ufffd"  # what bytes that are no character yet decode to
+_MAX_WINDOW = 8  # tokens decoded again with each new one; a longer window begins anew
 _MAX_HELD = 8  # tokens without a complete character before broken bytes are given as they are
 
 
@@ -23,20 +24,22 @@ class TextStream:
         self._longest = max(map(len, stop), default=1)
         self._ids: list[int] = []
         # Some decoders treat the first token of a text differently, so new tokens are decoded
-        # after the ones before them: `_start` .. `_read` are shown already, the rest is held.
+        # after the ones before them: `_start` .. `_read` are shown already, as `_shown`, the rest
+        # is held.
         self._start = self._read = 0
+        self._shown = ""
 
     def push(self, token: int) -> str | None:
         """Take a token. Returns the stop text it completed; `text` then ends before that."""
         self._ids.append(token)
-        new = self._decoded()
-        if new.endswith(_INCOMPLETE) and len(self._ids) - self._read < _MAX_HELD:
+        window = self._decoded(self._start)
+        if window.endswith(_INCOMPLETE) and len(self._ids) - self._read < _MAX_HELD:
             return None
-        return self._take(new)
+        return self._take(window)
 
     def finish(self) -> str | None:
         """No token follows: show what was held back."""
-        return self._take(self._decoded())
+        return self._take(self._decoded(self._start))
 
     def settled(self) -> str:
         """The part of `text` that cannot become part of a stop text any more."""
@@ -45,15 +48,16 @@ class TextStream:
                 return self.text[:-size]
         return self.text
 
-    def _decoded(self) -> str:
-        shown = self._tokenizer.decode(self._ids[self._start : self._read], skip_special=True)
-        window = self._tokenizer.decode(self._ids[self._start :], skip_special=True)
-        return window[len(shown) :]
+    def _decoded(self, start: int) -> str:
+        return self._tokenizer.decode(self._ids[start:], skip_special=True)
 
-    def _take(self, new: str) -> str | None:
+    def _take(self, window: str) -> str | None:
+        new = window[len(self._shown) :]
         if not new:
             return None
-        self._start, self._read = self._read, len(self._ids)
+        before, self._read, self._shown = self._read, len(self._ids), window
+        if self._read - self._start > _MAX_WINDOW:
+            self._start, self._shown = before, self._decoded(before)
         search_from = max(0, len(self.text) - self._longest + 1)
         self.text += new
         found = [(self.text.find(stop, search_from), stop) for stop in self._stop]

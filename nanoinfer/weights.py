@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from nanoengine.model.device import to_host
 from nanoengine.model.hf import load_state
 from nanoengine.model.transformer import Transformer
 
@@ -23,8 +24,16 @@ def update_weights(model: Transformer, state: Iterable[tuple[str, Tensor]]) -> N
 
 
 def _finite(state: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """All of `state`. What is not finite is told after the last one, and still before the first
+    write: a GPU is asked once."""
+    names: list[str] = []
+    is_finite: list[Tensor] = []
     for name, tensor in state:
-        # The extremes are finite if and only if all values are: NaN propagates to both.
-        if tensor.numel() and not torch.isfinite(torch.stack(tensor.aminmax())).all():
-            raise ValueError(f"tensor {name!r} holds NaN or infinity; nothing was loaded")
+        if tensor.numel():
+            # The extremes are finite if and only if all values are: NaN propagates to both.
+            names.append(name)
+            is_finite.append(torch.isfinite(torch.stack(tensor.aminmax())).all())
         yield name, tensor
+    for name, flag in zip(names, to_host(is_finite), strict=True):
+        if not flag:
+            raise ValueError(f"tensor {name!r} holds NaN or infinity; nothing was loaded")

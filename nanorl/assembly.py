@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,8 +16,9 @@ from typing import Any
 
 import torch
 
-from kernels.host_memory import release_free_memory
-from nanoengine.engine import Engine, EngineConfig
+from nanoengine.engine import Engine, EngineConfig, require_deterministic_cublas
+from nanoengine.model.config import ModelConfig
+from nanoengine.model.device import enter_device, release_memory, resolve_device, worker_thread
 from nanoengine.model.hf import load_model
 from nanoengine.model.sources import SMOLLM2, resolve_model
 from nanoengine.model.tokenizer import ChatTokenizer
@@ -36,11 +36,13 @@ from nanorl.data.teachers import SloppyTeacher
 from nanorl.data.tiny_model import build_tiny_model
 from nanorl.envs.code import CodeEnv
 from nanorl.presets import Preset, get_preset
+from nanorl.reference import check_reference
 from nanorl.rewards.rule import RuleReward
 from nanorl.sandbox.base import SandboxFailure, SandboxSpec
 from nanorl.sandbox.pool import SandboxPool
 from nanorl.seeds import derive_seed
 from nanorl.sft import RecordingEnv, ScriptedGenerator
+from nanorl.sizes import sized
 from nanorl.types import Rollout, Task
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -53,29 +55,41 @@ class Tasks:
     train: TaskSource | FileTasks
     warm_start: TaskSource  # the preset's own: only generated tasks know what a teacher can show
     heldout: Sequence[Task]
+    fingerprint: str = ""  # of a user's file; generated tasks follow from the options
 
 
 class Parts:
     """The parts of one run. `close()` ends the sandbox; both engines live in this process."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.config = config
+        """`self.config` is `config` with the device and the sizes that were chosen."""
+        if config.deterministic:
+            require_deterministic_cublas()  # before anything touches a GPU
+        self.device = resolve_device(config.device)
         self.preset: Preset = get_preset(config.preset)
+        self.tasks = load_tasks(config, self.preset)  # first: the model may have to be fetched
         self.folder = model_folder(config)
+        shape = ModelConfig.from_folder(self.folder)
+        check_positions(config, shape)
+        check_reference(config, shape.vocab_size)
         self.tokenizer = ChatTokenizer.from_folder(self.folder)
-        self.tasks = load_tasks(config, self.preset)
+        self.config = config = sized(config, shape, self.device)
         self.sandbox = SandboxPool(sandbox_spec(config), num_workers=config.tool.workers)
         # Loaded in fp32: the engine keeps these values as masters and casts the model.
-        self.trained = load_model(self.folder, torch.float32)
+        enter_device(self.device)
+        self.trained = load_model(self.folder, torch.float32, str(self.device))
         self.trainer_engine = Engine(self.trained, self.warm_start_config())
-        release_free_memory()
-        self.rollout_engine = self._rollout_engine(load_model(self.folder, DTYPES[config.dtype]))
+        release_memory()
+        model = load_model(self.folder, DTYPES[config.dtype], str(self.device))
+        self.rollout_engine = self._rollout_engine(model)
         # All heavy work of a synchronous run shares one thread, and only that thread uses several
         # cores: OpenMP keeps a team of workers for every thread that ever ran a parallel loop,
         # and with more workers than cores they sleep and wake at each of thousands of small ops.
-        self.compute = compute_thread("compute", config)
+        self.compute = worker_thread("compute", self.device, num_threads(config))
         is_sync = config.rl.max_staleness == 0
-        self.optimizer_thread = self.compute if is_sync else compute_thread("optimizer", config)
+        self.optimizer_thread = self.compute
+        if not is_sync:
+            self.optimizer_thread = worker_thread("optimizer", self.device, num_threads(config))
         self.generator = AsyncEngine(self.rollout_engine, executor=self.compute)
 
     def close(self) -> None:
@@ -215,19 +229,25 @@ def num_threads(config: RunConfig) -> int:
     return config.threads or os.cpu_count() or 1
 
 
-def compute_thread(name: str, config: RunConfig) -> ThreadPoolExecutor:
-    """One thread whose torch operations use the run's number of cores."""
-    return ThreadPoolExecutor(1, name, torch.set_num_threads, (num_threads(config),))
-
-
 def model_folder(config: RunConfig) -> Path:
     """The Hugging Face folder of the run's model; builds or downloads the preset's if needed."""
     cache = config.cache_dir.expanduser()
     if config.model is not None:
         return resolve_model(config.model, cache)
     if config.preset == "tiny":
-        return build_tiny_model(config.run_dir / "model", config.seed)
+        folder = config.run_dir / "model"
+        return folder if config.resume else build_tiny_model(folder, config.seed)
     return resolve_model(SMOLLM2.name, cache)
+
+
+def check_positions(config: RunConfig, model: ModelConfig) -> None:
+    """`ValueError` if a rollout may grow longer than the model was made for."""
+    wanted, most = config.agent.max_context_tokens, model.max_position_embeddings
+    if wanted > most:
+        raise ValueError(
+            f"--agent.max-context-tokens {wanted}: must be at most {most}, the positions that this "
+            "model knows (max_position_embeddings)"
+        )
 
 
 def load_tasks(config: RunConfig, preset: Preset) -> Tasks:
@@ -236,7 +256,12 @@ def load_tasks(config: RunConfig, preset: Preset) -> Tasks:
     warm_start = TaskSource(families, derive_seed(config.seed, "warm-start"))
     if config.tasks is not None:
         source = FileTasks(config.tasks, config.seed)
-        return Tasks(train=source, warm_start=warm_start, heldout=source.heldout(count, seed))
+        return Tasks(
+            train=source,
+            warm_start=warm_start,
+            heldout=source.heldout(count, seed),
+            fingerprint=source.fingerprint,
+        )
     return Tasks(
         train=TaskSource(families, config.seed),
         warm_start=warm_start,

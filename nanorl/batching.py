@@ -7,9 +7,9 @@ all tokens of its rollout; the engine shifts them to the predictions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,15 +40,14 @@ class TrainBatch:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The engine's callback: a SUM over the micro-batch, and summed statistics."""
         fields = micro.fields_T
-        sequences, local_ids_T = torch.unique(micro.sequence_ids_T, return_inverse=True)
         batch = LossBatch(
-            old_logp_T=fields["old_logp"],
+            old_logp_T=fields.get("old_logp"),
             rollout_logp_T=fields["rollout_logp"],
             advantage_T=fields["advantage"],
             mask_T=micro.loss_mask_T,
             weight_T=fields["weight"],
-            sequence_ids_T=local_ids_T,
-            num_sequences=len(sequences),
+            sequence_ids_T=micro.local_ids_T,
+            num_sequences=len(micro.index),
             ref_logp_T=fields.get("ref_logp"),
             entropy_T=entropy_T,
         )
@@ -64,7 +63,8 @@ class Scoring:
     """Who scores a batch beside the policy that sampled it; each is called at most once."""
 
     old: ScoreFn | None = None
-    """The trainer's policy before the update; without it, that of the rollouts."""
+    """The trainer's policy before the update, where the advantages read its log-probs and it is
+    not the policy that sampled; without it they read those of the rollouts."""
     reference: ScoreFn | None = None
     values: ScoreFn | None = None
 
@@ -74,31 +74,36 @@ def build_batch(
     spec: AlgorithmSpec,
     *,
     max_tokens: int,
+    version: int,
     scoring: Scoring | None = None,
 ) -> TrainBatch:
-    """Samples with advantages and weights; rollouts without an action token carry no gradient.
+    """Samples with advantages and weights. A rollout without an action token counts among the
+    others of its group and batch, and carries no gradient itself.
 
-    `max_tokens` is the length limit of a rollout (the overlong penalty ends there).
+    `max_tokens` is the length limit of a rollout (the overlong penalty ends there), `version` the
+    policy that will be updated. `ValueError` names a rollout whose reward or log-probs are not
+    finite.
     """
     scoring = Scoring() if scoring is None else scoring
-    rollouts = [rollout for group in groups for rollout in group if rollout.num_action_tokens]
-    metrics = batch_metrics([rollout for group in groups for rollout in group])
+    rollouts = [rollout for group in groups for rollout in group]
+    metrics = batch_metrics(rollouts) | staleness_metrics(rollouts, version)
+    for rollout in rollouts:
+        _check_finite(rollout)
     rewards_R = torch.tensor([r.reward for r in rollouts], dtype=torch.float32)
-    if spec.overlong_buffer and rollouts:
-        lengths_R = torch.tensor([r.num_action_tokens for r in rollouts])
+    if spec.overlong_buffer:
+        lengths_R = torch.tensor([len(r.tokens) for r in rollouts])
         rewards_R = rewards_R + overlong_penalty(lengths_R, max_tokens, spec.overlong_buffer)
-    if spec.dynamic_sampling and rollouts:
+    probe = _first_group(rollouts, version)
+    if spec.dynamic_sampling:
         is_correct_R = torch.tensor([r.reward >= 1.0 for r in rollouts])
         keep_R = has_signal(is_correct_R, [r.group_id for r in rollouts])
         rollouts = [r for r, keep in zip(rollouts, keep_R.tolist(), strict=True) if keep]
         rewards_R = rewards_R[keep_R]
-    samples = _samples(rollouts, rewards_R, spec, scoring) if rollouts else []
-    probe = [sample for sample in samples if sample.group == samples[0].group]
+    scored = _scored_samples(rollouts, rewards_R, spec, scoring, version) if rollouts else []
+    samples = [sample for sample in scored if any(sample.loss_mask)]
     trained = samples
     if is_proportional_to_advantage(spec):
         trained = [sample for sample in samples if any(sample.fields["advantage"])]
-    if scoring.old is not None and not spec.compares_old_to_reference:
-        trained = _with_field(trained, "old_logp", scoring.old(trained))
     metrics["num_trained_rollouts"] = float(len(trained))
     return TrainBatch(
         samples=trained,
@@ -116,29 +121,63 @@ def is_proportional_to_advantage(spec: AlgorithmSpec) -> bool:
     return spec.loss != "opd" and not any(terms)
 
 
-def _samples(
-    rollouts: list[Rollout], rewards_R: Tensor, spec: AlgorithmSpec, scoring: Scoring
+def _check_finite(rollout: Rollout) -> None:
+    if not math.isfinite(rollout.reward):
+        raise ValueError(
+            f"rollout {rollout.rollout_id}: its reward is {rollout.reward}; a reward function must "
+            "return a finite number"
+        )
+    _check_logps(rollout, rollout.logps, "the rollout policy")
+
+
+def _check_logps(rollout: Rollout, values: Sequence[float], who: str) -> None:
+    """Masks and clips downstream would drop a NaN in silence, and the rollout with it."""
+    for place, (value, is_action) in enumerate(zip(values, rollout.loss_mask, strict=True)):
+        if is_action and not math.isfinite(value):
+            raise ValueError(
+                f"rollout {rollout.rollout_id}: {who} gives its token {place} the value {value}; "
+                "the weights of that model are damaged: resume from an earlier checkpoint"
+            )
+
+
+def _sample(rollout: Rollout, version: int) -> Sample:
+    """`staleness` is how many versions ago a token was sampled; 0 where the loss mask is 0."""
+    return Sample(
+        tokens=rollout.tokens,
+        loss_mask=rollout.loss_mask,
+        fields={
+            "rollout_logp": rollout.logps,
+            "staleness": [float(version - v) if v >= 0 else 0.0 for v in rollout.versions],
+        },
+        group=rollout.group_id,
+    )
+
+
+def _first_group(rollouts: Sequence[Rollout], version: int) -> list[Sample]:
+    samples = [_sample(rollout, version) for rollout in rollouts if rollout.num_action_tokens]
+    return [sample for sample in samples if sample.group == samples[0].group]
+
+
+def _scored_samples(
+    rollouts: list[Rollout],
+    rewards_R: Tensor,
+    spec: AlgorithmSpec,
+    scoring: Scoring,
+    version: int,
 ) -> list[Sample]:
     """All samples, scored by everybody whose word the advantages or the loss depend on."""
-    samples = [
-        Sample(
-            tokens=rollout.tokens,
-            loss_mask=rollout.loss_mask,
-            fields={"rollout_logp": rollout.logps, "old_logp": rollout.logps},
-            group=rollout.group_id,
-        )
-        for rollout in rollouts
-    ]
-    if scoring.old is not None and spec.compares_old_to_reference:
-        samples = _with_field(samples, "old_logp", scoring.old(samples))
-    if scoring.reference is not None:
-        samples = _with_field(samples, "ref_logp", scoring.reference(samples))
-    if scoring.values is not None:
-        samples = _with_field(samples, "value", scoring.values(samples))
+    samples = [_sample(rollout, version) for rollout in rollouts]
+    scorers = {"old_logp": scoring.old, "ref_logp": scoring.reference, "value": scoring.values}
+    for name, score in scorers.items():
+        if score is not None:
+            samples = with_field(samples, name, score(samples))
+            for rollout, sample in zip(rollouts, samples, strict=True):
+                _check_logps(rollout, sample.fields[name], f"the model behind {name!r}")
     lengths = [len(r.tokens) for r in rollouts]
     mask_T = torch.tensor([m for r in rollouts for m in r.loss_mask], dtype=torch.float32)
     ids_T = torch.repeat_interleave(torch.arange(len(rollouts)), torch.tensor(lengths))
     group_ids = [r.group_id for r in rollouts]
+    old_logp = "rollout_logp" if scoring.old is None else "old_logp"
     advantage_T, return_T = compute_advantages(
         spec,
         AdvantageBatch(
@@ -146,7 +185,7 @@ def _samples(
             group_ids=group_ids,
             mask_T=mask_T,
             sequence_ids_T=ids_T,
-            old_logp_T=_field(samples, "old_logp"),
+            old_logp_T=_field(samples, old_logp),
             ref_logp_T=_field(samples, "ref_logp"),
             value_T=_field(samples, "value"),
         ),
@@ -160,13 +199,14 @@ def _samples(
         prompt_ids_S=index_by_id(group_ids)[0],
         constant_length=spec.constant_length,
     )
-    samples = _with_field(samples, "advantage", advantage_T.split(lengths))
+    samples = with_field(samples, "advantage", advantage_T.split(lengths))
     if return_T is not None:
-        samples = _with_field(samples, "return", return_T.split(lengths))
-    return _with_field(samples, "weight", weight_T.split(lengths))
+        samples = with_field(samples, "return", return_T.split(lengths))
+    return with_field(samples, "weight", weight_T.split(lengths))
 
 
-def _with_field(samples: list[Sample], name: str, values: Sequence[Tensor]) -> list[Sample]:
+def with_field(samples: Sequence[Sample], name: str, values: Sequence[Tensor]) -> list[Sample]:
+    """The samples with one more field, a number for each token."""
     return [
         replace(sample, fields={**sample.fields, name: value.tolist()})
         for sample, value in zip(samples, values, strict=True)
@@ -181,23 +221,36 @@ def _field(samples: list[Sample], name: str) -> Tensor | None:
 
 
 def batch_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Means over the rollouts of a batch."""
-    count = max(len(rollouts), 1)
+    """Sums and means over the rollouts of a batch; no means where there is no rollout."""
+    count = len(rollouts)
     metrics = {
-        "reward": sum(r.reward for r in rollouts) / count,
-        "success": sum(r.reward >= 1.0 for r in rollouts) / count,
-        "num_rollouts": float(len(rollouts)),
+        "num_rollouts": float(count),
         "action_tokens": float(sum(r.num_action_tokens for r in rollouts)),
         "total_tokens": float(sum(len(r.tokens) for r in rollouts)),
-        "turns": sum(len(r.turn_spans) for r in rollouts) / count,
     }
-    for status in (Status.TRUNCATED_TURN, Status.TRUNCATED_CONTEXT):
-        metrics[f"{status}_fraction"] = sum(r.status == status for r in rollouts) / count
+    if rollouts:
+        metrics["reward"] = sum(r.reward for r in rollouts) / count
+        metrics["success"] = sum(r.reward >= 1.0 for r in rollouts) / count
+        metrics["turns"] = sum(len(r.turn_spans) for r in rollouts) / count
+        for status in (Status.TRUNCATED_TURN, Status.TRUNCATED_CONTEXT):
+            metrics[f"{status}_fraction"] = sum(r.status == status for r in rollouts) / count
     groups: dict[str, set[float]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.group_id, set()).add(rollout.reward)
     metrics["groups_with_signal"] = float(sum(len(rewards) > 1 for rewards in groups.values()))
     return metrics
+
+
+def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, float]:
+    """How many versions ago the sampled tokens were sampled; nothing where there are none."""
+    ages = [version - v for rollout in rollouts for v in rollout.versions if v >= 0]
+    if not ages:
+        return {}
+    return {
+        "staleness_mean": sum(ages) / len(ages),
+        "staleness_max": float(max(ages)),
+        "stale_fraction": sum(age > 0 for age in ages) / len(ages),
+    }
 
 
 def per_action_token(result: Mapping[str, float]) -> dict[str, float]:
@@ -211,18 +264,33 @@ def per_action_token(result: Mapping[str, float]) -> dict[str, float]:
     return {**others, **means}
 
 
-def logp_gap(samples: Sequence[Sample], trainer_logps: Sequence[Tensor]) -> dict[str, Any]:
-    """|engine - trainer| over sampled tokens, in nats, and the k3 estimate of their KL."""
-    gaps = []
+def logp_gap(samples: Sequence[Sample], trainer_logps: Sequence[Tensor]) -> dict[str, float]:
+    """How far the trainer's log-probs (nats) are from those of the rollouts.
+
+    `logp_gap_*` is an error: it covers the `logp_gap_tokens` tokens that the very weights of the
+    trainer sampled, and should be 0. `drift_*` covers the stale ones, whose policy has moved on
+    since. Means and maxima of |difference|, and the k3 estimate of the KL; none of no tokens.
+    """
+    differences, staleness = [], []
     for sample, trainer_logp in zip(samples, trainer_logps, strict=True):
         is_action = torch.tensor(sample.loss_mask, dtype=torch.bool)
         rollout_logp = torch.tensor(sample.fields["rollout_logp"], dtype=torch.float32)
-        gaps.append((trainer_logp.float() - rollout_logp)[is_action])
-    gap_A = torch.cat(gaps) if gaps else torch.zeros(0)
-    if not gap_A.numel():
-        return {"logp_gap_max": 0.0, "logp_gap_mean": 0.0, "logp_gap_kl": 0.0}
+        differences.append((trainer_logp.float().cpu() - rollout_logp)[is_action])
+        staleness.append(torch.tensor(sample.fields["staleness"])[is_action])
+    difference_A, staleness_A = torch.cat(differences), torch.cat(staleness)
+    gap_A, drift_A = difference_A[staleness_A == 0], difference_A[staleness_A != 0]
     return {
-        "logp_gap_max": gap_A.abs().max().item(),
-        "logp_gap_mean": gap_A.abs().mean().item(),
-        "logp_gap_kl": (gap_A.exp() - 1 - gap_A).mean().item(),
+        "logp_gap_tokens": float(gap_A.numel()),
+        **_spread("logp_gap", gap_A),
+        **_spread("drift", drift_A),
+    }
+
+
+def _spread(name: str, difference_A: Tensor) -> dict[str, float]:
+    if not difference_A.numel():
+        return {}
+    return {
+        f"{name}_max": difference_A.abs().max().item(),
+        f"{name}_mean": difference_A.abs().mean().item(),
+        f"{name}_kl": (difference_A.exp() - 1 - difference_A).mean().item(),
     }

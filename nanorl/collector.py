@@ -9,6 +9,7 @@ Left out: when a group may start (staleness.py) and what is done with it (traine
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import Protocol
 
@@ -40,6 +41,8 @@ class RolloutCollector:
         self.max_retries = max_retries
         self._failed: list[Rollout] = []
         self._running: set[asyncio.Future[list[Rollout]]] = set()
+        self._busy_s = 0.0
+        self._busy_since = 0.0  # while a group is being played
 
     async def stop(self) -> None:
         """Cancel the groups that are being played, and wait until they have let go."""
@@ -52,6 +55,18 @@ class RolloutCollector:
         failed, self._failed = self._failed, []
         return failed
 
+    def take_busy_s(self) -> float:
+        """Seconds since the last call in which at least one group was being played."""
+        if self._running:
+            self._pass_time()
+        busy_s, self._busy_s = self._busy_s, 0.0
+        return busy_s
+
+    def _pass_time(self) -> None:
+        now = time.perf_counter()
+        self._busy_s += now - self._busy_since
+        self._busy_since = now
+
     async def run_group(
         self, task: Task, *, group_id: str, size: int, sampling: SamplingParams
     ) -> list[Rollout]:
@@ -61,10 +76,13 @@ class RolloutCollector:
             for member in range(size)
         ]
         group = asyncio.gather(*members)
+        if not self._running:
+            self._busy_since = time.perf_counter()
         self._running.add(group)
         try:
             rollouts = await group
         finally:
+            self._pass_time()
             self._running.discard(group)
         return [rollout for rollout in rollouts if rollout.status != Status.FAILED]
 

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import os
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from nanorl.algorithms.spec import AlgorithmSpec
+from nanorl.algorithms.spec import BOUNDS, AlgorithmSpec
+from nanorl.bounds import check_number
+
+MAX_ROLLOUTS = 1 << 16
+"""Of one step: at some 500 tokens each, a gigabyte of Python numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +42,17 @@ class WarmStartConfig:
     """Passes over the traces: with more, fewer are played and each is trained on so often."""
 
     def __post_init__(self) -> None:
-        _require(
-            0 <= self.drill_fraction <= 1, "warm-start.drill-fraction", self.drill_fraction, "0-1"
+        _check(
+            self,
+            "warm-start.",
+            steps=NATURAL,
+            traces_per_step=Bound(1, 4096, "the sandbox plays them all before the step"),
+            lr=POSITIVE,
+            warmup_steps=NATURAL,
+            weight_decay=NATURAL,
+            drill_fraction=Bound(0, 1),
+            epochs=COUNT,
         )
-        _require(self.steps >= 0, "warm-start.steps", self.steps, "0 or more")
-        _require(self.epochs >= 1, "warm-start.epochs", self.epochs, "1 or more")
-        _require(
-            self.traces_per_step >= 1, "warm-start.traces-per-step", self.traces_per_step, "1+"
-        )
-        _require(self.lr > 0, "warm-start.lr", self.lr, "positive")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +76,9 @@ class RLConfig:
     epochs: int = 1
     """Optimizer steps on one batch; from the second on, ratios and clipping matter."""
     max_staleness: int = 0
-    """Policy versions a rollout may lag behind; 0 is synchronous training."""
+    """Policy versions a rollout may lag behind; 0 is synchronous training. Stale tokens are
+    weighed by the present policy over the one that sampled them, at most 2 (algorithm.correction).
+    """
     weight_decay: float = 0.0
     """Decoupled weight decay."""
     max_grad_norm: float = 1.0
@@ -88,17 +98,65 @@ class RLConfig:
     """How far a value may move in one update before its loss stops pulling."""
 
     def __post_init__(self) -> None:
-        _require(self.steps >= 0, "rl.steps", self.steps, "0 or more")
-        _require(self.tasks_per_step >= 1, "rl.tasks-per-step", self.tasks_per_step, "1 or more")
-        _require(self.group_size >= 1, "rl.group-size", self.group_size, "1 or more")
-        _require(self.lr > 0, "rl.lr", self.lr, "positive")
-        _require(self.temperature > 0, "rl.temperature", self.temperature, "positive")
-        _require(self.epochs >= 1, "rl.epochs", self.epochs, "1 or more")
-        _require(self.max_staleness >= 0, "rl.max-staleness", self.max_staleness, "0 or more")
-        _require(self.critic_lr > 0, "rl.critic-lr", self.critic_lr, "positive")
-        _require(self.value_clip > 0, "rl.value-clip", self.value_clip, "positive")
-        critic_only = self.critic_warmup_steps
-        _require(critic_only >= 0, "rl.critic-warmup-steps", critic_only, "0 or more")
+        held = "all rollouts of a step are held in memory"
+        _check(
+            self,
+            "rl.",
+            steps=NATURAL,
+            tasks_per_step=Bound(1, 4096, held),
+            group_size=Bound(1, 1024, held),
+            lr=POSITIVE,
+            warmup_steps=NATURAL,
+            temperature=Bound(0.01, 100, "colder is greedy, hotter is noise"),
+            epochs=Bound(1, 1000, "they all train on one batch"),
+            max_staleness=Bound(
+                0, 64, "so many batches wait in memory, and so old is their policy"
+            ),
+            weight_decay=NATURAL,
+            max_grad_norm=POSITIVE,
+            max_retries=Bound(0, 100, "a sandbox that fails so often is broken"),
+            critic_lr=POSITIVE,
+            critic_warmup_steps=NATURAL,
+            value_clip=POSITIVE,
+        )
+        self._check_rollouts()
+        self._check_algorithm()
+
+    def _check_rollouts(self) -> None:
+        """Refuse batches that would be too large, or that hold nothing to learn from."""
+        num_rollouts = self.tasks_per_step * self.group_size
+        if num_rollouts > MAX_ROLLOUTS:
+            raise ValueError(
+                f"--rl.tasks-per-step {self.tasks_per_step}: with --rl.group-size "
+                f"{self.group_size} a step has {num_rollouts} rollouts; must be at most "
+                f"{MAX_ROLLOUTS}, for all of them are held in memory"
+            )
+        spec = self.algorithm
+        if self.group_size == 1 and spec.compares_members:
+            name = "dynamic-sampling" if spec.dynamic_sampling else f"advantage {spec.advantage}"
+            raise ValueError(
+                f"--rl.group-size 1: --rl.algorithm.{name} compares the rollouts of a group, and "
+                "one has nothing to be compared with; raise it, or choose advantage reinforce_pp "
+                "or gae"
+            )
+
+    def _check_algorithm(self) -> None:
+        """Refuse options that do not go with the algorithm, or that it would ignore."""
+        spec, critic_only = self.algorithm, self.critic_warmup_steps
+        if self.epochs > 1 and spec.loss == "reinforce":
+            raise ValueError(
+                f"--rl.epochs {self.epochs}: --rl.algorithm.loss reinforce has no ratio, so from "
+                "the second step on it would train on another policy's tokens as if they were its "
+                "own; choose loss ppo, or 1 epoch"
+            )
+        if self.max_staleness > 0 and not spec.answers_for_staleness:
+            raise ValueError(
+                f"--rl.max-staleness {self.max_staleness}: nothing answers for stale tokens "
+                f"(--rl.algorithm.correction {spec.resolved_correction}, old-policy "
+                f"{spec.old_policy}, loss {spec.loss}), so they would count as the present "
+                "policy's own; set --rl.algorithm.correction tis, or old-policy rollout with a "
+                "loss that has a ratio"
+            )
         if critic_only and not self.algorithm.needs_critic:
             raise ValueError(
                 f"--rl.critic-warmup-steps {critic_only}: there is no critic with "
@@ -125,8 +183,14 @@ class AgentConfig:
     """Tool output is cut to this many tokens."""
 
     def __post_init__(self) -> None:
-        _require(self.max_turns >= 1, "agent.max-turns", self.max_turns, "1 or more")
-        _require(self.max_turn_tokens >= 1, "agent.max-turn-tokens", self.max_turn_tokens, "1+")
+        _check(
+            self,
+            "agent.",
+            max_turns=Bound(1, 1000, "each is an execution in the sandbox"),
+            max_turn_tokens=COUNT,
+            max_context_tokens=COUNT,
+            max_observation_tokens=COUNT,
+        )
         _require(
             self.max_context_tokens > self.max_turn_tokens,
             "agent.max-context-tokens",
@@ -147,9 +211,14 @@ class ToolConfig:
     """Warm sandbox processes."""
 
     def __post_init__(self) -> None:
-        _require(self.timeout_s > 0, "tool.timeout-s", self.timeout_s, "positive")
-        _require(self.memory_mb >= 32, "tool.memory-mb", self.memory_mb, "32 or more")
-        _require(self.workers >= 1, "tool.workers", self.workers, "1 or more")
+        cores = os.cpu_count() or 1
+        _check(
+            self,
+            "tool.",
+            timeout_s=Bound(0.01, 3600, "a rollout waits so long for each execution"),
+            memory_mb=Bound(32, 1 << 20),
+            workers=Bound(1, 16 * cores, f"16 processes for each of the {cores} cores here"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,27 +235,52 @@ class EvaluationConfig:
     """Seed of the held-out list; the same for every training seed."""
 
     def __post_init__(self) -> None:
-        _require(self.num_tasks >= 1, "evaluation.num-tasks", self.num_tasks, "1 or more")
+        why = "each is played to its end, twice; the error is then below one percent"
+        most = 10_000
+        _check(
+            self,
+            "evaluation.",
+            num_tasks=Bound(1, most, why),
+            num_tasks_untrained=Bound(0, most, why),
+            num_tasks_no_tool=Bound(0, most, why),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLimits:
     """Sizes of the two engines."""
 
-    micro_batch_tokens: int = 2048
-    """Tokens of one training micro-batch."""
+    micro_batch_tokens: int = 0
+    """Tokens of one training micro-batch. 0, here and below: chosen for the device (sizes.py)."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
     lm_head_fp32: bool = False
     """Multiply the lm_head in fp32 even if the model is bf16."""
     share_prefix: bool = True
     """Forward a group's common prompt once in training. Off in --deterministic."""
-    max_num_seqs: int = 64
+    max_num_seqs: int = 0
     """Sequences decoded together."""
-    max_batch_tokens: int = 1024
+    max_batch_tokens: int = 0
     """Token budget of one engine step."""
-    cache_mb: int = 512
+    cache_mb: int = 0
     """Memory of the paged KV cache."""
+
+    def __post_init__(self) -> None:
+        most = Bound(0, 1 << 20, "a step's activations grow with it")
+        _check(
+            self,
+            "engine.",
+            micro_batch_tokens=most,
+            max_num_seqs=Bound(0, 1 << 16, "each has a place in every step"),
+            max_batch_tokens=most,
+            cache_mb=NATURAL,
+        )
+        _require(
+            self.max_batch_tokens >= self.max_num_seqs or self.max_batch_tokens == 0,
+            "engine.max-batch-tokens",
+            self.max_batch_tokens,
+            f"at least engine.max-num-seqs={self.max_num_seqs}: a step gives each one a token",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +302,9 @@ class RunConfig:
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Compute type; master weights and moments are always fp32."""
     deterministic: bool = False
-    """Stop unless rollout and training log-probs are equal bit for bit."""
+    """Stop unless rollout and training log-probs are equal bit for bit. Synchronous runs only."""
+    device: str = "auto"
+    """auto (CUDA if there is any), cpu, cuda or cuda:N; both engines work there."""
     threads: int = 0
     """CPU threads; 0 uses every core."""
     save_every: int = 5
@@ -225,8 +321,26 @@ class RunConfig:
     engine: EngineLimits = field(default_factory=EngineLimits)
 
     def __post_init__(self) -> None:
-        _require(self.save_every >= 1, "save-every", self.save_every, "1 or more")
-        _require(self.threads >= 0, "threads", self.threads, "0 (every core) or more")
+        cores = os.cpu_count() or 1
+        _check(
+            self,
+            "",
+            threads=Bound(0, 4 * cores, f"4 for each of the {cores} cores here; 0 uses every core"),
+            save_every=COUNT,
+            keep_checkpoints=COUNT,
+        )
+        if self.deterministic and self.rl.max_staleness > 0:
+            raise ValueError(
+                f"--deterministic with --rl.max-staleness {self.rl.max_staleness}: with staleness "
+                "the time decides which weights sample a token, so no two runs are equal; set "
+                "--rl.max-staleness 0, or leave --deterministic out"
+            )
+        buffer, most = self.rl.algorithm.overlong_buffer, self.agent.max_context_tokens
+        if buffer > most:
+            raise ValueError(
+                f"--rl.algorithm.overlong-buffer {buffer}: must be at most "
+                f"--agent.max-context-tokens {most}, the limit before which the penalty grows"
+            )
 
     @property
     def run_dir(self) -> Path:
@@ -237,21 +351,25 @@ class RunConfig:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RunConfig:
-        """The inverse of `to_json`; an unknown key raises ValueError."""
-        return _from_json(cls, data)
+        """The inverse of `to_json`, also of 0.1.0's; an unknown key raises ValueError."""
+        return _from_json(cls, _without_unread_bounds(data))
 
 
 # Options that may differ between a run and its resumption without changing what is computed.
-RESUME_FREE = ("out", "resume", "cache_dir", "save_every", "keep_checkpoints")
+RESUME_FREE = (
+    *("out", "resume", "cache_dir", "save_every", "keep_checkpoints"),
+    *("threads", "tool.workers"),
+    "device",  # another kind of device rounds differently, as another kind of CPU does
+)
 
 
-def require_same_run(saved: dict[str, Any], config: RunConfig) -> None:
-    """Raise ValueError unless `config` continues the run whose config.json is `saved`."""
-    now = config.to_json()
+def require_same_run(saved: RunConfig, config: RunConfig) -> None:
+    """Raise ValueError unless `config` continues the run whose options were `saved`."""
+    then, now = _flatten(saved.to_json()), _flatten(config.to_json())
     changed = [
-        f"{key}: {saved.get(key)!r} -> {now[key]!r}"
-        for key in now
-        if key not in RESUME_FREE and saved.get(key) != now[key]
+        f"--{name.replace('_', '-')} {then[name]} -> {now[name]}"
+        for name in now
+        if name not in RESUME_FREE and then[name] != now[name]
     ]
     if changed:
         raise ValueError(
@@ -259,6 +377,28 @@ def require_same_run(saved: dict[str, Any], config: RunConfig) -> None:
             + "; ".join(changed)
             + ". Leave them out, or start a new run with another --out."
         )
+
+
+def _flatten(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Options by their names on the command line, `rl.group_size`."""
+    flat: dict[str, Any] = {}
+    for name, value in options.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def _without_unread_bounds(data: dict[str, Any]) -> dict[str, Any]:
+    """0.1.0 wrote every option's default, also bounds of a correction that has none, which are
+    refused now."""
+    algorithm = dict(data.get("rl", {}).get("algorithm", {}))
+    if not algorithm or algorithm.get("correction") in BOUNDS:
+        return data
+    for name in ("correction_low", "correction_high"):
+        algorithm.pop(name, None)
+    return data | {"rl": data["rl"] | {"algorithm": algorithm}}
 
 
 def _from_json(cls: Any, data: dict[str, Any]) -> Any:
@@ -277,6 +417,27 @@ def _from_json(cls: Any, data: dict[str, Any]) -> Any:
             value = tuple(value)
         values[name] = value
     return cls(**values)
+
+
+class Bound(NamedTuple):
+    """What a number may be; infinities and NaN it may never be."""
+
+    low: float
+    high: float = math.inf
+    why: str = ""  # the reason of `high`
+    is_open: bool = False  # `low` itself is refused
+
+
+NATURAL, COUNT, POSITIVE = Bound(0), Bound(1), Bound(0, is_open=True)
+
+
+def _check(record: object, prefix: str, **bounds: Bound) -> None:
+    """`ValueError` names the flag of the first field outside its bound."""
+    for name, bound in bounds.items():
+        flag, value = f"--{prefix}{name.replace('_', '-')} ", getattr(record, name)
+        low, high, why, is_open = bound
+        reason = why if value > high else ""
+        check_number(flag, value, low, high, reason, is_open=is_open)
 
 
 def _require(condition: bool, name: str, value: object, rule: str) -> None:

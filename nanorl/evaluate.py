@@ -26,7 +26,7 @@ class EvaluationResult:
     per_kind: dict[str, tuple[int, int]]  # kind -> (solved, played)
     mean_turns: float
     mean_action_tokens: float
-    examples: list[Rollout] = field(default_factory=list)
+    played: list[tuple[Task, Rollout]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -45,9 +45,8 @@ async def evaluate(
     name: str,
     on_rollout: Callable[[Rollout], None] | None = None,
     max_retries: int = 2,
-    num_examples: int = 12,
 ) -> EvaluationResult:
-    """Play every task greedily; `name` goes into the rollout ids of the examples."""
+    """Play every task greedily; `name` goes into the rollout ids."""
     greedy = SamplingParams(temperature=0.0)
 
     async def play_one(index: int, task: Task) -> Rollout:
@@ -61,12 +60,10 @@ async def evaluate(
         return rollout
 
     rollouts = await asyncio.gather(*(play_one(i, task) for i, task in enumerate(tasks)))
-    return summarise(tasks, rollouts, num_examples)
+    return summarise(tasks, rollouts)
 
 
-def summarise(
-    tasks: Sequence[Task], rollouts: Sequence[Rollout], num_examples: int
-) -> EvaluationResult:
+def summarise(tasks: Sequence[Task], rollouts: Sequence[Rollout]) -> EvaluationResult:
     """Count successes; raises RuntimeError if the infrastructure failed on a task for good."""
     failed = [r.task_id for r in rollouts if r.status == Status.FAILED]
     if failed:
@@ -85,5 +82,5 @@ def summarise(
         per_kind={kind: (solved, played) for kind, (solved, played) in per_kind.items()},
         mean_turns=sum(len(r.turn_spans) for r in rollouts) / count,
         mean_action_tokens=sum(r.num_action_tokens for r in rollouts) / count,
-        examples=list(rollouts[:num_examples]),
+        played=list(zip(tasks, rollouts, strict=True)),
     )

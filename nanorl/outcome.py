@@ -6,17 +6,19 @@ import datetime
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanoengine.model.hf import save_model
+from nanoengine.model.hf import replace_model
 from nanorl.assembly import num_threads
+from nanorl.data.rows import Entry
+from nanorl.report.examples import Example, choose, choose_entries, rates_by_stage
 from nanorl.report.html import write_report
 from nanorl.report.metrics import read_metrics
 from nanorl.report.summary import build_summary, git_commit, write_summary
-from nanorl.report.trace import pick_samples
 
 if TYPE_CHECKING:
     from nanorl.run import Run
@@ -29,18 +31,47 @@ def write_outcome(run: Run) -> dict[str, Any]:
     run.note_time()
     summary = summarise(run)
     write_summary(run.dir / "summary.json", summary)
-    stored = run.store.query()
-    first, last = stored[:60], stored[-60:]
+    entries = run.store.entries()
     write_report(
         run.dir / "report.html",
         config=run.config.to_json(),
         summary=summary,
         metrics_rows=read_metrics(run.metrics.path),
-        rollouts=[*pick_samples(last, 8), *pick_samples(first, 6)],
+        examples=[*heldout_examples(run), *training_examples(run, entries)],
+        training_rates=rates_by_stage(entries),
         decode=run.parts.tokenizer.decode,
     )
-    save_model(run.parts.trained, run.dir / "model-trained", extra_files_from=run.parts.folder)
+    replace_model(run.parts.trained, run.dir / "model-trained", run.parts.folder)
     return summary
+
+
+def heldout_examples(run: Run) -> list[Example]:
+    """Of the evaluation after RL, if this process played it."""
+    played = run.played.get("after", ())
+    return [
+        Example(rollout=rollout, task=task, when="held out")
+        for task, rollout in choose(
+            played, kind=lambda pair: pair[0].kind, is_right=lambda pair: pair[1].reward >= 1.0
+        )
+    ]
+
+
+def training_examples(run: Run, entries: Sequence[Entry]) -> list[Example]:
+    """Rollouts of each task type from each stage of RL, and attempts that failed."""
+    chosen = choose_entries(entries)
+    tasks = {
+        task.task_id: task
+        for step in {entry.step for entry in chosen}
+        for task in run.train_tasks(step)
+    }
+    return [
+        Example(
+            rollout=run.store.get(entry.rollout_id),
+            task=tasks.get(entry.task_id),
+            when=f"step {entry.step}",
+        )
+        for entry in chosen
+    ]
 
 
 def summarise(run: Run) -> dict[str, Any]:
@@ -68,7 +99,7 @@ def summarise(run: Run) -> dict[str, Any]:
             "heldout_success_no_tool": success("no_tool"),
             "dtype": config.dtype,
             "logp_gap_max": totals.get("logp_gap_max"),
-            "logp_gap_mean": ratio("logp_gap_sum", "rollout_tokens"),
+            "logp_gap_mean": ratio("logp_gap_sum", "logp_gap_tokens"),
             "tokens_per_s_rollout": ratio("rollout_tokens", "rollout_s"),
             "tokens_per_s_train": ratio("train_tokens", "train_s"),
             "num_rollouts": int(totals.get("num_rollouts", 0)),
@@ -99,12 +130,14 @@ def summarise(run: Run) -> dict[str, Any]:
 
 
 def per_type(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Success by task type in every evaluation; n is of the evaluation after RL."""
+    """Success by task type in every evaluation, and of how many tasks; `n` is of the one after
+    RL."""
     table: dict[str, dict[str, Any]] = {}
     for name, result in results.items():
         for kind, (solved, played) in result["per_kind"].items():
             row = table.setdefault(kind, {})
             row[name] = solved / played
+            row[f"n_{name}"] = played
             if name == "after" or "n" not in row:
                 row["n"] = played
     return dict(sorted(table.items()))

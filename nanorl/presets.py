@@ -13,7 +13,6 @@ from types import MappingProxyType
 from nanorl.agents.tools import ToolFormat
 from nanorl.config import (
     AgentConfig,
-    EngineLimits,
     EvaluationConfig,
     RLConfig,
     RunConfig,
@@ -32,6 +31,7 @@ class Preset:
     """What a preset name stands for: default options, tasks, and how actions are written."""
 
     config: Callable[[], RunConfig]
+    cpu_sizes: Mapping[str, int]  # of `EngineLimits`, where the user gives none
     family: Callable[[], Family]
     teacher: Callable[[], TeacherConfig]
     action_format: ActionFormat
@@ -48,7 +48,6 @@ def smollm2() -> RunConfig:
             max_turns=4, max_turn_tokens=96, max_context_tokens=512, max_observation_tokens=64
         ),
         evaluation=EvaluationConfig(num_tasks=210, num_tasks_no_tool=28),
-        engine=EngineLimits(micro_batch_tokens=1024),
     )
 
 
@@ -70,9 +69,6 @@ def tiny() -> RunConfig:
         ),
         tool=ToolConfig(timeout_s=2.0),
         evaluation=EvaluationConfig(num_tasks=418, num_tasks_untrained=105, num_tasks_no_tool=209),
-        engine=EngineLimits(
-            micro_batch_tokens=8192, max_num_seqs=192, max_batch_tokens=4096, cache_mb=256
-        ),
     )
 
 
@@ -80,6 +76,14 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         "smollm2": Preset(
             config=smollm2,
+            cpu_sizes=MappingProxyType(
+                {
+                    "micro_batch_tokens": 1024,
+                    "max_num_seqs": 64,
+                    "max_batch_tokens": 1024,
+                    "cache_mb": 512,
+                }
+            ),
             family=smollm2_family,
             teacher=smollm2_teacher,
             action_format=MARKDOWN,
@@ -87,6 +91,14 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "tiny": Preset(
             config=tiny,
+            cpu_sizes=MappingProxyType(
+                {
+                    "micro_batch_tokens": 8192,
+                    "max_num_seqs": 192,
+                    "max_batch_tokens": 4096,
+                    "cache_mb": 256,
+                }
+            ),
             family=tiny_family,
             teacher=tiny_teacher,
             action_format=COMPACT,

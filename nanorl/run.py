@@ -4,7 +4,8 @@
 
 `Cursor` says which phase is next; it travels inside every checkpoint, so `--resume` enters the loop
 where the last checkpoint was made. Metrics rows and stored rollouts that lie behind the checkpoint
-are removed first: the resumed run writes them again, with the same content.
+are removed first: the resumed run writes them again, with the same content if it is synchronous
+(trainer.py says why).
 Next: trainer.py (the RL loop), assembly.py (how the parts are made).
 """
 
@@ -12,19 +13,23 @@ from __future__ import annotations
 
 import asyncio
 import resource
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from nanoengine.checkpoint import latest_checkpoint, open_checkpoint
+from nanoengine.checkpoint import forget_newer, latest_checkpoint, open_checkpoint
 from nanoengine.engine import Engine
 from nanoengine.packing import Sample
 from nanoengine.sft import num_loss_tokens, sft_loss
+from nanoengine.stop_signals import Interrupted, StopSignals
+from nanoinfer.cancellation import to_the_end
 from nanorl.assembly import Parts
 from nanorl.collector import RolloutCollector
+from nanorl.colocation import cache_lent
 from nanorl.config import RunConfig
 from nanorl.critic import Critic
 from nanorl.data.store import RolloutStore
@@ -33,18 +38,21 @@ from nanorl.learner import Learner
 from nanorl.reference import open_reference
 from nanorl.report.live import LiveView
 from nanorl.report.metrics import MetricsWriter
-from nanorl.run_state import Cursor
-from nanorl.trainer import StepResult, Trainer, to_the_end
-from nanorl.types import Rollout
+from nanorl.report.summary import EVALUATIONS
+from nanorl.report.transcript import transcript
+from nanorl.run_state import Cursor, Phase
+from nanorl.trainer import StepResult, Trainer
+from nanorl.types import Rollout, Task
 from nanorl.warm_start import WarmStart
 from nanorl.weight_sync import sync_weights
 from nanosched import Scheduler
 
-SHOWN = ("success", "reward", "logp_gap_max", "clip_fraction", "grad_norm", "step_s")
-
-
-class Interrupted(Exception):  # noqa: N818 - not an error: the user asked for it
-    """Ctrl-C: the run was saved and can be resumed."""
+SHOWN = (
+    *("success", "reward", "groups_with_signal", "grad_norm", "clip_fraction"),
+    *("logp_gap_max", "step_s"),
+)
+NUM_SAMPLES = 5  # rollouts of RL that the log shows
+NO_SIGNAL = "the rollouts of each group got equal rewards, so there was nothing to learn from"
 
 
 class Run:
@@ -59,50 +67,72 @@ class Run:
         self.metrics = MetricsWriter(
             self.dir / "metrics.jsonl", tensorboard_dir=self.dir / "tensorboard"
         )
-        self.cursor = Cursor()
+        self.cursor = Cursor(tasks=parts.tasks.fingerprint)
         self.engine: Engine = parts.trainer_engine
         self.critic: Critic | None = None
         self.is_restored = False
+        self.saved_place: tuple[Phase, int] | None = None  # of the cursor in the last checkpoint
         self.started = time.perf_counter()
-        self.examples: dict[str, Sequence[Rollout]] = {}
+        self.played: dict[str, Sequence[tuple[Task, Rollout]]] = {}  # evaluations of this process
 
     # -- life cycle ------------------------------------------------------------------------------
 
     async def execute(self) -> None:
-        """All phases that are left. Raises `Interrupted` after saving on Ctrl-C."""
+        """All phases that are left. Raises `Interrupted` after saving on Ctrl-C, which cancels this
+        task once; what must not be cut in two is awaited with `to_the_end`."""
         loop = asyncio.get_running_loop()
         current = asyncio.current_task()
         assert current is not None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, current.cancel)
-        try:
-            if self.is_restored:
-                await sync_weights(self.engine, self.parts.generator, self.cursor.step)
-            while self.cursor.phase != "done":
-                await getattr(self, f"run_{self.cursor.phase}")()
-        except asyncio.CancelledError:
-            self.save()
-            raise Interrupted from None
-        finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
-            await self.parts.generator.close()
+        with StopSignals(
+            on_stop=lambda: loop.call_soon_threadsafe(current.cancel),
+            say=lambda answer: loop.call_soon_threadsafe(self.live.say, answer),
+        ):
+            try:
+                if self.is_restored:
+                    await sync_weights(self.engine, self.parts.generator, self.cursor.step)
+                while self.cursor.phase != "done":
+                    await getattr(self, f"run_{self.cursor.phase}")()
+            except asyncio.CancelledError:
+                if self.cursor.place != self.saved_place:  # else these weights are on the disk
+                    self.save()
+                raise Interrupted from None
+            finally:
+                await self.parts.generator.close()
 
     def restore(self) -> None:
-        """Continue from the newest checkpoint, or from the start where there is none."""
+        """Continue from the newest checkpoint, or from the start where none was made yet."""
         found = latest_checkpoint(self.checkpoints)
         if found is None:
-            self.store.delete_from_step(0)
-            self.metrics.truncate_from(0)
+            self._require_nothing_done()
+            self.live.say("no checkpoint was made yet: starting from the beginning")
             return
         self.cursor = Cursor.from_json(open_checkpoint(found).meta["cursor"])
+        self._require_same_tasks()
         if self.cursor.phase not in ("untrained", "warm_start"):
             self.engine.restart(self.parts.rl_config())
         self.engine.load(found)
         self.is_restored = True
+        self.saved_place = self.cursor.place
         first = self.cursor.step if self.cursor.phase == "rl" else self.rl_steps_done
         self.store.delete_from_step(first)
         self.metrics.truncate_from(first)
+
+    def _require_nothing_done(self) -> None:
+        """RL begins with a checkpoint: records of its steps without one mean that it was lost."""
+        if len(self.store) or self.metrics.last_step is not None:
+            raise ValueError(
+                f"{self.checkpoints} holds no checkpoint, but {self.dir} has the records of "
+                f"{len(self.store)} rollouts, which starting over would delete: put the folder "
+                f"back, or start a new run (another --out, or rm -r {self.dir})"
+            )
+
+    def _require_same_tasks(self) -> None:
+        if self.cursor.tasks not in ("", self.parts.tasks.fingerprint):
+            raise ValueError(
+                f"--tasks {self.config.tasks}: its tasks are not those that this run began with, "
+                "and a resumed run goes on with the same ones; put the file back, or start a new "
+                "run with another --out"
+            )
 
     @property
     def rl_steps_done(self) -> int:
@@ -120,6 +150,7 @@ class Run:
             assert folder is not None, "it is not saved in the background"
             self.cursor.critic = folder.name
         self.engine.save(self.checkpoints, self.cursor.to_json())
+        self.saved_place = self.cursor.place
 
     def note_time(self) -> None:
         now = time.perf_counter()
@@ -129,12 +160,11 @@ class Run:
         self.cursor.keep_max("peak_rss_bytes", float(peak))
 
     @contextmanager
-    def _timed(self, name: str, total: int, done: int = 0) -> Iterator[str]:
+    def _timed(self, name: str, total: int, done: int = 0, num_lines: int = 10) -> Iterator[str]:
         """Show a phase and count its seconds; yields the name."""
         start = time.perf_counter()
         if total:
-            self.live.start_phase(name, total)
-            self.live.advance(name, done)
+            self.live.start_phase(name, total, num_done=done, num_lines=num_lines)
         try:
             yield name
         finally:
@@ -159,7 +189,8 @@ class Run:
         tasks = self.parts.tasks.heldout[:count]
         if tasks:
             play = self.parts.play if is_tool_enabled else self.parts.play_without_tool
-            with self._timed(f"evaluation, {name.replace('_', ' ')}", len(tasks)) as phase:
+            title = f"evaluation, {EVALUATIONS[name]}"
+            with self._timed(title, len(tasks), num_lines=4) as phase:
                 result = await evaluate(
                     play, tasks, name=name, on_rollout=lambda _: self.live.advance(phase)
                 )
@@ -168,10 +199,18 @@ class Run:
 
     def _record(self, name: str, result: EvaluationResult) -> None:
         self.cursor.results[name] = result.to_json()
-        self.examples[name] = result.examples
+        self.played[name] = result.played
         self.live.say(
-            f"{name.replace('_', ' ')}: {result.success:.1%} of {result.num_tasks} held-out tasks"
+            f"{EVALUATIONS[name]}: {result.success:.1%} of {result.num_tasks} held-out tasks"
         )
+        for is_right in (False, True):  # one of each, if there is one
+            alike = (pair for pair in result.played if (pair[1].reward >= 1.0) == is_right)
+            for task, rollout in islice(alike, 1):
+                self._say_rollout(f"a task of it, {EVALUATIONS[name]}", task, rollout)
+
+    def _say_rollout(self, title: str, task: Task, rollout: Rollout) -> None:
+        decode = partial(self.parts.tokenizer.decode, skip_special=True)
+        self.live.say(transcript(task, rollout, decode, title=title))
 
     # -- warm start ------------------------------------------------------------------------------
 
@@ -179,42 +218,48 @@ class Run:
         warm = self.config.warm_start
         source = WarmStart(self.config, self.parts)
         with self._timed("warm start", warm.steps, self.cursor.step) as phase:
-            upcoming = asyncio.ensure_future(source.samples(self.cursor.step))
-            while self.cursor.step < warm.steps:
-                step = self.cursor.step
-                samples = await upcoming
-                # The teacher plays in the sandbox while the optimizer runs in its thread.
-                upcoming = asyncio.ensure_future(source.samples(step + 1))
-
-                async def finish_step(step: int = step, samples: list[Sample] = samples) -> None:
-                    result = await asyncio.get_running_loop().run_in_executor(
-                        self.parts.optimizer_thread,
-                        self.engine.train_step,
-                        samples,
-                        sft_loss,
-                        num_loss_tokens,
-                    )
-                    self.cursor.step = step + 1
-                    self.live.advance(phase)
-                    self.live.show(phase, {"loss": result["loss"]})
-
-                await to_the_end(finish_step())
-            upcoming.cancel()
+            async with cache_lent(self.parts.generator, self.engine.model.device):
+                await self._warm_start_steps(source, phase)
         await sync_weights(self.engine, self.parts.generator, 0)
         self.engine.restart(self.parts.rl_config())
         self.cursor.next_phase()
         self.save()
 
+    async def _warm_start_steps(self, source: WarmStart, phase: str) -> None:
+        upcoming = asyncio.ensure_future(source.samples(self.cursor.step))
+        while self.cursor.step < self.config.warm_start.steps:
+            step = self.cursor.step
+            samples = await upcoming
+            # The teacher plays in the sandbox while the optimizer runs in its thread.
+            upcoming = asyncio.ensure_future(source.samples(step + 1))
+
+            async def finish_step(step: int = step, samples: list[Sample] = samples) -> None:
+                result = await asyncio.get_running_loop().run_in_executor(
+                    self.parts.optimizer_thread,
+                    self.engine.train_step,
+                    samples,
+                    sft_loss,
+                    num_loss_tokens,
+                )
+                self.cursor.step = step + 1
+                self.live.advance(phase, metrics={"loss": result["loss"]})
+
+            await to_the_end(finish_step())
+        upcoming.cancel()
+
     # -- reinforcement learning ------------------------------------------------------------------
 
     async def run_rl(self) -> None:
         rl = self.config.rl
-        with self._timed("reinforcement learning", rl.steps, self.cursor.step) as phase:
+        with self._timed(
+            "reinforcement learning", rl.steps, self.cursor.step, num_lines=rl.steps
+        ) as phase:
 
             def on_step(result: StepResult) -> None:
                 self._log_step(result)
-                self.live.advance(phase)
-                self.live.show(phase, {name: result.metrics.get(name) for name in SHOWN})
+                shown = {name: result.metrics[name] for name in SHOWN if name in result.metrics}
+                self.live.advance(phase, metrics=shown)
+                self._say_step(result)
 
             with Scheduler(backend="inline") as scheduler:
                 trainer = Trainer(
@@ -224,15 +269,20 @@ class Run:
                         engine=self.engine,
                         generator=self.parts.generator,
                         thread=self.parts.optimizer_thread,
-                        num_batches=self.cursor.step,
                         **self._rl_models(),
                     ),
                     collector=scheduler.actor(RolloutCollector).remote(
                         self.parts.play, run_seed=self.config.seed, max_retries=rl.max_retries
                     ),
-                    task_batch=lambda step: self.parts.tasks.train.batch(step, rl.tasks_per_step),
+                    task_batch=self.train_tasks,
                 )
                 await trainer.fit(self.cursor.step, on_step)
+        if num_idle := int(self.cursor.totals.get("num_steps_without_signal", 0)):
+            self.live.say(
+                f"{num_idle} of {rl.steps} steps changed nothing: {NO_SIGNAL}. If they are many, "
+                "raise --rl.group-size or --rl.temperature, or train longer before RL "
+                "(--warm-start.steps)"
+            )
         self.cursor.next_phase()
         self.save()
         self.critic = None
@@ -252,7 +302,9 @@ class Run:
                 value_clip=self.config.rl.value_clip,
             )
             if has_begun:
-                self.critic.engine.load(self.dir / "critic" / self.cursor.critic)
+                saved = self.dir / "critic" / self.cursor.critic
+                self.critic.engine.load(saved)
+                forget_newer(saved)
         return models
 
     def _log_step(self, result: StepResult) -> None:
@@ -260,14 +312,29 @@ class Run:
         self.store.add_group(
             [*(rollout for group in result.groups for rollout in group), *result.failed],
             step=result.step,
-            version=result.step,
         )
         self.metrics.write(result.step, result.metrics)
         self._add_totals(result.metrics)
         self.cursor.add("num_failed_rollouts", len(result.failed))
+        self.cursor.add("num_steps_without_signal", not result.metrics["num_trained_rollouts"])
         self.cursor.step = result.step + 1
-        if self.cursor.step % self.config.save_every == 0:
+        is_last = self.cursor.step == self.config.rl.steps  # then the phase saves at its end
+        if self.cursor.step % self.config.save_every == 0 and not is_last:
             self.save()
+
+    def _say_step(self, result: StepResult) -> None:
+        """What the numbers of the step do not say: why nothing moved, and what the agent does."""
+        if not result.metrics["num_trained_rollouts"]:
+            self.live.say(f"step {result.step} changed nothing: {NO_SIGNAL}")
+        every = max(1, self.config.rl.steps // NUM_SAMPLES)
+        rollouts = [rollout for group in result.groups for rollout in group]
+        if result.step % every == 0 and rollouts:
+            rollout = rollouts[result.step % len(rollouts)]  # any: not the best of them
+            tasks = {task.task_id: task for task in self.train_tasks(result.step)}
+            self._say_rollout(f"a rollout of step {result.step}", tasks[rollout.task_id], rollout)
+
+    def train_tasks(self, step: int) -> Sequence[Task]:
+        return self.parts.tasks.train.batch(step, self.config.rl.tasks_per_step)
 
     def _add_totals(self, metrics: dict[str, Any]) -> None:
         self.cursor.add("num_rollouts", metrics["num_rollouts"])
@@ -275,5 +342,7 @@ class Run:
         self.cursor.add("rollout_s", metrics["rollout_s"])
         self.cursor.add("train_tokens", metrics["total_tokens"])
         self.cursor.add("train_s", metrics["train_s"])
-        self.cursor.keep_max("logp_gap_max", metrics["logp_gap_max"])
-        self.cursor.add("logp_gap_sum", metrics["logp_gap_mean"] * metrics["action_tokens"])
+        if measured := metrics.get("logp_gap_tokens"):
+            self.cursor.keep_max("logp_gap_max", metrics["logp_gap_max"])
+            self.cursor.add("logp_gap_sum", metrics["logp_gap_mean"] * measured)
+            self.cursor.add("logp_gap_tokens", measured)

@@ -25,8 +25,13 @@ class Cursor:
     phase: Phase = "untrained"
     step: int = 0  # the next step of the phase
     critic: str = ""  # the critic's checkpoint, where there is a critic
+    tasks: str = ""  # fingerprint of the user's task file, where there is one
     results: dict[str, Any] = field(default_factory=dict)  # evaluation by phase
     totals: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def place(self) -> tuple[Phase, int]:
+        return self.phase, self.step
 
     def add(self, name: str, amount: float) -> None:
         self.totals[name] = self.totals.get(name, 0.0) + amount

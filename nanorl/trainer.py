@@ -10,7 +10,9 @@ With `max_staleness = 0` the producer waits until the weights are in place, so t
 synchronous; with more, rollouts go on while the optimizer runs in another thread.
 
 Every decision that matters is a function of (seed, step): tasks, sampling seeds, batch membership.
-So a run that is killed and resumed from its last checkpoint ends with the same bits.
+So a synchronous run that is killed and resumed from its last checkpoint ends with the same bits.
+With staleness, time alone decides under which weights a token is sampled: such a run resumes with
+the same tasks and seeds, and no two runs are equal.
 Next: run.py (the order of a whole run, checkpoints), learner.py, collector.py.
 """
 
@@ -18,10 +20,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nanoinfer.cancellation import to_the_end
 from nanoinfer.sampling import SamplingParams
 from nanorl.config import RunConfig
 from nanorl.data.transfer_queue import TransferQueue
@@ -125,6 +128,7 @@ class Trainer:
         for step in range(first_step, self.config.rl.steps):
             start = time.perf_counter()
             groups = await _first_of(queue.take(self.config.rl.tasks_per_step), producer)
+            # Weights, cursor and records would disagree if it were cut in two.
             await to_the_end(self._finish_step(step, groups, start, on_step))
             staleness.advance(step + 1)
 
@@ -135,23 +139,13 @@ class Trainer:
         start: float,
         on_step: OnStep,
     ) -> None:
-        rollout_s = time.perf_counter() - start
+        wait_s = time.perf_counter() - start
         metrics = await self.learner.train_and_publish.remote(groups, step + 1)
-        metrics["rollout_s"] = rollout_s
+        metrics["wait_s"] = wait_s
+        metrics["rollout_s"] = await self.collector.take_busy_s.remote()
         metrics["step_s"] = time.perf_counter() - start
         failed = await self.collector.take_failed.remote()
         on_step(StepResult(step=step, metrics=metrics, groups=groups, failed=failed))
-
-
-async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await `work`; a cancellation is obeyed after it is complete, so that weights, cursor and
-    records never disagree."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await task
-        raise
 
 
 async def _first_of(wanted: Any, producer: asyncio.Task[None]) -> Any:

@@ -81,6 +81,12 @@ class Rollout:
     def num_action_tokens(self) -> int:
         return sum(self.loss_mask)
 
+    @property
+    def version(self) -> int:
+        """The policy version that began it, of its first sampled token; -1 without any. Later
+        tokens may be of newer versions, never of older ones."""
+        return next((version for version in self.versions if version >= 0), -1)
+
     def to_json(self) -> dict[str, Any]:
         """A JSON-serialisable dict; `from_json` is its inverse."""
         return asdict(self)

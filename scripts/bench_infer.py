@@ -11,9 +11,8 @@ Rows (workloads in peers/workload.py), all in sampled tokens/s, prefill included
 
 Every measurement is a process of its own, pinned to as many cores as it has threads; ours and the
 peers' alternate, medians are compared. `cpu_util` in a run is processor over wall time and thread:
-well below 1 something else was running, and the figure is too low. The bound counts FLOPs (every
-distinct token forwarded once) and bytes (weights once a step, keys and values once a sampled token)
-at the rates of matmuls and copies measured in the same run; the larger time is the floor.
+well below 1 something else was running, and the figure is too low. The bound is roofline.py's: no
+schedule is faster at the best rates that the machine showed before or after.
 """
 
 from __future__ import annotations
@@ -24,25 +23,23 @@ import time
 from statistics import median
 from typing import Any
 
+import roofline
 from model_bench import (
-    BODY,
-    HEAD,
     PEERS,
     Peer,
     alternate,
     make_parser,
     make_row,
-    measure,
     peak,
     run_benchmark,
     run_rate,
+    with_rates,
 )
 
 sys.path.insert(0, str(PEERS))
 
 import workload
 
-KV_ELEMENTS = 30 * 2 * 3 * 64  # SmolLM2-135M: keys and values of one token
 VLLM = ".venv-peers-vllm"
 PEERS_OF: dict[str, tuple[Peer, ...]] = {
     "W1": (
@@ -132,68 +129,67 @@ def run_w1_drafts(folder: str, dtype: str, threads: int) -> dict[str, Any]:
 WORKERS = {"W1": run_w1, "W1-drafts": run_w1_drafts, "W1-agent": run_agent, "rate": run_rate}
 
 
-def floors(dtype: str) -> dict[str, dict[str, float]]:
-    """FLOPs and bytes of a workload: every distinct token forwarded once; weights read once a
-    decoding step of all that run, and each step's keys and values once."""
-    w, size = workload, {"bf16": 2, "fp32": 4}[dtype]
-    prompts, sizes = w.w1_requests()
-    w1_tokens = sum(map(len, prompts)) + sum(sizes)
-    w1_keys = sum(n * len(p) + n * n / 2 for p, n in zip(prompts, sizes, strict=True))
-    members = w.GROUPS * w.MEMBERS
-    turn = w.TURN + w.OBSERVATION
-    agent_tokens = w.GROUPS * w.PROMPT + members * (w.TURNS * turn - w.OBSERVATION)
-    agent_keys = members * sum(
-        w.TURN * (w.PROMPT + t * turn) + w.TURN * w.TURN / 2 for t in range(w.TURNS)
-    )
-    counts = {
-        "W1": (w1_tokens, sum(sizes), max(sizes), w1_keys),
-        "W1-agent": (agent_tokens, w.AGENT_TOKENS, w.TURN * w.TURNS, agent_keys),
-    }
-    return {
-        name: {
-            "sampled": sampled,
-            "flops": 2.0 * BODY * tokens + 2.0 * HEAD * sampled,
-            "bytes": (BODY + HEAD) * size * float(steps) + keys * KV_ELEMENTS * size,
-        }
-        for name, (tokens, sampled, steps, keys) in counts.items()
-    }
+def generation(name: str) -> roofline.Generation:
+    """What has to be computed and read for a row's workload."""
+    w = workload
+    if name == "W1-agent":
+        sizes = (w.PROMPT, w.TURNS, w.TURN, w.OBSERVATION)
+        return roofline.group_rollouts(w.GROUPS, w.MEMBERS, *sizes)
+    prompts, outputs = w.w1_requests()
+    return roofline.requests([len(prompt) for prompt in prompts], outputs)
 
 
-def bound(name: str, dtype: str, rates: dict[str, float]) -> tuple[float, dict[str, float]]:
-    """Tokens a second that the larger of the two floors allows, and what they are made of."""
-    floor = floors(dtype)[name.removesuffix("-drafts")]
-    seconds = {
-        "flops_s": floor["flops"] / rates["decode"],
-        "bytes_s": floor["bytes"] / rates["copy"],
-    }
-    return floor["sampled"] / max(seconds.values()), floor | seconds | rates
+def bound(name: str, dtype: str, rates: roofline.Rates) -> float:
+    """Sampled tokens a second that the machine allows."""
+    work = generation(name)
+    element = {"bf16": 2, "fp32": 4}[dtype]
+    return work.num_sampled / work.seconds(rates, element, is_drafted=name == "W1-drafts")
 
 
 def compare(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[str, Any]]:
-    command = [sys.executable, __file__, "--worker", "rate", args.model, dtype, str(threads)]
-    rates = measure(command, threads)
+    def measure_all() -> dict[str, dict[str, list[dict[str, Any]]]]:
+        return {
+            name: alternate(args, __file__, name, peers, dtype, threads)
+            for name, peers in PEERS_OF.items()
+            if name in args.only
+        }
+
+    measured, rates = with_rates(args, __file__, dtype, threads, measure_all)
+    return [
+        row
+        for name, runs in measured.items()
+        for row in rows_of(name, runs, dtype, threads, bound(name, dtype, rates), rates)
+    ]
+
+
+def rows_of(
+    name: str,
+    runs: dict[str, list[dict[str, Any]]],
+    dtype: str,
+    threads: int,
+    limit: float,
+    rates: roofline.Rates,
+) -> list[dict[str, Any]]:
+    """A row a peer, or one without."""
+    outputs = {who: [run.pop("outputs", None) for run in found] for who, found in runs.items()}
+    speed = {who: median(run["tokens_per_s"] for run in found) for who, found in runs.items()}
     rows = []
-    for name, peers in PEERS_OF.items():
-        runs = alternate(args, __file__, name, peers, dtype, threads)
-        outputs = {who: [run.pop("outputs", None) for run in found] for who, found in runs.items()}
-        speed = {who: median(run["tokens_per_s"] for run in found) for who, found in runs.items()}
-        limit, floor = bound(name, dtype, rates)
-        for peer in [who for who in runs if who != "ours"] or [None]:
-            row = make_row(
-                name,
-                "tokens/s",
-                dtype=dtype,
-                threads=threads,
-                value=speed["ours"],
-                peer=peer,
-                peer_value=speed[peer] if peer else None,
-                bound=limit,
-                runs={"floor": floor} | {who: runs[who] for who in ("ours", peer) if who},
-            )
-            if peer and outputs["ours"][0] is not None:
-                pairs = list(zip(outputs["ours"][0], outputs[peer][0], strict=True))
-                row["match"] = sum(a == b for a, b in pairs) / len(pairs)
-            rows.append(row)
+    for peer in [who for who in runs if who != "ours"] or [None]:
+        row = make_row(
+            name,
+            "tokens/s",
+            dtype=dtype,
+            threads=threads,
+            value=speed["ours"],
+            peer=peer,
+            peer_value=speed[peer] if peer else None,
+            bound=limit,
+            runs={"rates": rates} | {who: runs[who] for who in ("ours", peer) if who},
+        )
+        if peer and outputs["ours"][0] is not None:
+            pairs = list(zip(outputs["ours"][0], outputs[peer][0], strict=True))
+            row["match"] = sum(a == b for a, b in pairs) / len(pairs)
+        rows.append(row)
     return rows
 
 
@@ -202,5 +198,6 @@ def make_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    arguments = make_parser(__doc__, ["bf16", "fp32"]).parse_args()
-    sys.exit(run_benchmark(arguments, WORKERS, make_rows))
+    parser = make_parser(__doc__, ["bf16", "fp32"])
+    parser.add_argument("--only", nargs="+", choices=PEERS_OF, default=list(PEERS_OF))
+    sys.exit(run_benchmark(parser.parse_args(), WORKERS, make_rows))

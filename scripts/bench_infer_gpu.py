@@ -1,6 +1,7 @@
 """Times the inference engine on a GPU: a model of Qwen3-0.6B's shape with random weights in bf16.
 
     python scripts/bench_infer_gpu.py [--json FILE] [--budget-s N] [--shape qwen3-0.6b|tiny]
+                                       [--device auto|cpu|cuda|cuda:N]
 
 Rows (`-fp8`: with keys and values in fp8):
     nano-vllm     sampled tokens/s, prefill included, of nano-vllm's bench.py: 256 requests at once,
@@ -40,6 +41,7 @@ from bench_output import print_rows, write_json
 from kernels import linear_logprob
 from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.config import ModelConfig
+from nanoengine.model.device import enter_device, resolve_device
 from nanoengine.model.transformer import Transformer
 from nanoinfer.attention_backends import CacheKind, KVCache, cache_dtype
 from nanoinfer.engine import InferConfig, LLMEngine
@@ -264,14 +266,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--shape", choices=sorted(WORKLOADS), default="qwen3-0.6b")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="then skip the rest")
     args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    place = resolve_device(args.device)
+    enter_device(place)
+    device = place.type
     start, skipped = time.monotonic(), []
     ceilings = measure_ceilings(device)
     extra = {"ceilings": ceilings, "machine": machine(device)}
     work = WORKLOADS[args.shape]
-    model = make_model(work.model, device)
+    model = make_model(work.model, str(place))
     rows: list[Row] = []
     for kind in KINDS:
         bench = None  # the last one's cache goes before the next one's comes

@@ -4,11 +4,13 @@
 
 On a GPU `triton.testing.do_bench` (cold L2; median, 20 % and 80 % quantiles) at the shapes of
 Qwen3-0.6B, Qwen3-4B and Llama-3-8B. On a CPU the ops' own paths (C++, PyTorch), smaller, marked
-`"path": "cpu-reduced"`. The bounds are the copy and matmul rates measured in the same run.
+`"path": "cpu-reduced"`. The bounds are copy and matmul rates measured in the same run; on a CPU of
+products in the case's dtype, and of copying or reading as few bytes, which a cache may hold.
 `ratio` above 1 means faster than the peer. Cases come from `scripts/kernel_bench/*.py`.
 
 Two rounds: every op beside the peers that run at once, then, while the budget lasts, beside those
-that compile first. FILE is written after every case, so a run that is stopped leaves what it has.
+that compile first. FlashAttention, FlashInfer and Liger are peers where they are installed; which
+were not is printed. FILE is written after every case, so a run that is stopped leaves what it has.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
+import roofline
 from bench_output import ROOT, print_rows, write_json
 
 if TYPE_CHECKING:
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 
 NAMES = Path(__file__).parent / "kernel_bench"
 Times = tuple[float, float, float]  # median, 20 % and 80 % quantile, in ms
+MOVED_BYTES = (1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26)
 
 
 def find_cases(device: str) -> Iterator[BenchCase]:
@@ -58,20 +62,41 @@ def measure(step: Step, device: str) -> Times:
 
 
 def measure_ceilings(device: str) -> dict[str, float]:
-    """TB/s of a copy (read + write) and TFLOP/s of a matmul."""
+    """TB/s of a copy (read + write) and TFLOP/s of a matmul; `ceiling_of` knows the names."""
     import torch
 
-    is_gpu = device == "cuda"
-    dtype, side = (torch.bfloat16, 8192) if is_gpu else (torch.float32, 768)
-    source = torch.ones((1 << 30) if is_gpu else (1 << 25), dtype=torch.uint8, device=device)
+    if device == "cpu":
+        return cpu_ceilings()
+    side = 8192
+    source = torch.ones(1 << 30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    a, b = (torch.randn(side, side, dtype=dtype, device=device) for _ in "ab")
+    a, b = (torch.randn(side, side, dtype=torch.bfloat16, device=device) for _ in "ab")
     copy_ms = measure(lambda: target.copy_(source), device)[0]
     matmul_ms = measure(lambda: a @ b, device)[0]
     return {
         "TB/s": 2 * source.numel() / copy_ms / 1e9,
         "TFLOP/s": 2 * side**3 / matmul_ms / 1e9,
     }
+
+
+def cpu_ceilings() -> dict[str, float]:
+    """The best of many runs, for each dtype and for each size of `MOVED_BYTES`."""
+    import torch
+
+    threads = torch.get_num_threads()
+    fp32 = roofline.product_rate("fp32", threads) / 1e12
+    bf16 = roofline.product_rate("bf16", threads) / 1e12
+    found = {"TFLOP/s float32": fp32, "TFLOP/s bfloat16": max(fp32, bf16)}
+    for size in MOVED_BYTES:
+        found[f"TB/s of {size}"] = roofline.memory_rate(size) / 1e12
+    return found | {"TB/s": found[f"TB/s of {max(MOVED_BYTES)}"]}
+
+
+def ceiling_of(case: BenchCase, unit: str, ceilings: Mapping[str, float]) -> float | None:
+    """What bounds this case; None for a latency."""
+    fits = [size for size in MOVED_BYTES if case.bytes is not None and size <= case.bytes]
+    names = (f"{unit} {case.dtype}", f"{unit} of {max(fits, default=MOVED_BYTES[0])}", unit)
+    return next((ceilings[name] for name in names if name in ceilings), None)
 
 
 def run_case(
@@ -87,13 +112,17 @@ def run_case(
     def rate(ms: float) -> float:
         return ms * 1e3 if work is None else work / ms / 1e9
 
-    base = head(case, device) | {"unit": unit, "bound": ceilings.get(unit)}
+    bound = ceiling_of(case, unit, ceilings)
+    base = head(case, device) | {"unit": unit, "bound": bound}
     ours, error = try_measure(case.run, device)
     if ours is None:
         return [{**base, "peer": None, "error": error}]
     value = rate(ours[0])
     base |= {"ms": ours[0], "ms_20": ours[1], "ms_80": ours[2], "value": value}
-    base["bound_ratio"] = value / ceilings[unit] if unit in ceilings else None
+    if bound is not None and value > bound:
+        print(f"{case.name} {case.shape}: {value:.3g} {unit} beats its bound", file=sys.stderr)
+        base["bound"] = bound = None  # the machine was disturbed when it was measured
+    base["bound_ratio"] = None if bound is None else value / bound
     rows = []
     for peer, step in peers.items():
         theirs, error = try_measure(step, device)
@@ -157,7 +186,12 @@ def main() -> int:
     ceilings = measure_ceilings(device)
     skipped: list[str] = []
     rows: list[dict[str, Any]] = []
+    sys.path.insert(0, str(Path(__file__).parent))
+    from kernel_bench import _peers
+
+    absent = _peers.absent()
     extra = {"machine": machine(device), "ceilings": ceilings, "skipped": skipped}
+    extra["peers_not_installed"] = absent
     for is_second in (False, True):
         for case in find_cases(device):
             peers = case.slow_peers if is_second else case.peers
@@ -171,6 +205,8 @@ def main() -> int:
                 save(args.json, rows, extra)
     print_rows([{**row, "name": f"{row['name']} {row['shape']}"} for row in rows])
     print("measured ceilings:", ", ".join(f"{v:.4g} {unit}" for unit, v in ceilings.items()))
+    if absent:
+        print("peers that are not installed:", ", ".join(absent))
     if skipped:
         print(f"skipped, out of time: {len(skipped)}", file=sys.stderr)
     failed = [f"{row['name']} {row['shape']}: {row['error']}" for row in rows if "error" in row]

@@ -7,9 +7,8 @@ Rows (workloads in peers/workload.py):
     grpo-step          seconds of generate + train + weight sync; peer TRL's GRPOTrainer
     grpo-peak-memory   peak resident bytes of that process
 
-Measurements of ours and of the peer alternate (model_bench.py), medians are compared. Rollouts and
-their bound are bench_infer.py's; that of a step is arithmetic alone: FLOPs over the matmul rate
-measured in the same run, a group's prompt forwarded once.
+Measurements of ours and of the peer alternate (model_bench.py), medians are compared. Rollouts are
+bench_infer.py's. The bounds are roofline.py's; a group's prompt is forwarded once.
 """
 
 from __future__ import annotations
@@ -20,19 +19,18 @@ import time
 from statistics import median
 from typing import Any
 
+import roofline
 from bench_infer import bound, run_agent
 from model_bench import (
-    BODY,
-    HEAD,
     PEERS,
     Peer,
     alternate,
     make_parser,
     make_row,
-    measure,
     peak,
     run_benchmark,
     run_rate,
+    with_rates,
 )
 
 sys.path.insert(0, str(PEERS))
@@ -78,7 +76,7 @@ def run_step(folder: str, dtype: str, threads: int) -> dict[str, Any]:
         outputs = rollout_engine.generate(ids, params)
         generated = time.perf_counter()
         groups = make_groups(prompts, outputs)
-        batch = build_batch(groups, AlgorithmSpec(), max_tokens=512)
+        batch = build_batch(groups, AlgorithmSpec(), max_tokens=512, version=step)
         trainer.train_step(batch.samples, batch.loss_fn)
         trained = time.perf_counter()
         rollout_engine.update_weights(trainer.export_state(), step + 1)
@@ -125,24 +123,34 @@ WORKERS = {"rollouts": run_agent, "step": run_step, "rate": run_rate}
 # -- the comparison ------------------------------------------------------------------------------
 
 
-def step_bound(rates: dict[str, float]) -> float:
-    """The least seconds of a GRPO step."""
-    w = workload
-    prompt_tokens = sum(len(text.split()) for text in w.step_prompts())
-    rows = prompt_tokens + w.STEP_TOKENS
-    generate_s = (2.0 * BODY * rows + 2.0 * HEAD * w.STEP_TOKENS) / rates["decode"]
-    # Backward twice the forward; the head's logits are computed again in backward.
-    train_s = (6.0 * BODY * rows + 8.0 * HEAD * w.STEP_TOKENS) / rates["train"]
-    return generate_s + train_s
+def step_bound(dtype: str, rates: roofline.Rates) -> float:
+    """The least seconds of a GRPO step: its rollouts, then forward and backward over them."""
+    w, sampled = workload, workload.STEP_COMPLETION
+    prompts = [len(text.split()) for text in w.step_prompts()]  # a word is at least a token
+    generate_s = (
+        sum(
+            roofline.group_rollouts(1, w.STEP_GROUP, prompt, 1, sampled, 0).flops()
+            for prompt in prompts
+        )
+        / rates["flops"]
+    )
+    own = [
+        w.STEP_GROUP * (roofline.causal_pairs(p + sampled) - roofline.causal_pairs(p))
+        for p in prompts
+    ]
+    pairs = sum(map(roofline.causal_pairs, prompts)) + sum(own)
+    train = roofline.training_flops(sum(prompts) + w.STEP_TOKENS, w.STEP_TOKENS, pairs)
+    return generate_s + train / rates["flops"]
 
 
 def compare(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[str, Any]]:
-    command = [sys.executable, __file__, "--worker", "rate", args.model, dtype, str(threads)]
-    rates = measure(command, threads)
-    runs = {
-        work: alternate(args, __file__, work, [peer], dtype, threads)
-        for work, peer in PEER_OF.items()
-    }
+    def measure_all() -> dict[str, dict[str, list[dict[str, Any]]]]:
+        return {
+            work: alternate(args, __file__, work, [peer], dtype, threads)
+            for work, peer in PEER_OF.items()
+        }
+
+    runs, rates = with_rates(args, __file__, dtype, threads, measure_all)
 
     def row(name: str, work: str, key: str, unit: str, bound: float | None) -> Any:
         peer = PEER_OF[work].name
@@ -156,13 +164,13 @@ def compare(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[str
             peer=peer,
             peer_value=value.get(peer),
             bound=bound,
-            runs=runs[work],
+            runs={"rates": rates} | runs[work],
         )
 
     rate, bytes_ = "tokens_per_s", "peak_rss_bytes"
     return [
-        row("rollout-agent", "rollouts", rate, "tokens/s", bound("W1-agent", dtype, rates)[0]),
-        row("grpo-step", "step", "seconds", "s", step_bound(rates)),
+        row("rollout-agent", "rollouts", rate, "tokens/s", bound("W1-agent", dtype, rates)),
+        row("grpo-step", "step", "seconds", "s", step_bound(dtype, rates)),
         row("grpo-peak-memory", "step", bytes_, "bytes", None),
     ]
 

@@ -27,7 +27,8 @@ from model_bench import make_row
 
 from nanorl.sandbox import SandboxPool, SandboxSpec, seccomp
 from nanorl.sandbox.bwrap import bwrap_arguments
-from nanorl.sandbox.machine import find_bwrap, find_python, reachable
+from nanorl.sandbox.interpreter import Interpreter, find_python
+from nanorl.sandbox.machine import find_bwrap, reachable
 
 PROGRAM = "print(6 * 7)"
 COLD_UID = 61183
@@ -67,7 +68,7 @@ def measure_cold(num_runs: int) -> tuple[float, float]:
     return (cpu_s() - start_cpu) / num_runs, (time.perf_counter() - start) / num_runs
 
 
-def run_cold(executable: str, python: Path, identity: dict[str, object]) -> None:
+def run_cold(executable: str, python: Interpreter, identity: dict[str, object]) -> None:
     code = seccomp.filter_bytes(platform.machine())
     descriptor = os.memfd_create("filter")
     try:

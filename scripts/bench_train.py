@@ -12,7 +12,7 @@ Rows:
     export-inproc-tp3      the same from three tensor-parallel parts into a whole model
 
 Training measurements of ours and of the peer alternate (model_bench.py), medians are compared; each
-takes the better of two steps after a warm-up.
+takes the better of two steps after a warm-up. Their bound is arithmetic alone (roofline.py).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+import roofline
 from model_bench import (
     PEERS,
     Peer,
@@ -34,6 +35,8 @@ from model_bench import (
     measure,
     peak,
     run_benchmark,
+    run_rate,
+    with_rates,
 )
 
 sys.path.insert(0, str(PEERS))
@@ -120,6 +123,7 @@ WORKERS = {
     "even": partial(run_train, "even"),
     "ragged": partial(run_train, "ragged"),
     "export": run_export,
+    "rate": run_rate,
 }
 
 
@@ -224,24 +228,38 @@ def bubble_rows(unit_s: float) -> list[dict[str, Any]]:
 
 
 def step_rows(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[str, Any]]:
+    def peer(name: str) -> Peer:
+        return Peer("transformers", "transformers_train.py", (name,))
+
+    def measure_all() -> dict[str, dict[str, list[dict[str, Any]]]]:
+        return {
+            name: alternate(args, __file__, name, [peer(name)], dtype, threads) for name in ROWS
+        }
+
+    measured, rates = with_rates(args, __file__, dtype, threads, measure_all)
     rows = []
-    for name, label in ROWS.items():
-        peer = Peer("transformers", "transformers_train.py", (name,))
-        runs = alternate(args, __file__, name, [peer], dtype, threads)
+    for name, runs in measured.items():
         seconds = {who: median(run["seconds"] for run in found) for who, found in runs.items()}
-        tokens = workload.num_tokens(name)
+        tokens, peer_s = workload.num_tokens(name), seconds.get("transformers")
         row = make_row(
-            label,
+            ROWS[name],
             "tokens/s",
             dtype=dtype,
             threads=threads,
             value=tokens / seconds["ours"],
-            peer=peer.name,
-            peer_value=tokens / seconds[peer.name] if peer.name in seconds else None,
-            runs=runs,
+            peer="transformers",
+            peer_value=tokens / peer_s if peer_s else None,
+            bound=tokens / (step_flops(name) / rates["flops"]),
+            runs={"rates": rates} | runs,
         )
         rows.append(row)
     return rows
+
+
+def step_flops(name: str) -> float:
+    lengths = workload.BATCHES[name]
+    pairs = sum(map(roofline.causal_pairs, lengths))
+    return roofline.training_flops(sum(lengths), workload.num_tokens(name), pairs)
 
 
 def export_rows(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[str, Any]]:

@@ -1,6 +1,16 @@
-"""Runs the GPU tests of kernels and inference engine, the benchmark of the engine and that of the
-kernels, each in its share of 9 minutes, and writes one JSON: the kernel benchmark's, with the rows
-of both and the tests' counts and failures. Refuses without a GPU."""
+"""Checks this project on a GPU, part by part, each within its own time: all together take less
+than 9 minutes whatever hangs. Writes one JSON with pass, fail or skip of every part and a verdict;
+ends with status 0 where it is "pass". Refuses without a GPU.
+
+    bash scripts/gpu_check.sh [--json FILE] [--parts NAME,NAME]
+
+tests          every GPU test (tests/*/gpu)
+train-tiny     a short run of `train_agent.py` on the card; train-smollm2, where its weights are
+server         a request to the server (`gpu_parts.py`, with the next two)
+nccl           collectives, between two cards where there are two
+mfu            training steps of Qwen3-0.6B's shape, and their share of the card's peak
+bench-infer, bench-kernels    what `bench_infer_gpu.py` and `bench_kernels.py` measure in their time
+"""
 
 from __future__ import annotations
 
@@ -8,20 +18,36 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import math
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
-TOTAL_S, RESERVE_S = 520.0, 25.0
-KERNELS_SHARE_S, INFER_SHARE_S = 180.0, 100.0
-TESTS = ("tests/kernels/gpu", "tests/nanoinfer/gpu")
+GRACE_S = 8.0  # between asking a program to stop and killing it
+TESTS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/*/gpu"))
+SHORT_RUN = (
+    "--device cuda --warm-start.steps 4 --rl.steps 2 --rl.tasks-per-step 2 "
+    "--evaluation.num-tasks 4 --evaluation.num-tasks-untrained 2 --evaluation.num-tasks-no-tool 2"
+)
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """`run(limit_s)` returns {"status": "pass", "fail" or "skip", ...} before the limit."""
+
+    name: str
+    limit_s: float
+    run: Callable[[float], Result]
 
 
 def refuse_without_gpu() -> None:
@@ -39,30 +65,50 @@ def refuse_without_gpu() -> None:
         )
 
 
-def run_tests(limit_s: float, tests: Sequence[str] = TESTS) -> dict[str, Any]:
-    """Counts and failures. At a time-out pytest is interrupted, so that it writes what it knows."""
+def run_program(arguments: Sequence[str], limit_s: float) -> int | None:
+    """The exit status, or None where the time was over. Then the program and all that it started
+    are interrupted, so that they write what they know, and killed `GRACE_S` later."""
+    process = subprocess.Popen(
+        [sys.executable, *arguments], cwd=ROOT, start_new_session=True, preexec_fn=heed_interrupts
+    )
+    try:
+        return process.wait(max(1.0, limit_s - GRACE_S))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+        return None
+    finally:  # also what a program that ended by itself has left running
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def heed_interrupts() -> None:
+    """The background job of a shell ignores SIGINT, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def verdict_of(code: int | None, limit_s: float, reasons: Iterable[str] = ()) -> Result:
+    """Pass or fail of a program that ended with `code`, with the reasons that speak against it."""
+    late = [f"stopped after {limit_s:.0f} s"] if code is None else []
+    wrong = [f"exit status {code}"] if code else []
+    failures = [*late, *wrong, *reasons]
+    return {"status": "fail" if failures else "pass", "exit_code": code, "failures": failures}
+
+
+def run_tests(limit_s: float, tests: Sequence[str] = TESTS) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "tests.xml"
-        command = [sys.executable, "-m", "pytest", *tests, "-q", "-o", "addopts="]
-        command += ["-p", "no:cacheprovider", f"--junitxml={report}"]
-        process = subprocess.Popen(command, cwd=ROOT, preexec_fn=heed_interrupts)
-        try:
-            code, late = process.wait(limit_s), []
-        except subprocess.TimeoutExpired:
-            code, late = None, [f"stopped after {limit_s:.0f} s"]
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(RESERVE_S / 2)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        options = ["-q", "-o", "addopts=", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        code = run_program(["-m", "pytest", *tests, *options], limit_s)
         if not report.exists():
-            return {"exit_code": code, "failures": [*late, "pytest wrote no report"]}
+            return verdict_of(code, limit_s, ["pytest wrote no report"])
         found = _counts(list(ElementTree.parse(report).getroot().iter("testsuite")))
-        return {"exit_code": code, **found, "failures": late + found["failures"]}
+        return {**verdict_of(code, limit_s, found["failures"]), "counts": found["counts"]}
 
 
-def _counts(suites: list[ElementTree.Element]) -> dict[str, Any]:
+def _counts(suites: list[ElementTree.Element]) -> Result:
     totals = {
         name: sum(int(suite.get(name, 0)) for suite in suites)
         for name in ("tests", "failures", "errors", "skipped")
@@ -84,49 +130,121 @@ def _message(case: ElementTree.Element) -> str:
     return ""
 
 
-def heed_interrupts() -> None:
-    """The background job of a shell ignores SIGINT, and so would its children."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def train_tiny(limit_s: float) -> Result:
+    return train("tiny", limit_s)
 
 
-def run_benchmark(script: str, limit_s: float) -> tuple[int | None, dict[str, Any]]:
-    """The exit code, None where it ran out of time, and what it had written until then."""
+def train_smollm2(limit_s: float) -> Result:
+    from nanoengine.model.sources import SMOLLM2, cached_folder
+
+    if cached_folder(SMOLLM2) is None:
+        return {"status": "skip", "reason": "its weights are not in ~/.cache/nanorl"}
+    return train("smollm2", limit_s)
+
+
+def train(preset: str, limit_s: float, options: str = SHORT_RUN) -> Result:
+    """A run that ends well, with a summary whose numbers are numbers."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / preset
+        command = ["scripts/train_agent.py", "--preset", preset, "--out", str(out)]
+        code = run_program([*command, *options.split()], limit_s)
+        summary = _read(out / "summary.json")
+        metrics = out / "metrics.jsonl"
+        rows = [json.loads(r) for r in metrics.read_text().splitlines()] if metrics.exists() else []
+    wrong = [
+        f"summary.json: {name} is {value}"
+        for name, value in summary.items()
+        if isinstance(value, float) and not math.isfinite(value)
+    ]
+    if not summary:
+        wrong.append("the run wrote no summary.json")
+    return {**verdict_of(code, limit_s, wrong), "summary": summary, "steps": rows}
+
+
+def run_part(name: str, limit_s: float) -> Result:
+    """One of `gpu_parts.py`."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "part.json"
+        code = run_program(["scripts/gpu_parts.py", name, "--json", str(path)], limit_s)
+        return {**verdict_of(code, limit_s), **_read(path)}
+
+
+def run_benchmark(script: str, limit_s: float) -> Result:
+    """What it has measured by its time; running out of it is no failure, an empty table is."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "bench.json"
-        command = [sys.executable, f"scripts/{script}", "--json", str(path)]
-        command += ["--budget-s", str(limit_s - 30)]
-        code: int | None = None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = subprocess.run(command, cwd=ROOT, timeout=limit_s).returncode
-        return code, json.loads(path.read_text()) if path.exists() else {"rows": []}
+        budget = str(limit_s - 30)
+        code = run_program(
+            [f"scripts/{script}", "--json", str(path), "--budget-s", budget], limit_s
+        )
+        found = _read(path)
+    wrong = [] if found.get("rows") else ["no row"]
+    return {**verdict_of(code, limit_s, wrong), **found}
 
 
-def merged(infer: dict[str, Any], kernels: dict[str, Any]) -> dict[str, Any]:
-    """One result: the kernels' head, the rows of both, and what either left out for time."""
-    rows = infer["rows"] + kernels["rows"]
-    skipped = infer.get("skipped", []) + kernels.get("skipped", [])
-    return {**infer, **kernels, "rows": rows, "skipped": skipped}
+def _read(path: Path) -> Result:
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+PARTS = (
+    Part("tests", 120, run_tests),
+    Part("train-tiny", 50, train_tiny),
+    Part("train-smollm2", 60, train_smollm2),
+    Part("server", 30, lambda limit_s: run_part("server", limit_s)),
+    Part("nccl", 25, lambda limit_s: run_part("nccl", limit_s)),
+    Part("mfu", 40, lambda limit_s: run_part("mfu", limit_s)),
+    Part("bench-infer", 75, lambda limit_s: run_benchmark("bench_infer_gpu.py", limit_s)),
+    Part("bench-kernels", 125, lambda limit_s: run_benchmark("bench_kernels.py", limit_s)),
+)
+
+
+def check(parts: Sequence[Part]) -> Result:
+    """Every part's result, and the rows of the benchmarks together."""
+    results: dict[str, Result] = {}
+    rows: list[Result] = []
+    head: Result = {}
+    for part in parts:
+        start = time.monotonic()
+        found = part.run(part.limit_s)
+        rows += found.pop("rows", [])
+        head |= {k: found.pop(k) for k in ("date", "hardware", "commit", "machine") if k in found}
+        results[part.name] = {**found, "seconds": time.monotonic() - start}
+        print(f"{part.name}: {found['status']} {found.get('failures') or ''}", flush=True)
+    failed = [name for name, found in results.items() if found["status"] == "fail"]
+    return {
+        **head, "command": "bash scripts/gpu_check.sh", "verdict": "fail" if failed else "pass",
+        "failed": failed,
+        "skipped": [name for name, found in results.items() if found["status"] == "skip"],
+        "seconds": sum(found["seconds"] for found in results.values()),
+        "parts": results, "rows": rows,
+    }  # fmt: skip
+
+
+def choose(names: str | None, parts: Sequence[Part] = PARTS) -> list[Part]:
+    if names is None:
+        return list(parts)
+    known = {part.name: part for part in parts}
+    unknown = [name for name in names.split(",") if name not in known]
+    if unknown:
+        raise ValueError(f"--parts {','.join(unknown)}: there are {', '.join(known)}")
+    return [known[name] for name in names.split(",")]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, default=ROOT / "gpu_check.json")
+    parser.add_argument("--parts", help=f"of {', '.join(part.name for part in PARTS)}")
     args = parser.parse_args()
+    try:
+        parts = choose(args.parts)
+    except ValueError as error:
+        parser.error(str(error))
     refuse_without_gpu()
-    start = time.monotonic()
-
-    def time_left() -> float:
-        return TOTAL_S - RESERVE_S - (time.monotonic() - start)
-
-    tests = run_tests(time_left() - KERNELS_SHARE_S - INFER_SHARE_S)
-    infer_code, infer = run_benchmark("bench_infer_gpu.py", time_left() - KERNELS_SHARE_S)
-    code, kernels = run_benchmark("bench_kernels.py", time_left())
-    result = merged(infer, kernels)
-    result |= {"tests": tests, "bench_exit_code": code, "infer_exit_code": infer_code}
-    result |= {"seconds": time.monotonic() - start, "command": "bash scripts/gpu_check.sh"}
+    sys.path.insert(0, str(ROOT))
+    result = check(parts)
     args.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"wrote {args.json}: tests {tests.get('counts')}, {len(result['rows'])} rows")
-    return 0 if tests["exit_code"] == code == infer_code == 0 else 1
+    print(f"wrote {args.json}: {result['verdict']}, {len(result['rows'])} rows")
+    return 0 if result["verdict"] == "pass" else 1
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from triton.runtime.jit import KernelInterface
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 232_448  # bytes a block may ask for on sm_90 (227 KiB); the compiler does not check
 _SM_SHARED, _SM_REGISTERS, _SM_WARPS, _SM_BLOCKS = 233_472, 65_536, 64, 32
+_DEFINITION = re.compile(r"^ *(%[\w-]+)(?::\d+)? = \"?([\w.]+)\"?(.*?)(?: loc\(.*)?$", re.MULTILINE)
 _BLOCK_RESERVED = 1024  # bytes of shared memory the system keeps for each block
 
 
@@ -91,6 +92,7 @@ class KernelUse:
     ld128: int
     st128: int
     fp64: int
+    narrow: str  # multiplications that can pass 2^31 in 32 bits, by name
 
 
 def measure(kernel: Any) -> KernelUse:
@@ -111,6 +113,7 @@ def measure(kernel: Any) -> KernelUse:
         ld128=_count_16_byte(ptx, "ld") + len(re.findall(r"cp\.async\.cg\S* .*, 0x10", ptx)),
         st128=_count_16_byte(ptx, "st"),
         fp64=len(re.findall(r"\.f64\b", ptx)),
+        narrow=" ".join(narrow_products(kernel.asm["ttir"])),
     )
 
 
@@ -120,6 +123,33 @@ def resident_blocks(registers: int, shared: int, num_warps: int) -> int:
     by_registers = _SM_REGISTERS // per_warp // num_warps
     by_shared = _SM_SHARED // (shared + _BLOCK_RESERVED)
     return min(by_registers, by_shared, _SM_WARPS // num_warps, _SM_BLOCKS)
+
+
+def narrow_products(ttir: str) -> list[str]:
+    """Multiplications of a kernel that can pass 2^31 in 32 bits, by the names of their results: of
+    two values known at run time alone. Not so a constant (a tile's size) times a value, or a
+    tile's own rows times a stride: what they add to a 64-bit address stays small."""
+    made = {m[1]: (m[2], m[3]) for m in re.finditer(_DEFINITION, ttir)}
+    arguments = set(re.findall(r"(%[\w-]+): ", ttir.split("tt.func", 1)[1].split("\n", 1)[0]))
+
+    def kind(name: str) -> str:
+        operation, rest = made.get(name, ("", ""))
+        operands = re.findall(r"%[\w-]+", rest)
+        if operation in ("tt.splat", "tt.expand_dims", "tt.broadcast"):
+            return kind(operands[0])
+        if operation == "arith.addi" and {kind(x) for x in operands} == {"tile", "constant"}:
+            return "tile"
+        named = {"arith.constant": "constant", "tt.make_range": "tile"}
+        return named.get(operation, "argument" if name in arguments else "value")
+
+    found = []
+    for name, (operation, rest) in made.items():
+        if operation != "arith.muli" or not re.search(r"(: |x)i32\b", rest):
+            continue
+        kinds = {kind(x) for x in re.findall(r"%[\w-]+", rest)[:2]}
+        if "constant" not in kinds and kinds != {"tile", "argument"}:
+            found.append(name)
+    return found
 
 
 def _count_16_byte(ptx: str, verb: str) -> int:

@@ -76,6 +76,8 @@ def find_problems(use: Any, case: Any) -> list[str]:
         )
     if use.shared > SHARED_LIMIT:
         problems.append(f"{use.shared} bytes of shared memory exceed {SHARED_LIMIT}")
+    if use.narrow:
+        problems.append(f"products of 32 bits that can pass 2^31, cast one factor: {use.narrow}")
     for need in case.need_of.get(use.kernel, case.need):
         if getattr(use, need) == 0:
             problems.append(f"no {need} instruction")

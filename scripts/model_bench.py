@@ -3,7 +3,7 @@
 Every measurement is a process of its own, pinned to as many cores as it has threads. A benchmark
 calls itself as `--worker WORK MODEL DTYPE THREADS` and prints one JSON line there.
 
-Next: bench_rl.py, bench_infer.py, bench_train.py.
+Next: roofline.py (the bounds), bench_rl.py, bench_infer.py, bench_train.py.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ import os
 import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bench_output import print_rows, write_json
+from roofline import best_of, measure_rates
 
 SCRIPTS = Path(__file__).resolve().parent
 PEERS = SCRIPTS / "peers"
-_RATE_S = 0.5  # for measuring each rate of the machine
-HEAD, BODY = 28_311_552, 106_203_456  # SmolLM2-135M: weights of the (tied) head and of the rest
 
 Worker = Callable[[str, str, int], dict[str, Any]]  # (model folder, dtype, threads)
+Measured = TypeVar("Measured")
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,8 @@ def make_row(
     runs: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """A row of the JSON. Ratios are above 1 where we are better than the peer, below 1 where we
-    are worse than the bound."""
+    are worse than the bound. A bound that was beaten is none: it is left out, with a warning, since
+    its rates were measured in a disturbed moment."""
     more_is_better = "/" in unit  # a rate
 
     def ratio(other: float | None) -> float | None:
@@ -146,6 +146,9 @@ def make_row(
             return None
         return value / other if more_is_better else other / value
 
+    if (ratio(bound) or 0.0) > 1.0:
+        print(f"{name}: {value} {unit} beats the bound {bound}: left out", file=sys.stderr)
+        bound = None
     return {
         "name": name,
         "dtype": dtype,
@@ -167,31 +170,16 @@ def peak() -> dict[str, int]:
 
 
 def run_rate(_: str, dtype: str, threads: int) -> dict[str, Any]:
-    """Rates of this machine: matmuls in FLOP/s, large and decoding (64 rows, prepacked weights);
-    `copy`, bytes/s of a large copy, read and written bytes both counted."""
-    import torch
+    """Rates of this machine (roofline.py), in a process of its own."""
+    return measure_rates(dtype, threads)
 
-    from kernels import linear, pack_weight
 
-    torch.set_num_threads(threads)
-    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-
-    def best(work: Callable[[], object], flops: float) -> float:
-        times: list[float] = []
-        while len(times) < 7 or sum(times) < _RATE_S:  # a machine that others use has quiet moments
-            start = time.perf_counter()
-            work()
-            times.append(time.perf_counter() - start)
-        return flops / min(times)
-
-    weight = torch.randn(3072, 576).to(kind)
-    packed = pack_weight(weight)
-    with torch.no_grad():
-        rates = {}
-        for name, rows in (("train", 1024), ("decode", 64)):
-            x = torch.randn(rows, 576).to(kind)
-            flops = 2.0 * rows * 576 * 3072
-            rates[name] = best(lambda x=x: linear(x, weight, packed=packed), flops)
-    source, target = (torch.ones(1 << 26) for _ in range(2))
-    rates["copy"] = best(lambda: target.copy_(source), 2.0 * source.nbytes)
-    return rates
+def with_rates(
+    args: argparse.Namespace, script: str, dtype: str, threads: int, work: Callable[[], Measured]
+) -> tuple[Measured, dict[str, float]]:
+    """What `work` measures, and the best rates that the machine showed before or after it: it may
+    have been disturbed at either time."""
+    command = [sys.executable, script, "--worker", "rate", args.model, dtype, str(threads)]
+    before = measure(command, threads)
+    measured = work()
+    return measured, best_of([before, measure(command, threads)])

@@ -7,34 +7,40 @@ Options: train_sft.py. Next: nanoengine/sft_data.py (chats), nanoengine/engine.p
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from nanoengine.checkpoint import latest_checkpoint
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
 from nanoengine.export import export_hf
 from nanoengine.footprint import mfu
 from nanoengine.model.config import ModelConfig
+from nanoengine.model.device import enter_device, resolve_device
 from nanoengine.model.hf import export_state, load_model
 from nanoengine.model.sources import resolve_model
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample, balanced_parts
 from nanoengine.parallel.expert_parallel import ExpertParallel
-from nanoengine.parallel.mesh import DATA_AXES, Layout, Mesh
+from nanoengine.parallel.mesh import DATA_AXES, WORLD, Layout, Mesh
 from nanoengine.parallel.pipeline_engine import PipelineEngine
 from nanoengine.parallel.stage import make_stages
 from nanoengine.parallel.tensor_parallel import TensorParallel
+from nanoengine.run_folder import RunFolder
 from nanoengine.sft import num_loss_tokens, sft_loss
 from nanoengine.sft_data import Order, read_chats
+from nanoengine.stop_signals import Interrupted, StopSignals
 
 if TYPE_CHECKING:
     from train_sft import SftConfig
@@ -46,15 +52,28 @@ class SftRun:
     """A run of `config.steps` optimizer steps, from the start or from its last checkpoint."""
 
     def __init__(self, config: SftConfig) -> None:
-        self.config = config
+        rank, world = int(os.environ.get("LOCAL_RANK", 0)), config.world
+        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        device = resolve_device(config.device, local_rank=rank, num_local=num_local)
+        enter_device(device)
+        self.config = config = replace(config, device=str(device) if world == 1 else device.type)
         self.layout = Layout(tp=config.tp, pp=config.pp, dp=config.dp, cp=config.cp, ep=config.ep)
-        self.mesh = Mesh(self.layout) if config.world == 1 else Mesh.from_torchrun(self.layout)
+        make_mesh = Mesh if world == 1 else Mesh.from_torchrun
+        self.mesh = make_mesh(self.layout, device=device)
         self.is_first = self.mesh.rank() == 0
         self.metrics = config.out / "metrics.jsonl"
         self.checkpoints = config.out / "checkpoints"
         if self.is_first:
-            self._prepare_folder()
-        self.mesh.barrier()
+            self.run_folder = RunFolder(config.out, is_resumed=config.resume)
+        try:
+            self._build()
+        except BaseException:
+            self._release()
+            raise
+
+    def _build(self) -> None:
+        """Everything that can be wrong with the options comes up before config.json is written."""
+        config = self.config
         self.folder = resolve_model(config.model)
         assert config.data is not None, "the options were parsed, which asks for it"
         tokenizer = ChatTokenizer.from_folder(self.folder)
@@ -62,42 +81,58 @@ class SftRun:
         torch.manual_seed(config.seed)
         self.engine = build_engine(config, self.folder, self.mesh)
         self.order = Order(len(self.samples), config.seed)
-        if config.resume and self.checkpoints.exists():
+        if config.resume and latest_checkpoint(self.checkpoints) is not None:
             self.order.taken = self.engine.load(self.checkpoints)["taken"]
+        elif config.resume and self.is_first:
+            print(f"no checkpoint under {self.checkpoints}: from the beginning", flush=True)
+        if self.is_first:
+            self.run_folder.begin(config.to_json())
+        self.mesh.barrier()
+
+    def _release(self) -> None:
+        if self.is_first:
+            self.run_folder.close()
 
     def train(self) -> None:
-        """All steps that are left, then the export."""
+        """All steps that are left, then the export. Raises `Interrupted` after saving on Ctrl-C."""
+        try:
+            self._train()
+        finally:
+            self._release()
+        self.mesh.close()
+        if self.engine.version < self.config.steps:
+            raise Interrupted
+
+    def _train(self) -> None:
         config, engine = self.config, self.engine
         if self.is_first:
             keep_lines(self.metrics, engine.version)
             print(
                 f"{len(self.samples)} chats ({self.num_long} longer than {config.max_tokens} "
-                f"tokens left out), layout {self.layout}, from step {engine.version}",
+                f"tokens left out), layout {self.layout} on {config.device}, from step "
+                f"{engine.version}",
                 flush=True,
             )
-        with progress_bar(self.is_first, config.steps, engine.version) as advance:
-            while engine.version < config.steps:
+        has_to_stop = False
+        with (
+            StopSignals() as signals,
+            progress_bar(self.is_first, config.steps, engine.version) as advance,
+        ):
+            while engine.version < config.steps and not has_to_stop:
                 row = self._step()
                 if self.is_first:
                     with open(self.metrics, "a") as file:
                         file.write(json.dumps(row) + "\n")
                     advance(describe(row))
-                if engine.version % config.save_every == 0 or engine.version == config.steps:
+                # A signal may reach the processes in different steps: what one knows, all obey.
+                has_to_stop = bool(self.mesh.max_int(WORLD, int(signals.is_asked)))
+                is_last = has_to_stop or engine.version == config.steps
+                if is_last or engine.version % config.save_every == 0:
                     cursor = {"taken": self.order.taken}
                     engine.save(self.checkpoints, cursor, in_background=True)
-        engine.wait_saved()
-        self._export()
-        self.mesh.close()
-
-    def _prepare_folder(self) -> None:
-        file = self.config.out / "config.json"
-        if file.exists() and not self.config.resume:
-            raise ValueError(
-                f"{self.config.out} already holds a run: go on with it (--resume --out "
-                f"{self.config.out}), choose another --out, or remove it"
-            )
-        self.config.out.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(self.config.to_json(), indent=2) + "\n")
+            engine.wait_saved()
+        if engine.version == config.steps:
+            self._export()
 
     def _step(self) -> dict[str, Any]:
         """One optimizer step on this process's share of the next batch; the row of metrics."""
@@ -149,7 +184,7 @@ def build_engine(config: SftConfig, folder: Path, mesh: Mesh) -> Engine:
         zero=config.zero,
     )
     if config.world == 1:
-        return Engine(load_model(folder), settings)
+        return Engine(load_model(folder, device=str(mesh.device)), settings)
     shape = ModelConfig.from_folder(folder)
     split = TensorParallel.of(mesh, shape, sequence_parallel=config.sequence_parallel)
     experts = ExpertParallel.of(mesh, shape)
@@ -158,7 +193,8 @@ def build_engine(config: SftConfig, folder: Path, mesh: Mesh) -> Engine:
         stages = make_stages(mesh, shape, config.chunks, split=split, experts=experts)
         engine = PipelineEngine(stages, settings, mesh, schedule=config.schedule)
     else:
-        engine = Engine(Transformer(shape, split=split, experts=experts), settings, mesh)
+        model = Transformer(shape, device=str(mesh.device), split=split, experts=experts)
+        engine = Engine(model, settings, mesh)
     engine.load_weights(export_state(load_model(folder)))
     return engine
 

@@ -1,7 +1,7 @@
 """The command line of a training run; `scripts/train_agent.sh` calls it after set-up.
 
 Exit status: 0 finished, 1 something was wrong (one message says what and how to mend it),
-130 stopped with Ctrl-C (saved; the message says how to go on).
+130 stopped with Ctrl-C (saved, unless it was pressed three times; the message says how to go on).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import tyro
 
+from nanoengine.stop_signals import EXIT_STATUS, Interrupted
 from nanorl.config import RunConfig, require_same_run
 from nanorl.presets import PRESETS, get_preset
 
@@ -31,8 +32,8 @@ def parse_arguments(arguments: list[str]) -> RunConfig:
     saved = None
     if known.resume:
         folder = dataclasses.replace(default, out=known.out, seed=known.seed).run_dir
-        saved = read_config(folder)
-        default = dataclasses.replace(RunConfig.from_json(saved), out=folder, resume=True)
+        saved = RunConfig.from_json(read_config(folder))
+        default = dataclasses.replace(saved, out=folder, resume=True)
     config = tyro.cli(
         RunConfig,
         default=default,
@@ -58,68 +59,44 @@ def read_config(folder: Path) -> dict:
         raise ValueError(f"{file} is not readable JSON ({error}); start a new run") from error
 
 
-def prepare_folder(config: RunConfig) -> None:
-    """Make the run directory; refuse to write over another run."""
-    folder, file = config.run_dir, config.run_dir / "config.json"
-    if file.exists() and not config.resume:
-        raise ValueError(
-            f"{folder} already holds a run: go on with it (--resume --out {folder}), choose "
-            f"another --out, or remove it (rm -r {folder})"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    if not config.resume:
-        from nanorl.report.summary import write_atomically
-
-        write_atomically(file, json.dumps(config.to_json(), indent=2) + "\n")
-
-
 def train(config: RunConfig) -> int:
     import torch  # here, so that a wrong flag is answered at once
 
     from kernels.host_memory import reuse_large_buffers
+    from nanoengine.run_folder import RunFolder
     from nanorl.assembly import Parts
     from nanorl.outcome import write_outcome
     from nanorl.report.live import LiveView
-    from nanorl.run import Interrupted, Run
+    from nanorl.run import Run
 
     reuse_large_buffers()
     torch.set_num_threads(1)  # of this thread; see assembly.py
-    prepare_folder(config)
-    print(f"run directory: {config.run_dir}", flush=True)
-    parts = Parts(config)
-    try:
-        with LiveView(f"{config.preset}, seed {config.seed}") as live:
-            run = Run(config, parts, live)
-            if config.resume:
-                run.restore()
-            try:
+    with RunFolder(config.run_dir, is_resumed=config.resume) as folder:
+        parts = Parts(config)
+        try:
+            config = parts.config  # with what was chosen for this machine
+            folder.begin(config.to_json())
+            print(f"run directory: {config.run_dir}\ndevice: {config.device}", flush=True)
+            with LiveView(f"{config.preset}, seed {config.seed}") as live:
+                run = Run(config, parts, live)
+                if config.resume:
+                    run.restore()
                 asyncio.run(run.execute())
-            except Interrupted:
-                status = 130
-            else:
-                status = 0
                 summary = write_outcome(run)
-    finally:
-        parts.close()
-    if status == 130:
-        command = f"bash scripts/train_agent.sh --resume --out {config.run_dir}"
-        print(f"\nstopped and saved; go on with: {command}")
-        return status
+        finally:
+            parts.close()
     report(config, summary)
-    return status
+    return 0
 
 
 def report(config: RunConfig, summary: dict) -> None:
-    def percent(name: str) -> str:
-        value = summary[f"heldout_success_{name}"]
-        return "-" if value is None else f"{value:.1%}"
+    from nanorl.report.summary import success_rates
 
+    print("\nsuccess on held-out tasks, never trained on, greedy:")
+    for title, rate, num_tasks in success_rates(summary):
+        figure = "not measured" if rate is None else f"{rate:6.1%} of {num_tasks}"
+        print(f"  {title:<22} {figure}")
     print(
-        f"\nheld-out success, greedy, {summary['heldout_n']} tasks never trained on:\n"
-        f"  untrained model          {percent('untrained')}\n"
-        f"  after the warm start     {percent('before')}   (supervised, a sloppy teacher)\n"
-        f"  after RL                 {percent('after')}   ({summary['steps']} steps)\n"
-        f"  the same, tool off       {percent('no_tool')}\n"
         f"time {summary['wall_s'] / 60:.1f} min, engine-trainer log-prob gap at most "
         f"{summary['logp_gap_max'] or 0.0:.2g} nats\n"
         f"look: {config.run_dir}/report.html   metrics: metrics.jsonl   rollouts: rollouts.sqlite\n"
@@ -129,10 +106,24 @@ def report(config: RunConfig, summary: dict) -> None:
 
 def main() -> int:
     try:
-        return train(parse_arguments(sys.argv[1:]))
+        config = parse_arguments(sys.argv[1:])
+        try:
+            return train(config)
+        except (Interrupted, KeyboardInterrupt) as stop:
+            return say_how_to_go_on(config, has_saved=isinstance(stop, Interrupted))
     except tuple(expected_errors()) as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1
+
+
+def say_how_to_go_on(config: RunConfig, *, has_saved: bool) -> int:
+    """Outside of the phases (while the parts are made, or the report) there is nothing to save."""
+    if not (config.run_dir / "config.json").exists():
+        print("\nstopped before the run began; nothing was written")
+        return EXIT_STATUS
+    command = f"bash scripts/train_agent.sh --resume --out {config.run_dir}"
+    print(f"\nstopped{' and saved' if has_saved else ''}; go on with: {command}")
+    return EXIT_STATUS
 
 
 def expected_errors() -> list[type[Exception]]:

@@ -22,7 +22,10 @@ from typing import Any, Literal
 import tyro
 
 LAYOUT = ("tp", "pp", "dp", "cp", "ep", "zero", "sequence_parallel", "schedule", "chunks")
-FREE_ON_RESUME = (*LAYOUT, "out", "resume", "save_every", "micro_batch_tokens", "peak_flops")
+FREE_ON_RESUME = (
+    *(*LAYOUT, "out", "resume", "save_every", "micro_batch_tokens", "peak_flops"),
+    "device",  # another one rounds differently, as another layout does
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,8 @@ class SftConfig:
     max_grad_norm: float = 1.0
     dtype: Literal["fp32", "bf16"] = "fp32"
     activation_checkpointing: bool = False
+    device: str = "auto"
+    """auto (CUDA if there is any), cpu, cuda or cuda:N; each process takes a GPU of its own."""
     seed: int = 0
     save_every: int = 50
     """Steps between checkpoints, written in the background; one more at the end."""
@@ -137,17 +142,24 @@ def main() -> int:
 
     from nanoengine.checkpoint import CheckpointError
     from nanoengine.engine import NonFiniteLoss
+    from nanoengine.model.device import resolve_device
+    from nanoengine.stop_signals import EXIT_STATUS, Interrupted
 
     arguments = sys.argv[1:]
     try:
         config = parse(arguments)
         if config.world > 1 and "RANK" not in os.environ:
+            resolve_device(config.device, num_local=config.world)  # or one message, not each one's
             return launch(config, arguments)
         SftRun(config).train()
         return 0
-    except KeyboardInterrupt:
-        print("\nstopped; go on from the last checkpoint with --resume", file=sys.stderr)
-        return 130
+    except Interrupted:
+        command = f"bash scripts/train_sft.sh --resume --out {config.out}"
+        print(f"\nstopped and saved; go on with: {command}", file=sys.stderr)
+        return EXIT_STATUS
+    except KeyboardInterrupt:  # before the first step or in the export
+        print("\nstopped; nothing was lost, go on with --resume", file=sys.stderr)
+        return EXIT_STATUS
     except (ValueError, OSError, CheckpointError, NonFiniteLoss) as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1

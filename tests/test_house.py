@@ -1,4 +1,4 @@
-"""The rules of the house that a program can check: import direction, packaging, file sizes."""
+"""The rules of the house that a program can check: import direction, packaging, first lines."""
 
 from __future__ import annotations
 
@@ -65,9 +65,8 @@ def test_setup_lists_every_package_that_exists_and_no_other() -> None:
     assert listed == found
 
 
-def test_source_files_stay_small_and_say_what_they_are() -> None:
+def test_source_files_say_what_they_are() -> None:
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
-            text = path.read_text()
-            assert ast.get_docstring(ast.parse(text)), f"{path.relative_to(ROOT)}: no docstring"
-            assert text.count("\n") <= 400, f"{path.relative_to(ROOT)} is too long for one noun"
+            tree = ast.parse(path.read_text())
+            assert ast.get_docstring(tree), f"{path.relative_to(ROOT)}: no docstring"

@@ -5,9 +5,9 @@
 // One kernel for everything: `key_rows` lists, key by key, the row of k and v where a sequence's
 // keys lie, be that a packed batch, the blocks of a paged cache or a prompt that sequences share.
 // A query's result is a function of its own q and of its keys in order: dot products run along
-// head_dim (in bf16 by pairs), the sum of weights in 16 lanes by the key's index, the sum of values
-// key by key. So it has the same bits in prefill, in decoding and in training, whatever else is in
-// the batch.
+// head_dim (word by word), the sum of weights in LANES lanes by the key's index, the sum of values key
+// by key. So it has the same bits in prefill, in decoding and in training, whatever else is in the
+// batch.
 //
 // A tile is some queries of one sequence and all heads that share a key head: rows of queries by
 // keys. Scores of a tile stay in the processor's cache; weights, and their product with the values,
@@ -19,10 +19,11 @@
 #include "parallel.h"
 #include "vector.h"
 
-constexpr int KEY_TILE = 64;  // keys transposed at a time: 8 KB of bf16 at head_dim 64
+constexpr int KEY_TILE = 64;  // keys transposed at a time: 8 KB of bf16 pairs at head_dim 64
 constexpr int AHEAD = 32;  // keys between the row in use and the one asked of memory
-constexpr int LINE = 64;
-constexpr int SCORE_ROWS = 8, VALUE_ROWS = 6, VALUE_VECS = 4;  // what fits in 32 registers
+// Rows and blocks of keys, rows and vectors of values, whose sums stay in registers.
+constexpr int SCORE_ROWS = REGISTERS == 32 ? 8 : 6, FEW_ROWS = REGISTERS == 32 ? 3 : 2;
+constexpr int VALUE_ROWS = 6, VALUE_VECS = REGISTERS == 32 ? 4 : 2;
 
 struct Tile {
   int32_t query, num_queries;
@@ -44,7 +45,7 @@ struct Problem {
 // Rows lie where the table says, so the processor cannot guess the next one.
 template <class T>
 inline void ask_for(const T* row, int64_t size) {
-  for (int64_t i = 0; i < size; i += LINE / sizeof(T)) __builtin_prefetch(row + i);
+  for (int64_t i = 0; i < size; i += LINE_BYTES / sizeof(T)) __builtin_prefetch(row + i);
 }
 
 // out[w * LANES + j] = word w of the row of key j; zeros behind the last of num_keys.
@@ -56,17 +57,17 @@ void transpose_keys(float* out, const T* k, const int32_t* rows, int64_t num_key
     BitsVec x[LANES] = {};
     if (num_keys == LANES)  // of known length, so that they stay in registers
       for (int j = 0; j < LANES; j++)
-        x[j] = load_words(k + rows[j] * row_stride + d, head_dim - d);
+        x[j] = load_product_words(k + rows[j] * row_stride + d, head_dim - d);
     else
       for (int64_t j = 0; j < num_keys; j++)
-        x[j] = load_words(k + rows[j] * row_stride + d, head_dim - d);
+        x[j] = load_product_words(k + rows[j] * row_stride + d, head_dim - d);
     transpose(x);
     for (int64_t i = 0; i < LANES; i++)
       store(out + (d / PER_WORD<T> + i) * LANES, as_floats(x[i]));
   }
 }
 
-// Scores of R rows and B blocks of 16 keys.
+// Scores of R rows and B blocks of LANES keys.
 template <int R, int B, class T>
 void multiply_keys(float* s, int64_t s_stride, const float* q, int64_t num_words,
                    const float* keys, float scale, T) {
@@ -94,18 +95,19 @@ void multiply_values(float* out, int64_t out_stride, const float* p, int64_t p_s
     Vec x[W];
     for (int w = 0; w < W; w++) x[w] = load(row + w * LANES);
     for (int r = 0; r < R; r++)
-      for (int w = 0; w < W; w++) sum[r][w] += x[w] * p[r * p_stride + j];
+      for (int w = 0; w < W; w++) sum[r][w] = fused(x[w], splat(p[r * p_stride + j]), sum[r][w]);
   }
   for (int r = 0; r < R; r++)
     for (int w = 0; w < W; w++) store(out + r * out_stride + w * LANES, sum[r][w]);
 }
 
-// The same for the last n < 16 elements of head_dim.
+// The same for the last n < LANES elements of head_dim.
 template <class T>
 void multiply_values_part(float* out, const float* p, const T* v, const int32_t* rows,
                           int64_t num_keys, int64_t row_stride, int64_t n) {
   Vec sum = {};
-  for (int64_t j = 0; j < num_keys; j++) sum += load_part(v + rows[j] * row_stride, n) * p[j];
+  for (int64_t j = 0; j < num_keys; j++)
+    sum = fused(load_part(v + rows[j] * row_stride, n), splat(p[j]), sum);
   store(out, sum);
 }
 
@@ -157,8 +159,8 @@ void attend_tile(const Problem<T>& x, const Tile& tile, int64_t kv, Scratch& scr
 
   for (int64_t i = 0; i < tile.num_queries; i++)
     for (int64_t g = 0; g < x.group; g++)
-      memcpy(q + (i * x.group + g) * num_words,
-             x.q + (tile.query + i) * x.q_stride + (kv * x.group + g) * D, D * sizeof(T));
+      copy_words(q + (i * x.group + g) * num_words,
+                 x.q + (tile.query + i) * x.q_stride + (kv * x.group + g) * D, D);
 
   const T *k = x.k + kv * x.k_head, *v = x.v + kv * x.v_head;
   for (int64_t lo = 0; lo < padded; lo += KEY_TILE) {
@@ -171,7 +173,7 @@ void attend_tile(const Problem<T>& x, const Tile& tile, int64_t kv, Scratch& scr
       transpose_keys(keys + b * LANES * num_words, k, rows + first, n, ahead, x.k_row, D);
     }
     by_rows<SCORE_ROWS>(num_rows, [&](int64_t r, auto R) {
-      constexpr int B = R <= 3 ? 4 : 2;
+      constexpr int B = R <= FEW_ROWS ? 4 : 2;
       float* to = s + r * padded + lo;
       int64_t b = 0;
       for (; b + B <= num_blocks; b += B)

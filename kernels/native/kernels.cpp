@@ -5,6 +5,7 @@
 #include "linear.h"
 #include "logits.h"
 #include "rows.h"
+#include "truncate.h"
 
 #define ROW_OPS(T, SUFFIX)                                                                        \
   extern "C" void rms_norm_##SUFFIX(T* y, float* rstd, const T* x, const T* weight,              \
@@ -37,20 +38,14 @@
 
 
 
-// Whether these are the fastest there are for the processor this was compiled for. Processors with
-// matrix units (AMX) multiply bf16 several times faster through oneDNN.
-extern "C" int64_t has_linear_f32() {
-#ifdef __AVX512F__
-  return 1;
-#else
-  return 0;
-#endif
-}
+// Whether this is the fastest product for the processor it was compiled for. Processors with matrix
+// units (AMX) multiply bf16 several times faster through oneDNN.
+extern "C" int64_t has_linear_f32() { return 1; }
 extern "C" int64_t has_linear_bf16() {
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-  return 1;
-#else
+#ifdef __AMX_BF16__
   return 0;
+#else
+  return 1;
 #endif
 }
 
@@ -91,6 +86,19 @@ extern "C" int64_t has_linear_bf16() {
                                 float temperature, const double* u, int64_t* token, float* logp, \
                                 int64_t threads) {                                               \
     pick(logits, rows, size, stride, temperature, u, token, logp, threads);                      \
+  }                                                                                              \
+  extern "C" void pick_kept_##SUFFIX(                                                            \
+      const T* logits, int64_t rows, int64_t size, int64_t stride, float temperature,            \
+      const int64_t* top_k, const double* top_p, const double* min_p, const double* u,           \
+      int64_t* token, float* logp, float* kept_logp, int64_t threads) {                          \
+    pick_kept(logits, rows, size, stride, temperature, top_k, top_p, min_p, u, token, logp,      \
+              kept_logp, threads);                                                               \
+  }                                                                                              \
+  extern "C" void likeliest_##SUFFIX(const T* logits, int64_t rows, int64_t size,                \
+                                     int64_t stride, float temperature, const int64_t* counts,   \
+                                     int64_t width, int64_t* ids, float* logp,                   \
+                                     int64_t threads) {                                          \
+    likeliest(logits, rows, size, stride, temperature, counts, width, ids, logp, threads);       \
   }
 
 #define DECODER(T, SUFFIX)                                                                       \

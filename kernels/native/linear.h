@@ -1,42 +1,58 @@
 // y = x . weight^T + bias over a packed weight, any number of rows.
 //
-// A weight lies in panels of 48 outputs, [panels][inputs][48] (bf16: pairs of inputs, as the
-// processor's dot product takes them), so that one panel is read once, in order, for a tile of 8
-// rows. A result is summed over the inputs in order: it has the same bits whatever rows come with
-// it. Few rows are bound by the reading of the weight, many by the multiply-adds.
+// A weight lies in panels of outputs, [panels][inputs][PANEL] (bf16: pairs of inputs, as AVX-512's
+// dot product takes them), so that one panel is read once, in order, for a tile of rows. A result is
+// summed over the inputs in order: it has the same bits whatever rows come with it, and however the
+// work is cut. Few rows are bound by the reading of the weight, many by the multiply-adds.
 #pragma once
+
+#include <algorithm>
+#include <type_traits>
+#include <vector>
 
 #include "parallel.h"
 #include "vector.h"
 
-constexpr int PANEL_VECS = 3, PANEL = PANEL_VECS * LANES;
-constexpr int TILE_ROWS = 8;        // 8 x 3 sums, 3 weights and 1 input in 32 registers
-constexpr int64_t READ_ROWS = 32;   // that a weight meets in the time it takes to read it
-constexpr int64_t BLOCK_ROWS = 64;  // of a thread's share
-constexpr int NEAR = 32;            // steps of a sum from the weights in use to those asked for
+// A tile's sums, the weights of a panel and an input fit the registers: 8 x 3 + 3 + 1 of 32, 6 x 2 +
+// 2 + 1 of 16.
+constexpr int PANEL_VECS = REGISTERS == 32 ? 3 : 2, PANEL = PANEL_VECS * LANES;
+constexpr int TILE_ROWS = REGISTERS == 32 ? 8 : 6;
+constexpr int64_t READ_ROWS = 32;  // that a weight meets in the time it takes to read it
+constexpr int64_t BLOCK_ROWS = 64 / TILE_ROWS * TILE_ROWS;  // of a panel's task
+constexpr int NEAR = 32;           // steps of a sum from the weights in use to those asked for
+constexpr int LINE = LINE_BYTES / 4, PANEL_LINES = (PANEL + LINE - 1) / LINE;  // of 32-bit words
 
-// R rows of x, one panel. Words of x and of the weight, whatever they hold, are moved as floats.
-// Meanwhile asks memory for what lies at `ahead`, ASK vectors with each step of the sum.
-template <int R, int ASK, class T>
-void multiply_panel(T* y, int64_t y_stride, int64_t num_columns, const T* x, int64_t x_stride,
-                    const float* panel, int64_t num_words, const T* bias, const float* ahead) {
-  Vec sum[R][PANEL_VECS] = {};
+template <class T>
+constexpr int PER_PACKED_WORD = 4 / sizeof(T);
+// What x is read as: words of it, or the elements widened.
+template <class T>
+using Input = std::conditional_t<IS_WIDENED<T>, float, T>;
+
+// R rows of x, VECS vectors of a panel's outputs. Words of x and of the weight, whatever they hold,
+// are moved as floats. Meanwhile asks memory for what lies at `ahead`, ASK lines with each step of
+// the sum.
+template <int R, int VECS, int ASK, class T>
+void multiply_panel(T* y, int64_t y_stride, int64_t num_columns, const Input<T>* x,
+                    int64_t x_stride, const float* panel, int64_t num_words, const T* bias,
+                    const float* ahead) {
+  constexpr int lines = VECS == PANEL_VECS ? PANEL_LINES : 1;
+  Vec sum[R][VECS] = {};
   const float* words[R];
   for (int r = 0; r < R; r++) words[r] = (const float*)(x + r * x_stride);
   for (int64_t k = 0; k < num_words; k++) {
     const float* row = panel + k * PANEL;
-    Vec w[PANEL_VECS];
-    for (int c = 0; c < PANEL_VECS; c++) {
-      __builtin_prefetch(row + (NEAR * PANEL_VECS + c) * LANES);
-      w[c] = load(row + c * LANES);
-    }
-    for (int a = 0; a < ASK; a++) __builtin_prefetch(ahead + (k * ASK + a) * LANES, 0, 2);
-    for (int r = 0; r < R; r++) {
-      Vec input = splat_word(words[r] + k);
-      for (int c = 0; c < PANEL_VECS; c++) multiply_add(sum[r][c], w[c], input, T());
+    for (int i = 0; i < lines; i++) __builtin_prefetch(row + NEAR * PANEL + i * LINE);
+    for (int a = 0; a < ASK; a++) __builtin_prefetch(ahead + (k * ASK + a) * LINE, 0, 2);
+    for (int h = 0; h < TERMS<T>; h++) {
+      Vec w[VECS];
+      for (int c = 0; c < VECS; c++) w[c] = term<T>(load(row + c * LANES), h);
+      for (int r = 0; r < R; r++) {
+        Vec input = splat_word(words[r] + k * TERMS<T> + h);
+        for (int c = 0; c < VECS; c++) multiply_add(sum[r][c], w[c], input, T());
+      }
     }
   }
-  for (int c = 0; c < PANEL_VECS; c++) {
+  for (int c = 0; c < VECS; c++) {
     int64_t n = num_columns - c * LANES;
     if (n <= 0) break;
     if (n > LANES) n = LANES;
@@ -46,54 +62,115 @@ void multiply_panel(T* y, int64_t y_stride, int64_t num_columns, const T* x, int
 }
 
 // The kernel for `rows` of at most R rows.
-template <int R, int ASK, class T>
+template <int R, int VECS, int ASK, class T>
 auto panel_kernel(int64_t rows) {
   if constexpr (R > 1)
-    if (rows < R) return panel_kernel<R - 1, ASK, T>(rows);
-  return multiply_panel<R, ASK, T>;
+    if (rows < R) return panel_kernel<R - 1, VECS, ASK, T>(rows);
+  return multiply_panel<R, VECS, ASK, T>;
+}
+
+// The kernel that asks for `ask` of at most ASK lines.
+template <int ASK, class T>
+auto asking_kernel(int64_t rows, int64_t ask) {
+  if constexpr (ASK > 0)
+    if (ask < ASK) return asking_kernel<ASK - 1, T>(rows, ask);
+  return panel_kernel<TILE_ROWS, PANEL_VECS, ASK, T>(rows);
+}
+
+// How the work is cut into tasks, each of which one thread does: so many vectors of outputs (a panel
+// or one vector) by so many rows.
+struct Cut {
+  int64_t vecs, rows;
+};
+
+inline int64_t ceil_of(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t num_tasks(Cut cut, int64_t rows, int64_t outputs) {
+  return ceil_of(outputs, cut.vecs * LANES) * ceil_of(rows, cut.rows);
+}
+// What the busiest thread computes, in vectors x rows.
+inline int64_t largest_share(Cut cut, int64_t rows, int64_t outputs, int64_t threads) {
+  return ceil_of(num_tasks(cut, rows, outputs), threads) * cut.vecs *
+         std::min(cut.rows, rows);
+}
+
+// The coarsest cut that keeps the threads busy to within an eighth, else the evenest. A matrix of
+// 576 outputs has 12 panels of 48: without a finer cut 16 threads are no faster than 12. Fine cuts
+// cost a little: a weight is read for each block of rows, an input for each vector.
+inline Cut choose_cut(int64_t rows, int64_t outputs, int64_t threads) {
+  Cut best{PANEL_VECS, BLOCK_ROWS};
+  int64_t least = largest_share(best, rows, outputs, threads);
+  const int64_t ideal = ceil_of(outputs, LANES) * rows;
+  for (int64_t block = BLOCK_ROWS; block >= TILE_ROWS; block = block / 2 / TILE_ROWS * TILE_ROWS)
+    for (int64_t vecs : {(int64_t)PANEL_VECS, (int64_t)1}) {
+      Cut cut{vecs, block};
+      int64_t share = largest_share(cut, rows, outputs, threads);
+      if (share < least) best = cut, least = share;
+      if (8 * least * threads <= 9 * ideal) return best;
+    }
+  return best;
+}
+
+// What a task computes: rows row..end of the outputs from `column` on.
+struct Block {
+  int64_t row, end, column, num_columns;
+};
+inline Block block_of(int64_t task, Cut cut, int64_t rows, int64_t outputs) {
+  const int64_t blocks = ceil_of(rows, cut.rows), width = cut.vecs * LANES;
+  const int64_t row = task % blocks * cut.rows, column = task / blocks * width;
+  return {row, std::min(row + cut.rows, rows), column, std::min(width, outputs - column)};
 }
 
 template <class T>
-auto panel_kernel(int64_t rows, int64_t ask) {
-  return ask == 0   ? panel_kernel<TILE_ROWS, 0, T>(rows)
-         : ask == 1 ? panel_kernel<TILE_ROWS, 1, T>(rows)
-         : ask == 2 ? panel_kernel<TILE_ROWS, 2, T>(rows)
-                    : panel_kernel<TILE_ROWS, 3, T>(rows);
+void multiply_task(T* y, const Input<T>* x, const float* packed, const T* bias, int64_t rows,
+                   int64_t outputs, int64_t words, int64_t x_stride, Cut cut, int64_t task) {
+  const auto [row, end, column, num_columns] = block_of(task, cut, rows, outputs);
+  const int64_t panel_size = words * PANEL;
+  const float* panel = packed + column / PANEL * panel_size + column % PANEL;
+  // A panel meets all rows before the next one, so it is read from memory once, and while it is
+  // multiplied the next one is on its way: shared out among the tiles of the first block of rows.
+  const int64_t first_tiles = ceil_of(std::min(rows, cut.rows), TILE_ROWS);
+  const int64_t ask = ceil_of(PANEL_LINES, first_tiles);
+  const bool has_next = cut.vecs == PANEL_VECS && row == 0 && column + PANEL < outputs;
+  const float *ahead = panel + panel_size, *ahead_end = has_next ? ahead + panel_size : ahead;
+  for (int64_t r = row; r < end; r += TILE_ROWS) {
+    const int64_t num_rows = std::min<int64_t>(end - r, TILE_ROWS);
+    auto kernel = cut.vecs < PANEL_VECS
+                      ? panel_kernel<TILE_ROWS, 1, 0, T>(num_rows)
+                      : asking_kernel<PANEL_LINES, T>(num_rows, ahead < ahead_end ? ask : 0);
+    kernel(y + r * outputs + column, outputs, num_columns, x + r * x_stride, x_stride, panel,
+           words, bias ? bias + column : nullptr, ahead);
+    ahead += ask * words * LINE;
+  }
 }
 
-// `inputs` is a multiple of PER_WORD (the caller pads x where it is not).
+// `inputs` is a multiple of PER_PACKED_WORD (the caller pads x where it is not).
 template <class T>
 void linear(T* y, const T* x, const float* packed, const T* bias, int64_t rows, int64_t inputs,
             int64_t outputs, int64_t x_stride, int64_t threads) {
   if (rows == 0) return;
-  const int64_t words = inputs / PER_WORD<T>;
-  const int64_t panels = (outputs + PANEL - 1) / PANEL;
-  const int64_t blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-  // A panel meets all rows before the next one, so it is read from memory once, and while it is
-  // multiplied the next one is on its way: shared out among the tiles of the first block of rows.
-  const int64_t first_tiles = ((rows < BLOCK_ROWS ? rows : BLOCK_ROWS) + TILE_ROWS - 1) / TILE_ROWS;
-  const int64_t ask = first_tiles >= PANEL_VECS ? 1 : (PANEL_VECS + first_tiles - 1) / first_tiles;
-  const int64_t work = panels * words * PANEL * (rows < READ_ROWS ? 1 : rows / READ_ROWS);
-  parallel_for(panels * blocks, threads_for(work, threads), [&](int64_t i) {
-    const int64_t p = i / blocks, block = i % blocks * BLOCK_ROWS;
-    const int64_t end = block + BLOCK_ROWS < rows ? block + BLOCK_ROWS : rows;
-    const float* panel = packed + p * words * PANEL;
-    const float* ahead = panel + words * PANEL;
-    const float* ahead_end = p + 1 < panels ? ahead + words * PANEL : ahead;
-    for (int64_t r = block; r < end; r += TILE_ROWS) {
-      int64_t num_rows = end - r < TILE_ROWS ? end - r : TILE_ROWS;
-      bool is_asking = block == 0 && ahead < ahead_end;
-      panel_kernel<T>(num_rows, is_asking ? ask : 0)(
-          y + r * outputs + p * PANEL, outputs, outputs - p * PANEL, x + r * x_stride, x_stride,
-          panel, words, bias ? bias + p * PANEL : nullptr, ahead);
-      ahead += ask * words * LANES;
-    }
+  const int64_t words = inputs / PER_PACKED_WORD<T>;
+  const int64_t work = outputs * words * (rows < READ_ROWS ? 1 : rows / READ_ROWS);
+  const int64_t num_threads = threads_for(work, threads);
+  const Cut cut = choose_cut(rows, outputs, num_threads);
+  const Input<T>* input;
+  if constexpr (IS_WIDENED<T>) {
+    thread_local std::vector<float> widened;  // of the calling thread, kept: fresh pages are slow
+    widened.resize(rows * inputs);
+    float* to = widened.data();
+    parallel_for(rows, threads_for(rows * inputs, threads),
+                 [&](int64_t r) { copy_words(to + r * inputs, x + r * x_stride, inputs); });
+    input = to, x_stride = inputs;
+  } else {
+    input = x;
+  }
+  parallel_for(num_tasks(cut, rows, outputs), num_threads, [&](int64_t task) {
+    multiply_task(y, input, packed, bias, rows, outputs, words, x_stride, cut, task);
   });
 }
 
 template <class T>
 void pack(float* packed, const T* weight, int64_t inputs, int64_t outputs, int64_t threads) {
-  constexpr int64_t per_word = PER_WORD<T>;
+  constexpr int64_t per_word = PER_PACKED_WORD<T>;
   const int64_t words = (inputs + per_word - 1) / per_word;
   const int64_t panels = (outputs + PANEL - 1) / PANEL;
   parallel_for(panels, threads_for(inputs * outputs, threads), [&](int64_t p) {

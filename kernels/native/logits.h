@@ -17,10 +17,8 @@ struct Row {
   int64_t size;
   float temperature;
 
-  Vec z(int64_t i, int64_t n) const {
-    Vec x = load_run(logits + i, n);
-    return temperature == 1.0f ? x : x / temperature;
-  }
+  Vec tempered(Vec x) const { return temperature == 1.0f ? x : x / temperature; }
+  Vec z(int64_t i, int64_t n) const { return tempered(load_run(logits + i, n)); }
   float z(int64_t i) const {
     Vec x = load_part(logits + i, 1);
     return temperature == 1.0f ? x[0] : x[0] / temperature;
@@ -52,9 +50,10 @@ struct Sums {
   float lse(float highest) const { return (float)std::log(weights) + highest; }
 };
 
-// `run_sums` [size / RUN, rounded up] may be null.
+// `run_sums` [size / RUN, rounded up] and `all_weights` [size] may be null.
 template <bool WITH_PRODUCTS, class T>
-Sums sum_weights(const Row<T>& row, float highest, float* run_sums) {
+Sums sum_weights(const Row<T>& row, float highest, float* run_sums,
+                 float* all_weights = nullptr) {
   Sums sums;
   for (int64_t lo = 0; lo < row.size; lo += RUN) {
     int64_t size = row.size - lo < RUN ? row.size - lo : RUN;
@@ -63,6 +62,7 @@ Sums sum_weights(const Row<T>& row, float highest, float* run_sums) {
       Vec z = row.z_or_nothing(lo + i, n) - highest;
       Vec w = exp(z);
       weights += w;
+      if (all_weights) store_run(all_weights + lo + i, w, n);
       if (WITH_PRODUCTS) products += choose(w > 0.0f, w * z, splat(0.0f));
     });
     float sum = sum_lanes(weights);
@@ -88,11 +88,12 @@ int64_t first_of(const Row<T>& row, float highest) {
   return 0;  // only where a logit is NaN: the log-prob then is too
 }
 
-// The first token whose cumulative weight exceeds u * total; never one of weight 0.
-template <class T>
-int64_t draw(const Row<T>& row, float highest, const Sums& sums, const float* run_sums, double u) {
-  double target = u * sums.weights, before = 0;
-  int64_t num_runs = (row.size + RUN - 1) / RUN, run = 0, last = 0;
+// The first token whose cumulative weight exceeds u * sum; never one of weight 0. `weights_at(i, n)`
+// are n weights from i on.
+template <class F>
+int64_t draw(int64_t size, double sum, const float* run_sums, double u, F weights_at) {
+  double target = u * sum, before = 0;
+  int64_t num_runs = (size + RUN - 1) / RUN, run = 0, last = 0;
   for (; run < num_runs; run++) {
     if (run_sums[run] > 0) last = run;
     if (before + run_sums[run] > target) break;
@@ -102,12 +103,12 @@ int64_t draw(const Row<T>& row, float highest, const Sums& sums, const float* ru
     run = last;
     before -= run_sums[last];
   }
-  int64_t lo = run * RUN, end = lo + RUN < row.size ? lo + RUN : row.size, found = lo;
+  int64_t lo = run * RUN, end = lo + RUN < size ? lo + RUN : size, found = lo;
   double total = 0, inside = target - before;
   for (int64_t i = lo; i < end; i += LANES) {
     int64_t n = end - i < LANES ? end - i : LANES;
     float w[LANES];
-    store(w, exp(row.z_or_nothing(i, n) - highest));
+    store(w, weights_at(i, n));
     for (int64_t j = 0; j < n; j++) {
       if (w[j] > 0) found = i + j;
       total += w[j];
@@ -141,7 +142,9 @@ void pick(const T* logits, int64_t rows, int64_t size, int64_t stride, float tem
     Row<T> row{logits + r * stride, size, temperature};
     float highest = row.highest();
     Sums sums = sum_weights<false>(row, highest, run_sums.data());
-    token[r] = u ? draw(row, highest, sums, run_sums.data(), u[r]) : first_of(row, highest);
+    auto weights_at = [&](int64_t i, int64_t n) { return exp(row.z_or_nothing(i, n) - highest); };
+    token[r] = u ? draw(size, sums.weights, run_sums.data(), u[r], weights_at)
+                 : first_of(row, highest);
     logp[r] = row.z(token[r]) - sums.lse(highest);
   });
 }

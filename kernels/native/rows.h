@@ -14,11 +14,11 @@ float sum_of_squares(const T* x, int64_t size) {
   for (; i + CHAINS * LANES <= size; i += CHAINS * LANES)
     for (int c = 0; c < CHAINS; c++) {
       Vec v = load(x + i + c * LANES);
-      sum[c] += v * v;
+      sum[c] = fused(v, v, sum[c]);
     }
   for_runs(size - i, [&](int64_t j, int64_t n) {
     Vec v = load_run(x + i + j, n);
-    sum[0] += v * v;
+    sum[0] = fused(v, v, sum[0]);
   });
   return sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
@@ -76,8 +76,8 @@ void rotate(T* y, const T* x, const float* cos, const float* sin, int64_t heads,
     for_runs(half, [&](int64_t i, int64_t n) {
       Vec c = load_run(cos + i, n), s = load_run(sin + i, n);
       Vec a = load_run(x + i, n), b = load_run(x + half + i, n);
-      store_run(y + i, a * c - b * s, n);
-      store_run(y + half + i, b * c + a * s, n);
+      store_run(y + i, fused(a, c, -(b * s)), n);
+      store_run(y + half + i, fused(b, c, a * s), n);
     });
 }
 

@@ -1,7 +1,8 @@
-// Sixteen floats as one value, in the compiler's own vector type: one source for AVX-512, AVX2 and
-// NEON. Loads widen bf16 to fp32, stores round to nearest even.
+// As many floats as one register holds, as one value, in the compiler's own vector type: one source
+// for AVX-512 (16 lanes), AVX2 (8), SSE and NEON (4). This file alone looks at the instruction set.
+// Loads widen bf16 to fp32, stores round to nearest even.
 //
-// What makes results reproducible: lane i of a sum holds the terms i, i + 16, i + 32, ... in
+// What makes results reproducible: lane i of a sum holds the terms i, i + LANES, i + 2 LANES, ... in
 // order, and lanes are added as a fixed tree. Nothing depends on how many rows there are, how they
 // are shared among threads or where in memory they lie.
 #pragma once
@@ -9,11 +10,39 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX512F__
+#include <utility>
+#if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
-constexpr int LANES = 16;
+// Wider vectors than the processor's would be split through the stack, at a tenth of the speed.
+// Tests set both, to run the arithmetic of another processor.
+#ifndef VECTOR_LANES
+#if defined(__AVX512F__)
+#define VECTOR_LANES 16
+#elif defined(__AVX2__)
+#define VECTOR_LANES 8
+#else
+#define VECTOR_LANES 4
+#endif
+#endif
+#ifndef VECTOR_REGISTERS
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define VECTOR_REGISTERS 32
+#else
+#define VECTOR_REGISTERS 16
+#endif
+#endif
+#if defined(__AVX512F__) && VECTOR_LANES == 16
+#define HAS_AVX512 1
+#ifdef __AVX512BF16__
+#define HAS_BF16_PRODUCT 1
+#endif
+#endif
+constexpr int LANES = VECTOR_LANES, REGISTERS = VECTOR_REGISTERS;
+constexpr int LINE_BYTES = 64;  // of the processor's cache
 typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t IntVec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t BitsVec __attribute__((vector_size(4 * LANES)));
@@ -23,13 +52,31 @@ struct bf16 {
   uint16_t bits;
 };
 
-inline Vec splat(float x) { return Vec{} + x; }
+inline Vec splat(float x) { return x - Vec{}; }  // 0 + x would be computed: it changes -0
 inline Vec as_floats(BitsVec x) { return (Vec)x; }
 inline BitsVec as_bits(Vec x) { return (BitsVec)x; }
 inline Vec choose(IntVec mask, Vec yes, Vec no) {
   return (Vec)(((IntVec)yes & mask) | ((IntVec)no & ~mask));
 }
 inline Vec larger(Vec a, Vec b) { return choose(a > b, a, b); }
+
+// a * b + c, rounded once where the processor can. Written out, and contraction is switched off:
+// compilers fuse in some instances of a template and not in others (gcc keeps chains of fused adds
+// apart on AMD's processors), so that bits would depend on the size of a tile.
+inline Vec fused(Vec a, Vec b, Vec c) {
+#if defined(HAS_AVX512)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__) && VECTOR_LANES == 8
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__) && VECTOR_LANES == 4
+  return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#elif defined(__FMA__) || defined(__aarch64__)
+  for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+#else
+  return a * b + c;
+#endif
+}
 
 // All lanes hold the 32 bits at p, whatever they mean.
 inline Vec splat_word(const float* p) {
@@ -47,14 +94,16 @@ inline void store(float* p, Vec x) { memcpy(p, &x, sizeof x); }
 
 // One instruction each on AVX-512, where gcc 12 makes five of __builtin_convertvector.
 inline BitsVec widen(HalfVec x) {
-#ifdef __AVX512F__
+#if defined(HAS_AVX512)
   return (BitsVec)_mm512_cvtepu16_epi32((__m256i)x);
+#elif defined(__AVX2__) && VECTOR_LANES == 8
+  return (BitsVec)_mm256_cvtepu16_epi32((__m128i)x);
 #else
   return __builtin_convertvector(x, BitsVec);
 #endif
 }
 inline HalfVec narrow(BitsVec x) {
-#ifdef __AVX512F__
+#ifdef HAS_AVX512
   return (HalfVec)_mm512_cvtepi32_epi16((__m512i)x);
 #else
   return __builtin_convertvector(x, HalfVec);
@@ -104,25 +153,31 @@ inline void store_run(T* p, Vec x, int64_t n) {
   n == LANES ? store(p, x) : store_part(p, x, n);
 }
 
+template <class V, class F, int... I>
+inline V shuffled(V a, V b, F from, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(a, b, from(I)...);
+}
+// Lane i of the result holds lane from(i) of a, or lane from(i) - LANES of b.
+template <class V, class F>
+inline V shuffled(V a, V b, F from) {
+  return shuffled(a, b, from, std::make_integer_sequence<int, LANES>());
+}
+
 // Lane i of the result holds lane i + BY.
 template <int BY>
 inline Vec shifted(Vec x) {
-  return __builtin_shufflevector(x, x, BY, BY + 1, BY + 2, BY + 3, BY + 4, BY + 5, BY + 6, BY + 7,
-                                 BY + 8, BY + 9, BY + 10, BY + 11, BY + 12, BY + 13, BY + 14,
-                                 BY + 15);
+  return shuffled(x, x, [](int i) { return i + BY; });
 }
+template <int BY = LANES / 2>
 inline float sum_lanes(Vec x) {
-  x += shifted<8>(x);
-  x += shifted<4>(x);
-  x += shifted<2>(x);
-  x += shifted<1>(x);
+  x += shifted<BY>(x);
+  if constexpr (BY > 1) return sum_lanes<BY / 2>(x);
   return x[0];
 }
+template <int BY = LANES / 2>
 inline float max_lanes(Vec x) {
-  x = larger(x, shifted<8>(x));
-  x = larger(x, shifted<4>(x));
-  x = larger(x, shifted<2>(x));
-  x = larger(x, shifted<1>(x));
+  x = larger(x, shifted<BY>(x));
+  if constexpr (BY > 1) return max_lanes<BY / 2>(x);
   return x[0];
 }
 
@@ -132,16 +187,16 @@ inline Vec exp(Vec x) {
   const Vec low = splat(-87.33654f), high = splat(88.72283f);
   Vec clamped = choose(x < low, low, choose(x > high, high, x));
   const Vec round = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  Vec n = (clamped * splat(1.44269504f) + round) - round;
-  Vec r = clamped - n * splat(0.693359375f);
-  r = r - n * splat(-2.12194440e-4f);
+  Vec n = fused(clamped, splat(1.44269504f), round) - round;
+  Vec r = fused(n, splat(-0.693359375f), clamped);
+  r = fused(n, splat(2.12194440e-4f), r);
   Vec p = splat(1.9875691500e-4f);
-  p = p * r + splat(1.3981999507e-3f);
-  p = p * r + splat(8.3334519073e-3f);
-  p = p * r + splat(4.1665795894e-2f);
-  p = p * r + splat(1.6666665459e-1f);
-  p = p * r + splat(5.0000001201e-1f);
-  p = p * r * r + r + splat(1.0f);
+  p = fused(p, r, splat(1.3981999507e-3f));
+  p = fused(p, r, splat(8.3334519073e-3f));
+  p = fused(p, r, splat(4.1665795894e-2f));
+  p = fused(p, r, splat(1.6666665459e-1f));
+  p = fused(p, r, splat(5.0000001201e-1f));
+  p = fused(p * r, r, r) + splat(1.0f);
   IntVec exponent = __builtin_convertvector(n, IntVec);
   // in two steps: 2^128 is no number, but e^88.7 is
   IntVec half = exponent >> 1;
@@ -153,36 +208,20 @@ inline Vec exp(Vec x) {
 
 template <int D>
 inline void swap_blocks(BitsVec& a, BitsVec& b) {
-  constexpr auto from = [](int i, bool high) {
-    return high ? ((i & D) ? i + LANES : i + D) : ((i & D) ? i + LANES - D : i);
-  };
-  BitsVec low = __builtin_shufflevector(
-      a, b, from(0, 0), from(1, 0), from(2, 0), from(3, 0), from(4, 0), from(5, 0), from(6, 0),
-      from(7, 0), from(8, 0), from(9, 0), from(10, 0), from(11, 0), from(12, 0), from(13, 0),
-      from(14, 0), from(15, 0));
-  BitsVec high = __builtin_shufflevector(
-      a, b, from(0, 1), from(1, 1), from(2, 1), from(3, 1), from(4, 1), from(5, 1), from(6, 1),
-      from(7, 1), from(8, 1), from(9, 1), from(10, 1), from(11, 1), from(12, 1), from(13, 1),
-      from(14, 1), from(15, 1));
+  BitsVec low = shuffled(a, b, [](int i) { return (i & D) ? i + LANES - D : i; });
+  b = shuffled(a, b, [](int i) { return (i & D) ? i + LANES : i + D; });
   a = low;
-  b = high;
 }
 
-template <int D>
-inline void swap_all(BitsVec* x) {
+// LANES rows of LANES 32-bit words.
+template <int D = LANES / 2>
+inline void transpose(BitsVec* x) {
   for (int i = 0; i < LANES; i++)
     if (!(i & D)) swap_blocks<D>(x[i], x[i + D]);
+  if constexpr (D > 1) transpose<D / 2>(x);
 }
 
-// Sixteen rows of sixteen 32-bit words.
-inline void transpose(BitsVec* x) {
-  swap_all<8>(x);
-  swap_all<4>(x);
-  swap_all<2>(x);
-  swap_all<1>(x);
-}
-
-// Words of a row, as many as there are; the others zero.
+// The elements of a row from p on, as many as fit and as there are; the others zero.
 template <class T>
 inline BitsVec load_words(const T* p, int64_t num_elements) {
   BitsVec x = {};
@@ -194,18 +233,50 @@ inline BitsVec load_words(const T* p, int64_t num_elements) {
   return x;
 }
 
-// Products run over 32-bit words, whatever they hold: one fp32, or two bf16 of which the processor
-// takes the dot product at once. Words are moved as floats.
+// Products run over 32-bit words, moved as floats: one fp32, or two bf16 where the processor takes
+// the dot product of such pairs at once. Elsewhere bf16 is widened to fp32, which is exact.
+#ifdef HAS_BF16_PRODUCT
 template <class T>
 constexpr int PER_WORD = 4 / sizeof(T);
+#else
+template <class T>
+constexpr int PER_WORD = 1;
+#endif
+template <class T>
+constexpr bool IS_WIDENED = PER_WORD<T> * sizeof(T) < 4;
 
 // sum += a . b, word by word.
-inline void multiply_add(Vec& sum, Vec a, Vec b, float) { sum += a * b; }
+inline void multiply_add(Vec& sum, Vec a, Vec b, float) { sum = fused(a, b, sum); }
 inline void multiply_add(Vec& sum, Vec a, Vec b, bf16) {
-#ifdef __AVX512BF16__
+#ifdef HAS_BF16_PRODUCT
   sum = (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #else
-  sum += as_floats(as_bits(a) << 16) * as_floats(as_bits(b) << 16);
-  sum += as_floats(as_bits(a) & 0xffff0000u) * as_floats(as_bits(b) & 0xffff0000u);
+  sum = fused(a, b, sum);
 #endif
+}
+
+// `size` elements as a product takes them.
+template <class T>
+inline void copy_words(float* to, const T* from, int64_t size) {
+  if constexpr (IS_WIDENED<T>)
+    for_runs(size, [&](int64_t i, int64_t n) { store_run(to + i, load_run(from + i, n), n); });
+  else
+    memcpy(to, from, size * sizeof(T));
+}
+
+// The first LANES words of a row, or as many as its elements make; the others zero.
+template <class T>
+inline BitsVec load_product_words(const T* p, int64_t num_elements) {
+  if constexpr (!IS_WIDENED<T>) return load_words(p, num_elements);
+  if (num_elements >= LANES) return as_bits(load(p));
+  return num_elements > 0 ? as_bits(load_part(p, num_elements)) : BitsVec{};
+}
+
+// Term h of each word of a weight: itself, or the bf16 of lower (0) and of higher address (1).
+template <class T>
+constexpr int TERMS = IS_WIDENED<T> ? 2 : 1;
+template <class T>
+inline Vec term(Vec word, int h) {
+  if constexpr (!IS_WIDENED<T>) return word;
+  return as_floats(h == 0 ? as_bits(word) << 16 : as_bits(word) & 0xffff0000u);
 }

@@ -25,6 +25,9 @@ ARCHITECTURES = {
 }
 """model_type -> the `transformers` class of the same model."""
 
+MAX_LAYERS = 10_000
+"""Ten times the deepest models that were ever trained: more is a damaged file."""
+
 _NORM_EPS = 1e-6  # the default of all families in transformers
 _ROPE_THETA = 10000.0  # likewise
 _MAX_POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768, "qwen3_moe": 32768}  # likewise
@@ -79,6 +82,7 @@ class ModelConfig:
         for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        _check_depth(self.num_layers)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads}: must be a multiple of num_kv_heads="
@@ -210,6 +214,14 @@ _COUNTS = (
 )
 
 
+def _check_depth(num_layers: int) -> None:
+    """Before anything is done layer by layer."""
+    if num_layers > MAX_LAYERS:
+        raise ValueError(
+            f"num_hidden_layers={num_layers}: must be at most {MAX_LAYERS}; is config.json damaged?"
+        )
+
+
 def _check_family(config: ModelConfig) -> None:
     """The switches must be ones that the family's config.json can carry."""
     if config.qk_norm != (config.model_type in _WITH_QK_NORM):
@@ -258,6 +270,7 @@ def _read_experts(fields: Mapping[str, Any]) -> dict[str, Any]:
     if step < 1:
         raise ValueError(f"decoder_sparse_step={step}: must be at least 1")
     num_layers = _require(fields, "num_hidden_layers")
+    _check_depth(num_layers)
     dense = {layer for layer in range(num_layers) if (layer + 1) % step}
     dense |= set(fields.get("mlp_only_layers") or ())
     if "num_experts" not in fields and "num_local_experts" in fields:

@@ -11,6 +11,7 @@ Next: sources.py (where folders come from), gguf.py (folders made from a llama.c
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
@@ -18,9 +19,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from nanoengine.checkpoint import write_tensors
+from nanoengine.footprint import num_params
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import DecoderLayer, Slice, TensorSplit
 from nanoengine.model.moe import ExpertSplit, MoeMlp
@@ -236,6 +238,7 @@ def load_model(
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder: give a Hugging Face model folder")
     config = ModelConfig.from_folder(path)
+    check_memory(config, dtype, device, num_parts=1 if split is None else split.size)
     state = read_state(path)
     model = Transformer(config, dtype, device, head_dtype=head_dtype, split=split)
     try:
@@ -243,6 +246,26 @@ def load_model(
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return model
+
+
+def check_memory(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, *, num_parts: int = 1
+) -> None:
+    """`ValueError` where the weights alone, or one of their equal parts, are more than the whole
+    memory of the device: to find out by allocating them can take the machine down."""
+    kind = torch.device(device)
+    if kind.type == "cuda" and torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(kind).total_memory
+    else:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    count = num_params(config)
+    needed = count * dtype.itemsize // num_parts
+    if needed > total:
+        raise ValueError(
+            f"num_hidden_layers={config.num_layers}, hidden_size={config.hidden_size}: a model of "
+            f"{count / 1e9:.1f} billion parameters takes {needed / 1e9:.0f} GB, and {kind.type} "
+            f"has {total / 1e9:.0f} GB; choose a smaller model"
+        )
 
 
 def read_state(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -310,6 +333,23 @@ def save_model(
                 shutil.copyfile(source, target)
 
 
+def replace_model(
+    model: Transformer, folder: str | Path, extra_files_from: str | Path | None = None
+) -> None:
+    """`save_model` whole or not at all, in place of what `folder` held. OSError says what to do."""
+    target = Path(folder)
+    draft = target.with_name(f".{target.name}-{os.getpid()}")
+    try:
+        save_model(model, draft, extra_files_from)
+        shutil.rmtree(target, ignore_errors=True)
+        os.rename(draft, target)
+    except OSError as error:
+        message = f"cannot write the model ({error.strerror}): make room on the disk, then --resume"
+        raise OSError(error.errno, message, str(target)) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
 def write_folder(
     folder: str | Path,
     config: ModelConfig,
@@ -334,8 +374,8 @@ def _write_shards(folder: Path, state: dict[str, Tensor], max_shard_bytes: int) 
     sizes = {name: tensor.nbytes for name, tensor in state.items()}
     files = shard_names(sizes, max_shard_bytes)
     for file, names in files.items():
-        shard = {name: state[name].contiguous() for name in names}
-        save_file(shard, folder / file, metadata={"format": "pt"})
+        shard = {name: state[name] for name in names}
+        write_tensors(folder / file, shard, metadata={"format": "pt"})
     write_index(folder, files, sizes)
 
 

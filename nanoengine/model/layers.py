@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from kernels import (
     add_rms_norm,
+    add_rows_,
     apply_rope,
     linear,
     pack_weight,
@@ -127,11 +128,11 @@ class _Embedding(torch.autograd.Function):
         ids_T, weight_VE = ctx.saved_tensors  # type: ignore[attr-defined]
         target = getattr(weight_VE, "main_grad", None)
         if isinstance(target, Tensor):
-            target.index_add_(0, ids_T, grad_TE.to(target.dtype))
+            add_rows_(target, ids_T, grad_TE)
             return None, None
         wide = torch.promote_types(grad_TE.dtype, torch.float32)
         target = torch.zeros(weight_VE.shape, dtype=wide, device=grad_TE.device)
-        target.index_add_(0, ids_T, grad_TE.to(wide))
+        add_rows_(target, ids_T, grad_TE)
         return None, target.to(weight_VE.dtype)
 
 

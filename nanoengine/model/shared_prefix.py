@@ -37,6 +37,7 @@ from kernels._attend import (
     Scratch,
     attend_rows,
     bucket_by_length,
+    for_products,
     key_multiple,
     probabilities,
     round_up,
@@ -44,6 +45,7 @@ from kernels._attend import (
 from kernels._dispatch import Backend, use_native, use_triton
 from kernels._native_attention import Span, Tiles, attend_packed, make_tiles
 from kernels.gather_rows import RowGather
+from nanoengine.model.device import to_device
 
 QUERY_BLOCK = 128
 _TILE_PAIRS = 1 << 16  # queries x keys of a bucket: its scores stay in the processor's cache
@@ -180,13 +182,14 @@ def _segment_tiles(bounds: list[int], prefix_of_S: list[int], group: int) -> Til
 def _make_segments(bounds: list[int], prefix_of_S: list[int], device: torch.device) -> _Segments:
     keys = _key_rows(bounds, prefix_of_S)
     lengths = [len(rows) for rows in keys]
-    return _Segments(
-        make_row_gather(torch.cat(keys), bounds[-1], device),
-        torch.tensor(bounds, dtype=torch.int32, device=device),
-        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device),
+    segments = _Segments(
+        make_row_gather(torch.cat(keys), bounds[-1]),
+        torch.tensor(bounds, dtype=torch.int32),
+        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
         max(hi - lo for lo, hi in pairwise(bounds)),
         max(lengths),
     )
+    return to_device(segments, device)
 
 
 def _query_blocks(
@@ -258,7 +261,8 @@ class _TreeAttention(torch.autograd.Function):
         if tiles is not None:
             out = attend_packed(q, k, v, tiles, q.shape[2] ** -0.5)
         else:
-            out = _forward(q, k, v, buckets, scratch)
+            wide_q, wide_k, wide_v = for_products(q, k, v)
+            out = _forward(wide_q, wide_k, wide_v, buckets, scratch).to(q.dtype)
         ctx.save_for_backward(q, k, v, out)
         ctx.buckets, ctx.scratch = buckets, scratch
         return out
@@ -266,6 +270,8 @@ class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out = ctx.saved_tensors
+        dtype = q.dtype
+        q, k, v, do = for_products(q, k, v, do)
         num_kv, scale = k.shape[1], q.shape[2] ** -0.5
         wide = torch.promote_types(q.dtype, torch.float32)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -283,7 +289,7 @@ class _TreeAttention(torch.autograd.Function):
             ds = ds.sub_(delta_NR1).mul_(p).mul_(scale).to(q.dtype)
             _add_keys(dk, bucket, torch.bmm(ds.transpose(1, 2), q_NRD))
             dq.index_copy_(0, queries.rows, queries.unpad(torch.bmm(ds, k_NLD), num_kv))
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        return dq.to(dtype), dk.to(dtype), dv.to(dtype), None, None, None
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, buckets: list[_Bucket], scratch: Scratch) -> Tensor:

@@ -9,8 +9,10 @@ Next: special_guard.py (how text is kept from spelling control tokens), chat_tem
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +104,18 @@ class ChatTokenizer:
         if allow_special:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
         return self._guard.encode_plain(text)
+
+    @functools.cached_property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """The control tokens, such as BOS, with which the tokenizer begins a plain text (the
+        post-processor of its `tokenizer.json`). A chat's come from its template."""
+        encoding = self._tokenizer.encode("a", add_special_tokens=True)
+        marks = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+        return tuple(token for token, _ in takewhile(lambda mark: mark[1], marks))
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a plain text as the model expects one: `encode` after `prefix_ids`."""
+        return [*self.prefix_ids, *self.encode(text)]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)

@@ -61,7 +61,7 @@ class ContextSplit:
             raise ValueError("share_prefix=True: not available with cp > 1; set it to False")
         self.mesh = mesh
         self.size, self.rank = mesh.size("cp"), mesh.rank("cp")
-        bounds = micro.cu_seqlens.tolist()
+        bounds = micro.bounds
         self.runs = [_runs_of(bounds, self.size, rank) for rank in range(self.size)]
         self.rows = [
             torch.tensor([t for run in runs for t in range(run.lo, run.hi)], dtype=torch.int64)

@@ -173,6 +173,7 @@ class GradientReducer:
         bucket.allocate_grad()
         self._sum_partials(bucket)
         if self._mesh.size(bucket.axes) == 1:
+            self._note_reduced(bucket)
             return
         part: Tensor | None = None
         if bucket.num_shards == 1:
@@ -191,8 +192,11 @@ class GradientReducer:
             if self._every_pass and part is not None:
                 bucket.grad_shard.add_(part)
                 bucket.free_grad()
-            if self._when_reduced is not None:
-                self._when_reduced(bucket)
+            self._note_reduced(bucket)
+
+    def _note_reduced(self, bucket: Bucket) -> None:
+        if self._when_reduced is not None:
+            self._when_reduced(bucket)
 
     def _sum_partials(self, bucket: Bucket) -> None:
         """Tensor-parallel ranks hold terms of these gradients, not copies: add them up."""

@@ -40,8 +40,6 @@ DATA_AXES = ("dp", "ep")
 """Each combination of these coordinates has samples of its own."""
 REPLICA_AXES = ("dp", "ep", "cp")
 """All that hold the same dense parameters, and add up their gradients."""
-MODEL_AXES = ("pp", "tp")
-"""All that hold different parts of one replica's parameters (and copies of the smallest)."""
 WORLD = AXES
 
 Axis = str | tuple[str, ...]

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import pack_weight
-from kernels.linear import accumulate_weight_grad, linear_rows, matmul_rows
+from kernels.linear import accumulate_weight_grad, linear_rows, matmul_rows, weight_grad
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import Slice, embed
 from nanoengine.parallel.mesh import Mesh
@@ -237,7 +237,7 @@ class _Logprob(torch.autograd.Function):
                 _add_at_own(dz, ids_T[rows], first, dlogp_T[rows])
             dlogits = dz.div_(temperature).to(dtype)
             dhidden[rows] = matmul_rows(dlogits, head).to(dhidden.dtype)
-            dweight += matmul_rows(dlogits.t(), h)
+            dweight += weight_grad(dlogits, h)
         return dhidden, accumulate_weight_grad(weight_VE, dweight), None, None, None
 
 

@@ -46,7 +46,7 @@ from nanoengine.parallel.data_parallel import (
     is_deferred,
     replica_axes,
 )
-from nanoengine.parallel.mesh import MODEL_AXES, Mesh
+from nanoengine.parallel.mesh import REPLICA_AXES, WORLD, Mesh
 from nanoengine.parallel.shards import BucketState, Residency
 
 Named = list[tuple[str, nn.Parameter]]
@@ -74,7 +74,8 @@ class ShardedAdamW(Offloadable):
                 "zero=3 with pp > 1: every micro-batch in flight would gather each layer again; "
                 "use zero=2, or more dp and no pp"
             )
-        self.config, self.mesh, self.zero = config, mesh, zero
+        self.config, self.mesh = config, mesh
+        self.zero = zero if mesh.size(REPLICA_AXES) > 1 else 0  # one replica shares with nobody
         self.step_count = 0
         self.phase_start = 0  # the step count at which the schedule began
         units = _units(models)
@@ -82,15 +83,15 @@ class ShardedAdamW(Offloadable):
         dtype = first.dtype if dtype is None else dtype
         wide = torch.promote_types(dtype, torch.float32)
         self.has_working_copy = dtype != wide
-        limit = 0 if zero == 3 else bucket_bytes
+        limit = 0 if self.zero == 3 else bucket_bytes
         self.buckets = [
-            Bucket(named, layers, mesh, axes, is_sharded=zero > 0, wide=wide)
+            Bucket(named, layers, mesh, axes, is_sharded=self.zero > 0, wide=wide)
             for layers, named, axes in _merge(units, limit, wide)
         ]
         size = sum(bucket.share for bucket in self.buckets)
         device = first.device
         self.exp_avg, self.exp_avg_sq = (torch.zeros(size, dtype=wide, device=device) for _ in "mv")
-        keeps_masters = self.has_working_copy or zero == 3
+        keeps_masters = self.has_working_copy or self.zero == 3
         own = torch.zeros(size, dtype=wide, device=device) if keeps_masters else None
         self._own_masters = own
         self._states: list[BucketState] = []
@@ -101,13 +102,13 @@ class ShardedAdamW(Offloadable):
             moments = self.exp_avg[part], self.exp_avg_sq[part]
             own_part = None if own is None else own[part]
             self._states.append(
-                BucketState(bucket, dtype, own_part, *moments, is_resident=zero < 3)
+                BucketState(bucket, dtype, own_part, *moments, is_resident=self.zero < 3)
             )
-        self.residency = Residency(mesh, self._states, models) if zero >= 2 else None
+        self.residency = Residency(mesh, self._states, models) if self.zero >= 2 else None
         self.reducer = GradientReducer(
             mesh,
             self.buckets,
-            every_pass=zero >= 2,
+            every_pass=self.zero >= 2,
             when_reduced=self.residency.after_backward if self.residency is not None else None,
         )
 
@@ -143,19 +144,18 @@ class ShardedAdamW(Offloadable):
         self.reducer.finish()
 
     def grad_norm(self) -> float:
-        """Of the whole model, exactly: every element counts once, however many ranks hold it."""
-        total = 0.0
-        for axes in dict.fromkeys(bucket.axes for bucket in self.buckets):
-            squares = 0.0
-            for bucket in self.buckets:
-                if bucket.axes == axes:
-                    pieces = [p for p in bucket.pieces() if self._counts(p.slot.param)]
-                    parts = [sum_of_squares(piece.of(bucket.grad_shard)) for piece in pieces]
-                    squares += math.fsum(parts)
-            over = {*MODEL_AXES, *(axes if self.zero else ())}
-            if "ep" not in axes:
-                over.add("ep")  # experts differ from one ep rank to the next
-            total += self.mesh.sum_float(tuple(over), squares)[0]
+        """Of the whole model, exactly: every element counts once, however many ranks hold it.
+
+        One collective of all ranks, whatever a rank holds: a pipeline stage without experts meets
+        those with them."""
+        parts = [
+            sum_of_squares(piece.of(bucket.grad_shard))
+            for bucket in self.buckets
+            if bucket.num_shards > 1 or self.mesh.rank(bucket.axes) == 0  # of copies the first
+            for piece in bucket.pieces()
+            if self._counts(piece.slot.param)
+        ]
+        total = self.mesh.sum_float(WORLD, math.fsum(parts))[0]
         return math.sqrt(total) if math.isfinite(total) else total
 
     def _counts(self, parameter: Tensor) -> bool:

@@ -54,14 +54,14 @@ def _base_advantages(spec: AlgorithmSpec, batch: AdvantageBatch) -> tuple[Tensor
     reward_T = advantages.outcome_rewards(batch.reward_R, mask_T, ids_T)
     if spec.advantage == "none":
         return torch.zeros_like(reward_T), None
-    if spec.advantage == "gae":
-        value_T = required(batch.value_T, "value_T", "advantage='gae'")
-        return advantages.gae(reward_T, value_T, mask_T, ids_T, gamma=spec.gamma, lam=spec.lam)
-    k1_T = torch.zeros_like(reward_T)
     if spec.kl_reward_coef:
         old_T = required(batch.old_logp_T, "old_logp_T", "kl_reward_coef")
         ref_T = required(batch.ref_logp_T, "ref_logp_T", "kl_reward_coef")
-        k1_T = old_T - ref_T
-    return advantages.reinforce_pp(
-        reward_T, k1_T, mask_T, ids_T, gamma=spec.gamma, kl_coef=spec.kl_reward_coef
-    ), None
+        reward_T = advantages.kl_penalised(reward_T, old_T, ref_T, mask_T, spec.kl_reward_coef)
+    if spec.advantage == "reinforce_pp":
+        return advantages.reinforce_pp(reward_T, mask_T, ids_T, gamma=spec.gamma), None
+    value_T = required(batch.value_T, "value_T", "advantage='gae'")
+    advantage_T, return_T = advantages.gae(
+        reward_T, value_T, mask_T, ids_T, gamma=spec.gamma, lam=spec.lam
+    )
+    return advantages.whiten(advantage_T, mask_T) if spec.whiten_gae else advantage_T, return_T

@@ -10,6 +10,7 @@ Sources: GRPO (arXiv 2402.03300), Dr.GRPO (2503.20783), RLOO (2402.14740), REINF
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -21,41 +22,66 @@ from nanorl.algorithms.segments import index_by_id, segment_sum
 DELTA = 1e-6
 
 
-def _group_mean(reward_R: Tensor, group_ids: Sequence[Hashable]) -> tuple[Tensor, Tensor, Tensor]:
-    """Per rollout: its group's mean, the group's size, and the dense group index."""
+@dataclass(frozen=True)
+class _Groups:
+    """Every rollout beside its group, in fp64: sums of fp32 rewards are exact there. In fp32 the
+    mean of equal rewards may differ from them by a rounding error, which a division by a standard
+    deviation of 0 + δ makes an advantage."""
+
+    centred_R: Tensor  # reward less the group's mean
+    mean_R: Tensor
+    size_R: Tensor
+    index_R: Tensor  # which group, 0 .. num_groups − 1
+    num_groups: int
+
+
+def _group(reward_R: Tensor, group_ids: Sequence[Hashable]) -> _Groups:
     if len(group_ids) != reward_R.numel():
         raise ValueError(f"{len(group_ids)} group ids for {reward_R.numel()} rewards: one each")
     index_R, num_groups = index_by_id(group_ids)
     index_R = index_R.to(reward_R.device)
-    size_g = segment_sum(torch.ones_like(reward_R), index_R, num_groups)
-    mean_g = segment_sum(reward_R, index_R, num_groups) / size_g
-    return mean_g[index_R], size_g[index_R], index_R
+    wide_R = reward_R.double()
+    size_g = segment_sum(torch.ones_like(wide_R), index_R, num_groups)
+    mean_g = segment_sum(wide_R, index_R, num_groups) / size_g
+    return _Groups(
+        centred_R=wide_R - mean_g[index_R],
+        mean_R=mean_g[index_R],
+        size_R=size_g[index_R],
+        index_R=index_R,
+        num_groups=num_groups,
+    )
 
 
 def dr_grpo(reward_R: Tensor, group_ids: Sequence[Hashable]) -> Tensor:
     """`R − mean_g`."""
-    return reward_R - _group_mean(reward_R, group_ids)[0]
+    return _group(reward_R, group_ids).centred_R.to(reward_R.dtype)
 
 
 def grpo(reward_R: Tensor, group_ids: Sequence[Hashable]) -> Tensor:
     """`(R − mean_g)/(std_g + δ)` with the sample standard deviation; a group of one gives 0."""
-    mean_R, size_R, index_R = _group_mean(reward_R, group_ids)
-    centred_R = reward_R - mean_R
-    square_g = segment_sum(centred_R**2, index_R, int(index_R.max()) + 1 if len(index_R) else 0)
-    std_R = (square_g[index_R] / (size_R - 1).clamp(min=1)).sqrt()
-    return centred_R / (std_R + DELTA)
+    group = _group(reward_R, group_ids)
+    square_g = segment_sum(group.centred_R**2, group.index_R, group.num_groups)
+    std_R = (square_g[group.index_R] / (group.size_R - 1).clamp(min=1)).sqrt()
+    return (group.centred_R / (std_R + DELTA)).to(reward_R.dtype)
 
 
 def rloo(reward_R: Tensor, group_ids: Sequence[Hashable]) -> Tensor:
     """`G/(G−1)·(R − mean_g)`: the baseline is the mean of the others; a group of one gives 0."""
-    mean_R, size_R, _ = _group_mean(reward_R, group_ids)
-    return (reward_R - mean_R) * size_R / (size_R - 1).clamp(min=1)
+    group = _group(reward_R, group_ids)
+    factor_R = group.size_R / (group.size_R - 1).clamp(min=1)
+    return (group.centred_R * factor_R).to(reward_R.dtype)
 
 
 def maxrl(reward_R: Tensor, group_ids: Sequence[Hashable]) -> Tensor:
-    """`(R − mean_g)/(mean_g + δ)`, for rewards that are not negative."""
-    mean_R, _, _ = _group_mean(reward_R, group_ids)
-    return (reward_R - mean_R) / (mean_R + DELTA)
+    """`(R − mean_g)/(mean_g + δ)`. `ValueError` for a negative reward: a mean near or below 0 would
+    give advantages without bound, or of the wrong sign."""
+    if bool((reward_R < 0).any()):
+        raise ValueError(
+            f"reward {float(reward_R.min()):g}: advantage='maxrl' divides by the mean of a group, "
+            "so rewards must be 0 or more; shift them, or choose another advantage"
+        )
+    group = _group(reward_R, group_ids)
+    return (group.centred_R / (group.mean_R + DELTA)).to(reward_R.dtype)
 
 
 def broadcast(advantage_R: Tensor, mask_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
@@ -64,11 +90,18 @@ def broadcast(advantage_R: Tensor, mask_T: Tensor, sequence_ids_T: Tensor) -> Te
 
 
 def whiten(value_T: Tensor, mask_T: Tensor, eps: float = 1e-8) -> Tensor:
-    """Zero mean and unit (population) variance over the masked-in tokens of the whole batch."""
-    mask_T = mask_T.to(value_T.dtype)
-    count = mask_T.sum().clamp(min=1)
-    centred_T = (value_T - (value_T * mask_T).sum() / count) * mask_T
-    return centred_T / ((centred_T**2).sum() / count).sqrt().clamp(min=eps)
+    """Zero mean and unit (population) variance over the masked-in tokens of the whole batch.
+
+    `(x − mean)/sqrt(variance + eps)`, as in verl: values that differ by rounding errors stay
+    near 0. In fp64, so exactly 0 where all values are equal fp32 numbers.
+    """
+    is_action_T = mask_T.bool()
+    value_A = value_T[is_action_T].double()
+    if not value_A.numel():
+        return torch.zeros_like(value_T)
+    centred_A = value_A - value_A.mean()
+    white_A = centred_A / (centred_A.square().mean() + eps).sqrt()
+    return torch.zeros_like(value_T).masked_scatter(is_action_T, white_A.to(value_T.dtype))
 
 
 def last_action_tokens(mask_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
@@ -88,19 +121,20 @@ def outcome_rewards(reward_R: Tensor, mask_T: Tensor, sequence_ids_T: Tensor) ->
     return reward_R[sequence_ids_T] * last_action_tokens(mask_T, sequence_ids_T).to(reward_R.dtype)
 
 
-def reinforce_pp(
-    reward_T: Tensor,
-    k1_T: Tensor,
-    mask_T: Tensor,
-    sequence_ids_T: Tensor,
-    *,
-    gamma: float = 1.0,
-    kl_coef: float = 0.0,
+def kl_penalised(
+    reward_T: Tensor, old_logp_T: Tensor, ref_logp_T: Tensor, mask_T: Tensor, coef: float
 ) -> Tensor:
-    """Discounted return of `reward − β·k1` over action tokens only, then whitened globally."""
-    gain_T = reward_T - kl_coef * k1_T
-    zero_T = torch.zeros_like(gain_T)
-    return_T, _ = gae(gain_T, zero_T, mask_T, sequence_ids_T, gamma=gamma, lam=1.0)
+    """`r − β·k1` on every action token, `k1 = log π_o − log π_ref`."""
+    return reward_T - coef * torch.where(mask_T.bool(), old_logp_T - ref_logp_T, 0.0)
+
+
+def reinforce_pp(
+    reward_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor, *, gamma: float = 1.0
+) -> Tensor:
+    """Discounted return over action tokens only, then whitened globally. The KL penalty, if any,
+    is in the rewards already (`kl_penalised`)."""
+    zero_T = torch.zeros_like(reward_T)
+    return_T, _ = gae(reward_T, zero_T, mask_T, sequence_ids_T, gamma=gamma, lam=1.0)
     return whiten(return_T, mask_T)
 
 
@@ -174,12 +208,13 @@ def _returns_to_go(rewards: Sequence[float], gamma: float) -> list[float]:
 
 def has_signal(is_correct_R: Tensor, group_ids: Sequence[Hashable]) -> Tensor:
     """DAPO's dynamic sampling: True for rollouts of groups with 0 < number correct < G."""
-    mean_R, _, _ = _group_mean(is_correct_R.to(torch.float64), group_ids)
+    mean_R = _group(is_correct_R, group_ids).mean_R
     return (mean_R > 0) & (mean_R < 1)
 
 
 def overlong_penalty(length_R: Tensor, max_length: int, buffer: int) -> Tensor:
-    """DAPO's soft penalty: 0 up to `max_length − buffer`, then linear to −1 at `max_length`."""
+    """DAPO's soft penalty: 0 up to `max_length − buffer`, then linear to −1 at `max_length`. Both
+    lengths count alike: here all tokens of a rollout, which is what its limit counts."""
     if not 0 < buffer <= max_length:
         raise ValueError(f"buffer={buffer}: must be in 1..max_length={max_length}")
     over_R = length_R.to(torch.float32) - (max_length - buffer)

@@ -2,6 +2,7 @@
 
 They answer for stale weights and for numerical differences between two engines. If the old
 log-probs were not recomputed (o := μ) w is 1 by definition: never apply one then.
+A NaN stays a NaN, so that the loss is refused: a comparison alone would take it for a rejection.
 Sources: TIS (fengyao.notion.site/off-policy-rl), MIS and geometric rejection (Liu et al. 2025,
 "When speed kills stability"), IcePop (arXiv 2510.18855).
 """
@@ -23,13 +24,13 @@ def tis(log_w_T: Tensor, cap: float) -> Tensor:
 
 def mis(log_w_T: Tensor, cap: float) -> Tensor:
     """`w·1[w ≤ C]`."""
-    return torch.where(log_w_T <= math.log(cap), log_w_T, -torch.inf).exp()
+    return torch.where(log_w_T > math.log(cap), -torch.inf, log_w_T).exp()
 
 
 def icepop(log_w_T: Tensor, low: float, high: float) -> Tensor:
     """`w·1[a ≤ w ≤ b]`."""
-    is_kept_T = (log_w_T >= math.log(low)) & (log_w_T <= math.log(high))
-    return torch.where(is_kept_T, log_w_T, -torch.inf).exp()
+    is_rejected_T = (log_w_T < math.log(low)) | (log_w_T > math.log(high))
+    return torch.where(is_rejected_T, -torch.inf, log_w_T).exp()
 
 
 def sequence_tis(
@@ -50,8 +51,9 @@ def geometric_rejection(
 ) -> Tensor:
     """1 for sequences with `a ≤ exp(mean log w) ≤ b`, else 0."""
     mean_S = segment_mean(log_w_T, mask_T, sequence_ids_T, num_sequences)
-    is_kept_S = (mean_S >= math.log(low)) & (mean_S <= math.log(high))
-    return is_kept_S.to(log_w_T.dtype)[sequence_ids_T]
+    is_rejected_S = (mean_S < math.log(low)) | (mean_S > math.log(high))
+    kept_S = torch.where(is_rejected_S, 0.0, torch.where(mean_S.isnan(), mean_S, 1.0))
+    return kept_S[sequence_ids_T]
 
 
 def veto(

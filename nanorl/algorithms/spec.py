@@ -3,12 +3,22 @@
 `compute_advantages` (advantage_batch.py) and `token_weights` (aggregation.py) run once on the whole
 optimizer batch; the function of `make_loss(spec)` runs on every micro-batch and returns a sum.
 Published recipes by name: recipes.py.
+
+Three policies meet in a loss: μ sampled the tokens, o is the trainer's when the batch came, θ is
+being updated. By default the clip is around o and every token is weighed by min(π_o/μ, 2): the
+decoupled objective of AReaL (arXiv 2505.24298) with truncated weights (TIS), what verl calls
+`token_is`. It holds for tokens of any staleness, and where nothing is stale the weights are 1. No
+forward pass is needed for o: in the first step on a batch o is θ, and the later steps reuse the
+log-probs of the first. The other usual choice, the ratio against μ itself (`old_policy="rollout"`),
+drops every stale token that has drifted past the clip, so it learns less the staler the data.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
@@ -16,13 +26,33 @@ from torch import Tensor
 
 from nanorl.algorithms import corrections, losses
 from nanorl.algorithms.aggregation import AGGREGATIONS, Aggregation
+from nanorl.bounds import check_number
 
 Advantage = Literal[
     "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "gae", "none"
 ]
 Loss = Literal["reinforce", "ppo", "gspo", "sapo", "cispo", "decoupled_ppo", "opd"]
-Correction = Literal["none", "tis", "mis", "icepop", "sequence_tis", "geometric"]
+Correction = Literal["auto", "none", "tis", "mis", "icepop", "sequence_tis", "geometric"]
 KLEstimator = Literal["k2", "k3", "rk3"]
+
+CLIPS: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {
+        "gspo": (3e-4, 4e-4),  # arXiv 2507.18071: the ratio is a mean over a sequence
+        "cispo": (1.0, 0.28),  # arXiv 2506.13585 has no lower bound; 0.28 is Trinity-RFT's
+    }
+)
+"""(clip_low, clip_high) of a loss whose paper departs from PPO's 0.2 and 0.2."""
+
+BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {
+        "icepop": (0.5, 5.0),  # arXiv 2510.18855
+        "geometric": (0.999, 1.001),  # "When speed kills stability": the mean of many tokens
+    }
+)
+"""(correction_low, correction_high) of the corrections that have them."""
+
+COMPARES_MEMBERS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl")
+"""Advantages of a rollout against the others of its group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +67,10 @@ class AlgorithmSpec:
     """How token losses become one number, over the whole optimizer batch."""
     constant_length: int | None = None
     """Tokens that aggregation "constant" divides by; needed there and nowhere else."""
-    clip_low: float = 0.2
-    """The ratio is clipped below at 1 − clip_low."""
-    clip_high: float = 0.2
-    """The ratio is clipped above at 1 + clip_high."""
+    clip_low: float | None = None
+    """The ratio is clipped below at 1 − clip_low; None: 0.2, for gspo 3e-4, for cispo 1 (not)."""
+    clip_high: float | None = None
+    """The ratio is clipped above at 1 + clip_high; None: 0.2, for gspo 4e-4, for cispo 0.28."""
     dual_clip: float | None = 3.0
     """Bound c on the loss of negative advantages (ppo only); None turns it off."""
     tau_positive: float = 1.0
@@ -52,7 +82,7 @@ class AlgorithmSpec:
     kl_estimator: KLEstimator = "k2"
     """k2 and rk3 give the gradient of KL(π‖ref), k3 that of KL(ref‖π)."""
     kl_reward_coef: float = 0.0
-    """β of the k1 penalty inside the rewards of "reinforce_pp"."""
+    """β of the k1 penalty inside the rewards (advantages reinforce_pp and gae)."""
     distill_coef: float = 0.0
     """λ of `A −= λ(log π_o − log π_T)`; the teacher is the reference policy."""
     entropy_coef: float = 0.0
@@ -61,16 +91,19 @@ class AlgorithmSpec:
     """Discount per action token."""
     lam: float = 0.95
     """λ of generalised advantage estimation."""
+    whiten_gae: bool = True
+    """Whiten the advantages of gae over the batch, as PPO usually does."""
     old_policy: Literal["recomputed", "rollout"] = "recomputed"
     """Whose log-probs the ratio is against: the trainer's, or (o := μ) those of the rollout."""
-    correction: Correction = "none"
-    """Off-policy correction on w = π_o/μ."""
+    correction: Correction = "auto"
+    """Off-policy weight from w = π_o/μ; auto: tis, or none where the loss has μ in it already
+    (old_policy rollout, decoupled_ppo, opd)."""
     correction_cap: float = 2.0
     """C of tis, mis and sequence_tis."""
-    correction_low: float = 0.5
-    """Lower bound a of icepop and geometric."""
-    correction_high: float = 2.0
-    """Upper bound b of icepop and geometric."""
+    correction_low: float | None = None
+    """Lower bound a of w; None: 0.5 for icepop, 0.999 for geometric."""
+    correction_high: float | None = None
+    """Upper bound b of w; None: 5 for icepop, 1.001 for geometric."""
     veto_below: float = 0.0
     """Drop a sequence if any token has w below this (1e-4 is usual); 0 turns it off."""
     dynamic_sampling: bool = False
@@ -90,22 +123,49 @@ class AlgorithmSpec:
             )
         _check_choice("kl_estimator", self.kl_estimator, get_args(KLEstimator))
         _check_numbers(self)
-        uses_w = self.correction != "none" or self.veto_below > 0 or self.loss == "decoupled_ppo"
-        if self.old_policy == "rollout" and uses_w:
-            raise ValueError(
-                "old_policy='rollout' makes w = π_o/μ = 1: set correction='none', veto_below=0 and "
-                "a loss other than decoupled_ppo, or old_policy='recomputed'"
-            )
-        if self.loss in ("decoupled_ppo", "opd") and self.correction != "none":
-            raise ValueError(
-                f"loss={self.loss!r} already weighs by the sampling policy: "
-                f"correction={self.correction!r} would apply it twice; set correction='none'"
-            )
-        if (self.aggregation == "constant") != (self.constant_length is not None):
-            raise ValueError(
-                f"constant_length={self.constant_length} with aggregation={self.aggregation!r}: "
-                "give it exactly with 'constant'"
-            )
+        _check_bounds(self)
+        _check_sense(self)
+
+    @property
+    def clip(self) -> tuple[float, float]:
+        """(clip_low, clip_high), those of the loss where none are given."""
+        low, high = CLIPS.get(self.loss, (0.2, 0.2))
+        return (
+            low if self.clip_low is None else self.clip_low,
+            high if self.clip_high is None else self.clip_high,
+        )
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """(correction_low, correction_high), those of the correction where none are given."""
+        low, high = BOUNDS.get(self.correction, (0.0, math.inf))
+        return (
+            low if self.correction_low is None else self.correction_low,
+            high if self.correction_high is None else self.correction_high,
+        )
+
+    @property
+    def weighs_by_itself(self) -> bool:
+        """Whether the ratio of the loss is against μ already, so that w must not come in again."""
+        return self.old_policy == "rollout" or self.loss in ("decoupled_ppo", "opd")
+
+    @property
+    def resolved_correction(self) -> str:
+        """The correction, "auto" replaced by what it stands for."""
+        if self.correction != "auto":
+            return self.correction
+        return "none" if self.weighs_by_itself else "tis"
+
+    @property
+    def answers_for_staleness(self) -> bool:
+        """Whether tokens that another policy sampled are weighed, clipped or rejected for it."""
+        has_ratio = self.weighs_by_itself and self.loss != "reinforce"
+        return has_ratio or self.resolved_correction != "none"
+
+    @property
+    def compares_members(self) -> bool:
+        """Whether a group of one rollout has nothing to learn from."""
+        return self.advantage in COMPARES_MEMBERS or self.dynamic_sampling
 
     @property
     def needs_reference(self) -> bool:
@@ -114,18 +174,15 @@ class AlgorithmSpec:
         return self.loss == "opd" or any(coef != 0 for coef in coefs)
 
     @property
-    def compares_old_to_reference(self) -> bool:
-        """Whether the advantages read the old policy's log-probs."""
-        return self.kl_reward_coef != 0 or self.distill_coef != 0
-
-    @property
     def needs_critic(self) -> bool:
+        """Whether the advantages read a critic's values."""
         return self.advantage == "gae"
 
     @property
     def needs_old_logp(self) -> bool:
-        """Whether the trainer must recompute log-probs before the update."""
-        return self.old_policy == "recomputed"
+        """Whether the advantages read the old policy's log-probs, before any loss is computed. A
+        loss alone never asks for them: see `LossBatch.old_logp_T`."""
+        return self.kl_reward_coef != 0 or self.distill_coef != 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +190,6 @@ class LossBatch:
     """One micro-batch, packed. Sequences are whole; all tensors are [T] and without gradient,
     except `entropy_T`, which is of the policy being updated."""
 
-    old_logp_T: Tensor
     rollout_logp_T: Tensor
     advantage_T: Tensor
     mask_T: Tensor
@@ -142,6 +198,8 @@ class LossBatch:
     sequence_ids_T: Tensor
     """0 .. num_sequences−1 within this micro-batch."""
     num_sequences: int
+    old_logp_T: Tensor | None = None
+    """None in the first step on a batch: θ has not left o, its own log-probs are the old ones."""
     ref_logp_T: Tensor | None = None
     entropy_T: Tensor | None = None
 
@@ -158,7 +216,7 @@ def make_loss(spec: AlgorithmSpec) -> LossFn:
 
     def token_loss(logp_T: Tensor, batch: LossBatch) -> tuple[Tensor, dict[str, Tensor]]:
         batch, logp_T = _masked(batch), torch.where(batch.mask_T.bool(), logp_T, 0.0)
-        old_T = batch.rollout_logp_T if spec.old_policy == "rollout" else batch.old_logp_T
+        old_T = _old_logp(spec, logp_T, batch)
         loss_T = _policy_loss(spec, logp_T, old_T, batch)
         correction_T = _correction(spec, old_T, batch)
         loss_T = loss_T * correction_T
@@ -205,9 +263,15 @@ def _masked(batch: LossBatch) -> LossBatch:
     return replace(batch, **masked)
 
 
+def _old_logp(spec: AlgorithmSpec, logp_T: Tensor, batch: LossBatch) -> Tensor:
+    if spec.old_policy == "rollout":
+        return batch.rollout_logp_T
+    return logp_T.detach() if batch.old_logp_T is None else batch.old_logp_T
+
+
 def _policy_loss(spec: AlgorithmSpec, logp_T: Tensor, old_T: Tensor, batch: LossBatch) -> Tensor:
     advantage_T = batch.advantage_T
-    clip = {"clip_low": spec.clip_low, "clip_high": spec.clip_high}
+    clip = dict(zip(("clip_low", "clip_high"), spec.clip, strict=True))
     if spec.loss == "reinforce":
         return losses.reinforce(logp_T, advantage_T)
     if spec.loss == "ppo":
@@ -230,18 +294,18 @@ def _correction(spec: AlgorithmSpec, old_T: Tensor, batch: LossBatch) -> Tensor:
     """The weight of every token from w = π_o/μ; ones where nothing corrects."""
     log_w_T = (old_T - batch.rollout_logp_T).detach()
     segments = (batch.mask_T, batch.sequence_ids_T, batch.num_sequences)
-    bounds = (spec.correction_low, spec.correction_high)
+    kind = spec.resolved_correction
     weight_T = torch.ones_like(log_w_T)
-    if spec.correction == "tis":
+    if kind == "tis":
         weight_T = corrections.tis(log_w_T, spec.correction_cap)
-    elif spec.correction == "mis":
+    elif kind == "mis":
         weight_T = corrections.mis(log_w_T, spec.correction_cap)
-    elif spec.correction == "icepop":
-        weight_T = corrections.icepop(log_w_T, *bounds)
-    elif spec.correction == "sequence_tis":
+    elif kind == "icepop":
+        weight_T = corrections.icepop(log_w_T, *spec.bounds)
+    elif kind == "sequence_tis":
         weight_T = corrections.sequence_tis(log_w_T, *segments, spec.correction_cap)
-    elif spec.correction == "geometric":
-        weight_T = corrections.geometric_rejection(log_w_T, *segments, *bounds)
+    elif kind == "geometric":
+        weight_T = corrections.geometric_rejection(log_w_T, *segments, *spec.bounds)
     if spec.veto_below > 0:
         weight_T = weight_T * corrections.veto(log_w_T, *segments, spec.veto_below)
     return weight_T
@@ -256,14 +320,13 @@ def _stats(
         ratio_T = losses.gspo_ratio(logp_T, old_T, *segments)
     else:
         ratio_T = (logp_T - old_T).exp()
-    is_up_T = (ratio_T > 1 + spec.clip_high) & (batch.advantage_T > 0)
-    is_down_T = (ratio_T < 1 - spec.clip_low) & (batch.advantage_T < 0)
-    gap_T = (old_T - batch.rollout_logp_T).abs()
+    clip_low, clip_high = spec.clip
+    is_up_T = (ratio_T > 1 + clip_high) & (batch.advantage_T > 0)
+    is_down_T = (ratio_T < 1 - clip_low) & (batch.advantage_T < 0)
     named = {
         "ratio_sum": ratio_T,
         "clip_fraction_sum": is_up_T | is_down_T,
         "old_kl_sum": losses.kl("k3", logp_T, old_T),
-        "logp_gap_sum": gap_T,
         "correction_sum": correction_T,
         "rejected_fraction_sum": correction_T == 0,
     }
@@ -275,8 +338,6 @@ def _stats(
         name: torch.where(is_action_T, value_T.to(torch.float32), 0.0).sum()
         for name, value_T in named.items()
     }
-    zero_T = torch.zeros_like(gap_T)
-    stats["logp_gap_max"] = torch.cat([torch.where(is_action_T, gap_T, zero_T), zero_T[:1]]).amax()
     stats["action_count"] = is_action_T.sum()
     return stats
 
@@ -293,25 +354,74 @@ def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 
 
 def _check_numbers(spec: AlgorithmSpec) -> None:
-    if not 0 <= spec.clip_low < 1:
-        raise ValueError(f"clip_low={spec.clip_low}: must be in [0, 1)")
-    if spec.clip_high < 0:
-        raise ValueError(f"clip_high={spec.clip_high}: must not be negative")
-    if spec.dual_clip is not None and spec.dual_clip <= 1:
-        raise ValueError(f"dual_clip={spec.dual_clip}: must be above 1, or None")
-    for name in ("gamma", "lam"):
-        if not 0 <= getattr(spec, name) <= 1:
-            raise ValueError(f"{name}={getattr(spec, name)}: must be in [0, 1]")
-    for name in ("tau_positive", "tau_negative", "correction_cap", "correction_low"):
-        if getattr(spec, name) <= 0:
-            raise ValueError(f"{name}={getattr(spec, name)}: must be positive")
-    if spec.correction_high < spec.correction_low:
-        raise ValueError(
-            f"correction_high={spec.correction_high}: must be at least "
-            f"correction_low={spec.correction_low}"
-        )
-    if not 0 <= spec.veto_below < 1:
-        raise ValueError(f"veto_below={spec.veto_below}: must be in [0, 1); 1e-4 is usual")
     for name in ("kl_coef", "kl_reward_coef", "distill_coef", "entropy_coef", "overlong_buffer"):
-        if getattr(spec, name) < 0:
-            raise ValueError(f"{name}={getattr(spec, name)}: must not be negative")
+        check_number(f"{name}=", getattr(spec, name), 0)
+    for name in ("gamma", "lam"):
+        check_number(f"{name}=", getattr(spec, name), 0, 1)
+    for name in ("tau_positive", "tau_negative"):
+        check_number(f"{name}=", getattr(spec, name), 0, is_open=True)
+    check_number("correction_cap=", spec.correction_cap, 1)
+    check_number("veto_below=", spec.veto_below, 0, 0.5, "1e-4 is usual")
+    if spec.dual_clip is not None:
+        check_number("dual_clip=", spec.dual_clip, 1, is_open=True)
+    if spec.constant_length is not None:
+        check_number("constant_length=", spec.constant_length, 1)
+
+
+def _check_bounds(spec: AlgorithmSpec) -> None:
+    """Clips and bounds: those of sequences are narrow, for wide ones would never act."""
+    low, high = spec.clip
+    is_gspo, why = spec.loss == "gspo", "a sequence's ratio is a mean over its tokens, near 1"
+    check_number("clip_low=", low, 0, 0.1 if is_gspo else 1, why if is_gspo else "")
+    check_number("clip_high=", high, 0, 0.1 if is_gspo else math.inf, why if is_gspo else "")
+    given = {"correction_low": spec.correction_low, "correction_high": spec.correction_high}
+    for name, value in given.items():
+        if value is not None and spec.correction not in BOUNDS:
+            raise ValueError(
+                f"{name}={value}: correction={spec.correction!r} has no bounds, it reads "
+                f"correction_cap; leave it out, or choose one of {', '.join(BOUNDS)}"
+            )
+    if spec.correction in BOUNDS:
+        low, high = spec.bounds
+        is_mean = spec.correction == "geometric"
+        why = "a mean of log w over a sequence is near 0: such bounds never reject"
+        check_number("correction_low=", low, 0.9 if is_mean else 1e-6, 1, why if is_mean else "")
+        check_number("correction_high=", high, 1, 1.1 if is_mean else 1e6, why if is_mean else "")
+
+
+def _check_sense(spec: AlgorithmSpec) -> None:
+    """Refuse what would be ignored, count twice, or learn nothing."""
+    if spec.old_policy == "rollout" and (
+        spec.resolved_correction != "none" or spec.veto_below > 0 or spec.loss == "decoupled_ppo"
+    ):
+        raise ValueError(
+            "old_policy='rollout' makes w = π_o/μ = 1: set correction='none', veto_below=0 and "
+            "a loss other than decoupled_ppo, or old_policy='recomputed'"
+        )
+    if spec.weighs_by_itself and spec.resolved_correction != "none":
+        raise ValueError(
+            f"loss={spec.loss!r} already weighs by the sampling policy: "
+            f"correction={spec.correction!r} would apply it twice; set correction='none'"
+        )
+    if (spec.aggregation == "constant") != (spec.constant_length is not None):
+        raise ValueError(
+            f"constant_length={spec.constant_length} with aggregation={spec.aggregation!r}: "
+            "give it exactly with 'constant'"
+        )
+    if spec.kl_reward_coef and spec.advantage not in ("reinforce_pp", "gae"):
+        raise ValueError(
+            f"kl_reward_coef={spec.kl_reward_coef}: advantage={spec.advantage!r} scores whole "
+            "rollouts and has no place for a penalty on tokens; choose reinforce_pp or gae, or "
+            "set kl_coef, the KL in the loss"
+        )
+    if spec.advantage == "maxrl" and spec.overlong_buffer:
+        raise ValueError(
+            f"overlong_buffer={spec.overlong_buffer}: it makes rewards negative, and "
+            "advantage='maxrl' divides by their mean; set it to 0"
+        )
+    terms = (spec.kl_coef, spec.distill_coef, spec.entropy_coef)
+    if spec.advantage == "none" and spec.loss != "opd" and not any(terms):
+        raise ValueError(
+            "advantage='none': nothing is left to learn from; choose loss='opd' or set "
+            "distill_coef, kl_coef or entropy_coef"
+        )

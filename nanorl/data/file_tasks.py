@@ -9,8 +9,10 @@ can show how to solve these tasks.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ class FileTasks:
         self.path = Path(path)
         self.seed = seed
         tasks = read_tasks(self.path)
+        self.fingerprint = fingerprint(tasks)
         self.tasks = [task for task in tasks if task.split == split]
         self.heldout_tasks = [task for task in tasks if task.split == "heldout"]
         for name, found in ((split, self.tasks), ("heldout", self.heldout_tasks)):
@@ -64,6 +67,12 @@ class FileTasks:
         order = list(range(len(self.tasks)))
         random.Random(f"epoch {self.seed} {epoch}").shuffle(order)
         return self.tasks[order[place]]
+
+
+def fingerprint(tasks: Sequence[Task]) -> str:
+    """Of the tasks' content and order, which decide what each step trains on; not of the spelling
+    of the file. A resumed run must find the same."""
+    return hashlib.sha256("\n".join(task.task_id for task in tasks).encode()).hexdigest()
 
 
 def read_tasks(path: Path) -> list[Task]:

@@ -89,15 +89,18 @@ class RolloutStore:
         """Stores one rollout; one of the same `rollout_id` is replaced."""
         self.add_group([rollout], step=step, version=version)
 
-    def add_group(self, rollouts: Sequence[Rollout], *, step: int, version: int) -> None:
-        """Stores all of them or, whatever happens, none. On return they are on the disk."""
+    def add_group(
+        self, rollouts: Sequence[Rollout], *, step: int, version: int | None = None
+    ) -> None:
+        """Stores all of them or, whatever happens, none. On return they are on the disk. Without
+        `version` each is filed under the one that began it."""
         ids = [rollout.rollout_id for rollout in rollouts]
         if len(set(ids)) != len(ids):
             double = next(rollout_id for rollout_id in ids if ids.count(rollout_id) > 1)
             raise ValueError(
                 f"rollout_id {double!r} occurs twice in one group: ids must be unique in a run"
             )
-        rows = [to_row(rollout, step, version) for rollout in rollouts]
+        rows = [to_row(r, step, r.version if version is None else version) for r in rollouts]
         marks = ", ".join("?" * len(COLUMNS))
         sql = f"INSERT OR REPLACE INTO rollouts ({', '.join(COLUMNS)}) VALUES ({marks})"
         with self._transaction(f"store rollouts of step {step} in"):

@@ -1,9 +1,9 @@
 """Hands complete groups from the rollout side to the trainer, in task order, with back-pressure.
 
 Groups finish in any order; the trainer takes them by index, so which groups make up an optimizer
-batch never depends on timing (that is what makes a resumed run bit-equal). `put` waits while the
-group lies more than `capacity` groups ahead of what the trainer has taken; the group that the
-trainer waits for is always admitted, so the two sides cannot deadlock.
+batch never depends on timing (without staleness a resumed run is bit-equal for that reason). `put`
+waits while the group lies more than `capacity` groups ahead of what the trainer has taken; the
+group that the trainer waits for is always admitted, so the two sides cannot deadlock.
 """
 
 from __future__ import annotations

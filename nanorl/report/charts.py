@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from nanorl.report.markup import text
 
 WIDTH, HEIGHT = 560, 250
-LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 30
+LEFT, RIGHT, TOP, BOTTOM = 64, 14, 12, 30  # the labels of a phone need the room
 NUM_COLOURS = 8
 SMOOTH_FROM = 40  # points; shorter curves are shown as they are
 MAX_MARKS = 150
@@ -86,33 +86,31 @@ def stacked_bars(chart: Chart) -> str:
     return _card(chart, "".join(body))
 
 
-def success_bars(rows: Sequence[tuple[str, float | None]], num_tasks: int) -> str:
-    """Horizontal bars of success rates with 95 % Wilson intervals; None is "not measured"."""
-    height, left, right = 46, 168, 74
-    span = 1100 - left - right
+def success_bars(rows: Sequence[tuple[str, float | None, int]]) -> str:
+    """A bar for each (label, success rate, number of tasks), with the 95 % Wilson interval of that
+    number; None is "not measured". Text beside the drawings, so that it is as large on a phone."""
     parts = []
-    for i, (label, rate) in enumerate(rows):
-        y = i * height + 8
-        parts.append(f'<text class="name" x="{left - 12}" y="{y + 19}">{text(label)}</text>')
-        parts.append(f'<rect class="track" x="{left}" y="{y}" width="{span}" height="28" rx="4"/>')
-        if rate is None:
-            parts.append(f'<text class="value" x="{left + 10}" y="{y + 19}">not measured</text>')
-            continue
-        low, high = wilson_interval(rate, num_tasks)
-        x_low, x_high = left + span * low, left + span * high
+    for i, (label, rate, num_tasks) in enumerate(rows):
+        value, marks = "not measured", ""
+        said = f"{label}: not measured"
+        if rate is not None:
+            low, high = (100 * bound for bound in wilson_interval(rate, num_tasks))
+            said = (
+                f"{label}: {rate:.1%} of {num_tasks} tasks, 95 % interval {low:.1f}% to {high:.1f}%"
+            )
+            value = f"{rate:.1%} <small>of {num_tasks}</small>"
+            marks = (
+                f'<rect class="bar h{i}" width="{_n(max(0.2, 100 * rate))}" height="10"/>'
+                f'<path class="whisker" d="M{_n(low)} 5H{_n(high)}M{_n(low)} 3v4M{_n(high)} 3v4"/>'
+            )
         parts.append(
-            f'<rect class="bar h{i}" x="{left}" y="{y}" width="{_n(max(2.0, span * rate))}" '
-            f'height="28" rx="4"><title>{text(label)}: {rate:.1%}, 95 % interval '
-            f"{low:.1%} to {high:.1%}</title></rect>"
-            f'<path class="whisker" d="M{_n(x_low)} {y + 14}H{_n(x_high)}M{_n(x_low)} {y + 9}v10'
-            f'M{_n(x_high)} {y + 9}v10"/>'
-            f'<text class="value" x="{left + span + 10}" y="{y + 19}">{rate:.1%}</text>'
+            f'<div class="rate"><span class="name">{text(label)}</span>'
+            f'<span class="value">{value}</span>'
+            f'<svg viewBox="0 0 100 10" preserveAspectRatio="none" role="img" '
+            f'aria-label="{text(said)}"><title>{text(said)}</title>'
+            f'<rect class="track" width="100" height="10"/>{marks}</svg></div>'
         )
-    said = "; ".join(f"{label} {'not measured' if r is None else f'{r:.1%}'}" for label, r in rows)
-    return (
-        f'<svg class="success" viewBox="0 0 1100 {len(rows) * height + 2}" role="img" '
-        f'aria-label="Held-out success: {text(said)}">{"".join(parts)}</svg>'
-    )
+    return "".join(parts)
 
 
 def wilson_interval(rate: float, num: int) -> tuple[float, float]:

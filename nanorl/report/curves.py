@@ -5,7 +5,6 @@ Nested values are named by their path, `time/generate`. Left out: drawing (nanor
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,52 +15,52 @@ from nanorl.report.metrics import flatten_numbers
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Metrics whose whole name matches a pattern share one chart; order of patterns is kept."""
+    """Metrics that share one chart, by their names in metrics.jsonl, in this order. Those that a
+    run does not write are left out, and a chart without any."""
 
     title: str
-    patterns: tuple[str, ...]
+    names: tuple[str, ...]
     unit: str = ""
     is_fraction: bool = False
     is_stacked: bool = False
 
 
 RULES = (
-    Rule(
-        title="Success",
-        patterns=("success(_rate)?", "success_mean", "heldout_success"),
-        is_fraction=True,
-    ),
-    Rule(title="Reward", patterns=("reward(_mean)?", "reward_std")),
+    Rule(title="Success", names=("success",), is_fraction=True),
+    Rule(title="Reward", names=("reward",)),
+    Rule(title="Groups with signal", names=("groups_with_signal",), unit="of a batch"),
     Rule(
         title="Log-prob gap, engine against trainer",
-        patterns=("logp_gap_max", "logp_gap(_mean)?", "logp_gap_kl"),
+        names=("logp_gap_max", "logp_gap_mean", "logp_gap_kl"),
         unit="nats",
     ),
-    Rule(title="Entropy", patterns=("entropy(_mean)?",), unit="nats a token"),
+    Rule(title="Entropy", names=("entropy",), unit="nats a token"),
+    Rule(title="Tokens of a batch", names=("action_tokens", "total_tokens"), unit="tokens"),
+    Rule(title="Turns", names=("turns",), unit="a rollout"),
     Rule(
-        title="Response length",
-        patterns=("response_(tokens|length)(_mean|_max)?", "num_action_tokens(_mean)?"),
-        unit="sampled tokens",
-    ),
-    Rule(title="Turns", patterns=("(num_)?turns(_mean)?",), unit="a rollout"),
-    Rule(
-        title="Time per phase",
-        patterns=(r"(time|phase)(_s)?/.+", r"(time|phase)_.+_s"),
-        unit="s",
-        is_stacked=True,
-    ),
-    Rule(title="Throughput", patterns=("tokens_per_s_.+", "tokens_per_s"), unit="tokens/s"),
-    Rule(title="Loss", patterns=("loss", "policy_loss", "kl_loss")),
-    Rule(title="Gradient norm", patterns=("grad_norm", "gradient_norm")),
-    Rule(
-        title="Clipped and truncated",
-        patterns=("clip_(fraction|frac)(_.+)?", "truncated(_fraction)?", "tis_.*fraction"),
+        title="Cut off",
+        names=("truncated_turn_fraction", "truncated_context_fraction"),
+        unit="of rollouts",
         is_fraction=True,
     ),
-    Rule(title="Learning rate", patterns=("lr", "learning_rate")),
-    Rule(title="Staleness", patterns=(r"staleness(/.+|_.+)?",), unit="policy versions"),
-    Rule(title="KV blocks in use", patterns=("kv_(use|usage)(_.+)?",), is_fraction=True),
-    Rule(title="Tool latency", patterns=(r"tool_(latency|time)(_.+|/.+)?",), unit="s"),
+    Rule(title="Time of a step", names=("wait_s", "train_s", "sync_s"), unit="s", is_stacked=True),
+    Rule(title="Loss", names=("loss",)),
+    Rule(title="Gradient norm", names=("grad_norm",)),
+    Rule(title="Learning rate", names=("lr",)),
+    Rule(
+        title="Clipped and rejected",
+        names=("clip_fraction", "rejected_fraction"),
+        unit="of tokens",
+        is_fraction=True,
+    ),
+    Rule(title="KL to the reference", names=("ref_kl",), unit="nats a token"),
+    Rule(title="Critic", names=("value_loss", "explained_variance")),
+    Rule(title="Staleness", names=("staleness_max", "staleness_mean"), unit="policy versions"),
+    Rule(
+        title="Drift of the policy since sampling",
+        names=("drift_max", "drift_mean", "drift_kl"),
+        unit="nats",
+    ),
 )
 
 
@@ -72,17 +71,14 @@ def build_charts(
     flat = [flatten_numbers(row) for row in rows]
     steps = tuple(int(row["step"]) for row in rows)
     names = sorted({name for row in flat for name in row} - {"step"})
-    main, used = [], set()
+    main = []
     for rule in RULES:
-        matching = []
-        for pattern in rule.patterns:
-            fresh = [name for name in names if name not in used and re.fullmatch(pattern, name)]
-            matching += fresh
-            used.update(fresh)
-        if matching:
-            main.append((rule, _chart(rule, matching, flat, steps)))
-    others = [Rule(title=name, patterns=()) for name in names if name not in used]
-    return main, [(rule, _chart(rule, [rule.title], flat, steps)) for rule in others]
+        written = [name for name in rule.names if name in names]
+        if written:
+            main.append((rule, _chart(rule, written, flat, steps)))
+    used = {name for rule in RULES for name in rule.names}
+    others = [Rule(title=name, names=(name,)) for name in names if name not in used]
+    return main, [(rule, _chart(rule, rule.names, flat, steps)) for rule in others]
 
 
 def _chart(
@@ -103,6 +99,5 @@ def _chart(
 
 
 def _label(name: str, rule: Rule) -> str:
-    if rule.is_stacked:
-        name = re.sub(r"^(time|phase)(_s)?/|^(time|phase)_|_s$", "", name)
-    return name.replace("_", " ")
+    """Without the unit, which the chart names."""
+    return (name.removesuffix("_s") if rule.unit == "s" else name).replace("_", " ")

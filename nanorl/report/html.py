@@ -15,14 +15,17 @@ from typing import Any
 
 from nanorl.report.charts import duration, line_chart, number, stacked_bars, success_bars
 from nanorl.report.curves import build_charts
+from nanorl.report.examples import Example, Rate
 from nanorl.report.markup import text
 from nanorl.report.style import SHADE_FROM_NATS, STYLE
-from nanorl.report.summary import write_atomically
+from nanorl.report.summary import EVALUATIONS, success_rates, write_atomically
 from nanorl.report.trace import Decode, Segment, TokenView, trace_rollout
 from nanorl.types import Rollout, Status
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _MAX_TABLE_ROWS = 200
+_MAX_MARKED_TOKENS = 20_000  # about 80 bytes of markup each
+_MAX_CHARS = 4_000  # of one unmarked text
 
 
 def write_report(
@@ -31,11 +34,13 @@ def write_report(
     config: Mapping[str, Any],
     summary: Mapping[str, Any],
     metrics_rows: Sequence[Mapping[str, Any]],
-    rollouts: Sequence[Rollout],
+    examples: Sequence[Example],
+    training_rates: Mapping[str, Sequence[Rate]],
     decode: Decode,
     classify: Callable[[str], str] | None = None,
 ) -> None:
-    """Writes the page atomically. `rollouts` are shown in the order given (see `pick_samples`).
+    """Writes the page atomically. `examples` are shown by task type, failures first, else in the
+    order given; `training_rates` are of all rollouts of each type.
 
     `summary` is that of nanorl.report.summary, or an incomplete one while the run goes on.
     `decode` turns ids into text, `classify` an observation into a short tool status.
@@ -45,7 +50,7 @@ def write_report(
         _outcome(summary),
         _curves(metrics_rows),
         _per_type(summary.get("per_type") or {}),
-        _rollouts(rollouts, decode, classify),
+        _Rollouts(decode, classify).section(examples, training_rates),
         _settings(config, summary),
         _table_of_metrics(metrics_rows),
     ]
@@ -81,18 +86,11 @@ def _header(summary: Mapping[str, Any]) -> str:
 
 
 def _outcome(summary: Mapping[str, Any]) -> str:
-    rows = [
-        ("untrained", summary.get("heldout_success_untrained")),
-        ("after the warm start", summary.get("heldout_success_before")),
-        ("after RL", summary.get("heldout_success_after")),
-        ("after RL, tool off", summary.get("heldout_success_no_tool")),
-    ]
-    num = summary.get("heldout_n") or 0
     return (
-        f'<section id="outcome"><h2>Held-out success</h2><p>Greedy, {number(num)} tasks that were '
-        "never trained on; whiskers are 95 % intervals. The warm start imitates a teacher; the "
-        "rest is reinforcement learning.</p>"
-        f'<div class="card">{success_bars(rows, num)}</div>{_tiles(summary)}</section>'
+        '<section id="outcome"><h2>Held-out success</h2><p>Greedy, on tasks that were never '
+        "trained on; whiskers are 95 % intervals. The warm start imitates a teacher; the rest is "
+        "reinforcement learning.</p>"
+        f'<div class="card">{success_bars(success_rates(summary))}</div>{_tiles(summary)}</section>'
     )
 
 
@@ -154,21 +152,11 @@ def _per_type(per_type: Mapping[str, Mapping[str, Any]]) -> str:
             points = 100 * (after - before)
             colour = "gain" if points > 0 else "drop" if points < 0 else ""
             change = f'<span class="{colour}">{points:+.1f}</span>'
-        cells = "".join(
-            f"<td>{number(row.get(name), is_fraction=True)}</td>"
-            for name in ("untrained", "before", "after")
-        )
-        rows.append(
-            f'<tr><th scope="row">{text(kind)}</th>{cells}<td>{change}</td>'
-            f"<td>{number(row.get('no_tool'), is_fraction=True)}</td>"
-            f"<td>{number(row.get('n'))}</td></tr>"
-        )
+        cells = "".join(f"<td>{_rate_of_type(row, name)}</td>" for name in EVALUATIONS)
+        rows.append(f'<tr><th scope="row">{text(kind)}</th>{cells}<td>{change}</td></tr>')
     heads = "".join(
-        f'<th scope="col">{name}</th>'
-        for name in (
-            *("Task type", "Untrained", "After warm start", "After RL", "Change, points"),
-            *("Tool off", "Tasks"),
-        )
+        f'<th scope="col">{name[:1].upper()}{name[1:]}</th>'
+        for name in ("Task type", *EVALUATIONS.values(), "gained by RL, points")
     )
     return (
         '<section id="types"><h2>By task type</h2><div class="card scroll"><table><thead>'
@@ -176,62 +164,106 @@ def _per_type(per_type: Mapping[str, Mapping[str, Any]]) -> str:
     )
 
 
-def _rollouts(
-    rollouts: Sequence[Rollout], decode: Decode, classify: Callable[[str], str] | None
-) -> str:
-    if not rollouts:
-        return ""
-    shown = "".join(
-        _rollout(rollout, decode, classify, i == 0) for i, rollout in enumerate(rollouts)
-    )
-    return (
-        '<section id="rollouts"><h2>Rollouts, turn by turn</h2><p><span class="key prompt">prompt'
-        '</span> <span class="key model">model</span> <span class="key tool">tool</span> '
-        "Only what the model sampled is trained on; the darker a token, the less likely it was. "
-        'Point at one for its numbers.</p><input type="checkbox" id="shade"> '
-        f'<label for="shade">always shade tokens by surprise</label>{shown}</section>'
-    )
+def _rate_of_type(row: Mapping[str, Any], name: str) -> str:
+    rate, num_tasks = row.get(name), row.get(f"n_{name}")
+    of = "" if rate is None or num_tasks is None else f" <small>of {number(num_tasks)}</small>"
+    return number(rate, is_fraction=True) + of
 
 
-def _rollout(
-    rollout: Rollout, decode: Decode, classify: Callable[[str], str] | None, is_open: bool
-) -> str:
-    trace = trace_rollout(rollout, decode, classify=classify)
-    versions = sorted({v for v, m in zip(rollout.versions, rollout.loss_mask, strict=True) if m})
-    is_good = rollout.status is Status.FINISHED and rollout.reward > 0
-    status = "good" if rollout.status is Status.FINISHED else "warn"
-    span = "–".join(str(v) for v in dict.fromkeys((versions[0], versions[-1]))) if versions else "?"
-    metrics = " · ".join(f"{name} {number(value)}" for name, value in rollout.metrics.items())
-    return (
-        f'<details class="rollout"{" open" if is_open else ""}><summary><b>{text(rollout.task_id)}'
-        f'</b><span class="badge {"good" if is_good else "bad"}">reward {number(rollout.reward)}'
-        f'</span><span class="badge {status}">{text(rollout.status.value)}</span>'
-        f'<span class="meta">{len(rollout.turn_spans)} turns · {rollout.num_action_tokens} sampled '
-        f"of {len(rollout.tokens)} tokens · policy version {span} · {text(rollout.rollout_id)}"
-        "</span>"
-        f'</summary><div class="inside"><div class="meta">{text(metrics)}</div>'
-        f"{''.join(_segment(segment) for segment in trace.segments)}</div></details>"
-    )
+class _Rollouts:
+    """The section of examples. Tokens have numbers of their own as long as `num_marked` lasts, and
+    texts are cut, so that the page stays of moderate size."""
+
+    def __init__(self, decode: Decode, classify: Callable[[str], str] | None) -> None:
+        self.decode, self.classify = decode, classify
+        self.num_marked = _MAX_MARKED_TOKENS
+
+    def section(
+        self, examples: Sequence[Example], training_rates: Mapping[str, Sequence[Rate]]
+    ) -> str:
+        if not examples:
+            return ""
+        kinds: dict[str, list[Example]] = {}
+        for example in examples:
+            kinds.setdefault(example.kind, []).append(example)
+        shown = "".join(
+            self._kind(kind, kinds[kind], training_rates.get(kind, ())) for kind in sorted(kinds)
+        )
+        num_all = sum(rate.num for rates in training_rates.values() for rate in rates)
+        return (
+            f'<section id="rollouts"><h2>Rollouts, turn by turn</h2><p>{len(examples)} examples, '
+            f"failures first; training had {number(num_all)}, all of them in rollouts.sqlite. "
+            '<span class="key prompt">prompt</span> <span class="key model">model</span> '
+            '<span class="key tool">tool</span> Only what the model sampled is trained on; the '
+            "darker a token, the less likely it was. Point at one for its numbers.</p>"
+            '<input type="checkbox" id="shade"> '
+            f'<label for="shade">always shade tokens by surprise</label>{shown}</section>'
+        )
+
+    def _kind(self, kind: str, examples: Sequence[Example], rates: Sequence[Rate]) -> str:
+        in_training = " · ".join(
+            f"steps {rate.first}–{rate.last}: {rate.num_right / rate.num:.0%} of {rate.num}"
+            for rate in rates
+        )
+        shown = "".join(self._rollout(example) for example in sorted(examples, key=_is_right))
+        return (
+            f'<details class="kind"><summary><b>{text(kind)}</b><span class="meta">'
+            f'{len(examples)} examples</span><span class="meta">{text(in_training)}</span>'
+            f'</summary><div class="inside">{shown}</div></details>'
+        )
+
+    def _rollout(self, example: Example) -> str:
+        rollout = example.rollout
+        trace = trace_rollout(rollout, self.decode, classify=self.classify)
+        status = "good" if rollout.status is Status.FINISHED else "warn"
+        metrics = " · ".join(f"{name} {number(value)}" for name, value in rollout.metrics.items())
+        wanted = ""
+        if example.task is not None:
+            wanted = f'<p class="wanted">expected answer: <b>{text(example.task.answer)}</b></p>'
+        return (
+            f'<details class="rollout"><summary><span class="badge '
+            f'{"good" if _is_right(example) else "bad"}">reward {number(rollout.reward)}</span>'
+            f'<span class="badge {status}">{text(rollout.status.value)}</span>'
+            f"<b>{text(example.when)}</b>"
+            f'<span class="meta">{len(rollout.turn_spans)} turns · {rollout.num_action_tokens} '
+            f"sampled of {len(rollout.tokens)} tokens · policy version {_versions(rollout)} · "
+            f"{text(rollout.rollout_id)} · {text(rollout.task_id)}</span></summary>"
+            f'<div class="inside">{wanted}<div class="meta">{text(metrics)}</div>'
+            f"{''.join(self._segment(segment) for segment in trace.segments)}</div></details>"
+        )
+
+    def _segment(self, segment: Segment) -> str:
+        head = [segment.role if segment.turn < 0 else f"{segment.role}, turn {segment.turn + 1}"]
+        if segment.tool_status is not None:
+            head.append(segment.tool_status)
+        if segment.mean_logp is not None:
+            head.append(f"{segment.num_sampled} sampled, mean log-prob {segment.mean_logp:.3f}")
+        if segment.reward is not None:
+            head.append(f"turn reward {number(segment.reward)}")
+        # A parser drops the first line feed inside <pre>; so give it one to drop.
+        return (
+            f'<div class="segment {segment.role}"><h4>{text(" · ".join(head))}</h4>'
+            f"<pre>\n{self._body(segment)}</pre></div>"
+        )
+
+    def _body(self, segment: Segment) -> str:
+        if segment.num_sampled and len(segment.tokens) <= self.num_marked:
+            self.num_marked -= len(segment.tokens)
+            return "".join(_token(token) for token in segment.tokens)
+        cut = len(segment.text) - _MAX_CHARS
+        tail = f"\n… {cut} characters more, in rollouts.sqlite" if cut > 0 else ""
+        return text(segment.text[:_MAX_CHARS] + tail)
 
 
-def _segment(segment: Segment) -> str:
-    head = [segment.role if segment.turn < 0 else f"{segment.role}, turn {segment.turn + 1}"]
-    if segment.tool_status is not None:
-        head.append(segment.tool_status)
-    if segment.mean_logp is not None:
-        head.append(f"{segment.num_sampled} sampled, mean log-prob {segment.mean_logp:.3f}")
-    if segment.reward is not None:
-        head.append(f"turn reward {number(segment.reward)}")
-    body = (
-        "".join(_token(token) for token in segment.tokens)
-        if segment.num_sampled
-        else text(segment.text)
-    )
-    # A parser drops the first line feed inside <pre>; so give it one to drop.
-    return (
-        f'<div class="segment {segment.role}"><h4>{text(" · ".join(head))}</h4>'
-        f"<pre>\n{body}</pre></div>"
-    )
+def _is_right(example: Example) -> bool:
+    return example.rollout.status is Status.FINISHED and example.rollout.reward >= 1.0
+
+
+def _versions(rollout: Rollout) -> str:
+    sampled = [v for v, m in zip(rollout.versions, rollout.loss_mask, strict=True) if m]
+    if not sampled:
+        return "?"
+    return "–".join(str(v) for v in dict.fromkeys((min(sampled), max(sampled))))
 
 
 def _token(token: TokenView) -> str:
@@ -239,7 +271,7 @@ def _token(token: TokenView) -> str:
         return text(token.text)
     level = sum(-token.logp >= nats for nats in SHADE_FROM_NATS)
     chance = f"{math.exp(min(0.0, token.logp)):.1%}" if math.isfinite(token.logp) else "?"
-    tip = f"log-prob {token.logp:.4f} ({chance}) · id {token.token_id} · version {token.version}"
+    tip = f"log-prob {token.logp:.3f} ({chance}), id {token.token_id}"
     return f'<span class="t p{level}" title="{text(tip)}">{text(token.text)}</span>'
 
 

@@ -1,8 +1,8 @@
 """What a person watches while a run goes on: phases with time left, and the numbers that matter.
 
 On a terminal a `rich` display that redraws itself; anywhere else (a file, a pipe, CI) plain lines,
-one for every tenth of a phase and one for every set of metrics. Left out: history beyond the
-sparkline of success (see metrics.jsonl, report.html).
+as many for each phase as it asks for. Left out: history beyond the sparkline of success (see
+metrics.jsonl, report.html).
 """
 
 from __future__ import annotations
@@ -38,19 +38,21 @@ _FRACTIONS = re.compile(r"(heldout_)?success(_.*)?|.*_fraction")
 
 @dataclass(kw_only=True)
 class Phase:
-    """One bar: `num_done` of `total` since `start_s`."""
+    """One bar: `num_done` of `total`, all but `num_before` of them since `start_s`."""
 
     name: str
     total: int
     start_s: float
-    num_done: int = 0
-    num_told: int = 0
+    num_lines: int
+    num_before: int
+    num_done: int
     task_id: TaskID | None = None
 
     def left_s(self, now_s: float) -> float | None:
-        if not self.num_done:
+        num_new = self.num_done - self.num_before
+        if not num_new:
             return None
-        return (now_s - self.start_s) / self.num_done * (self.total - self.num_done)
+        return (now_s - self.start_s) / num_new * (self.total - self.num_done)
 
 
 class LiveView:
@@ -107,40 +109,45 @@ class LiveView:
             self._live.stop()
             self._live = None
 
-    def start_phase(self, name: str, total: int) -> None:
-        """`total` units of work lie ahead; starting a phase again starts it over."""
+    def start_phase(self, name: str, total: int, *, num_done: int = 0, num_lines: int = 10) -> None:
+        """`total` units of work, of which `num_done` were done before; starting a phase again
+        starts it over. A log gets `num_lines` lines about it."""
         if total < 1:
             raise ValueError(
                 f"phase {name!r} of total={total}: must have at least one unit of work"
             )
-        phase = Phase(name=name, total=total, start_s=self._clock())
+        phase = Phase(
+            name=name,
+            total=total,
+            start_s=self._clock(),
+            num_lines=num_lines,
+            num_before=num_done,
+            num_done=num_done,
+        )
         if self.is_live:
-            phase.task_id = self._progress.add_task(name, total=total)
+            phase.task_id = self._progress.add_task(name, total=total, completed=num_done)
         self._phases[name] = phase
 
-    def advance(self, name: str, num: int = 1) -> None:
-        phase = self._phases[name]
-        phase.num_done = min(phase.total, phase.num_done + num)
-        if phase.task_id is not None:
-            self._progress.update(phase.task_id, completed=phase.num_done)
-        elif 10 * phase.num_done // phase.total > 10 * phase.num_told // phase.total:
-            phase.num_told = phase.num_done
-            self._tell(phase, "")
-
-    def end_phase(self, name: str) -> None:
-        """Fills the bar, whatever was left."""
-        self.advance(name, self._phases[name].total)
-
-    def show(self, name: str, metrics: Mapping[str, float | None]) -> None:
-        """The current numbers of a phase; `success` also feeds the sparkline."""
+    def advance(
+        self, name: str, num: int = 1, metrics: Mapping[str, float | None] | None = None
+    ) -> None:
+        """`num` units more are done. `metrics` are the current numbers of the phase; `success`
+        among them also feeds the sparkline."""
+        phase, metrics = self._phases[name], metrics or {}
         self._metrics.update(metrics)
         success = metrics.get("success")
         if success is not None:
             self._successes.append(success)
-        if not self.is_live:
-            phase = self._phases[name]
-            phase.num_told = phase.num_done
-            self._tell(phase, ", ".join(f"{key} {_format(key, metrics[key])}" for key in metrics))
+        line_before = phase.num_lines * phase.num_done // phase.total
+        phase.num_done = min(phase.total, phase.num_done + num)
+        if phase.task_id is not None:
+            self._progress.update(phase.task_id, completed=phase.num_done)
+        elif phase.num_lines * phase.num_done // phase.total > line_before:
+            self._tell(phase, metrics)
+
+    def end_phase(self, name: str) -> None:
+        """Fills the bar, whatever was left."""
+        self.advance(name, self._phases[name].total)
 
     def say(self, message: str) -> None:
         """One line above the bars, or in the log."""
@@ -151,16 +158,17 @@ class LiveView:
             print(f"[{duration(self._clock() - self._start_s)}] {clean}", file=self._console.file)
             self._console.file.flush()
 
-    def _tell(self, phase: Phase, numbers: str) -> None:
+    def _tell(self, phase: Phase, metrics: Mapping[str, float | None]) -> None:
         left_s = phase.left_s(self._clock())
         left = f", {duration(left_s)} left" if left_s else ""
+        numbers = ", ".join(f"{_label(name)} {_format(name, metrics[name])}" for name in metrics)
         tail = f": {numbers}" if numbers else ""
         self.say(f"{phase.name} {phase.num_done}/{phase.total}{left}{tail}")
 
     def _render(self) -> Group:
         table = Table.grid(padding=(0, 3))
         cells = [
-            Text.assemble((f"{name.replace('_', ' ')} ", "dim"), (_format(name, value), "bold"))
+            Text.assemble((f"{_label(name)} ", "dim"), (_format(name, value), "bold"))
             for name, value in self._metrics.items()
         ]
         for i in range(0, len(cells), 4):
@@ -183,6 +191,10 @@ def sparkline(fractions: list[float], width: int) -> str:
         fractions = [sum(part) / len(part) for part in parts]
     top = len(_BARS) - 1
     return "".join(_BARS[round(top * min(1.0, max(0.0, value)))] for value in fractions)
+
+
+def _label(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def _format(name: str, value: float | None) -> str:

@@ -52,13 +52,17 @@ svg .x { text-anchor: middle; }
 .mark { fill-opacity: 0; stroke: transparent; stroke-width: 9; }
 .mark.shown, .mark:hover { fill-opacity: 1; }
 .bar:hover { opacity: .75; }
-.success .name, .success .value { font-size: 14px; fill: var(--ink); }
-.success .value { font-weight: 600; }
+.rate { display: grid; grid-template-columns: 11em 1fr 8em; gap: 3px 12px; align-items: center;
+  margin: 9px 0; }
+.rate svg { grid-area: 1 / 2; height: 26px; border-radius: 5px; overflow: hidden; }
+.rate .value { grid-area: 1 / 3; font-weight: 600; font-variant-numeric: tabular-nums; }
+.rate small, td small { font-weight: 400; color: var(--soft); }
 .track { fill: var(--track); }
 .h0, .h1, .h3 { fill: var(--soft); fill-opacity: .55; }
 .h1 { fill: var(--c1); fill-opacity: .8; }
 .h2 { fill: var(--accent); }
-.whisker { stroke: var(--ink); stroke-opacity: .65; stroke-width: 1.4; fill: none; }
+.whisker { stroke: var(--ink); stroke-opacity: .65; stroke-width: 1.4; fill: none;
+  vector-effect: non-scaling-stroke; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { padding: 7px 10px; border-bottom: 1px solid var(--line); text-align: right;
@@ -96,6 +100,20 @@ details > .inside { padding: 0 16px 16px; }
 .control { display: inline-flex; gap: 8px; align-items: center; margin: 0 0 4px; }
 .key { display: inline-block; padding: 0 8px; border-radius: 5px; border-width: 0 0 0 4px;
   border-style: solid; }
+details.kind > .inside { padding: 0 10px 10px; }
+details.kind details { background: var(--bg); }
+.wanted { margin: 0 0 4px; overflow-wrap: anywhere; }
+@media (max-width: 640px) {
+  main { padding: 18px 12px 60px; }
+  header h1 { font-size: 23px; }
+  .card { padding: 12px; }
+  .rate { grid-template-columns: 1fr auto; }
+  .rate svg { grid-area: 2 / 1 / 3 / 3; }
+  .rate .value { grid-area: 1 / 2; }
+  .tiles { grid-template-columns: 1fr 1fr; }
+  .plot text { font-size: 19px; }
+  summary { padding: 10px 12px; }
+  details > .inside { padding: 0 10px 12px; } }
 @media print { details { break-inside: avoid; } body { background: #fff; } }
 """
 

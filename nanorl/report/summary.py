@@ -13,6 +13,7 @@ import resource
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 FIELDS: dict[str, tuple[type, ...]] = {
@@ -43,8 +44,18 @@ NULLABLE = {
     *("tokens_per_s_rollout", "tokens_per_s_train", "git_commit"),
 }
 
+EVALUATIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "untrained": "untrained",
+        "before": "after the warm start",
+        "after": "after RL",
+        "no_tool": "after RL, tool off",
+    }
+)
+"""What people call the evaluations, by the names under which they are stored, in their order."""
+
 EXTRA_FIELDS: dict[str, tuple[type, ...]] = {
-    "per_type": (dict,),  # task kind -> {"untrained", "before", "after", "no_tool", "n"}
+    "per_type": (dict,),  # task kind -> PER_TYPE_FIELDS: success rates, and of how many tasks
     "phase_wall_s": (dict,),  # phase name -> seconds
     "wall_s_setup": (float, int),
     "wall_s_warm_start": (float, int),
@@ -64,7 +75,21 @@ EXTRA_FIELDS: dict[str, tuple[type, ...]] = {
 }
 """Optional, after the required ones."""
 
-PER_TYPE_FIELDS = ("untrained", "before", "after", "no_tool", "n")
+PER_TYPE_FIELDS = (*EVALUATIONS, *(f"n_{name}" for name in EVALUATIONS), "n")
+
+
+def success_rates(summary: Mapping[str, Any]) -> list[tuple[str, float | None, int]]:
+    """(what it is called, success, number of tasks) of each evaluation; None: not measured."""
+    num_tasks = {
+        "untrained": summary.get("heldout_n_untrained"),
+        "before": summary.get("heldout_n"),
+        "after": summary.get("heldout_n"),
+        "no_tool": summary.get("heldout_n_no_tool"),
+    }
+    return [
+        (title, summary.get(f"heldout_success_{name}"), num_tasks[name] or 0)
+        for name, title in EVALUATIONS.items()
+    ]
 
 
 def build_summary(fields: Mapping[str, Any], extra: Mapping[str, Any] | None = None) -> dict:

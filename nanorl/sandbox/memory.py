@@ -1,9 +1,9 @@
 """One cgroup for each worker, version 2 or 1, wherever this process may create one.
 
 The kernel then sums the memory of all processes of a worker, files in its /tmp included, and says
-when it killed for it; some kilobytes in time, where the server's own watch over resident memory
-(worker.usage_of_all, every 50 ms) is late. Where no cgroup can be created (a plain user, most
-containers) `create` returns None and that watch is all there is.
+when it killed for it; some kilobytes in time, where the server's own watch (usage.py, every 50 ms
+or less) is late. Where no cgroup can be created (a plain user, most containers) `create` returns
+None and that watch is all there is.
 `oom.group` stays off: it would kill the server with the program.
 Left out: cpu.max, since the pool runs one program at a time on each worker.
 """

@@ -32,7 +32,8 @@ from nanorl.sandbox.base import (
 )
 from nanorl.sandbox.bwrap import TIER
 from nanorl.sandbox.dispatch import Dispatcher
-from nanorl.sandbox.machine import explain, find_bwrap, find_python
+from nanorl.sandbox.interpreter import find_python
+from nanorl.sandbox.machine import explain, find_bwrap
 from nanorl.sandbox.protocol import PAYLOAD, PROGRAM_NAME
 from nanorl.sandbox.run import Job
 
@@ -60,12 +61,12 @@ class SandboxPool:
             memory=self._dispatcher.memory_tier,
             details={
                 "bwrap": str(self._dispatcher.bwrap),
-                "python": str(self._dispatcher.python),
+                "python": str(self._dispatcher.python.path),
             },
         )
         if self.capabilities.memory == "watcher":
             logging.getLogger(__name__).warning(
-                "no memory cgroup can be created: the sandbox watches resident memory itself, "
+                "no memory cgroup can be created: the sandbox watches memory itself, at least "
                 "every 50 ms, with at most 128 descriptors and 32 processes a program"
             )
 

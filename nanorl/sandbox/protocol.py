@@ -1,6 +1,6 @@
 """What host and worker say to each other over their SEQPACKET socket. Stdlib only.
 
-host -> server    configuration (JSON, once), GO with four descriptors, KILL
+host -> server    configuration (JSON, once), GO with descriptors, KILL
 server -> host    HELLO (once), RESULT: fixed-size structs, no JSON and no pickle
 server -> child   GO with the descriptors, unread; child -> server: READY, then a wait status
 """

@@ -71,12 +71,12 @@ class Run:
         self.run_id = os.urandom(16)
         self.streams: list[Stream] = []
 
-    def start(self, control: socket.socket, null: int) -> None:
+    def start(self, control: socket.socket) -> None:
         """Hands the program to the server at the other end of `control`. May raise OSError."""
         with contextlib.ExitStack() as stack:
-            descriptors = [self._file(stack, "program", self.job.payload, 0), null]
-            if self.job.stdin:
-                descriptors[1] = self._file(stack, "stdin", [self.job.stdin], _SEALS)
+            descriptors = [self._file(stack, "program", self.job.payload, 0)]
+            if self.job.stdin:  # otherwise the program opens a /dev/null of its own
+                descriptors.append(self._file(stack, "stdin", [self.job.stdin], _SEALS))
             for _ in range(2):
                 read_end, write_end = os.pipe2(os.O_CLOEXEC)
                 self.streams.append(Stream(read_end))

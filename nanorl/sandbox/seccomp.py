@@ -1,10 +1,12 @@
 """The system-call filter: which calls a program may make, assembled to classic BPF.
 
 Default deny (EPERM). A handful of calls are decided by one argument: `clone` without namespace
-flags, sockets of the unix family only, `prlimit64` on oneself, listed `ioctl`s and `prctl`s. What
-is absent is absent on purpose: ptrace, process_vm_*, memfd_create, SysV and POSIX message queues,
-shared memory and semaphores, keyctl, bpf, perf, io_uring, userfaultfd, the mount calls, setns,
-unshare, everything that changes credentials or the clock.
+flags, sockets of the unix family only, `prlimit64` on oneself, listed `ioctl`s, `prctl`s, `fcntl`s
+and socket options. File locks succeed without being taken: a program's processes do not exclude one
+another by them, and the host's never wait for a program. What is absent is absent on purpose:
+ptrace, process_vm_*, memfd_create, SysV and POSIX message queues, shared memory and semaphores,
+keyctl, bpf, perf, io_uring, userfaultfd, the mount calls, setns, unshare, everything that changes
+credentials or the clock.
 
 A pure-Python assembler (no libseccomp): the allowlist becomes a binary search over call numbers,
 so the kernel caches the answer for every call that needs no argument.
@@ -28,8 +30,8 @@ select:23/ sched_yield:24/124 mremap:25/216 msync:26/227 madvise:28/233 dup:32/2
 pause:34/ nanosleep:35/101 getitimer:36/102 alarm:37/ setitimer:38/103 getpid:39/172
 sendfile:40/71 connect:42/203 accept:43/202 sendto:44/206 recvfrom:45/207 sendmsg:46/211
 recvmsg:47/212 shutdown:48/210 bind:49/200 listen:50/201 getsockname:51/204 getpeername:52/205
-getsockopt:55/209 fork:57/ vfork:58/ execve:59/221 exit:60/93 wait4:61/260 kill:62/129
-uname:63/160 fcntl:72/25 flock:73/32 fsync:74/82 fdatasync:75/83 truncate:76/45 ftruncate:77/46
+fork:57/ vfork:58/ execve:59/221 exit:60/93 wait4:61/260 kill:62/129
+uname:63/160 fsync:74/82 fdatasync:75/83 truncate:76/45 ftruncate:77/46
 getdents:78/ getcwd:79/17 chdir:80/49 fchdir:81/50 rename:82/ mkdir:83/ rmdir:84/ creat:85/
 link:86/ unlink:87/ symlink:88/ readlink:89/ chmod:90/ fchmod:91/52 chown:92/ fchown:93/55
 lchown:94/ umask:95/166 gettimeofday:96/169 getrlimit:97/163 getrusage:98/165 sysinfo:99/179
@@ -61,7 +63,7 @@ futex_waitv:449/449 fchmodat2:452/452
 """
 _CHECKED = """
 clone:56/220 clone3:435/435 socket:41/198 socketpair:53/199 prlimit64:302/261 setsockopt:54/208
-ioctl:16/29 prctl:157/167
+getsockopt:55/209 ioctl:16/29 prctl:157/167 fcntl:72/25 flock:73/32
 """
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -76,6 +78,14 @@ _AF_UNIX = 1
 _SOL_SOCKET = 1
 _BUFFER_OPTIONS = (7, 8, 32, 33)  # SO_{SND,RCV}BUF and their FORCE forms: pretended, not done
 _SOCKET_OPTIONS = (2, 9, 13, 16, 20, 21)  # REUSEADDR KEEPALIVE LINGER PASSCRED RCVTIMEO SNDTIMEO
+# TYPE ERROR SNDBUF RCVBUF PEERCRED ACCEPTCONN PROTOCOL DOMAIN: not the cookies, which are numbered
+# through all executions.
+_READ_OPTIONS = (*_SOCKET_OPTIONS, 3, 4, 7, 8, 17, 30, 38, 39)
+# A lock on a file of the host would block the host, and the kernel counts no lock's memory.
+_LOCKS = (6, 7, 37, 38)  # SETLK(W) and their OFD forms: pretended, not done
+# DUPFD, {GET,SET}{FD,FL}, GETLK, {SET,GET}{OWN,SIG,OWN_EX}, OFD_GETLK, DUPFD_CLOEXEC,
+# {SET,GET}PIPE_SZ: not leases, notification, or the write hints that stay with a file.
+_FCNTLS = (0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 15, 16, 36, 1030, 1031, 1032)
 _IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS GWINSZ FIONREAD NBIO (N)CLEX
 # PDEATHSIG, GET_DUMPABLE, NAME, GET_SECCOMP, CAPBSET_READ, TIMERSLACK, GET_NO_NEW_PRIVS
 _PRCTLS = (1, 2, 3, 15, 16, 21, 23, 29, 30, 39)
@@ -150,6 +160,11 @@ def _one_of(values: Iterable[int], otherwise: Instruction) -> list[Instruction]:
     return [*body, otherwise]
 
 
+def _pretend(values: Iterable[int]) -> list[Instruction]:
+    """Success without the deed, for these values."""
+    return [each for value in values for each in (Instruction(_JEQ, value, 0, 1), _deny(0))]
+
+
 def _check(name: str) -> list[Instruction]:
     """Instructions that decide the call by its arguments; every path returns."""
     if name == "clone":
@@ -168,6 +183,14 @@ def _check(name: str) -> list[Instruction]:
         return [_argument(0), *_one_of([0], _deny(errno.EPERM))]
     if name == "setsockopt":
         return _check_setsockopt()
+    if name == "getsockopt":
+        wrong_level = [Instruction(_JEQ, _SOL_SOCKET, 1, 0), _deny(errno.EPERM)]
+        options = _one_of(_READ_OPTIONS, _deny(errno.ENOPROTOOPT))
+        return [_argument(1), *wrong_level, _argument(2), *options]
+    if name == "flock":
+        return [_deny(0)]
+    if name == "fcntl":
+        return [_argument(1), *_pretend(_LOCKS), *_one_of(_FCNTLS, _deny(errno.EINVAL))]
     if name == "ioctl":
         return [_argument(1), *_one_of(_IOCTLS, _deny(errno.ENOTTY))]
     assert name == "prctl", f"no rule for {name}"
@@ -181,9 +204,8 @@ def _check_setsockopt() -> list[Instruction]:
         _deny(errno.EPERM),
         _argument(2),
     ]
-    for option in _BUFFER_OPTIONS:
-        body += [Instruction(_JEQ, option, 0, 1), _deny(0)]
-    return body + _one_of(_SOCKET_OPTIONS, _deny(errno.EPERM))
+    allowed = _one_of(_SOCKET_OPTIONS, _deny(errno.EPERM))
+    return [*body, *_pretend(_BUFFER_OPTIONS), *allowed]
 
 
 def _ranges(numbers: Iterable[int]) -> tuple[list[int], list[int]]:

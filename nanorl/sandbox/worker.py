@@ -6,9 +6,10 @@ Processes, outermost first:
     program  its child: no capabilities, no_new_privs, resource limits, system-call filter
 
 The next child is forked and confined ahead of time and waits for descriptors. The host sends
-[payload, stdin, stdout, stderr] over a SEQPACKET socket; the server passes them on unread and
-returns one fixed-size RESULT, so neither program text nor output passes through memory that a
-later program inherits, and a program holds no descriptor on which a result could be written.
+[payload, stdin, stdout, stderr], stdin only if there is input, over a SEQPACKET socket; the server
+passes them on unread and returns one fixed-size RESULT, so neither program text nor output passes
+through memory that a later program inherits, and a program holds no descriptor on which a result
+could be written.
 
 Stdlib only: the interpreter in here need not be the host's. Runs on Python >= 3.8.
 Next: confine.py (the rights), program.py (the program's process).
@@ -16,7 +17,6 @@ Next: confine.py (the rights), program.py (the program's process).
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import json
@@ -30,6 +30,7 @@ import sys
 import time
 from typing import Any, NoReturn
 
+from nanorl.sandbox import usage
 from nanorl.sandbox.confine import Confinement, close_from
 from nanorl.sandbox.program import execute, exit_now, lay_files, renew_streams
 from nanorl.sandbox.protocol import (
@@ -49,7 +50,10 @@ from nanorl.sandbox.protocol import (
     send,
 )
 
-_WATCH_PERIOD_S = 0.05
+# Memory is looked at this often, and more often the less of it is left: what is left would last for
+# the period if two cores did nothing but fault in pages.
+_WATCH_PERIOD_S, _SHORTEST_PERIOD_S = 0.05, 0.005
+_FASTEST_BYTES_PER_S = 4 << 30
 
 
 class _Child:
@@ -101,6 +105,7 @@ def _init_main(
 
 
 def _program_main(confinement: Confinement, sock: socket.socket) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     confinement.confine()
     sock.send(READY)
     message, descriptors = receive(sock)
@@ -108,55 +113,15 @@ def _program_main(confinement: Confinement, sock: socket.socket) -> None:
     cpu_s = int(limit_s) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     code = lay_files(descriptors[0])
-    for target, descriptor in enumerate(descriptors[1:4]):
+    if len(descriptors) == 3:
+        # An open file of its own: flags, offset and locks of a shared one would outlive the run.
+        descriptors.insert(1, os.open("/dev/null", os.O_RDONLY))
+    for target, descriptor in enumerate(descriptors[1:]):
         os.dup2(descriptor, target)
     sock.detach()
     close_from(3)
     renew_streams()
     execute(code)
-
-
-def usage_of_all() -> tuple[int, float]:
-    """(resident bytes, CPU seconds) of every process in the worker, this one left out.
-
-    Private and shared memory, pages shared after a fork counted for each process; the pages of
-    the interpreter's files do not count.
-    """
-    total_bytes, ticks = 0, 0
-    for pid in _other_pids():
-        total_bytes += _sum_kib(f"/proc/{pid}/status", (b"RssAnon:", b"RssShmem:"))
-        try:
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-        except OSError:  # gone in the meantime
-            continue
-        ticks += sum(map(int, fields[11:15]))  # utime, stime and those of reaped children
-    return total_bytes, ticks / os.sysconf("SC_CLK_TCK")
-
-
-def proportional_bytes() -> int:
-    """The same memory with shared pages counted once: exact, and too slow to watch with."""
-    total_bytes = 0
-    for pid in _other_pids():
-        try:
-            total_bytes += _sum_kib(f"/proc/{pid}/smaps_rollup", (b"Pss_Anon:", b"Pss_Shmem:"))
-        except PermissionError:  # a process that gave up being dumpable: the upper bound
-            total_bytes += _sum_kib(f"/proc/{pid}/status", (b"RssAnon:", b"RssShmem:"))
-    return total_bytes
-
-
-def _other_pids() -> list[str]:
-    return [entry for entry in os.listdir("/proc") if entry.isdigit() and entry != "1"]
-
-
-def _sum_kib(path: str, names: tuple[bytes, ...]) -> int:
-    """The named kilobyte lines of a file in /proc, in bytes; 0 if the process has ended."""
-    try:
-        with open(path, "rb") as file:
-            lines = file.read().split(b"\n")
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(names))
 
 
 class _Server:
@@ -165,8 +130,9 @@ class _Server:
     def __init__(self, control: socket.socket, config: dict[str, Any]) -> None:
         self.control = control
         self.watch_bytes = config["watch_bytes"]
-        self.next_exact_s = 0.0
+        self.memory = usage.MemoryWatch()
         self.confinement = Confinement(config)
+        self.confinement.enter_mount_namespace()
         self.child = _Child(self.confinement, control)
 
     def serve(self) -> None:
@@ -198,30 +164,28 @@ class _Server:
         send(self.child.sock, message, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        self.next_exact_s = 0.0
         flags, status = self._wait(run_id, start + limit_s)
         cpu_s = 0.0
         if status == NO_STATUS:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGSTOP)  # dozens of spinning processes would starve this one
+            usage.stop_all()  # dozens of spinning processes would starve this one
             # The kernel does not add the times of what dies with a pid namespace to its init.
-            cpu_s = usage_of_all()[1]
-        usage = self.child.reap()
-        cpu_s = max(cpu_s, usage.ru_utime + usage.ru_stime)
+            cpu_s = usage.cpu_s()
+        reaped = self.child.reap()
+        cpu_s = max(cpu_s, reaped.ru_utime + reaped.ru_stime)
         wall_s = time.monotonic() - start
-        return RESULT.pack(run_id, flags, status, cpu_s, wall_s, usage.ru_maxrss)
+        return RESULT.pack(run_id, flags, status, cpu_s, wall_s, reaped.ru_maxrss)
 
-    def _is_over_memory(self) -> bool:
-        """The upper bound first; the exact sum at most a tenth of the time."""
-        start = time.monotonic()
-        if not self.watch_bytes or start < self.next_exact_s:
-            return False
-        if usage_of_all()[0] <= self.watch_bytes:
-            return False
-        is_over = proportional_bytes() > self.watch_bytes
-        end = time.monotonic()
-        self.next_exact_s = end + 9 * (end - start)
-        return is_over
+    def _memory_left(self, deadline: float) -> int:
+        """Bytes up to the limit; below 0 it is passed. Counting exactly may take a while, in which
+        no page may be copied and no process forked: all stand still, and are left so if the run
+        is at its end."""
+        if (left := self.watch_bytes - self.memory.most_bytes()) >= 0:
+            return left
+        standing = usage.stop_all()
+        left = self.watch_bytes - self.memory.exact_bytes(self.watch_bytes, deadline)
+        if left >= 0 and time.monotonic() < deadline:
+            usage.resume(standing)
+        return left
 
     def _wait(self, run_id: bytes, deadline: float) -> tuple[int, int]:
         """(flags, wait status) of the program; NO_STATUS says that init was killed."""
@@ -229,12 +193,12 @@ class _Server:
         poller = select.poll()
         poller.register(child, select.POLLIN)
         poller.register(control, select.POLLIN)
+        period_s = _WATCH_PERIOD_S if self.watch_bytes else float("inf")
         while True:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
+            start = time.monotonic()
+            if start >= deadline:
                 return FLAG_TIMEOUT, NO_STATUS
-            period_s = min(left_s, _WATCH_PERIOD_S) if self.watch_bytes else left_s
-            ready = [fd for fd, _ in poller.poll(period_s * 1000 + 1)]
+            ready = [fd for fd, _ in poller.poll(min(period_s, deadline - start) * 1000 + 1)]
             if child in ready:
                 packet = self.child.sock.recv(8)
                 if len(packet) == WAIT_STATUS.size:
@@ -246,19 +210,23 @@ class _Server:
                     os._exit(0)  # the host is gone, and with this process the whole worker
                 if packet == KILL.pack(b"K", run_id):
                     return FLAG_KILLED, NO_STATUS
-            if not ready and self._is_over_memory():
-                return FLAG_MEMORY, NO_STATUS
+            if not ready and self.watch_bytes:
+                start = time.monotonic()
+                if (left := self._memory_left(deadline)) < 0:
+                    return FLAG_MEMORY, NO_STATUS
+                watching_s = time.monotonic() - start
+                wanted_s = max(_SHORTEST_PERIOD_S, left / _FASTEST_BYTES_PER_S, 4 * watching_s)
+                period_s = min(_WATCH_PERIOD_S, wanted_s)
 
 
 def _restore_signals() -> None:
     """Programs must not depend on how the run was started: the background job of a shell ignores
-    SIGINT and SIGQUIT, and children inherit that."""
+    SIGINT and SIGQUIT, and children inherit that. No handler stays, Python's for SIGINT neither:
+    the kernel keeps from pid 1 of a namespace what its own programs send, unless it is handled."""
     for number in signal.valid_signals():
         is_pythons_own = number in (signal.SIGPIPE, signal.SIGXFSZ)
-        if signal.getsignal(number) == signal.SIG_IGN and not is_pythons_own:
+        if number not in (signal.SIGKILL, signal.SIGSTOP) and not is_pythons_own:
             signal.signal(number, signal.SIG_DFL)
-    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 

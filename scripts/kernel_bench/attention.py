@@ -1,13 +1,15 @@
 """Attention: training forward and backward, cache writes, paged prefill and decode.
 
 Peers: PyTorch's scaled_dot_product_attention (the back end it chooses, FlashAttention 2, cuDNN),
-its varlen attention, FlexAttention, and for decoding a dense cache of the same sequences.
+its varlen attention, FlexAttention, and for decoding a dense cache of the same sequences. Where
+they are installed: FlashAttention 2 and 3, FlashInfer (`_peers.py`).
 """
 
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
+from kernel_bench import _peers
 from kernel_bench.case import MODELS, BenchCase, ModelShape, Op, backward_of, forward_of
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -62,6 +64,7 @@ def _training(
         peers["sdpa-flash"] = _sdpa(num_seqs, SDPBackend.FLASH_ATTENTION)
         peers["sdpa-cudnn"] = _sdpa(num_seqs, SDPBackend.CUDNN_ATTENTION)
         peers["varlen_attn"] = _varlen(cu, length)
+        peers |= _peers.varlen_attention(cu, length)
         if (name, length) == (FLEX_MODEL, FLEX_LENGTH):
             slow["flex_attention"] = _flex(num_seqs, length)
     flops = 2 * model.heads * model.head_dim * num_seqs * length * length  # causal: half of 4
@@ -156,6 +159,8 @@ def _paged(name: str, model: ModelShape, device: str) -> Iterator[BenchCase]:
             q.unsqueeze(2), *dense, enable_gqa=True
         ),
     }
+    if device == "cuda":
+        steps |= _peers.paged_decode(q, caches, tables, lens)
     label = f"{name} B={size} L={context}"
     moved = 2 * size * context * row_bytes
     yield _case("paged-decode", "paged_attention_decode", label, dtype, steps, moved=moved)
@@ -177,6 +182,8 @@ def _paged(name: str, model: ModelShape, device: str) -> Iterator[BenchCase]:
             q_batch, *dense, attn_mask=mask, enable_gqa=True
         ),
     }  # fmt: skip
+    if device == "cuda":
+        steps |= _peers.paged_prefill(q, starts, caches, tables[:members])
     pairs = members * (chunk * (context - chunk) + chunk * chunk // 2)
     flops = 4 * model.heads * model.head_dim * pairs
     label = f"{name} B={members} q={chunk} L={context}"

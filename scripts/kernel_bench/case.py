@@ -5,7 +5,6 @@ Make a case's tensors just before yielding it, so that only one case lives at a 
 the shapes of the models below; on "cpu" reduced ones.
 """
 
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -78,8 +77,3 @@ def compiled(op: Op) -> Op:
     """torch.compile for each shape: a kernel for shapes unknown would be slower than it need be."""
     made: Op = torch.compile(op, dynamic=False)
     return made
-
-
-def has_liger() -> bool:
-    """Liger is no dependency: its rows appear where somebody installed it."""
-    return importlib.util.find_spec("liger_kernel") is not None

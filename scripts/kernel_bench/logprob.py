@@ -7,7 +7,8 @@ The peer "eager" holds tokens x vocabulary; "compile-chunked" is the same chunks
 from collections.abc import Iterator
 
 import torch
-from kernel_bench.case import BenchCase, Op, backward_of, compiled, forward_of, has_liger
+from kernel_bench import _peers
+from kernel_bench.case import BenchCase, Op, backward_of, compiled, forward_of
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -80,7 +81,7 @@ def cases(device: str) -> Iterator[BenchCase]:
         if not is_middle:
             continue
         peers: dict[str, Op] = {"eager": lambda h, w, t=ids: linear_cross_entropy_ref(h, w, t)}
-        if has_liger():
+        if _peers.has("liger"):
             peers["liger"] = liger_loss(ids)
         yield from rows(
             "linear_cross_entropy", shape,

@@ -6,11 +6,13 @@ Bytes are what an ideal kernel moves. Backward rows time the backward pass alone
 from collections.abc import Callable, Iterator
 
 import torch
-from kernel_bench.case import BenchCase, Op, backward_of, compiled, forward_of, has_liger
+from kernel_bench import _peers
+from kernel_bench.case import BenchCase, Op, backward_of, compiled, forward_of
 from torch import Tensor
 
 from kernels import (
     add_rms_norm,
+    add_rows_,
     apply_rope,
     gather_rows,
     make_row_gather,
@@ -34,16 +36,19 @@ def passes(
     """The forward and the backward row of one op; peers are eager and compiled PyTorch, Liger."""
     shape, dtype = f"{model} {tuple(inputs[0].shape)}", str(inputs[0].dtype)[6:]
     peers = {"eager": plain}
-    if has_liger() and op in LIGER:
+    if _peers.has("liger") and op in LIGER:
         peers["liger"] = LIGER[op]
     slow = {"compile": compiled(plain)} if inputs[0].is_cuda else {}
     for name, step_of, moved in (
         ("forward", forward_of, bytes_f),
         ("backward", backward_of, bytes_b),
     ):
+        timed = dict(peers)
+        if name == "forward" and op in _peers.FLASHINFER and _peers.has("flashinfer"):
+            timed["flashinfer"] = _peers.FLASHINFER[op]
         yield BenchCase(
             name=f"{op}-{name}", op=op, shape=shape, dtype=dtype, run=step_of(ours, inputs),
-            peers={peer: step_of(f, inputs) for peer, f in peers.items()}, bytes=moved,
+            peers={peer: step_of(f, inputs) for peer, f in timed.items()}, bytes=moved,
             slow_peers={peer: step_of(f, inputs) for peer, f in slow.items()},
         )  # fmt: skip
 
@@ -89,6 +94,7 @@ def cases(device: str) -> Iterator[BenchCase]:
         yield from rope_cases(model, num_tokens, normal, device)
         _, k_heads, dim = HEADS[model]
         yield from gather_cases(model, normal(num_tokens, k_heads, dim))
+        yield embedding_case(model, x)
 
 
 def plain_norm(x: Tensor, w: Tensor) -> Tensor:
@@ -117,6 +123,19 @@ def rope_cases(
         "qk_norm_rope", model, lambda q, k, a, b: qk_norm_rope(q, k, a, b, cos, sin, at, 1e-6),
         lambda q, k, a, b: qk_norm_rope_ref(q, k, a, b, cos, sin, at, 1e-6), [q, k, *weights],
         2 * item, 3 * item,
+    )  # fmt: skip
+
+
+def embedding_case(model: str, rows: Tensor) -> BenchCase:
+    """The gradient of 151,936 embeddings, as many as Qwen3 has; half of the tokens are the same."""
+    ids = torch.randint(0, 151_936, (len(rows),), device=rows.device)
+    ids[::2] = 7
+    ours, peer = (torch.zeros(151_936, rows.shape[1], device=rows.device) for _ in "op")
+    moved = rows.numel() * (rows.element_size() + 4)
+    return BenchCase(
+        name="add_rows", op="add_rows_", shape=f"{model} {tuple(rows.shape)}",
+        dtype=str(rows.dtype)[6:], run=lambda: add_rows_(ours, ids, rows),
+        peers={"index_add-atomics": lambda: peer.index_add_(0, ids, rows.float())}, bytes=moved,
     )  # fmt: skip
 
 

@@ -1,6 +1,9 @@
-"""`gpu_check` refuses clearly where there is no GPU, needs no package that a GPU machine lacks, and
-keeps what its tests found when they run out of time."""
+"""`gpu_check` refuses clearly where there is no GPU, gives each part a verdict, a time and an end,
+keeps what its tests found when they run out of time, and needs no package that a GPU machine lacks.
+"""
 
+import json
+import math
 import os
 import re
 import signal
@@ -20,7 +23,9 @@ GPU_MACHINE = ("torch", "triton", "numpy", "safetensors", "tokenizers", "transfo
 GPU_MACHINE += ("pytest", "hypothesis")
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from gpu_check import _counts, merged, run_tests  # noqa: E402
+import gpu_check  # noqa: E402
+import gpu_parts  # noqa: E402
+from gpu_check import PARTS, Part, _counts, check, choose, run_program, run_tests, verdict_of  # noqa: E402
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -48,13 +53,58 @@ def test_failures_are_counted_and_named():
     assert found["failures"] == ["a::bad: 1 != 2", "b::worse: no memory"]
 
 
-def test_one_result_has_the_rows_of_both_benchmarks_even_if_one_wrote_nothing():
-    infer = {"date": "d", "rows": [{"name": "a"}], "skipped": ["x"], "ceilings": {"TB/s": 1.0}}
-    kernels = {"date": "d", "rows": [{"name": "b"}], "skipped": [], "ceilings": {"TB/s": 2.0}}
-    both = merged(infer, kernels)
-    assert both["rows"] == [{"name": "a"}, {"name": "b"}] and both["skipped"] == ["x"]
-    assert both["ceilings"] == {"TB/s": 2.0} and both["date"] == "d"
-    assert merged({"rows": []}, kernels)["rows"] == [{"name": "b"}]
+def test_parts_fit_into_nine_minutes_by_their_limits():
+    assert sum(part.limit_s for part in PARTS) <= 535
+
+
+def test_one_failing_part_makes_the_verdict_fail_and_a_skip_does_not():
+    rows = {"status": "pass", "rows": [{"name": "a"}], "date": "d"}
+    good, empty = (
+        Part("good", 1, lambda s: dict(rows)),
+        Part("none", 1, lambda s: {"status": "skip"}),
+    )
+    bad = Part("bad", 1, lambda s: verdict_of(3, s))
+    result = check([good, empty])
+    assert result["verdict"] == "pass" and result["skipped"] == ["none"]
+    assert result["rows"] == [{"name": "a"}] and result["date"] == "d"
+    result = check([bad, good])
+    assert result["verdict"] == "fail" and result["failed"] == ["bad"]
+    assert result["parts"]["bad"]["failures"] == ["exit status 3"]
+    assert result["parts"]["good"]["status"] == "pass" and result["rows"] == [{"name": "a"}]
+
+
+def test_parts_are_chosen_by_name():
+    assert [part.name for part in choose("mfu,tests")] == ["mfu", "tests"]
+    assert len(choose(None)) == len(PARTS)
+    with pytest.raises(ValueError, match="--parts nvlink: there are tests, train-tiny"):
+        choose("tests,nvlink")
+
+
+HANGS = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open(sys.argv[1], "w").write(str(child.pid))
+time.sleep(600)
+"""
+
+
+def is_running(pid):
+    """Not a zombie, which nobody may have waited for."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_hung_program_and_what_it_started_are_killed(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_check, "GRACE_S", 0.5)
+    begin = time.monotonic()
+    assert run_program(["-c", HANGS, str(tmp_path / "pid")], 6) is None
+    assert time.monotonic() - begin < 60
+    started, end = int((tmp_path / "pid").read_text()), time.monotonic() + 30
+    while is_running(started) and time.monotonic() < end:  # the kernel takes a moment
+        time.sleep(0.05)
+    assert not is_running(started)
+    assert verdict_of(None, 6)["failures"] == ["stopped after 6 s"]
 
 
 def test_a_time_out_keeps_the_results_so_far(tmp_path):
@@ -63,16 +113,61 @@ def test_a_time_out_keeps_the_results_so_far(tmp_path):
     bad.write_text("def test_bad(): assert 0, 'wrong'\n")
     begin = time.monotonic()
     assert run_tests(300, [str(bad)])["exit_code"] == 1
-    limit = 3 * round(time.monotonic() - begin) + 3  # this machine's start of pytest, and then some
+    start = time.monotonic() - begin  # of pytest on this machine
+    limit = 3 * round(start) + 3 + gpu_check.GRACE_S
     bad.write_text(bad.read_text() + "def test_slow():\n    import time\n    time.sleep(600)\n")
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         found = run_tests(limit, [str(bad)])
     finally:
         signal.signal(signal.SIGINT, before)
-    assert found["exit_code"] is None
-    assert found["failures"][0] == f"stopped after {limit} s"
+    assert found["exit_code"] is None and found["status"] == "fail"
+    assert found["failures"][0] == f"stopped after {limit:.0f} s"
     assert "test_bad" in found["failures"][1] and "wrong" in found["failures"][1]
+
+
+def test_a_run_must_end_well_and_its_summary_hold_numbers(monkeypatch):
+    def fake(summary, code):
+        def run(arguments, limit_s):
+            out = Path(arguments[arguments.index("--out") + 1])
+            out.mkdir(parents=True)
+            if summary is not None:
+                (out / "summary.json").write_text(json.dumps(summary))
+            return code
+
+        monkeypatch.setattr(gpu_check, "run_program", run)
+        return gpu_check.train("tiny", 10)
+
+    assert fake({"logp_gap_max": 0.01}, 0)["status"] == "pass"
+    assert fake({"logp_gap_max": math.nan}, 0)["failures"] == ["summary.json: logp_gap_max is nan"]
+    assert fake({"logp_gap_max": 0.01}, 1)["failures"] == ["exit status 1"]
+    assert fake(None, 0)["failures"] == ["the run wrote no summary.json"]
+
+
+def test_a_benchmark_without_rows_fails(monkeypatch):
+    monkeypatch.setattr(gpu_check, "run_program", lambda arguments, limit_s: 0)
+    assert gpu_check.run_benchmark("bench_kernels.py", 60)["failures"] == ["no row"]
+
+
+def test_peaks_by_the_names_that_cards_have():
+    assert gpu_parts.peak_flops("NVIDIA H200") == 989.5e12
+    assert gpu_parts.peak_flops("NVIDIA H100 80GB HBM3") == 989.5e12
+    assert gpu_parts.peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert gpu_parts.peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert gpu_parts.peak_flops("Tesla T4") is None
+
+
+def test_the_parts_run_on_a_cpu_too(tmp_path):
+    """Collectives of two ranks, and training steps that lower the loss."""
+    found = {}
+    for name in ("nccl", "mfu"):
+        path = tmp_path / f"{name}.json"
+        command = [sys.executable, str(ROOT / "scripts/gpu_parts.py"), name, "--json", str(path)]
+        done = subprocess.run([*command, "--device", "cpu"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found[name] = json.loads(path.read_text())
+    assert found["nccl"]["found"] == [{"sum": 3.0, "gathered": [1.0, 2.0]}] * 2
+    assert found["mfu"]["tokens_per_s"] > 0 and found["mfu"]["mfu"] is None
 
 
 def requirements(names):
@@ -105,7 +200,8 @@ import pytest
 for path in sorted(Path("scripts/kernel_bench").glob("*.py")):
     sys.path[:0] = [".", "scripts"]
     import_module(f"kernel_bench.{path.stem}")
-import_module("bench_kernels"), import_module("bench_infer_gpu"), import_module("gpu_check")
+for name in ("bench_kernels", "bench_infer_gpu", "gpu_check", "gpu_parts"):
+    import_module(name)
 options = ["--collect-only", "-q", "-o", "addopts=", "-p", "no:cacheprovider"]
 sys.exit(pytest.main(["tests/kernels/gpu", "tests/nanoinfer/gpu", *options]))
 """

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import linear, pack_weight
+from kernels import _onednn, linear, pack_weight
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
 
@@ -60,6 +60,42 @@ def test_main_grad_takes_the_weight_gradient_in_fp32():
     assert weight.grad is None
     assert weight.main_grad.dtype == torch.float32
     assert torch.allclose(weight.main_grad, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.fixture
+def no_bf16_product(monkeypatch):
+    """As on a processor whose oneDNN cannot repack bf16: any without AVX-512, say."""
+    monkeypatch.setattr(_onednn, "can_multiply", lambda dtype: dtype == torch.float32)
+    monkeypatch.setattr(_onednn, "is_bf16_fast", lambda: False)
+
+
+def test_bf16_without_a_product_of_it_is_multiplied_in_fp32_and_rounded_once(no_bf16_product):
+    torch.manual_seed(0)
+    x, weight = torch.randn(40, 300).bfloat16(), torch.randn(70, 300).bfloat16()
+    bias, dy = torch.randn(70).bfloat16(), torch.randn(40, 70).bfloat16()
+    packed = pack_weight(weight)
+    x.requires_grad_(), weight.requires_grad_()
+    weight.main_grad = torch.zeros(70, 300)
+    y = linear(x, weight, bias, packed)
+    y.backward(dy)
+    assert y.dtype == x.grad.dtype == torch.bfloat16
+    for rows in (1, 2, 5, 40):
+        assert torch.equal(linear(x[:rows], weight, bias, packed), y[:rows])
+    wide = [t.detach().double() for t in (x, weight, bias, dy)]
+    exact = {"y": wide[0] @ wide[1].T + wide[2], "dx": wide[3] @ wide[1], "dw": wide[3].T @ wide[0]}
+    for name, ours in {"y": y, "dx": x.grad, "dw": weight.main_grad}.items():
+        half_ulp = 2.0**-8 if ours.dtype == torch.bfloat16 else 0
+        off = (ours.double() - exact[name]).abs() - half_ulp * exact[name].abs()
+        assert off.max() < 1e-4, name
+
+
+def test_without_onednn_a_linear_still_works(monkeypatch):
+    monkeypatch.setattr(_onednn, "can_multiply", lambda dtype: False)
+    x, weight = torch.randn(3, 8), torch.randn(6, 8, requires_grad=True)
+    y = linear(x, weight, None, pack_weight(weight))
+    y.sum().backward()
+    assert torch.allclose(y, x @ weight.T, atol=1e-5)
+    assert torch.allclose(weight.grad, x.sum(0).expand(6, 8), atol=1e-5)
 
 
 def test_float64_is_differentiable():

@@ -134,3 +134,12 @@ def test_logits_and_ids_that_do_not_fit_are_refused():
     ):
         with pytest.raises(ValueError, match=f"token_ids.*{message}"):
             logits_logprob(logits, torch.tensor(ids))
+
+
+def test_log_probs_of_no_rows_have_the_dtype_of_those_of_some():
+    """Ranks of a ring gather them; one of them may have no row that counts."""
+    for dtype, wide in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
+        hidden, weight = torch.zeros(0, 8, dtype=dtype), torch.zeros(11, 8, dtype=dtype)
+        ids = torch.zeros(0, dtype=torch.int64)
+        found = linear_logprob(hidden, weight, ids, return_entropy=True)
+        assert [values.dtype for values in found] == [wide, wide]

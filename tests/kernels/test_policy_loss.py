@@ -44,7 +44,7 @@ CASES = [
     ("grpo", {}, {"loss": "ppo"}),
     ("ppo", {"dual_clip": None}, {"loss": "ppo", "dual_clip": None}),
     ("dapo", {"clip_high": 0.28}, {"loss": "ppo", "clip_high": 0.28}),
-    ("cispo", {}, {"loss": "cispo"}),
+    ("cispo", {}, {"loss": "cispo", "clip_low": 0.2, "clip_high": 0.2}),
     ("gspo", {"clip_low": 0.03, "clip_high": 0.04},
      {"loss": "gspo", "clip_low": 0.03, "clip_high": 0.04}),
 ]  # fmt: skip

@@ -9,6 +9,8 @@ import torch
 from pool import Rank
 
 from nanoengine.parallel.mesh import REPLICA_AXES, Layout
+from nanoengine.reshard import Resharder
+from nanoengine.slices import Box, Piece, make_piece
 
 
 def every_collective(rank: Rank, dtype: torch.dtype) -> dict[str, Any]:
@@ -44,11 +46,15 @@ def every_collective(rank: Rank, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def bf16_sums(rank: Rank) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This rank's values; their sum over the ranks; the same reduced without widening."""
+    """This rank's values; their sum over the ranks, of which this rank's part is also the part
+    that a reduce-scatter gives; the same reduced without widening."""
     mesh = rank.mesh(Layout(dp=4))
     mine = torch.randn(2000, generator=torch.Generator().manual_seed(rank.rank)).bfloat16()
     total, narrow = mine.clone(), mine.clone()
     mesh.all_reduce("dp", total)
+    part = torch.empty(500, dtype=torch.bfloat16)
+    mesh.reduce_scatter("dp", part, mine)
+    assert torch.equal(part, total[500 * rank.rank : 500 * (rank.rank + 1)])
     with mock.patch("nanoengine.parallel.mesh._widen", lambda tensor: tensor):
         mesh.all_reduce("dp", narrow)
     return mine.float(), total.float(), narrow.float()
@@ -75,3 +81,18 @@ def sleeps(rank: Rank) -> None:
     import time
 
     time.sleep(60)
+
+
+def one_rank_changes_its_wishes(rank: Rank) -> tuple[int, bool]:
+    """Rank 0 holds a matrix; rank 1 wants it whole, and then (rank 0 as before) its right half."""
+    resharder = Resharder(rank.mesh(Layout(dp=2)))
+    matrix = torch.arange(12.0).view(3, 4)
+    held = [(make_piece("w", matrix), matrix)] if rank.rank == 0 else []
+    whole, half = torch.zeros(3, 4), torch.zeros(3, 2)
+    for piece, target in (
+        (make_piece("w", whole), whole),
+        (Piece("w", (3, 4), Box((0, 2), (3, 2))), half),
+    ):
+        resharder.run(held, [(piece, target)] if rank.rank == 1 else [])
+    was_right = torch.equal(whole, matrix) and torch.equal(half, matrix[:, 2:])
+    return resharder.num_plans, was_right or rank.rank == 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -36,6 +36,7 @@ EXPERTS: Any = {
     "norm_topk_prob": True,
     "dense_layers": (1,),
 }
+LENGTHS = (37, 23, 9, 50, 2, 17, 3, 31, 12, 26)
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}
 
 
@@ -55,6 +56,8 @@ class Case:
     max_grad_norm: float = 0.0
     bucket_bytes: int = 40_000
     activation_checkpointing: bool = False
+    shape: tuple[tuple[str, Any], ...] = ()  # what the model's config has otherwise than here
+    lengths: tuple[int, ...] = LENGTHS
     bug: str = ""
 
 
@@ -81,7 +84,7 @@ class Result:
 
 
 def model_config(case: Case) -> ModelConfig:
-    return ModelConfig(
+    usual = ModelConfig(
         model_type=case.family,
         vocab_size=VOCAB,
         hidden_size=48,
@@ -97,6 +100,7 @@ def model_config(case: Case) -> ModelConfig:
         max_position_embeddings=128,
         **(EXPERTS if case.family == "qwen3_moe" else {}),
     )
+    return replace(usual, **dict(case.shape))
 
 
 def make_model(
@@ -115,13 +119,15 @@ def make_model(
     return model
 
 
-def make_samples(seed: int = 0) -> list[Sample]:
+def make_samples(
+    seed: int = 0, lengths: Sequence[int] = LENGTHS, vocab_size: int = VOCAB
+) -> list[Sample]:
     """Ragged, with observations inside some; two too short for a ring to share; one of them, and
     the last, without any trained token."""
     generator = torch.Generator().manual_seed(seed)
     samples = []
-    for i, length in enumerate((37, 23, 9, 50, 2, 17, 3, 31, 12, 26)):
-        tokens = torch.randint(0, VOCAB, (length,), generator=generator).tolist()
+    for i, length in enumerate(lengths):
+        tokens = torch.randint(0, vocab_size, (length,), generator=generator).tolist()
         mask = [0, *(int(t % (i + 2) != 1) for t in range(1, length))]
         if i in (6, 9):
             mask = [0] * length
@@ -188,7 +194,7 @@ def _train(case: Case, engine: Engine) -> Result:
     traffic: dict[tuple[str, str], tuple[int, int]] = {}
     num_early = 0
     for step in range(case.steps):
-        samples = make_samples(step)
+        samples = make_samples(step, case.lengths, engine.model.config.vocab_size)
         mine = deal(samples, mesh.size(DATA_AXES), case.deal)[mesh.rank(DATA_AXES)]
         hand = [samples[i] for i in mine]
         loss_fn: Any = policy_loss

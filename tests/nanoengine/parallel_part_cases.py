@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import parallel_cases
 import torch
@@ -12,8 +13,10 @@ from pool import Rank
 from torch import Tensor, nn
 
 from nanoengine.engine import Engine, EngineConfig, NonFiniteLoss
+from nanoengine.model.attention import PackedContext
 from nanoengine.optim import AdamWConfig
 from nanoengine.packing import Sample, make_micro_batches
+from nanoengine.parallel import tensor_parallel
 from nanoengine.parallel.context_parallel import ContextSplit
 from nanoengine.parallel.mesh import DATA_AXES, Layout
 from nanoengine.parallel.tensor_parallel import (
@@ -28,7 +31,15 @@ from nanoengine.sft import num_loss_tokens
 def logprobs_over_the_vocabulary(
     rank: Rank, hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float
 ) -> tuple[Tensor, ...]:
-    """logp, entropy, cross-entropy, d hidden, this rank's d weight, of a loss that uses both."""
+    """logp, entropy, cross-entropy, d hidden, this rank's d weight, of a loss that uses both; by
+    chunks of the fewest rows."""
+    with mock.patch.object(tensor_parallel, "_CHUNK_ELEMENTS", 1):
+        return _logprobs_over_the_vocabulary(rank, hidden, weight, ids, temperature)
+
+
+def _logprobs_over_the_vocabulary(
+    rank: Rank, hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float
+) -> tuple[Tensor, ...]:
     mesh = rank.mesh(Layout(tp=rank.world))
     split = TensorParallel(mesh)
     lo, hi = split.run(len(weight))
@@ -97,6 +108,7 @@ def export_and_load(rank: Rank, case: Case) -> tuple[dict[str, Tensor], list[Ten
     state = {name: tensor.clone() for name, tensor in engine.export_state()}
     fresh = make_engine(rank, case)
     fresh.load_weights(state.items())
+    fresh.optimizer.write_back()  # weights from masters: these were replaced too
     again = dict(fresh.export_state())
     assert all(torch.equal(again[name], tensor) for name, tensor in state.items())
     return state, fresh.forward_logprobs(parallel_cases.make_samples())
@@ -212,6 +224,25 @@ def experts_step(rank: Rank, zero: int) -> tuple[float, dict[str, list[float]]]:
     optimizer.finish_gradients()
     gradients = {piece.slot.name: part.tolist() for piece, part in optimizer.pieces("grad")}
     return optimizer.grad_norm(), gradients
+
+
+def fp32_head(rank: Rank) -> float:
+    """The largest error of log-probs, after an update, against the product in fp64 of the bf16
+    model's hidden states and its whole head."""
+    engine = make_engine(rank, Case(layout=Layout(tp=rank.world), dtype="bf16"), lm_head_fp32=True)
+    train(engine)
+    head = dict(engine.export_state())["model.embed_tokens.weight"].double()
+    worst = 0.0
+    samples = parallel_cases.make_samples()
+    for sample, logps in zip(samples, engine.forward_logprobs(samples), strict=True):
+        ids = torch.tensor(sample.tokens)
+        context = PackedContext.from_lengths([len(ids) - 1])
+        with torch.no_grad():
+            hidden = engine.model(ids[:-1], torch.arange(len(ids) - 1), context)
+        every = torch.log_softmax(hidden.double() @ head.t(), -1)
+        true = every.gather(1, ids[1:].unsqueeze(1)).squeeze(1)
+        worst = max(worst, float((logps[1:] - true).abs().max()))
+    return worst
 
 
 def shared_prefix_logps(rank: Rank) -> list[Tensor]:

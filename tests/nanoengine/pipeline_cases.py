@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from pool import Rank
@@ -15,6 +16,7 @@ from nanoengine.model.attention import PackedContext
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import MicroBatch, Sample, make_micro_batches
+from nanoengine.parallel import pipeline
 from nanoengine.parallel.mesh import Layout
 from nanoengine.parallel.pipeline import PipelineRunner, StageChunk
 from nanoengine.parallel.schedules import forward_only, make_schedule
@@ -89,6 +91,21 @@ class Found:
     peak_live: int
     traffic: dict[str, tuple[int, int]] = field(default_factory=dict)
     logps: list[Tensor] = field(default_factory=list)
+
+
+def most_sent_at_once(rank: Rank, case: Case) -> int:
+    """Tensors that this rank has sent and still holds for a neighbour, at most."""
+    most = 0
+    give = pipeline._Mailbox.give
+
+    def count(mailbox: Any, *args: Any) -> None:
+        nonlocal most
+        give(mailbox, *args)
+        most = max(most, sum(map(len, mailbox._sent.values())))
+
+    with mock.patch.object(pipeline._Mailbox, "give", count):
+        gradients(rank, case)
+    return most
 
 
 def gradients(rank: Rank, case: Case) -> Found:

@@ -42,7 +42,7 @@ class Run:
 
 
 def config_of(case: Case) -> ModelConfig:
-    return replace(parallel_cases.model_config(case), num_layers=4)
+    return replace(parallel_cases.model_config(case), **{"num_layers": 4, **dict(case.shape)})
 
 
 def whole_model(case: Case) -> Transformer:
@@ -76,6 +76,7 @@ def make_engine(run: Run, mesh: Mesh | None = None) -> Engine:
             for name, parameter in model.named_parameters():
                 value, part = whole.get_parameter(name), slice_of(parameter)
                 parameter.copy_(value if part is None else part.take(value))
+            model.repack()  # as loading does: copies of the old weights, to be found out of date
     if mesh.size("pp") == 1:
         return Engine(models[0], parallel_cases.engine_config(case), mesh)
     return PipelineEngine(models, parallel_cases.engine_config(case), mesh, schedule=run.schedule)
@@ -90,16 +91,25 @@ def train(rank: Rank, runs: list[Run]) -> list[tuple[Result, list[Tensor], int]]
     found = []
     for run in runs:
         engine = make_engine(run, rank.mesh(run.case.layout))
-        assert isinstance(engine, PipelineEngine)
         forget = mock.patch.object(pipeline_engine, "sum_tied_gradients", lambda *_: None)
         if run.bug == "tied gradients not summed":
             with forget:
                 result = parallel_cases._train(run.case, engine)
         else:
             result = parallel_cases._train(run.case, engine)
-        logps = engine.forward_logprobs(parallel_cases.make_samples(9))
-        found.append((result, logps, engine.peak_live))
+        vocab_size = engine.model.config.vocab_size
+        samples = parallel_cases.make_samples(9, vocab_size=vocab_size)
+        logps = engine.forward_logprobs(samples)
+        peak_live = engine.peak_live if isinstance(engine, PipelineEngine) else 0
+        found.append((result, logps, peak_live))
     return found
+
+
+def scores(rank: Rank, run: Run) -> tuple[list[Tensor], list[Tensor]]:
+    """Log-probs and entropies of the usual samples."""
+    engine = make_engine(run, rank.mesh(run.case.layout))
+    samples = parallel_cases.make_samples()
+    return engine.forward_logprobs(samples, temperature=0.7, entropy=True)
 
 
 # -- checkpoints ---------------------------------------------------------------------------------

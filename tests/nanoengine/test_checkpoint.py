@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,14 @@ from safetensors.torch import load_file
 
 from nanoengine.checkpoint import (
     CheckpointError,
+    forget_newer,
     latest_checkpoint,
     list_checkpoints,
     open_checkpoint,
     save_checkpoint,
 )
+from nanoengine.sharded_checkpoint import ShardedWriter
+from nanoengine.slices import make_piece
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -79,6 +83,44 @@ def test_a_run_that_went_back_writes_the_same_step_again(tmp_path: Path) -> None
     assert open_checkpoint(tmp_path / "step_00000003").meta == {"try": 1}
 
 
+def sharded(root: Path, step: int, keep: int) -> Path:
+    writer = ShardedWriter(root, keep=keep)
+    writer.save(step, [(make_piece("w", torch.ones(3)), torch.ones(3))], {"step": step})
+    folder = writer.wait()
+    assert folder is not None
+    return folder
+
+
+def whole(root: Path, step: int, keep: int) -> Path:
+    return save_checkpoint(root, step, some_tensors(0), {"step": step}, keep=keep)
+
+
+@pytest.mark.parametrize("save", [whole, sharded])
+def test_the_clock_has_no_say_in_what_is_kept(
+    tmp_path: Path, save: Callable[[Path, int, int], Path]
+) -> None:
+    future = time.time() + 3600  # the clock was set back, or the files were copied
+    for step in (500, 0, 5):  # a phase begins its count anew
+        for file in save(tmp_path, step, 2).iterdir():
+            os.utime(file, (future, future))
+    newest = save(tmp_path, 1, 2)
+    assert latest_checkpoint(tmp_path) == newest
+    assert open_checkpoint(tmp_path).meta == {"step": 1}
+    kept = [tmp_path / "step_00000005", newest]
+    assert list_checkpoints(tmp_path) == kept
+    (tmp_path / "latest").unlink()
+    assert latest_checkpoint(tmp_path) == newest
+
+
+def test_checkpoints_of_steps_that_are_taken_again_do_not_count_as_the_newest(
+    tmp_path: Path,
+) -> None:
+    folders = [whole(tmp_path, step, 3) for step in (5, 10, 15)]
+    forget_newer(folders[0])
+    assert list_checkpoints(tmp_path) == [folders[0]]
+    assert [folders[0], whole(tmp_path, 10, 2)] == list_checkpoints(tmp_path)
+
+
 @pytest.mark.parametrize("file", ["tensors.safetensors", "meta.json"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
 def test_damage_is_named_and_the_previous_checkpoint_is_offered(
@@ -103,6 +145,14 @@ def test_damage_is_named_and_the_previous_checkpoint_is_offered(
     assert "step_00000002" in str(caught.value)
     assert f"Resume from {tmp_path / 'step_00000001'}" in str(caught.value)
     assert open_checkpoint(tmp_path / "step_00000001").meta == {"step": 1}
+
+
+def test_of_several_undamaged_checkpoints_the_newest_is_offered(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        folder = save_checkpoint(tmp_path, step, some_tensors(step), {}, keep=3)
+    (folder / "tensors.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"Resume from \S*step_00000002,"):
+        open_checkpoint(tmp_path)
 
 
 def test_every_flipped_byte_is_found(tmp_path: Path) -> None:

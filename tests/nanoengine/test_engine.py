@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from nanoengine.engine import Engine, EngineConfig, NonFiniteLoss
+from nanoengine.engine import Engine, EngineConfig, NonFiniteLoss, require_deterministic_cublas
 from nanoengine.model.attention import PackedContext
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import save_model
@@ -356,6 +357,23 @@ def test_impossible_settings_are_refused() -> None:
         EngineConfig(dtype="fp8")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="micro_batch_tokens=0"):
         EngineConfig(micro_batch_tokens=0)
+
+
+def test_deterministic_training_chooses_cublas_order_before_cuda_starts_or_refuses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(ValueError, match="CUBLAS_WORKSPACE_CONFIG is not set, and CUDA has"):
+        require_deterministic_cublas()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    require_deterministic_cublas()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    require_deterministic_cublas()  # a second engine, after CUDA has started
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    with pytest.raises(ValueError, match="is ':0:0'; it must be :4096:8 or :16:8"):
+        require_deterministic_cublas()
 
 
 def test_sft_loss_counts_masked_tokens_alone_and_weighs_them_by_hand() -> None:

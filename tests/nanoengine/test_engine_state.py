@@ -102,6 +102,18 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path: Path, 
         assert torch.equal(found[name], tensor), name
 
 
+def test_the_second_of_a_pair_of_normal_numbers_survives_a_checkpoint(tmp_path: Path) -> None:
+    """NumPy and Python draw normal numbers in pairs and keep the second for the next call."""
+    seed_all(3)
+    engine = make_engine("fp32")
+    np.random.normal(), random.gauss(0, 1)  # the second of each pair is now waiting
+    engine.save(tmp_path, {})
+    expected = [float(np.random.normal()), random.gauss(0, 1)]
+    seed_all(4)
+    engine.load(tmp_path)
+    assert [float(np.random.normal()), random.gauss(0, 1)] == expected
+
+
 def test_a_second_phase_has_its_own_schedule_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     seed_all(1)
     engine = make_engine("bf16")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from io import StringIO
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,16 +135,33 @@ def test_weights_gradients_and_optimizer_are_the_engines_buffers(dtype: str) -> 
 
 
 def test_sharding_divides_what_each_zero_stage_says() -> None:
-    """Worked by hand: 18 bytes a parameter in bf16, over four ranks."""
+    """Worked by hand: 18 bytes a parameter in bf16, over four ranks, whether they share samples or
+    the tokens of one."""
     config = small("llama")
     params = num_params(config)
     for zero, (weights, grads, states) in enumerate(
         [(2, 4, 12), (2, 4, 3), (2, 1, 3), (0.5, 1, 3)]
     ):
-        memory = rank_memory(config, Plan(dp=4, zero=zero), 0, 16, 1)
-        assert memory.params == weights * params
-        assert memory.grads == grads * params
-        assert memory.optimizer == states * params
+        for plan in (Plan(dp=4, zero=zero), Plan(dp=2, cp=2, zero=zero)):
+            memory = rank_memory(config, plan, 0, 16, 1)
+            assert memory.params == weights * params
+            assert memory.grads == grads * params
+            assert memory.optimizer == states * params
+
+
+def test_a_rest_of_the_batch_is_a_micro_batch_too() -> None:
+    job = estimate.Job(model=small("llama"), seq_len=8, batch_tokens=100, micro_tokens=16)
+    assert [job.num_micro(Plan(dp=dp)) for dp in (1, 2, 4, 8)] == [7, 4, 2, 1]
+
+
+def test_a_model_with_experts_is_refused(tmp_path: Path) -> None:
+    config = dataclasses.replace(
+        small("qwen3"), model_type="qwen3_moe", num_experts=4, num_experts_per_token=2,
+        moe_intermediate_size=8,
+    )  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config.to_hf_dict()))
+    with pytest.raises(ValueError, match="num_experts=4: experts are not counted"):
+        table("--model", str(tmp_path), "--gpus", "2")
 
 
 def test_messages_and_mfu_by_hand() -> None:

@@ -10,9 +10,11 @@ from tiny_models import MOE_SHAPES, SHAPES, save_reference
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from nanoengine.export import export_hf
+from nanoengine.footprint import num_params
 from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.hf import export_state, load_model, load_state, save_model
+from nanoengine.model.hf import export_state, load_model, load_state, save_model, shard_names
 from nanoengine.model.transformer import Transformer
 
 
@@ -221,6 +223,29 @@ def test_an_unsupported_config_names_the_field(change: dict, message: str, tmp_p
         ModelConfig.from_hf_dict(fields | change)
 
 
+@pytest.mark.parametrize("shape", ["llama-gqa-tied", "qwen3-moe"])
+def test_a_config_that_no_machine_holds_is_refused_before_anything_is_built(
+    shape: str, tmp_path: Path
+) -> None:
+    save_reference(shape, tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    for change, message in (
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: must be at most 10000"),
+        ({"num_hidden_layers": 10**4, "hidden_size": 6 * 10**5, "head_dim": 10**5},
+         r"num_hidden_layers=10000, hidden_size=600000: a model of \d+.\d billion"),
+    ):  # fmt: skip
+        (tmp_path / "config.json").write_text(json.dumps(fields | change))
+        with pytest.raises(ValueError, match=message):
+            load_model(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *MOE_SHAPES])
+def test_the_estimate_counts_the_parameters_that_there_are(shape: str, tmp_path: Path) -> None:
+    save_reference(shape, tmp_path)
+    model = load_model(tmp_path)
+    assert num_params(model.config) == sum(p.numel() for p in model.parameters())
+
+
 def test_both_spellings_of_rope_settings_are_read(tmp_path: Path) -> None:
     scaling = {
         "factor": 8.0,
@@ -255,3 +280,24 @@ def test_the_same_seed_initialises_the_same_weights() -> None:
     assert torch.equal(a.embedding.bfloat16(), b.embedding)
     assert not torch.equal(a.embedding, c.embedding)
     assert 0.015 < a.embedding.std() < 0.025
+
+
+def test_an_export_in_slices_has_the_dtype_asked_for(tmp_path: Path) -> None:
+    save_reference("qwen3-bias", tmp_path / "reference")
+    model = load_model(tmp_path / "reference")
+    save_model(model, tmp_path / "whole", dtype=torch.bfloat16)
+    export_hf(None, [model], tmp_path / "slices", torch.bfloat16)
+    whole, slices = (load_file(tmp_path / n / "model.safetensors") for n in ("whole", "slices"))
+    assert whole.keys() == slices.keys()
+    for name, tensor in whole.items():
+        assert slices[name].dtype == torch.bfloat16 and torch.equal(slices[name], tensor)
+    configs = [(tmp_path / name / "config.json").read_text() for name in ("whole", "slices")]
+    assert configs[0] == configs[1]
+
+
+def test_shards_are_filled_to_their_limit() -> None:
+    sizes = {"a": 4, "b": 4, "c": 3, "d": 9, "e": 1, "f": 4, "g": 4}
+    found = shard_names(sizes, 8)
+    assert list(found.values()) == [["a", "b"], ["c"], ["d"], ["e", "f"], ["g"]]
+    assert list(found) == [f"model-0000{i}-of-00005.safetensors" for i in range(1, 6)]
+    assert shard_names(sizes, 100) == {"model.safetensors": list(sizes)}

@@ -64,7 +64,8 @@ def our_logits(folder: Path, adapter: Path, dtype: torch.dtype = torch.float32) 
     [
         ({}, 6 / 4, 6 / 4),
         ({"use_rslora": True}, 6 / 2, 6 / 2),
-        ({"alpha_pattern": {"lm_head": 2, "layers.9.mlp": 50}}, 6 / 4, 2 / 4),
+        # of two patterns that match the first counts, as in peft
+        ({"alpha_pattern": {"lm_head": 2, "lm_.*": 9, "layers.9.mlp": 50}}, 6 / 4, 2 / 4),
     ],
 )
 def test_a_merged_adapter_equals_one_beside_the_weights(

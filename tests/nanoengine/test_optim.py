@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from nanoengine.optim import AdamW, AdamWConfig, lr_at
+from nanoengine.parallel.mesh import Layout, Mesh
+from nanoengine.parallel.zero import ShardedAdamW
 
 SHAPES = {"embed.weight": (37, 16), "norm.weight": (16,), "up.weight": (33, 16), "up.bias": (33,)}
 
@@ -141,3 +143,33 @@ def test_a_new_phase_starts_without_momentum_at_the_old_scale() -> None:
     v = torch.tensor([0.75 * 4 + 0.25, 0.75 * 0.25 + 0.25]) / (1 - 0.75**2)
     m = torch.tensor([0.5, 0.5]) / (1 - 0.5**2)
     torch.testing.assert_close(before - optimizer.master[:2], 0.1 * m / v.sqrt())
+
+
+def test_a_new_phase_of_the_sharded_optimizer_is_that_of_the_plain_one() -> None:
+    """The same weights bit for bit, the same rates, and no momentum after a restart."""
+    first = AdamWConfig(lr=0.02, weight_decay=0.1)
+    second = AdamWConfig(lr=0.03, schedule="linear", warmup_steps=3, total_steps=9)
+    found = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 5))
+        optimizer = (
+            ShardedAdamW([model], first, Mesh(Layout()))
+            if is_sharded
+            else AdamW(model.named_parameters(), first)
+        )
+        rates = []
+        for step in range(8):
+            if step == 4:
+                optimizer.restart(second)
+                assert not optimizer.exp_avg.any() and optimizer.exp_avg_sq.any()
+            optimizer.zero_grad()
+            optimizer.start_pass(is_last=True)
+            model(torch.randn(4, 9)).square().sum().backward()
+            optimizer.end_pass()
+            optimizer.finish_gradients()
+            rates.append(optimizer.lr())
+            optimizer.step(optimizer.grad_norm())
+        assert rates == pytest.approx([0.02] * 4 + [0.01, 0.02, 0.03, 0.03])
+        found.append([parameter.detach() for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -20,6 +20,7 @@ from pool import WorkerPool
 
 from kernels.flash_attention import flash_attn_varlen_ref
 from nanoengine.engine import Engine, EngineConfig
+from nanoengine.model import hf
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import make_micro_batches
 from nanoengine.parallel.expert_parallel import ExpertParallel
@@ -42,8 +43,9 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_split_vocabulary_logp_entropy_and_gradients_are_those_of_torch(
     pool: WorkerPool, world: int
 ) -> None:
-    hidden, weight = normal(20, HIDDEN), normal(VOCAB, HIDDEN, seed=1) / 4
-    ids = torch.arange(20) * 10 % VOCAB
+    num_rows = 150  # three chunks of rows, see the worker
+    hidden, weight = normal(num_rows, HIDDEN), normal(VOCAB, HIDDEN, seed=1) / 4
+    ids = torch.arange(num_rows) * 10 % VOCAB
     results = pool.run(
         world, parallel_part_cases.logprobs_over_the_vocabulary, hidden, weight, ids, 0.7
     )
@@ -51,7 +53,7 @@ def test_split_vocabulary_logp_entropy_and_gradients_are_those_of_torch(
     logp_all = torch.log_softmax(x @ w.t() / 0.7, -1)
     logp = logp_all.gather(1, ids.unsqueeze(1)).squeeze(1)
     entropy = -(logp_all.exp() * logp_all).sum(-1)
-    slope = torch.arange(1.0, 21, dtype=torch.float64)
+    slope = torch.arange(1.0, num_rows + 1, dtype=torch.float64)
     (logp * slope + entropy * slope.flip(0)).sum().backward()
     loss = F.cross_entropy(hidden @ weight.t(), ids, reduction="none")
     assert x.grad is not None and w.grad is not None
@@ -64,7 +66,8 @@ def test_split_vocabulary_logp_entropy_and_gradients_are_those_of_torch(
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ring_attention_is_attention_over_packed_sequences(pool: WorkerPool, world: int) -> None:
-    lengths = [300, 37, 8, 3, 1]  # more and less than a block of queries, fewer than ranks
+    # Runs of 275 (more than a block of queries) and 138 rows, and some shorter than the ranks.
+    lengths = [1100, 37, 8, 3, 1]
     total, heads, kv_heads, width = sum(lengths), 4, 2, 8
     q, do = normal(total, heads, width), normal(total, heads, width, seed=3)
     k, v = normal(total, kv_heads, width, seed=1), normal(total, kv_heads, width, seed=2)
@@ -148,7 +151,7 @@ def test_worked_data_parallel(pool: WorkerPool) -> None:
         results = one_step(pool, Case(layout=Layout(dp=2), budget=budget, bucket_bytes=200_000))
         for result in results:
             calls, num_bytes = result.traffic["all_reduce", "dp"]
-            padding = num_bytes - parameters() * BYTES - 8  # 8: the weight of the batch
+            padding = num_bytes - parameters() * BYTES - 16  # 16: the weight of the batch, the norm
             assert 0 <= padding < 64 * BYTES * 40  # parameters start on cache lines
             assert result.num_early >= calls - 3  # all but the last left during backward
     in_docs(parameters(), parameters() * BYTES)
@@ -227,6 +230,19 @@ def test_experts_that_cannot_be_split_are_refused() -> None:
         TensorParallel.of(mesh(tp=4), replace(moe, moe_intermediate_size=18))
 
 
+def test_a_rank_leaves_out_the_experts_of_others_and_no_unknown_ones() -> None:
+    config = parallel_cases.model_config(Case(family="qwen3_moe"))
+    state = dict(hf.export_state(parallel_cases.make_model(Case(family="qwen3_moe"))))
+    experts = ExpertParallel.of(Mesh(Layout(ep=2), 1, dist.HashStore()), config)
+    model = Transformer(config, experts=experts)
+    hf.load_state(model, state.items())
+    for name, view in hf.hf_views(model).items():  # experts 4 to 7
+        assert torch.equal(view, state[name].float())
+    ninth = {hf.renumber_expert(name, 8): t for name, t in state.items() if ".experts.0." in name}
+    with pytest.raises(ValueError, match=r"unknown: model\.layers\.0\.mlp\.experts\.8\."):
+        hf.load_state(model, (state | ninth).items())
+
+
 # -- state, memory, errors ---------------------------------------------------------------------
 
 
@@ -243,13 +259,15 @@ def test_every_level_of_zero_gives_the_same_bits_on_two_ranks(pool: WorkerPool, 
     [
         Case(layout=Layout(tp=2), family="qwen3", tied=False, dtype="fp32"),
         Case(layout=Layout(dp=2), zero=3, dtype="fp32"),
+        Case(layout=Layout(dp=2), zero=3, dtype="bf16"),
+        Case(layout=Layout(dp=2), zero=1, dtype="bf16"),
     ],
-    ids=["tp2", "zero3"],
+    ids=["tp2", "zero3", "zero3-bf16", "zero1-bf16"],
 )
 def test_exported_weights_load_anywhere_and_score_the_same(pool: WorkerPool, case: Case) -> None:
     alone = Engine(
         parallel_cases.make_model(case),
-        EngineConfig(dtype="fp32", lr=1e-2, micro_batch_tokens=case.budget),
+        EngineConfig(dtype=case.dtype, lr=1e-2, micro_batch_tokens=case.budget),  # type: ignore[arg-type]
     )
     for state, logps in pool.run(2, parallel_part_cases.export_and_load, case):
         alone.load_weights(state.items())  # strict: every name, every shape
@@ -291,6 +309,11 @@ def test_shared_prefixes_also_work_on_split_matrices(pool: WorkerPool) -> None:
     for logps in pool.run(2, parallel_part_cases.shared_prefix_logps):
         for mine, true in zip(logps, expected, strict=True):
             torch.testing.assert_close(mine, true, rtol=0, atol=1e-6)
+
+
+def test_a_split_head_in_fp32_is_the_exact_product_of_bf16_hidden_states(pool: WorkerPool) -> None:
+    for error in pool.run(2, parallel_part_cases.fp32_head):
+        assert error < 1e-5
 
 
 def test_an_infinite_loss_on_one_rank_stops_every_rank_before_the_update(pool: WorkerPool) -> None:

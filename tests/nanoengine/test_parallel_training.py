@@ -137,10 +137,11 @@ TWO = [
     Case(layout=Layout(tp=2), zero=1, family="qwen3", tied=False),
     Case(layout=Layout(tp=2), sequence_parallel=True),
     Case(layout=Layout(tp=2), sequence_parallel=True, family="qwen3", tied=False),
+    Case(layout=Layout(tp=2), zero=2, sequence_parallel=True),
     Case(layout=Layout(cp=2)),
     Case(layout=Layout(cp=2), zero=3, family="qwen3", tied=False),
     Case(layout=Layout(ep=2), family="qwen3_moe"),
-    Case(layout=Layout(ep=2), zero=3, family="qwen3_moe", tied=False, deal="masked"),
+    Case(layout=Layout(ep=2), zero=3, family="qwen3_moe", tied=False, deal="masked", steps=2),
     Case(layout=Layout(tp=2), zero=1, family="qwen3_moe"),
     Case(layout=Layout(tp=2), sequence_parallel=True, family="qwen3_moe", tied=False),
 ]

@@ -59,6 +59,12 @@ def test_gradients_memory_and_messages_are_those_of_theory(
             assert result.traffic[op] == (calls, (down + up) * rows * size)
 
 
+def test_sent_tensors_are_let_go_while_the_pipeline_runs(pool: WorkerPool) -> None:
+    """As many as the next rank may be behind, however many micro-batches follow."""
+    most = pool.run(2, cases.most_sent_at_once, Case("1f1b", num_micro=8))
+    assert max(most) <= 2
+
+
 @pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
 def test_untied_gradients_have_the_bits_of_the_whole_model(
     pool: WorkerPool, name: str, chunks: int

@@ -10,7 +10,7 @@ from pathlib import Path
 import pipeline_engine_cases as cases
 import pytest
 import torch
-from parallel_cases import Case, Result
+from parallel_cases import Case, Result, make_samples
 from pipeline_engine_cases import Run, Saved
 from pool import WorkerPool
 from test_parallel_training import compare
@@ -117,6 +117,21 @@ def test_gradients_and_norm_equal_those_of_one_process_on_eight_ranks(
 
 def test_three_clipped_steps_equal_those_of_one_process(pool: WorkerPool) -> None:
     check(pool, pipeline("zb_h1", layout=Layout(pp=2), steps=3, max_grad_norm=0.5, budget=40))
+
+
+def test_every_chunk_of_a_rank_computes_with_the_weights_of_the_last_step(pool: WorkerPool) -> None:
+    check(pool, pipeline("interleaved", 2, layout=Layout(pp=2), tied=False, steps=2))
+
+
+def test_log_probs_and_entropies_reach_every_rank_of_a_pipeline(pool: WorkerPool) -> None:
+    run = pipeline(layout=Layout(pp=2), budget=60)
+    alone = cases.make_engine(Run(case=replace(run.case, layout=Layout())))
+    expected = alone.forward_logprobs(make_samples(), temperature=0.7, entropy=True)
+    for found in pool.run(2, cases.scores, run):
+        for mine, true in zip(found, expected, strict=True):  # log-probs, then entropies
+            for a, b in zip(mine, true, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+                assert len(b) < 3 or b.any()
 
 
 def test_live_activations_of_a_training_step_are_those_of_theory(pool: WorkerPool) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 
+import mesh_cases
 import pytest
 import torch
+from pool import WorkerPool
 from torch import Tensor
 
 from nanoengine.model.layers import Slice
@@ -111,6 +113,11 @@ def test_the_plan_is_kept_until_the_pieces_change() -> None:
     half = torch.zeros(3, 2, dtype=torch.bfloat16)
     resharder.run(held, [(Piece("w", (3, 4), Box((0, 2), (3, 2)), "bfloat16"), half)])
     assert resharder.num_plans == 2 and torch.equal(half, source[:, 2:].bfloat16())
+
+
+def test_a_rank_that_wants_something_else_has_all_ranks_plan_anew(pool: WorkerPool) -> None:
+    for num_plans, was_right in pool.run(2, mesh_cases.one_rank_changes_its_wishes, timeout_s=60.0):
+        assert num_plans == 2 and was_right
 
 
 def test_what_nobody_holds_is_named_and_nothing_is_copied() -> None:

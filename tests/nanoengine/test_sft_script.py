@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,11 @@ from types import ModuleType
 import pytest
 import torch
 
+from nanoengine.checkpoint import list_checkpoints
 from nanoengine.model.hf import hf_views, load_model
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.sft_data import Order, chat_sample, read_chats
+from nanoengine.stop_signals import Interrupted
 
 ROOT = Path(__file__).resolve().parents[2]
 CHATS = [
@@ -155,3 +158,47 @@ def test_a_run_trains_resumes_bit_equal_and_also_split_over_processes(
     found = weights(tmp_path / "split")
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_two_ctrl_c_in_a_step_lose_nothing_and_a_second_process_is_refused(
+    folder: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_sft, sft_run = script("train_sft"), script("sft_run")
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    sft_run.SftRun(train_sft.parse(arguments(folder, chats, whole, "--save-every", "9"))).train()
+
+    run = sft_run.SftRun(train_sft.parse(arguments(folder, chats, stopped, "--save-every", "9")))
+    step = run.engine.train_step
+
+    def interrupted_step(*args: object) -> dict[str, float]:
+        result: dict[str, float] = step(*args)
+        if run.engine.version == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+            with pytest.raises(ValueError, match=rf"in use by another process .pid {os.getpid()}."):
+                sft_run.SftRun(train_sft.parse(["--resume", "--out", str(stopped)]))
+        return result
+
+    monkeypatch.setattr(run.engine, "train_step", interrupted_step)
+    with pytest.raises(Interrupted):
+        run.train()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert not (stopped / "model").exists()
+    assert [path.name for path in list_checkpoints(stopped / "checkpoints")] == ["step_00000002"]
+    sft_run.SftRun(train_sft.parse(["--resume", "--out", str(stopped)])).train()
+    expected, found = weights(whole), weights(stopped)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    losses = [
+        [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+        for out in (whole, stopped)
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
+def test_bad_options_leave_nothing_on_the_disk(folder: Path, chats: Path, tmp_path: Path) -> None:
+    train_sft, sft_run = script("train_sft"), script("sft_run")
+    for bad in (("--model", "/nowhere"), ("--data", "/nowhere"), ("--max-tokens", "2")):
+        config = train_sft.parse(arguments(folder, chats, tmp_path / "runs" / "one", *bad))
+        with pytest.raises(ValueError, match=r"no such|no chat of at most 2 tokens"):
+            sft_run.SftRun(config)
+        assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -13,7 +14,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from nanoengine.checkpoint import CheckpointError, open_checkpoint, save_checkpoint
+from nanoengine import sharded_checkpoint
+from nanoengine.checkpoint import (
+    CheckpointError,
+    latest_checkpoint,
+    open_checkpoint,
+    save_checkpoint,
+    write_tensors,
+)
 from nanoengine.sharded_checkpoint import ShardedWriter
 from nanoengine.slices import Box, Held, Piece, make_piece
 
@@ -184,3 +192,23 @@ def test_kill_9_at_twenty_random_moments_leaves_a_loadable_checkpoint(tmp_path: 
         timeout=100,
     )
     assert done.stdout.count("whole") == 20, done.stderr
+
+
+def test_a_rank_that_cannot_write_tells_the_others_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
+        if path.name == "rank_00001.safetensors":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_tensors(path, tensors)
+
+    monkeypatch.setattr(sharded_checkpoint, "write_tensors", write)
+    each = writers(tmp_path, timeout_s=100.0)
+    start = time.monotonic()
+    save_all(each, 1, hands(1)[1])
+    with pytest.raises(CheckpointError, match="was given up: another rank could not write"):
+        each[0].wait()
+    with pytest.raises(CheckpointError, match="No space left"):
+        each[1].wait()
+    assert time.monotonic() - start < 50
+    assert latest_checkpoint(tmp_path) is None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from nanoengine.model.tokenizer import ChatTokenizer
 
@@ -248,3 +248,20 @@ def test_qwen3_chats_with_and_without_tools_equal_transformers(pytestconfig: pyt
     schema = {"type": "object", "properties": {"code": {"type": "string"}}}
     function = {"name": "run", "description": "Runs <code>", "parameters": schema}
     assert_equals_transformers(folder, tools=[{"type": "function", "function": function}])
+
+
+@pytest.mark.parametrize("has_bos", [False, True])
+def test_a_plain_prompt_has_the_ids_of_transformers(tmp_path: Path, has_bos: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = small_tokenizer()
+    if has_bos:
+        bos = [("<|im_start|>", tokenizer.token_to_id("<|im_start|>"))]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|im_start|> $A", pair="<|im_start|> $A $B", special_tokens=bos
+        )
+    ChatTokenizer(tokenizer, eos_ids=[2]).save(tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for text in ("", "hello", "a <b> c"):
+        ids = ChatTokenizer.from_folder(tmp_path).encode_prompt(text)
+        assert ids == theirs(text).input_ids
+        assert (ids[:1] == [1]) == has_bos

@@ -58,8 +58,8 @@ class CacheRunner:
         """Called by the engine when weights change; `version` was set before."""
 
     def run(self, step: StepInput) -> StepResult:
-        if step.copies:
-            sources, targets = np.array(step.copies).T
+        if step.copies is not None:
+            sources, targets = step.copies.numpy().T
             self.cells[targets] = self.cells[sources]
         size = self.cells.shape[1]
         ids, slots = step.ids_T.tolist(), step.slots_T.tolist()

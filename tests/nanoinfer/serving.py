@@ -17,10 +17,12 @@ NEEDS = "needs the extra `serve` (starlette, uvicorn)"
 pytest.importorskip("starlette", reason=NEEDS)
 uvicorn = pytest.importorskip("uvicorn", reason=NEEDS)
 
+from nanoengine.model.tokenizer import ChatTokenizer  # noqa: E402
 from nanoinfer.async_engine import AsyncEngine  # noqa: E402
 from nanoinfer.completions import HttpLimits  # noqa: E402
 from nanoinfer.engine import LLMEngine  # noqa: E402
 from nanoinfer.http_app import HttpApp  # noqa: E402
+from nanoinfer.http_connection import server_config  # noqa: E402
 
 KEY = "the-key"
 
@@ -28,8 +30,10 @@ KEY = "the-key"
 class Served:
     """The app, its port, and a plain HTTP client."""
 
-    def __init__(self, app: HttpApp, engine: LLMEngine, port: int) -> None:
-        self.app, self.engine, self.port = app, engine, port
+    def __init__(self, app: HttpApp, engine: LLMEngine, server: Any) -> None:
+        self.app, self.engine, self.state = app, engine, server.server_state
+        self.listener = server.servers[0].sockets[0]
+        self.port = self.listener.getsockname()[1]
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
@@ -69,19 +73,19 @@ class Served:
 
 
 @contextlib.contextmanager
-def serve(engine: LLMEngine | None = None, **options: Any) -> Iterator[Served]:
+def serve(
+    engine: LLMEngine | None = None, tokenizer: ChatTokenizer | None = None, **options: Any
+) -> Iterator[Served]:
     engine = engine or make_text_engine(num_blocks=512, max_num_seqs=32, max_batch_tokens=128)
     given: dict[str, Any] = {"model_name": "tiny", "limits": HttpLimits(), "api_key": KEY}
-    app = HttpApp(AsyncEngine(engine), make_tokenizer(), **(given | options))
-    config = uvicorn.Config(app.starlette(), port=0, log_level="error", lifespan="off")
-    server = uvicorn.Server(config)
+    app = HttpApp(AsyncEngine(engine), tokenizer or make_tokenizer(), **(given | options))
+    server = uvicorn.Server(server_config(app, (given | options)["limits"], "127.0.0.1", 0))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
         assert thread.is_alive(), "the server did not start"
         time.sleep(0.005)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    served = Served(app, engine, port)
+    served = Served(app, engine, server)
     try:
         yield served
         served.wait_idle()

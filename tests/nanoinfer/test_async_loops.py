@@ -7,6 +7,7 @@ import pytest
 from cache_oracle import make_engine, replay
 
 from nanoinfer.async_engine import AsyncEngine
+from nanoinfer.cancellation import to_the_end
 from nanoinfer.sampling import SamplingParams
 
 
@@ -103,3 +104,96 @@ def test_cancellation_in_the_middle_of_many_frees_exactly_those(use_thread: bool
         await client.close()
 
     asyncio.run(scenario())
+
+
+def test_a_step_is_over_before_a_call_that_is_cancelled_twice_returns() -> None:
+    """Or the next step would run beside it."""
+    is_running, go_on = threading.Event(), threading.Event()
+    seen: list[str] = []
+
+    def slow_update(*_: object) -> None:
+        is_running.set()
+        assert go_on.wait(10)
+        seen.append("update complete")
+
+    async def caller(client: AsyncEngine) -> None:
+        try:
+            await client.update_weights([], 1)
+        finally:
+            seen.append("call returned")
+
+    async def main() -> None:
+        client = make_client()
+        client.engine.update_weights = slow_update  # type: ignore[method-assign]
+        task = asyncio.create_task(caller(client))
+        await asyncio.to_thread(is_running.wait, 10)
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0.01)
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await client.close()
+
+    asyncio.run(main())
+    assert seen == ["update complete", "call returned"]
+
+
+def test_a_request_whose_caller_is_cancelled_twice_is_aborted_when_the_caller_returns() -> None:
+    async def main() -> None:
+        client = make_client()
+        task = asyncio.create_task(client.generate([1, 2], SamplingParams(max_tokens=200)))
+        while client.metrics()["num_steps"] < 2:
+            await asyncio.sleep(0)
+        async with client._between_steps:  # as while a step runs
+            for _ in range(2):
+                task.cancel()
+                await asyncio.sleep(0.01)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert client.engine.num_unfinished == 0
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_work_is_complete_however_often_it_is_cancelled() -> None:
+    seen: list[str] = []
+
+    async def work() -> None:
+        for _ in range(5):
+            await asyncio.sleep(0.01)
+        seen.append("complete")
+
+    async def caller() -> None:
+        try:
+            await to_the_end(work())
+        except asyncio.CancelledError:
+            seen.append("cancelled")
+            raise
+
+    async def main() -> None:
+        task = asyncio.create_task(caller())
+        for _ in range(3):
+            await asyncio.sleep(0.005)
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert seen == ["complete", "cancelled"]
+
+
+def test_what_the_work_raises_comes_before_the_cancellation() -> None:
+    async def work() -> None:
+        await asyncio.sleep(0.02)
+        raise OSError("the disk is full")
+
+    async def main() -> None:
+        task = asyncio.create_task(to_the_end(work()))
+        await asyncio.sleep(0.005)
+        task.cancel()
+        with pytest.raises(OSError, match="the disk is full"):
+            await task
+
+    asyncio.run(main())

@@ -6,7 +6,10 @@ padding must not change a bit.
 
 from __future__ import annotations
 
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -17,7 +20,15 @@ from nanoengine.model.layers import PackedLinear
 from nanoengine.model.transformer import Transformer
 from nanoinfer.attention_backends import KVCache
 from nanoinfer.batch import StepInput
-from nanoinfer.cuda_graph import Capture, StaticDecode, Work, can_capture, ladder, run_plainly
+from nanoinfer.cuda_graph import (
+    Capture,
+    CudaCapture,
+    StaticDecode,
+    Work,
+    can_capture,
+    ladder,
+    run_plainly,
+)
 from nanoinfer.engine import InferConfig, LLMEngine
 from nanoinfer.model_runner import ModelRunner, StepResult
 from nanoinfer.sampling import Output, SamplingParams
@@ -138,7 +149,7 @@ def test_rows_of_padding_write_to_the_padding_block_alone(folder: Path) -> None:
         changed = (cache.data != before).flatten(4).any(-1).any(0).any(0)
         slots = changed.flatten().nonzero().flatten().tolist()
         allowed = set(step.slots_T.tolist())
-        if decode.fits(step):
+        if decode.padded(step) is not None:
             seen.add(len(step.seq_lens))
             allowed.add(80 * cache.block_size)
             num = len(step.seq_lens)
@@ -214,3 +225,21 @@ def test_a_cpu_has_no_graphs(folder: Path) -> None:
     engine = LLMEngine(model, config(cuda_graphs=True))
     assert engine._runner.decode is None
     assert engine._runner.cache.data.shape[2] == 80  # and no block for padding
+
+
+def test_a_capture_does_not_mind_what_other_threads_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's default mode ends a capture when any thread allocates, as the optimizer's does."""
+    modes: list[str] = []
+
+    @contextmanager
+    def graph(made: object, *, capture_error_mode: str = "global", **options: object) -> Any:
+        modes.append(capture_error_mode)
+        yield
+
+    cuda = MagicMock(graph=graph, device=lambda device: nullcontext())
+    cuda.stream = lambda stream: nullcontext()
+    monkeypatch.setattr(torch, "cuda", cuda)
+    calls: list[int] = []
+    replay = CudaCapture(torch.device("cuda:0"))(lambda: calls.append(1))
+    assert modes == ["thread_local"] and len(calls) == 3  # two warm-ups, one capture
+    assert replay is cuda.CUDAGraph().replay

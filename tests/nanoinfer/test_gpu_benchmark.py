@@ -21,7 +21,8 @@ import sys, runpy
 ALLOWED = {"torch", "torchgen", "functorch", "triton", "numpy", "safetensors", "tokenizers"}
 ALLOWED |= {"transformers", "rich", "pytest", "_pytest", "hypothesis"}
 NEEDED = {"typing_extensions", "sympy", "mpmath", "networkx", "filelock", "fsspec"}  # by torch
-OURS = {"kernels", "nanoengine", "nanoinfer", "bench_kernels", "bench_output", "kernel_bench"}
+OURS = {"kernels", "nanoengine", "nanoinfer"}
+OURS |= {"bench_kernels", "bench_output", "kernel_bench", "roofline"}
 
 
 class Gate:

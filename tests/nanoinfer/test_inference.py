@@ -37,7 +37,7 @@ def test_the_life_of_one_request() -> None:
     engine.step()
     second = recorder.steps[1]
     assert second.block_tables.tolist() == [[0, 1, 2], [0, 1, 3], [0, 1, 4]]
-    assert second.copies == [(2, 3), (2, 4)]
+    assert second.copies is not None and second.copies.tolist() == [[2, 3], [2, 4]]
     assert second.ids_T.tolist()[1:] == [prompt[9]] * 2
     assert second.seq_lens == [11, 10, 10]
     assert engine._blocks._refs[:5] == [3, 3, 1, 1, 1]

@@ -134,6 +134,27 @@ def test_the_async_engine_sleeps_between_steps_and_streams_on_after() -> None:
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
+def test_nothing_turns_over_while_the_engine_sleeps_even_if_it_is_resumed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        engine = make_text_engine()
+        async with AsyncEngine(engine) as client:
+            await client.sleep()
+            request = asyncio.create_task(client.generate(PROMPT, SamplingParams(max_tokens=2)))
+            await client.pause()
+            await client.resume()
+            steps = []
+            step = engine.step
+            monkeypatch.setattr(engine, "step", lambda: steps.append(1) or step())
+            await asyncio.sleep(0.05)
+            assert not steps and not request.done()
+            await client.wake()
+            assert len((await request).ids) == 2 and steps
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
 def test_a_stream_that_is_closed_or_cancelled_aborts_its_request() -> None:
     async def scenario() -> None:
         async with AsyncEngine(make_text_engine()) as client:

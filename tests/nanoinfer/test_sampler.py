@@ -4,7 +4,8 @@ import numpy as np
 import torch
 
 from kernels import logits_logprob
-from nanoinfer.sampler import SamplingBatch, _sample_in_one_launch, sample, uniforms
+from nanoinfer.device_sampler import device_sampling, sample_on_device
+from nanoinfer.sampler import SamplingBatch, sample, uniforms
 
 ARRAYS = ("temperatures", "top_ks", "top_ps", "seeds", "positions", "min_ps")
 
@@ -137,12 +138,12 @@ def test_the_path_of_a_gpu_asks_for_the_same_distribution() -> None:
     """Called directly here, where its kernel's PyTorch definition runs."""
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(3)) * 2
     rows = logits.expand(20000, -1).contiguous()
-    greedy, logps, _ = _sample_in_one_launch(rows[:2], batch(2, temperature=0.0))
+    greedy, logps, _ = sample_on_device(rows[:2], device_sampling(batch(2, temperature=0.0), 50))
     assert (greedy == logits.argmax()).all()
     assert torch.allclose(logps, logits_logprob(rows[:2], greedy, 0.0), atol=1e-6)
     high = np.full(20000, 2**63 + 5, dtype=np.uint64)  # a seed uses all 64 bits
     asked = batch(20000, 0.7, top_k=5, seeds=high, positions=np.arange(20000))
-    tokens, logps, _ = _sample_in_one_launch(rows, asked)
+    tokens, logps, _ = sample_on_device(rows, device_sampling(asked, 50))
     p = torch.softmax(logits[0] / 0.7, -1)
     kept = torch.zeros(50).index_fill(0, p.topk(5).indices, 1.0) * p
     assert chi_square(tokens, kept / kept.sum()) < 2

@@ -82,6 +82,18 @@ def test_preempted_requests_finish_with_the_same_tokens() -> None:
         assert outputs[handle].ids == replay(prompt, [0] * 16)
 
 
+def test_nobody_is_admitted_into_blocks_that_a_running_request_needs_next() -> None:
+    """The first fills two of four blocks and grows into a third; the second would take the other
+    two, and one of them would be preempted at once."""
+    engine, _ = make_engine(num_blocks=4, block_size=4, max_num_seqs=2, max_batch_tokens=16)
+    first = engine.add([1, 2, 3, 4, 5, 6], params(6))
+    engine.step()
+    second = engine.add([6, 5, 4, 3, 2, 1, 0], params(4))
+    outputs = run_all(engine)
+    assert engine.metrics()["num_preemptions"] == 0
+    assert [len(outputs[handle].ids) for handle in (first, second)] == [6, 4]
+
+
 def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
     engine, _ = make_engine(num_blocks=4, block_size=4, max_num_seqs=2, max_batch_tokens=8)
     with pytest.raises(ValueError, match=r"needs 5 cache blocks.*there are 4"):

@@ -123,6 +123,32 @@ def test_completions_take_texts_and_ids_and_stop_texts(openai: Any, served: Serv
     assert streamed == answer.text
 
 
+def test_what_several_completions_find_in_the_cache_is_counted_once(openai: Any) -> None:
+    """Two prompts of 62 tokens with three completions each: only the second prompt was seen."""
+    first, second = [(3 * i) % 250 for i in range(62)], [(7 * i + 1) % 250 for i in range(62)]
+    options = {"model": "tiny", "max_tokens": 2, "extra_body": {"ignore_eos": True}}
+    openai.completions.create(prompt=second, **options)
+    usage = openai.completions.create(prompt=[first, second], n=3, **options).usage
+    assert usage.prompt_tokens == 124 and usage.completion_tokens == 12
+    assert 48 <= usage.prompt_tokens_details.cached_tokens <= 61
+
+
+def test_a_plain_prompt_begins_with_the_tokenizers_bos() -> None:
+    """The ids that transformers would make are those that were computed."""
+    bos = make_tokenizer(has_bos=True)
+    ids = [bos.token_to_id("<|user|>"), *TOKENIZER.encode("hello")]
+    with serve(tokenizer=bos) as served:
+        body = {"prompt": "hello", **FREE}
+        plain = served.send("/v1/completions", body)[1]
+        given = served.send("/v1/completions", body | {"prompt": ids})[1]
+        without = served.send("/v1/completions", body | {"add_special_tokens": False})[1]
+        chat = served.send("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1})[1]
+    assert plain["usage"]["prompt_tokens"] == len(ids) == 3
+    assert plain["choices"][0]["text"] == given["choices"][0]["text"]
+    assert without["usage"]["prompt_tokens"] == 2
+    assert chat["usage"]["prompt_tokens"] == len(CHAT_IDS)  # a chat's is in its template
+
+
 TOOLS = [
     {
         "type": "function",

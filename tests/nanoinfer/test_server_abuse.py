@@ -3,8 +3,10 @@
 import asyncio
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from nanoinfer.batch import StepInput
 from nanoinfer.completions import HttpLimits
 from nanoinfer.model_runner import ModelRunner, StepResult
 from nanoinfer.sampling import SamplingParams
+from nanoinfer.server import ServerConfig, make_app
 
 LIMITS = HttpLimits(max_body_bytes=20000, body_timeout_s=0.5, max_completions_per_request=4)
 CHAT = {"messages": [{"role": "user", "content": "hel"}], "max_tokens": 3}
@@ -92,6 +95,11 @@ def test_a_client_that_hangs_up_before_its_answer_is_aborted(served: Served) -> 
         (b"\xff\xfe", 400, "not valid JSON"),
         (b"[1]", 400, "JSON object, not list"),
         (b"", 400, "not valid JSON"),
+        (b'{"temperature": NaN}', 400, "NaN is no JSON"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "lone surrogate"),
+        ({"\ud800": 1}, 400, "lone surrogate"),
+        (CHAT | {"temperature": 1e-40}, 400, "temperature=1e-40"),
+        (CHAT | {"top_k": 10**30}, 400, "top_k=1000000000000000000000000000000"),
         (b'{"x": "' + b"a" * 20001 + b'"}', 413, "limit of 20000 bytes"),
         ({}, 400, "messages"),
         ({"messages": []}, 400, "messages"),
@@ -174,8 +182,17 @@ def test_keys_routes_and_methods(served: Served) -> None:
 
 
 def test_without_a_key_web_pages_are_refused() -> None:
-    with serve(api_key=None) as served:
+    with serve(api_key=None, allowed_hosts=("box.lan",)) as served:
         assert served.send("/v1/chat/completions", CHAT, key=None)[0] == 200
+        for path in ("/pause", "/abort", "/sleep", "/update_weights"):
+            status, answer = served.send(path, {}, key=None)
+            assert status == 403 and "API key" in answer["error"]["message"]
+        hosts = {"localhost:8000": 200, "[::1]": 200, "box.lan": 200, "evil.com": 403}
+        for host, status in hosts.items():
+            connection = served.connect()
+            connection.request("GET", "/v1/models", headers={"Host": host})
+            assert connection.getresponse().status == status, host
+            connection.close()
         connection = served.connect()
         connection.request("POST", "/pause", "{}", {"Origin": "http://elsewhere"})
         assert connection.getresponse().status == 403
@@ -192,6 +209,137 @@ def test_a_body_that_does_not_arrive_is_not_waited_for(served: Served) -> None:
     raw.settimeout(20)
     assert b"408" in raw.recv(100)
     raw.close()
+
+
+def test_connections_that_ask_for_nothing_are_closed_and_their_number_is_limited() -> None:
+    limits = HttpLimits(head_timeout_s=0.5, max_connections=20)
+    with serve(limits=limits) as served:
+        half_open = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(20)]
+        for i, raw in enumerate(half_open):
+            raw.settimeout(20)
+            raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n"[: 3 * i])
+        with pytest.raises(OSError):
+            served.send("/health")
+        for raw in half_open:
+            with pytest.raises(ConnectionResetError):
+                while not raw.recv(100):
+                    raise ConnectionResetError
+        assert served.send("/health")[0] == 200
+
+
+def ask_without_reading(served: Served, is_stream: bool, n: int = 4) -> socket.socket:
+    """Of the answer, about 18 KB for each of n, little fits into the buffers of the sockets."""
+    served.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    raw = socket.socket()
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    raw.settimeout(20)
+    raw.connect(("127.0.0.1", served.port))
+    asked = {
+        "prompt": "hel",
+        "max_tokens": 60,
+        "n": n,
+        "logprobs": 20,
+        "ignore_eos": True,
+        "seed": 7,
+    }
+    body = json.dumps(asked | {"stream": is_stream})
+    raw.sendall(
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+        f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+    )
+    return raw
+
+
+@pytest.mark.parametrize(
+    ("is_stream", "n", "request_timeout_s"),
+    [(True, 4, 0.2), (True, 4, 30), (False, 4, 30), (False, 1, 30)],
+)
+def test_a_client_that_never_reads_holds_no_connection(
+    is_stream: bool, n: int, request_timeout_s: float
+) -> None:
+    """Not even for the error that ends a stream after the time limit, nor for the last bytes, which
+    the server has written without waiting."""
+    limits = HttpLimits(request_timeout_s=request_timeout_s, send_timeout_s=0.5)
+    with serve(limits=limits) as served:
+        raw = ask_without_reading(served, is_stream, n)
+        deadline = time.monotonic() + 10
+        while not served.engine.metrics()["num_requests"]:
+            time.sleep(0.01)
+        while served.state.connections or served.state.tasks:
+            assert time.monotonic() < deadline, "the connection is kept"
+            time.sleep(0.01)
+        raw.close()
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_reads_slowly_gets_its_whole_answer(is_stream: bool) -> None:
+    """It takes longer than the time within which it must have taken some."""
+    with serve(limits=HttpLimits(send_timeout_s=1.0)) as served:
+        raw = ask_without_reading(served, is_stream)
+        start, answer = time.monotonic(), b""
+        while part := raw.recv(4096):
+            answer += part
+            time.sleep(0.04 if is_stream else 0.1)
+        assert time.monotonic() - start > 1.0
+        if is_stream:
+            assert b"data: [DONE]" in answer
+        else:
+            head, body = answer.split(b"\r\n\r\n", 1)
+            assert f"content-length: {len(body)}".encode() in head
+        raw.close()
+
+
+def test_a_large_grammar_is_refused_and_a_wrong_one_said_in_a_line(served: Served) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra `grammar` (llguidance)")
+    many = [f"choice {i}" for i in range(2000)]
+    for body, message in (
+        ({"guided_choice": many}, "2000 choices"),
+        ({"guided_regex": "(((" * 2}, "grammar regex: is not valid: unclosed group"),
+        ({"guided_json": {"type": "foo"}}, "grammar json_schema: is not valid: Invalid type: foo"),
+    ):
+        status, answer = served.send("/v1/chat/completions", CHAT | body)
+        assert status in (400, 413) and (status == 413 or message in answer["error"]["message"])
+        assert "\n" not in answer["error"]["message"]
+    for grammar in ({"kind": "lark", "value": "start: foo"}, {"kind": "lark", "value": "!!!"}):
+        body = {"ids": [1], "params": {"grammar": grammar}}
+        status, answer = served.send("/generate", body)
+        assert status == 400 and "\n" not in answer["error"]["message"]
+
+
+def test_a_grammar_that_compiles_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer to a health check does not wait for it."""
+    engine = make_text_engine()
+    is_compiling, go_on = threading.Event(), threading.Event()
+
+    def slow(*_: object) -> None:
+        is_compiling.set()
+        assert go_on.wait(10), "the health check waited"
+
+    with serve(engine) as served:
+        monkeypatch.setattr(engine, "validate", slow)
+        answers: list[Any] = []
+        thread = threading.Thread(
+            target=lambda: answers.append(served.send("/v1/chat/completions", CHAT))
+        )
+        thread.start()
+        assert is_compiling.wait(20)
+        assert served.send("/health")[0] == 200
+        monkeypatch.undo()
+        go_on.set()
+        thread.join()
+        assert answers[0][0] == 200, answers
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "box.lan"])
+def test_a_server_without_a_key_listens_on_this_machine_alone(host: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="open to the network; give api_key_file"):
+        make_app(ServerConfig(model=tmp_path, host=host))
+
+
+@pytest.mark.parametrize("threads", [0, -1, 5000])
+def test_a_server_refuses_more_threads_than_cores_could_serve(threads: int, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"threads={threads}: must be 1 to"):
+        make_app(ServerConfig(model=tmp_path, threads=threads))
 
 
 def test_a_chunked_body_over_the_limit_is_refused(served: Served) -> None:

@@ -1,14 +1,16 @@
 """Weight updates: complete or not at all; versions, caches and requests in flight."""
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny_models import make_reference, save_reference
 
-from nanoengine.model.hf import load_model
+from nanoengine.model.hf import load_model, load_state
 from nanoinfer.engine import InferConfig, LLMEngine
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.sampling import Output, SamplingParams
 
 SHAPE = "llama-gqa-tied"
 PROMPT = [(7 * i) % 200 + 3 for i in range(40)]
@@ -127,3 +129,63 @@ def test_two_engines_serve_different_weights_in_one_process(folder: Path) -> Non
         for i, engine in enumerate((old, new)):
             outputs[i].update(engine.step())
     assert (outputs[0][handles[0]].ids, outputs[1][handles[1]].ids) == alone
+
+
+@pytest.mark.parametrize("how", ["update", "adopt"])
+@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "fp8", "kv_calibration_ids": (3, 4)}])
+def test_weights_that_change_during_sleep_are_served_after_it(
+    folder: Path, how: str, options: dict[str, Any]
+) -> None:
+    config = InferConfig(num_blocks=100, **options)
+    engine = LLMEngine(load_model(folder), config, version=3)
+    engine.generate([PROMPT], GREEDY)
+    handle = engine.add(PROMPT, GREEDY)
+    for _ in range(4):
+        engine.step()
+    engine.sleep()
+    if how == "update":
+        engine.update_weights(iter(new_state().items()), 4)
+    else:
+        load_state(engine.model, iter(new_state().items()))
+        engine.adopt_weights(4)
+    assert engine.version == 4 and engine.is_asleep and engine.step() == []
+    engine.wake()
+    engine.check()
+    finished: dict[int, Output] = {}
+    while not finished:
+        finished = dict(engine.step())
+    assert finished[handle].versions == [3] * 4 + [4] * 12
+    fresh = LLMEngine(load_model(folder), config)
+    fresh.update_weights(iter(new_state().items()), 0)
+    prompts = [PROMPT[::-1], PROMPT]
+    new, expected = engine.generate(prompts, GREEDY), fresh.generate(prompts, GREEDY)
+    assert new[0].num_cached_tokens == 0 and new[0].versions == [4] * 16
+    assert [(o.ids, o.logps) for o in new] == [(o.ids, o.logps) for o in expected]
+
+
+def test_a_wrong_update_during_sleep_leaves_the_old_weights(folder: Path) -> None:
+    engine = make(folder)
+    before = engine.generate([PROMPT], GREEDY)[0]
+    engine.sleep()
+    with pytest.raises(ValueError, match="up_proj"):
+        engine.update_weights(iter(wrong_states()["missing"][0].items()), 4)
+    engine.wake()
+    after = engine.generate([PROMPT], GREEDY)[0]
+    assert (after.ids, after.logps, after.versions) == (before.ids, before.logps, before.versions)
+
+
+def test_a_prompt_is_scored_by_one_version_of_the_weights(folder: Path) -> None:
+    """The update comes after the whole prompt was scored, while the answer is sampled."""
+    scored = dataclasses.replace(GREEDY, prompt_logps=True)
+    engine = make(folder)
+    handle = engine.add(PROMPT, scored)
+    for _ in range(6):
+        engine.step()
+    engine.update_weights(iter(new_state().items()), 4)
+    finished: dict[int, Output] = {}
+    while not finished:
+        finished = dict(engine.step())
+    output = finished[handle]
+    assert output.versions == [3] * 6 + [4] * 10
+    expected = served(new_state(), folder).generate([PROMPT], scored)[0]
+    assert output.prompt_logps == expected.prompt_logps

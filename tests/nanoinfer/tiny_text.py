@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import save_model
@@ -20,7 +20,7 @@ TEMPLATE = (
 )
 
 
-def make_tokenizer() -> ChatTokenizer:
+def make_tokenizer(has_bos: bool = False) -> ChatTokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("h", "e"), ("he", "l"), ("l", "o"), ("t", "h"), (",", "Ġ")]
     tokens = alphabet + [a + b for a, b in merges]
@@ -29,7 +29,12 @@ def make_tokenizer() -> ChatTokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
-    end = tokenizer.token_to_id(SPECIAL[0])
+    end, begin = tokenizer.token_to_id(SPECIAL[0]), SPECIAL[1]
+    if has_bos:
+        marks = [(begin, tokenizer.token_to_id(begin))]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{begin} $A", pair=f"{begin} $A $B", special_tokens=marks
+        )
     return ChatTokenizer(
         tokenizer, eos_ids=[end], chat_template=TEMPLATE, config={"eos_token": SPECIAL[0]}
     )

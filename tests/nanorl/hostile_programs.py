@@ -147,6 +147,56 @@ except OSError:
 if total > 128 << 20: print("ESCAPED", total)
 """,
 )
+_add(
+    "memory_of_a_listeners_backlog",
+    """
+total = 0
+for n in range(99):
+    listener = socket.socket(1, 1); listener.bind(f"\\0{n}"); listener.listen(4096)
+    try:
+        while True:
+            client = socket.socket(1, 1); client.setblocking(False); client.connect(f"\\0{n}")
+            try:
+                while True: total += client.send(b"x" * 65536)
+            except BlockingIOError:
+                client.close()
+            if total > 300 << 20: print("ESCAPED", total, flush=True)
+    except BlockingIOError:
+        os.dup(listener.fileno())
+""",
+    "oom",
+)
+_add(
+    "memory_of_mappings",
+    """
+libc.mmap.restype = ctypes.c_void_p
+start = libc.mmap(None, ctypes.c_size_t(4096 * 40000), 3, 0x22, -1, ctypes.c_long(0))
+for page in range(0, 40000, 2): libc.mprotect(ctypes.c_void_p(start + 4096 * page), ctypes.c_size_t(4096), 1)
+for _ in range(25):
+    if os.fork() == 0: time.sleep(60)
+print("ESCAPED", flush=True)
+time.sleep(60)
+""",
+    "oom",
+)
+_add(
+    "memory_of_pages_copied_late",
+    """
+import mmap
+shared, size = mmap.mmap(-1, 4096), 90 << 20
+copies = bytearray(size)
+for child in range(20):
+    if os.fork() == 0:
+        time.sleep(0.3)
+        for mebibyte in range(90):
+            for page in range(256): copies[(mebibyte << 20) + (page << 12)] = 1
+            shared[child] = mebibyte + 1
+            if sum(shared[:20]) > 400: print("ESCAPED", flush=True)
+        time.sleep(60)
+time.sleep(60)
+""",
+    "oom",
+)
 _add("mlock", "if libc.mlockall(3) == 0: print('ESCAPED')\n")
 _add("memfd", "must_fail('memfd', os.memfd_create, 'x')")
 _add(
@@ -491,7 +541,7 @@ _add(
 )
 _add("exit_without_flush", "print('lost'); os._exit(0)", stdout=b"")
 _add("exit_code_beyond_a_byte", "sys.exit(256 + 7)", "error", exit_code=7)
-_add("closed_stdout", "os.close(1); os.close(2); print('x')", "error", "ok", stdout=b"")
+_add("closed_stdout", "os.close(1); os.close(2); print('x')", "error", stdout=b"", exit_code=120)
 _add(
     "close_everything",
     "os.closerange(0, 10000); time.sleep(0.01); os._exit(4)",
@@ -738,9 +788,199 @@ _add(
     "setuid_binaries",
     "os.system('for f in su sudo mount newgrp pkexec; do $f -c id </dev/null 2>/dev/null | grep uid=0 && echo ESCAPED; done')",
 )
-_add("oom_score", "must_fail('oom', write, '/proc/self/oom_score_adj', b'-1000')")
+_add(
+    "oom_score",
+    """
+for value in (b"-1000", b"0", b"999"): must_fail("oom", write, "/proc/self/oom_score_adj", value)
+for name in ("oom_adj", "comm", "coredump_filter", "clear_refs", "autogroup", "mem", "timerslack_ns"):
+    must_fail(name, os.open, "/proc/self/" + name, os.O_WRONLY)
+print(read("/proc/self/oom_score_adj"))
+""",
+    stdout=b"b'1000\\n'\n",
+)
+_add("kernel_command_line", "print(read('/proc/cmdline'))", stdout=b"b''\n")
+for _to in (0, 1, -1):
+    _add(
+        f"every_signal_to_{_to}",
+        f"""
+kept = {{signal.SIGKILL, signal.SIGSTOP}} if {_to} != 1 else set()
+for number in set(signal.valid_signals()) - kept:
+    try: signal.signal(number, signal.SIG_IGN)
+    except OSError: pass
+    try: os.kill({_to}, number)
+    except ProcessLookupError: pass
+time.sleep(0.05)
+print("done")
+""",
+        stdout=b"done\n",
+    )
+_add("interrupt_oneself", "os.kill(0, signal.SIGINT); time.sleep(1)", "error", exit_code=130)
+_add(
+    "leases_and_hints",
+    """
+import fcntl
+fd = os.open("file", os.O_CREAT | os.O_RDWR)
+for command in (1024, 1025, 1026, 1036, 1038, 1040): must_fail(command, fcntl.fcntl, fd, command, bytes(8))
+os.close(fd)
+for command, argument in ((1024, 0), (1026, 1)): must_fail(command, fcntl.fcntl, os.open("file", os.O_RDONLY), command, argument)
+""",
+)
 
 HOSTILE: tuple[Program, ...] = tuple(_LIST)
+_LIST.clear()
+
+# Each reads a number where a program before it may have left one, prints it, and leaves another:
+# run again and again, it must read the same.
+_add(
+    "carry_stdin_flags",
+    "import fcntl; v = fcntl.fcntl(0, fcntl.F_GETFL); print(v); fcntl.fcntl(0, fcntl.F_SETFL, v ^ os.O_APPEND ^ os.O_NONBLOCK)",
+)
+_add("carry_stdin_offset", "print(os.lseek(0, 0, 1)); os.lseek(0, 7, 0)")
+_add(
+    "carry_stdin_signal",
+    "import fcntl; v = fcntl.fcntl(0, 11); print(v); fcntl.fcntl(0, 10, v + 1)",
+)
+_add("carry_stdin_owner", "import fcntl; print(fcntl.fcntl(0, 9)); fcntl.fcntl(0, 8, os.getpid())")
+_add(
+    "carry_stdin_lock",
+    """
+import fcntl
+try: fcntl.flock(0, fcntl.LOCK_EX | fcntl.LOCK_NB); print("free", flush=True)
+except OSError: print("held", flush=True)
+""",
+)
+_add(
+    "carry_pipe_flags",
+    """
+import fcntl
+for fd in (1, 2):
+    v = fcntl.fcntl(fd, fcntl.F_GETFL)
+    print(v, fcntl.fcntl(fd, 1032), os.stat(fd).st_mode)
+    fcntl.fcntl(fd, fcntl.F_SETFL, v ^ os.O_APPEND); fcntl.fcntl(fd, 1031, 8192)
+    try: os.fchmod(fd, 0o123)
+    except OSError: pass
+""",
+)
+_add(
+    "carry_device_times",
+    """
+for path in ("/", "/dev", "/proc", "/run", "/usr", "/etc/passwd", "/dev/fd", sys.executable, os.__file__,
+             *("/dev/" + name for name in os.listdir("/dev")), "/dev/pts/ptmx", 0):
+    s = os.stat(path) if os.path.exists(path) else None
+    if path not in ("/proc", "/dev/shm", "/dev/stdout", "/dev/stderr", "/dev/fd", "/dev/stdin"):
+        print(path, s and (s.st_mtime_ns, s.st_atime_ns, s.st_mode, s.st_uid))
+    for change in (lambda: os.utime(path), lambda: os.utime(path, ns=(1, 1)), lambda: os.chmod(path, s.st_mode ^ 0o111)):
+        try: change()
+        except (OSError, AttributeError): pass
+""",
+)
+_add(
+    "carry_priority",
+    """
+for kind, who in ((0, 0), (1, 0), (2, 0), (0, 1), (1, 1)):
+    try: print(os.getpriority(kind, who)); os.setpriority(kind, who, os.getpriority(kind, who) + 1)
+    except OSError as error: print(error.errno)
+""",
+)
+_add(
+    "carry_affinity_and_limits",
+    """
+import resource
+print(os.sched_getaffinity(0), os.sched_getaffinity(1))
+for pid in (1, 0):
+    try: os.sched_setaffinity(pid, {min(os.sched_getaffinity(0))})
+    except OSError: pass
+limits = [resource.getrlimit(n) for n in range(16)]
+print(limits)
+for n, (soft, hard) in enumerate(limits):
+    if n in (1, 4, 6, 10, 11, 12): resource.setrlimit(n, (0, 0))
+""",
+)
+_add(
+    "carry_process_attributes",
+    """
+print(os.umask(0o77), os.getcwd(), libc.prctl(30), signal.getsignal(signal.SIGUSR1), signal.pthread_sigmask(0, ()))
+os.chdir("/"); libc.prctl(29, 77777); signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+signal.pthread_sigmask(0, signal.valid_signals()); signal.alarm(3); libc.prctl(15, b"named")
+print(os.getpgid(0), os.getsid(0), read("/proc/self/comm"))
+""",
+)
+_add(
+    "carry_socket_cookie",
+    """
+for option in (57, 71):
+    try: print(socket.socket(1, 1).getsockopt(1, option, 8))
+    except OSError as error: print(error.errno)
+""",
+)
+_add(
+    "carry_unix_names",
+    """
+s = socket.socket(1, 1)
+try: s.bind("\\0counter"); print("free")
+except OSError: print("taken")
+print(len(open("/proc/net/unix").readlines()))
+s.listen(); held = [socket.socket(1, 1) for _ in range(20)]
+for each in held: each.connect("\\0counter"); each.send(b"1")
+socket.send_fds(held[0], [b"x"], [each.fileno() for each in held])
+""",
+)
+_add(
+    "carry_terminals",
+    "fd = os.open('/dev/ptmx', os.O_RDWR | os.O_NOCTTY); print(sorted(os.listdir('/dev/pts'))); os.write(fd, b'x')",
+)
+_add(
+    "carry_files",
+    """
+for folder in ("/tmp", "/dev/shm", "/", "/dev", "/run", "/var", "/var/tmp", "/sbx", "/etc", "/dev/pts", "/proc"):
+    print(folder, sorted(n for n in os.listdir(folder) if n != "thread-self"))
+    try: write(folder + "/counter")
+    except OSError: pass
+""",
+)
+_add(
+    "carry_write_hint",
+    """
+import fcntl
+for path in (sys.executable, os.__file__, "/dev/null", "/etc/passwd"):
+    fd = os.open(path, os.O_RDONLY)
+    try: print(fcntl.fcntl(fd, 1035, bytes(8))); fcntl.fcntl(fd, 1036, bytes([2] + 7 * [0]))
+    except OSError as error: print(error.errno)
+""",
+)
+_add(
+    "carry_proc_settings",
+    """
+for name in ("oom_score_adj", "coredump_filter", "comm", "timerslack_ns", "sched", "autogroup", "loginuid", "sessionid", "setgroups", "uid_map", "attr/keycreate"):
+    for pid in ("self", "1"):
+        try: value = read(f"/proc/{pid}/{name}") if name != "sched" else b""
+        except OSError as error: value = error.errno
+        print(pid, name, value if name != "autogroup" else "")
+        try: write(f"/proc/{pid}/{name}", b"7")
+        except OSError: pass
+""",
+)
+_add(
+    "carry_ipc",
+    """
+print(*[len(open("/proc/sysvipc/" + n).readlines()) for n in ("shm", "sem", "msg")], read("/proc/keys"))
+for number, *args in ((29, 4242, 4096, 0o1666), (64, 4242, 1, 0o1666), (68, 4242, 0o1666), (248, b"user", b"k", b"1", 1, -3)):
+    try: syscall(number, *args)
+    except OSError as error: print(error.errno)
+""",
+    machine="x86_64",
+)
+_add(
+    "carry_module_state",
+    """
+import builtins, encodings, random, threading, codecs
+print(vars(builtins).get("counter"), sys.__dict__.get("counter"), os.environ.get("COUNTER"), random.random(), len(threading.enumerate()))
+builtins.counter = sys.counter = 1; os.environ["COUNTER"] = "1"; os.putenv("COUNTER", "1")
+random.seed(9); codecs.register(lambda name: None); sys.setrecursionlimit(5000)
+""",
+)
+
+CARRIERS: tuple[Program, ...] = tuple(_LIST)
 _LIST.clear()
 
 # Programs that must run as they would outside.
@@ -803,6 +1043,11 @@ _add(
     stdout=b"0\n1\n2\n3\n",
 )
 _add(
+    "thread_that_outlives_main",
+    "import threading; threading.Timer(0.1, print, ('late',)).start(); print('main')",
+    stdout=b"main\nlate\n",
+)
+_add(
     "thread_pool",
     "from concurrent.futures import ThreadPoolExecutor\nprint(list(ThreadPoolExecutor(4).map(abs, range(4))))",
     stdout=b"[0, 1, 2, 3]\n",
@@ -852,6 +1097,35 @@ _add(
     "shared_memory",
     "from multiprocessing import shared_memory as s\nm = s.SharedMemory(create=True, size=64); m.buf[0] = 3; print(m.buf[0]); m.close(); m.unlink()",
     stdout=b"3\n",
+)
+_add(
+    "manager",
+    "import multiprocessing as m\nwith m.Manager() as s: x = s.list([1]); x.append(2); print(x)",
+    stdout=b"[1, 2]\n",
+)
+_add(
+    "file_locks",
+    """
+import fcntl
+with open("file", "w") as f:
+    fcntl.flock(f, fcntl.LOCK_EX); fcntl.lockf(f, fcntl.LOCK_EX); f.write("x"); fcntl.flock(f, fcntl.LOCK_UN)
+print(open("file").read())
+""",
+    stdout=b"x\n",
+)
+_add(
+    "memory_shared_after_forks",
+    """
+big, children = bytearray(b"x") * (60 << 20), []
+stopped = os.fork()
+if stopped == 0: os.kill(os.getpid(), signal.SIGSTOP); os._exit(0)
+os.waitpid(stopped, os.WUNTRACED)
+for _ in range(4):
+    if (child := os.fork()) == 0: time.sleep(0.3); os._exit(big[0] & 7)
+    children.append(child)
+print([os.waitpid(child, 0)[1] >> 8 for child in children], os.waitpid(stopped, os.WCONTINUED | os.WNOHANG))
+""",
+    stdout=b"[0, 0, 0, 0] (0, 0)\n",
 )
 _add("mmap", "import mmap; m = mmap.mmap(-1, 4096); m[:2] = b'ok'; print(m[:2])", stdout=b"b'ok'\n")
 _add(

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from hostile_programs import ATTACK_MODULE, BENIGN, HOSTILE, Program
+from hostile_programs import ATTACK_MODULE, BENIGN, CARRIERS, HOSTILE, Program
 
 from nanorl.sandbox import ExecResult, SandboxPool, SandboxSpec
 
@@ -150,6 +150,15 @@ class Examiner:
             found.append(f"the next program sees {after}, not {self.clean.stdout!r}")
         return [f"{program.name}: {line}" for line in found]
 
+    def carried(self, program: Program) -> list[str]:
+        """What differs when one program runs three times, each after all that it did before."""
+        first, *others = (self.run(program) for _ in range(3))
+        found = outcome_violations(program, first)
+        if not first.stdout or any(other.stdout != first.stdout for other in others):
+            seen = [run.stdout.decode() for run in (first, *others)]
+            found.append(f"a program sees its predecessors: {seen}")
+        return [f"{program.name}: {line}" for line in found]
+
     def settled(self) -> list[int]:
         """Processes of the pool: bubblewrap, the server, the next init, the next program."""
         time.sleep(0.01)  # the next child is being forked
@@ -206,6 +215,8 @@ def main() -> int:
             found += examiner.violations(program)
             if "-v" in sys.argv:
                 print(f"{time.monotonic() - start:.2f} {program.name}", flush=True)
+        for program in applicable(CARRIERS):
+            found += examiner.carried(program)
     if alive := children(os.getpid()):
         found.append(f"alive after close: {alive}")
     print("\n".join(found))

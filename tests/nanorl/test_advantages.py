@@ -1,5 +1,7 @@
 """Advantages against numbers worked by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -47,6 +49,38 @@ def test_a_uniform_group_and_an_all_zero_group_give_zero_and_no_nan() -> None:
 def test_a_missing_group_id_is_refused() -> None:
     with pytest.raises(ValueError, match="6 group ids for 7 rewards"):
         adv.grpo(REWARDS, GROUPS[:-1])
+
+
+@pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3])
+@pytest.mark.parametrize("count", [3, 7, 1000])
+def test_equal_rewards_give_exactly_zero_whatever_the_rounding(reward: float, count: int) -> None:
+    rewards, ids = torch.full((count,), reward), torch.arange(count)
+    for function in (adv.grpo, adv.dr_grpo, adv.rloo, adv.maxrl):
+        assert not function(rewards, ["g"] * count).any()
+    mask = torch.ones(count)
+    assert not adv.whiten(rewards, mask).any()
+    assert not adv.reinforce_pp(rewards, mask, ids).any()
+
+
+def test_whitening_of_rounding_errors_stays_small_and_of_values_is_that_of_fp64() -> None:
+    noisy = torch.full((1000,), 0.7)
+    noisy[::2] += 6e-8  # one unit in the last place
+    assert float(adv.whiten(noisy, torch.ones(1000)).abs().max()) < 1e-3
+    values = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(50) % 3 > 0
+    kept = values[mask].double()
+    by_hand = (kept - kept.mean()) / (kept.var(correction=0) + 1e-8).sqrt()
+    got = adv.whiten(values, mask)
+    torch.testing.assert_close(got[mask].double(), by_hand, rtol=0, atol=1e-7)
+    assert not got[~mask].any()
+
+
+def test_maxrl_refuses_what_would_turn_its_sign() -> None:
+    """(0.1 + 0.1) over a mean of -0.05 would make the better rollouts the worse ones."""
+    with pytest.raises(ValueError, match=r"reward -0.2: advantage='maxrl'.*must be 0 or more"):
+        adv.maxrl(torch.tensor([0.1, -0.2]), ["g", "g"])
+    tiny = torch.tensor([1e-9, 0.0])
+    assert float(adv.maxrl(tiny, ["g", "g"]).abs().max()) < 1e-2  # bounded by δ, not 1
 
 
 # Two action tokens, three observation tokens, two action tokens.
@@ -99,9 +133,31 @@ def test_reinforce_pp_returns_use_action_tokens_only_and_are_whitened() -> None:
     reward = adv.outcome_rewards(torch.tensor([1.0, 0.0]), mask, ids)
     close(reward, [0, 0, 1, 0])
     k1 = torch.tensor([0.2, 9.0, 0.4, 0.0])
-    got = adv.reinforce_pp(reward, k1, mask, ids, gamma=0.5, kl_coef=0.5)
+    reward = adv.kl_penalised(reward, k1, torch.zeros(4), mask, 0.5)
+    got = adv.reinforce_pp(reward, mask, ids, gamma=0.5)
     # Gains −.1, −, .8, 0; returns −.1 + .5·.8 = .3, .8, 0; mean .366667, population std .329983.
     close(got, [-0.202031, 0, 1.313198, -1.111168], 1e-5)
+
+
+def test_the_penalty_inside_the_rewards_reaches_gae_too() -> None:
+    """k1 = .2 and .4, β = .5: gains -.1 and 1 - .2 = .8; values 0, γ = λ = 1."""
+    spec = AlgorithmSpec(advantage="gae", lam=1.0, kl_reward_coef=0.5, whiten_gae=False)
+    batch = AdvantageBatch(
+        reward_R=torch.tensor([1.0]),
+        group_ids=["g"],
+        mask_T=torch.tensor([1, 0, 1]),
+        sequence_ids_T=torch.zeros(3, dtype=torch.long),
+        old_logp_T=torch.tensor([-1.0, -1.0, -1.0]),
+        ref_logp_T=torch.tensor([-1.2, -9.0, -1.4]),
+        value_T=torch.zeros(3),
+    )
+    advantage, returns = compute_advantages(spec, batch)
+    close(advantage, [0.7, 0, 0.8])
+    assert returns is not None
+    close(returns, [0.7, 0, 0.8])
+    white, same_returns = compute_advantages(replace(spec, whiten_gae=True), batch)
+    close(white, [-1, 0, 1], 1e-4)
+    assert same_returns is not None and torch.equal(same_returns, returns)
 
 
 def test_reinforce_pp_baseline_whitens_group_centred_rewards_over_tokens() -> None:

@@ -71,6 +71,7 @@ def test_every_prompt_extends_what_was_said_before() -> None:
     for (ids, _), span in zip(generator.calls, rollout.turn_spans, strict=True):
         assert ids == rollout.tokens[: span.action_start]
     assert rollout.reward == 0.0 and rollout.status is Status.FINISHED
+    assert rollout.metrics["num_executions"] == 2.0, "metrics of the turns add up"
 
 
 def test_seeds_differ_by_turn_and_follow_from_the_rollout_seed() -> None:
@@ -78,6 +79,7 @@ def test_seeds_differ_by_turn_and_follow_from_the_rollout_seed() -> None:
     params = [call[1] for call in generator.calls]
     assert [p.seed for p in params] == [turn_seed(11, 0), turn_seed(11, 1)]
     assert params[0].seed != params[1].seed != turn_seed(12, 1)
+    assert all(0 <= turn_seed(seed, 0) < 2**63 for seed in range(32)), "torch takes 63 bits"
     assert {p.temperature for p in params} == {0.7}
     assert params[0].max_tokens == Limits().max_turn_tokens  # the limits decide
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,7 +34,7 @@ def rollout(group: str, member: int, reward: float, actions: int = 2) -> Rollout
 
 def test_advantages_are_within_the_group_and_only_on_sampled_tokens() -> None:
     groups = [[rollout("a", 0, 1.0), rollout("a", 1, 0.0)], [rollout("b", 0, 1.0)]]
-    batch = build_batch(groups, AlgorithmSpec(entropy_coef=0.1), max_tokens=64)
+    batch = build_batch(groups, AlgorithmSpec(entropy_coef=0.1), max_tokens=64, version=0)
     by_hand = 0.5 / (0.5**0.5 + 1e-6)  # (1 - 0.5) / sample std of {1, 0}
     first, second, lonely = (sample.fields["advantage"] for sample in batch.samples)
     assert first == pytest.approx([0, 0, 0, by_hand, by_hand])
@@ -43,13 +45,13 @@ def test_advantages_are_within_the_group_and_only_on_sampled_tokens() -> None:
 def test_groups_are_keyed_by_id_and_not_by_place() -> None:
     mixed = [[rollout("a", 0, 1.0), rollout("b", 0, 0.0)], [rollout("a", 1, 0.0)]]
     spec = AlgorithmSpec(advantage="dr_grpo", entropy_coef=0.1)
-    batch = build_batch(mixed, spec, max_tokens=64)
+    batch = build_batch(mixed, spec, max_tokens=64, version=0)
     assert [s.fields["advantage"][-1] for s in batch.samples] == [0.5, 0.0, -0.5]
 
 
 def test_token_mean_weights_sum_to_one_over_the_whole_batch() -> None:
     groups = [[rollout("a", 0, 1.0, actions=1), rollout("a", 1, 0.0, actions=5)]]
-    batch = build_batch(groups, AlgorithmSpec(aggregation="token_mean"), max_tokens=64)
+    batch = build_batch(groups, AlgorithmSpec(aggregation="token_mean"), max_tokens=64, version=0)
     weights = [w for sample in batch.samples for w in sample.fields["weight"]]
     assert sum(weights) == pytest.approx(1.0)
     assert {round(w, 6) for w in weights} == {0.0, round(1 / 6, 6)}
@@ -60,7 +62,7 @@ def test_samples_without_advantage_are_left_out_and_the_others_keep_their_weight
         [rollout("a", 0, 1.0), rollout("a", 1, 1.0)],
         [rollout("b", 0, 1.0), rollout("b", 1, 0.0)],
     ]
-    batch = build_batch(groups, AlgorithmSpec(aggregation="token_mean"), max_tokens=64)
+    batch = build_batch(groups, AlgorithmSpec(aggregation="token_mean"), max_tokens=64, version=0)
     assert [sample.group for sample in batch.samples] == ["b", "b"]
     assert [sample.group for sample in batch.probe] == ["a", "a"]
     weights = [w for sample in batch.samples for w in sample.fields["weight"] if w]
@@ -72,20 +74,22 @@ def test_dynamic_sampling_drops_groups_without_signal() -> None:
         [rollout("a", 0, 1.0), rollout("a", 1, 1.0)],
         [rollout("b", 0, 1.0), rollout("b", 1, 0.0)],
     ]
-    batch = build_batch(groups, AlgorithmSpec(dynamic_sampling=True), max_tokens=64)
+    batch = build_batch(groups, AlgorithmSpec(dynamic_sampling=True), max_tokens=64, version=0)
     assert {sample.group for sample in batch.samples} == {"b"}
     assert batch.metrics["num_rollouts"] == 4
     assert batch.metrics["num_trained_rollouts"] == 2
 
 
 def test_a_batch_without_any_action_token_gives_no_samples() -> None:
-    batch = build_batch([[rollout("a", 0, 0.0, actions=0)]], AlgorithmSpec(), max_tokens=64)
+    batch = build_batch(
+        [[rollout("a", 0, 0.0, actions=0)]], AlgorithmSpec(), max_tokens=64, version=0
+    )
     assert batch.samples == []
 
 
 def test_the_gap_counts_sampled_tokens_alone() -> None:
     spec = AlgorithmSpec(entropy_coef=0.1)
-    batch = build_batch([[rollout("a", 0, 1.0)]], spec, max_tokens=64)
+    batch = build_batch([[rollout("a", 0, 1.0)]], spec, max_tokens=64, version=0)
     trainer = [torch.tensor([9.0, 9.0, 9.0, -0.5, -0.25])]
     gap = logp_gap(batch.samples, trainer)
     assert gap["logp_gap_max"] == pytest.approx(0.25)
@@ -119,8 +123,9 @@ def test_values_give_advantages_and_the_returns_that_the_critic_learns() -> None
     calls: list[int] = []
     batch = build_batch(
         [[rollout("a", 0, 1.0)]],
-        AlgorithmSpec(advantage="gae"),
+        AlgorithmSpec(advantage="gae", whiten_gae=False),
         max_tokens=64,
+        version=0,
         scoring=Scoring(values=constant(0.5, calls)),
     )
     (sample,) = batch.critic_samples
@@ -134,7 +139,9 @@ def test_values_give_advantages_and_the_returns_that_the_critic_learns() -> None
 def test_the_critic_learns_also_where_the_policy_has_no_gradient() -> None:
     groups = [[rollout("a", 0, 0.0), rollout("a", 1, 0.0)]]
     scoring = Scoring(values=constant(0.0, []))
-    batch = build_batch(groups, AlgorithmSpec(advantage="gae"), max_tokens=64, scoring=scoring)
+    batch = build_batch(
+        groups, AlgorithmSpec(advantage="gae"), max_tokens=64, version=0, scoring=scoring
+    )
     assert (batch.samples, len(batch.critic_samples)) == ([], 2)
 
 
@@ -144,7 +151,7 @@ def test_the_reference_penalises_inside_the_reward() -> None:
     spec = AlgorithmSpec(advantage="reinforce_pp", kl_reward_coef=0.1)
     seen: list[int] = []
     scoring = Scoring(reference=constant(-0.75, seen))
-    batch = build_batch(groups, spec, max_tokens=64, scoring=scoring)
+    batch = build_batch(groups, spec, max_tokens=64, version=0, scoring=scoring)
     returns = torch.tensor([1 - 2 * 0.025, 1 - 0.025, -2 * 0.025, -0.025])
     by_hand = (returns - returns.mean()) / returns.std(correction=0)
     found = [a for s in batch.samples for a in s.fields["advantage"] if a]
@@ -152,13 +159,80 @@ def test_the_reference_penalises_inside_the_reward() -> None:
     assert seen == [2] and batch.samples[0].fields["ref_logp"] == [-0.75] * 5
 
 
-def test_old_log_probs_are_recomputed_only_for_what_is_trained() -> None:
-    groups = [
-        [rollout("a", 0, 1.0), rollout("a", 1, 1.0)],
-        [rollout("b", 0, 1.0), rollout("b", 1, 0.0)],
-    ]
+def test_old_log_probs_are_asked_for_only_where_the_advantages_read_them() -> None:
+    """Distillation: A -= λ(log π_o - log π_T) with the trainer's -0.25 and the teacher's -0.75."""
+    groups = [[rollout("a", 0, 0.0), rollout("a", 1, 0.0)]]
     calls: list[int] = []
-    scoring = Scoring(old=constant(-0.25, calls))
-    batch = build_batch(groups, AlgorithmSpec(), max_tokens=64, scoring=scoring)
+    scoring = Scoring(old=constant(-0.25, calls), reference=constant(-0.75, []))
+    spec = AlgorithmSpec(distill_coef=0.5)
+    batch = build_batch(groups, spec, max_tokens=64, version=3, scoring=scoring)
     assert calls == [2]
-    assert all(sample.fields["old_logp"] == [-0.25] * 5 for sample in batch.samples)
+    assert batch.samples[0].fields["advantage"] == [0, 0, 0, -0.25, -0.25]
+    plain = build_batch(groups, spec, max_tokens=64, version=3, scoring=replace(scoring, old=None))
+    assert plain.samples[0].fields["advantage"] == [0, 0, 0, -0.125, -0.125]  # μ = -0.5 is o
+    assert "old_logp" not in plain.samples[0].fields
+
+
+def test_a_batch_of_nothing_asks_nobody_for_a_score() -> None:
+    def refuse(samples: Sequence[Sample]) -> list[torch.Tensor]:
+        raise AssertionError(f"asked for {len(samples)} samples")
+
+    scoring = Scoring(old=refuse, reference=refuse, values=refuse)
+    solved = [[rollout("a", 0, 1.0), rollout("a", 1, 1.0)]]
+    spec = AlgorithmSpec(dynamic_sampling=True, kl_coef=0.1)
+    for groups in ([], [[], []], solved):
+        batch = build_batch(groups, spec, max_tokens=64, version=0, scoring=scoring)
+        assert (batch.samples, batch.critic_samples) == ([], [])
+    assert len(batch.probe) == 2  # to measure the gap on
+
+
+def test_the_overlong_penalty_counts_what_the_limit_counts() -> None:
+    """A limit of 20 tokens, the prompt's three among them, and a buffer of 10: a rollout of 17
+    tokens is 7 into it. By its 14 action tokens it would be 4 into it, and could never reach 20."""
+    groups = [[rollout("a", 0, 1.0, actions=14), rollout("a", 1, 1.0, actions=2)]]
+    spec = AlgorithmSpec(advantage="dr_grpo", overlong_buffer=10)
+    batch = build_batch(groups, spec, max_tokens=20, version=0)
+    long, short = (sample.fields["advantage"][-1] for sample in batch.samples)
+    assert (long, short) == (pytest.approx(-0.35), pytest.approx(0.35))
+
+
+def test_a_rollout_without_an_action_token_counts_in_baseline_and_denominator() -> None:
+    """Rewards 1, 0, 0: the mean is 1/3; three rollouts of one token at most share the weight."""
+    members = [rollout("a", 0, 1.0, 1), rollout("a", 1, 0.0, 1), rollout("a", 2, 0.0, 0)]
+    spec = AlgorithmSpec(advantage="dr_grpo", aggregation="seq_mean_token_mean")
+    batch = build_batch([members], spec, max_tokens=64, version=0)
+    found = [(s.fields["advantage"][3], s.fields["weight"][3]) for s in batch.samples]
+    assert found == [pytest.approx((2 / 3, 1 / 3)), pytest.approx((-1 / 3, 1 / 3))]
+
+
+def test_the_gap_is_of_the_present_weights_and_drift_of_older_ones() -> None:
+    held = replace(rollout("a", 0, 1.0), versions=[-1, -1, -1, 4, 5])
+    spec = AlgorithmSpec(entropy_coef=0.1)
+    batch = build_batch([[held]], spec, max_tokens=64, version=5)
+    assert batch.samples[0].fields["staleness"] == [0, 0, 0, 1, 0]
+    gap = logp_gap(batch.samples, [torch.tensor([9.0, 9.0, 9.0, -1.5, -0.25])])
+    assert (gap["logp_gap_tokens"], gap["logp_gap_max"]) == (1, pytest.approx(0.25))
+    assert gap["drift_max"] == gap["drift_mean"] == pytest.approx(1.0)
+    assert gap["drift_kl"] == pytest.approx(math.exp(-1.0))  # e^-1 - 1 + 1
+    assert batch.metrics["staleness_mean"] == 0.5
+    assert (batch.metrics["staleness_max"], batch.metrics["stale_fraction"]) == (1.0, 0.5)
+
+
+def test_what_is_not_a_number_is_refused_with_the_rollout_that_has_it() -> None:
+    good, bad = rollout("a", 0, 1.0), rollout("a", 1, math.nan)
+    spec = AlgorithmSpec(correction="mis")
+    with pytest.raises(ValueError, match=r"rollout a-1: its reward is nan"):
+        build_batch([[good, bad]], spec, max_tokens=64, version=0)
+    for value in (math.nan, -math.inf):
+        bad = replace(good, rollout_id="a-1", logps=[0.0] * 4 + [value])
+        with pytest.raises(ValueError, match=rf"a-1: the rollout policy .* token 4 .* {value}"):
+            build_batch([[good, bad]], spec, max_tokens=64, version=0)
+    spec = AlgorithmSpec(kl_coef=0.1)
+    scoring = Scoring(reference=constant(math.nan, []))
+    with pytest.raises(ValueError, match=r"rollout a-0: the model behind 'ref_logp'"):
+        build_batch([[good, rollout("a", 1, 0.0)]], spec, max_tokens=64, version=0, scoring=scoring)
+
+
+def test_a_rollout_is_of_the_version_that_began_it() -> None:
+    assert replace(rollout("a", 0, 1.0), versions=[-1, -1, -1, 4, 5]).version == 4
+    assert rollout("a", 0, 1.0, actions=0).version == -1

@@ -22,17 +22,17 @@ def test_plain_lines_tell_progress_time_left_and_metrics():
         view.start_phase("evaluation", 200)
         for _ in range(200):
             view.advance("evaluation")
-        view.start_phase("RL steps", 15)
+        view.start_phase("RL steps", 15, num_lines=15)
         for step in range(3):
             clock.now_s += 20
-            view.advance("RL steps")
             metrics = {"success": 0.5 + step / 8, "logp_gap_max": 1.25e-5, "loss": float("nan")}
-            view.show("RL steps", metrics)
+            view.advance("RL steps", metrics=metrics)
     lines = out.getvalue().splitlines()
     assert lines[0] == "[0:00] nanorl smollm2"
     assert sum("evaluation" in line for line in lines) == 10
+    assert sum("RL steps" in line for line in lines) == 3  # each step once
     assert lines[-1] == (
-        "[1:00] RL steps 3/15, 4:00 left: success 75.0%, logp_gap_max 1.25e-5, loss –"
+        "[1:00] RL steps 3/15, 4:00 left: success 75.0%, logp gap max 1.25e-5, loss –"
     )
     assert "\x1b" not in out.getvalue()
 
@@ -45,13 +45,22 @@ def test_the_live_display_shows_phases_metrics_and_sparkline():
         view.end_phase("warm start")
         view.start_phase("RL steps", 2)
         for success in (0.0, 1.0):
-            view.advance("RL steps")
-            view.show("RL steps", {"success": success, "tokens_per_s_rollout": 1234.0})
+            metrics = {"success": success, "tokens_per_s_rollout": 1234.0}
+            view.advance("RL steps", metrics=metrics)
         view.say("[red]saved[/red]\x1b[2J")
     shown = out.getvalue()
     for part in ("nanorl tiny", "warm start", "4/4", "2/2", "▁█", "1,234", "[red]saved[/red]?[2J"):
         assert part in shown
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # the cursor is back
+
+
+def test_a_resumed_phase_counts_the_time_of_its_own_steps():
+    out, clock = io.StringIO(), Clock()
+    with LiveView("x", console=Console(file=out), clock=clock) as view:
+        view.start_phase("RL steps", 20, num_done=18, num_lines=20)
+        clock.now_s += 30
+        view.advance("RL steps")
+    assert out.getvalue().splitlines()[1:] == ["[0:30] RL steps 19/20, 0:30 left"]
 
 
 def test_sparkline_scales_and_averages():

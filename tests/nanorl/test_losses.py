@@ -306,15 +306,13 @@ def test_entropy_bonus_and_statistics_by_hand() -> None:
         num_sequences=1,
         entropy_T=torch.tensor([2.0, 4.0, 4.0, 100.0]),
     )
-    spec = AlgorithmSpec(loss="reinforce", entropy_coef=0.1)
+    spec = AlgorithmSpec(loss="reinforce", entropy_coef=0.1, correction="none")
     logp = torch.tensor([0.5, 0.0, -0.5, 3.0])
     loss, stats = make_loss(spec)(logp, batch)
     # −(.5·.5) + 0 + .25·(−.5)  −  .1·(1 + 1 + 1)
     assert float(loss) == pytest.approx(-0.25 - 0.125 - 0.3)
     means = summarise([stats])
     assert means["clip_fraction"] == pytest.approx(2 / 3)
-    assert means["logp_gap_max"] == 0.5
-    assert means["logp_gap"] == pytest.approx(0.5 / 3)
     assert means["entropy"] == pytest.approx(10 / 3)
     assert means["ratio"] == pytest.approx((math.exp(0.5) + 1 + math.exp(-0.5)) / 3)
 
@@ -323,11 +321,95 @@ def test_bypassing_the_old_policy_uses_the_rollout_logps_and_never_w() -> None:
     batch = replace(whole_batch(), weight_T=token_weights("token_mean", MASK, IDS, 4).double())
     bypass, _ = make_loss(AlgorithmSpec(old_policy="rollout"))(batch.old_logp_T, batch)
     same_batch = replace(batch, old_logp_T=batch.rollout_logp_T)
-    plain, _ = make_loss(AlgorithmSpec())(batch.old_logp_T, same_batch)
+    plain, _ = make_loss(AlgorithmSpec(correction="none"))(batch.old_logp_T, same_batch)
     assert float(bypass) == float(plain)
     for extra in ({"correction": "tis"}, {"loss": "decoupled_ppo"}, {"veto_below": 1e-4}):
         with pytest.raises(ValueError, match="old_policy='rollout'"):
             AlgorithmSpec(old_policy="rollout", **extra)
+
+
+def one_token_batch(logp: Tensor, mu: Tensor, advantage: Tensor, **fields: Tensor) -> LossBatch:
+    """Every token a sequence of its own, all of weight 1."""
+    return LossBatch(
+        rollout_logp_T=mu,
+        advantage_T=advantage,
+        mask_T=torch.ones_like(logp),
+        weight_T=torch.ones_like(logp),
+        sequence_ids_T=torch.arange(len(logp)),
+        num_sequences=len(logp),
+        **fields,
+    )
+
+
+def test_stale_tokens_are_weighed_by_default_and_the_policy_itself_is_the_old_one() -> None:
+    """w = 1.5 and 4, cut at 2; r = 1: the loss is -(1.5 · 2) + 2 · 1, its gradient -w·A."""
+    logp = f64(-1.0, -1.0).requires_grad_()
+    mu = logp.detach() - f64(1.5, 4.0).log()
+    loss, stats = make_loss(AlgorithmSpec())(logp, one_token_batch(logp, mu, f64(2.0, -1.0)))
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(-3.0 + 2.0)
+    same(logp.grad, f64(-3.0, 2.0))
+    assert float(stats["correction_sum"]) == pytest.approx(3.5)
+    assert float(stats["ratio_sum"]) == 2.0
+
+
+def test_the_weighed_gradient_is_that_of_the_present_policy_whoever_sampled() -> None:
+    """Without the cap: exact, over all seven symbols of another policy."""
+    mu = torch.log_softmax(MU, -1)
+    for loss in ("ppo", "reinforce", "sapo", "cispo"):
+        token_loss = make_loss(AlgorithmSpec(loss=loss, correction="tis", correction_cap=1e9))
+        logits = THETA.clone().requires_grad_()
+        logp = torch.log_softmax(logits, -1)
+        batch = replace(one_token_batch(logp, mu, REWARD), weight_T=mu.exp())
+        token_loss(logp, batch)[0].backward()
+        same(logits.grad, POLICY_GRADIENT)
+        logits.grad = None
+        logp = torch.log_softmax(logits, -1)
+        uncorrected = make_loss(AlgorithmSpec(loss=loss, correction="none"))
+        uncorrected(logp, batch)[0].backward()
+        assert float((logits.grad - POLICY_GRADIENT).abs().max()) > 1e-2
+
+
+def test_the_correction_that_nobody_chose() -> None:
+    assert AlgorithmSpec().resolved_correction == "tis"
+    for spec in (
+        AlgorithmSpec(old_policy="rollout"),
+        AlgorithmSpec(loss="decoupled_ppo"),
+        named_spec("opd"),
+    ):
+        assert (spec.resolved_correction, spec.answers_for_staleness) == ("none", True)
+    for spec in (
+        AlgorithmSpec(correction="none"),
+        AlgorithmSpec(correction="none", veto_below=1e-4),
+        AlgorithmSpec(loss="reinforce", old_policy="rollout"),
+    ):
+        assert not spec.answers_for_staleness
+
+
+def test_a_nan_is_never_taken_for_a_rejection() -> None:
+    log_w, mask, ids = f64(math.nan, 0.0), torch.ones(2), torch.tensor([0, 1])
+    for weight in (
+        corrections.tis(log_w, 2.0),
+        corrections.mis(log_w, 2.0),
+        corrections.icepop(log_w, 0.5, 5.0),
+        corrections.sequence_tis(log_w, mask, ids, 2, 2.0),
+        corrections.geometric_rejection(log_w, mask, ids, 2, 0.999, 1.001),
+    ):
+        assert math.isnan(weight[0]) and weight[1] == 1.0
+
+
+def test_clips_and_bounds_are_those_of_the_papers() -> None:
+    assert AlgorithmSpec().clip == (0.2, 0.2)
+    assert AlgorithmSpec(loss="gspo").clip == named_spec("gspo").clip == (3e-4, 4e-4)
+    assert AlgorithmSpec(loss="gspo", clip_low=1e-3).clip == (1e-3, 4e-4)
+    assert named_spec("dapo").clip == (0.2, 0.28)
+    assert AlgorithmSpec(correction="icepop").bounds == (0.5, 5.0)
+    assert AlgorithmSpec(correction="geometric").bounds == (0.999, 1.001)
+    low, high = named_spec("cispo").clip
+    ratio = f64(1e-3, 1.0, 9.0)
+    logp = ratio.log().requires_grad_()
+    losses.cispo(logp, f64(0, 0, 0), f64(1, 1, 1), clip_low=low, clip_high=high).sum().backward()
+    same(logp.grad, -f64(1e-3, 1.0, 1.28))  # no lower bound
 
 
 @pytest.mark.parametrize(
@@ -343,8 +425,22 @@ def test_bypassing_the_old_policy_uses_the_rollout_logps_and_never_w() -> None:
         ({"gamma": 2.0}, "gamma=2.0"),
         ({"constant_length": 3}, "constant_length=3"),
         ({"loss": "opd", "correction": "tis"}, "twice"),
-        ({"correction_low": 3.0}, "correction_high"),
+        ({"correction": "icepop", "correction_low": 3.0}, "correction_low=3.0: must be at most 1"),
         ({"kl_coef": -1.0}, "kl_coef=-1.0"),
+        ({"kl_coef": math.nan}, "kl_coef=nan: must be a finite number"),
+        ({"correction_cap": math.inf}, "correction_cap=inf: must be a finite number"),
+        ({"correction_cap": 0.5}, "correction_cap=0.5: must be 1 or more"),
+        ({"clip_high": -0.1}, "clip_high=-0.1: must be 0 or more"),
+        ({"loss": "gspo", "clip_low": 0.2}, "clip_low=0.2: must be at most 0.1: a sequence's"),
+        ({"loss": "gspo", "clip_high": 0.2}, "clip_high=0.2: must be at most 0.1: a sequence's"),
+        ({"correction_low": 0.5}, "correction_low=0.5: correction='auto' has no bounds"),
+        ({"correction": "geometric", "correction_high": 2.0}, "correction_high=2.0: .* never"),
+        ({"correction": "geometric", "correction_low": 0.5}, "correction_low=0.5: .* never"),
+        ({"kl_reward_coef": 0.1}, "kl_reward_coef=0.1: advantage='grpo'"),
+        ({"advantage": "maxrl", "overlong_buffer": 8}, "overlong_buffer=8"),
+        ({"advantage": "none"}, "advantage='none': nothing is left"),
+        ({"tau_negative": 0.0}, "tau_negative=0.0: must be more than 0"),
+        ({"veto_below": 1.0}, "veto_below=1.0"),
     ],
 )
 def test_impossible_specs_are_refused_with_the_reason(options: dict, match: str) -> None:

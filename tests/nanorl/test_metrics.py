@@ -108,6 +108,20 @@ def test_kill_9_loses_no_acknowledged_step(tmp_path):
         assert not acknowledged or acknowledged[-1] in steps
 
 
+def identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_ino, status.st_size
+
+
+def test_a_step_is_on_the_disk_before_write_returns(tmp_path, monkeypatch):
+    path, synced = tmp_path / "metrics.jsonl", []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(identity(os.fstat(fd))))
+    with MetricsWriter(path) as writer:
+        writer.write(0, {"x": 1})
+        assert synced == [identity(path.stat())]
+        writer.write(1, {"x": 1})
+        assert synced[1:] == [identity(path.stat())]
+
+
 def test_a_full_disk_is_one_clear_error_and_keeps_whole_lines(tmp_path):
     import resource
 

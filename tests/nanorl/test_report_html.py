@@ -7,11 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanorl.data.rows import Entry
+from nanorl.report import html
 from nanorl.report.charts import Chart, Series, line_chart, number, stacked_bars, wilson_interval
 from nanorl.report.curves import build_charts
+from nanorl.report.examples import Example, Rate, choose_entries, rates_by_stage
 from nanorl.report.html import write_report
-from nanorl.report.trace import pick_samples, split_text, trace_rollout
-from nanorl.types import Rollout, Status, TurnSpan
+from nanorl.report.style import SHADE_FROM_NATS
+from nanorl.report.trace import TokenView, split_text, trace_rollout
+from nanorl.types import Rollout, Status, Task, TurnSpan
 
 HOSTILE = [
     "</script><script>alert(1)</script>",
@@ -58,6 +62,11 @@ def make_rollout(turns: list[tuple[str, str]], prompt: str = "Q", name: str = "t
     )
 
 
+def example(rollout: Rollout, kind: str = "t", answer: str = "43") -> Example:
+    task = Task(task_id=rollout.task_id, kind=kind, prompt="Q", answer=answer)
+    return Example(rollout=rollout, task=task, when="step 2")
+
+
 SUMMARY = {
     "preset": "tiny",
     "seed": 1,
@@ -67,10 +76,14 @@ SUMMARY = {
     "heldout_success_after": 0.9,
     "heldout_success_no_tool": None,
     "heldout_n": 400,
-    "per_type": {"sum": {"before": 0.5, "after": 0.75, "n": 8}, "count": {"before": 1, "after": 0}},
+    "heldout_n_untrained": 28,
+    "per_type": {
+        "sum": {"before": 0.5, "after": 0.75, "n": 8, "n_after": 8},
+        "count": {"before": 1, "after": 0},
+    },
 }
 ROWS = [
-    {"step": s, "success": s / 4, "logp_gap_max": 1e-5, "time": {"generate": 2, "train": 1}, "q": s}
+    {"step": s, "success": s / 4, "logp_gap_max": 1e-5, "wait_s": 2, "train_s": 1, "q": s}
     for s in range(3)
 ]
 
@@ -122,7 +135,8 @@ def render(tmp_path, **changes) -> tuple[str, Page]:
         "config": {"lr": 1e-3, "nested": {"a": [1, 2]}},
         "summary": SUMMARY,
         "metrics_rows": ROWS,
-        "rollouts": [make_rollout([("think", "out"), ("answer 42", "")])],
+        "examples": [example(make_rollout([("think", "out"), ("answer 42", "")]))],
+        "training_rates": {"t": [Rate(first=0, last=2, num_right=3, num=4)]},
         "decode": decode,
     }
     write_report(tmp_path / "report.html", **(arguments | changes))
@@ -132,11 +146,15 @@ def render(tmp_path, **changes) -> tuple[str, Page]:
 
 def test_the_page_is_whole_and_says_the_main_numbers(tmp_path):
     _, page = render(tmp_path)
-    for part in ("90.0%", "not measured", "+40.0", "400", "After warm start", "+25.0", "-100.0"):
+    for part in ("90.0%", "not measured", "+40.0", "of 400", "of 28", "+25.0", "-100.0", "of 8"):
+        assert part in page.text
+    for part in ("After the warm start", "expected answer: 43", "steps 0–2: 75% of 4"):
         assert part in page.text
     assert page.text.index("count") < page.text.index("sum")  # task types in a fixed order
     labels = " ".join(value for name, value in page.attributes if name == "aria-label")
-    assert "after RL 90.0%" in labels
+    # Newcombe's formula by hand: 0 of 28 gives 0 to 12.1 %, 360 of 400 gives 86.7 to 92.6 %.
+    assert "untrained: 0.0% of 28 tasks, 95 % interval 0.0% to 12.1%" in labels
+    assert "after RL: 90.0% of 400 tasks, 95 % interval 86.7% to 92.6%" in labels
     assert "Success, steps 0 to 2: success from 0.0% to 50.0%" in labels
     assert page.tags.count("figure") == 4  # success, gap, time, and q, which no rule names
 
@@ -153,11 +171,12 @@ def test_untrusted_text_never_becomes_markup(tmp_path, hostile):
     )
     html, page = render(
         tmp_path,
-        rollouts=[rollout],
+        examples=[example(rollout, kind=hostile, answer=hostile)],
+        training_rates={hostile: [Rate(first=0, last=0, num_right=0, num=1)]},
         config={hostile: hostile, "deep": {hostile: [hostile]}},
         summary=SUMMARY
         | {"model": hostile, "preset": hostile, "per_type": {hostile: {"before": 1, "after": 1}}},
-        metrics_rows=[{"step": 0, hostile: 1.0, "note": hostile, "time": {hostile: 2.0}}],
+        metrics_rows=[{"step": 0, "wait_s": 1.0, hostile: 1.0, "note": hostile}],
         classify=lambda text: text,
     )
     assert set(page.tags) <= set(clean_page.tags)
@@ -190,7 +209,7 @@ def test_the_same_run_gives_the_same_bytes(tmp_path):
 
 
 def test_a_run_that_only_began_has_a_report(tmp_path):
-    _, page = render(tmp_path, summary={}, metrics_rows=[], rollouts=[], config={})
+    _, page = render(tmp_path, summary={}, metrics_rows=[], examples=[], config={})
     assert "No RL step was logged" in page.text
 
 
@@ -199,7 +218,7 @@ def test_rollouts_of_every_status_and_odd_numbers_are_shown(tmp_path):
     rollouts = [make_rollout([("a", "b")], status=status, reward=nan) for status in Status]
     rollouts.append(make_rollout([], prompt="only a prompt"))
     rollouts.append(make_rollout([("abc", "")], logps=[0.0, nan, float("-inf"), -1e9]))
-    _, page = render(tmp_path, rollouts=rollouts)
+    _, page = render(tmp_path, examples=[example(rollout) for rollout in rollouts])
     assert "truncated_context" in page.text
     assert "only a prompt" in page.by_class["prompt"]
 
@@ -216,6 +235,37 @@ def test_token_texts_join_to_the_decoded_text(text):
 def test_broken_bytes_are_shown_too():
     for ids in ([0xF0, 0x9F], [65, 0xFF, 66], [0xC3]):
         assert "".join(split_text(ids, decode)) == decode(ids)
+
+
+def test_only_sampled_tokens_count_for_a_mean_and_for_the_versions_shown():
+    rollout = Rollout(
+        task_id="t",
+        group_id="g",
+        rollout_id="r",
+        tokens=[65, 66, 67, 68],
+        loss_mask=[0, 1, 0, 1],
+        logps=[0.0, -1.0, 0.0, -3.0],
+        versions=[-1, 4, -1, 5],
+        turn_spans=[TurnSpan(action_start=1, action_end=4, observation_end=4)],
+    )
+
+    def decode(ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+    prompt, model = trace_rollout(rollout, decode).segments
+    assert (prompt.mean_logp, prompt.num_sampled) == (None, 0)
+    assert (model.mean_logp, model.num_sampled) == (-2.0, 2)
+    assert html._versions(rollout) == "4–5"
+
+
+def test_a_token_is_the_darker_the_less_likely_it_was():
+    def shade(logp: float) -> str:
+        token = TokenView(token_id=5, text="x", is_sampled=True, logp=logp, version=3)
+        return html._token(token).partition('class="t ')[2].partition('"')[0]
+
+    assert shade(0.0) == "p0"
+    for level, nats in enumerate(SHADE_FROM_NATS, start=1):
+        assert (shade(-nats), shade(-nats + 1e-6)) == (f"p{level}", f"p{level - 1}")
 
 
 def test_segments_hold_every_token_once_in_order():
@@ -244,11 +294,37 @@ def test_segments_hold_every_token_once_in_order():
     assert trace.segments[1].mean_logp == pytest.approx(expected)
 
 
-def test_samples_are_spread_over_the_run():
-    rollouts = [make_rollout([("a", "")], name=str(n)) for n in range(10)]
-    assert [r.task_id for r in pick_samples(rollouts, 4)] == ["0", "3", "6", "9"]
-    assert len(pick_samples(rollouts, 20)) == 10
-    assert [r.task_id for r in pick_samples(rollouts, 1)] == ["0"]
+def test_failures_come_first_and_long_pages_stay_moderate(tmp_path):
+    right = example(make_rollout([("fine", "")], reward=1.0, rollout_id="good"))
+    wrong = example(make_rollout([("x" * 30_000, "y" * 30_000)], reward=0.0, rollout_id="bad"))
+    html, page = render(tmp_path, examples=[right, wrong])
+    assert page.text.index("bad") < page.text.index("good")
+    assert "26000 characters more" in page.text
+    assert len(html) < 100_000
+
+
+def entries(*rows: tuple[str, str, int, float]) -> list[Entry]:
+    return [
+        Entry(
+            rollout_id=name, task_id=f"{kind}-0", group_id="g", step=step, version=step,
+            status=Status.FINISHED, reward=reward, num_tokens=1, num_turns=1, content_hash="",
+        )
+        for name, kind, step, reward in rows
+    ]  # fmt: skip
+
+
+def test_every_type_and_stage_is_shown_with_what_went_wrong():
+    stored = entries(
+        *((f"a{step}{i}", "add", step, float(i == 0)) for step in range(6) for i in range(4)),
+        ("c", "count-odd", 5, 0.0),
+    )
+    chosen = [entry.rollout_id for entry in choose_entries(stored)]
+    assert chosen == ["c", "a53", "a52", "a50", "a33", "a32", "a30", "a13", "a12", "a10"]
+    rates = rates_by_stage(stored)
+    assert [(r.first, r.last, r.num_right, r.num) for r in rates["add"]] == [
+        (0, 1, 2, 8), (2, 3, 2, 8), (4, 5, 2, 8),
+    ]  # fmt: skip
+    assert [(r.first, r.last, r.num) for r in rates["count-odd"]] == [(4, 5, 1)]
 
 
 def test_every_numeric_metric_gets_a_curve():

@@ -142,7 +142,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
         (["--preset", "tiny", "--model", "/nowhere"], "no such folder"),
         (["--preset", "tiny", "--tasks", "/nowhere.jsonl"], "/nowhere.jsonl"),
         (["--resume", "--out", "/nowhere"], "there is no run to go on with"),
-        (["--preset", "tiny", "--engine.cache-mb", "0"], "cache"),
+        (["--preset", "tiny", "--engine.cache-mb", "-1"], "cache"),
         (["--preset", "tiny", "--rl.reference", "/nowhere"], "nothing reads it"),
         (["--preset", "tiny", "--rl.critic-warmup-steps", "3"], "there is no critic with"),
     ],

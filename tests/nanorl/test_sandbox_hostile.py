@@ -5,18 +5,20 @@ As whoever runs the tests, and once more as a plain user when that is root.
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import sandbox_driver
-from hostile_programs import BENIGN, HOSTILE, Program
+from hostile_programs import BENIGN, CARRIERS, HOSTILE, Program
 
 from nanorl.sandbox.machine import is_readable
 
@@ -44,9 +46,35 @@ def test_benign_program_runs_as_it_would_outside(
     assert examiner.violations(program) == []
 
 
+@pytest.mark.parametrize("program", sandbox_driver.applicable(CARRIERS), ids=lambda p: p.name)
+def test_a_program_cannot_count_its_own_executions(
+    examiner: sandbox_driver.Examiner, program: Program
+) -> None:
+    assert examiner.carried(program) == []
+
+
+def test_a_program_cannot_lock_the_hosts_files(examiner: sandbox_driver.Examiner) -> None:
+    python = examiner.pool.capabilities.details["python"]
+    code = f"""
+import fcntl, time
+with open({python!r}, "rb") as file:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    print("locked", flush=True)
+    time.sleep(60)
+"""
+    future = examiner.pool._submit(code, None, b"", 0.6)
+    with open(python, "rb") as file:
+        while not future.done():
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_UN)
+            time.sleep(0.01)
+    assert future.result().stdout == b"locked\n"
+
+
 def test_there_are_enough_programs() -> None:
     assert len(HOSTILE) >= 40 and len(BENIGN) >= 20
-    names = [p.name for p in (*HOSTILE, *BENIGN)]
+    names = [p.name for p in (*HOSTILE, *BENIGN, *CARRIERS)]
     assert len(names) == len(set(names))
 
 
@@ -68,7 +96,7 @@ def test_the_whole_suite_holds_for_a_plain_user() -> None:
             extra_groups=[],
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=280,
         )
     assert done.stdout.strip() == f"uid {NOBODY} violations 0", done.stdout + done.stderr
 

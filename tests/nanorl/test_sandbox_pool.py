@@ -7,11 +7,14 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,8 +26,12 @@ from nanorl.sandbox import (
     SandboxPool,
     SandboxSpec,
     SandboxUnavailable,
+    dispatch,
+    memory,
 )
+from nanorl.sandbox.interpreter import find_python
 from nanorl.sandbox.machine import find_bwrap
+from nanorl.sandbox.outcome import Outcome
 
 pytestmark = pytest.mark.sandbox
 SPEC = SandboxSpec(timeout_s=5.0)
@@ -140,6 +147,23 @@ def test_files_too_large_for_the_folder_are_refused(pool: SandboxPool) -> None:
         pool.run_sync("", files={"a": "x" * (33 << 20)})
 
 
+def test_more_files_than_the_folder_holds_are_refused(pool: SandboxPool) -> None:
+    with pytest.raises(ValueError, match="tmp_inodes"):
+        pool.run_sync("", files={f"f{n}": "" for n in range(2049)})
+
+
+def test_a_program_cannot_make_its_input_grow(pool: SandboxPool) -> None:
+    code = """
+import os, sys
+for change in (lambda fd: os.ftruncate(fd, 1 << 20), lambda fd: os.pwrite(fd, b"y", 0)):
+    for fd in (0, os.open("/proc/self/fd/0", os.O_RDONLY)):
+        try: change(fd); print("changed")
+        except OSError: pass
+print(sys.stdin.read())
+"""
+    assert pool.run_sync(code, stdin=b"input").stdout == b"input\n"
+
+
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf")])
 def test_impossible_timeouts_are_refused(pool: SandboxPool, timeout_s: float) -> None:
     with pytest.raises(ValueError, match="timeout_s"):
@@ -199,16 +223,17 @@ def test_cancelling_kills_the_program(pool: SandboxPool) -> None:
     asyncio.run(main())
 
 
-def kill_worker_soon(num_times: int, others: list[int]) -> threading.Thread:
-    """Kills the pool's bubblewrap processes as a program that broke its worker would."""
+def kill_worker(pool: SandboxPool, state: str, num_times: int = 1) -> threading.Thread:
+    """Kills bubblewrap when it is "BUSY" or "IDLE", as a program that broke its worker would."""
 
     def work() -> None:
-        for _ in range(num_times):
-            time.sleep(0.4)
-            for pid in own_children(others):
-                if b"bwrap" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]:
-                    os.kill(pid, signal.SIGKILL)
-                    break
+        slot, killed = pool._dispatcher._slots[0], set()
+        while len(killed) < num_times:
+            time.sleep(0.05)
+            worker = slot.worker
+            if worker is not None and slot.state.name == state and worker.pid not in killed:
+                killed.add(worker.pid)
+                os.kill(worker.pid, signal.SIGKILL)
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -218,16 +243,16 @@ def kill_worker_soon(num_times: int, others: list[int]) -> threading.Thread:
 def test_a_sandbox_error_is_retried_on_a_fresh_worker(others: list[int]) -> None:
     with SandboxPool(SPEC) as pool:
         before = own_children(others)
-        thread = kill_worker_soon(1, others)
+        thread = kill_worker(pool, "BUSY")
         result = pool.run_sync("import time; time.sleep(0.6); print('done')")
         thread.join()
         assert (result.status, result.stdout) == (ExecStatus.OK, b"done\n")
         assert wait_until_none(before) == []
 
 
-def test_a_repeated_sandbox_error_is_the_programs_failure(others: list[int]) -> None:
+def test_a_repeated_sandbox_error_is_the_programs_failure() -> None:
     with SandboxPool(SPEC) as pool:
-        thread = kill_worker_soon(2, others)
+        thread = kill_worker(pool, "BUSY", num_times=2)
         result = pool.run_sync("import time; time.sleep(3); print('done')")
         thread.join()
         assert result.status is ExecStatus.ERROR and result.exit_code != 0
@@ -235,10 +260,67 @@ def test_a_repeated_sandbox_error_is_the_programs_failure(others: list[int]) -> 
         assert pool.run_sync("print(1)").stdout == b"1\n"
 
 
-def test_a_worker_that_died_idle_costs_the_next_program_nothing(others: list[int]) -> None:
+def test_a_server_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_BACKSTOP_S", 0.3)
     with SandboxPool(SPEC) as pool:
-        kill_worker_soon(1, others).join()
+        first = pool._dispatcher._slots[0].worker
+        assert first is not None
+        for pid in children(first.pid):
+            os.kill(pid, signal.SIGSTOP)
+        start = time.monotonic()
+        assert pool.run_sync("print(1)", timeout_s=0.2).stdout == b"1\n"
+        assert time.monotonic() - start < 10
+        assert pool._dispatcher._slots[0].worker is not first
+
+
+def test_the_result_of_another_run_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, calls = Outcome.unpack, []
+
+    def forge(packet: bytes, *, is_oom: bool) -> Outcome:
+        calls.append(honest(packet, is_oom=is_oom))
+        return replace(calls[-1], run_id=bytes(16)) if len(calls) == 1 else calls[-1]
+
+    with SandboxPool(SPEC) as pool:
+        monkeypatch.setattr(dispatch.Outcome, "unpack", forge)
         assert pool.run_sync("print(1)").stdout == b"1\n"
+    assert len(calls) == 2 and calls[0].run_id != calls[1].run_id
+
+
+def test_a_job_cancelled_while_it_waits_is_never_run() -> None:
+    with SandboxPool(SPEC) as pool:
+        running = pool._submit("import time; time.sleep(0.4)", None, b"", None)
+        waiting = [pool._submit("print(1)", None, b"", None) for _ in range(3)]
+        assert all(future.cancel() for future in waiting)
+        running.result()
+        pool.run_sync("print(2)")
+        assert pool._dispatcher._slots[0].num_runs == 3  # the canary, and two
+
+
+def test_a_worker_that_died_idle_costs_the_next_program_nothing() -> None:
+    with SandboxPool(SPEC) as pool:
+        kill_worker(pool, "IDLE").join()
+        assert pool.run_sync("print(1)").stdout == b"1\n"
+
+
+@pytest.mark.parametrize("num_deaths", [2, 3])
+def test_a_worker_found_dead_when_a_program_comes_is_replaced_twice(
+    monkeypatch: pytest.MonkeyPatch, num_deaths: int
+) -> None:
+    start, deaths = dispatch.Run.start, []
+
+    def break_pipe(run: dispatch.Run, control: socket.socket) -> None:
+        if len(deaths) < num_deaths:
+            deaths.append(run)
+            raise BrokenPipeError
+        start(run, control)
+
+    with SandboxPool(SPEC) as pool:
+        monkeypatch.setattr(dispatch.Run, "start", break_pipe)
+        if num_deaths < 3:
+            assert pool.run_sync("print(1)").stdout == b"1\n"
+        else:
+            with pytest.raises(SandboxFailure, match="die while they wait"):
+                pool.run_sync("print(1)")
 
 
 def test_a_host_without_descriptors_is_a_failure_of_the_machinery() -> None:
@@ -258,9 +340,41 @@ def test_a_host_without_descriptors_is_a_failure_of_the_machinery() -> None:
 def test_a_worker_is_replaced_after_its_runs(others: list[int]) -> None:
     with SandboxPool(SandboxSpec(timeout_s=5.0, max_runs_per_worker=2)) as pool:
         first = own_children(others)
-        for n in range(7):
+        counts = []
+        for n in range(4):
             assert pool.run_sync(f"print({n})").stdout == f"{n}\n".encode()
+            counts.append(pool._dispatcher._slots[0].num_runs)
+        assert counts == [0, 1, 0, 1]  # the canary was the first run of the first worker
         assert wait_until_none(first) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root sees the descriptors of a worker")
+def test_the_server_keeps_no_descriptor_of_a_run() -> None:
+    with SandboxPool(SPEC) as pool:
+        worker = pool._dispatcher._slots[0].worker
+        assert worker is not None
+        server = children(worker.pid)[0]
+        counts = []
+        for _ in range(4):
+            pool.run_sync("print(1)", stdin=b"x")
+            time.sleep(0.1)  # the next child is being forked
+            counts.append(len(os.listdir(f"/proc/{server}/fd")))
+        assert len(set(counts)) == 1, counts
+
+
+def test_groups_of_dead_processes_are_swept_and_those_of_the_living_stay() -> None:
+    if (group := memory.create(64 << 20, 8)) is None:
+        pytest.skip("no memory cgroup can be created")
+    dead = 2**22 + 1  # above the largest process number
+    folders = list(dict.fromkeys(group.folders.values()))
+    stale = [folder.with_name(f"nanorl-sandbox-{dead}-0") for folder in folders]
+    for folder in stale:
+        folder.mkdir()
+    memory.sweep()
+    assert not any(folder.exists() for folder in stale)
+    assert all(folder.exists() for folder in folders)
+    group.remove()
+    assert not any(folder.exists() for folder in folders)
 
 
 def test_hundreds_of_runs_leave_no_descriptor_and_no_process(pool: SandboxPool) -> None:
@@ -359,6 +473,45 @@ def test_bubblewrap_in_a_private_folder_still_starts(tmp_path: Path) -> None:
     spec = SandboxSpec(timeout_s=5.0, bwrap=str(tmp_path / package.name / "_bin" / "bwrap"))
     with SandboxPool(spec) as pool:
         assert pool.run_sync("print(1)").stdout == b"1\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may write to /opt")
+def test_of_an_interpreter_elsewhere_only_what_it_loads_is_bound() -> None:
+    system = find_python(SPEC).path
+    version = system.name
+    with tempfile.TemporaryDirectory(dir="/opt") as folder:
+        os.chmod(folder, 0o755)
+        library = Path(folder, "lib", version)
+        ignored = shutil.ignore_patterns("__pycache__", "config-*", "pydoc_data", "dist-packages")
+        shutil.copytree(f"/usr/lib/{version}", library, ignore=ignored, symlinks=True)
+        Path(folder, "bin").mkdir()
+        python = shutil.copy(system, Path(folder, "bin", "python3"))
+        Path(folder, "secret").write_text("secret")
+        Path(folder, "lib", "other").mkdir()
+        code = """
+import json, math, os, sqlite3, subprocess, sys
+print(os.__file__, sys.executable, math.pi > 3)
+print(subprocess.check_output([sys.executable, "-c", "print(6 * 7)"]))
+home = sys.executable[:-len("/bin/python3")]
+print([sorted(os.listdir(home + folder)) for folder in ("", "/bin", "/lib")])
+"""
+        with SandboxPool(SandboxSpec(timeout_s=5.0, python=str(python))) as pool:
+            result = pool.run_sync(code)
+    assert result.stdout.decode().splitlines() == [
+        f"{library}/os.py {python} True",
+        "b'42\\n'",
+        f"[['bin', 'lib'], ['python3'], ['{version}']]",
+    ], result.stderr
+
+
+def test_an_interpreter_that_does_not_run_is_refused_by_name() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        fake = Path(folder, "python3")
+        fake.write_text("#!/bin/sh\nexit 3\n")
+        fake.chmod(0o755)
+        with pytest.raises(ValueError, match="python3' does not run on its own"):
+            SandboxPool(SandboxSpec(python=str(fake)))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root changes its user id")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import platform
 import re
 import struct
@@ -41,7 +42,8 @@ def denied(number: int) -> int:
 def test_every_call_outside_of_the_table_is_denied(machine: str) -> None:
     numbers = seccomp.syscall_numbers(machine)
     assert len(set(numbers.values())) == len(numbers)
-    checked = {"clone3", "socket", "socketpair", "prlimit64", "setsockopt", "ioctl", "prctl"}
+    by_argument = "socket socketpair prlimit64 setsockopt getsockopt ioctl prctl fcntl"
+    checked = {"clone3", "flock", *by_argument.split()}
     plain = {n for name, n in numbers.items() if name not in checked}
     for number in set(range(700)) - {numbers[name] for name in checked}:
         expected = ALLOW if number in plain else denied(errno.EPERM)
@@ -66,6 +68,17 @@ def test_arguments_decide(machine: str) -> None:
     assert decide(machine, n["setsockopt"], 3, 1, 2) == ALLOW  # SO_REUSEADDR
     assert decide(machine, n["setsockopt"], 3, 1, 26) == denied(errno.EPERM)  # SO_ATTACH_FILTER
     assert decide(machine, n["setsockopt"], 3, 6, 2) == denied(errno.EPERM)
+    assert decide(machine, n["getsockopt"], 3, 1, 4) == ALLOW  # SO_ERROR
+    for option in (26, 57, 71):  # GET_FILTER, COOKIE, NETNS_COOKIE
+        assert decide(machine, n["getsockopt"], 3, 1, option) == denied(errno.ENOPROTOOPT)
+    assert decide(machine, n["getsockopt"], 3, 6, 4) == denied(errno.EPERM)
+    assert decide(machine, n["flock"], 3, 2) == denied(0)
+    for command in (fcntl.F_SETLK, fcntl.F_SETLKW, 37, 38):
+        assert decide(machine, n["fcntl"], 3, command) == denied(0)
+    for command in (fcntl.F_GETFL, fcntl.F_SETFL, fcntl.F_DUPFD_CLOEXEC, fcntl.F_GETLK):
+        assert decide(machine, n["fcntl"], 3, command) == ALLOW
+    for command in (fcntl.F_SETLEASE, fcntl.F_NOTIFY, 1033, 1036):  # ADD_SEALS, SET_RW_HINT
+        assert decide(machine, n["fcntl"], 3, command) == denied(errno.EINVAL)
     assert decide(machine, n["ioctl"], 0, 0x5401) == ALLOW  # TCGETS
     assert decide(machine, n["ioctl"], 0, 0x5412) == denied(errno.ENOTTY)  # TIOCSTI
     assert decide(machine, n["prctl"], 15) == ALLOW  # PR_SET_NAME

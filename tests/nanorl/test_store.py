@@ -125,6 +125,42 @@ def test_a_group_is_stored_whole_or_not_at_all(tmp_path):
         assert len(store) == 0
 
 
+def test_the_content_hash_sees_what_was_sampled() -> None:
+    first = make_rollout("a")
+    mask = [1 - value for value in first.loss_mask]
+    assert content_hash(first) != content_hash(make_rollout("a", loss_mask=mask))
+    assert content_hash(first) != content_hash(make_rollout("a", task_id="another"))
+
+
+def test_a_refused_group_leaves_nothing_and_the_store_goes_on(tmp_path):
+    with RolloutStore(tmp_path / "rollouts.sqlite") as store:
+        with pytest.raises(StoreError, match="cannot store rollouts of step 0"):
+            store.add_group(
+                [make_rollout("a"), make_rollout("b", reward=object())], step=0, version=0
+            )
+        assert len(store) == 0
+        store.add(make_rollout("c"), step=0, version=0)
+        assert [entry.rollout_id for entry in store.entries()] == ["c"]
+
+
+def test_a_stored_group_survives_a_power_loss(tmp_path):
+    with RolloutStore(tmp_path / "rollouts.sqlite") as store:
+        settings = [
+            store._db.execute(f"PRAGMA {n}").fetchone()[0] for n in ("synchronous", "journal_mode")
+        ]
+    assert settings == [2, "wal"], "FULL: one fsync a transaction (sqlite.org/pragma.html)"
+
+
+def test_rollouts_come_in_the_order_of_steps_then_groups_then_ids(tmp_path):
+    with RolloutStore(tmp_path / "rollouts.sqlite") as store:
+        for name, group, step in (("a", "g", 2), ("b", "h", 1), ("d", "g", 1), ("c", "g", 1)):
+            store.add(make_rollout(name, group_id=group), step=step, version=0)
+        assert [rollout.rollout_id for rollout in store.query()] == ["c", "d", "b", "a"]
+        assert [entry.rollout_id for entry in store.entries()] == ["c", "d", "b", "a"]
+        assert [rollout.rollout_id for rollout in store.query(limit=2)] == ["c", "d"]
+        assert store.query(limit=0) == []
+
+
 def test_resume_forgets_the_steps_after_the_checkpoint(tmp_path):
     with RolloutStore(tmp_path / "r.sqlite") as store:
         for step in range(5):

@@ -1,6 +1,7 @@
 """summary.json holds exactly the fields that other tools rely on, or is refused."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -95,6 +96,26 @@ def test_a_damaged_summary_and_a_missing_folder_are_named(tmp_path):
         read_summary(tmp_path / "summary.json")
     with pytest.raises(OSError, match=r"check that the folder.*none/summary\.json"):
         write_summary(tmp_path / "none" / "summary.json", GOOD)
+
+
+def test_a_summary_is_synced_then_renamed_and_a_failure_leaves_the_old_one_alone(
+    tmp_path, monkeypatch
+):
+    path = tmp_path / "summary.json"
+    write_summary(path, GOOD)
+    order = []
+
+    def refuse(source, target):
+        order.append("replace")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", lambda fd: order.append("fsync"))
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(OSError, match="make room"):
+        write_summary(path, {**GOOD, "seed": 1})
+    assert order == ["fsync", "replace"]
+    assert [item.name for item in tmp_path.iterdir()] == ["summary.json"]
+    assert read_summary(path) == GOOD
 
 
 def test_peak_memory_and_commit_are_facts(tmp_path):

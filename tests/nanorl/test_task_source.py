@@ -31,6 +31,16 @@ def test_a_batch_depends_on_nothing_but_seed_and_step() -> None:
     assert source.batch(18, 12) != later
 
 
+def test_every_round_of_kinds_has_an_order_of_its_own_and_every_heldout_seed_its_tasks() -> None:
+    source = TaskSource([tiny_family()], seed=3)
+    num_kinds = len(source.generators)
+    rounds = [[task.kind for task in source.batch(step, num_kinds)] for step in range(4)]
+    assert len({tuple(kinds) for kinds in rounds}) == 4
+    assert len({tuple(sorted(kinds)) for kinds in rounds}) == 1
+    first, other = (source.heldout(8, seed) for seed in (0, 1))
+    assert first != other and first == TaskSource([tiny_family()], seed=4).heldout(8, 0)
+
+
 def test_task_ids_are_equal_in_another_process() -> None:
     program = (
         "from nanorl.data.tasks import TaskSource\n"
@@ -100,6 +110,9 @@ def test_a_task_file_is_read_split_and_shuffled_by_epoch(tmp_path: Path) -> None
     n = len(source.tasks)
     held = source.heldout(1000, seed=0)
     assert n + len(held) == 61
+    twice = FileTasks(write(tmp_path / "twice.jsonl", records + records), seed=2)
+    assert (len(twice.tasks), len(twice.heldout_tasks)) == (n, len(held)), "a task twice is one"
+    assert source.heldout(5, seed=0) == held[:5] != source.heldout(5, seed=1)
     assert not {t.prompt for t in source.tasks} & {t.prompt for t in held}
     epochs = [[source.batch(step, 1)[0] for step in range(e * n, e * n + n)] for e in range(2)]
     assert Counter(t.prompt for t in epochs[0]) == Counter(t.prompt for t in epochs[1])

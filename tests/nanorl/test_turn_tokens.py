@@ -215,6 +215,18 @@ def test_the_four_truncation_classes() -> None:
         builder_of(max_context_tokens=size)
 
 
+def test_an_observation_that_leaves_no_room_for_an_action_is_not_appended() -> None:
+    free = builder_of()
+    free.append_action(output_of([65, EOS]))
+    assert observe(free, "seen")
+    size = len(free.prompt_ids)
+    for limit, fits in ((size, False), (size + 1, True)):
+        builder = builder_of(max_context_tokens=limit)
+        builder.append_action(output_of([65, EOS]))
+        assert observe(builder, "seen") is fits
+        assert builder.room()[0] == 1 if fits else builder.truncation == "context"
+
+
 def test_observations_are_cut_in_tokens_and_keep_both_ends() -> None:
     text = "start " + "€" * 200 + " end"
     short = shorten(TINY, text, 40)

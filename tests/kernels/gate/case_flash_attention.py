@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from gate_case import ATTENTION_SHAPES, GateCase
 
-from kernels import flash_attn_varlen, gather_rows
+from kernels import add_rows_, flash_attn_varlen, gather_rows
 from kernels.gather_rows import RowGather
 
 NEED_OF = {"_delta_kernel": ("ld128",)}
@@ -36,6 +36,11 @@ def gather() -> None:
     torch.autograd.grad(y, x, torch.empty_like(y))
 
 
+def embedding_gradient() -> None:
+    ids, rows = torch.empty(8192, dtype=torch.int64), torch.empty(8192, 1024, dtype=torch.bfloat16)
+    add_rows_(torch.empty(151_936, 1024), ids, rows, backend="triton")
+
+
 def cases() -> Iterator[GateCase]:
     for name in ATTENTION_SHAPES:
         need = ("ld128",) if name.startswith("fp32") else ("wgmma", "ld128")
@@ -50,3 +55,4 @@ def cases() -> Iterator[GateCase]:
         need_of=NEED_OF,
     )
     yield GateCase("gather_rows", gather, need=("ld128",))
+    yield GateCase("add_rows", embedding_gradient, need=("ld128",))

@@ -30,14 +30,14 @@ def moe(tokens: int, backward: bool, dtype: torch.dtype = torch.bfloat16) -> Cal
     return call
 
 
-def router() -> object:
+def router(experts: int = EXPERTS, k: int = K) -> object:
     grads = []
     for dtype in (torch.bfloat16, torch.float32):
-        logits = leaf(4096, EXPERTS, dtype=dtype)
+        logits = leaf(4096, experts, dtype=dtype)
         for renormalize in (True, False):
-            weights, ids = topk_softmax(logits, K, renormalize=renormalize, backend="triton")
+            weights, ids = topk_softmax(logits, k, renormalize=renormalize, backend="triton")
             grads.append(torch.autograd.grad(weights.sum(), logits))
-    return moe_align(ids, EXPERTS, 128, backend="triton"), grads
+    return moe_align(ids, experts, 128, backend="triton"), grads
 
 
 def grouped(dtype: torch.dtype) -> Callable[[], object]:
@@ -67,6 +67,8 @@ def cases() -> Iterator[GateCase]:
     yield GateCase("moe-decode", moe(64, False), need=tiny, need_of=decode)
     yield GateCase("moe-train-64_rows", moe(1024, True), need=tiny, need_of=of)  # an expert's mean
     yield GateCase("moe-route", router)
+    for experts, k in ((256, 8), (512, 10)):  # DeepSeek-V3, Qwen3-Next
+        yield GateCase(f"moe-route-{experts}", lambda e=experts, k=k: router(e, k))
     for tokens in (64, 1024):  # both tiles of fp32
         yield GateCase(f"moe-fp32-{tokens}", moe(tokens, True, torch.float32), need=tiny)
     yield GateCase("grouped-gemm-bf16", grouped(torch.bfloat16), need_of=of)

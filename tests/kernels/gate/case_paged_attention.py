@@ -51,6 +51,14 @@ def step_indices(num_seqs: int) -> list[torch.Tensor]:
     return [torch.empty(shape, dtype=torch.int32) for shape in shapes]
 
 
+ONE_HEAD_SHAPES = {
+    "half-128": (128, 1, 128),
+    "half-256": (128, 1, 256),
+    "fp32-128": (128, 1, 128),
+}
+"""All query heads read one key head: their rows no longer fit one tile."""
+
+
 def cases() -> Iterator[GateCase]:
     memory, merge = ("ld128",), {"_merge_kernel": ()}
     for name, dtype in (("bf16", torch.bfloat16), ("fp8", FP8)):
@@ -66,7 +74,8 @@ def cases() -> Iterator[GateCase]:
             lambda d=dtype, s=shape: decode(s, 256, 32, d),
             need=memory,
         )
-    for name, shape in ATTENTION_SHAPES.items():
+    one_head = {f"{name}-one_head": shape for name, shape in ONE_HEAD_SHAPES.items()}
+    for name, shape in (ATTENTION_SHAPES | one_head).items():
         is_fp32 = name.startswith("fp32")
         dtype = torch.float32 if is_fp32 else torch.bfloat16
         yield GateCase(

@@ -94,6 +94,24 @@ def cases() -> Iterator[GateCase]:
     for width in (3072, 9728, 14336):
         yield GateCase(f"swiglu-{width}", lambda w=width: gated(w), ("ld128",))
     yield from fp32_cases()
+    yield from wide_cases()
+
+
+def wide_cases() -> Iterator[GateCase]:
+    """Rows that no longer fit the registers of a program: Llama-3-405B (16,384 wide, 128 query
+    heads), Nemotron-4 (96 heads)."""
+    for kind, dtype in (("", BF16), ("-fp32", torch.float32)):
+        for name, call in (("rms_norm", norm), ("add_rms_norm", add_norm)):
+            yield GateCase(
+                f"{name}-16384{kind}", lambda c=call, d=dtype: c(16_384, d), ("ld128",),
+                need_of=SECOND_PASS,
+            )  # fmt: skip
+        for heads in ((96, 8, 128), (128, 8, 128)):
+            yield GateCase(
+                f"qk_norm_rope-{heads[0]}_heads{kind}",
+                lambda h=heads, d=dtype: norm_rope(*h, d), ("ld128",), need_of=SECOND_PASS,
+            )  # fmt: skip
+    yield GateCase("rope-128_heads", lambda: rope(128, 8, 128), ("ld128",))
 
 
 def fp32_cases() -> Iterator[GateCase]:

@@ -15,7 +15,7 @@ ATTENTION_SHAPES = {
     "fp32-64": (9, 3, 64),
     "fp32-128": (16, 8, 128),
     "fp32-256": (8, 4, 256),
-    "half-128-d80": (14, 2, 80),
+    "half-128-padded": (14, 2, 80),
     "half-128-mqa": (7, 1, 128),
 }
 """(query heads, key heads, head_dim) of every tile class of `_tune.py` (Llama-3-8B, SmolLM2 and

@@ -11,8 +11,10 @@ from guard import assert_as_good_as_plain_torch, outputs_and_gradients
 
 from kernels import (
     add_rms_norm,
+    add_rows_,
     apply_rope,
     gather_rows,
+    linear,
     make_row_gather,
     qk_norm_rope,
     rms_norm,
@@ -42,7 +44,7 @@ def normal(*shape):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "shape", [(8192, 1024), (4099, 2560), (8192, 4096), (1, 4095), (70001, 128)]
+    "shape", [(8192, 1024), (4099, 2560), (8192, 4096), (1, 4095), (70001, 128), (300, 16384)]
 )
 def test_rms_norm(dtype, shape):
     torch.manual_seed(0)
@@ -126,3 +128,36 @@ def test_gather_rows_adds_gradients_in_a_fixed_order(dtype):
         [normal(1000, 8, 128)],
         dtype,
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_embeddings_gradient_is_the_same_bits_every_time(dtype):
+    torch.manual_seed(0)
+    index = torch.randint(0, 50, (9001,), device="cuda")
+    rows, before = normal(9001, 1030).cuda().to(dtype), normal(1000, 1030).cuda().float()
+    totals = [before.clone() for _ in range(3)]
+    for total in totals:
+        add_rows_(total, index, rows)
+    exact = before.double().index_add_(0, index, rows.double())
+    assert torch.equal(totals[0], totals[1]) and torch.equal(totals[0], totals[2])
+    assert (totals[0] - exact).norm() < 1e-6 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_weights_gradient_reaches_its_fp32_buffer_unrounded(dtype):
+    torch.manual_seed(0)
+    x, dy = (normal(512, n).cuda().to(dtype) for n in (96, 64))
+    weight = torch.zeros(64, 96, device="cuda", dtype=dtype, requires_grad=True)
+    weight.main_grad = torch.zeros(64, 96, device="cuda")
+    linear(x, weight).backward(dy)
+    exact = dy.double().t() @ x.double()
+    assert (weight.main_grad - exact).norm() < 1e-5 * exact.norm()  # bf16: 2e-3
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_kernels_run_on_a_second_gpu_while_the_first_is_current():
+    x, w = torch.randn(5, 96, device="cuda:1"), torch.randn(96, device="cuda:1")
+    assert torch.cuda.current_device() == 0
+    y = rms_norm(x, w, 1e-6)
+    assert y.device == x.device and torch.cuda.current_device() == 0
+    assert (y - rms_norm_ref(x, w, 1e-6)).abs().max() < 1e-5

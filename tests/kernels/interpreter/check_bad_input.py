@@ -120,6 +120,7 @@ TABLE = {
     "matmul_batch_invariant": lambda: {"a_MK": fl(3, 8), "b_KN": fl(8, 5)},
     "log_softmax_batch_invariant": lambda: {"x": fl(3, 8)},
     "gather_rows": lambda: {"x": fl(3, 8), "gather": make_row_gather(ints(0, 2, 2), 3)},
+    "add_rows_": lambda: {"total": fl(3, 8), "index": ints(0, 2, 2, 1), "rows": fl(4, 8)},
 }  # fmt: skip
 
 LAST_DIM = {("rms_norm", "x"), ("matmul_batch_invariant", "a_MK"), ("flash_attn_varlen", "q_THD")}
@@ -132,6 +133,7 @@ FREE = {
     ("moe_align", "topk_ids_NK", "shape"),
     ("quantize_fp8", "x_NK", "shape"),
     ("log_softmax_batch_invariant", "x", "shape"),
+    ("add_rows_", "total", "shape"),
     ("multi_tensor_l2norm", "tensors", "shape"),
     # numbers of any kind
     *(("sample", name, "dtype") for name in ("temperature", "top_k", "top_p", "min_p")),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from guard import assert_as_good_as_plain_torch, poisoned_memory
 
-from kernels import fused_moe, grouped_gemm, moe_align, topk_softmax
+from kernels import _moe_routing_triton, fused_moe, grouped_gemm, moe_align, topk_softmax
 from kernels.grouped_gemm import grouped_gemm_ref
 from kernels.moe import fused_moe_ref
 from kernels.moe_routing import moe_align_ref, topk_softmax_ref
@@ -17,7 +17,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("renormalize", [True, False])
-@pytest.mark.parametrize("shape", [(37, 60, 4), (5, 8, 8), (1, 3, 1)])
+@pytest.mark.parametrize("shape", [(37, 60, 4), (5, 8, 8), (1, 3, 1), (9, 256, 8), (7, 512, 10)])
 def test_topk_softmax(dtype, renormalize, shape):
     torch.manual_seed(0)
     rows, experts, k = shape
@@ -47,6 +47,15 @@ def test_moe_align_equals_the_stable_sort(tokens, k, experts):
         ours = moe_align(ids, experts, 16, backend="triton")
     expected = moe_align_ref(ids, experts, 16)
     for name in ("slots", "offsets", "tile_experts", "tile_starts"):
+        assert torch.equal(getattr(ours, name), getattr(expected, name)), name
+
+
+def test_moe_align_of_more_runs_than_are_added_up_at_a_time(monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(_moe_routing_triton, "_RUNS", 2)
+    ids = torch.rand(100, 9).argsort(1)[:, :3].int()  # 300 slots in 5 runs
+    ours, expected = (moe_align(ids, 9, 16, backend=b) for b in ("triton", "torch"))
+    for name in ("slots", "offsets"):
         assert torch.equal(getattr(ours, name), getattr(expected, name)), name
 
 

@@ -126,6 +126,15 @@ def test_every_group_head_dim_and_block_size(group, head_dim, block, dtype):
     assert_as_good_as_plain_torch(decode(step, split_size=64), step)
 
 
+@pytest.mark.parametrize(("dtype", "group"), [(torch.bfloat16, 150), (torch.float32, 80)])
+def test_heads_of_a_group_that_do_not_fit_one_tile(dtype, group):
+    step = make_step((group, 1, 64), dtype, [1, 3, 1], [1, 40, 33])
+    ours = paged_attention(*step, max_query_len=3, max_seq_len=40, backend="triton")
+    assert_as_good_as_plain_torch(ours, step)
+    step = make_step((2 * group, 2, 64), dtype, [1, 1], [40, 33])
+    assert_as_good_as_plain_torch(decode(step, split_size=64), step)
+
+
 @pytest.mark.parametrize("options", [{}, {"num_splits": 3}, {"split_size": 64}])
 @pytest.mark.parametrize(
     ("heads", "dtype"), [((9, 3, 64), torch.float32), ((7, 1, 80), torch.bfloat16)]

@@ -7,7 +7,17 @@ import pytest
 import torch
 from guard import assert_as_good_as_plain_torch, guarded, outputs_and_gradients
 
-from kernels import add_rms_norm, apply_rope, linear_logprob, qk_norm_rope, rms_norm, swiglu
+from kernels import (
+    add_rms_norm,
+    apply_rope,
+    gather_rows,
+    linear_logprob,
+    make_row_gather,
+    qk_norm_rope,
+    rms_norm,
+    swiglu,
+)
+from kernels.gather_rows import gather_rows_ref
 from kernels.linear_logprob import linear_logprob_ref
 from kernels.qk_norm_rope import qk_norm_rope_ref
 from kernels.rms_norm import rms_norm_ref
@@ -18,7 +28,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(5, 96), (1, 33), (700, 40), (2, 3, 64), (3, 2500)])
+@pytest.mark.parametrize("shape", [(5, 96), (1, 33), (700, 40), (2, 3, 64), (3, 2500), (5, 9000)])
 def test_rms_norm(dtype, shape):
     torch.manual_seed(0)
     x, w = torch.randn(shape), torch.randn(shape[-1])
@@ -31,7 +41,7 @@ def test_rms_norm(dtype, shape):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(7, 50), (600, 40), (1, 2500), (0, 24)])
+@pytest.mark.parametrize("shape", [(7, 50), (600, 40), (1, 2500), (0, 24), (3, 16384)])
 def test_add_rms_norm(dtype, shape):
     torch.manual_seed(0)
 
@@ -96,7 +106,10 @@ def split_heads(fused, heads):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", [(9, 3, 64), (2, 1, 20), (4, 4, 128), (7, 1, 80), (8, 1, 64)])
+@pytest.mark.parametrize(
+    "heads",
+    [(9, 3, 64), (2, 1, 20), (4, 4, 128), (7, 1, 80), (8, 1, 64), (80, 70, 64), (96, 2, 128)],
+)
 @pytest.mark.parametrize("has_positions", [True, False])
 def test_qk_norm_rope(dtype, heads, has_positions):
     torch.manual_seed(0)
@@ -164,3 +177,18 @@ def test_backward_is_the_same_bits_every_time():
 
     first, second = outputs_and_gradients(op, [x, w]), outputs_and_gradients(op, [x, w])
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_copy_of_a_row_sends_its_gradient_back(dtype):
+    """A prompt's rows are copied once for each of a group's completions: 0 to 40 times here."""
+    torch.manual_seed(0)
+    copies = torch.tensor([0, 1, 40, 9, 2])
+    index = torch.repeat_interleave(torch.arange(5), copies)[torch.randperm(int(copies.sum()))]
+    plan = make_row_gather(index, 5)
+    assert_as_good_as_plain_torch(
+        lambda x: gather_rows(x, plan, backend="triton"),
+        lambda x: gather_rows_ref(x, index),
+        [torch.randn(5, 3, 50)],
+        dtype,
+    )

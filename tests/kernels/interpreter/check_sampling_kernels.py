@@ -39,6 +39,15 @@ def test_sample_equals_the_definition(dtype, vocab):
             torch.testing.assert_close(a, e, rtol=1e-5, atol=2e-5)
 
 
+def test_the_first_of_equal_logits_is_the_greedy_token():
+    """Also where it lies in a later lane of an earlier block: 7 and 4100 are lanes 7 and 4."""
+    logits = torch.zeros(2, 5001)
+    logits[:, [7, 4100, 4999]] = 3.0
+    logits[1, 4096] = 3.0  # lane 0
+    greedy = torch.tensor([[0.0, 0, 1.0, 0.0]] * 2)
+    assert draw(logits, 0, "triton", greedy).tokens.tolist() == [7, 7]
+
+
 def test_parameters_that_are_off_for_all_rows_may_be_left_out():
     torch.manual_seed(0)
     logits = torch.randn(4, 300)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import gather_rows, make_row_gather
+from kernels import add_rows_, gather_rows, make_row_gather
 from kernels.flash_attention import flash_attn_varlen_ref
 from kernels.gather_rows import gather_rows_ref
 from nanoengine.model.shared_prefix import SharedPrefixContext
@@ -66,3 +66,19 @@ def test_an_index_out_of_range_is_refused():
         make_row_gather(torch.tensor([6]), 6)
     with pytest.raises(ValueError, match="x: 5 rows"):
         gather_rows(torch.zeros(5, 2), make_row_gather(torch.tensor([1]), 6))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_added_in_fp32_and_in_order_to_what_is_there(dtype):
+    torch.manual_seed(0)
+    index = torch.tensor([4, 0, 4, 5, 5, 4] + [2] * 300)
+    rows, before = torch.randn(len(index), 1050).to(dtype), torch.randn(7, 1050)
+    total, exact = before.clone(), before.double()
+    add_rows_(total, index, rows, backend="triton")
+    exact.index_add_(0, index, rows.double())
+    assert (total - exact).abs().max() < 1e-4
+    assert torch.equal(total[[1, 3, 6]], before[[1, 3, 6]])
+    again = before.clone()
+    for i, row in zip(index.tolist(), rows, strict=True):
+        again[i] += row.float()
+    assert torch.equal(total, again)

@@ -1,0 +1,203 @@
+"""Sampling where the logits are: on a GPU, in one launch, edits included.
+
+The host decides what each row asks for and writes it down as tensors (`DeviceSampling`), which go
+up with the rest of the step. The GPU edits the logits of the rows that want it, samples all rows at
+once, and keeps the log-probs of the untouched logits, which are the trainer's (or of temperature 1,
+where asked for), beside those of what was sampled from.
+
+Its randomness is a hash of (seed, position) as the CPU's is, but another one (`kernels.sample`), so
+the two devices draw different tokens; it keeps every token that ties with the last one of a
+truncation; and its log-prob is the trainer's up to the rounding of a sum.
+
+Legend: B rows of logits, R of them edited, N of them scored apart from sampling, K of them report
+their likeliest tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import kernels
+from kernels.linear_logprob import softmax_parts
+from nanoinfer.logit_edits import LogitEdits
+from nanoinfer.sampler import Samples, SamplingBatch
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Values at places of an [R, V] table that is 0 elsewhere."""
+
+    at: Tensor  # int64, of the flat table
+    values: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[Tensor, Tensor]], vocab: int) -> Entries:
+        """`rows` has (token ids, values) of each row."""
+        at = torch.cat([ids + row * vocab for row, (ids, _) in enumerate(rows)])
+        return cls(at, torch.cat([values for _, values in rows]))
+
+    def table(self, shape: torch.Size) -> Tensor:
+        flat = torch.zeros(shape.numel(), dtype=self.values.dtype, device=self.at.device)
+        return flat.index_copy_(0, self.at, self.values).view(shape)
+
+
+@dataclass(frozen=True)
+class DeviceEdits:
+    """What happens to the logits of R rows; None where no row wants it."""
+
+    rows: Tensor  # int64 [R], in B
+    penalties: Tensor | None  # fp32 [3, R]: repetition, frequency, presence
+    output_counts: Entries | None  # int32
+    prompt_mask: Entries | None  # bool
+    bias: Entries | None  # fp32
+    bitmask: Tensor | None  # int32 [R, V / 32], bit set: allowed
+
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """Rows whose log-probs are taken from the untouched logits at temperatures of their own."""
+
+    rows: Tensor  # int64, in B
+    temperatures: Tensor  # fp32, never 0
+
+    @classmethod
+    def of(cls, rows: Sequence[int], batch: SamplingBatch) -> ScoredRows | None:
+        if not rows:
+            return None
+        temperatures = batch.logp_temperatures()[list(rows)].astype(np.float32)
+        return cls(torch.tensor(rows), torch.from_numpy(temperatures))
+
+    def tempered(self, logits_BV: Tensor) -> Tensor:
+        """Their logits, fp32."""
+        return logits_BV.index_select(0, self.rows).float() / self.temperatures.unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class DeviceSampling:
+    """What the rows of a step ask for, as `kernels.sample` takes it; None is off for all rows."""
+
+    temperatures: Tensor  # fp32 [B]
+    top_ks: Tensor | None  # int32 [B]
+    top_ps: Tensor | None  # fp32 [B]
+    min_ps: Tensor | None  # fp32 [B]
+    seeds: Tensor  # int64 [B]
+    positions: Tensor  # int64 [B]
+    edits: DeviceEdits | None
+    rescored: ScoredRows | None  # [N]: drawn from other logits or at another temperature
+    top: ScoredRows | None  # [K]
+    num_top: int  # the most that one of them wants
+
+
+def device_sampling(batch: SamplingBatch, vocab: int) -> DeviceSampling:
+    """On the host, from what the requests say."""
+
+    def column(values: np.ndarray, dtype: type) -> Tensor:
+        return torch.from_numpy(values.astype(dtype))
+
+    return DeviceSampling(
+        temperatures=column(batch.temperatures, np.float32),
+        top_ks=column(batch.top_ks.clip(max=vocab), np.int32) if (batch.top_ks > 0).any() else None,
+        top_ps=column(batch.top_ps, np.float32) if (batch.top_ps < 1).any() else None,
+        min_ps=column(batch.min_ps, np.float32) if (batch.min_ps > 0).any() else None,
+        seeds=column(batch.seeds.view(np.int64), np.int64),
+        positions=column(batch.positions, np.int64),
+        edits=_device_edits(batch, vocab) if batch.edits else None,
+        rescored=ScoredRows.of(sorted(batch.edits.keys() | set(batch.raw_rows)), batch),
+        top=ScoredRows.of(list(batch.num_top), batch),
+        num_top=min(max(batch.num_top.values(), default=0), vocab),
+    )
+
+
+def _device_edits(batch: SamplingBatch, vocab: int) -> DeviceEdits:
+    rows, edits = list(batch.edits), list(batch.edits.values())
+    has_penalties = any(edit.has_penalties for edit in edits)
+    has_bias = any(len(edit.bias[0]) for edit in edits)
+    penalties = torch.tensor([edit.penalties for edit in edits]).T.contiguous()
+    return DeviceEdits(
+        rows=torch.tensor(rows),
+        penalties=penalties if has_penalties else None,
+        output_counts=Entries.of([e.output_counts() for e in edits], vocab)
+        if has_penalties
+        else None,
+        prompt_mask=Entries.of([e.prompt_mask() for e in edits], vocab) if has_penalties else None,
+        bias=Entries.of([edit.bias for edit in edits], vocab) if has_bias else None,
+        bitmask=_bitmask(edits, vocab),
+    )
+
+
+def _bitmask(edits: Sequence[LogitEdits], vocab: int) -> Tensor | None:
+    allowed = [edit.allowed(vocab) for edit in edits]
+    if all(row is None for row in allowed):
+        return None
+    bits = torch.ones(len(edits), -(-vocab // 32) * 32, dtype=torch.bool)
+    for row, is_allowed in enumerate(allowed):
+        if is_allowed is not None:
+            bits[row, :vocab] = is_allowed
+    packed = np.packbits(bits.numpy(), axis=1, bitorder="little")
+    return torch.from_numpy(packed.view(np.int32))
+
+
+def sample_on_device(logits_BV: Tensor, asked: DeviceSampling) -> Samples:
+    """Draw one token a row. The logits are not changed, and nothing is read by the host."""
+    edits = asked.edits
+    drawn = kernels.sample(
+        logits_BV if edits is None else _edited(logits_BV, edits),
+        asked.temperatures,
+        asked.top_ks,
+        asked.top_ps,
+        asked.min_ps,
+        asked.seeds,
+        asked.positions,
+    )
+    logps = drawn.raw_logprobs
+    if asked.rescored is not None:
+        rows, z_NV = asked.rescored.rows, asked.rescored.tempered(logits_BV)
+        tokens = drawn.tokens.index_select(0, rows)
+        logps = logps.index_copy(0, rows, kernels.logits_logprob(z_NV, tokens))
+    return Samples(drawn.tokens, logps, drawn.logprobs)
+
+
+def _edited(logits_BV: Tensor, edits: DeviceEdits) -> Tensor:
+    """A copy in fp32, in the order that `SamplingParams` promises."""
+    z_RV = logits_BV.index_select(0, edits.rows).float()
+    if edits.penalties is not None:
+        assert edits.output_counts is not None and edits.prompt_mask is not None, "made together"
+        repetition, frequency, presence = edits.penalties
+        kernels.apply_penalties_(
+            z_RV,
+            edits.output_counts.table(z_RV.shape),
+            edits.prompt_mask.table(z_RV.shape),
+            repetition=repetition,
+            frequency=frequency,
+            presence=presence,
+        )
+    if edits.bias is not None:
+        z_RV += edits.bias.table(z_RV.shape)
+    if edits.bitmask is not None:
+        kernels.apply_token_bitmask_(z_RV, edits.bitmask)
+    return logits_BV.float().index_copy(0, edits.rows, z_RV)
+
+
+def top_on_device(logits_BV: Tensor, asked: DeviceSampling) -> tuple[Tensor, Tensor] | None:
+    """Ids and log-probs [K, num_top] of the likeliest tokens, of equals the first, in the rows that
+    asked; None where none did."""
+    if asked.top is None:
+        return None
+    z_KV = logits_BV.index_select(0, asked.top.rows)
+    return _likeliest(z_KV, asked.top.tempered(logits_BV), asked.num_top)
+
+
+def likeliest_on_device(logits_RV: Tensor, temperature: float, count: int) -> tuple[Tensor, Tensor]:
+    """`sampler.likeliest` of rows of one temperature, [R, count] each, on their device."""
+    return _likeliest(logits_RV, logits_RV.float() / (temperature or 1.0), count)
+
+
+def _likeliest(logits_RV: Tensor, tempered_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    ids = logits_RV.float().sort(stable=True, descending=True).indices[:, :count]
+    parts = softmax_parts(tempered_RV)
+    return ids, parts.z.gather(1, ids) - parts.lse.unsqueeze(1)

@@ -1,0 +1,67 @@
+"""Sizes of an engine where its owner gave none (0): fixed ones on a CPU, its memory's on a GPU.
+
+On a GPU the cache takes GPU_SHARE of what is free when the engine is made, after the model and
+whatever else is there, less what one step needs, and no more than `max_num_seqs` sequences of the
+model's full length can use. The constants are chosen, not measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from nanoengine.model.config import ModelConfig
+from nanoengine.model.device import free_bytes
+from nanoengine.model.transformer import Transformer
+from nanoinfer.attention_backends import KVCache, cache_dtype
+
+if TYPE_CHECKING:
+    from nanoinfer.engine import InferConfig
+
+GPU_SHARE = 0.85
+"""Of the free memory; the rest is for CUDA's libraries, graphs and the allocator's fragments."""
+GPU_NUM_SEQS, GPU_BATCH_TOKENS = 256, 8192
+_CPU_NUM_SEQS, _CPU_BATCH_TOKENS, _CPU_CACHE_BYTES = 64, 512, 1 << 30
+
+
+def sized(config: InferConfig, model: Transformer) -> InferConfig:
+    """`config` with every size that was 0 chosen for the model's device."""
+    is_cpu = model.device.type == "cpu"
+    num_seqs, batch_tokens = config.max_num_seqs, config.max_batch_tokens
+    if not num_seqs:
+        num_seqs = _CPU_NUM_SEQS if is_cpu else GPU_NUM_SEQS
+        num_seqs = min(num_seqs, batch_tokens) if batch_tokens else num_seqs
+    if not batch_tokens:
+        batch_tokens = max(_CPU_BATCH_TOKENS if is_cpu else GPU_BATCH_TOKENS, num_seqs)
+    config = replace(config, max_num_seqs=num_seqs, max_batch_tokens=batch_tokens)
+    if config.cache_bytes or config.num_blocks is not None:
+        return config
+    return replace(config, cache_bytes=_CPU_CACHE_BYTES if is_cpu else _gpu_cache(config, model))
+
+
+def _gpu_cache(config: InferConfig, model: Transformer) -> int:
+    shape, tp = model.config, 1 if model.split is None else model.split.size
+    free = free_bytes(model.device)
+    room = GPU_SHARE * free
+    room -= step_bytes(shape, model.dtype, config.max_num_seqs, config.max_batch_tokens)
+    dtype = cache_dtype(config.kv_cache_dtype, model.dtype)
+    block = KVCache.bytes_per_block(shape, config.block_size, dtype, tp=tp)
+    longest = -(-shape.max_position_embeddings // config.block_size)
+    if room < block:
+        raise ValueError(
+            f"cache_bytes: {free / 2**30:.1f} GiB of {model.device} are free beside the model, "
+            "too little for a cache; end what else uses the GPU, choose a smaller model or "
+            "max_batch_tokens, or take device cpu"
+        )
+    return int(min(room, config.max_num_seqs * longest * block))
+
+
+def step_bytes(shape: ModelConfig, dtype: torch.dtype, num_seqs: int, batch_tokens: int) -> float:
+    """What one inference step holds beside the cache: the rows of a layer, with its products, and
+    the logits of every sequence in the model's dtype and three times in fp32 (edits, sampling)."""
+    widths = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    row = 4 * shape.hidden_size + 2 * widths + 3 * shape.intermediate_size
+    logits = num_seqs * shape.vocab_size * (dtype.itemsize + 3 * 4)
+    return batch_tokens * row * dtype.itemsize + logits

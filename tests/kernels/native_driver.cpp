@@ -1,0 +1,286 @@
+// The C++ kernels on the processor this was compiled for: near fp64's results, and a row's bits a
+// function of the row alone. Needs nothing but the compiler, so it runs in an emulator too. Prints
+// one line a claim that fails, then a digest of all results; exits with 1 if any failed.
+#include <omp.h>
+
+#include <algorithm>
+#include <cstdio>
+
+#include "decoder.h"
+#include "logits.h"
+
+struct Random {  // PCG's multiplier; the same numbers everywhere
+  uint64_t state;
+  float next() {
+    state = state * 6364136223846793005ull + 1442695040888963407ull;
+    return (float)((int64_t)(state >> 40) - (1 << 23)) / (1 << 22);  // [-2, 2)
+  }
+};
+
+int num_failed = 0;
+uint64_t digest = 14695981039346656037ull;
+
+void check(bool holds, const char* claim, const char* type, int64_t a, int64_t b) {
+  if (holds) return;
+  num_failed++;
+  printf("failed: %s, %s, %lld, %lld\n", claim, type, (long long)a, (long long)b);
+}
+
+double wide(float x) { return x; }
+double wide(bf16 x) {
+  uint32_t bits = (uint32_t)x.bits << 16;
+  float y;
+  memcpy(&y, &bits, sizeof y);
+  return y;
+}
+void set(float& to, float x) { to = x; }
+void set(bf16& to, float x) {  // truncates: any value will do
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  to.bits = (uint16_t)(bits >> 16);
+}
+
+template <class T>
+constexpr bool IS_HALF = sizeof(T) == 2;
+template <class T>
+const char* name() {
+  return IS_HALF<T> ? "bf16" : "fp32";
+}
+
+template <class T>
+std::vector<T> numbers(int64_t n, uint64_t seed) {
+  Random random{seed};
+  std::vector<T> x(n);
+  for (T& value : x) set(value, random.next());
+  return x;
+}
+
+template <class T>
+void add_to_digest(const std::vector<T>& x) {
+  const unsigned char* bytes = (const unsigned char*)x.data();
+  for (size_t i = 0; i < x.size() * sizeof(T); i++) digest = (digest ^ bytes[i]) * 1099511628211ull;
+}
+
+template <class T>
+bool is_same(const T* a, const T* b, int64_t n) {
+  return memcmp(a, b, n * sizeof(T)) == 0;
+}
+// `size`: of the terms that were summed in fp32.
+template <class T>
+bool is_near(T ours, double exact, double size) {
+  double half_ulp = IS_HALF<T> ? 1.0 / 256 : 0;
+  return std::abs(wide(ours) - exact) <= half_ulp * std::abs(exact) * 1.01 + 4e-6 * size + 1e-6;
+}
+
+template <class T>
+void test_linear(int64_t inputs, int64_t outputs) {
+  const int64_t most = 70;
+  const auto x = numbers<T>(most * inputs, 1), weight = numbers<T>(inputs * outputs, 2);
+  const auto bias = numbers<T>(outputs, 3);
+  const int64_t panels = ceil_of(outputs, PANEL), words = inputs / PER_PACKED_WORD<T>;
+  std::vector<float> packed(panels * words * PANEL);
+  pack(packed.data(), weight.data(), inputs, outputs, 1);
+  std::vector<T> alone(most * outputs), y(most * outputs);
+  for (int64_t r = 0; r < most; r++)
+    linear(&alone[r * outputs], &x[r * inputs], packed.data(), bias.data(), 1, inputs, outputs,
+           inputs, 1);
+  for (int64_t r = 0; r < most; r += 23)
+    for (int64_t o = 0; o < outputs; o++) {
+      double exact = wide(bias[o]), size = 0;
+      for (int64_t i = 0; i < inputs; i++) {
+        double product = wide(x[r * inputs + i]) * wide(weight[o * inputs + i]);
+        exact += product, size += std::abs(product);
+      }
+      check(is_near(alone[r * outputs + o], exact, size), "a product is fp64's", name<T>(), r, o);
+    }
+  for (int64_t rows : {2, 3, 5, 8, 9, 31, 70})
+    for (int64_t threads : {1, 2, 3, 7, 16}) {
+      linear(y.data(), x.data(), packed.data(), bias.data(), rows, inputs, outputs, inputs, threads);
+      check(is_same(y.data(), alone.data(), rows * outputs), "a row has the same bits in any batch",
+            name<T>(), rows, threads);
+    }
+  add_to_digest(alone);
+}
+
+template <class T>
+void test_attention(int64_t D, int64_t group) {
+  const int64_t tokens = 139, kv = 2, heads = kv * group;
+  const auto q = numbers<T>(tokens * heads * D, 4), k = numbers<T>(tokens * kv * D, 5);
+  const auto v = numbers<T>(tokens * kv * D, 6);
+  std::vector<int32_t> rows(tokens);
+  for (int64_t i = 0; i < tokens; i++) rows[i] = (int32_t)(tokens - 1 - i);  // keys lie backwards
+  std::vector<T> o(tokens * heads * D), whole(tokens * heads * D);
+  const float scale = 0.125f;
+  Problem<T> problem{o.data(), q.data(), k.data(), v.data(), rows.data(), kv, group, D, heads * D,
+                     kv * D, kv * D, D, D, scale};
+  auto attend_by = [&](int32_t queries, int64_t threads) {
+    std::vector<Tile> tiles;
+    for (int32_t t = 0; t < tokens; t += queries) {
+      int32_t n = t + queries < tokens ? queries : (int32_t)tokens - t;
+      tiles.push_back({t, n, t + n, 0});
+    }
+    attend(problem, tiles.data(), (int64_t)tiles.size(), threads);
+  };
+  attend_by(1, 1);
+  whole = o;
+  add_to_digest(whole);
+  for (int32_t queries : {2, 3, 5, 8, 24}) {
+    attend_by(queries, queries == 5 ? 3 : 1);
+    check(is_same(o.data(), whole.data(), (int64_t)o.size()), "a query has the same bits in any tile",
+          name<T>(), D, queries);
+  }
+  for (int64_t t = 0; t < tokens; t += 46)
+    for (int64_t h = 0; h < heads; h++) {
+      std::vector<double> p(t + 1), exact(D);
+      double sum = 0;
+      for (int64_t j = 0; j <= t; j++) {
+        for (int64_t d = 0; d < D; d++)
+          p[j] += wide(q[(t * heads + h) * D + d]) * wide(k[(rows[j] * kv + h / group) * D + d]);
+        sum += p[j] = std::exp(p[j] * scale);
+      }
+      for (int64_t d = 0; d < D; d++) {
+        for (int64_t j = 0; j <= t; j++)
+          exact[d] += p[j] / sum * wide(v[(rows[j] * kv + h / group) * D + d]);
+        check(is_near(whole[(t * heads + h) * D + d], exact[d], 2), "attention is fp64's", name<T>(),
+              t, d);
+      }
+    }
+}
+
+// Tokens one at a time, through a cache, have the bits of all of them at once. Rows have no whole
+// number of vectors, so that the last part of each is met as well.
+template <class T>
+void test_decoder() {
+  const int64_t E = 52, H = 6, K = 2, D = 20, F = 74, tokens = 19, num_layers = 2;
+  const int64_t width = (H + 2 * K) * D;
+  std::vector<std::vector<T>> held;
+  std::vector<std::vector<float>> matrices;
+  uint64_t seed = 10;
+  auto vector_of = [&](int64_t n) { return held.emplace_back(numbers<T>(n, seed++)).data(); };
+  auto matrix_of = [&](int64_t inputs, int64_t outputs) {
+    auto weight = numbers<T>(inputs * outputs, seed++);
+    matrices.emplace_back(ceil_of(outputs, PANEL) * inputs * PANEL);
+    pack(matrices.back().data(), weight.data(), inputs, outputs, 1);
+    return matrices.back().data();
+  };
+  held.reserve(64), matrices.reserve(64);
+  std::vector<Layer<T>> layers;
+  for (int64_t i = 0; i < num_layers; i++)
+    layers.push_back({vector_of(E), matrix_of(E, width), vector_of(width), vector_of(D), vector_of(D),
+                      matrix_of(H * D, E), nullptr, vector_of(E), matrix_of(E, 2 * F), matrix_of(F, E),
+                      vector_of(tokens * K * D), vector_of(tokens * K * D)});
+  const T* last_norm = vector_of(E);
+  const auto cos = numbers<float>(tokens * D / 2, 7), sin = numbers<float>(tokens * D / 2, 8);
+  std::vector<int64_t> cache_rows(tokens);
+  std::vector<int32_t> key_rows(tokens);
+  for (int64_t i = 0; i < tokens; i++) cache_rows[i] = i * K, key_rows[i] = (int32_t)i;
+  auto run = [&](std::vector<T>& x, int64_t first, int64_t n, int64_t threads) {
+    Sizes sizes{n, E, H, K, D, F, K * D, D, 1};
+    Tile tile{0, (int32_t)n, (int32_t)(first + n), 0};
+    Step<T> step{&cos[first * D / 2], &sin[first * D / 2], &cache_rows[first], key_rows.data(), &tile,
+                 1};
+    Buffers<T> none{};
+    std::vector<T> scratch(none.lay_out(sizes));
+    decode(&x[first * E], layers.data(), num_layers, last_norm, sizes, step, scratch.data(), 1e-5f,
+           0.25f, threads);
+  };
+  const auto embedded = numbers<T>(tokens * E, 9);
+  auto whole = embedded, apart = embedded;
+  run(whole, 0, tokens, 1);
+  for (int64_t t = 0; t < tokens; t++) run(apart, t, 1, 1);
+  check(is_same(whole.data(), apart.data(), tokens * E), "decoding has the bits of prefill",
+        name<T>(), 0, 0);
+  auto chunked = embedded;
+  run(chunked, 0, 7, 2);
+  run(chunked, 7, tokens - 7, 3);
+  check(is_same(whole.data(), chunked.data(), tokens * E), "a chunk has the bits of the whole",
+        name<T>(), 0, 0);
+  for (const T& value : whole) check(std::isfinite(wide(value)), "finite", name<T>(), 0, 0);
+  add_to_digest(whole);
+}
+
+template <class T>
+void test_rows() {
+  const int64_t rows = 3, size = 2 * 37;
+  const auto x = numbers<T>(rows * size, 30), weight = numbers<T>(size, 31);
+  std::vector<T> y(rows * size), h(rows * size / 2);
+  std::vector<float> rstd(rows);
+  rms_norm(y.data(), rstd.data(), x.data(), weight.data(), rows, 1, size, size, 1e-5f, 1);
+  swiglu(h.data(), x.data(), rows, size / 2, 1);
+  for (int64_t r = 0; r < rows; r++) {
+    double sum = 0;
+    for (int64_t i = 0; i < size; i++) sum += wide(x[r * size + i]) * wide(x[r * size + i]);
+    for (int64_t i = 0; i < size; i++) {
+      double exact = wide(x[r * size + i]) / std::sqrt(sum / size + 1e-5) * wide(weight[i]);
+      check(is_near(y[r * size + i], exact, 1), "a norm is fp64's", name<T>(), r, i);
+    }
+    for (int64_t i = 0; i < size / 2; i++) {
+      double gate = wide(x[r * size + i]), up = wide(x[r * size + size / 2 + i]);
+      check(is_near(h[r * size / 2 + i], gate / (1 + std::exp(-gate)) * up, 1), "swiglu is fp64's",
+            name<T>(), r, i);
+    }
+  }
+  add_to_digest(y);
+  add_to_digest(h);
+
+  const int64_t vocab = 1003;
+  const auto logits = numbers<T>(rows * vocab, 32);
+  std::vector<int64_t> ids{5, 1002, 77}, drawn(rows);
+  std::vector<double> u{0.0, 0.5, 0.999};
+  std::vector<float> logp(rows), lse(rows), entropy(rows), of_drawn(rows);
+  score(logits.data(), rows, vocab, vocab, 0.7f, ids.data(), logp.data(), lse.data(), entropy.data(),
+        1);
+  pick(logits.data(), rows, vocab, vocab, 0.7f, u.data(), drawn.data(), of_drawn.data(), 1);
+  for (int64_t r = 0; r < rows; r++) {
+    double sum = 0, mean = 0, below = 0;
+    for (int64_t i = 0; i < vocab; i++) {
+      double z = wide(logits[r * vocab + i]) / 0.7, weight = std::exp(z);
+      sum += weight, mean += weight * z;
+      if (i < drawn[r]) below += weight;
+    }
+    double chosen = std::exp(wide(logits[r * vocab + drawn[r]]) / 0.7);
+    double exact = wide(logits[r * vocab + ids[r]]) / 0.7 - std::log(sum);
+    check(std::abs(logp[r] - exact) < 2e-5, "a log-prob is fp64's", name<T>(), r, 0);
+    check(std::abs(entropy[r] - (std::log(sum) - mean / sum)) < 2e-5, "an entropy is fp64's",
+          name<T>(), r, 0);
+    check(below <= u[r] * sum * (1 + 1e-6) && (below + chosen) * (1 + 1e-6) >= u[r] * sum,
+          "a draw is where u falls", name<T>(), r, drawn[r]);
+  }
+}
+
+// A decoding step of 32 sequences keeps up to 32 threads busy: what each is really given, counted.
+void test_shares() {
+  const int64_t rows = 32;
+  for (int64_t outputs : {576, 960, 3072})
+    for (int64_t threads = 1; threads <= 32; threads++) {
+      const Cut cut = choose_cut(rows, outputs, threads);
+      std::vector<int64_t> shares(threads);
+      parallel_for(num_tasks(cut, rows, outputs), threads, [&](int64_t task) {
+        const Block block = block_of(task, cut, rows, outputs);
+        shares[omp_get_thread_num()] += (block.end - block.row) * block.num_columns;
+      });
+      int64_t most = *std::max_element(shares.begin(), shares.end()), all = 0;
+      for (int64_t share : shares) all += share;
+      check(all == rows * outputs, "tasks cover the product", "", outputs, threads);
+      check(most * threads <= 1.2 * all, "no thread has a fifth more than its share", "", outputs,
+            threads);
+    }
+}
+
+template <class T>
+void test_all() {
+  test_linear<T>(34, 97);
+  test_linear<T>(146, 255);  // enough to be shared among threads
+  for (int64_t D : {64, 40, 7}) test_attention<T>(D, 3);
+  test_attention<T>(16, 1);
+  test_decoder<T>();
+  test_rows<T>();
+}
+
+int main() {
+  test_shares();
+  test_all<float>();
+  test_all<bf16>();
+  printf("lanes %d, digest %016llx\n", LANES, (unsigned long long)digest);
+  return num_failed > 0;
+}

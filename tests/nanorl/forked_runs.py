@@ -1,0 +1,109 @@
+"""Real processes of train_agent.py, forked from one that has imported everything.
+
+A `Slow` makes one optimizer step slow and touches a marker when the weights have changed and the
+run does not know it yet, the most awkward moment for a signal.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = (
+    *("--preset", "tiny", "--dtype", "fp32", "--threads", "1", "--tool.workers", "1"),
+    *("--warm-start.steps", "3", "--warm-start.traces-per-step", "2"),
+    *("--rl.steps", "3", "--rl.tasks-per-step", "2", "--rl.group-size", "2"),
+    *("--evaluation.num-tasks", "2", "--evaluation.num-tasks-untrained", "0"),
+    *("--evaluation.num-tasks-no-tool", "1", "--agent.max-turn-tokens", "16"),
+    # So short a warm start solves nothing: the entropy bonus makes every RL step move the weights.
+    *("--rl.algorithm.entropy-coef", "0.01", "--save-every", "100"),
+)
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["nanorl.run", "nanorl.outcome", "tyro", "torch.utils.tensorboard", "forked_runs"]
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slow:
+    """Update number `update` of the process takes `seconds` longer."""
+
+    update: int
+    seconds: float
+    marker: Path
+
+
+class RunProcess:
+    """One process of train_agent.py; what it prints goes to a file."""
+
+    def __init__(self, log: Path, *arguments: str, slow: Slow | None = None, **limits: int) -> None:
+        """`limits` are resource limits by their names, such as RLIMIT_FSIZE."""
+        self.log = log
+        self.process = _context.Process(target=_main, args=(log, arguments, slow, limits))
+        self.process.start()
+
+    def signal(self, number: int = signal.SIGINT) -> None:
+        os.kill(self.process.pid, number)  # type: ignore[arg-type]
+
+    def wait(self, timeout_s: float = 120.0) -> int | None:
+        """The exit status; -9 after SIGKILL."""
+        self.process.join(timeout_s)
+        return self.process.exitcode
+
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def await_file(self, path: Path, timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not path.exists():
+            assert self.process.is_alive() and time.monotonic() < deadline, self.output()
+            time.sleep(0.01)
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def _main(log: Path, arguments: tuple[str, ...], slow: Slow | None, limits: dict[str, int]) -> None:
+    import resource
+
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    os.chdir(ROOT)
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import train_agent
+
+    if slow is not None:
+        _slow_down(slow)
+    for name, value in limits.items():
+        number = getattr(resource, name)
+        resource.setrlimit(number, (value, resource.getrlimit(number)[1]))
+    sys.argv = ["scripts/train_agent.py", *arguments]
+    sys.exit(train_agent.main())
+
+
+def _slow_down(slow: Slow) -> None:
+    from nanoengine.optim import AdamW
+
+    update, num_updates = AdamW.step, 0
+
+    def slow_update(self: AdamW, grad_norm: float) -> None:
+        nonlocal num_updates
+        update(self, grad_norm)
+        num_updates += 1
+        if num_updates == slow.update:
+            slow.marker.touch()
+            time.sleep(slow.seconds)
+
+    AdamW.step = slow_update  # type: ignore[method-assign]

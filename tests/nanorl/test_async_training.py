@@ -1,0 +1,236 @@
+"""Whole training loops over a small model and a task without tools: synchronous, asynchronous, and
+on batches that have nothing to teach. The task: say token 7 among four."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from nanoengine.config import EngineConfig
+from nanoengine.engine import Engine
+from nanoengine.model.config import ModelConfig
+from nanoengine.model.transformer import Transformer
+from nanoinfer.async_engine import AsyncEngine
+from nanoinfer.engine import InferConfig, LLMEngine
+from nanoinfer.sampling import SamplingParams
+from nanorl.algorithms.spec import AlgorithmSpec
+from nanorl.collector import RolloutCollector
+from nanorl.config import AgentConfig, RLConfig, RunConfig
+from nanorl.learner import Learner
+from nanorl.trainer import StepResult, Trainer
+from nanorl.types import Rollout, Status, Task
+from nanosched import Scheduler
+
+PROMPT = [1, 2, 3]
+Score = Callable[[list[int]], float]
+
+
+def make_model() -> Transformer:
+    model = Transformer(
+        ModelConfig(
+            vocab_size=24, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2,
+            num_kv_heads=1, head_dim=16, tie_word_embeddings=True,
+        )
+    )  # fmt: skip
+    model.init_weights(seed=0, std=0.1)
+    return model
+
+
+def says_seven(ids: list[int]) -> float:
+    return float(7 in ids)
+
+
+def train(score: Score | None = says_seven, **options: Any) -> tuple[list[StepResult], Engine]:
+    """The steps of a run, and its engine; a `score` of None fails every rollout."""
+    rl = RLConfig(**{"steps": 4, "tasks_per_step": 2, "group_size": 4, "lr": 1e-2, **options})
+    config = RunConfig(rl=rl, agent=AgentConfig(max_turn_tokens=4, max_context_tokens=8))
+    engine = Engine(make_model(), EngineConfig(dtype="fp32", lr=rl.lr))
+    steps: list[StepResult] = []
+
+    async def run() -> None:
+        limits = InferConfig(cache_bytes=1 << 20, max_num_seqs=16, max_batch_tokens=64)
+        async with AsyncEngine(LLMEngine(make_model(), limits)) as generator:
+
+            async def play(
+                task: Task, *, group_id: str, rollout_id: str, sampling: SamplingParams
+            ) -> Rollout:
+                output = await generator.generate(PROMPT, replace(sampling, max_tokens=4))
+                return Rollout(
+                    task_id=task.task_id,
+                    group_id=group_id,
+                    rollout_id=rollout_id,
+                    tokens=PROMPT + output.ids,
+                    loss_mask=[0] * 3 + [1] * len(output.ids),
+                    logps=[0.0] * 3 + output.logps,
+                    versions=[-1] * 3 + output.versions,
+                    reward=0.0 if score is None else score(output.ids),
+                    status=Status.FAILED if score is None else Status.FINISHED,
+                )
+
+            with ThreadPoolExecutor(1) as thread, Scheduler(backend="inline") as scheduler:
+                trainer = Trainer(
+                    config,
+                    learner=scheduler.actor(Learner).remote(
+                        config, engine=engine, generator=generator, thread=thread
+                    ),
+                    collector=scheduler.actor(RolloutCollector).remote(
+                        play, run_seed=0, max_retries=0
+                    ),
+                    task_batch=lambda step: [
+                        Task(task_id=f"{step}-{i}", kind="seven", prompt="", answer="7")
+                        for i in range(rl.tasks_per_step)
+                    ],
+                )
+                await trainer.fit(0, steps.append)
+
+    asyncio.run(run())
+    return steps, engine
+
+
+def versions(step: StepResult) -> set[int]:
+    return {v for group in step.groups for r in group for v in r.versions if v >= 0}
+
+
+def test_a_synchronous_run_trains_on_its_own_tokens_alone_and_its_gap_is_zero() -> None:
+    steps, _ = train()
+    assert [versions(step) for step in steps] == [{0}, {1}, {2}, {3}]
+    for step in steps:
+        assert step.metrics["staleness_max"] == 0.0
+        assert step.metrics["logp_gap_max"] == 0.0 and step.metrics["logp_gap_tokens"] > 0
+        assert "drift_max" not in step.metrics
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2])
+def test_an_asynchronous_run_keeps_its_bound_and_tells_age_from_error(max_staleness: int) -> None:
+    steps, _ = train(steps=8, max_staleness=max_staleness)
+    ages = [step.metrics["staleness_max"] for step in steps]
+    assert ages[0] == 0.0 and 1.0 <= max(ages) <= max_staleness
+    for step in steps:
+        assert step.metrics["staleness_max"] == step.step - min(versions(step))
+        assert step.metrics.get("logp_gap_max", 0.0) == 0.0  # same weights: the same bits
+        assert {r.version for group in step.groups for r in group} <= versions(step)
+    drifts = [step.metrics["drift_max"] for step in steps if "drift_max" in step.metrics]
+    assert max(drifts) > 1e-3
+    corrections = [step.metrics["correction"] for step in steps if "correction" in step.metrics]
+    assert corrections[0] == 1.0 and any(abs(c - 1) > 1e-4 for c in corrections)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_the_policy_learns_with_and_without_staleness(max_staleness: int) -> None:
+    steps, _ = train(steps=24, tasks_per_step=4, max_staleness=max_staleness)
+    rewards = [step.metrics["reward"] for step in steps]
+    assert sum(rewards[:3]) / 3 < 0.5
+    assert sum(rewards[-3:]) / 3 > 0.9
+
+
+NO_SIGNAL: list[dict[str, Any]] = [
+    {"max_staleness": 1},
+    {"epochs": 2},
+    {"algorithm": AlgorithmSpec(dynamic_sampling=True)},
+    {"algorithm": AlgorithmSpec(dynamic_sampling=True, entropy_coef=0.1), "max_staleness": 1},
+]
+
+
+@pytest.mark.parametrize("options", NO_SIGNAL)
+def test_a_batch_without_signal_changes_nothing_and_the_run_goes_on(options: dict) -> None:
+    steps, engine = train(score=lambda _: 0.0, **options)
+    assert [step.step for step in steps] == [0, 1, 2, 3]
+    assert all(step.metrics["groups_with_signal"] == 0 for step in steps)
+    assert steps[0].metrics["logp_gap_max"] == 0.0  # measured all the same
+    assert all(step.metrics["num_trained_rollouts"] == 0 for step in steps)
+    before = Engine(make_model(), EngineConfig(dtype="fp32")).export_state()
+    for (name, now), (_, then) in zip(engine.export_state(), before, strict=True):
+        assert torch.equal(now, then), name
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_batch_whose_rollouts_all_failed_claims_no_reward_and_the_run_goes_on(
+    max_staleness: int,
+) -> None:
+    steps, engine = train(score=None, max_staleness=max_staleness)
+    assert [step.step for step in steps] == [0, 1, 2, 3]
+    assert engine.version == 0
+    for step in steps:
+        assert step.metrics["num_rollouts"] == 0
+        assert not {"reward", "success", "logp_gap_max"} & set(step.metrics)
+    assert sum(len(step.failed) for step in steps) == 4 * 2 * 4
+
+
+def test_no_forward_pass_is_spent_on_the_old_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first epoch it is the policy itself, in the second the log-probs of the first."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a separate forward pass")
+
+    monkeypatch.setattr(Engine, "forward_logprobs", refuse)
+    options = {"epochs": 2, "max_staleness": 1, "algorithm": AlgorithmSpec(entropy_coef=0.01)}
+    steps, engine = train(**options)
+    assert engine.version == 4 * 2
+    ratios = [step.metrics["ratio"] for step in steps]  # of the second epoch
+    assert all(abs(ratio - 1) > 1e-5 for ratio in ratios)
+
+
+def test_rollout_time_is_when_a_group_is_played_and_not_the_time_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two groups overlap from 1 to 4 on the clock, a third is played from 10 to 12."""
+    now = 0.0
+    monkeypatch.setattr("nanorl.collector.time.perf_counter", lambda: now)
+
+    async def scenario() -> list[float]:
+        nonlocal now
+        doors = {name: asyncio.Event() for name in "abc"}
+
+        async def play(task: Task, *, group_id: str, **_: Any) -> Rollout:
+            await doors[task.task_id].wait()
+            return Rollout(
+                task_id="", group_id="", rollout_id="", tokens=[], loss_mask=[], logps=[],
+                versions=[],
+            )  # fmt: skip
+
+        collector = RolloutCollector(play, run_seed=0)
+        found = []
+
+        async def begin(name: str) -> asyncio.Task[list[Rollout]]:
+            task = Task(task_id=name, kind="", prompt="", answer="")
+            group = asyncio.create_task(
+                collector.run_group(task, group_id=name, size=1, sampling=SamplingParams())
+            )
+            await asyncio.sleep(0)
+            return group
+
+        now = 1.0
+        first = await begin("a")
+        now = 2.0
+        second = await begin("b")
+        now = 3.0
+        found.append(collector.take_busy_s())  # both go on
+        doors["a"].set()
+        await first
+        now = 4.0
+        doors["b"].set()
+        await second
+        now = 10.0
+        third = await begin("c")
+        now = 12.0
+        doors["c"].set()
+        await third
+        now = 20.0
+        return [*found, collector.take_busy_s(), collector.take_busy_s()]
+
+    assert asyncio.run(scenario()) == [2.0, 1.0 + 2.0, 0.0]
+
+
+def test_a_step_reports_the_time_of_its_rollouts_and_not_its_own_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(RolloutCollector, "take_busy_s", lambda _: 7.0)
+    steps, _ = train(steps=2)
+    assert [step.metrics["rollout_s"] for step in steps] == [7.0, 7.0]
+    assert all(0 < step.metrics["wait_s"] <= step.metrics["step_s"] for step in steps)

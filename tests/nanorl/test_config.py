@@ -1,0 +1,149 @@
+"""Options that cannot mean anything are refused before any work, by the name of their flag."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from nanorl.algorithms.recipes import named_spec
+from nanorl.algorithms.spec import AlgorithmSpec
+from nanorl.config import (
+    AgentConfig,
+    EngineLimits,
+    EvaluationConfig,
+    RLConfig,
+    RunConfig,
+    ToolConfig,
+    WarmStartConfig,
+)
+
+RECORDS = (
+    (RunConfig, "--"), (WarmStartConfig, "--warm-start."), (RLConfig, "--rl."),
+    (AgentConfig, "--agent."), (ToolConfig, "--tool."), (EvaluationConfig, "--evaluation."),
+    (EngineLimits, "--engine."), (AlgorithmSpec, ""),
+)  # fmt: skip
+FREE = ("seed",)  # any integer is one
+
+
+def numbers() -> Iterator[tuple[Any, str, str]]:
+    """Each numeric field of each record, and how a message must name it."""
+    for record, prefix in RECORDS:
+        hints = typing.get_type_hints(record)
+        for field in dataclasses.fields(record):
+            kinds = {hints[field.name], *typing.get_args(hints[field.name])}
+            if kinds & {int, float} and field.name not in FREE:
+                is_spec = record is AlgorithmSpec
+                flag = f"{prefix}{field.name.replace('_', '-')} "
+                yield record, field.name, f"{field.name}=" if is_spec else flag
+
+
+NUMBERS = [pytest.param(*case, id=f"{case[0].__name__}.{case[1]}") for case in numbers()]
+
+
+@pytest.mark.parametrize(("record", "name", "flag"), NUMBERS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1])
+def test_no_number_is_infinite_nan_or_negative(
+    record: Any, name: str, flag: str, value: float
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        record(**{name: value})
+    assert str(caught.value).startswith(f"{flag}{value}: "), caught.value
+
+
+CORES = os.cpu_count() or 1
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RunConfig(threads=5000), f"--threads 5000: must be at most {4 * CORES}: 4 for"),
+        (lambda: ToolConfig(workers=500), f"--tool.workers 500: must be at most {16 * CORES}: 16"),
+        (lambda: ToolConfig(timeout_s=1e9), "--tool.timeout-s 1000000000.0: must be at most 3600"),
+        (
+            lambda: EvaluationConfig(num_tasks=1_000_000),
+            "--evaluation.num-tasks 1000000: must be at most 10000: each is played",
+        ),
+        (
+            lambda: RLConfig(tasks_per_step=4096, group_size=64),
+            "--rl.tasks-per-step 4096: with --rl.group-size 64 a step has 262144 rollouts",
+        ),
+        (lambda: RLConfig(temperature=1e-40), "--rl.temperature 1e-40: must be 0.01 or more"),
+        (lambda: RLConfig(max_staleness=10**6), "--rl.max-staleness 1000000: must be at most 64"),
+        (
+            lambda: EngineLimits(max_num_seqs=64, max_batch_tokens=8),
+            "--engine.max-batch-tokens 8: must be at least engine.max-num-seqs=64",
+        ),
+    ],
+)
+def test_sizes_that_would_hang_are_refused_with_limit_and_reason(make: Any, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        make()
+    assert str(caught.value).startswith(message), caught.value
+
+
+def rl(algorithm: AlgorithmSpec | None = None, **options: Any) -> RLConfig:
+    return RLConfig(algorithm=algorithm or AlgorithmSpec(), **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: rl(group_size=1), "--rl.group-size 1: --rl.algorithm.advantage grpo compares"),
+        (
+            lambda: rl(AlgorithmSpec(advantage="gae", dynamic_sampling=True), group_size=1),
+            "--rl.group-size 1: --rl.algorithm.dynamic-sampling compares",
+        ),
+        (
+            lambda: rl(AlgorithmSpec(loss="reinforce"), epochs=2),
+            "--rl.epochs 2: --rl.algorithm.loss reinforce has no ratio",
+        ),
+        (
+            lambda: rl(AlgorithmSpec(correction="none"), max_staleness=1),
+            "--rl.max-staleness 1: nothing answers for stale tokens",
+        ),
+        (
+            lambda: rl(AlgorithmSpec(loss="reinforce", old_policy="rollout"), max_staleness=2),
+            "--rl.max-staleness 2: nothing answers for stale tokens",
+        ),
+        (
+            lambda: RunConfig(deterministic=True, rl=rl(max_staleness=2)),
+            "--deterministic with --rl.max-staleness 2: with staleness the time decides",
+        ),
+        (
+            lambda: RunConfig(rl=rl(AlgorithmSpec(overlong_buffer=600))),
+            "--rl.algorithm.overlong-buffer 600: must be at most --agent.max-context-tokens 512",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        make()
+    assert str(caught.value).startswith(message), caught.value
+
+
+def test_what_the_field_does_above_staleness_0_is_accepted() -> None:
+    for spec in (
+        AlgorithmSpec(),
+        AlgorithmSpec(old_policy="rollout"),
+        AlgorithmSpec(loss="decoupled_ppo"),
+        AlgorithmSpec(loss="reinforce"),
+        AlgorithmSpec(correction="icepop"),
+        named_spec("opd"),
+    ):
+        assert rl(spec, max_staleness=4).max_staleness == 4
+    assert rl(named_spec("ppo"), group_size=1).group_size == 1
+
+
+def test_a_config_that_version_0_1_wrote_is_read() -> None:
+    """It held every default, bounds of a correction that reads none among them."""
+    algorithm = {"correction": "none", "correction_low": 0.5, "correction_high": 2.0}
+    config = RunConfig.from_json({"rl": {"algorithm": algorithm}, "preset": "tiny"})
+    assert config.rl.algorithm.correction == "none" and config.rl.algorithm.correction_low is None
+    kept = RunConfig.from_json({"rl": {"algorithm": algorithm | {"correction": "icepop"}}})
+    assert kept.rl.algorithm.bounds == (0.5, 2.0)

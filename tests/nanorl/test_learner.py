@@ -1,0 +1,98 @@
+"""Which engine learns in which batch, and of which weights the reported numbers are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from test_batching import rollout
+from torch import Tensor
+
+from nanoengine.packing import Sample
+from nanorl.algorithms.spec import AlgorithmSpec
+from nanorl.config import RLConfig, RunConfig
+from nanorl.learner import Learner
+
+
+class CountingEngine:
+    """Stands for an Engine: log-probs are -0.5, as the rollouts say, less 1 an update."""
+
+    def __init__(self) -> None:
+        self.num_updates = 0
+        self.last_logps: list[Tensor] = []
+
+    def forward_logprobs(self, samples: Sequence[Sample], **_: Any) -> list[Tensor]:
+        return [torch.full((len(s.tokens),), -0.5 - self.num_updates) for s in samples]
+
+    def train_step(self, samples: Sequence[Sample], *_: Any, **__: Any) -> dict[str, float]:
+        self.last_logps = self.forward_logprobs(samples)
+        self.num_updates += 1
+        return {"loss": float(self.num_updates)}
+
+    def export_state(self) -> Iterable[tuple[str, Tensor]]:
+        return iter(())
+
+
+class CountingCritic:
+    """Stands for a Critic whose values are all 0."""
+
+    def __init__(self) -> None:
+        self.num_updates = 0
+
+    def values(self, samples: Sequence[Sample]) -> list[Tensor]:
+        return [torch.zeros(len(sample.tokens)) for sample in samples]
+
+    def train_step(self, samples: Sequence[Sample]) -> dict[str, float]:
+        self.num_updates += 1
+        return {}
+
+
+class DeafGenerator:
+    """Stands for an AsyncEngine that takes weights."""
+
+    async def update_weights(self, state: Iterable[tuple[str, Tensor]], version: int) -> None: ...
+
+
+def make_learner(critic: CountingCritic | None = None, **options: Any) -> Learner:
+    doubles: dict[str, Any] = {
+        "engine": CountingEngine(),
+        "generator": DeafGenerator(),
+        "critic": critic,
+        "thread": None,
+    }
+    return Learner(RunConfig(rl=RLConfig(**options)), **doubles)
+
+
+def learn(learner: Learner, num_batches: int) -> list[dict[str, Any]]:
+    """The metrics of each batch, each of two rollouts with a signal by the present policy."""
+
+    async def run() -> list[dict[str, Any]]:
+        metrics = []
+        for version in range(num_batches):
+            group = [rollout("a", member, float(member)) for member in range(2)]
+            for one in group:
+                one.versions[-2:] = [version, version]
+            metrics.append(learner.train_on([group]))
+            await learner.publish(version + 1)
+        return metrics
+
+    return asyncio.run(run())
+
+
+def test_the_policy_waits_for_as_many_batches_as_the_critic_warms_up() -> None:
+    critic = CountingCritic()
+    learner = make_learner(critic, algorithm=AlgorithmSpec(advantage="gae"), critic_warmup_steps=2)
+    metrics = learn(learner, 3)
+    assert ["loss" in batch for batch in metrics] == [False, False, True]
+    assert learner.engine.num_updates == 1  # type: ignore[attr-defined]
+    assert critic.num_updates == 3
+
+
+def test_the_gap_is_measured_before_the_first_of_several_updates() -> None:
+    """Of the second batch: the engine's log-probs have moved by 2, and move by 1 more within it."""
+    metrics = learn(make_learner(epochs=2), 2)
+    assert [batch["loss"] for batch in metrics] == [2.0, 4.0]
+    assert [batch["logp_gap_max"] for batch in metrics] == pytest.approx([0.0, 2.0])

@@ -1,0 +1,228 @@
+"""Signals, a second process and missing files at awkward moments: nothing is lost or mixed."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+from forked_runs import ROOT, SMALL, RunProcess, Slow, rows
+
+from nanoengine.checkpoint import list_checkpoints, open_checkpoint
+from nanoengine.run_folder import RunFolder
+from nanorl.data.file_tasks import FileTasks
+from nanorl.data.store import RolloutStore
+from nanorl.sandbox.base import SandboxUnavailable
+
+sandboxed = pytest.mark.sandbox
+WEIGHTS = "model-trained/model.safetensors"
+
+
+def tasks_of(answers: list[int]) -> str:
+    return "\n".join(
+        json.dumps({"prompt": f"What is {n} + {n}?", "answer": answer})
+        for n, answer in enumerate(answers)
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody disturbs, on tasks of a file beside it."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "tasks.jsonl").write_text(tasks_of([2 * n for n in range(24)]))
+    run = RunProcess(folder / "log", *on_tasks(folder), "--out", str(folder / "run"))
+    assert run.wait() == 0, run.output()
+    return folder / "run"
+
+
+def on_tasks(folder: Path) -> tuple[str, ...]:
+    return (*SMALL, "--tasks", str(folder / "tasks.jsonl"))
+
+
+def train(*arguments: str) -> None:
+    """In this process."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        import train_agent
+    finally:
+        sys.path.pop(0)
+    train_agent.train(train_agent.parse_arguments(list(arguments)))
+
+
+def stands_at(run: Path) -> tuple[str, int]:
+    cursor = open_checkpoint(run / "checkpoints").meta["cursor"]
+    return cursor["phase"], cursor["step"]
+
+
+def interrupt(run: RunProcess, marker: Path, times: int) -> None:
+    """Press Ctrl-C so often while the optimizer step behind the marker is under way."""
+    run.await_file(marker)
+    for _ in range(times):
+        run.signal()
+        time.sleep(0.2)
+
+
+@sandboxed
+def test_a_run_interrupted_in_three_optimizer_steps_ends_with_the_same_bits(
+    whole: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    model = ("--model", str(whole / "model"))  # the same one: made once
+    fresh = (*on_tasks(whole.parent), *model, "--out", str(out))
+    resume = ("--resume", "--out", str(out))
+
+    # twice in a step of the warm start
+    slow = Slow(update=2, seconds=1.0, marker=tmp_path / "warm")
+    run = RunProcess(tmp_path / "log1", *fresh, slow=slow)
+    interrupt(run, slow.marker, times=2)
+    assert run.wait() == 130, run.output()
+    assert "stopping after this step" in run.output()
+    assert "still finishing this step" in run.output()
+    assert f"stopped and saved; go on with: bash scripts/train_agent.sh --resume --out {out}" in (
+        run.output()
+    )
+    assert stands_at(out) == ("warm_start", 2)
+
+    # twice in a step of RL: update 1 is the last of the warm start
+    slow = Slow(update=2, seconds=1.0, marker=tmp_path / "rl")
+    run = RunProcess(tmp_path / "log2", *resume, slow=slow)
+    interrupt(run, slow.marker, times=2)
+    assert run.wait() == 130, run.output()
+    assert stands_at(out) == ("rl", 1)
+
+    # three times: at once, unsaved; while it lives, no other process may touch the folder
+    slow = Slow(update=1, seconds=60.0, marker=tmp_path / "third")
+    run = RunProcess(tmp_path / "log3", *resume, slow=slow)
+    run.await_file(slow.marker)
+    for arguments in (resume, fresh):
+        with pytest.raises(ValueError, match=f"in use by another process .pid {run.process.pid}."):
+            train(*arguments)
+    interrupt(run, slow.marker, times=3)
+    assert run.wait(timeout_s=10.0) == 130, run.output()
+    assert "ended at once, without saving" in run.output()
+    assert stands_at(out) == ("rl", 1)
+
+    # to the end, with other threads and workers, which change nothing that is computed
+    run = RunProcess(tmp_path / "log4", *resume, "--threads", "2", "--tool.workers", "2")
+    assert run.wait() == 0, run.output()
+    assert (out / WEIGHTS).read_bytes() == (whole / WEIGHTS).read_bytes()
+    for name in ("loss", "grad_norm", "reward", "entropy"):
+        assert [row[name] for row in rows(out)] == [row[name] for row in rows(whole)], name
+    assert all(row["grad_norm"] > 0 for row in rows(whole))
+    assert {folder.name for folder in list_checkpoints(whole / "checkpoints")} == {
+        "step_00000000",  # before RL
+        "step_00000003",  # after it: its last step is saved once
+    }
+
+
+@sandboxed
+def test_a_run_whose_checkpoints_are_gone_is_not_started_over(whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run, ignore=shutil.ignore_patterns("checkpoints", "model-trained"))
+    with pytest.raises(ValueError, match=r"holds no checkpoint, but .* 12 rollouts"):
+        train("--resume", "--out", str(run))
+    assert len(rows(run)) == 3
+    with RolloutStore(run / "rollouts.sqlite") as store:
+        assert len(store) == 12
+
+
+@sandboxed
+def test_a_run_is_not_resumed_on_other_tasks(whole: Path) -> None:
+    file = whole.parent / "tasks.jsonl"
+    before = file.read_text()
+    try:
+        file.write_text(tasks_of([2 * n for n in range(23)] + [47]))
+        with pytest.raises(ValueError, match="its tasks are not those that this run began with"):
+            train("--resume", "--out", str(whole))
+    finally:
+        file.write_text(before)
+    assert len(rows(whole)) == 3
+
+
+def test_the_fingerprint_of_tasks_is_of_their_content_and_order(tmp_path: Path) -> None:
+    lines = tasks_of(list(range(24))).splitlines()
+
+    def fingerprint(*texts: str) -> str:
+        file = tmp_path / "tasks.jsonl"
+        file.write_text("\n".join(texts))
+        return FileTasks(file, seed=0).fingerprint
+
+    as_written = fingerprint(*lines)
+    assert fingerprint("", *lines, "", "") == as_written
+    assert fingerprint(*(line.replace(": ", ":") for line in lines)) == as_written
+    assert fingerprint(*lines[:-1], lines[-1].replace("23}", "24}")) != as_written
+    assert fingerprint(*reversed(lines)) != as_written
+
+
+@sandboxed
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "/nowhere"), "no such folder"),
+        (("--tasks", "/nowhere.jsonl"), "does not exist"),
+        (("--rl.algorithm.kl-coef", "0.1", "--rl.reference", "/nowhere"), "no such folder"),
+    ],
+)
+def test_bad_options_leave_nothing_on_the_disk(
+    whole: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("kept")
+    for out in (tmp_path / "runs" / "deep" / "run", tmp_path / "mine"):
+        with pytest.raises(ValueError, match=message):
+            train(*SMALL, "--model", str(whole / "model"), *arguments, "--out", str(out))
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine", "notes.txt"]
+
+
+def test_a_model_made_for_a_run_that_did_not_begin_goes_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        assert list(tmp_path.rglob("model.safetensors"))
+        raise SandboxUnavailable("no namespaces", "allow them")
+
+    monkeypatch.setattr("nanorl.assembly.SandboxPool", refuse)
+    with pytest.raises(SandboxUnavailable):
+        train(*SMALL, "--out", str(tmp_path / "runs" / "run"))
+    assert not list(tmp_path.iterdir())
+
+
+def hold(path: Path, connection: Connection) -> None:
+    with RunFolder(path, is_resumed=False) as folder:
+        folder.begin({})
+        connection.send("locked")
+        connection.recv()
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[multiprocessing.Process]:
+    """A process that has begun a run in tmp_path/run and does not leave it."""
+    mine, its = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=hold, args=(tmp_path / "run", its))
+    process.start()
+    assert mine.recv() == "locked"
+    yield process
+    process.kill()
+
+
+def test_a_folder_belongs_to_one_process_until_it_dies(
+    tmp_path: Path, holder: multiprocessing.Process
+) -> None:
+    run = tmp_path / "run"
+    for is_resumed in (False, True):
+        with pytest.raises(ValueError, match=f"in use by another process .pid {holder.pid}."):
+            RunFolder(run, is_resumed=is_resumed)
+    assert sorted(os.listdir(run)) == ["config.json", "lock"]
+    holder.kill()
+    holder.join()
+    RunFolder(run, is_resumed=True).close()
+    with pytest.raises(ValueError, match="already holds a run"):
+        RunFolder(run, is_resumed=False)
+    assert sorted(os.listdir(run)) == ["config.json", "lock"]

@@ -1,0 +1,106 @@
+"""The report, the log and a full disk, on real runs: charts ask for what is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+from forked_runs import SMALL, RunProcess, rows
+
+from nanoengine.checkpoint import latest_checkpoint
+from nanorl.report.curves import RULES, build_charts
+
+pytestmark = pytest.mark.sandbox
+# Two runs that write everything there is to chart: with critic and reference, and with staleness.
+VARIANTS = {
+    "critic": (
+        *("--rl.algorithm.advantage", "gae", "--rl.algorithm.kl-coef", "0.1"),
+        *("--rl.steps", "2"),
+    ),
+    "stale": (
+        *("--rl.max-staleness", "2", "--rl.algorithm.correction", "tis", "--rl.steps", "4"),
+        *("--rl.tasks-per-step", "1", "--rl.algorithm.entropy-coef", "0"),
+    ),
+}
+OTHERS = {"num_rollouts", "num_trained_rollouts"}  # among "more curves"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    processes = {
+        name: RunProcess(folder / f"{name}.log", *SMALL, *more, "--out", str(folder / name))
+        for name, more in VARIANTS.items()
+    }
+    for process in processes.values():
+        assert process.wait() == 0, process.output()
+    return {name: folder / name for name in VARIANTS}
+
+
+def test_every_chart_finds_its_metrics_in_a_real_run_and_appears(runs: dict[str, Path]) -> None:
+    written = {name for run in runs.values() for row in rows(run) for name in row}
+    asked = [name for rule in RULES for name in rule.names]
+    assert set(asked) <= written
+    assert len(asked) == len(set(asked))
+    assert written - set(asked) >= OTHERS
+    page = "".join((run / "report.html").read_text() for run in runs.values())
+    for rule in RULES:
+        assert f"<figcaption>{rule.title}" in page, rule.title
+    for run in runs.values():
+        main, _ = build_charts(rows(run))
+        assert (run / "report.html").read_text().count("<figcaption>") >= len(main) > 9
+
+
+def test_the_log_says_everything_once_and_shows_the_agent(runs: dict[str, Path]) -> None:
+    log = (runs["stale"].parent / "stale.log").read_text()
+    lines = [line.split("] ", 1)[-1].split(",")[0] for line in log.splitlines()]
+    for expected in ("reinforcement learning 1/4", "warm start 3/3: loss"):
+        assert sum(line.startswith(expected) for line in lines) == 1, log
+    for expected in ("after the warm start: ", "after RL: ", "after RL, tool off: "):
+        assert expected in log
+    assert log.count("a rollout of step") == 4
+    assert "    wanted  " in log and "    task    " in log
+    assert "no_tool" not in log and "before:" not in log
+
+
+def test_batches_without_signal_are_named(runs: dict[str, Path]) -> None:
+    log = (runs["stale"].parent / "stale.log").read_text()
+    assert log.count("changed nothing: the rollouts of each group got equal rewards") == 4 + 1
+    assert "4 of 4 steps changed nothing" in log
+    assert "changed nothing" not in (runs["critic"].parent / "critic.log").read_text()
+
+
+def test_the_trained_model_can_be_read_by_others(runs: dict[str, Path]) -> None:
+    (runs["stale"].parent / "plain").touch()
+    usual = stat.S_IMODE((runs["stale"].parent / "plain").stat().st_mode)
+    folder = runs["stale"] / "model-trained"
+    assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {usual}
+    assert not list(runs["stale"].glob(".model*"))
+
+
+def test_a_full_disk_is_one_message_and_the_last_checkpoint_stays(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(runs["critic"], run, ignore=shutil.ignore_patterns("model-trained"))
+    shutil.rmtree(run / "checkpoints" / "step_00000002")
+    before = latest_checkpoint(run / "checkpoints")
+    assert before is not None and before.name == "step_00000000"
+    resume = ("--resume", "--out", str(run))
+    # Models fit (2.6 MB), checkpoints (7.9 MB) do not; then only small files fit.
+    for limit, message in ((5_000_000, "cannot save a checkpoint"), (1000, "cannot ")):
+        process = RunProcess(tmp_path / str(limit), *resume, RLIMIT_FSIZE=limit)
+        assert process.wait() == 1, process.output()
+        assert process.output().count("error: ") == 1 and "Traceback" not in process.output()
+        assert message in process.output()
+        assert latest_checkpoint(run / "checkpoints") == before
+    process = RunProcess(tmp_path / "log", *resume)
+    assert process.wait() == 0, process.output()
+    for file in ("model-trained/model.safetensors", "reference/model.safetensors"):
+        assert (run / file).read_bytes() == (runs["critic"] / file).read_bytes()
+    losses = [[row["loss"] for row in rows(folder)] for folder in (run, runs["critic"])]
+    assert losses[0] == losses[1]
+    assert json.loads((run / "summary.json").read_text())["status"] == "finished"
