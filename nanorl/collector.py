@@ -13,9 +13,8 @@ import time
 from dataclasses import replace
 from typing import Protocol
 
-from nanoinfer.sampling import SamplingParams
-from nanorl.seeds import derive_seed
-from nanorl.types import Rollout, Status, Task
+from nanoinfer.params import SamplingParams
+from nanorl.types import Rollout, Status, Task, derive_seed
 
 
 class PlayRollout(Protocol):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from nanoengine.model.special_guard import SpecialGuard, mask_strings
+from nanoengine.model.chat_template import SpecialGuard, mask_strings
 
 if TYPE_CHECKING:
     from nanoengine.model.chat_template import ChatTemplate, Message
