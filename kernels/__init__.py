@@ -1,7 +1,7 @@
 """The operations both engines are made of: one file an op. Triton on a GPU; C++, or PyTorch, on
 a CPU.
 
-Every op takes `backend="auto" | "torch" | "triton"`; "auto" looks at the device (`_dispatch.py`).
+Every op takes `backend="auto" | "torch" | "triton"`; "auto" looks at the device (`backend.py`).
 Triton is imported only when its back end is first used, so a CPU program never pays for it.
 
 Families, each op with a reference in plain PyTorch:
@@ -13,7 +13,7 @@ Families, each op with a reference in plain PyTorch:
 
 On a CPU a result depends on its own row or sequence only, never on what else is in the batch, on
 padding or on the number of threads: that is what makes rollout and trainer log-probs equal bit for
-bit. `linear.py` and `native/` say how.
+bit. `linear.py` and `cpp/` say how.
 """
 
 from kernels.adamw import clip_scale, fused_adamw_, make_tensor_table, multi_tensor_l2norm

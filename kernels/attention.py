@@ -10,8 +10,8 @@ Sequences are packed along the first dimension, queries and keys each with their
 the last query of a sequence sits at its last key, so query i of n sees `num_keys − n + i + 1` keys;
 with `window=w` the last w of those. A query that sees no key gives o = 0 and lse = −inf.
 
-Three back ends: Triton (`_flash_attention_triton.py`: tiles, online softmax, no atomics); a CPU
-path for whole causal sequences (`_flash_attention_cpu.py`: the bits of decoding); and the
+Three back ends: Triton (`triton/attention.py`: tiles, online softmax, no atomics); a CPU
+path for whole causal sequences (`attention_torch.py`: the bits of decoding); and the
 definition below, which covers everything else on a CPU. Left out: dropout, sinks, score caps.
 
 Legend: T query tokens, S key tokens, H query heads, K key heads, D head_dim.

@@ -18,7 +18,7 @@ from kernels.onednn import is_bf16_fast
 #
 #     o = softmax(scale · q · Kᵀ + mask) · V
 #
-# Where there is no C++ for it (`native/attention.h`) both engines run this arithmetic, so decoding
+# Where there is no C++ for it (`cpp/attention.h`) both engines run this arithmetic, so decoding
 # repeats the trainer's bits; gradients recompute its probabilities. What makes a query's
 # result independent of its neighbours, of padding, of the chunk it came in and of threads:
 #
@@ -163,11 +163,11 @@ def attend_rows(
 #
 # Sequences of similar length are padded into one batch; a plan (`make_varlen_plan`) holds the
 # indices, so a micro-batch builds it once for all its layers. Blocks of 128 queries meet the keys
-# before them, with the arithmetic of `_attend.py`: no score matrix outlives its block, and the
-# backward pass keeps q, k, v and o (which the output projection keeps anyway). The forward pass is
-# C++ where it has the dtype (`_native_attention.py`), of unpadded sequences.
+# before them, with the arithmetic of `attention_torch.py`: no score matrix outlives its block, and
+# the backward pass keeps q, k, v and o (which the output projection keeps anyway). The forward pass
+# is C++ where it has the dtype (`cpp/ops.py`), of unpadded sequences.
 #
-# Left out: windows, other masks and lse, which only the definition in `flash_attention.py` has.
+# Left out: windows, other masks and lse, which only the definition in `attention.py` has.
 #
 # Legend: T tokens, H query heads, K key heads, G = H / K, B sequences, L padded keys, N = B · K,
 # D head_dim.
@@ -381,10 +381,10 @@ def _padded(
 #
 # `make_rectangles` sorts the step's sequences (decodes apart from prefills, each by length) and
 # cuts them into rectangles, with gather indices and masks, once for all layers. A layer is then two
-# gathers and one batched attention a rectangle, the trainer's arithmetic (`_attend.py`). A gather
-# copies each key head's part of a block, in one piece where the cache lies heads first in memory
-# (kv_cache.py), straight into the order [sequences, key heads, keys, head_dim] of the matmuls. What
-# it gathered of a cache in fp8 is then widened: what a step reads, never the cache.
+# gathers and one batched attention a rectangle, the trainer's arithmetic (`attention_torch.py`). A
+# gather copies each key head's part of a block, in one piece where the cache lies heads first in
+# memory (kv_cache.py), straight into the order [sequences, key heads, keys, head_dim] of the
+# matmuls. What it gathered of a cache in fp8 is then widened: what a step reads, never the cache.
 #
 # Legend: B sequences, Q queries, L padded keys, H query heads, K key heads, G = H / K, D head_dim,
 # C cells (queries of all rectangles, padding included).

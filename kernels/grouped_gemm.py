@@ -5,7 +5,7 @@
 
 On a CPU one packed matmul an expert (`linear_rows`), so that a row's bits do not depend on how
 many rows its expert has; experts without rows cost nothing. On a GPU one launch: the tiles of all
-experts side by side (`_grouped_gemm_triton.py`), and in dw each tile of the weight is summed by
+experts side by side (`triton/grouped_gemm.py`), and in dw each tile of the weight is summed by
 one program over its expert's rows in order, so no atomics.
 
 Left out: fp8 weights, a bias.

@@ -3,7 +3,7 @@
 The two engines must give one token the same bits whatever batch it sits in. On a CPU both read a
 weight that is laid out once for it (`pack_weight`), in one of two ways:
 
-* C++ (`native/linear.h`) on processors with AVX-512 (for bf16 its dot product, and no matrix
+* C++ (`cpp/linear.h`) on processors with AVX-512 (for bf16 its dot product, and no matrix
   unit). A result is summed over the inputs in order, for any number of rows. It is as fast as
   oneDNN for many rows and up to 1.8 times as fast for the few of a decoding step.
 * oneDNN's inner product elsewhere. It is row-invariant from two rows on, so one row is doubled;

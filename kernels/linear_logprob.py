@@ -11,7 +11,7 @@ p = softmax(z), H the entropy, and g, e the gradients by logp and H:
 On a GPU the chunk's logits are one cuBLAS matmul into a buffer that all chunks share, and a Triton
 kernel reads them once (`triton_ops.py`).
 
-The arithmetic on logits that exist is one pass of C++ on a CPU (`native/logits.h`), else
+The arithmetic on logits that exist is one pass of C++ on a CPU (`cpp/logits.h`), else
 `softmax_parts`; the sampler uses the same, so a rollout's log-prob and the trainer's are the same
 bits.
 

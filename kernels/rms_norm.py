@@ -7,7 +7,7 @@ With r = 1 / sqrt(mean(x²) + eps), n = x·r and g = dy·weight:
 Computed in fp32 and rounded once, at the end. `add_rms_norm` first adds the residual stream and
 returns the sum too. The backward pass keeps x and one number a row.
 
-On a CPU the forward pass is one pass of C++ (`native/rows.h`), or PyTorch's ops.
+On a CPU the forward pass is one pass of C++ (`cpp/rows.h`), or PyTorch's ops.
 """
 
 import torch

@@ -30,7 +30,6 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from nanoengine import engine as engine_state
 from nanoengine.config import DTYPES, EngineConfig
 from nanoengine.model import hf
 from nanoengine.model.linear import slice_of
@@ -394,7 +393,7 @@ class Engine:
         All ranks of a mesh call it, each writes its part. `in_background` returns None once the
         state is copied; `wait_saved`, or the next save, waits for the rest.
         """
-        return engine_state.save(self, Path(path), dict(cursor or {}), in_background)
+        return save(self, Path(path), dict(cursor or {}), in_background)
 
     def wait_saved(self) -> Path | None:
         """Until the last background save is complete; raises its CheckpointError."""
@@ -404,7 +403,7 @@ class Engine:
         """Take over a checkpoint of any layout, or the latest under a root; what follows is
         bit-equal to a run that was never interrupted (of another layout: equal but for the order
         of sums). Returns the cursor. On CheckpointError nothing has changed, on any rank."""
-        cursor = engine_state.load(self, Path(path))
+        cursor = load(self, Path(path))
         self._refresh()
         return cursor
 

@@ -235,7 +235,7 @@ class LLMEngine:
         self._runner.refresh()  # last: if it fails, the version and the cache are true
 
     def metrics(self) -> dict[str, float]:
-        """Totals (metrics.py) and the state of queues and cache."""
+        """Totals (engine.py) and the state of queues and cache."""
         used = self._blocks.num_blocks - self._blocks.num_free
         return self._metrics.to_dict() | {
             "num_running": float(len(self._scheduler.running)),

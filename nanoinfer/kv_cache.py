@@ -5,7 +5,7 @@ once a step (gather indices, masks) is planned here and used by all layers.
 
 A cache may hold fp8 (e4m3): half the bytes of bf16, a quarter of fp32. Its keys and values are
 rounded to 4 significant bits, so log-probs are no longer the trainer's; what is lost is said where
-it is asked for (`InferConfig.kv_cache_dtype`). Next: kv_scales.py (the scales of such a cache).
+it is asked for (`InferConfig.kv_cache_dtype`). Next: kv_cache.py (the scales of such a cache).
 Left out: other attention than causal.
 """
 

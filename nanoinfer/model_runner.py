@@ -2,7 +2,7 @@
 
 Only the tokens that are the last of their sequence, and drafts, go through the output head.
 Where the model is split over tensor-parallel ranks, all run the same step and each has all logits.
-Next: attention_backends.py (the cache), cuda_graph.py (decode steps of a fixed shape).
+Next: kv_cache.py (the cache), cuda_graph.py (decode steps of a fixed shape).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A token depends on its row of logits, its request's seed and its position, on no
 randomness is one number u in [0, 1) hashed from (seed, position), and the token is the first whose
 cumulative probability exceeds u (inverse CDF). Cumulative sums run in two levels, over runs of 256
 tokens and inside the run that u falls into. A request that truncates (top-k, top-p, min-p) draws
-from the tokens above a pivot (kernels/sampling.py says which, `native/truncate.h` finds it): what
+from the tokens above a pivot (kernels/sampling.py says which, `cpp/truncate.h` finds it): what
 ties with the last one kept is kept too.
 
 The log-prob is that of the tempered distribution over the whole vocabulary, before top-k and

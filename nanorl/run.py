@@ -6,7 +6,7 @@
 where the last checkpoint was made. Metrics rows and stored rollouts that lie behind the checkpoint
 are removed first: the resumed run writes them again, with the same content if it is synchronous
 (trainer.py says why).
-Next: trainer.py (the RL loop), assembly.py (how the parts are made).
+Next: trainer.py (the RL loop), parts.py (how the parts are made).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The reinforcement-learning loop: one `fit()` for synchronous and asynchronous training.
 
-    producer   admits groups (staleness.py), plays them (collector.py), puts them into the queue
+    producer   admits groups (trainer.py), plays them (collector.py), puts them into the queue
     consumer   takes a batch of groups in task order, has the learner (learner.py) make an
                optimizer step of it and publish the weights to the inference engine, logs
 

@@ -2,7 +2,7 @@
 
 A function of (seed, step), so a resumed run trains on the same; the traces of an earlier epoch,
 which it does not have any more, it plays again with the same result.
-Left out: the steps themselves (run.py), what a trace is (sft.py, data/teachers.py).
+Left out: the steps themselves (run.py), what a trace is (tasks/teachers.py).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class WarmStart:
 
 
 class Script(Protocol):
-    """A teacher's trace in the making (data/teachers.py)."""
+    """A teacher's trace in the making (tasks/teachers.py)."""
 
     def next_action(self, history: Sequence[str]) -> str: ...
 

@@ -69,7 +69,7 @@ def train(config: RunConfig) -> int:
     from nanorl.run import Run, write_outcome
 
     reuse_large_buffers()
-    torch.set_num_threads(1)  # of this thread; see assembly.py
+    torch.set_num_threads(1)  # of this thread; see parts.py
     with RunFolder(config.run_dir, is_resumed=config.resume) as folder:
         parts = Parts(config)
         try:

@@ -1,1 +1,1 @@
-"""The CPU kernels in C++: sources, their build on first use (build.py), and the ops that call them."""
+"""The CPU kernels in C++: sources, their build on first use, and the ops that call them."""

@@ -1,4 +1,4 @@
-"""The CPU kernels in C++ (`native/`): compiled on first use, kept in the user's cache.
+"""The CPU kernels in C++ (`cpp/`): compiled on first use, kept in the user's cache.
 
 One command of the system's compiler, some seconds once; the file's name is a hash of the sources,
 the compiler, its flags and the processor, so another machine that shares the folder compiles its

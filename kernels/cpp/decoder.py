@@ -1,4 +1,4 @@
-"""The layers of a dense decoder over a paged cache, in one call of C++ (`native/decoder.h`).
+"""The layers of a dense decoder over a paged cache, in one call of C++ (`cpp/decoder.h`).
 
 The functions are those that the ops of this package call, in the order of the model's own forward
 pass, so the bits are the same. It saves the interpreter between them, a third of a decoding

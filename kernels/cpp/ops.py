@@ -1,4 +1,4 @@
-"""The C++ kernels on tensors: allocate, pass addresses and strides. `native/*.cpp` says what they
+"""The C++ kernels on tensors: allocate, pass addresses and strides. `cpp/*.cpp` says what they
 compute; the callers have checked shapes. All tensors of a call share one dtype, fp32 or bf16,
 unless named otherwise.
 
@@ -213,7 +213,7 @@ def _dense_last(x_RV: Tensor) -> Tensor:
     return x_RV if x_RV.stride(1) == 1 else x_RV.contiguous()
 
 
-# Attention in C++ (`native/attention.h`): which queries meet which keys, and where those lie.
+# Attention in C++ (`cpp/attention.h`): which queries meet which keys, and where those lie.
 #
 # Keys are found through a table of rows, so one kernel serves packed sequences (training), the
 # blocks of a paged cache (inference) and prompts that several completions share, with the same bits

@@ -169,7 +169,7 @@ def decode(
 
 
 # Triton kernel of `paged_attention`: one body for prefill, chunks, prefix hits and decodes in one
-# launch. (A step of decodes alone takes `_paged_decode_triton.py`, which splits long contexts.)
+# launch. (A step of decodes alone takes `paged_attention.py`, which splits long contexts.)
 #
 # The query heads that share a key head are rows of one tile: a program holds BLOCK_Q queries x
 # GROUP heads and walks over the pages of its sequence, so a key is read once a group. Programs are
@@ -299,7 +299,7 @@ def padded_dim(head_dim: int) -> int:
 
 
 def shape_class(dtype: torch.dtype, padded: int) -> str:
-    """Of `_tune.py`: element width and padded head_dim."""
+    """Of `tiles.py`: element width and padded head_dim."""
     return f"{'fp32' if dtype == torch.float32 else 'half'}-{min(256, max(64, padded))}"
 
 

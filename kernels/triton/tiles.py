@@ -123,7 +123,7 @@ def row_tile(num_cols: int) -> RowTile:
     return RowTile(rows, block, warps_for(rows * block))
 
 
-# Tile choices of the matmul kernels; `_tune.py` says why a fixed table.
+# Tile choices of the matmul kernels; `tiles.py` says why a fixed table.
 #
 # M and N are the tile of the output, K the step of the reduction; for `weight_grad` the output tile
 # is N × K and M is the step. Chosen from what the compile gate reports; docs/kernels_moe_fp8.md has

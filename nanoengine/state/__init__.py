@@ -1,1 +1,1 @@
-"""Training state on disk: slices of parameters, checkpoints, resharding, export, the run's folder."""
+"""Training state on disk: slices, checkpoints, resharding, export, the folder of a run."""

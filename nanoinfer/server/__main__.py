@@ -1,7 +1,7 @@
 """Serve a model over HTTP: `python -m nanoinfer.server --model DIR`.
 
 Needs the extra `serve` (starlette, uvicorn, pydantic); grammars need `grammar` (llguidance). It
-listens on this machine alone unless told otherwise. Next: http_app.py (routes).
+listens on this machine alone unless told otherwise. Next: app.py (routes).
 """
 
 from __future__ import annotations

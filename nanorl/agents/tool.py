@@ -1,6 +1,6 @@
 """The multi-turn loop: generate, step the environment, append what it says, until an answer.
 
-Follow one rollout here; the token bookkeeping is in tokens.py, what an action means in tools.py.
+Follow one rollout here; the token bookkeeping is in tokens.py, what an action means in actions.py.
 Left out: retries of failed rollouts (the caller re-submits the task).
 """
 

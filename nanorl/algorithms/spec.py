@@ -1,8 +1,8 @@
 """`AlgorithmSpec`: one frozen record that says which algorithm this is; `make_loss` runs it.
 
-`compute_advantages` (advantage_batch.py) and `token_weights` (aggregation.py) run once on the whole
+`compute_advantages` (advantages.py) and `token_weights` (advantages.py) run once on the whole
 optimizer batch; the function of `make_loss(spec)` runs on every micro-batch and returns a sum.
-Published recipes by name: recipes.py.
+Published recipes by name: spec.py.
 
 Three policies meet in a loss: μ sampled the tokens, o is the trainer's when the batch came, θ is
 being updated. By default the clip is around o and every token is weighed by min(π_o/μ, 2): the
@@ -51,6 +51,10 @@ BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
 )
 """(correction_low, correction_high) of the corrections that have them."""
 
+Aggregation = Literal[
+    "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant", "prompt_mean"
+]
+AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
 COMPARES_MEMBERS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl")
 """Advantages of a rollout against the others of its group."""
 
@@ -456,11 +460,3 @@ def named_spec(name: str) -> AlgorithmSpec:
     if name not in RECIPES:
         raise ValueError(f"algorithm {name!r}: choose one of {', '.join(RECIPES)}")
     return RECIPES[name]
-
-
-Aggregation = Literal[
-    "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant", "prompt_mean"
-]
-
-
-AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
