@@ -7,7 +7,6 @@ Left out: what the parts then do (run.py).
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,12 +36,9 @@ from nanorl.rewards.rule import RuleReward
 from nanorl.sandbox.base import SandboxFailure, SandboxSpec
 from nanorl.sandbox.pool import SandboxPool
 from nanorl.sizes import sized
-from nanorl.tasks.problem import Problem
 from nanorl.tasks.source import FileTasks, TaskSource
-from nanorl.tasks.teachers import SloppyTeacher
 from nanorl.tasks.tiny_model import build_tiny_model
 from nanorl.types import Rollout, Task, derive_seed
-from nanorl.warm_start import RecordingEnv, ScriptedGenerator
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -199,29 +195,6 @@ class Parts:
     @property
     def play_without_tool(self) -> Any:
         return partial(self.play, is_tool_enabled=False)
-
-    async def play_teacher(self, task: Problem, *, rollout_id: str) -> Rollout:
-        """One trace of the sloppy teacher, as a rollout whose actions carry the loss."""
-        rng = random.Random(derive_seed(self.config.seed, "teacher", rollout_id))
-        teacher = SloppyTeacher(self.preset.action_format, self.preset.teacher())
-        env = RecordingEnv(self.environment())
-        generator = ScriptedGenerator(
-            teacher.trace(task, rng),
-            lambda: env.observations,
-            self.tokenizer,
-            min(self.tokenizer.eos_ids),
-        )
-        return await tool.run(
-            task,
-            group_id=rollout_id,
-            rollout_id=rollout_id,
-            generator=generator,
-            env=env,
-            tokenizer=self.tokenizer,
-            sampling=SamplingParams(max_tokens=self.config.agent.max_context_tokens),
-            limits=self.limits(),
-            reward=RuleReward(),
-        )
 
 
 def num_threads(config: RunConfig) -> int:

@@ -16,8 +16,12 @@ from typing import Any, Protocol
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.packing import Sample
 from nanoinfer.params import Output, SamplingParams
+from nanorl.agents import tool
 from nanorl.config import RunConfig
 from nanorl.parts import Parts
+from nanorl.rewards.rule import RuleReward
+from nanorl.tasks.problem import Problem
+from nanorl.tasks.teachers import SloppyTeacher
 from nanorl.tasks.tiny_model import CHAT_MARKERS
 from nanorl.types import Rollout, derive_seed
 
@@ -52,10 +56,34 @@ class WarmStart:
     async def _play(self, number: int) -> list[Sample]:
         tasks = self.parts.tasks.warm_start.batch(number, self.config.warm_start.traces_per_step)
         plays = [
-            self.parts.play_teacher(task, rollout_id=f"teacher-{number}-{i}")
+            self.play_teacher(task, rollout_id=f"teacher-{number}-{i}")
             for i, task in enumerate(tasks)
         ]
         return sft_samples(await asyncio.gather(*plays))
+
+    async def play_teacher(self, task: Problem, *, rollout_id: str) -> Rollout:
+        """One trace of the sloppy teacher, as a rollout whose actions carry the loss."""
+        config, parts = self.config, self.parts
+        rng = random.Random(derive_seed(config.seed, "teacher", rollout_id))
+        teacher = SloppyTeacher(parts.preset.action_format, parts.preset.teacher())
+        env = RecordingEnv(parts.environment())
+        generator = ScriptedGenerator(
+            teacher.trace(task, rng),
+            lambda: env.observations,
+            parts.tokenizer,
+            min(parts.tokenizer.eos_ids),
+        )
+        return await tool.run(
+            task,
+            group_id=rollout_id,
+            rollout_id=rollout_id,
+            generator=generator,
+            env=env,
+            tokenizer=parts.tokenizer,
+            sampling=SamplingParams(max_tokens=config.agent.max_context_tokens),
+            limits=parts.limits(),
+            reward=RuleReward(),
+        )
 
 
 # The warm start: supervised steps on traces that a scripted teacher plays in the real environment.
