@@ -12,7 +12,7 @@ from nanorl.warm_start import WarmStart
 
 
 class Teacher:
-    """Stands in for the parts of a run and its teacher: a trace's tokens say which task of which batch it is."""
+    """Stands in for the parts of a run and its teacher: a trace's tokens say which task it is."""
 
     def __init__(self) -> None:
         self.tasks = SimpleNamespace(
