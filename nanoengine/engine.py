@@ -53,11 +53,12 @@ from nanoengine.state.checkpoint import (
     Checkpoint,
     get_rng_state,
     open_checkpoint,
+    rng_pieces,
     set_rng_state,
 )
-from nanoengine.state.sharded_checkpoint import ShardedWriter, rng_pieces
+from nanoengine.state.checkpoint_writer import CheckpointWriter
 from nanoengine.state.slices import Held, Piece, cut_parameter
-from nanoengine.tensor_file import CheckpointError
+from nanoengine.tensor_file import CheckpointError, dtype_name
 
 LossFn = Callable[[Tensor, Tensor | None, MicroBatch], tuple[Tensor, Mapping[str, Tensor | float]]]
 """(logp_T, entropy_T or None, micro-batch) -> (sum over tokens, {name: sum of a statistic}).
@@ -114,7 +115,7 @@ class Engine:
         _check_mesh(model, config, mesh, is_pipeline=bool(stages))
         self.model = model
         self.models = list(stages) if stages else [model]
-        self._saver: ShardedWriter | None = None
+        self._saver: CheckpointWriter | None = None
         self.config = config
         self.mesh = mesh
         self.version = 0
@@ -447,7 +448,7 @@ def save(engine: Engine, path: Path, cursor: dict[str, Any], in_background: bool
     mesh = engine.mesh if engine.mesh.size() > 1 else None
     if engine._saver is None or engine._saver.root != path:
         engine.wait_saved()
-        engine._saver = ShardedWriter(path, mesh, keep=keep)
+        engine._saver = CheckpointWriter(path, mesh, keep=keep)
     held = [*optimizer_pieces(engine), *rng_pieces(engine.mesh.rank(), rng_tensors)]
     rank_meta = {"rng": rng_values}
     engine._saver.save(engine.version, held, meta, rank_meta, in_background=in_background)
@@ -515,7 +516,7 @@ def _check(checkpoint: Checkpoint, wanted: list[Piece], mesh: Mesh) -> None:
     for names in mesh.gather_json(WORLD, mine):
         everyone |= names
     stored = {
-        name: [list(checkpoint.shape(name)), str(checkpoint.dtype(name)).removeprefix("torch.")]
+        name: [list(checkpoint.shape(name)), dtype_name(checkpoint.dtype(name))]
         for name in checkpoint.names()
         if not name.startswith("rng.")
     }

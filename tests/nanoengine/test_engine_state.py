@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from checkpoint_formats import write_format_1
 from tiny_models import optimizer_state
 
 from nanoengine.engine import Engine, EngineConfig
@@ -19,6 +20,7 @@ from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
 from nanoengine.sft import num_loss_tokens, sft_loss
+from nanoengine.state.checkpoint import get_rng_state
 from nanoengine.tensor_file import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,6 +158,26 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
         engine.load(tmp_path)
     after = everything(engine)
     assert all(torch.equal(after[n], t) for n, t in before.items() if n.startswith(("m", "e", "w")))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_run_goes_on_from_a_checkpoint_of_the_first_format(tmp_path: Path, dtype: str) -> None:
+    """What versions before format 2 wrote: one file of whole tensors. The bits of the run that was
+    never interrupted."""
+    seed_all(5)
+    engine = make_engine(dtype)
+    train(engine, 2)
+    rng_tensors, rng = get_rng_state(engine.model.device)
+    meta = {"version": 2, "step_count": 2, "dtype": dtype, "rng": rng, "cursor": {"at": 7}}
+    write_format_1(tmp_path, 2, optimizer_state(engine) | rng_tensors, meta)
+    train(engine, 2)
+    expected = everything(engine)
+    seed_all(99)
+    resumed = make_engine(dtype, seed=1)
+    assert resumed.load(tmp_path) == {"at": 7}
+    train(resumed, 2)
+    found = everything(resumed)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
 def test_a_damaged_checkpoint_changes_nothing_and_the_previous_one_loads(tmp_path: Path) -> None:
