@@ -32,7 +32,7 @@ from torch import Tensor
 
 from nanoengine.config import DTYPES, EngineConfig
 from nanoengine.model import hf
-from nanoengine.model.linear import slice_of
+from nanoengine.model.linear import record_of
 from nanoengine.model.shared_prefix import supports_shared_prefix
 from nanoengine.model.transformer import Transformer
 from nanoengine.optim import AdamW, Kind
@@ -42,7 +42,6 @@ from nanoengine.packing import (
     add_sums,
     collect_all,
     idle_micro_batch,
-    make_micro_batches,
     read_sums,
 )
 from nanoengine.parallel.expert_parallel import ExpertParallel
@@ -95,8 +94,6 @@ def require_deterministic_cublas() -> None:
 class Engine:
     """Trains `model`, which it converts to `config.dtype` in place. `version` counts updates."""
 
-    scorer_type: type[Scorer] = Scorer
-
     def __init__(
         self,
         model: Transformer,
@@ -133,8 +130,15 @@ class Engine:
         for part in self.models:
             for buffer in part.buffers():  # rope tables: as wide as the masters
                 buffer.data = buffer.to(wide)
-        is_wide = config.lm_head_fp32 and model.lm_head_weight is not None
-        self._scorer = self.scorer_type(model, mesh, lm_head_fp32=is_wide)
+            if config.lm_head_fp32 and dtype == torch.bfloat16:
+                part.head_dtype = torch.float32
+        self._scorer = Scorer(
+            model,
+            mesh,
+            micro_batch_tokens=config.micro_batch_tokens,
+            share_prefix=config.share_prefix,
+            activation_checkpointing=config.activation_checkpointing,
+        )
         self._refresh()
 
     def restart(self, config: EngineConfig) -> None:
@@ -188,39 +192,30 @@ class Engine:
         """For each sample its logps (and entropies), one for each token: entry t is of tokens[t]
         given the tokens before it, entry 0 is 0. `only_masked` leaves 0 where loss_mask is 0.
         """
+        logps, entropies = self._score(samples, temperature, entropy, only_masked)
+        return (logps, entropies) if entropy else logps
+
+    def _score(
+        self, samples: Sequence[Sample], temperature: float, entropy: bool, only_masked: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Log-probs and, if asked for, entropies of each sample's tokens."""
         micros = self._passes(samples)
         with self._kernels():
-            scored = [self._logprobs(m, temperature, entropy, only_masked) for m in micros]
+            scored = [
+                self._scorer.logprobs(micro, temperature, entropy=entropy, only_masked=only_masked)
+                for micro in micros
+            ]
         self.optimizer.release()
         logps = collect_all(samples, micros, [logp_T for logp_T, _ in scored])
         if not entropy:
-            return logps
+            return logps, []
         entropies = [entropy_T for _, entropy_T in scored if entropy_T is not None]
         return logps, collect_all(samples, micros, entropies)
-
-    def _logprobs(
-        self, micro: MicroBatch, temperature: float, entropy: bool, only_masked: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        part = self._scorer.part(micro)
-        hidden_ND = self.model(
-            part.ids_N,
-            part.positions_N,
-            part.context,
-            activation_checkpointing=self.config.activation_checkpointing,
-        )
-        return self._scorer.score(
-            part, hidden_ND, temperature, entropy=entropy, only_masked=only_masked
-        )
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         if not samples and self.mesh.size(DATA_AXES) > 1:
             return []
-        return make_micro_batches(
-            samples,
-            self.config.micro_batch_tokens,
-            share_prefix=self.config.share_prefix,
-            device=self.model.device,
-        )
+        return self._scorer.micro_batches(samples)
 
     def _passes(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         """The micro-batches, and as many without any sample as it takes for all ranks to meet in
@@ -287,7 +282,9 @@ class Engine:
         with self._kernels():
             for i, micro in enumerate(micros):
                 self.optimizer.start_pass(is_last=i == len(micros) - 1)
-                logp_T, entropy_T = self._logprobs(micro, temperature, entropy, only_masked=True)
+                logp_T, entropy_T = self._scorer.logprobs(
+                    micro, temperature, entropy=entropy, only_masked=True
+                )
                 if not micro.index:
                     (logp_T.sum() * 0).backward()
                     self.optimizer.end_pass()
@@ -326,10 +323,11 @@ class Engine:
 
     def _refresh(self) -> None:
         """Bring every copy of the weights up to date with the parameters."""
-        if self.config.zero == 3 and self.mesh.size() > 1:
-            self._scorer.forget_packed()
-        else:
-            self._scorer.refresh()
+        for part in self.models:
+            if self.optimizer.zero == 3:
+                part.forget_packed()
+            else:
+                part.repack()
 
     @contextmanager
     def _kernels(self) -> Iterator[None]:
@@ -349,7 +347,7 @@ class Engine:
         """Each Hugging Face tensor once; views where `dtype` is the model's own. Split tensors
         are put together, on every rank: all must run through the iterator."""
         slices = hf.hf_slices(self.model)
-        comes_and_goes = self.config.zero == 3 and self.mesh.size() > 1
+        comes_and_goes = self.optimizer.zero == 3
         with self.optimizer.gathered():
             for name, view in hf.export_state(self.model, dtype):
                 if name in slices:
@@ -415,7 +413,7 @@ def _check_mesh(model: Transformer, config: EngineConfig, mesh: Mesh, *, is_pipe
         )
     if mesh.size("cp") > 1 and config.share_prefix:
         raise ValueError("share_prefix=True: not available with cp > 1; set it to False")
-    if mesh.size("tp") == 1 and model.split is None:
+    if mesh.size("tp") == 1 and model.split.size == 1:
         return
     if not isinstance(model.split, TensorParallel) or model.split.mesh is not mesh:
         raise ValueError(
@@ -494,7 +492,9 @@ def _pieces(optimizer: AdamW) -> Iterator[tuple[Piece, Tensor]]:
         for entry, values in optimizer.entries(kind):
             parameter = entry.slot.param
             name = f"{kind}.{entry.slot.name}"
-            yield from cut_parameter(name, parameter.shape, slice_of(parameter), values, entry.lo)
+            yield from cut_parameter(
+                name, parameter.shape, record_of(parameter).slice, values, entry.lo
+            )
 
 
 def _open_together(path: Path, mesh: Mesh) -> Checkpoint:

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from kernels import fused_adamw_
 from kernels.adamw import make_tensor_table
 from kernels.tensor_table import TensorTable
+from nanoengine.model.linear import record_of
 from nanoengine.parallel.data_parallel import Bucket, GradientReducer, ShardEntry
 from nanoengine.parallel.mesh import REPLICA_AXES, WORLD, Layout, Mesh
 from nanoengine.parallel.zero import BucketState, Residency, cut_into_buckets
@@ -234,9 +235,8 @@ class AdamW:
 
     def _counts(self, parameter: Tensor) -> bool:
         """Tensor-parallel ranks share small parameters, pipeline stages a tied embedding."""
-        if getattr(parameter, "is_copy", False):
-            return False
-        return hasattr(parameter, "slice") or self.mesh.rank("tp") == 0
+        record = record_of(parameter)
+        return not record.is_copy and (record.slice is not None or self.mesh.rank("tp") == 0)
 
     def lr(self) -> float:
         """The learning rate of the next update."""

@@ -203,7 +203,7 @@ class ModelRunner:
 
     def _score_fn(self) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
         split = self.model.split
-        if split is None:
+        if split.size == 1:
             return linear_logprob
         assert isinstance(split, TensorParallel), "there is no other split"
         return partial(vocab_parallel_logprob, split=split, vocab_size=self.model.config.vocab_size)
@@ -213,7 +213,7 @@ class ModelRunner:
             return self.model.logits(hidden_SE)
         logits = linear(hidden_SE.float(), self._head, packed=self._head_packed)
         split, vocab = self.model.split, self.model.config.vocab_size
-        return logits if split is None else split.gather_columns(logits, vocab)
+        return split.gather_columns(logits, vocab)
 
 
 def _prompt_scores(tensors: Sequence[Tensor], scored: Scored | None) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def count_blocks(model: Transformer, config: InferConfig) -> int:
     if config.num_blocks is not None:
         return config.num_blocks
     dtype = cache_dtype(config.kv_cache_dtype, model.dtype)
-    tp = 1 if model.split is None else model.split.size
+    tp = model.split.size
     return KVCache.blocks_in(config.cache_bytes, model.config, config.block_size, dtype, tp=tp)
 
 
@@ -253,7 +253,7 @@ def make_runner(model: Transformer, config: InferConfig, num_blocks: int) -> Mod
         config.block_size,
         model.dtype,
         str(model.device),
-        tp=1 if model.split is None else model.split.size,
+        tp=model.split.size,
         kind=config.kv_cache_dtype,
         has_padding_block=is_static,
         populate=config.populate_cache,
@@ -272,7 +272,7 @@ def make_decoder(model: Transformer, cache: KVCache) -> Decoder | None:
     """None where a layer needs more than the C++ functions do. Make another one when the weights
     or the cache are replaced; what is written to them in place counts at once."""
     layers = [cast(DecoderLayer, layer) for layer in model.layers]
-    is_plain = model.split is None and model.experts is None and cache.dtype == model.dtype
+    is_plain = model.split.size == 1 and model.experts is None and cache.dtype == model.dtype
     if not is_plain or any(layer.moe is not None for layer in layers) or not can_decode(model.norm):
         return None
     config = model.config

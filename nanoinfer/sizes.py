@@ -42,7 +42,7 @@ def sized(config: InferConfig, model: Transformer) -> InferConfig:
 
 
 def _gpu_cache(config: InferConfig, model: Transformer) -> int:
-    shape, tp = model.config, 1 if model.split is None else model.split.size
+    shape, tp = model.config, model.split.size
     free = free_bytes(model.device)
     room = GPU_SHARE * free
     room -= step_bytes(shape, model.dtype, config.max_num_seqs, config.max_batch_tokens)

@@ -102,7 +102,7 @@ def hf_slices(model: Transformer) -> dict[str, Slice]:
     """Where the views of a split model lie in the whole tensors; names that every rank holds
     whole are absent, so a model that is not split has none."""
     split = model.split
-    if split is None:
+    if split.size == 1:
         return {}
     found = {}
     for name, view in hf_views(model).items():

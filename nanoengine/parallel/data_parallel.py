@@ -26,6 +26,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from nanoengine.model.linear import record_of
 from nanoengine.parallel.mesh import REPLICA_AXES, Handle, Mesh
 
 ALIGNMENT = 64  # elements; every parameter starts on a cache line in fp32 and in bf16
@@ -101,8 +102,8 @@ class Bucket:
         self.grad_shard = self.grad if self.num_shards == 1 else self.grad.new_zeros(self.share)
         for slot in self.slots:
             slot.param.main_grad = slot.view(self.grad)  # type: ignore[attr-defined]
-        self.partials = [slot for slot in self.slots if getattr(slot.param, "is_partial", False)]
-        self.is_deferred = any(is_deferred(slot.param) for slot in self.slots)
+        self.partials = [slot for slot in self.slots if record_of(slot.param).is_partial]
+        self.is_deferred = any(record_of(slot.param).is_deferred for slot in self.slots)
 
     def mine(self, flat: Tensor) -> Tensor:
         """This rank's share of a flat buffer laid out as the bucket."""
@@ -132,15 +133,9 @@ class Bucket:
         self.grad.untyped_storage().resize_(0)
 
 
-def is_deferred(parameter: Tensor) -> bool:
-    """Set on a parameter whose gradient is finished only after the last backward pass (a tied
-    embedding on two pipeline stages): its bucket waits for `finish`."""
-    return bool(getattr(parameter, "is_deferred", False))
-
-
 def replica_axes(parameter: Tensor) -> tuple[str, ...]:
     """The ranks that hold the same parameter: an expert's live on one ep rank only."""
-    is_expert = bool(getattr(parameter, "is_expert", False))
+    is_expert = record_of(parameter).is_expert
     return tuple(axis for axis in REPLICA_AXES if not (is_expert and axis == "ep"))
 
 

@@ -24,10 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import pack_weight
+from kernels import linear, pack_weight
 from kernels.linear import accumulate_weight_grad, linear_rows, matmul_rows, weight_grad
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.linear import Slice, embed
+from nanoengine.model.linear import PackedLinear, Slice, embed
 from nanoengine.parallel.mesh import Mesh
 
 _CHUNK_ELEMENTS = 256 * 49152  # logits of a rank held at a time: 50 MB in fp32
@@ -74,6 +74,10 @@ class TensorParallel:
         out: Tensor = function.apply(x, self.mesh)
         return out
 
+    def multiply_rows(self, matrix: PackedLinear, x: Tensor) -> Tensor:
+        out = self.leave(linear(x, matrix.weight, packed=matrix.packed))
+        return out if matrix.bias is None else out + matrix.bias  # once, not on every rank
+
     def embed(self, ids_T: Tensor, weight_VE: Tensor, vocab_size: int) -> Tensor:
         """Each rank looks up the tokens of its own range; the others add zero."""
         lo, hi = self.run(vocab_size)
@@ -84,6 +88,31 @@ class TensorParallel:
     @torch.no_grad()
     def gather_columns(self, x: Tensor, whole: int) -> Tensor:
         return gather_slice(self.mesh, x, Slice(x.dim() - 1, whole, (self.run(whole),)))
+
+    def logprobs(
+        self,
+        hidden_PE: Tensor,
+        weight_VE: Tensor,
+        ids_P: Tensor,
+        vocab_size: int,
+        *,
+        temperature: float,
+        entropy: bool,
+        packed: Tensor | None,
+        logits_dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor | None]:
+        scored = vocab_parallel_logprob(
+            hidden_PE,
+            weight_VE,
+            ids_P,
+            self,
+            vocab_size,
+            temperature=temperature,
+            return_entropy=entropy,
+            packed=packed,
+            logits_dtype=logits_dtype,
+        )
+        return scored if isinstance(scored, tuple) else (scored, None)
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nanoengine.engine import Engine, EngineConfig, NonFiniteLoss
 from nanoengine.model.attention import PackedContext
+from nanoengine.model.linear import record_of
 from nanoengine.optim import AdamW, AdamWConfig
 from nanoengine.packing import Sample, make_micro_batches
 from nanoengine.parallel import tensor_parallel
@@ -207,7 +208,7 @@ class Experts(nn.Module):
         super().__init__()
         self.shared = nn.Parameter(torch.ones(3))
         self.expert = nn.Parameter(torch.full((3,), 1.0 + ep))
-        self.expert.is_expert = True  # type: ignore[attr-defined]
+        record_of(self.expert).is_expert = True
 
 
 def experts_step(rank: Rank, zero: int) -> tuple[float, dict[str, list[float]]]:
