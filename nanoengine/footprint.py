@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nanoengine.model.config import ModelConfig
-from nanoengine.parallel.mesh import AXES, Layout, describe
+from nanoengine.parallel.mesh import Layout
 from nanoengine.parallel.stage import split_layers
 
 WIDTH = {"bf16": 2, "fp32": 4, "fp64": 8}
@@ -52,9 +52,6 @@ class Plan(Layout):
             raise ValueError("zero=3 with pp > 1: not supported; use zero=2, or more dp and no pp")
         if self.dtype not in WIDTH:
             raise ValueError(f"dtype={self.dtype!r}: must be one of {', '.join(WIDTH)}")
-
-    def __str__(self) -> str:
-        return describe(Layout(**{axis: getattr(self, axis) for axis in AXES}))
 
 
 def check_plan(config: ModelConfig, plan: Plan) -> None:

@@ -29,7 +29,7 @@ from nanoengine.parallel.schedules import Action, Schedule
 from nanoengine.parallel.stage import Stage
 
 
-class Chunk(Protocol):
+class PipelineChunk(Protocol):
     """What the runner asks of one stage. `x` is None on the first stage; the last one gives None
     forward and gets None backward."""
 
@@ -78,7 +78,7 @@ class Channels:
 class PipelineRunner:
     """Executes schedules over this rank's chunks."""
 
-    def __init__(self, mesh: Mesh, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, mesh: Mesh, chunks: Sequence[PipelineChunk]) -> None:
         self._rank = mesh.rank("pp")
         self._chunks = chunks
         self._channels = Channels(mesh)
@@ -116,7 +116,7 @@ class _Mailbox:
     """The messages of one run."""
 
     def __init__(
-        self, schedule: Schedule, rank: int, channels: Channels, chunks: Sequence[Chunk]
+        self, schedule: Schedule, rank: int, channels: Channels, chunks: Sequence[PipelineChunk]
     ) -> None:
         self._schedule, self._rank = schedule, rank
         self._channels, self._chunks = channels, chunks

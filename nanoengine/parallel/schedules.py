@@ -66,10 +66,6 @@ class Schedule:
         """(rank, chunk) that computes a stage."""
         return stage % self.num_ranks, stage // self.num_ranks
 
-    @property
-    def splits_backward(self) -> bool:
-        return any(action.kind == "W" for action in self.actions[0])
-
 
 # -- the four schedules --------------------------------------------------------------------------
 
@@ -226,18 +222,6 @@ def bubble_closed_form(schedule: Schedule, costs: Costs | None = None) -> float:
     else:
         idle = waits * work / schedule.num_chunks
     return idle / (idle + schedule.num_micro * work)
-
-
-def peak_live_closed_form(schedule: Schedule, rank: int) -> int:
-    """Most activations of one (micro-batch, chunk) that a rank holds at once; interleaved: of
-    whole groups."""
-    p, m, v = schedule.num_ranks, schedule.num_micro, schedule.num_chunks
-    return {
-        "gpipe": m,
-        "1f1b": min(m, p - rank),
-        "interleaved": min(m * v, 2 * (p - 1 - rank) + (v - 1) * p + 1),
-        "zb_h1": min(m, p),
-    }[schedule.name]
 
 
 # -- the simulator -------------------------------------------------------------------------------

@@ -313,16 +313,3 @@ def vocab_parallel_logprob(
     )
     logp_T, entropy_T = _Logprob.apply(hidden_TE, weight_VE, ids_T, packed, options)
     return (logp_T, entropy_T) if return_entropy else logp_T
-
-
-def vocab_parallel_cross_entropy(
-    hidden_TE: Tensor,
-    weight_VE: Tensor,
-    ids_T: Tensor,
-    split: TensorParallel,
-    vocab_size: int,
-) -> Tensor:
-    """-logp of each target [T]: `F.cross_entropy(..., reduction="none")` over the split head."""
-    logp_T = vocab_parallel_logprob(hidden_TE, weight_VE, ids_T, split, vocab_size)
-    assert isinstance(logp_T, Tensor)
-    return -logp_T

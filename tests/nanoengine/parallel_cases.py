@@ -189,7 +189,7 @@ def engine_config(case: Case) -> EngineConfig:
 
 def _train(case: Case, engine: Engine) -> Result:
     mesh = engine.mesh
-    mesh.reset_traffic()
+    mesh.traffic.clear()
     steps = []
     traffic: dict[tuple[str, str], tuple[int, int]] = {}
     num_early = 0

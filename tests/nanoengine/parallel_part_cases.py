@@ -22,7 +22,6 @@ from nanoengine.parallel.context_parallel import ContextSplit
 from nanoengine.parallel.mesh import DATA_AXES, Layout
 from nanoengine.parallel.tensor_parallel import (
     TensorParallel,
-    vocab_parallel_cross_entropy,
     vocab_parallel_logprob,
 )
 from nanoengine.sft import num_loss_tokens
@@ -54,7 +53,9 @@ def _logprobs_over_the_vocabulary(
         temperature=temperature,
         return_entropy=True,
     )
-    loss = vocab_parallel_cross_entropy(hidden, weight[lo:hi], ids, split, len(weight))
+    plain = vocab_parallel_logprob(hidden, weight[lo:hi], ids, split, len(weight))
+    assert isinstance(plain, Tensor), "no entropy was asked for"
+    loss = -plain
     slope = torch.arange(1.0, len(ids) + 1, dtype=hidden.dtype)
     (logp * slope + entropy * slope.flip(0)).sum().backward()
     assert x.grad is not None and part.grad is not None

@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
+from closed_forms import peak_live_closed_form
 
 from nanoengine.parallel.schedules import (
     SCHEDULES,
@@ -19,7 +20,6 @@ from nanoengine.parallel.schedules import (
     bubble_closed_form,
     forward_only,
     make_schedule,
-    peak_live_closed_form,
     simulate,
 )
 
