@@ -386,19 +386,62 @@ class Engine:
         All ranks of a mesh call it, each writes its part. `in_background` returns None once the
         state is copied; `wait_saved`, or the next save, waits for the rest.
         """
-        return save(self, Path(path), dict(cursor or {}), in_background)
+        rng_tensors, rng_values = get_rng_state(self.model.device)
+        meta = {
+            "version": self.version,
+            "step_count": self.optimizer.step_count,
+            "dtype": self.config.dtype,
+            "rng": rng_values,
+            "cursor": dict(cursor or {}),
+        }
+        if self._saver is None or self._saver.root != Path(path):
+            self.wait_saved()
+            mesh = self.mesh if self.mesh.size() > 1 else None
+            self._saver = CheckpointWriter(path, mesh, keep=self.config.keep_checkpoints)
+        held = [*optimizer_pieces(self.optimizer), *rng_pieces(self.mesh.rank(), rng_tensors)]
+        rank_meta = {"rng": rng_values}
+        self._saver.save(self.version, held, meta, rank_meta, in_background=in_background)
+        return None if in_background else self._saver.wait()
 
     def wait_saved(self) -> Path | None:
-        """Until the last background save is complete; raises its CheckpointError."""
+        """Wait until the last background save is complete; raises its CheckpointError."""
         return None if self._saver is None else self._saver.wait()
 
     def load(self, path: Path | str) -> dict[str, Any]:
         """Take over a checkpoint of any layout, or the latest under a root; what follows is
         bit-equal to a run that was never interrupted (of another layout: equal but for the order
         of sums). Returns the cursor. On CheckpointError nothing has changed, on any rank."""
-        cursor = load(self, Path(path))
+        self.wait_saved()
+        wanted = optimizer_pieces(self.optimizer)
+        checkpoint = _open_together(Path(path), self.mesh)
+        _check(checkpoint, [piece for piece, _ in wanted], self.mesh)
+        for piece, tensor in wanted:
+            checkpoint.read_box(piece.name, piece.box, tensor)
+        meta = checkpoint.meta
+        self.optimizer.step_count = meta["step_count"]
+        self.optimizer.phase_start = meta["step_count"] - meta["version"]
+        self.optimizer.write_back()
+        self.version = meta["version"]
+        self._restore_random_states(checkpoint)
         self._refresh()
+        cursor: dict[str, Any] = meta["cursor"]
         return cursor
+
+    def _restore_random_states(self, checkpoint: Checkpoint) -> None:
+        """They belong to ranks: of as many ranks as wrote each gets its own back, else all get
+        rank 0's."""
+        rank, values = 0, checkpoint.meta["rng"]
+        if len(checkpoint.ranks) == self.mesh.size():
+            rank = self.mesh.rank()
+            values = checkpoint.ranks[rank]["rng"]
+        prefix = "rng." if rank == 0 else f"rng.{rank}."
+        names = [n.replace(prefix, "rng.", 1) for n in checkpoint.names() if n.startswith(prefix)]
+        set_rng_state(
+            self.model.device,
+            names,
+            lambda name: checkpoint.read(name.replace("rng.", prefix, 1)),
+            values,
+        )
 
 
 def _check_mesh(model: Transformer, config: EngineConfig, mesh: Mesh, *, is_pipeline: bool) -> None:
@@ -422,68 +465,10 @@ def _check_mesh(model: Transformer, config: EngineConfig, mesh: Mesh, *, is_pipe
         )
 
 
-# What an engine writes to a checkpoint and takes from one, alone or as one of many ranks.
-#
-# Tensors go by the names of the whole model's parameters (`master.layers.0.qkv.weight`), and a rank
-# stores and reads boxes of them, so the layout that reads need not be the one that wrote. Random
-# states belong to ranks: with as many ranks as before each gets its own back, else all get rank
-# 0's.
-#
-# A process alone writes one file with whole tensors, at once or (as a run of one rank) in the
-# background; both are read alike.
-
-
-def save(engine: Engine, path: Path, cursor: dict[str, Any], in_background: bool) -> Path | None:
-    rng_tensors, rng_values = get_rng_state(engine.model.device)
-    meta = {
-        "version": engine.version,
-        "step_count": engine.optimizer.step_count,
-        "dtype": engine.config.dtype,
-        "rng": rng_values,
-        "cursor": cursor,
-    }
-    keep = engine.config.keep_checkpoints
-    mesh = engine.mesh if engine.mesh.size() > 1 else None
-    if engine._saver is None or engine._saver.root != path:
-        engine.wait_saved()
-        engine._saver = CheckpointWriter(path, mesh, keep=keep)
-    held = [*optimizer_pieces(engine), *rng_pieces(engine.mesh.rank(), rng_tensors)]
-    rank_meta = {"rng": rng_values}
-    engine._saver.save(engine.version, held, meta, rank_meta, in_background=in_background)
-    return None if in_background else engine._saver.wait()
-
-
-def load(engine: Engine, path: Path) -> dict[str, Any]:
-    engine.wait_saved()
-    mesh = engine.mesh
-    wanted = optimizer_pieces(engine)
-    checkpoint = _open_together(path, mesh)
-    _check(checkpoint, [piece for piece, _ in wanted], mesh)
-    for piece, tensor in wanted:
-        checkpoint.read_box(piece.name, piece.box, tensor)
-    meta = checkpoint.meta
-    engine.optimizer.step_count = meta["step_count"]
-    engine.optimizer.phase_start = meta["step_count"] - meta["version"]
-    engine.optimizer.write_back()
-    engine.version = meta["version"]
-    rank, values = 0, meta["rng"]
-    if len(checkpoint.ranks) == mesh.size():
-        rank, values = mesh.rank(), checkpoint.ranks[mesh.rank()]["rng"]
-    prefix = "rng." if rank == 0 else f"rng.{rank}."
-    names = [n.replace(prefix, "rng.", 1) for n in checkpoint.names() if n.startswith(prefix)]
-    set_rng_state(
-        engine.model.device,
-        names,
-        lambda name: checkpoint.read(name.replace("rng.", prefix, 1)),
-        values,
-    )
-    cursor: dict[str, Any] = meta["cursor"]
-    return cursor
-
-
-def optimizer_pieces(engine: Engine) -> Held:
-    """Masters and moments that this rank owns; writing to the tensors restores them."""
-    return list(_pieces(engine.optimizer))
+def optimizer_pieces(optimizer: AdamW) -> Held:
+    """Masters and moments that this rank owns, by the names of the whole model's parameters
+    (`master.layers.0.qkv.weight`). Writing to the tensors restores them."""
+    return list(_pieces(optimizer))
 
 
 def _pieces(optimizer: AdamW) -> Iterator[tuple[Piece, Tensor]]:

@@ -1,4 +1,4 @@
-"""Which layouts fit, and how long a step takes: memory, communication and bubble on paper.
+"""Estimates on paper which layouts fit and how long a step takes: memory, messages, bubble.
 
     python -m nanoengine.estimate --model qwen3-4b --gpus 8
     python -m nanoengine.estimate --model qwen3-32b --gpus 64 --seq-len 8192 --pp 4 --zero 1
@@ -68,7 +68,7 @@ HARDWARE = {  # NVIDIA data sheets; NVLink's figure is for both directions, halv
 }
 
 
-# Of each model's config.json; nothing that does not change a size (rope, token ids).
+# From each model's config.json; what does not change a size (rope, token ids) is left out.
 # family, vocabulary, hidden, MLP, layers, heads, key heads, head dimension, tied
 _SHAPES: dict[str, tuple[str, int, int, int, int, int, int, int, bool]] = {
     "smollm2-135m": ("llama", 49152, 576, 1536, 30, 9, 3, 64, True),
@@ -123,7 +123,7 @@ def all_gather_s(num_bytes: float, n: int, alpha: float, beta: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is to be trained in one step."""
+    """The model and the tokens of one training step."""
 
     model: ModelConfig
     seq_len: int

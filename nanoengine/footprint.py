@@ -1,4 +1,4 @@
-"""How many parameters, bytes and floating-point operations a layout gives one rank.
+"""Counts the parameters, bytes and floating-point operations that a layout gives one rank.
 
 Every formula counts what this engine allocates and computes; the tests compare them with the
 tensors that really exist. P parameters of the rank, d the data-parallel size, T tokens of the
@@ -115,7 +115,7 @@ def rank_params(config: ModelConfig, plan: Plan, rank: int) -> int:
 
 
 def layer_activation_bytes(config: ModelConfig, plan: Plan, num_tokens: int) -> float:
-    """What autograd keeps of one layer for `num_tokens` on the rank, without checkpointing."""
+    """Count what autograd keeps of one layer for the rank's tokens, without checkpointing."""
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     split = plan.tp if plan.sequence_parallel else 1
     wide = max(4, WIDTH[plan.dtype])

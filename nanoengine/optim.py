@@ -54,17 +54,26 @@ NORM_ROW = 4096  # elements summed in one piece: the result is the same for ever
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWConfig:
-    """Hyperparameters of the update. `weight_decay` spares norms and biases."""
+    """Hyperparameters of the update."""
 
     lr: float = 1e-6
+    """Learning rate at the top of the schedule."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """How slowly the mean of the gradient and of its square forget."""
     eps: float = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: float = 0.0
-    max_grad_norm: float = 1.0  # 0 never clips
+    """Decoupled; norms and biases are spared."""
+    max_grad_norm: float = 1.0
+    """The gradient is scaled down to this global norm; 0 never clips."""
     schedule: Schedule = "constant"
+    """The learning rate after the warm-up."""
     warmup_steps: int = 0
-    total_steps: int = 0  # where the schedule ends; needed by cosine and linear
-    min_lr_ratio: float = 0.0  # of lr, at the end of the schedule
+    """Steps in which the learning rate rises linearly."""
+    total_steps: int = 0
+    """Where the schedule ends; cosine and linear need it."""
+    min_lr_ratio: float = 0.0
+    """The learning rate at the end of the schedule, as a share of `lr`."""
 
     def __post_init__(self) -> None:
         if not self.lr >= 0:
@@ -183,7 +192,7 @@ class AdamW:
 
     @property
     def needs_equal_passes(self) -> bool:
-        """Whether all data-parallel ranks must run the same number of forward passes."""
+        """Say whether all data-parallel ranks must run the same number of forward passes."""
         meets_in_passes = self.zero >= 2 or self.mesh.size("ep") > 1
         return meets_in_passes and self.mesh.size(("dp", "ep")) > 1
 
@@ -292,14 +301,14 @@ class AdamW:
             self.release()
 
     def release(self) -> None:
-        """With ZeRO-3, free the parameters of other ranks; after each forward or training step."""
+        """Free the parameters of other ranks (ZeRO-3), after each forward or training step."""
         if self.residency is not None:
             self.residency.release_all()
 
     # -- memory and state --------------------------------------------------------------------
 
     def entries(self, kind: Kind) -> Iterator[tuple[ShardEntry, Tensor]]:
-        """What this rank owns: elements lo:hi of each (flattened, tensor-parallel part of a)
+        """Yield what this rank owns: elements lo:hi of each (flattened, tensor-parallel part of a)
         parameter with their values, 1-d views. Writing to them restores; then `write_back`."""
         self._require_loaded()
         for state in self._states:
@@ -367,7 +376,7 @@ def update(
 
 
 def table_of(parts: list[Flats]) -> TensorTable | None:
-    """What a GPU's kernel reads of `parts`, on the GPU; None on a CPU, and where there are none."""
+    """Return the table of `parts` that a GPU's kernel reads; None on a CPU, and without parts."""
     parts = [part for part in parts if part[0].numel()]
     if not parts or parts[0][0].device.type == "cpu":
         return None

@@ -64,7 +64,7 @@ class PipelineEngine(Engine):
     def _score(
         self, samples: Sequence[Sample], temperature: float, entropy: bool, only_masked: bool
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """As the engine's, on every rank."""
+        """Score as `Engine._score` does; every rank gets the result."""
         found = zeros_like_tokens(samples)
         entropies = zeros_like_tokens(samples)
         micros = self._passes(samples)
@@ -185,7 +185,7 @@ class PipelineEngine(Engine):
             yield name, tensor
 
     def load_weights(self, state: Iterable[tuple[str, Tensor]]) -> None:
-        """As the engine's; every rank is given all tensors and takes its own."""
+        """Replace the weights as `Engine.load_weights` does. Every rank is given all tensors."""
         whole = hf.hf_views(Transformer(self.model.config, device="meta"))
         tensors = dict(state)
         if self.model.config.tie_word_embeddings:

@@ -1,4 +1,4 @@
-"""From a micro-batch to the log-probs of its tokens: the model, then the output head.
+"""Scores a micro-batch: the model, then its output head, give the log-probs of its tokens.
 
 Only the rows that predict a counted token reach the head, and the head never holds a
 tokens x vocabulary tensor. With context parallelism a rank reads its `Part` of the tokens, and the
@@ -28,7 +28,7 @@ from nanoengine.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank reads of a micro-batch, and the predictions it scores."""
+    """The rows that one rank reads of a micro-batch, and the predictions it scores."""
 
     ids_N: Tensor
     positions_N: Tensor
@@ -72,7 +72,7 @@ class Scorer:
     def forward_logprobs(
         self, samples: Sequence[Sample], *, temperature: float = 1.0
     ) -> list[Tensor]:
-        """As `Engine.forward_logprobs`; 0 where the loss mask of a sample is 0."""
+        """Score as `Engine.forward_logprobs` does; 0 where the loss mask of a sample is 0."""
         micros = self.micro_batches(samples)
         scored = [self.logprobs(micro, temperature, only_masked=True)[0] for micro in micros]
         return collect_all(samples, micros, scored)

@@ -128,7 +128,7 @@ class SftConfig:
 
     @classmethod
     def of_run(cls, out: Path) -> SftConfig:
-        """What the run in the folder `out` was started with, to be resumed there."""
+        """Read the options of the run in the folder `out`, to be resumed there."""
         file = out / "config.json"
         if not file.is_file():
             raise ValueError(f"--resume: {file} does not exist; name the run's folder with --out")

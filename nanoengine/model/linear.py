@@ -27,7 +27,7 @@ from kernels import add_rows_, linear, linear_logprob, pack_weight
 
 @dataclass(frozen=True)
 class Slice:
-    """Which part of a whole tensor a rank holds: the runs [start, stop) along `dim`, in order."""
+    """The part of a whole tensor that a rank holds: runs [start, stop) along `dim`, in order."""
 
     dim: int
     whole: int
@@ -44,7 +44,7 @@ class Slice:
 
 @dataclass
 class ParameterRecord:
-    """What is known about a parameter beyond its values, where it is one rank's part of a model.
+    """The facts about a parameter beyond its values, where it is one rank's part of a model.
 
     It lies on the parameter itself (`record_of`). Two more attributes belong to the kernels, who
     read them in their backward pass: `main_grad`, the fp32 buffer that takes the gradient, and
@@ -96,7 +96,7 @@ def mark_partial(parameter: nn.Parameter | None) -> None:
 
 
 class TensorSplit(Protocol):
-    """What a layer asks of the ranks that share its matrices."""
+    """The questions that a layer asks of the ranks that share its matrices."""
 
     @property
     def size(self) -> int: ...
@@ -112,11 +112,11 @@ class TensorSplit(Protocol):
         ...
 
     def enter(self, x: Tensor, num_rows: int) -> Tensor:
-        """Before matrices split by columns: the rows every rank needs, `num_rows` of them."""
+        """Return the rows every rank needs, `num_rows` of them, for matrices split by columns."""
         ...
 
     def leave(self, x: Tensor) -> Tensor:
-        """After matrices split by rows: the sum over the ranks."""
+        """Return the sum over the ranks, after matrices split by rows."""
         ...
 
     def multiply_rows(self, matrix: PackedLinear, x: Tensor) -> Tensor:

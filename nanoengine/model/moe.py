@@ -33,7 +33,7 @@ from nanoengine.model.linear import (
 
 
 class ExpertSplit(Protocol):
-    """What the MLP asks of the ranks that share its experts."""
+    """The questions that the MLP asks of the ranks that share its experts."""
 
     held: range
     """The experts of this rank."""

@@ -54,7 +54,7 @@ class TokenRun:
 
 
 class ContextSplit:
-    """How one micro-batch is cut; every rank knows all ranks' runs."""
+    """One micro-batch, cut over the ranks; every rank knows all ranks' runs."""
 
     def __init__(self, micro: MicroBatch, mesh: Mesh) -> None:
         if micro.rows_T is not None:

@@ -34,7 +34,7 @@ ALIGNMENT = 64  # elements; every parameter starts on a cache line in fp32 and i
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a parameter lives in the flat buffers."""
+    """A parameter's place in the flat buffers."""
 
     name: str
     param: nn.Parameter
@@ -110,7 +110,7 @@ class Bucket:
         return flat[self.begin : self.begin + self.share]
 
     def entries(self) -> Iterator[ShardEntry]:
-        """What this rank's share holds of each parameter."""
+        """Yield what this rank's share holds of each parameter."""
         for slot in self.slots:
             lo = max(slot.offset, self.begin)
             hi = min(slot.offset + slot.param.numel(), self.begin + self.share)
@@ -163,8 +163,8 @@ class GradientReducer:
                 slot.param.register_post_accumulate_grad_hook(hook)
 
     def start_pass(self, *, is_last: bool, is_pipeline: bool = False) -> None:
-        """Before each backward pass. Buckets leave in the last one, or in every one; the passes of
-        a pipeline overlap and count as one, whose buckets leave at its end."""
+        """Call it before each backward pass. Buckets leave in the last one, or in every one; the
+        passes of a pipeline overlap and count as one, whose buckets leave at its end."""
         self._is_open = (is_last or self._every_pass) and not is_pipeline
         self._next = 0
         self._missing = [len(bucket.slots) for bucket in self._buckets]
@@ -174,13 +174,13 @@ class GradientReducer:
                     bucket.allocate_grad()
 
     def end_pass(self) -> None:
-        """After each backward pass."""
+        """Call it after each backward pass."""
         self._is_open = False
         if self._every_pass:
             self._flush()
 
     def finish(self) -> None:
-        """After the last pass, or without any: all gradients are reduced when this returns."""
+        """Call it after the last pass, or without any: all gradients are reduced afterwards."""
         if not self._every_pass:
             self._flush()
         self._next = 0

@@ -51,7 +51,7 @@ _OPS: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How many ranks along each axis."""
+    """The number of ranks along each axis."""
 
     pp: int = 1
     dp: int = 1
@@ -74,7 +74,7 @@ class Layout:
         return self.pp * self.dp * self.ep * self.cp * self.tp
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands on each axis."""
+        """The place of `rank` on each axis."""
         found = {}
         for axis in reversed(AXES):
             rank, found[axis] = divmod(rank, getattr(self, axis))
@@ -94,8 +94,8 @@ class Layout:
 
 @dataclass
 class Traffic:
-    """What a rank handed to one kind of collective. `bytes` are those of the whole tensor: the
-    reduced one, the gathered one, the one before scattering, the one sent."""
+    """The tensors that a rank handed to one kind of collective. `bytes` are those of the whole
+    tensor: the reduced one, the gathered one, the one before scattering, the one sent."""
 
     calls: int = 0
     bytes: int = 0
@@ -363,7 +363,7 @@ class Mesh:
         return [json.loads(bytes(part.tolist())) for part in out.split(width)]
 
     def _copied(self, axis: Axis, out: Tensor, source: Tensor) -> bool:
-        """Where the group is one rank, gathering and scattering are a copy."""
+        """Copy, which is what gathering and scattering do in a group of one rank."""
         if self.size(axis) > 1:
             return False
         if out.data_ptr() != source.data_ptr():

@@ -30,7 +30,7 @@ from nanoengine.parallel.stage import Stage
 
 
 class PipelineChunk(Protocol):
-    """What the runner asks of one stage. `x` is None on the first stage; the last one gives None
+    """One stage, as the runner sees it. `x` is None on the first stage; the last one gives None
     forward and gets None backward."""
 
     @property
@@ -53,7 +53,7 @@ class PipelineChunk(Protocol):
 
 @dataclass(frozen=True)
 class _Message:
-    """What an action needs from another rank, or gives to it."""
+    """A tensor that an action needs from another rank, or gives to it."""
 
     direction: str  # "F" or "B"
     stage: int  # that computes the action it feeds

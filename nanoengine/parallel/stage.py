@@ -108,7 +108,7 @@ class Stage(Transformer):
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def linear_weights(self) -> list[nn.Parameter]:
-        """Those whose gradients can wait."""
+        """The weights whose gradients can wait."""
         return [m.weight for m in self.modules() if isinstance(m, PackedLinear)]
 
     def _repack_head(self) -> None:
@@ -185,7 +185,7 @@ def sum_tied_gradients(mesh: Mesh, config: ModelConfig, stages: list[Stage]) -> 
 
 
 def split_layers(num_layers: int, num_stages: int) -> list[range]:
-    """Which layers each stage holds: equal runs, the remainder to the first stages (the last one
+    """The layers that each stage holds: equal runs, the remainder to the first stages (the last one
     also has the output head)."""
     if num_stages > num_layers:
         raise ValueError(f"{num_stages} pipeline stages: more than the {num_layers} layers")

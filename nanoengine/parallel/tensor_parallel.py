@@ -59,7 +59,7 @@ class TensorParallel:
         return None if size == 1 else cls(mesh, sequence_parallel=sequence_parallel)
 
     def run(self, whole: int) -> tuple[int, int]:
-        """As even as can be; the first ranks hold one more where it does not divide."""
+        """Cut as evenly as can be; the first ranks hold one more where it does not divide."""
         return even_run(whole, self.size, self.rank)
 
     def enter(self, x: Tensor, num_rows: int) -> Tensor:
@@ -205,7 +205,7 @@ def _scatter(x: Tensor, mesh: Mesh) -> Tensor:
 
 
 class _Logprob(torch.autograd.Function):
-    """As kernels/linear_logprob.py, with the vocabulary cut over the ranks."""
+    """The op of kernels/linear_logprob.py, with the vocabulary cut over the ranks."""
 
     @staticmethod
     def forward(

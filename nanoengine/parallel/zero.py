@@ -162,7 +162,7 @@ class BucketState:
 
 
 class Residency:
-    """Which layers' whole gradients (ZeRO-2) and parameters (ZeRO-3) are in memory, by hooks on
+    """Keeps whole gradients (ZeRO-2) and parameters (ZeRO-3) in memory while needed, by hooks on
     the layers: before and after their forward, and before their backward."""
 
     def __init__(self, mesh: Mesh, states: list[BucketState], models: Sequence[nn.Module]) -> None:

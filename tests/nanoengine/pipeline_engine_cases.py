@@ -146,7 +146,7 @@ def state_of(engine: Engine) -> dict[str, Tensor]:
     from nanoengine.engine import optimizer_pieces
     from nanoengine.state.slices import make_piece
 
-    held = optimizer_pieces(engine)
+    held = optimizer_pieces(engine.optimizer)
     mine = {piece.name: piece.whole for piece, _ in held}
     shapes: dict[str, tuple[int, ...]] = {}
     for names in engine.mesh.gather_json(("pp", "dp", "ep", "cp", "tp"), mine):
