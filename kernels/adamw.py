@@ -18,38 +18,19 @@ AdamW: Loshchilov and Hutter, arXiv 1711.05101.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from kernels._check import check_floating
-from kernels._dispatch import Backend, use_triton
+from kernels.backend import Backend, check_floating, use_triton
+from kernels.tensor_table import CHUNK, TensorTable
 
-CHUNK = 1 << 14  # elements a program updates or sums
 _PIECE = 1 << 19  # elements a CPU widens at a time; whole cache lines, so a tensor's only odd end
 # is its own and pieces have the bits of the whole
 _NORM_ROW = 4096  # elements the norm adds in fp32
 _WIDE = (torch.float32, torch.float64)
 Tensors = Sequence[Tensor]
-
-
-@dataclass(frozen=True)
-class TensorTable:
-    """Lists of tensors as the kernels read them. Valid while every tensor keeps its memory.
-
-    `address` [lists, tensors] int64; `chunks` int32 pairs (tensor, chunk within it); `sizes` int64.
-    """
-
-    address: Tensor
-    sizes: Tensor
-    chunks: Tensor
-    num_tensors: int
-    num_chunks: int
-    dtypes: tuple[torch.dtype, ...]
-    is_aligned: bool
-    key: tuple[tuple[int, ...], ...]
 
 
 def make_tensor_table(*lists: Tensors) -> TensorTable:
@@ -123,11 +104,11 @@ def multi_tensor_l2norm(
     if plan is None or not on_triton:
         _check_lists([tensors])
     if on_triton:
-        from kernels import _adamw_triton
+        from kernels.triton import adamw as triton_ops
 
         if tensors[0].dtype == torch.float64:
             raise ValueError("tensors: float64 would be summed in float32; use backend='torch'")
-        return _adamw_triton.l2norm(_table_for(plan, [tensors]), tensors[0].device)
+        return triton_ops.l2norm(_table_for(plan, [tensors]), tensors[0].device)
     # Widened piece by piece: vector_norm's own dtype= takes thirty times as long on bf16.
     size = _piece_size(tensors)
     scratch = torch.empty(size, device=tensors[0].device)
@@ -215,15 +196,13 @@ def fused_adamw_(
         )  # fmt: skip
         _torch_step(update, step, lists, grad_scale, master is not None)
         return
-    from kernels import _adamw_triton
+    from kernels.triton import adamw as triton_ops
 
     table = _table_for(plan, lists)
     if torch.float64 in table.dtypes:
         raise ValueError("params: float64 would be updated in float32; use backend='torch'")
     scale = _device_scale(grad_scale, params[0].device)
-    _adamw_triton.step(
-        table, scale, lr, betas, eps, weight_decay, step, has_master=master is not None
-    )
+    triton_ops.step(table, scale, lr, betas, eps, weight_decay, step, has_master=master is not None)
 
 
 def _torch_step(

@@ -23,8 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels._check import check_tensors
-from kernels._dispatch import Backend, check_triton_dtype, use_triton
+from kernels.backend import Backend, check_tensors, check_triton_dtype, use_triton
 from kernels.linear import linear_rows, matmul_rows
 from kernels.linear_logprob import softmax_parts
 
@@ -60,9 +59,9 @@ class _Matmul(torch.autograd.Function):
 def _multiply(a: Tensor, b: Tensor, on_triton: bool) -> Tensor:
     if not on_triton:
         return linear_rows(a.contiguous(), b.t(), None, None)
-    from kernels import _batch_invariant_triton
+    from kernels.triton import batch_invariant as triton_ops
 
-    return _batch_invariant_triton.matmul(a, b)
+    return triton_ops.matmul(a, b)
 
 
 def matmul_batch_invariant(a_MK: Tensor, b_KN: Tensor, *, backend: Backend = "auto") -> Tensor:
@@ -86,9 +85,9 @@ class _LogSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_RV, on_triton):
         if on_triton:
-            from kernels import _batch_invariant_triton
+            from kernels.triton import batch_invariant as triton_ops
 
-            y_RV = _batch_invariant_triton.log_softmax(x_RV)
+            y_RV = triton_ops.log_softmax(x_RV)
         else:
             y_RV = _log_softmax(x_RV)
         ctx.save_for_backward(y_RV)
@@ -99,9 +98,9 @@ class _LogSoftmax(torch.autograd.Function):
     def backward(ctx, dy_RV):
         (y_RV,) = ctx.saved_tensors
         if ctx.on_triton:
-            from kernels import _batch_invariant_triton
+            from kernels.triton import batch_invariant as triton_ops
 
-            return _batch_invariant_triton.log_softmax_backward(dy_RV, y_RV, ctx.dtype), None
+            return triton_ops.log_softmax_backward(dy_RV, y_RV, ctx.dtype), None
         return (dy_RV - y_RV.exp() * _row_sum(dy_RV)).to(ctx.dtype), None
 
 

@@ -21,8 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels._check import check_tensors
-from kernels._dispatch import Backend, use_triton
+from kernels.backend import Backend, check_tensors, use_triton
 from kernels.linear import linear_rows
 
 FP8 = torch.float8_e4m3fn
@@ -81,9 +80,9 @@ def quantize_fp8(
         raise ValueError(f"group_size={group_size}: must be None (a row), 128 or (128, 128)")
     if not use_triton(backend, x_NK):
         return quantize_fp8_ref(x_NK, group_size)
-    from kernels import _fp8_triton
+    from kernels.triton import fp8 as triton_ops
 
-    return _fp8_triton.quantize(x_NK, *_group_shape(x_NK, group_size), group_size is None)
+    return triton_ops.quantize(x_NK, *_group_shape(x_NK, group_size), group_size is None)
 
 
 def fp8_linear_ref(
@@ -108,9 +107,9 @@ def fp8_linear(
     _check_linear(x_MK, w_NK, x_scale, w_scale, out_dtype)
     if not use_triton(backend, x_MK):
         return fp8_linear_ref(x_MK, w_NK, x_scale, w_scale, out_dtype)
-    from kernels import _fp8_triton
+    from kernels.triton import fp8 as triton_ops
 
-    return _fp8_triton.linear(x_MK, w_NK, x_scale, w_scale, out_dtype)
+    return triton_ops.linear(x_MK, w_NK, x_scale, w_scale, out_dtype)
 
 
 def _check_linear(x: Tensor, w: Tensor, xs: Tensor, ws: Tensor, out_dtype: torch.dtype) -> None:

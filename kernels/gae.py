@@ -16,8 +16,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kernels._check import check_bounds, check_floating, check_integers, check_tensors
-from kernels._dispatch import Backend, use_triton
+from kernels.backend import (
+    Backend,
+    check_bounds,
+    check_floating,
+    check_integers,
+    check_tensors,
+    use_triton,
+)
 
 
 def gae_ref(
@@ -109,6 +115,6 @@ def gae(
     with torch.no_grad():
         if not on_triton:
             return _scan(rewards_T, values_T, cu_seqlens, gamma, lam, mask_T)
-        from kernels import _gae_triton
+        from kernels.triton import gae as triton_ops
 
-        return _gae_triton.scan(rewards_T, values_T, cu_seqlens, gamma, lam, mask_T)
+        return triton_ops.scan(rewards_T, values_T, cu_seqlens, gamma, lam, mask_T)

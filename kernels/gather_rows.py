@@ -15,8 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels._check import check_floating, check_integers, check_tensors
-from kernels._dispatch import Backend, compute_dtype, use_triton
+from kernels.backend import (
+    Backend,
+    check_floating,
+    check_integers,
+    check_tensors,
+    compute_dtype,
+    use_triton,
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         if ctx.on_triton:
-            from kernels._gather_rows_triton import sum_rows
+            from kernels.triton.gather_rows import sum_rows
 
             return sum_rows(dy, ctx.gather.starts, ctx.gather.targets_G), None, None
         dx = torch.zeros(ctx.shape, dtype=compute_dtype(dy.dtype), device=dy.device)
@@ -88,7 +94,7 @@ def add_rows_(total: Tensor, index: Tensor, rows: Tensor, *, backend: Backend = 
     if not on_triton:
         total.index_add_(0, index, rows.to(total.dtype))
         return
-    from kernels._gather_rows_triton import sum_rows
+    from kernels.triton.gather_rows import sum_rows
 
     ordered, targets = torch.sort(index.long(), stable=True)
     starts = torch.searchsorted(ordered, torch.arange(total.shape[0] + 1, device=index.device))

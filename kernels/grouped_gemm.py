@@ -5,7 +5,7 @@
 
 On a CPU one packed matmul an expert (`linear_rows`), so that a row's bits do not depend on how
 many rows its expert has; experts without rows cost nothing. On a GPU one launch: the tiles of all
-experts side by side (`_grouped_gemm_triton.py`), and in dw each tile of the weight is summed by
+experts side by side (`triton/grouped_gemm.py`), and in dw each tile of the weight is summed by
 one program over its expert's rows in order, so no atomics.
 
 Left out: fp8 weights, a bias.
@@ -19,8 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kernels._check import check_tensors
-from kernels._dispatch import Backend, check_triton_dtype, use_triton
+from kernels.backend import Backend, check_tensors, check_triton_dtype, use_triton
 from kernels.linear import add_wide, linear_rows, matmul_rows, weight_grad
 
 PackedExperts = Sequence[Tensor | None]
@@ -72,7 +71,7 @@ class _GroupedGemm(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.w = w  # itself: activation checkpointing gives back copies without main_grad
         if on_triton:
-            from kernels import _grouped_gemm_triton as gpu
+            from kernels.triton import grouped_gemm as gpu
 
             ctx.tiles = gpu.make_tiles(offsets, x.shape[0], x.dtype)
             return gpu.rows_by_weight(x, w, ctx.tiles, x.shape[0])
@@ -98,7 +97,7 @@ class _GroupedGemm(torch.autograd.Function):
 
 
 def _triton_backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    from kernels import _grouped_gemm_triton as gpu
+    from kernels.triton import grouped_gemm as gpu
 
     (x,), w = ctx.saved_tensors, ctx.w
     dx = dw = None

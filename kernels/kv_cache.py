@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import _native_ops
-from kernels._check import check_tensors
-from kernels._dispatch import Backend, use_native, use_triton
+from kernels.backend import Backend, check_tensors, use_native, use_triton
+from kernels.cpp import ops as cpp_ops
 
 
 def reshape_and_cache_ref(
@@ -51,14 +50,14 @@ def reshape_and_cache(
     if debug:
         _check_slots(slot_mapping_T, k_cache, lowest=-1)
     if use_triton(backend, k_TKD):
-        from kernels import _kv_cache_triton
+        from kernels.triton import kv_cache as triton_ops
 
-        _kv_cache_triton.store(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T, k_scale, v_scale)
+        triton_ops.store(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T, k_scale, v_scale)
         return
     with torch.no_grad():
         rows = cache_rows(slot_mapping_T, k_cache) if rows is None else rows
         if use_native(backend, k_TKD, v_TKD, k_cache, v_cache):
-            _native_ops.store_kv(k_cache, v_cache, k_TKD, v_TKD, rows, head_rows(k_cache))
+            cpp_ops.store_kv(k_cache, v_cache, k_TKD, v_TKD, rows, head_rows(k_cache))
             return
         rows = (rows.unsqueeze(1) + torch.arange(k_TKD.shape[1]) * head_rows(k_cache)).flatten()
         for x_TKD, cache, scale in ((k_TKD, k_cache, k_scale), (v_TKD, v_cache, v_scale)):

@@ -3,7 +3,7 @@
 The two engines must give one token the same bits whatever batch it sits in. On a CPU both read a
 weight that is laid out once for it (`pack_weight`), in one of two ways:
 
-* C++ (`native/linear.h`) on processors with AVX-512 (for bf16 its dot product, and no matrix
+* C++ (`cpp/linear.h`) on processors with AVX-512 (for bf16 its dot product, and no matrix
   unit). A result is summed over the inputs in order, for any number of rows. It is as fast as
   oneDNN for many rows and up to 1.8 times as fast for the few of a decoding step.
 * oneDNN's inner product elsewhere. It is row-invariant from two rows on, so one row is doubled;
@@ -23,8 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import _native_ops, _onednn
-from kernels._native import has_native
+from kernels import onednn
+from kernels.cpp import ops as cpp_ops
+from kernels.cpp.build import has_native
 
 _ADD_ELEMENTS = 1 << 18  # 1 MB in fp32: stays in the processor's cache
 
@@ -33,14 +34,14 @@ def is_packable(weight: Tensor) -> bool:
     """Whether there is a packed layout for this weight."""
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
         return False
-    return is_native(weight) or _onednn.can_multiply(torch.float32)
+    return is_native(weight) or onednn.can_multiply(torch.float32)
 
 
 def is_native(weight: Tensor) -> bool:
     """Whether the packed layout of this weight is the C++ kernels'."""
     if not has_native(weight):
         return False
-    return _native_ops.has_linear(weight.dtype) or not _onednn.can_multiply(weight.dtype)
+    return cpp_ops.has_linear(weight.dtype) or not onednn.can_multiply(weight.dtype)
 
 
 def pack_weight(weight: Tensor) -> Tensor | None:
@@ -48,7 +49,7 @@ def pack_weight(weight: Tensor) -> Tensor | None:
     where there is none."""
     if not is_packable(weight):
         return None
-    return _native_ops.pack(weight.detach()) if is_native(weight) else _onednn.pack(weight)
+    return cpp_ops.pack(weight.detach()) if is_native(weight) else onednn.pack(weight)
 
 
 def linear_rows(
@@ -60,8 +61,8 @@ def linear_rows(
     packed = pack_weight(weight_OI) if packed is None else packed
     assert packed is not None, "packable weights have a packed form"
     if packed.is_mkldnn:
-        return _onednn.linear(x_TI, packed, bias)
-    return _native_ops.linear(x_TI, packed, bias, weight_OI.shape[0])
+        return onednn.linear(x_TI, packed, bias)
+    return cpp_ops.linear(x_TI, packed, bias, weight_OI.shape[0])
 
 
 def matmul_rows(a_MK: Tensor, b_KN: Tensor) -> Tensor:
@@ -81,14 +82,14 @@ def weight_grad(dy_TO: Tensor, x_TI: Tensor) -> Tensor:
 def _matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     """By the fastest CPU path: oneDNN in fp32 (MKL reaches half of it on some machines)."""
     if a_MK.device.type == "cpu" and a_MK.numel() and b_KN.numel() and _is_fp32_best(a_MK.dtype):
-        return _onednn.matmul(a_MK, b_KN)
+        return onednn.matmul(a_MK, b_KN)
     return a_MK @ b_KN
 
 
 def _is_fp32_best(dtype: torch.dtype) -> bool:
     """Whether oneDNN's fp32 product is the fastest for factors of this dtype."""
-    is_slow = dtype == torch.bfloat16 and not _onednn.is_bf16_fast()
-    return (dtype == torch.float32 or is_slow) and _onednn.can_multiply(torch.float32)
+    is_slow = dtype == torch.bfloat16 and not onednn.is_bf16_fast()
+    return (dtype == torch.float32 or is_slow) and onednn.can_multiply(torch.float32)
 
 
 def accumulate_weight_grad(weight: Tensor, dw: Tensor) -> Tensor | None:

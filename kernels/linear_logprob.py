@@ -9,9 +9,9 @@ p = softmax(z), H the entropy, and g, e the gradients by logp and H:
     dz = g · (1_t − p) − e · p · (log p + H)
 
 On a GPU the chunk's logits are one cuBLAS matmul into a buffer that all chunks share, and a Triton
-kernel reads them once (`_linear_logprob_triton.py`).
+kernel reads them once (`triton_ops.py`).
 
-The arithmetic on logits that exist is one pass of C++ on a CPU (`native/logits.h`), else
+The arithmetic on logits that exist is one pass of C++ on a CPU (`cpp/logits.h`), else
 `softmax_parts`; the sampler uses the same, so a rollout's log-prob and the trainer's are the same
 bits.
 
@@ -24,10 +24,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels import _native_ops
-from kernels._check import check_floating, check_integers, check_tensors
-from kernels._dispatch import Backend, check_triton_dtype, use_native, use_triton
-from kernels._native import NATIVE_DTYPES
+from kernels.backend import (
+    Backend,
+    check_floating,
+    check_integers,
+    check_tensors,
+    check_triton_dtype,
+    use_native,
+    use_triton,
+)
+from kernels.cpp import ops as cpp_ops
+from kernels.cpp.build import NATIVE_DTYPES
 from kernels.linear import add_wide, linear_rows, matmul_rows, pack_weight, weight_grad
 
 _CHUNK_ELEMENTS = 256 * 49152  # logits held at a time: 50 MB in fp32
@@ -86,7 +93,7 @@ def logits_logprob(
     if token_ids_B.device.type == "cpu":
         _check_ids(token_ids_B, logits_BV.shape[1])
     if use_native(backend, logits_BV):
-        return _native_ops.score(logits_BV, token_ids_B.long(), temperature, False)[0]
+        return cpp_ops.score(logits_BV, token_ids_B.long(), temperature, False)[0]
     parts = softmax_parts(logits_BV, temperature)
     return parts.z.gather(1, token_ids_B.unsqueeze(1)).squeeze(1) - parts.lse
 
@@ -159,10 +166,10 @@ class _ChunkLogits:
         self.head, self.packed = head, packed
         self.buffer: Tensor | None = None
         if options.on_triton:
-            from kernels import _linear_logprob_triton
+            from kernels.triton import linear_logprob as triton_ops
 
             rows = min(options.chunk_size, hidden.shape[0])
-            self.buffer = _linear_logprob_triton.logits_buffer(rows, head)
+            self.buffer = triton_ops.logits_buffer(rows, head)
 
     def multiply(self, hidden_CD: Tensor) -> Tensor:
         if self.buffer is None:
@@ -173,11 +180,11 @@ class _ChunkLogits:
 def _chunk_stats(logits: Tensor, token_ids: Tensor, options: _Options) -> tuple[Tensor, ...]:
     """logp, logsumexp and (empty unless wanted) entropy of a chunk's rows."""
     if options.on_triton:
-        from kernels import _linear_logprob_triton
+        from kernels.triton import linear_logprob as triton_ops
 
-        return _linear_logprob_triton.stats(logits, token_ids, options.temperature)
+        return triton_ops.stats(logits, token_ids, options.temperature)
     if options.is_native:
-        return _native_ops.score(logits, token_ids, options.temperature, options.wants_entropy)
+        return cpp_ops.score(logits, token_ids, options.temperature, options.wants_entropy)
     parts = []
     for tile in _row_tiles(logits):
         z, _, lse = softmax_parts(logits[tile], options.temperature)
@@ -188,9 +195,9 @@ def _chunk_stats(logits: Tensor, token_ids: Tensor, options: _Options) -> tuple[
 
 def _chunk_gradient(logits, token_ids, lse, entropy, dlogp, dentropy, options) -> Tensor:
     if options.on_triton:
-        from kernels import _linear_logprob_triton
+        from kernels.triton import linear_logprob as triton_ops
 
-        return _linear_logprob_triton.rewrite_to_gradient(
+        return triton_ops.rewrite_to_gradient(
             logits, token_ids, lse, entropy, dlogp, dentropy, options.temperature
         )
     for tile in _row_tiles(logits):
@@ -309,3 +316,64 @@ def _check_ids(token_ids: Tensor, vocab_size: int) -> None:
         raise ValueError(
             f"token_ids: {low if low < 0 else high} is outside the vocabulary of {vocab_size}"
         )
+
+
+# Mean cross-entropy of labels under softmax(hidden · weightᵀ): supervised training's loss.
+#
+#     L = −1/n Σ_{label ≠ ignore_index} log p(label)        n = number of labels that count
+#
+# The same chunks as `linear_logprob`, whose gradient it takes, so no tokens x vocabulary tensor.
+# Ignored rows are left out of the matmul on a CPU; on a GPU, where counting them would stop it,
+# they are computed and weigh nothing. No label that counts gives 0, not PyTorch's NaN: a
+# micro-batch without targets must not end a run.
+#
+# Left out: computing the gradient in the forward pass already (Liger does; it saves the second
+# logits matmul, a quarter of the work, but fixes the loss's scale before it is known), label
+# smoothing, class weights.
+
+
+def linear_cross_entropy_ref(
+    hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, ignore_index: int = -100
+) -> Tensor:
+    """PyTorch's, with the whole T x V tensor."""
+    logits = hidden_TD @ weight_VD.t()
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return torch.nn.functional.cross_entropy(logits.to(wide), labels_T, ignore_index=ignore_index)
+
+
+def linear_cross_entropy(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    labels_T: Tensor,
+    *,
+    ignore_index: int = -100,
+    chunk_size: int | None = None,
+    packed: Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """The mean in nats, a scalar in fp32. The other arguments are `linear_logprob`'s."""
+    if hidden_TD.dim() != 2 or labels_T.shape != hidden_TD.shape[:1]:
+        raise ValueError(
+            f"labels: shape {tuple(labels_T.shape)} must be one for each row of hidden "
+            f"{tuple(hidden_TD.shape)}, [tokens, width]"
+        )
+    check_tensors(hidden_TD, "hidden", False, labels=labels_T)
+    check_integers(labels=labels_T)
+    counts_T = labels_T != ignore_index
+    num_labels = counts_T.sum().clamp_min(1)
+    if not use_triton(backend, hidden_TD) and not bool(counts_T.all()):
+        chosen = counts_T.nonzero().squeeze(1)
+        hidden_TD, labels_T = hidden_TD.index_select(0, chosen), labels_T[chosen]
+        counts_T = counts_T[chosen]
+    logp_T = linear_logprob(
+        hidden_TD,
+        weight_VD,
+        torch.where(counts_T, labels_T, 0),
+        chunk_size=chunk_size,
+        packed=packed,
+        logits_dtype=logits_dtype,
+        backend=backend,
+    )
+    assert isinstance(logp_T, Tensor), "no entropy was asked for"
+    return -torch.where(counts_T, logp_T, 0.0).sum() / num_labels

@@ -22,8 +22,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels._check import check_floating, check_integers, check_tensors
-from kernels._dispatch import Backend, check_triton_dtype, use_triton
+from kernels.backend import (
+    Backend,
+    check_floating,
+    check_integers,
+    check_tensors,
+    check_triton_dtype,
+    use_triton,
+)
 from kernels.grouped_gemm import (
     PackedExperts,
     add_expert_grad,
@@ -123,9 +129,9 @@ def _swiglu_and_gradient(h_S2F: Tensor, dact_SF: Tensor) -> tuple[Tensor, Tensor
 class _TritonMoe(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w13, w2, weights, ids, keeps_h):
-        from kernels import _moe_triton
+        from kernels.triton import moe as triton_ops
 
-        y, h_S2F, alignment = _moe_triton.forward(x, w13, w2, weights, ids, keeps_h)
+        y, h_S2F, alignment = triton_ops.forward(x, w13, w2, weights, ids, keeps_h)
         ctx.save_for_backward(x, weights, h_S2F)
         ctx.w = w13, w2  # as in grouped_gemm
         ctx.alignment = alignment
@@ -133,10 +139,10 @@ class _TritonMoe(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        from kernels import _moe_triton
+        from kernels.triton import moe as triton_ops
 
         (x, weights, h_S2F), (w13, w2) = ctx.saved_tensors, ctx.w
-        dx, dw13, dw2, dt = _moe_triton.backward(
+        dx, dw13, dw2, dt = triton_ops.backward(
             dy, x, w13, w2, weights, h_S2F, ctx.alignment, ctx.needs_input_grad[:4]
         )
         dw13, dw2 = (None if dw is None else hand_over(w, dw) for w, dw in ((w13, dw13), (w2, dw2)))

@@ -24,8 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels._check import check_tensors
-from kernels._dispatch import Backend, use_triton
+from kernels.backend import Backend, check_tensors, use_triton
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,9 @@ class _TopkSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, k, renormalize, on_triton):
         if on_triton:
-            from kernels import _moe_routing_triton
+            from kernels.triton import moe_routing as triton_ops
 
-            weights, ids = _moe_routing_triton.topk_softmax(logits, k, renormalize)
+            weights, ids = triton_ops.topk_softmax(logits, k, renormalize)
         else:
             weights, ids = topk_softmax_ref(logits, k, renormalize)
         ctx.save_for_backward(logits, weights, ids)
@@ -71,11 +70,9 @@ class _TopkSoftmax(torch.autograd.Function):
         logits, weights, ids = ctx.saved_tensors
         if not ctx.on_triton:
             return _topk_backward(dweights, logits, weights, ids, ctx.renormalize), *(None,) * 3
-        from kernels import _moe_routing_triton
+        from kernels.triton import moe_routing as triton_ops
 
-        dlogits = _moe_routing_triton.topk_softmax_backward(
-            dweights, logits, weights, ids, ctx.renormalize
-        )
+        dlogits = triton_ops.topk_softmax_backward(dweights, logits, weights, ids, ctx.renormalize)
         return dlogits, None, None, None
 
 
@@ -122,18 +119,14 @@ def moe_align_ref(topk_ids_NK: Tensor, num_experts: int, block_m: int) -> MoeAli
 def tiles_ref(offsets: Tensor, num_rows: int, block_m: int) -> tuple[Tensor, Tensor]:
     """(tile_experts, tile_starts) of runs that end at `offsets[1:]`."""
     ends = ((offsets.diff() + block_m - 1) // block_m).cumsum(0)
-    tile = torch.arange(max_tiles(num_rows, len(ends), block_m), device=offsets.device)
+    most = num_rows // block_m + min(num_rows, len(ends))  # tiles, however the rows are split
+    tile = torch.arange(most, device=offsets.device)
     expert = torch.searchsorted(ends, tile, right=True)
     is_used = expert < len(ends)
     safe = expert.clamp(max=len(ends) - 1)
     first = torch.cat([ends.new_zeros(1), ends])[safe]
     start = offsets[safe] + (tile - first) * block_m
     return torch.where(is_used, expert, -1).int(), torch.where(is_used, start, 0).int()
-
-
-def max_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
-    """No split of `num_rows` among the experts needs more tiles than this."""
-    return num_rows // block_m + min(num_rows, num_experts)
 
 
 def moe_align(
@@ -150,9 +143,9 @@ def moe_align(
     check_expert_ids(topk_ids_NK, num_experts)
     if not use_triton(backend, topk_ids_NK):
         return moe_align_ref(topk_ids_NK, num_experts, block_m)
-    from kernels import _moe_routing_triton
+    from kernels.triton import moe_routing as triton_ops
 
-    return MoeAlignment(*_moe_routing_triton.moe_align(topk_ids_NK, num_experts, block_m))
+    return MoeAlignment(*triton_ops.moe_align(topk_ids_NK, num_experts, block_m))
 
 
 def check_expert_ids(topk_ids: Tensor, num_experts: int) -> None:

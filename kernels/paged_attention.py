@@ -7,9 +7,9 @@ The last query of a sequence sits at its last key: query i of n sees `seq_len âˆ
 Keys and values of the new tokens are already in the cache (`reshape_and_cache`). A cache of fp8
 holds k / k_scale and v / v_scale; attention multiplies them back.
 
-GPU: `_paged_attention_triton.py` for mixed steps, `_paged_decode_triton.py` (contexts split over
-programs) where every sequence has one query. CPU: C++ (`_native_attention.py`), or PyTorch
-(`_paged_attention_cpu.py`) for a cache of fp8 and dtypes that C++ lacks; planned once a step for
+GPU: `triton_ops.py` for mixed steps, `triton_ops.py` (contexts split over
+programs) where every sequence has one query. CPU: C++ (`cpp/ops.py`), or PyTorch
+(`attention_torch.py`) for a cache of fp8 and dtypes that C++ lacks; planned once a step for
 all layers, and fastest over a cache that lies as `make_kv_cache` lays it (PyTorch copies any other
 whole, in every call). Left out: windows, sinks, gradients.
 
@@ -24,11 +24,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kernels._attend import Scratch
-from kernels._check import check_integers, check_tensors, ints
-from kernels._dispatch import Backend, use_native, use_triton
-from kernels._native_attention import Tiles, attend_paged, paged_tiles
-from kernels._paged_attention_cpu import Rectangles, attend_rectangles, make_rectangles
+from kernels.attention_torch import Rectangles, Scratch, attend_rectangles, make_rectangles
+from kernels.backend import Backend, check_integers, check_tensors, ints, use_native, use_triton
+from kernels.cpp.ops import Tiles, attend_paged, paged_tiles
 from kernels.kv_cache import check_like_order, is_cache_order
 
 __all__ = [
@@ -179,13 +177,11 @@ def paged_attention(
                 (None, split_size), out,
             )  # fmt: skip
             return out
-        from kernels import _paged_attention_triton
+        from kernels.triton import paged_attention as triton_ops
 
         if q_THD.shape[0]:
             q = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
-            _paged_attention_triton.attend(
-                q, k_cache, v_cache, starts, lens, tables, scale, scales, out
-            )
+            triton_ops.attend(q, k_cache, v_cache, starts, lens, tables, scale, scales, out)
         return out
     if q_THD.device.type != "cpu":  # the definition, for comparison on a GPU: widens all of it
         wide = (_dequantised(k_cache, k_scale, q_THD), _dequantised(v_cache, v_scale, q_THD))
@@ -267,13 +263,11 @@ def paged_attention_decode(
 
 
 def _run_decode(q, k_cache, v_cache, tables, lens, max_seq_len, scale, scales, split, out) -> None:
-    from kernels import _paged_decode_triton
+    from kernels.triton import paged_attention as triton_ops
 
     if q.shape[0]:
         q = q if q.stride(2) == 1 else q.contiguous()
-        _paged_decode_triton.decode(
-            q, k_cache, v_cache, tables, lens, max_seq_len, scale, scales, split, out
-        )
+        triton_ops.decode(q, k_cache, v_cache, tables, lens, max_seq_len, scale, scales, split, out)
 
 
 def _device_step(starts, lens, tables: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:

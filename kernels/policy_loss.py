@@ -23,8 +23,15 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from kernels._check import check_bounds, check_floating, check_integers, check_tensors
-from kernels._dispatch import Backend, compute_dtype, use_triton
+from kernels.backend import (
+    Backend,
+    check_bounds,
+    check_floating,
+    check_integers,
+    check_tensors,
+    compute_dtype,
+    use_triton,
+)
 
 Variant = Literal["grpo", "ppo", "dapo", "gspo", "cispo"]
 KLKind = Literal["k2", "k3"]
@@ -109,9 +116,9 @@ class _PolicyLoss(torch.autograd.Function):
     def forward(ctx, logp, inputs, options, on_triton):
         run = _torch_forward
         if on_triton:
-            from kernels import _policy_loss_triton
+            from kernels.triton import policy_loss as triton_ops
 
-            run = _policy_loss_triton.forward
+            run = triton_ops.forward
         loss, dlogp, scale, stats = run(inputs, options)
         ctx.save_for_backward(dlogp, scale)
         ctx.dtype = logp.dtype

@@ -14,8 +14,7 @@ On a GPU one pass each way; q and k are read once and only they are kept. PyTorc
 import torch
 from torch import Tensor
 
-from kernels._check import check_floating, check_tensors
-from kernels._dispatch import Backend, use_triton
+from kernels.backend import Backend, check_floating, check_tensors, use_triton
 from kernels.rms_norm import rms_norm, rms_norm_ref
 from kernels.rope import apply_rope, apply_rope_ref, check_rope
 
@@ -38,20 +37,18 @@ def qk_norm_rope_ref(
 class _QKNormRope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, q_weight, k_weight, cos, sin, positions, eps):
-        from kernels import _qk_norm_rope_triton
+        from kernels.triton import qk_norm_rope as triton_ops
 
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin, positions)
         ctx.eps = eps
-        return _qk_norm_rope_triton.forward(q, k, q_weight, k_weight, cos, sin, positions, eps)
+        return triton_ops.forward(q, k, q_weight, k_weight, cos, sin, positions, eps)
 
     @staticmethod
     def backward(ctx, dq, dk):
-        from kernels import _qk_norm_rope_triton
+        from kernels.triton import qk_norm_rope as triton_ops
 
         q, k, q_weight, k_weight, cos, sin, positions = ctx.saved_tensors
-        grads = _qk_norm_rope_triton.backward(
-            dq, dk, q, k, q_weight, k_weight, cos, sin, positions, ctx.eps
-        )
+        grads = triton_ops.backward(dq, dk, q, k, q_weight, k_weight, cos, sin, positions, ctx.eps)
         return *grads, None, None, None, None
 
 

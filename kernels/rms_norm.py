@@ -7,15 +7,21 @@ With r = 1 / sqrt(mean(x²) + eps), n = x·r and g = dy·weight:
 Computed in fp32 and rounded once, at the end. `add_rms_norm` first adds the residual stream and
 returns the sum too. The backward pass keeps x and one number a row.
 
-On a CPU the forward pass is one pass of C++ (`native/rows.h`), or PyTorch's ops.
+On a CPU the forward pass is one pass of C++ (`cpp/rows.h`), or PyTorch's ops.
 """
 
 import torch
 from torch import Tensor
 
-from kernels import _native_ops
-from kernels._check import check_floating, check_tensors
-from kernels._dispatch import Backend, compute_dtype, use_native, use_triton
+from kernels.backend import (
+    Backend,
+    check_floating,
+    check_tensors,
+    compute_dtype,
+    use_native,
+    use_triton,
+)
+from kernels.cpp import ops as cpp_ops
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -29,7 +35,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps, on_triton, is_native):
         if is_native:
-            y, rstd = _native_ops.rms_norm(x, weight, eps)
+            y, rstd = cpp_ops.rms_norm(x, weight, eps)
         else:
             y, rstd = _triton_forward(x, weight, eps) if on_triton else _forward(x, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
@@ -49,11 +55,11 @@ class _AddRMSNorm(torch.autograd.Function):
     def forward(ctx, x, residual, weight, eps, on_triton):
         ctx.on_triton = on_triton
         if on_triton:
-            from kernels import _rms_norm_triton
+            from kernels.triton import rms_norm as triton_ops
 
-            y, total, rstd = _rms_norm_triton.forward(x, residual, weight, eps)
+            y, total, rstd = triton_ops.forward(x, residual, weight, eps)
         else:
-            y, total, rstd = _native_ops.add_rms_norm(x, residual, weight, eps)
+            y, total, rstd = cpp_ops.add_rms_norm(x, residual, weight, eps)
         ctx.save_for_backward(total, weight, rstd)
         return y, total
 
@@ -61,9 +67,9 @@ class _AddRMSNorm(torch.autograd.Function):
     def backward(ctx, dy, dtotal):
         total, weight, rstd = ctx.saved_tensors
         if ctx.on_triton:
-            from kernels import _rms_norm_triton
+            from kernels.triton import rms_norm as triton_ops
 
-            dx, dw = _rms_norm_triton.backward(dy, total, weight, rstd, dtotal)
+            dx, dw = triton_ops.backward(dy, total, weight, rstd, dtotal)
         else:
             dx, dw = _backward(dy, total, weight, rstd)
             dx = dx.add_(dtotal)
@@ -71,18 +77,18 @@ class _AddRMSNorm(torch.autograd.Function):
 
 
 def _triton_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    from kernels import _rms_norm_triton
+    from kernels.triton import rms_norm as triton_ops
 
-    y, _, rstd = _rms_norm_triton.forward(x, None, weight, eps)
+    y, _, rstd = triton_ops.forward(x, None, weight, eps)
     return y, rstd
 
 
 def _any_backward(dy, x, weight, rstd, on_triton) -> tuple[Tensor, Tensor]:
     if not on_triton:
         return _backward(dy, x, weight, rstd)
-    from kernels import _rms_norm_triton
+    from kernels.triton import rms_norm as triton_ops
 
-    return _rms_norm_triton.backward(dy, x, weight, rstd)
+    return triton_ops.backward(dy, x, weight, rstd)
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -108,7 +114,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, backend: Backend =
     check_tensors(x, "x", on_triton, weight=weight)
     is_native = use_native(backend, x, weight)
     if is_native and not torch.is_grad_enabled():  # autograd's bookkeeping takes longer than a row
-        return _native_ops.rms_norm(x, weight, eps)[0]
+        return cpp_ops.rms_norm(x, weight, eps)[0]
     return _RMSNorm.apply(x, weight, eps, on_triton, is_native)
 
 
@@ -125,7 +131,7 @@ def add_rms_norm(
         raise ValueError(f"residual: dtype {residual.dtype} must be x's {x.dtype}")
     is_native = use_native(backend, x, weight)
     if is_native and not torch.is_grad_enabled():
-        return _native_ops.add_rms_norm(x, residual, weight, eps)[:2]
+        return cpp_ops.add_rms_norm(x, residual, weight, eps)[:2]
     if on_triton or is_native:
         return _AddRMSNorm.apply(x, residual, weight, eps, on_triton)
     total = residual + x

@@ -9,9 +9,15 @@ nothing of q or k is kept.
 import torch
 from torch import Tensor
 
-from kernels import _native_ops
-from kernels._check import check_floating, check_integers, check_tensors
-from kernels._dispatch import Backend, use_native, use_triton
+from kernels.backend import (
+    Backend,
+    check_floating,
+    check_integers,
+    check_tensors,
+    use_native,
+    use_triton,
+)
+from kernels.cpp import ops as cpp_ops
 
 
 def apply_rope_ref(
@@ -52,14 +58,14 @@ def _rotate_both(
     backend: Backend,
 ) -> tuple[Tensor, Tensor]:
     if use_triton(backend, q):
-        from kernels import _rope_triton
+        from kernels.triton import rope as triton_ops
 
-        return _rope_triton.rotate(q, k, cos, sin, positions, sign)
+        return triton_ops.rotate(q, k, cos, sin, positions, sign)
     if positions is not None:
         cos, sin = cos.index_select(0, positions), sin.index_select(0, positions)
     sin = sin if sign > 0 else sin.neg()
     if cos.dtype == sin.dtype == torch.float32 and use_native(backend, q, k):
-        return _native_ops.rope(q, k, cos, sin)
+        return cpp_ops.rope(q, k, cos, sin)
     cos_T, sin_T = cos.unsqueeze(1), sin.unsqueeze(1)
     return _rotate(q, cos_T, sin_T), _rotate(k, cos_T, sin_T)
 

@@ -10,9 +10,8 @@ Computed in fp32, rounded once. The backward pass keeps `gate_up` alone.
 import torch
 from torch import Tensor
 
-from kernels import _native_ops
-from kernels._check import check_tensors
-from kernels._dispatch import Backend, compute_dtype, use_native, use_triton
+from kernels.backend import Backend, check_tensors, compute_dtype, use_native, use_triton
+from kernels.cpp import ops as cpp_ops
 
 _CHUNK_ELEMENTS = 1 << 18
 
@@ -29,21 +28,21 @@ class _SwiGLU(torch.autograd.Function):
         ctx.save_for_backward(gate_up)
         ctx.on_triton, ctx.overwrite = on_triton, overwrite
         if is_native:
-            return _native_ops.swiglu(gate_up)
+            return cpp_ops.swiglu(gate_up)
         if not on_triton:
             return _forward(gate_up)
-        from kernels import _swiglu_triton
+        from kernels.triton import swiglu as triton_ops
 
-        return _swiglu_triton.forward(gate_up)
+        return triton_ops.forward(gate_up)
 
     @staticmethod
     def backward(ctx, dy):
         (gate_up,) = ctx.saved_tensors
         if not ctx.on_triton:
             return _backward(dy, gate_up), None, None, None
-        from kernels import _swiglu_triton
+        from kernels.triton import swiglu as triton_ops
 
-        return _swiglu_triton.backward(dy, gate_up, ctx.overwrite), None, None, None
+        return triton_ops.backward(dy, gate_up, ctx.overwrite), None, None, None
 
 
 def _forward(gate_up: Tensor) -> Tensor:
@@ -115,5 +114,5 @@ def swiglu(
     check_tensors(gate_up_T2F, "gate_up", on_triton)
     is_native = use_native(backend, gate_up_T2F)
     if is_native and not torch.is_grad_enabled():  # autograd's bookkeeping takes longer than a row
-        return _native_ops.swiglu(gate_up_T2F)
+        return cpp_ops.swiglu(gate_up_T2F)
     return _SwiGLU.apply(gate_up_T2F, on_triton, overwrite_gate_up, is_native)

@@ -30,9 +30,9 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from nanoengine import engine_state
 from nanoengine.config import DTYPES, EngineConfig
 from nanoengine.model import hf
+from nanoengine.model.linear import slice_of
 from nanoengine.model.shared_prefix import supports_shared_prefix
 from nanoengine.model.transformer import Transformer
 from nanoengine.optim import AdamW
@@ -46,11 +46,20 @@ from nanoengine.packing import (
     read_sums,
 )
 from nanoengine.parallel.expert_parallel import ExpertParallel
-from nanoengine.parallel.mesh import DATA_AXES, Layout, Mesh
+from nanoengine.parallel.mesh import DATA_AXES, WORLD, Layout, Mesh
 from nanoengine.parallel.tensor_parallel import TensorParallel, gather_slice
 from nanoengine.parallel.zero import ShardedAdamW
 from nanoengine.scoring import Scorer
-from nanoengine.sharded_checkpoint import ShardedWriter
+from nanoengine.state.checkpoint import (
+    Checkpoint,
+    get_rng_state,
+    open_checkpoint,
+    save_checkpoint,
+    set_rng_state,
+)
+from nanoengine.state.sharded_checkpoint import ShardedWriter, rng_pieces
+from nanoengine.state.slices import Held, Piece, cut_parameter, make_piece
+from nanoengine.tensor_file import CheckpointError
 
 LossFn = Callable[[Tensor, Tensor | None, MicroBatch], tuple[Tensor, Mapping[str, Tensor | float]]]
 """(logp_T, entropy_T or None, micro-batch) -> (sum over tokens, {name: sum of a statistic}).
@@ -384,7 +393,7 @@ class Engine:
         All ranks of a mesh call it, each writes its part. `in_background` returns None once the
         state is copied; `wait_saved`, or the next save, waits for the rest.
         """
-        return engine_state.save(self, Path(path), dict(cursor or {}), in_background)
+        return save(self, Path(path), dict(cursor or {}), in_background)
 
     def wait_saved(self) -> Path | None:
         """Until the last background save is complete; raises its CheckpointError."""
@@ -394,7 +403,7 @@ class Engine:
         """Take over a checkpoint of any layout, or the latest under a root; what follows is
         bit-equal to a run that was never interrupted (of another layout: equal but for the order
         of sums). Returns the cursor. On CheckpointError nothing has changed, on any rank."""
-        cursor = engine_state.load(self, Path(path))
+        cursor = load(self, Path(path))
         self._refresh()
         return cursor
 
@@ -418,3 +427,126 @@ def _check_mesh(model: Transformer, config: EngineConfig, mesh: Mesh, *, is_pipe
             f"the model is not split over this mesh (tp={mesh.size('tp')}): build it with "
             "Transformer(config, split=TensorParallel.of(mesh, config))"
         )
+
+
+# What an engine writes to a checkpoint and takes from one, alone or as one of many ranks.
+#
+# Tensors go by the names of the whole model's parameters (`master.layers.0.qkv.weight`), and a rank
+# stores and reads boxes of them, so the layout that reads need not be the one that wrote. Random
+# states belong to ranks: with as many ranks as before each gets its own back, else all get rank
+# 0's.
+#
+# A process alone writes one file with whole tensors, at once or (as a run of one rank) in the
+# background; both are read alike.
+
+
+def save(engine: Engine, path: Path, cursor: dict[str, Any], in_background: bool) -> Path | None:
+    rng_tensors, rng_values = get_rng_state(engine.model.device)
+    meta = {
+        "version": engine.version,
+        "step_count": engine.optimizer.step_count,
+        "dtype": engine.config.dtype,
+        "rng": rng_values,
+        "cursor": cursor,
+    }
+    keep = engine.config.keep_checkpoints
+    if isinstance(engine.optimizer, AdamW) and not in_background:
+        engine.wait_saved()
+        tensors = {**engine.optimizer.state(), **rng_tensors}
+        return save_checkpoint(path, engine.version, tensors, meta, keep=keep)
+    mesh = engine.mesh if engine.mesh.size() > 1 else None
+    if engine._saver is None or engine._saver.root != path:
+        engine.wait_saved()
+        engine._saver = ShardedWriter(path, mesh, keep=keep)
+    held = [*optimizer_pieces(engine), *rng_pieces(engine.mesh.rank(), rng_tensors)]
+    rank_meta = {"rng": rng_values}
+    engine._saver.save(engine.version, held, meta, rank_meta, in_background=in_background)
+    return None if in_background else engine._saver.wait()
+
+
+def load(engine: Engine, path: Path) -> dict[str, Any]:
+    engine.wait_saved()
+    mesh = engine.mesh
+    wanted = optimizer_pieces(engine)
+    checkpoint = _open_together(path, mesh)
+    _check(checkpoint, [piece for piece, _ in wanted], mesh)
+    for piece, tensor in wanted:
+        checkpoint.read_box(piece.name, piece.box, tensor)
+    meta = checkpoint.meta
+    engine.optimizer.step_count = meta["step_count"]
+    engine.optimizer.phase_start = meta["step_count"] - meta["version"]
+    engine.optimizer.write_back()
+    engine.version = meta["version"]
+    rank, values = 0, meta["rng"]
+    if len(checkpoint.ranks) == mesh.size():
+        rank, values = mesh.rank(), checkpoint.ranks[mesh.rank()]["rng"]
+    prefix = "rng." if rank == 0 else f"rng.{rank}."
+    names = [n.replace(prefix, "rng.", 1) for n in checkpoint.names() if n.startswith(prefix)]
+    set_rng_state(
+        engine.model.device,
+        names,
+        lambda name: checkpoint.read(name.replace("rng.", prefix, 1)),
+        values,
+    )
+    cursor: dict[str, Any] = meta["cursor"]
+    return cursor
+
+
+def optimizer_pieces(engine: Engine) -> Held:
+    """Masters and moments that this rank owns; writing to the tensors restores them."""
+    return list(_pieces(engine))
+
+
+def _pieces(engine: Engine) -> Iterator[tuple[Piece, Tensor]]:
+    if isinstance(engine.optimizer, AdamW):
+        for name, tensor in engine.optimizer.state().items():
+            yield make_piece(name, tensor), tensor
+        return
+    for kind in ("master", "exp_avg", "exp_avg_sq"):
+        for part, values in engine.optimizer.pieces(kind):  # type: ignore[arg-type]
+            parameter = part.slot.param
+            name = f"{kind}.{part.slot.name}"
+            yield from cut_parameter(name, parameter.shape, slice_of(parameter), values, part.lo)
+
+
+def _open_together(path: Path, mesh: Mesh) -> Checkpoint:
+    """Each rank verifies a share of the files; what one finds damaged, all refuse."""
+    problem, checkpoint = "", None
+    try:
+        checkpoint = open_checkpoint(path, (mesh.rank(), mesh.size()))
+    except CheckpointError as error:
+        problem = str(error)
+    _refuse_together(problem, mesh)
+    assert checkpoint is not None, "no problem, so there is a checkpoint"
+    return checkpoint
+
+
+def _check(checkpoint: Checkpoint, wanted: list[Piece], mesh: Mesh) -> None:
+    """The ranks together want exactly what is stored, in the shapes and dtypes stored."""
+    mine = {piece.name: [list(piece.whole), piece.dtype] for piece in wanted}
+    everyone: dict[str, Any] = {}
+    for names in mesh.gather_json(WORLD, mine):
+        everyone |= names
+    stored = {
+        name: [list(checkpoint.shape(name)), str(checkpoint.dtype(name)).removeprefix("torch.")]
+        for name in checkpoint.names()
+        if not name.startswith("rng.")
+    }
+    problems = [f"{name} is missing" for name in everyone if name not in stored]
+    problems += [f"{name} is unknown" for name in stored if name not in everyone]
+    problems += [
+        f"{name} is {stored[name][1]} {tuple(stored[name][0])}, must be {dtype} {tuple(shape)}"
+        for name, (shape, dtype) in everyone.items()
+        if name in stored and stored[name] != [shape, dtype]
+    ]
+    if problems:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.folder} is of another model ({'; '.join(problems[:3])}). "
+            "Resume with the model and dtype it was written with"
+        )
+
+
+def _refuse_together(problem: str, mesh: Mesh) -> None:
+    problems = [text for text in mesh.gather_json(WORLD, problem) if text]
+    if problems:
+        raise CheckpointError(problems[0])

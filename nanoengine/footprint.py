@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 from nanoengine.model.config import ModelConfig
 from nanoengine.parallel.mesh import AXES, Layout, describe
+from nanoengine.parallel.stage import split_layers
 
 WIDTH = {"bf16": 2, "fp32": 4, "fp64": 8}
 _CHUNK_ELEMENTS = 256 * 49152  # logits of linear_logprob at a time
@@ -72,18 +73,6 @@ def check_plan(config: ModelConfig, plan: Plan) -> None:
             f"pp={plan.pp} x chunks={plan.chunks}: more stages than the {config.num_layers} "
             "layers of this model"
         )
-
-
-def split_layers(num_layers: int, num_stages: int) -> list[range]:
-    """Which layers each stage holds: equal runs, the remainder to the first stages (the last one
-    also has the output head)."""
-    if num_stages > num_layers:
-        raise ValueError(f"{num_stages} pipeline stages: more than the {num_layers} layers")
-    base, extra = divmod(num_layers, num_stages)
-    bounds = [0]
-    for stage in range(num_stages):
-        bounds.append(bounds[-1] + base + (stage < extra))
-    return [range(bounds[i], bounds[i + 1]) for i in range(num_stages)]
 
 
 def layer_matmul_params(config: ModelConfig) -> int:

@@ -27,8 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from kernels import fused_adamw_
-from kernels.adamw import TensorTable, make_tensor_table
-from nanoengine.checkpoint import read_tensor, tensor_bytes
+from kernels.adamw import make_tensor_table
+from kernels.tensor_table import TensorTable
+from nanoengine.tensor_file import read_tensor, tensor_bytes
 
 Schedule = Literal["constant", "cosine", "linear"]
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from nanoengine.model.device import worker_thread
 from nanoinfer.cancellation import to_the_end
 from nanoinfer.engine import LLMEngine
-from nanoinfer.sampling import Output, SamplingParams
+from nanoinfer.params import Output, SamplingParams
 from nanoinfer.streams import Chunk, TokenStream
 
 

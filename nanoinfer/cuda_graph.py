@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from nanoengine.model.transformer import Transformer
-from nanoinfer.attention_backends import KVCache, PagedContext
 from nanoinfer.batch import StaticRows, StepInput
+from nanoinfer.kv_cache import KVCache, PagedContext
 
 Work = Callable[[], None]
 Capture = Callable[[Work], Work]

@@ -13,70 +13,28 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+import torch
 from torch import Tensor
 
-from nanoengine.model.device import release_memory
+from nanoengine.model.device import release_memory, to_host
+from nanoengine.model.hf import load_state
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.model.transformer import Transformer
-from nanoinfer.acceptance import take_samples, take_scores
-from nanoinfer.attention_backends import CacheKind
 from nanoinfer.batch import Batch
 from nanoinfer.block_manager import BlockManager
-from nanoinfer.grammar import GrammarCompiler
-from nanoinfer.logit_edits import LogitEdits
-from nanoinfer.metrics import Metrics
-from nanoinfer.model_runner import count_blocks, make_runner
-from nanoinfer.sampling import Output, SamplingParams
+from nanoinfer.config import InferConfig
+from nanoinfer.logit_edits import GrammarCompiler, LogitEdits
+from nanoinfer.model_runner import StepResult, count_blocks, make_runner
+from nanoinfer.params import Output, SamplingParams
 from nanoinfer.scheduler import Scheduler, Step
 from nanoinfer.sequence import Sequence
 from nanoinfer.sizes import sized
 from nanoinfer.speculative import Drafter
 from nanoinfer.text import TextStream
-from nanoinfer.weights import update_weights
-
-
-@dataclass(frozen=True, kw_only=True)
-class InferConfig:
-    """Sizes of an engine."""
-
-    num_blocks: int | None = None
-    """Blocks of KV cache; None: as many as `cache_bytes` holds."""
-    cache_bytes: int = 0
-    """Memory of the KV cache where `num_blocks` is not given; on a CPU used only as it fills. 0,
-    here and below: chosen for the model's device (sizes.py), 1 GiB on a CPU."""
-    populate_cache: bool = False
-    """On a CPU take the cache's memory at the start, not as it fills: no token waits for a page."""
-    block_size: int = 16
-    """Tokens a block."""
-    max_batch_tokens: int = 0
-    """Tokens a step, decodes and prefill chunks together; 512 on a CPU, 8192 on a GPU."""
-    max_num_seqs: int = 0
-    """Sequences that run at a time; 64 on a CPU, 256 on a GPU."""
-    prefix_caching: bool = True
-    """Reuse the cache of earlier requests that started alike."""
-    eos_ids: tuple[int, ...] | None = None
-    """Tokens that end a completion; None: the model's own."""
-    speculate: int = 0
-    """Most tokens of a sequence that are guessed and tried in a step; 0: none. Outputs do not
-    depend on it (speculative.py)."""
-    speculate_siblings: bool = True
-    """Guess also from what running requests sampled whose prompts start alike."""
-    speculate_free_rows: int = 16
-    """Time of a decoding step over that of one more token in it: the lower, the surer a guess has
-    to be."""
-    lm_head_fp32: bool = False
-    """Compute logits in fp32 from a bf16 model; a second copy of the output head."""
-    kv_cache_dtype: CacheKind = "auto"
-    """fp8 (e4m3) holds 2 (bf16) or 4 (fp32) times the tokens, but log-probs no longer equal the
-    trainer's: for serving, not for rollouts to train on. nanorl never sets it."""
-    kv_calibration_ids: tuple[int, ...] = ()
-    """Token ids of a text that chooses the scales of an fp8 cache; none: scales of 1."""
-    cuda_graphs: bool = True
-    """Replay decode steps as CUDA graphs; ignored on a CPU."""
 
 
 class LLMEngine:
@@ -277,7 +235,7 @@ class LLMEngine:
         self._runner.refresh()  # last: if it fails, the version and the cache are true
 
     def metrics(self) -> dict[str, float]:
-        """Totals (metrics.py) and the state of queues and cache."""
+        """Totals (engine.py) and the state of queues and cache."""
         used = self._blocks.num_blocks - self._blocks.num_free
         return self._metrics.to_dict() | {
             "num_running": float(len(self._scheduler.running)),
@@ -342,3 +300,90 @@ def _integers(ids: Ids[int]) -> list[int]:
         return [operator.index(token) for token in ids]
     except TypeError as error:
         raise ValueError(f"ids: must be integers: {error}") from error
+
+
+# What the results of a step do to its sequences: scores and samples are taken, drafts accepted.
+#
+# A draft is accepted if it is the very token that was sampled at its position. The sample after the
+# last accepted draft counts too; those after a wrong one were drawn on a text that is not the
+# request's and are dropped, and so is everything after the token that ended the request.
+
+
+def take_scores(step: Step, scores: list[float], tops: list[list[tuple[int, float]]]) -> None:
+    """Log-probs of prompt tokens. Call before the scheduler's `commit`."""
+    done = 0
+    for seq, num_new in zip(step.seqs, step.num_new, strict=True):
+        count = len(seq.unscored(num_new))
+        seq.prompt_logps += scores[done : done + count]
+        if seq.params.top_logps:
+            seq.prompt_top_logps += tops[done : done + count]
+        done += count
+
+
+def take_samples(seq: Sequence, result: StepResult, row: int, version: int) -> int:
+    """Append the samples of `seq`, whose rows of `result` start at `row`, as far as they count.
+    Returns how many: one, and one for each accepted draft."""
+    end = row
+    for draft in (*seq.drafts, None):
+        token = result.tokens[end]
+        if end in result.top:
+            seq.top_logps.append(result.top[end])
+        seq.append(token, result.logps[end], version, result.sampled_logps[end])
+        end += 1
+        if seq.finish_reason is not None or token != draft:
+            break
+    return end - row
+
+
+# What an engine counts. Plain totals since the engine was made; rates are for the reader.
+
+
+@dataclass
+class Metrics:
+    """Totals. Tokens are counted once each time they are computed."""
+
+    num_requests: int = 0
+    num_finished: int = 0
+    num_aborted: int = 0
+    num_steps: int = 0
+    prompt_tokens: int = 0  # asked for
+    cached_tokens: int = 0  # of those, found in the prefix cache at first admission
+    computed_tokens: int = 0  # forwarded: prefill, decode and recomputation
+    sampled_tokens: int = 0
+    drafted_tokens: int = 0  # guessed and computed
+    accepted_tokens: int = 0  # of those, sampled too
+    num_weight_updates: int = 0
+    step_s: float = 0.0
+    update_s: float = 0.0
+
+    def to_dict(self) -> dict[str, float]:
+        return {name: float(value) for name, value in asdict(self).items()}
+
+
+# New weights into a serving model, in place: all or nothing.
+#
+# Names and shapes are all checked before the first write (`nanoengine.model.hf.load_state`), and
+# values for NaN and infinity too: an engine would go on sampling from those without an error.
+# Left out: transports between processes; whoever brings tensors brings an iterator.
+
+
+def update_weights(model: Transformer, state: Iterable[tuple[str, Tensor]]) -> None:
+    """Write Hugging Face tensors into `model` and repack it. `ValueError` names what is missing,
+    unknown, of the wrong shape or not finite, and then the old weights are untouched."""
+    load_state(model, _finite(state))
+
+
+def _finite(state: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """All of `state`. What is not finite is told after the last one, and still before the first
+    write: a GPU is asked once."""
+    names: list[str] = []
+    is_finite: list[Tensor] = []
+    for name, tensor in state:
+        if tensor.numel():
+            # The extremes are finite if and only if all values are: NaN propagates to both.
+            names.append(name)
+            is_finite.append(torch.isfinite(torch.stack(tensor.aminmax())).all())
+        yield name, tensor
+    for name, flag in zip(names, to_host(is_finite), strict=True):
+        if not flag:
+            raise ValueError(f"tensor {name!r} holds NaN or infinity; nothing was loaded")

@@ -19,8 +19,9 @@ from nanoengine.model.lora import merge_lora
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.tensor_parallel import TensorParallel
-from nanoinfer.engine import InferConfig, LLMEngine
-from nanoinfer.sampling import Output, SamplingParams
+from nanoinfer.config import InferConfig
+from nanoinfer.engine import LLMEngine
+from nanoinfer.params import Output, SamplingParams
 
 Prompt = str | Sequence[int]
 

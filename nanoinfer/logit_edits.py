@@ -8,11 +8,17 @@ frequency). Left out: bans of phrases, temperature schedules.
 
 from __future__ import annotations
 
+import json
+import re
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from nanoinfer.grammar import Matcher
-from nanoinfer.sampling import SamplingParams
+from nanoengine.model.tokenizer import ChatTokenizer
+from nanoinfer.params import Grammar, SamplingParams
 
 
 class LogitEdits:
@@ -83,3 +89,100 @@ class LogitEdits:
             z_V[self._allowed] = kept
         elif self.matcher is not None:
             z_V.masked_fill_(~self.matcher.allowed(), -torch.inf)
+
+
+# Completions that must match a grammar, through `llguidance` (the extra `grammar`).
+#
+# The library walks the grammar and the tokenizer's trie together and says which tokens may follow;
+# this file turns that into one Boolean mask a step. It is imported when the first grammar arrives.
+# Left out: tokens that the grammar forces are still sampled one at a time, by the model.
+
+
+class Matcher:
+    """Where one request stands in its grammar."""
+
+    def __init__(self, walker: Any, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
+        self._walker = walker
+        self._vocab_size = vocab_size
+        self._eos_ids = list(eos_ids)
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing but an end-of-sequence token may follow."""
+        return bool(self._walker.is_stopped())
+
+    @property
+    def error(self) -> str:
+        """Why the library gave up on this request (a limit of its own); empty if it did not."""
+        return str(self._walker.get_error())
+
+    def allowed(self) -> Tensor:
+        """Boolean [vocabulary], never all False."""
+        mask = torch.zeros(self._vocab_size, dtype=torch.bool)
+        if not self.is_done:
+            packed = np.frombuffer(self._walker.compute_bitmask(), dtype=np.uint8)
+            bits = np.unpackbits(packed, bitorder="little")[: self._vocab_size]
+            mask[: len(bits)] = torch.from_numpy(bits.astype(np.bool_))
+        if not mask.any():
+            mask[self._eos_ids] = True
+        return mask
+
+    def accept(self, token: int) -> None:
+        """Go on by a token that was allowed."""
+        self._walker.consume_token(token)
+
+
+class GrammarCompiler:
+    """Makes matchers for one tokenizer; holds its trie (made once, shared by all requests)."""
+
+    def __init__(self, tokenizer: ChatTokenizer, vocab_size: int) -> None:
+        try:
+            import llguidance
+        except ImportError as error:
+            raise ValueError(
+                "grammar: needs the package llguidance; install it with: pip install "
+                "'nanorl-stack[grammar]'"
+            ) from error
+        self._library = llguidance
+        self._vocab_size = vocab_size
+        self._eos_ids = tuple(sorted(tokenizer.eos_ids))
+        self._compiled = lru_cache(maxsize=64)(self._compile)
+        self._trie = llguidance.LLTokenizer(
+            tokenizer.to_json(), n_vocab=vocab_size, eos_token=list(self._eos_ids)
+        )
+
+    def matcher(self, grammar: Grammar) -> Matcher:
+        """`ValueError` says what is wrong with the grammar."""
+        return Matcher(self._compiled(grammar).deep_copy(), self._vocab_size, self._eos_ids)
+
+    def _compile(self, grammar: Grammar) -> Any:
+        source = self._source(grammar)
+        problem = self._library.LLMatcher.validate_grammar(source, self._trie)
+        if problem and not problem.startswith("WARNING"):
+            raise _refusal(grammar, problem)
+        walker = self._library.LLMatcher(self._trie, source, log_level=0)
+        if walker.is_error():
+            raise _refusal(grammar, walker.get_error())
+        return walker
+
+    def _source(self, grammar: Grammar) -> str:
+        make = self._library.LLMatcher
+        if grammar.kind == "json_schema":
+            try:
+                return str(make.grammar_from_json_schema(grammar.value))
+            except ValueError as error:
+                raise _refusal(grammar, str(error)) from error
+        if grammar.kind == "regex":
+            return str(make.grammar_from_regex(grammar.value))
+        if grammar.kind == "choice":
+            texts = " | ".join(json.dumps(text) for text in grammar.choices)
+            return str(make.grammar_from_lark(f"start: {texts}"))
+        return str(make.grammar_from_lark(grammar.value))
+
+
+def _refusal(grammar: Grammar, problem: str) -> ValueError:
+    """One line of what the library says: the cause, without its own view of the source."""
+    lines = [line.strip() for line in problem.strip().splitlines()]
+    causes = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    cause = causes[0] if causes else re.sub(r"^(at )?\d+\(\d+\): ", "", lines[0])
+    return ValueError(f"grammar {grammar.kind}: is not valid: {cause[:200]}; correct it")

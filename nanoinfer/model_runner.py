@@ -2,7 +2,7 @@
 
 Only the tokens that are the last of their sequence, and drafts, go through the output head.
 Where the model is split over tensor-parallel ranks, all run the same step and each has all logits.
-Next: attention_backends.py (the cache), cuda_graph.py (decode steps of a fixed shape).
+Next: kv_cache.py (the cache), cuda_graph.py (decode steps of a fixed shape).
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from kernels import linear, linear_logprob, pack_weight
+from kernels.cpp.decoder import Decoder, DecoderShape, LayerWeights, can_decode
 from nanoengine.model.device import to_device, to_host
-from nanoengine.model.layers import embed
+from nanoengine.model.layers import DecoderLayer
+from nanoengine.model.linear import embed
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.tensor_parallel import TensorParallel, vocab_parallel_logprob
-from nanoinfer.attention_backends import KVCache, PagedContext, cache_dtype
 from nanoinfer.batch import Scored, StepInput
 from nanoinfer.cuda_graph import CudaCapture, StaticDecode, can_capture
 from nanoinfer.device_sampler import (
@@ -29,12 +30,11 @@ from nanoinfer.device_sampler import (
     sample_on_device,
     top_on_device,
 )
-from nanoinfer.kv_scales import calibrated_scales
-from nanoinfer.native_decoder import make_decoder
+from nanoinfer.kv_cache import KVCache, PagedContext, cache_dtype, calibrated_scales
 from nanoinfer.sampler import likeliest, sample, top_logps
 
 if TYPE_CHECKING:
-    from nanoinfer.engine import InferConfig
+    from nanoinfer.config import InferConfig
 
 
 @dataclass(frozen=True)
@@ -263,3 +263,46 @@ def make_runner(model: Transformer, config: InferConfig, num_blocks: int) -> Mod
         capture = CudaCapture(model.device)
         decode = StaticDecode(model, cache, config.max_num_seqs, capture)
     return ModelRunner(model, cache, config.lm_head_fp32, decode, config.kv_calibration_ids)
+
+
+# The model's layers as one call (`kernels/cpp/decoder.py`), where the model and its cache allow it.
+
+
+def make_decoder(model: Transformer, cache: KVCache) -> Decoder | None:
+    """None where a layer needs more than the C++ functions do. Make another one when the weights
+    or the cache are replaced; what is written to them in place counts at once."""
+    layers = [cast(DecoderLayer, layer) for layer in model.layers]
+    is_plain = model.split is None and model.experts is None and cache.dtype == model.dtype
+    if not is_plain or any(layer.moe is not None for layer in layers) or not can_decode(model.norm):
+        return None
+    config = model.config
+    widths = (config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
+    if any(width * model.dtype.itemsize % 4 for width in widths):  # the kernels read whole words
+        return None
+    shape = DecoderShape(
+        hidden=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        mlp=config.intermediate_size,
+        eps=config.rms_norm_eps,
+    )
+    weights = [_weights(layer) for layer in layers]
+    return Decoder(shape, weights, model.norm.detach(), cache.layers)
+
+
+def _weights(layer: DecoderLayer) -> LayerWeights:
+    packed = [layer.qkv.packed, layer.out.packed, layer.gate_up.packed, layer.down.packed]
+    qkv, out, gate_up, down = [cast(Tensor, x) for x in packed]  # `can_decode`: all have this form
+    return LayerWeights(
+        input_norm=layer.input_norm,
+        qkv=qkv,
+        qkv_bias=layer.qkv.bias,
+        q_norm=layer.q_norm,
+        k_norm=layer.k_norm,
+        out=out,
+        out_bias=layer.out.bias,
+        post_norm=layer.post_norm,
+        gate_up=gate_up,
+        down=down,
+    )

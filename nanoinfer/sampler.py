@@ -4,7 +4,7 @@ A token depends on its row of logits, its request's seed and its position, on no
 randomness is one number u in [0, 1) hashed from (seed, position), and the token is the first whose
 cumulative probability exceeds u (inverse CDF). Cumulative sums run in two levels, over runs of 256
 tokens and inside the run that u falls into. A request that truncates (top-k, top-p, min-p) draws
-from the tokens above a pivot (kernels/sampling.py says which, `native/truncate.h` finds it): what
+from the tokens above a pivot (kernels/sampling.py says which, `cpp/truncate.h` finds it): what
 ties with the last one kept is kept too.
 
 The log-prob is that of the tempered distribution over the whole vocabulary, before top-k and
@@ -27,8 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import _native_ops, logits_logprob
-from kernels._dispatch import use_native
+from kernels import logits_logprob
+from kernels.backend import use_native
+from kernels.cpp import ops as cpp_ops
 from kernels.linear_logprob import softmax_parts
 from kernels.sampling import kept_tokens
 from nanoinfer.logit_edits import LogitEdits
@@ -171,7 +172,7 @@ def likeliest(logits_RV: Tensor, temperature: float, count: int) -> tuple[Tensor
     """Ids and log-probs [R, count] of the likeliest tokens of each row, of equals the smaller id
     first; fewer where the vocabulary is smaller."""
     if use_native("auto", logits_RV):
-        return _native_ops.likeliest(logits_RV, temperature or 1.0, [count] * len(logits_RV))
+        return cpp_ops.likeliest(logits_RV, temperature or 1.0, [count] * len(logits_RV))
     ids = torch.stack([_first_of_row(z_V, min(count, len(z_V))) for z_V in logits_RV])
     rows = logits_RV.repeat_interleave(ids.shape[1], 0)
     return ids, logits_logprob(rows, ids.reshape(-1), temperature).view(ids.shape)
@@ -188,7 +189,7 @@ def _pick(logits_RV: Tensor, temperature: float, u_R: Tensor | None) -> tuple[Te
     """Inverse CDF over the whole vocabulary; without u the likeliest token, of equals the first.
     Also its log-prob, `logits_logprob`'s bits."""
     if use_native("auto", logits_RV):
-        return _native_ops.pick(logits_RV, temperature, u_R)
+        return cpp_ops.pick(logits_RV, temperature, u_R)
     if u_R is None:
         likeliest = logits_RV.float().argmax(-1)
         return likeliest, logits_logprob(logits_RV, likeliest, temperature)
@@ -225,7 +226,7 @@ def _pick_kept(
     """Inverse CDF over the tokens that the truncation keeps (`kernels.sampling`). Also the token's
     log-prob over the whole vocabulary, `logits_logprob`'s bits, and among the kept."""
     if use_native("auto", logits_RV):
-        return _native_ops.pick_kept(logits_RV, temperature, u_R, top_ks, top_ps, min_ps)
+        return cpp_ops.pick_kept(logits_RV, temperature, u_R, top_ks, top_ps, min_ps)
     z = logits_RV.float()
     gap = (z / temperature).double()
     gap -= gap.amax(-1, keepdim=True)

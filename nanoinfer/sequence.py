@@ -8,7 +8,7 @@ Next: block_manager.py (where `block_ids` come from), scheduler.py (who runs whe
 from __future__ import annotations
 
 from nanoinfer.logit_edits import LogitEdits
-from nanoinfer.sampling import FinishReason, Output, SamplingParams
+from nanoinfer.params import FinishReason, Output, SamplingParams
 from nanoinfer.text import TextStream
 
 

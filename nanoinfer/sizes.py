@@ -15,10 +15,10 @@ import torch
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.device import free_bytes
 from nanoengine.model.transformer import Transformer
-from nanoinfer.attention_backends import KVCache, cache_dtype
+from nanoinfer.kv_cache import KVCache, cache_dtype
 
 if TYPE_CHECKING:
-    from nanoinfer.engine import InferConfig
+    from nanoinfer.config import InferConfig
 
 GPU_SHARE = 0.85
 """Of the free memory; the rest is for CUDA's libraries, graphs and the allocator's fragments."""

@@ -2,7 +2,7 @@
 
 A step computes a sequence's drafts after its last token, like a chunk of prompt, and samples at
 every one of these positions. While the sampled token is the draft, the position after it was
-computed on the right text and its sample counts too (acceptance.py). A token depends on its row of
+computed on the right text and its sample counts too (engine.py). A token depends on its row of
 logits, the request's seed and its position, and on a CPU a row of logits does not depend on its
 batch: so a request's output has the same bits with drafts and without, greedy or sampled. On a
 GPU a position's logits may differ in rounding between a decode and a chunk, as between any two

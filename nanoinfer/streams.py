@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from nanoinfer.sampling import Output
+from nanoinfer.params import Output
 from nanoinfer.sequence import Sequence
 
 

@@ -15,9 +15,13 @@ import torch
 from torch import Tensor
 
 from nanoengine.packing import MicroBatch, Sample
-from nanorl.algorithms.advantage_batch import AdvantageBatch, compute_advantages
-from nanorl.algorithms.advantages import has_signal, overlong_penalty
-from nanorl.algorithms.aggregation import token_weights
+from nanorl.algorithms.advantages import (
+    AdvantageBatch,
+    compute_advantages,
+    has_signal,
+    overlong_penalty,
+    token_weights,
+)
 from nanorl.algorithms.segments import index_by_id
 from nanorl.algorithms.spec import AlgorithmSpec, LossBatch, LossFn, make_loss
 from nanorl.types import Rollout, Status

@@ -3,7 +3,7 @@
 While one rollout waits for its tool the others decode. A rollout whose status is FAILED
 (infrastructure, never the program's doing) is run again with the same seed, so a retry changes
 nothing but time; if it keeps failing the group goes on without it, and it is kept for the record.
-Left out: when a group may start (staleness.py) and what is done with it (trainer.py).
+Left out: when a group may start (trainer.py) and what is done with it (trainer.py).
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import time
 from dataclasses import replace
 from typing import Protocol
 
-from nanoinfer.sampling import SamplingParams
-from nanorl.seeds import derive_seed
-from nanorl.types import Rollout, Status, Task
+from nanoinfer.params import SamplingParams
+from nanorl.types import Rollout, Status, Task, derive_seed
 
 
 class PlayRollout(Protocol):

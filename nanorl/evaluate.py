@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.params import SamplingParams
 from nanorl.collector import PlayRollout
 from nanorl.types import Rollout, Status, Task
 

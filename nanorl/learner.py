@@ -12,11 +12,23 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
-from nanoengine.frozen import FrozenPolicy
+from nanoengine.model.config import ModelConfig
+from nanoengine.model.hf import load_model, replace_model
+from nanoengine.model.sources import resolve_model
+from nanoengine.model.transformer import Transformer
+from nanoengine.packing import MicroBatch, Sample
+from nanoengine.scoring import FrozenPolicy
+from nanoengine.value_engine import ValueEngine, ValueModel
 from nanoinfer.async_engine import AsyncEngine
+from nanorl.algorithms.losses import value_loss
 from nanorl.batching import (
     Scoring,
     TrainBatch,
@@ -27,9 +39,7 @@ from nanorl.batching import (
 )
 from nanorl.colocation import cache_lent
 from nanorl.config import RunConfig
-from nanorl.critic import Critic, explained_variance
 from nanorl.types import Rollout
-from nanorl.weight_sync import sync_weights
 
 Groups = Sequence[Sequence[Rollout]]
 
@@ -143,3 +153,118 @@ class Learner:
         for _ in range(self.config.rl.epochs):
             metrics |= self.critic.train_step(batch.critic_samples)
         return metrics
+
+
+# Moves the trainer's weights into the inference engine of the same process.
+#
+# Between two steps of the engine: check every name, shape and value -> write in place -> repack ->
+# bump the version -> drop the KV cache. A bad update leaves the old version serving.
+# Left out: transports to other processes and machines.
+
+
+async def sync_weights(trainer: Engine, generator: AsyncEngine, version: int) -> float:
+    """Copy `trainer`'s weights into `generator`'s engine as policy `version`; returns seconds."""
+    start = time.perf_counter()
+    await generator.update_weights(trainer.export_state(), version)
+    return time.perf_counter() - start
+
+
+# The policy that KL terms and distillation compare with.
+#
+# Either another model of the same vocabulary (a teacher), or the policy as RL began. The latter is
+# written into the run's folder, because a resumed run must compare with the same weights.
+
+
+def check_reference(config: RunConfig, vocab_size: int) -> None:
+    """`ValueError` unless `rl.reference`, where it is given, is a model of the same vocabulary."""
+    if not config.rl.reference:
+        return
+    found = ModelConfig.from_folder(_resolve(config)).vocab_size
+    if found != vocab_size:
+        raise ValueError(
+            f"--rl.reference {config.rl.reference}: its vocabulary of {found} is not the policy's "
+            f"{vocab_size}; choose a model with the same tokenizer"
+        )
+
+
+def _resolve(config: RunConfig) -> Path:
+    try:
+        return resolve_model(config.rl.reference, config.cache_dir)
+    except ValueError as error:
+        raise ValueError(f"--rl.reference {config.rl.reference}: {error}") from error
+
+
+def open_reference(
+    config: RunConfig, policy: Transformer, folder: Path, *, has_begun: bool
+) -> FrozenPolicy:
+    """`folder` is where the run keeps its own; `has_begun` says that RL steps were taken, so that
+    `policy` is not it any more. `ValueError` if the run's own is missing."""
+    if config.rl.reference:
+        model = load_model(_resolve(config), policy.dtype, str(policy.device))
+    else:
+        if not folder.is_dir():
+            if has_begun:
+                raise ValueError(
+                    f"{folder} is missing: it holds the policy as RL began, which this run "
+                    "compares with; put it back, or start another run"
+                )
+            replace_model(policy, folder)
+        model = load_model(folder, policy.dtype, str(policy.device))
+    limits = config.engine
+    return FrozenPolicy(
+        model,
+        micro_batch_tokens=limits.micro_batch_tokens,
+        share_prefix=limits.share_prefix,
+        lm_head_fp32=limits.lm_head_fp32,
+    )
+
+
+# The critic of PPO: values for the advantages, and its own regression to the returns.
+#
+# It starts as a copy of the policy at the beginning of RL with a value head of zeros, so the first
+# advantages are plain discounted rewards.
+# Schulman et al., "Proximal Policy Optimization Algorithms", arXiv 1707.06347 (clipped value loss
+# as in its reference implementation).
+
+
+class Critic:
+    """Owns the value engine. Samples carry the fields "value" (before the update), "return" and
+    "weight"."""
+
+    def __init__(self, policy: Transformer, config: EngineConfig, *, value_clip: float) -> None:
+        self.engine = ValueEngine(ValueModel(policy), config)
+        self.value_clip = value_clip
+
+    def values(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """fp32, one for each token of each sample; 0 where the loss mask is 0."""
+        return self.engine.forward_values(samples)
+
+    def train_step(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """One optimizer step towards the returns; its metrics."""
+        result = self.engine.train_step(samples, self._loss)
+        return {"value_loss": result["loss"], "value_grad_norm": result["grad_norm"]}
+
+    def _loss(
+        self, value_T: Tensor, _: Tensor | None, micro: MicroBatch
+    ) -> tuple[Tensor, dict[str, Tensor | float]]:
+        fields = micro.fields_T
+        loss_T = value_loss(value_T, fields["value"], fields["return"], clip=self.value_clip)
+        return (fields["weight"] * loss_T).sum(), {}
+
+
+def explained_variance(samples: Sequence[Sample]) -> float:
+    """1 − Var(return − value) / Var(return) over action tokens, before the update; 0 where the
+    returns do not vary."""
+    pairs = [
+        (target, value)
+        for sample in samples
+        for target, value, is_action in zip(
+            sample.fields["return"], sample.fields["value"], sample.loss_mask, strict=True
+        )
+        if is_action
+    ]
+    if not pairs:
+        return 0.0
+    returns, values = torch.tensor(pairs, dtype=torch.float64).unbind(1)
+    spread = float(returns.var(correction=0))
+    return 1 - float((returns - values).var(correction=0)) / spread if spread > 0 else 0.0

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from nanorl.agents.tools import ToolFormat
 from nanorl.config import (
     AgentConfig,
     EvaluationConfig,
@@ -19,11 +18,11 @@ from nanorl.config import (
     ToolConfig,
     WarmStartConfig,
 )
-from nanorl.data.formats import COMPACT, MARKDOWN, ActionFormat
-from nanorl.data.problem import Family
-from nanorl.data.smollm2_family import smollm2_family
-from nanorl.data.teachers import TeacherConfig, smollm2_teacher, tiny_teacher
-from nanorl.data.tiny_family import tiny_family
+from nanorl.envs.actions import COMPACT, MARKDOWN, ActionFormat, ToolFormat
+from nanorl.tasks.problem import Family
+from nanorl.tasks.smollm2 import smollm2_family
+from nanorl.tasks.teachers import TeacherConfig, smollm2_teacher, tiny_teacher
+from nanorl.tasks.tiny import tiny_family
 
 
 @dataclass(frozen=True, kw_only=True)

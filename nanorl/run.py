@@ -6,45 +6,52 @@
 where the last checkpoint was made. Metrics rows and stored rollouts that lie behind the checkpoint
 are removed first: the resumed run writes them again, with the same content if it is synchronous
 (trainer.py says why).
-Next: trainer.py (the RL loop), assembly.py (how the parts are made).
+Next: trainer.py (the RL loop), parts.py (how the parts are made).
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import datetime
+import os
+import platform
 import resource
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from nanoengine.checkpoint import forget_newer, latest_checkpoint, open_checkpoint
+import torch
+
 from nanoengine.engine import Engine
+from nanoengine.model.hf import replace_model
 from nanoengine.packing import Sample
 from nanoengine.sft import num_loss_tokens, sft_loss
+from nanoengine.state.checkpoint import forget_newer, latest_checkpoint, open_checkpoint
 from nanoengine.stop_signals import Interrupted, StopSignals
 from nanoinfer.cancellation import to_the_end
-from nanorl.assembly import Parts
 from nanorl.collector import RolloutCollector
 from nanorl.colocation import cache_lent
 from nanorl.config import RunConfig
-from nanorl.critic import Critic
-from nanorl.data.store import RolloutStore
 from nanorl.evaluate import EvaluationResult, evaluate
-from nanorl.learner import Learner
-from nanorl.reference import open_reference
+from nanorl.learner import Critic, Learner, open_reference, sync_weights
+from nanorl.parts import Parts, num_threads
+from nanorl.report.examples import Example, choose, choose_entries, rates_by_stage
+from nanorl.report.html import write_report
 from nanorl.report.live import LiveView
-from nanorl.report.metrics import MetricsWriter
-from nanorl.report.summary import EVALUATIONS
+from nanorl.report.metrics import MetricsWriter, read_metrics
+from nanorl.report.summary import EVALUATIONS, build_summary, git_commit, write_summary
 from nanorl.report.transcript import transcript
-from nanorl.run_state import Cursor, Phase
+from nanorl.store import Entry, RolloutStore
 from nanorl.trainer import StepResult, Trainer
 from nanorl.types import Rollout, Task
 from nanorl.warm_start import WarmStart
-from nanorl.weight_sync import sync_weights
 from nanosched import Scheduler
 
 SHOWN = (
@@ -346,3 +353,172 @@ class Run:
             self.cursor.keep_max("logp_gap_max", metrics["logp_gap_max"])
             self.cursor.add("logp_gap_sum", metrics["logp_gap_mean"] * measured)
             self.cursor.add("logp_gap_tokens", measured)
+
+
+# Where a run stands: the cursor that every checkpoint carries, and the totals of the summary.
+
+Phase = Literal["untrained", "warm_start", "before", "rl", "after", "no_tool", "done"]
+PHASES: tuple[Phase, ...] = (
+    "untrained",
+    "warm_start",
+    "before",
+    "rl",
+    "after",
+    "no_tool",
+    "done",
+)
+
+
+@dataclass(kw_only=True)
+class Cursor:
+    """Everything outside the engine that resuming needs; JSON-serialisable."""
+
+    phase: Phase = "untrained"
+    step: int = 0  # the next step of the phase
+    critic: str = ""  # the critic's checkpoint, where there is a critic
+    tasks: str = ""  # fingerprint of the user's task file, where there is one
+    results: dict[str, Any] = field(default_factory=dict)  # evaluation by phase
+    totals: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def place(self) -> tuple[Phase, int]:
+        return self.phase, self.step
+
+    def add(self, name: str, amount: float) -> None:
+        self.totals[name] = self.totals.get(name, 0.0) + amount
+
+    def keep_max(self, name: str, value: float) -> None:
+        self.totals[name] = max(self.totals.get(name, value), value)
+
+    def next_phase(self) -> None:
+        self.phase = PHASES[PHASES.index(self.phase) + 1]
+        self.step = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Cursor:
+        return cls(**data)
+
+
+# What a finished run leaves behind: summary.json, report.html and the trained model's folder.
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def write_outcome(run: Run) -> dict[str, Any]:
+    """Write everything; returns the summary."""
+    run.note_time()
+    summary = summarise(run)
+    write_summary(run.dir / "summary.json", summary)
+    entries = run.store.entries()
+    write_report(
+        run.dir / "report.html",
+        config=run.config.to_json(),
+        summary=summary,
+        metrics_rows=read_metrics(run.metrics.path),
+        examples=[*heldout_examples(run), *training_examples(run, entries)],
+        training_rates=rates_by_stage(entries),
+        decode=run.parts.tokenizer.decode,
+    )
+    replace_model(run.parts.trained, run.dir / "model-trained", run.parts.folder)
+    return summary
+
+
+def heldout_examples(run: Run) -> list[Example]:
+    """Of the evaluation after RL, if this process played it."""
+    played = run.played.get("after", ())
+    return [
+        Example(rollout=rollout, task=task, when="held out")
+        for task, rollout in choose(
+            played, kind=lambda pair: pair[0].kind, is_right=lambda pair: pair[1].reward >= 1.0
+        )
+    ]
+
+
+def training_examples(run: Run, entries: Sequence[Entry]) -> list[Example]:
+    """Rollouts of each task type from each stage of RL, and attempts that failed."""
+    chosen = choose_entries(entries)
+    tasks = {
+        task.task_id: task
+        for step in {entry.step for entry in chosen}
+        for task in run.train_tasks(step)
+    }
+    return [
+        Example(
+            rollout=run.store.get(entry.rollout_id),
+            task=tasks.get(entry.task_id),
+            when=f"step {entry.step}",
+        )
+        for entry in chosen
+    ]
+
+
+def summarise(run: Run) -> dict[str, Any]:
+    """The fields of the contract (DESIGN: summary.json) and where they come from."""
+    config, cursor = run.config, run.cursor
+    totals, results = cursor.totals, cursor.results
+
+    def success(name: str) -> float | None:
+        return results[name]["success"] if name in results else None
+
+    def ratio(numerator: str, denominator: str) -> float | None:
+        below = totals.get(denominator, 0.0)
+        return totals.get(numerator, 0.0) / below if below else None
+
+    return build_summary(
+        {
+            "preset": config.preset,
+            "seed": config.seed,
+            "steps": config.rl.steps,
+            "wall_s": totals.get("wall_s", 0.0),
+            "heldout_success_before": success("before"),
+            "heldout_success_after": success("after"),
+            "heldout_n": results["after"]["num_tasks"] if "after" in results else 0,
+            "heldout_success_untrained": success("untrained"),
+            "heldout_success_no_tool": success("no_tool"),
+            "dtype": config.dtype,
+            "logp_gap_max": totals.get("logp_gap_max"),
+            "logp_gap_mean": ratio("logp_gap_sum", "logp_gap_tokens"),
+            "tokens_per_s_rollout": ratio("rollout_tokens", "rollout_s"),
+            "tokens_per_s_train": ratio("train_tokens", "train_s"),
+            "num_rollouts": int(totals.get("num_rollouts", 0)),
+            "num_failed_rollouts": int(totals.get("num_failed_rollouts", 0)),
+            "peak_rss_bytes": int(totals.get("peak_rss_bytes", 0)),
+            "git_commit": git_commit(ROOT) or "unknown",
+        },
+        {
+            "per_type": per_type(results),
+            "phase_wall_s": {
+                name.removeprefix("phase_s."): value
+                for name, value in totals.items()
+                if name.startswith("phase_s.")
+            },
+            "warm_start_steps": config.warm_start.steps,
+            "heldout_n_untrained": results.get("untrained", {}).get("num_tasks", 0),
+            "heldout_n_no_tool": results.get("no_tool", {}).get("num_tasks", 0),
+            "model": config.model or config.preset,
+            "num_parameters": sum(p.numel() for p in run.parts.trained.parameters()),
+            "date": datetime.date.today().isoformat(),
+            "hardware": f"{platform.machine()}, {os.cpu_count()} CPUs",
+            "threads": num_threads(config),
+            "command": " ".join(sys.argv),
+            "torch_version": str(torch.__version__),
+            "status": "finished" if cursor.phase == "done" else f"stopped in phase {cursor.phase}",
+        },
+    )
+
+
+def per_type(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Success by task type in every evaluation, and of how many tasks; `n` is of the one after
+    RL."""
+    table: dict[str, dict[str, Any]] = {}
+    for name, result in results.items():
+        for kind, (solved, played) in result["per_kind"].items():
+            row = table.setdefault(kind, {})
+            row[name] = solved / played
+            row[f"n_{name}"] = played
+            if name == "after" or "n" not in row:
+                row["n"] = played
+    return dict(sorted(table.items()))

@@ -28,7 +28,7 @@ from nanoengine.footprint import (
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.device import free_bytes
 from nanoengine.model.transformer import Transformer
-from nanoinfer.attention_backends import KVCache
+from nanoinfer.kv_cache import KVCache
 from nanoinfer.sizes import GPU_BATCH_TOKENS, GPU_NUM_SEQS, step_bytes
 from nanorl.config import RunConfig
 from nanorl.presets import get_preset

@@ -1,6 +1,6 @@
 """The reinforcement-learning loop: one `fit()` for synchronous and asynchronous training.
 
-    producer   admits groups (staleness.py), plays them (collector.py), puts them into the queue
+    producer   admits groups (trainer.py), plays them (collector.py), puts them into the queue
     consumer   takes a batch of groups in task order, has the learner (learner.py) make an
                optimizer step of it and publish the weights to the inference engine, logs
 
@@ -25,10 +25,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanoinfer.cancellation import to_the_end
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.params import SamplingParams
 from nanorl.config import RunConfig
-from nanorl.data.transfer_queue import TransferQueue
-from nanorl.staleness import StalenessController
 from nanorl.types import Rollout, Task
 from nanosched import ActorHandle, TaskError
 
@@ -164,3 +162,90 @@ def _root_cause(error: BaseException | None) -> BaseException:
         error = error.exceptions[0]
     assert error is not None, "the producer failed with an exception"
     return error
+
+
+# Admission: how far the rollouts may run ahead of the optimizer.
+#
+# A group is admitted while `accepted + running + group <= (max_staleness + version + 1) * batch`,
+# all counted in rollouts (AReaL, arXiv 2505.24298, section 4). With `max_staleness = 0` the
+# rollouts of step s start only when s optimizer steps are done, so synchronous training is a
+# special case and not another loop.
+
+
+class StalenessController:
+    """Counts rollouts and holds back the producer. One event loop only."""
+
+    def __init__(self, *, max_staleness: int, batch: int, version: int = 0) -> None:
+        if max_staleness < 0 or batch < 1:
+            raise ValueError(
+                f"max_staleness={max_staleness}, batch={batch}: need max_staleness >= 0, batch >= 1"
+            )
+        self.max_staleness = max_staleness
+        self.batch = batch
+        self.version = version
+        self.accepted = version * batch
+        self.running = 0
+        self._changed = asyncio.Event()
+
+    def can_admit(self, count: int) -> bool:
+        limit = (self.max_staleness + self.version + 1) * self.batch
+        return self.accepted + self.running + count <= limit
+
+    async def admit(self, count: int) -> None:
+        """Wait until `count` more rollouts may run, then count them as running."""
+        while not self.can_admit(count):
+            self._changed.clear()
+            await self._changed.wait()
+        self.running += count
+
+    def finish(self, count: int) -> None:
+        """`count` running rollouts are complete and will be trained on."""
+        assert self.running >= count, f"{count} rollouts finished, {self.running} running"
+        self.running -= count
+        self.accepted += count
+        self._changed.set()
+
+    def advance(self, version: int) -> None:
+        """The optimizer has produced `version`."""
+        self.version = version
+        self._changed.set()
+
+
+# Hands complete groups from the rollout side to the trainer, in task order, with back-pressure.
+#
+# Groups finish in any order; the trainer takes them by index, so which groups make up an optimizer
+# batch never depends on timing (without staleness a resumed run is bit-equal for that reason).
+# `put` waits while the group lies more than `capacity` groups ahead of what the trainer has taken;
+# the group that the trainer waits for is always admitted, so the two sides cannot deadlock.
+
+Group = list[Rollout]
+
+
+class TransferQueue:
+    """One producer side, one consumer, one event loop."""
+
+    def __init__(self, *, capacity: int, first_index: int = 0) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity={capacity}: must be at least 1")
+        self.capacity = capacity
+        self.next_index = first_index
+        self._groups: dict[int, Group] = {}
+        self._changed = asyncio.Condition()
+
+    async def put(self, index: int, group: Group) -> None:
+        async with self._changed:
+            if index < self.next_index or index in self._groups:
+                raise ValueError(f"group {index} was put twice (next to take: {self.next_index})")
+            await self._changed.wait_for(lambda: index < self.next_index + self.capacity)
+            self._groups[index] = group
+            self._changed.notify_all()
+
+    async def take(self, count: int) -> list[Group]:
+        """The next `count` groups by index; waits until all of them are there."""
+        wanted = range(self.next_index, self.next_index + count)
+        async with self._changed:
+            await self._changed.wait_for(lambda: all(i in self._groups for i in wanted))
+            taken = [self._groups.pop(i) for i in wanted]
+            self.next_index += count
+            self._changed.notify_all()
+        return taken

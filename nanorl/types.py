@@ -12,6 +12,7 @@ Left out: padding, batching (nanoengine.packing) and advantages (nanorl.algorith
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -97,3 +98,12 @@ class Rollout:
         fields["turn_spans"] = [TurnSpan(**span) for span in fields["turn_spans"]]
         fields["status"] = Status(fields["status"])
         return cls(**fields)
+
+
+# Seeds derived by name: any part of a run can be repeated alone, and resume needs no RNG state.
+
+
+def derive_seed(*names: object) -> int:
+    """A 63-bit seed from a path of names, e.g. `derive_seed(run_seed, "rollout", step, member)`."""
+    text = "/".join(str(name) for name in names).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1

@@ -2,7 +2,7 @@
 
 A function of (seed, step), so a resumed run trains on the same; the traces of an earlier epoch,
 which it does not have any more, it plays again with the same result.
-Left out: the steps themselves (run.py), what a trace is (sft.py, data/teachers.py).
+Left out: the steps themselves (run.py), what a trace is (tasks/teachers.py).
 """
 
 from __future__ import annotations
@@ -10,13 +10,20 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
+from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.packing import Sample
-from nanorl.assembly import Parts
+from nanoinfer.params import Output, SamplingParams
+from nanorl.agents import tool
 from nanorl.config import RunConfig
-from nanorl.data.drills import copy_drill
-from nanorl.seeds import derive_seed
-from nanorl.sft import drill_samples, sft_samples
+from nanorl.parts import Parts
+from nanorl.rewards.rule import RuleReward
+from nanorl.tasks.problem import Problem
+from nanorl.tasks.teachers import SloppyTeacher
+from nanorl.tasks.tiny_model import CHAT_MARKERS
+from nanorl.types import Rollout, derive_seed
 
 
 class WarmStart:
@@ -49,7 +56,131 @@ class WarmStart:
     async def _play(self, number: int) -> list[Sample]:
         tasks = self.parts.tasks.warm_start.batch(number, self.config.warm_start.traces_per_step)
         plays = [
-            self.parts.play_teacher(task, rollout_id=f"teacher-{number}-{i}")
+            self.play_teacher(task, rollout_id=f"teacher-{number}-{i}")
             for i, task in enumerate(tasks)
         ]
         return sft_samples(await asyncio.gather(*plays))
+
+    async def play_teacher(self, task: Problem, *, rollout_id: str) -> Rollout:
+        """One trace of the sloppy teacher, as a rollout whose actions carry the loss."""
+        config, parts = self.config, self.parts
+        rng = random.Random(derive_seed(config.seed, "teacher", rollout_id))
+        teacher = SloppyTeacher(parts.preset.action_format, parts.preset.teacher())
+        env = RecordingEnv(parts.environment())
+        generator = ScriptedGenerator(
+            teacher.trace(task, rng),
+            lambda: env.observations,
+            parts.tokenizer,
+            min(parts.tokenizer.eos_ids),
+        )
+        return await tool.run(
+            task,
+            group_id=rollout_id,
+            rollout_id=rollout_id,
+            generator=generator,
+            env=env,
+            tokenizer=parts.tokenizer,
+            sampling=SamplingParams(max_tokens=config.agent.max_context_tokens),
+            limits=parts.limits(),
+            reward=RuleReward(),
+        )
+
+
+# The warm start: supervised steps on traces that a scripted teacher plays in the real environment.
+#
+# The teacher takes the engine's place in the ordinary agent loop (`ScriptedGenerator`), so its
+# traces obey the same token rules as rollouts: its text is encoded once, ends with the end-of-turn
+# token, and alone carries loss; observations are what the sandbox really printed.
+
+
+class Script(Protocol):
+    """A teacher's trace in the making (tasks/teachers.py)."""
+
+    def next_action(self, history: Sequence[str]) -> str: ...
+
+
+class RecordingEnv:
+    """Passes everything on to an environment and keeps the observations for the script."""
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+        self.observations: list[str] = []
+
+    async def step(self, action: str) -> Any:
+        result = await self.env.step(action)
+        if result.observation is not None:
+            self.observations.append(result.observation)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.env, name)
+
+
+class ScriptedGenerator:
+    """Answers like an inference engine, with a script's text instead of a model's."""
+
+    def __init__(
+        self,
+        script: Script,
+        observations: Callable[[], Sequence[str]],
+        tokenizer: ChatTokenizer,
+        end_of_turn_id: int,
+    ) -> None:
+        self.script = script
+        self.observations = observations
+        self.tokenizer = tokenizer
+        self.end_of_turn_id = end_of_turn_id
+
+    async def generate(self, ids: list[int], params: SamplingParams) -> Output:
+        text = self.script.next_action(self.observations())
+        new_ids = [*self.tokenizer.encode(text, allow_special=True), self.end_of_turn_id]
+        return Output(
+            ids=new_ids,
+            logps=[0.0] * len(new_ids),
+            versions=[0] * len(new_ids),
+            finish_reason="stop",
+        )
+
+
+def sft_samples(rollouts: Sequence[Rollout]) -> list[Sample]:
+    """Samples whose loss is on the action tokens; rollouts without one are left out. All are of
+    one group: the system prompt that they begin with is forwarded once."""
+    return [
+        Sample(tokens=rollout.tokens, loss_mask=rollout.loss_mask, group="traces")
+        for rollout in rollouts
+        if rollout.num_action_tokens
+    ]
+
+
+def drill_samples(drills: Sequence[tuple[list[int], list[int]]]) -> list[Sample]:
+    """Samples of (ids, loss mask) pairs (data/drills.py)."""
+    return [Sample(tokens=ids, loss_mask=mask) for ids, mask in drills]
+
+
+# Copy drills: random tokens followed by themselves, to grow induction heads before the traces.
+#
+# A model that starts from random weights learns the manners of tool use quickly and copying the
+# arguments of the question slowly, since few tokens of a trace show it. A drill is nothing else.
+# Uniform tokens, not lists of numbers: text with a shape of its own offers shortcuts (which number
+# is frequent, what follows a comma), and the model learns those instead.
+# Left out: any task; drills have no answer and no reward.
+
+SHORTEST, LONGEST = 6, 20
+
+
+def copy_drill(
+    rng: random.Random, vocab_size: int, num_tokens: int = 64
+) -> tuple[list[int], list[int]]:
+    """Token ids and loss mask: a random period, then the same one as often as fits.
+
+    The first period cannot be foreseen and carries no loss. Chat markers do not occur.
+    """
+    if num_tokens < 2 * LONGEST:
+        raise ValueError(
+            f"num_tokens={num_tokens} is too short to repeat {LONGEST} tokens; "
+            f"use {2 * LONGEST} or more"
+        )
+    length = rng.randint(SHORTEST, LONGEST)
+    period = [rng.randrange(len(CHAT_MARKERS), vocab_size) for _ in range(length)]
+    times = num_tokens // length
+    return period * times, [0] * length + [1] * (length * (times - 1))

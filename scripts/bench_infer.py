@@ -78,8 +78,9 @@ def make_engine(folder: str, dtype: str, threads: int, speculate: int = 0) -> An
     import torch
 
     from nanoengine.model.hf import load_model
-    from nanoinfer.engine import InferConfig, LLMEngine
-    from nanoinfer.sampling import SamplingParams
+    from nanoinfer.config import InferConfig
+    from nanoinfer.engine import LLMEngine
+    from nanoinfer.params import SamplingParams
 
     torch.set_num_threads(threads)
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
@@ -93,7 +94,7 @@ def make_engine(folder: str, dtype: str, threads: int, speculate: int = 0) -> An
 
 
 def run_w1(folder: str, dtype: str, threads: int, speculate: int = 0) -> dict[str, Any]:
-    from nanoinfer.sampling import SamplingParams
+    from nanoinfer.params import SamplingParams
 
     engine = make_engine(folder, dtype, threads, speculate)
     prompts, sizes = workload.w1_requests()
@@ -104,7 +105,7 @@ def run_w1(folder: str, dtype: str, threads: int, speculate: int = 0) -> dict[st
 
 
 def run_agent(folder: str, dtype: str, threads: int) -> dict[str, Any]:
-    from nanoinfer.sampling import SamplingParams
+    from nanoinfer.params import SamplingParams
 
     engine = make_engine(folder, dtype, threads)
     contexts, observations = workload.agent_prompts(), workload.agent_observations()

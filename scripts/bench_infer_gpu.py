@@ -43,9 +43,10 @@ from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.device import enter_device, resolve_device
 from nanoengine.model.transformer import Transformer
-from nanoinfer.attention_backends import CacheKind, KVCache, cache_dtype
-from nanoinfer.engine import InferConfig, LLMEngine
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.config import CacheKind, InferConfig
+from nanoinfer.engine import LLMEngine
+from nanoinfer.kv_cache import KVCache, cache_dtype
+from nanoinfer.params import SamplingParams
 
 Row = dict[str, Any]
 KINDS: tuple[CacheKind, ...] = ("auto", "fp8")

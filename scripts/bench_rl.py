@@ -53,8 +53,9 @@ def run_step(folder: str, dtype: str, threads: int) -> dict[str, Any]:
     from nanoengine.engine import Engine, EngineConfig
     from nanoengine.model.hf import load_model
     from nanoengine.model.tokenizer import ChatTokenizer
-    from nanoinfer.engine import InferConfig, LLMEngine
-    from nanoinfer.sampling import SamplingParams
+    from nanoinfer.config import InferConfig
+    from nanoinfer.engine import LLMEngine
+    from nanoinfer.params import SamplingParams
     from nanorl.algorithms.spec import AlgorithmSpec
     from nanorl.batching import build_batch, logp_gap
 

@@ -82,8 +82,8 @@ def run_export(folder: str, dtype: str, threads: int) -> dict[str, Any]:
     from nanoengine.model.transformer import Transformer
     from nanoengine.parallel.mesh import Layout, Mesh
     from nanoengine.parallel.tensor_parallel import TensorParallel
-    from nanoengine.reshard import copy_local, model_pieces
-    from nanoengine.slices import make_plan
+    from nanoengine.state.reshard import copy_local, model_pieces
+    from nanoengine.state.slices import make_plan
 
     torch.set_num_threads(threads)
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]

@@ -33,8 +33,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from nanorl.algorithms.recipes import RECIPES
-from nanorl.algorithms.spec import AlgorithmSpec
+from nanorl.algorithms.spec import RECIPES, AlgorithmSpec
 from nanorl.presets import get_preset
 
 SMALLEST = {

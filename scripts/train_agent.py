@@ -63,14 +63,13 @@ def train(config: RunConfig) -> int:
     import torch  # here, so that a wrong flag is answered at once
 
     from kernels.host_memory import reuse_large_buffers
-    from nanoengine.run_folder import RunFolder
-    from nanorl.assembly import Parts
-    from nanorl.outcome import write_outcome
+    from nanoengine.state.run_folder import RunFolder
+    from nanorl.parts import Parts
     from nanorl.report.live import LiveView
-    from nanorl.run import Run
+    from nanorl.run import Run, write_outcome
 
     reuse_large_buffers()
-    torch.set_num_threads(1)  # of this thread; see assembly.py
+    torch.set_num_threads(1)  # of this thread; see parts.py
     with RunFolder(config.run_dir, is_resumed=config.resume) as folder:
         parts = Parts(config)
         try:
@@ -128,10 +127,10 @@ def say_how_to_go_on(config: RunConfig, *, has_saved: bool) -> int:
 
 def expected_errors() -> list[type[Exception]]:
     """What a user can mend: shown as one message without a traceback."""
-    from nanoengine.checkpoint import CheckpointError
     from nanoengine.engine import NonFiniteLoss
-    from nanorl.data.store import StoreError
+    from nanoengine.tensor_file import CheckpointError
     from nanorl.sandbox.base import SandboxUnavailable
+    from nanorl.store import StoreError
 
     return [ValueError, OSError, CheckpointError, NonFiniteLoss, StoreError, SandboxUnavailable]
 

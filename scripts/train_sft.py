@@ -11,99 +11,20 @@ Next: sft_run.py (what each process does).
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import tyro
+
+from nanoengine.sft_run import SftConfig
 
 LAYOUT = ("tp", "pp", "dp", "cp", "ep", "zero", "sequence_parallel", "schedule", "chunks")
 FREE_ON_RESUME = (
     *(*LAYOUT, "out", "resume", "save_every", "micro_batch_tokens", "peak_flops"),
     "device",  # another one rounds differently, as another layout does
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SftConfig:
-    """Fine-tune a model on chats."""
-
-    data: Path | None = None
-    """jsonl: {"messages": [{"role": ..., "content": ...}, ...]} a line."""
-    model: str = "smollm2-135m-instruct"
-    """Hugging Face folder, or a name that resolves to one."""
-    out: Path = Path("runs/sft")
-    resume: bool = False
-    """Go on from the last checkpoint in --out."""
-    steps: int = 100
-    """Optimizer steps."""
-    batch_size: int = 16
-    """Chats a step, over all processes."""
-    max_tokens: int = 2048
-    """Longer chats are left out."""
-    micro_batch_tokens: int = 2048
-    """Rows of one forward and backward pass of one process."""
-    lr: float = 2e-5
-    schedule_lr: Literal["constant", "cosine", "linear"] = "cosine"
-    warmup_steps: int = 10
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    activation_checkpointing: bool = False
-    device: str = "auto"
-    """auto (CUDA if there is any), cpu, cuda or cuda:N; each process takes a GPU of its own."""
-    seed: int = 0
-    save_every: int = 50
-    """Steps between checkpoints, written in the background; one more at the end."""
-    tp: int = 1
-    """Processes that share each matrix."""
-    pp: int = 1
-    """Processes that share the layers."""
-    dp: int = 1
-    """Processes with samples of their own."""
-    cp: int = 1
-    """Processes that share the tokens of a sequence."""
-    ep: int = 1
-    """Processes that share the experts of a mixture, with samples of their own."""
-    zero: Literal[0, 1, 2, 3] = 0
-    """What the dp (and cp) processes share: 1 optimizer state, 2 gradients, 3 parameters."""
-    sequence_parallel: bool = False
-    """With tp: cut the rows between matrices too."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1"] = "1f1b"
-    """Of the pipeline."""
-    chunks: int = 1
-    """Layer groups a pipeline process (interleaved)."""
-    peak_flops: float | None = None
-    """Of one process's device; with it the MFU is reported."""
-
-    @property
-    def world(self) -> int:
-        return self.tp * self.pp * self.dp * self.cp * self.ep
-
-    def __post_init__(self) -> None:
-        for name in (
-            "steps",
-            "batch_size",
-            "max_tokens",
-            "save_every",
-            "tp",
-            "pp",
-            "dp",
-            "cp",
-            "ep",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in dataclasses.asdict(self).items()
-        }
 
 
 def parse(arguments: list[str]) -> SftConfig:
@@ -140,10 +61,10 @@ def launch(config: SftConfig, arguments: list[str]) -> int:
 def main() -> int:
     from sft_run import SftRun
 
-    from nanoengine.checkpoint import CheckpointError
     from nanoengine.engine import NonFiniteLoss
     from nanoengine.model.device import resolve_device
     from nanoengine.stop_signals import EXIT_STATUS, Interrupted
+    from nanoengine.tensor_file import CheckpointError
 
     arguments = sys.argv[1:]
     try:

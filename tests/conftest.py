@@ -8,7 +8,7 @@ import pytest
 import torch
 from pool import WorkerPool
 
-from kernels import _native
+from kernels.cpp import build as cpp_build
 from nanoengine.model.sources import SMOLLM2, cached_folder
 
 
@@ -44,14 +44,14 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def native() -> None:
     """A test of the C++ kernels."""
-    if _native.library() is None:
+    if cpp_build.library() is None:
         pytest.skip("the C++ kernels are not available")
 
 
 @pytest.fixture
 def no_native(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without a C++ compiler."""
-    monkeypatch.setattr(_native, "library", lambda: None)
+    monkeypatch.setattr(cpp_build, "library", lambda: None)
 
 
 @pytest.fixture(params=["native", "no_native"], ids=["cpp", "torch"])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels import flash_attn_varlen, make_varlen_plan
-from kernels.flash_attention import VarlenPlan
+from kernels.attention import VarlenPlan
 
 
 class AttentionContext(Protocol):

@@ -21,12 +21,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nanoengine.checkpoint import write_tensors
 from nanoengine.footprint import num_params
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.layers import DecoderLayer, Slice, TensorSplit
+from nanoengine.model.layers import DecoderLayer
+from nanoengine.model.linear import Slice, TensorSplit
 from nanoengine.model.moe import ExpertSplit, MoeMlp
 from nanoengine.model.transformer import Transformer
+from nanoengine.tensor_file import write_tensors
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

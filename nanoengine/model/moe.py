@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from kernels import fused_moe, topk_softmax
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.layers import (
+from nanoengine.model.linear import (
     PackedLinear,
     Slice,
     TensorSplit,

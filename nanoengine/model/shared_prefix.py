@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from kernels import flash_attn_varlen, gather_rows, make_row_gather
-from kernels._attend import (
+from kernels.attention_torch import (
     MIN_ROWS,
     Scratch,
     attend_rows,
@@ -42,8 +42,8 @@ from kernels._attend import (
     probabilities,
     round_up,
 )
-from kernels._dispatch import Backend, use_native, use_triton
-from kernels._native_attention import Span, Tiles, attend_packed, make_tiles
+from kernels.backend import Backend, use_native, use_triton
+from kernels.cpp.ops import Span, Tiles, attend_packed, make_tiles
 from kernels.gather_rows import RowGather
 from nanoengine.model.device import to_device
 

@@ -22,15 +22,14 @@ from torch.utils.checkpoint import checkpoint
 from kernels import add_rms_norm, linear
 from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.layers import (
-    DecoderLayer,
+from nanoengine.model.layers import DecoderLayer, rope_tables
+from nanoengine.model.linear import (
     PackedLinear,
     Slice,
     TensorSplit,
     embed,
     mark_partial,
     refresh_packed,
-    rope_tables,
     slice_of,
 )
 from nanoengine.model.moe import ExpertSplit, ExpertStack

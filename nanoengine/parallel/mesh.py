@@ -33,8 +33,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanoengine.parallel.traffic import Traffic
-
 AXES = ("pp", "dp", "ep", "cp", "tp")
 DATA_AXES = ("dp", "ep")
 """Each combination of these coordinates has samples of its own."""
@@ -395,3 +393,25 @@ def describe(layout: Layout) -> str:
     """`dp2·tp4`, or `single`."""
     parts = [f"{axis}{n}" for axis, n in zip(AXES, astuple(layout), strict=True) if n > 1]
     return "·".join(parts) or "single"
+
+
+# What collectives cost: the counters of a mesh, and the bytes that a ring puts on the wire.
+#
+# Left out: time, which `nanoengine/estimate.py` models.
+
+
+@dataclass
+class Traffic:
+    """What a rank handed to one kind of collective. `bytes` are those of the whole tensor: the
+    reduced one, the gathered one, the one before scattering, the one sent."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
+def wire_bytes(op: str, num_bytes: int, num_ranks: int) -> float:
+    """Bytes each rank sends for a tensor of `num_bytes` by the ring algorithm."""
+    share = (num_ranks - 1) / num_ranks
+    return {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share}.get(
+        op, 1.0
+    ) * num_bytes

@@ -16,10 +16,10 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
-from nanoengine.footprint import split_layers
 from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.layers import DecoderLayer, PackedLinear, TensorSplit
+from nanoengine.model.layers import DecoderLayer
+from nanoengine.model.linear import PackedLinear, TensorSplit
 from nanoengine.model.moe import ExpertSplit
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.mesh import Mesh
@@ -180,3 +180,15 @@ def sum_tied_gradients(mesh: Mesh, config: ModelConfig, stages: list[Stage]) -> 
     peer = last - rank
     mesh.exchange("pp", mine, peer, other, peer).wait()
     mine.add_(other)
+
+
+def split_layers(num_layers: int, num_stages: int) -> list[range]:
+    """Which layers each stage holds: equal runs, the remainder to the first stages (the last one
+    also has the output head)."""
+    if num_stages > num_layers:
+        raise ValueError(f"{num_stages} pipeline stages: more than the {num_layers} layers")
+    base, extra = divmod(num_layers, num_stages)
+    bounds = [0]
+    for stage in range(num_stages):
+        bounds.append(bounds[-1] + base + (stage < extra))
+    return [range(bounds[i], bounds[i + 1]) for i in range(num_stages)]

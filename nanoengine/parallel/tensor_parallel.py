@@ -27,7 +27,7 @@ from torch import Tensor
 from kernels import pack_weight
 from kernels.linear import accumulate_weight_grad, linear_rows, matmul_rows, weight_grad
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.layers import Slice, embed
+from nanoengine.model.linear import Slice, embed
 from nanoengine.parallel.mesh import Mesh
 
 _CHUNK_ELEMENTS = 256 * 49152  # logits of a rank held at a time: 50 MB in fp32

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from nanorl.agents import single_turn, tool
-from nanorl.agents.base import AgentLoops
+from nanorl.agents.loop import AgentLoops
 
 
 def default_loops() -> AgentLoops:

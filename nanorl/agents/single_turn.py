@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from nanoengine.model.tokenizer import ChatTokenizer
-from nanoinfer.sampling import SamplingParams
-from nanorl.agents.base import Generator, Reward
+from nanoinfer.params import SamplingParams
+from nanorl.agents.loop import Generator, Reward
 from nanorl.agents.tokens import Limits, TurnBuilder
 from nanorl.agents.tool import generate_turn
-from nanorl.agents.tools import parse_answer
+from nanorl.envs.actions import parse_answer
 from nanorl.envs.base import Environment, InfrastructureError
 from nanorl.types import Rollout, Status, Task
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
-from nanoinfer.sampling import Output
+from nanoinfer.params import Output
 from nanorl.types import Rollout, Status, TurnSpan
 
 Truncation = Literal["turn", "context", "response"]

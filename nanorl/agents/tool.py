@@ -1,6 +1,6 @@
 """The multi-turn loop: generate, step the environment, append what it says, until an answer.
 
-Follow one rollout here; the token bookkeeping is in tokens.py, what an action means in tools.py.
+Follow one rollout here; the token bookkeeping is in tokens.py, what an action means in actions.py.
 Left out: retries of failed rollouts (the caller re-submits the task).
 """
 
@@ -10,8 +10,8 @@ from collections import defaultdict
 from dataclasses import replace
 
 from nanoengine.model.tokenizer import ChatTokenizer
-from nanoinfer.sampling import SamplingParams
-from nanorl.agents.base import Generator, Reward, turn_seed
+from nanoinfer.params import SamplingParams
+from nanorl.agents.loop import Generator, Reward, turn_seed
 from nanorl.agents.tokens import Limits, TurnBuilder
 from nanorl.envs.base import Environment, InfrastructureError, format_observation
 from nanorl.types import Rollout, Status, Task

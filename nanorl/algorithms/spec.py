@@ -1,8 +1,8 @@
 """`AlgorithmSpec`: one frozen record that says which algorithm this is; `make_loss` runs it.
 
-`compute_advantages` (advantage_batch.py) and `token_weights` (aggregation.py) run once on the whole
+`compute_advantages` (advantages.py) and `token_weights` (advantages.py) run once on the whole
 optimizer batch; the function of `make_loss(spec)` runs on every micro-batch and returns a sum.
-Published recipes by name: recipes.py.
+Published recipes by name: spec.py.
 
 Three policies meet in a loss: μ sampled the tokens, o is the trainer's when the batch came, θ is
 being updated. By default the clip is around o and every token is weighed by min(π_o/μ, 2): the
@@ -24,8 +24,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from nanorl.algorithms import corrections, losses
-from nanorl.algorithms.aggregation import AGGREGATIONS, Aggregation
+from nanorl.algorithms import losses
+from nanorl.algorithms import losses as corrections
 from nanorl.bounds import check_number
 
 Advantage = Literal[
@@ -51,6 +51,10 @@ BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
 )
 """(correction_low, correction_high) of the corrections that have them."""
 
+Aggregation = Literal[
+    "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant", "prompt_mean"
+]
+AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
 COMPARES_MEMBERS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl")
 """Advantages of a rollout against the others of its group."""
 
@@ -425,3 +429,34 @@ def _check_sense(spec: AlgorithmSpec) -> None:
             "advantage='none': nothing is left to learn from; choose loss='opd' or set "
             "distill_coef, kl_coef or entropy_coef"
         )
+
+
+# Published algorithms by name. What each leaves open is this repository's choice.
+
+RECIPES: Mapping[str, AlgorithmSpec] = MappingProxyType(
+    {
+        "grpo": AlgorithmSpec(),
+        "dr_grpo": AlgorithmSpec(
+            advantage="dr_grpo", aggregation="constant", constant_length=1024, dual_clip=None
+        ),
+        "rloo": AlgorithmSpec(advantage="rloo", loss="reinforce"),
+        "reinforce_pp": AlgorithmSpec(advantage="reinforce_pp", kl_reward_coef=1e-3),
+        "reinforce_pp_baseline": AlgorithmSpec(
+            advantage="reinforce_pp_baseline", kl_coef=1e-3, kl_estimator="k2"
+        ),
+        "maxrl": AlgorithmSpec(advantage="maxrl", loss="reinforce"),
+        "ppo": AlgorithmSpec(advantage="gae"),
+        "dapo": AlgorithmSpec(clip_high=0.28, dynamic_sampling=True, overlong_buffer=128),
+        "gspo": AlgorithmSpec(loss="gspo", aggregation="seq_mean_token_mean"),
+        "sapo": AlgorithmSpec(loss="sapo", aggregation="seq_mean_token_mean"),
+        "cispo": AlgorithmSpec(loss="cispo"),
+        "opd": AlgorithmSpec(advantage="none", loss="opd"),
+    }
+)
+
+
+def named_spec(name: str) -> AlgorithmSpec:
+    """A published recipe. Change parts of it with `dataclasses.replace`."""
+    if name not in RECIPES:
+        raise ValueError(f"algorithm {name!r}: choose one of {', '.join(RECIPES)}")
+    return RECIPES[name]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from nanorl.agents.tools import ToolFormat
+from nanorl.envs.actions import ToolFormat
 from nanorl.types import Task
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
-from nanorl.agents.tools import ToolCall, ToolCallError, ToolFormat, parse_action
+from nanorl.envs.actions import ToolCall, ToolCallError, ToolFormat, parse_action
 from nanorl.envs.base import InfrastructureError, StepResult
 from nanorl.types import Task
 

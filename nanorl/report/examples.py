@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from nanorl.data.rows import Entry
+from nanorl.store import Entry
 from nanorl.types import Rollout, Status, Task
 
 NUM_STAGES = 3  # equal parts of the steps that were taken
@@ -43,7 +43,7 @@ class Rate:
 
 
 def kind_of(task_id: str) -> str:
-    """The task type, with which every id begins (nanorl.data.problem.task_id)."""
+    """The task type, with which every id begins (nanorl.tasks.problem.task_id)."""
     return task_id.rpartition("-")[0]
 
 

@@ -13,7 +13,7 @@ from kernels import (
     paged_attention,
     reshape_and_cache,
 )
-from kernels.flash_attention import flash_attn_varlen_ref
+from kernels.attention import flash_attn_varlen_ref
 from kernels.kv_cache import reshape_and_cache_ref
 from kernels.paged_attention import paged_attention_ref
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from kernel_gate import find_regressions  # noqa: E402
 
 import kernels  # noqa: E402
-from kernels._tune import TILES  # noqa: E402
+from kernels.triton.tiles import TILES  # noqa: E402
 
 TABLE = max((ROOT / "benchmarks").glob("kernels_compile_*.json"))
 COMMITTED = json.loads(TABLE.read_text())["rows"]

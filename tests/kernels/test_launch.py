@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="Triton exists on Linux only")
 from triton.runtime.jit import KernelInterface
 
 from kernels import apply_rope, flash_attn_varlen, rms_norm, swiglu
-from kernels._launch import launch
+from kernels.triton.launch import launch
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 
@@ -79,7 +79,7 @@ def test_kernels_of_a_new_thread_start_on_the_gpu_of_their_tensors(driver):
 def test_the_device_is_that_of_the_first_tensor_and_a_cpu_has_none(driver):
     with FakeTensorMode():
         on_second = torch.empty(2, device="cuda:1")
-    from kernels._swiglu_triton import swiglu_forward_kernel as kernel
+    from kernels.triton.swiglu import swiglu_forward_kernel as kernel
 
     launch(kernel, (1,))(None, 3, on_second, BLOCK=4)
     launch(kernel, (1,))(torch.empty(2), BLOCK=4)
@@ -87,11 +87,11 @@ def test_the_device_is_that_of_the_first_tensor_and_a_cpu_has_none(driver):
 
 
 def test_no_kernel_is_started_past_launch():
-    """Triton's own `kernel[grid](...)` stands in `_launch.py` alone."""
+    """Triton's own `kernel[grid](...)` stands in `triton/launch.py` alone."""
     found = [
         f"{path.name}:{node.lineno}"
         for path in sorted(KERNELS.glob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
     ]
-    assert len(found) == 1 and found[0].startswith("_launch.py")
+    assert len(found) == 1 and found[0].startswith("triton/launch.py")

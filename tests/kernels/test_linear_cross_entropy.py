@@ -4,8 +4,8 @@ import pytest
 import torch
 from largest_tensor import LargestTensor
 
-from kernels import linear_cross_entropy
-from kernels.linear_cross_entropy import linear_cross_entropy_ref
+from kernels import linear_logprob as linear_cross_entropy
+from kernels.linear_logprob import linear_cross_entropy_ref
 
 
 def inputs(dtype, num_tokens=70, width=48, vocab=97):

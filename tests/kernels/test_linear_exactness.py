@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import _onednn, linear, pack_weight
+from kernels import linear, onednn, pack_weight
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
 
@@ -65,8 +65,8 @@ def test_main_grad_takes_the_weight_gradient_in_fp32():
 @pytest.fixture
 def no_bf16_product(monkeypatch):
     """As on a processor whose oneDNN cannot repack bf16: any without AVX-512, say."""
-    monkeypatch.setattr(_onednn, "can_multiply", lambda dtype: dtype == torch.float32)
-    monkeypatch.setattr(_onednn, "is_bf16_fast", lambda: False)
+    monkeypatch.setattr(onednn, "can_multiply", lambda dtype: dtype == torch.float32)
+    monkeypatch.setattr(onednn, "is_bf16_fast", lambda: False)
 
 
 def test_bf16_without_a_product_of_it_is_multiplied_in_fp32_and_rounded_once(no_bf16_product):
@@ -90,7 +90,7 @@ def test_bf16_without_a_product_of_it_is_multiplied_in_fp32_and_rounded_once(no_
 
 
 def test_without_onednn_a_linear_still_works(monkeypatch):
-    monkeypatch.setattr(_onednn, "can_multiply", lambda dtype: False)
+    monkeypatch.setattr(onednn, "can_multiply", lambda dtype: False)
     x, weight = torch.randn(3, 8), torch.randn(6, 8, requires_grad=True)
     y = linear(x, weight, None, pack_weight(weight))
     y.sum().backward()

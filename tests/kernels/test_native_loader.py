@@ -12,16 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import _native, linear, logits_logprob, rms_norm, swiglu
+from kernels import linear, logits_logprob, rms_norm, swiglu
+from kernels.cpp import build as cpp_build
 
 ROOT = Path(__file__).parents[2]
 OPEN = """
 import sys, warnings
 from pathlib import Path
 warnings.simplefilter("error")
-from kernels import _native
-_native.CACHE = Path(sys.argv[1])
-assert _native.library() is not None
+from kernels import cpp_build
+cpp_build.CACHE = Path(sys.argv[1])
+assert cpp_build.library() is not None
 """
 
 
@@ -34,9 +35,9 @@ def script(path, *lines):
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
     """As in a new process, with an empty cache and no compiler but those in tmp_path/bin."""
-    opened = _native.library.__wrapped__
-    monkeypatch.setattr(_native, "library", functools.cache(opened))
-    monkeypatch.setattr(_native, "CACHE", tmp_path / "home" / "cache")
+    opened = cpp_build.library.__wrapped__
+    monkeypatch.setattr(cpp_build, "library", functools.cache(opened))
+    monkeypatch.setattr(cpp_build, "CACHE", tmp_path / "home" / "cache")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     return tmp_path
 
@@ -44,11 +45,11 @@ def fresh(monkeypatch, tmp_path):
 @pytest.fixture
 def compiler(native, monkeypatch, tmp_path):
     """A g++ that copies the library and notes its calls."""
-    real = next(path for name in _native._COMPILERS if (path := shutil.which(name)))
-    ready = _native.CACHE.expanduser() / f"{_native._fingerprint(real)}.so"
+    real = next(path for name in cpp_build._COMPILERS if (path := shutil.which(name)))
+    ready = cpp_build.CACHE.expanduser() / f"{cpp_build._fingerprint(real)}.so"
     if not ready.exists():
         pytest.skip("the cache holds no compiled kernels")
-    (tmp_path / "ready.so").write_bytes(ready.read_bytes()[: -_native._SEAL_BYTES])
+    (tmp_path / "ready.so").write_bytes(ready.read_bytes()[: -cpp_build._SEAL_BYTES])
     calls = tmp_path / "calls"
     calls.touch()
     loop = 'while [ "$1" != -o ]; do shift; done'
@@ -65,7 +66,7 @@ def again():
     """Opens as another process would, and must not warn."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return _native._open()
+        return cpp_build._open()
 
 
 def results():
@@ -82,7 +83,7 @@ def assert_falls_back(expected, message):
         ours = [*results(), *results()]
     assert [str(w.message) for w in caught if message in str(w.message)]
     assert len([w for w in caught if "C++ kernels are not available" in str(w.message)]) == 1
-    assert _native.library() is None
+    assert cpp_build.library() is None
     for a, b in zip(ours, (*expected, *expected), strict=True):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
 
@@ -100,22 +101,22 @@ def test_a_compiler_that_fails_is_named_with_its_first_error(native, request):
     script(folder / "bin/g++", complaint, "exit 1")
     assert_falls_back(expected, f"({folder}/bin/g++: x.cpp:3: error: no such)")
     (folder / "bin/g++").write_bytes(b"\x7fELF no program")
-    _native.library.cache_clear()
+    cpp_build.library.cache_clear()
     assert_falls_back(expected, "not available")
     script(folder / "bin/g++", "/bin/kill -9 $$")
-    _native.library.cache_clear()
+    cpp_build.library.cache_clear()
     assert_falls_back(expected, "not available")
 
 
 def test_a_library_is_compiled_once_and_kept(compiler, fresh):
-    assert _native.library() is not None and compiler() == 1
+    assert cpp_build.library() is not None and compiler() == 1
     assert again() and compiler() == 1
     assert [path.suffix for path in kept(fresh)] == [".so"]
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "unsealed"])
 def test_a_damaged_library_is_compiled_again(compiler, fresh, damage):
-    assert _native.library() is not None
+    assert cpp_build.library() is not None
     (path,) = kept(fresh)
     data = whole = path.read_bytes()
     if damage == "flipped":
@@ -130,7 +131,7 @@ def test_a_damaged_library_is_compiled_again(compiler, fresh, damage):
 def test_a_cache_that_cannot_be_written_does_not_cost_the_kernels(compiler, fresh):
     (fresh / "home").write_text("a file, where the folder should be")
     with pytest.warns(UserWarning, match=r"cannot keep the C\+\+ kernels .*every process"):
-        assert _native.library() is not None
+        assert cpp_build.library() is not None
     assert torch.isfinite(results()[0]).all()
     assert compiler() == 1
 
@@ -143,12 +144,12 @@ def test_a_full_disk_leaves_nothing_behind(compiler, fresh, monkeypatch):
 
     monkeypatch.setattr(Path, "write_bytes", is_full)
     with pytest.warns(UserWarning, match="No space left on device"):
-        assert _native.library() is not None
+        assert cpp_build.library() is not None
     assert kept(fresh) == []
 
 
 def test_a_user_without_a_home_compiles_anew(compiler, fresh, monkeypatch):
-    monkeypatch.setattr(_native, "CACHE", Path("~no_such_user_here/cache"))
+    monkeypatch.setattr(cpp_build, "CACHE", Path("~no_such_user_here/cache"))
     assert again() and again() and compiler() == 2
 
 
@@ -179,19 +180,19 @@ def test_the_name_follows_the_sources_the_flags_and_the_compiler(fresh, monkeypa
     script(fresh / "bin/g++")
     gcc = str(fresh / "bin/g++")
     sources = fresh / "native"
-    shutil.copytree(_native.SOURCES, sources)
-    names = {_native._fingerprint(gcc)}
-    monkeypatch.setattr(_native, "SOURCES", sources)
-    names.add(_native._fingerprint(gcc))
+    shutil.copytree(cpp_build.SOURCES, sources)
+    names = {cpp_build._fingerprint(gcc)}
+    monkeypatch.setattr(cpp_build, "SOURCES", sources)
+    names.add(cpp_build._fingerprint(gcc))
     assert len(names) == 1
     for name in ("vector.h", "kernels.cpp"):
         (sources / name).write_text((sources / name).read_text() + "\n")
-        names.add(_native._fingerprint(gcc))
-    monkeypatch.setattr(_native, "_FLAGS", ("-O2", *_native._FLAGS[1:]))
-    names.add(_native._fingerprint(gcc))
+        names.add(cpp_build._fingerprint(gcc))
+    monkeypatch.setattr(cpp_build, "_FLAGS", ("-O2", *cpp_build._FLAGS[1:]))
+    names.add(cpp_build._fingerprint(gcc))
     script(fresh / "bin/clang++", "")
     (fresh / "bin/clang++").write_text("#!/bin/sh\necho other\n")
-    names.add(_native._fingerprint(str(fresh / "bin/clang++")))
-    monkeypatch.setattr(_native, "_processor", lambda: "another")
-    names.add(_native._fingerprint(gcc))
+    names.add(cpp_build._fingerprint(str(fresh / "bin/clang++")))
+    monkeypatch.setattr(cpp_build, "_processor", lambda: "another")
+    names.add(cpp_build._fingerprint(gcc))
     assert len(names) == 6

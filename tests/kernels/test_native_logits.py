@@ -4,7 +4,7 @@ import pytest
 import torch
 from native_cases import DTYPES, threads
 
-from kernels import _native_ops
+from kernels.cpp import ops as cpp_ops
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -32,12 +32,12 @@ def test_a_score_is_fp64s(dtype, temperature, vocab):
         wide = (torch.randn(num_rows, vocab + 3) * 6).to(dtype)
         ids = torch.randint(0, vocab, (num_rows,))
         for logits in (wide[:, :vocab], wide[:, :vocab].contiguous()):
-            logp, lse, entropy = _native_ops.score(logits, ids, temperature, True)
+            logp, lse, entropy = cpp_ops.score(logits, ids, temperature, True)
             exact_logp, exact_entropy = score64(logits, ids, temperature)
             exact_lse = tempered64(logits, temperature).logsumexp(-1)
             for ours, exact in ((logp, exact_logp), (lse, exact_lse), (entropy, exact_entropy)):
                 assert torch.allclose(ours.double(), exact, rtol=4e-7, atol=4e-6)
-            assert torch.equal(_native_ops.score(logits, ids, temperature, False)[0], logp)
+            assert torch.equal(cpp_ops.score(logits, ids, temperature, False)[0], logp)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -45,24 +45,24 @@ def test_a_score_is_fp64s(dtype, temperature, vocab):
 def test_extreme_logits_have_their_limits(dtype, vocab):
     ids = torch.tensor([vocab - 1])
     even = torch.full((1, vocab), 3e38, dtype=dtype)
-    logp, _, entropy = _native_ops.score(even, ids, 1.0, True)
+    logp, _, entropy = cpp_ops.score(even, ids, 1.0, True)
     log_vocab = torch.tensor(vocab, dtype=torch.float64).log()
     assert torch.allclose(entropy.double(), log_vocab, rtol=1e-6)
-    logp = _native_ops.score(torch.zeros(1, vocab, dtype=dtype), ids, 0.7, True)[0]
+    logp = cpp_ops.score(torch.zeros(1, vocab, dtype=dtype), ids, 0.7, True)[0]
     assert torch.allclose(logp.double(), -log_vocab, rtol=1e-6)
     for low in (-200.0, -3e38, -torch.inf):
         peak = torch.full((1, vocab), low, dtype=dtype)
         peak[0, vocab - 1] = 2.0
-        logp, lse, entropy = _native_ops.score(peak, ids, 0.7, True)
+        logp, lse, entropy = cpp_ops.score(peak, ids, 0.7, True)
         assert logp == 0 and entropy == 0 and lse == torch.tensor(2.0) / 0.7
-        other = _native_ops.score(peak, torch.tensor([0]), 0.7, True)[0]
+        other = cpp_ops.score(peak, torch.tensor([0]), 0.7, True)[0]
         assert other == peak[0, 0].float() / 0.7 - lse
         for u in (None, torch.tensor([0.0]), torch.tensor([ALMOST_ONE])):
-            token, logp = _native_ops.pick(peak, 0.7, None if u is None else u.double())
+            token, logp = cpp_ops.pick(peak, 0.7, None if u is None else u.double())
             assert token == vocab - 1 and logp == 0
     two = torch.full((1, vocab), -torch.inf, dtype=dtype)
     two[0, 0] = two[0, vocab - 1] = -1000.0
-    logp, _, entropy = _native_ops.score(two, ids, 1.0, True)
+    logp, _, entropy = cpp_ops.score(two, ids, 1.0, True)
     assert torch.allclose(torch.cat([-logp, entropy]), torch.tensor(2.0).log(), rtol=1e-4)
 
 
@@ -75,7 +75,7 @@ def test_a_draw_inverts_the_cumulative_distribution(dtype, temperature, vocab):
     logits = (torch.randn(vocab) * 3).to(dtype)
     num = 4000
     u = (torch.arange(num, dtype=torch.float64) + 0.5) / num
-    tokens, logp = _native_ops.pick(logits.expand(num, -1), temperature, u)
+    tokens, logp = cpp_ops.pick(logits.expand(num, -1), temperature, u)
     p = torch.softmax(tempered64(logits, temperature), -1)
     cdf = p.cumsum(-1)
     is_clear = (u[:, None] - cdf).abs().amin(-1) > 1e-6  # beyond fp32's rounding of the sums
@@ -96,9 +96,7 @@ def test_where_a_token_ends_the_next_begins(dtype, vocab):
     """Equal logits, u = i / V: sums and targets are exact, and token i begins at i / V."""
     u = torch.arange(vocab, dtype=torch.float64) / vocab
     for below in (u - 2.0**-53, u):
-        tokens, _ = _native_ops.pick(
-            torch.zeros(vocab, vocab, dtype=dtype), 1.0, below.clamp(min=0)
-        )
+        tokens, _ = cpp_ops.pick(torch.zeros(vocab, vocab, dtype=dtype), 1.0, below.clamp(min=0))
         shift = 0 if below is u else 1
         assert torch.equal(tokens, (torch.arange(vocab) - shift).clamp(min=0))
 
@@ -109,10 +107,10 @@ def test_a_small_weight_is_as_exact_as_a_large_one():
         weight = torch.tensor(z, dtype=torch.float64).exp()
         border = weight / (1 + weight)
         u = torch.stack([border * (1 - 1e-6), border * (1 + 1e-6)])
-        tokens, _ = _native_ops.pick(torch.tensor([z, 0.0]).expand(2, -1), 1.0, u)
+        tokens, _ = cpp_ops.pick(torch.tensor([z, 0.0]).expand(2, -1), 1.0, u)
         assert tokens.tolist() == [0, 1], z
     u = torch.zeros(1, dtype=torch.float64)
-    assert _native_ops.pick(torch.tensor([[-88.0, 0.0]]), 1.0, u)[0] == 1
+    assert cpp_ops.pick(torch.tensor([[-88.0, 0.0]]), 1.0, u)[0] == 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -125,12 +123,12 @@ def test_a_token_without_weight_is_never_drawn(dtype):
         logits[alive] = torch.randn(len(alive)).to(dtype)
         far = torch.tensor([i for i in range(vocab) if i not in set(alive.tolist())])
         logits[far[::2]] = -300.0  # a weight of e^-300 is 0 in fp32
-        tokens, logp = _native_ops.pick(logits.expand(len(u), -1), 1.0, u)
+        tokens, logp = cpp_ops.pick(logits.expand(len(u), -1), 1.0, u)
         assert torch.isin(tokens, alive).all() and logp.isfinite().all()
         assert tokens[0] == alive.min() and tokens[2] == alive.max()
     middle = torch.full((1000,), -torch.inf, dtype=dtype)  # runs of no weight before and after
     middle[300:310] = torch.randn(10).to(dtype)
-    tokens, _ = _native_ops.pick(middle.expand(len(u), -1), 1.0, u)
+    tokens, _ = cpp_ops.pick(middle.expand(len(u), -1), 1.0, u)
     assert ((tokens >= 300) & (tokens < 310)).all() and tokens[0] == 300 and tokens[2] == 309
 
 
@@ -143,9 +141,9 @@ def test_greedy_is_the_first_of_equals(dtype, vocab):
         logits[row, torch.randint(0, vocab, (3,))] = 1.5
     expected = torch.tensor([row.tolist().index(1.5) for row in logits])
     for temperature in (1.0, 0.7):
-        tokens, logp = _native_ops.pick(logits, temperature, None)
+        tokens, logp = cpp_ops.pick(logits, temperature, None)
         assert torch.equal(tokens, expected)
-        assert torch.equal(logp, _native_ops.score(logits, tokens, temperature, False)[0])
+        assert torch.equal(logp, cpp_ops.score(logits, tokens, temperature, False)[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -155,7 +153,7 @@ def test_a_nan_shows_in_the_log_prob_and_the_token_exists(dtype):
             logits = torch.randn(2, vocab).to(dtype)
             logits[0, at] = torch.nan
             for u in (None, torch.tensor([0.3, 0.6], dtype=torch.float64)):
-                tokens, logp = _native_ops.pick(logits, 1.0, u)
+                tokens, logp = cpp_ops.pick(logits, 1.0, u)
                 assert logp.isnan().tolist() == [True, False]
                 assert ((tokens >= 0) & (tokens < vocab)).all()
 
@@ -168,14 +166,14 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype, num_threads):
     ids, u = torch.randint(0, 3001, (40,)), torch.rand(40, dtype=torch.float64)
 
     def run(rows):
-        drawn = _native_ops.pick(logits[rows], 0.8, u[rows])
-        greedy = _native_ops.pick(logits[rows], 0.8, None)
-        return (*_native_ops.score(logits[rows], ids[rows], 0.8, True), *drawn, *greedy)
+        drawn = cpp_ops.pick(logits[rows], 0.8, u[rows])
+        greedy = cpp_ops.pick(logits[rows], 0.8, None)
+        return (*cpp_ops.score(logits[rows], ids[rows], 0.8, True), *drawn, *greedy)
 
     alone = [torch.cat(x) for x in zip(*(run(slice(i, i + 1)) for i in range(40)), strict=True)]
     with threads(num_threads):
         for rows in (slice(0, 40), slice(3, 5), slice(1, 39, 2)):
             for ours, expected in zip(run(rows), alone, strict=True):
                 assert torch.equal(ours, expected[rows])
-    again = _native_ops.score(logits, alone[3], 0.8, False)[0]
+    again = cpp_ops.score(logits, alone[3], 0.8, False)[0]
     assert torch.equal(again, alone[4])  # the drawn token's log-prob is the trainer's

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from kernels import _native
+from kernels.cpp import build as cpp_build
 
 DRIVER = Path(__file__).with_name("native_driver.cpp")
-INCLUDES = ("-I", str(_native.SOURCES), "-Wall", "-Wno-psabi")
+INCLUDES = ("-I", str(cpp_build.SOURCES), "-Wall", "-Wno-psabi")
 LOOPS = """
 #include "attention.h"
 #include "linear.h"
@@ -58,7 +58,7 @@ def skip_unless_runnable(processor: Processor) -> None:
 
 
 def compile_with(flags: tuple[str, ...], *arguments: str, compiler: str = "g++") -> None:
-    subprocess.run([compiler, *_native.OPTIONS, *flags, *INCLUDES, *arguments], check=True)
+    subprocess.run([compiler, *cpp_build.OPTIONS, *flags, *INCLUDES, *arguments], check=True)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from native_cases import DTYPES, threads
 
-from kernels import _native_ops
+from kernels.cpp import ops as cpp_ops
 from kernels.sampling import kept_tokens
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -28,7 +28,7 @@ def kept64(logits, temperature, top_k, top_p, min_p):
 def pick(logits, temperature, u, top_k=0, top_p=1.0, min_p=0.0):
     """One row of logits, a token for each u."""
     num = len(u)
-    return _native_ops.pick_kept(
+    return cpp_ops.pick_kept(
         logits.expand(num, -1),
         temperature,
         u.double(),
@@ -48,7 +48,7 @@ def assert_kept(logits, temperature, **options):
     tokens, logp, kept_logp = pick(logits, temperature, (p.cumsum(0) - p / 2)[drawable], **options)
     assert torch.equal(tokens, drawable), options
     assert torch.allclose(kept_logp.double(), p[tokens].log(), rtol=0, atol=4e-6), options
-    expected = _native_ops.score(logits.expand(len(tokens), -1), tokens, temperature, False)[0]
+    expected = cpp_ops.score(logits.expand(len(tokens), -1), tokens, temperature, False)[0]
     assert torch.equal(logp, expected)
     return kept
 
@@ -134,8 +134,8 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype, num_threads):
     def run(rows):
         given = (u[rows], ks[rows], ps[rows], lows[rows])
         return (
-            *_native_ops.pick_kept(logits[rows], 0.8, *given),
-            *_native_ops.likeliest(logits[rows], 0.8, [6] * len(u[rows])),
+            *cpp_ops.pick_kept(logits[rows], 0.8, *given),
+            *cpp_ops.likeliest(logits[rows], 0.8, [6] * len(u[rows])),
         )
 
     alone = [torch.cat(x) for x in zip(*(run(slice(i, i + 1)) for i in range(40)), strict=True)]
@@ -154,11 +154,11 @@ def test_the_likeliest_are_a_stable_sorts(dtype, vocab):
     logits[2] = 1.0
     logits[3, 1::2] = -torch.inf
     counts = [1, 20, 7, vocab, 10**9]
-    ids, logps = _native_ops.likeliest(logits, 0.7, counts)
+    ids, logps = cpp_ops.likeliest(logits, 0.7, counts)
     for row, count in enumerate(min(k, vocab) for k in counts):
         expected = logits[row].float().sort(stable=True, descending=True).indices[:count]
         assert torch.equal(ids[row, :count], expected)
-        scored = _native_ops.score(logits[row].expand(count, -1), expected, 0.7, False)[0]
+        scored = cpp_ops.score(logits[row].expand(count, -1), expected, 0.7, False)[0]
         assert torch.equal(logps[row, :count], scored)
 
 

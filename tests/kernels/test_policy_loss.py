@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import policy_loss
-from nanorl.algorithms.aggregation import token_weights
+from nanorl.algorithms.advantages import token_weights
 from nanorl.algorithms.spec import AlgorithmSpec, LossBatch, make_loss, summarise
 
 LENGTHS = [13, 1, 0, 30, 6]

@@ -9,8 +9,8 @@ import torch
 from pool import Rank
 
 from nanoengine.parallel.mesh import REPLICA_AXES, Layout
-from nanoengine.reshard import Resharder
-from nanoengine.slices import Box, Piece, make_piece
+from nanoengine.state.reshard import Resharder
+from nanoengine.state.slices import Box, Piece, make_piece
 
 
 def every_collective(rank: Rank, dtype: torch.dtype) -> dict[str, Any]:

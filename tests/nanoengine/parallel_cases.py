@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nanoengine.engine import Engine, EngineConfig
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.layers import Slice, slice_of
+from nanoengine.model.linear import Slice, slice_of
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import MicroBatch, Sample
 from nanoengine.parallel import data_parallel, expert_parallel, tensor_parallel, zero

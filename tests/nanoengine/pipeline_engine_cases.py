@@ -15,20 +15,20 @@ from parallel_cases import Case, Result
 from pool import Rank
 from torch import Tensor
 
+from nanoengine import pipeline_engine
 from nanoengine.engine import Engine
-from nanoengine.export import export_hf
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.layers import slice_of
+from nanoengine.model.linear import slice_of
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
-from nanoengine.parallel import pipeline_engine
 from nanoengine.parallel.expert_parallel import ExpertParallel
 from nanoengine.parallel.mesh import DATA_AXES, Layout, Mesh
-from nanoengine.parallel.pipeline_engine import PipelineEngine
 from nanoengine.parallel.stage import make_stages
 from nanoengine.parallel.tensor_parallel import TensorParallel
-from nanoengine.reshard import Resharder, model_pieces
+from nanoengine.pipeline_engine import PipelineEngine
 from nanoengine.sft import num_loss_tokens, sft_loss
+from nanoengine.state.export import export_hf
+from nanoengine.state.reshard import Resharder, model_pieces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +143,8 @@ def steps(engine: Engine, first: int, last: int) -> float:
 
 def state_of(engine: Engine) -> dict[str, Tensor]:
     """Every master and moment whole, on every rank, by the resharding plan."""
-    from nanoengine.engine_state import optimizer_pieces
-    from nanoengine.slices import make_piece
+    from nanoengine.engine import optimizer_pieces
+    from nanoengine.state.slices import make_piece
 
     held = optimizer_pieces(engine)
     mine = {piece.name: piece.whole for piece, _ in held}
@@ -189,7 +189,7 @@ def resume(rank: Rank, run: Run, root: str) -> Saved:
 
 def load_refused(rank: Rank, run: Run, root: str) -> tuple[str, bool]:
     """The message, and whether the weights stayed as they were."""
-    from nanoengine.checkpoint import CheckpointError
+    from nanoengine.tensor_file import CheckpointError
 
     engine = make_engine(run, rank.mesh(run.case.layout))
     before = state_of(engine)

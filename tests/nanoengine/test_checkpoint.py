@@ -15,16 +15,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanoengine.checkpoint import (
-    CheckpointError,
+from nanoengine.state.checkpoint import (
     forget_newer,
     latest_checkpoint,
     list_checkpoints,
     open_checkpoint,
     save_checkpoint,
 )
-from nanoengine.sharded_checkpoint import ShardedWriter
-from nanoengine.slices import make_piece
+from nanoengine.state.sharded_checkpoint import ShardedWriter
+from nanoengine.state.slices import make_piece
+from nanoengine.tensor_file import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -176,7 +176,7 @@ def test_no_checkpoint_is_one_clear_error(tmp_path: Path) -> None:
 
 SAVE_FOREVER = """
 import sys, torch
-from nanoengine.checkpoint import save_checkpoint
+from nanoengine.state.checkpoint import save_checkpoint
 torch.set_num_threads(1)
 for step in range(1, 10**9):
     value = torch.full((250_000,), float(step))
@@ -205,7 +205,7 @@ def test_latest_loads_after_kill_9_at_any_moment(tmp_path: Path) -> None:
 
 FULL_DISK = """
 import resource, sys, torch
-from nanoengine.checkpoint import CheckpointError, save_checkpoint
+from nanoengine.state.checkpoint import CheckpointError, save_checkpoint
 save_checkpoint(sys.argv[1], 1, {"w": torch.ones(1000)}, {"step": 1})
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:

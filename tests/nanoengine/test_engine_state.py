@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from nanoengine.checkpoint import CheckpointError
 from nanoengine.engine import Engine, EngineConfig
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
 from nanoengine.sft import num_loss_tokens, sft_loss
+from nanoengine.tensor_file import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nanoengine import estimate
 from nanoengine.engine import Engine, EngineConfig
+from nanoengine.estimate import model_shape
 from nanoengine.footprint import (
     Plan,
     forward_flops,
@@ -23,15 +24,13 @@ from nanoengine.footprint import (
     num_params,
     rank_memory,
     rank_params,
-    split_layers,
     train_flops,
 )
 from nanoengine.model.attention import PackedContext
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.shapes import model_shape
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.mesh import Layout, Mesh
-from nanoengine.parallel.stage import Stage
+from nanoengine.parallel.stage import Stage, split_layers
 from nanoengine.parallel.tensor_parallel import TensorParallel
 
 PUBLISHED = {

@@ -10,12 +10,12 @@ from tiny_models import MOE_SHAPES, SHAPES, save_reference
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from nanoengine.export import export_hf
 from nanoengine.footprint import num_params
 from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import export_state, load_model, load_state, save_model, shard_names
 from nanoengine.model.transformer import Transformer
+from nanoengine.state.export import export_hf
 
 
 def logits(model: Transformer, ids: Tensor) -> Tensor:

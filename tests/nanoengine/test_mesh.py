@@ -12,8 +12,7 @@ import pytest
 import torch
 from pool import RankFailed, WorkerPool
 
-from nanoengine.parallel.mesh import AXES, Layout, Mesh, describe
-from nanoengine.parallel.traffic import wire_bytes
+from nanoengine.parallel.mesh import AXES, Layout, Mesh, describe, wire_bytes
 
 
 def test_ranks_count_through_the_axes_with_tp_fastest() -> None:

@@ -18,15 +18,14 @@ import torch.nn.functional as F
 from parallel_cases import VOCAB, Case
 from pool import WorkerPool
 
-from kernels.flash_attention import flash_attn_varlen_ref
+from kernels.attention import flash_attn_varlen_ref
 from nanoengine.engine import Engine, EngineConfig
 from nanoengine.model import hf
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import make_micro_batches
 from nanoengine.parallel.expert_parallel import ExpertParallel
-from nanoengine.parallel.mesh import Layout, Mesh
+from nanoengine.parallel.mesh import Layout, Mesh, wire_bytes
 from nanoengine.parallel.tensor_parallel import TensorParallel
-from nanoengine.parallel.traffic import wire_bytes
 from nanoengine.sft import num_loss_tokens
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "parallelism.md"

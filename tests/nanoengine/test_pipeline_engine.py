@@ -15,14 +15,14 @@ from pipeline_engine_cases import Run, Saved
 from pool import WorkerPool
 from test_parallel_training import compare
 
-from nanoengine.checkpoint import open_checkpoint
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
 from nanoengine.model.hf import hf_views, load_model
 from nanoengine.packing import Sample
 from nanoengine.parallel.mesh import Layout, Mesh, describe
-from nanoengine.parallel.pipeline_engine import PipelineEngine
 from nanoengine.parallel.schedules import make_schedule, peak_live_closed_form
+from nanoengine.pipeline_engine import PipelineEngine
+from nanoengine.state.checkpoint import open_checkpoint
 
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 

@@ -10,10 +10,10 @@ import torch
 from pool import WorkerPool
 from torch import Tensor
 
-from nanoengine.model.layers import Slice
-from nanoengine.reshard import Resharder
-from nanoengine.sharded_checkpoint import choose_writers
-from nanoengine.slices import Box, Held, Piece, cut_parameter, make_piece, make_plan
+from nanoengine.model.linear import Slice
+from nanoengine.state.reshard import Resharder
+from nanoengine.state.sharded_checkpoint import choose_writers
+from nanoengine.state.slices import Box, Held, Piece, cut_parameter, make_piece, make_plan
 
 
 def cells(box: Box) -> set[tuple[int, ...]]:

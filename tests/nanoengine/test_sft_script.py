@@ -15,10 +15,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from nanoengine.checkpoint import list_checkpoints
 from nanoengine.model.hf import hf_views, load_model
 from nanoengine.model.tokenizer import ChatTokenizer
-from nanoengine.sft_data import Order, chat_sample, read_chats
+from nanoengine.sft import Order, chat_sample, read_chats
+from nanoengine.state.checkpoint import list_checkpoints
 from nanoengine.stop_signals import Interrupted
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +31,7 @@ CHATS = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random model with a tokenizer and a chat template."""
-    from nanorl.data.tiny_model import build_tiny_model
+    from nanorl.tasks.tiny_model import build_tiny_model
 
     return build_tiny_model(tmp_path_factory.mktemp("tiny"), seed=0)
 

@@ -14,16 +14,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from nanoengine import sharded_checkpoint
-from nanoengine.checkpoint import (
-    CheckpointError,
-    latest_checkpoint,
-    open_checkpoint,
-    save_checkpoint,
-    write_tensors,
-)
-from nanoengine.sharded_checkpoint import ShardedWriter
-from nanoengine.slices import Box, Held, Piece, make_piece
+from nanoengine.state import sharded_checkpoint
+from nanoengine.state.checkpoint import latest_checkpoint, open_checkpoint, save_checkpoint
+from nanoengine.state.sharded_checkpoint import ShardedWriter
+from nanoengine.state.slices import Box, Held, Piece, make_piece
+from nanoengine.tensor_file import CheckpointError, write_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -127,9 +122,9 @@ def test_a_damaged_part_is_found_by_whoever_verifies_it(tmp_path: Path) -> None:
 
 KILL_TWENTY = """
 import os, random, signal, sys, time, torch
-from nanoengine.checkpoint import open_checkpoint
-from nanoengine.sharded_checkpoint import ShardedWriter
-from nanoengine.slices import Box, Piece
+from nanoengine.state.checkpoint import open_checkpoint
+from nanoengine.state.sharded_checkpoint import ShardedWriter
+from nanoengine.state.slices import Box, Piece
 torch.set_num_threads(1)
 
 def save_forever(root, step, out):

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
-from nanoengine.frozen import FrozenPolicy
 from nanoengine.model.attention import PackedContext
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import MicroBatch, Sample
+from nanoengine.scoring import FrozenPolicy
 from nanoengine.value_engine import ValueEngine, ValueModel
 
 

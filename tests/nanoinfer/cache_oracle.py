@@ -14,7 +14,8 @@ import torch
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoinfer.batch import StepInput
-from nanoinfer.engine import InferConfig, LLMEngine
+from nanoinfer.config import InferConfig
+from nanoinfer.engine import LLMEngine
 from nanoinfer.model_runner import StepResult
 
 VOCAB = 7

@@ -19,10 +19,10 @@ uvicorn = pytest.importorskip("uvicorn", reason=NEEDS)
 
 from nanoengine.model.tokenizer import ChatTokenizer  # noqa: E402
 from nanoinfer.async_engine import AsyncEngine  # noqa: E402
-from nanoinfer.completions import HttpLimits  # noqa: E402
 from nanoinfer.engine import LLMEngine  # noqa: E402
-from nanoinfer.http_app import HttpApp  # noqa: E402
-from nanoinfer.http_connection import server_config  # noqa: E402
+from nanoinfer.server.app import HttpApp  # noqa: E402
+from nanoinfer.server.completions import HttpLimits  # noqa: E402
+from nanoinfer.server.connection import server_config  # noqa: E402
 
 KEY = "the-key"
 

@@ -10,9 +10,9 @@ from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import load_model, read_state
 from nanoengine.parallel.mesh import Layout
 from nanoengine.parallel.tensor_parallel import TensorParallel
-from nanoinfer.attention_backends import CacheKind
-from nanoinfer.engine import InferConfig, LLMEngine
-from nanoinfer.sampling import Output, SamplingParams
+from nanoinfer.config import CacheKind, InferConfig
+from nanoinfer.engine import LLMEngine
+from nanoinfer.params import Output, SamplingParams
 
 GENERATOR = torch.Generator().manual_seed(5)
 PROMPTS = [torch.randint(3, 211, (n,), generator=GENERATOR).tolist() for n in (2, 17, 40, 16, 33)]

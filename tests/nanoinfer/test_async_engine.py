@@ -9,7 +9,7 @@ from cache_oracle import CacheRunner, make_engine, replay
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.batch import StepInput
 from nanoinfer.model_runner import StepResult
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.params import SamplingParams
 
 Scenario = Callable[[AsyncEngine, CacheRunner], Awaitable[None]]
 

@@ -8,7 +8,7 @@ from cache_oracle import make_engine, replay
 
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.cancellation import to_the_end
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.params import SamplingParams
 
 
 def make_client(use_thread: bool = True) -> AsyncEngine:

@@ -14,7 +14,7 @@ from hypothesis.stateful import (
 )
 
 from nanoinfer.block_manager import BlockManager
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.params import SamplingParams
 from nanoinfer.sequence import Sequence
 
 

@@ -1,7 +1,7 @@
 """Decoding from static buffers, all but CUDA's own capture and replay: on a CPU the work is called.
 
-A row's arithmetic does not depend on the other rows (kernels/linear.py, kernels/_attend.py), so
-padding must not change a bit.
+A row's arithmetic does not depend on the other rows (kernels/linear.py,
+kernels/attention_torch.py), so padding must not change a bit.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from tiny_models import make_reference, save_reference
 
 from nanoengine.model.hf import load_model
-from nanoengine.model.layers import PackedLinear
+from nanoengine.model.linear import PackedLinear
 from nanoengine.model.transformer import Transformer
-from nanoinfer.attention_backends import KVCache
 from nanoinfer.batch import StepInput
+from nanoinfer.config import InferConfig
 from nanoinfer.cuda_graph import (
     Capture,
     CudaCapture,
@@ -29,9 +29,10 @@ from nanoinfer.cuda_graph import (
     ladder,
     run_plainly,
 )
-from nanoinfer.engine import InferConfig, LLMEngine
+from nanoinfer.engine import LLMEngine
+from nanoinfer.kv_cache import KVCache
 from nanoinfer.model_runner import ModelRunner, StepResult
-from nanoinfer.sampling import Output, SamplingParams
+from nanoinfer.params import Output, SamplingParams
 
 SHAPE = "qwen3-bias"
 GENERATOR = torch.Generator().manual_seed(4)

@@ -7,8 +7,8 @@ from test_sampler import batch, chi_square
 
 from nanoinfer.device_sampler import device_sampling, sample_on_device, top_on_device
 from nanoinfer.logit_edits import LogitEdits
+from nanoinfer.params import SamplingParams
 from nanoinfer.sampler import sample, top_logps
-from nanoinfer.sampling import SamplingParams
 
 VOCAB = 77  # no multiple of 32: the last word of a bitmask is cut
 

@@ -9,7 +9,7 @@ from cache_oracle import CacheRunner, make_engine, replay, run_all
 
 from nanoinfer.batch import StepInput
 from nanoinfer.model_runner import StepResult
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.params import SamplingParams
 
 
 class Flaky(CacheRunner):

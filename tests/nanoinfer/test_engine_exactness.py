@@ -11,8 +11,9 @@ from kernels import linear_logprob
 from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.hf import load_model
 from nanoengine.model.transformer import Transformer
-from nanoinfer.engine import InferConfig, LLMEngine
-from nanoinfer.sampling import Output, SamplingParams
+from nanoinfer.config import InferConfig
+from nanoinfer.engine import LLMEngine
+from nanoinfer.params import Output, SamplingParams
 from nanoinfer.sequence import Sequence
 
 SHAPES = ("llama-gqa-tied", "qwen2-untied-theta", "qwen3-untied-wide-head", "qwen3-moe")

@@ -9,8 +9,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nanoengine.model.hf import load_model
-from nanoinfer.engine import InferConfig, LLMEngine
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.config import InferConfig
+from nanoinfer.engine import LLMEngine
+from nanoinfer.params import SamplingParams
 
 
 def reference_greedy(

@@ -18,9 +18,10 @@ from kernels import linear_logprob
 from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.hf import load_model
 from nanoengine.model.transformer import Transformer
-from nanoinfer.engine import InferConfig, LLMEngine
-from nanoinfer.kv_scales import calibrated_scales
-from nanoinfer.sampling import Output, SamplingParams
+from nanoinfer.config import InferConfig
+from nanoinfer.engine import LLMEngine
+from nanoinfer.kv_cache import calibrated_scales
+from nanoinfer.params import Output, SamplingParams
 
 SHAPE = "llama-bias"
 FP8 = torch.float8_e4m3fn

@@ -20,10 +20,10 @@ from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import export_state
 from nanoengine.model.transformer import Transformer
 from nanoinfer import model_runner
-from nanoinfer.attention_backends import CacheKind
+from nanoinfer.config import CacheKind, InferConfig
 from nanoinfer.cuda_graph import run_plainly
-from nanoinfer.engine import InferConfig, LLMEngine
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.engine import LLMEngine
+from nanoinfer.params import SamplingParams
 
 SHAPE = ModelConfig(
     model_type="qwen3",
@@ -153,7 +153,8 @@ def test_the_server_answers_from_a_gpu(
     pytest.importorskip("starlette", reason="the extra serve")
     from starlette.testclient import TestClient
 
-    from nanoinfer import async_engine, server
+    from nanoinfer import async_engine
+    from nanoinfer.server import __main__ as server
 
     folder = tmp_path / "model"
     save_folder(folder)

@@ -14,8 +14,8 @@ from fake_cuda import fake_gpu
 
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
-from nanoinfer.attention_backends import KVCache
 from nanoinfer.cuda_graph import StaticDecode, can_capture
+from nanoinfer.kv_cache import KVCache
 
 EXPERTS = {
     "num_experts": 4,

@@ -4,10 +4,10 @@ import torch
 from cache_oracle import CacheRunner, make_engine, replay
 
 from nanoengine.model.config import ModelConfig
-from nanoinfer.attention_backends import KVCache
 from nanoinfer.batch import StepInput
+from nanoinfer.kv_cache import KVCache
 from nanoinfer.model_runner import StepResult
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.params import SamplingParams
 
 
 class Recorder(CacheRunner):

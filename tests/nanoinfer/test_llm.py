@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from tiny_text import make_text_engine, make_tokenizer, save_folder
 
-from nanoinfer.engine import InferConfig
+from nanoinfer.config import InferConfig
 from nanoinfer.llm import LLM
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.params import SamplingParams
 
 
 def test_texts_ids_and_chats_from_a_folder(tmp_path: Path) -> None:

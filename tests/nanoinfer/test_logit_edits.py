@@ -11,10 +11,11 @@ from tiny_text import VOCAB, make_model, make_text_engine, make_tokenizer
 from kernels import linear_logprob
 from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.transformer import Transformer
-from nanoinfer.engine import InferConfig, LLMEngine
+from nanoinfer.config import InferConfig
+from nanoinfer.engine import LLMEngine
 from nanoinfer.logit_edits import LogitEdits
+from nanoinfer.params import SamplingParams
 from nanoinfer.sampler import sample, top_logps
-from nanoinfer.sampling import SamplingParams
 
 PROMPT = [(5 * i) % 250 for i in range(40)]
 

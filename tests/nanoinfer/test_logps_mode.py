@@ -16,11 +16,12 @@ from tiny_text import make_model, make_tokenizer
 from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.hf import load_model
 from nanoinfer.batch import StepInput
+from nanoinfer.config import InferConfig
 from nanoinfer.device_sampler import device_sampling, sample_on_device, top_on_device
-from nanoinfer.engine import InferConfig, LLMEngine
+from nanoinfer.engine import LLMEngine
 from nanoinfer.model_runner import ModelRunner
+from nanoinfer.params import Output, SamplingParams
 from nanoinfer.sampler import sample, top_logps
-from nanoinfer.sampling import Output, SamplingParams
 
 PROMPT = [5, 17, 80, 3, 99, 12, 150]
 TEMPERATURE = 0.6

@@ -11,10 +11,11 @@ from kernels.kv_cache import cache_rows
 from kernels.paged_attention import make_paged_plan
 from nanoengine.model.hf import export_state, load_model
 from nanoengine.model.transformer import Transformer
-from nanoinfer.attention_backends import KVCache, PagedContext
-from nanoinfer.engine import InferConfig, LLMEngine
-from nanoinfer.native_decoder import make_decoder
-from nanoinfer.sampling import Output, SamplingParams
+from nanoinfer.config import InferConfig
+from nanoinfer.engine import LLMEngine
+from nanoinfer.kv_cache import KVCache, PagedContext
+from nanoinfer.model_runner import make_decoder
+from nanoinfer.params import Output, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("native")
 DENSE = ("llama-gqa-tied", "qwen2-untied-theta", "qwen3-untied-wide-head")

@@ -12,7 +12,7 @@ from cache_oracle import make_engine, replay, run_all
 from tiny_text import make_text_engine
 
 from nanoinfer.async_engine import AsyncEngine
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.params import SamplingParams
 
 PROMPT = [(5 * i) % 250 for i in range(40)]
 
@@ -74,7 +74,7 @@ MEMORY_OF_A_SLEEPER = """
 import sys
 from pathlib import Path
 from kernels.host_memory import reuse_large_buffers
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.params import SamplingParams
 from tiny_text import make_text_engine
 
 def resident():

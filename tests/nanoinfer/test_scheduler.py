@@ -3,7 +3,7 @@
 import pytest
 from cache_oracle import make_engine, replay, run_all
 
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.params import SamplingParams
 
 
 def params(max_tokens: int = 4) -> SamplingParams:

@@ -14,10 +14,10 @@ from serving import KEY, Served, serve
 from tiny_text import make_text_engine
 
 from nanoinfer.batch import StepInput
-from nanoinfer.completions import HttpLimits
 from nanoinfer.model_runner import ModelRunner, StepResult
-from nanoinfer.sampling import SamplingParams
-from nanoinfer.server import ServerConfig, make_app
+from nanoinfer.params import SamplingParams
+from nanoinfer.server.__main__ import ServerConfig, make_app
+from nanoinfer.server.completions import HttpLimits
 
 LIMITS = HttpLimits(max_body_bytes=20000, body_timeout_s=0.5, max_completions_per_request=4)
 CHAT = {"messages": [{"role": "user", "content": "hel"}], "max_tokens": 3}

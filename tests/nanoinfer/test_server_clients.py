@@ -8,7 +8,7 @@ import pytest
 from serving import KEY, Served, serve
 from tiny_text import make_text_engine, make_tokenizer
 
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.params import SamplingParams
 
 TOKENIZER = make_tokenizer()
 MESSAGES = [{"role": "user", "content": "hello, the world"}]

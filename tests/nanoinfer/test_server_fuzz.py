@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from serving import Served, serve
 from tiny_text import make_text_engine
 
-from nanoinfer.completions import HttpLimits
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.params import SamplingParams
+from nanoinfer.server.completions import HttpLimits
 
 NASTY = st.one_of(
     st.none(),

@@ -15,7 +15,7 @@ from tiny_text import make_model, make_text_engine
 
 from nanoengine.model.hf import export_state
 from nanoinfer.engine import LLMEngine
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.params import SamplingParams
 
 NUM_REQUESTS = 5000
 WINDOW = 1000

@@ -7,10 +7,10 @@ from drafts import PlantedDrafter, plant
 from nanoinfer import speculative
 from nanoinfer.batch import StepInput
 from nanoinfer.model_runner import StepResult
-from nanoinfer.prometheus import HttpMetrics
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.params import SamplingParams
 from nanoinfer.scheduler import Step
 from nanoinfer.sequence import Sequence
+from nanoinfer.server.prometheus import HttpMetrics
 from nanoinfer.speculative import Drafter
 
 

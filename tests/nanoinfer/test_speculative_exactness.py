@@ -14,8 +14,9 @@ from tiny_text import VOCAB, make_model, make_tokenizer
 from nanoengine.model.hf import export_state
 from nanoengine.model.transformer import Transformer
 from nanoinfer.async_engine import AsyncEngine
-from nanoinfer.engine import InferConfig, LLMEngine
-from nanoinfer.sampling import Output, SamplingParams
+from nanoinfer.config import InferConfig
+from nanoinfer.engine import LLMEngine
+from nanoinfer.params import Output, SamplingParams
 from nanoinfer.sequence import Sequence
 
 Request = tuple[list[int], SamplingParams]

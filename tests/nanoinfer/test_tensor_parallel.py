@@ -9,7 +9,7 @@ import tensor_parallel_cases as cases
 from pool import WorkerPool
 from tiny_models import save_reference
 
-from nanoinfer.sampling import Output
+from nanoinfer.params import Output
 
 
 def check(found: list[list[Output]], expected: list[Output]) -> None:

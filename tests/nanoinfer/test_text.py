@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_text import make_text_engine, make_tokenizer
 
-from nanoinfer.sampling import Grammar, Output, SamplingParams
+from nanoinfer.params import Grammar, Output, SamplingParams
 from nanoinfer.text import TextStream
 
 TOKENIZER = make_tokenizer()

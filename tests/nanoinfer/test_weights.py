@@ -9,8 +9,9 @@ import torch
 from tiny_models import make_reference, save_reference
 
 from nanoengine.model.hf import load_model, load_state
-from nanoinfer.engine import InferConfig, LLMEngine
-from nanoinfer.sampling import Output, SamplingParams
+from nanoinfer.config import InferConfig
+from nanoinfer.engine import LLMEngine
+from nanoinfer.params import Output, SamplingParams
 
 SHAPE = "llama-gqa-tied"
 PROMPT = [(7 * i) % 200 + 3 for i in range(40)]

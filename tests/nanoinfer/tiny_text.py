@@ -9,7 +9,8 @@ from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import save_model
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.model.transformer import Transformer
-from nanoinfer.engine import InferConfig, LLMEngine
+from nanoinfer.config import InferConfig
+from nanoinfer.engine import LLMEngine
 
 VOCAB = 300
 SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from nanoengine.model.tokenizer import ChatTokenizer
-from nanoinfer.sampling import Output, SamplingParams
+from nanoinfer.params import Output, SamplingParams
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"

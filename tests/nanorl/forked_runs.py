@@ -28,7 +28,7 @@ SMALL = (
 )
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["nanorl.run", "nanorl.outcome", "tyro", "torch.utils.tensorboard", "forked_runs"]
+    ["nanorl.run", "nanorl.run", "tyro", "torch.utils.tensorboard", "forked_runs"]
 )
 
 

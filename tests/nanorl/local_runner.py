@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanorl.data.formats import ActionFormat
+from nanorl.envs.actions import ActionFormat
 
 
 @dataclass

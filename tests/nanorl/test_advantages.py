@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from nanorl.algorithms import advantages as adv
-from nanorl.algorithms.advantage_batch import AdvantageBatch, compute_advantages
-from nanorl.algorithms.recipes import named_spec
-from nanorl.algorithms.spec import AlgorithmSpec
+from nanorl.algorithms.advantages import AdvantageBatch, compute_advantages
+from nanorl.algorithms.spec import AlgorithmSpec, named_spec
 
 # Group a: rewards 1, 0, 0, 1 interleaved with group b: 2, 4 and group c: one member.
 REWARDS = torch.tensor([1.0, 2.0, 0.0, 4.0, 0.0, 7.0, 1.0], dtype=torch.float64)

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from agent_doubles import EOS, FakeResult, FakeSandbox, ScriptedGenerator, output_of, tiny_tokenizer
 
-from nanoinfer.sampling import SamplingParams
-from nanorl.agents.base import AgentLoop, turn_seed
+from nanoinfer.params import SamplingParams
+from nanorl.agents.loop import AgentLoop, turn_seed
 from nanorl.agents.loops import default_loops
 from nanorl.agents.tokens import Limits
 from nanorl.envs.code import CodeEnv

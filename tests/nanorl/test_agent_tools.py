@@ -6,13 +6,7 @@ from dataclasses import dataclass
 import pytest
 from agent_doubles import FakeResult, FakeSandbox
 
-from nanorl.agents.tools import (
-    ToolCallError,
-    ToolFormat,
-    hermes_format,
-    parse_action,
-    parse_answer,
-)
+from nanorl.envs.actions import ToolCallError, ToolFormat, hermes_format, parse_action, parse_answer
 from nanorl.envs.base import InfrastructureError, StepResult, format_observation
 from nanorl.envs.code import CodeEnv, describe, last_error_lines, shorten_text
 from nanorl.rewards.rule import RuleReward, parse_number

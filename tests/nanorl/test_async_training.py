@@ -17,8 +17,9 @@ from nanoengine.engine import Engine
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoinfer.async_engine import AsyncEngine
-from nanoinfer.engine import InferConfig, LLMEngine
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.config import InferConfig
+from nanoinfer.engine import LLMEngine
+from nanoinfer.params import SamplingParams
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.collector import RolloutCollector
 from nanorl.config import AgentConfig, RLConfig, RunConfig

@@ -12,8 +12,8 @@ import torch
 from nanoengine.packing import Sample, make_micro_batches
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import Scoring, build_batch, logp_gap, per_action_token
-from nanorl.sft import sft_samples
 from nanorl.types import Rollout, Status
+from nanorl.warm_start import sft_samples
 
 
 def rollout(group: str, member: int, reward: float, actions: int = 2) -> Rollout:

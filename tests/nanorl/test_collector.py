@@ -9,7 +9,7 @@ from typing import Any
 
 from test_batching import rollout
 
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.params import SamplingParams
 from nanorl.collector import RolloutCollector
 from nanorl.types import Rollout, Status, Task
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from nanorl.algorithms.recipes import named_spec
-from nanorl.algorithms.spec import AlgorithmSpec
+from nanorl.algorithms.spec import AlgorithmSpec, named_spec
 from nanorl.config import (
     AgentConfig,
     EngineLimits,

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from nanoinfer.sampling import SamplingParams
+from nanoinfer.params import SamplingParams
 from nanorl.collector import RolloutCollector
 from nanorl.evaluate import evaluate
 from nanorl.types import Rollout, Status, Task, TurnSpan

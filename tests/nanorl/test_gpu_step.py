@@ -21,21 +21,21 @@ pytest.importorskip("triton", reason="Triton exists on Linux only")
 from fake_cuda import Copy, FakeCuda, WrongDevice, fake_gpu
 
 from nanoengine.engine import Engine, EngineConfig
-from nanoengine.frozen import FrozenPolicy
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
-from nanoengine.scoring import Scorer
+from nanoengine.scoring import FrozenPolicy, Scorer
 from nanoinfer import model_runner
 from nanoinfer.async_engine import AsyncEngine
+from nanoinfer.config import InferConfig
 from nanoinfer.cuda_graph import run_plainly
-from nanoinfer.engine import InferConfig, LLMEngine
-from nanoinfer.sampling import Output, SamplingParams
-from nanorl import assembly, sizes
+from nanoinfer.engine import LLMEngine
+from nanoinfer.params import Output, SamplingParams
+from nanorl import parts as assembly
+from nanorl import sizes
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import build_batch
 from nanorl.config import AgentConfig, RLConfig, RunConfig
-from nanorl.critic import Critic
-from nanorl.learner import Learner
+from nanorl.learner import Critic, Learner
 from nanorl.presets import get_preset
 from nanorl.types import Rollout
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanorl.algorithms import corrections, losses
-from nanorl.algorithms.aggregation import token_weights
-from nanorl.algorithms.recipes import named_spec
-from nanorl.algorithms.spec import AlgorithmSpec, LossBatch, make_loss, summarise
+from nanorl.algorithms import losses
+from nanorl.algorithms import losses as corrections
+from nanorl.algorithms.advantages import token_weights
+from nanorl.algorithms.spec import AlgorithmSpec, LossBatch, make_loss, named_spec, summarise
 
 generator = torch.Generator().manual_seed(3)
 THETA, REF, TEACHER, MU = (

@@ -7,14 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanorl.data.rows import Entry
 from nanorl.report import html
-from nanorl.report.charts import Chart, Series, line_chart, number, stacked_bars, wilson_interval
-from nanorl.report.curves import build_charts
+from nanorl.report.charts import (
+    Chart,
+    Series,
+    build_charts,
+    line_chart,
+    number,
+    stacked_bars,
+    wilson_interval,
+)
 from nanorl.report.examples import Example, Rate, choose_entries, rates_by_stage
-from nanorl.report.html import write_report
-from nanorl.report.style import SHADE_FROM_NATS
+from nanorl.report.html import SHADE_FROM_NATS, write_report
 from nanorl.report.trace import TokenView, split_text, trace_rollout
+from nanorl.store import Entry
 from nanorl.types import Rollout, Status, Task, TurnSpan
 
 HOSTILE = [

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from forked_runs import ROOT, SMALL, RunProcess, Slow, rows
 
-from nanoengine.checkpoint import list_checkpoints, open_checkpoint
-from nanoengine.run_folder import RunFolder
-from nanorl.data.file_tasks import FileTasks
-from nanorl.data.store import RolloutStore
+from nanoengine.state.checkpoint import list_checkpoints, open_checkpoint
+from nanoengine.state.run_folder import RunFolder
 from nanorl.sandbox.base import SandboxUnavailable
+from nanorl.store import RolloutStore
+from nanorl.tasks.source import FileTasks
 
 sandboxed = pytest.mark.sandbox
 WEIGHTS = "model-trained/model.safetensors"
@@ -188,7 +188,7 @@ def test_a_model_made_for_a_run_that_did_not_begin_goes_away(
         assert list(tmp_path.rglob("model.safetensors"))
         raise SandboxUnavailable("no namespaces", "allow them")
 
-    monkeypatch.setattr("nanorl.assembly.SandboxPool", refuse)
+    monkeypatch.setattr("nanorl.parts.SandboxPool", refuse)
     with pytest.raises(SandboxUnavailable):
         train(*SMALL, "--out", str(tmp_path / "runs" / "run"))
     assert not list(tmp_path.iterdir())

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from forked_runs import SMALL, RunProcess, rows
 
-from nanoengine.checkpoint import latest_checkpoint
-from nanorl.report.curves import RULES, build_charts
+from nanoengine.state.checkpoint import latest_checkpoint
+from nanorl.report.charts import RULES, build_charts
 
 pytestmark = pytest.mark.sandbox
 # Two runs that write everything there is to chart: with critic and reference, and with staleness.

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from nanoengine.checkpoint import open_checkpoint
-from nanorl.data.store import RolloutStore
+from nanoengine.state.checkpoint import open_checkpoint
+from nanorl.store import RolloutStore
 
 pytestmark = pytest.mark.sandbox
 ROOT = Path(__file__).resolve().parents[2]

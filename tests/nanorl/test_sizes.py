@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanoengine.model.shapes import model_shape
-from nanoinfer.engine import InferConfig
+from nanoengine.estimate import model_shape
+from nanoinfer.config import InferConfig
 from nanoinfer.sizes import sized as engine_sized
 from nanorl import sizes
 from nanorl.config import EngineLimits, RLConfig

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from nanorl.data.transfer_queue import TransferQueue
-from nanorl.staleness import StalenessController
+from nanorl.trainer import StalenessController, TransferQueue
 
 
 def test_without_staleness_no_rollout_of_the_next_batch_starts_before_the_update() -> None:

@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanorl.data.encoding import content_hash, pack_floats, pack_ints, unpack
-from nanorl.data.store import RolloutStore, StoreError
+from nanorl.store import RolloutStore, StoreError, content_hash, pack_floats, pack_ints, unpack
 from nanorl.types import Rollout, Status, TurnSpan
 
 
@@ -196,7 +195,7 @@ def test_expiry_keeps_the_newest_steps_and_shrinks_the_file(tmp_path):
 WRITER = """
     import sys
     sys.path[:0] = {paths!r}
-    from nanorl.data.store import RolloutStore
+    from nanorl.store import RolloutStore
     from test_store import make_rollout
     store = RolloutStore({path!r})
     start = len(store) // 4
@@ -244,7 +243,7 @@ def test_a_full_disk_is_one_clear_error_and_loses_nothing(tmp_path):
     out, err = writer.communicate(timeout=120)
     last = err.decode().strip().splitlines()[-1]
     assert writer.returncode != 0
-    assert last.startswith("nanorl.data.store.StoreError: cannot store rollouts of step")
+    assert last.startswith("nanorl.store.StoreError: cannot store rollouts of step")
     assert str(path) in last
     assert "--resume" in last
     acknowledged = [int(line) for line in out.split(b"\n")[1:-1]]

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from local_runner import run_program
 
-from nanorl.data.formats import COMPACT, MARKDOWN
-from nanorl.data.problem import Family, Generator, split_of
-from nanorl.data.smollm2_family import smollm2_family
-from nanorl.data.tiny_family import tiny_family
+from nanorl.envs.actions import COMPACT, MARKDOWN
+from nanorl.tasks.problem import Family, Generator, split_of
+from nanorl.tasks.smollm2 import smollm2_family
+from nanorl.tasks.tiny import tiny_family
 
 # One problem a kind, its answer worked out by hand from the text (and the file, where one counts).
 BY_HAND = {
@@ -177,8 +177,7 @@ def lengths(family: Family, tokenizer, form, opening: str) -> Iterator[tuple[int
 
 
 def test_tiny_prompts_and_programs_are_short() -> None:
-    from nanorl.data.tiny_model import corpus
-    from nanorl.data.tiny_tokenizer import train_tokenizer
+    from nanorl.tasks.tiny_model import corpus, train_tokenizer
 
     tokenizer = train_tokenizer(corpus())
     for prompt, program in lengths(FAMILIES["tiny"], tokenizer, COMPACT, "<usr>"):

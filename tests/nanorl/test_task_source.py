@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from nanorl.data.file_tasks import FileTasks
-from nanorl.data.problem import task_id
-from nanorl.data.smollm2_family import smollm2_family
-from nanorl.data.tasks import TaskSource
-from nanorl.data.tiny_family import tiny_family
+from nanorl.tasks.problem import task_id
+from nanorl.tasks.smollm2 import smollm2_family
+from nanorl.tasks.source import FileTasks, TaskSource
+from nanorl.tasks.tiny import tiny_family
 from nanorl.types import Task
 
 BOTH = [smollm2_family(), tiny_family()]
@@ -43,8 +42,8 @@ def test_every_round_of_kinds_has_an_order_of_its_own_and_every_heldout_seed_its
 
 def test_task_ids_are_equal_in_another_process() -> None:
     program = (
-        "from nanorl.data.tasks import TaskSource\n"
-        "from nanorl.data.tiny_family import tiny_family\n"
+        "from nanorl.tasks.source import TaskSource\n"
+        "from nanorl.tasks.tiny import tiny_family\n"
         "print(*[t.task_id for t in TaskSource([tiny_family()], 5).batch(2, 40)])"
     )
     for hash_seed in ("1", "2"):

@@ -10,20 +10,22 @@ from pathlib import Path
 import pytest
 from local_runner import LocalEnv
 
-from nanorl.data.formats import COMPACT, MARKDOWN, ActionFormat
-from nanorl.data.problem import Family
-from nanorl.data.slips import miscopy, slip, wild_guess
-from nanorl.data.smollm2_family import smollm2_family
-from nanorl.data.tasks import TaskSource
-from nanorl.data.teachers import (
+from nanorl.envs.actions import COMPACT, MARKDOWN, ActionFormat
+from nanorl.tasks.problem import Family
+from nanorl.tasks.smollm2 import smollm2_family
+from nanorl.tasks.source import TaskSource
+from nanorl.tasks.teachers import (
     SloppyTeacher,
     TeacherConfig,
     Trace,
+    miscopy,
     play_trace,
+    slip,
     smollm2_teacher,
     tiny_teacher,
+    wild_guess,
 )
-from nanorl.data.tiny_family import tiny_family
+from nanorl.tasks.tiny import tiny_family
 from nanorl.types import Task
 
 PRESETS = [(smollm2_family(), MARKDOWN), (tiny_family(), COMPACT)]

@@ -12,10 +12,9 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from nanorl.data.tasks import TaskSource
-from nanorl.data.tiny_family import tiny_family
-from nanorl.data.tiny_model import build_tiny_model
-from nanorl.data.tiny_tokenizer import train_tokenizer
+from nanorl.tasks.source import TaskSource
+from nanorl.tasks.tiny import tiny_family
+from nanorl.tasks.tiny_model import build_tiny_model, train_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +29,9 @@ def digests(folder: Path) -> dict[str, str]:
 def test_the_folder_is_the_same_byte_for_byte_in_every_process(
     folder: Path, tmp_path: Path
 ) -> None:
-    program = "import sys; from nanorl.data.tiny_model import build_tiny_model as b; b(sys.argv[1])"
+    program = (
+        "import sys; from nanorl.tasks.tiny_model import build_tiny_model as b; b(sys.argv[1])"
+    )
     for hash_seed in ("1", "2"):
         subprocess.run(
             [sys.executable, "-c", program, str(tmp_path / hash_seed)],

@@ -12,7 +12,7 @@ from nanorl.warm_start import WarmStart
 
 
 class Teacher:
-    """Stands in for the parts of a run: a trace's tokens say which task of which batch it is."""
+    """Stands in for the parts of a run and its teacher: a trace's tokens say which task it is."""
 
     def __init__(self) -> None:
         self.tasks = SimpleNamespace(
@@ -33,7 +33,9 @@ class Teacher:
 def source(**warm: Any) -> tuple[WarmStart, Teacher]:
     teacher = Teacher()
     config = RunConfig(warm_start=WarmStartConfig(traces_per_step=2, **warm))
-    return WarmStart(config, teacher), teacher  # type: ignore[arg-type]
+    warm_start = WarmStart(config, teacher)  # type: ignore[arg-type]
+    warm_start.play_teacher = teacher.play_teacher  # type: ignore[method-assign, assignment]
+    return warm_start, teacher
 
 
 def batch_of(warm_start: WarmStart, step: int) -> int:

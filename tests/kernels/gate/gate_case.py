@@ -18,8 +18,8 @@ ATTENTION_SHAPES = {
     "half-128-padded": (14, 2, 80),
     "half-128-mqa": (7, 1, 128),
 }
-"""(query heads, key heads, head_dim) of every tile class of `_tune.py` (Llama-3-8B, SmolLM2 and
-others), and of shapes that share a class."""
+"""(query heads, key heads, head_dim) of every tile class of `triton/tiles.py` (Llama-3-8B, SmolLM2
+and others), and of shapes that share a class."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import flash_attn_varlen, paged_attention, paged_attention_decode, reshape_and_cache
-from kernels.flash_attention import flash_attn_varlen_ref
+from kernels.attention import flash_attn_varlen_ref
 from kernels.paged_attention import paged_attention_ref
 from nanoengine.model.shared_prefix import SharedPrefixContext
 

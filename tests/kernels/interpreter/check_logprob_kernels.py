@@ -6,9 +6,9 @@ import pytest
 import torch
 from guard import assert_as_good_as_plain_torch, outputs_and_gradients, poisoned_memory
 
-from kernels import linear_cross_entropy, linear_logprob
-from kernels.linear_cross_entropy import linear_cross_entropy_ref
-from kernels.linear_logprob import linear_logprob_ref
+from kernels import linear_logprob
+from kernels import linear_logprob as linear_cross_entropy
+from kernels.linear_logprob import linear_cross_entropy_ref, linear_logprob_ref
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -90,7 +90,7 @@ def test_a_token_outside_the_vocabulary_is_nan_and_spoils_no_other():
     ids = torch.tensor([4, 20, 6], device="cpu")
     with pytest.raises(ValueError, match="token_ids: 20"):
         linear_logprob(hidden, weight, ids, backend="triton")
-    stats = import_module("kernels._linear_logprob_triton").stats
+    stats = import_module("kernels.triton.linear_logprob").stats
     logp = stats((hidden @ weight.t()).contiguous(), ids, 1.0)[0]
     assert logp.isnan().tolist() == [False, True, False]
     assert torch.allclose(logp[[0, 2]], good[[0, 2]])

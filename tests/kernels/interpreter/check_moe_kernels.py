@@ -7,10 +7,11 @@ import pytest
 import torch
 from guard import assert_as_good_as_plain_torch, poisoned_memory
 
-from kernels import _moe_routing_triton, fused_moe, grouped_gemm, moe_align, topk_softmax
+from kernels import fused_moe, grouped_gemm, moe_align, topk_softmax
 from kernels.grouped_gemm import grouped_gemm_ref
 from kernels.moe import fused_moe_ref
 from kernels.moe_routing import moe_align_ref, topk_softmax_ref
+from kernels.triton import moe_routing as triton_ops
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -52,7 +53,7 @@ def test_moe_align_equals_the_stable_sort(tokens, k, experts):
 
 def test_moe_align_of_more_runs_than_are_added_up_at_a_time(monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr(_moe_routing_triton, "_RUNS", 2)
+    monkeypatch.setattr(triton_ops, "_RUNS", 2)
     ids = torch.rand(100, 9).argsort(1)[:, :3].int()  # 300 slots in 5 runs
     ours, expected = (moe_align(ids, 9, 16, backend=b) for b in ("triton", "torch"))
     for name in ("slots", "offsets"):

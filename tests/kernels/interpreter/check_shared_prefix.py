@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import add_rows_, gather_rows, make_row_gather
-from kernels.flash_attention import flash_attn_varlen_ref
+from kernels.attention import flash_attn_varlen_ref
 from kernels.gather_rows import gather_rows_ref
 from nanoengine.model.shared_prefix import SharedPrefixContext
 

@@ -15,8 +15,9 @@ from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import export_state
 from nanoengine.model.transformer import Transformer
-from nanoinfer.engine import InferConfig, LLMEngine
-from nanoinfer.sampling import Output, SamplingParams
+from nanoinfer.config import InferConfig
+from nanoinfer.engine import LLMEngine
+from nanoinfer.params import Output, SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 DTYPES = (torch.float32, torch.bfloat16)

@@ -1,0 +1,119 @@
+"""Checks of arguments that ops share. They come before any work: a kernel would read wrong memory
+where PyTorch raises, and PyTorch's own message names no argument."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kernels.cpp.build import has_native
+
+
+def check_tensors(x: Tensor, name: str, on_triton: bool, **others: Tensor | None) -> None:
+    """`x` is floating point (on Triton not fp64) and every other tensor lies on its device."""
+    check_floating(**{name: x})
+    if on_triton and x.dtype == torch.float64:
+        raise ValueError(
+            f"{name}: float64 would be computed in float32; use backend='torch' or a smaller dtype"
+        )
+    for other_name, other in others.items():
+        if other is not None and other.device != x.device:
+            raise ValueError(f"{other_name}: is on {other.device}, must be on {name}'s {x.device}")
+
+
+def check_floating(**tensors: Tensor | None) -> None:
+    for name, x in tensors.items():
+        if x is not None and not x.dtype.is_floating_point:
+            raise ValueError(f"{name}: dtype {x.dtype} must be floating point")
+
+
+def check_integers(**tensors: object) -> None:
+    """Tensors of indices; lists of numbers pass."""
+    for name, x in tensors.items():
+        if isinstance(x, Tensor) and x.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name}: dtype {x.dtype} must be int32 or int64")
+
+
+def check_bounds(
+    name: str, cu_seqlens: Tensor | Sequence[int], num_tokens: int | None = None
+) -> None:
+    """[sequences + 1] from 0, to `num_tokens` where given. A GPU's values are not read: that would
+    stop it."""
+    if isinstance(cu_seqlens, Tensor) and (cu_seqlens.dim() != 1 or not len(cu_seqlens)):
+        raise ValueError(f"{name}: shape {tuple(cu_seqlens.shape)} must be [sequences + 1]")
+    if isinstance(cu_seqlens, Tensor) and cu_seqlens.device.type != "cpu":
+        return
+    bounds = ints(cu_seqlens)
+    if not bounds or bounds[0] != 0 or bounds != sorted(bounds):
+        raise ValueError(f"{name}={bounds}: must start at 0 and never decrease")
+    if num_tokens is not None and bounds[-1] != num_tokens:
+        raise ValueError(f"{name}: ends at {bounds[-1]}, must end at the {num_tokens} tokens")
+
+
+def ints(x: Tensor | Sequence[int]) -> list[int]:
+    return x.tolist() if isinstance(x, Tensor) else list(x)
+
+
+def check_per_row(logits_BV: Tensor, **values: Tensor | None) -> None:
+    """Every value is [B]: one number for each row of logits."""
+    for name, value in values.items():
+        if value is not None and value.shape != logits_BV.shape[:1]:
+            raise ValueError(
+                f"{name}: shape {tuple(value.shape)} must be one number for each of the "
+                f"{logits_BV.shape[0]} rows of logits"
+            )
+
+
+# Which back end an op runs on. The argument decides; "auto" follows the device of the tensor.
+
+Backend = Literal["auto", "torch", "triton"]
+
+
+def use_triton(backend: str, x: torch.Tensor) -> bool:
+    """True where the Triton kernel is to run for `x`."""
+    if backend == "auto":
+        return x.is_cuda and x.dtype != torch.float64  # the kernels compute in fp32
+    if backend == "torch":
+        return False
+    _check_backend(backend)
+    if not (x.is_cuda or x.is_meta or _is_interpreted()):  # meta: compiled, not run
+        raise ValueError(
+            f"backend='triton' with a tensor on {x.device}: Triton runs on a GPU; use "
+            "backend='auto', or set TRITON_INTERPRET=1 before the program starts"
+        )
+    return True
+
+
+def use_native(backend: str, *tensors: torch.Tensor) -> bool:
+    """True where the C++ kernel is to run: "auto", and all tensors on a CPU in one dtype of its."""
+    _check_backend(backend)
+    return backend == "auto" and has_native(*tensors)
+
+
+def _check_backend(backend: str) -> None:
+    if backend not in ("auto", "torch", "triton"):
+        raise ValueError(f"backend={backend!r}: must be 'auto', 'torch' or 'triton'")
+
+
+def _is_interpreted() -> bool:
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_triton_dtype(name: str, dtype: torch.dtype) -> None:
+    """Refuses what the kernels would quietly compute in fp32."""
+    if dtype not in TRITON_DTYPES:
+        raise ValueError(
+            f"{name}: dtype {dtype} must be float32, bfloat16 or float16 on Triton; use "
+            "backend='torch' for others"
+        )
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which reductions run: fp32, or fp64 for fp64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,199 @@
+"""The CPU kernels in C++ (`cpp/`): compiled on first use, kept in the user's cache.
+
+One command of the system's compiler, some seconds once; the file's name is a hash of the sources,
+the compiler, its flags and the processor, so another machine that shares the folder compiles its
+own. A kept file ends in a checksum of the rest: one that was cut short or overwritten is compiled
+again, since to load it could kill the process. Where the folder cannot be written, each process
+compiles for itself. Where there is no compiler the ops fall back on PyTorch: slower, the same
+results up to rounding, and as exact between the engines, since both then take that path.
+
+Left out: Windows, half precision and fp64 (PyTorch's path), gradients.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CACHE = Path("~/.cache/nanorl/kernels")
+SOURCES = Path(__file__).parent
+_COMPILERS = ("g++", "clang++", "c++")
+OPTIONS = ("-O3", "-std=c++17", "-ffp-contract=off")
+_FLAGS = (*OPTIONS, "-fPIC", "-shared")
+# The first that the compiler takes: clang on ARM knew -mcpu alone for long; one without OpenMP
+# still gives one fast thread.
+_VARIANTS = (
+    ("-march=native", "-fopenmp"),
+    ("-mcpu=native", "-fopenmp"),
+    ("-march=native",),
+    ("-mcpu=native",),
+)
+_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
+Kernels = dict[tuple[str, torch.dtype], Callable[..., Any]]
+NATIVE_DTYPES = tuple(_SUFFIX)
+_COMPILE_LIMIT_S = 300
+_SEAL_BYTES = 32
+_COUNTS = ("has_linear", "panel", "decode_scratch")  # the kernels that return one
+
+
+def has_native(*tensors: Tensor) -> bool:
+    """Whether there is a C++ kernel for these: on a CPU, all of one dtype that it has."""
+    dtype = tensors[0].dtype
+    if dtype not in _SUFFIX:
+        return False
+    for x in tensors:
+        if x.dtype != dtype or not x.is_cpu:
+            return False
+    return library() is not None
+
+
+def function(name: str, dtype: torch.dtype) -> Callable[..., Any]:
+    """The kernel of that name for tensors of that dtype. Only where `has_native` said yes."""
+    found = library()
+    assert found is not None, "has_native was asked before"
+    return found[name, dtype]
+
+
+@functools.cache
+def library() -> Kernels | None:
+    """The compiled kernels; None, with a warning, where they cannot be compiled or loaded."""
+    try:
+        return _open()
+    except (OSError, subprocess.SubprocessError) as error:
+        warnings.warn(
+            f"kernels: the C++ kernels are not available ({_reason(error)}); PyTorch's take their "
+            "place, which decodes at about half the speed",
+            stacklevel=3,
+        )
+        return None
+
+
+def _open() -> Kernels:
+    compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise FileNotFoundError("no C++ compiler found: install g++ or clang++")
+    name = f"{_fingerprint(compiler)}.so"
+    folder = _cache_folder()
+    if folder is not None and _is_whole(folder / name):
+        return _load(folder / name)
+    with tempfile.TemporaryDirectory() as scratch:
+        built = Path(scratch) / name
+        _compile(compiler, built)
+        kept = built if folder is None else _keep(built, folder)
+        return _load(kept)  # a loaded file may be deleted
+
+
+def _cache_folder() -> Path | None:
+    try:
+        return CACHE.expanduser()
+    except RuntimeError:  # a user without a home
+        return None
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return False
+    return data[-_SEAL_BYTES:] == hashlib.sha256(data[:-_SEAL_BYTES]).digest()
+
+
+def _keep(built: Path, folder: Path) -> Path:
+    """Where the file now lies: in the folder, or where it was, with a warning."""
+    data = built.read_bytes()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            sealed = Path(scratch) / built.name
+            sealed.write_bytes(data + hashlib.sha256(data).digest())
+            sealed.replace(folder / built.name)  # in one step: processes may compile side by side
+    except OSError as error:
+        warnings.warn(
+            f"kernels: {folder} cannot keep the C++ kernels ({error}); every process compiles them",
+            stacklevel=5,
+        )
+        return built
+    return folder / built.name
+
+
+def _load(path: Path) -> Kernels:
+    loaded = ctypes.CDLL(str(path))
+    pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+    arguments = {
+        "rms_norm": [pointer] * 4 + [count] * 4 + [number, count],
+        "add_rms_norm": [pointer] * 6 + [count] * 2 + [number, count],
+        "swiglu": [pointer] * 2 + [count] * 3,
+        "rope": [pointer] * 6 + [count] * 7,
+        "store_kv": [pointer] * 5 + [count] * 6,
+        "score": [pointer] + [count] * 3 + [number] + [pointer] * 4 + [count],
+        "pick": [pointer] + [count] * 3 + [number] + [pointer] * 3 + [count],
+        "pick_kept": [pointer] + [count] * 3 + [number] + [pointer] * 7 + [count],
+        "likeliest": [pointer] + [count] * 3 + [number, pointer, count] + [pointer] * 2 + [count],
+        "has_linear": [],
+        "panel": [],
+        "linear": [pointer] * 4 + [count] * 5,
+        "pack": [pointer] * 2 + [count] * 3,
+        "attend": [pointer] * 6 + [count] * 9 + [number, count],
+        "decode": [pointer] * 2 + [count] + [pointer] * 4 + [number] * 2 + [count],
+        "decode_scratch": [pointer],
+    }
+    kernels: Kernels = {}
+    for name, types in arguments.items():
+        for dtype, suffix in _SUFFIX.items():
+            found = getattr(loaded, f"{name}_{suffix}")
+            found.argtypes = types
+            found.restype = count if name in _COUNTS else None
+            kernels[name, dtype] = found
+    return kernels
+
+
+def _compile(compiler: str, built: Path) -> None:
+    source = str(SOURCES / "kernels.cpp")
+    for variant in _VARIANTS:
+        command = [compiler, *_FLAGS, *variant, source, "-o", str(built)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_LIMIT_S
+        )
+        if done.returncode == 0:
+            return
+    done.check_returncode()
+
+
+def _fingerprint(compiler: str) -> str:
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, text=True, errors="replace",
+        timeout=_COMPILE_LIMIT_S,
+    )  # fmt: skip
+    digest = hashlib.sha256()
+    for part in (version.stdout, repr((_FLAGS, _VARIANTS)), platform.machine(), _processor()):
+        digest.update(part.encode())
+    for path in sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"))):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def _processor() -> str:
+    """What -march=native looks at: on Linux the instruction sets, else the processor's name."""
+    if os.path.exists("/proc/cpuinfo"):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        wanted = ("flags", "Features", "model name", "cpu family", "model\t")
+        return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
+    return platform.processor()
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        lines = (error.stderr or "").strip().splitlines() or [f"exit code {error.returncode}"]
+        return f"{error.cmd[0]}: {next((line for line in lines if 'error' in line), lines[0])}"
+    return str(error)

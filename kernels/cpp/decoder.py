@@ -1,0 +1,120 @@
+"""The layers of a dense decoder over a paged cache, in one call of C++ (`cpp/decoder.h`).
+
+The functions are those that the ops of this package call, in the order of the model's own forward
+pass, so the bits are the same. It saves the interpreter between them, a third of a decoding
+step of one sequence: reading the weights of a layer evicts it from the processor's cache.
+
+Only where every op has its C++ kernel (`can_decode`). Left out: gradients, mixtures of experts,
+tensor parallelism, fp8 caches, GPUs (a CUDA graph does there what this does here).
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.cpp.build import function
+from kernels.cpp.ops import Tiles, cache_strides
+from kernels.kv_cache import head_rows
+from kernels.linear import is_native
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """Of one layer. Matrices are `pack_weight`'s; the fields are in the order of `Layer` in C++."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+    def addresses(self) -> list[int]:
+        return [0 if x is None else x.data_ptr() for x in vars(self).values()]
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp: int
+    eps: float
+
+
+class _Sizes(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            "tokens", "hidden", "q_heads", "k_heads", "head_dim", "mlp", "cache_row", "cache_head",
+            "head_rows",
+        )
+    ]  # fmt: skip
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "rows", "key_rows", "tiles")),
+        ("num_tiles", ctypes.c_int64),
+    ]
+
+
+def can_decode(weight: Tensor) -> bool:
+    """Whether a model with matrices like this one has all its ops in C++."""
+    return is_native(weight)
+
+
+class Decoder:
+    """Holds the weights and caches that it reads by address: write to them in place, and make
+    another one when they are replaced."""
+
+    def __init__(
+        self,
+        shape: DecoderShape,
+        layers: Sequence[LayerWeights],
+        last_norm: Tensor,
+        caches: Sequence[tuple[Tensor, Tensor]],
+    ) -> None:
+        self._shape, self._last_norm = shape, last_norm
+        self._held = layers, caches
+        addresses: list[int] = []
+        for layer, cache in zip(layers, caches, strict=True):
+            addresses += layer.addresses() + [x.data_ptr() for x in cache]
+        self._table = (ctypes.c_void_p * len(addresses))(*addresses)
+        self._num_layers = len(layers)
+        self._scratch = torch.empty(0, dtype=last_norm.dtype)
+        any_cache = caches[0][0]
+        self._cache_strides = *cache_strides(any_cache), head_rows(any_cache)
+
+    def run(
+        self, x_TE: Tensor, cos_TD2: Tensor, sin_TD2: Tensor, rows_T: Tensor, tiles: Tiles
+    ) -> Tensor:
+        """Embeddings [T, E] to hidden states after the last norm, in place. cos and sin are fp32,
+        a row a token; `rows` are `cache_rows` of the new tokens."""
+        shape = self._shape
+        sizes = _Sizes(
+            len(x_TE), shape.hidden, shape.num_heads, shape.num_kv_heads, shape.head_dim,
+            shape.mlp, *self._cache_strides,
+        )  # fmt: skip
+        step = _Step(
+            cos_TD2.data_ptr(), sin_TD2.data_ptr(), rows_T.data_ptr(), tiles.key_rows.data_ptr(),
+            tiles.tiles.data_ptr(), len(tiles.tiles),
+        )  # fmt: skip
+        dtype = x_TE.dtype
+        needed = function("decode_scratch", dtype)(ctypes.byref(sizes))
+        if self._scratch.numel() < needed:
+            self._scratch = torch.empty(needed, dtype=dtype)
+        function("decode", dtype)(
+            x_TE.data_ptr(), self._table, self._num_layers, self._last_norm.data_ptr(),
+            ctypes.byref(sizes), ctypes.byref(step), self._scratch.data_ptr(), shape.eps,
+            shape.head_dim**-0.5, torch.get_num_threads(),
+        )  # fmt: skip
+        return x_TE

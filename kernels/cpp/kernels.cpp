@@ -1,0 +1,124 @@
+// The kernels under plain C names, one for fp32 and one for bf16. Sizes and strides count elements;
+// kernels/cpp/ops.py says what the arguments are.
+#include "attention.h"
+#include "decoder.h"
+#include "linear.h"
+#include "logits.h"
+#include "rows.h"
+#include "truncate.h"
+
+#define ROW_OPS(T, SUFFIX)                                                                        \
+  extern "C" void rms_norm_##SUFFIX(T* y, float* rstd, const T* x, const T* weight,              \
+                                    int64_t tokens, int64_t heads, int64_t size,                 \
+                                    int64_t x_stride, float eps, int64_t threads) {              \
+    rms_norm(y, rstd, x, weight, tokens, heads, size, x_stride, eps, threads);                   \
+  }                                                                                               \
+  extern "C" void add_rms_norm_##SUFFIX(T* y, T* total, float* rstd, const T* x,                 \
+                                        const T* residual, const T* weight, int64_t rows,        \
+                                        int64_t size, float eps, int64_t threads) {              \
+    add_rms_norm(y, total, rstd, x, residual, weight, rows, size, eps, threads);                 \
+  }                                                                                               \
+  extern "C" void swiglu_##SUFFIX(T* y, const T* gate_up, int64_t rows, int64_t size,            \
+                                  int64_t threads) {                                              \
+    swiglu(y, gate_up, rows, size, threads);                                                      \
+  }                                                                                               \
+  extern "C" void rope_##SUFFIX(T* q_out, T* k_out, const T* q, const T* k, const float* cos,    \
+                                const float* sin, int64_t tokens, int64_t q_heads,               \
+                                int64_t k_heads, int64_t half, int64_t q_stride,                 \
+                                int64_t k_stride, int64_t threads) {                             \
+    rope(q_out, k_out, q, k, cos, sin, tokens, q_heads, k_heads, half, q_stride, k_stride,       \
+         threads);                                                                                \
+  }                                                                                               \
+  extern "C" void store_kv_##SUFFIX(T* k_cache, T* v_cache, const T* k, const T* v,              \
+                                    const int64_t* rows, int64_t tokens, int64_t heads,          \
+                                    int64_t size, int64_t k_stride, int64_t v_stride,            \
+                                    int64_t head_rows) {                                          \
+    store_kv(k_cache, v_cache, k, v, rows, tokens, heads, size, k_stride, v_stride, head_rows);   \
+  }
+
+
+
+// Whether this is the fastest product for the processor it was compiled for. Processors with matrix
+// units (AMX) multiply bf16 several times faster through oneDNN.
+extern "C" int64_t has_linear_f32() { return 1; }
+extern "C" int64_t has_linear_bf16() {
+#ifdef __AMX_BF16__
+  return 0;
+#else
+  return 1;
+#endif
+}
+
+#define LINEAR(T, SUFFIX)                                                                        \
+  extern "C" void linear_##SUFFIX(T* y, const T* x, const float* packed, const T* bias,         \
+                                  int64_t rows, int64_t inputs, int64_t outputs,                 \
+                                  int64_t x_stride, int64_t threads) {                           \
+    linear(y, x, packed, bias, rows, inputs, outputs, x_stride, threads);                        \
+  }                                                                                              \
+  extern "C" int64_t panel_##SUFFIX() { return PANEL; }                                         \
+  extern "C" void pack_##SUFFIX(float* packed, const T* weight, int64_t inputs,                 \
+                                int64_t outputs, int64_t threads) {                              \
+    pack(packed, weight, inputs, outputs, threads);                                              \
+  }
+
+
+
+#define ATTENTION(T, SUFFIX)                                                                      \
+  extern "C" void attend_##SUFFIX(                                                                \
+      T* o, const T* q, const T* k, const T* v, const int32_t* key_rows, const Tile* tiles,       \
+      int64_t num_tiles, int64_t num_kv, int64_t group, int64_t head_dim, int64_t q_stride,       \
+      int64_t k_row, int64_t v_row, int64_t k_head, int64_t v_head, float scale,                  \
+      int64_t threads) {                                                                          \
+    Problem<T> problem{o,        q,     k,     v,      key_rows, num_kv, group, head_dim,         \
+                       q_stride, k_row, v_row, k_head, v_head,   scale};                          \
+    attend(problem, tiles, num_tiles, threads);                                                   \
+  }
+
+
+
+#define LOGIT_OPS(T, SUFFIX)                                                                     \
+  extern "C" void score_##SUFFIX(const T* logits, int64_t rows, int64_t size, int64_t stride,   \
+                                 float temperature, const int64_t* ids, float* logp, float* lse, \
+                                 float* entropy, int64_t threads) {                              \
+    score(logits, rows, size, stride, temperature, ids, logp, lse, entropy, threads);            \
+  }                                                                                              \
+  extern "C" void pick_##SUFFIX(const T* logits, int64_t rows, int64_t size, int64_t stride,    \
+                                float temperature, const double* u, int64_t* token, float* logp, \
+                                int64_t threads) {                                               \
+    pick(logits, rows, size, stride, temperature, u, token, logp, threads);                      \
+  }                                                                                              \
+  extern "C" void pick_kept_##SUFFIX(                                                            \
+      const T* logits, int64_t rows, int64_t size, int64_t stride, float temperature,            \
+      const int64_t* top_k, const double* top_p, const double* min_p, const double* u,           \
+      int64_t* token, float* logp, float* kept_logp, int64_t threads) {                          \
+    pick_kept(logits, rows, size, stride, temperature, top_k, top_p, min_p, u, token, logp,      \
+              kept_logp, threads);                                                               \
+  }                                                                                              \
+  extern "C" void likeliest_##SUFFIX(const T* logits, int64_t rows, int64_t size,                \
+                                     int64_t stride, float temperature, const int64_t* counts,   \
+                                     int64_t width, int64_t* ids, float* logp,                   \
+                                     int64_t threads) {                                          \
+    likeliest(logits, rows, size, stride, temperature, counts, width, ids, logp, threads);       \
+  }
+
+#define DECODER(T, SUFFIX)                                                                       \
+  extern "C" void decode_##SUFFIX(T* x, const Layer<T>* layers, int64_t num_layers,              \
+                                  const T* last_norm, const Sizes* sizes, const Step<T>* step,   \
+                                  T* scratch, float eps, float scale, int64_t threads) {         \
+    decode(x, layers, num_layers, last_norm, *sizes, *step, scratch, eps, scale, threads);       \
+  }                                                                                              \
+  extern "C" int64_t decode_scratch_##SUFFIX(const Sizes* sizes) {                               \
+    Buffers<T> none{};                                                                           \
+    return none.lay_out(*sizes);                                                                 \
+  }
+
+ROW_OPS(float, f32)
+ROW_OPS(bf16, bf16)
+LINEAR(float, f32)
+LINEAR(bf16, bf16)
+ATTENTION(float, f32)
+ATTENTION(bf16, bf16)
+LOGIT_OPS(float, f32)
+LOGIT_OPS(bf16, bf16)
+DECODER(float, f32)
+DECODER(bf16, bf16)

@@ -1,0 +1,340 @@
+"""The C++ kernels on tensors: allocate, pass addresses and strides. `cpp/*.cpp` says what they
+compute; the callers have checked shapes. All tensors of a call share one dtype, fp32 or bf16,
+unless named otherwise.
+
+Legend: T tokens, H query heads, K key heads, D head_dim, R rows, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.cpp.build import function
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(y, 1 / rms of each row in fp32 [..., 1]). x [..., D], or [T, H, D] with a stride of T."""
+    if not (x.is_contiguous() or (x.dim() == 3 and x[0].is_contiguous())):
+        x = x.contiguous()
+    weight = weight.contiguous()
+    size = x.shape[-1]
+    heads = x.shape[1] if x.dim() == 3 else 1
+    num_rows = x.numel() // size if size else 0
+    stride = x.stride(0) if x.dim() == 3 else size
+    y = torch.empty(x.shape, dtype=x.dtype)
+    rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32)
+    function("rms_norm", x.dtype)(
+        y.data_ptr(), rstd.data_ptr(), x.data_ptr(), weight.data_ptr(),
+        num_rows // heads if heads else 0, heads, size, stride, eps, torch.get_num_threads(),
+    )  # fmt: skip
+    return y, rstd
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, residual + x, 1 / rms of each of its rows)."""
+    x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
+    size = x.shape[-1]
+    y, total = torch.empty_like(x), torch.empty_like(x)
+    rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32)
+    function("add_rms_norm", x.dtype)(
+        y.data_ptr(), total.data_ptr(), rstd.data_ptr(), x.data_ptr(), residual.data_ptr(),
+        weight.data_ptr(), x.numel() // size if size else 0, size, eps,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return y, total, rstd
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    gate_up = gate_up.contiguous()
+    size = gate_up.shape[-1] // 2
+    y = gate_up.new_empty(*gate_up.shape[:-1], size)
+    num_rows = y.numel() // size if size else 0
+    function("swiglu", y.dtype)(
+        y.data_ptr(), gate_up.data_ptr(), num_rows, size, torch.get_num_threads()
+    )
+    return y
+
+
+def rope(q_THD: Tensor, k_TKD: Tensor, cos_TD2: Tensor, sin_TD2: Tensor) -> tuple[Tensor, Tensor]:
+    """The rotated queries and keys. cos and sin are fp32."""
+    q, k = dense_rows(q_THD), dense_rows(k_TKD)
+    cos, sin = cos_TD2.contiguous(), sin_TD2.contiguous()
+    q_out, k_out = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k))
+    function("rope", q.dtype)(
+        q_out.data_ptr(), k_out.data_ptr(), q.data_ptr(), k.data_ptr(), cos.data_ptr(),
+        sin.data_ptr(), len(q), q.shape[1], k.shape[1], q.shape[2] // 2, q.stride(0), k.stride(0),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return q_out, k_out
+
+
+def store_kv(
+    k_cache: Tensor, v_cache: Tensor, k_TKD: Tensor, v_TKD: Tensor, rows_T: Tensor, head_rows: int
+) -> None:
+    """Head h of token t to row rows[t] + h · head_rows of the caches, seen as rows of D. int64
+    rows."""
+    k, v = dense_rows(k_TKD), dense_rows(v_TKD)
+    function("store_kv", k.dtype)(
+        k_cache.data_ptr(), v_cache.data_ptr(), k.data_ptr(), v.data_ptr(), rows_T.data_ptr(),
+        *k.shape, k.stride(0), v.stride(0), head_rows,
+    )  # fmt: skip
+
+
+def has_linear(dtype: torch.dtype) -> bool:
+    """Whether `linear` is the fastest there is on this processor. Only where `has_native`."""
+    return bool(function("has_linear", dtype)())
+
+
+def pack(weight_OI: Tensor) -> Tensor:
+    """A copy in the order in which `linear` reads it: panels of outputs."""
+    weight = weight_OI.contiguous()
+    num_out, num_in = weight.shape
+    packed = torch.empty(_packed_shape(num_out, num_in, weight.dtype), dtype=weight.dtype)
+    function("pack", weight.dtype)(
+        packed.data_ptr(), weight.data_ptr(), num_in, num_out, torch.get_num_threads()
+    )
+    return packed
+
+
+def _packed_shape(num_out: int, num_in: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    panel, per_word = function("panel", dtype)(), 4 // dtype.itemsize  # outputs, inputs
+    return -(-num_out // panel), -(-num_in // per_word), panel * per_word
+
+
+def linear(x_TI: Tensor, packed: Tensor, bias_O: Tensor | None, num_out: int) -> Tensor:
+    """x · weightᵀ + bias from `pack(weight)`."""
+    expected = _packed_shape(num_out, x_TI.shape[1], x_TI.dtype)
+    if packed.shape != expected or packed.dtype != x_TI.dtype:
+        raise ValueError(
+            f"packed: {packed.dtype} {tuple(packed.shape)} is not pack_weight of a {x_TI.dtype} "
+            f"weight [{num_out}, {x_TI.shape[1]}]"
+        )
+    if x_TI.shape[1] * x_TI.itemsize % 4:  # the kernel reads whole words
+        x_TI = F.pad(x_TI, (0, 1))
+    x = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
+    bias = None if bias_O is None else bias_O.contiguous()
+    num_rows, num_in = x.shape
+    y = torch.empty((num_rows, num_out), dtype=x.dtype)
+    function("linear", x.dtype)(
+        y.data_ptr(), x.data_ptr(), packed.data_ptr(),
+        None if bias is None else bias.data_ptr(), num_rows, num_in, num_out, x.stride(0),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
+def score(
+    logits_RV: Tensor, ids_R: Tensor, temperature: float, wants_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """fp32 (log-prob of each row's id, log-sum-exp, entropy or nothing) of logits / temperature."""
+    logits, ids = _dense_last(logits_RV), ids_R.contiguous()
+    num_rows, vocab = logits.shape
+    logp, lse = (torch.empty(num_rows, dtype=torch.float32) for _ in range(2))
+    entropy = torch.empty(num_rows if wants_entropy else 0, dtype=torch.float32)
+    function("score", logits.dtype)(
+        logits.data_ptr(), num_rows, vocab, logits.stride(0), temperature, ids.data_ptr(),
+        logp.data_ptr(), lse.data_ptr(), entropy.data_ptr() if wants_entropy else None,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return logp, lse, entropy
+
+
+def pick(logits_RV: Tensor, temperature: float, u_R: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(token, its log-prob under softmax(logits / temperature)): where u (fp64 in [0, 1)) falls
+    into the cumulative distribution, or without u the likeliest."""
+    logits = _dense_last(logits_RV)
+    num_rows, vocab = logits.shape
+    tokens = torch.empty(num_rows, dtype=torch.int64)
+    logp = torch.empty(num_rows, dtype=torch.float32)
+    u = None if u_R is None else u_R.contiguous()
+    function("pick", logits.dtype)(
+        logits.data_ptr(), num_rows, vocab, logits.stride(0), temperature,
+        None if u is None else u.data_ptr(), tokens.data_ptr(), logp.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return tokens, logp
+
+
+def pick_kept(
+    logits_RV: Tensor,
+    temperature: float,
+    u_R: Tensor,
+    top_ks: Tensor,
+    top_ps: Tensor,
+    min_ps: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`pick` among the tokens that top-k (int64, 0: off), top-p and min-p (fp64; 1, 0: off) of each
+    row keep: (token, its log-prob over the whole row, its log-prob among the kept)."""
+    logits = _dense_last(logits_RV)
+    num_rows, vocab = logits.shape
+    tokens = torch.empty(num_rows, dtype=torch.int64)
+    logp, kept_logp = (torch.empty(num_rows, dtype=torch.float32) for _ in range(2))
+    given = [x.contiguous() for x in (top_ks, top_ps, min_ps, u_R)]
+    function("pick_kept", logits.dtype)(
+        logits.data_ptr(), num_rows, vocab, logits.stride(0), temperature,
+        *(x.data_ptr() for x in given), tokens.data_ptr(), logp.data_ptr(), kept_logp.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return tokens, logp, kept_logp
+
+
+def likeliest(
+    logits_RV: Tensor, temperature: float, counts: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """The `counts[r]` likeliest tokens of row r, most likely first and of equals the smaller id,
+    and their log-probs: [R, largest count], the first entries of each row."""
+    logits = _dense_last(logits_RV)
+    num_rows, vocab = logits.shape
+    counts_R = torch.tensor(counts, dtype=torch.int64).clamp_(max=vocab)
+    width = int(counts_R.max())
+    ids = torch.zeros(num_rows, width, dtype=torch.int64)
+    logp = torch.zeros(num_rows, width, dtype=torch.float32)
+    function("likeliest", logits.dtype)(
+        logits.data_ptr(), num_rows, vocab, logits.stride(0), temperature, counts_R.data_ptr(),
+        width, ids.data_ptr(), logp.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return ids, logp
+
+
+def dense_rows(x_THD: Tensor) -> Tensor:
+    """The same, with the heads of a token one after the other; tokens may lie apart."""
+    if x_THD.stride(2) == 1 and x_THD.stride(1) == x_THD.shape[2]:
+        return x_THD
+    return x_THD.contiguous()
+
+
+def _dense_last(x_RV: Tensor) -> Tensor:
+    return x_RV if x_RV.stride(1) == 1 else x_RV.contiguous()
+
+
+# Attention in C++ (`cpp/attention.h`): which queries meet which keys, and where those lie.
+#
+# Keys are found through a table of rows, so one kernel serves packed sequences (training), the
+# blocks of a paged cache (inference) and prompts that several completions share, with the same bits
+# for a query in each of them. What is made here is made once a step and serves all layers.
+#
+# Legend: T tokens, H query heads, K key heads, D head_dim, B sequences.
+
+_TILE_ROWS = 24  # queries x heads of a group that meet the same keys
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The queries of a step, cut into tiles."""
+
+    num_tokens: int
+    tiles: Tensor  # [tiles, 4] int32: first query, queries, keys the last one sees, first key row
+    key_rows: Tensor  # int32, the rows of k and v, sequence by sequence
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive queries of one sequence."""
+
+    query: int  # the first
+    num_queries: int
+    num_keys: int  # that the last one sees; the one before it sees one less
+    first_key: int  # in the table of key rows
+
+
+def make_tiles(spans: Sequence[Span], key_rows: Tensor, group: int) -> Tiles:
+    """`group` is the number of heads that share a key head."""
+    step = max(1, _TILE_ROWS // group)
+    tiles = []
+    for span in spans:
+        for lo in range(0, span.num_queries, step):
+            hi = min(lo + step, span.num_queries)
+            num_keys = span.num_keys - span.num_queries + hi
+            tiles.append((span.query + lo, hi - lo, num_keys, span.first_key))
+    shaped = torch.tensor(tiles, dtype=torch.int32).view(-1, 4)
+    return Tiles(sum(span.num_queries for span in spans), shaped, key_rows)
+
+
+def packed_tiles(bounds: Sequence[int], group: int) -> Tiles:
+    """Whole sequences one after the other, [B + 1] bounds."""
+    spans = [Span(lo, hi - lo, hi - lo, lo) for lo, hi in pairwise(bounds)]
+    return make_tiles(spans, torch.arange(bounds[-1], dtype=torch.int32), group)
+
+
+def paged_tiles(
+    starts: Sequence[int], lens: Sequence[int], block_tables: Tensor, cache: Tensor, group: int
+) -> Tiles:
+    """The last `starts[i + 1] - starts[i]` of the `lens[i]` tokens of each sequence, whose keys
+    lie in blocks of a cache [blocks, block_size, K, D]. Entries past a sequence's end are not
+    read. `ValueError` for a block that the cache does not have."""
+    block_size = cache.shape[1]
+    num_blocks = -(-max(lens, default=0) // block_size)
+    blocks_BN = block_tables[:, :num_blocks].to(torch.int64)
+    _check_blocks(blocks_BN, lens, cache)
+    rows_a_block = block_size * (1 if cache.is_contiguous() else cache.shape[2])
+    rows = (blocks_BN * rows_a_block).unsqueeze(2) + torch.arange(block_size)
+    length = num_blocks * block_size
+    spans = [Span(lo, hi - lo, lens[i], i * length) for i, (lo, hi) in enumerate(pairwise(starts))]
+    return make_tiles(spans, rows.to(torch.int32).flatten(), group)
+
+
+def _check_blocks(blocks_BN: Tensor, lens: Sequence[int], cache: Tensor) -> None:
+    used_B1 = -(-torch.tensor(lens, dtype=torch.int64).unsqueeze(1) // cache.shape[1])
+    is_bad = ((blocks_BN < 0) | (blocks_BN >= cache.shape[0])) & (
+        torch.arange(blocks_BN.shape[1]) < used_B1
+    )
+    if is_bad.any():
+        i, j = is_bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"block_tables[{i}, {j}]={int(blocks_BN[i, j])}: must be in [0, {cache.shape[0]})"
+        )
+
+
+def attend_paged(
+    q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: Tiles, scale: float
+) -> Tensor:
+    """o [T, H, D] over caches as `paged_tiles` was given one."""
+    row, head = cache_strides(k_cache)
+    num_kv = k_cache.shape[2]
+    return _attend(q_THD, k_cache, v_cache, tiles, scale, (row, row), (head, head), num_kv)
+
+
+def cache_strides(cache: Tensor) -> tuple[int, int]:
+    """From row to row (as `paged_tiles` counts them) and from head to head, in elements."""
+    _, block_size, num_kv, head_dim = cache.shape
+    if cache.is_contiguous():
+        return num_kv * head_dim, head_dim
+    return head_dim, block_size * head_dim
+
+
+def attend_packed(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, tiles: Tiles, scale: float
+) -> Tensor:
+    """o [T, H, D]; rows are tokens."""
+    k, v = dense_rows(k_TKD), dense_rows(v_TKD)
+    head_dim = k.shape[2]
+    rows = (k.stride(0), v.stride(0))
+    return _attend(q_THD, k, v, tiles, scale, rows, (head_dim, head_dim), k.shape[1])
+
+
+def _attend(
+    q_THD: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: Tiles,
+    scale: float,
+    row_strides: tuple[int, int],
+    head_strides: tuple[int, int],
+    num_kv: int,
+) -> Tensor:
+    """Strides are in elements, of k and of v."""
+    q = dense_rows(q_THD)
+    o = torch.empty(q.shape, dtype=q.dtype)
+    _, num_heads, head_dim = q.shape
+    function("attend", q.dtype)(
+        o.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), tiles.key_rows.data_ptr(),
+        tiles.tiles.data_ptr(), len(tiles.tiles), num_kv, num_heads // num_kv, head_dim,
+        q.stride(0), *row_strides, *head_strides, scale, torch.get_num_threads(),
+    )  # fmt: skip
+    return o

@@ -1,0 +1,141 @@
+"""Triton path of `fused_moe`: two grouped matmuls and a sum over each token's choices.
+
+    x ──gather──▶ a = swiglu(x·w13ᵀ) ──▶ a·w2ᵀ ──scatter──▶ [token, choice] ──▶ Σ t·(·)
+       (sorted by expert from here)      (back in token order)
+
+Backward, the gradient of the activation, of the router's weight and the activation itself come
+from one pass over h. What production kernels add: TMA loads, fp8 experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.moe_routing import MoeAlignment, moe_align
+from kernels.triton.grouped_gemm import (
+    Route,
+    Tiles,
+    row_tile,
+    rows_by_weight,
+    rows_by_weight_swiglu,
+    weight_grad,
+)
+from kernels.triton.launch import launch
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _sum_choices_kernel(
+    y_ptr, weight_ptr, out_ptr, hidden, CHOICES: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = col < hidden
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for j in tl.static_range(CHOICES):
+        slot = token * CHOICES + j
+        y = tl.load(y_ptr + slot * hidden + col, mask, other=0.0).to(tl.float32)
+        if HAS_WEIGHTS:
+            y *= tl.load(weight_ptr + slot)
+        total += y
+    tl.store(out_ptr + token * hidden + col, total.to(out_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def _act_backward_kernel(
+    g_ptr, h_ptr, weight_ptr, slot_ptr, dh_ptr, weighted_ptr, dweight_ptr, width,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_ptr + row)
+    weight = tl.load(weight_ptr + slot)
+    products = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, width, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        mask = col < width
+        gate = tl.load(h_ptr + row * 2 * width + col, mask, other=0.0).to(tl.float32)
+        up = tl.load(h_ptr + row * 2 * width + width + col, mask, other=0.0).to(tl.float32)
+        g = tl.load(g_ptr + row * width + col, mask, other=0.0).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        silu = gate * sigmoid
+        products += g * silu * up
+        dact = g * weight
+        dgate = dact * up * (sigmoid + silu - silu * sigmoid)
+        kind = dh_ptr.dtype.element_ty
+        tl.store(dh_ptr + row * 2 * width + col, dgate.to(kind), mask)
+        tl.store(dh_ptr + row * 2 * width + width + col, (dact * silu).to(kind), mask)
+        tl.store(weighted_ptr + row * width + col, (silu * up * weight).to(kind), mask)
+    tl.store(dweight_ptr + slot, tl.sum(products, 0))
+
+
+def _tiles_of(alignment: MoeAlignment, block_m: int) -> Tiles:
+    return Tiles(alignment.offsets, alignment.tile_experts, alignment.tile_starts, block_m)
+
+
+def sum_choices(y_SH: Tensor, weights_NK: Tensor | None, num_tokens: int, k: int) -> Tensor:
+    """Σ_j t_nj · y[n · k + j] in fp32."""
+    hidden = y_SH.shape[1]
+    out = y_SH.new_empty(num_tokens, hidden)
+    if out.numel():
+        launch(_sum_choices_kernel, (num_tokens, triton.cdiv(hidden, _BLOCK)))(
+            y_SH, y_SH if weights_NK is None else weights_NK, out, hidden,
+            CHOICES=k, HAS_WEIGHTS=weights_NK is not None, BLOCK=_BLOCK,
+        )  # fmt: skip
+    return out
+
+
+def forward(
+    x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, keeps_h: bool
+) -> tuple[Tensor, Tensor | None, MoeAlignment]:
+    """(y, h in expert order where it is kept, alignment)."""
+    num_tokens, k = ids.shape
+    num_slots = num_tokens * k
+    block_m = row_tile(num_slots, w13.shape[0], x.dtype).M
+    alignment = moe_align(ids, w13.shape[0], block_m, backend="triton")
+    tiles = _tiles_of(alignment, block_m)
+    gather = Route(alignment.slots, k, gather=True)
+    act, h = rows_by_weight_swiglu(x, w13, tiles, num_slots, gather, keeps_h)
+    y_SH = rows_by_weight(act, w2, tiles, num_slots, Route(alignment.slots, k, scatter=True))
+    return sum_choices(y_SH, weights.contiguous(), num_tokens, k), h, alignment
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    weights: Tensor,
+    h: Tensor,
+    alignment: MoeAlignment,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:
+    """Gradients by x, w13, w2 and the weights."""
+    num_tokens, k = weights.shape
+    slots, offsets = alignment.slots, alignment.offsets
+    num_slots, width = h.shape[0], w2.shape[2]
+    tiles = _tiles_of(alignment, row_tile(num_slots, w13.shape[0], x.dtype).M)
+    gather, scatter = Route(slots, k, gather=True), Route(slots, k, scatter=True)
+    dy = dy.contiguous()
+    g = rows_by_weight(dy, w2.transpose(1, 2), tiles, num_slots, gather)
+    dh, weighted = torch.empty_like(h), torch.empty_like(g)
+    dweights = torch.empty_like(weights, memory_format=torch.contiguous_format)
+    if num_slots:
+        launch(_act_backward_kernel, (num_slots,))(
+            g, h, weights.contiguous(), slots, dh, weighted, dweights, width, BLOCK=_BLOCK
+        )
+    dx = dw13 = dw2 = None
+    if needs[2]:
+        dw2 = weight_grad(dy, weighted, offsets, w2, gather, gathers_dy=True)
+    if needs[1]:
+        dw13 = weight_grad(dh, x, offsets, w13, gather)
+    if needs[0]:
+        dx_SH = rows_by_weight(dh, w13.transpose(1, 2), tiles, num_slots, scatter)
+        dx = sum_choices(dx_SH, None, num_tokens, k)
+    return dx, dw13, dw2, dweights

@@ -1,0 +1,305 @@
+"""One process's part of a fine-tuning run: its engine, the steps, the files of the run.
+
+Only the first process prints and writes; all of them step, save and export together.
+Options: train_sft.py. Next: nanoengine/sft.py (chats), nanoengine/engine.py (a step).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from nanoengine.config import EngineConfig
+from nanoengine.engine import Engine
+from nanoengine.footprint import mfu
+from nanoengine.model.config import ModelConfig
+from nanoengine.model.device import enter_device, resolve_device
+from nanoengine.model.hf import export_state, load_model
+from nanoengine.model.sources import resolve_model
+from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.model.transformer import Transformer
+from nanoengine.packing import Sample, balanced_parts
+from nanoengine.parallel.expert_parallel import ExpertParallel
+from nanoengine.parallel.mesh import DATA_AXES, WORLD, Layout, Mesh
+from nanoengine.parallel.stage import make_stages
+from nanoengine.parallel.tensor_parallel import TensorParallel
+from nanoengine.pipeline_engine import PipelineEngine
+from nanoengine.sft import Order, num_loss_tokens, read_chats, sft_loss
+from nanoengine.state.checkpoint import latest_checkpoint
+from nanoengine.state.export import export_hf
+from nanoengine.state.run_folder import RunFolder
+from nanoengine.stop_signals import Interrupted, StopSignals
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+class SftRun:
+    """A run of `config.steps` optimizer steps, from the start or from its last checkpoint."""
+
+    def __init__(self, config: SftConfig) -> None:
+        rank, world = int(os.environ.get("LOCAL_RANK", 0)), config.world
+        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        device = resolve_device(config.device, local_rank=rank, num_local=num_local)
+        enter_device(device)
+        self.config = config = replace(config, device=str(device) if world == 1 else device.type)
+        self.layout = Layout(tp=config.tp, pp=config.pp, dp=config.dp, cp=config.cp, ep=config.ep)
+        make_mesh = Mesh if world == 1 else Mesh.from_torchrun
+        self.mesh = make_mesh(self.layout, device=device)
+        self.is_first = self.mesh.rank() == 0
+        self.metrics = config.out / "metrics.jsonl"
+        self.checkpoints = config.out / "checkpoints"
+        if self.is_first:
+            self.run_folder = RunFolder(config.out, is_resumed=config.resume)
+        try:
+            self._build()
+        except BaseException:
+            self._release()
+            raise
+
+    def _build(self) -> None:
+        """Everything that can be wrong with the options comes up before config.json is written."""
+        config = self.config
+        self.folder = resolve_model(config.model)
+        assert config.data is not None, "the options were parsed, which asks for it"
+        tokenizer = ChatTokenizer.from_folder(self.folder)
+        self.samples, self.num_long = read_chats(config.data, tokenizer, config.max_tokens)
+        torch.manual_seed(config.seed)
+        self.engine = build_engine(config, self.folder, self.mesh)
+        self.order = Order(len(self.samples), config.seed)
+        if config.resume and latest_checkpoint(self.checkpoints) is not None:
+            self.order.taken = self.engine.load(self.checkpoints)["taken"]
+        elif config.resume and self.is_first:
+            print(f"no checkpoint under {self.checkpoints}: from the beginning", flush=True)
+        if self.is_first:
+            self.run_folder.begin(config.to_json())
+        self.mesh.barrier()
+
+    def _release(self) -> None:
+        if self.is_first:
+            self.run_folder.close()
+
+    def train(self) -> None:
+        """All steps that are left, then the export. Raises `Interrupted` after saving on Ctrl-C."""
+        try:
+            self._train()
+        finally:
+            self._release()
+        self.mesh.close()
+        if self.engine.version < self.config.steps:
+            raise Interrupted
+
+    def _train(self) -> None:
+        config, engine = self.config, self.engine
+        if self.is_first:
+            keep_lines(self.metrics, engine.version)
+            print(
+                f"{len(self.samples)} chats ({self.num_long} longer than {config.max_tokens} "
+                f"tokens left out), layout {self.layout} on {config.device}, from step "
+                f"{engine.version}",
+                flush=True,
+            )
+        has_to_stop = False
+        with (
+            StopSignals() as signals,
+            progress_bar(self.is_first, config.steps, engine.version) as advance,
+        ):
+            while engine.version < config.steps and not has_to_stop:
+                row = self._step()
+                if self.is_first:
+                    with open(self.metrics, "a") as file:
+                        file.write(json.dumps(row) + "\n")
+                    advance(describe(row))
+                # A signal may reach the processes in different steps: what one knows, all obey.
+                has_to_stop = bool(self.mesh.max_int(WORLD, int(signals.is_asked)))
+                is_last = has_to_stop or engine.version == config.steps
+                if is_last or engine.version % config.save_every == 0:
+                    cursor = {"taken": self.order.taken}
+                    engine.save(self.checkpoints, cursor, in_background=True)
+            engine.wait_saved()
+        if engine.version == config.steps:
+            self._export()
+
+    def _step(self) -> dict[str, Any]:
+        """One optimizer step on this process's share of the next batch; the row of metrics."""
+        begin = time.perf_counter()
+        batch = [self.samples[i] for i in self.order.take(self.config.batch_size)]
+        shares = balanced_parts(batch, self.mesh.size(DATA_AXES))
+        mine = [batch[i] for i in shares[self.mesh.rank(DATA_AXES)]]
+        result = self.engine.train_step(mine, sft_loss, num_loss_tokens)
+        num_tokens = sum(len(sample.tokens) - 1 for sample in batch)
+        tokens_per_s = num_tokens / (time.perf_counter() - begin)
+        row = {
+            "step": self.engine.version,
+            **result,
+            "tokens_per_s": tokens_per_s,
+            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+        return row | self._mfu(batch, tokens_per_s)
+
+    def _mfu(self, batch: list[Sample], tokens_per_s: float) -> dict[str, float]:
+        if self.config.peak_flops is None:
+            return {}
+        length = sum(len(sample.tokens) - 1 for sample in batch) // len(batch)
+        peak, world = self.config.peak_flops, self.config.world
+        return {"mfu": mfu(self.engine.model.config, tokens_per_s, length, peak, world)}
+
+    def _export(self) -> None:
+        target = self.config.out / "model"
+        with self.engine.optimizer.gathered():
+            export_hf(self.mesh if self.config.world > 1 else None, self.engine.models, target)
+        if self.is_first:
+            for name in TOKENIZER_FILES:
+                if (self.folder / name).is_file():
+                    shutil.copyfile(self.folder / name, target / name)
+            print(f"trained: {target}, a Hugging Face folder; metrics: {self.metrics}")
+
+
+def build_engine(config: SftConfig, folder: Path, mesh: Mesh) -> Engine:
+    """The model of `folder`, split over the mesh."""
+    settings = EngineConfig(
+        dtype=config.dtype,
+        lr=config.lr,
+        schedule=config.schedule_lr,
+        warmup_steps=min(config.warmup_steps, config.steps - 1),
+        total_steps=config.steps,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+        micro_batch_tokens=config.micro_batch_tokens,
+        activation_checkpointing=config.activation_checkpointing,
+        zero=config.zero,
+    )
+    if config.world == 1:
+        return Engine(load_model(folder, device=str(mesh.device)), settings)
+    shape = ModelConfig.from_folder(folder)
+    split = TensorParallel.of(mesh, shape, sequence_parallel=config.sequence_parallel)
+    experts = ExpertParallel.of(mesh, shape)
+    engine: Engine
+    if config.pp > 1:
+        stages = make_stages(mesh, shape, config.chunks, split=split, experts=experts)
+        engine = PipelineEngine(stages, settings, mesh, schedule=config.schedule)
+    else:
+        model = Transformer(shape, device=str(mesh.device), split=split, experts=experts)
+        engine = Engine(model, settings, mesh)
+    engine.load_weights(export_state(load_model(folder)))
+    return engine
+
+
+@contextmanager
+def progress_bar(is_shown: bool, total: int, done: int) -> Iterator[Callable[[str], None]]:
+    columns = (
+        TextColumn("step"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, disable=not is_shown) as progress:
+        task = progress.add_task("", total=total, completed=done)
+        yield lambda text: progress.update(task, advance=1, description=text)
+
+
+def describe(row: dict[str, Any]) -> str:
+    """The progress bar's line about a step."""
+    share = f" MFU {row['mfu']:.1%}" if "mfu" in row else ""
+    return (
+        f"loss {row['loss']:.4f} lr {row['lr']:.2e} {row['tokens_per_s']:.0f} tokens/s{share} "
+        f"{row['peak_rss_bytes'] / 1e9:.2f} GB"
+    )
+
+
+def keep_lines(metrics: Path, steps: int) -> None:
+    """Drop the lines of steps that will be taken again."""
+    if metrics.exists():
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+        kept = [json.dumps(row) + "\n" for row in rows if row["step"] <= steps]
+        metrics.write_text("".join(kept))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftConfig:
+    """Fine-tune a model on chats."""
+
+    data: Path | None = None
+    """jsonl: {"messages": [{"role": ..., "content": ...}, ...]} a line."""
+    model: str = "smollm2-135m-instruct"
+    """Hugging Face folder, or a name that resolves to one."""
+    out: Path = Path("runs/sft")
+    resume: bool = False
+    """Go on from the last checkpoint in --out."""
+    steps: int = 100
+    """Optimizer steps."""
+    batch_size: int = 16
+    """Chats a step, over all processes."""
+    max_tokens: int = 2048
+    """Longer chats are left out."""
+    micro_batch_tokens: int = 2048
+    """Rows of one forward and backward pass of one process."""
+    lr: float = 2e-5
+    schedule_lr: Literal["constant", "cosine", "linear"] = "cosine"
+    warmup_steps: int = 10
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    activation_checkpointing: bool = False
+    device: str = "auto"
+    """auto (CUDA if there is any), cpu, cuda or cuda:N; each process takes a GPU of its own."""
+    seed: int = 0
+    save_every: int = 50
+    """Steps between checkpoints, written in the background; one more at the end."""
+    tp: int = 1
+    """Processes that share each matrix."""
+    pp: int = 1
+    """Processes that share the layers."""
+    dp: int = 1
+    """Processes with samples of their own."""
+    cp: int = 1
+    """Processes that share the tokens of a sequence."""
+    ep: int = 1
+    """Processes that share the experts of a mixture, with samples of their own."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What the dp (and cp) processes share: 1 optimizer state, 2 gradients, 3 parameters."""
+    sequence_parallel: bool = False
+    """With tp: cut the rows between matrices too."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1"] = "1f1b"
+    """Of the pipeline."""
+    chunks: int = 1
+    """Layer groups a pipeline process (interleaved)."""
+    peak_flops: float | None = None
+    """Of one process's device; with it the MFU is reported."""
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.dp * self.cp * self.ep
+
+    def __post_init__(self) -> None:
+        for name in (
+            "steps",
+            "batch_size",
+            "max_tokens",
+            "save_every",
+            "tp",
+            "pp",
+            "dp",
+            "cp",
+            "ep",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in dataclasses.asdict(self).items()
+        }

@@ -1,0 +1,1 @@
+"""Training state on disk: slices, checkpoints, resharding, export, the folder of a run."""

@@ -1,0 +1,49 @@
+"""TODO config"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferConfig:
+    """Sizes of an engine."""
+
+    num_blocks: int | None = None
+    """Blocks of KV cache; None: as many as `cache_bytes` holds."""
+    cache_bytes: int = 0
+    """Memory of the KV cache where `num_blocks` is not given; on a CPU used only as it fills. 0,
+    here and below: chosen for the model's device (sizes.py), 1 GiB on a CPU."""
+    populate_cache: bool = False
+    """On a CPU take the cache's memory at the start, not as it fills: no token waits for a page."""
+    block_size: int = 16
+    """Tokens a block."""
+    max_batch_tokens: int = 0
+    """Tokens a step, decodes and prefill chunks together; 512 on a CPU, 8192 on a GPU."""
+    max_num_seqs: int = 0
+    """Sequences that run at a time; 64 on a CPU, 256 on a GPU."""
+    prefix_caching: bool = True
+    """Reuse the cache of earlier requests that started alike."""
+    eos_ids: tuple[int, ...] | None = None
+    """Tokens that end a completion; None: the model's own."""
+    speculate: int = 0
+    """Most tokens of a sequence that are guessed and tried in a step; 0: none. Outputs do not
+    depend on it (speculative.py)."""
+    speculate_siblings: bool = True
+    """Guess also from what running requests sampled whose prompts start alike."""
+    speculate_free_rows: int = 16
+    """Time of a decoding step over that of one more token in it: the lower, the surer a guess has
+    to be."""
+    lm_head_fp32: bool = False
+    """Compute logits in fp32 from a bf16 model; a second copy of the output head."""
+    kv_cache_dtype: CacheKind = "auto"
+    """fp8 (e4m3) holds 2 (bf16) or 4 (fp32) times the tokens, but log-probs no longer equal the
+    trainer's: for serving, not for rollouts to train on. nanorl never sets it."""
+    kv_calibration_ids: tuple[int, ...] = ()
+    """Token ids of a text that chooses the scales of an fp8 cache; none: scales of 1."""
+    cuda_graphs: bool = True
+    """Replay decode steps as CUDA graphs; ignored on a CPU."""
+
+
+CacheKind = Literal["auto", "fp8"]

@@ -1,0 +1,339 @@
+"""The HTTP side of an engine: routes, admission, and what each route does.
+
+    /v1/chat/completions  /v1/completions  /v1/models     OpenAI's format
+    /generate                                             token ids in, token ids out
+    /pause  /update_weights  /resume  /sleep  /wake       for the owner of the weights, with a key
+    /abort                                                ends requests, which answer what they have
+    /health  /metrics
+
+A request is validated before the first byte of its answer, so a bad one is a 4xx and touches no
+other. Each completion is an `AsyncEngine.stream` or `generate`; when the client hangs up or time
+is over its task is cancelled, which aborts it in the engine.
+Left out: several models, users and quotas, TLS (put a proxy in front).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from nanoengine.model.hf import read_state
+from nanoengine.model.tokenizer import ChatTokenizer
+from nanoinfer.async_engine import AsyncEngine
+from nanoinfer.params import SamplingParams
+from nanoinfer.server.completions import Completions, HttpLimits, Job
+from nanoinfer.server.http_io import ApiError, HungUpError, read_body
+from nanoinfer.server.prometheus import CONTENT_TYPE, HttpMetrics
+from nanoinfer.server.requests import (
+    Abort,
+    ChatCompletion,
+    Completion,
+    Generate,
+    Sampling,
+    UpdateWeights,
+)
+from nanoinfer.server.responses import ChatFormat, TextFormat, usage
+from nanoinfer.streams import Chunk
+
+LOG = logging.getLogger("nanoinfer.http")
+OPEN_ROUTES = frozenset({"/health"})
+CONTROL_ROUTES = frozenset({"/abort", "/pause", "/resume", "/sleep", "/wake", "/update_weights"})
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class HttpApp:
+    """Routes over one engine. `weights_root`: /update_weights reads below it, nowhere else."""
+
+    def __init__(
+        self,
+        client: AsyncEngine,
+        tokenizer: ChatTokenizer,
+        *,
+        model_name: str,
+        limits: HttpLimits,
+        api_key: str | None = None,
+        weights_root: Path | None = None,
+        allowed_hosts: tuple[str, ...] = (),
+    ) -> None:
+        self.client = client
+        self.metrics = HttpMetrics()
+        self._completions = Completions(client, limits, self.metrics)
+        self._tokenizer = tokenizer
+        self._model_name = model_name
+        self._limits = limits
+        self._api_key = api_key
+        self._weights_root = weights_root
+        self._allowed_hosts = allowed_hosts
+
+    def starlette(self) -> Starlette:
+        get = {
+            "/health": self.health,
+            "/metrics": self.scrape,
+            "/v1/models": self.models,
+            "/v1/models/{name:path}": self.model,
+        }
+        post = {
+            "/v1/chat/completions": self.chat,
+            "/v1/completions": self.complete,
+            "/generate": self.generate,
+            "/abort": self.abort,
+            "/pause": self._control(self.client.pause),
+            "/resume": self._control(self.client.resume),
+            "/sleep": self._control(self.client.sleep),
+            "/wake": self._control(self.client.wake),
+            "/update_weights": self.update_weights,
+        }
+        routes = [Route(path, self._guarded(path, f), methods=["GET"]) for path, f in get.items()]
+        routes += [
+            Route(path, self._guarded(path, f), methods=["POST"]) for path, f in post.items()
+        ]
+        return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+
+    # Around every route
+
+    def _guarded(self, path: str, handler: Handler) -> Handler:
+        async def endpoint(request: Request) -> Response:
+            start = time.perf_counter()
+            try:
+                if path not in OPEN_ROUTES:
+                    self._check_key(request, path in CONTROL_ROUTES)
+                response = await handler(request)
+            except Exception as error:
+                response = self._error(error).response()
+            self.metrics.responses[path, response.status_code] += 1
+            self.metrics.request_s.observe(time.perf_counter() - start)
+            return response
+
+        return endpoint
+
+    def _check_key(self, request: Request, is_control: bool) -> None:
+        if self._api_key is None:
+            if "origin" in request.headers:  # any web page can send requests to loopback
+                raise ApiError(403, "a browser's request; start the server with an API key")
+            host = request.url.hostname or ""
+            if not is_loopback(host) and host not in self._allowed_hosts:
+                # a page's own name that was made to lead here, which no Origin tells
+                raise ApiError(403, f"host {host!r} is not this server's; add it to allowed_hosts")
+            if is_control:
+                raise ApiError(403, "closed; start the server with an API key")
+            return
+        given = request.headers.get("authorization", "").encode()
+        if not hmac.compare_digest(given, f"Bearer {self._api_key}".encode()):
+            raise ApiError(401, "wrong or missing API key; send Authorization: Bearer KEY")
+
+    def _error(self, error: BaseException) -> ApiError:
+        """What the client hears of `error`. Only what is not the client's doing is logged."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, HungUpError):
+            self.metrics.num_hang_ups += 1
+            return ApiError(499, "the client hung up")
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        LOG.error("a request failed", exc_info=error)
+        return ApiError(500, f"the engine failed: {type(error).__name__}: {error}")
+
+    async def _read(self, request: Request, model: type[Any]) -> Any:
+        return await read_body(
+            request, model, self._limits.max_body_bytes, self._limits.body_timeout_s
+        )
+
+    # Completions
+
+    async def chat(self, request: Request) -> Response:
+        body: ChatCompletion = await self._read(request, ChatCompletion)
+        head = self._head("chatcmpl", "chat.completion", body)
+        with _user_errors():
+            ids = await asyncio.to_thread(
+                self._tokenizer.encode_chat,
+                [message.for_template() for message in body.messages],
+                add_generation_prompt=True,
+                tools=body.tool_specs() or None,
+            )
+            jobs = await self._jobs(body, [ids], body.max_completion_tokens or body.max_tokens)
+        if body.return_token_ids:
+            head["prompt_token_ids"] = ids
+        return await self._answer(request, body, jobs, head, ChatFormat(self._tokenizer, body))
+
+    async def complete(self, request: Request) -> Response:
+        body: Completion = await self._read(request, Completion)
+        head = self._head("cmpl", "text_completion", body)
+        with _user_errors():
+            prompts = await asyncio.to_thread(self._prompts, body)
+            jobs = await self._jobs(body, prompts, body.max_tokens or 16)  # 16 as in OpenAI's API
+        return await self._answer(request, body, jobs, head, TextFormat(self._tokenizer, body))
+
+    def _prompts(self, body: Completion) -> list[list[int]]:
+        given: list[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        if isinstance(given[0], int):
+            given = [given]
+        adds, plain = self._tokenizer.encode_prompt, self._tokenizer.encode
+        encode = adds if body.add_special_tokens else plain
+        return [encode(p) if isinstance(p, str) else p for p in given]
+
+    def _head(self, prefix: str, kind: str, body: Sampling) -> dict[str, Any]:
+        if body.model is not None and body.model != self._model_name:
+            raise ApiError(
+                404, f"model {body.model!r} is not served; this is {self._model_name!r}", "model"
+            )
+        name = body.request_id or f"{prefix}-{uuid.uuid4().hex}"
+        created = int(time.time())
+        return {"id": name, "object": kind, "created": created, "model": self._model_name}
+
+    async def _jobs(self, body: Sampling, prompts: list[list[int]], limit: int | None) -> list[Job]:
+        seed = uuid.uuid4().int % 2**63
+
+        def params(room: int) -> SamplingParams:
+            made = body.params(limit or room, seed)
+            is_scored = isinstance(body, Completion) and body.echo and body.logprobs is not None
+            return replace(made, prompt_logps=True) if is_scored else made
+
+        return await self._completions.admit(prompts, body.n, params)
+
+    async def _answer(
+        self,
+        request: Request,
+        body: Sampling,
+        jobs: list[Job],
+        head: dict[str, Any],
+        form: ChatFormat | TextFormat,
+    ) -> Response:
+        num_prompt = sum(len(job.ids) for job in jobs[:: body.n])
+        if not body.stream:
+            outputs = await self._completions.run(request, jobs, body.priority, head["id"])
+            choices = [
+                form.choice(job.index, job.ids, output)
+                for job, output in zip(jobs, outputs, strict=True)
+            ]
+            return JSONResponse(
+                head | {"choices": choices, "usage": usage(num_prompt, outputs, body.n)}
+            )
+        head["object"] = form.chunk_object
+        states = [form.start(job.index) for job in jobs]
+
+        def to_event(job: Job, chunk: Chunk) -> dict[str, Any] | None:
+            choice = states[job.index].push(chunk)
+            return None if choice is None else head | {"choices": [choice]}
+
+        return self._completions.stream(
+            jobs,
+            body.priority,
+            to_event,
+            self._error,
+            head["id"],
+            first=[head | {"choices": [c]} for state in states if (c := state.first) is not None],
+            last=(
+                lambda outputs: head | {"choices": [], "usage": usage(num_prompt, outputs, body.n)}
+            )
+            if body.is_usage_wanted
+            else None,
+        )
+
+    async def generate(self, request: Request) -> Response:
+        body: Generate = await self._read(request, Generate)
+        name = body.request_id or uuid.uuid4().hex
+        with _user_errors():
+            params = body.sampling()
+            jobs = await self._completions.admit([body.ids], params.n, lambda _: params)
+        if body.stream:
+            return self._completions.stream(
+                jobs,
+                body.priority,
+                lambda job, chunk: {"index": job.index, **asdict(chunk)},
+                self._error,
+                name,
+            )
+        outputs = await self._completions.run(request, jobs, body.priority, name)
+        return JSONResponse({"outputs": [asdict(output) for output in outputs]})
+
+    # The owner of the weights
+
+    def _control(self, action: Callable[[], Awaitable[None]]) -> Handler:
+        async def handler(_: Request) -> Response:
+            await action()
+            return JSONResponse(self._state())
+
+        return handler
+
+    async def abort(self, request: Request) -> Response:
+        body: Abort = await self._read(request, Abort)
+        return JSONResponse({"num_aborted": await self.client.abort(body.request_id)})
+
+    async def update_weights(self, request: Request) -> Response:
+        body: UpdateWeights = await self._read(request, UpdateWeights)
+        if self._weights_root is None:
+            raise ApiError(403, "this server was started without --weights-root")
+        folder = (self._weights_root / body.path).resolve()
+        if not folder.is_relative_to(self._weights_root.resolve()):
+            raise ApiError(403, f"path: {body.path!r} is not below the server's --weights-root")
+        with _user_errors():
+            await self.client.update_weights(read_state(folder), body.version)
+        return JSONResponse(self._state())
+
+    # About the server
+
+    async def health(self, _: Request) -> Response:
+        return JSONResponse({"status": "ok"} | self._state())
+
+    async def scrape(self, _: Request) -> Response:
+        return Response(self.metrics.render(self.client.metrics()), media_type=CONTENT_TYPE)
+
+    async def models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        if request.path_params["name"] != self._model_name:
+            raise ApiError(404, f"this server has the model {self._model_name!r} alone", "model")
+        return JSONResponse(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        return {"id": self._model_name, "object": "model", "created": 0, "owned_by": "nanoinfer"}
+
+    def _state(self) -> dict[str, Any]:
+        engine = self.client.engine
+        return {
+            "version": engine.version,
+            "is_paused": engine.is_paused,
+            "is_asleep": engine.is_asleep,
+        }
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address is this machine for itself."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@contextmanager
+def _user_errors() -> Iterator[None]:
+    """Inside, a `ValueError` is about what the client asked for."""
+    try:
+        yield
+    except ValueError as error:
+        message = str(error)
+        name = message.split(":")[0].split("=")[0]
+        raise ApiError(400, message, name if name.isidentifier() else None) from None
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "registered for that class"
+    return ApiError(
+        error.status_code, f"{request.method} {request.url.path}: {error.detail}"
+    ).response()

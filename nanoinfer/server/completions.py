@@ -1,0 +1,163 @@
+"""From a validated HTTP request to completions: admission, one task each, and their end.
+
+A request is one or more `Job`s (prompts times n). They run as tasks of one group: if one fails or
+the client hangs up, all are cancelled, and cancelling a task aborts its request in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from nanoinfer.async_engine import AsyncEngine
+from nanoinfer.params import Grammar, Output, SamplingParams
+from nanoinfer.server.http_io import ApiError, Emit, EventStream, while_connected
+from nanoinfer.server.prometheus import HttpMetrics
+from nanoinfer.streams import Chunk
+
+Event = dict[str, Any]
+OnChunk = Callable[["Job", Chunk], Awaitable[None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpLimits:
+    """What one client may ask for."""
+
+    max_body_bytes: int = 4 << 20
+    """Longest request body."""
+    max_connections: int = 2048
+    """Connections at a time; more are closed at once."""
+    head_timeout_s: float = 10.0
+    """The head of a request must have arrived within this time; the connection is closed
+    otherwise."""
+    max_choices: int = 1024
+    """Texts in a guided_choice."""
+    max_grammar_chars: int = 1 << 16
+    """Length of a grammar, of all choices together: what a client may make the server compile."""
+    body_timeout_s: float = 30.0
+    """A body must have arrived within this time."""
+    send_timeout_s: float = 60.0
+    """A client must take some of its answer within this time; the connection is closed and the
+    request aborted otherwise. As nginx's send_timeout."""
+    request_timeout_s: float = 600.0
+    """A completion must have ended within this time; it is aborted otherwise."""
+    max_completions: int = 1024
+    """Completions in flight, waiting ones included; more are answered 429."""
+    max_completions_per_request: int = 128
+    """Prompts times n of one request."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One completion of a request."""
+
+    index: int
+    ids: list[int]
+    params: SamplingParams
+
+
+class Completions:
+    """Runs jobs on an engine and counts them."""
+
+    def __init__(self, client: AsyncEngine, limits: HttpLimits, metrics: HttpMetrics) -> None:
+        self._client = client
+        self._limits = limits
+        self._metrics = metrics
+
+    async def admit(
+        self, prompts: Sequence[list[int]], n: int, params: Callable[[int], SamplingParams]
+    ) -> list[Job]:
+        """The jobs of a request, all valid. `params` is given the room that a prompt leaves."""
+        count = len(prompts) * n
+        most = self._limits.max_completions_per_request
+        if count > most:
+            raise ApiError(400, f"n: {count} completions in one request; at most {most}", "n")
+        if self._metrics.num_active + count > self._limits.max_completions:
+            raise ApiError(429, f"{self._metrics.num_active} completions in flight; try again")
+        jobs: list[Job] = []
+        for ids in prompts:
+            each = params(max(1, self._client.engine.room(len(ids))))
+            self._check_size(each.grammar)
+            # a thread, since a grammar may take a second to compile
+            await asyncio.to_thread(self._client.engine.validate, ids, each)
+            jobs += [Job(len(jobs) + i, ids, member) for i, member in enumerate(each.members())]
+        return jobs
+
+    def _check_size(self, grammar: Grammar | None) -> None:
+        if grammar is None:
+            return
+        limits, size = self._limits, len(grammar.value) + sum(map(len, grammar.choices))
+        if len(grammar.choices) > limits.max_choices or size > limits.max_grammar_chars:
+            raise ValueError(
+                f"grammar {grammar.kind}: {len(grammar.choices)} choices, {size} characters; at "
+                f"most {limits.max_choices} and {limits.max_grammar_chars}"
+            )
+
+    async def run(
+        self, request: Request, jobs: list[Job], priority: int, name: str
+    ) -> list[Output]:
+        """Outputs in the order of the jobs. By `name` all of them can be aborted."""
+        work = self._run(jobs, priority, name, None)
+        return await while_connected(request.receive, work, self._limits.request_timeout_s)
+
+    def stream(
+        self,
+        jobs: list[Job],
+        priority: int,
+        to_event: Callable[[Job, Chunk], Event | None],
+        on_error: Callable[[BaseException], ApiError],
+        name: str,
+        first: Sequence[Event] = (),
+        last: Callable[[list[Output]], Event] | None = None,
+    ) -> Response:
+        """Events: `first`, then one a chunk (or none) as they come, then `last`."""
+
+        async def work(emit: Emit) -> None:
+            for event in first:
+                await emit(event)
+
+            async def on_chunk(job: Job, chunk: Chunk) -> None:
+                event = to_event(job, chunk)
+                if event is not None:
+                    await emit(event)
+
+            outputs = await self._run(jobs, priority, name, on_chunk)
+            if last is not None:
+                await emit(last(outputs))
+
+        return EventStream(work, self._limits.request_timeout_s, on_error)
+
+    async def _run(
+        self, jobs: list[Job], priority: int, name: str, on_chunk: OnChunk | None
+    ) -> list[Output]:
+        self._metrics.num_active += len(jobs)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._one(job, priority, name, on_chunk)) for job in jobs
+                ]
+            return [task.result() for task in tasks]
+        finally:
+            self._metrics.num_active -= len(jobs)
+
+    async def _one(self, job: Job, priority: int, name: str, on_chunk: OnChunk | None) -> Output:
+        if on_chunk is None:
+            return await self._client.generate(job.ids, job.params, priority, name)
+        start, output = time.perf_counter(), None
+        is_first = True
+        async with aclosing(self._client.stream(job.ids, job.params, priority, name)) as chunks:
+            async for chunk in chunks:
+                if is_first:
+                    self._metrics.first_token_s.observe(time.perf_counter() - start)
+                    is_first = False
+                await on_chunk(job, chunk)
+                output = chunk.output
+        assert output is not None, "the last chunk of a stream has the output"
+        return output

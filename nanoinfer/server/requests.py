@@ -1,0 +1,354 @@
+"""Bodies of HTTP requests: what they may hold, and the `SamplingParams` they mean.
+
+Unknown fields, wrong types and values out of range are refused by name, never ignored, but for
+those that cannot change an answer (`ignored`): they have no effect. A null is a field left out.
+Beyond the OpenAI API: top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos,
+allowed_token_ids, logprobs_mode, priority, request_id, return_token_ids and the three `guided_*`.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
+
+from nanoinfer.params import Grammar, LogpsMode, SamplingParams
+from nanoinfer.server.tool_calls import call_schema
+
+MAX_TOP_LOGPROBS = 20  # the OpenAI API's limit
+_SEED = 2**63  # an int64, as in the OpenAI API
+_Text = Annotated[str, Field(min_length=1)]
+_TokenId = Annotated[int, Field(strict=True)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    ignored: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {k: v for k, v in given.items() if v is not None and k not in cls.ignored}
+
+
+class StreamOptions(_Strict):
+    ignored = frozenset({"include_obfuscation", "continuous_usage_stats"})
+    include_usage: StrictBool = False
+
+
+class Sampling(_Strict, ABC):
+    """The fields that chat and plain completions share."""
+
+    ignored = frozenset(
+        {"metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"}
+        | {"safety_identifier", "service_tier", "store", "user"}
+    )
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1, strict=True)
+    temperature: float = Field(1.0, ge=0, le=10)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0, strict=True)
+    min_p: float = Field(0.0, ge=0, le=1)
+    n: int = Field(1, ge=1, strict=True)
+    seed: int | None = Field(None, ge=-_SEED, lt=_SEED, strict=True)
+    stop: _Text | Annotated[list[_Text], Field(max_length=16)] | None = None
+    stop_token_ids: list[_TokenId] = []
+    ignore_eos: StrictBool = False
+    stream: StrictBool = False
+    stream_options: StreamOptions | None = None
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=10)
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    allowed_token_ids: list[_TokenId] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: _Text | None = None
+    guided_choice: list[_Text] | None = None
+    priority: int = Field(0, strict=True)
+    request_id: _Text | None = None
+    """By which /abort finds it; default: the answer's id."""
+    logprobs_mode: LogpsMode = "tempered"
+    """Log-probs at the request's temperature, or "raw", at temperature 1."""
+    return_token_ids: StrictBool = False
+
+    @property
+    def is_usage_wanted(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    @abstractmethod
+    def num_top(self) -> int | None:
+        """Likeliest tokens to report at each position; None: no log-probs at all."""
+
+    def grammar(self) -> Grammar | None:
+        given = [
+            Grammar("json_schema", _text(self.guided_json)) if self.guided_json else None,
+            Grammar("regex", self.guided_regex) if self.guided_regex else None,
+            Grammar("choice", choices=tuple(self.guided_choice)) if self.guided_choice else None,
+        ]
+        return _only(given)
+
+    def params(self, max_tokens: int, seed: int) -> SamplingParams:
+        """For a prompt that leaves room for `max_tokens`; `seed` where none is given."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias or {},
+            allowed_token_ids=_tuple(self.allowed_token_ids),
+            grammar=self.grammar(),
+            seed=seed if self.seed is None else self.seed,
+            n=self.n,
+            stop=stop,
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            detokenize=True,
+            top_logps=self.num_top or 0,
+            logps_mode=self.logprobs_mode,
+        )
+
+
+class Completion(Sampling):
+    """/v1/completions. A prompt is text or token ids, one or several."""
+
+    prompt: (
+        str
+        | Annotated[list[_TokenId], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[list[_TokenId]], Field(min_length=1)]
+    )
+    add_special_tokens: StrictBool = True
+    """Begin a prompt of text with the BOS of a tokenizer that adds one."""
+    echo: StrictBool = False
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, strict=True)
+
+    @model_validator(mode="after")
+    def _echo_is_not_streamed(self) -> Completion:
+        if self.echo and self.stream:
+            raise ValueError("echo cannot be streamed; leave out echo or stream")
+        return self
+
+    @property
+    def num_top(self) -> int | None:
+        return self.logprobs
+
+
+class Function(_Strict):
+    name: _Text
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(_Strict):
+    name: _Text
+
+
+class NamedTool(_Strict):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class TextPart(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(_Strict):
+    name: str
+    arguments: str
+
+
+class Call(_Strict):
+    ignored = frozenset({"index"})
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(_Strict):
+    """Also one that an answer held, sent back as it was."""
+
+    ignored = frozenset({"annotations", "audio", "function_call", "reasoning_content", "refusal"})
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[Call] | None = None
+    tool_call_id: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates read it: text in one piece, arguments as objects."""
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        message: dict[str, Any] = {"role": self.role, "content": content or ""}
+        for key in ("name", "tool_call_id"):
+            if getattr(self, key) is not None:
+                message[key] = getattr(self, key)
+        if self.tool_calls:
+            message["tool_calls"] = [_called(call) for call in self.tool_calls]
+        return message
+
+
+class JsonSchema(_Strict):
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class ChatCompletion(Sampling):
+    """/v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = Field(None, ge=1, strict=True)
+    logprobs: StrictBool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, strict=True)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    response_format: ResponseFormat | None = None
+
+    @property
+    def num_top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def is_tool_forced(self) -> bool:
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    def tool_specs(self) -> list[dict[str, Any]]:
+        """The tools as the chat template reads them; none where they must not be used."""
+        if not self.tools or self.tool_choice == "none":
+            return []
+        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+
+    def grammar(self) -> Grammar | None:
+        given = [super().grammar()]
+        if self.is_tool_forced:
+            named = self.tool_choice
+            name = named.function.name if isinstance(named, NamedTool) else None
+            if not self.tools:
+                raise ValueError("tool_choice: asks for a call, but tools is empty")
+            given.append(Grammar("json_schema", call_schema(self.tool_specs(), name)))
+        form = self.response_format
+        if form is not None and form.type == "json_object":
+            given.append(Grammar("json_schema", '{"type": "object"}'))
+        if form is not None and form.type == "json_schema":
+            if form.json_schema is None:
+                raise ValueError("response_format: type json_schema needs json_schema")
+            given.append(Grammar("json_schema", json.dumps(form.json_schema.schema_)))
+        return _only(given)
+
+
+class Generate(_Strict):
+    """/generate: token ids in, token ids out. `params` are those of `SamplingParams`, where
+    grammar is {"kind": ..., "value": ..., "choices": [...]}."""
+
+    ids: list[_TokenId]
+    request_id: _Text | None = None
+    params: dict[str, Any] = {}
+    stream: StrictBool = False
+    priority: int = Field(0, strict=True)
+
+    def sampling(self) -> SamplingParams:
+        known = SamplingParams.__dataclass_fields__
+        fields = dict(self.params)
+        for name in fields:
+            if name not in known:
+                raise ValueError(f"params.{name}: unknown; choose from {', '.join(sorted(known))}")
+        for name in ("stop", "stop_token_ids", "allowed_token_ids"):
+            if isinstance(fields.get(name), list):
+                fields[name] = tuple(fields[name])
+        try:
+            if fields.get("grammar") is not None:
+                grammar = dict(fields["grammar"])
+                grammar["choices"] = tuple(grammar.get("choices", ()))
+                fields["grammar"] = Grammar(**grammar)
+            bias = fields.get("logit_bias") or {}
+            fields["logit_bias"] = {int(token): float(value) for token, value in bias.items()}
+            _check_types(fields)
+            return SamplingParams(**fields)
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"params: {error}") from error
+
+
+class Abort(_Strict):
+    """/abort: the request of that id, or all."""
+
+    request_id: _Text | None = None
+    all: StrictBool = False
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> Abort:
+        if (self.request_id is not None) == self.all:
+            raise ValueError("give request_id, or all: true")
+        return self
+
+
+class UpdateWeights(_Strict):
+    """/update_weights: safetensors of a folder on the server's machine."""
+
+    path: _Text
+    version: int = Field(ge=0, strict=True)
+
+
+def _check_types(fields: dict[str, Any]) -> None:
+    """Each value must be of the type of the field's default."""
+    defaults = SamplingParams()
+    for name, value in fields.items():
+        default = getattr(defaults, name)
+        if default is None:
+            continue
+        kinds = (int, float) if type(default) is float else (type(default),)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise ValueError(f"params.{name}={value!r}: must be of type {kinds[-1].__name__}")
+    for name, kind in (("stop", str), ("stop_token_ids", int), ("allowed_token_ids", int)):
+        if any(type(item) is not kind for item in fields.get(name) or ()):
+            raise ValueError(f"params.{name}: every entry must be of type {kind.__name__}")
+
+
+def _called(call: Call) -> dict[str, Any]:
+    arguments: Any = call.function.arguments
+    with suppress(ValueError):  # a broken call is shown to the template as it was written
+        arguments = json.loads(arguments)
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _only(given: list[Grammar | None]) -> Grammar | None:
+    found = [grammar for grammar in given if grammar is not None]
+    if len(found) > 1:
+        raise ValueError(
+            "guided_json, guided_regex, guided_choice, response_format and a forced tool_choice "
+            "exclude each other: give one"
+        )
+    return found[0] if found else None
+
+
+def _text(value: dict[str, Any] | str) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _tuple(values: list[int] | None) -> tuple[int, ...] | None:
+    return None if values is None else tuple(values)

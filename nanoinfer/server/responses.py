@@ -1,0 +1,231 @@
+"""Bodies of HTTP answers in the OpenAI format, from the engine's outputs and chunks.
+
+A token whose bytes are no text by themselves is shown as the replacement character, with `bytes`
+null. Log-probs are the engine's `logps`: of the tempered distribution, before penalties.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nanoengine.model.tokenizer import ChatTokenizer
+from nanoinfer.params import Output
+from nanoinfer.server.requests import ChatCompletion, Completion
+from nanoinfer.server.tool_calls import FunctionCall, parse_call, safe_length, split_calls
+from nanoinfer.streams import Chunk
+
+Json = dict[str, Any]
+Top = Sequence[Sequence[tuple[int, float]]]
+
+
+def usage(num_prompt: int, outputs: Sequence[Output], n: int) -> Json:
+    """`num_prompt` counts each prompt once, however many completions (`n`) it has. What it found in
+    the cache is what the first of them found: the others find what that one computed."""
+    num_sampled = sum(len(output.ids) for output in outputs)
+    num_cached = sum(output.num_cached_tokens for output in outputs[::n])
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt + num_sampled,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
+
+
+def chat_logprobs(
+    tokenizer: ChatTokenizer, ids: Sequence[int], logps: Sequence[float], top: Top
+) -> Json:
+    tops = top if top else [()] * len(ids)
+    return {
+        "content": [
+            _entry(tokenizer, token, logp)
+            | {"top_logprobs": [_entry(tokenizer, *likely) for likely in row]}
+            for token, logp, row in zip(ids, logps, tops, strict=True)
+        ],
+        "refusal": None,
+    }
+
+
+def _entry(tokenizer: ChatTokenizer, token: int, logp: float) -> Json:
+    text = tokenizer.decode([token])
+    is_text = "\ufffd" not in text
+    return {"token": text, "logprob": logp, "bytes": list(text.encode()) if is_text else None}
+
+
+def text_logprobs(
+    tokenizer: ChatTokenizer,
+    ids: Sequence[int],
+    logps: Sequence[float | None],
+    top: Sequence[Sequence[tuple[int, float]] | None],
+    offset: int = 0,
+) -> Json:
+    """`offset` is where the text of the first token begins in the answer's text."""
+    tokens = [tokenizer.decode([token]) for token in ids]
+    offsets = [offset]
+    for text in tokens[:-1]:
+        offsets.append(offsets[-1] + len(text))
+    tops = [row and {tokenizer.decode([token]): logp for token, logp in row} for row in top]
+    return {
+        "tokens": tokens,
+        "token_logprobs": list(logps),
+        "top_logprobs": tops or None,
+        "text_offset": offsets[: len(tokens)],
+    }
+
+
+def call_json(call: FunctionCall) -> Json:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """Whether a completion may hold calls, or is nothing but one."""
+
+    is_offered: bool = False
+    is_forced: bool = False
+
+    def split(self, text: str) -> tuple[str, list[FunctionCall]]:
+        if self.is_forced:
+            call = parse_call(text)
+            return ("", [call]) if call is not None else (text, [])
+        return split_calls(text) if self.is_offered else (text, [])
+
+
+class ChatFormat:
+    """Answers of /v1/chat/completions."""
+
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, tokenizer: ChatTokenizer, body: ChatCompletion) -> None:
+        self.tokenizer = tokenizer
+        self.has_logprobs = body.num_top is not None
+        self.has_ids = body.return_token_ids
+        self.tools = ToolUse(bool(body.tool_specs()), body.is_tool_forced)
+
+    def choice(self, index: int, _: list[int], output: Output) -> Json:
+        text, calls = self.tools.split(output.text or "")
+        message: Json = {"role": "assistant", "content": text}
+        if calls:
+            message["content"] = text or None
+            message["tool_calls"] = [call_json(call) for call in calls]
+        logprobs = None
+        if self.has_logprobs:
+            logprobs = chat_logprobs(self.tokenizer, output.ids, output.logps, output.top_logps)
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": "tool_calls" if calls else output.finish_reason,
+        } | ({"token_ids": output.ids} if self.has_ids else {})
+
+    def start(self, index: int) -> ChatDeltas:
+        return ChatDeltas(self, index)
+
+
+class ChatDeltas:
+    """Turns the chunks of one choice into streamed choices; calls come whole, at the end."""
+
+    def __init__(self, form: ChatFormat, index: int) -> None:
+        self._form, self._index = form, index
+        self._text = ""
+        self._num_shown = 0
+        delta = {"role": "assistant", "content": ""}
+        self.first: Json | None = {"index": index, "delta": delta, "finish_reason": None}
+
+    def push(self, chunk: Chunk) -> Json | None:
+        """A choice to send; None if the chunk shows nothing new."""
+        self._text += chunk.text
+        reason: str | None = None
+        if chunk.output is None:
+            delta = self._content(self._text, self._safe())
+        else:
+            text, calls = self._form.tools.split(chunk.output.text or "")
+            delta = self._content(text, len(text))
+            if calls:
+                delta["tool_calls"] = [{"index": i} | call_json(c) for i, c in enumerate(calls)]
+            reason = "tool_calls" if calls else chunk.output.finish_reason
+        logprobs = None
+        if self._form.has_logprobs:
+            logprobs = chat_logprobs(self._form.tokenizer, chunk.ids, chunk.logps, chunk.top_logps)
+        ids = {"token_ids": chunk.ids} if self._form.has_ids else {}
+        if not delta and reason is None and logprobs is None and not ids:
+            return None
+        return {
+            "index": self._index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+        } | ids
+
+    def _safe(self) -> int:
+        if self._form.tools.is_forced:
+            return 0
+        return safe_length(self._text) if self._form.tools.is_offered else len(self._text)
+
+    def _content(self, text: str, end: int) -> Json:
+        new = text[self._num_shown : end]
+        self._num_shown = max(self._num_shown, end)
+        return {"content": new} if new else {}
+
+
+class TextFormat:
+    """Answers of /v1/completions."""
+
+    chunk_object = "text_completion"
+
+    def __init__(self, tokenizer: ChatTokenizer, body: Completion) -> None:
+        self.tokenizer = tokenizer
+        self.has_logprobs = body.logprobs is not None
+        self.has_ids = body.return_token_ids
+        self._echo = body.echo
+
+    def choice(self, index: int, prompt: list[int], output: Output) -> Json:
+        text, ids = output.text or "", output.ids
+        top: Sequence[Sequence[tuple[int, float]] | None] = output.top_logps
+        logps: list[float | None] = [*output.logps]
+        if self._echo:
+            text = self.tokenizer.decode(prompt, skip_special=True) + text
+            ids = prompt + ids
+            logps = [None, *output.prompt_logps, *logps]
+            top = [None, *output.prompt_top_logps, *top] if top else []
+        logprobs = text_logprobs(self.tokenizer, ids, logps, top) if self.has_logprobs else None
+        reason = output.finish_reason
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        if self.has_ids:
+            choice |= {"token_ids": output.ids, "prompt_token_ids": prompt}
+        return choice
+
+    def start(self, index: int) -> TextDeltas:
+        return TextDeltas(self, index)
+
+
+class TextDeltas:
+    """Turns the chunks of one choice into streamed choices."""
+
+    first: Json | None = None
+
+    def __init__(self, form: TextFormat, index: int) -> None:
+        self._form, self._index = form, index
+        self._offset = 0
+
+    def push(self, chunk: Chunk) -> Json | None:
+        """A choice to send; None if the chunk shows nothing new."""
+        reason = chunk.output.finish_reason if chunk.output is not None else None
+        logprobs = None
+        if self._form.has_logprobs:
+            logprobs = text_logprobs(
+                self._form.tokenizer, chunk.ids, chunk.logps, chunk.top_logps, self._offset
+            )
+            self._offset += sum(map(len, logprobs["tokens"]))
+        ids = {"token_ids": chunk.ids} if self._form.has_ids else {}
+        if not chunk.text and reason is None and logprobs is None and not ids:
+            return None
+        return {
+            "index": self._index,
+            "text": chunk.text,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+        } | ids
