@@ -32,8 +32,8 @@ sys.path.insert(0, str(ROOT))
 from house import PACKAGES  # noqa: E402
 
 from nanoinfer.async_engine import AsyncEngine  # noqa: E402
-from nanoinfer.sampling import Output, SamplingParams  # noqa: E402
-from nanorl import assembly as parts_module  # noqa: E402
+from nanoinfer.params import Output, SamplingParams  # noqa: E402
+from nanorl import parts as parts_module  # noqa: E402
 from nanorl.learner import Learner  # noqa: E402
 from nanorl.presets import get_preset  # noqa: E402
 from nanorl.types import Rollout  # noqa: E402

@@ -119,8 +119,10 @@ class Module:
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
-                    whole = alias.name if alias.asname else alias.name.split(".")[0]
-                    bound[alias.asname or whole].append(Name(whole, ""))
+                    bound[alias.asname or alias.name].append(Name(alias.name, ""))
+                    if not alias.asname:  # `import a.b` binds a; the entry "a.b" is for the graph
+                        root = alias.name.split(".")[0]
+                        bound[root].append(Name(root, ""))
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 for alias in node.names:
                     bound[alias.asname or alias.name].append(Name(node.module, alias.name))
@@ -247,6 +249,25 @@ class House:
                 graph[user.module].add(target.module)
         return {name: targets - {name} for name, targets in graph.items()}
 
+    def broken_imports(self, folders: Sequence[str] = ()) -> list[str]:
+        """`user -> target` for names of ours that nobody defines: in packages, scripts, `folders`.
+        GPU tests and benchmarks import what no test of a CPU would miss."""
+        found = set()
+        for module in (*self.all_modules, *_read(self.root, folders).values()):
+            for written in (one for group in module.imports.values() for one in group):
+                if written.package in self.packages and not self._exists(written):
+                    found.add(f"{module.name} -> {written}")
+        return sorted(found)
+
+    def _exists(self, written: Name) -> bool:
+        module = self.modules.get(written.module)
+        return module is not None and (
+            not written.name
+            or written.name in module.definitions
+            or written.name in module.imports
+            or f"{written.module}.{written.name}" in self.modules
+        )
+
     def import_circles(self) -> list[list[str]]:
         """Sets of modules that import one another, each sorted."""
         return sorted(sorted(circle) for circle in _components(self.import_graph()))
@@ -261,12 +282,13 @@ class House:
         return {name: sorted(found) for name, found in sorted(homes.items()) if len(found) > 1}
 
     def without_a_user(self) -> list[Name]:
-        """Public definitions, and public methods (`Class.method`), that only tests name."""
+        """Public definitions, and public methods (`Class.method`), that only tests name. References
+        (`*_ref`) are excepted: they are there for tests to compare with."""
         found = []
         for module in self.modules.values():
             for name, statement in module.definitions.items():
-                is_public = not name.startswith("_")
-                if is_public and Name(module.name, name) not in self.used:
+                is_asked = not name.startswith("_") and not name.endswith("_ref")
+                if is_asked and Name(module.name, name) not in self.used:
                     found.append(Name(module.name, name))
                 if isinstance(statement, ast.ClassDef) and self._owns_its_methods(
                     module, statement
