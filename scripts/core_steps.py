@@ -29,10 +29,11 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from grpo_on_a_page import to_rollout  # noqa: E402
 from house import PACKAGES  # noqa: E402
 
 from nanoinfer.async_engine import AsyncEngine  # noqa: E402
-from nanoinfer.params import Output, SamplingParams  # noqa: E402
+from nanoinfer.params import SamplingParams  # noqa: E402
 from nanorl import parts as parts_module  # noqa: E402
 from nanorl.learner import Learner  # noqa: E402
 from nanorl.presets import get_preset  # noqa: E402
@@ -126,26 +127,12 @@ def sampling(parts: parts_module.Parts, seed: int, **options: Any) -> SamplingPa
 
 
 def play(parts: parts_module.Parts, step: int) -> list[list[Rollout]]:
-    """A group of rollouts for each prompt."""
+    """A group of rollouts for each prompt, scored as `grpo_on_a_page.py` scores them."""
     outputs = iter(parts.rollout_engine.generate(PROMPTS, sampling(parts, step, n=GROUP)))
     return [
-        [rollout(f"s{step}-g{group}", member, prompt, next(outputs)) for member in range(GROUP)]
+        [to_rollout(step, group, member, prompt, next(outputs)) for member in range(GROUP)]
         for group, prompt in enumerate(PROMPTS)
     ]
-
-
-def rollout(group: str, member: int, prompt: list[int], output: Output) -> Rollout:
-    size = len(prompt)
-    return Rollout(
-        task_id=group,
-        group_id=group,
-        rollout_id=f"{group}-m{member}",
-        tokens=prompt + output.ids,
-        loss_mask=[0] * size + [1] * len(output.ids),
-        logps=[0.0] * size + output.logps,
-        versions=[-1] * size + output.versions,
-        reward=sum(token % 2 == 0 for token in output.ids) / len(output.ids),
-    )
 
 
 if __name__ == "__main__":
