@@ -58,35 +58,31 @@ def steps() -> dict[str, Entered]:
     return trace_steps()
 
 
-def missing_and_idle(
-    entered: Entered, listed: list[Entry], known: Iterable[str] = ()
-) -> tuple[set[str], set[str]]:
-    """Files that run and are not listed (nor `known`), and files that are listed and do not run."""
-    required = {entry.file for entry in listed if not entry.is_optional}
-    missing = entered.keys() - {entry.file for entry in listed} - set(known)
-    return set(missing), required - entered.keys()
-
-
-def unknown_functions(entered: Entered, listed: list[Entry]) -> set[str]:
-    """Functions of entered files that are on the page and do not run."""
-    return {
-        f"{entry.file}: {function}"
-        for entry in listed
-        for function in entry.functions
-        if entry.file in entered and function not in entered[entry.file]
+def problems(entered: Entered, listed: list[Entry], known: Iterable[str] = ()) -> set[str]:
+    """How a section and the files that were entered differ; `known` files need no entry."""
+    files = {entry.file for entry in listed}
+    found = {
+        f"add {file} to the page: {', '.join(functions[:4])}"
+        for file, functions in entered.items()
+        if file not in files and file not in known
     }
+    for entry in listed:
+        if entry.file not in entered and not entry.is_optional:
+            found.add(f"take {entry.file} off the page: no function of it runs")
+        for function in entry.functions:
+            if entry.file in entered and function not in entered[entry.file]:
+                found.add(f"{entry.file}: {function} does not run")
+    return found
 
 
 def test_the_page_lists_what_a_decode_step_enters(native: None, steps: dict[str, Entered]) -> None:
-    assert missing_and_idle(steps["decode"], DECODE) == (set(), set())
-    assert not unknown_functions(steps["decode"], DECODE)
+    assert not problems(steps["decode"], DECODE)
 
 
 def test_the_page_lists_what_a_grpo_step_enters(native: None, steps: dict[str, Entered]) -> None:
     """What a decode step has entered before need not be told again, but may."""
     told = {entry.file for entry in DECODE}
-    assert missing_and_idle(steps["grpo"], GRPO, told) == (set(), set())
-    assert not unknown_functions(steps["grpo"], GRPO)
+    assert not problems(steps["grpo"], GRPO, told)
 
 
 def test_entries_are_numbered_and_no_file_is_listed_twice_in_a_section() -> None:
@@ -96,16 +92,18 @@ def test_entries_are_numbered_and_no_file_is_listed_twice_in_a_section() -> None
 
 
 def test_a_file_too_few_or_too_many_is_noticed() -> None:
-    """On a page that was spoilt on purpose."""
-    entered = {entry.file: entry.functions for entry in DECODE}
-    assert missing_and_idle(entered, DECODE) == (set(), set())
-    assert missing_and_idle(entered, DECODE[1:]) == ({DECODE[0].file}, set())
-    del entered[DECODE[0].file]
-    assert missing_and_idle(entered, DECODE) == (set(), {DECODE[0].file})
-    optional = DECODE[0]._replace(is_optional=True)
-    assert missing_and_idle(entered, [optional, *DECODE[1:]]) == (set(), set())
-    entered[DECODE[1].file] = ["another"]
-    assert unknown_functions(entered, DECODE[1:2])
+    """On pages that are spoilt on purpose."""
+    one = Entry(1, "a/one.py", ["f"], is_optional=False)
+    two = Entry(2, "a/two.py", ["g"], is_optional=False)
+    entered = {"a/one.py": ["f", "h"], "a/two.py": ["g"]}
+    assert not problems(entered, [one, two])
+    assert problems(entered, [two]) == {"add a/one.py to the page: f, h"}
+    assert not problems(entered, [two], known=["a/one.py"])
+    idle = {"take a/two.py off the page: no function of it runs"}
+    assert problems({"a/one.py": ["f"]}, [one, two]) == idle
+    assert not problems({"a/one.py": ["f"]}, [one, two._replace(is_optional=True)])
+    wrong = one._replace(functions=["f", "gone"])
+    assert problems(entered, [wrong, two]) == {"a/one.py: gone does not run"}
 
 
 def test_the_trace_sees_our_functions_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
