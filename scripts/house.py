@@ -34,6 +34,9 @@ PACKAGES = ("kernels", "nanosched", "nanoengine", "nanoinfer", "nanorl")
 USERS = ("scripts", "examples")  # may use the packages' public names; tests are not asked
 MOST_PARAMETERS = 7  # `self` and `cls` are not counted
 CPP = (".cpp", ".h")
+FILE_NAME = re.compile(r"(?<![\w*/<>{}$.-])((?:\.\./)*[\w/.-]*\w\.(?:py|sh|cpp|h|md))\b(?![*(])")
+NAMED_INSIDE = re.compile(r"`([\w/]+\.py): (\w+(?:\.\w+)?)")
+HISTORY = ("log.md", "CHANGELOG.md")  # they name files that have gone
 DIRECTIVES = re.compile(r"#\s*(type:|noqa|fmt:|ruff:|mypy:)")  # comments that tell people nothing
 LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
@@ -266,6 +269,42 @@ class House:
             or written.name in module.definitions
             or written.name in module.imports
             or f"{written.module}.{written.name}" in self.modules
+        )
+
+    def broken_file_names(self) -> dict[str, str]:
+        """Files that documents, docstrings and comments name and that are not there -> who does.
+        `optim.py` is there if some folder has one. Of `engine.py: Engine.step` the name has to be
+        there too. What history tells is not asked."""
+        folders = (*self.packages, *USERS, "tests", "docs", "benchmarks")
+        paths = [path for folder in folders for path in (self.root / folder).rglob("*")]
+        paths += self.root.glob("*")
+        known = {f"/{path.relative_to(self.root)}" for path in paths}
+        texts = {
+            path.relative_to(self.root): path.read_text()
+            for path in paths
+            if path.suffix == ".md" and path.name not in HISTORY
+        }
+        texts |= {m.path.relative_to(self.root): _prose(m.source) for m in self.all_modules}
+        found: dict[str, set[str]] = defaultdict(set)
+        for file, text in texts.items():
+            for name in FILE_NAME.findall(text):
+                plain = re.sub(r"^(\.\./)+", "", name)
+                if not any(path.endswith(f"/{plain}") for path in known):
+                    found[plain].add(str(file))
+            for name, inside in NAMED_INSIDE.findall(text):
+                if not self._is_defined_in(name, inside):
+                    found[f"{name}: {inside}"].add(str(file))
+        return {name: ", ".join(sorted(users)) for name, users in sorted(found.items())}
+
+    def _is_defined_in(self, file: str, name: str) -> bool:
+        """True if a module whose path ends in `file` has `Class.method` or `function` `name`, or if
+        there is no such module."""
+        owner, _, method = name.partition(".")
+        found = [m for m in self.all_modules if f"/{m.path}".endswith(f"/{file}")]
+        return not found or any(
+            owner in module.definitions
+            and re.search(rf"\b{method}\b", ast.unparse(module.definitions[owner]))
+            for module in found
         )
 
     def import_circles(self) -> list[list[str]]:
@@ -508,6 +547,19 @@ def _functions(module: Module) -> Iterator[Sized]:
             yield from visit(child, f"{prefix}{child.name}." if is_scope else prefix)  # type: ignore[attr-defined]
 
     yield from visit(module.tree, "")
+
+
+def _prose(source: str) -> str:
+    """Comments and docstrings."""
+    parts = [
+        token.string
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    ]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | Function):
+            parts.append(ast.get_docstring(node) or "")
+    return "\n".join(parts)
 
 
 def count_lines(source: str) -> tuple[int, int]:

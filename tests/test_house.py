@@ -136,6 +136,21 @@ WITHOUT_A_USER: dict[str, str] = {
         TO_BE_MENDED,
     ),
 }
+BROKEN_FILE_NAMES: dict[str, str] = {
+    **dict.fromkeys(
+        ("linux/filter.h", "linux/seccomp.h", "asm/unistd_64.h", "asm-generic/unistd.h"),
+        "of Linux",
+    ),
+    "llama.cpp": "a project",
+    "bench.py": "nano-vllm's",
+    "flash_attn/flash_attn_interface.py": "of flash-attn",
+    "hopper/flash_attn_interface.py": "of flash-attn",
+    "liger_kernel/transformers/functional.py": "of Liger-Kernel",
+    "data/drills.py": TO_BE_MENDED,
+    "parallel/pipeline_engine.py": TO_BE_MENDED,
+    "parallel/shards.py": TO_BE_MENDED,
+    "triton_ops.py": TO_BE_MENDED,
+}
 PRIVATE_IMPORTS: dict[str, str] = {}
 WITHOUT_A_CALLER: dict[str, str] = dict.fromkeys(
     (
@@ -219,6 +234,10 @@ def our_house() -> House:
 
 def test_every_import_of_ours_finds_what_it_names() -> None:
     assert not our_house().broken_imports(["tests"])
+
+
+def test_documents_and_comments_name_files_that_are_there() -> None:
+    hold(our_house().broken_file_names(), BROKEN_FILE_NAMES, "name the file as it is called now")
 
 
 def test_no_module_imports_itself_through_others() -> None:
@@ -310,6 +329,22 @@ def test_planted_imports_of_what_is_not_there_are_found(tmp_path: Path) -> None:
         "low.a -> low.gone.g",
         "scripts.c -> high.d",
     ]
+
+
+def test_planted_names_of_files_that_are_not_there_are_found(tmp_path: Path) -> None:
+    comment = '"""Next: a.py, low/gone.py."""\n# and b.py\nx = "no_prose.py"\nclass C:\n    y = x\n'
+    house = planted(tmp_path, low__a=comment)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "log.md").write_text("long_gone.py")
+    text = "`low/a.py: C.y` `a.py: C.z` `low/a.py: D` ../low/a.py ../low/c.py scripts/*.py <x>.py"
+    (tmp_path / "README.md").write_text(text)
+    assert house.broken_file_names() == {
+        "a.py: C.z": "README.md",
+        "b.py": "low/a.py",
+        "low/a.py: D": "README.md",
+        "low/c.py": "README.md",
+        "low/gone.py": "low/a.py",
+    }
 
 
 def test_a_planted_second_class_of_a_name_is_found(tmp_path: Path) -> None:
