@@ -3,8 +3,8 @@
     python scripts/house.py
     python scripts/house.py --json house.json
 
-Everything is read from the source with `ast`; nothing of ours is imported. The laws of
-tests/test_house.py are a few lines each over the same `House`.
+The source is read with `ast`, and one decode step and one GRPO step are run (core_steps.py) to see
+which files they enter. The laws of tests/test_house.py are a few lines each over the same `House`.
 
 A name counts as used where the source refers to it: through an import, wherever that import stands
 and whichever `__init__` hands the name on, or in its own module outside its own body. Methods are
@@ -21,10 +21,12 @@ import io
 import json
 import re
 import statistics
+import subprocess
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -600,10 +602,9 @@ def sizes(modules: Sequence[Module], functions: Sequence[Sized] = ()) -> dict[st
 
 def measure(house: House) -> dict[str, Any]:
     """Everything that the source says, as it goes into the JSON file."""
-    rows = {
-        package: sizes(house.of(package), house.functions(package)) for package in house.packages
-    }
-    every = [function for package in house.packages for function in house.functions(package)]
+    functions = {package: house.functions(package) for package in house.packages}
+    rows = {package: sizes(house.of(package), found) for package, found in functions.items()}
+    every = [one for found in functions.values() for one in found]
     rows["packages"] = sizes(list(house.modules.values()), every)
     for folder in USERS:
         rows[folder] = sizes(house.of(folder), house.functions(folder))
@@ -668,9 +669,9 @@ def show(measured: Mapping[str, Any]) -> str:
         lines.append((f"{name:11}" + "".join(cells)).rstrip())
     lines += [
         "",
-        "code: lines that are neither empty nor comment nor docstring; median, p90 and max",
+        "code: lines that are not empty, a comment or a docstring; median, p90 and max: of",
     ]
-    lines.append("are lines of a function; parameters are counted without self\n")
+    lines += ["the lines of a function; parameters are counted without self", ""]
     for title in ("import_circles", "classes_of_one_name", "without_a_user", "private_imports"):
         lines.append(f"{title.replace('_', ' ')}: {len(measured[title])}")
     lines.append(
@@ -689,7 +690,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there too")
     parser.add_argument("--static", action="store_true", help="read the source only, run nothing")
     arguments = parser.parse_args()
-    measured = measure(House())
+    head = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    commit = subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip()
+    measured = {"date": date.today().isoformat(), "commit": commit, **measure(House())}
     if not arguments.static:
         measured["steps"] = measure_steps()
     print(show(measured))

@@ -77,10 +77,7 @@ def test_setup_lists_every_package_that_exists_and_no_other() -> None:
 
 
 def test_source_files_say_what_they_are() -> None:
-    for package in PACKAGES:
-        for path in (ROOT / package).rglob("*.py"):
-            tree = ast.parse(path.read_text())
-            assert ast.get_docstring(tree), f"{path.relative_to(ROOT)}: no docstring"
+    hold(without_first_lines(our_house()), WITHOUT_FIRST_LINES, "write the module's docstring")
 
 
 # -- one home for each concept -----------------------------------------------------------------
@@ -186,7 +183,18 @@ MANY_PARAMETERS: dict[str, str] = dict.fromkeys(
 # are pointers, strides and tile sizes. May only fall.
 CEILING_OF_KERNELS = 25
 
+WITHOUT_FIRST_LINES: dict[str, str] = {
+    "nanoengine.model.linear": TO_BE_MENDED,
+    "nanoengine.tensor_file": TO_BE_MENDED,
+    "nanoinfer.config": TO_BE_MENDED,
+}
+
 Found = Mapping[str, str]  # what breaks a law -> where that stands
+
+
+def without_first_lines(house: House) -> Found:
+    docstrings = {name: ast.get_docstring(one.tree) for name, one in house.modules.items()}
+    return {name: text or "" for name, text in docstrings.items() if not text or "TODO" in text}
 
 
 def import_circles(house: House) -> Found:
@@ -315,6 +323,11 @@ def test_a_door_with_code_of_its_own_does(tmp_path: Path) -> None:
     door = "from low.a import f\ndef g(): ...\n"
     house = planted(tmp_path, low=door, low__a="from low import g\nf = 1\n")
     assert list(import_circles(house)) == ["low <-> low.a"]
+
+
+def test_planted_files_that_do_not_say_what_they_are_are_found(tmp_path: Path) -> None:
+    house = planted(tmp_path, low='"""A."""', low__b='"""TODO b"""', high='"""C."""', high__d="d=1")
+    assert without_first_lines(house) == {"low.b": "TODO b", "high.d": ""}
 
 
 def test_planted_imports_of_what_is_not_there_are_found(tmp_path: Path) -> None:
