@@ -286,7 +286,7 @@ class House:
             for path in paths
             if path.suffix == ".md" and path.name not in HISTORY
         }
-        texts |= {m.path.relative_to(self.root): _prose(m.source) for m in self.all_modules}
+        texts |= {m.path.relative_to(self.root): _prose(m) for m in self.all_modules}
         found: dict[str, set[str]] = defaultdict(set)
         for file, text in texts.items():
             for name in FILE_NAME.findall(text):
@@ -551,31 +551,31 @@ def _functions(module: Module) -> Iterator[Sized]:
     yield from visit(module.tree, "")
 
 
-def _prose(source: str) -> str:
+def _prose(module: Module) -> str:
     """Comments and docstrings."""
     parts = [
         token.string
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        for token in tokenize.generate_tokens(io.StringIO(module.source).readline)
         if token.type == tokenize.COMMENT
     ]
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(module.tree):
         if isinstance(node, ast.Module | ast.ClassDef | Function):
             parts.append(ast.get_docstring(node) or "")
     return "\n".join(parts)
 
 
-def count_lines(source: str) -> tuple[int, int]:
+def count_lines(module: Module) -> tuple[int, int]:
     """(lines of code, comments): a line of code has a token other than a comment, and docstrings
     are no code."""
     code: set[int] = set()
     comments: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+    for token in tokenize.generate_tokens(io.StringIO(module.source).readline):
         if token.type == tokenize.COMMENT:
             if not DIRECTIVES.match(token.string):
                 comments.add(token.start[0])
         elif token.type not in LAYOUT:
             code |= set(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(module.tree):
         if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node):
             first = node.body[0]
             code -= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
@@ -584,7 +584,7 @@ def count_lines(source: str) -> tuple[int, int]:
 
 def sizes(modules: Sequence[Module], functions: Sequence[Sized] = ()) -> dict[str, float]:
     """One row of the table."""
-    counts = [count_lines(module.source) for module in modules]
+    counts = [count_lines(module) for module in modules]
     code = sum(lines for lines, _ in counts)
     lengths = sorted(one.num_lines for one in functions) or [0]
     return {
