@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from types import TracebackType
 from typing import Protocol
 
 MIB = 1 << 20
@@ -27,7 +26,6 @@ class ExecStatus(StrEnum):
     TIMEOUT = "timeout"  # wall clock or CPU
     OOM = "oom"  # the memory of all its processes together
     OUTPUT_LIMIT = "output_limit"
-    SANDBOX_ERROR = "sandbox_error"  # never returned by a pool: retried, then ERROR
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,27 +110,8 @@ class SandboxFailure(RuntimeError):  # noqa: N818 - as above
 
 
 class Sandbox(Protocol):
-    """What the environments use; `SandboxPool` is the one implementation so far."""
+    """A sandbox as an environment sees it; `SandboxPool` is the implementation."""
 
-    @property
-    def capabilities(self) -> Capabilities: ...
-
-    async def run(
-        self,
-        code: str,
-        *,
-        files: Mapping[str, str] | None = None,
-        stdin: bytes = b"",
-        timeout_s: float | None = None,
-    ) -> ExecResult: ...
-
-    def close(self) -> None: ...
-
-    def __enter__(self) -> Sandbox: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    async def run(self, code: str, *, files: Mapping[str, str], timeout_s: float) -> ExecResult:
+        """Run one program in a fresh working directory that holds `files`."""
+        ...
