@@ -1,6 +1,13 @@
-"""The table of the rollout store: its columns, and a rollout as one row of it.
+"""Every rollout of a run in one SQLite file, each `rollout_id` exactly once.
 
-Left out: queries and transactions (nanorl.store).
+Safe against `kill -9` (WAL, one transaction a group) and against power loss (synchronous=FULL, one
+fsync a group). A rollout that is generated again after a resume replaces the earlier one.
+Index columns are plain, so `sqlite3 rollouts.sqlite 'select step, avg(reward) ...'` works. The
+per-token lists are blobs, the smallest exact numpy type and then zlib: a rollout of 1,000 tokens
+takes a few kB instead of tens as JSON and comes back equal to the last bit, because log-probs are
+stored as fp32 only where fp32 holds every one of them.
+In this file: the table, `RolloutStore`, a rollout as a row, per-token lists as bytes.
+Left out: several writers (a second process may read while one writes).
 """
 
 from __future__ import annotations
@@ -55,146 +62,6 @@ ENTRY_COLUMNS = (
 )
 COLUMNS = (*ENTRY_COLUMNS, "extra", "tokens", "loss_mask", "logps", "versions")
 
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """The index columns of one stored rollout."""
-
-    rollout_id: str
-    task_id: str
-    group_id: str
-    step: int
-    version: int
-    status: Status
-    reward: float
-    num_tokens: int
-    num_turns: int
-    content_hash: str
-
-
-def to_entry(row: tuple[Any, ...]) -> Entry:
-    """From a row of ENTRY_COLUMNS."""
-    fields = dict(zip(ENTRY_COLUMNS, row, strict=True))
-    fields["status"] = Status(fields["status"])
-    fields["reward"] = _reward(fields["reward"])
-    return Entry(**fields)
-
-
-def to_row(rollout: Rollout, step: int, version: int) -> tuple[Any, ...]:
-    """In the order of COLUMNS."""
-    extra = {
-        "turn_spans": [list(asdict(span).values()) for span in rollout.turn_spans],
-        "turn_rewards": rollout.turn_rewards,
-        "metrics": rollout.metrics,
-    }
-    return (
-        rollout.rollout_id,
-        rollout.task_id,
-        rollout.group_id,
-        step,
-        version,
-        rollout.status.value,
-        rollout.reward,  # NaN becomes NULL in SQLite
-        len(rollout.tokens),
-        len(rollout.turn_spans),
-        content_hash(rollout),
-        json.dumps(extra),
-        pack_ints(rollout.tokens),
-        pack_ints(rollout.loss_mask),
-        pack_floats(rollout.logps),
-        pack_ints(rollout.versions),
-    )
-
-
-def from_row(row: tuple[Any, ...]) -> Rollout:
-    """The inverse of `to_row`; ValueError if the row is damaged."""
-    fields = dict(zip(COLUMNS, row, strict=True))
-    extra = json.loads(fields["extra"])
-    per_token = {
-        name: unpack(fields[name]) for name in ("tokens", "loss_mask", "logps", "versions")
-    }
-    lengths = {len(values) for values in per_token.values()}
-    if lengths != {fields["num_tokens"]}:
-        raise ValueError(f"per-token lists of lengths {sorted(lengths)}")
-    return Rollout(
-        task_id=fields["task_id"],
-        group_id=fields["group_id"],
-        rollout_id=fields["rollout_id"],
-        turn_spans=[
-            TurnSpan(action_start=start, action_end=end, observation_end=observation_end)
-            for start, end, observation_end in extra["turn_spans"]
-        ],
-        reward=_reward(fields["reward"]),
-        turn_rewards=extra["turn_rewards"],
-        status=Status(fields["status"]),
-        metrics=extra["metrics"],
-        **per_token,  # type: ignore[arg-type]
-    )
-
-
-def _reward(value: float | None) -> float:
-    return float("nan") if value is None else value
-
-
-# Per-token lists as bytes: the smallest exact numpy type, then zlib.
-#
-# A rollout of 1,000 tokens takes a few kB instead of tens as JSON, and comes back equal to the last
-# bit: log-probs are stored as fp32 only where fp32 holds every one of them. Layout: three
-# characters of numpy dtype (`<u2`), then the zlib stream. Left out: speed beyond zlib level 1, not
-# needed at a few MB a step.
-
-_INT_DTYPES = ("|i1", "|u1", "<i2", "<u2", "<i4", "<i8")
-
-
-def pack_ints(values: Sequence[int]) -> bytes:
-    """Any integers of 64 bits, in the smallest type that holds them all."""
-    exact = np.asarray(values, dtype=np.int64)
-    low, high = (int(exact.min()), int(exact.max())) if len(exact) else (0, 0)
-    dtype = next(
-        name for name in _INT_DTYPES if np.iinfo(name).min <= low and high <= np.iinfo(name).max
-    )
-    return _pack(exact, dtype)
-
-
-def pack_floats(values: Sequence[float]) -> bytes:
-    """fp32 if that is exact (as the contract of `Rollout.logps` says), else fp64."""
-    exact = np.asarray(values, dtype=np.float64)
-    with np.errstate(over="ignore"):
-        rounded = exact.astype(np.float32).astype(np.float64)
-    return _pack(exact, "<f4" if np.array_equal(rounded, exact, equal_nan=True) else "<f8")
-
-
-def _pack(array: np.ndarray, dtype: str) -> bytes:
-    return dtype.encode("ascii") + zlib.compress(array.astype(dtype).tobytes(), level=1)
-
-
-def unpack(blob: bytes) -> list[int] | list[float]:
-    """The list that was packed; ValueError if the bytes are damaged."""
-    try:
-        return np.frombuffer(zlib.decompress(blob[3:]), dtype=blob[:3].decode("ascii")).tolist()
-    except (zlib.error, TypeError, UnicodeDecodeError) as error:
-        raise ValueError(f"damaged token list of {len(blob)} bytes: {error}") from error
-
-
-def content_hash(rollout: Rollout) -> str:
-    """SHA-256 of task, tokens and loss mask: equal where the policy was asked and said the same.
-
-    Rewards, log-probs and timings are left out, so that a regenerated rollout can be recognised.
-    """
-    digest = hashlib.sha256(rollout.task_id.encode("utf-8") + b"\0")
-    digest.update(np.asarray(rollout.tokens, dtype="<i8").tobytes())
-    digest.update(np.asarray(rollout.loss_mask, dtype="<i8").tobytes())
-    return digest.hexdigest()
-
-
-# Every rollout of a run in one SQLite file, each `rollout_id` exactly once.
-#
-# Safe against `kill -9` (WAL, one transaction a group) and against power loss (synchronous=FULL,
-# one fsync a group). A rollout that is generated again after a resume replaces the earlier one.
-# Index columns are plain, so `sqlite3 rollouts.sqlite 'select step, avg(reward) ...'` works; the
-# per-token lists are compressed (nanorl.store). Left out: the queue to the trainer, and several
-# writers: a second process may read while one writes.
-
 # Primary result codes of SQLite (https://www.sqlite.org/rescode.html), each with its remedy.
 _REMEDIES = {
     sqlite3.SQLITE_FULL: "the disk is full: free some space, then go on with --resume",
@@ -212,13 +79,40 @@ _REMEDIES = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """The index columns of one stored rollout.
+
+    Entry(rollout_id="s12-t3-m1", task_id="squares-0f3a...", group_id="s12-t3", step=12,
+          version=12, status=Status.FINISHED, reward=1.0, num_tokens=143, num_turns=2,
+          content_hash="9c1d...")
+    """
+
+    rollout_id: str
+    task_id: str
+    group_id: str
+    step: int
+    version: int
+    status: Status
+    reward: float
+    num_tokens: int
+    num_turns: int
+    content_hash: str
+
+
 class StoreError(RuntimeError):
     """The rollout file could not be read or written; the message names the file and the fix."""
 
 
 class RolloutStore:
-    """`step` is the training step that a rollout belongs to, `version` the policy that began it.
+    """The rollouts of one run, written in groups and read by their index columns.
 
+        with RolloutStore("runs/tiny-seed0/rollouts.sqlite") as store:
+            worst = min(store.entries(step=12), key=lambda entry: entry.reward)
+            rollout = store.get(worst.rollout_id)
+            same_task = store.query(task_id=rollout.task_id)
+
+    `step` is the training step that a rollout belongs to, `version` the policy that began it.
     May be used from several threads of one process. All errors of the file are StoreError.
     """
 
@@ -251,15 +145,14 @@ class RolloutStore:
                 self._db.execute(statement)
             self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
-    def add(self, rollout: Rollout, *, step: int, version: int) -> None:
-        """Stores one rollout; one of the same `rollout_id` is replaced."""
-        self.add_group([rollout], step=step, version=version)
-
     def add_group(
         self, rollouts: Sequence[Rollout], *, step: int, version: int | None = None
     ) -> None:
-        """Stores all of them or, whatever happens, none. On return they are on the disk. Without
-        `version` each is filed under the one that began it."""
+        """Store all of them or, whatever happens, none. On return they are on the disk.
+
+        A rollout of the same `rollout_id` is replaced. Without `version` each rollout is filed
+        under the version that began it.
+        """
         ids = [rollout.rollout_id for rollout in rollouts]
         if len(set(ids)) != len(ids):
             double = next(rollout_id for rollout_id in ids if ids.count(rollout_id) > 1)
@@ -273,7 +166,7 @@ class RolloutStore:
             self._db.executemany(sql, rows)
 
     def get(self, rollout_id: str) -> Rollout:
-        """KeyError if there is none."""
+        """The rollout of this id; KeyError if there is none."""
         rows = self._select(COLUMNS, {"rollout_id": rollout_id})
         if not rows:
             raise KeyError(f"no rollout {rollout_id!r} in {self.path}")
@@ -290,7 +183,7 @@ class RolloutStore:
         status: Status | None = None,
         limit: int | None = None,
     ) -> list[Rollout]:
-        """Those that match every filter given, ordered by step, group_id and rollout_id."""
+        """The rollouts that match every filter given, in order of step, group_id and rollout_id."""
         filters = {
             "task_id": task_id,
             "group_id": group_id,
@@ -303,27 +196,22 @@ class RolloutStore:
         return [self._from_row(row) for row in self._select(COLUMNS, given, limit)]
 
     def entries(self, *, step: int | None = None) -> list[Entry]:
-        """The index without the tokens, in the order of `query`; of one step or of all."""
+        """The index columns of one step or of all, without the tokens, in the order of `query`."""
         rows = self._select(ENTRY_COLUMNS, {} if step is None else {"step": step})
         return [to_entry(row) for row in rows]
 
-    def count(self, *, status: Status | None = None) -> int:
-        """How many rollouts, or how many of one status."""
-        where, values = _where({} if status is None else {"status": status})
+    def __len__(self) -> int:
         with self._reading():
-            row = self._db.execute(f"SELECT count(*) FROM rollouts{where}", values).fetchone()
+            row = self._db.execute("SELECT count(*) FROM rollouts").fetchone()
         return int(row[0])
 
-    def __len__(self) -> int:
-        return self.count()
-
     def delete_from_step(self, step: int) -> int:
-        """Forgets every rollout of `step` and later; a resume regenerates them. How many."""
+        """Forget the rollouts of `step` and later, which a resume regenerates; their number."""
         with self._transaction("delete from"):
             return self._db.execute("DELETE FROM rollouts WHERE step >= ?", (step,)).rowcount
 
     def expire(self, keep_steps: int) -> int:
-        """Keeps the rollouts of the newest `keep_steps` step numbers; how many were dropped.
+        """Keep the rollouts of the newest `keep_steps` steps and drop the others; their number.
 
         The file shrinks by the pages that became free.
         """
@@ -336,14 +224,6 @@ class RolloutStore:
             # Not `execute`: that steps the statement once, and each step frees a single page.
             self._db.executescript("PRAGMA incremental_vacuum")
         return num_dropped
-
-    def check(self) -> None:
-        """Reads the whole file; StoreError if it is damaged."""
-        with self._reading():
-            problems = [row[0] for row in self._db.execute("PRAGMA integrity_check(3)")]
-        if problems != ["ok"]:
-            remedy = _REMEDIES[sqlite3.SQLITE_CORRUPT]
-            raise StoreError(f"{self.path}: {remedy} ({'; '.join(problems)})")
 
     def close(self) -> None:
         with self._lock, self._errors("close"):
@@ -409,3 +289,112 @@ def _where(filters: dict[str, Any]) -> tuple[str, list[Any]]:
     if not filters:
         return "", []
     return " WHERE " + " AND ".join(f"{name} = ?" for name in filters), list(filters.values())
+
+
+def to_entry(row: tuple[Any, ...]) -> Entry:
+    """The entry of a row of ENTRY_COLUMNS."""
+    fields = dict(zip(ENTRY_COLUMNS, row, strict=True))
+    fields["status"] = Status(fields["status"])
+    fields["reward"] = _reward(fields["reward"])
+    return Entry(**fields)
+
+
+def to_row(rollout: Rollout, step: int, version: int) -> tuple[Any, ...]:
+    """The values of COLUMNS, in their order."""
+    extra = {
+        "turn_spans": [list(asdict(span).values()) for span in rollout.turn_spans],
+        "turn_rewards": rollout.turn_rewards,
+        "metrics": rollout.metrics,
+    }
+    return (
+        rollout.rollout_id,
+        rollout.task_id,
+        rollout.group_id,
+        step,
+        version,
+        rollout.status.value,
+        rollout.reward,  # NaN becomes NULL in SQLite
+        len(rollout.tokens),
+        len(rollout.turn_spans),
+        content_hash(rollout),
+        json.dumps(extra),
+        pack_ints(rollout.tokens),
+        pack_ints(rollout.loss_mask),
+        pack_floats(rollout.logps),
+        pack_ints(rollout.versions),
+    )
+
+
+def from_row(row: tuple[Any, ...]) -> Rollout:
+    """The inverse of `to_row`; ValueError if the row is damaged."""
+    fields = dict(zip(COLUMNS, row, strict=True))
+    extra = json.loads(fields["extra"])
+    per_token = {
+        name: unpack(fields[name]) for name in ("tokens", "loss_mask", "logps", "versions")
+    }
+    lengths = {len(values) for values in per_token.values()}
+    if lengths != {fields["num_tokens"]}:
+        raise ValueError(f"per-token lists of lengths {sorted(lengths)}")
+    return Rollout(
+        task_id=fields["task_id"],
+        group_id=fields["group_id"],
+        rollout_id=fields["rollout_id"],
+        turn_spans=[
+            TurnSpan(action_start=start, action_end=end, observation_end=observation_end)
+            for start, end, observation_end in extra["turn_spans"]
+        ],
+        reward=_reward(fields["reward"]),
+        turn_rewards=extra["turn_rewards"],
+        status=Status(fields["status"]),
+        metrics=extra["metrics"],
+        **per_token,  # type: ignore[arg-type]
+    )
+
+
+def _reward(value: float | None) -> float:
+    return float("nan") if value is None else value
+
+
+# Three characters of numpy dtype, then a zlib stream. Level 1: a step writes a few MB at most.
+_INT_DTYPES = ("|i1", "|u1", "<i2", "<u2", "<i4", "<i8")
+
+
+def pack_ints(values: Sequence[int]) -> bytes:
+    """Any integers of 64 bits, in the smallest type that holds them all."""
+    exact = np.asarray(values, dtype=np.int64)
+    low, high = (int(exact.min()), int(exact.max())) if len(exact) else (0, 0)
+    dtype = next(
+        name for name in _INT_DTYPES if np.iinfo(name).min <= low and high <= np.iinfo(name).max
+    )
+    return _pack(exact, dtype)
+
+
+def pack_floats(values: Sequence[float]) -> bytes:
+    """fp32 if that is exact (as the contract of `Rollout.logps` says), else fp64."""
+    exact = np.asarray(values, dtype=np.float64)
+    with np.errstate(over="ignore"):
+        rounded = exact.astype(np.float32).astype(np.float64)
+    return _pack(exact, "<f4" if np.array_equal(rounded, exact, equal_nan=True) else "<f8")
+
+
+def _pack(array: np.ndarray, dtype: str) -> bytes:
+    return dtype.encode("ascii") + zlib.compress(array.astype(dtype).tobytes(), level=1)
+
+
+def unpack(blob: bytes) -> list[int] | list[float]:
+    """The list that was packed; ValueError if the bytes are damaged."""
+    try:
+        return np.frombuffer(zlib.decompress(blob[3:]), dtype=blob[:3].decode("ascii")).tolist()
+    except (zlib.error, TypeError, UnicodeDecodeError) as error:
+        raise ValueError(f"damaged token list of {len(blob)} bytes: {error}") from error
+
+
+def content_hash(rollout: Rollout) -> str:
+    """SHA-256 of task, tokens and loss mask: equal where the policy was asked and said the same.
+
+    Rewards, log-probs and timings are left out, so that a regenerated rollout can be recognised.
+    """
+    digest = hashlib.sha256(rollout.task_id.encode("utf-8") + b"\0")
+    digest.update(np.asarray(rollout.tokens, dtype="<i8").tobytes())
+    digest.update(np.asarray(rollout.loss_mask, dtype="<i8").tobytes())
+    return digest.hexdigest()

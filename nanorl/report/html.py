@@ -197,7 +197,7 @@ class _Rollouts:
         num_all = sum(rate.num for rates in training_rates.values() for rate in rates)
         return (
             f'<section id="rollouts"><h2>Rollouts, turn by turn</h2><p>{len(examples)} examples, '
-            f"failures first; training had {number(num_all)}, all of them in rollouts.sqlite. "
+            f"failures first; rollouts.sqlite holds {number(num_all)} of training. "
             '<span class="key prompt">prompt</span> <span class="key model">model</span> '
             '<span class="key tool">tool</span> Only what the model sampled is trained on; the '
             "darker a token, the less likely it was. Point at one for its numbers.</p>"

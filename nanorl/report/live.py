@@ -145,10 +145,6 @@ class LiveView:
         elif phase.num_lines * phase.num_done // phase.total > line_before:
             self._tell(phase, metrics)
 
-    def end_phase(self, name: str) -> None:
-        """Fills the bar, whatever was left."""
-        self.advance(name, self._phases[name].total)
-
     def say(self, message: str) -> None:
         """One line above the bars, or in the log."""
         clean = _CONTROL.sub("?", message)
