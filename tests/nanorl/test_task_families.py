@@ -11,7 +11,7 @@ import pytest
 from local_runner import run_program
 
 from nanorl.envs.actions import COMPACT, MARKDOWN, ToolCall
-from nanorl.tasks.problem import Family, Generator, split_of
+from nanorl.tasks.problem import Family, ProblemGenerator, split_of
 from nanorl.tasks.smollm2 import smollm2_family
 from nanorl.tasks.tiny import tiny_family
 
@@ -81,7 +81,7 @@ FAMILIES = {family.name: family for family in (smollm2_family(), tiny_family())}
 KINDS = [(name, kind) for name, family in FAMILIES.items() for kind in family.generators]
 
 
-def generator_of(family: str, kind: str) -> Generator:
+def generator_of(family: str, kind: str) -> ProblemGenerator:
     return FAMILIES[family].generators[kind]
 
 
