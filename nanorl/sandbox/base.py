@@ -1,4 +1,4 @@
-"""What a sandbox promises: limits in, one result out, and two errors that are not results.
+"""The contract of a sandbox: limits in, one result out, and two errors that are not results.
 
 A result (`ExecResult`) says what the *program* did, whatever it did. `SandboxUnavailable` says that
 this machine cannot isolate programs; nothing runs then, there is no weaker mode to fall into.
@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 
 class ExecStatus(StrEnum):
-    """How a program ended. Only OK means exit code 0; what it printed is data, never a verdict."""
+    """The way a program ended. Only OK means exit code 0. What it printed is data, no verdict."""
 
     OK = "ok"
     ERROR = "error"  # another exit code, an uncaught exception included
@@ -30,7 +30,11 @@ class ExecStatus(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ExecResult:
-    """One execution. `exit_code` is negative for a signal (as `subprocess` has it)."""
+    """The result of one execution. `exit_code` is negative for a signal (as `subprocess` has it).
+
+    ExecResult(status=ExecStatus.OK, exit_code=0, stdout=b"42\\n", stderr=b"", truncated=False,
+               cpu_s=0.004, wall_s=0.006, maxrss_bytes=9_400_320, backend="bwrap")
+    """
 
     status: ExecStatus
     exit_code: int
@@ -52,7 +56,7 @@ class SandboxSpec:
     memory_bytes: int = 512 * MIB
     """Summed over all processes of the execution, its files in /tmp included with a cgroup."""
     max_output_bytes: int = 65536
-    """For each of stdout and stderr; a program that writes more is killed."""
+    """Limit of stdout and of stderr; a program that writes more is killed."""
     max_processes: int = 64
     """Threads count as processes."""
     max_open_files: int = 256
@@ -88,7 +92,7 @@ class SandboxSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a backend was seen to isolate, by running a program that tried to get out."""
+    """The isolation that a backend was seen to give to a program that tried to get out."""
 
     tier: str
     isolates: frozenset[str]  # of {"fs", "net", "pid", "mem", "kernel"}

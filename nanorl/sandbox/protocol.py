@@ -1,4 +1,4 @@
-"""What host and worker say to each other over their SEQPACKET socket. Stdlib only.
+"""The packets that host and worker exchange over their SEQPACKET socket. Stdlib only.
 
 host -> server    configuration (JSON, once), GO with descriptors, KILL
 server -> host    HELLO (once), RESULT: fixed-size structs, no JSON and no pickle

@@ -1,4 +1,4 @@
-"""What all processes of an execution use together, read from /proc by the server.
+"""Memory and CPU time of all processes of an execution together, read from /proc by the server.
 
 A cgroup counts as it gives; where there is none, this watch is the memory limit. `most_bytes` is
 cheap and never too small. Where it is above the limit the processes are made to stand still and
