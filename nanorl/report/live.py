@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from types import TracebackType
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -99,12 +98,7 @@ class LiveView:
             self.say(self._title)
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None

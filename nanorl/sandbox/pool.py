@@ -19,7 +19,6 @@ import sys
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
-from types import TracebackType
 from typing import ClassVar
 
 from nanorl.sandbox import canary, memory
@@ -170,12 +169,7 @@ class SandboxPool:
     def __enter__(self) -> SandboxPool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
