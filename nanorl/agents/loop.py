@@ -56,7 +56,7 @@ class Agent:
         rollout_id: str,
         sampling: SamplingParams,
     ) -> Rollout:
-        """One rollout. `sampling.seed` is the rollout's seed; every turn derives its own.
+        """Play one rollout. `sampling.seed` is the rollout's seed; every turn derives its own.
 
         A rollout that hits a limit keeps its tokens and scores as unanswered. `InfrastructureError`
         gives status FAILED; everything else that raises is a defect and propagates.
@@ -100,7 +100,7 @@ class Agent:
                 return None
 
     async def _generate_turn(self, builder: TurnBuilder, sampling: SamplingParams) -> None:
-        """One turn of as many tokens as the limits leave (`sampling.max_tokens` is not read).
+        """Sample one turn of as many tokens as the limits leave; `sampling.max_tokens` is not read.
 
         An output that was aborted for a weight update is continued by re-prefill.
         """

@@ -30,7 +30,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class FinalAnswer:
-    """What the agent answers, which ends its episode: `FinalAnswer("42")`."""
+    """The answer of the agent, which ends its episode: `FinalAnswer("42")`."""
 
     value: str
 

@@ -36,7 +36,7 @@ class TimeStep:
 
 
 class Environment(Protocol):
-    """One episode. `step` raises `InfrastructureError` for what is not the program's doing."""
+    """One episode. `step` raises `InfrastructureError` where the program is not to blame."""
 
     @property
     def format(self) -> ActionFormat: ...

@@ -29,7 +29,7 @@ KILLED: Mapping[ExecStatus, str] = MappingProxyType(
         ExecStatus.SIGNAL: "killed",
     }
 )
-"""How a program ended that did not come to its own end, in the words that the model reads."""
+"""The words in which the model reads that its program did not come to its own end."""
 
 NOTICES = (NO_OUTPUT, TOOL_UNAVAILABLE, NO_CALLS_LEFT, *KILLED.values())
 """All that an observation says in the environment's own words: a teacher knows failures by them."""
@@ -47,7 +47,7 @@ class CodeEnv:
         max_executions: int = 4,
         is_tool_enabled: bool = True,
     ) -> None:
-        """With the tool off the agent may still answer; a call gets a fixed notice as its output.
+        """With the tool off the agent may still answer, but its calls are refused.
 
         `timeout_s` is the wall-clock limit of one program.
         """

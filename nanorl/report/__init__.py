@@ -1,4 +1,4 @@
-"""What a run leaves behind for people: a live view, metrics, a summary and a page.
+"""Reports: a run as people see it, while it goes on and afterwards.
 
 summary.py      summary.json: the whole run in one dict whose fields other tools rely on
 metrics.py      metrics.jsonl: one line a step, and TensorBoard

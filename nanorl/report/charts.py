@@ -28,7 +28,7 @@ MAX_MARKS = 150
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One value a step; None leaves a gap."""
+    """A curve: one value a step, where None leaves a gap."""
 
     label: str
     values: tuple[float | None, ...]
@@ -47,8 +47,10 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Metrics that share one chart, by their names in metrics.jsonl, in this order. Those that a
-    run does not write are left out, and a chart without any."""
+    """The metrics that share one chart, by their names in metrics.jsonl, in this order.
+
+    A metric that a run does not write is left out, and so is a chart without any.
+    """
 
     title: str
     names: tuple[str, ...]
@@ -187,8 +189,11 @@ def stacked_bars(chart: Chart) -> str:
 
 
 def success_bars(rows: Sequence[tuple[str, float | None, int]]) -> str:
-    """A bar for each (label, success rate, number of tasks), with the 95 % Wilson interval of that
-    number; None is "not measured". Text beside the drawings, so that it is as large on a phone."""
+    """A bar for each (label, success rate, number of tasks), with its 95 % Wilson interval.
+
+    A rate of None is "not measured". The text stands beside the drawings, so that it is as large on
+    a phone.
+    """
     parts = []
     for i, (label, rate, num_tasks) in enumerate(rows):
         value, marks = "not measured", ""
@@ -224,7 +229,7 @@ def wilson_interval(rate: float, num: int) -> tuple[float, float]:
 
 
 def _axis(values: Sequence[float], is_fraction: bool) -> tuple[float, float, list[float]]:
-    """Low, high and about five round ticks; with 0, unless the data is far from it."""
+    """The ends of the axis and about five round ticks, with 0 unless the data is far from it."""
     if is_fraction and max(values, default=1.0) > 0.5:
         return 0.0, 1.0, [0.0, 0.25, 0.5, 0.75, 1.0]
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
@@ -384,7 +389,7 @@ def number(value: float | None, is_fraction: bool = False) -> str:
 
 
 def duration(seconds: float) -> str:
-    """1:05 or 2:01:05."""
+    """A duration as people read it: 1:05 or 2:01:05."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,4 +1,4 @@
-"""What a person watches while a run goes on: phases with time left, and the numbers that matter.
+"""The view of a run while it goes on: its phases with the time left, and the numbers that matter.
 
 On a terminal a `rich` display that redraws itself; anywhere else (a file, a pipe, CI) plain lines,
 as many for each phase as it asks for. Left out: history beyond the sparkline of success (see
@@ -37,7 +37,7 @@ _FRACTIONS = re.compile(r"(heldout_)?success(_.*)?|.*_fraction")
 
 @dataclass(kw_only=True)
 class Phase:
-    """One bar: `num_done` of `total`, all but `num_before` of them since `start_s`."""
+    """A bar: `num_done` units of `total` are done, all but `num_before` of them since `start_s`."""
 
     name: str
     total: int
@@ -140,7 +140,7 @@ class LiveView:
             self._tell(phase, metrics)
 
     def say(self, message: str) -> None:
-        """One line above the bars, or in the log."""
+        """Print a line above the bars, or in the log."""
         clean = _CONTROL.sub("?", message)
         if self.is_live:
             self._console.print(Text(clean))

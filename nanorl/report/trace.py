@@ -51,7 +51,7 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """One rollout, ready to show."""
+    """A rollout, ready to show."""
 
     rollout: Rollout
     segments: tuple[Segment, ...]
@@ -95,7 +95,7 @@ def trace_rollout(rollout: Rollout, decode: Decode) -> Trace:
 
 
 def split_text(ids: Sequence[int], decode: Decode) -> list[str]:
-    """One piece a token; a character of several tokens goes to the last of them.
+    """The text of each token; a character of several tokens goes to the last of them.
 
     Decodes a short window at a time: from the last boundary, whose text is known to be final.
     """

@@ -90,7 +90,7 @@ def rlimits(spec: SandboxSpec, has_cgroup: bool) -> dict[str, int]:
 
 
 class BwrapWorker:
-    """One worker process tree and the control socket to the server inside it."""
+    """The process tree of one worker, and the control socket to the server inside it."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""One thread that feeds the workers of a pool and reads what their programs print.
+"""The thread that feeds the workers of a pool and reads what their programs print.
 
 A thread, not an event loop's reader: programs are started and drained while the caller's loop is
 inside a decoding step, any number of loops may come and go, and workers need a parent thread that

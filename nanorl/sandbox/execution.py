@@ -1,4 +1,4 @@
-"""One execution as the host sees it: the descriptors that go in, the two pipes that come out.
+"""An execution as the host sees it: the descriptors that go in, the two pipes that come out.
 
 The program's text and input travel in anonymous files, never through the server's memory; stdin
 is sealed, since a program that could grow it would have memory that no limit counts.
@@ -23,7 +23,7 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_S
 
 @dataclass(eq=False)
 class Execution:
-    """One program to run, and the future of its result.
+    """A program to run, and the future of its result.
 
     `payload` is the program followed by its files, framed; `num_errors` counts workers that broke
     while it ran, `num_starts` those that were found dead when it came.

@@ -61,7 +61,7 @@ def is_readable(path: Path) -> bool:
 
 @contextlib.contextmanager
 def reachable(path: Path) -> Iterator[Path]:
-    """The same executable where the dropped uid can run it; a private one is copied meanwhile."""
+    """A path of the executable that the dropped uid can run; a private one is copied meanwhile."""
     if is_readable(path):
         yield path
         return

@@ -106,7 +106,7 @@ def _stat_fields(pid: str) -> list[bytes]:
 
 
 def _read(pid: str, name: str) -> bytes:
-    """Empty if the process has ended."""
+    """The content of /proc/PID/name; empty if the process has ended."""
     try:
         with open(f"/proc/{pid}/{name}", "rb") as file:
             return file.read()

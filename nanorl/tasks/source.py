@@ -105,7 +105,7 @@ class FileTasks:
         return [self._at(step * n + i) for i in range(n)]
 
     def heldout(self, n: int, seed: int) -> list[Task]:
-        """Up to `n` different held-out tasks: no more than the file has."""
+        """Draw up to `n` different held-out tasks, no more than the file has."""
         tasks = list(self.heldout_tasks)
         random.Random(f"heldout {seed}").shuffle(tasks)
         return tasks[:n]

@@ -228,7 +228,7 @@ def replace_one(
     replace: Callable[[re.Match[str]], str],
     rng: random.Random,
 ) -> str:
-    """Replace one random match."""
+    """The text with one random match replaced."""
     matches = list(pattern.finditer(text))
     if not matches:
         return text
