@@ -1,8 +1,15 @@
 """`AlgorithmSpec`: one frozen record that says which algorithm this is; `make_loss` runs it.
 
-`compute_advantages` (advantages.py) and `token_weights` (advantages.py) run once on the whole
-optimizer batch; the function of `make_loss(spec)` runs on every micro-batch and returns a sum.
-Published recipes by name: spec.py.
+The default is GRPO (DeepSeekMath, arXiv 2402.03300). What ours changes against that paper:
+
+    1. tokens    every action token of the batch weighs the same (DAPO's token mean); the paper
+                 averages within each rollout first, which favours short ones
+    2. KL        there is none, so no reference model is held; the paper adds 0.04·k3
+    3. clip      a token with A < 0 costs at most 3·|A| (dual clip, arXiv 1912.09729)
+    4. μ         the clip is around the trainer's policy, and every token is weighed by how far
+                 that is from the policy that sampled it (below); in the paper they are one
+    5. std       the sample standard deviation of the group; a group of one learns nothing
+    6. turns     tokens that the model did not sample, a tool's output, have no loss
 
 Three policies meet in a loss: μ sampled the tokens, o is the trainer's when the batch came, θ is
 being updated. By default the clip is around o and every token is weighed by min(π_o/μ, 2): the
@@ -11,6 +18,10 @@ decoupled objective of AReaL (arXiv 2505.24298) with truncated weights (TIS), wh
 forward pass is needed for o: in the first step on a batch o is θ, and the later steps reuse the
 log-probs of the first. The other usual choice, the ratio against μ itself (`old_policy="rollout"`),
 drops every stale token that has drifted past the clip, so it learns less the staler the data.
+
+`compute_advantages` and `token_weights` (advantages.py) run once on the whole optimizer batch; the
+function of `make_loss(spec)` runs on every micro-batch and returns a sum. The recipes that have a
+name (`--algorithm gspo`) stand at the end of this file.
 """
 
 from __future__ import annotations
@@ -19,7 +30,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -431,26 +442,63 @@ def _check_sense(spec: AlgorithmSpec) -> None:
         )
 
 
-# Published algorithms by name. What each leaves open is this repository's choice.
+class Recipe(NamedTuple):
+    """A published algorithm. What its paper leaves open is this repository's choice."""
 
-RECIPES: Mapping[str, AlgorithmSpec] = MappingProxyType(
+    summary: str
+    spec: AlgorithmSpec
+
+
+RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
-        "grpo": AlgorithmSpec(),
-        "dr_grpo": AlgorithmSpec(
-            advantage="dr_grpo", aggregation="constant", constant_length=1024, dual_clip=None
+        "grpo": Recipe(
+            "rewards normalised in their group, PPO's clip (arXiv 2402.03300)", AlgorithmSpec()
         ),
-        "rloo": AlgorithmSpec(advantage="rloo", loss="reinforce"),
-        "reinforce_pp": AlgorithmSpec(advantage="reinforce_pp", kl_reward_coef=1e-3),
-        "reinforce_pp_baseline": AlgorithmSpec(
-            advantage="reinforce_pp_baseline", kl_coef=1e-3, kl_estimator="k2"
+        "dr_grpo": Recipe(
+            "GRPO without its two divisions, by length and by spread (arXiv 2503.20783)",
+            AlgorithmSpec(
+                advantage="dr_grpo", aggregation="constant", constant_length=1024, dual_clip=None
+            ),
         ),
-        "maxrl": AlgorithmSpec(advantage="maxrl", loss="reinforce"),
-        "ppo": AlgorithmSpec(advantage="gae"),
-        "dapo": AlgorithmSpec(clip_high=0.28, dynamic_sampling=True, overlong_buffer=128),
-        "gspo": AlgorithmSpec(loss="gspo", aggregation="seq_mean_token_mean"),
-        "sapo": AlgorithmSpec(loss="sapo", aggregation="seq_mean_token_mean"),
-        "cispo": AlgorithmSpec(loss="cispo"),
-        "opd": AlgorithmSpec(advantage="none", loss="opd"),
+        "rloo": Recipe(
+            "REINFORCE; the baseline is the mean of the others (arXiv 2402.14740)",
+            AlgorithmSpec(advantage="rloo", loss="reinforce"),
+        ),
+        "reinforce_pp": Recipe(
+            "REINFORCE++: returns of tokens, whitened over the batch (arXiv 2501.03262)",
+            AlgorithmSpec(advantage="reinforce_pp", kl_reward_coef=1e-3),
+        ),
+        "reinforce_pp_baseline": Recipe(
+            "REINFORCE++ less the mean of the group, KL in the loss (arXiv 2501.03262)",
+            AlgorithmSpec(advantage="reinforce_pp_baseline", kl_coef=1e-3, kl_estimator="k2"),
+        ),
+        "maxrl": Recipe(
+            "REINFORCE; rewards over the group's success rate (arXiv 2602.02710)",
+            AlgorithmSpec(advantage="maxrl", loss="reinforce"),
+        ),
+        "ppo": Recipe(
+            "a critic, GAE, and the clip (arXiv 1707.06347)", AlgorithmSpec(advantage="gae")
+        ),
+        "dapo": Recipe(
+            "GRPO with a higher clip, mixed groups only, a soft limit on length (arXiv 2503.14476)",
+            AlgorithmSpec(clip_high=0.28, dynamic_sampling=True, overlong_buffer=128),
+        ),
+        "gspo": Recipe(
+            "GRPO with one ratio for a whole sequence (arXiv 2507.18071)",
+            AlgorithmSpec(loss="gspo", aggregation="seq_mean_token_mean"),
+        ),
+        "sapo": Recipe(
+            "a soft gate instead of the clip (arXiv 2511.20347)",
+            AlgorithmSpec(loss="sapo", aggregation="seq_mean_token_mean"),
+        ),
+        "cispo": Recipe(
+            "the weight is clipped, so no token loses its gradient (arXiv 2506.13585)",
+            AlgorithmSpec(loss="cispo"),
+        ),
+        "opd": Recipe(
+            "on-policy distillation from --rl.reference, without rewards (arXiv 2306.13649)",
+            AlgorithmSpec(advantage="none", loss="opd"),
+        ),
     }
 )
 
@@ -458,5 +506,7 @@ RECIPES: Mapping[str, AlgorithmSpec] = MappingProxyType(
 def named_spec(name: str) -> AlgorithmSpec:
     """A published recipe. Change parts of it with `dataclasses.replace`."""
     if name not in RECIPES:
-        raise ValueError(f"algorithm {name!r}: choose one of {', '.join(RECIPES)}")
-    return RECIPES[name]
+        raise ValueError(
+            f"--algorithm {name}: no such algorithm; choose one of {', '.join(RECIPES)}"
+        )
+    return RECIPES[name].spec
