@@ -11,11 +11,11 @@ import json
 import math
 import os
 import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from nanorl.algorithms.spec import BOUNDS, AlgorithmSpec
+from nanorl.algorithms.spec import BOUNDS, AlgorithmSpec, named_spec
 from nanorl.bounds import check_number
 
 MAX_ROLLOUTS = 1 << 16
@@ -289,6 +289,8 @@ class RunConfig:
 
     preset: str = "smollm2"
     """Which preset the defaults come from: smollm2 or tiny."""
+    algorithm: str = "grpo"
+    """Which published recipe the defaults of --rl.algorithm come from; listed above."""
     out: Path | None = None
     """Run directory; default runs/<preset>-seed<seed>."""
     resume: bool = False
@@ -323,6 +325,7 @@ class RunConfig:
     engine: EngineLimits = field(default_factory=EngineLimits)
 
     def __post_init__(self) -> None:
+        named_spec(self.algorithm)
         cores = os.cpu_count() or 1
         _check(
             self,
@@ -344,6 +347,10 @@ class RunConfig:
                 f"--rl.algorithm.overlong-buffer {buffer}: must be at most "
                 f"--agent.max-context-tokens {most}, the limit before which the penalty grows"
             )
+
+    def with_algorithm(self, name: str) -> RunConfig:
+        """The same run with the published recipe `name` in place of its algorithm."""
+        return replace(self, algorithm=name, rl=replace(self.rl, algorithm=named_spec(name)))
 
     @property
     def run_dir(self) -> Path:
