@@ -26,7 +26,9 @@ from typing import Any
 
 from nanoinfer.cancellation import to_the_end
 from nanoinfer.params import SamplingParams
+from nanorl.collector import RolloutCollector
 from nanorl.config import RunConfig
+from nanorl.learner import Learner
 from nanorl.types import Rollout, Task
 from nanosched import ActorHandle, TaskError
 
@@ -51,11 +53,10 @@ class Trainer:
         self,
         config: RunConfig,
         *,
-        learner: ActorHandle,
-        collector: ActorHandle,
+        learner: ActorHandle[Learner],
+        collector: ActorHandle[RolloutCollector],
         task_batch: TaskBatch,
     ) -> None:
-        """Handles of a `Learner` and a `RolloutCollector`; the tasks of each step."""
         self.config = config
         self.learner = learner
         self.collector = collector
@@ -80,13 +81,13 @@ class Trainer:
             capacity=rl.tasks_per_step * (rl.max_staleness + 1),
             first_index=first_step * rl.tasks_per_step,
         )
-        await self.learner.publish.remote(first_step)
+        await self.learner.call(Learner.publish, first_step)
         producer = asyncio.create_task(self._produce(first_step, staleness, queue))
         try:
             await self._consume(first_step, staleness, queue, producer, on_step)
         finally:
             producer.cancel()
-            await self.collector.stop.remote()
+            await self.collector.call(RolloutCollector.stop)
             await asyncio.gather(producer, return_exceptions=True)
 
     async def _produce(
@@ -109,8 +110,12 @@ class Trainer:
         queue: TransferQueue,
     ) -> None:
         size = self.config.rl.group_size
-        group = await self.collector.run_group.remote(
-            task, group_id=f"s{step}-g{index}", size=size, sampling=self.sampling
+        group = await self.collector.call(
+            RolloutCollector.run_group,
+            task,
+            group_id=f"s{step}-g{index}",
+            size=size,
+            sampling=self.sampling,
         )
         staleness.finish(size)
         await queue.put(index, group)
@@ -138,11 +143,11 @@ class Trainer:
         on_step: OnStep,
     ) -> None:
         wait_s = time.perf_counter() - start
-        metrics = await self.learner.train_and_publish.remote(groups, step + 1)
+        metrics = await self.learner.call(Learner.train_and_publish, groups, step + 1)
         metrics["wait_s"] = wait_s
-        metrics["rollout_s"] = await self.collector.take_busy_s.remote()
+        metrics["rollout_s"] = await self.collector.call(RolloutCollector.take_busy_s)
         metrics["step_s"] = time.perf_counter() - start
-        failed = await self.collector.take_failed.remote()
+        failed = await self.collector.call(RolloutCollector.take_failed)
         on_step(StepResult(step=step, metrics=metrics, groups=groups, failed=failed))
 
 
