@@ -313,6 +313,8 @@ class RunConfig:
     """RL steps between two checkpoints; one is also written at the end of every phase."""
     keep_checkpoints: int = 2
     """Checkpoints kept on disk."""
+    keep_rollout_steps: int = 0
+    """RL steps, the newest, whose rollouts stay in rollouts.sqlite; 0 keeps every rollout."""
     cache_dir: Path = Path("~/.cache/nanorl")
     """Where downloaded and converted models are kept."""
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
@@ -331,6 +333,7 @@ class RunConfig:
             threads=Bound(0, 4 * cores, f"4 for each of the {cores} cores here; 0 uses every core"),
             save_every=COUNT,
             keep_checkpoints=COUNT,
+            keep_rollout_steps=NATURAL,
         )
         if self.deterministic and self.rl.max_staleness > 0:
             raise ValueError(
@@ -365,7 +368,7 @@ class RunConfig:
 # Options that may differ between a run and its resumption without changing what is computed.
 RESUME_FREE = (
     *("out", "resume", "cache_dir", "save_every", "keep_checkpoints"),
-    *("threads", "tool.workers"),
+    *("keep_rollout_steps", "threads", "tool.workers"),
     "device",  # another kind of device rounds differently, as another kind of CPU does
 )
 

@@ -16,7 +16,6 @@ import dataclasses
 import datetime
 import os
 import platform
-import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -46,7 +45,13 @@ from nanorl.report.examples import Example, choose, choose_entries, rates_by_sta
 from nanorl.report.html import write_report
 from nanorl.report.live import LiveView
 from nanorl.report.metrics import MetricsWriter, read_metrics
-from nanorl.report.summary import EVALUATIONS, build_summary, git_commit, write_summary
+from nanorl.report.summary import (
+    EVALUATIONS,
+    build_summary,
+    git_commit,
+    peak_rss_bytes,
+    write_summary,
+)
 from nanorl.report.transcript import transcript
 from nanorl.store import Entry, RolloutStore
 from nanorl.trainer import StepResult, Trainer
@@ -163,8 +168,7 @@ class Run:
         now = time.perf_counter()
         self.cursor.add("wall_s", now - self.started)
         self.started = now
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        self.cursor.keep_max("peak_rss_bytes", float(peak))
+        self.cursor.keep_max("peak_rss_bytes", float(peak_rss_bytes()))
 
     @contextmanager
     def _timed(self, name: str, total: int, done: int = 0, num_lines: int = 10) -> Iterator[str]:
@@ -320,6 +324,8 @@ class Run:
             [*(rollout for group in result.groups for rollout in group), *result.failed],
             step=result.step,
         )
+        if self.config.keep_rollout_steps:
+            self.store.expire(self.config.keep_rollout_steps)
         self.metrics.write(result.step, result.metrics)
         self._add_totals(result.metrics)
         self.cursor.add("num_failed_rollouts", len(result.failed))
