@@ -16,14 +16,24 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig(AdamWConfig):
+class ComputeConfig:
+    """What a run chooses of the computation: memory against time, and the bits of the head."""
+
+    micro_batch_tokens: int = 2048
+    """Tokens of one training micro-batch, rows of the model in a forward and a backward pass."""
+    share_prefix: bool = False
+    """Forward a group's common prompt once in training. Off in --deterministic."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, a third more time, the same bits."""
+    lm_head_fp32: bool = False
+    """Multiply the lm_head in fp32 even if the model is bf16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(AdamWConfig, ComputeConfig):
     """How the engine computes; what it inherits says how it updates."""
 
     dtype: Literal["fp32", "bf16", "fp64"] = "fp32"  # parameters and matmuls; masters stay fp32
-    micro_batch_tokens: int = 2048  # rows of the model in one forward and backward pass
-    share_prefix: bool = False  # read the common leading tokens of a group once
-    activation_checkpointing: bool = False  # less memory, a third more work, the same bits
-    lm_head_fp32: bool = False  # output head in fp32 over a bf16 model
     deterministic: bool = False  # GPU: only run-to-run deterministic kernels. A CPU always is
     keep_checkpoints: int = 2
     zero: int = 0  # over the data-parallel ranks: 1 cuts optimizer state, 2 gradients, 3 parameters

@@ -52,16 +52,27 @@ NORM_ROW = 4096  # elements summed in one piece: the result is the same for ever
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamWConfig:
-    """Hyperparameters of the update. `weight_decay` spares norms and biases."""
+class UpdateConfig:
+    """What a run chooses of the update, phase by phase; the rest is AdamW's own."""
 
     lr: float = 1e-6
+    """Learning rate, the highest that the schedule reaches."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    schedule: Schedule = "constant"
+    """Learning-rate schedule after the warm-up."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay; norms and biases are spared."""
+    max_grad_norm: float = 1.0
+    """Global gradient-norm clip."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig(UpdateConfig):
+    """Hyperparameters of the update. A `max_grad_norm` of 0 never clips."""
+
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0  # 0 never clips
-    schedule: Schedule = "constant"
-    warmup_steps: int = 0
     total_steps: int = 0  # where the schedule ends; needed by cosine and linear
     min_lr_ratio: float = 0.0  # of lr, at the end of the schedule
 
