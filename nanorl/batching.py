@@ -34,7 +34,11 @@ from nanorl.types import Rollout, Status
 class TrainBatch:
     """What the engine trains on, and how the batch looked. `probe` is one group of the batch, to
     measure the log-prob gap on where no sample has a gradient. The critic, if there is one, learns
-    from all samples."""
+    from all samples.
+
+        batch = build_batch(groups, AlgorithmSpec(), max_tokens=512, version=3)
+        engine.train_step(batch.samples, batch.loss_fn)
+    """
 
     samples: list[Sample]
     critic_samples: list[Sample]
