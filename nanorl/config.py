@@ -27,7 +27,7 @@ from nanorl.algorithms.spec import BOUNDS, AlgorithmSpec, named_spec
 from nanorl.bounds import check_number
 
 MAX_ROLLOUTS = 1 << 16
-"""Of one step: at some 500 tokens each, a gigabyte of Python numbers."""
+"""A step may have so many: at some 500 tokens each, a gigabyte of Python numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -413,7 +413,7 @@ def _from_json(cls: Any, data: dict[str, Any]) -> Any:
 
 
 class Bound(NamedTuple):
-    """What a number may be; infinities and NaN it may never be."""
+    """Says what a number may be; infinities and NaN it may never be."""
 
     low: float
     high: float = math.inf

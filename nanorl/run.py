@@ -375,7 +375,7 @@ class Run:
             self.save()
 
     def _say_step(self, result: StepResult) -> None:
-        """What the numbers of the step do not say: why nothing moved, and what the agent does."""
+        """Say what the numbers of the step do not: why nothing moved, and what the agent does."""
         if not result.metrics["num_trained_rollouts"]:
             self.live.say(f"step {result.step} changed nothing: {NO_SIGNAL}")
         every = max(1, self.config.rl.steps // NUM_SAMPLES)

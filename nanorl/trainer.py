@@ -43,7 +43,7 @@ OnStep = Callable[["StepResult"], None]
 
 @dataclass(kw_only=True)
 class StepResult:
-    """What one optimizer batch gave: its metrics and the rollouts it was made of.
+    """Holds what one optimizer batch gave: its metrics and the rollouts it was made of.
 
     StepResult(step=3, metrics={"reward": 0.6, "grad_norm": 1.2}, groups=[[...], [...]], failed=[])
     """
@@ -194,7 +194,7 @@ class StalenessController:
         self._changed = asyncio.Event()
 
     def can_admit(self, count: int) -> bool:
-        """Whether `count` more rollouts would stay within the staleness that is allowed."""
+        """Say whether `count` more rollouts would stay within the staleness that is allowed."""
         limit = (self.max_staleness + self.version + 1) * self.batch
         return self.accepted + self.running + count <= limit
 

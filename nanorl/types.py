@@ -19,7 +19,7 @@ from typing import Any
 
 
 class Status(StrEnum):
-    """How a rollout ended. Only FAILED says nothing about the policy: it is dropped and retried."""
+    """Says how a rollout ended. FAILED alone says nothing of the policy: it is dropped, retried."""
 
     FINISHED = "finished"
     TRUNCATED_TURN = "truncated_turn"  # one model output hit its token limit

@@ -1,4 +1,4 @@
-"""What each step of the warm start trains on: copy drills first, then a sloppy teacher's traces.
+"""The samples of the warm start: copy drills first, then a sloppy teacher's traces.
 
 `WarmStart.samples` is a function of (seed, step), so a resumed run trains on the same; the traces
 of an earlier epoch, which it does not have any more, it plays again with the same result.

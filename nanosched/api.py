@@ -1,4 +1,4 @@
-"""What a trainer writes: `Scheduler`, actor builders and handles; the back end runs it somewhere.
+"""A trainer writes `Scheduler`, actor builders and handles; the back end runs it somewhere.
 
     sched = Scheduler(backend="inline")
     counter = sched.actor(Counter).options(name="counter").remote(start=3)
@@ -36,7 +36,7 @@ R = TypeVar("R")  # what a method returns
 
 @dataclass(frozen=True, kw_only=True)
 class ActorOptions:
-    """How an actor is placed and supervised. Inline, cpus and gpus reserve nothing."""
+    """Says how an actor is placed and supervised. Inline, cpus and gpus reserve nothing."""
 
     num_cpus: float = 1
     num_gpus: float = 0
@@ -169,7 +169,7 @@ class Scheduler:
     def create(
         self, builder: ActorBuilder[P, A], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> ActorHandle[A]:
-        """What `ActorBuilder.remote` calls."""
+        """Make the actor; `ActorBuilder.remote` calls this."""
         if self._is_closed:
             raise SchedulerError("the scheduler is closed; make a new one")
         options = builder.actor_options

@@ -87,7 +87,7 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 
 
 def futures_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Future[Any]]:
-    """Those among the arguments themselves; what is nested deeper is the callee's to read."""
+    """Find those among the arguments themselves; what is nested deeper is the callee's to read."""
     return [value for value in (*args, *kwargs.values()) if isinstance(value, Future)]
 
 

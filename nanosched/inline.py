@@ -162,7 +162,7 @@ class InlineActor:
 
 
 class InlineBackend:
-    """What `Scheduler` asks of a back end: create, submit, get, wait, kill, close."""
+    """Does what `Scheduler` asks of a back end: create, submit, get, wait, kill, close."""
 
     def __init__(self) -> None:
         self._actors: weakref.WeakSet[InlineActor] = weakref.WeakSet()

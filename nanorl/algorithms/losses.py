@@ -62,7 +62,7 @@ class LossBatch:
 
     @property
     def segments(self) -> tuple[Tensor, Tensor, int]:
-        """What a function of whole sequences asks for."""
+        """The arguments that functions of whole sequences ask for."""
         return self.mask_T, self.sequence_ids_T, self.num_sequences
 
 
