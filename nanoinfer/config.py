@@ -15,7 +15,18 @@ CacheKind = Literal["auto", "fp8"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferConfig:
+class StepSizes:
+    """How much one step of the engine may hold. 0 is chosen for the model's device (sizes.py): 512
+    tokens and 64 sequences on a CPU, 8192 and 256 on a GPU."""
+
+    max_batch_tokens: int = 0
+    """Tokens of one engine step, decodes and prefill chunks together; 0: chosen for the device."""
+    max_num_seqs: int = 0
+    """Sequences that are decoded together; 0: chosen for the device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferConfig(StepSizes):
     """The options of one engine."""
 
     num_blocks: int | None = None
@@ -27,10 +38,6 @@ class InferConfig:
     """On a CPU take the cache's memory at the start, not as it fills: no token waits for a page."""
     block_size: int = 16
     """Tokens a block."""
-    max_batch_tokens: int = 0
-    """Tokens a step, decodes and prefill chunks together; 512 on a CPU, 8192 on a GPU."""
-    max_num_seqs: int = 0
-    """Sequences that run at a time; 64 on a CPU, 256 on a GPU."""
     prefix_caching: bool = True
     """Reuse the cache of earlier requests that started alike."""
     eos_ids: tuple[int, ...] | None = None
