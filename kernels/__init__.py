@@ -17,7 +17,7 @@ bit. `linear.py` and `cpp/` say how.
 """
 
 from kernels.adamw import clip_scale, fused_adamw_, make_tensor_table, multi_tensor_l2norm
-from kernels.attention import flash_attn_varlen, make_varlen_plan
+from kernels.attention import flash_attn_varlen, make_varlen_plan, tree_attention
 from kernels.batch_invariant import log_softmax_batch_invariant, matmul_batch_invariant
 from kernels.fp8 import dequantize_fp8, fp8_linear, quantize_fp8
 from kernels.gae import gae
@@ -76,4 +76,5 @@ __all__ = [
     "sample",
     "swiglu",
     "topk_softmax",
+    "tree_attention",
 ]
