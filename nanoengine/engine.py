@@ -15,7 +15,7 @@ gradients are sums over all ranks divided by one weight summed over all ranks, s
 depend on how the batch was dealt out either.
 
 Left out: losses, which belong to the algorithm.
-Next: scoring.py (a micro-batch's log-probs), optim.py, parallel/zero.py.
+Next: scoring.py (a micro-batch's log-probs), optim.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from nanoengine.model import hf
 from nanoengine.model.attention import supports_shared_prefix
 from nanoengine.model.linear import slice_of
 from nanoengine.model.transformer import Transformer
-from nanoengine.optim import AdamW
+from nanoengine.optim import AdamW, Kind
 from nanoengine.packing import (
     MicroBatch,
     Sample,
@@ -48,18 +48,17 @@ from nanoengine.packing import (
 from nanoengine.parallel.expert_parallel import ExpertParallel
 from nanoengine.parallel.mesh import DATA_AXES, WORLD, Layout, Mesh
 from nanoengine.parallel.tensor_parallel import TensorParallel, gather_slice
-from nanoengine.parallel.zero import ShardedAdamW
 from nanoengine.scoring import Scorer
 from nanoengine.state.checkpoint import (
     Checkpoint,
     get_rng_state,
     open_checkpoint,
-    save_checkpoint,
+    rng_pieces,
     set_rng_state,
 )
-from nanoengine.state.sharded_checkpoint import ShardedWriter, rng_pieces
-from nanoengine.state.slices import Held, Piece, cut_parameter, make_piece
-from nanoengine.tensor_file import CheckpointError
+from nanoengine.state.checkpoint_writer import CheckpointWriter
+from nanoengine.state.slices import Held, Piece, cut_parameter
+from nanoengine.tensor_file import CheckpointError, dtype_name
 
 LossFn = Callable[[Tensor, Tensor | None, MicroBatch], tuple[Tensor, Mapping[str, Tensor | float]]]
 """(logp_T, entropy_T or None, micro-batch) -> (sum over tokens, {name: sum of a statistic}).
@@ -116,24 +115,20 @@ class Engine:
         _check_mesh(model, config, mesh, is_pipeline=bool(stages))
         self.model = model
         self.models = list(stages) if stages else [model]
-        self._saver: ShardedWriter | None = None
+        self._saver: CheckpointWriter | None = None
         self.config = config
         self.mesh = mesh
         self.version = 0
         self.last_logps: list[Tensor] = []  # of the last train_step, before its update
         dtype = DTYPES[config.dtype]
-        self.optimizer: AdamW | ShardedAdamW
-        if mesh.size() == 1:
-            self.optimizer = AdamW(model.named_parameters(), config, dtype=dtype)
-        else:
-            self.optimizer = ShardedAdamW(
-                self.models,
-                config,
-                mesh,
-                zero=config.zero,
-                dtype=dtype,
-                bucket_bytes=config.bucket_bytes,
-            )
+        self.optimizer = AdamW(
+            self.models,
+            config,
+            mesh,
+            zero=config.zero,
+            dtype=dtype,
+            bucket_bytes=config.bucket_bytes,
+        )
         wide = torch.promote_types(dtype, torch.float32)
         for part in self.models:
             for buffer in part.buffers():  # rope tables: as wide as the masters
@@ -450,14 +445,10 @@ def save(engine: Engine, path: Path, cursor: dict[str, Any], in_background: bool
         "cursor": cursor,
     }
     keep = engine.config.keep_checkpoints
-    if isinstance(engine.optimizer, AdamW) and not in_background:
-        engine.wait_saved()
-        tensors = {**engine.optimizer.state(), **rng_tensors}
-        return save_checkpoint(path, engine.version, tensors, meta, keep=keep)
     mesh = engine.mesh if engine.mesh.size() > 1 else None
     if engine._saver is None or engine._saver.root != path:
         engine.wait_saved()
-        engine._saver = ShardedWriter(path, mesh, keep=keep)
+        engine._saver = CheckpointWriter(path, mesh, keep=keep)
     held = [*optimizer_pieces(engine), *rng_pieces(engine.mesh.rank(), rng_tensors)]
     rank_meta = {"rng": rng_values}
     engine._saver.save(engine.version, held, meta, rank_meta, in_background=in_background)
@@ -494,19 +485,16 @@ def load(engine: Engine, path: Path) -> dict[str, Any]:
 
 def optimizer_pieces(engine: Engine) -> Held:
     """Masters and moments that this rank owns; writing to the tensors restores them."""
-    return list(_pieces(engine))
+    return list(_pieces(engine.optimizer))
 
 
-def _pieces(engine: Engine) -> Iterator[tuple[Piece, Tensor]]:
-    if isinstance(engine.optimizer, AdamW):
-        for name, tensor in engine.optimizer.state().items():
-            yield make_piece(name, tensor), tensor
-        return
-    for kind in ("master", "exp_avg", "exp_avg_sq"):
-        for part, values in engine.optimizer.pieces(kind):  # type: ignore[arg-type]
-            parameter = part.slot.param
-            name = f"{kind}.{part.slot.name}"
-            yield from cut_parameter(name, parameter.shape, slice_of(parameter), values, part.lo)
+def _pieces(optimizer: AdamW) -> Iterator[tuple[Piece, Tensor]]:
+    kinds: tuple[Kind, ...] = ("master", "exp_avg", "exp_avg_sq")
+    for kind in kinds:
+        for entry, values in optimizer.entries(kind):
+            parameter = entry.slot.param
+            name = f"{kind}.{entry.slot.name}"
+            yield from cut_parameter(name, parameter.shape, slice_of(parameter), values, entry.lo)
 
 
 def _open_together(path: Path, mesh: Mesh) -> Checkpoint:
@@ -528,7 +516,7 @@ def _check(checkpoint: Checkpoint, wanted: list[Piece], mesh: Mesh) -> None:
     for names in mesh.gather_json(WORLD, mine):
         everyone |= names
     stored = {
-        name: [list(checkpoint.shape(name)), str(checkpoint.dtype(name)).removeprefix("torch.")]
+        name: [list(checkpoint.shape(name)), dtype_name(checkpoint.dtype(name))]
         for name in checkpoint.names()
         if not name.startswith("rng.")
     }

@@ -1,15 +1,24 @@
 """AdamW over flat buffers with fp32 masters, clipping by the global norm, learning-rate schedules.
 
-All parameters live in one flat master buffer, laid out beside two moments and one gradient of the
-same size, so that an optimizer step is a handful of passes over memory whatever the model looks
-like. Where the model computes in bf16, `param.data` is a working copy rounded from the master;
-in fp32 and fp64 the parameter *is* its slice of the master and no copy exists.
+All parameters lie in flat buckets: masters beside two moments and one gradient of the same size,
+so that an optimizer step is a handful of passes over memory whatever the model looks like. Where
+the model computes in bf16, `param.data` is a working copy rounded from the master; in fp32 and
+fp64 the parameter *is* its slice of the master and no copy exists.
 
 Gradients collect in `param.main_grad` (fp32; fp64 for fp64 models): kernels that know it add there
 directly, everything else goes through a hook that adds autograd's gradient and drops it.
 
-Left out: amsgrad, parameter groups beyond "decayed or not", and sharding: parallel/zero.py has the
-same interface and uses the pieces of this file.
+One process alone has one bucket and owns all of it. Over a mesh, masters, moments, gradients and
+parameters can be cut over the ranks that hold the same parameters:
+
+    ZeRO   parameters   gradients   masters + moments     a step moves, per parameter
+    0      whole        whole       whole                 all-reduce of the gradient
+    1      whole        whole       1/n                   reduce-scatter it, all-gather the weights
+    2      whole        1/n         1/n                   the same; the scatter for each micro-batch
+    3      1/n          1/n         1/n                   and all-gather twice for each micro-batch
+
+Left out: amsgrad, parameter groups beyond "decayed or not".
+Next: parallel/data_parallel.py (buckets and their reduction), parallel/zero.py (what is in memory).
 AdamW: Loshchilov and Hutter, "Decoupled weight decay regularization", arXiv 1711.05101.
 """
 
@@ -17,8 +26,8 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -29,11 +38,16 @@ from torch import Tensor, nn
 from kernels import fused_adamw_
 from kernels.adamw import make_tensor_table
 from kernels.tensor_table import TensorTable
+from nanoengine.parallel.data_parallel import Bucket, GradientReducer, ShardEntry
+from nanoengine.parallel.mesh import REPLICA_AXES, WORLD, Layout, Mesh
+from nanoengine.parallel.zero import BucketState, Residency, cut_into_buckets
 from nanoengine.tensor_file import read_tensor, tensor_bytes
 
 Schedule = Literal["constant", "cosine", "linear"]
+Kind = Literal["master", "exp_avg", "exp_avg_sq", "grad"]
+Flats = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Master, gradient, first and second moment: 1-d tensors of one size."""
 
-ALIGNMENT = 64  # elements; every parameter starts on a cache line in fp32 and in bf16
 NORM_ROW = 4096  # elements summed in one piece: the result is the same for every thread count
 
 
@@ -89,16 +103,230 @@ def lr_at(config: AdamWConfig, step: int) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
 
 
-@dataclass(frozen=True)
-class Slot:
-    """Where a parameter lives in the flat buffers."""
+class AdamW:
+    """Owns masters, moments and gradients of the trainable parameters of `models`; tied ones come
+    once. Weight decay applies to matrices, not to norms and biases.
 
-    name: str
-    param: nn.Parameter
-    offset: int
+    `models` are this rank's parts of the model: one, or its pipeline stages. `dtype` is what the
+    parameters are converted to (by default they keep theirs); the masters start from the values
+    before. Without a mesh this process trains alone.
+    """
 
-    def view(self, flat: Tensor) -> Tensor:
-        return flat[self.offset : self.offset + self.param.numel()].view(self.param.shape)
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        config: AdamWConfig,
+        mesh: Mesh | None = None,
+        *,
+        zero: int = 0,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = 25_000_000,
+    ) -> None:
+        mesh = Mesh(Layout()) if mesh is None else mesh
+        if zero not in (0, 1, 2, 3):
+            raise ValueError(f"zero={zero}: must be 0, 1, 2 or 3")
+        if zero == 3 and mesh.size("pp") > 1:
+            raise ValueError(
+                "zero=3 with pp > 1: every micro-batch in flight would gather each layer again; "
+                "use zero=2, or more dp and no pp"
+            )
+        self.config, self.mesh = config, mesh
+        self.zero = zero if mesh.size(REPLICA_AXES) > 1 else 0  # one replica shares with nobody
+        self.step_count = 0
+        self.phase_start = 0  # the step count at which the schedule began
+        first = next(p for model in models for p in model.parameters())
+        dtype = first.dtype if dtype is None else dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        self.has_working_copy = dtype != wide
+        self.buckets = [
+            Bucket(named, layers, mesh, axes, is_sharded=self.zero > 0, wide=wide)
+            for layers, named, axes in cut_into_buckets(models, mesh, self.zero, bucket_bytes, wide)
+        ]
+        size = sum(bucket.share for bucket in self.buckets)
+        self.exp_avg, self.exp_avg_sq = (
+            torch.zeros(size, dtype=wide, device=first.device) for _ in range(2)
+        )
+        keeps_masters = self.has_working_copy or self.zero == 3
+        self._own_masters = torch.zeros_like(self.exp_avg) if keeps_masters else None
+        self._states = list(self._make_states(dtype))
+        self._decayed, self._spared = self._halves()
+        self._plans: list[TensorTable | None] = []  # made at the first step, and after `reload`
+        self._parked: Parked | None = None
+        self.residency = Residency(mesh, self._states, models) if self.zero >= 2 else None
+        self.reducer = GradientReducer(
+            mesh,
+            self.buckets,
+            every_pass=self.zero >= 2,
+            when_reduced=self.residency.after_backward if self.residency is not None else None,
+        )
+
+    def _make_states(self, dtype: torch.dtype) -> Iterator[BucketState]:
+        begin = 0
+        for bucket in self.buckets:
+            part = slice(begin, begin + bucket.share)
+            begin += bucket.share
+            own = None if self._own_masters is None else self._own_masters[part]
+            moments = self.exp_avg[part], self.exp_avg_sq[part]
+            yield BucketState(bucket, dtype, own, *moments, is_resident=self.zero < 3)
+
+    def _halves(self) -> tuple[list[Flats], list[Flats]]:
+        """The buffers of decayed parameters and of those that are spared."""
+        decayed, spared = [], []
+        for state in self._states:
+            bucket = state.bucket
+            a, b, c, d = state.master, bucket.grad_shard, state.exp_avg, state.exp_avg_sq
+            cut = min(max(bucket.decay_end - bucket.begin, 0), bucket.share)
+            decayed.append((a[:cut], b[:cut], c[:cut], d[:cut]))
+            spared.append((a[cut:], b[cut:], c[cut:], d[cut:]))
+        return decayed, spared
+
+    @property
+    def needs_equal_passes(self) -> bool:
+        """Whether all data-parallel ranks must run the same number of forward passes."""
+        meets_in_passes = self.zero >= 2 or self.mesh.size("ep") > 1
+        return meets_in_passes and self.mesh.size(("dp", "ep")) > 1
+
+    # -- one step ----------------------------------------------------------------------------
+
+    def restart(self, config: AdamWConfig) -> None:
+        """Another phase of training: its own schedule and no momentum, but the second moments stay.
+
+        With fresh second moments the first updates are the sign of a noisy gradient, at the full
+        rate in every weight. The scale of the phase before is a better guess, and is forgotten at
+        beta2's pace.
+        """
+        self._require_loaded()
+        self.config = config
+        self.phase_start = self.step_count
+        self.exp_avg.zero_()
+
+    def zero_grad(self) -> None:
+        self._require_loaded()
+        for bucket in self.buckets:
+            bucket.zero_grad()
+
+    def start_pass(self, *, is_last: bool, is_pipeline: bool = False) -> None:
+        self.reducer.start_pass(is_last=is_last, is_pipeline=is_pipeline)
+
+    def end_pass(self) -> None:
+        self.reducer.end_pass()
+
+    def finish_gradients(self) -> None:
+        self.reducer.finish()
+
+    def grad_norm(self) -> float:
+        """The L2 norm of the whole model's gradient, accumulated in fp64; NaN or inf if any entry
+        is. Every element counts once, however many ranks hold it.
+
+        One collective of all ranks, whatever a rank holds: a pipeline stage without experts meets
+        those with them."""
+        total = self.mesh.sum_float(WORLD, math.fsum(self._sums_of_squares()))[0]
+        return math.sqrt(total) if math.isfinite(total) else total
+
+    def _sums_of_squares(self) -> Iterator[float]:
+        for bucket in self.buckets:
+            if self.mesh.size() == 1:  # nobody else holds a part of it: in one go
+                yield sum_of_squares(bucket.grad)
+            elif bucket.num_shards > 1 or self.mesh.rank(bucket.axes) == 0:  # of copies the first
+                for entry in bucket.entries():
+                    if self._counts(entry.slot.param):
+                        yield sum_of_squares(entry.of(bucket.grad_shard))
+
+    def _counts(self, parameter: Tensor) -> bool:
+        """Tensor-parallel ranks share small parameters, pipeline stages a tied embedding."""
+        if getattr(parameter, "is_copy", False):
+            return False
+        return hasattr(parameter, "slice") or self.mesh.rank("tp") == 0
+
+    def lr(self) -> float:
+        """The learning rate of the next update."""
+        return lr_at(self.config, self.step_count - self.phase_start)
+
+    def step(self, grad_norm: float) -> None:
+        """Clip to `max_grad_norm` given the norm just measured, update this rank's masters and
+        moments, and give all ranks the new weights. The gradient is the clipped one afterwards.
+
+            m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) g^2
+            w = w (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+        """
+        lr = self.lr()
+        self.step_count += 1
+        for bucket in self.buckets:
+            clip(bucket.grad_shard, self.config, grad_norm)
+        halves = (self._decayed, self._spared)
+        if not self._plans:
+            self._plans = [table_of(parts) for parts in halves]
+        decays = (self.config.weight_decay, 0.0)
+        for parts, decay, plan in zip(halves, decays, self._plans, strict=True):
+            update(parts, self.config, self.step_count, lr, decay, plan)
+        self.write_back()
+
+    def write_back(self) -> None:
+        """Round the masters into the weights and give every rank the whole ones (ZeRO-1, 2); with
+        ZeRO-3 whatever is gathered is out of date and goes."""
+        self.release()
+        handles = []
+        for state in self._states:
+            state.round()
+            if self.zero < 3:
+                handles.append(state.gather(self.mesh))
+        for handle in handles:
+            handle.wait()
+
+    @torch.no_grad()
+    def read_weights(self) -> None:
+        """Take the parameters as the new masters, after somebody else wrote to them. With ZeRO-3
+        call it inside `gathered`."""
+        self._require_loaded()
+        for state in self._states:
+            state.read()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """The whole parameters are here (they always are, except with ZeRO-3)."""
+        if self.residency is not None:
+            self.residency.fetch_all()
+        try:
+            yield
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """With ZeRO-3, free the parameters of other ranks; after each forward or training step."""
+        if self.residency is not None:
+            self.residency.release_all()
+
+    # -- memory and state --------------------------------------------------------------------
+
+    def entries(self, kind: Kind) -> Iterator[tuple[ShardEntry, Tensor]]:
+        """What this rank owns: elements lo:hi of each (flattened, tensor-parallel part of a)
+        parameter with their values, 1-d views. Writing to them restores; then `write_back`."""
+        self._require_loaded()
+        for state in self._states:
+            shard = state.bucket.grad_shard if kind == "grad" else getattr(state, kind)
+            for entry in state.bucket.entries():
+                yield entry, entry.of(shard)
+
+    def offload(self, folder: Path | str | None = None) -> None:
+        """Free the gradients and park moments and separate masters until `reload`: from a GPU in
+        host memory, from a CPU in a temporary file in `folder`. A second call does nothing."""
+        if self._parked is None:
+            buffers = [self.exp_avg, self.exp_avg_sq]
+            if self._own_masters is not None and (self.zero < 3 or self.has_working_copy):
+                buffers.append(self._own_masters)
+            scratch = {id(t): t for b in self.buckets for t in (b.grad, b.grad_shard)}
+            whole = [t for t in scratch.values() if t.untyped_storage().nbytes()]
+            self._parked = Parked(buffers, whole, folder)
+
+    def reload(self) -> None:
+        if self._parked is not None:
+            self._parked.restore()
+            self._parked = None
+        self._plans = []  # the buffers may lie elsewhere now
+
+    def _require_loaded(self) -> None:
+        if self._parked is not None:
+            raise ValueError("the optimizer is offloaded: call reload() first")
 
 
 def clip(grad: Tensor, config: AdamWConfig, grad_norm: float) -> None:
@@ -108,7 +336,7 @@ def clip(grad: Tensor, config: AdamWConfig, grad_norm: float) -> None:
 
 
 def update(
-    parts: list[tuple[Tensor, Tensor, Tensor, Tensor]],
+    parts: list[Flats],
     config: AdamWConfig,
     step: int,
     lr: float,
@@ -138,7 +366,7 @@ def update(
     )
 
 
-def table_of(parts: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> TensorTable | None:
+def table_of(parts: list[Flats]) -> TensorTable | None:
     """What a GPU's kernel reads of `parts`, on the GPU; None on a CPU, and where there are none."""
     parts = [part for part in parts if part[0].numel()]
     if not parts or parts[0][0].device.type == "cpu":
@@ -147,157 +375,14 @@ def table_of(parts: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> TensorTable 
     return make_tensor_table(masters, grads, exp_avgs, exp_avg_sqs, masters)
 
 
-class Offloadable:
-    """What an optimizer does once its memory is parked; `offload` itself is the optimizer's."""
-
-    _parked: Parked | None = None
-
-    def reload(self) -> None:
-        if self._parked is not None:
-            self._parked.restore()
-            self._parked = None
-
-    def _require_loaded(self) -> None:
-        if self._parked is not None:
-            raise ValueError("the optimizer is offloaded: call reload() first")
-
-
-class AdamW(Offloadable):
-    """Owns masters, moments and gradients of `named_parameters`; tied parameters come once.
-
-    `dtype` is what the parameters are converted to (by default they keep theirs); the masters
-    start from the values before. Weight decay applies to matrices, not to norms and biases.
-    """
-
-    def __init__(
-        self,
-        named_parameters: Iterable[tuple[str, nn.Parameter]],
-        config: AdamWConfig,
-        *,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self.config = config
-        self.step_count = 0
-        self.phase_start = 0  # the step count at which the schedule began
-        named = [(name, param) for name, param in named_parameters if param.requires_grad]
-        if not named:
-            raise ValueError("no trainable parameters: every requires_grad is False")
-        self._slots, self._decay_end, size = lay_out(named)
-        first = named[0][1]
-        dtype = dtype if dtype is not None else first.dtype
-        wide = torch.promote_types(dtype, torch.float32)
-        self.master, self.exp_avg, self.exp_avg_sq, self.grad = (
-            torch.zeros(size, dtype=wide, device=first.device) for _ in range(4)
-        )
-        self.has_working_copy = dtype != wide
-        flats = (self.master, self.grad, self.exp_avg, self.exp_avg_sq)
-        self._decayed, self._plain = (
-            [(flats[0][cut], flats[1][cut], flats[2][cut], flats[3][cut])]
-            for cut in (slice(self._decay_end), slice(self._decay_end, None))
-        )
-        self._plans: list[TensorTable | None] = []  # made at the first step, and after `reload`
-        self._hooks = []
-        for slot in self._slots:
-            master = slot.view(self.master).copy_(slot.param.data)
-            slot.param.data = master.to(dtype)  # the master's own memory in fp32
-            slot.param.main_grad = slot.view(self.grad)  # type: ignore[attr-defined]
-            self._hooks.append(slot.param.register_post_accumulate_grad_hook(collect_grad))
-
-    def restart(self, config: AdamWConfig) -> None:
-        """Another phase of training: its own schedule and no momentum, but the second moments stay.
-
-        With fresh second moments the first updates are the sign of a noisy gradient, at the full
-        rate in every weight. The scale of the phase before is a better guess, and is forgotten at
-        beta2's pace.
-        """
-        self._require_loaded()
-        self.config = config
-        self.phase_start = self.step_count
-        self.exp_avg.zero_()
-
-    def zero_grad(self) -> None:
-        self._require_loaded()
-        self.grad.zero_()
-
-    @property
-    def needs_equal_passes(self) -> bool:
-        """Of several ranks; this class serves one. So do the methods that follow."""
-        return False
-
-    def start_pass(self, *, is_last: bool) -> None: ...
-
-    def end_pass(self) -> None: ...
-
-    def finish_gradients(self) -> None: ...
-
-    def release(self) -> None: ...
-
-    def gathered(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def grad_norm(self) -> float:
-        """Global L2 norm of the gradient, accumulated in fp64; NaN or inf if any entry is."""
-        return math.sqrt(sum_of_squares(self.grad))
-
-    def lr(self) -> float:
-        """Of the next update."""
-        return lr_at(self.config, self.step_count - self.phase_start)
-
-    def step(self, grad_norm: float) -> None:
-        """Clip to `max_grad_norm` given the norm just measured, update masters and moments, and
-        round the working copies. The gradient buffer holds the clipped gradient afterwards.
-
-            m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) g^2
-            w = w (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
-        """
-        clip(self.grad, self.config, grad_norm)
-        lr = self.lr()
-        self.step_count += 1
-        halves = (self._decayed, self._plain)
-        if not self._plans:
-            self._plans = [table_of(parts) for parts in halves]
-        decays = (self.config.weight_decay, 0.0)
-        for parts, decay, plan in zip(halves, decays, self._plans, strict=True):
-            update(parts, self.config, self.step_count, lr, decay, plan)
-        self.write_back()
-
-    def reload(self) -> None:
-        super().reload()
-        self._plans = []  # the buffers may lie elsewhere now
-
-    @torch.no_grad()
-    def write_back(self) -> None:
-        """Round the masters into the working copies (nothing to do in fp32)."""
-        if self.has_working_copy:
-            for slot in self._slots:
-                slot.param.copy_(slot.view(self.master))
-
-    @torch.no_grad()
-    def read_weights(self) -> None:
-        """Take the parameters as the new masters, after somebody else wrote to them."""
-        self._require_loaded()
-        if self.has_working_copy:
-            for slot in self._slots:
-                slot.view(self.master).copy_(slot.param)
-
-    def state(self) -> dict[str, Tensor]:
-        """Views, by name: `master.*`, `exp_avg.*`, `exp_avg_sq.*`. Writing to them restores."""
-        self._require_loaded()
-        buffers = {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        return {
-            f"{kind}.{slot.name}": slot.view(flat)
-            for kind, flat in buffers.items()
-            for slot in self._slots
-        }
-
-    def offload(self, folder: Path | str | None = None) -> None:
-        """Free the gradient and park moments and separate masters until `reload`: from a GPU in
-        host memory, from a CPU in a temporary file in `folder`. A second call does nothing."""
-        if self._parked is None:
-            buffers = [self.exp_avg, self.exp_avg_sq]
-            if self.has_working_copy:
-                buffers.append(self.master)
-            self._parked = Parked(buffers, [self.grad], folder)
+def sum_of_squares(flat: Tensor) -> float:
+    """Rows of a fixed length in the buffer's dtype, then fp64: independent of the thread count."""
+    num_rows = flat.numel() // NORM_ROW
+    body, tail = flat[: num_rows * NORM_ROW], flat[num_rows * NORM_ROW :]
+    rows = torch.linalg.vector_norm(body.view(num_rows, NORM_ROW), dim=1)
+    parts = [*rows.split(NORM_ROW), tail]
+    sums = torch.stack([part.double().square().sum() for part in parts])
+    return math.fsum(sums.tolist())  # the one point where the host waits for a GPU's gradients
 
 
 class Parked:
@@ -330,34 +415,3 @@ class Parked:
             with self._file as file:
                 for buffer in self._buffers:
                     read_tensor(file, buffer)
-
-
-def lay_out(named: list[tuple[str, nn.Parameter]]) -> tuple[list[Slot], int, int]:
-    """Decayed parameters first. Returns (slots, end of the decayed part, total size)."""
-    slots: list[Slot] = []
-    offset, decay_end = 0, 0
-    for decayed in (True, False):
-        for name, param in named:
-            if (param.ndim >= 2) is decayed:
-                slots.append(Slot(name, param, offset))
-                offset += -(-param.numel() // ALIGNMENT) * ALIGNMENT
-        if decayed:
-            decay_end = offset
-    return slots, decay_end, offset
-
-
-def collect_grad(param: nn.Parameter) -> None:
-    """Move autograd's gradient into `main_grad`, in the order autograd produces them."""
-    if param.grad is not None:
-        param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
-        param.grad = None
-
-
-def sum_of_squares(flat: Tensor) -> float:
-    """Rows of a fixed length in the buffer's dtype, then fp64: independent of the thread count."""
-    num_rows = flat.numel() // NORM_ROW
-    body, tail = flat[: num_rows * NORM_ROW], flat[num_rows * NORM_ROW :]
-    rows = torch.linalg.vector_norm(body.view(num_rows, NORM_ROW), dim=1)
-    parts = [*rows.split(NORM_ROW), tail]
-    sums = torch.stack([part.double().square().sum() for part in parts])
-    return math.fsum(sums.tolist())  # the one point where the host waits for a GPU's gradients

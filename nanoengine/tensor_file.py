@@ -1,4 +1,12 @@
-"""TODO tensor file"""
+"""Safetensors files: the one place that knows their header and their names of dtypes.
+
+    u64 size of the header | JSON {name: {dtype, shape, data_offsets}} | the tensors, end to end
+
+Written tensor by tensor, because the library's own writer first copies everything in memory, and
+flushed to the disk; or mapped as a file of zeros, so that writing to the tensors writes the file.
+
+Left out: reading whole files at once, which the library does well (model/hf.py).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +16,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,8 +25,7 @@ from torch import Tensor
 
 CHUNK_BYTES = 1 << 22
 
-
-DTYPE_NAMES = {
+_CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -26,33 +34,69 @@ DTYPE_NAMES = {
     torch.int32: "I32",
     torch.uint8: "U8",
 }
-
-
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read; the message names the file and the way on."""
 
 
-def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
-) -> dict[str, int]:
-    """Write safetensors and flush them to the disk: u64 header size, JSON header, the tensors.
-    Returns bytes and CRC-32 of the file."""
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16`, as Hugging Face configs and our checkpoints spell it."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where a tensor lies in a safetensors file: `begin:end` are bytes from the file's start."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """The tensors of a file by name."""
+    with open(path, "rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        header: dict[str, Any] = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    found = {}
+    for name, fields in header.items():
+        begin, end = (8 + size + offset for offset in fields["data_offsets"])
+        found[name] = TensorEntry(_DTYPES[fields["dtype"]], tuple(fields["shape"]), begin, end)
+    return found
+
+
+def _make_header(
+    kinds: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None
+) -> tuple[bytes, dict[str, tuple[int, int]], int]:
+    """(the bytes before the tensors, {name: its bytes begin:end in the file}, the file's size)."""
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
-    offset = 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.numel() * tensor.element_size()
+    offset, spans = 0, {}
+    for name, (dtype, shape) in kinds.items():
+        spans[name] = (offset, offset + math.prod(shape) * dtype.itemsize)
         header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
+            "dtype": _CODES[dtype],
+            "shape": list(shape),
+            "data_offsets": list(spans[name]),
         }
-        offset = end
+        offset = spans[name][1]
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     prefix = struct.pack("<Q", len(text)) + text
+    first = len(prefix)
+    moved = {name: (first + begin, first + end) for name, (begin, end) in spans.items()}
+    return prefix, moved, first + offset
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> dict[str, int]:
+    """Write safetensors and flush them to the disk. Returns bytes and CRC-32 of the file."""
+    kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    prefix, _, size = _make_header(kinds, metadata)
     checksum = zlib.crc32(prefix)
     with open(path, "wb") as file:
         file.write(prefix)
@@ -62,7 +106,7 @@ def write_tensors(
                 checksum = zlib.crc32(chunk, checksum)
         file.flush()
         os.fsync(file.fileno())
-    return {"bytes": len(prefix) + offset, "crc32": checksum}
+    return {"bytes": size, "crc32": checksum}
 
 
 def tensor_bytes(tensor: Tensor) -> Iterator[memoryview]:
@@ -88,25 +132,12 @@ def map_safetensors(
     path: Path, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Make a safetensors file of zeros and return its tensors; writing to them writes the file."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    spans = {}
-    for name, shape in shapes.items():
-        end = offset + math.prod(shape) * dtype.itemsize
-        header[name] = {
-            "dtype": DTYPE_NAMES[dtype],
-            "shape": list(shape),
-            "data_offsets": [offset, end],
-        }
-        spans[name] = (offset, end)
-        offset = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    kinds = {name: (dtype, shape) for name, shape in shapes.items()}
+    prefix, spans, size = _make_header(kinds, {"format": "pt"})
     with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + offset)
-    data = torch.from_file(str(path), shared=True, size=8 + len(text) + offset, dtype=torch.uint8)
-    data = data[8 + len(text) :]
+        file.write(prefix)
+        file.truncate(size)
+    data = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
     return {
         name: data[begin:end].view(dtype).view(*shapes[name])
         for name, (begin, end) in spans.items()

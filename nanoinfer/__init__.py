@@ -1,1 +1,34 @@
-"""nanoinfer: paged KV cache, continuous batching, sampling. Start at `engine.py`."""
+"""The inference engine: prompts in, tokens with log-probs and policy versions out.
+
+Requests of any number and length are decoded together (continuous batching) over a KV cache that is
+cut into blocks and shared wherever prompts start alike. A token depends on its own request alone,
+and its log-prob is taken by the trainer's own function, so what is sampled here can be trained on.
+Weights change in place between two steps, while requests are in flight.
+
+    llm = LLM("path/to/huggingface-folder")
+    params = SamplingParams(max_tokens=32, temperature=0.7, seed=1, n=2)
+    for output in llm.generate(["The capital of France is"], params):
+        print(output.finish_reason, sum(output.logps), output.text)
+    print(llm.chat([[{"role": "user", "content": "Hello"}]], params)[0].text)
+
+`LLM` is for scripts. A program with a model and token ids of its own makes an `LLMEngine`, one with
+coroutines an `AsyncEngine` around it; `python -m nanoinfer.server` speaks OpenAI's protocol.
+One step, in reading order: engine.py, sequence.py, block_manager.py, scheduler.py, batch.py,
+model_runner.py, kv_cache.py, sampler.py. docs/inference.md follows one request through them.
+"""
+
+from nanoinfer.async_engine import AsyncEngine
+from nanoinfer.config import InferConfig
+from nanoinfer.engine import LLMEngine
+from nanoinfer.llm import LLM
+from nanoinfer.params import Grammar, Output, SamplingParams
+
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "Grammar",
+    "InferConfig",
+    "LLMEngine",
+    "Output",
+    "SamplingParams",
+]

@@ -23,7 +23,7 @@ from nanoengine.model.device import worker_thread
 from nanoinfer.cancellation import to_the_end
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import Output, SamplingParams
-from nanoinfer.streams import Chunk, TokenStream
+from nanoinfer.streams import StreamChunk, TokenStream
 
 
 class AsyncEngine:
@@ -70,7 +70,7 @@ class AsyncEngine:
 
     async def stream(
         self, ids: Ids[int], params: SamplingParams, priority: int = 0, name: str | None = None
-    ) -> AsyncGenerator[Chunk, None]:
+    ) -> AsyncGenerator[StreamChunk, None]:
         """Complete `ids`, handing out tokens as they are sampled; the last chunk has the `Output`.
         Closing the iterator (`contextlib.aclosing`) or cancelling its reader aborts the request.
         """

@@ -93,8 +93,8 @@ class Batch:
         for seq in step.seqs:
             self._refresh(seq)
         rows = np.array([seq.row for seq in step.seqs])
-        counts = np.array(step.num_new)
-        first = np.array([seq.num_computed for seq in step.seqs])
+        counts = np.array(step.num_scheduled_tokens)
+        first = np.array([seq.num_computed_tokens for seq in step.seqs])
         ends = counts.cumsum()
         of_seq = np.repeat(np.arange(len(rows)), counts)
         positions = np.arange(ends[-1]) - np.repeat(ends - counts, counts) + first[of_seq]
@@ -122,16 +122,18 @@ class Batch:
 
     def _refresh(self, seq: Sequence) -> None:
         """Bring the row of `seq` up to date: usually nothing, sometimes one more block."""
-        row, num_blocks = seq.row, len(seq.block_ids)
-        if seq.num_in_row == 0:  # newly admitted
+        row, num_blocks = seq.row, len(seq.block_table)
+        if seq.num_blocks_in_row == 0:  # newly admitted
             self._temperatures[row] = seq.params.temperature
             self._top_ks[row] = seq.params.top_k
             self._top_ps[row] = seq.params.top_p
             self._min_ps[row] = seq.params.min_p
             self._seeds[row] = seq.params.seed & 0xFFFFFFFFFFFFFFFF
-        if seq.num_in_row != num_blocks:
-            self._tables[row, seq.num_in_row : num_blocks] = seq.block_ids[seq.num_in_row :]
-            seq.num_in_row = num_blocks
+        if seq.num_blocks_in_row != num_blocks:
+            self._tables[row, seq.num_blocks_in_row : num_blocks] = seq.block_table[
+                seq.num_blocks_in_row :
+            ]
+            seq.num_blocks_in_row = num_blocks
 
     def _sampling(self, seqs: list[Sequence], positions: np.ndarray) -> SamplingBatch:
         """`seqs` has the sequence of each sampled position."""
@@ -151,11 +153,11 @@ class Batch:
 
 def _new_ids(step: Step) -> Rows[int]:
     ids: list[int] = []
-    for seq, num_new in zip(step.seqs, step.num_new, strict=True):
+    for seq, num_new in zip(step.seqs, step.num_scheduled_tokens, strict=True):
         if num_new == 1:
-            ids.append(seq.ids[seq.num_computed])
+            ids.append(seq.ids[seq.num_computed_tokens])
         else:
-            ids += seq.ids[seq.num_computed : seq.num_computed + num_new]
+            ids += seq.ids[seq.num_computed_tokens : seq.num_computed_tokens + num_new]
             ids += seq.drafts
     return ids
 
@@ -163,9 +165,9 @@ def _new_ids(step: Step) -> Rows[int]:
 def _scored(step: Step) -> Scored | None:
     found: list[tuple[float, int, int, int, int]] = []  # temperature, place, row, id, likeliest
     start = 0
-    for seq, num_new in zip(step.seqs, step.num_new, strict=True):
+    for seq, num_new in zip(step.seqs, step.num_scheduled_tokens, strict=True):
         for position in seq.unscored(num_new):
-            row = start + position - seq.num_computed
+            row = start + position - seq.num_computed_tokens
             next_id, params = seq.ids[position + 1], seq.params
             found.append((params.logps_temperature, len(found), row, next_id, params.top_logps))
         start += num_new

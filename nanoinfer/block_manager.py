@@ -1,4 +1,4 @@
-"""Which block of the KV cache holds what: reference counts, prefix cache, eviction.
+"""The blocks of the KV cache: who holds each, what is in it, and which is taken next.
 
 A block holds the keys and values of `block_size` consecutive tokens. Every full block that has
 been computed is known by a digest chained over all tokens before it, so requests that start alike
@@ -30,14 +30,43 @@ _MAX_SIBLINGS = 64  # candidates for a partial match that are compared, newest f
 
 @dataclass(frozen=True)
 class Match:
-    """A cached prefix: whole blocks to share, then `num_copied` tokens of block `copy_from`."""
+    """A cached prefix: whole blocks to share, then `num_copied` tokens of block `copy_from`.
 
-    block_ids: list[int] = field(default_factory=list)
+    With blocks of 4, `Match([7, 2], copy_from=5, num_copied=3)` are 11 tokens: the 8 of blocks 7
+    and 2, and the first 3 of block 5."""
+
+    block_table: list[int] = field(default_factory=list)
     copy_from: int | None = None
     num_copied: int = 0
 
     def num_tokens(self, block_size: int) -> int:
-        return len(self.block_ids) * block_size + self.num_copied
+        return len(self.block_table) * block_size + self.num_copied
+
+
+class Block:
+    """One page of the cache: how many sequences hold it, and what is known of its content."""
+
+    __slots__ = ("block_id", "digest", "parent", "ref_count", "token_ids")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.forget_content()
+
+    def forget_content(self) -> None:
+        self.parent = b""  # digest of all blocks before it
+        self.token_ids: tuple[int, ...] = ()  # computed and committed; none: nothing is known
+        self.digest: bytes | None = None  # of a full block that others can share
+
+    @property
+    def is_known(self) -> bool:
+        """True if others can find it by its content."""
+        return bool(self.token_ids)
+
+    @property
+    def sibling_key(self) -> tuple[bytes, int]:
+        """Blocks with the same key continue the same text with the same token."""
+        return (self.parent, self.token_ids[0])
 
 
 class BlockManager:
@@ -51,16 +80,12 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self._refs = [0] * num_blocks
+        self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         # Blocks with no reference, in the order in which they will be reused.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._by_digest: dict[bytes, int] = {}
-        self._digest: dict[int, bytes] = {}  # inverse of `_by_digest`
-        # (digest of all blocks before, first token) -> blocks that continue there, with the tokens
-        # known to be in them: the candidates for a copy.
-        self._siblings: defaultdict[tuple[bytes, int], dict[int, tuple[int, ...]]]
-        self._siblings = defaultdict(dict)
-        self._sibling_key: dict[int, tuple[bytes, int]] = {}
+        # Candidates for a copy, by their `sibling_key`; the dict inside is a set that keeps order.
+        self._siblings: defaultdict[tuple[bytes, int], dict[int, None]] = defaultdict(dict)
         self.num_evictions = 0
         self.flush(0)
 
@@ -76,9 +101,9 @@ class BlockManager:
         referred to stay allocated, but nobody else will find them."""
         self._salt = hashlib.blake2b(version.to_bytes(8, "little", signed=True)).digest()[:16]
         self._by_digest.clear()
-        self._digest.clear()
         self._siblings.clear()
-        self._sibling_key.clear()
+        for block in self._blocks:
+            block.forget_content()
 
     # Digests
 
@@ -93,7 +118,7 @@ class BlockManager:
         return seq.digests[:num_blocks]
 
     def prompt_keys(self, seq: Sequence) -> list[bytes]:
-        """What a prefill of all of `seq.ids` will compute: full blocks, then the rest as one."""
+        """Digests of all blocks that a prefill of `seq.ids` computes, the last of them not full."""
         num_full, rest = divmod(len(seq.ids), self.block_size)
         keys = self.digests(seq, num_full)
         if rest:
@@ -108,141 +133,149 @@ class BlockManager:
         if not self.prefix_caching:
             return Match()
         limit = seq.cache_limit
-        block_ids: list[int] = []
+        table: list[int] = []
         digests = self.digests(seq, limit // self.block_size)
         for digest in digests:
-            block = self._by_digest.get(digest)
-            if block is None:
+            block_id = self._by_digest.get(digest)
+            if block_id is None:
                 break
-            block_ids.append(block)
-        start = len(block_ids) * self.block_size
-        parent = digests[len(block_ids) - 1] if block_ids else self._salt
+            table.append(block_id)
+        start = len(table) * self.block_size
+        parent = digests[len(table) - 1] if table else self._salt
         rest = tuple(seq.ids[start : min(start + self.block_size, limit)])
-        block, num_copied = self._best_sibling(parent, rest)
-        return Match(block_ids, block, num_copied)
+        copy_from, num_copied = self._best_sibling(parent, rest)
+        return Match(table, copy_from, num_copied)
 
     def _best_sibling(self, parent: bytes, rest: tuple[int, ...]) -> tuple[int | None, int]:
         best: tuple[int | None, int] = (None, 0)
         siblings = self._siblings.get((parent, rest[0])) if rest else None
         if siblings is None:
             return best
-        for block, tokens in islice(reversed(siblings.items()), _MAX_SIBLINGS):
-            common = _common_prefix(tokens, rest)
+        for block_id in islice(reversed(siblings), _MAX_SIBLINGS):
+            common = _common_prefix(self._blocks[block_id].token_ids, rest)
             if common > best[1]:
-                best = (block, common)
+                best = (block_id, common)
             if common == len(rest):
                 break
         return best
 
     def commit(self, seq: Sequence) -> None:
         """Tell the prefix cache of the tokens of `seq` that have been computed."""
-        if not self.prefix_caching or seq.num_computed == seq.num_committed:
+        if not self.prefix_caching or seq.num_computed_tokens == seq.num_committed_tokens:
             return
         size = self.block_size
-        digests = self.digests(seq, seq.num_computed // size)
-        for i in range(seq.num_committed // size, self.blocks_for(seq.num_computed)):
-            tokens = tuple(seq.ids[i * size : min((i + 1) * size, seq.num_computed)])
+        digests = self.digests(seq, seq.num_computed_tokens // size)
+        for i in range(seq.num_committed_tokens // size, self.blocks_for(seq.num_computed_tokens)):
+            token_ids = tuple(seq.ids[i * size : min((i + 1) * size, seq.num_computed_tokens)])
             parent = digests[i - 1] if i else self._salt
-            self._register(seq.block_ids[i], parent, tokens, digests[i : i + 1])
-        seq.num_committed = seq.num_computed
+            digest = digests[i] if i < len(digests) else None
+            self._register(self._blocks[seq.block_table[i]], parent, token_ids, digest)
+        seq.num_committed_tokens = seq.num_computed_tokens
 
     def _register(
-        self, block: int, parent: bytes, tokens: tuple[int, ...], digest: list[bytes]
+        self, block: Block, parent: bytes, token_ids: tuple[int, ...], digest: bytes | None
     ) -> None:
-        if digest and self._by_digest.setdefault(digest[0], block) != block:
+        """Let a block be found by its content. It has a digest if it is full."""
+        block_id = block.block_id
+        if digest is not None and self._by_digest.setdefault(digest, block_id) != block_id:
             self._forget(block)  # a twin was there first; this one is not worth keeping
             return
-        if digest:
-            self._digest[block] = digest[0]
-        key = (parent, tokens[0])
-        self._siblings[key][block] = tokens
-        self._sibling_key[block] = key
+        block.parent, block.token_ids, block.digest = parent, token_ids, digest
+        self._siblings[block.sibling_key][block_id] = None
 
-    def _forget(self, block: int) -> None:
-        """Drop what is known of a block's content."""
-        digest = self._digest.pop(block, None)
-        if digest is not None:
-            del self._by_digest[digest]
-        key = self._sibling_key.pop(block, None)
-        if key is not None:
-            del self._siblings[key][block]
-            if not self._siblings[key]:
-                del self._siblings[key]
+    def _forget(self, block: Block) -> None:
+        """Let a block not be found any more."""
+        if not block.is_known:
+            return
+        if block.digest is not None:
+            del self._by_digest[block.digest]
+        siblings = self._siblings[block.sibling_key]
+        del siblings[block.block_id]
+        if not siblings:
+            del self._siblings[block.sibling_key]
+        block.forget_content()
 
     # Blocks
 
-    def can_allocate(self, match: Match, num_tokens: int, reserve: int = 0) -> bool:
-        """Whether `match` can be taken and extended to `num_tokens`, with `reserve` to spare."""
-        idle = sum(self._refs[block] == 0 for block in match.block_ids)
-        needed = self.blocks_for(num_tokens) - len(match.block_ids)
-        return len(self._free) - idle >= needed + reserve
+    def can_allocate(self, match: Match, num_tokens: int, num_spare: int = 0) -> bool:
+        """True if `match` can be taken and extended to `num_tokens`, and `num_spare` blocks are
+        free afterwards."""
+        idle = sum(self._blocks[block_id].ref_count == 0 for block_id in match.block_table)
+        needed = self.blocks_for(num_tokens) - len(match.block_table)
+        return len(self._free) - idle >= needed + num_spare
 
     def take_match(self, seq: Sequence, match: Match) -> tuple[int, int] | None:
         """Give `seq` a cached prefix. Returns the copy (from, to) to make before the next forward
         pass, if there is one."""
-        assert not seq.block_ids, f"request {seq.handle} holds blocks already"
-        for block in match.block_ids:
-            self._share(block)
-        seq.block_ids = list(match.block_ids)
-        seq.num_computed = seq.num_committed = match.num_tokens(self.block_size)
+        assert not seq.block_table, f"request {seq.handle} holds blocks already"
+        for block_id in match.block_table:
+            self._share(block_id)
+        seq.block_table = list(match.block_table)
+        seq.num_computed_tokens = seq.num_committed_tokens = match.num_tokens(self.block_size)
         if match.copy_from is None:
             return None
         if match.copy_from in self._free:
             self._free.move_to_end(match.copy_from)  # used: the last to be reused
         copy_to = self._take()
-        seq.block_ids.append(copy_to)
+        seq.block_table.append(copy_to)
         return (match.copy_from, copy_to)
 
     def extend(self, seq: Sequence, num_tokens: int) -> bool:
         """Give `seq` blocks for its first `num_tokens` tokens; False, and nothing, if they are not
         free."""
-        needed = self.blocks_for(num_tokens) - len(seq.block_ids)
+        needed = self.blocks_for(num_tokens) - len(seq.block_table)
         if needed > len(self._free):
             return False
         for _ in range(needed):
-            seq.block_ids.append(self._take())
+            seq.block_table.append(self._take())
         return True
 
     def release(self, seq: Sequence) -> None:
         """Drop the references of `seq`. What was committed can be found until it is reused, the
         end of a sequence sooner than its start."""
-        for block in reversed(seq.block_ids):
-            self._refs[block] -= 1
-            assert self._refs[block] >= 0, f"block {block} was released twice"
-            if self._refs[block] == 0:
-                self._free[block] = None
-                if block not in self._sibling_key:
-                    self._free.move_to_end(block, last=False)
+        for block_id in reversed(seq.block_table):
+            block = self._blocks[block_id]
+            block.ref_count -= 1
+            assert block.ref_count >= 0, f"block {block_id} was released twice"
+            if block.ref_count == 0:
+                self._free[block_id] = None
+                if not block.is_known:
+                    self._free.move_to_end(block_id, last=False)  # nothing is lost with it
         seq.forget_cache()
 
     def _take(self) -> int:
-        block, _ = self._free.popitem(last=False)
-        if block in self._sibling_key:
+        block_id, _ = self._free.popitem(last=False)
+        block = self._blocks[block_id]
+        if block.is_known:
             self.num_evictions += 1
             self._forget(block)
-        self._refs[block] = 1
-        return block
+        block.ref_count = 1
+        return block_id
 
-    def _share(self, block: int) -> None:
-        self._free.pop(block, None)
-        self._refs[block] += 1
+    def _share(self, block_id: int) -> None:
+        self._free.pop(block_id, None)
+        self._blocks[block_id].ref_count += 1
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Debug: assert every invariant, given all sequences that hold blocks."""
         counts = [0] * self.num_blocks
         for seq in sequences:
-            for block in seq.block_ids:
-                counts[block] += 1
-            held = len(seq.block_ids) * self.block_size
-            assert seq.num_committed <= seq.num_computed <= held, f"request {seq.handle}: blocks"
-        assert counts == self._refs, "reference counts differ from the sequences' blocks"
-        free = {block for block in range(self.num_blocks) if counts[block] == 0}
+            for block_id in seq.block_table:
+                counts[block_id] += 1
+            held = len(seq.block_table) * self.block_size
+            is_ordered = seq.num_committed_tokens <= seq.num_computed_tokens <= held
+            assert is_ordered, f"request {seq.handle}: tokens and blocks"
+        refs = [block.ref_count for block in self._blocks]
+        assert counts == refs, "reference counts differ from the sequences' blocks"
+        free = {block_id for block_id in range(self.num_blocks) if counts[block_id] == 0}
         assert free == set(self._free), "the free list is not the blocks without a reference"
-        assert {d: b for b, d in self._digest.items()} == self._by_digest, "digests and blocks"
-        listed = [(block, key) for key, blocks in self._siblings.items() for block in blocks]
-        assert dict(listed) == self._sibling_key, "siblings and their keys"
-        assert len(listed) == len(self._sibling_key), "a block is listed under two keys"
-        assert self._digest.keys() <= self._sibling_key.keys(), "a full block is not a sibling"
+        full = {b.digest: b.block_id for b in self._blocks if b.digest is not None}
+        assert full == self._by_digest, "digests and blocks"
+        known = [(b.sibling_key, b.block_id) for b in self._blocks if b.is_known]
+        listed = [(key, block_id) for key, ids in self._siblings.items() for block_id in ids]
+        assert set(known) == set(listed), "siblings and their keys"
+        assert len(known) == len(listed), "a block is listed under two keys"
+        assert all(b.is_known for b in self._blocks if b.digest), "a full block is not a sibling"
 
 
 def _digest(parent: bytes, tokens: list[int]) -> bytes:

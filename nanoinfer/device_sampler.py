@@ -24,38 +24,8 @@ from torch import Tensor
 
 import kernels
 from kernels.linear_logprob import softmax_parts
-from nanoinfer.logit_edits import LogitEdits
+from nanoinfer.logit_edits import EditPlan
 from nanoinfer.sampler import Samples, SamplingBatch
-
-
-@dataclass(frozen=True)
-class Entries:
-    """Values at places of an [R, V] table that is 0 elsewhere."""
-
-    at: Tensor  # int64, of the flat table
-    values: Tensor
-
-    @classmethod
-    def of(cls, rows: Sequence[tuple[Tensor, Tensor]], vocab: int) -> Entries:
-        """`rows` has (token ids, values) of each row."""
-        at = torch.cat([ids + row * vocab for row, (ids, _) in enumerate(rows)])
-        return cls(at, torch.cat([values for _, values in rows]))
-
-    def table(self, shape: torch.Size) -> Tensor:
-        flat = torch.zeros(shape.numel(), dtype=self.values.dtype, device=self.at.device)
-        return flat.index_copy_(0, self.at, self.values).view(shape)
-
-
-@dataclass(frozen=True)
-class DeviceEdits:
-    """What happens to the logits of R rows; None where no row wants it."""
-
-    rows: Tensor  # int64 [R], in B
-    penalties: Tensor | None  # fp32 [3, R]: repetition, frequency, presence
-    output_counts: Entries | None  # int32
-    prompt_mask: Entries | None  # bool
-    bias: Entries | None  # fp32
-    bitmask: Tensor | None  # int32 [R, V / 32], bit set: allowed
 
 
 @dataclass(frozen=True)
@@ -87,7 +57,8 @@ class DeviceSampling:
     min_ps: Tensor | None  # fp32 [B]
     seeds: Tensor  # int64 [B]
     positions: Tensor  # int64 [B]
-    edits: DeviceEdits | None
+    edited_rows: Tensor | None  # int64 [R], in B
+    edits: EditPlan | None  # of those rows
     rescored: ScoredRows | None  # [N]: drawn from other logits or at another temperature
     top: ScoredRows | None  # [K]
     num_top: int  # the most that one of them wants
@@ -106,47 +77,18 @@ def device_sampling(batch: SamplingBatch, vocab: int) -> DeviceSampling:
         min_ps=column(batch.min_ps, np.float32) if (batch.min_ps > 0).any() else None,
         seeds=column(batch.seeds.view(np.int64), np.int64),
         positions=column(batch.positions, np.int64),
-        edits=_device_edits(batch, vocab) if batch.edits else None,
+        edited_rows=torch.tensor(list(batch.edits)) if batch.edits else None,
+        edits=EditPlan.of(list(batch.edits.values()), vocab) if batch.edits else None,
         rescored=ScoredRows.of(sorted(batch.edits.keys() | set(batch.raw_rows)), batch),
         top=ScoredRows.of(list(batch.num_top), batch),
         num_top=min(max(batch.num_top.values(), default=0), vocab),
     )
 
 
-def _device_edits(batch: SamplingBatch, vocab: int) -> DeviceEdits:
-    rows, edits = list(batch.edits), list(batch.edits.values())
-    has_penalties = any(edit.has_penalties for edit in edits)
-    has_bias = any(len(edit.bias[0]) for edit in edits)
-    penalties = torch.tensor([edit.penalties for edit in edits]).T.contiguous()
-    return DeviceEdits(
-        rows=torch.tensor(rows),
-        penalties=penalties if has_penalties else None,
-        output_counts=Entries.of([e.output_counts() for e in edits], vocab)
-        if has_penalties
-        else None,
-        prompt_mask=Entries.of([e.prompt_mask() for e in edits], vocab) if has_penalties else None,
-        bias=Entries.of([edit.bias for edit in edits], vocab) if has_bias else None,
-        bitmask=_bitmask(edits, vocab),
-    )
-
-
-def _bitmask(edits: Sequence[LogitEdits], vocab: int) -> Tensor | None:
-    allowed = [edit.allowed(vocab) for edit in edits]
-    if all(row is None for row in allowed):
-        return None
-    bits = torch.ones(len(edits), -(-vocab // 32) * 32, dtype=torch.bool)
-    for row, is_allowed in enumerate(allowed):
-        if is_allowed is not None:
-            bits[row, :vocab] = is_allowed
-    packed = np.packbits(bits.numpy(), axis=1, bitorder="little")
-    return torch.from_numpy(packed.view(np.int32))
-
-
 def sample_on_device(logits_BV: Tensor, asked: DeviceSampling) -> Samples:
     """Draw one token a row. The logits are not changed, and nothing is read by the host."""
-    edits = asked.edits
     drawn = kernels.sample(
-        logits_BV if edits is None else _edited(logits_BV, edits),
+        _edited(logits_BV, asked),
         asked.temperatures,
         asked.top_ks,
         asked.top_ps,
@@ -162,25 +104,14 @@ def sample_on_device(logits_BV: Tensor, asked: DeviceSampling) -> Samples:
     return Samples(drawn.tokens, logps, drawn.logprobs)
 
 
-def _edited(logits_BV: Tensor, edits: DeviceEdits) -> Tensor:
-    """A copy in fp32, in the order that `SamplingParams` promises."""
-    z_RV = logits_BV.index_select(0, edits.rows).float()
-    if edits.penalties is not None:
-        assert edits.output_counts is not None and edits.prompt_mask is not None, "made together"
-        repetition, frequency, presence = edits.penalties
-        kernels.apply_penalties_(
-            z_RV,
-            edits.output_counts.table(z_RV.shape),
-            edits.prompt_mask.table(z_RV.shape),
-            repetition=repetition,
-            frequency=frequency,
-            presence=presence,
-        )
-    if edits.bias is not None:
-        z_RV += edits.bias.table(z_RV.shape)
-    if edits.bitmask is not None:
-        kernels.apply_token_bitmask_(z_RV, edits.bitmask)
-    return logits_BV.float().index_copy(0, edits.rows, z_RV)
+def _edited(logits_BV: Tensor, asked: DeviceSampling) -> Tensor:
+    """A copy in fp32 where any row is edited."""
+    if asked.edits is None:
+        return logits_BV
+    assert asked.edited_rows is not None, "made with the edits"
+    z_RV = logits_BV.index_select(0, asked.edited_rows).float()
+    asked.edits.apply_(z_RV)
+    return logits_BV.float().index_copy(0, asked.edited_rows, z_RV)
 
 
 def top_on_device(logits_BV: Tensor, asked: DeviceSampling) -> tuple[Tensor, Tensor] | None:

@@ -28,9 +28,9 @@ from nanoinfer.batch import Batch
 from nanoinfer.block_manager import BlockManager
 from nanoinfer.config import InferConfig
 from nanoinfer.logit_edits import GrammarCompiler, LogitEdits
-from nanoinfer.model_runner import StepResult, count_blocks, make_runner
+from nanoinfer.model_runner import RunnerOutput, count_blocks, make_runner
 from nanoinfer.params import Output, SamplingParams
-from nanoinfer.scheduler import Scheduler, Step
+from nanoinfer.scheduler import BatchScheduler, Step
 from nanoinfer.sequence import Sequence
 from nanoinfer.sizes import sized
 from nanoinfer.speculative import Drafter
@@ -67,7 +67,7 @@ class LLMEngine:
         self._blocks.flush(version)
         drafter = Drafter(config.speculate, config.speculate_free_rows, config.speculate_siblings)
         sizes = (config.max_batch_tokens, config.max_num_seqs)
-        self._scheduler = Scheduler(self._blocks, *sizes, drafter)
+        self._scheduler = BatchScheduler(self._blocks, *sizes, drafter)
         self._runner = make_runner(model, config, num_blocks)
         longest = self._runner.cache.blocks_per_seq
         self._batch = Batch(config.max_num_seqs, longest, config.block_size)
@@ -130,7 +130,7 @@ class LLMEngine:
         take_scores(step, result.scores, result.score_tops)
         self._scheduler.commit(step)
         row = 0
-        for seq in [seq for seq in step.seqs if seq.num_uncomputed == 0]:
+        for seq in [seq for seq in step.seqs if seq.num_uncomputed_tokens == 0]:
             num_drafts = len(seq.drafts)
             num_taken = take_samples(seq, result, row, self.version)
             self._scheduler.accept(seq, num_taken - 1)
@@ -148,7 +148,7 @@ class LLMEngine:
     def _take_out(self, seq: Sequence) -> Output:
         del self._sequences[seq.handle]
         self._scheduler.remove(seq)
-        self._metrics.cached_tokens += seq.num_cached or 0
+        self._metrics.cached_tokens += seq.num_cached_tokens or 0
         return seq.output()
 
     def generate(
@@ -312,7 +312,7 @@ def _integers(ids: Ids[int]) -> list[int]:
 def take_scores(step: Step, scores: list[float], tops: list[list[tuple[int, float]]]) -> None:
     """Log-probs of prompt tokens. Call before the scheduler's `commit`."""
     done = 0
-    for seq, num_new in zip(step.seqs, step.num_new, strict=True):
+    for seq, num_new in zip(step.seqs, step.num_scheduled_tokens, strict=True):
         count = len(seq.unscored(num_new))
         seq.prompt_logps += scores[done : done + count]
         if seq.params.top_logps:
@@ -320,7 +320,7 @@ def take_scores(step: Step, scores: list[float], tops: list[list[tuple[int, floa
         done += count
 
 
-def take_samples(seq: Sequence, result: StepResult, row: int, version: int) -> int:
+def take_samples(seq: Sequence, result: RunnerOutput, row: int, version: int) -> int:
     """Append the samples of `seq`, whose rows of `result` start at `row`, as far as they count.
     Returns how many: one, and one for each accepted draft."""
     end = row

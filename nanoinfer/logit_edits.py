@@ -1,15 +1,27 @@
-"""What one request does to its logits before sampling: penalties, bias, allowed tokens, grammar.
+"""What requests do to their logits before sampling: penalties, bias, allowed tokens, grammar.
+
+`LogitEdits` says what one request wants, `EditPlan` holds that for all edited rows of a step, as
+tensors that travel to the logits' device, where the ops of `kernels.sampling` apply them: there is
+one implementation of each edit, and no logits leave a GPU for it.
 
 Everything is a function of the request's own tokens, so a token still depends on (logits, seed,
 position) and its request alone, whatever runs beside it and however often it was preempted.
 The penalties are those of Keskar et al. 2019 (repetition) and of the OpenAI API (presence,
-frequency). Left out: bans of phrases, temperature schedules.
+frequency). A grammar is walked by `llguidance` (the extra `grammar`, imported when the first one
+arrives), which knows the tokenizer's trie and says which tokens may follow.
+
+Left out: bans of phrases, temperature schedules; tokens that a grammar forces are still sampled one
+at a time, by the model.
+
+Legend: R edited rows, V vocabulary.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -17,12 +29,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels import apply_penalties_, apply_token_bitmask_
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import Grammar, SamplingParams
 
 
 class LogitEdits:
-    """Of one request. `ids` is the request's own growing list, prompt first."""
+    """What one request wants done. `ids` is the request's own growing list, prompt first."""
 
     def __init__(
         self, ids: list[int], num_prompt: int, params: SamplingParams, matcher: Matcher | None
@@ -67,35 +80,79 @@ class LogitEdits:
             return torch.zeros(vocab, dtype=torch.bool).index_fill_(0, self._allowed, True)
         return None if self.matcher is None else self.matcher.allowed()
 
-    def apply(self, z_V: Tensor) -> None:
-        """Change fp32 logits in place."""
-        params = self._params
-        if params.repetition_penalty != 1:
-            seen = torch.tensor(self._ids).unique()
-            z = z_V[seen]
-            z_V[seen] = torch.where(
-                z > 0, z / params.repetition_penalty, z * params.repetition_penalty
+
+@dataclass(frozen=True)
+class Entries:
+    """Values at places of an [R, V] table that is 0 elsewhere; no place twice."""
+
+    at: Tensor  # int64, of the flat table
+    values: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[Tensor, Tensor]], vocab: int) -> Entries:
+        """`rows` has (token ids, values) of each row."""
+        at = torch.cat([ids + row * vocab for row, (ids, _) in enumerate(rows)])
+        return cls(at, torch.cat([values for _, values in rows]))
+
+    def table(self, shape: torch.Size) -> Tensor:
+        """The table itself, on the entries' device."""
+        flat = torch.zeros(shape.numel(), dtype=self.values.dtype, device=self.at.device)
+        return flat.index_copy_(0, self.at, self.values).view(shape)
+
+
+@dataclass(frozen=True)
+class EditPlan:
+    """What happens to the logits of R rows; None where no row wants it. It is made on the host and
+    sent to the logits' device with the rest of the step (`to_device`)."""
+
+    penalties: Tensor | None  # fp32 [3, R]: repetition, frequency, presence
+    output_counts: Entries | None  # int32
+    prompt_mask: Entries | None  # bool
+    bias: Entries | None  # fp32
+    bitmask: Tensor | None  # int32 [R, V / 32], bit set: allowed
+
+    @classmethod
+    def of(cls, edits: Sequence[LogitEdits], vocab: int) -> EditPlan:
+        """One entry of `edits` a row."""
+        penalties = output_counts = prompt_mask = bias = None
+        if any(edit.has_penalties for edit in edits):
+            penalties = torch.tensor([edit.penalties for edit in edits]).T.contiguous()
+            output_counts = Entries.of([edit.output_counts() for edit in edits], vocab)
+            prompt_mask = Entries.of([edit.prompt_mask() for edit in edits], vocab)
+        if any(len(edit.bias[0]) for edit in edits):
+            bias = Entries.of([edit.bias for edit in edits], vocab)
+        return cls(penalties, output_counts, prompt_mask, bias, _bitmask(edits, vocab))
+
+    def apply_(self, z_RV: Tensor) -> None:
+        """Change contiguous fp32 logits in place, in the order that `SamplingParams` promises:
+        penalties, bias, allowed tokens."""
+        if self.penalties is not None:
+            assert self.output_counts is not None and self.prompt_mask is not None, "made together"
+            repetition, frequency, presence = self.penalties
+            apply_penalties_(
+                z_RV,
+                self.output_counts.table(z_RV.shape),
+                self.prompt_mask.table(z_RV.shape),
+                repetition=repetition,
+                frequency=frequency,
+                presence=presence,
             )
-        sampled = self._ids[self._num_prompt :]
-        if sampled and (params.presence_penalty or params.frequency_penalty):
-            seen, counts = torch.tensor(sampled).unique(return_counts=True)
-            z_V[seen] -= params.presence_penalty + params.frequency_penalty * counts
-        ids, bias = self.bias
-        if len(ids):
-            z_V[ids] += bias
-        if self._allowed is not None:
-            kept = z_V[self._allowed]
-            z_V.fill_(-torch.inf)
-            z_V[self._allowed] = kept
-        elif self.matcher is not None:
-            z_V.masked_fill_(~self.matcher.allowed(), -torch.inf)
+        if self.bias is not None:
+            z_RV.view(-1).index_add_(0, self.bias.at, self.bias.values)
+        if self.bitmask is not None:
+            apply_token_bitmask_(z_RV, self.bitmask)
 
 
-# Completions that must match a grammar, through `llguidance` (the extra `grammar`).
-#
-# The library walks the grammar and the tokenizer's trie together and says which tokens may follow;
-# this file turns that into one Boolean mask a step. It is imported when the first grammar arrives.
-# Left out: tokens that the grammar forces are still sampled one at a time, by the model.
+def _bitmask(edits: Sequence[LogitEdits], vocab: int) -> Tensor | None:
+    allowed = [edit.allowed(vocab) for edit in edits]
+    if all(row is None for row in allowed):
+        return None
+    bits = torch.ones(len(edits), -(-vocab // 32) * 32, dtype=torch.bool)
+    for row, is_allowed in enumerate(allowed):
+        if is_allowed is not None:
+            bits[row, :vocab] = is_allowed
+    packed = np.packbits(bits.numpy(), axis=1, bitorder="little")
+    return torch.from_numpy(packed.view(np.int32))
 
 
 class Matcher:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class StepResult:
+class RunnerOutput:
     """One entry for each sampled position, in the order of the step: the last token of a sequence,
     then its drafts; and one for each prompt token to be scored."""
 
@@ -99,7 +99,7 @@ class ModelRunner:
         self._decoder = make_decoder(self.model, self.cache)
 
     @torch.inference_mode()
-    def run(self, step: StepInput) -> StepResult:
+    def run(self, step: StepInput) -> RunnerOutput:
         """Run one step; keys and values of its tokens are in the cache afterwards. A GPU gets the
         step in one copy, and its result comes back in one, the only point where the host waits."""
         step = self._sent(step)
@@ -111,12 +111,12 @@ class ModelRunner:
         if step.sampled is not None:
             hidden_TE = hidden_TE.index_select(0, step.sampled)
         if not len(hidden_TE):
-            return StepResult([], [], [], **_prompt_scores(to_host(scores + ranked), step.scored))
+            return RunnerOutput([], [], [], **_prompt_scores(to_host(scores + ranked), step.scored))
         logits_SV = self._logits(hidden_TE)
         if step.drawing is not None:
             return self._draw_on_device(logits_SV, scores + ranked, step)
         drawn = sample(logits_SV, step.sampling)
-        return StepResult(
+        return RunnerOutput(
             drawn.tokens.tolist(),
             drawn.logps.tolist(),
             drawn.sampled_logps.tolist(),
@@ -147,7 +147,7 @@ class ModelRunner:
 
     def _draw_on_device(
         self, logits_SV: Tensor, scores: list[Tensor], step: StepInput
-    ) -> StepResult:
+    ) -> RunnerOutput:
         assert step.drawing is not None, "the caller has seen it"
         drawn = sample_on_device(logits_SV, step.drawing)
         top = top_on_device(logits_SV, step.drawing) or ()
@@ -156,7 +156,7 @@ class ModelRunner:
         for i, (row, count) in enumerate(step.sampling.num_top.items()):
             ids, their_logps = (column[i, :count].tolist() for column in more[:2])
             found[row] = list(zip(ids, their_logps, strict=True))
-        return StepResult(
+        return RunnerOutput(
             tokens.tolist(),
             logps.tolist(),
             sampled_logps.tolist(),
@@ -217,7 +217,7 @@ class ModelRunner:
 
 
 def _prompt_scores(tensors: Sequence[Tensor], scored: Scored | None) -> dict[str, Any]:
-    """The fields of a `StepResult` that `_score` and `_rank` gave, in the order of the step."""
+    """The fields of a `RunnerOutput` that `_score` and `_rank` gave, in the order of the step."""
     if scored is None:
         return {}
     scores = torch.empty(len(scored.order))

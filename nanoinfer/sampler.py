@@ -32,7 +32,7 @@ from kernels.backend import use_native
 from kernels.cpp import ops as cpp_ops
 from kernels.linear_logprob import softmax_parts
 from kernels.sampling import kept_tokens
-from nanoinfer.logit_edits import LogitEdits
+from nanoinfer.logit_edits import EditPlan, LogitEdits
 
 _RUN = 256  # tokens a run of the two-level cumulative sum
 _CHUNK_ELEMENTS = 1 << 20  # logits handled at a time: 4 MB of fp32 stay in the processor's cache
@@ -147,8 +147,7 @@ def _alike(batch: SamplingBatch) -> list[tuple[tuple[float, int, bool], np.ndarr
 
 def _edited(logits_RV: Tensor, edits: list[LogitEdits]) -> Tensor:
     z_RV = logits_RV.to(torch.float32, copy=True)
-    for z_V, edit in zip(z_RV, edits, strict=True):
-        edit.apply(z_V)
+    EditPlan.of(edits, z_RV.shape[1]).apply_(z_RV)
     return z_RV
 
 

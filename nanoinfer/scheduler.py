@@ -1,17 +1,16 @@
-"""Which sequences run in the next step, and how many tokens of each.
+"""Chooses the sequences of the next step, and how many tokens of each: reserve, then fill.
 
-One budget of tokens a step: first every sequence that decodes (one token each), then prefills in
-the order of priority and arrival, cut into chunks where the budget ends. A request whose prefix a
-running sequence is computing right now waits for it instead of computing it again: so the shared
-prompt of a group is prefilled once.
+A step has a budget of tokens. First what runs is served, and reserves its blocks: every sequence
+that decodes (one token each), then unfinished prefills in the order of rank, cut into chunks where
+the budget ends. What is left is filled with requests that wait, and last with guesses at what
+decoding sequences will sample (speculative.py); nobody waits or is preempted for a guess.
+A request whose prefix a running sequence is computing right now waits for it instead of computing
+it again: so the shared prompt of a group is prefilled once.
 
 Nothing can deadlock: `add` refuses what could never fit, a request without blocks takes those of
 the last in rank (which starts over later, its tokens kept), and the first is never a victim. Rank
 is priority, then arrival; a waiting request also takes the place of a running one whose priority
 is strictly lower, so a stream of urgent requests can starve the others.
-
-What is left of the budget and of the idle blocks may go to guesses at what decoding sequences will
-sample (speculative.py); nobody waits or is preempted for a guess.
 
 Left out: fairness between users, deadlines.
 """
@@ -28,23 +27,38 @@ from nanoinfer.speculative import Drafter
 
 @dataclass
 class Step:
-    """The work of one forward pass: `num_new[i]` tokens of `seqs[i]`, its drafts included, decodes
-    first."""
+    """The work of one forward pass, decodes first.
+
+    `Step([a, b], num_scheduled_tokens=[1, 40], copies=[(2, 3)])` copies block 2 to block 3, then
+    computes one token of `a` and a chunk of 40 tokens of `b`'s prompt."""
 
     seqs: list[Sequence] = field(default_factory=list)
-    num_new: list[int] = field(default_factory=list)
+    num_scheduled_tokens: list[int] = field(default_factory=list)  # of each, its drafts included
     copies: list[tuple[int, int]] = field(default_factory=list)  # blocks (from, to), before it
 
     @property
     def num_tokens(self) -> int:
-        return sum(self.num_new)
+        return sum(self.num_scheduled_tokens)
+
+    def add(self, seq: Sequence, num_tokens: int) -> None:
+        self.seqs.append(seq)
+        self.num_scheduled_tokens.append(num_tokens)
+
+    def drop_preempted(self) -> None:
+        """Take out sequences that have lost their row since they were added."""
+        if all(seq.row >= 0 for seq in self.seqs):
+            return
+        pairs = zip(self.seqs, self.num_scheduled_tokens, strict=True)
+        kept = [(seq, num_tokens) for seq, num_tokens in pairs if seq.row >= 0]
+        self.seqs = [seq for seq, _ in kept]
+        self.num_scheduled_tokens = [num_tokens for _, num_tokens in kept]
 
 
 def _by_rank(seq: Sequence) -> tuple[int, int]:
     return seq.rank
 
 
-class Scheduler:
+class BatchScheduler:
     """Queues of one engine. `rows` of the batch are given out here, one a running sequence."""
 
     def __init__(
@@ -93,10 +107,11 @@ class Scheduler:
         """Choose the next step and reserve its blocks and rows. Empty if there is nothing to do."""
         step = Step()
         self._make_way()
-        self._schedule_decodes(step)
-        budget = self.max_batch_tokens - step.num_tokens
-        budget = self._schedule_prefills(step, budget)
-        self._admit(step, budget)
+        # Reserve: what runs goes on, and takes the blocks of the last in rank if it must.
+        self._reserve_decodes(step)
+        self._reserve_prefills(step)
+        # Fill the rest of the budget and of the idle blocks; from here on nobody is preempted.
+        self._admit(step)
         self._draft(step)
         return step
 
@@ -112,25 +127,22 @@ class Scheduler:
                 return
             self.preempt(last)
 
-    def _schedule_decodes(self, step: Step) -> None:
-        for seq in [s for s in self.running if s.num_uncomputed == 1]:
+    def _reserve_decodes(self, step: Step) -> None:
+        # By rank: whoever loses its blocks here comes later, so it is not in the step yet.
+        for seq in [s for s in self.running if s.num_uncomputed_tokens == 1]:
             if seq.row >= 0 and self._make_room(seq, len(seq.ids)):
-                step.seqs.append(seq)
-                step.num_new.append(1)
-        self._drop_preempted(step)
+                step.add(seq, 1)
 
-    def _schedule_prefills(self, step: Step, budget: int) -> int:
-        for seq in [s for s in self.running if s.num_uncomputed > 1]:
+    def _reserve_prefills(self, step: Step) -> None:
+        budget = self.max_batch_tokens - step.num_tokens
+        for seq in [s for s in self.running if s.num_uncomputed_tokens > 1]:
             if budget == 0:
                 break
-            num_new = min(budget, seq.num_uncomputed)
-            if seq.row >= 0 and self._make_room(seq, seq.num_computed + num_new):
-                step.seqs.append(seq)
-                step.num_new.append(num_new)
+            num_new = min(budget, seq.num_uncomputed_tokens)
+            if seq.row >= 0 and self._make_room(seq, seq.num_computed_tokens + num_new):
+                step.add(seq, num_new)
                 budget -= num_new
-        before = step.num_tokens
-        self._drop_preempted(step)
-        return budget + before - step.num_tokens
+        step.drop_preempted()  # decodes of lower rank, which made room for a prefill
 
     def _make_room(self, seq: Sequence, num_tokens: int) -> bool:
         """Blocks for `num_tokens` of `seq`, if need be those of sequences after it. False: `seq`
@@ -142,14 +154,8 @@ class Scheduler:
                 return False
         return True
 
-    def _drop_preempted(self, step: Step) -> None:
-        if all(seq.row >= 0 for seq in step.seqs):
-            return
-        kept = [(s, n) for s, n in zip(step.seqs, step.num_new, strict=True) if s.row >= 0]
-        step.seqs = [s for s, _ in kept]
-        step.num_new = [n for _, n in kept]
-
-    def _admit(self, step: Step, budget: int) -> None:
+    def _admit(self, step: Step) -> None:
+        budget = self.max_batch_tokens - step.num_tokens
         admitted: list[Sequence] = []
         for seq in self.waiting:
             if budget == 0 or not self._free_rows:
@@ -161,12 +167,11 @@ class Scheduler:
             if self._defer(seq, match):
                 continue
             num_new = min(budget, len(seq.ids) - num_cached)
-            reserve = len(self.running)  # a block each, or admission would preempt at once
-            if not self.blocks.can_allocate(match, num_cached + num_new, reserve):
+            num_spare = len(self.running)  # a block each, or admission would preempt at once
+            if not self.blocks.can_allocate(match, num_cached + num_new, num_spare):
                 break
             self._start(seq, match, num_cached + num_new, step)
-            step.seqs.append(seq)
-            step.num_new.append(num_new)
+            step.add(seq, num_new)
             budget -= num_new
             admitted.append(seq)
         if admitted:
@@ -178,21 +183,21 @@ class Scheduler:
             return
         budget = self.max_batch_tokens - step.num_tokens
         for i, seq in enumerate(step.seqs):
-            if seq.num_uncomputed > 1 or seq.edits is not None:
+            if seq.num_uncomputed_tokens > 1 or seq.edits is not None:
                 continue
             # the last token that may be sampled is never computed
             limit = min(budget, self._idle_room(seq), seq.max_len - len(seq.ids) - 1)
             seq.drafts = self.drafter.draft(seq, limit, len(step.seqs))
             has_room = self.blocks.extend(seq, len(seq.ids) + len(seq.drafts))
             assert has_room, "idle_room promised blocks"
-            step.num_new[i] += len(seq.drafts)
+            step.num_scheduled_tokens[i] += len(seq.drafts)
             budget -= len(seq.drafts)
 
     def _idle_room(self, seq: Sequence) -> int:
         """Tokens after `seq.ids` for which there are blocks, one being left for each running
         sequence."""
         num_idle = max(0, self.blocks.num_free - len(self.running))
-        return (len(seq.block_ids) + num_idle) * self.blocks.block_size - len(seq.ids)
+        return (len(seq.block_table) + num_idle) * self.blocks.block_size - len(seq.ids)
 
     def _start(self, seq: Sequence, match: Match, num_tokens: int, step: Step) -> None:
         copy = self.blocks.take_match(seq, match)
@@ -200,31 +205,32 @@ class Scheduler:
             step.copies.append(copy)
         has_room = self.blocks.extend(seq, num_tokens)
         assert has_room, "can_allocate promised blocks"
-        if seq.num_cached is None:
-            seq.num_cached = seq.num_computed
+        if seq.num_cached_tokens is None:
+            seq.num_cached_tokens = seq.num_computed_tokens
         seq.row = self._free_rows.pop()
         insort(self.running, seq, key=_by_rank)
-        if self.blocks.prefix_caching and seq.num_uncomputed > 1:
-            seq.pending_keys = self.blocks.prompt_keys(seq)[len(match.block_ids) :]
+        if self.blocks.prefix_caching and seq.num_uncomputed_tokens > 1:
+            seq.pending_keys = self.blocks.prompt_keys(seq)[len(match.block_table) :]
             self._prefilling.add(seq.handle)
             for key in seq.pending_keys:
                 self._pending.setdefault(key, seq.handle)
 
     def _is_deferred(self, seq: Sequence) -> bool:
-        """Whether the sequence it waits for still prefills."""
+        """True while the sequence that it waits for still prefills."""
         return seq.waits_for in self._prefilling
 
     def _defer(self, seq: Sequence, match: Match) -> bool:
-        """Whether a running sequence is computing the next block that `seq` would compute."""
+        """Let `seq` wait, and return True, if a running sequence is computing the block it needs
+        next."""
         if not self._pending or seq.cache_limit < len(seq.ids) - 1:
             return False
         keys = self.blocks.prompt_keys(seq)
-        num_matched = len(match.block_ids)
+        num_matched = len(match.block_table)
         seq.waits_for = self._pending.get(keys[num_matched], -1)
         return seq.waits_for >= 0
 
     def end_prefill(self, seq: Sequence) -> None:
-        """All of the sequence's tokens are computed, or it stops running: nobody waits for it."""
+        """Nobody has to wait for `seq` any more: its tokens are computed, or it stops running."""
         for key in seq.pending_keys:
             if self._pending.get(key) == seq.handle:
                 del self._pending[key]
@@ -262,28 +268,30 @@ class Scheduler:
         """The step ran: its tokens are in the cache; whether the drafts are any of its own is not
         known yet. Call before sampled tokens are appended."""
         size = self.blocks.block_size
-        for seq, num_new in zip(step.seqs, step.num_new, strict=True):
+        for seq, num_new in zip(step.seqs, step.num_scheduled_tokens, strict=True):
             num_known = num_new - len(seq.drafts)
-            seq.num_computed += num_known
-            if num_known > 1 or seq.pending_keys or seq.num_computed % size == 0:
+            seq.num_computed_tokens += num_known
+            if num_known > 1 or seq.pending_keys or seq.num_computed_tokens % size == 0:
                 self.blocks.commit(seq)
-                if seq.num_uncomputed == 0:
+                if seq.num_uncomputed_tokens == 0:
                     self.end_prefill(seq)
 
     def accept(self, seq: Sequence, num_accepted: int) -> None:
         """The first `num_accepted` drafts have become tokens of `seq`. What the cache holds of the
         others is overwritten when those positions are computed."""
         seq.drafts = []
-        seq.num_computed += num_accepted
+        seq.num_computed_tokens += num_accepted
         size = self.blocks.block_size
-        if seq.num_computed // size > seq.num_committed // size:
+        if seq.num_computed_tokens // size > seq.num_committed_tokens // size:
             self.blocks.commit(seq)
 
     def check(self) -> None:
         """Debug: assert every invariant of queues and blocks."""
         self.blocks.check([*self.running, *self.waiting])
         assert all(seq.row >= 0 for seq in self.running), "a running sequence has no row"
-        assert all(s.row < 0 and not s.block_ids for s in self.waiting), "a waiting one holds some"
+        assert all(s.row < 0 and not s.block_table for s in self.waiting), (
+            "a waiting one holds some"
+        )
         rows = [seq.row for seq in self.running] + self._free_rows
         assert len(rows) == len(set(rows)), "a row was given out twice"
         for queue in (self.waiting, self.running):

@@ -2,7 +2,7 @@
 
 Everything a sequence must remember across a preemption or a weight update (tokens, log-probs,
 versions) is here; everything it may lose (blocks, row) is cleared by `forget_cache`.
-Next: block_manager.py (where `block_ids` come from), scheduler.py (who runs when).
+Next: block_manager.py (where `block_table` come from), scheduler.py (who runs when).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Sequence:
     """A request. `ids` is the prompt followed by what was sampled so far."""
 
     __slots__ = (
-        "block_ids",
+        "block_table",
         "digests",
         "drafts",
         "edits",
@@ -24,10 +24,10 @@ class Sequence:
         "handle",
         "ids",
         "logps",
-        "num_cached",
-        "num_committed",
-        "num_computed",
-        "num_in_row",
+        "num_blocks_in_row",
+        "num_cached_tokens",
+        "num_committed_tokens",
+        "num_computed_tokens",
         "num_prompt",
         "params",
         "pending_keys",
@@ -71,25 +71,27 @@ class Sequence:
         )
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        self.num_cached: int | None = None  # prompt tokens found in the cache at first admission
+        self.num_cached_tokens: int | None = (
+            None  # prompt tokens found in the cache at first admission
+        )
         self.salt = b""  # what `digests` were chained from
         self.digests: list[bytes] = []  # of the leading full blocks of `ids`
         self.forget_cache()
 
     def forget_cache(self) -> None:
         """Back to the state of a request that never ran, but for its sampled tokens."""
-        self.block_ids: list[int] = []
-        self.num_computed = 0  # tokens whose keys and values are in `block_ids`
-        self.num_committed = 0  # of those, how many the prefix cache has been told of
+        self.block_table: list[int] = []
+        self.num_computed_tokens = 0  # tokens whose keys and values are in `block_table`
+        self.num_committed_tokens = 0  # of those, how many the prefix cache has been told of
         self.row = -1  # in the batch; -1 while waiting
-        self.num_in_row = 0  # of `block_ids`, how many are written to that row
+        self.num_blocks_in_row = 0  # of `block_table`, how many are written to that row
         self.pending_keys: list[bytes] = []  # blocks this sequence is about to compute
         self.drafts: list[int] = []  # guesses computed after `ids` in the step under way
         self.waits_for = -1  # handle of a running sequence that computes our prefix
 
     @property
-    def num_uncomputed(self) -> int:
-        return len(self.ids) - self.num_computed
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.ids) - self.num_computed_tokens
 
     @property
     def num_sampled(self) -> int:
@@ -117,8 +119,8 @@ class Sequence:
         """Of the next `num_new` tokens, those whose successor in the prompt is to be scored."""
         if not self.params.prompt_logps:
             return range(0)
-        first = max(self.num_computed, len(self.prompt_logps))
-        return range(first, min(self.num_computed + num_new, self.num_prompt - 1))
+        first = max(self.num_computed_tokens, len(self.prompt_logps))
+        return range(first, min(self.num_computed_tokens + num_new, self.num_prompt - 1))
 
     def append(
         self, token: int, logp: float, version: int, sampled_logp: float | None = None
@@ -162,7 +164,7 @@ class Sequence:
             logps=self.logps,
             versions=self.versions,
             finish_reason=self.finish_reason,
-            num_cached_tokens=self.num_cached or 0,
+            num_cached_tokens=self.num_cached_tokens or 0,
             sampled_logps=self.sampled_logps,
             stop_reason=self.stop_reason,
             text=self.text.text if self.text is not None else None,

@@ -10,7 +10,7 @@ from nanoinfer.sequence import Sequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chunk:
+class StreamChunk:
     """What is new since the chunk before. `text` lags behind `ids` where characters are
     incomplete or may become a stop text. `output` is the whole, in the last chunk alone."""
 
@@ -26,12 +26,12 @@ class TokenStream:
     """One writer (the driver of the engine), one reader. Answers like a future to the writer."""
 
     def __init__(self) -> None:
-        self._chunks: asyncio.Queue[Chunk | BaseException] = asyncio.Queue()
+        self._chunks: asyncio.Queue[StreamChunk | BaseException] = asyncio.Queue()
         self._num_ids = 0
         self._num_chars = 0
         self._is_done = False
 
-    async def next(self) -> Chunk:
+    async def next(self) -> StreamChunk:
         """The next chunk; raises what ended the stream if that was an error."""
         item = await self._chunks.get()
         if isinstance(item, BaseException):
@@ -85,11 +85,11 @@ class TokenStream:
         top_logps: list[list[tuple[int, float]]],
         text: str,
         output: Output | None = None,
-    ) -> Chunk:
+    ) -> StreamChunk:
         first, start = self._num_ids, self._num_chars
         self._num_ids += len(ids)
         self._num_chars = len(text)
-        return Chunk(
+        return StreamChunk(
             ids=ids,
             logps=logps[first:],
             versions=versions[first:],

@@ -1,8 +1,8 @@
 """From groups of rollouts to the samples of one optimizer batch, and the loss the engine calls.
 
 Advantages and aggregation weights are computed here, over the whole batch, before the engine splits
-it into micro-batches; they travel with each token as `Sample.fields`. Every per-token list covers
-all tokens of its rollout; the engine shifts them to the predictions.
+it into micro-batches; they travel with each token as `Sample.fields` (algorithms/fields.py). Every
+per-token list covers all tokens of its rollout; the engine shifts them to the predictions.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from torch import Tensor
 from nanoengine.packing import MicroBatch, Sample
 from nanorl.algorithms.advantages import (
     AdvantageBatch,
+    Turns,
     compute_advantages,
     has_signal,
     overlong_penalty,
     token_weights,
 )
+from nanorl.algorithms.fields import Field, check_fields
+from nanorl.algorithms.losses import LossBatch, LossFn, make_loss
 from nanorl.algorithms.segments import index_by_id
-from nanorl.algorithms.spec import AlgorithmSpec, LossBatch, LossFn, make_loss
+from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.types import Rollout, Status
 
 
@@ -45,14 +48,14 @@ class TrainBatch:
         """The engine's callback: a SUM over the micro-batch, and summed statistics."""
         fields = micro.fields_T
         batch = LossBatch(
-            old_logp_T=fields.get("old_logp"),
-            rollout_logp_T=fields["rollout_logp"],
-            advantage_T=fields["advantage"],
+            old_logp_T=fields.get(Field.OLD_LOGP),
+            rollout_logp_T=fields[Field.ROLLOUT_LOGP],
+            advantage_T=fields[Field.ADVANTAGE],
             mask_T=micro.loss_mask_T,
-            weight_T=fields["weight"],
+            weight_T=fields[Field.WEIGHT],
             sequence_ids_T=micro.local_ids_T,
             num_sequences=len(micro.index),
-            ref_logp_T=fields.get("ref_logp"),
+            ref_logp_T=fields.get(Field.REF_LOGP),
             entropy_T=entropy_T,
         )
         return self.token_loss(logp_T, batch)
@@ -93,21 +96,15 @@ def build_batch(
     metrics = batch_metrics(rollouts) | staleness_metrics(rollouts, version)
     for rollout in rollouts:
         _check_finite(rollout)
-    rewards_R = torch.tensor([r.reward for r in rollouts], dtype=torch.float32)
-    if spec.overlong_buffer:
-        lengths_R = torch.tensor([len(r.tokens) for r in rollouts])
-        rewards_R = rewards_R + overlong_penalty(lengths_R, max_tokens, spec.overlong_buffer)
     probe = _first_group(rollouts, version)
     if spec.dynamic_sampling:
-        is_correct_R = torch.tensor([r.reward >= 1.0 for r in rollouts])
-        keep_R = has_signal(is_correct_R, [r.group_id for r in rollouts])
-        rollouts = [r for r, keep in zip(rollouts, keep_R.tolist(), strict=True) if keep]
-        rewards_R = rewards_R[keep_R]
-    scored = _scored_samples(rollouts, rewards_R, spec, scoring, version) if rollouts else []
+        rollouts = _with_signal(rollouts)
+    scored = _scored_samples(rollouts, spec, scoring, max_tokens, version) if rollouts else []
     samples = [sample for sample in scored if any(sample.loss_mask)]
+    check_fields(samples)
     trained = samples
     if is_proportional_to_advantage(spec):
-        trained = [sample for sample in samples if any(sample.fields["advantage"])]
+        trained = [sample for sample in samples if any(sample.fields[Field.ADVANTAGE])]
     metrics["num_trained_rollouts"] = float(len(trained))
     return TrainBatch(
         samples=trained,
@@ -126,11 +123,12 @@ def is_proportional_to_advantage(spec: AlgorithmSpec) -> bool:
 
 
 def _check_finite(rollout: Rollout) -> None:
-    if not math.isfinite(rollout.reward):
-        raise ValueError(
-            f"rollout {rollout.rollout_id}: its reward is {rollout.reward}; a reward function must "
-            "return a finite number"
-        )
+    for reward in (rollout.reward, *rollout.turn_rewards):
+        if not math.isfinite(reward):
+            raise ValueError(
+                f"rollout {rollout.rollout_id}: its reward is {reward}; a reward function must "
+                "return a finite number"
+            )
     _check_logps(rollout, rollout.logps, "the rollout policy")
 
 
@@ -150,8 +148,8 @@ def _sample(rollout: Rollout, version: int) -> Sample:
         tokens=rollout.tokens,
         loss_mask=rollout.loss_mask,
         fields={
-            "rollout_logp": rollout.logps,
-            "staleness": [float(version - v) if v >= 0 else 0.0 for v in rollout.versions],
+            Field.ROLLOUT_LOGP: rollout.logps,
+            Field.STALENESS: [float(version - v) if v >= 0 else 0.0 for v in rollout.versions],
         },
         group=rollout.group_id,
     )
@@ -162,54 +160,99 @@ def _first_group(rollouts: Sequence[Rollout], version: int) -> list[Sample]:
     return [sample for sample in samples if sample.group == samples[0].group]
 
 
+def _with_signal(rollouts: list[Rollout]) -> list[Rollout]:
+    """Those of groups with some but not all members correct."""
+    is_correct_R = torch.tensor([r.reward >= 1.0 for r in rollouts])
+    keep_R = has_signal(is_correct_R, [r.group_id for r in rollouts])
+    return [r for r, keep in zip(rollouts, keep_R.tolist(), strict=True) if keep]
+
+
 def _scored_samples(
     rollouts: list[Rollout],
-    rewards_R: Tensor,
     spec: AlgorithmSpec,
     scoring: Scoring,
+    max_tokens: int,
     version: int,
 ) -> list[Sample]:
-    """All samples, scored by everybody whose word the advantages or the loss depend on."""
-    samples = [_sample(rollout, version) for rollout in rollouts]
-    scorers = {"old_logp": scoring.old, "ref_logp": scoring.reference, "value": scoring.values}
+    """A sample of each rollout, with what the loss reads."""
+    samples = _scored(rollouts, [_sample(rollout, version) for rollout in rollouts], scoring)
+    batch = _advantage_batch(rollouts, samples, spec, max_tokens)
+    lengths = [len(r.tokens) for r in rollouts]
+    advantage_T, return_T = compute_advantages(spec, batch)
+    weight_T = token_weights(
+        spec.aggregation,
+        batch.mask_T,
+        batch.sequence_ids_T,
+        len(rollouts),
+        rollout_ids_S=index_by_id([r.rollout_id for r in rollouts])[0],
+        prompt_ids_S=index_by_id(batch.group_ids)[0],
+        constant_length=spec.constant_length,
+    )
+    samples = with_field(samples, Field.ADVANTAGE, advantage_T.split(lengths))
+    if return_T is not None:
+        samples = with_field(samples, Field.RETURN, return_T.split(lengths))
+    return with_field(samples, Field.WEIGHT, weight_T.split(lengths))
+
+
+def _scored(rollouts: list[Rollout], samples: list[Sample], scoring: Scoring) -> list[Sample]:
+    """The samples with the word of everybody whom the advantages or the loss depend on."""
+    scorers = {
+        Field.OLD_LOGP: scoring.old,
+        Field.REF_LOGP: scoring.reference,
+        Field.VALUE: scoring.values,
+    }
     for name, score in scorers.items():
         if score is not None:
             samples = with_field(samples, name, score(samples))
             for rollout, sample in zip(rollouts, samples, strict=True):
-                _check_logps(rollout, sample.fields[name], f"the model behind {name!r}")
-    lengths = [len(r.tokens) for r in rollouts]
-    mask_T = torch.tensor([m for r in rollouts for m in r.loss_mask], dtype=torch.float32)
-    ids_T = torch.repeat_interleave(torch.arange(len(rollouts)), torch.tensor(lengths))
-    group_ids = [r.group_id for r in rollouts]
-    old_logp = "rollout_logp" if scoring.old is None else "old_logp"
-    advantage_T, return_T = compute_advantages(
-        spec,
-        AdvantageBatch(
-            reward_R=rewards_R,
-            group_ids=group_ids,
-            mask_T=mask_T,
-            sequence_ids_T=ids_T,
-            old_logp_T=_field(samples, old_logp),
-            ref_logp_T=_field(samples, "ref_logp"),
-            value_T=_field(samples, "value"),
-        ),
-    )
-    weight_T = token_weights(
-        spec.aggregation,
-        mask_T,
-        ids_T,
-        len(rollouts),
-        rollout_ids_S=index_by_id([r.rollout_id for r in rollouts])[0],
-        prompt_ids_S=index_by_id(group_ids)[0],
-        constant_length=spec.constant_length,
-    )
-    samples = with_field(samples, "advantage", advantage_T.split(lengths))
-    if return_T is not None:
-        samples = with_field(samples, "return", return_T.split(lengths))
-    return with_field(samples, "weight", weight_T.split(lengths))
+                _check_logps(rollout, sample.fields[name], f"the model behind {str(name)!r}")
+    return samples
 
 
-def with_field(samples: Sequence[Sample], name: str, values: Sequence[Tensor]) -> list[Sample]:
+def _advantage_batch(
+    rollouts: list[Rollout], samples: list[Sample], spec: AlgorithmSpec, max_tokens: int
+) -> AdvantageBatch:
+    lengths_R = torch.tensor([len(r.tokens) for r in rollouts])
+    reward_R = torch.tensor([r.reward for r in rollouts], dtype=torch.float32)
+    if spec.overlong_buffer:
+        reward_R = reward_R + overlong_penalty(lengths_R, max_tokens, spec.overlong_buffer)
+    old_logp = _field(samples, Field.OLD_LOGP)
+    return AdvantageBatch(
+        reward_R=reward_R,
+        group_ids=[r.group_id for r in rollouts],
+        mask_T=torch.tensor([m for r in rollouts for m in r.loss_mask], dtype=torch.float32),
+        sequence_ids_T=torch.repeat_interleave(torch.arange(len(rollouts)), lengths_R),
+        turns=_turns(rollouts, reward_R) if spec.reward_level == "turn" else None,
+        old_logp_T=_field(samples, Field.ROLLOUT_LOGP) if old_logp is None else old_logp,
+        ref_logp_T=_field(samples, Field.REF_LOGP),
+        value_T=_field(samples, Field.VALUE),
+    )
+
+
+def _turns(rollouts: list[Rollout], outcome_R: Tensor) -> Turns:
+    """Rewards of turns, the outcome's added to the last. A rollout without turn rewards has the
+    outcome's alone; one without spans is a single turn. `ValueError` for a rollout with another
+    number of turn rewards than turns."""
+    all_rewards, index = [], []
+    for rollout, outcome in zip(rollouts, outcome_R.tolist(), strict=True):
+        spans = [(span.action_start, span.action_end) for span in rollout.turn_spans]
+        spans = spans or [(0, len(rollout.tokens))]
+        rewards = list(rollout.turn_rewards) or [0.0] * len(spans)
+        if len(rewards) != len(spans):
+            raise ValueError(
+                f"rollout {rollout.rollout_id}: {len(rewards)} turn rewards for {len(spans)} "
+                "turns; give one for each turn, or none at all"
+            )
+        rewards[-1] += outcome
+        all_rewards.append(rewards)
+        turn_of = [-1] * len(rollout.tokens)
+        for turn, (start, end) in enumerate(spans):
+            turn_of[start:end] = [turn] * (end - start)
+        index += [t if m else -1 for t, m in zip(turn_of, rollout.loss_mask, strict=True)]
+    return Turns(rewards=all_rewards, index_T=torch.tensor(index))
+
+
+def with_field(samples: Sequence[Sample], name: Field, values: Sequence[Tensor]) -> list[Sample]:
     """The samples with one more field, a number for each token."""
     return [
         replace(sample, fields={**sample.fields, name: value.tolist()})
@@ -217,7 +260,7 @@ def with_field(samples: Sequence[Sample], name: str, values: Sequence[Tensor]) -
     ]
 
 
-def _field(samples: list[Sample], name: str) -> Tensor | None:
+def _field(samples: list[Sample], name: Field) -> Tensor | None:
     """The field of all samples' tokens, one after the other."""
     if name not in samples[0].fields:
         return None
@@ -278,9 +321,9 @@ def logp_gap(samples: Sequence[Sample], trainer_logps: Sequence[Tensor]) -> dict
     differences, staleness = [], []
     for sample, trainer_logp in zip(samples, trainer_logps, strict=True):
         is_action = torch.tensor(sample.loss_mask, dtype=torch.bool)
-        rollout_logp = torch.tensor(sample.fields["rollout_logp"], dtype=torch.float32)
+        rollout_logp = torch.tensor(sample.fields[Field.ROLLOUT_LOGP], dtype=torch.float32)
         differences.append((trainer_logp.float().cpu() - rollout_logp)[is_action])
-        staleness.append(torch.tensor(sample.fields["staleness"])[is_action])
+        staleness.append(torch.tensor(sample.fields[Field.STALENESS])[is_action])
     difference_A, staleness_A = torch.cat(differences), torch.cat(staleness)
     gap_A, drift_A = difference_A[staleness_A == 0], difference_A[staleness_A != 0]
     return {

@@ -18,7 +18,7 @@ from nanorl.types import Rollout, Status, Task, derive_seed
 
 
 class PlayRollout(Protocol):
-    """Plays one task to its end and scores it (see agents/tool.py)."""
+    """Plays one task to its end and scores it (see agents/loop.py)."""
 
     async def __call__(
         self, task: Task, *, group_id: str, rollout_id: str, sampling: SamplingParams

@@ -11,11 +11,11 @@ import json
 import math
 import os
 import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from nanorl.algorithms.spec import BOUNDS, AlgorithmSpec
+from nanorl.algorithms.spec import BOUNDS, AlgorithmSpec, named_spec
 from nanorl.bounds import check_number
 
 MAX_ROLLOUTS = 1 << 16
@@ -289,6 +289,8 @@ class RunConfig:
 
     preset: str = "smollm2"
     """Which preset the defaults come from: smollm2 or tiny."""
+    algorithm: str = "grpo"
+    """Which published recipe the defaults of --rl.algorithm come from; listed above."""
     out: Path | None = None
     """Run directory; default runs/<preset>-seed<seed>."""
     resume: bool = False
@@ -311,6 +313,8 @@ class RunConfig:
     """RL steps between two checkpoints; one is also written at the end of every phase."""
     keep_checkpoints: int = 2
     """Checkpoints kept on disk."""
+    keep_rollout_steps: int = 0
+    """RL steps, the newest, whose rollouts stay in rollouts.sqlite; 0 keeps every rollout."""
     cache_dir: Path = Path("~/.cache/nanorl")
     """Where downloaded and converted models are kept."""
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
@@ -321,6 +325,7 @@ class RunConfig:
     engine: EngineLimits = field(default_factory=EngineLimits)
 
     def __post_init__(self) -> None:
+        named_spec(self.algorithm)
         cores = os.cpu_count() or 1
         _check(
             self,
@@ -328,6 +333,7 @@ class RunConfig:
             threads=Bound(0, 4 * cores, f"4 for each of the {cores} cores here; 0 uses every core"),
             save_every=COUNT,
             keep_checkpoints=COUNT,
+            keep_rollout_steps=NATURAL,
         )
         if self.deterministic and self.rl.max_staleness > 0:
             raise ValueError(
@@ -341,6 +347,10 @@ class RunConfig:
                 f"--rl.algorithm.overlong-buffer {buffer}: must be at most "
                 f"--agent.max-context-tokens {most}, the limit before which the penalty grows"
             )
+
+    def with_algorithm(self, name: str) -> RunConfig:
+        """The same run with the published recipe `name` in place of its algorithm."""
+        return replace(self, algorithm=name, rl=replace(self.rl, algorithm=named_spec(name)))
 
     @property
     def run_dir(self) -> Path:
@@ -358,7 +368,7 @@ class RunConfig:
 # Options that may differ between a run and its resumption without changing what is computed.
 RESUME_FREE = (
     *("out", "resume", "cache_dir", "save_every", "keep_checkpoints"),
-    *("threads", "tool.workers"),
+    *("keep_rollout_steps", "threads", "tool.workers"),
     "device",  # another kind of device rounds differently, as another kind of CPU does
 )
 

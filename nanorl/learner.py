@@ -28,6 +28,7 @@ from nanoengine.packing import MicroBatch, Sample
 from nanoengine.scoring import FrozenPolicy
 from nanoengine.value_engine import ValueEngine, ValueModel
 from nanoinfer.async_engine import AsyncEngine
+from nanorl.algorithms.fields import Field
 from nanorl.algorithms.losses import value_loss
 from nanorl.batching import (
     Scoring,
@@ -144,7 +145,7 @@ class Learner:
                 metrics.update(logp_gap(samples, self.engine.last_logps))
             if epoch == 0 and rl.epochs > 1:
                 # The policy before the first update: what the ratios of later epochs are against.
-                samples = with_field(samples, "old_logp", self.engine.last_logps)
+                samples = with_field(samples, Field.OLD_LOGP, self.engine.last_logps)
         return metrics
 
     def _train_critic(self, batch: TrainBatch) -> dict[str, float]:
@@ -228,8 +229,8 @@ def open_reference(
 
 
 class Critic:
-    """Owns the value engine. Samples carry the fields "value" (before the update), "return" and
-    "weight"."""
+    """Owns the value engine. Samples carry `Field.VALUE`, `Field.RETURN` and
+    `Field.WEIGHT`."""
 
     def __init__(self, policy: Transformer, config: EngineConfig, *, value_clip: float) -> None:
         self.engine = ValueEngine(ValueModel(policy), config)
@@ -248,8 +249,10 @@ class Critic:
         self, value_T: Tensor, _: Tensor | None, micro: MicroBatch
     ) -> tuple[Tensor, dict[str, Tensor | float]]:
         fields = micro.fields_T
-        loss_T = value_loss(value_T, fields["value"], fields["return"], clip=self.value_clip)
-        return (fields["weight"] * loss_T).sum(), {}
+        loss_T = value_loss(
+            value_T, fields[Field.VALUE], fields[Field.RETURN], clip=self.value_clip
+        )
+        return (fields[Field.WEIGHT] * loss_T).sum(), {}
 
 
 def explained_variance(samples: Sequence[Sample]) -> float:
@@ -259,7 +262,7 @@ def explained_variance(samples: Sequence[Sample]) -> float:
         (target, value)
         for sample in samples
         for target, value, is_action in zip(
-            sample.fields["return"], sample.fields["value"], sample.loss_mask, strict=True
+            sample.fields[Field.RETURN], sample.fields[Field.VALUE], sample.loss_mask, strict=True
         )
         if is_action
     ]

@@ -26,14 +26,14 @@ from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams
-from nanorl.agents import tool
+from nanorl.agents.loop import Agent, Generator
 from nanorl.agents.tokens import Limits
 from nanorl.config import RunConfig
 from nanorl.envs.code import CodeEnv
 from nanorl.learner import check_reference
 from nanorl.presets import Preset, get_preset
 from nanorl.rewards.rule import RuleReward
-from nanorl.sandbox.base import SandboxFailure, SandboxSpec
+from nanorl.sandbox.base import SandboxSpec
 from nanorl.sandbox.pool import SandboxPool
 from nanorl.sizes import sized
 from nanorl.tasks.source import FileTasks, TaskSource
@@ -153,12 +153,10 @@ class Parts:
     def environment(self, *, is_tool_enabled: bool = True) -> CodeEnv:
         return CodeEnv(
             self.sandbox,
-            tool_format=self.preset.tool_format,
-            system_prompt=self.preset.action_format.system or None,
+            self.preset.action_format,
             timeout_s=self.config.tool.timeout_s,
             max_executions=self.config.agent.max_turns,
             is_tool_enabled=is_tool_enabled,
-            sandbox_failures=(SandboxFailure,),
         )
 
     def limits(self) -> Limits:
@@ -168,6 +166,12 @@ class Parts:
             max_turn_tokens=agent.max_turn_tokens,
             max_context_tokens=agent.max_context_tokens,
             max_observation_tokens=agent.max_observation_tokens,
+        )
+
+    def agent(self, generator: Generator) -> Agent:
+        """The run's agent, with the policy or a teacher as its `generator`."""
+        return Agent(
+            generator=generator, tokenizer=self.tokenizer, limits=self.limits(), reward=RuleReward()
         )
 
     async def play(
@@ -180,16 +184,12 @@ class Parts:
         is_tool_enabled: bool = True,
     ) -> Rollout:
         """One rollout of the policy."""
-        return await tool.run(
+        return await self.agent(self.generator).play(
             task,
+            self.environment(is_tool_enabled=is_tool_enabled),
             group_id=group_id,
             rollout_id=rollout_id,
-            generator=self.generator,
-            env=self.environment(is_tool_enabled=is_tool_enabled),
-            tokenizer=self.tokenizer,
             sampling=sampling,
-            limits=self.limits(),
-            reward=RuleReward(),
         )
 
     @property

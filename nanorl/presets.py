@@ -18,7 +18,7 @@ from nanorl.config import (
     ToolConfig,
     WarmStartConfig,
 )
-from nanorl.envs.actions import COMPACT, MARKDOWN, ActionFormat, ToolFormat
+from nanorl.envs.actions import COMPACT, MARKDOWN, ActionFormat
 from nanorl.tasks.problem import Family
 from nanorl.tasks.smollm2 import smollm2_family
 from nanorl.tasks.teachers import TeacherConfig, smollm2_teacher, tiny_teacher
@@ -34,7 +34,6 @@ class Preset:
     family: Callable[[], Family]
     teacher: Callable[[], TeacherConfig]
     action_format: ActionFormat
-    tool_format: ToolFormat
 
 
 def smollm2() -> RunConfig:
@@ -86,7 +85,6 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             family=smollm2_family,
             teacher=smollm2_teacher,
             action_format=MARKDOWN,
-            tool_format=ToolFormat(),
         ),
         "tiny": Preset(
             config=tiny,
@@ -101,13 +99,6 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             family=tiny_family,
             teacher=tiny_teacher,
             action_format=COMPACT,
-            tool_format=ToolFormat(
-                open="<run>",
-                close="</run>",
-                answer="<ans>",
-                observation_role="tool",
-                observation_prefix="",
-            ),
         ),
     }
 )

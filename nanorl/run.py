@@ -320,6 +320,8 @@ class Run:
             [*(rollout for group in result.groups for rollout in group), *result.failed],
             step=result.step,
         )
+        if self.config.keep_rollout_steps:
+            self.store.expire(self.config.keep_rollout_steps)
         self.metrics.write(result.step, result.metrics)
         self._add_totals(result.metrics)
         self.cursor.add("num_failed_rollouts", len(result.failed))

@@ -11,17 +11,15 @@ import asyncio
 import math
 import random
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.packing import Sample
 from nanoinfer.params import Output, SamplingParams
-from nanorl.agents import tool
 from nanorl.config import RunConfig
 from nanorl.parts import Parts
-from nanorl.rewards.rule import RuleReward
 from nanorl.tasks.problem import Problem
-from nanorl.tasks.teachers import SloppyTeacher
+from nanorl.tasks.teachers import Script, SloppyTeacher
 from nanorl.tasks.tiny_model import CHAT_MARKERS
 from nanorl.types import Rollout, derive_seed
 
@@ -73,16 +71,12 @@ class WarmStart:
             parts.tokenizer,
             min(parts.tokenizer.eos_ids),
         )
-        return await tool.run(
+        return await parts.agent(generator).play(
             task,
+            env,
             group_id=rollout_id,
             rollout_id=rollout_id,
-            generator=generator,
-            env=env,
-            tokenizer=parts.tokenizer,
             sampling=SamplingParams(max_tokens=config.agent.max_context_tokens),
-            limits=parts.limits(),
-            reward=RuleReward(),
         )
 
 
@@ -91,12 +85,6 @@ class WarmStart:
 # The teacher takes the engine's place in the ordinary agent loop (`ScriptedGenerator`), so its
 # traces obey the same token rules as rollouts: its text is encoded once, ends with the end-of-turn
 # token, and alone carries loss; observations are what the sandbox really printed.
-
-
-class Script(Protocol):
-    """A teacher's trace in the making (tasks/teachers.py)."""
-
-    def next_action(self, history: Sequence[str]) -> str: ...
 
 
 class RecordingEnv:

@@ -33,7 +33,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from nanorl.algorithms.spec import RECIPES, AlgorithmSpec
+from nanorl.algorithms.spec import RECIPES
 from nanorl.presets import get_preset
 
 SMALLEST = {
@@ -51,7 +51,17 @@ SMALLEST = {
     "--evaluation.num-tasks-untrained": "0",
     "--evaluation.num-tasks-no-tool": "0",
 }
-KEPT = ("preset", "out", "resume", "model", "tasks", "cache-dir", "device", "evaluation.num-tasks")
+KEPT = (
+    "preset",
+    "algorithm",
+    "out",
+    "resume",
+    "model",
+    "tasks",
+    "cache-dir",
+    "device",
+    "evaluation.num-tasks",
+)
 LENGTHS = ("rl.steps", "warm-start.steps", "warm-start.traces-per-step", "rl.tasks-per-step")
 BAD_SHARE = 0.04  # of the numbers
 
@@ -107,19 +117,9 @@ def draw_value(rng: random.Random, kind: Any, default: Any) -> str | None:
     return None
 
 
-def recipe_flags(name: str) -> dict[str, str]:
-    """The options in which a recipe departs from the defaults."""
-    plain, spec = dataclasses.asdict(AlgorithmSpec()), dataclasses.asdict(RECIPES[name])
-    return {
-        f"--rl.algorithm.{field.replace('_', '-')}": str(value)
-        for field, value in spec.items()
-        if value != plain[field]
-    }
-
-
 def draw(rng: random.Random, recipe: str, tree: Sequence[Option]) -> dict[str, str]:
     """One combination: flag -> value, without those of `SMALLEST` that stay as they are."""
-    drawn = recipe_flags(recipe)
+    drawn = {"--algorithm": recipe}
     if recipe == "maxrl":
         drawn["--rl.algorithm.overlong-buffer"] = "0"
     drawn["--rl.max-staleness"] = str(rng.choice([0, 0, 1, 2]))

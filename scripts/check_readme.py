@@ -1,4 +1,4 @@
-"""Runs every command of README.md's ```bash blocks, one after the other, in their order.
+"""Runs every command of README.md's ```bash blocks, in their order, then its ```python blocks.
 
     python scripts/check_readme.py [--full]
 
@@ -38,11 +38,20 @@ LEFT_OUT = {
 SERVER = "bash scripts/serve.sh"
 
 
+def blocks(text: str, language: str) -> list[str]:
+    """The fenced blocks of that language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
 def commands(text: str) -> list[str]:
     """The lines of all bash blocks, without comments."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
-    lines = (line.split(" #")[0].strip() for block in blocks for line in block.splitlines())
+    lines = (line.split(" #")[0].strip() for b in blocks(text, "bash") for line in b.splitlines())
     return [line for line in lines if line and not line.startswith("#")]
+
+
+def programs(text: str) -> list[str]:
+    """The Python blocks, which read what the commands wrote below `RUNS`."""
+    return [block.replace('"runs/', f'"{RUNS}/') for block in blocks(text, "python")]
 
 
 def prepare(command: str, *, is_full: bool) -> str:
@@ -116,7 +125,8 @@ def ask(address: str) -> str:
 
 
 def main() -> int:
-    found = commands((ROOT / "README.md").read_text())
+    text = (ROOT / "README.md").read_text()
+    found = commands(text)
     assert found, "README.md has no bash block"
     shutil.rmtree(ROOT / RUNS, ignore_errors=True)
     for command in found:
@@ -132,6 +142,12 @@ def main() -> int:
         if status:
             print(f"README.md: `{command}` ended with status {status}", file=sys.stderr)
             return status
+    for program in programs(text):
+        print(f"$ python\n{program}", flush=True)
+        done = subprocess.run([ROOT / ".venv/bin/python", "-c", program], cwd=ROOT)
+        if done.returncode:
+            print(f"README.md: its program ended with status {done.returncode}", file=sys.stderr)
+            return done.returncode
     return 0
 
 

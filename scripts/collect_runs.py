@@ -25,7 +25,7 @@ FIGURES = {
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
-    """One row a figure; the whole summary travels with the first."""
+    """A row for each figure of the run; the whole summary travels with the first."""
     summary = read_summary(run / "summary.json")
     about = {"seed": summary["seed"], "n": summary["heldout_n"]}
     rows = [

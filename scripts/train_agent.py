@@ -16,19 +16,24 @@ from pathlib import Path
 import tyro
 
 from nanoengine.stop_signals import EXIT_STATUS, Interrupted
+from nanorl.algorithms.spec import RECIPES
 from nanorl.config import RunConfig, require_same_run
 from nanorl.presets import PRESETS, get_preset
 
 
 def parse_arguments(arguments: list[str]) -> RunConfig:
-    """Defaults from the preset, or from the run that --resume goes on with; then the flags."""
+    """Defaults from the preset and the named algorithm, or from the run that --resume goes on with;
+    then the flags."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--preset", default="smollm2")
+    early.add_argument("--algorithm")
     early.add_argument("--out", type=Path)
     early.add_argument("--seed", type=int, default=0)
     early.add_argument("--resume", action="store_true")
     known, _ = early.parse_known_args(arguments)
     default = get_preset(known.preset).config()
+    if known.algorithm is not None:
+        default = default.with_algorithm(known.algorithm)
     saved = None
     if known.resume:
         folder = dataclasses.replace(default, out=known.out, seed=known.seed).run_dir
@@ -39,11 +44,18 @@ def parse_arguments(arguments: list[str]) -> RunConfig:
         default=default,
         args=arguments,
         prog="bash scripts/train_agent.sh",
-        description=f"Train an agent with reinforcement learning. Presets: {', '.join(PRESETS)}.",
+        description=describe(),
     )
     if saved is not None:
         require_same_run(saved, config)
     return config
+
+
+def describe() -> str:
+    """What --help says before the options."""
+    title = f"Train an agent with reinforcement learning. Presets: {', '.join(PRESETS)}."
+    recipes = (f"- {name}: {recipe.summary}" for name, recipe in RECIPES.items())
+    return "\n".join((title, "", "Algorithms (--rl.algorithm.* changes parts of one):", *recipes))
 
 
 def read_config(folder: Path) -> dict:

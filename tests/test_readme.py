@@ -4,13 +4,14 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import check_readme  # noqa: E402
 
 
 def test_every_script_that_the_readme_calls_exists() -> None:
-    for command in check_readme.commands((ROOT / "README.md").read_text()):
+    for command in check_readme.commands(README.read_text()):
         words = command.split()
         if words[0] == "bash":
             assert (ROOT / words[1]).is_file(), command
@@ -18,7 +19,7 @@ def test_every_script_that_the_readme_calls_exists() -> None:
 
 def test_no_command_hides_in_a_block_that_ci_does_not_run() -> None:
     language = ""
-    for line in (ROOT / "README.md").read_text().splitlines():
+    for line in README.read_text().splitlines():
         if line.startswith("```"):
             language = "" if language else line[3:] or "text"
         elif language != "bash":
@@ -34,6 +35,12 @@ def test_training_commands_are_made_short_and_kept_apart() -> None:
     assert full == "bash scripts/train_agent.sh --out runs/readme-check/smollm2-seed0"
     resumed = "bash scripts/train_agent.sh --resume --out runs/smollm2-seed0"
     assert check_readme.prepare(resumed, is_full=False).endswith("runs/readme-check/smollm2-seed0")
+
+
+def test_programs_read_what_the_commands_wrote() -> None:
+    text = '```python\nprint("runs/x")\n```\n```bash\nbash a.sh\n```\n'
+    assert check_readme.programs(text) == ['print("runs/readme-check/x")\n']
+    assert all(compile(p, "README.md", "exec") for p in check_readme.programs(README.read_text()))
 
 
 def test_comments_are_no_part_of_a_command() -> None:

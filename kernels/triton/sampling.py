@@ -1,5 +1,18 @@
-"""Triton kernels of `logit_edits`: one program a row and a run of the vocabulary. Penalties leave a
-neutral row before reading it; the bitmask never reads the logits, it stores where a bit is 0."""
+"""Triton kernels of `sampling`: the edits of logits, and the draw.
+
+Edits: one program a row and a run of the vocabulary. Penalties leave a neutral row before reading
+it; the bitmask never reads the logits, it stores where a bit is 0.
+
+`sample`: one program a row, which it reads a few times from the L2 cache.
+
+1. Largest logit and Σ exp((z − max) / τ), kept lane by lane and combined once.
+2. Only where a row truncates by k or p: the pivot. For any x, "fewer than k logits above x, and
+   less than p of the mass" holds from some x on; the largest x where it fails, or the largest at
+   which nothing more can change, is found by trying three values a pass between two bounds.
+   Bounds are the bits of a float in an order-preserving int32, so at most 16 passes are exact;
+   the search ends earlier once a single token lies between the bounds.
+3. Argmax of z / τ − log E over the kept tokens, and their Σ exp.
+"""
 
 import torch
 import triton
@@ -9,8 +22,10 @@ from torch import Tensor
 from kernels.triton.launch import launch
 from kernels.triton.tiles import power_of_2
 
-_BLOCK = 4096
-_WORDS = 128
+_BLOCK = 4096  # logits of a program that penalises
+_WORDS = 128  # 32 logits each, of a program that masks
+_SAMPLE_BLOCK, _NUM_WARPS = 4096, 8
+_SMALL_BLOCK = 256
 
 
 @triton.jit
@@ -31,7 +46,7 @@ def penalties_kernel(
         if prompt_ptr is not None:
             seen = seen | (tl.load(prompt_ptr + row * vocab + at, inside, other=0) != 0)
         z = tl.where(seen, tl.where(z > 0, z / repetition, z * repetition), z)
-        z = z - frequency * count - presence * (count > 0).to(tl.float32)
+        z = z - (frequency * count + presence * (count > 0).to(tl.float32))
         tl.store(logits_ptr + row * row_stride + at, z.to(logits_ptr.dtype.element_ty), inside)
 
 
@@ -71,20 +86,6 @@ def apply_token_bitmask(logits: Tensor, bitmask: Tensor) -> None:
             logits.stride(0),
             WORDS=_WORDS,
         )
-
-
-# Triton kernel of `sample`: one program a row, which it reads a few times from the L2 cache.
-#
-# 1. Largest logit and Σ exp((z − max) / τ), kept lane by lane and combined once.
-# 2. Only where a row truncates by k or p: the pivot. For any x, "fewer than k logits above x, and
-#    less than p of the mass" holds from some x on; the largest x where it fails, or the largest at
-#    which nothing more can change, is found by trying three values a pass between two bounds.
-# Bounds    are the bits of a float in an order-preserving int32, so at most 16 passes are exact;
-# the search    ends earlier once a single token lies between the bounds.
-# 3. Argmax of z / τ − log E over the kept tokens, and their Σ exp.
-
-_SAMPLE_BLOCK, _NUM_WARPS = 4096, 8
-_SMALL_BLOCK = 256
 
 
 @triton.jit

@@ -27,7 +27,7 @@ from nanoengine.model.layers import DecoderLayer
 from nanoengine.model.linear import Slice, TensorSplit
 from nanoengine.model.moe import ExpertSplit, MoeMlp
 from nanoengine.model.transformer import Transformer
-from nanoengine.tensor_file import write_tensors
+from nanoengine.tensor_file import dtype_name, write_tensors
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -46,12 +46,6 @@ _EXTRA_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-_DTYPE_NAMES = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float64: "float64",
-}
 
 
 def hf_views(model: Transformer) -> dict[str, Tensor]:
@@ -366,7 +360,7 @@ def write_folder(
 
 
 def write_config(folder: Path, config: ModelConfig, dtype: torch.dtype) -> None:
-    fields = config.to_hf_dict() | {"dtype": _DTYPE_NAMES[dtype]}
+    fields = config.to_hf_dict() | {"dtype": dtype_name(dtype)}
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
 
 

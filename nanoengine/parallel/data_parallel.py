@@ -26,12 +26,46 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from nanoengine.optim import ALIGNMENT, Slot, collect_grad, lay_out
 from nanoengine.parallel.mesh import REPLICA_AXES, Handle, Mesh
+
+ALIGNMENT = 64  # elements; every parameter starts on a cache line in fp32 and in bf16
 
 
 @dataclass(frozen=True)
-class Piece:
+class Slot:
+    """Where a parameter lives in the flat buffers."""
+
+    name: str
+    param: nn.Parameter
+    offset: int
+
+    def view(self, flat: Tensor) -> Tensor:
+        return flat[self.offset : self.offset + self.param.numel()].view(self.param.shape)
+
+
+def lay_out(named: list[tuple[str, nn.Parameter]]) -> tuple[list[Slot], int, int]:
+    """Decayed parameters first. Returns (slots, end of the decayed part, total size)."""
+    slots: list[Slot] = []
+    offset, decay_end = 0, 0
+    for decayed in (True, False):
+        for name, param in named:
+            if (param.ndim >= 2) is decayed:
+                slots.append(Slot(name, param, offset))
+                offset += -(-param.numel() // ALIGNMENT) * ALIGNMENT
+        if decayed:
+            decay_end = offset
+    return slots, decay_end, offset
+
+
+def collect_grad(param: nn.Parameter) -> None:
+    """Move autograd's gradient into `main_grad`, in the order autograd produces them."""
+    if param.grad is not None:
+        param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
+        param.grad = None
+
+
+@dataclass(frozen=True)
+class ShardEntry:
     """The elements `lo:hi` of a flattened parameter, and where they lie in the rank's shard."""
 
     slot: Slot
@@ -74,13 +108,18 @@ class Bucket:
         """This rank's share of a flat buffer laid out as the bucket."""
         return flat[self.begin : self.begin + self.share]
 
-    def pieces(self) -> Iterator[Piece]:
+    def entries(self) -> Iterator[ShardEntry]:
         """What this rank's share holds of each parameter."""
         for slot in self.slots:
             lo = max(slot.offset, self.begin)
             hi = min(slot.offset + slot.param.numel(), self.begin + self.share)
             if lo < hi:
-                yield Piece(slot, lo - slot.offset, hi - slot.offset, lo - self.begin)
+                yield ShardEntry(slot, lo - slot.offset, hi - slot.offset, lo - self.begin)
+
+    def zero_grad(self) -> None:
+        self.grad_shard.zero_()
+        if self.num_shards > 1 and self.grad.untyped_storage().nbytes():
+            self.grad.zero_()
 
     def allocate_grad(self) -> None:
         """Bring back a freed gradient, as zeros."""

@@ -1,243 +1,59 @@
-"""AdamW whose masters, moments, gradients and parameters are cut over the data-parallel ranks.
+"""ZeRO: how parameters are dealt into buckets, and when whole gradients and weights are in memory.
 
-    ZeRO   parameters   gradients   masters + moments     a step moves, per parameter
-    0      whole        whole       whole                 all-reduce of the gradient
-    1      whole        whole       1/n                   reduce-scatter it, all-gather the weights
-    2      whole        1/n         1/n                   the same; the scatter for each micro-batch
-    3      1/n          1/n         1/n                   and all-gather twice for each micro-batch
+Rank r owns the r-th share of each flat bucket of data_parallel.py, whatever parameters begin or
+end in it (the table in optim.py says of what). Masters are fp32 (fp64 for fp64 models). Where the
+model computes in the masters' dtype, a whole parameter's share *is* the master; else the weights
+are rounded from it.
 
-The unit is the bucket of data_parallel.py: rank r owns the r-th share of each flat bucket, whatever
-parameters begin or end in it. Masters are fp32 (fp64 for fp64 models). Where the model computes in
-the masters' dtype, a whole parameter's share *is* the master; else the weights are rounded from it.
-
-ZeRO-3 keeps a bucket a layer. Its weights are gathered when the layer is about to run, forward and
-backward, while the layer before it still computes, and freed after. The embedding, the last norm
-and the head stay for the whole pass. Between passes a parameter has a shape and no memory: reading
-one outside `gathered` is an error that torch does not catch.
+With ZeRO-2 the whole gradient of a layer exists from the moment backward reaches the layer until
+it is reduced. ZeRO-3 keeps a bucket a layer: its weights are gathered when the layer is about to
+run, forward and backward, while the layer before it still computes, and freed after. The
+embedding, the last norm and the head stay for the whole pass. Hooks on the layers say when. Freed
+tensors keep their views: only the storage behind them shrinks to nothing and returns, so between
+passes a parameter has a shape and no memory, and reading one outside `gathered` is an error that
+torch does not catch.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-arXiv 1910.02054. Left out: offloading to NVMe, hierarchical shards (HSDP).
+arXiv 1910.02054. Left out: offloading to NVMe, hierarchical shards (HSDP), prefetching more than
+one layer ahead.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nanoengine.optim import (
-    AdamWConfig,
-    Offloadable,
-    Parked,
-    clip,
-    lr_at,
-    sum_of_squares,
-    update,
-)
-from nanoengine.parallel.data_parallel import (
-    Bucket,
-    GradientReducer,
-    Piece,
-    is_deferred,
-    replica_axes,
-)
-from nanoengine.parallel.mesh import REPLICA_AXES, WORLD, Handle, Mesh
+from nanoengine.parallel.data_parallel import Bucket, is_deferred, replica_axes
+from nanoengine.parallel.mesh import REPLICA_AXES, Handle, Mesh
 
 Named = list[tuple[str, nn.Parameter]]
-Kind = Literal["master", "exp_avg", "exp_avg_sq", "grad"]
 
 
-class ShardedAdamW(Offloadable):
-    """The interface of `optim.AdamW` over a mesh. `models` are this rank's parts of the model:
-    one, or its pipeline stages."""
+def cut_into_buckets(
+    models: Sequence[nn.Module], mesh: Mesh, zero: int, bucket_bytes: int, wide: torch.dtype
+) -> Iterator[tuple[list[nn.Module], Named, tuple[str, ...]]]:
+    """(layers, parameters, axes they are shared over) of each bucket, in the order in which they
+    are sent; with ZeRO-3 each layer is one. A process alone sends nothing: one bucket."""
+    if mesh.size() == 1:
+        yield [], [(name, parameter) for _, name, parameter in _trainable(models)], REPLICA_AXES
+    else:
+        yield from _merge(_units(models), 0 if zero == 3 else bucket_bytes, wide)
 
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        config: AdamWConfig,
-        mesh: Mesh,
-        *,
-        zero: int = 0,
-        dtype: torch.dtype | None = None,
-        bucket_bytes: int = 25_000_000,
-    ) -> None:
-        if zero not in (0, 1, 2, 3):
-            raise ValueError(f"zero={zero}: must be 0, 1, 2 or 3")
-        if zero == 3 and mesh.size("pp") > 1:
-            raise ValueError(
-                "zero=3 with pp > 1: every micro-batch in flight would gather each layer again; "
-                "use zero=2, or more dp and no pp"
-            )
-        self.config, self.mesh = config, mesh
-        self.zero = zero if mesh.size(REPLICA_AXES) > 1 else 0  # one replica shares with nobody
-        self.step_count = 0
-        self.phase_start = 0  # the step count at which the schedule began
-        units = _units(models)
-        first = units[0][1][0][1]
-        dtype = first.dtype if dtype is None else dtype
-        wide = torch.promote_types(dtype, torch.float32)
-        self.has_working_copy = dtype != wide
-        limit = 0 if self.zero == 3 else bucket_bytes
-        self.buckets = [
-            Bucket(named, layers, mesh, axes, is_sharded=self.zero > 0, wide=wide)
-            for layers, named, axes in _merge(units, limit, wide)
-        ]
-        size = sum(bucket.share for bucket in self.buckets)
-        device = first.device
-        self.exp_avg, self.exp_avg_sq = (torch.zeros(size, dtype=wide, device=device) for _ in "mv")
-        keeps_masters = self.has_working_copy or self.zero == 3
-        own = torch.zeros(size, dtype=wide, device=device) if keeps_masters else None
-        self._own_masters = own
-        self._states: list[BucketState] = []
-        begin = 0
-        for bucket in self.buckets:
-            part = slice(begin, begin + bucket.share)
-            begin += bucket.share
-            moments = self.exp_avg[part], self.exp_avg_sq[part]
-            own_part = None if own is None else own[part]
-            self._states.append(
-                BucketState(bucket, dtype, own_part, *moments, is_resident=self.zero < 3)
-            )
-        self.residency = Residency(mesh, self._states, models) if self.zero >= 2 else None
-        self.reducer = GradientReducer(
-            mesh,
-            self.buckets,
-            every_pass=self.zero >= 2,
-            when_reduced=self.residency.after_backward if self.residency is not None else None,
-        )
 
-    @property
-    def needs_equal_passes(self) -> bool:
-        """Whether all data-parallel ranks must run the same number of forward passes."""
-        meets_in_passes = self.zero >= 2 or self.mesh.size("ep") > 1
-        return meets_in_passes and self.mesh.size(("dp", "ep")) > 1
-
-    # -- one step ----------------------------------------------------------------------------
-
-    def restart(self, config: AdamWConfig) -> None:
-        """Another phase of training, as `AdamW.restart`: second moments stay."""
-        self._require_loaded()
-        self.config = config
-        self.phase_start = self.step_count
-        self.exp_avg.zero_()
-
-    def zero_grad(self) -> None:
-        self._require_loaded()
-        for bucket in self.buckets:
-            bucket.grad_shard.zero_()
-            if bucket.grad.untyped_storage().nbytes():
-                bucket.grad.zero_()
-
-    def start_pass(self, *, is_last: bool, is_pipeline: bool = False) -> None:
-        self.reducer.start_pass(is_last=is_last, is_pipeline=is_pipeline)
-
-    def end_pass(self) -> None:
-        self.reducer.end_pass()
-
-    def finish_gradients(self) -> None:
-        self.reducer.finish()
-
-    def grad_norm(self) -> float:
-        """Of the whole model, exactly: every element counts once, however many ranks hold it.
-
-        One collective of all ranks, whatever a rank holds: a pipeline stage without experts meets
-        those with them."""
-        parts = [
-            sum_of_squares(piece.of(bucket.grad_shard))
-            for bucket in self.buckets
-            if bucket.num_shards > 1 or self.mesh.rank(bucket.axes) == 0  # of copies the first
-            for piece in bucket.pieces()
-            if self._counts(piece.slot.param)
-        ]
-        total = self.mesh.sum_float(WORLD, math.fsum(parts))[0]
-        return math.sqrt(total) if math.isfinite(total) else total
-
-    def _counts(self, parameter: Tensor) -> bool:
-        """Tensor-parallel ranks share small parameters, pipeline stages a tied embedding."""
-        if getattr(parameter, "is_copy", False):
-            return False
-        return hasattr(parameter, "slice") or self.mesh.rank("tp") == 0
-
-    def lr(self) -> float:
-        return lr_at(self.config, self.step_count - self.phase_start)
-
-    def step(self, grad_norm: float) -> None:
-        """As `AdamW.step`, on this rank's shares; then all ranks get the new weights."""
-        lr = self.lr()
-        self.step_count += 1
-        decayed, spared = [], []
-        for state in self._states:
-            bucket = state.bucket
-            clip(bucket.grad_shard, self.config, grad_norm)
-            flats = (state.master, bucket.grad_shard, state.exp_avg, state.exp_avg_sq)
-            cut = min(max(bucket.decay_end - bucket.begin, 0), bucket.share)
-            decayed.append(tuple(flat[:cut] for flat in flats))
-            spared.append(tuple(flat[cut:] for flat in flats))
-        for parts, decay in ((decayed, self.config.weight_decay), (spared, 0.0)):
-            update(parts, self.config, self.step_count, lr, decay)  # type: ignore[arg-type]
-        self.write_back()
-
-    def write_back(self) -> None:
-        """Round the masters into the weights and give every rank the whole ones (ZeRO-1, 2); with
-        ZeRO-3 whatever is gathered is out of date and goes."""
-        self.release()
-        handles = []
-        for state in self._states:
-            state.round()
-            if self.zero < 3:
-                handles.append(state.gather(self.mesh))
-        for handle in handles:
-            handle.wait()
-
-    @torch.no_grad()
-    def read_weights(self) -> None:
-        """Take the parameters as the new masters, after somebody else wrote to them. With ZeRO-3
-        call it inside `gathered`."""
-        self._require_loaded()
-        for state in self._states:
-            state.read()
-
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """The whole parameters are here (they always are, except with ZeRO-3)."""
-        if self.residency is not None:
-            self.residency.fetch_all()
-        try:
-            yield
-        finally:
-            self.release()
-
-    def release(self) -> None:
-        """With ZeRO-3, free the parameters of other ranks; after each forward or training step."""
-        if self.residency is not None:
-            self.residency.release_all()
-
-    # -- memory and state --------------------------------------------------------------------
-
-    def pieces(self, kind: Kind) -> Iterator[tuple[Piece, Tensor]]:
-        """What this rank owns: elements lo:hi of each (flattened, tensor-parallel part of a)
-        parameter with their values, 1-d views. Writing to them restores; then `write_back`."""
-        self._require_loaded()
-        for state in self._states:
-            shard = state.bucket.grad_shard if kind == "grad" else getattr(state, kind)
-            for piece in state.bucket.pieces():
-                yield piece, piece.of(shard)
-
-    def offload(self, folder: Path | str | None = None) -> None:
-        """Free the gradients and park moments and separate masters until `reload`."""
-        if self._parked is None:
-            buffers = [self.exp_avg, self.exp_avg_sq]
-            if self._own_masters is not None and (self.zero < 3 or self.has_working_copy):
-                buffers.append(self._own_masters)
-            scratch = {id(t): t for b in self.buckets for t in (b.grad, b.grad_shard)}
-            whole = [t for t in scratch.values() if t.untyped_storage().nbytes()]
-            self._parked = Parked(buffers, whole, folder)
+def _trainable(models: Sequence[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """(model, name, parameter) of all that is trained, each parameter once."""
+    found: dict[int, tuple[nn.Module, str, nn.Parameter]] = {}
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                found.setdefault(id(parameter), (model, name, parameter))
+    if not found:
+        raise ValueError("no trainable parameters: every requires_grad is False")
+    return list(found.values())
 
 
 def _units(models: Sequence[nn.Module]) -> list[tuple[list[nn.Module], Named]]:
@@ -247,22 +63,15 @@ def _units(models: Sequence[nn.Module]) -> list[tuple[list[nn.Module], Named]]:
     head: Named = []
     embedding: Named = []
     deferred: Named = []
-    seen: set[int] = set()
-    for model in models:
-        for name, parameter in model.named_parameters():
-            if id(parameter) in seen or not parameter.requires_grad:
-                continue
-            seen.add(id(parameter))
-            if is_deferred(parameter):
-                deferred.append((name, parameter))
-            elif name.startswith("layers."):
-                number = int(name.split(".")[1])
-                module = model.get_submodule(f"layers.{number}")
-                layers.setdefault(number, ([module], []))[1].append((name, parameter))
-            else:
-                (embedding if name == "embedding" else head).append((name, parameter))
-    if not seen:
-        raise ValueError("no trainable parameters: every requires_grad is False")
+    for model, name, parameter in _trainable(models):
+        if is_deferred(parameter):
+            deferred.append((name, parameter))
+        elif name.startswith("layers."):
+            number = int(name.split(".")[1])
+            module = model.get_submodule(f"layers.{number}")
+            layers.setdefault(number, ([module], []))[1].append((name, parameter))
+        else:
+            (embedding if name == "embedding" else head).append((name, parameter))
     ordered = [layers[number] for number in sorted(layers, reverse=True)]
     units = [([], head), *ordered, ([], embedding), ([], deferred)]
     return [(modules, named) for modules, named in units if named]
@@ -301,15 +110,6 @@ def _fits(
     return is_alike and size * wide.itemsize <= limit
 
 
-# What a rank holds of a bucket (zero.py), and when its whole gradients and weights are in memory.
-#
-# With ZeRO-2 the whole gradient of a layer exists from the moment backward reaches the layer until
-# it is reduced; with ZeRO-3 its whole weights exist while the layer runs. Hooks on the layers say
-# when. Freed tensors keep their views: only the storage behind them shrinks to nothing and returns.
-#
-# Left out: prefetching more than one layer ahead.
-
-
 class BucketState:
     """A bucket's weights, masters and moments."""
 
@@ -326,12 +126,16 @@ class BucketState:
         self.bucket = bucket
         self.is_resident = is_resident or bucket.num_shards == 1  # whole weights are always here
         self.exp_avg, self.exp_avg_sq = exp_avg, exp_avg_sq
-        whole = torch.zeros_like(bucket.grad)
+        if own_master is not None and bucket.num_shards == 1:
+            whole = own_master  # the master is the whole: no second copy is made on the way
+        else:
+            whole = torch.zeros_like(bucket.grad)
         for slot in bucket.slots:
             slot.view(whole).copy_(slot.param.data)
         self.weights = whole.to(dtype)  # the same memory where no rounding is needed
         self.master = bucket.mine(whole) if own_master is None else own_master
-        self.master.copy_(bucket.mine(whole))
+        if self.master is not whole:
+            self.master.copy_(bucket.mine(whole))
         self.shard = bucket.mine(self.weights)  # what the other ranks gather
         if not self.is_resident:
             self.shard = self.master if dtype == whole.dtype else self.shard.clone()

@@ -1,7 +1,25 @@
-"""The state of the random generators a run may use, in a form that a checkpoint can hold.
+"""Checkpoints that survive kill -9, a full disk and a flipped bit: their folders, and reading them.
 
-Python's and NumPy's global generators and PyTorch's of the CPU and of the engine's GPU. Left out:
-generators that their owner seeds by itself, as the samplers do.
+    ROOT/latest                                     name of the newest complete checkpoint
+    ROOT/step_00000012/rank_00000.safetensors ...   the boxes of whole tensors that a rank wrote
+    ROOT/step_00000012/meta.json                    which boxes; what the ranks stored; checksums
+
+A checkpoint is written to a hidden temporary folder (checkpoint_writer.py), flushed to the disk,
+renamed, and only then named in `latest`, which is itself replaced atomically: at every moment
+`latest` names a complete checkpoint or does not exist. Nothing is ever written into an existing
+checkpoint.
+
+The format knows names, whole shapes and boxes, not layouts: what is read here are whole tensors, or
+any boxes of them, so a run can go on in another layout. Checkpoints of the first format, which had
+whole tensors in one file, are read alike. Tensor files are plain safetensors (any reader opens
+them). Python objects are JSON, never pickles. Checksums are CRC-32: they find accidents, not
+forgeries.
+
+The states of the random generators that a run may use, Python's and NumPy's global ones and
+PyTorch's of the CPU and of the engine's GPU, go with the tensors.
+
+Left out: several runs that write to one root; generators that their owner seeds by itself, as the
+samplers do.
 """
 
 from __future__ import annotations
@@ -12,7 +30,6 @@ import math
 import os
 import random
 import shutil
-import struct
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,88 +40,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoengine.state.slices import Box, cover
-from nanoengine.tensor_file import _DTYPES, CHUNK_BYTES, CheckpointError, read_tensor, write_tensors
+from nanoengine.state.slices import Box, Held, cover, make_piece
+from nanoengine.tensor_file import CHUNK_BYTES, CheckpointError, read_header, read_tensor
 
-
-def get_rng_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors, JSON values)."""
-    tensors = {"rng.cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        tensors["rng.cuda"] = torch.cuda.get_rng_state(device)
-    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    numpy_state = [name, [int(key) for key in keys], position, has_gauss, gauss]
-    return tensors, {"python": random.getstate(), "numpy": numpy_state}
-
-
-def set_rng_state(
-    device: torch.device, names: list[str], read: Callable[[str], Tensor], values: dict[str, Any]
-) -> None:
-    """Restore what `get_rng_state` gave; `read` returns a tensor by its name."""
-    torch.set_rng_state(read("rng.cpu"))
-    if device.type == "cuda" and "rng.cuda" in names:
-        torch.cuda.set_rng_state(read("rng.cuda"), device)
-    version, internal, gauss = values["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, position, has_gauss, cached = values["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-
-
-# Checkpoints that survive kill -9, a full disk and a flipped bit.
-#
-#     ROOT/latest                     name of the newest complete checkpoint
-#     ROOT/step_00000012/tensors.safetensors
-#     ROOT/step_00000012/meta.json    what the caller stored, and the checksum of the tensor file
-#
-# A checkpoint is written to a hidden temporary folder, flushed to the disk, renamed, and only then
-# named in `latest`, which is itself replaced atomically: at every moment `latest` names a complete
-# checkpoint or does not exist. Nothing is ever written into an existing checkpoint.
-#
-# The tensor file is plain safetensors (any reader opens it), streamed tensor by tensor because the
-# library's own writer first copies everything in memory. Python objects are JSON, never pickles.
-# Checksums are CRC-32: they find accidents, not forgeries.
-#
-# A sharded run writes one tensor file a rank (`sharded_checkpoint.py`); both kinds are read here,
-# as whole tensors or any boxes of them, so a run can go on in another layout.
-#
-# Left out: several runs that write to one root.
-
-TENSORS, META, LATEST = "tensors.safetensors", "meta.json", "latest"
-FORMAT = 1
-SHARDED_FORMAT = 2
-
-
-def save_checkpoint(
-    root: Path | str,
-    step: int,
-    tensors: Mapping[str, Tensor],
-    meta: Mapping[str, Any],
-    *,
-    keep: int = 2,
-) -> Path:
-    """Write one checkpoint, point `latest` at it, delete all but the newest `keep`.
-
-    `meta` must survive JSON. Raises CheckpointError, with the earlier checkpoints intact, when
-    the disk is full or cannot be written.
-    """
-    if keep < 1:
-        raise ValueError(f"keep={keep}: must be at least 1")
-    root = Path(root)
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        clear_leftovers(root)
-        folder = root / f".tmp-{os.getpid()}"
-        folder.mkdir()
-        _write_folder(folder, step, tensors, meta)
-        final = free_name(root, step)
-        os.rename(folder, final)
-        sync_folder(root)
-        point_latest(root, final.name)
-    except OSError as error:
-        shutil.rmtree(root / f".tmp-{os.getpid()}", ignore_errors=True)
-        raise CheckpointError(explain_write_error(root, tensors, error)) from error
-    prune(root, keep)
-    return final
+META, LATEST = "meta.json", "latest"
+FORMAT = 2
+READABLE_FORMATS = (1, FORMAT)
 
 
 @dataclass(frozen=True)
@@ -123,7 +64,7 @@ class Checkpoint:
     def __init__(self, folder: Path, meta: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
         self.folder = folder
         self.meta = meta
-        self.ranks = ranks  # what each rank of a sharded run stored for itself
+        self.ranks = ranks  # what each rank stored for itself
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._kinds: dict[str, torch.dtype] = {}
         self._parts: dict[str, list[_Part]] = {}
@@ -176,19 +117,15 @@ class Checkpoint:
             out.copy_(box.of(staged, rows))
 
     def _add_file(self, file: str, pieces: Mapping[str, Any] | None) -> None:
-        """Take in a safetensors file; `pieces` says which boxes its entries are (else whole)."""
-        with open(self.folder / file, "rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            entries = json.loads(stream.read(length))
-        for entry, fields in entries.items():
-            whole = tuple(fields["shape"])
-            name, box = entry, Box((0,) * len(whole), whole)
+        """Take in a safetensors file; `pieces` says which boxes its entries are. Files of the
+        first format have none: their entries are whole tensors under their own names."""
+        for entry, where in read_header(self.folder / file).items():
+            name, whole, box = entry, where.shape, Box((0,) * len(where.shape), where.shape)
             if pieces is not None:
                 name, whole = pieces[entry]["name"], tuple(pieces[entry]["whole"])
-                box = Box(tuple(pieces[entry]["begin"]), box.shape)
-            self._shapes[name], self._kinds[name] = whole, _DTYPES[fields["dtype"]]
-            part = _Part(file, 8 + length + fields["data_offsets"][0], box)
-            self._parts.setdefault(name, []).append(part)
+                box = Box(tuple(pieces[entry]["begin"]), where.shape)
+            self._shapes[name], self._kinds[name] = whole, where.dtype
+            self._parts.setdefault(name, []).append(_Part(file, where.begin, box))
 
 
 def open_checkpoint(path: Path | str, share: tuple[int, int] = (0, 1)) -> Checkpoint:
@@ -251,22 +188,6 @@ def _serial(folder: Path) -> int:
         return 0
 
 
-def _write_folder(
-    folder: Path, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]
-) -> None:
-    files = {TENSORS: write_tensors(folder / TENSORS, tensors)}
-    write_meta(
-        folder,
-        {
-            "format": FORMAT,
-            "serial": next_serial(folder.parent),
-            "step": step,
-            "files": files,
-            "meta": dict(meta),
-        },
-    )
-
-
 def write_meta(folder: Path, record: Mapping[str, Any]) -> None:
     """The last file of a checkpoint: with it the folder is complete."""
     body = json.dumps(record)
@@ -288,9 +209,10 @@ def open_folder(folder: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint:
     if zlib.crc32(outer["body"].encode()) != outer["crc32"]:
         raise ValueError(f"{folder / META}: the checksum does not match")
     record = json.loads(outer["body"])
-    if record["format"] not in (FORMAT, SHARDED_FORMAT):
+    if record["format"] not in READABLE_FORMATS:
         raise ValueError(
-            f"format {record['format']}: this version reads formats {FORMAT} and {SHARDED_FORMAT}"
+            f"format {record['format']}: this version reads formats "
+            f"{' and '.join(map(str, READABLE_FORMATS))}"
         )
     first, step = share
     for name, expected in list(record["files"].items())[first::step]:
@@ -395,3 +317,36 @@ def explain_write_error(root: Path, tensors: Mapping[str, Tensor], error: OSErro
             f"needed, {free / 1e6:.1f} MB free). {kept} Free some space or choose another folder."
         )
     return f"cannot save a checkpoint under {root}: {error}. {kept} Choose a writable folder."
+
+
+# -- random generators -----------------------------------------------------------------------------
+
+
+def get_rng_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(tensors, JSON values)."""
+    tensors = {"rng.cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        tensors["rng.cuda"] = torch.cuda.get_rng_state(device)
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    numpy_state = [name, [int(key) for key in keys], position, has_gauss, gauss]
+    return tensors, {"python": random.getstate(), "numpy": numpy_state}
+
+
+def set_rng_state(
+    device: torch.device, names: list[str], read: Callable[[str], Tensor], values: dict[str, Any]
+) -> None:
+    """Restore what `get_rng_state` gave; `read` returns a tensor by its name."""
+    torch.set_rng_state(read("rng.cpu"))
+    if device.type == "cuda" and "rng.cuda" in names:
+        torch.cuda.set_rng_state(read("rng.cuda"), device)
+    version, internal, gauss = values["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = values["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+
+
+def rng_pieces(rank: int, tensors: Mapping[str, Tensor]) -> Held:
+    """Random states, which every rank has of its own: rank 0's keep their names."""
+    prefix = "rng." if rank == 0 else f"rng.{rank}."
+    names = {name: name.replace("rng.", prefix, 1) for name in tensors}
+    return [(make_piece(names[name], tensor), tensor) for name, tensor in tensors.items()]

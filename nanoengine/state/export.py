@@ -22,7 +22,7 @@ from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.mesh import Mesh
 from nanoengine.state.reshard import Resharder, model_pieces
 from nanoengine.state.slices import Box, Held, Piece
-from nanoengine.tensor_file import map_safetensors
+from nanoengine.tensor_file import dtype_name, map_safetensors
 
 
 def export_hf(
@@ -46,7 +46,7 @@ def export_hf(
         whole = Transformer(config, device="meta")
         shapes = {name: tuple(view.shape) for name, view in hf_views(whole).items()}
     pieces = {
-        name: Piece(name, shape, Box((0,) * len(shape), shape), str(kind).removeprefix("torch."))
+        name: Piece(name, shape, Box((0,) * len(shape), shape), dtype_name(kind))
         for name, shape in shapes.items()
     }
     resharder = Resharder(mesh)

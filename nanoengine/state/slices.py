@@ -3,7 +3,7 @@
 A piece says "I hold (or want) this box of the tensor of that name and shape". Pieces come from a
 whole parameter, from a tensor-parallel rank's part of a fused one, from a run of ZeRO's flat
 buffer, from a file. A plan compares what everybody holds with what everybody wants, once, and lists
-the copies; `reshard.py` replays it between processes, `sharded_checkpoint.py` reads files with it.
+the copies; `reshard.py` replays it between processes, `checkpoint.py` reads files with it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from nanoengine.model.linear import Slice
+from nanoengine.tensor_file import dtype_name
 
 T = TypeVar("T")
 
@@ -86,7 +87,7 @@ def make_piece(name: str, tensor: Tensor, part: Slice | None = None) -> Piece:
         assert len(part.runs) == 1, "a fused parameter has several pieces; see cut_parameter"
         whole[part.dim], begin[part.dim] = part.whole, part.runs[0][0]
     box = Box(tuple(begin), tuple(tensor.shape))
-    return Piece(name, tuple(whole), box, str(tensor.dtype).removeprefix("torch."))
+    return Piece(name, tuple(whole), box, dtype_name(tensor.dtype))
 
 
 def cut_parameter(
@@ -100,7 +101,7 @@ def cut_parameter(
     number `first` on of the rank's own parameter of `shape`; `part` says where that lies in the
     whole one."""
     shape = tuple(shape)
-    dtype = str(flat.dtype).removeprefix("torch.")
+    dtype = dtype_name(flat.dtype)
     found: Held = []
     for local, view in _rectangles(shape, flat, first):
         if part is None:

@@ -36,7 +36,7 @@ from nanoengine.model.hf import read_state
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.params import SamplingParams
-from nanoinfer.server.completions import Completions, HttpLimits, Job
+from nanoinfer.server.completions import CompletionJob, Completions, HttpLimits
 from nanoinfer.server.http_io import ApiError, HungUpError, read_body
 from nanoinfer.server.prometheus import CONTENT_TYPE, HttpMetrics
 from nanoinfer.server.requests import (
@@ -48,7 +48,7 @@ from nanoinfer.server.requests import (
     UpdateWeights,
 )
 from nanoinfer.server.responses import ChatFormat, TextFormat, usage
-from nanoinfer.streams import Chunk
+from nanoinfer.streams import StreamChunk
 
 LOG = logging.getLogger("nanoinfer.http")
 OPEN_ROUTES = frozenset({"/health"})
@@ -195,7 +195,9 @@ class HttpApp:
         created = int(time.time())
         return {"id": name, "object": kind, "created": created, "model": self._model_name}
 
-    async def _jobs(self, body: Sampling, prompts: list[list[int]], limit: int | None) -> list[Job]:
+    async def _jobs(
+        self, body: Sampling, prompts: list[list[int]], limit: int | None
+    ) -> list[CompletionJob]:
         seed = uuid.uuid4().int % 2**63
 
         def params(room: int) -> SamplingParams:
@@ -209,7 +211,7 @@ class HttpApp:
         self,
         request: Request,
         body: Sampling,
-        jobs: list[Job],
+        jobs: list[CompletionJob],
         head: dict[str, Any],
         form: ChatFormat | TextFormat,
     ) -> Response:
@@ -226,7 +228,7 @@ class HttpApp:
         head["object"] = form.chunk_object
         states = [form.start(job.index) for job in jobs]
 
-        def to_event(job: Job, chunk: Chunk) -> dict[str, Any] | None:
+        def to_event(job: CompletionJob, chunk: StreamChunk) -> dict[str, Any] | None:
             choice = states[job.index].push(chunk)
             return None if choice is None else head | {"choices": [choice]}
 

@@ -1,7 +1,8 @@
 """From a validated HTTP request to completions: admission, one task each, and their end.
 
-A request is one or more `Job`s (prompts times n). They run as tasks of one group: if one fails or
-the client hangs up, all are cancelled, and cancelling a task aborts its request in the engine.
+A request is one or more `CompletionJob`s (prompts times n). They run as tasks of one group: if one
+fails or the client hangs up, all are cancelled, and cancelling a task aborts its request in the
+engine.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.params import Grammar, Output, SamplingParams
 from nanoinfer.server.http_io import ApiError, Emit, EventStream, while_connected
 from nanoinfer.server.prometheus import HttpMetrics
-from nanoinfer.streams import Chunk
+from nanoinfer.streams import StreamChunk
 
 Event = dict[str, Any]
-OnChunk = Callable[["Job", Chunk], Awaitable[None]]
+OnChunk = Callable[["CompletionJob", StreamChunk], Awaitable[None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class HttpLimits:
 
 
 @dataclass(frozen=True)
-class Job:
+class CompletionJob:
     """One completion of a request."""
 
     index: int
@@ -73,7 +74,7 @@ class Completions:
 
     async def admit(
         self, prompts: Sequence[list[int]], n: int, params: Callable[[int], SamplingParams]
-    ) -> list[Job]:
+    ) -> list[CompletionJob]:
         """The jobs of a request, all valid. `params` is given the room that a prompt leaves."""
         count = len(prompts) * n
         most = self._limits.max_completions_per_request
@@ -81,13 +82,15 @@ class Completions:
             raise ApiError(400, f"n: {count} completions in one request; at most {most}", "n")
         if self._metrics.num_active + count > self._limits.max_completions:
             raise ApiError(429, f"{self._metrics.num_active} completions in flight; try again")
-        jobs: list[Job] = []
+        jobs: list[CompletionJob] = []
         for ids in prompts:
             each = params(max(1, self._client.engine.room(len(ids))))
             self._check_size(each.grammar)
             # a thread, since a grammar may take a second to compile
             await asyncio.to_thread(self._client.engine.validate, ids, each)
-            jobs += [Job(len(jobs) + i, ids, member) for i, member in enumerate(each.members())]
+            jobs += [
+                CompletionJob(len(jobs) + i, ids, member) for i, member in enumerate(each.members())
+            ]
         return jobs
 
     def _check_size(self, grammar: Grammar | None) -> None:
@@ -101,7 +104,7 @@ class Completions:
             )
 
     async def run(
-        self, request: Request, jobs: list[Job], priority: int, name: str
+        self, request: Request, jobs: list[CompletionJob], priority: int, name: str
     ) -> list[Output]:
         """Outputs in the order of the jobs. By `name` all of them can be aborted."""
         work = self._run(jobs, priority, name, None)
@@ -109,9 +112,9 @@ class Completions:
 
     def stream(
         self,
-        jobs: list[Job],
+        jobs: list[CompletionJob],
         priority: int,
-        to_event: Callable[[Job, Chunk], Event | None],
+        to_event: Callable[[CompletionJob, StreamChunk], Event | None],
         on_error: Callable[[BaseException], ApiError],
         name: str,
         first: Sequence[Event] = (),
@@ -123,7 +126,7 @@ class Completions:
             for event in first:
                 await emit(event)
 
-            async def on_chunk(job: Job, chunk: Chunk) -> None:
+            async def on_chunk(job: CompletionJob, chunk: StreamChunk) -> None:
                 event = to_event(job, chunk)
                 if event is not None:
                     await emit(event)
@@ -135,7 +138,7 @@ class Completions:
         return EventStream(work, self._limits.request_timeout_s, on_error)
 
     async def _run(
-        self, jobs: list[Job], priority: int, name: str, on_chunk: OnChunk | None
+        self, jobs: list[CompletionJob], priority: int, name: str, on_chunk: OnChunk | None
     ) -> list[Output]:
         self._metrics.num_active += len(jobs)
         try:
@@ -147,7 +150,9 @@ class Completions:
         finally:
             self._metrics.num_active -= len(jobs)
 
-    async def _one(self, job: Job, priority: int, name: str, on_chunk: OnChunk | None) -> Output:
+    async def _one(
+        self, job: CompletionJob, priority: int, name: str, on_chunk: OnChunk | None
+    ) -> Output:
         if on_chunk is None:
             return await self._client.generate(job.ids, job.params, priority, name)
         start, output = time.perf_counter(), None

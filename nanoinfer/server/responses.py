@@ -15,7 +15,7 @@ from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import Output
 from nanoinfer.server.requests import ChatCompletion, Completion
 from nanoinfer.server.tool_calls import FunctionCall, parse_call, safe_length, split_calls
-from nanoinfer.streams import Chunk
+from nanoinfer.streams import StreamChunk
 
 Json = dict[str, Any]
 Top = Sequence[Sequence[tuple[int, float]]]
@@ -135,7 +135,7 @@ class ChatDeltas:
         delta = {"role": "assistant", "content": ""}
         self.first: Json | None = {"index": index, "delta": delta, "finish_reason": None}
 
-    def push(self, chunk: Chunk) -> Json | None:
+    def push(self, chunk: StreamChunk) -> Json | None:
         """A choice to send; None if the chunk shows nothing new."""
         self._text += chunk.text
         reason: str | None = None
@@ -211,7 +211,7 @@ class TextDeltas:
         self._form, self._index = form, index
         self._offset = 0
 
-    def push(self, chunk: Chunk) -> Json | None:
+    def push(self, chunk: StreamChunk) -> Json | None:
         """A choice to send; None if the chunk shows nothing new."""
         reason = chunk.output.finish_reason if chunk.output is not None else None
         logprobs = None

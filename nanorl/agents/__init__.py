@@ -1,1 +1,5 @@
-"""How a rollout is driven: token bookkeeping, tool calls and the loops. Read `tokens.py` first."""
+"""An agent: a policy that plays a task's episode in an environment, token by token.
+
+loop.py     `Agent.play`: generate, step the environment, append what it says, until an answer
+tokens.py   `TurnBuilder`: the ids, loss mask, log-probs and versions of the rollout that grows
+"""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
@@ -30,10 +30,14 @@ DELTA_BASE: tuple[Message, ...] = (
 )
 """The chat in front of an observation when its template text is cut out; any chat would do."""
 
+CUT_MARK = "\n...\n"
+CHARS_PER_TOKEN = 16
+"""More than a token has on average in whatever a program prints, runs of blanks aside."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How large one rollout may grow, in tokens unless the name says otherwise."""
+    """The size that one rollout may grow to, in tokens unless the name says otherwise."""
 
     max_turns: int = 4
     """Model outputs in a rollout."""
@@ -70,14 +74,12 @@ class TurnBuilder:
         task_id: str,
         group_id: str,
         rollout_id: str,
-        delta_base: Sequence[Message] = DELTA_BASE,
     ) -> None:
         self.limits = limits
         self.truncation: Truncation | None = None
         self.spans: list[TurnSpan] = []
         self._ids = (task_id, group_id, rollout_id)
         self._tokenizer = tokenizer
-        self._delta_base = list(delta_base)
         self._tokens: list[int] = []
         self._mask: list[int] = []
         self._logps: list[float] = []
@@ -86,7 +88,7 @@ class TurnBuilder:
 
     @property
     def prompt_ids(self) -> list[int]:
-        """What the engine is given for the next turn: everything so far (a copy)."""
+        """The ids that the engine is given for the next turn: everything so far (a copy)."""
         return list(self._tokens)
 
     @property
@@ -97,12 +99,10 @@ class TurnBuilder:
     def num_action_tokens(self) -> int:
         return sum(self._mask)
 
-    def start(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> None:
+    def start(self, messages: Sequence[Message]) -> None:
         """Encode the opening chat. `ValueError` where it leaves no room for a single token."""
         assert not self._tokens, "start() is called once"
-        ids = self._tokenizer.encode_chat(messages, add_generation_prompt=True, tools=tools)
+        ids = self._tokenizer.encode_chat(messages, add_generation_prompt=True)
         if len(ids) >= self.limits.max_context_tokens:
             raise ValueError(
                 f"task {self._ids[0]!r}: its prompt has {len(ids)} tokens, max_context_tokens is "
@@ -148,7 +148,7 @@ class TurnBuilder:
 
     @property
     def is_parseable(self) -> bool:
-        """Whether the last action ended by itself: cut-off text is never parsed for tool calls."""
+        """True if the last action ended by itself: cut-off text is never parsed for tool calls."""
         return bool(self.spans) and self.truncation is None and not self._is_aborted
 
     def append_observation(self, messages: Sequence[Message]) -> bool:
@@ -173,7 +173,7 @@ class TurnBuilder:
         return True
 
     def status(self) -> Status:
-        """How the rollout ended, as far as tokens tell."""
+        """The way in which the rollout ended, as far as its tokens tell."""
         if self.truncation is None:
             return Status.FINISHED
         is_turn = self.truncation == "turn"
@@ -231,14 +231,14 @@ class TurnBuilder:
         templates render a last assistant message differently from an earlier one.
         """
         encode, eos_ids = self._tokenizer.encode_chat, self._tokenizer.eos_ids
-        base = encode(self._delta_base, add_generation_prompt=False)
+        base = encode(DELTA_BASE, add_generation_prompt=False)
         num_eos = sum(token in eos_ids for token in base)
         if num_eos == 0:
             raise ValueError(
                 f"the chat template ends an assistant turn with none of the eos ids "
                 f"{sorted(eos_ids)}: add its end-of-turn token to generation_config.json"
             )
-        full = encode([*self._delta_base, *messages], add_generation_prompt=True)
+        full = encode([*DELTA_BASE, *messages], add_generation_prompt=True)
         places = [place for place, token in enumerate(full) if token in eos_ids]
         cut = places[num_eos - 1]
         return full[cut], full[cut + 1 :]
@@ -254,14 +254,18 @@ def shorten(tokenizer: ChatTokenizer, text: str, max_tokens: int) -> str:
 
     The end matters as much as the start: the last line of a traceback says what went wrong.
     """
+    # A program may print 64 KiB, and encoding all of it would keep the other rollouts waiting. Each
+    # end keeps more characters than its half of the tokens can stand for.
+    end = max(1000, CHARS_PER_TOKEN * max_tokens // 2)
+    if len(text) > 2 * end:
+        text = text[:end] + CUT_MARK + text[-end:]
     ids = tokenizer.encode(text)
     if len(ids) <= max_tokens:
         return text
-    mark = "\n...\n"
     # Cutting inside a character or re-joining words can add tokens, so shrink until it fits.
-    for keep in range(max_tokens - len(tokenizer.encode(mark)), 0, -1):
+    for keep in range(max_tokens - len(tokenizer.encode(CUT_MARK)), 0, -1):
         head, tail = ids[: (keep + 1) // 2], ids[len(ids) - keep // 2 :]
-        short = _clean(tokenizer.decode(head)) + mark + _clean(tokenizer.decode(tail))
+        short = _clean(tokenizer.decode(head)) + CUT_MARK + _clean(tokenizer.decode(tail))
         if len(tokenizer.encode(short)) <= max_tokens:
             return short
     for keep in range(max_tokens, 0, -1):

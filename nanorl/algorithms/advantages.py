@@ -9,16 +9,17 @@ Sources: GRPO (arXiv 2402.03300), Dr.GRPO (2503.20783), RLOO (2402.14740), REINF
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-from nanorl.algorithms.segments import index_by_id, segment_sum
-from nanorl.algorithms.spec import AGGREGATIONS, AlgorithmSpec, required
+from nanorl.algorithms.segments import index_by_id, required, segment_sum
+from nanorl.algorithms.spec import AGGREGATIONS, AlgorithmSpec
 
 DELTA = 1e-6
 
@@ -139,13 +140,6 @@ def reinforce_pp(
     return whiten(return_T, mask_T)
 
 
-def reinforce_pp_baseline(
-    reward_R: Tensor, group_ids: Sequence[Hashable], mask_T: Tensor, sequence_ids_T: Tensor
-) -> Tensor:
-    """`R − mean_g` on every action token, then whitened globally; KL is a separate k2 loss."""
-    return whiten(broadcast(dr_grpo(reward_R, group_ids), mask_T, sequence_ids_T), mask_T)
-
-
 def gae(
     reward_T: Tensor,
     value_T: Tensor,
@@ -172,41 +166,6 @@ def distill(
     return advantage_T - coef * (old_logp_T - teacher_logp_T) * mask_T.to(advantage_T.dtype)
 
 
-def turn_advantages(
-    turn_rewards: Sequence[Sequence[float]], group_ids: Sequence[Hashable], *, gamma: float = 1.0
-) -> list[list[float]]:
-    """Advantages of every turn of every rollout, from rewards that sit on turns.
-
-    A turn that every member of the group has is compared by return-to-go at that turn. Later turns
-    would be compared with the few members that live so long, which is biased: they get the outcome
-    advantage (the rollout's whole return minus the group's mean).
-    """
-    returns = [_returns_to_go(rewards, gamma) for rewards in turn_rewards]
-    result = [[0.0] * len(turns) for turns in returns]
-    index_R, num_groups = index_by_id(group_ids)
-    for group in range(num_groups):
-        members = (index_R == group).nonzero().flatten().tolist()
-        outcomes = {r: returns[r][0] if returns[r] else 0.0 for r in members}
-        outcome_mean = sum(outcomes.values()) / len(members)
-        shared = min(len(returns[r]) for r in members)
-        for k in range(max(len(returns[r]) for r in members)):
-            baseline = sum(returns[r][k] for r in members) / len(members) if k < shared else 0.0
-            for r in members:
-                if k < shared:
-                    result[r][k] = returns[r][k] - baseline
-                elif k < len(returns[r]):
-                    result[r][k] = outcomes[r] - outcome_mean
-    return result
-
-
-def _returns_to_go(rewards: Sequence[float], gamma: float) -> list[float]:
-    returns, later = [], 0.0
-    for reward in reversed(rewards):
-        later = reward + gamma * later
-        returns.append(later)
-    return returns[::-1]
-
-
 def has_signal(is_correct_R: Tensor, group_ids: Sequence[Hashable]) -> Tensor:
     """DAPO's dynamic sampling: True for rollouts of groups with 0 < number correct < G."""
     mean_R = _group(is_correct_R, group_ids).mean_R
@@ -226,13 +185,37 @@ def overlong_penalty(length_R: Tensor, max_length: int, buffer: int) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Turns:
+    """What `reward_level="turn"` adds to a batch. A rollout of two turns that was praised for the
+    first and solved its task, and one of a single turn that failed:
+
+        Turns(rewards=[[0.2, 1.0], [0.0]], index_T=tensor([-1, 0, 0, -1, 1, -1, 0]))
+    """
+
+    rewards: Sequence[Sequence[float]]
+    """Of each rollout's turns; the last one's holds the reward of the outcome too."""
+    index_T: Tensor
+    """int64, the turn of every action token, counted in its rollout; −1 for other tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdvantageBatch:
-    """The whole optimizer batch, packed: R rollouts, one sequence each, T tokens."""
+    """The whole optimizer batch, packed: R rollouts, one sequence each, T tokens. Two rollouts of
+    one task, of one and two action tokens after a prompt token:
+
+        AdvantageBatch(
+            reward_R=tensor([1.0, 0.0]),
+            group_ids=["s0-g0", "s0-g0"],
+            mask_T=tensor([0.0, 1.0, 0.0, 1.0, 1.0]),
+            sequence_ids_T=tensor([0, 0, 1, 1, 1]),
+        )
+    """
 
     reward_R: Tensor
     group_ids: Sequence[Hashable]
     mask_T: Tensor
     sequence_ids_T: Tensor
+    turns: Turns | None = None
     old_logp_T: Tensor | None = None
     ref_logp_T: Tensor | None = None
     value_T: Tensor | None = None
@@ -240,7 +223,7 @@ class AdvantageBatch:
 
 def compute_advantages(spec: AlgorithmSpec, batch: AdvantageBatch) -> tuple[Tensor, Tensor | None]:
     """`(advantage_T, return_T)`; returns (the critic's targets) only for "gae"."""
-    advantage_T, return_T = _base_advantages(spec, batch)
+    advantage_T, return_T = ADVANTAGES[spec.advantage](spec, batch)
     if spec.distill_coef:
         old_T = required(batch.old_logp_T, "old_logp_T", "distill_coef")
         ref_T = required(batch.ref_logp_T, "ref_logp_T", "distill_coef")
@@ -248,34 +231,141 @@ def compute_advantages(spec: AlgorithmSpec, batch: AdvantageBatch) -> tuple[Tens
     return advantage_T, return_T
 
 
-def _base_advantages(spec: AlgorithmSpec, batch: AdvantageBatch) -> tuple[Tensor, Tensor | None]:
+Advantages = tuple[Tensor, Tensor | None]
+GroupEstimator = Callable[[Tensor, Sequence[Hashable]], Tensor]
+
+
+def _compared(
+    estimator: GroupEstimator,
+) -> Callable[[AlgorithmSpec, AdvantageBatch], Advantages]:
+    """An estimator that compares the members of a group, for every action token of a batch."""
+
+    def advantages(spec: AlgorithmSpec, batch: AdvantageBatch) -> Advantages:
+        return compare(estimator, spec, batch), None
+
+    return advantages
+
+
+def compare(estimator: GroupEstimator, spec: AlgorithmSpec, batch: AdvantageBatch) -> Tensor:
+    """The estimator's advantages of whole rollouts, or of turns, on their action tokens."""
+    if spec.reward_level == "outcome":
+        advantage_R = estimator(batch.reward_R, batch.group_ids)
+        return broadcast(advantage_R, batch.mask_T, batch.sequence_ids_T)
+    return turn_advantages(estimator, batch, gamma=spec.gamma)
+
+
+def _reinforce_pp(spec: AlgorithmSpec, batch: AdvantageBatch) -> Advantages:
     mask_T, ids_T = batch.mask_T, batch.sequence_ids_T
-    by_group = {
-        "grpo": grpo,
-        "dr_grpo": dr_grpo,
-        "rloo": rloo,
-        "maxrl": maxrl,
+    return reinforce_pp(token_rewards(spec, batch), mask_T, ids_T, gamma=spec.gamma), None
+
+
+def _reinforce_pp_baseline(spec: AlgorithmSpec, batch: AdvantageBatch) -> Advantages:
+    """`R − mean_g` on every action token, then whitened globally; KL is a separate k2 loss."""
+    return whiten(compare(dr_grpo, spec, batch), batch.mask_T), None
+
+
+def _gae(spec: AlgorithmSpec, batch: AdvantageBatch) -> Advantages:
+    mask_T, ids_T = batch.mask_T, batch.sequence_ids_T
+    value_T = required(batch.value_T, "value_T", "advantage='gae'")
+    reward_T = token_rewards(spec, batch)
+    advantage_T, return_T = gae(reward_T, value_T, mask_T, ids_T, gamma=spec.gamma, lam=spec.lam)
+    return whiten(advantage_T, mask_T) if spec.whiten_gae else advantage_T, return_T
+
+
+def _none(spec: AlgorithmSpec, batch: AdvantageBatch) -> Advantages:
+    zero_R = torch.zeros_like(batch.reward_R)
+    return broadcast(zero_R, batch.mask_T, batch.sequence_ids_T), None
+
+
+ADVANTAGES: Mapping[str, Callable[[AlgorithmSpec, AdvantageBatch], Advantages]] = MappingProxyType(
+    {
+        "grpo": _compared(grpo),
+        "dr_grpo": _compared(dr_grpo),
+        "rloo": _compared(rloo),
+        "maxrl": _compared(maxrl),
+        "reinforce_pp": _reinforce_pp,
+        "reinforce_pp_baseline": _reinforce_pp_baseline,
+        "gae": _gae,
+        "none": _none,
     }
-    if spec.advantage in by_group:
-        advantage_R = by_group[spec.advantage](batch.reward_R, batch.group_ids)
-        return broadcast(advantage_R, mask_T, ids_T), None
-    if spec.advantage == "reinforce_pp_baseline":
-        return (
-            reinforce_pp_baseline(batch.reward_R, batch.group_ids, mask_T, ids_T),
-            None,
-        )
-    reward_T = outcome_rewards(batch.reward_R, mask_T, ids_T)
-    if spec.advantage == "none":
-        return torch.zeros_like(reward_T), None
+)
+"""(spec, batch) -> (advantage_T, return_T or None), by `AlgorithmSpec.advantage`."""
+
+
+def token_rewards(spec: AlgorithmSpec, batch: AdvantageBatch) -> Tensor:
+    """Rewards at the tokens that earned them, less the KL penalty if there is one."""
+    mask_T, ids_T = batch.mask_T, batch.sequence_ids_T
+    if spec.reward_level == "outcome":
+        reward_T = outcome_rewards(batch.reward_R, mask_T, ids_T)
+    else:
+        reward_T = turn_token_rewards(_turns(batch), ids_T)
     if spec.kl_reward_coef:
         old_T = required(batch.old_logp_T, "old_logp_T", "kl_reward_coef")
         ref_T = required(batch.ref_logp_T, "ref_logp_T", "kl_reward_coef")
         reward_T = kl_penalised(reward_T, old_T, ref_T, mask_T, spec.kl_reward_coef)
-    if spec.advantage == "reinforce_pp":
-        return reinforce_pp(reward_T, mask_T, ids_T, gamma=spec.gamma), None
-    value_T = required(batch.value_T, "value_T", "advantage='gae'")
-    advantage_T, return_T = gae(reward_T, value_T, mask_T, ids_T, gamma=spec.gamma, lam=spec.lam)
-    return whiten(advantage_T, mask_T) if spec.whiten_gae else advantage_T, return_T
+    return reward_T
+
+
+# Rewards of turns. r_k is what turn k earned; the outcome's reward belongs to the last turn.
+#
+#     tokens (reinforce_pp, gae)   r_k stands on the last action token of turn k, and the estimator
+#                                  does the rest: tokens before it share in it, later ones do not
+#     groups (grpo, rloo, ...)     G_k = Σ_{j≥k} γ^(j−k)·r_j, compared with the G_k of the others
+#
+# A turn that some member of the group does not have would be compared with the few that live so
+# long, which is biased: it gets the advantage of the whole rollout, of G_0, instead. With rewards
+# on the last turn alone and γ = 1 every G_k is the outcome, and so is the advantage.
+
+
+def turn_token_rewards(turns: Turns, sequence_ids_T: Tensor) -> Tensor:
+    """fp32, r_k at the last action token of turn k. A turn without a token leaves its reward to the
+    turn before it; what precedes every action token was earned by none, and is left out."""
+    owners = zip(sequence_ids_T.tolist(), turns.index_T.tolist(), strict=True)
+    last = {owner: token for token, owner in enumerate(owners)}  # the later token wins
+    reward_T = torch.zeros(len(sequence_ids_T), device=sequence_ids_T.device)
+    for rollout, rewards in enumerate(turns.rewards):
+        place = None
+        for turn, reward in enumerate(rewards):
+            place = last.get((rollout, turn), place)
+            if place is not None:
+                reward_T[place] += reward
+    return reward_T
+
+
+def turn_advantages(
+    estimator: GroupEstimator, batch: AdvantageBatch, *, gamma: float = 1.0
+) -> Tensor:
+    """The estimator on returns of turns, G_k, for the action tokens of each turn k."""
+    turns, ids_T = _turns(batch), batch.sequence_ids_T
+    returns = [_returns_to_go(rewards, gamma) for rewards in turns.rewards]
+    num_shared: dict[Hashable, int] = {}  # turns that every member of a group has
+    for group, turn_returns in zip(batch.group_ids, returns, strict=True):
+        num_shared[group] = min(num_shared.get(group, len(turn_returns)), len(turn_returns))
+    advantage_T = batch.reward_R.new_zeros(len(ids_T))
+    for turn in range(max(map(len, returns), default=0)):
+        compared_R = batch.reward_R.new_tensor(
+            [
+                turn_returns[turn if turn < num_shared[group] else 0] if turn_returns else 0.0
+                for group, turn_returns in zip(batch.group_ids, returns, strict=True)
+            ]
+        )
+        advantage_R = estimator(compared_R, batch.group_ids)
+        advantage_T = torch.where(turns.index_T == turn, advantage_R[ids_T], advantage_T)
+    return advantage_T
+
+
+def _returns_to_go(rewards: Sequence[float], gamma: float) -> list[float]:
+    returns, later = [], 0.0
+    for reward in reversed(rewards):
+        later = reward + gamma * later
+        returns.append(later)
+    return returns[::-1]
+
+
+def _turns(batch: AdvantageBatch) -> Turns:
+    if batch.turns is None:
+        raise ValueError("turns is missing: reward_level='turn' reads it")
+    return batch.turns
 
 
 # From per-token losses to one number: a weight for every token, then a plain sum.

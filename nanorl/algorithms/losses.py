@@ -1,21 +1,157 @@
-"""Losses per token, to be minimised; `aggregation` turns them into one number.
+"""Losses: one function of tokens for each name, and `make_loss`, which runs what a spec asks for.
 
 Symbols: θ the policy being updated (`logp_T`, the only tensor with a gradient), o the trainer's
-policy at the start of the optimizer batch, μ the policy that sampled, `r = π_θ/π_o`. All log-probs
-are nats of the tempered distribution. Nothing here applies the mask, except where a sequence is
-reduced (GSPO): masked-out tokens get weight 0 later.
+policy at the start of the optimizer batch, μ the policy that sampled, `r = π_θ/π_o`, `w = π_o/μ`.
+All log-probs are nats of the tempered distribution. A loss of one token,
+
+    weight · (correction(w) · loss(r, A) + kl_coef · KL − entropy_coef · entropy)
+
+is summed over a micro-batch. Weights, which hold the mask, come from the whole optimizer batch
+(advantages.py), so that the sum does not depend on the split. Corrections answer for stale weights
+and for numerical differences between two engines; if the old log-probs were not recomputed (o := μ)
+w is 1 by definition: never apply one then. A NaN stays a NaN, so that the loss is refused: a
+comparison alone would take it for a rejection.
 Sources: PPO (arXiv 1707.06347), dual clip (1912.09729), DAPO (2503.14476), GSPO (2507.18071), SAPO
-(2511.20347), CISPO (2506.13585), decoupled PPO (2110.00641), KL estimators (schulman.me/kl-approx).
+(2511.20347), CISPO (2506.13585), decoupled PPO (2110.00641), KL estimators (schulman.me/kl-approx),
+TIS (fengyao.notion.site/off-policy-rl), MIS and geometric rejection (Liu et al. 2025, "When speed
+kills stability"), IcePop (2510.18855).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanorl.algorithms.segments import segment_mean, segment_sum
+from nanorl.algorithms.segments import required, segment_mean, segment_sum
+from nanorl.algorithms.spec import AlgorithmSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossBatch:
+    """One micro-batch, packed. Sequences are whole; all tensors are [T] and without gradient,
+    except `entropy_T`, which is of the policy being updated. Two sequences of two tokens:
+
+        LossBatch(
+            rollout_logp_T=tensor([0.0, -0.5, 0.0, -1.2]),
+            advantage_T=tensor([0.0, 0.7, 0.0, -0.7]),
+            mask_T=tensor([0.0, 1.0, 0.0, 1.0]),
+            weight_T=tensor([0.0, 0.5, 0.0, 0.5]),
+            sequence_ids_T=tensor([0, 0, 1, 1]),
+            num_sequences=2,
+        )
+    """
+
+    rollout_logp_T: Tensor
+    advantage_T: Tensor
+    mask_T: Tensor
+    weight_T: Tensor
+    """From `token_weights` over the whole optimizer batch; it holds the mask."""
+    sequence_ids_T: Tensor
+    """0 .. num_sequences−1 within this micro-batch."""
+    num_sequences: int
+    old_logp_T: Tensor | None = None
+    """None in the first step on a batch: θ has not left o, its own log-probs are the old ones."""
+    ref_logp_T: Tensor | None = None
+    entropy_T: Tensor | None = None
+
+    @property
+    def segments(self) -> tuple[Tensor, Tensor, int]:
+        """What a function of whole sequences asks for."""
+        return self.mask_T, self.sequence_ids_T, self.num_sequences
+
+
+LossFn = Callable[[Tensor, LossBatch], tuple[Tensor, dict[str, Tensor]]]
+
+
+def make_loss(spec: AlgorithmSpec) -> LossFn:
+    """The function that the engine calls: `(logp_T, batch) -> (loss sum, statistics)`.
+
+    Statistics are sums, so that those of micro-batches add: `x_sum` over `action_count` is the mean
+    of x per action token (`batching.per_action_token`).
+    """
+
+    def token_loss(logp_T: Tensor, batch: LossBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        batch, logp_T = _masked(batch), torch.where(batch.mask_T.bool(), logp_T, 0.0)
+        old_T = _old_logp(spec, logp_T, batch)
+        loss_T = LOSSES[spec.loss](spec, logp_T, old_T, batch)
+        correction_T = _correction(spec, old_T, batch)
+        loss_T = loss_T * correction_T
+        if spec.kl_coef:
+            ref_T = required(batch.ref_logp_T, "ref_logp_T", "kl_coef")
+            loss_T = loss_T + spec.kl_coef * kl(spec.kl_estimator, logp_T, ref_T, old_T)
+        if spec.entropy_coef:
+            entropy_T = required(batch.entropy_T, "entropy_T", "entropy_coef")
+            loss_T = loss_T - spec.entropy_coef * entropy_T
+        return (batch.weight_T * loss_T).sum(), _stats(
+            spec, logp_T.detach(), old_T, correction_T, batch
+        )
+
+    return token_loss
+
+
+def _masked(batch: LossBatch) -> LossBatch:
+    """Zeros outside the mask, in the inputs: masking the loss would leave 0·inf in gradients."""
+    is_action_T = batch.mask_T.bool()
+    names = ("old_logp_T", "rollout_logp_T", "advantage_T", "weight_T", "ref_logp_T", "entropy_T")
+    masked: dict[str, Any] = {
+        name: torch.where(is_action_T, value_T, 0.0)
+        for name in names
+        if (value_T := getattr(batch, name)) is not None
+    }
+    return replace(batch, **masked)
+
+
+def _old_logp(spec: AlgorithmSpec, logp_T: Tensor, batch: LossBatch) -> Tensor:
+    if spec.old_policy == "rollout":
+        return batch.rollout_logp_T
+    return logp_T.detach() if batch.old_logp_T is None else batch.old_logp_T
+
+
+def _correction(spec: AlgorithmSpec, old_T: Tensor, batch: LossBatch) -> Tensor:
+    log_w_T = (old_T - batch.rollout_logp_T).detach()
+    weight_T = CORRECTIONS[spec.resolved_correction](spec, log_w_T, batch)
+    if spec.veto_below > 0:
+        weight_T = weight_T * veto(log_w_T, *batch.segments, spec.veto_below)
+    return weight_T
+
+
+def _stats(
+    spec: AlgorithmSpec, logp_T: Tensor, old_T: Tensor, correction_T: Tensor, batch: LossBatch
+) -> dict[str, Tensor]:
+    is_action_T = batch.mask_T.bool()
+    if spec.loss == "gspo":
+        ratio_T = gspo_ratio(logp_T, old_T, *batch.segments)
+    else:
+        ratio_T = (logp_T - old_T).exp()
+    clip_low, clip_high = spec.clip
+    is_up_T = (ratio_T > 1 + clip_high) & (batch.advantage_T > 0)
+    is_down_T = (ratio_T < 1 - clip_low) & (batch.advantage_T < 0)
+    named = {
+        "ratio_sum": ratio_T,
+        "clip_fraction_sum": is_up_T | is_down_T,
+        "old_kl_sum": kl("k3", logp_T, old_T),
+        "correction_sum": correction_T,
+        "rejected_fraction_sum": correction_T == 0,
+    }
+    if batch.ref_logp_T is not None:
+        named["ref_kl_sum"] = kl("k3", logp_T, batch.ref_logp_T)
+    if batch.entropy_T is not None:
+        named["entropy_sum"] = batch.entropy_T.detach()
+    stats = {
+        name: torch.where(is_action_T, value_T.to(torch.float32), 0.0).sum()
+        for name, value_T in named.items()
+    }
+    stats["action_count"] = is_action_T.sum()
+    return stats
+
+
+# Policy losses. None of them applies the mask, except where a sequence is reduced (GSPO).
 
 
 def reinforce(logp_T: Tensor, advantage_T: Tensor) -> Tensor:
@@ -132,6 +268,58 @@ def opd(logp_T: Tensor, rollout_logp_T: Tensor, teacher_logp_T: Tensor) -> Tenso
     return -gain_T * (logp_T - rollout_logp_T).exp()
 
 
+LOSSES: Mapping[str, Callable[[AlgorithmSpec, Tensor, Tensor, LossBatch], Tensor]] = (
+    MappingProxyType(
+        {
+            "reinforce": lambda spec, logp_T, old_T, batch: reinforce(logp_T, batch.advantage_T),
+            "ppo": lambda spec, logp_T, old_T, batch: ppo(
+                logp_T,
+                old_T,
+                batch.advantage_T,
+                clip_low=spec.clip[0],
+                clip_high=spec.clip[1],
+                dual_clip=spec.dual_clip,
+            ),
+            "gspo": lambda spec, logp_T, old_T, batch: gspo(
+                logp_T,
+                old_T,
+                batch.advantage_T,
+                *batch.segments,
+                clip_low=spec.clip[0],
+                clip_high=spec.clip[1],
+            ),
+            "sapo": lambda spec, logp_T, old_T, batch: sapo(
+                logp_T,
+                old_T,
+                batch.advantage_T,
+                tau_positive=spec.tau_positive,
+                tau_negative=spec.tau_negative,
+            ),
+            "cispo": lambda spec, logp_T, old_T, batch: cispo(
+                logp_T, old_T, batch.advantage_T, clip_low=spec.clip[0], clip_high=spec.clip[1]
+            ),
+            "decoupled_ppo": lambda spec, logp_T, old_T, batch: decoupled_ppo(
+                logp_T,
+                old_T,
+                batch.rollout_logp_T,
+                batch.advantage_T,
+                clip_low=spec.clip[0],
+                clip_high=spec.clip[1],
+            ),
+            "opd": lambda spec, logp_T, old_T, batch: opd(
+                logp_T,
+                batch.rollout_logp_T,
+                required(batch.ref_logp_T, "ref_logp_T", "loss='opd'"),
+            ),
+        }
+    )
+)
+"""(spec, log π_θ, log π_o, batch) -> the loss of every token, by `AlgorithmSpec.loss`."""
+
+
+# Terms beside the policy loss: KL, and the loss of the critic.
+
+
 def kl(kind: str, logp_T: Tensor, ref_logp_T: Tensor, old_logp_T: Tensor | None = None) -> Tensor:
     """Estimators of KL(π_θ‖π_ref) from sampled tokens, `d = log π_θ − log π_ref`.
 
@@ -160,13 +348,7 @@ def value_loss(
     return 0.5 * torch.maximum((value_T - return_T) ** 2, (bounded_T - return_T) ** 2)
 
 
-# Off-policy corrections: weights from `w = π_o/μ`, the trainer's policy over the sampling one.
-#
-# They answer for stale weights and for numerical differences between two engines. If the old
-# log-probs were not recomputed (o := μ) w is 1 by definition: never apply one then.
-# A NaN stays a NaN, so that the loss is refused: a comparison alone would take it for a rejection.
-# Sources: TIS (fengyao.notion.site/off-policy-rl), MIS and geometric rejection (Liu et al. 2025,
-# "When speed kills stability"), IcePop (arXiv 2510.18855).
+# Corrections: weights from w.
 
 
 def tis(log_w_T: Tensor, cap: float) -> Tensor:
@@ -219,3 +401,20 @@ def veto(
     is_bad_T = (log_w_T < math.log(threshold)) & mask_T.bool()
     bad_S = segment_sum(is_bad_T.to(log_w_T.dtype), sequence_ids_T, num_sequences)
     return (bad_S == 0).to(log_w_T.dtype)[sequence_ids_T]
+
+
+CORRECTIONS: Mapping[str, Callable[[AlgorithmSpec, Tensor, LossBatch], Tensor]] = MappingProxyType(
+    {
+        "none": lambda spec, log_w_T, batch: torch.ones_like(log_w_T),
+        "tis": lambda spec, log_w_T, batch: tis(log_w_T, spec.correction_cap),
+        "mis": lambda spec, log_w_T, batch: mis(log_w_T, spec.correction_cap),
+        "icepop": lambda spec, log_w_T, batch: icepop(log_w_T, *spec.bounds),
+        "sequence_tis": lambda spec, log_w_T, batch: sequence_tis(
+            log_w_T, *batch.segments, spec.correction_cap
+        ),
+        "geometric": lambda spec, log_w_T, batch: geometric_rejection(
+            log_w_T, *batch.segments, *spec.bounds
+        ),
+    }
+)
+"""(spec, log w, batch) -> the weight of every token, by `AlgorithmSpec.resolved_correction`."""

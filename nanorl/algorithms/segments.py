@@ -1,4 +1,4 @@
-"""Sums over segments of a packed tensor: the one primitive that the other modules share.
+"""What advantages and losses share: sums over the segments of a packed tensor.
 
 Suffixes: T tokens of all sequences in a row, S sequences, R rollouts.
 """
@@ -31,3 +31,10 @@ def index_by_id(ids: Sequence[Hashable]) -> tuple[Tensor, int]:
     order: dict[Hashable, int] = {}
     index = [order.setdefault(key, len(order)) for key in ids]
     return torch.tensor(index, dtype=torch.long), len(order)
+
+
+def required(value: Tensor | None, name: str, reason: str) -> Tensor:
+    """`value`; a `ValueError` that says who reads it if it is None."""
+    if value is None:
+        raise ValueError(f"{name} is missing: {reason} reads it")
+    return value

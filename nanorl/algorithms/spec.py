@@ -1,8 +1,15 @@
-"""`AlgorithmSpec`: one frozen record that says which algorithm this is; `make_loss` runs it.
+"""`AlgorithmSpec`: one frozen record that says which algorithm this is.
 
-`compute_advantages` (advantages.py) and `token_weights` (advantages.py) run once on the whole
-optimizer batch; the function of `make_loss(spec)` runs on every micro-batch and returns a sum.
-Published recipes by name: spec.py.
+The default is GRPO (DeepSeekMath, arXiv 2402.03300). What ours changes against that paper:
+
+    1. tokens    every action token of the batch weighs the same (DAPO's token mean); the paper
+                 averages within each rollout first, which favours short ones
+    2. KL        there is none, so no reference model is held; the paper adds 0.04·k3
+    3. clip      a token with A < 0 costs at most 3·|A| (dual clip, arXiv 1912.09729)
+    4. μ         the clip is around the trainer's policy, and every token is weighed by how far
+                 that is from the policy that sampled it (below); in the paper they are one
+    5. std       the sample standard deviation of the group; a group of one learns nothing
+    6. turns     tokens that the model did not sample, a tool's output, have no loss
 
 Three policies meet in a loss: μ sampled the tokens, o is the trainer's when the batch came, θ is
 being updated. By default the clip is around o and every token is weighed by min(π_o/μ, 2): the
@@ -11,21 +18,20 @@ decoupled objective of AReaL (arXiv 2505.24298) with truncated weights (TIS), wh
 forward pass is needed for o: in the first step on a batch o is θ, and the later steps reuse the
 log-probs of the first. The other usual choice, the ratio against μ itself (`old_policy="rollout"`),
 drops every stale token that has drifted past the clip, so it learns less the staler the data.
+
+The recipes that have a name (`--algorithm gspo`) stand at the end of this file.
+Next: advantages.py (`compute_advantages`, once on the whole optimizer batch) and losses.py (the
+function of `make_loss(spec)`, on every micro-batch).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
-import torch
-from torch import Tensor
-
-from nanorl.algorithms import losses
-from nanorl.algorithms import losses as corrections
 from nanorl.bounds import check_number
 
 Advantage = Literal[
@@ -34,6 +40,7 @@ Advantage = Literal[
 Loss = Literal["reinforce", "ppo", "gspo", "sapo", "cispo", "decoupled_ppo", "opd"]
 Correction = Literal["auto", "none", "tis", "mis", "icepop", "sequence_tis", "geometric"]
 KLEstimator = Literal["k2", "k3", "rk3"]
+RewardLevel = Literal["outcome", "turn"]
 
 CLIPS: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
@@ -65,6 +72,9 @@ class AlgorithmSpec:
 
     advantage: Advantage = "grpo"
     """How rewards become advantages; "none" gives 0 (pure distillation)."""
+    reward_level: RewardLevel = "outcome"
+    """What is rewarded: the outcome alone, or also single turns (`Rollout.turn_rewards`), each with
+    what came of it later."""
     loss: Loss = "ppo"
     """The per-token policy loss."""
     aggregation: Aggregation = "token_mean"
@@ -92,7 +102,7 @@ class AlgorithmSpec:
     entropy_coef: float = 0.0
     """Weight of the entropy bonus on action tokens."""
     gamma: float = 1.0
-    """Discount per action token."""
+    """Discount per action token (reinforce_pp, gae), or per turn (reward_level turn, others)."""
     lam: float = 0.95
     """λ of generalised advantage estimation."""
     whiten_gae: bool = True
@@ -117,6 +127,7 @@ class AlgorithmSpec:
 
     def __post_init__(self) -> None:
         _check_choice("advantage", self.advantage, get_args(Advantage))
+        _check_choice("reward_level", self.reward_level, get_args(RewardLevel))
         _check_choice("loss", self.loss, get_args(Loss))
         _check_choice("aggregation", self.aggregation, AGGREGATIONS)
         _check_choice("correction", self.correction, get_args(Correction))
@@ -187,169 +198,6 @@ class AlgorithmSpec:
         """Whether the advantages read the old policy's log-probs, before any loss is computed. A
         loss alone never asks for them: see `LossBatch.old_logp_T`."""
         return self.kl_reward_coef != 0 or self.distill_coef != 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossBatch:
-    """One micro-batch, packed. Sequences are whole; all tensors are [T] and without gradient,
-    except `entropy_T`, which is of the policy being updated."""
-
-    rollout_logp_T: Tensor
-    advantage_T: Tensor
-    mask_T: Tensor
-    weight_T: Tensor
-    """From `token_weights` over the whole optimizer batch; it holds the mask."""
-    sequence_ids_T: Tensor
-    """0 .. num_sequences−1 within this micro-batch."""
-    num_sequences: int
-    old_logp_T: Tensor | None = None
-    """None in the first step on a batch: θ has not left o, its own log-probs are the old ones."""
-    ref_logp_T: Tensor | None = None
-    entropy_T: Tensor | None = None
-
-
-LossFn = Callable[[Tensor, LossBatch], tuple[Tensor, dict[str, Tensor]]]
-
-
-def make_loss(spec: AlgorithmSpec) -> LossFn:
-    """The function that the engine calls: `(logp_T, batch) -> (loss sum, statistics)`.
-
-    Statistics reduce over micro-batches by name: `*_sum` and `*_count` add, `*_max` take the
-    maximum. See `summarise`.
-    """
-
-    def token_loss(logp_T: Tensor, batch: LossBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        batch, logp_T = _masked(batch), torch.where(batch.mask_T.bool(), logp_T, 0.0)
-        old_T = _old_logp(spec, logp_T, batch)
-        loss_T = _policy_loss(spec, logp_T, old_T, batch)
-        correction_T = _correction(spec, old_T, batch)
-        loss_T = loss_T * correction_T
-        if spec.kl_coef:
-            ref_T = required(batch.ref_logp_T, "ref_logp_T", "kl_coef")
-            loss_T = loss_T + spec.kl_coef * losses.kl(spec.kl_estimator, logp_T, ref_T, old_T)
-        if spec.entropy_coef:
-            entropy_T = required(batch.entropy_T, "entropy_T", "entropy_coef")
-            loss_T = loss_T - spec.entropy_coef * entropy_T
-        return (batch.weight_T * loss_T).sum(), _stats(
-            spec, logp_T.detach(), old_T, correction_T, batch
-        )
-
-    return token_loss
-
-
-def summarise(stats: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-    """Statistics of all micro-batches as means per action token, and maxima."""
-    total: dict[str, float] = {}
-    for part in stats:
-        for name, value in part.items():
-            held = total.get(name)
-            number = float(value)
-            if held is None:
-                total[name] = number
-            else:
-                total[name] = max(held, number) if name.endswith("_max") else held + number
-    count = max(total.pop("action_count", 0.0), 1.0)
-    return {
-        name.removesuffix("_sum"): value / count if name.endswith("_sum") else value
-        for name, value in total.items()
-    }
-
-
-def _masked(batch: LossBatch) -> LossBatch:
-    """Zeros outside the mask, in the inputs: masking the loss would leave 0·inf in gradients."""
-    is_action_T = batch.mask_T.bool()
-    names = ("old_logp_T", "rollout_logp_T", "advantage_T", "weight_T", "ref_logp_T", "entropy_T")
-    masked: dict[str, Any] = {
-        name: torch.where(is_action_T, value_T, 0.0)
-        for name in names
-        if (value_T := getattr(batch, name)) is not None
-    }
-    return replace(batch, **masked)
-
-
-def _old_logp(spec: AlgorithmSpec, logp_T: Tensor, batch: LossBatch) -> Tensor:
-    if spec.old_policy == "rollout":
-        return batch.rollout_logp_T
-    return logp_T.detach() if batch.old_logp_T is None else batch.old_logp_T
-
-
-def _policy_loss(spec: AlgorithmSpec, logp_T: Tensor, old_T: Tensor, batch: LossBatch) -> Tensor:
-    advantage_T = batch.advantage_T
-    clip = dict(zip(("clip_low", "clip_high"), spec.clip, strict=True))
-    if spec.loss == "reinforce":
-        return losses.reinforce(logp_T, advantage_T)
-    if spec.loss == "ppo":
-        return losses.ppo(logp_T, old_T, advantage_T, **clip, dual_clip=spec.dual_clip)
-    if spec.loss == "gspo":
-        mask_T, ids_T = batch.mask_T, batch.sequence_ids_T
-        return losses.gspo(logp_T, old_T, advantage_T, mask_T, ids_T, batch.num_sequences, **clip)
-    if spec.loss == "sapo":
-        taus = {"tau_positive": spec.tau_positive, "tau_negative": spec.tau_negative}
-        return losses.sapo(logp_T, old_T, advantage_T, **taus)
-    if spec.loss == "cispo":
-        return losses.cispo(logp_T, old_T, advantage_T, **clip)
-    if spec.loss == "decoupled_ppo":
-        return losses.decoupled_ppo(logp_T, old_T, batch.rollout_logp_T, advantage_T, **clip)
-    teacher_T = required(batch.ref_logp_T, "ref_logp_T", "loss='opd'")
-    return losses.opd(logp_T, batch.rollout_logp_T, teacher_T)
-
-
-def _correction(spec: AlgorithmSpec, old_T: Tensor, batch: LossBatch) -> Tensor:
-    """The weight of every token from w = π_o/μ; ones where nothing corrects."""
-    log_w_T = (old_T - batch.rollout_logp_T).detach()
-    segments = (batch.mask_T, batch.sequence_ids_T, batch.num_sequences)
-    kind = spec.resolved_correction
-    weight_T = torch.ones_like(log_w_T)
-    if kind == "tis":
-        weight_T = corrections.tis(log_w_T, spec.correction_cap)
-    elif kind == "mis":
-        weight_T = corrections.mis(log_w_T, spec.correction_cap)
-    elif kind == "icepop":
-        weight_T = corrections.icepop(log_w_T, *spec.bounds)
-    elif kind == "sequence_tis":
-        weight_T = corrections.sequence_tis(log_w_T, *segments, spec.correction_cap)
-    elif kind == "geometric":
-        weight_T = corrections.geometric_rejection(log_w_T, *segments, *spec.bounds)
-    if spec.veto_below > 0:
-        weight_T = weight_T * corrections.veto(log_w_T, *segments, spec.veto_below)
-    return weight_T
-
-
-def _stats(
-    spec: AlgorithmSpec, logp_T: Tensor, old_T: Tensor, correction_T: Tensor, batch: LossBatch
-) -> dict[str, Tensor]:
-    is_action_T = batch.mask_T.bool()
-    segments = (batch.mask_T, batch.sequence_ids_T, batch.num_sequences)
-    if spec.loss == "gspo":
-        ratio_T = losses.gspo_ratio(logp_T, old_T, *segments)
-    else:
-        ratio_T = (logp_T - old_T).exp()
-    clip_low, clip_high = spec.clip
-    is_up_T = (ratio_T > 1 + clip_high) & (batch.advantage_T > 0)
-    is_down_T = (ratio_T < 1 - clip_low) & (batch.advantage_T < 0)
-    named = {
-        "ratio_sum": ratio_T,
-        "clip_fraction_sum": is_up_T | is_down_T,
-        "old_kl_sum": losses.kl("k3", logp_T, old_T),
-        "correction_sum": correction_T,
-        "rejected_fraction_sum": correction_T == 0,
-    }
-    if batch.ref_logp_T is not None:
-        named["ref_kl_sum"] = losses.kl("k3", logp_T, batch.ref_logp_T)
-    if batch.entropy_T is not None:
-        named["entropy_sum"] = batch.entropy_T.detach()
-    stats = {
-        name: torch.where(is_action_T, value_T.to(torch.float32), 0.0).sum()
-        for name, value_T in named.items()
-    }
-    stats["action_count"] = is_action_T.sum()
-    return stats
-
-
-def required(value: Tensor | None, name: str, reason: str) -> Tensor:
-    if value is None:
-        raise ValueError(f"{name} is missing: {reason} reads it")
-    return value
 
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
@@ -423,6 +271,11 @@ def _check_sense(spec: AlgorithmSpec) -> None:
             f"overlong_buffer={spec.overlong_buffer}: it makes rewards negative, and "
             "advantage='maxrl' divides by their mean; set it to 0"
         )
+    if spec.reward_level == "turn" and spec.advantage == "none":
+        raise ValueError(
+            "reward_level='turn': advantage='none' reads no rewards; choose another advantage, or "
+            "reward_level='outcome'"
+        )
     terms = (spec.kl_coef, spec.distill_coef, spec.entropy_coef)
     if spec.advantage == "none" and spec.loss != "opd" and not any(terms):
         raise ValueError(
@@ -431,26 +284,63 @@ def _check_sense(spec: AlgorithmSpec) -> None:
         )
 
 
-# Published algorithms by name. What each leaves open is this repository's choice.
+class Recipe(NamedTuple):
+    """A published algorithm. What its paper leaves open is this repository's choice."""
 
-RECIPES: Mapping[str, AlgorithmSpec] = MappingProxyType(
+    summary: str
+    spec: AlgorithmSpec
+
+
+RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
-        "grpo": AlgorithmSpec(),
-        "dr_grpo": AlgorithmSpec(
-            advantage="dr_grpo", aggregation="constant", constant_length=1024, dual_clip=None
+        "grpo": Recipe(
+            "rewards normalised in their group, PPO's clip (arXiv 2402.03300)", AlgorithmSpec()
         ),
-        "rloo": AlgorithmSpec(advantage="rloo", loss="reinforce"),
-        "reinforce_pp": AlgorithmSpec(advantage="reinforce_pp", kl_reward_coef=1e-3),
-        "reinforce_pp_baseline": AlgorithmSpec(
-            advantage="reinforce_pp_baseline", kl_coef=1e-3, kl_estimator="k2"
+        "dr_grpo": Recipe(
+            "GRPO without its two divisions, by length and by spread (arXiv 2503.20783)",
+            AlgorithmSpec(
+                advantage="dr_grpo", aggregation="constant", constant_length=1024, dual_clip=None
+            ),
         ),
-        "maxrl": AlgorithmSpec(advantage="maxrl", loss="reinforce"),
-        "ppo": AlgorithmSpec(advantage="gae"),
-        "dapo": AlgorithmSpec(clip_high=0.28, dynamic_sampling=True, overlong_buffer=128),
-        "gspo": AlgorithmSpec(loss="gspo", aggregation="seq_mean_token_mean"),
-        "sapo": AlgorithmSpec(loss="sapo", aggregation="seq_mean_token_mean"),
-        "cispo": AlgorithmSpec(loss="cispo"),
-        "opd": AlgorithmSpec(advantage="none", loss="opd"),
+        "rloo": Recipe(
+            "REINFORCE; the baseline is the mean of the others (arXiv 2402.14740)",
+            AlgorithmSpec(advantage="rloo", loss="reinforce"),
+        ),
+        "reinforce_pp": Recipe(
+            "REINFORCE++: returns of tokens, whitened over the batch (arXiv 2501.03262)",
+            AlgorithmSpec(advantage="reinforce_pp", kl_reward_coef=1e-3),
+        ),
+        "reinforce_pp_baseline": Recipe(
+            "REINFORCE++ less the mean of the group, KL in the loss (arXiv 2501.03262)",
+            AlgorithmSpec(advantage="reinforce_pp_baseline", kl_coef=1e-3, kl_estimator="k2"),
+        ),
+        "maxrl": Recipe(
+            "REINFORCE; rewards over the group's success rate (arXiv 2602.02710)",
+            AlgorithmSpec(advantage="maxrl", loss="reinforce"),
+        ),
+        "ppo": Recipe(
+            "a critic, GAE, and the clip (arXiv 1707.06347)", AlgorithmSpec(advantage="gae")
+        ),
+        "dapo": Recipe(
+            "GRPO with a higher clip, mixed groups only, a soft limit on length (arXiv 2503.14476)",
+            AlgorithmSpec(clip_high=0.28, dynamic_sampling=True, overlong_buffer=128),
+        ),
+        "gspo": Recipe(
+            "GRPO with one ratio for a whole sequence (arXiv 2507.18071)",
+            AlgorithmSpec(loss="gspo", aggregation="seq_mean_token_mean"),
+        ),
+        "sapo": Recipe(
+            "a soft gate instead of the clip (arXiv 2511.20347)",
+            AlgorithmSpec(loss="sapo", aggregation="seq_mean_token_mean"),
+        ),
+        "cispo": Recipe(
+            "the weight is clipped, so no token loses its gradient (arXiv 2506.13585)",
+            AlgorithmSpec(loss="cispo"),
+        ),
+        "opd": Recipe(
+            "on-policy distillation from --rl.reference, without rewards (arXiv 2306.13649)",
+            AlgorithmSpec(advantage="none", loss="opd"),
+        ),
     }
 )
 
@@ -458,5 +348,7 @@ RECIPES: Mapping[str, AlgorithmSpec] = MappingProxyType(
 def named_spec(name: str) -> AlgorithmSpec:
     """A published recipe. Change parts of it with `dataclasses.replace`."""
     if name not in RECIPES:
-        raise ValueError(f"algorithm {name!r}: choose one of {', '.join(RECIPES)}")
-    return RECIPES[name]
+        raise ValueError(
+            f"--algorithm {name}: no such algorithm; choose one of {', '.join(RECIPES)}"
+        )
+    return RECIPES[name].spec

@@ -1,4 +1,4 @@
-"""What an environment is: it opens an episode with messages and answers every action.
+"""The contract of an environment: it opens an episode with messages and answers every action.
 
 An environment belongs to one rollout. It does not score: the answer it hands back is compared with
 the hidden one by `nanorl.rewards`, on the host, after the episode.
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from nanorl.envs.actions import ToolFormat
+from nanorl.envs.actions import ActionFormat
 from nanorl.types import Task
 
 
@@ -19,8 +19,12 @@ class InfrastructureError(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """The answer to one action. `observation` is None exactly when the episode is over."""
+class TimeStep:
+    """The environment's reply to one action. `observation` is None exactly when the episode ends.
+
+    TimeStep(observation="42", metrics={"num_executions": 1.0})
+    TimeStep(is_done=True, answer="42")
+    """
 
     observation: str | None = None
     is_done: bool = False
@@ -32,22 +36,17 @@ class StepResult:
 
 
 class Environment(Protocol):
-    """One episode. `step` raises `InfrastructureError` for what is not the program's doing."""
+    """One episode. `step` raises `InfrastructureError` where the program is not to blame."""
 
     @property
-    def format(self) -> ToolFormat: ...
+    def format(self) -> ActionFormat: ...
 
     async def reset(self, task: Task) -> list[dict[str, Any]]:
-        """The opening chat."""
+        """Begin the episode and return the opening chat."""
         ...
 
-    async def step(self, action_text: str) -> StepResult: ...
+    async def step(self, action_text: str) -> TimeStep: ...
 
     async def close(self) -> None:
         """Give back what the episode holds; called exactly once, whatever happened."""
         ...
-
-
-def format_observation(text: str, form: ToolFormat) -> list[dict[str, Any]]:
-    """The messages that carry an observation back to the model."""
-    return [{"role": form.observation_role, "content": form.observation_prefix + text}]

@@ -1,1 +1,11 @@
-"""What a run leaves behind for people: metrics, a live view, the report page and the summary."""
+"""Reports: a run as people see it, while it goes on and afterwards.
+
+summary.py      summary.json: the whole run in one dict whose fields other tools rely on
+metrics.py      metrics.jsonl: one line a step, and TensorBoard
+live.py         bars and numbers on the terminal while the run goes on
+transcript.py   one rollout as a few lines of the log
+html.py         report.html; style.css is its style sheet
+charts.py       curves and bars of the page, and numbers as people read them
+examples.py     chooses the rollouts that the page shows
+trace.py        one rollout as segments and tokens to show
+"""

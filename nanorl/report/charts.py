@@ -1,5 +1,9 @@
-"""Curves and bars as inline SVG: no script, no file beside the page, colours from its style sheet.
+"""Curves and bars of the report as inline SVG: no script, colours from the page's style sheet.
 
+In this file: `RULES`, which metrics share a chart (one that no rule names gets a chart of its own,
+so none is lost; nested values are named by their path, `time/generate`); the drawing; numbers and
+other text for people. `text` is the one door through which text enters the report: escaped, and
+with nothing invisible in it.
 Each mark carries a <title> (the browser's tooltip) and each chart a text that says what it shows,
 for those who cannot see it. Left out: zooming and log axes; the numbers are in metrics.jsonl.
 """
@@ -24,7 +28,7 @@ MAX_MARKS = 150
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One value a step; None leaves a gap."""
+    """A curve: one value a step, where None leaves a gap."""
 
     label: str
     values: tuple[float | None, ...]
@@ -39,6 +43,101 @@ class Chart:
     series: tuple[Series, ...]
     unit: str = ""
     is_fraction: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """The metrics that share one chart, by their names in metrics.jsonl, in this order.
+
+    A metric that a run does not write is left out, and so is a chart without any.
+    """
+
+    title: str
+    names: tuple[str, ...]
+    unit: str = ""
+    is_fraction: bool = False
+    is_stacked: bool = False
+
+
+RULES = (
+    Rule(title="Success", names=("success",), is_fraction=True),
+    Rule(title="Reward", names=("reward",)),
+    Rule(title="Groups with signal", names=("groups_with_signal",), unit="of a batch"),
+    Rule(
+        title="Log-prob gap, engine against trainer",
+        names=("logp_gap_max", "logp_gap_mean", "logp_gap_kl"),
+        unit="nats",
+    ),
+    Rule(title="Entropy", names=("entropy",), unit="nats a token"),
+    Rule(title="Tokens of a batch", names=("action_tokens", "total_tokens"), unit="tokens"),
+    Rule(title="Turns", names=("turns",), unit="a rollout"),
+    Rule(
+        title="Cut off",
+        names=("truncated_turn_fraction", "truncated_context_fraction"),
+        unit="of rollouts",
+        is_fraction=True,
+    ),
+    Rule(title="Time of a step", names=("wait_s", "train_s", "sync_s"), unit="s", is_stacked=True),
+    Rule(title="Loss", names=("loss",)),
+    Rule(title="Gradient norm", names=("grad_norm",)),
+    Rule(title="Learning rate", names=("lr",)),
+    Rule(
+        title="Clipped and rejected",
+        names=("clip_fraction", "rejected_fraction"),
+        unit="of tokens",
+        is_fraction=True,
+    ),
+    Rule(title="KL to the reference", names=("ref_kl",), unit="nats a token"),
+    Rule(title="Critic", names=("value_loss", "explained_variance")),
+    Rule(title="Staleness", names=("staleness_max", "staleness_mean"), unit="policy versions"),
+    Rule(
+        title="Drift of the policy since sampling",
+        names=("drift_max", "drift_mean", "drift_kl"),
+        unit="nats",
+    ),
+)
+
+
+def build_charts(
+    rows: Sequence[Mapping[str, Any]],
+) -> tuple[list[tuple[Rule, Chart]], list[tuple[Rule, Chart]]]:
+    """(charts of the rules, charts of all other numeric metrics by name)."""
+    flat = [flatten_numbers(row) for row in rows]
+    steps = tuple(int(row["step"]) for row in rows)
+    names = sorted({name for row in flat for name in row} - {"step"})
+    main = []
+    for rule in RULES:
+        written = [name for name in rule.names if name in names]
+        if written:
+            main.append((rule, _chart(rule, written, flat, steps)))
+    used = {name for rule in RULES for name in rule.names}
+    others = [Rule(title=name, names=(name,)) for name in names if name not in used]
+    return main, [(rule, _chart(rule, rule.names, flat, steps)) for rule in others]
+
+
+def _chart(
+    rule: Rule,
+    names: Sequence[str],
+    flat: Sequence[Mapping[str, float]],
+    steps: tuple[int, ...],
+) -> Chart:
+    series = tuple(
+        Series(label=_label(name, rule), values=tuple(row.get(name) for row in flat))
+        for name in names
+    )
+    present = [value for s in series for value in s.values if value is not None]
+    return Chart(
+        title=rule.title,
+        steps=steps,
+        series=series,
+        unit=rule.unit,
+        is_fraction=rule.is_fraction and all(0 <= value <= 1 for value in present),
+    )
+
+
+def _label(name: str, rule: Rule) -> str:
+    """The metric's name without the unit, which the chart's title has."""
+    return (name.removesuffix("_s") if rule.unit == "s" else name).replace("_", " ")
 
 
 def line_chart(chart: Chart) -> str:
@@ -90,8 +189,11 @@ def stacked_bars(chart: Chart) -> str:
 
 
 def success_bars(rows: Sequence[tuple[str, float | None, int]]) -> str:
-    """A bar for each (label, success rate, number of tasks), with the 95 % Wilson interval of that
-    number; None is "not measured". Text beside the drawings, so that it is as large on a phone."""
+    """A bar for each (label, success rate, number of tasks), with its 95 % Wilson interval.
+
+    A rate of None is "not measured". The text stands beside the drawings, so that it is as large on
+    a phone.
+    """
     parts = []
     for i, (label, rate, num_tasks) in enumerate(rows):
         value, marks = "not measured", ""
@@ -126,30 +228,8 @@ def wilson_interval(rate: float, num: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def number(value: float | None, is_fraction: bool = False) -> str:
-    """Short and readable: 87.5 %, 1.2e-05, 3,456, 0.0312."""
-    if value is None or not math.isfinite(value):
-        return "–"
-    if is_fraction:
-        return f"{value:.1%}"
-    size = abs(value)
-    if value == int(value) and size < 1e6:
-        return f"{int(value):,}"
-    if size >= 1e6 or size < 1e-3:
-        mantissa, exponent = f"{value:.2e}".split("e")
-        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
-    return f"{value:,.0f}" if size >= 1000 else f"{value:.3g}"
-
-
-def duration(seconds: float) -> str:
-    """1:05 or 2:01:05."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
 def _axis(values: Sequence[float], is_fraction: bool) -> tuple[float, float, list[float]]:
-    """Low, high and about five round ticks; with 0, unless the data is far from it."""
+    """The ends of the axis and about five round ticks, with 0 unless the data is far from it."""
     if is_fraction and max(values, default=1.0) > 0.5:
         return 0.0, 1.0, [0.0, 0.25, 0.5, 0.75, 1.0]
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
@@ -293,102 +373,27 @@ def _card(chart: Chart, body: str) -> str:
     )
 
 
-# Which metrics become which chart. Metrics that no rule names get a chart each, so none is lost.
-#
-# Nested values are named by their path, `time/generate`. Left out: drawing (nanorl.report.charts).
+def number(value: float | None, is_fraction: bool = False) -> str:
+    """Short and readable: 87.5 %, 1.2e-05, 3,456, 0.0312."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if is_fraction:
+        return f"{value:.1%}"
+    size = abs(value)
+    if value == int(value) and size < 1e6:
+        return f"{int(value):,}"
+    if size >= 1e6 or size < 1e-3:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.3g}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """Metrics that share one chart, by their names in metrics.jsonl, in this order. Those that a
-    run does not write are left out, and a chart without any."""
+def duration(seconds: float) -> str:
+    """A duration as people read it: 1:05 or 2:01:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
-    title: str
-    names: tuple[str, ...]
-    unit: str = ""
-    is_fraction: bool = False
-    is_stacked: bool = False
-
-
-RULES = (
-    Rule(title="Success", names=("success",), is_fraction=True),
-    Rule(title="Reward", names=("reward",)),
-    Rule(title="Groups with signal", names=("groups_with_signal",), unit="of a batch"),
-    Rule(
-        title="Log-prob gap, engine against trainer",
-        names=("logp_gap_max", "logp_gap_mean", "logp_gap_kl"),
-        unit="nats",
-    ),
-    Rule(title="Entropy", names=("entropy",), unit="nats a token"),
-    Rule(title="Tokens of a batch", names=("action_tokens", "total_tokens"), unit="tokens"),
-    Rule(title="Turns", names=("turns",), unit="a rollout"),
-    Rule(
-        title="Cut off",
-        names=("truncated_turn_fraction", "truncated_context_fraction"),
-        unit="of rollouts",
-        is_fraction=True,
-    ),
-    Rule(title="Time of a step", names=("wait_s", "train_s", "sync_s"), unit="s", is_stacked=True),
-    Rule(title="Loss", names=("loss",)),
-    Rule(title="Gradient norm", names=("grad_norm",)),
-    Rule(title="Learning rate", names=("lr",)),
-    Rule(
-        title="Clipped and rejected",
-        names=("clip_fraction", "rejected_fraction"),
-        unit="of tokens",
-        is_fraction=True,
-    ),
-    Rule(title="KL to the reference", names=("ref_kl",), unit="nats a token"),
-    Rule(title="Critic", names=("value_loss", "explained_variance")),
-    Rule(title="Staleness", names=("staleness_max", "staleness_mean"), unit="policy versions"),
-    Rule(
-        title="Drift of the policy since sampling",
-        names=("drift_max", "drift_mean", "drift_kl"),
-        unit="nats",
-    ),
-)
-
-
-def build_charts(
-    rows: Sequence[Mapping[str, Any]],
-) -> tuple[list[tuple[Rule, Chart]], list[tuple[Rule, Chart]]]:
-    """(charts of the rules, charts of all other numeric metrics by name)."""
-    flat = [flatten_numbers(row) for row in rows]
-    steps = tuple(int(row["step"]) for row in rows)
-    names = sorted({name for row in flat for name in row} - {"step"})
-    main = []
-    for rule in RULES:
-        written = [name for name in rule.names if name in names]
-        if written:
-            main.append((rule, _chart(rule, written, flat, steps)))
-    used = {name for rule in RULES for name in rule.names}
-    others = [Rule(title=name, names=(name,)) for name in names if name not in used]
-    return main, [(rule, _chart(rule, rule.names, flat, steps)) for rule in others]
-
-
-def _chart(
-    rule: Rule, names: Sequence[str], flat: Sequence[Mapping[str, float]], steps: tuple[int, ...]
-) -> Chart:
-    series = tuple(
-        Series(label=_label(name, rule), values=tuple(row.get(name) for row in flat))
-        for name in names
-    )
-    present = [value for s in series for value in s.values if value is not None]
-    return Chart(
-        title=rule.title,
-        steps=steps,
-        series=series,
-        unit=rule.unit,
-        is_fraction=rule.is_fraction and all(0 <= value <= 1 for value in present),
-    )
-
-
-def _label(name: str, rule: Rule) -> str:
-    """Without the unit, which the chart names."""
-    return (name.removesuffix("_s") if rule.unit == "s" else name).replace("_", " ")
-
-
-# The one door through which text enters the report: escaped, and with nothing invisible in it.
 
 # Control characters cannot be shown, and those of text direction would reorder what is read.
 _INVISIBLE = re.compile(

@@ -1,6 +1,6 @@
-"""Which rollouts the report shows: of every task type and stage of a run, what went wrong first.
+"""Chooses the rollouts that the report shows: some of every task type and stage of a run.
 
-Left out: all others, which are in rollouts.sqlite.
+What went wrong comes first. Left out: all others, which are in rollouts.sqlite.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """How many rollouts of a task type were right in the steps `first` to `last`."""
+    """The rollouts of a task type in the steps `first` to `last`, and how many were right."""
 
     first: int
     last: int
@@ -55,7 +55,7 @@ def choose(
     num_wrong: int = 2,
     num_right: int = 1,
 ) -> list[Item]:
-    """Of each kind so many that went wrong, then so many that went right."""
+    """Choose from each kind so many items that went wrong, then so many that went right."""
     cells: dict[object, list[list[Item]]] = defaultdict(lambda: [[], []])
     for item in items:
         cells[kind(item)][is_right(item)].append(item)
@@ -67,7 +67,7 @@ def choose(
 
 
 def choose_entries(entries: Sequence[Entry]) -> list[Entry]:
-    """From each task type and stage, the last stage first; then attempts that failed."""
+    """Choose from each task type and stage, the last stage first; then attempts that failed."""
     stage = _stages(entries)
     played = [entry for entry in reversed(entries) if entry.status is not Status.FAILED]
     failed = [entry for entry in entries if entry.status is Status.FAILED]
@@ -103,6 +103,6 @@ def rates_by_stage(entries: Sequence[Entry]) -> dict[str, list[Rate]]:
 
 
 def _stages(entries: Sequence[Entry]) -> dict[int, int]:
-    """Step -> its stage."""
+    """The stage of each step that was taken."""
     steps = sorted({entry.step for entry in entries})
     return {step: i * NUM_STAGES // len(steps) for i, step in enumerate(steps)}

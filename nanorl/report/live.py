@@ -1,4 +1,4 @@
-"""What a person watches while a run goes on: phases with time left, and the numbers that matter.
+"""The view of a run while it goes on: its phases with the time left, and the numbers that matter.
 
 On a terminal a `rich` display that redraws itself; anywhere else (a file, a pipe, CI) plain lines,
 as many for each phase as it asks for. Left out: history beyond the sparkline of success (see
@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from types import TracebackType
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -38,7 +37,7 @@ _FRACTIONS = re.compile(r"(heldout_)?success(_.*)?|.*_fraction")
 
 @dataclass(kw_only=True)
 class Phase:
-    """One bar: `num_done` of `total`, all but `num_before` of them since `start_s`."""
+    """A bar: `num_done` units of `total` are done, all but `num_before` of them since `start_s`."""
 
     name: str
     total: int
@@ -99,12 +98,7 @@ class LiveView:
             self.say(self._title)
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -145,12 +139,8 @@ class LiveView:
         elif phase.num_lines * phase.num_done // phase.total > line_before:
             self._tell(phase, metrics)
 
-    def end_phase(self, name: str) -> None:
-        """Fills the bar, whatever was left."""
-        self.advance(name, self._phases[name].total)
-
     def say(self, message: str) -> None:
-        """One line above the bars, or in the log."""
+        """Print a line above the bars, or in the log."""
         clean = _CONTROL.sub("?", message)
         if self.is_live:
             self._console.print(Text(clean))

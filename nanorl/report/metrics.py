@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 
@@ -81,7 +80,7 @@ class MetricsWriter:
         self._fd = self._open()
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """One line `{"step": step, ...values}`, synced to the disk.
+        """Append the line `{"step": step, ...values}` and sync it to the disk.
 
         ValueError if the step was written before. OSError, naming the file and the fix, if the disk
         refuses; the file then ends with the last whole line.
@@ -102,7 +101,7 @@ class MetricsWriter:
             self._tensorboard.write(step, row)
 
     def truncate_from(self, step: int) -> int:
-        """Forgets the rows of `step` and later, atomically; how many."""
+        """Forget the rows of `step` and later, atomically; their number."""
         rows = read_metrics(self.path)
         kept = [row for row in rows if row["step"] < step]
         temporary = self.path.with_name(self.path.name + ".tmp")
@@ -129,12 +128,7 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _open(self) -> int:

@@ -52,7 +52,7 @@ EVALUATIONS: Mapping[str, str] = MappingProxyType(
         "no_tool": "after RL, tool off",
     }
 )
-"""What people call the evaluations, by the names under which they are stored, in their order."""
+"""The titles of the evaluations by the names under which they are stored, in their order."""
 
 EXTRA_FIELDS: dict[str, tuple[type, ...]] = {
     "per_type": (dict,),  # task kind -> PER_TYPE_FIELDS: success rates, and of how many tasks
@@ -175,7 +175,7 @@ def write_atomically(path: str | Path, text: str) -> None:
 
 
 def peak_rss_bytes() -> int:
-    """Of this process so far; children are not counted."""
+    """The most memory that this process has had so far; children are not counted."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kB on Linux
 
 

@@ -30,14 +30,12 @@ class Segment:
     """`role`: "prompt", "model", "tool", or "template" for text between turns.
 
     `turn` counts from 0; -1 for the prompt. `reward` is the turn's, on its model segment.
-    `tool_status`, on tool segments, is what `classify` said of the text.
     """
 
     role: str
     turn: int
     text: str
     tokens: tuple[TokenView, ...]
-    tool_status: str | None = None
     reward: float | None = None
 
     @property
@@ -53,19 +51,16 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """One rollout, ready to show."""
+    """A rollout, ready to show."""
 
     rollout: Rollout
     segments: tuple[Segment, ...]
 
 
-def trace_rollout(
-    rollout: Rollout, decode: Decode, *, classify: Callable[[str], str] | None = None
-) -> Trace:
+def trace_rollout(rollout: Rollout, decode: Decode) -> Trace:
     """The segments of a rollout in order; together they hold every token once.
 
-    `decode` turns ids into text and should keep special tokens visible. `classify` turns an
-    observation into a short tool status such as "ok" or "error".
+    `decode` turns ids into text and should keep special tokens visible.
     """
     segments: list[Segment] = []
 
@@ -84,12 +79,7 @@ def trace_rollout(
             )
             for i, piece in zip(range(start, end), split_text(ids, decode), strict=True)
         )
-        status = classify(text) if role == "tool" and classify is not None else None
-        segments.append(
-            Segment(
-                role=role, turn=turn, text=text, tokens=tokens, tool_status=status, reward=reward
-            )
-        )
+        segments.append(Segment(role=role, turn=turn, text=text, tokens=tokens, reward=reward))
 
     position = 0
     for turn, span in enumerate(rollout.turn_spans):
@@ -105,7 +95,7 @@ def trace_rollout(
 
 
 def split_text(ids: Sequence[int], decode: Decode) -> list[str]:
-    """One piece a token; a character of several tokens goes to the last of them.
+    """The text of each token; a character of several tokens goes to the last of them.
 
     Decodes a short window at a time: from the last boundary, whose text is known to be final.
     """

@@ -1,4 +1,4 @@
-"""One rollout as a few lines of plain text, for the log: what was asked, said, run and answered.
+"""A rollout as a few lines of plain text, for the log: what was asked, said, run and answered.
 
 Left out: numbers of single tokens and long texts in full (report.html, rollouts.sqlite).
 """

@@ -1,4 +1,27 @@
-"""Runs model-written Python behind real walls. Start with pool.py; base.py has the nouns."""
+"""Runs model-written Python behind real walls: no network, no host files, limits on everything.
+
+    with SandboxPool(SandboxSpec(timeout_s=1.0)) as pool:
+        result = pool.run_sync("print(6 * 7)")
+
+On the host, in reading order:
+    base.py          the contract: `SandboxSpec` in, `ExecResult` out, and two errors
+    pool.py          `SandboxPool`, the one entry; it starts only if a canary sees nothing but walls
+    canary.py        a program that tries to get out
+    dispatch.py      the thread that feeds the workers and reads their output
+    execution.py     one program on its way through a worker
+    outcome.py       decides how the program ended, from kernel facts
+    bwrap.py         the walls: bubblewrap's arguments, and the worker's process
+    launcher.py      the few lines between the host and bubblewrap
+    machine.py       finds bubblewrap, and explains a refusal
+    interpreter.py   finds the Python that runs inside
+    memory.py        a memory cgroup for each worker, where one can be made
+    seccomp.py       the system-call filter
+Inside the walls, standard library only:
+    worker.py        the warm fork server; protocol.py is what it exchanges with the host
+    confine.py       namespaces, mounts and the giving up of rights
+    program.py       turns a confined process into the program
+    usage.py         the memory limit where there is no cgroup
+"""
 
 from nanorl.sandbox.base import (
     Capabilities,

@@ -1,4 +1,4 @@
-"""What a sandbox promises: limits in, one result out, and two errors that are not results.
+"""The contract of a sandbox: limits in, one result out, and two errors that are not results.
 
 A result (`ExecResult`) says what the *program* did, whatever it did. `SandboxUnavailable` says that
 this machine cannot isolate programs; nothing runs then, there is no weaker mode to fall into.
@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from types import TracebackType
 from typing import Protocol
 
 MIB = 1 << 20
 
 
 class ExecStatus(StrEnum):
-    """How a program ended. Only OK means exit code 0; what it printed is data, never a verdict."""
+    """The way a program ended. Only OK means exit code 0. What it printed is data, no verdict."""
 
     OK = "ok"
     ERROR = "error"  # another exit code, an uncaught exception included
@@ -27,12 +26,15 @@ class ExecStatus(StrEnum):
     TIMEOUT = "timeout"  # wall clock or CPU
     OOM = "oom"  # the memory of all its processes together
     OUTPUT_LIMIT = "output_limit"
-    SANDBOX_ERROR = "sandbox_error"  # never returned by a pool: retried, then ERROR
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExecResult:
-    """One execution. `exit_code` is negative for a signal (as `subprocess` has it)."""
+    """The result of one execution. `exit_code` is negative for a signal (as `subprocess` has it).
+
+    ExecResult(status=ExecStatus.OK, exit_code=0, stdout=b"42\\n", stderr=b"", truncated=False,
+               cpu_s=0.004, wall_s=0.006, maxrss_bytes=9_400_320, backend="bwrap")
+    """
 
     status: ExecStatus
     exit_code: int
@@ -54,7 +56,7 @@ class SandboxSpec:
     memory_bytes: int = 512 * MIB
     """Summed over all processes of the execution, its files in /tmp included with a cgroup."""
     max_output_bytes: int = 65536
-    """For each of stdout and stderr; a program that writes more is killed."""
+    """Limit of stdout and of stderr; a program that writes more is killed."""
     max_processes: int = 64
     """Threads count as processes."""
     max_open_files: int = 256
@@ -90,7 +92,7 @@ class SandboxSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a backend was seen to isolate, by running a program that tried to get out."""
+    """The isolation that a backend was seen to give to a program that tried to get out."""
 
     tier: str
     isolates: frozenset[str]  # of {"fs", "net", "pid", "mem", "kernel"}
@@ -112,27 +114,8 @@ class SandboxFailure(RuntimeError):  # noqa: N818 - as above
 
 
 class Sandbox(Protocol):
-    """What the environments use; `SandboxPool` is the one implementation so far."""
+    """A sandbox as an environment sees it; `SandboxPool` is the implementation."""
 
-    @property
-    def capabilities(self) -> Capabilities: ...
-
-    async def run(
-        self,
-        code: str,
-        *,
-        files: Mapping[str, str] | None = None,
-        stdin: bytes = b"",
-        timeout_s: float | None = None,
-    ) -> ExecResult: ...
-
-    def close(self) -> None: ...
-
-    def __enter__(self) -> Sandbox: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    async def run(self, code: str, *, files: Mapping[str, str], timeout_s: float) -> ExecResult:
+        """Run one program in a fresh working directory that holds `files`."""
+        ...

@@ -90,7 +90,7 @@ def rlimits(spec: SandboxSpec, has_cgroup: bool) -> dict[str, int]:
 
 
 class BwrapWorker:
-    """One worker process tree and the control socket to the server inside it."""
+    """The process tree of one worker, and the control socket to the server inside it."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class BwrapWorker:
             )
 
     def _wait_until_loaded(self) -> None:
-        """Until bubblewrap and its libraries are loaded: its first message, or its end."""
+        """Wait until bubblewrap and its libraries are loaded: its first message, or its end."""
         self.control.settimeout(10)
         with contextlib.suppress(TimeoutError, ConnectionResetError):
             self.control.recv(64, socket.MSG_PEEK)
@@ -166,11 +166,11 @@ class BwrapWorker:
 
     @property
     def pid(self) -> int:
-        """Of bubblewrap, in the host's numbering."""
+        """The process id of bubblewrap, in the host's numbering."""
         return self._process.pid
 
     def messages(self) -> str:
-        """What bubblewrap or the server complained about."""
+        """The complaints of bubblewrap and of the server."""
         size = os.fstat(self._messages).st_size
         return os.pread(self._messages, 4096, max(0, size - 4096)).decode(errors="replace").strip()
 

@@ -55,7 +55,7 @@ _EXPECTED = {
 
 
 def find_leak(result: ExecResult) -> str:
-    """Empty if the canary saw only walls, otherwise the first thing that it saw instead."""
+    """The first thing that the canary saw and should not have; empty if it saw only walls."""
     if result.status is not ExecStatus.OK:
         return f"the canary ended with {result.status}: {result.stderr.decode(errors='replace')}"
     seen = json.loads(result.stdout)

@@ -81,7 +81,7 @@ class Confinement:
         )
 
     def enter_mount_namespace(self) -> None:
-        """Once, in the server: a mount namespace that its own rights govern, devices read-only.
+        """Enter, once and in the server, a mount namespace of its own, with the devices read-only.
 
         All executions inherit these mounts; a read-only mount does not stop writes to a device.
         """

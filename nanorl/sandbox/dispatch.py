@@ -1,8 +1,8 @@
-"""One thread that feeds the workers of a pool and reads what their programs print.
+"""The thread that feeds the workers of a pool and reads what their programs print.
 
 A thread, not an event loop's reader: programs are started and drained while the caller's loop is
 inside a decoding step, any number of loops may come and go, and workers need a parent thread that
-lives as long as they do. A run costs it one memfd, two pipes and about four wake-ups.
+lives as long as they do. An execution costs it one memfd, two pipes and about four wake-ups.
 Output is read here, capped in bytes; a result is believed only from the server's fixed struct.
 """
 
@@ -24,9 +24,9 @@ from pathlib import Path
 from nanorl.sandbox import protocol
 from nanorl.sandbox.base import ExecResult, SandboxFailure, SandboxSpec
 from nanorl.sandbox.bwrap import TIER, BwrapWorker
+from nanorl.sandbox.execution import Attempt, Execution, Stream
 from nanorl.sandbox.interpreter import Interpreter
 from nanorl.sandbox.outcome import Outcome, blame, judge
-from nanorl.sandbox.run import Job, Run, Stream
 
 _START_LIMIT_S = 30.0
 _BACKSTOP_S = 2.0  # after the server's own limit: a server that does not answer is killed
@@ -41,7 +41,7 @@ class _State(Enum):
 
 
 class _Slot:
-    """A place for one worker, and its current run."""
+    """A place for one worker, and the execution that it tries at present."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -50,8 +50,8 @@ class _Slot:
         self.deadline = float("inf")
         self.num_runs = 0
         self.num_oom_kills = 0
-        self.job: Job | None = None  # kept for this slot: it goes before the queue
-        self.run: Run | None = None
+        self.execution: Execution | None = None  # kept for this slot: it goes before the queue
+        self.attempt: Attempt | None = None
 
 
 class Dispatcher:
@@ -72,7 +72,7 @@ class Dispatcher:
         self.start_error = ""
         self.memory_tier = ""
         self._slots = [_Slot(index) for index in range(num_workers)]
-        self._queue: deque[Job] = deque()
+        self._queue: deque[Execution] = deque()
         self._handlers: dict[int, Callable[[], None]] = {}
         self._is_closing = False
         self._owner = os.getpid()
@@ -82,14 +82,14 @@ class Dispatcher:
         self._thread = threading.Thread(target=self._main, name="sandbox", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, execution: Execution) -> None:
         if self._is_closing or os.getpid() != self._owner:
             raise SandboxFailure("the sandbox pool is closed, or belongs to the parent process")
-        job.future.add_done_callback(self._on_done)
-        self._queue.append(job)
+        execution.future.add_done_callback(self._on_done)
+        self._queue.append(execution)
         self._poke()
         if self._is_closing:  # meanwhile; the thread may have looked at the queue already
-            _fail(job, SandboxFailure("the sandbox pool was closed"))
+            _fail(execution, SandboxFailure("the sandbox pool was closed"))
 
     def close(self) -> None:
         """Ends all workers and fails what was waiting. May be called again."""
@@ -118,12 +118,12 @@ class Dispatcher:
                 self._enforce_deadlines()
         finally:
             self._is_closing = True
-            waiting = [s.job for s in self._slots if s.job]
-            running = [s.run.job for s in self._slots if s.run]
+            waiting = [s.execution for s in self._slots if s.execution]
+            running = [s.attempt.execution for s in self._slots if s.attempt]
             for slot in self._slots:
                 self._stop(slot)
-            for job in [*self._queue, *waiting, *running]:
-                _fail(job, SandboxFailure("the sandbox pool was closed"))
+            for execution in [*self._queue, *waiting, *running]:
+                _fail(execution, SandboxFailure("the sandbox pool was closed"))
 
     def _left_s(self) -> float:
         deadline = min(slot.deadline for slot in self._slots)
@@ -132,30 +132,30 @@ class Dispatcher:
     def _on_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        for slot in self._slots:  # a cancelled run must not hold its worker
-            if slot.run is not None and slot.run.job.future.cancelled():
-                self._kill_run(slot, slot.run)
+        for slot in self._slots:  # a cancelled execution must not hold its worker
+            if slot.attempt is not None and slot.attempt.execution.future.cancelled():
+                self._kill_attempt(slot, slot.attempt)
 
     def _on_done(self, future: Future[ExecResult]) -> None:
         if future.cancelled() and not self._is_closing:
             self._poke()
 
     def _feed(self) -> None:
-        """Starts the workers that are missing and gives every idle one a job."""
+        """Starts the workers that are missing and gives every idle one an execution."""
         for slot in self._slots:
-            if slot.state is _State.IDLE and (job := self._next_job(slot)):
-                self._begin(slot, job)
+            if slot.state is _State.IDLE and (execution := self._next_execution(slot)):
+                self._begin(slot, execution)
         for slot in self._slots:
-            if slot.state is _State.DEAD and (slot.job or self._queue or slot.num_runs == 0):
+            if slot.state is _State.DEAD and (slot.execution or self._queue or slot.num_runs == 0):
                 self._start(slot)
 
-    def _next_job(self, slot: _Slot) -> Job | None:
-        job, slot.job = slot.job, None
-        while job is None or job.future.cancelled():
+    def _next_execution(self, slot: _Slot) -> Execution | None:
+        execution, slot.execution = slot.execution, None
+        while execution is None or execution.future.cancelled():
             if not self._queue:
                 return None
-            job = self._queue.popleft()
-        return job
+            execution = self._queue.popleft()
+        return execution
 
     def _start(self, slot: _Slot) -> None:
         try:
@@ -169,14 +169,14 @@ class Dispatcher:
         self._watch(slot.worker.control.fileno(), partial(self._on_control, slot))
 
     def _on_start_failure(self, slot: _Slot, reason: str) -> None:
-        """Nothing the program did: its job fails as machinery; the next job tries again."""
+        """Nothing the program did: its execution fails as machinery; the next one tries again."""
         self.start_error = reason
         self._stop(slot)
         slot.num_runs = -1
-        job = slot.job or (self._queue.popleft() if self._queue else None)
-        slot.job = None
-        if job is not None:
-            _fail(job, SandboxFailure(f"the sandbox worker does not start: {reason}"))
+        execution = slot.execution or (self._queue.popleft() if self._queue else None)
+        slot.execution = None
+        if execution is not None:
+            _fail(execution, SandboxFailure(f"the sandbox worker does not start: {reason}"))
 
     def _on_control(self, slot: _Slot) -> None:
         assert slot.worker is not None, "a stopped worker is not watched"
@@ -195,82 +195,82 @@ class Dispatcher:
         elif slot.state is _State.BUSY and len(packet) == protocol.RESULT.size:
             self._finish(slot, packet)
         elif slot.state is _State.BUSY:
-            self._on_sandbox_error(slot)
+            self._on_broken_worker(slot)
         else:
             self._stop(slot)
 
-    def _begin(self, slot: _Slot, job: Job) -> None:
+    def _begin(self, slot: _Slot, execution: Execution) -> None:
         """Hands one program to an idle worker."""
         assert slot.worker is not None, "an idle slot has a worker"
-        run = slot.run = Run(job)
-        slot.job = None
+        attempt = slot.attempt = Attempt(execution)
+        slot.execution = None
         try:
-            run.start(slot.worker.control)
+            attempt.start(slot.worker.control)
         except (BrokenPipeError, ConnectionResetError):
-            self._on_idle_death(slot, run)
+            self._on_idle_death(slot, attempt)
             return
         except OSError as error:
-            self._end_run(slot)
-            _fail(job, SandboxFailure(f"the host cannot start a program: {error}"))
+            self._end_attempt(slot)
+            _fail(execution, SandboxFailure(f"the host cannot start a program: {error}"))
             return
-        for stream in run.streams:
-            self._watch(stream.descriptor, partial(self._on_output, slot, run, stream))
+        for stream in attempt.streams:
+            self._watch(stream.descriptor, partial(self._on_output, slot, attempt, stream))
         slot.state = _State.BUSY
-        slot.deadline = time.monotonic() + job.timeout_s + _BACKSTOP_S
+        slot.deadline = time.monotonic() + execution.timeout_s + _BACKSTOP_S
 
-    def _on_output(self, slot: _Slot, run: Run, stream: Stream) -> None:
+    def _on_output(self, slot: _Slot, attempt: Attempt, stream: Stream) -> None:
         stream.read()
         if not stream.is_open or len(stream.data) > self.spec.max_output_bytes:
             self._unwatch(stream.descriptor)
             if stream.is_open:
-                self._kill_run(slot, run)
+                self._kill_attempt(slot, attempt)
             else:
                 stream.close()
 
-    def _kill_run(self, slot: _Slot, run: Run) -> None:
+    def _kill_attempt(self, slot: _Slot, attempt: Attempt) -> None:
         assert slot.worker is not None, "a busy slot has a worker"
         with contextlib.suppress(OSError):  # a dead worker shows up on its control socket
-            slot.worker.control.send(protocol.KILL.pack(b"K", run.run_id), socket.MSG_DONTWAIT)
+            slot.worker.control.send(protocol.KILL.pack(b"K", attempt.run_id), socket.MSG_DONTWAIT)
 
     def _finish(self, slot: _Slot, packet: bytes) -> None:
         """The server's word has come: nothing of the program is alive, what it wrote is here."""
-        run = slot.run
-        assert slot.worker is not None and run is not None, "a busy slot has both"
+        attempt = slot.attempt
+        assert slot.worker is not None and attempt is not None, "a busy slot has both"
         num_oom_kills = slot.worker.num_oom_kills()
         outcome = Outcome.unpack(packet, is_oom=num_oom_kills > slot.num_oom_kills)
-        if outcome.run_id != run.run_id or (outcome.is_broken and not outcome.is_oom):
-            self._on_sandbox_error(slot)
+        if outcome.run_id != attempt.run_id or (outcome.is_broken and not outcome.is_oom):
+            self._on_broken_worker(slot)
             return
         slot.num_oom_kills = num_oom_kills
         limit = self.spec.max_output_bytes
-        stdout, stderr = (stream.drain(limit) for stream in run.streams)
-        self._end_run(slot)
+        stdout, stderr = (stream.drain(limit) for stream in attempt.streams)
+        self._end_attempt(slot)
         slot.num_runs += 1
         slot.state, slot.deadline = _State.IDLE, float("inf")
         if slot.num_runs >= self.spec.max_runs_per_worker:
             self._stop(slot)
-        _succeed(run.job, judge(outcome, stdout, stderr, limit, TIER))
+        _succeed(attempt.execution, judge(outcome, stdout, stderr, limit, TIER))
 
-    def _on_sandbox_error(self, slot: _Slot) -> None:
+    def _on_broken_worker(self, slot: _Slot) -> None:
         """The worker broke under a program: once more on a fresh one, then it is its doing."""
-        run = slot.run
-        assert slot.worker is not None and run is not None, "a busy slot has both"
+        attempt = slot.attempt
+        assert slot.worker is not None and attempt is not None, "a busy slot has both"
         is_oom = slot.worker.num_oom_kills() > slot.num_oom_kills
         self._stop(slot)
-        run.job.num_errors += 1
-        if run.job.num_errors < 2:
-            slot.job = run.job
+        attempt.execution.num_errors += 1
+        if attempt.execution.num_errors < 2:
+            slot.execution = attempt.execution
         else:
-            _succeed(run.job, blame(is_oom, TIER))
+            _succeed(attempt.execution, blame(is_oom, TIER))
 
-    def _on_idle_death(self, slot: _Slot, run: Run) -> None:
+    def _on_idle_death(self, slot: _Slot, attempt: Attempt) -> None:
         """The worker died while nothing ran in it; that is not the next program's doing."""
         self._stop(slot)
-        run.job.num_starts += 1
-        if run.job.num_starts < _MAX_STARTS:
-            slot.job = run.job
+        attempt.execution.num_starts += 1
+        if attempt.execution.num_starts < _MAX_STARTS:
+            slot.execution = attempt.execution
         else:
-            _fail(run.job, SandboxFailure("sandbox workers die while they wait"))
+            _fail(attempt.execution, SandboxFailure("sandbox workers die while they wait"))
 
     def _enforce_deadlines(self) -> None:
         now = time.monotonic()
@@ -278,19 +278,19 @@ class Dispatcher:
             if now < slot.deadline:
                 continue
             if slot.state is _State.BUSY:
-                self._on_sandbox_error(slot)
+                self._on_broken_worker(slot)
             else:
                 self._on_start_failure(slot, f"not ready after {_START_LIMIT_S:.0f} s")
 
-    def _end_run(self, slot: _Slot) -> None:
-        run, slot.run = slot.run, None
-        for stream in run.streams if run else ():
+    def _end_attempt(self, slot: _Slot) -> None:
+        attempt, slot.attempt = slot.attempt, None
+        for stream in attempt.streams if attempt else ():
             self._unwatch(stream.descriptor)
             stream.close()
 
     def _stop(self, slot: _Slot) -> None:
         slot.state, slot.deadline, slot.num_runs = _State.DEAD, float("inf"), 0
-        self._end_run(slot)
+        self._end_attempt(slot)
         if slot.worker is not None:
             self._unwatch(slot.worker.control.fileno())
             slot.worker.close()
@@ -305,11 +305,11 @@ class Dispatcher:
             self._epoll.unregister(descriptor)
 
 
-def _succeed(job: Job, result: ExecResult) -> None:
+def _succeed(execution: Execution, result: ExecResult) -> None:
     with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
-        job.future.set_result(result)
+        execution.future.set_result(result)
 
 
-def _fail(job: Job, error: SandboxFailure) -> None:
+def _fail(execution: Execution, error: SandboxFailure) -> None:
     with contextlib.suppress(InvalidStateError):
-        job.future.set_exception(error)
+        execution.future.set_exception(error)

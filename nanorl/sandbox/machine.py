@@ -1,4 +1,4 @@
-"""What this machine has to isolate with, and why where it is not enough.
+"""The means of this machine to isolate programs, and the reason where they are not enough.
 
 That a file is there says little: only a canary that ran (canary.py) makes a backend usable.
 """
@@ -32,7 +32,7 @@ _REMEDIES = {
 
 
 def find_bwrap(spec: SandboxSpec) -> list[Path]:
-    """Candidates, best first. That one is there says nothing: a canary must run in it."""
+    """The candidates, best first. That one is there says nothing: a canary must run in it."""
     if spec.bwrap is not None:
         if not os.access(spec.bwrap, os.X_OK):
             raise ValueError(f"bwrap={spec.bwrap!r} is no executable file; {_REMEDY_BWRAP}")
@@ -49,7 +49,7 @@ def find_bwrap(spec: SandboxSpec) -> list[Path]:
 
 
 def is_readable(path: Path) -> bool:
-    """Whether the uid that bubblewrap runs under can open the path."""
+    """True if the uid that bubblewrap runs under can open the path."""
     if os.geteuid() != 0:
         return os.access(path, os.R_OK)
     try:
@@ -61,7 +61,7 @@ def is_readable(path: Path) -> bool:
 
 @contextlib.contextmanager
 def reachable(path: Path) -> Iterator[Path]:
-    """The same executable where the dropped uid can run it; a private one is copied meanwhile."""
+    """A path of the executable that the dropped uid can run; a private one is copied meanwhile."""
     if is_readable(path):
         yield path
         return

@@ -1,4 +1,4 @@
-"""One cgroup for each worker, version 2 or 1, wherever this process may create one.
+"""A memory cgroup for each worker, version 2 or 1, wherever this process may create one.
 
 The kernel then sums the memory of all processes of a worker, files in its /tmp included, and says
 when it killed for it; some kilobytes in time, where the server's own watch (usage.py, every 50 ms

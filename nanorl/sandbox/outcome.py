@@ -1,4 +1,4 @@
-"""From the server's fixed struct to a result: the only place where a status is decided."""
+"""Turns the server's fixed struct into a result: the only place where a status is decided."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOTE = b"the program broke its sandbox twice\n"
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the server saw: kernel facts, nothing that the program said."""
+    """The kernel facts that the server saw, and nothing that the program said."""
 
     run_id: bytes
     flags: int

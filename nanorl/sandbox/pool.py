@@ -19,7 +19,6 @@ import sys
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
-from types import TracebackType
 from typing import ClassVar
 
 from nanorl.sandbox import canary, memory
@@ -32,10 +31,10 @@ from nanorl.sandbox.base import (
 )
 from nanorl.sandbox.bwrap import TIER
 from nanorl.sandbox.dispatch import Dispatcher
+from nanorl.sandbox.execution import Execution
 from nanorl.sandbox.interpreter import find_python
 from nanorl.sandbox.machine import explain, find_bwrap
 from nanorl.sandbox.protocol import PAYLOAD, PROGRAM_NAME
-from nanorl.sandbox.run import Job
 
 _CANARY_TIMEOUT_S = 10.0
 
@@ -98,10 +97,10 @@ class SandboxPool:
         raise refusals[0]
 
     def _probe(self, dispatcher: Dispatcher) -> None:
-        job = Job(_pack(canary.CODE, {}), b"", _CANARY_TIMEOUT_S)
-        dispatcher.submit(job)
+        execution = Execution(_pack(canary.CODE, {}), b"", _CANARY_TIMEOUT_S)
+        dispatcher.submit(execution)
         try:
-            result = job.future.result()
+            result = execution.future.result()
         except SandboxFailure as failure:
             raise explain(dispatcher.start_error) from failure
         leak = canary.find_leak(result)
@@ -146,9 +145,9 @@ class SandboxPool:
             raise ValueError(f"timeout_s={timeout_s} must be a positive number of seconds")
         files = files or {}
         self._check_files(files)
-        job = Job(_pack(code, files), stdin, limit_s)
-        self._dispatcher.submit(job)
-        return job.future
+        execution = Execution(_pack(code, files), stdin, limit_s)
+        self._dispatcher.submit(execution)
+        return execution.future
 
     def _check_files(self, files: Mapping[str, str]) -> None:
         for name in files:
@@ -170,12 +169,7 @@ class SandboxPool:
     def __enter__(self) -> SandboxPool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

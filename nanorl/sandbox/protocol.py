@@ -1,4 +1,4 @@
-"""What host and worker say to each other over their SEQPACKET socket. Stdlib only.
+"""The packets that host and worker exchange over their SEQPACKET socket. Stdlib only.
 
 host -> server    configuration (JSON, once), GO with descriptors, KILL
 server -> host    HELLO (once), RESULT: fixed-size structs, no JSON and no pickle
@@ -31,7 +31,7 @@ def send(sock: socket.socket, message: bytes, descriptors: list[int]) -> None:
 
 
 def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """One packet and its descriptors; an empty packet says that the other side is gone."""
+    """Receive a packet and its descriptors; an empty packet says that the other side is gone."""
     size = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
     message, ancillary, _, _ = sock.recvmsg(4096, size)
     descriptors = array.array("i")

@@ -21,8 +21,9 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# name:x86_64/aarch64; an empty side does not exist there.
-_ALLOWED = """
+# Calls as name:x86_64/aarch64; an empty side does not exist there. Those of CHECKED pass for some
+# arguments only.
+ALLOWED = """
 read:0/63 write:1/64 open:2/ close:3/57 stat:4/ fstat:5/80 lstat:6/ poll:7/ lseek:8/62 mmap:9/222
 mprotect:10/226 munmap:11/215 brk:12/214 rt_sigaction:13/134 rt_sigprocmask:14/135
 rt_sigreturn:15/139 pread64:17/67 pwrite64:18/68 readv:19/65 writev:20/66 access:21/ pipe:22/
@@ -61,7 +62,7 @@ preadv2:327/286 pwritev2:328/287 statx:332/291 rseq:334/293 pidfd_send_signal:42
 pidfd_open:434/434 close_range:436/436 openat2:437/437 faccessat2:439/439 epoll_pwait2:441/441
 futex_waitv:449/449 fchmodat2:452/452
 """
-_CHECKED = """
+CHECKED = """
 clone:56/220 clone3:435/435 socket:41/198 socketpair:53/199 prlimit64:302/261 setsockopt:54/208
 getsockopt:55/209 ioctl:16/29 prctl:157/167 fcntl:72/25 flock:73/32
 """
@@ -106,11 +107,6 @@ class Instruction:
         return struct.pack("<HBBI", self.code, self.jump_true, self.jump_false, self.k)
 
 
-def syscall_numbers(machine: str) -> dict[str, int]:
-    """Name to number of every call that the filter lets pass, at least for some arguments."""
-    return _parse(_ALLOWED, machine) | _parse(_CHECKED, machine)
-
-
 def assemble(machine: str) -> list[Instruction]:
     """The filter for `machine` (`platform.machine()`), as instructions."""
     if machine not in _AUDIT_ARCH:
@@ -126,10 +122,10 @@ def assemble(machine: str) -> list[Instruction]:
     ]
     if machine == "x86_64":
         program += [Instruction(_JGE, _X32_BIT, 0, 1), _deny(errno.ENOSYS)]
-    for name, number in _parse(_CHECKED, machine).items():
+    for name, number in syscall_numbers(CHECKED, machine).items():
         body = _check(name)
         program += [Instruction(_JEQ, number, 0, len(body)), *body]
-    program += _search(*_ranges(_parse(_ALLOWED, machine).values()))
+    program += _search(*_ranges(syscall_numbers(ALLOWED, machine).values()))
     return program
 
 
@@ -138,7 +134,8 @@ def filter_bytes(machine: str) -> bytes:
     return b"".join(instruction.pack() for instruction in assemble(machine))
 
 
-def _parse(table: str, machine: str) -> dict[str, int]:
+def syscall_numbers(table: str, machine: str) -> dict[str, int]:
+    """Name to number of every call in `table` that this kind of machine has."""
     side = list(_AUDIT_ARCH).index(machine)
     entries = (entry.split(":") for entry in table.split())
     return {name: int(n) for name, both in entries if (n := both.split("/")[side])}
@@ -161,7 +158,7 @@ def _one_of(values: Iterable[int], otherwise: Instruction) -> list[Instruction]:
 
 
 def _pretend(values: Iterable[int]) -> list[Instruction]:
-    """Success without the deed, for these values."""
+    """Instructions that report success without doing anything, for these values."""
     return [each for value in values for each in (Instruction(_JEQ, value, 0, 1), _deny(0))]
 
 
@@ -209,7 +206,7 @@ def _check_setsockopt() -> list[Instruction]:
 
 
 def _ranges(numbers: Iterable[int]) -> tuple[list[int], list[int]]:
-    """Where the answer changes on the number line, and the answers between these points."""
+    """The call numbers at which the answer changes, and the answers between them."""
     allowed = set(numbers)
     bounds = [n for n in range(max(allowed) + 2) if (n in allowed) != (n - 1 in allowed)]
     actions = [_deny(errno.EPERM).k] + [

@@ -1,4 +1,4 @@
-"""What all processes of an execution use together, read from /proc by the server.
+"""Memory and CPU time of all processes of an execution together, read from /proc by the server.
 
 A cgroup counts as it gives; where there is none, this watch is the memory limit. `most_bytes` is
 cheap and never too small. Where it is above the limit the processes are made to stand still and
@@ -106,7 +106,7 @@ def _stat_fields(pid: str) -> list[bytes]:
 
 
 def _read(pid: str, name: str) -> bytes:
-    """Empty if the process has ended."""
+    """The content of /proc/PID/name; empty if the process has ended."""
     try:
         with open(f"/proc/{pid}/{name}", "rb") as file:
             return file.read()

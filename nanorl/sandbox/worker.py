@@ -176,9 +176,11 @@ class _Server:
         return RESULT.pack(run_id, flags, status, cpu_s, wall_s, reaped.ru_maxrss)
 
     def _memory_left(self, deadline: float) -> int:
-        """Bytes up to the limit; below 0 it is passed. Counting exactly may take a while, in which
-        no page may be copied and no process forked: all stand still, and are left so if the run
-        is at its end."""
+        """The bytes left up to the limit; a negative number says that it is passed.
+
+        Counting exactly may take a while, in which no page may be copied and no process forked: all
+        stand still, and are left so if the run is at its end.
+        """
         if (left := self.watch_bytes - self.memory.most_bytes()) >= 0:
             return left
         standing = usage.stop_all()

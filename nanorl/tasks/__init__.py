@@ -1,8 +1,9 @@
-"""Tasks and the teachers that show how to solve them. Start at `source.py`.
+"""Tasks, and the teachers that show how to solve them in the warm start.
 
-source.py       TaskSource: which task comes at which step; a user's own tasks from a file
-problem.py      a task that knows its own solutions; what every generator returns
-smollm2.py      generators of the `smollm2` family; tiny.py those of the `tiny` family
-teachers.py     sloppy scripted teachers for the supervised warm start, and their mistakes
+source.py       `TaskSource`: the tasks of each step; `FileTasks`: a user's own from a file
+problem.py      `Problem`, a task that knows its own solutions: what every generator returns
+smollm2.py      generators of the `smollm2` family, in plain English
+tiny.py         generators of the `tiny` family, in a few tokens
+teachers.py     sloppy scripted teachers, and the mistakes that they make
 tiny_model.py   the folder of the tiny model, from nothing but a seed
 """

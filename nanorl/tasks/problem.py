@@ -22,6 +22,10 @@ HELDOUT_ONE_IN = 4  # a quarter of all problem texts is never trained on
 class Problem(Task):
     """A task with its solutions.
 
+        Problem(task_id="lists-5f0c...", kind="lists", prompt="For the list 3, 4, what is the sum?",
+                answer="7", solutions=(("print(3 + 4)",), ("nums = [3, 4]\\nprint(sum(nums))",)),
+                habit=("print(3 * 4)",))
+
     solutions  alternatives; each is the programs of one trace in order, the last prints the answer
     habit      programs a careless solver tends to run instead; empty: no typical mistake is known
     """
@@ -30,7 +34,7 @@ class Problem(Task):
     habit: tuple[str, ...] = ()
 
 
-Generator = Callable[[random.Random], Problem]
+ProblemGenerator = Callable[[random.Random], Problem]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +42,7 @@ class Family:
     """The generators of one preset by kind; the kinds in `several_turns` need to look first."""
 
     name: str
-    generators: Mapping[str, Generator]
+    generators: Mapping[str, ProblemGenerator]
     several_turns: frozenset[str] = field(default_factory=frozenset)
 
 
@@ -61,6 +65,15 @@ def make_problem(
         solutions=tuple((s,) if isinstance(s, str) else s for s in solutions),
         habit=(habit,) if isinstance(habit, str) else habit,
     )
+
+
+def in_base(number: int, base: int) -> str:
+    """The figures of a positive number in a base up to ten."""
+    text = ""
+    while number:
+        number, figure = divmod(number, base)
+        text = str(figure) + text
+    return text
 
 
 def split_of(prompt: str) -> str:

@@ -1,33 +1,27 @@
-"""The `smollm2` family: plain English for a small instruction-tuned model with its own template."""
+"""The `smollm2` family: plain English for a small instruction-tuned model with its own template.
+
+Nine kinds take one execution. Five take more: `inspect_file` has a data file with an unknown
+separator and `inspect_module` a module with an unknown function, so the agent has to look before it
+computes; in `repair_lines`, `repair_keys` and `repair_types` the natural first program raises, and
+the agent has to mend it. A program that foresees everything may solve some of these at once; that
+is allowed, and rare.
+Answers have enough entropy that neither a constant nor the mental arithmetic of a small model
+scores; the tests measure it. Numbers avoid leading zeros (`07` is a syntax error in Python) except
+inside strings.
+"""
 
 from __future__ import annotations
 
 import json
 import random
 
-from nanorl.tasks.problem import Family, Problem, make_problem
+from nanorl.tasks.problem import Family, Problem, in_base, make_problem
 
 
 def smollm2_family() -> Family:
     """Nine kinds of one execution, five that must look or repair first."""
-    single = (
-        arithmetic,
-        counting,
-        digits,
-        divisors,
-        bases,
-        lists,
-        strings,
-        times,
-        filtering,
-    )
-    several = (
-        inspect_file,
-        inspect_module,
-        repair_lines,
-        repair_keys,
-        repair_types,
-    )
+    single = (arithmetic, counting, digits, divisors, bases, lists, strings, times, filtering)
+    several = (inspect_file, inspect_module, repair_lines, repair_keys, repair_types)
     return Family(
         name="smollm2",
         generators={g.__name__: g for g in single + several},
@@ -35,10 +29,7 @@ def smollm2_family() -> Family:
     )
 
 
-# The `smollm2` family, part one: kinds about single numbers that one execution solves.
-#
-# Answers have enough entropy that neither a constant nor the mental arithmetic of a small model
-# scores; the tests measure it.
+# -- single numbers, one execution -----------------------------------------------------------------
 
 
 def arithmetic(rng: random.Random) -> Problem:
@@ -122,14 +113,6 @@ def divisors(rng: random.Random) -> Problem:
     )
 
 
-def in_base(number: int, base: int) -> str:
-    text = ""
-    while number:
-        number, figure = divmod(number, base)
-        text = str(figure) + text
-    return text
-
-
 def bases(rng: random.Random) -> Problem:
     number, base = rng.randint(300, 9999), rng.randint(5, 9)
     text = in_base(number, base)
@@ -143,9 +126,7 @@ def bases(rng: random.Random) -> Problem:
     )
 
 
-# The `smollm2` family, part two: kinds about lists, strings and times that one execution solves.
-#
-# Numbers avoid leading zeros (`07` is a syntax error in Python) except inside strings.
+# -- lists, strings and times, one execution -------------------------------------------------------
 
 
 def comma(numbers: list[int]) -> str:
@@ -252,13 +233,7 @@ def filtering(rng: random.Random) -> Problem:
     )
 
 
-# The `smollm2` family, part three: kinds that take more than one execution.
-#
-# inspect_file    a data file with an unknown separator: look at it, then compute
-# inspect_module  a module with an unknown function: find its name, then call it
-# repair_lines, repair_keys, repair_types   the natural first program raises; mend it
-#
-# A program that foresees everything may solve some of these at once; that is allowed, and rare.
+# -- files and modules, more than one execution ----------------------------------------------------
 
 TOPICS = ("orders", "prices", "scores", "stock", "costs", "votes", "rain", "miles")
 

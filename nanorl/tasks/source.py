@@ -1,8 +1,15 @@
-"""Which task comes at which step: a pure function of integers, so resuming needs only a cursor.
+"""The task of each step: a pure function of integers, so resuming needs only a cursor.
 
-`TaskSource` draws from generated families, `FileTasks` from a user's JSON lines. Neither holds
-state: `batch(step, n)` gives the same tasks in every process. Left out: any filtering by
-difficulty, which belongs to the trainer, where the outcomes are.
+`TaskSource` draws from generated families, `FileTasks` from a user's own file. Neither holds state:
+`batch(step, n)` gives the same tasks in every process. A file has one JSON object a line, with
+`prompt`, `answer` and, where they are wanted, `files` and `kind`:
+
+    {"prompt": "What is 12 * 34?", "answer": 408}
+    {"prompt": "Sum the numbers in a.txt.", "answer": "6", "files": {"a.txt": "1 2 3"}}
+
+A quarter of all prompts, chosen by their hash, is held out.
+Left out: any filtering by difficulty, which belongs to the trainer, where the outcomes are; and
+solutions to a user's tasks, so no teacher can show how to solve them.
 """
 
 from __future__ import annotations
@@ -18,6 +25,20 @@ from nanorl.tasks.problem import HELDOUT_ONE_IN, Family, Problem, split_of, task
 from nanorl.types import Task
 
 Split = Literal["train", "heldout"]
+
+FIELDS: dict[str, tuple[type, ...]] = {
+    "prompt": (str,),
+    "answer": (str, int, float),
+    "files": (dict,),
+    "kind": (str,),
+}
+EXPECTED = {
+    "prompt": "a text",
+    "answer": "a text or a number",
+    "files": "an object of name: text",
+    "kind": "a text",
+}
+REQUIRED = ("prompt", "answer")
 
 
 class TaskSource:
@@ -61,29 +82,6 @@ class TaskSource:
                 return problem
 
 
-# A user's own tasks: one JSON object a line, `{"prompt", "answer", "files"?, "kind"?}`.
-#
-#     {"prompt": "What is 12 * 34?", "answer": 408}
-#     {"prompt": "Sum the numbers in a.txt.", "answer": "6", "files": {"a.txt": "1 2 3"}}
-#
-# A quarter of the prompts, chosen by their hash, is held out. Left out: solutions, so no teacher
-# can show how to solve these tasks.
-
-FIELDS: dict[str, tuple[type, ...]] = {
-    "prompt": (str,),
-    "answer": (str, int, float),
-    "files": (dict,),
-    "kind": (str,),
-}
-EXPECTED = {
-    "prompt": "a text",
-    "answer": "a text or a number",
-    "files": "an object of name: text",
-    "kind": "a text",
-}
-REQUIRED = ("prompt", "answer")
-
-
 class FileTasks:
     """Tasks from a file with the interface of `TaskSource`; every epoch is shuffled anew."""
 
@@ -107,7 +105,7 @@ class FileTasks:
         return [self._at(step * n + i) for i in range(n)]
 
     def heldout(self, n: int, seed: int) -> list[Task]:
-        """Up to `n` different held-out tasks: no more than the file has."""
+        """Draw up to `n` different held-out tasks, no more than the file has."""
         tasks = list(self.heldout_tasks)
         random.Random(f"heldout {seed}").shuffle(tasks)
         return tasks[:n]
@@ -120,8 +118,10 @@ class FileTasks:
 
 
 def fingerprint(tasks: Sequence[Task]) -> str:
-    """Of the tasks' content and order, which decide what each step trains on; not of the spelling
-    of the file. A resumed run must find the same."""
+    """A hash of the tasks' content and order, which decide what each step trains on.
+
+    The spelling of the file does not count. A resumed run must find the same hash.
+    """
     return hashlib.sha256("\n".join(task.task_id for task in tasks).encode()).hexdigest()
 
 
@@ -144,7 +144,7 @@ def read_tasks(path: Path) -> list[Task]:
 
 
 def read_task(line: str, where: str) -> Task:
-    """One line; `where` goes into the error message."""
+    """The task of one line; `where` goes into the error message."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:

@@ -1,104 +1,24 @@
-"""Small mistakes: edits of a program, of a value, and answers out of thin air.
+"""Sloppy scripted teachers for the supervised warm start, and the mistakes that they make.
 
-Edits work on the text, so they fit any Python program; some give a syntax error, which is a
-mistake too. All draw from the caller's generator.
+A teacher acts turn by turn on real observations, so its trace is a rollout like the policy's own.
+It is wrong on purpose, and in many ways: a habit of its kind, a slip in the program, a guess
+without running, a miscopied value. A warm start from it knows the manners of tool use but not the
+best choices, and reinforcement learning has room. All draw from the caller's random generator.
+Left out: any model (the scripts are the solutions that each `Problem` carries), and playing a
+script in an environment (nanorl/warm_start.py).
 """
 
 from __future__ import annotations
 
-import inspect
 import random
 import re
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from nanorl.envs.actions import ActionFormat
+from nanorl.envs.actions import ActionFormat, FinalAnswer, ToolCall
+from nanorl.envs.code import NOTICES
 from nanorl.tasks.problem import Problem
 from nanorl.types import Task
-
-OPERATORS = ("+", "-", "*", "//", "%", "<", ">")
-BETWEEN_OPERANDS = re.compile(r"(?<=[\w)\]])( ?)(//|[-+*%<>])( ?)(?=[\w(\[])")
-NUMBER = re.compile(r"(?<![\w.])\d+(?!\w)")
-ITEM = re.compile(r", ?\d+(?=[,\]])")
-LAST_PRINT = re.compile(r"print\((.*)\)$")
-
-
-def slip(code: str, rng: random.Random) -> str:
-    """The program with one mistake; unchanged only if no kind of mistake fits it."""
-    edits = [wrong_operator, off_by_one, miscopied_number, dropped_item, forgotten_print]
-    rng.shuffle(edits)
-    return next((new for edit in edits if (new := edit(code, rng)) != code), code)
-
-
-def wrong_operator(code: str, rng: random.Random) -> str:
-    def replace(match: re.Match[str]) -> str:
-        other = rng.choice([o for o in OPERATORS if o != match[2]])
-        return f"{match[1]}{other}{match[3]}"
-
-    return replace_one(BETWEEN_OPERANDS, code, replace, rng)
-
-
-def off_by_one(code: str, rng: random.Random) -> str:
-    return replace_one(NUMBER, code, lambda m: str(abs(int(m[0]) + rng.choice([-1, 1]))), rng)
-
-
-def miscopied_number(code: str, rng: random.Random) -> str:
-    return replace_one(NUMBER, code, lambda m: miscopy(m[0], rng), rng)
-
-
-def dropped_item(code: str, rng: random.Random) -> str:
-    return replace_one(ITEM, code, lambda m: "", rng)
-
-
-def forgotten_print(code: str, rng: random.Random) -> str:
-    return replace_one(LAST_PRINT, code, lambda m: m[1], rng)
-
-
-def replace_one(pattern: re.Pattern[str], text: str, replace, rng: random.Random) -> str:  # type: ignore[no-untyped-def]
-    """Replace one random match."""
-    matches = list(pattern.finditer(text))
-    if not matches:
-        return text
-    match = rng.choice(matches)
-    return text[: match.start()] + replace(match) + text[match.end() :]
-
-
-def miscopy(value: str, rng: random.Random) -> str:
-    """The value with one letter or digit changed; never equal to it."""
-    places = [i for i, c in enumerate(value) if c.isalnum()]
-    if not places:
-        return f"{value}0"
-    i = rng.choice(places)
-    pool = "123456789" if value[i].isdigit() else "abcdefghijklmnopqrstuvwxyz"
-    if value[i].isupper():
-        pool = pool.upper()
-    return value[:i] + rng.choice([c for c in pool if c != value[i]]) + value[i + 1 :]
-
-
-def wild_guess(answer: str, rng: random.Random) -> str:
-    """A value that looks like the answer and is not it."""
-    while True:
-        guess = "".join(
-            rng.choice("123456789") if c.isdigit() else rng.choice("aeiou") if c.isalpha() else c
-            for c in answer
-        )
-        if guess != answer:
-            return guess
-        answer = f"{answer}0"
-
-
-# Sloppy scripted teachers for the supervised warm start.
-#
-# A teacher acts turn by turn on real observations, so a trace is a rollout like the policy's own.
-# It is wrong on purpose, and in many ways: a habit of its kind, a slip in the program, a guess
-# without running, a miscopied value. A warm start from it knows the manners of tool use but not the
-# best choices, and reinforcement learning has room. Left out: any model; the scripts are the
-# solutions that each `Problem` carries.
-
-FAILURE = re.compile(
-    r"Error\b|no output|timed out|out of memory|too much output|killed|unavailable|no calls left"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,21 +26,21 @@ class TeacherConfig:
     """Weights of the ways to act; they need not add up to one."""
 
     right: float = 0.3
-    "Run a solution and report what it printed."
+    """Run a solution and report what it printed."""
     habit: float = 0.22
-    "Run what careless solvers of this kind run."
+    """Run what careless solvers of this kind run."""
     slip: float = 0.25
-    "Run a solution with one thing wrong: an operator, a digit, an item, a missing print."
+    """Run a solution with one thing wrong: an operator, a digit, an item, a missing print."""
     guess: float = 0.13
-    "Answer at once."
+    """Answer at once."""
     miscopy: float = 0.08
-    "Run a solution and report another value than it printed."
+    """Run a solution and report another value than it printed."""
     persistence: float = 0.3
-    "Chance to run a solution after a failed program that was not planned to fail."
+    """Chance to run a solution after a failed program that was not planned to fail."""
     stubborn: frozenset[str] = frozenset()
-    "Kinds whose habit is stronger than the right way: after the warm start they fail mostly."
+    """Kinds whose habit is stronger than the right way: after the warm start they fail mostly."""
     stubborn_habit: float = 0.6
-    "Weight of the habit in those kinds."
+    """Weight of the habit in those kinds."""
 
     def __post_init__(self) -> None:
         for name in ("right", "habit", "slip", "guess", "miscopy", "stubborn_habit"):
@@ -171,85 +91,6 @@ def tiny_teacher() -> TeacherConfig:
     )
 
 
-class StepLike(Protocol):
-    """What a teacher needs of an environment's step result (nanorl.envs.base.StepResult)."""
-
-    @property
-    def observation(self) -> str | None: ...
-    @property
-    def answer(self) -> str | None: ...
-
-
-class EnvLike(Protocol):
-    """An environment that already holds the task; `step` may be a coroutine."""
-
-    def step(self, action: str) -> StepLike | Awaitable[StepLike]: ...
-
-
-@dataclass(kw_only=True)
-class Trace:
-    """A played trace: `observations[i]` answers `actions[i]`; the last action has none."""
-
-    task: Task
-    manner: str
-    actions: list[str] = field(default_factory=list)
-    observations: list[str] = field(default_factory=list)
-    answer: str | None = None
-
-    @property
-    def is_correct(self) -> bool:
-        return self.answer is not None and self.answer.strip() == self.task.answer
-
-
-class Script:
-    """One trace in the making: call `next_action` with all observations so far."""
-
-    def __init__(
-        self,
-        problem: Problem,
-        form: ActionFormat,
-        manner: str,
-        persistence: float,
-        rng: random.Random,
-    ) -> None:
-        self.problem = problem
-        self.form = form
-        self.manner = manner
-        self.persistence = persistence
-        self.rng = rng
-        self.solution = rng.choice(problem.solutions)
-        self.programs = self._plan()
-
-    def next_action(self, history: Sequence[str]) -> str:
-        """The next program, or the final answer; deterministic given the rng and the history."""
-        turn = len(history)
-        if turn < len(self.programs):
-            return self.form.program(self.programs[turn])
-        if not history:
-            return self.form.final(wild_guess(self.problem.answer, self.rng))
-        if is_failure(history[-1]):
-            return self._after_failure()
-        value = last_line(history[-1])
-        if self.manner == "miscopy":
-            value = miscopy(value, self.rng)
-        return self.form.final(value)
-
-    def _plan(self) -> list[str]:
-        if self.manner == "guess":
-            return []
-        if self.manner == "habit":
-            return list(self.problem.habit)
-        *before, last = self.solution
-        return [*before, slip(last, self.rng) if self.manner == "slip" else last]
-
-    def _after_failure(self) -> str:
-        if self.rng.random() < self.persistence:
-            self.programs.append(self.solution[-1])
-            self.persistence = 0.0
-            return self.form.program(self.programs[-1])
-        return self.form.final(wild_guess(self.problem.answer, self.rng))
-
-
 class SloppyTeacher:
     """Shows how to use the tool, not always well."""
 
@@ -280,30 +121,140 @@ class SloppyTeacher:
         return rng.choices(list(weights), list(weights.values()))[0]
 
 
-async def play_trace(
-    task: Task, teacher: SloppyTeacher, env: EnvLike, rng: random.Random, max_turns: int = 8
-) -> Trace:
-    """Play one trace against an environment that was reset to `task`."""
-    script = teacher.trace(task, rng)
-    trace = Trace(task=task, manner=script.manner)
-    for _ in range(max_turns):
-        action = script.next_action(trace.observations)
-        trace.actions.append(action)
-        result = env.step(action)
-        if inspect.isawaitable(result):
-            result = await result
-        if result.observation is None:  # the episode is over
-            trace.answer = result.answer
-            return trace
-        trace.observations.append(result.observation)
-    return trace
+class Script:
+    """One trace in the making: call `next_action` with all observations so far."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        form: ActionFormat,
+        manner: str,
+        persistence: float,
+        rng: random.Random,
+    ) -> None:
+        self.problem = problem
+        self.form = form
+        self.manner = manner
+        self.persistence = persistence
+        self.rng = rng
+        self.solution = rng.choice(problem.solutions)
+        self.programs = self._plan()
+
+    def next_action(self, history: Sequence[str]) -> str:
+        """The next program, or the final answer; deterministic given the rng and the history."""
+        turn = len(history)
+        if turn < len(self.programs):
+            return self.form.write(ToolCall(self.programs[turn]))
+        if not history:
+            return self.form.write(FinalAnswer(wild_guess(self.problem.answer, self.rng)))
+        if is_failure(history[-1]):
+            return self._after_failure()
+        value = last_line(history[-1])
+        if self.manner == "miscopy":
+            value = miscopy(value, self.rng)
+        return self.form.write(FinalAnswer(value))
+
+    def _plan(self) -> list[str]:
+        if self.manner == "guess":
+            return []
+        if self.manner == "habit":
+            return list(self.problem.habit)
+        *before, last = self.solution
+        return [*before, slip(last, self.rng) if self.manner == "slip" else last]
+
+    def _after_failure(self) -> str:
+        if self.rng.random() < self.persistence:
+            self.programs.append(self.solution[-1])
+            self.persistence = 0.0
+            return self.form.write(ToolCall(self.programs[-1]))
+        return self.form.write(FinalAnswer(wild_guess(self.problem.answer, self.rng)))
 
 
 def is_failure(observation: str) -> bool:
-    """Whether an observation shows an error, a broken limit, or nothing at all."""
+    """True if an observation shows an error, a broken limit, or nothing at all."""
     text = observation.strip()
-    return not text or bool(FAILURE.search(text))
+    has_error = re.search(r"Error\b", text) is not None
+    return not text or has_error or any(notice in text for notice in NOTICES)
 
 
 def last_line(observation: str) -> str:
     return observation.strip().splitlines()[-1].strip()
+
+
+# The mistakes are edits of the text, so they fit any Python program; some give a syntax error, and
+# that is a mistake too.
+
+OPERATORS = ("+", "-", "*", "//", "%", "<", ">")
+BETWEEN_OPERANDS = re.compile(r"(?<=[\w)\]])( ?)(//|[-+*%<>])( ?)(?=[\w(\[])")
+NUMBER = re.compile(r"(?<![\w.])\d+(?!\w)")
+ITEM = re.compile(r", ?\d+(?=[,\]])")
+LAST_PRINT = re.compile(r"print\((.*)\)$")
+
+
+def slip(code: str, rng: random.Random) -> str:
+    """The program with one mistake; unchanged only if no kind of mistake fits it."""
+    edits = [wrong_operator, off_by_one, miscopied_number, dropped_item, forgotten_print]
+    rng.shuffle(edits)
+    return next((new for edit in edits if (new := edit(code, rng)) != code), code)
+
+
+def wrong_operator(code: str, rng: random.Random) -> str:
+    def replace(match: re.Match[str]) -> str:
+        other = rng.choice([o for o in OPERATORS if o != match[2]])
+        return f"{match[1]}{other}{match[3]}"
+
+    return replace_one(BETWEEN_OPERANDS, code, replace, rng)
+
+
+def off_by_one(code: str, rng: random.Random) -> str:
+    return replace_one(NUMBER, code, lambda m: str(abs(int(m[0]) + rng.choice([-1, 1]))), rng)
+
+
+def miscopied_number(code: str, rng: random.Random) -> str:
+    return replace_one(NUMBER, code, lambda m: miscopy(m[0], rng), rng)
+
+
+def dropped_item(code: str, rng: random.Random) -> str:
+    return replace_one(ITEM, code, lambda m: "", rng)
+
+
+def forgotten_print(code: str, rng: random.Random) -> str:
+    return replace_one(LAST_PRINT, code, lambda m: m[1], rng)
+
+
+def replace_one(
+    pattern: re.Pattern[str],
+    text: str,
+    replace: Callable[[re.Match[str]], str],
+    rng: random.Random,
+) -> str:
+    """The text with one random match replaced."""
+    matches = list(pattern.finditer(text))
+    if not matches:
+        return text
+    match = rng.choice(matches)
+    return text[: match.start()] + replace(match) + text[match.end() :]
+
+
+def miscopy(value: str, rng: random.Random) -> str:
+    """The value with one letter or digit changed; never equal to it."""
+    places = [i for i, c in enumerate(value) if c.isalnum()]
+    if not places:
+        return f"{value}0"
+    i = rng.choice(places)
+    pool = "123456789" if value[i].isdigit() else "abcdefghijklmnopqrstuvwxyz"
+    if value[i].isupper():
+        pool = pool.upper()
+    return value[:i] + rng.choice([c for c in pool if c != value[i]]) + value[i + 1 :]
+
+
+def wild_guess(answer: str, rng: random.Random) -> str:
+    """A value that looks like the answer and is not it."""
+    while True:
+        guess = "".join(
+            rng.choice("123456789") if c.isdigit() else rng.choice("aeiou") if c.isalpha() else c
+            for c in answer
+        )
+        if guess != answer:
+            return guess
+        answer = f"{answer}0"

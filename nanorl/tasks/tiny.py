@@ -11,11 +11,49 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from nanorl.tasks.problem import Family, Generator, Problem, make_problem
+from nanorl.tasks.problem import Family, Problem, ProblemGenerator, in_base, make_problem
 
 SEPARATORS = ",;/:"
 PRIMES = (53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def tiny_family() -> Family:
+    """Fourteen kinds of one execution, five of two or three."""
+    named = "a,b,c"
+    generators: dict[str, ProblemGenerator] = {
+        "sum": over_list("sum", "sum", "sum(x)", "max(x)", lambda x: sum(x)),
+        "squares": over_list(
+            "squares", "squares", "sum(i*i for i in x)", "sum(x)", lambda x: sum(n**2 for n in x)
+        ),
+        "spread": over_list(
+            "spread", "spread", "max(x)-min(x)", "max(x)", lambda x: sorted(x)[-1] - sorted(x)[0]
+        ),
+        "top_two": over_list(
+            "top_two", "top two", "sum(sorted(x)[-2:])", "max(x)", lambda x: sum(sorted(x)[-2:])
+        ),
+        "product": over_names("product", "product", "a,b", "a*b", "a+b", lambda a, b: a * b),
+        "ends": over_list("ends", "ends", "x[0]*x[-1]", "x[0]", lambda x: x[0] * x[len(x) - 1]),
+        "modulo": over_names(
+            "modulo", "a*b%c", named, "a*b%c", "a*b//c", lambda a, b, c: a * b - a * b // c * c
+        ),
+        "power": over_names("power", "power mod", named, "pow(a,b,c)", "a*b%c", power_mod),
+        "mul_add": over_names("mul_add", "a*b+c", named, "a*b+c", "a*b", lambda a, b, c: a * b + c),
+        "add_mul": over_names(
+            "add_mul", "(a+b)*c", named, "(a+b)*c", "a+b*c", lambda a, b, c: a * c + b * c
+        ),
+        "octal": over_names(
+            "octal", "octal", "a,b", "oct(a*b)[2:]", "oct(a*b)", lambda a, b: in_base(a * b, 8)
+        ),
+    }
+    single = (range_sum, evens, above)
+    several = (look_file, look_module, chain, repair_types, repair_lines)
+    generators |= {g.__name__: g for g in single + several}
+    return Family(
+        name="tiny",
+        generators=generators,
+        several_turns=frozenset(g.__name__ for g in several),
+    )
 
 
 def numbers(rng: random.Random, low: int = 3, high: int = 4) -> list[int]:
@@ -26,7 +64,7 @@ def bracket(nums: list[int]) -> str:
     return f"[{','.join(map(str, nums))}]"
 
 
-def over_list(kind: str, ask: str, code: str, habit: str, solve: Callable) -> Generator:
+def over_list(kind: str, ask: str, code: str, habit: str, solve: Callable) -> ProblemGenerator:
     """A kind that maps a list `x` to one number."""
 
     def generate(rng: random.Random) -> Problem:
@@ -45,7 +83,7 @@ def over_list(kind: str, ask: str, code: str, habit: str, solve: Callable) -> Ge
 
 def over_names(
     kind: str, ask: str, names: str, code: str, habit: str, solve: Callable
-) -> Generator:
+) -> ProblemGenerator:
     """A kind that computes with two or three named numbers.
 
     A modulus is prime, and answers of one digit are redrawn: no remainder is then frequent.
@@ -184,54 +222,8 @@ def repair_lines(rng: random.Random) -> Problem:
     )
 
 
-def in_octal(number: int) -> str:
-    text = ""
-    while number:
-        number, figure = divmod(number, 8)
-        text = str(figure) + text
-    return text
-
-
 def power_mod(a: int, b: int, c: int) -> int:
     result = 1
     for _ in range(b):
         result = result * a % c
     return result
-
-
-def tiny_family() -> Family:
-    """Fourteen kinds of one execution, five of two or three."""
-    named = "a,b,c"
-    generators: dict[str, Generator] = {
-        "sum": over_list("sum", "sum", "sum(x)", "max(x)", lambda x: sum(x)),
-        "squares": over_list(
-            "squares", "squares", "sum(i*i for i in x)", "sum(x)", lambda x: sum(n**2 for n in x)
-        ),
-        "spread": over_list(
-            "spread", "spread", "max(x)-min(x)", "max(x)", lambda x: sorted(x)[-1] - sorted(x)[0]
-        ),
-        "top_two": over_list(
-            "top_two", "top two", "sum(sorted(x)[-2:])", "max(x)", lambda x: sum(sorted(x)[-2:])
-        ),
-        "product": over_names("product", "product", "a,b", "a*b", "a+b", lambda a, b: a * b),
-        "ends": over_list("ends", "ends", "x[0]*x[-1]", "x[0]", lambda x: x[0] * x[len(x) - 1]),
-        "modulo": over_names(
-            "modulo", "a*b%c", named, "a*b%c", "a*b//c", lambda a, b, c: a * b - a * b // c * c
-        ),
-        "power": over_names("power", "power mod", named, "pow(a,b,c)", "a*b%c", power_mod),
-        "mul_add": over_names("mul_add", "a*b+c", named, "a*b+c", "a*b", lambda a, b, c: a * b + c),
-        "add_mul": over_names(
-            "add_mul", "(a+b)*c", named, "(a+b)*c", "a+b*c", lambda a, b, c: a * c + b * c
-        ),
-        "octal": over_names(
-            "octal", "octal", "a,b", "oct(a*b)[2:]", "oct(a*b)", lambda a, b: in_octal(a * b)
-        ),
-    }
-    single = (range_sum, evens, above)
-    several = (look_file, look_module, chain, repair_types, repair_lines)
-    generators |= {g.__name__: g for g in single + several}
-    return Family(
-        name="tiny",
-        generators=generators,
-        several_turns=frozenset(g.__name__ for g in several),
-    )

@@ -1,8 +1,15 @@
 """The folder of the tiny model, from nothing but a seed: tokenizer, configuration, random weights.
 
 656 thousand parameters in the architecture of Qwen3, written under Hugging Face's names so that
-any reader of such folders loads it. The same seed gives the same bytes. Left out: training, which
-is the business of the warm start and of reinforcement learning.
+any reader of such folders loads it. The same seed gives the same bytes.
+
+The tokenizer has 512 tokens and is trained on the traces that it will encode. Numbers are cut into
+pairs from the left; a pair is one token, and so is a pair with the comma before it: `[38,45,1234]`
+is `[` `38` `,45` `,12` `34` `]`. Copying a list of numbers below 100 is then one induction step per
+number. Brackets, quotes and capital letters stand alone, so that an argument is the same tokens in
+the question, in the program and in the output. Everything else is plain BPE over printable ASCII;
+other characters become `<unk>` (the tasks have none).
+Left out: training the model, which is the business of the warm start and of reinforcement learning.
 """
 
 from __future__ import annotations
@@ -20,6 +27,27 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from nanorl.tasks.teachers import slip
 from nanorl.tasks.tiny import tiny_family
 
+VOCAB_SIZE = 512
+CHAT_MARKERS = ("<pad>", "<unk>", "<usr>", "<bot>", "<out>", "<eos>")
+# Not `special`: a decoder that skips special tokens must still show what an action asks for.
+ACTION_MARKERS = ("<run>", "</run>", "<ans>")
+ALPHABET = ("\n", *map(chr, range(32, 127)))
+PAIRS = tuple(f"{n:02d}" for n in range(100))
+PIECES = Regex(
+    r",?\d{1,2}"  # a pair of digits, with the comma before it
+    r"|[ \n]?[a-z_]+(?:,[a-z])*\(?"  # a word or names `a,b`, with a blank before, ( after
+    r"|[A-Z]|[\[\]\"]"  # alone
+    r"|(?:(?!,\d|[ \n][a-z_])[^A-Za-z0-9_\[\]\"])+"  # other marks together
+)
+CHAT_TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m['role'] == 'assistant' %}<bot>{{ m['content'] }}<eos>"
+    "{% elif m['role'] == 'tool' %}<out>{{ m['content'] }}"
+    "{% else %}<usr>{{ m['content'] }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<bot>{% endif %}"
+)
+
 CORPUS_SIZE = 3000
 ERRORS = (
     "line 1: ValueError: invalid literal for int() with base 10: '?\\n'",
@@ -28,8 +56,21 @@ ERRORS = (
 )
 
 
+def build_tiny_model(folder: Path | str, seed: int = 0) -> Path:
+    """Write the folder; the seed sets the weights, the tokenizer is the same for all seeds."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(corpus())
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    write_json(folder / "tokenizer_config.json", tokenizer_config())
+    write_json(folder / "config.json", tiny_config())
+    write_json(folder / "generation_config.json", {"eos_token_id": 5, "pad_token_id": 0})
+    (folder / "model.safetensors").write_bytes(save(random_weights(seed), {"format": "pt"}))
+    return folder
+
+
 def tiny_config() -> dict[str, object]:
-    """config.json of the tiny model."""
+    """The content of the tiny model's config.json."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -54,36 +95,6 @@ def tiny_config() -> dict[str, object]:
         "pad_token_id": 0,
         "dtype": "float32",
     }
-
-
-def build_tiny_model(folder: Path | str, seed: int = 0) -> Path:
-    """Write the folder; the seed sets the weights, the tokenizer is the same for all seeds."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(corpus())
-    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    write_json(folder / "tokenizer_config.json", tokenizer_config())
-    write_json(folder / "config.json", tiny_config())
-    write_json(folder / "generation_config.json", {"eos_token_id": 5, "pad_token_id": 0})
-    (folder / "model.safetensors").write_bytes(save(random_weights(seed), {"format": "pt"}))
-    return folder
-
-
-def corpus(size: int = CORPUS_SIZE) -> list[str]:
-    """Questions, programs with and without slips, and error messages, as the tokenizer sees them.
-
-    Answers and outputs are numbers, which the tokenizer cuts without learning.
-    """
-    rng = random.Random("corpus of the tiny tokenizer")
-    generators = tiny_family().generators
-    kinds = sorted(generators)
-    texts = []
-    for i in range(size):
-        problem = generators[kinds[i % len(kinds)]](rng)
-        for program in rng.choice(problem.solutions) + problem.habit:
-            texts += [problem.prompt, program, slip(program, rng)]
-        texts += ERRORS if "repair" in problem.kind else ()
-    return texts
 
 
 def random_weights(seed: int) -> dict[str, torch.Tensor]:
@@ -131,34 +142,21 @@ def write_json(path: Path, data: dict[str, object]) -> None:
     path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
-# A tokenizer of 512 tokens, trained on the traces that it will encode.
-#
-# Numbers are cut into pairs from the left; a pair is one token, and so is a pair with the comma
-# before it: `[38,45,1234]` is `[` `38` `,45` `,12` `34` `]`. Copying a list of numbers below 100 is
-# then one induction step per number. Brackets, quotes and capital letters stand alone, so that an
-# argument is the same tokens in the question, in the program and in the output. Everything else is
-# plain BPE over printable ASCII; other characters become `<unk>` (the tasks have none).
+def corpus(size: int = CORPUS_SIZE) -> list[str]:
+    """Questions, programs with and without slips, and error messages, as the tokenizer sees them.
 
-VOCAB_SIZE = 512
-CHAT_MARKERS = ("<pad>", "<unk>", "<usr>", "<bot>", "<out>", "<eos>")
-# Not `special`: a decoder that skips special tokens must still show what an action asks for.
-ACTION_MARKERS = ("<run>", "</run>", "<ans>")
-ALPHABET = ("\n", *map(chr, range(32, 127)))
-PAIRS = tuple(f"{n:02d}" for n in range(100))
-PIECES = Regex(
-    r",?\d{1,2}"  # a pair of digits, with the comma before it
-    r"|[ \n]?[a-z_]+(?:,[a-z])*\(?"  # a word or names `a,b`, with a blank before, ( after
-    r"|[A-Z]|[\[\]\"]"  # alone
-    r"|(?:(?!,\d|[ \n][a-z_])[^A-Za-z0-9_\[\]\"])+"  # other marks together
-)
-CHAT_TEMPLATE = (
-    "{% for m in messages %}"
-    "{% if m['role'] == 'assistant' %}<bot>{{ m['content'] }}<eos>"
-    "{% elif m['role'] == 'tool' %}<out>{{ m['content'] }}"
-    "{% else %}<usr>{{ m['content'] }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<bot>{% endif %}"
-)
+    Answers and outputs are numbers, which the tokenizer cuts without learning.
+    """
+    rng = random.Random("corpus of the tiny tokenizer")
+    generators = tiny_family().generators
+    kinds = sorted(generators)
+    texts = []
+    for i in range(size):
+        problem = generators[kinds[i % len(kinds)]](rng)
+        for program in rng.choice(problem.solutions) + problem.habit:
+            texts += [problem.prompt, program, slip(program, rng)]
+        texts += ERRORS if "repair" in problem.kind else ()
+    return texts
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
@@ -200,7 +198,7 @@ def new_tokenizer(model: models.Model) -> Tokenizer:
 
 
 def tokenizer_config() -> dict[str, object]:
-    """What goes into tokenizer_config.json."""
+    """The content of tokenizer_config.json."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,

@@ -12,8 +12,7 @@ from kernel_bench.case import BenchCase, Op, backward_of, compiled, forward_of
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from kernels import linear_logprob, pack_weight
-from kernels import linear_logprob as linear_cross_entropy
+from kernels import linear_cross_entropy, linear_logprob, pack_weight
 from kernels.linear_logprob import linear_cross_entropy_ref
 
 MODELS = {"qwen3-0.6b": (1024, 151936), "qwen3-4b": (2560, 151936), "llama-3-8b": (4096, 128256)}

@@ -7,7 +7,9 @@ import torch
 
 from kernels import policy_loss
 from nanorl.algorithms.advantages import token_weights
-from nanorl.algorithms.spec import AlgorithmSpec, LossBatch, make_loss, summarise
+from nanorl.algorithms.losses import LossBatch, make_loss
+from nanorl.algorithms.spec import AlgorithmSpec
+from nanorl.batching import per_action_token
 
 LENGTHS = [13, 1, 0, 30, 6]
 
@@ -68,7 +70,7 @@ def test_it_is_the_loss_of_nanorl(variant, mine, spec, kl_kind, correction):
     (grad,) = torch.autograd.grad(loss, logp)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(grad, expected_grad, rtol=1e-10, atol=1e-14)
-    stats = summarise([stats])
+    stats = per_action_token({name: float(value) for name, value in stats.items()})
     for name, theirs_name in (
         ("clip_fraction", "clip_fraction"), ("ratio_mean", "ratio"), ("old_kl", "old_kl"),
         ("ref_kl", "ref_kl"),

@@ -20,12 +20,12 @@ from nanoengine.engine import Engine, EngineConfig
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.linear import Slice, slice_of
 from nanoengine.model.transformer import Transformer
+from nanoengine.optim import AdamW
 from nanoengine.packing import MicroBatch, Sample
 from nanoengine.parallel import data_parallel, expert_parallel, tensor_parallel, zero
 from nanoengine.parallel.expert_parallel import ExpertParallel
 from nanoengine.parallel.mesh import DATA_AXES, REPLICA_AXES, Layout, Mesh
 from nanoengine.parallel.tensor_parallel import TensorParallel
-from nanoengine.parallel.zero import ShardedAdamW
 from nanoengine.sft import num_loss_tokens
 
 VOCAB = 211  # a prime: no number of ranks divides it
@@ -203,8 +203,7 @@ def _train(case: Case, engine: Engine) -> Result:
         steps.append(
             engine.train_step(hand, loss_fn, num_loss_tokens, temperature=0.7, entropy=True)
         )
-        if isinstance(engine.optimizer, ShardedAdamW):
-            num_early = engine.optimizer.reducer.num_early
+        num_early = engine.optimizer.reducer.num_early
         if step == 0:
             traffic = {key: (t.calls, t.bytes) for key, t in mesh.traffic.items()}
     logps = dict(zip(mine, engine.last_logps, strict=True))
@@ -212,21 +211,11 @@ def _train(case: Case, engine: Engine) -> Result:
 
 
 def owned(engine: Engine) -> Iterator[Owned]:
-    if isinstance(engine.optimizer, ShardedAdamW):
-        masters = engine.optimizer.pieces("master")
-        for (piece, grad), (_, master) in zip(
-            engine.optimizer.pieces("grad"), masters, strict=True
-        ):
-            param = piece.slot.param
-            where = slice_of(param)
-            values = grad.clone(), master.clone()
-            yield Owned(piece.slot.name, param.shape, where, piece.lo, piece.hi, *values)
-        return
-    state = engine.optimizer.state()
-    for name, param in engine.model.named_parameters():
-        master = state[f"master.{name}"].flatten().clone()
-        gradient = param.main_grad.flatten().clone()
-        yield Owned(name, param.shape, None, 0, param.numel(), gradient, master)
+    masters = engine.optimizer.entries("master")
+    for (entry, grad), (_, master) in zip(engine.optimizer.entries("grad"), masters, strict=True):
+        param = entry.slot.param
+        values = grad.clone(), master.clone()
+        yield Owned(entry.slot.name, param.shape, slice_of(param), entry.lo, entry.hi, *values)
 
 
 def on_rank(rank: Rank, cases: list[Case]) -> list[Result]:
@@ -258,7 +247,7 @@ def _local_weight(mesh: Mesh, axis: Any, *values: float) -> list[float]:
     return [value * mesh.size(axis) for value in values]
 
 
-def _local_norm(optimizer: ShardedAdamW) -> float:
+def _local_norm(optimizer: AdamW) -> float:
     squares = [float(b.grad_shard.double().square().sum()) for b in optimizer.buckets]
     return float(sum(squares)) ** 0.5
 
@@ -270,9 +259,7 @@ def planted(bug: str) -> Iterator[None]:
             tensor_parallel._Enter, "backward", staticmethod(_unreduced)
         ),
         "mean of means": lambda: mock.patch.object(Mesh, "sum_float", _local_weight),
-        "clipping by the local norm": lambda: mock.patch.object(
-            ShardedAdamW, "grad_norm", _local_norm
-        ),
+        "clipping by the local norm": lambda: mock.patch.object(AdamW, "grad_norm", _local_norm),
         "norms not summed over tensor-parallel ranks": lambda: mock.patch.object(
             data_parallel.GradientReducer, "_sum_partials", lambda self, bucket: None
         ),

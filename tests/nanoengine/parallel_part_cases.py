@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nanoengine.engine import Engine, EngineConfig, NonFiniteLoss
 from nanoengine.model.attention import PackedContext
-from nanoengine.optim import AdamWConfig
+from nanoengine.optim import AdamW, AdamWConfig
 from nanoengine.packing import Sample, make_micro_batches
 from nanoengine.parallel import tensor_parallel
 from nanoengine.parallel.context_parallel import ContextSplit
@@ -24,7 +24,6 @@ from nanoengine.parallel.tensor_parallel import (
     vocab_parallel_cross_entropy,
     vocab_parallel_logprob,
 )
-from nanoengine.parallel.zero import ShardedAdamW
 from nanoengine.sft import num_loss_tokens
 
 
@@ -133,7 +132,6 @@ def memory_of_each_level(rank: Rank) -> list[dict[str, int]]:
     for zero in range(4):
         engine = make_engine(rank, Case(layout=Layout(dp=rank.world), zero=zero, dtype="fp32"))
         optimizer = engine.optimizer
-        assert isinstance(optimizer, ShardedAdamW)
         layers = [s for s in optimizer._states if s.bucket.layers]
         peak = {"gradients": 0, "weights": 0}
 
@@ -216,13 +214,13 @@ def experts_step(rank: Rank, zero: int) -> tuple[float, dict[str, list[float]]]:
     """The norm, and the elements of each parameter's gradient that this rank owns."""
     mesh = rank.mesh(Layout(dp=2, ep=2))
     model = Experts(mesh.rank("ep"))
-    optimizer = ShardedAdamW([model], AdamWConfig(), mesh, zero=zero)
+    optimizer = AdamW([model], AdamWConfig(), mesh, zero=zero)
     optimizer.zero_grad()
     optimizer.start_pass(is_last=True)
     ((rank.rank + 1) * (model.shared.sum() + 10 * model.expert.sum())).backward()
     optimizer.end_pass()
     optimizer.finish_gradients()
-    gradients = {piece.slot.name: part.tolist() for piece, part in optimizer.pieces("grad")}
+    gradients = {entry.slot.name: part.tolist() for entry, part in optimizer.entries("grad")}
     return optimizer.grad_norm(), gradients
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_formats import save_checkpoint, write_format_1
 from safetensors.torch import load_file
 
 from nanoengine.state.checkpoint import (
@@ -20,10 +22,7 @@ from nanoengine.state.checkpoint import (
     latest_checkpoint,
     list_checkpoints,
     open_checkpoint,
-    save_checkpoint,
 )
-from nanoengine.state.sharded_checkpoint import ShardedWriter
-from nanoengine.state.slices import make_piece
 from nanoengine.tensor_file import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +42,7 @@ def run_child(code: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -56,11 +55,32 @@ def test_tensors_and_meta_come_back_and_safetensors_reads_them(tmp_path: Path) -
     assert folder == tmp_path / "step_00000003"
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.meta == meta
-    theirs = load_file(folder / "tensors.safetensors")
+    theirs = load_file(folder / "rank_00000.safetensors")
     for name, tensor in tensors.items():
         assert torch.equal(checkpoint.read(name), tensor)
         assert torch.equal(theirs[name], tensor)
         assert theirs[name].dtype == tensor.dtype
+
+
+def test_a_checkpoint_of_the_first_format_is_read_like_any_other(tmp_path: Path) -> None:
+    tensors = some_tensors(4)
+    folder = write_format_1(tmp_path, 7, tensors, {"cursor": [1, 2]})
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.folder == folder and checkpoint.meta == {"cursor": [1, 2]}
+    assert checkpoint.names() == list(tensors)
+    assert all(torch.equal(checkpoint.read(name), t) for name, t in tensors.items())
+    later = save_checkpoint(tmp_path, 8, some_tensors(5), {}, keep=2)
+    assert list_checkpoints(tmp_path) == [folder, later]
+
+
+def test_a_format_of_the_future_is_refused_by_its_number(tmp_path: Path) -> None:
+    folder = write_format_1(tmp_path, 1, some_tensors(0), {})
+    outer = json.loads((folder / "meta.json").read_text())
+    body = outer["body"].replace('"format": 1', '"format": 3')
+    outer = {"crc32": zlib.crc32(body.encode()), "body": body}
+    (folder / "meta.json").write_text(json.dumps(outer))
+    with pytest.raises(CheckpointError, match="format 3: this version reads formats 1 and 2"):
+        open_checkpoint(folder)
 
 
 def test_the_newest_keep_survive_and_latest_names_the_last(tmp_path: Path) -> None:
@@ -83,22 +103,11 @@ def test_a_run_that_went_back_writes_the_same_step_again(tmp_path: Path) -> None
     assert open_checkpoint(tmp_path / "step_00000003").meta == {"try": 1}
 
 
-def sharded(root: Path, step: int, keep: int) -> Path:
-    writer = ShardedWriter(root, keep=keep)
-    writer.save(step, [(make_piece("w", torch.ones(3)), torch.ones(3))], {"step": step})
-    folder = writer.wait()
-    assert folder is not None
-    return folder
-
-
-def whole(root: Path, step: int, keep: int) -> Path:
+def save(root: Path, step: int, keep: int) -> Path:
     return save_checkpoint(root, step, some_tensors(0), {"step": step}, keep=keep)
 
 
-@pytest.mark.parametrize("save", [whole, sharded])
-def test_the_clock_has_no_say_in_what_is_kept(
-    tmp_path: Path, save: Callable[[Path, int, int], Path]
-) -> None:
+def test_the_clock_has_no_say_in_what_is_kept(tmp_path: Path) -> None:
     future = time.time() + 3600  # the clock was set back, or the files were copied
     for step in (500, 0, 5):  # a phase begins its count anew
         for file in save(tmp_path, step, 2).iterdir():
@@ -115,13 +124,13 @@ def test_the_clock_has_no_say_in_what_is_kept(
 def test_checkpoints_of_steps_that_are_taken_again_do_not_count_as_the_newest(
     tmp_path: Path,
 ) -> None:
-    folders = [whole(tmp_path, step, 3) for step in (5, 10, 15)]
+    folders = [save(tmp_path, step, 3) for step in (5, 10, 15)]
     forget_newer(folders[0])
     assert list_checkpoints(tmp_path) == [folders[0]]
-    assert [folders[0], whole(tmp_path, 10, 2)] == list_checkpoints(tmp_path)
+    assert [folders[0], save(tmp_path, 10, 2)] == list_checkpoints(tmp_path)
 
 
-@pytest.mark.parametrize("file", ["tensors.safetensors", "meta.json"])
+@pytest.mark.parametrize("file", ["rank_00000.safetensors", "meta.json"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
 def test_damage_is_named_and_the_previous_checkpoint_is_offered(
     tmp_path: Path, file: str, damage: str
@@ -150,14 +159,14 @@ def test_damage_is_named_and_the_previous_checkpoint_is_offered(
 def test_of_several_undamaged_checkpoints_the_newest_is_offered(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         folder = save_checkpoint(tmp_path, step, some_tensors(step), {}, keep=3)
-    (folder / "tensors.safetensors").write_bytes(b"")
+    (folder / "rank_00000.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"Resume from \S*step_00000002,"):
         open_checkpoint(tmp_path)
 
 
 def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, 1, some_tensors(1), {"step": 1})
-    for file in ("tensors.safetensors", "meta.json"):
+    for file in ("rank_00000.safetensors", "meta.json"):
         body = (folder / file).read_bytes()
         for position in random.Random(0).sample(range(len(body)), 60):
             damaged = bytearray(body)
@@ -176,7 +185,7 @@ def test_no_checkpoint_is_one_clear_error(tmp_path: Path) -> None:
 
 SAVE_FOREVER = """
 import sys, torch
-from nanoengine.state.checkpoint import save_checkpoint
+from checkpoint_formats import save_checkpoint
 torch.set_num_threads(1)
 for step in range(1, 10**9):
     value = torch.full((250_000,), float(step))
@@ -205,7 +214,8 @@ def test_latest_loads_after_kill_9_at_any_moment(tmp_path: Path) -> None:
 
 FULL_DISK = """
 import resource, sys, torch
-from nanoengine.state.checkpoint import CheckpointError, save_checkpoint
+from checkpoint_formats import save_checkpoint
+from nanoengine.tensor_file import CheckpointError
 save_checkpoint(sys.argv[1], 1, {"w": torch.ones(1000)}, {"step": 1})
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:

@@ -12,12 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from checkpoint_formats import write_format_1
+from tiny_models import optimizer_state
 
 from nanoengine.engine import Engine, EngineConfig
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
 from nanoengine.sft import num_loss_tokens, sft_loss
+from nanoengine.state.checkpoint import get_rng_state
 from nanoengine.tensor_file import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +69,7 @@ def train(engine: Engine, steps: int) -> None:
 
 
 def everything(engine: Engine) -> dict[str, torch.Tensor]:
-    state = {name: tensor.clone() for name, tensor in engine.optimizer.state().items()}
+    state = {name: tensor.clone() for name, tensor in optimizer_state(engine).items()}
     state |= {f"weight.{name}": tensor.clone() for name, tensor in engine.export_state()}
     state["counts"] = torch.tensor([engine.version, engine.optimizer.step_count])
     state["random"] = torch.tensor([random.random(), np.random.rand(), float(torch.rand(()))])
@@ -157,19 +160,39 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
     assert all(torch.equal(after[n], t) for n, t in before.items() if n.startswith(("m", "e", "w")))
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_run_goes_on_from_a_checkpoint_of_the_first_format(tmp_path: Path, dtype: str) -> None:
+    """What versions before format 2 wrote: one file of whole tensors. The bits of the run that was
+    never interrupted."""
+    seed_all(5)
+    engine = make_engine(dtype)
+    train(engine, 2)
+    rng_tensors, rng = get_rng_state(engine.model.device)
+    meta = {"version": 2, "step_count": 2, "dtype": dtype, "rng": rng, "cursor": {"at": 7}}
+    write_format_1(tmp_path, 2, optimizer_state(engine) | rng_tensors, meta)
+    train(engine, 2)
+    expected = everything(engine)
+    seed_all(99)
+    resumed = make_engine(dtype, seed=1)
+    assert resumed.load(tmp_path) == {"at": 7}
+    train(resumed, 2)
+    found = everything(resumed)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
 def test_a_damaged_checkpoint_changes_nothing_and_the_previous_one_loads(tmp_path: Path) -> None:
     engine = make_engine("fp32")
     train(engine, 1)
     good = engine.save(tmp_path, {"n": 1})
     train(engine, 1)
-    bad = engine.save(tmp_path, {"n": 2}) / "tensors.safetensors"
+    bad = engine.save(tmp_path, {"n": 2}) / "rank_00000.safetensors"
     body = bytearray(bad.read_bytes())
     body[len(body) // 3] ^= 4
     bad.write_bytes(body)
-    before = {name: tensor.clone() for name, tensor in engine.optimizer.state().items()}
+    before = {name: tensor.clone() for name, tensor in optimizer_state(engine).items()}
     with pytest.raises(CheckpointError, match=rf"checksum.*Resume from {good}"):
         engine.load(tmp_path)
-    assert all(torch.equal(before[n], t) for n, t in engine.optimizer.state().items())
+    assert all(torch.equal(before[n], t) for n, t in optimizer_state(engine).items())
     assert engine.load(good) == {"n": 1}
 
 
@@ -184,10 +207,11 @@ def test_offload_frees_the_memory_and_reload_gives_the_same_bits(
         for _ in range(3):
             train(engine, 1)
             if parks:
-                engine.offload(tmp_path)
                 optimizer = engine.optimizer
-                parked = [optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.grad]
-                parked += [optimizer.master] if dtype == "bf16" else []
+                optimizer_masters = next(optimizer.entries("master"))[1]
+                engine.offload(tmp_path)
+                parked = [optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.buckets[0].grad]
+                parked += [optimizer_masters] if dtype == "bf16" else []
                 assert all(buffer.untyped_storage().nbytes() == 0 for buffer in parked)
                 engine.forward_logprobs([Sample(tokens=[1, 2], loss_mask=[0, 1])])  # still works
                 with pytest.raises(ValueError, match="reload"):
@@ -207,8 +231,8 @@ from torch import nn
 from nanoengine.optim import AdamW, AdamWConfig
 def rss(): return int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6
 weight = nn.Parameter(torch.ones(5000, 2000, dtype=torch.bfloat16))
-optimizer = AdamW([("w", weight)], AdamWConfig())
-optimizer.grad.fill_(1); optimizer.step(1.0)
+optimizer = AdamW([nn.ParameterDict({"w": weight})], AdamWConfig())
+optimizer.buckets[0].grad.fill_(1); optimizer.step(1.0)
 full = rss(); optimizer.offload(); parked = rss(); optimizer.reload(); back = rss()
 print(full - parked, back - parked)
 """
@@ -232,5 +256,5 @@ def test_load_weights_also_replaces_the_masters() -> None:
     target.load_weights(source.export_state())
     for name, parameter in source.model.named_parameters():
         expected = parameter.detach().bfloat16()
-        assert torch.equal(target.optimizer.state()[f"master.{name}"], expected.float())
+        assert torch.equal(optimizer_state(target)[f"master.{name}"], expected.float())
         assert torch.equal(dict(target.model.named_parameters())[name], expected)

@@ -123,10 +123,10 @@ def test_weights_gradients_and_optimizer_are_the_engines_buffers(dtype: str) -> 
     memory = rank_memory(config, Plan(dtype=dtype), 0, 16, 1)
     states = [optimizer.exp_avg, optimizer.exp_avg_sq]
     if dtype == "bf16":
-        states.append(optimizer.master)  # type: ignore[union-attr]
+        states += [master for _, master in optimizer.entries("master")]
     found = {
         "params": sum(p.numel() * p.element_size() for p in engine.model.parameters()),
-        "grads": optimizer.grad.nbytes,  # type: ignore[union-attr]
+        "grads": sum(bucket.grad.nbytes for bucket in optimizer.buckets),
         "optimizer": sum(state.nbytes for state in states),
     }
     for name, num_bytes in found.items():  # the flat buffers round each parameter up

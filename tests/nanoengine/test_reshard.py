@@ -11,8 +11,8 @@ from pool import WorkerPool
 from torch import Tensor
 
 from nanoengine.model.linear import Slice
+from nanoengine.state.checkpoint_writer import choose_writers
 from nanoengine.state.reshard import Resharder
-from nanoengine.state.sharded_checkpoint import choose_writers
 from nanoengine.state.slices import Box, Held, Piece, cut_parameter, make_piece, make_plan
 
 

@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from nanoengine import sft_run
 from nanoengine.model.hf import hf_views, load_model
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.sft import Order, chat_sample, read_chats
@@ -123,7 +124,7 @@ def half_way(out: Path, target: Path) -> None:
 def test_a_run_trains_resumes_bit_equal_and_also_split_over_processes(
     folder: Path, chats: Path, tmp_path: Path
 ) -> None:
-    train_sft, sft_run = script("train_sft"), script("sft_run")
+    train_sft = script("train_sft")
     one = tmp_path / "one"
     config = train_sft.parse(arguments(folder, chats, one, "--peak-flops", "1e10"))
     sft_run.SftRun(config).train()
@@ -163,7 +164,7 @@ def test_a_run_trains_resumes_bit_equal_and_also_split_over_processes(
 def test_two_ctrl_c_in_a_step_lose_nothing_and_a_second_process_is_refused(
     folder: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train_sft, sft_run = script("train_sft"), script("sft_run")
+    train_sft = script("train_sft")
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     sft_run.SftRun(train_sft.parse(arguments(folder, chats, whole, "--save-every", "9"))).train()
 
@@ -196,7 +197,7 @@ def test_two_ctrl_c_in_a_step_lose_nothing_and_a_second_process_is_refused(
 
 
 def test_bad_options_leave_nothing_on_the_disk(folder: Path, chats: Path, tmp_path: Path) -> None:
-    train_sft, sft_run = script("train_sft"), script("sft_run")
+    train_sft = script("train_sft")
     for bad in (("--model", "/nowhere"), ("--data", "/nowhere"), ("--max-tokens", "2")):
         config = train_sft.parse(arguments(folder, chats, tmp_path / "runs" / "one", *bad))
         with pytest.raises(ValueError, match=r"no such|no chat of at most 2 tokens"):

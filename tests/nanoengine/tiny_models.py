@@ -15,6 +15,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from nanoengine.engine import Engine, optimizer_pieces
+
 _BASE = {
     "vocab_size": 211,
     "hidden_size": 48,
@@ -94,3 +96,8 @@ def save_reference(shape: str, folder: Path, seed: int = 0) -> PreTrainedModel:
     model = make_reference(shape, seed)
     model.save_pretrained(folder)
     return model
+
+
+def optimizer_state(engine: Engine) -> dict[str, torch.Tensor]:
+    """Views of a lone engine's masters and moments by name: `master.norm`, `exp_avg.norm`, ..."""
+    return {piece.name: tensor for piece, tensor in optimizer_pieces(engine)}

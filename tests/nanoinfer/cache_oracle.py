@@ -16,7 +16,7 @@ from nanoengine.model.transformer import Transformer
 from nanoinfer.batch import StepInput
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
-from nanoinfer.model_runner import StepResult
+from nanoinfer.model_runner import RunnerOutput
 
 VOCAB = 7
 _MASK = (1 << 61) - 1
@@ -58,7 +58,7 @@ class CacheRunner:
     def refresh(self) -> None:
         """Called by the engine when weights change; `version` was set before."""
 
-    def run(self, step: StepInput) -> StepResult:
+    def run(self, step: StepInput) -> RunnerOutput:
         if step.copies is not None:
             sources, targets = step.copies.numpy().T
             self.cells[targets] = self.cells[sources]
@@ -80,7 +80,7 @@ class CacheRunner:
         sampled = range(len(totals)) if step.sampled is None else step.sampled.tolist()
         assert len(step.sampling.positions) == len(sampled)
         zeros = [0.0] * len(sampled)
-        return StepResult([next_token(totals[t]) for t in sampled], zeros, zeros)
+        return RunnerOutput([next_token(totals[t]) for t in sampled], zeros, zeros)
 
     def _total(self, table: list[int], length: int) -> int:
         return sum(self.cells[table].reshape(-1)[:length].tolist()) & _MASK

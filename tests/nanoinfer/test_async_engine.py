@@ -8,7 +8,7 @@ from cache_oracle import CacheRunner, make_engine, replay
 
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.batch import StepInput
-from nanoinfer.model_runner import StepResult
+from nanoinfer.model_runner import RunnerOutput
 from nanoinfer.params import SamplingParams
 
 Scenario = Callable[[AsyncEngine, CacheRunner], Awaitable[None]]
@@ -81,7 +81,7 @@ def test_pause_holds_requests_and_new_weights_reach_them(use_thread: bool) -> No
 @both
 def test_a_failing_step_reaches_every_caller(use_thread: bool) -> None:
     class BrokenRunner(CacheRunner):
-        def run(self, step: StepInput) -> StepResult:
+        def run(self, step: StepInput) -> RunnerOutput:
             raise MemoryError("no memory for the step")
 
     async def scenario(client: AsyncEngine, _: CacheRunner) -> None:

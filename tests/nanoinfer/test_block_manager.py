@@ -24,7 +24,7 @@ def computed(manager: BlockManager, handle: int, ids: list[int]) -> Sequence:
     match = manager.match(seq)
     manager.take_match(seq, match)
     assert manager.extend(seq, len(ids))
-    seq.num_computed = len(ids)
+    seq.num_computed_tokens = len(ids)
     manager.commit(seq)
     return seq
 
@@ -37,11 +37,11 @@ def test_a_common_prefix_shares_full_blocks_and_copies_the_rest() -> None:
     manager = BlockManager(16, 4)
     first = computed(manager, 0, list(range(10)))
     match = manager.match(fresh([*range(10), 50]))
-    assert match.block_ids == first.block_ids[:2]
-    assert (match.copy_from, match.num_copied) == (first.block_ids[2], 2)
+    assert match.block_table == first.block_table[:2]
+    assert (match.copy_from, match.num_copied) == (first.block_table[2], 2)
     second = computed(manager, 1, [*range(10), 50])
-    assert second.block_ids[:2] == first.block_ids[:2]
-    assert second.block_ids[2] not in first.block_ids
+    assert second.block_table[:2] == first.block_table[:2]
+    assert second.block_table[2] not in first.block_table
     manager.check([first, second])
 
 
@@ -101,7 +101,7 @@ def test_referenced_blocks_are_never_taken() -> None:
     other = Sequence(2, list(range(50, 60)), SamplingParams())
     assert not manager.extend(other, 8)
     assert manager.extend(other, 4)
-    assert not set(other.block_ids) & set(second.block_ids)
+    assert not set(other.block_table) & set(second.block_table)
     manager.check([second, other])
 
 

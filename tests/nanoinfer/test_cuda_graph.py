@@ -31,7 +31,7 @@ from nanoinfer.cuda_graph import (
 )
 from nanoinfer.engine import LLMEngine
 from nanoinfer.kv_cache import KVCache
-from nanoinfer.model_runner import ModelRunner, StepResult
+from nanoinfer.model_runner import ModelRunner, RunnerOutput
 from nanoinfer.params import Output, SamplingParams
 
 SHAPE = "qwen3-bias"
@@ -144,7 +144,7 @@ def test_rows_of_padding_write_to_the_padding_block_alone(folder: Path) -> None:
     run = runner.run
     seen = set()
 
-    def checked(step: StepInput) -> StepResult:
+    def checked(step: StepInput) -> RunnerOutput:
         before = cache.data.clone()
         result = run(step)
         changed = (cache.data != before).flatten(4).any(-1).any(0).any(0)

@@ -6,7 +6,7 @@ import torch
 from test_sampler import batch, chi_square
 
 from nanoinfer.device_sampler import device_sampling, sample_on_device, top_on_device
-from nanoinfer.logit_edits import LogitEdits
+from nanoinfer.logit_edits import EditPlan, LogitEdits
 from nanoinfer.params import SamplingParams
 from nanoinfer.sampler import sample, top_logps
 
@@ -52,7 +52,7 @@ def test_edits_leave_the_same_distribution_as_on_a_cpu(temperature: float) -> No
         mine = slice(row * count, (row + 1) * count)
         edited = z_V.clone()
         if row % 2:
-            edits[row // 2].apply(edited)
+            EditPlan.of([edits[row // 2]], VOCAB).apply_(edited.unsqueeze(0))
         chosen = tokens[mine]
         raw = torch.log_softmax(z_V.double() / (temperature or 1), -1)
         torch.testing.assert_close(logps[mine].double(), raw[chosen], rtol=0, atol=1e-5)

@@ -8,7 +8,7 @@ import pytest
 from cache_oracle import CacheRunner, make_engine, replay, run_all
 
 from nanoinfer.batch import StepInput
-from nanoinfer.model_runner import StepResult
+from nanoinfer.model_runner import RunnerOutput
 from nanoinfer.params import SamplingParams
 
 
@@ -17,7 +17,7 @@ class Flaky(CacheRunner):
 
     num_runs = 0
 
-    def run(self, step: StepInput) -> StepResult:
+    def run(self, step: StepInput) -> RunnerOutput:
         self.num_runs += 1
         if self.num_runs % 2:
             raise MemoryError("no memory for the step")
@@ -51,7 +51,7 @@ class Interrupted(CacheRunner):
         super().__init__(num_blocks, block_size)
         self.at = at
 
-    def run(self, step: StepInput) -> StepResult:
+    def run(self, step: StepInput) -> RunnerOutput:
         self.num_runs += 1
         if self.num_runs == self.at:
             # a background job's Python ignores the signal

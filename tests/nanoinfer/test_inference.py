@@ -6,7 +6,7 @@ from cache_oracle import CacheRunner, make_engine, replay
 from nanoengine.model.config import ModelConfig
 from nanoinfer.batch import StepInput
 from nanoinfer.kv_cache import KVCache
-from nanoinfer.model_runner import StepResult
+from nanoinfer.model_runner import RunnerOutput
 from nanoinfer.params import SamplingParams
 
 
@@ -17,7 +17,7 @@ class Recorder(CacheRunner):
         super().__init__(num_blocks, block_size)
         self.steps: list[StepInput] = []
 
-    def run(self, step: StepInput) -> StepResult:
+    def run(self, step: StepInput) -> RunnerOutput:
         self.steps.append(step)
         return super().run(step)
 
@@ -40,7 +40,7 @@ def test_the_life_of_one_request() -> None:
     assert second.copies is not None and second.copies.tolist() == [[2, 3], [2, 4]]
     assert second.ids_T.tolist()[1:] == [prompt[9]] * 2
     assert second.seq_lens == [11, 10, 10]
-    assert engine._blocks._refs[:5] == [3, 3, 1, 1, 1]
+    assert [block.ref_count for block in engine._blocks._blocks[:5]] == [3, 3, 1, 1, 1]
 
     while engine.num_unfinished:
         outputs.update(engine.step())

@@ -1,6 +1,7 @@
 """Penalties, bias, masks, n, prompt and top log-probs: by hand, and against the trainer's bits."""
 
 import math
+import random
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.transformer import Transformer
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
-from nanoinfer.logit_edits import LogitEdits
+from nanoinfer.logit_edits import EditPlan, LogitEdits
 from nanoinfer.params import SamplingParams
 from nanoinfer.sampler import sample, top_logps
 
@@ -21,9 +22,56 @@ PROMPT = [(5 * i) % 250 for i in range(40)]
 
 
 def edited(ids: list[int], num_prompt: int, z: list[float], **options: object) -> list[float]:
-    row = torch.tensor(z)
-    LogitEdits(ids, num_prompt, SamplingParams(**options), None).apply(row)  # type: ignore[arg-type]
-    return row.tolist()
+    rows = torch.tensor([z])
+    edits = LogitEdits(ids, num_prompt, SamplingParams(**options), None)  # type: ignore[arg-type]
+    EditPlan.of([edits], len(z)).apply_(rows)
+    return rows[0].tolist()
+
+
+def edited_token_by_token(
+    ids: list[int], num_prompt: int, z_V: torch.Tensor, params: SamplingParams
+) -> torch.Tensor:
+    """What the penalties' papers and the OpenAI API say, one token after the other, in fp32."""
+    found = z_V.clone()
+    options = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+    repetition, frequency, presence = torch.tensor(options)
+    for token in set(ids):
+        z, count = found[token], torch.tensor(float(ids[num_prompt:].count(token)))
+        z = z / repetition if z > 0 else z * repetition
+        found[token] = z - (frequency * count + presence) if count else z
+    for token, bias in params.logit_bias.items():
+        found[token] += torch.tensor(bias)
+    if params.allowed_token_ids is not None:
+        banned = set(range(len(z_V))) - set(params.allowed_token_ids)
+        found[list(banned)] = -math.inf
+    return found
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_edited_together_have_the_bits_of_each_alone(seed: int) -> None:
+    """Random wishes beside each other, against fp32 arithmetic on single tokens."""
+    draw, vocab = random.Random(seed), 203
+    asked, edits = [], []
+    for _ in range(6):
+        ids = [draw.randrange(draw.choice([12, vocab])) for _ in range(draw.randint(1, 60))]
+        options: dict = {}
+        if draw.random() < 0.5:
+            options["repetition_penalty"] = draw.uniform(0.2, 3)
+        if draw.random() < 0.5:
+            options["presence_penalty"] = draw.uniform(-2, 2)
+        if draw.random() < 0.5:
+            options["frequency_penalty"] = draw.uniform(-2, 2)
+        if draw.random() < 0.5:
+            options["logit_bias"] = {draw.randrange(vocab): draw.uniform(-9, 9) for _ in range(9)}
+        if draw.random() < 0.3:
+            options["allowed_token_ids"] = tuple(draw.randrange(vocab) for _ in range(50))
+        asked.append((ids, draw.randint(1, len(ids)), SamplingParams(**options)))
+        edits.append(LogitEdits(*asked[-1], None))
+    z = torch.randn(6, vocab, generator=torch.Generator().manual_seed(seed)) * 5
+    together = z.clone()
+    EditPlan.of(edits, vocab).apply_(together)
+    for row, (ids, num_prompt, params) in enumerate(asked):
+        assert torch.equal(together[row], edited_token_by_token(ids, num_prompt, z[row], params))
 
 
 def test_penalties_by_hand() -> None:

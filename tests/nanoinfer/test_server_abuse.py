@@ -14,7 +14,7 @@ from serving import KEY, Served, serve
 from tiny_text import make_text_engine
 
 from nanoinfer.batch import StepInput
-from nanoinfer.model_runner import ModelRunner, StepResult
+from nanoinfer.model_runner import ModelRunner, RunnerOutput
 from nanoinfer.params import SamplingParams
 from nanoinfer.server.__main__ import ServerConfig, make_app
 from nanoinfer.server.completions import HttpLimits
@@ -367,7 +367,7 @@ def test_a_failing_engine_is_a_500_and_the_next_request_works() -> None:
     engine = make_text_engine()
 
     class Broken(ModelRunner):
-        def run(self, step: StepInput) -> StepResult:
+        def run(self, step: StepInput) -> RunnerOutput:
             raise ValueError("a bug of ours")
 
     with serve(engine) as served:

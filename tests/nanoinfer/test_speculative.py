@@ -6,7 +6,7 @@ from drafts import PlantedDrafter, plant
 
 from nanoinfer import speculative
 from nanoinfer.batch import StepInput
-from nanoinfer.model_runner import StepResult
+from nanoinfer.model_runner import RunnerOutput
 from nanoinfer.params import SamplingParams
 from nanoinfer.scheduler import Step
 from nanoinfer.sequence import Sequence
@@ -190,7 +190,7 @@ def test_nothing_is_computed_beyond_the_last_token_that_may_be_sampled(
     engine, runner = planted(0.5, num_blocks=64, block_size=4, max_num_seqs=4)
     run, positions = runner.run, []
 
-    def watched(step: StepInput) -> StepResult:
+    def watched(step: StepInput) -> RunnerOutput:
         positions.extend(step.positions_T.tolist())
         return run(step)
 
@@ -223,7 +223,7 @@ def test_blocks_of_accepted_runs_are_shared_while_the_request_still_runs() -> No
         seq = engine.peek(handle)
         assert seq is not None
         match = engine._blocks.match(sequence(99, seq.ids))
-        assert len(match.block_ids) == seq.num_computed // 4
+        assert len(match.block_table) == seq.num_computed_tokens // 4
 
 
 def test_a_failed_step_takes_its_drafts_along(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,13 @@
 """Doubles of an engine and a sandbox, and a tiny handmade tokenizer."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import Output, SamplingParams
+from nanorl.sandbox.base import ExecResult, ExecStatus
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
@@ -51,21 +53,28 @@ class ScriptedGenerator:
         return output_of(said_ids)
 
 
-@dataclass
-class FakeResult:
-    status: str = "ok"
-    stdout: bytes = b""
-    stderr: bytes = b""
-    exit_code: int | None = 0
-    truncated: bool = False
+def exec_result(
+    status: str = "ok", stdout: bytes = b"", stderr: bytes = b"", exit_code: int = 0
+) -> ExecResult:
+    return ExecResult(
+        status=ExecStatus(status),
+        exit_code=exit_code,
+        stdout=stdout,
+        stderr=stderr,
+        truncated=status == "output_limit",
+        cpu_s=0.0,
+        wall_s=0.0,
+        maxrss_bytes=0,
+        backend="none",
+    )
 
 
 @dataclass
 class FakeSandbox:
-    results: list[FakeResult | Exception]
+    results: list[ExecResult | Exception]
     programs: list[tuple[str, dict[str, str], float]] = field(default_factory=list)
 
-    async def run(self, code: str, *, files, timeout_s: float) -> FakeResult:
+    async def run(self, code: str, *, files: Mapping[str, str], timeout_s: float) -> ExecResult:
         self.programs.append((code, dict(files), timeout_s))
         result = self.results[len(self.programs) - 1]
         if isinstance(result, Exception):

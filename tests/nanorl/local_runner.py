@@ -5,18 +5,15 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import random
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from nanorl.envs.actions import ActionFormat
-
-
-@dataclass
-class LocalStep:
-    observation: str | None = None
-    answer: str | None = None
+from nanorl.envs.actions import ActionFormat, FinalAnswer
+from nanorl.tasks.teachers import SloppyTeacher
+from nanorl.types import Task
 
 
 def run_program(code: str, files: Mapping[str, str], folder: Path) -> str:
@@ -47,16 +44,33 @@ def run_program(code: str, files: Mapping[str, str], folder: Path) -> str:
     return out.getvalue().strip()
 
 
-class LocalEnv:
-    """The environment's side of a trace: runs programs, ends at an answer."""
+@dataclass(kw_only=True)
+class PlayedTrace:
+    """`observations[i]` answers `actions[i]`; the last action, the answer, has none."""
 
-    def __init__(self, form: ActionFormat, files: Mapping[str, str], folder: Path) -> None:
-        self.form, self.files, self.folder = form, files, folder
+    task: Task
+    manner: str
+    actions: list[str] = field(default_factory=list)
+    observations: list[str] = field(default_factory=list)
+    answer: str | None = None
 
-    async def step(self, action: str) -> LocalStep:
-        code = action.removeprefix(self.form.program_open)
-        if code != action and code.endswith(self.form.program_close):
-            code = code.removesuffix(self.form.program_close)
-            return LocalStep(observation=run_program(code, self.files, self.folder))
-        assert action.startswith(self.form.answer_open), action
-        return LocalStep(answer=action.removeprefix(self.form.answer_open))
+    @property
+    def is_correct(self) -> bool:
+        return self.answer is not None and self.answer.strip() == self.task.answer
+
+
+def play_trace(
+    task: Task, form: ActionFormat, teacher: SloppyTeacher, folder: Path, rng: random.Random
+) -> PlayedTrace:
+    """Play at most eight turns of a teacher; what `form` writes is read back by it."""
+    script = teacher.trace(task, rng)
+    trace = PlayedTrace(task=task, manner=script.manner)
+    while len(trace.actions) < 8:
+        trace.actions.append(script.next_action(trace.observations))
+        action = form.read(trace.actions[-1])
+        assert action is not None and form.write(action) == trace.actions[-1]
+        if isinstance(action, FinalAnswer):
+            trace.answer = action.value
+            break
+        trace.observations.append(run_program(action.code, task.files, folder))
+    return trace

@@ -1,13 +1,15 @@
 """Advantages against numbers worked by hand."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from nanorl.algorithms import advantages as adv
 from nanorl.algorithms.advantages import AdvantageBatch, compute_advantages
-from nanorl.algorithms.spec import AlgorithmSpec, named_spec
+from nanorl.algorithms.spec import Advantage, AlgorithmSpec, named_spec
 
 # Group a: rewards 1, 0, 0, 1 interleaved with group b: 2, 4 and group c: one member.
 REWARDS = torch.tensor([1.0, 2.0, 0.0, 4.0, 0.0, 7.0, 1.0], dtype=torch.float64)
@@ -162,7 +164,10 @@ def test_the_penalty_inside_the_rewards_reaches_gae_too() -> None:
 def test_reinforce_pp_baseline_whitens_group_centred_rewards_over_tokens() -> None:
     mask = torch.tensor([1.0, 1, 1, 0])
     ids = torch.tensor([0, 0, 1, 1])
-    got = adv.reinforce_pp_baseline(torch.tensor([1.0, 0.0]), ["g", "g"], mask, ids)
+    batch = AdvantageBatch(
+        reward_R=torch.tensor([1.0, 0.0]), group_ids=["g", "g"], mask_T=mask, sequence_ids_T=ids
+    )
+    got, _ = compute_advantages(AlgorithmSpec(advantage="reinforce_pp_baseline"), batch)
     # .5, .5, −.5: mean 1/6, population std sqrt(2)/3.
     close(got, [0.7071068, 0.7071068, -1.4142136, 0])
 
@@ -185,11 +190,77 @@ def test_last_action_token_ignores_a_trailing_observation_and_an_empty_rollout()
     close(adv.last_action_tokens(torch.zeros(3), torch.zeros(3, dtype=torch.long)), [0, 0, 0])
 
 
+def turn_batch(rewards: Sequence[Sequence[float]]) -> AdvantageBatch:
+    """Two rollouts of one group, of three turns and of two, one token each and the first of two.
+
+    rollout  0  0  0  0  0  1  1  1
+    turn     0  0  -  1  2  0  -  1
+    """
+    index = torch.tensor([0, 0, -1, 1, 2, 0, -1, 1])
+    return AdvantageBatch(
+        reward_R=torch.tensor([sum(rewards[0]), sum(rewards[1])]),
+        group_ids=["g", "g"],
+        mask_T=(index >= 0).float(),
+        sequence_ids_T=torch.tensor([0, 0, 0, 0, 0, 1, 1, 1]),
+        turns=adv.Turns(rewards=rewards, index_T=index),
+        value_T=torch.zeros(8),
+    )
+
+
+def by_turn(advantage: Advantage, **options: Any) -> AlgorithmSpec:
+    return AlgorithmSpec(advantage=advantage, reward_level="turn", **options)
+
+
 def test_turn_rewards_use_a_turn_baseline_only_where_every_member_has_the_turn() -> None:
-    rewards = [[1.0, 0.0, 1.0], [0.0, 1.0]]
+    batch = turn_batch([[1.0, 0.0, 1.0], [0.0, 1.0]])
     # Returns to go: [2, 1, 1] and [1, 1]. Turns 0 and 1 are shared; turn 2 gets 2 − mean(2, 1).
-    assert adv.turn_advantages(rewards, ["g", "g"]) == [[0.5, 0.0, 0.5], [-0.5, 0.0]]
-    assert adv.turn_advantages([[1.0], []], ["g", "g"]) == [[0.5], []]
+    got, _ = compute_advantages(by_turn("dr_grpo"), batch)
+    close(got, [0.5, 0.5, 0, 0.0, 0.5, -0.5, 0, 0.0])
+    # Discounted by a half for each turn: [1.25, .5, 1] and [.5, 1].
+    got, _ = compute_advantages(by_turn("dr_grpo", gamma=0.5), batch)
+    close(got, [0.375, 0.375, 0, -0.25, 0.375, -0.375, 0, 0.25])
+    # GRPO divides each turn's by the deviation of that turn's returns: sqrt(1/2), 0 and sqrt(1/2).
+    got, _ = compute_advantages(by_turn("grpo"), batch)
+    root = 0.5**0.5
+    close(got, [root, root, 0, 0.0, root, -root, 0, 0.0], 1e-5)
+    # RLOO: twice the difference from the mean, in a group of two.
+    got, _ = compute_advantages(by_turn("rloo"), batch)
+    close(got, [1, 1, 0, 0, 1, -1, 0, 0])
+
+
+def test_turn_rewards_stand_on_the_last_token_of_their_turn() -> None:
+    batch = turn_batch([[1.0, 0.5, 2.0], [0.0, 1.0]])
+    assert batch.turns is not None
+    placed = adv.turn_token_rewards(batch.turns, batch.sequence_ids_T)
+    close(placed, [0, 1.0, 0, 0.5, 2.0, 0, 0, 1.0])
+    # Returns of tokens with γ = ½, by which GAE of a critic of zeros and λ = 1 is meant.
+    spec = by_turn("gae", gamma=0.5, lam=1.0, whiten_gae=False)
+    got, returns = compute_advantages(spec, batch)
+    third = 0.5 + 0.5 * 2.0
+    second = 1.0 + 0.5 * third
+    close(got, [0.5 * second, second, 0, third, 2.0, 0.5, 0, 1.0])
+    assert returns is not None
+    close(returns, got.tolist())
+    # REINFORCE++ whitens the same returns.
+    white, _ = compute_advantages(by_turn("reinforce_pp", gamma=0.5), batch)
+    close(white, adv.whiten(got, batch.mask_T).tolist())
+
+
+def test_the_reward_of_a_turn_without_tokens_goes_to_the_turn_before() -> None:
+    turns = adv.Turns(rewards=[[5.0, 1.0, 2.0]], index_T=torch.tensor([-1, 1, 1, -1]))
+    close(adv.turn_token_rewards(turns, torch.zeros(4, dtype=torch.long)), [0, 0, 3.0, 0])
+
+
+@pytest.mark.parametrize("advantage", sorted(set(adv.ADVANTAGES) - {"none"}))
+def test_a_reward_on_the_last_turn_alone_is_the_outcome_bit_for_bit(advantage: Advantage) -> None:
+    batch = turn_batch([[0.0, 0.0, 0.7], [0.0, 0.3]])
+    got, _ = compute_advantages(by_turn(advantage), batch)
+    expected, _ = compute_advantages(AlgorithmSpec(advantage=advantage), batch)
+    assert torch.equal(got, expected) and float(got.abs().sum()) > 0
+
+
+def test_every_name_of_an_advantage_has_a_function() -> None:
+    assert set(adv.ADVANTAGES) == set(get_args(Advantage))
 
 
 def test_dynamic_sampling_keeps_groups_with_mixed_results() -> None:

@@ -1,46 +1,68 @@
 """What an action means, what an observation says, and which answers count."""
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
-from agent_doubles import FakeResult, FakeSandbox
+from agent_doubles import FakeSandbox, exec_result
 
-from nanorl.envs.actions import ToolCallError, ToolFormat, hermes_format, parse_action, parse_answer
-from nanorl.envs.base import InfrastructureError, StepResult, format_observation
-from nanorl.envs.code import CodeEnv, describe, last_error_lines, shorten_text
+from nanorl.envs.actions import (
+    COMPACT,
+    MARKDOWN,
+    ActionFormat,
+    FinalAnswer,
+    ToolCall,
+    ToolCallError,
+)
+from nanorl.envs.base import InfrastructureError, TimeStep
+from nanorl.envs.code import NO_CALLS_LEFT, NOTICES, CodeEnv, describe, last_error_line
 from nanorl.rewards.rule import RuleReward, parse_number
+from nanorl.sandbox.base import ExecResult, ExecStatus, SandboxFailure
+from nanorl.tasks.teachers import is_failure
 from nanorl.types import Task
 
-FENCED = ToolFormat()
 TASK = Task(task_id="t", kind="k", prompt="p", answer="SECRET", files={"data.txt": "1 2"})
 CODE = "```python\nprint(1)\n```"
 
 
-def code_of(text: str, form: ToolFormat = FENCED) -> str:
-    call = parse_action(text, form).call
-    assert call is not None
-    return call.arguments["code"]
-
-
 def test_a_fenced_block_is_a_call_and_an_answer_beside_it_is_ignored() -> None:
-    assert code_of("Let me see.\n" + CODE) == "print(1)"
-    assert parse_action(CODE + "\nAnswer: 7", FENCED).answer is None
-    assert code_of('```python\nif x:\n    print("Answer: 3")\n```').endswith('print("Answer: 3")')
+    assert MARKDOWN.read("Let me see.\n" + CODE) == ToolCall("print(1)")
+    assert MARKDOWN.read(CODE + "\nAnswer: 7") == ToolCall("print(1)")
+    call = MARKDOWN.read('```python\nif x:\n    print("Answer: 3")\n```')
+    assert call == ToolCall('if x:\n    print("Answer: 3")')
 
 
-def test_compact_markers_of_a_preset_parse_the_same_way() -> None:
-    tiny = ToolFormat(open="<run>", close="</run>", answer="<ans>", observation_prefix="")
-    assert code_of("<run>print(1)</run>", tiny) == "print(1)"
-    assert parse_action("so <ans>42", tiny).answer == "42"
-    assert format_observation("5", tiny) == [{"role": "user", "content": "5"}]
+def test_the_blanks_inside_of_the_markers_are_not_required() -> None:
+    assert MARKDOWN.read("```python print(1)```") == ToolCall(" print(1)")
+    assert MARKDOWN.read("Answer:7") == FinalAnswer("7")
+
+
+def test_compact_markers_read_the_same_way_and_observations_have_a_role() -> None:
+    assert COMPACT.read("<run>print(1)</run>") == ToolCall("print(1)")
+    assert COMPACT.read("so <ans>42") == FinalAnswer("42")
+    assert COMPACT.observation_messages("5") == [{"role": "tool", "content": "5"}]
+    assert MARKDOWN.observation_messages("5") == [{"role": "user", "content": "Output:\n5"}]
+
+
+@pytest.mark.parametrize("form", [MARKDOWN, COMPACT], ids=lambda form: form.name)
+def test_what_is_written_is_read_back(form: ActionFormat) -> None:
+    for action in (ToolCall("x = 1\n\nprint(x)"), ToolCall("  print(1)"), FinalAnswer("-4.5")):
+        assert form.read(form.write(action)) == action
+        assert form.read(f"I think:\n{form.write(action)}\n") == action
+
+
+def test_the_written_form_that_models_were_trained_on_does_not_change() -> None:
+    assert MARKDOWN.write(ToolCall("print(1)")) == CODE
+    assert MARKDOWN.write(FinalAnswer("7")) == "Answer: 7"
+    assert COMPACT.write(ToolCall("print(1)")) == "<run>print(1)</run>"
+    assert COMPACT.write(FinalAnswer("7")) == "<ans>7"
 
 
 def test_the_last_answer_counts_and_ends_with_its_line() -> None:
-    assert parse_answer("Answer: 1\nNo.\nAnswer:  2 \nbye", "Answer:") == "2"
-    assert parse_answer("no mark", "Answer:") is None
-    assert parse_answer("Answer:", "Answer:") == ""
-    assert parse_action("just talk", FENCED) == parse_action("", FENCED)
+    assert MARKDOWN.read("Answer: 1\nNo.\nAnswer:  2 \nbye") == FinalAnswer("2")
+    assert MARKDOWN.read("Answer: 1 Answer: 2") == FinalAnswer("2")
+    assert MARKDOWN.read("Answer:") == FinalAnswer("")
+    assert MARKDOWN.read("just talk") is MARKDOWN.read("") is None
 
 
 @pytest.mark.parametrize(
@@ -53,41 +75,17 @@ def test_the_last_answer_counts_and_ends_with_its_line() -> None:
 )
 def test_malformed_blocks_are_typed_errors(text: str, match: str) -> None:
     with pytest.raises(ToolCallError, match=match):
-        parse_action(text, FENCED)
+        MARKDOWN.read(text)
 
 
-def test_hermes_calls_take_objects_and_encoded_objects() -> None:
-    form = hermes_format()
-    plain = '<tool_call>{"name": "python", "arguments": {"code": "print(\'</x>\')"}}</tool_call>'
-    assert code_of(plain, form) == "print('</x>')"
-    assert code_of('<tool_call>{"name": "python", "arguments": "{\\"code\\": \\"1\\"}"}</tool_call>', form) == "1"  # fmt: skip  # noqa: E501
+@pytest.mark.parametrize("name", ["open", "close", "answer"])
+def test_a_format_without_a_marker_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}='.n': a marker must not be blank"):
+        replace(MARKDOWN, **{name: "\n"})
 
 
-@pytest.mark.parametrize(
-    ("body", "match"),
-    [
-        ("{", "not valid JSON"),
-        ("[1]", "name"),
-        ('{"name": 3}', "name"),
-        ('{"name": "python", "arguments": [1]}', "must be an object"),
-        ('{"name": "python", "arguments": "{"}', "not valid JSON"),
-        ("[" * 100_000, "not valid JSON"),
-    ],
-)
-def test_malformed_hermes_calls_are_typed_errors(body: str, match: str) -> None:
-    with pytest.raises(ToolCallError, match=match):
-        parse_action(f"<tool_call>{body}</tool_call>", hermes_format())
-
-
-def test_impossible_formats_are_refused() -> None:
-    with pytest.raises(ValueError, match="parser='xml': choose one of fenced, hermes"):
-        ToolFormat(parser="xml")
-    with pytest.raises(ValueError, match="close=''"):
-        ToolFormat(close="")
-
-
-def steps(env: CodeEnv, *texts: str) -> list[StepResult]:
-    async def episode() -> list[StepResult]:
+def steps(env: CodeEnv, *texts: str) -> list[TimeStep]:
+    async def episode() -> list[TimeStep]:
         await env.reset(TASK)
         return [await env.step(text) for text in texts]
 
@@ -95,8 +93,8 @@ def steps(env: CodeEnv, *texts: str) -> list[StepResult]:
 
 
 def test_code_is_run_with_the_files_and_never_with_the_answer() -> None:
-    sandbox = FakeSandbox([FakeResult(stdout=b"1\n")])
-    (result,) = steps(CodeEnv(sandbox, timeout_s=2.0), CODE)
+    sandbox = FakeSandbox([exec_result(stdout=b"1\n")])
+    (result,) = steps(CodeEnv(sandbox, MARKDOWN, timeout_s=2.0), CODE)
     assert result.observation == "1" and not result.is_done
     assert sandbox.programs == [("print(1)", {"data.txt": "1 2"}, 2.0)]
     assert "SECRET" not in repr(sandbox.programs)
@@ -107,8 +105,8 @@ def test_a_name_error_is_an_observation_with_its_last_line() -> None:
         b'Traceback (most recent call last):\n  File "<program>", line 3, in <module>\n'
         b"    foo\nNameError: name 'foo' is not defined\n"
     )
-    sandbox = FakeSandbox([FakeResult("error", b"before\n", stderr, 1)])
-    (result,) = steps(CodeEnv(sandbox), CODE)
+    sandbox = FakeSandbox([exec_result("error", b"before\n", stderr, 1)])
+    (result,) = steps(CodeEnv(sandbox, MARKDOWN), CODE)
     assert result.observation == "before\nline 3: NameError: name 'foo' is not defined"
     assert result.metrics == {"num_executions": 1.0, "num_exec_error": 1.0}
 
@@ -116,61 +114,59 @@ def test_a_name_error_is_an_observation_with_its_last_line() -> None:
 @pytest.mark.parametrize(
     ("result", "said"),
     [
-        (FakeResult("timeout", b"a"), "a\ntimed out"),
-        (FakeResult("oom"), "out of memory"),
-        (FakeResult("signal"), "killed"),
-        (FakeResult("output_limit", b"aaa", truncated=True), "aaa\ntoo much output"),
-        (FakeResult("ok"), "(no output)"),
-        (FakeResult("error", exit_code=3), "exit code 3"),
-        (FakeResult("ok", b"\xff\xfe"), "\ufffd\ufffd"),
+        (exec_result("timeout", b"a"), "a\ntimed out"),
+        (exec_result("oom"), "out of memory"),
+        (exec_result("signal"), "killed"),
+        (exec_result("output_limit", b"aaa"), "aaa\ntoo much output"),
+        (exec_result("ok"), "(no output)"),
+        (exec_result("error", exit_code=3), "exit code 3"),
+        (exec_result("ok", b"\xff\xfe"), "\ufffd\ufffd"),
     ],
 )
-def test_every_way_to_end_is_described(result: FakeResult, said: str) -> None:
-    assert describe(result, FENCED, 100) == said
+def test_every_way_to_end_is_described(result: ExecResult, said: str) -> None:
+    assert describe(result) == said
 
 
-def test_long_outputs_keep_both_ends() -> None:
-    assert shorten_text("a" * 50 + "b" * 50, 10) == "aaaaa\n... 90 characters ...\nbbbbb"
-    assert shorten_text("ab", 1) == "a\n... 1 characters ...\n"
-    assert last_error_lines("") == ""
-    assert last_error_lines("SystemExit: 2\n") == "SystemExit: 2"
+def test_a_teacher_knows_every_notice_and_every_failed_status_for_a_failure() -> None:
+    assert all(is_failure(notice) for notice in NOTICES)
+    for status in ExecStatus:
+        stderr = b"ValueError: x" if status is ExecStatus.ERROR else b""
+        said = describe(exec_result(status, b"5", stderr))
+        assert is_failure(said) == (status is not ExecStatus.OK), said
+
+
+def test_the_last_line_of_an_error_is_found() -> None:
+    assert last_error_line("") == ""
+    assert last_error_line("SystemExit: 2\n") == "SystemExit: 2"
 
 
 def test_the_tool_can_be_switched_off_and_used_up() -> None:
     off = FakeSandbox([])
-    results = steps(CodeEnv(off, is_tool_enabled=False), CODE, "Answer: 3")
+    results = steps(CodeEnv(off, MARKDOWN, is_tool_enabled=False), CODE, "Answer: 3")
     assert results[0].observation == "tool unavailable" and results[1].answer == "3"
     assert off.programs == []
-    sandbox = FakeSandbox([FakeResult(stdout=b"1")] * 2)
-    results = steps(CodeEnv(sandbox, max_executions=1), CODE, CODE)
-    assert results[1].observation == FENCED.no_more_calls
+    sandbox = FakeSandbox([exec_result(stdout=b"1")] * 2)
+    results = steps(CodeEnv(sandbox, MARKDOWN, max_executions=1), CODE, CODE)
+    assert results[1].observation == NO_CALLS_LEFT
     assert len(sandbox.programs) == 1
 
 
-def test_a_malformed_call_and_an_unknown_tool_are_observations() -> None:
-    env = CodeEnv(FakeSandbox([]), tool_format=hermes_format())
-    text = '<tool_call>{"name": "search", "arguments": {}}</tool_call>'
-    results = steps(env, "<tool_call>{", text)
-    assert all(r.observation.startswith("Error: ") and not r.is_done for r in results)
+def test_a_malformed_call_is_an_observation() -> None:
+    (result,) = steps(CodeEnv(FakeSandbox([]), MARKDOWN), "```python\nprint(1)")
+    assert result.observation == "Error: the block is not closed with ```" and not result.is_done
+    assert result.metrics == {"num_malformed_calls": 1.0}
 
 
 def test_neither_code_nor_answer_ends_the_episode_unanswered() -> None:
-    (result,) = steps(CodeEnv(FakeSandbox([])), "I give up")
+    (result,) = steps(CodeEnv(FakeSandbox([]), MARKDOWN), "I give up")
     assert result.is_done and result.answer is None and result.observation is None
 
 
-class WorkerLost(Exception):  # noqa: N818
-    pass
-
-
 def test_a_sandbox_failure_is_infrastructure_and_anything_else_is_a_defect() -> None:
-    env = CodeEnv(FakeSandbox([WorkerLost("gone")]), sandbox_failures=(WorkerLost,))
     with pytest.raises(InfrastructureError, match="gone"):
-        steps(env, CODE)
-    with pytest.raises(WorkerLost):
-        steps(CodeEnv(FakeSandbox([WorkerLost("gone")])), CODE)
-    with pytest.raises(InfrastructureError, match="unknown status 'odd'"):
-        steps(CodeEnv(FakeSandbox([FakeResult("odd")])), CODE)
+        steps(CodeEnv(FakeSandbox([SandboxFailure("gone")]), MARKDOWN), CODE)
+    with pytest.raises(KeyError):
+        steps(CodeEnv(FakeSandbox([KeyError("bug")]), MARKDOWN), CODE)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from nanoengine.packing import Sample, make_micro_batches
+from nanorl.algorithms.fields import Field, check_fields
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import Scoring, build_batch, logp_gap, per_action_token
-from nanorl.types import Rollout, Status
+from nanorl.types import Rollout, Status, TurnSpan
 from nanorl.warm_start import sft_samples
 
 
@@ -236,3 +237,58 @@ def test_what_is_not_a_number_is_refused_with_the_rollout_that_has_it() -> None:
 def test_a_rollout_is_of_the_version_that_began_it() -> None:
     assert replace(rollout("a", 0, 1.0), versions=[-1, -1, -1, 4, 5]).version == 4
     assert rollout("a", 0, 1.0, actions=0).version == -1
+
+
+def two_turns(member: int, reward: float, turn_rewards: list[float]) -> Rollout:
+    """A token, an observation of one token, a token."""
+    return replace(
+        rollout("a", member, reward, actions=3),
+        loss_mask=[0, 0, 0, 1, 0, 1],
+        turn_spans=[
+            TurnSpan(action_start=3, action_end=4, observation_end=5),
+            TurnSpan(action_start=5, action_end=6, observation_end=6),
+        ],
+        turn_rewards=turn_rewards,
+    )
+
+
+def test_turn_rewards_reach_the_advantages_of_their_turn() -> None:
+    """Returns to go: 0.4 + 1 and 1; 0 and 0. The means are 0.7 and 0.5."""
+    groups = [[two_turns(0, 1.0, [0.4, 0.0]), two_turns(1, 0.0, [])]]
+    spec = AlgorithmSpec(advantage="dr_grpo", reward_level="turn")
+    batch = build_batch(groups, spec, max_tokens=64, version=0)
+    first, second = (sample.fields["advantage"] for sample in batch.samples)
+    assert first == pytest.approx([0, 0, 0, 0.7, 0, 0.5])
+    assert second == pytest.approx([0, 0, 0, -0.7, 0, -0.5])
+    plain = build_batch(groups, AlgorithmSpec(advantage="dr_grpo"), max_tokens=64, version=0)
+    assert plain.samples[0].fields["advantage"] == pytest.approx([0, 0, 0, 0.5, 0, 0.5])
+
+
+def test_the_length_penalty_belongs_to_the_last_turn() -> None:
+    groups = [[two_turns(0, 1.0, [0.4, 0.0]), two_turns(1, 1.0, [0.4, 0.0])]]
+    spec = AlgorithmSpec(
+        advantage="gae", whiten_gae=False, lam=1.0, reward_level="turn", overlong_buffer=4
+    )
+    scoring = Scoring(values=constant(0.0, []))
+    batch = build_batch(groups, spec, max_tokens=8, version=0, scoring=scoring)
+    assert batch.samples[0].fields["advantage"] == pytest.approx([0, 0, 0, 0.9, 0, 0.5])
+
+
+def test_turn_rewards_that_do_not_fit_the_turns_are_refused() -> None:
+    spec = AlgorithmSpec(reward_level="turn")
+    with pytest.raises(ValueError, match="rollout a-0: 1 turn rewards for 2 turns"):
+        build_batch([[two_turns(0, 1.0, [0.4])]], spec, max_tokens=64, version=0)
+    with pytest.raises(ValueError, match="rollout a-0: its reward is nan"):
+        build_batch([[two_turns(0, 1.0, [0.4, math.nan])]], spec, max_tokens=64, version=0)
+
+
+def test_the_fields_of_a_finished_batch_are_the_declared_ones() -> None:
+    batch = build_batch([[rollout("a", 0, 1.0), rollout("a", 1, 0.0)]], AlgorithmSpec(),
+                        max_tokens=64, version=0)  # fmt: skip
+    check_fields(batch.samples)
+    sample = batch.samples[0]
+    with pytest.raises(ValueError, match="missing: advantage, unknown: none"):
+        kept = {name: sample.fields[name] for name in sample.fields if name != Field.ADVANTAGE}
+        check_fields([replace(sample, fields=kept)])
+    with pytest.raises(ValueError, match="missing: none, unknown: bonus"):
+        check_fields([replace(sample, fields=sample.fields | {"bonus": [0.0] * 5})])

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
+import re
+import sys
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nanorl.algorithms.spec import AlgorithmSpec, named_spec
+from nanorl.algorithms.spec import RECIPES, AlgorithmSpec, named_spec
 from nanorl.config import (
     AgentConfig,
     EngineLimits,
@@ -21,6 +25,10 @@ from nanorl.config import (
     ToolConfig,
     WarmStartConfig,
 )
+from nanorl.presets import tiny
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "scripts")]
+import train_agent  # noqa: E402
 
 RECORDS = (
     (RunConfig, "--"), (WarmStartConfig, "--warm-start."), (RLConfig, "--rl."),
@@ -146,3 +154,43 @@ def test_a_config_that_version_0_1_wrote_is_read() -> None:
     assert config.rl.algorithm.correction == "none" and config.rl.algorithm.correction_low is None
     kept = RunConfig.from_json({"rl": {"algorithm": algorithm | {"correction": "icepop"}}})
     assert kept.rl.algorithm.bounds == (0.5, 2.0)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_algorithm_sets_the_whole_recipe_and_single_options_go_on_top(name: str) -> None:
+    config = train_agent.parse_arguments(["--preset", "tiny", "--algorithm", name])
+    assert config.rl.algorithm == named_spec(name) and config.algorithm == name
+    assert config.rl == dataclasses.replace(tiny().rl, algorithm=named_spec(name))
+    assert RunConfig.from_json(config.to_json()) == config
+    flags = ["--algorithm", name, "--rl.algorithm.veto-below", "1e-4", "--rl.lr", "1e-3"]
+    changed = train_agent.parse_arguments(["--preset", "tiny", *flags])
+    assert changed.rl.algorithm == dataclasses.replace(named_spec(name), veto_below=1e-4)
+    assert changed.rl.lr == 1e-3
+
+
+def test_an_unknown_algorithm_is_refused_with_the_twelve_names() -> None:
+    with pytest.raises(ValueError) as caught:
+        train_agent.parse_arguments(["--algorithm", "nope"])
+    names = ", ".join(RECIPES)
+    assert str(caught.value) == f"--algorithm nope: no such algorithm; choose one of {names}"
+    assert len(RECIPES) == 12
+
+
+def test_help_says_what_each_algorithm_is_and_where_it_was_published(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        train_agent.parse_arguments(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for name, recipe in RECIPES.items():
+        assert f"- {name}: {recipe.summary}" in shown
+        assert re.search(r"\(arXiv \d{4}\.\d{5}\)$", recipe.summary), name
+
+
+def test_a_resumed_run_keeps_its_algorithm(tmp_path: Path) -> None:
+    begun = tiny().with_algorithm("gspo")
+    (tmp_path / "config.json").write_text(json.dumps(begun.to_json()))
+    flags = ["--resume", "--out", str(tmp_path)]
+    assert train_agent.parse_arguments(flags).rl.algorithm == named_spec("gspo")
+    with pytest.raises(ValueError, match="--algorithm gspo -> cispo"):
+        train_agent.parse_arguments([*flags, "--algorithm", "cispo"])

@@ -248,7 +248,8 @@ def test_a_run_is_built_on_the_gpu_and_says_so(
     config = replace(get_preset("tiny").config(), out=tmp_path, device="cuda")
     parts = assembly.Parts(replace(config, rl=replace(config.rl, max_staleness=1)))
     assert parts.trained.device == parts.rollout_engine.model.device == GPU
-    assert parts.trainer_engine.optimizer.master.device == GPU  # type: ignore[union-attr]
+    masters = parts.trainer_engine.optimizer.entries("master")
+    assert all(master.device == GPU for _, master in masters)
     assert parts.rollout_engine._runner.cache.data.device == GPU
     assert parts.rollout_engine._runner.decode is not None  # graphs
     saved = parts.config.to_json()

@@ -42,7 +42,7 @@ def test_the_live_display_shows_phases_metrics_and_sparkline():
     console = Console(file=out, force_terminal=True, width=110)
     with LiveView("nanorl tiny", console=console) as view:
         view.start_phase("warm start", 4)
-        view.end_phase("warm start")
+        view.advance("warm start", 4)
         view.start_phase("RL steps", 2)
         for success in (0.0, 1.0):
             metrics = {"success": success, "tokens_per_s_rollout": 1234.0}

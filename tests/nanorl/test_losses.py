@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor
 from nanorl.algorithms import losses
 from nanorl.algorithms import losses as corrections
 from nanorl.algorithms.advantages import token_weights
-from nanorl.algorithms.spec import AlgorithmSpec, LossBatch, make_loss, named_spec, summarise
+from nanorl.algorithms.losses import CORRECTIONS, LOSSES, LossBatch, make_loss
+from nanorl.algorithms.spec import AlgorithmSpec, Correction, Loss, named_spec
+from nanorl.batching import per_action_token
 
 generator = torch.Generator().manual_seed(3)
 THETA, REF, TEACHER, MU = (
@@ -152,6 +155,11 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
     same(logp.grad, f64(0.0))
 
 
+def test_every_name_of_a_loss_and_of_a_correction_has_a_function() -> None:
+    assert set(LOSSES) == set(get_args(Loss))
+    assert {*CORRECTIONS, "auto"} == set(get_args(Correction))
+
+
 def test_value_loss_takes_the_worse_of_clipped_and_unclipped() -> None:
     got = losses.value_loss(f64(1.0, 0.5), f64(0.0, 0.5), f64(1.0, 0.0), clip=0.2)
     same(got, f64(0.5 * 0.8**2, 0.5 * 0.5**2))
@@ -270,7 +278,8 @@ def test_the_gradient_does_not_depend_on_the_split(spec: AlgorithmSpec) -> None:
             loss.backward()
             stats.append(stat)
         grads.append(logp.grad)
-        totals.append(summarise(stats))
+        added = {name: sum(float(stat[name]) for stat in stats) for name in stats[0]}
+        totals.append(per_action_token(added))
         assert float(logp.grad[MASK == 0].abs().sum()) == 0.0
         assert float(logp.grad.abs().sum()) > 0
     for other, total in zip(grads[1:], totals[1:], strict=True):
@@ -311,7 +320,7 @@ def test_entropy_bonus_and_statistics_by_hand() -> None:
     loss, stats = make_loss(spec)(logp, batch)
     # −(.5·.5) + 0 + .25·(−.5)  −  .1·(1 + 1 + 1)
     assert float(loss) == pytest.approx(-0.25 - 0.125 - 0.3)
-    means = summarise([stats])
+    means = per_action_token({name: float(value) for name, value in stats.items()})
     assert means["clip_fraction"] == pytest.approx(2 / 3)
     assert means["entropy"] == pytest.approx(10 / 3)
     assert means["ratio"] == pytest.approx((math.exp(0.5) + 1 + math.exp(-0.5)) / 3)

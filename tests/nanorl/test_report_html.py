@@ -1,6 +1,7 @@
 """The report: nothing untrusted becomes markup, nothing is loaded, every token is shown once."""
 
 import random
+import re
 from html.parser import HTMLParser
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from nanorl.report import html
 from nanorl.report.charts import (
+    NUM_COLOURS,
     Chart,
     Series,
     build_charts,
@@ -183,7 +185,6 @@ def test_untrusted_text_never_becomes_markup(tmp_path, hostile):
         summary=SUMMARY
         | {"model": hostile, "preset": hostile, "per_type": {hostile: {"before": 1, "after": 1}}},
         metrics_rows=[{"step": 0, "wait_s": 1.0, hostile: 1.0, "note": hostile}],
-        classify=lambda text: text,
     )
     assert set(page.tags) <= set(clean_page.tags)
     names = {name for name, _ in page.attributes}
@@ -274,13 +275,22 @@ def test_a_token_is_the_darker_the_less_likely_it_was():
         assert (shade(-nats), shade(-nats + 1e-6)) == (f"p{level}", f"p{level - 1}")
 
 
+def test_the_style_sheet_has_every_shade_and_every_colour(tmp_path):
+    sheet = render(tmp_path)[0].partition("<style>")[2].partition("</style>")[0]
+    shades = {int(level) for level in re.findall(r"\.model:hover \.p(\d)\b", sheet)}
+    assert shades == set(range(1, len(SHADE_FROM_NATS) + 1))
+    assert {int(i) for i in re.findall(r"^\.c(\d) \{", sheet, re.M)} == set(range(NUM_COLOURS))
+    for i in range(NUM_COLOURS):
+        assert sheet.count(f"--c{i}: #") == 2  # light and dark
+
+
 def test_segments_hold_every_token_once_in_order():
     rollout = make_rollout([("act", "obs"), ("more", ""), ("end", "tail")], prompt="ask")
     rollout.tokens += [33]
     rollout.loss_mask += [0]
     rollout.logps += [0.0]
     rollout.versions += [-1]
-    trace = trace_rollout(rollout, decode, classify=str.upper)
+    trace = trace_rollout(rollout, decode)
     assert [(s.role, s.turn, s.text) for s in trace.segments] == [
         ("prompt", -1, "ask"),
         ("model", 0, "act"),
@@ -294,7 +304,6 @@ def test_segments_hold_every_token_once_in_order():
     assert [t.is_sampled for s in trace.segments for t in s.tokens] == [
         bool(m) for m in rollout.loss_mask
     ]
-    assert [s.tool_status for s in trace.segments if s.role == "tool"] == ["OBS", "TAIL"]
     assert trace.segments[5 - 1].reward == 1.0
     expected = sum(rollout.logps[3:6]) / 3
     assert trace.segments[1].mean_logp == pytest.approx(expected)

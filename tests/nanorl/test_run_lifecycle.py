@@ -109,8 +109,9 @@ def test_a_run_interrupted_in_three_optimizer_steps_ends_with_the_same_bits(
     assert "ended at once, without saving" in run.output()
     assert stands_at(out) == ("rl", 1)
 
-    # to the end, with other threads and workers, which change nothing that is computed
-    run = RunProcess(tmp_path / "log4", *resume, "--threads", "2", "--tool.workers", "2")
+    # to the end, with options that change nothing that is computed
+    free = ("--threads", "2", "--tool.workers", "2", "--keep-rollout-steps", "1")
+    run = RunProcess(tmp_path / "log4", *resume, *free)
     assert run.wait() == 0, run.output()
     assert (out / WEIGHTS).read_bytes() == (whole / WEIGHTS).read_bytes()
     for name in ("loss", "grad_norm", "reward", "entropy"):
@@ -120,6 +121,10 @@ def test_a_run_interrupted_in_three_optimizer_steps_ends_with_the_same_bits(
         "step_00000000",  # before RL
         "step_00000003",  # after it: its last step is saved once
     }
+    for folder, steps in ((whole, {0, 1, 2}), (out, {2})):
+        with RolloutStore(folder / "rollouts.sqlite") as store:
+            assert {entry.step for entry in store.entries()} == steps
+    assert "rollouts.sqlite holds 4 of training" in (out / "report.html").read_text()
 
 
 @sandboxed

@@ -306,16 +306,16 @@ def test_a_worker_that_died_idle_costs_the_next_program_nothing() -> None:
 def test_a_worker_found_dead_when_a_program_comes_is_replaced_twice(
     monkeypatch: pytest.MonkeyPatch, num_deaths: int
 ) -> None:
-    start, deaths = dispatch.Run.start, []
+    start, deaths = dispatch.Attempt.start, []
 
-    def break_pipe(run: dispatch.Run, control: socket.socket) -> None:
+    def break_pipe(attempt: dispatch.Attempt, control: socket.socket) -> None:
         if len(deaths) < num_deaths:
-            deaths.append(run)
+            deaths.append(attempt)
             raise BrokenPipeError
-        start(run, control)
+        start(attempt, control)
 
     with SandboxPool(SPEC) as pool:
-        monkeypatch.setattr(dispatch.Run, "start", break_pipe)
+        monkeypatch.setattr(dispatch.Attempt, "start", break_pipe)
         if num_deaths < 3:
             assert pool.run_sync("print(1)").stdout == b"1\n"
         else:

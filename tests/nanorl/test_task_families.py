@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from local_runner import run_program
 
-from nanorl.envs.actions import COMPACT, MARKDOWN
-from nanorl.tasks.problem import Family, Generator, split_of
+from nanorl.envs.actions import COMPACT, MARKDOWN, ToolCall
+from nanorl.tasks.problem import Family, ProblemGenerator, split_of
 from nanorl.tasks.smollm2 import smollm2_family
 from nanorl.tasks.tiny import tiny_family
 
@@ -81,7 +81,7 @@ FAMILIES = {family.name: family for family in (smollm2_family(), tiny_family())}
 KINDS = [(name, kind) for name, family in FAMILIES.items() for kind in family.generators]
 
 
-def generator_of(family: str, kind: str) -> Generator:
+def generator_of(family: str, kind: str) -> ProblemGenerator:
     return FAMILIES[family].generators[kind]
 
 
@@ -173,7 +173,7 @@ def lengths(family: Family, tokenizer, form, opening: str) -> Iterator[tuple[int
             prompt = tokenizer.encode(opening + problem.prompt).ids
             for programs in problem.solutions:
                 for code in programs:
-                    yield len(prompt), len(tokenizer.encode(form.program(code)).ids)
+                    yield len(prompt), len(tokenizer.encode(form.write(ToolCall(code))).ids)
 
 
 def test_tiny_prompts_and_programs_are_short() -> None:

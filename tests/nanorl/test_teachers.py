@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from local_runner import LocalEnv
+from local_runner import PlayedTrace, play_trace
 
 from nanorl.envs.actions import COMPACT, MARKDOWN, ActionFormat
 from nanorl.tasks.problem import Family
@@ -17,9 +16,7 @@ from nanorl.tasks.source import TaskSource
 from nanorl.tasks.teachers import (
     SloppyTeacher,
     TeacherConfig,
-    Trace,
     miscopy,
-    play_trace,
     slip,
     smollm2_teacher,
     tiny_teacher,
@@ -35,10 +32,10 @@ NEVER = {"right": 0.0, "habit": 0.0, "slip": 0.0, "guess": 0.0, "miscopy": 0.0}
 
 def play(
     family: Family, form: ActionFormat, folder: Path, n: int, config: TeacherConfig | None = None
-) -> list[Trace]:
+) -> list[PlayedTrace]:
     teacher = SloppyTeacher(form, config)
     return [
-        asyncio.run(play_trace(task, teacher, LocalEnv(form, task.files, folder), random.Random(i)))
+        play_trace(task, form, teacher, folder, random.Random(i))
         for i, task in enumerate(TaskSource([family], seed=0).batch(0, n))
     ]
 

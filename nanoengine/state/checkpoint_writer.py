@@ -1,15 +1,9 @@
-"""Checkpoints of a sharded run: each rank writes what it holds, in the background.
+"""Writes checkpoints (checkpoint.py): each rank what it holds, at once or in the background.
 
-    ROOT/step_00000012/rank_00000.safetensors ...   the boxes of whole tensors that a rank wrote
-    ROOT/step_00000012/meta.json                    which boxes; what the ranks stored; checksums
-
-The format knows names, whole shapes and boxes, not layouts, so any other layout (or one process)
-reads it through `checkpoint.py`. A box that several ranks hold is written by one of them.
-
-`save` returns when the tensors are copied; a thread of each rank writes, and rank 0's completes the
-folder when all parts are there. The ranks meet in the folder, without collectives, so training goes
-on meanwhile. Until the rename nothing of it is visible, so a kill -9 of any rank at any moment
-leaves the checkpoint before.
+A box that several ranks hold is written by one of them. `save` returns when the tensors are copied;
+a thread of each rank writes, and rank 0's completes the folder when all parts are there. The ranks
+meet in the folder, without collectives, so training goes on meanwhile. Until the rename nothing of
+it is visible, so a kill -9 of any rank at any moment leaves the checkpoint before.
 
 Left out: folders that not all ranks see (parts would have to travel), and direct-to-disk I/O.
 """
@@ -29,7 +23,7 @@ from torch import Tensor
 
 from nanoengine.parallel.mesh import WORLD, Mesh
 from nanoengine.state.checkpoint import (
-    SHARDED_FORMAT,
+    FORMAT,
     clear_leftovers,
     explain_write_error,
     free_name,
@@ -40,7 +34,7 @@ from nanoengine.state.checkpoint import (
     write_meta,
     write_synced,
 )
-from nanoengine.state.slices import Held, Piece, make_piece
+from nanoengine.state.slices import Held, Piece
 from nanoengine.tensor_file import CheckpointError, write_tensors
 
 _POLL_S = 0.005
@@ -62,7 +56,14 @@ def choose_writers(held: Sequence[Sequence[Piece]]) -> list[list[int]]:
     return [sorted(numbers) for numbers in chosen]
 
 
-class ShardedWriter:
+def entry_name(piece: Piece) -> str:
+    """What a box is called in its file: its tensor's name, and where it begins unless it is all
+    of it (`master.norm`, `master.layers.0.down.weight@0,64`)."""
+    is_whole = piece.box.shape == piece.whole
+    return piece.name if is_whole else f"{piece.name}@{','.join(map(str, piece.box.begin))}"
+
+
+class CheckpointWriter:
     """Writes this rank's part of checkpoints under `root`, one at a time.
 
     Without a mesh the caller says which of how many writers this is; the mesh is used in `save`
@@ -106,22 +107,17 @@ class ShardedWriter:
         self._choose([piece for piece, _ in held])
         temporary = self.root / f".tmp-{step:08d}"
         self._together(lambda: self._prepare(temporary) if self._rank == 0 else None)
-        tensors = {}
-        for number in self._mine:
-            tensor = held[number][1].detach()
+        tensors: dict[str, Tensor] = {}
+        pieces: dict[str, Any] = {}
+        # 8-byte elements first, so that every tensor is aligned in the file
+        for number in sorted(self._mine, key=lambda number: -held[number][1].element_size()):
+            piece, tensor = held[number][0], held[number][1].detach()
+            entry = entry_name(piece)
+            assert entry not in tensors, f"rank {self._rank} holds {entry} twice"
             # a background save must not see later updates
-            tensors[number] = tensor.to("cpu", copy=True) if in_background else tensor
-        part = {
-            "pieces": {
-                str(number): {
-                    "name": held[number][0].name,
-                    "whole": held[number][0].whole,
-                    "begin": held[number][0].box.begin,
-                }
-                for number in self._mine
-            },
-            "meta": dict(rank_meta or {}),
-        }
+            tensors[entry] = tensor.to("cpu", copy=True) if in_background else tensor
+            pieces[entry] = {"name": piece.name, "whole": piece.whole, "begin": piece.box.begin}
+        part = {"pieces": pieces, "meta": dict(rank_meta or {})}
         self._result, self._error = None, None
         arguments = (step, temporary, tensors, part, dict(meta))
         if in_background:
@@ -179,17 +175,15 @@ class ShardedWriter:
         self,
         step: int,
         temporary: Path,
-        tensors: dict[int, Tensor],
+        tensors: dict[str, Tensor],
         part: dict[str, Any],
         meta: dict[str, Any],
     ) -> None:
         try:
             temporary.mkdir(exist_ok=True)  # without a mesh nobody was first
-            # 8-byte elements first, so that every tensor is aligned in the file
-            order = sorted(tensors, key=lambda number: -tensors[number].element_size())
             name = f"rank_{self._rank:05d}"
             file = temporary / f"{name}.safetensors"
-            part["file"] = write_tensors(file, {str(number): tensors[number] for number in order})
+            part["file"] = write_tensors(file, tensors)
             write_synced(temporary / f".{name}.json", json.dumps(part))
             os.rename(temporary / f".{name}.json", temporary / f"{name}.json")
             if self._rank == 0:
@@ -197,9 +191,7 @@ class ShardedWriter:
             else:
                 self._await(lambda: not temporary.exists(), temporary, "rank 0")
         except OSError as error:
-            self._error = CheckpointError(
-                explain_write_error(self.root, {str(n): t for n, t in tensors.items()}, error)
-            )
+            self._error = CheckpointError(explain_write_error(self.root, tensors, error))
             self._mark_failed(temporary)
         except Exception as error:  # the boundary of the thread: recorded, raised by `wait`
             self._error = error
@@ -216,7 +208,7 @@ class ShardedWriter:
         write_meta(
             temporary,
             {
-                "format": SHARDED_FORMAT,
+                "format": FORMAT,
                 "serial": next_serial(self.root),
                 "step": step,
                 "files": {name: part["file"] for name, part in zip(names, parts, strict=True)},
@@ -248,14 +240,10 @@ class ShardedWriter:
             time.sleep(_POLL_S)
 
     def _mark_failed(self, temporary: Path) -> None:
+        if self._world == 1:
+            shutil.rmtree(temporary, ignore_errors=True)
+            return
         try:
             (temporary / _FAILED).touch()
         except OSError:  # then the others' time runs out
             shutil.rmtree(temporary, ignore_errors=True)
-
-
-def rng_pieces(rank: int, tensors: Mapping[str, Tensor]) -> Held:
-    """Random states, which every rank has of its own: rank 0's keep their names."""
-    prefix = "rng." if rank == 0 else f"rng.{rank}."
-    names = {name: name.replace("rng.", prefix, 1) for name in tensors}
-    return [(make_piece(names[name], tensor), tensor) for name, tensor in tensors.items()]

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_formats import write_format_1
 from safetensors.torch import load_file
 from torch import Tensor
 
-from nanoengine.state import sharded_checkpoint
-from nanoengine.state.checkpoint import latest_checkpoint, open_checkpoint, save_checkpoint
-from nanoengine.state.sharded_checkpoint import ShardedWriter
+from nanoengine.state import checkpoint_writer
+from nanoengine.state.checkpoint import latest_checkpoint, open_checkpoint
+from nanoengine.state.checkpoint_writer import CheckpointWriter
 from nanoengine.state.slices import Box, Held, Piece, make_piece
 from nanoengine.tensor_file import CheckpointError, write_tensors
 
@@ -38,22 +39,22 @@ def hands(step: int) -> tuple[Tensor, list[Held]]:
     return whole, found
 
 
-def writers(root: Path, **options: float) -> list[ShardedWriter]:
-    return [ShardedWriter(root, rank=rank, world=2, **options) for rank in range(2)]  # type: ignore[arg-type]
+def writers(root: Path, **options: float) -> list[CheckpointWriter]:
+    return [CheckpointWriter(root, rank=rank, world=2, **options) for rank in range(2)]  # type: ignore[arg-type]
 
 
-def save_all(each: list[ShardedWriter], step: int, held: list[Held]) -> None:
+def save_all(each: list[CheckpointWriter], step: int, held: list[Held]) -> None:
     for rank, writer in enumerate(each):
         writer.save(step, held[rank], {"step": step}, {"rank": rank}, in_background=True)
 
 
-def test_any_box_comes_back_from_parts_and_from_a_single_file(tmp_path: Path) -> None:
+def test_any_box_comes_back_from_parts_and_from_a_file_of_the_first_format(tmp_path: Path) -> None:
     whole, held = hands(3)
     each = writers(tmp_path / "parts")
     save_all(each, 3, held)
     assert each[0].wait() == tmp_path / "parts" / "step_00000003"
     each[1].wait()
-    save_checkpoint(tmp_path / "one", 3, {"w": whole, "s": held[1][-1][1]}, {"step": 3})
+    write_format_1(tmp_path / "one", 3, {"w": whole, "s": held[1][-1][1]}, {"step": 3})
     for root in (tmp_path / "parts", tmp_path / "one"):
         checkpoint = open_checkpoint(root)
         assert checkpoint.meta == {"step": 3} and sorted(checkpoint.names()) == ["s", "w"]
@@ -68,7 +69,7 @@ def test_any_box_comes_back_from_parts_and_from_a_single_file(tmp_path: Path) ->
                 assert torch.equal(out, whole[r:, c:])
     assert [r["rank"] for r in open_checkpoint(tmp_path / "parts").ranks] == [0, 1]
     part = load_file(tmp_path / "parts" / "step_00000003" / "rank_00000.safetensors")
-    assert torch.equal(part["0"], whole[:5])  # plain safetensors
+    assert torch.equal(part["w@0,0"], whole[:5])  # plain safetensors, whose names say which box
 
 
 def test_a_background_save_keeps_the_moment_it_was_asked_for(tmp_path: Path) -> None:
@@ -123,12 +124,12 @@ def test_a_damaged_part_is_found_by_whoever_verifies_it(tmp_path: Path) -> None:
 KILL_TWENTY = """
 import os, random, signal, sys, time, torch
 from nanoengine.state.checkpoint import open_checkpoint
-from nanoengine.state.sharded_checkpoint import ShardedWriter
+from nanoengine.state.checkpoint_writer import CheckpointWriter
 from nanoengine.state.slices import Box, Piece
 torch.set_num_threads(1)
 
 def save_forever(root, step, out):
-    each = [ShardedWriter(root, rank=rank, world=2) for rank in range(2)]
+    each = [CheckpointWriter(root, rank=rank, world=2) for rank in range(2)]
     while True:
         for rank, writer in enumerate(each):
             half = torch.full((150_000,), float(step))
@@ -197,7 +198,7 @@ def test_a_rank_that_cannot_write_tells_the_others_at_once(
             raise OSError(errno.ENOSPC, "No space left on device")
         return write_tensors(path, tensors)
 
-    monkeypatch.setattr(sharded_checkpoint, "write_tensors", write)
+    monkeypatch.setattr(checkpoint_writer, "write_tensors", write)
     each = writers(tmp_path, timeout_s=100.0)
     start = time.monotonic()
     save_all(each, 1, hands(1)[1])

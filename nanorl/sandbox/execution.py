@@ -1,4 +1,4 @@
-"""One execution as the host sees it: the descriptors that go in, the two pipes that come out.
+"""An execution as the host sees it: the descriptors that go in, the two pipes that come out.
 
 The program's text and input travel in anonymous files, never through the server's memory; stdin
 is sealed, since a program that could grow it would have memory that no limit counts.
@@ -22,8 +22,12 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_S
 
 
 @dataclass(eq=False)
-class Job:
-    """One requested execution. `payload` is the program followed by its files, framed."""
+class Execution:
+    """A program to run, and the future of its result.
+
+    `payload` is the program followed by its files, framed; `num_errors` counts workers that broke
+    while it ran, `num_starts` those that were found dead when it came.
+    """
 
     payload: list[bytes]
     stdin: bytes
@@ -63,27 +67,29 @@ class Stream:
         self.descriptor, self.is_open = -1, False
 
 
-class Run:
-    """A job in a worker."""
+class Attempt:
+    """An execution handed to a worker; a second one follows if the worker breaks under it."""
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    def __init__(self, execution: Execution) -> None:
+        self.execution = execution
         self.run_id = os.urandom(16)
         self.streams: list[Stream] = []
 
     def start(self, control: socket.socket) -> None:
         """Hands the program to the server at the other end of `control`. May raise OSError."""
         with contextlib.ExitStack() as stack:
-            descriptors = [self._file(stack, "program", self.job.payload, 0)]
-            if self.job.stdin:  # otherwise the program opens a /dev/null of its own
-                descriptors.append(self._file(stack, "stdin", [self.job.stdin], _SEALS))
+            descriptors = [self._file(stack, "program", self.execution.payload, 0)]
+            if self.execution.stdin:  # otherwise the program opens a /dev/null of its own
+                descriptors.append(self._file(stack, "stdin", [self.execution.stdin], _SEALS))
             for _ in range(2):
                 read_end, write_end = os.pipe2(os.O_CLOEXEC)
                 self.streams.append(Stream(read_end))
                 stack.callback(os.close, write_end)
                 os.set_blocking(read_end, False)
                 descriptors.append(write_end)
-            protocol.send(control, protocol.GO.pack(self.run_id, self.job.timeout_s), descriptors)
+            protocol.send(
+                control, protocol.GO.pack(self.run_id, self.execution.timeout_s), descriptors
+            )
 
     def _file(
         self, stack: contextlib.ExitStack, name: str, parts: Sequence[bytes], seals: int

@@ -1,0 +1,66 @@
+"""The numbers that travel with each token of a sample, from the optimizer batch to the losses.
+
+`Sample.fields` (nanoengine.packing) holds a list of floats by name, one for each token; the engine
+packs, splits and shifts them with the tokens, and hands them to the loss as fp32 tensors. The names
+that this package writes and reads are these, and no others:
+
+    Sample(
+        tokens=[5, 6, 7, 8],       # two of the prompt, two that the policy sampled
+        loss_mask=[0, 0, 1, 1],
+        fields={
+            Field.ROLLOUT_LOGP: [0.0, 0.0, -0.5, -1.2],
+            Field.STALENESS: [0.0, 0.0, 0.0, 0.0],
+            Field.ADVANTAGE: [0.0, 0.0, 0.7, 0.7],
+            Field.WEIGHT: [0.0, 0.0, 0.25, 0.25],
+        },
+    )
+
+Every one of them is 0 where the loss mask is 0 or is not read there. Log-probs are nats of the
+tempered distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+from nanoengine.packing import Sample
+
+
+class Field(StrEnum):
+    """A name in `Sample.fields`. Under each: what it is, who writes it, who reads it."""
+
+    ROLLOUT_LOGP = "rollout_logp"
+    """log μ. Written from the rollout; read by the corrections, the losses and `logp_gap`."""
+    STALENESS = "staleness"
+    """Versions ago that the token was sampled. Written from the rollout; read by `logp_gap`."""
+    OLD_LOGP = "old_logp"
+    """log π_o. Written by `Scoring.old`, or by the learner after the first step on a batch; read by
+    the advantages and the losses."""
+    REF_LOGP = "ref_logp"
+    """log π_ref. Written by `Scoring.reference`; read by the advantages and the losses."""
+    VALUE = "value"
+    """V, before the update. Written by the critic; read by the advantages and the critic's loss."""
+    ADVANTAGE = "advantage"
+    """A. Written by `build_batch`; read by the losses."""
+    RETURN = "return"
+    """The critic's target. Written by `build_batch`; read by the critic's loss."""
+    WEIGHT = "weight"
+    """The share of the token in the loss. Written by `build_batch`; read by all losses."""
+
+
+ALWAYS = frozenset({Field.ROLLOUT_LOGP, Field.STALENESS, Field.ADVANTAGE, Field.WEIGHT})
+"""What every sample of a finished batch has; the others depend on the algorithm."""
+
+
+def check_fields(samples: Iterable[Sample]) -> None:
+    """`ValueError` for a sample of a finished batch that lacks a field, or has an unknown one."""
+    for sample in samples:
+        names = set(sample.fields)
+        missing, unknown = ALWAYS - names, names - set(Field)
+        if missing or unknown:
+            raise ValueError(
+                f"a sample has the fields {', '.join(sorted(names))}; missing: "
+                f"{', '.join(sorted(missing)) or 'none'}, unknown: "
+                f"{', '.join(sorted(unknown)) or 'none'} (nanorl/algorithms/fields.py)"
+            )
