@@ -7,11 +7,11 @@ The last query of a sequence sits at its last key: query i of n sees `seq_len âˆ
 Keys and values of the new tokens are already in the cache (`reshape_and_cache`). A cache of fp8
 holds k / k_scale and v / v_scale; attention multiplies them back.
 
-GPU: `triton_ops.py` for mixed steps, `triton_ops.py` (contexts split over
-programs) where every sequence has one query. CPU: C++ (`cpp/ops.py`), or PyTorch
-(`attention_torch.py`) for a cache of fp8 and dtypes that C++ lacks; planned once a step for
-all layers, and fastest over a cache that lies as `make_kv_cache` lays it (PyTorch copies any other
-whole, in every call). Left out: windows, sinks, gradients.
+GPU: Triton (`triton/paged_attention.py`), with contexts split over programs where every sequence
+has one query. CPU: C++ (`cpp/attention.h`), or PyTorch (`attention_torch.py`) for a cache of fp8 and
+dtypes that C++ lacks; planned once a step for all layers, and fastest over a cache that lies as
+`make_kv_cache` lays it (PyTorch copies any other whole, in every call). Left out: windows, sinks,
+gradients.
 
 Legend: T new tokens, B sequences, H query heads, K key heads, D head_dim.
 """
