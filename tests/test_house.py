@@ -85,8 +85,7 @@ def test_source_files_say_what_they_are() -> None:
 TO_BE_MENDED = "to be mended"
 FRONT_DOOR = "a front door: users import it"
 
-IMPORT_CIRCLES: dict[str, str] = {
-}
+IMPORT_CIRCLES: dict[str, str] = {}
 CLASSES_OF_ONE_NAME: dict[str, str] = {
     "Action": TO_BE_MENDED,
     "Chunk": TO_BE_MENDED,
