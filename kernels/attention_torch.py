@@ -269,7 +269,8 @@ class PackedAttention(torch.autograd.Function):
     def backward(ctx, do):
         q, k, v, out = ctx.saved_tensors
         layout = ctx.plan.rectangles(k.shape[1], q.dtype)
-        grads = _gradients(*_for_products(q, k, v), out, *_for_products(do), layout, ctx.scale)
+        wide_q, wide_k, wide_v, wide_do = _for_products(q, k, v, do)
+        grads = _gradients(wide_q, wide_k, wide_v, out, wide_do, layout, ctx.scale)
         return *(grad.to(q.dtype) for grad in grads), None, None, None
 
 

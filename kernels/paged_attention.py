@@ -8,8 +8,8 @@ Keys and values of the new tokens are already in the cache (`reshape_and_cache`)
 holds k / k_scale and v / v_scale; attention multiplies them back.
 
 GPU: Triton (`triton/paged_attention.py`), with contexts split over programs where every sequence
-has one query. CPU: C++ (`cpp/attention.h`), or PyTorch (`attention_torch.py`) for a cache of fp8 and
-dtypes that C++ lacks; planned once a step for all layers, and fastest over a cache that lies as
+has one query. CPU: C++ (`cpp/attention.h`), or PyTorch (`attention_torch.py`) for a cache of fp8
+and dtypes that C++ lacks; planned once a step for all layers, and fastest over a cache that lies as
 `make_kv_cache` lays it (PyTorch copies any other whole, in every call). Left out: windows, sinks,
 gradients.
 
