@@ -55,7 +55,7 @@ def test_on_policy_every_loss_has_the_exact_policy_gradient() -> None:
     for token_loss in (
         lambda logp: losses.reinforce(logp, REWARD),
         lambda logp: losses.ppo(logp, OLD, REWARD),
-        lambda logp: losses.gspo(logp, OLD, REWARD, torch.ones(7), ids, 7),
+        lambda logp: losses.gspo(logp, OLD, REWARD, (torch.ones(7), ids, 7)),
         lambda logp: losses.sapo(logp, OLD, REWARD),
         lambda logp: losses.cispo(logp, OLD, REWARD),
         lambda logp: losses.decoupled_ppo(logp, OLD, OLD, REWARD),
@@ -131,7 +131,7 @@ def test_gspo_gradient_reaches_each_token_with_the_sequence_ratio() -> None:
     logp = f64(0.2, 0.4).requires_grad_()
     ids = torch.zeros(2, dtype=torch.long)
     advantage = f64(2.0, 2.0)
-    loss = losses.gspo(logp, f64(0, 0), advantage, torch.ones(2), ids, 1, clip_high=1.0)
+    loss = losses.gspo(logp, f64(0, 0), advantage, (torch.ones(2), ids, 1), clip_high=1.0)
     loss.sum().backward()
     same(logp.grad, f64(-2 * math.exp(0.3), -2 * math.exp(0.3)))
 
