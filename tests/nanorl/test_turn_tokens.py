@@ -249,6 +249,7 @@ def test_observations_are_cut_in_tokens_and_keep_both_ends() -> None:
     assert shorten(TINY, text, 3) == "sta"
     huge = "start " + "x" * 100_000 + " end"
     assert shorten(TINY, huge, 40) == shorten(TINY, "start " + "x" * 500 + " end", 40)
+    assert len(TINY.encode(shorten(TINY, huge, 40))) == 40, "all the room there is"
     builder = builder_of(max_observation_tokens=20)
     builder.append_action(output_of([EOS]))
     before = len(builder.prompt_ids)
