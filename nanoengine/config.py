@@ -16,20 +16,26 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig(AdamWConfig):
+class ComputeConfig:
+    """What a run chooses of the computation: memory against time, and the bits of the head."""
+
+    micro_batch_tokens: int = 2048
+    """Tokens of one training micro-batch, rows of the model in a forward and a backward pass."""
+    share_prefix: bool = False
+    """Forward a group's common prompt once in training. Off in --deterministic."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, a third more time, the same bits."""
+    lm_head_fp32: bool = False
+    """Multiply the lm_head in fp32 even if the model is bf16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(AdamWConfig, ComputeConfig):
     """The options of an engine: how it computes; what it inherits says how it updates. Each has
     its help below it, so that a command line can be made of the record."""
 
     dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
     """Parameters and matrix products; masters, moments and gradients stay fp32 (fp64 for fp64)."""
-    micro_batch_tokens: int = 2048
-    """Rows of the model in one forward and backward pass."""
-    share_prefix: bool = False
-    """Read the common leading tokens of a group once."""
-    activation_checkpointing: bool = False
-    """Keep only the input of each layer: less memory, a third more work, the same bits."""
-    lm_head_fp32: bool = False
-    """Compute the output head of a bf16 model in fp32."""
     deterministic: bool = False
     """Run only kernels that give the same bits in every run, on a GPU. A CPU always does."""
     keep_checkpoints: int = 2

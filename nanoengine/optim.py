@@ -53,23 +53,29 @@ NORM_ROW = 4096  # elements summed in one piece: the result is the same for ever
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamWConfig:
-    """Hyperparameters of the update."""
+class UpdateConfig:
+    """What a run chooses of the update, phase by phase; the rest is AdamW's own."""
 
     lr: float = 1e-6
-    """Learning rate at the top of the schedule."""
+    """Learning rate, the highest that the schedule reaches."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    schedule: Schedule = "constant"
+    """Learning-rate schedule after the warm-up."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay; norms and biases are spared."""
+    max_grad_norm: float = 1.0
+    """Global gradient-norm clip."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig(UpdateConfig):
+    """Hyperparameters of the update. A `max_grad_norm` of 0 never clips."""
+
     betas: tuple[float, float] = (0.9, 0.95)
     """How slowly the mean of the gradient and of its square forget."""
     eps: float = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: float = 0.0
-    """Decoupled; norms and biases are spared."""
-    max_grad_norm: float = 1.0
-    """The gradient is scaled down to this global norm; 0 never clips."""
-    schedule: Schedule = "constant"
-    """The learning rate after the warm-up."""
-    warmup_steps: int = 0
-    """Steps in which the learning rate rises linearly."""
     total_steps: int = 0
     """Where the schedule ends; cosine and linear need it."""
     min_lr_ratio: float = 0.0

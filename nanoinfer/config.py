@@ -1,14 +1,33 @@
-"""TODO config"""
+"""`InferConfig`: everything that can be chosen about an engine, with its help under each field.
+
+Nothing of it belongs to one request; that is `SamplingParams` (params.py). A size that is 0 is
+chosen for the model's device when the engine is made (sizes.py). Other configs hold one of these
+whole: the server's, and a training run's.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+CacheKind = Literal["auto", "fp8"]
+"""The dtype of a KV cache: the model's own (auto), or fp8."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class InferConfig:
-    """Sizes of an engine."""
+class StepSizes:
+    """How much one step of the engine may hold. 0 is chosen for the model's device (sizes.py): 512
+    tokens and 64 sequences on a CPU, 8192 and 256 on a GPU."""
+
+    max_batch_tokens: int = 0
+    """Tokens of one engine step, decodes and prefill chunks together; 0: chosen for the device."""
+    max_num_seqs: int = 0
+    """Sequences that are decoded together; 0: chosen for the device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferConfig(StepSizes):
+    """The options of one engine."""
 
     num_blocks: int | None = None
     """Blocks of KV cache; None: as many as `cache_bytes` holds."""
@@ -19,10 +38,6 @@ class InferConfig:
     """On a CPU take the cache's memory at the start, not as it fills: no token waits for a page."""
     block_size: int = 16
     """Tokens a block."""
-    max_batch_tokens: int = 0
-    """Tokens a step, decodes and prefill chunks together; 512 on a CPU, 8192 on a GPU."""
-    max_num_seqs: int = 0
-    """Sequences that run at a time; 64 on a CPU, 256 on a GPU."""
     prefix_caching: bool = True
     """Reuse the cache of earlier requests that started alike."""
     eos_ids: tuple[int, ...] | None = None
@@ -33,8 +48,8 @@ class InferConfig:
     speculate_siblings: bool = True
     """Guess also from what running requests sampled whose prompts start alike."""
     speculate_free_rows: int = 16
-    """Time of a decoding step over that of one more token in it: the lower, the surer a guess has
-    to be."""
+    """How many more tokens would double the time of a decoding step: the fewer, the surer a guess
+    has to be (speculative.py)."""
     lm_head_fp32: bool = False
     """Compute logits in fp32 from a bf16 model; a second copy of the output head."""
     kv_cache_dtype: CacheKind = "auto"
@@ -44,6 +59,3 @@ class InferConfig:
     """Token ids of a text that chooses the scales of an fp8 cache; none: scales of 1."""
     cuda_graphs: bool = True
     """Replay decode steps as CUDA graphs; ignored on a CPU."""
-
-
-CacheKind = Literal["auto", "fp8"]

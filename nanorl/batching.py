@@ -32,9 +32,13 @@ from nanorl.types import Rollout, Status
 
 @dataclass(kw_only=True)
 class TrainBatch:
-    """What the engine trains on, and how the batch looked. `probe` is one group of the batch, to
+    """Holds what the engine trains on, and how the batch looked. `probe` is one group of it, to
     measure the log-prob gap on where no sample has a gradient. The critic, if there is one, learns
-    from all samples."""
+    from all samples.
+
+        batch = build_batch(groups, AlgorithmSpec(), max_tokens=512, version=3)
+        engine.train_step(batch.samples, batch.loss_fn)
+    """
 
     samples: list[Sample]
     critic_samples: list[Sample]
@@ -67,7 +71,7 @@ ScoreFn = Callable[[Sequence[Sample]], Sequence[Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """Who scores a batch beside the policy that sampled it; each is called at most once."""
+    """Names who scores a batch beside the policy that sampled it; each is called at most once."""
 
     old: ScoreFn | None = None
     """The trainer's policy before the update, where the advantages read its log-probs and it is
@@ -116,7 +120,7 @@ def build_batch(
 
 
 def is_proportional_to_advantage(spec: AlgorithmSpec) -> bool:
-    """Whether a sample whose advantages are all 0 has a gradient of exactly 0, so that leaving it
+    """True if a sample whose advantages are all 0 has a gradient of exactly 0, so that leaving it
     out (after the weights of the whole batch are computed) changes nothing but the time."""
     terms = (spec.kl_coef, spec.entropy_coef, spec.distill_coef)
     return spec.loss != "opd" and not any(terms)
@@ -161,7 +165,7 @@ def _first_group(rollouts: Sequence[Rollout], version: int) -> list[Sample]:
 
 
 def _with_signal(rollouts: list[Rollout]) -> list[Rollout]:
-    """Those of groups with some but not all members correct."""
+    """Keep the rollouts of groups with some but not all members correct."""
     is_correct_R = torch.tensor([r.reward >= 1.0 for r in rollouts])
     keep_R = has_signal(is_correct_R, [r.group_id for r in rollouts])
     return [r for r, keep in zip(rollouts, keep_R.tolist(), strict=True) if keep]
@@ -268,7 +272,7 @@ def _field(samples: list[Sample], name: Field) -> Tensor | None:
 
 
 def batch_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Sums and means over the rollouts of a batch; no means where there is no rollout."""
+    """Count and average over the rollouts of a batch; no means where there is no rollout."""
     count = len(rollouts)
     metrics = {
         "num_rollouts": float(count),
@@ -289,7 +293,7 @@ def batch_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, float]:
-    """How many versions ago the sampled tokens were sampled; nothing where there are none."""
+    """Measure how many versions ago the tokens were sampled; nothing where there are none."""
     ages = [version - v for rollout in rollouts for v in rollout.versions if v >= 0]
     if not ages:
         return {}
@@ -312,7 +316,7 @@ def per_action_token(result: Mapping[str, float]) -> dict[str, float]:
 
 
 def logp_gap(samples: Sequence[Sample], trainer_logps: Sequence[Tensor]) -> dict[str, float]:
-    """How far the trainer's log-probs (nats) are from those of the rollouts.
+    """Measure how far the trainer's log-probs (nats) are from those of the rollouts.
 
     `logp_gap_*` is an error: it covers the `logp_gap_tokens` tokens that the very weights of the
     trainer sampled, and should be 0. `drift_*` covers the stale ones, whose policy has moved on

@@ -1,5 +1,9 @@
 """Every option of a run, defined once. The string under a field is its help on the command line.
 
+A record of a run inherits from the record of whoever reads it (`UpdateConfig` of the optimizer,
+`ComputeConfig` of the training engine, `StepSizes` of the inference engine, `Limits` of an agent):
+an option is described there, and only a default that differs is stated here again.
+
 `presets.py` fills these in; `scripts/train_agent.py` turns them into flags with tyro and writes the
 resolved result to `config.json` of the run. There is no other way to change behaviour.
 """
@@ -15,15 +19,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from nanoengine.config import ComputeConfig
+from nanoengine.optim import Schedule, UpdateConfig
+from nanoinfer.config import StepSizes
+from nanorl.agents.tokens import Limits
 from nanorl.algorithms.spec import BOUNDS, AlgorithmSpec, named_spec
 from nanorl.bounds import check_number
 
 MAX_ROLLOUTS = 1 << 16
-"""Of one step: at some 500 tokens each, a gigabyte of Python numbers."""
+"""A step may have so many: at some 500 tokens each, a gigabyte of Python numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class WarmStartConfig:
+class WarmStartConfig(UpdateConfig):
     """Supervised steps on a sloppy teacher's traces, so that RL starts from a format that runs."""
 
     steps: int = 32
@@ -31,11 +39,8 @@ class WarmStartConfig:
     traces_per_step: int = 6
     """Teacher traces in one optimizer step."""
     lr: float = 1e-4
-    """Peak learning rate."""
     warmup_steps: int = 4
-    """Steps of linear warm-up; the rate then decays along a cosine to a tenth."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay."""
+    schedule: Schedule = "cosine"
     drill_fraction: float = 0.0
     """Share of the steps, the first ones, that train on copy drills instead of traces."""
     epochs: int = 1
@@ -50,13 +55,14 @@ class WarmStartConfig:
             lr=POSITIVE,
             warmup_steps=NATURAL,
             weight_decay=NATURAL,
+            max_grad_norm=POSITIVE,
             drill_fraction=Bound(0, 1),
             epochs=COUNT,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class RLConfig:
+class RLConfig(UpdateConfig):
     """The reinforcement-learning phase."""
 
     steps: int = 15
@@ -66,11 +72,6 @@ class RLConfig:
     group_size: int = 8
     """Rollouts of one task."""
     lr: float = 2e-5
-    """Learning rate."""
-    warmup_steps: int = 0
-    """Steps of linear warm-up."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning-rate schedule after the warm-up."""
     temperature: float = 1.0
     """Sampling temperature of the rollouts; log-probs are of the tempered distribution."""
     epochs: int = 1
@@ -79,10 +80,6 @@ class RLConfig:
     """Policy versions a rollout may lag behind; 0 is synchronous training. Stale tokens are
     weighed by the present policy over the one that sampled them, at most 2 (algorithm.correction).
     """
-    weight_decay: float = 0.0
-    """Decoupled weight decay."""
-    max_grad_norm: float = 1.0
-    """Global gradient-norm clip."""
     max_retries: int = 2
     """How often a failed rollout (infrastructure, never the program's doing) is tried again."""
     algorithm: AlgorithmSpec = field(default_factory=AlgorithmSpec)
@@ -170,17 +167,12 @@ class RLConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AgentConfig:
+class AgentConfig(Limits):
     """Limits of one rollout."""
 
-    max_turns: int = 4
-    """Model outputs in one rollout, the final answer included."""
     max_turn_tokens: int = 96
-    """Sampled tokens in one turn."""
     max_context_tokens: int = 512
-    """Tokens of a whole rollout, prompt and observations included."""
     max_observation_tokens: int = 64
-    """Tool output is cut to this many tokens."""
 
     def __post_init__(self) -> None:
         _check(
@@ -188,6 +180,7 @@ class AgentConfig:
             "agent.",
             max_turns=Bound(1, 1000, "each is an execution in the sandbox"),
             max_turn_tokens=COUNT,
+            max_response_tokens=COUNT,
             max_context_tokens=COUNT,
             max_observation_tokens=COUNT,
         )
@@ -247,21 +240,11 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineLimits:
-    """Sizes of the two engines."""
+class EngineLimits(ComputeConfig, StepSizes):
+    """Sizes of the two engines; 0: chosen for the device (sizes.py)."""
 
     micro_batch_tokens: int = 0
-    """Tokens of one training micro-batch. 0, here and below: chosen for the device (sizes.py)."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, a third more time."""
-    lm_head_fp32: bool = False
-    """Multiply the lm_head in fp32 even if the model is bf16."""
     share_prefix: bool = True
-    """Forward a group's common prompt once in training. Off in --deterministic."""
-    max_num_seqs: int = 0
-    """Sequences decoded together."""
-    max_batch_tokens: int = 0
-    """Token budget of one engine step."""
     cache_mb: int = 0
     """Memory of the paged KV cache."""
 
@@ -430,7 +413,7 @@ def _from_json(cls: Any, data: dict[str, Any]) -> Any:
 
 
 class Bound(NamedTuple):
-    """What a number may be; infinities and NaN it may never be."""
+    """Says what a number may be; infinities and NaN it may never be."""
 
     low: float
     high: float = math.inf
@@ -444,6 +427,8 @@ NATURAL, COUNT, POSITIVE = Bound(0), Bound(1), Bound(0, is_open=True)
 def _check(record: object, prefix: str, **bounds: Bound) -> None:
     """`ValueError` names the flag of the first field outside its bound."""
     for name, bound in bounds.items():
+        if getattr(record, name) is None:
+            continue
         flag, value = f"--{prefix}{name.replace('_', '-')} ", getattr(record, name)
         low, high, why, is_open = bound
         reason = why if value > high else ""

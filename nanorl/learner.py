@@ -1,8 +1,16 @@
 """The learner role: groups of rollouts become optimizer steps, and its weights the engine's.
 
-An actor of the trainer (nanosched): its calls run one after another, the heavy part in the compute
-thread that it is given, so that rollouts may go on meanwhile.
-Left out: which groups make a batch (trainer.py), and a loss of its own (batching.py).
+`Learner` is an actor of the trainer (nanosched): its calls run one after another, the heavy part in
+the compute thread that it is given, so that rollouts may go on meanwhile. In this file, after it:
+
+    sync_weights     hands the trainer's weights to the inference engine of the same process
+    open_reference   the policy that KL terms and distillation compare with: another model of the
+                     same vocabulary (a teacher), or the policy as RL began. The latter is written
+                     into the run's folder, because a resumed run must compare with the same weights
+    Critic           the values that PPO's advantages read, and its own regression to the returns
+
+Left out: which groups make a batch (trainer.py), the loss (batching.py, algorithms/losses.py), and
+transports of weights to other processes and machines.
 """
 
 from __future__ import annotations
@@ -156,24 +164,15 @@ class Learner:
         return metrics
 
 
-# Moves the trainer's weights into the inference engine of the same process.
-#
-# Between two steps of the engine: check every name, shape and value -> write in place -> repack ->
-# bump the version -> drop the KV cache. A bad update leaves the old version serving.
-# Left out: transports to other processes and machines.
-
-
 async def sync_weights(trainer: Engine, generator: AsyncEngine, version: int) -> float:
-    """Copy `trainer`'s weights into `generator`'s engine as policy `version`; returns seconds."""
+    """Copy `trainer`'s weights into `generator`'s engine as policy `version`; returns seconds.
+
+    It happens between two steps of the engine: check every name, shape and value, write in place,
+    repack, bump the version, drop the KV cache. A bad update leaves the old version serving.
+    """
     start = time.perf_counter()
     await generator.update_weights(trainer.export_state(), version)
     return time.perf_counter() - start
-
-
-# The policy that KL terms and distillation compare with.
-#
-# Either another model of the same vocabulary (a teacher), or the policy as RL began. The latter is
-# written into the run's folder, because a resumed run must compare with the same weights.
 
 
 def check_reference(config: RunConfig, vocab_size: int) -> None:
@@ -198,8 +197,11 @@ def _resolve(config: RunConfig) -> Path:
 def open_reference(
     config: RunConfig, policy: Transformer, folder: Path, *, has_begun: bool
 ) -> Scorer:
-    """`folder` is where the run keeps its own; `has_begun` says that RL steps were taken, so that
-    `policy` is not it any more. `ValueError` if the run's own is missing."""
+    """The reference, frozen.
+
+    `folder` is where the run keeps its own; `has_begun` says that RL steps were taken, so that
+    `policy` is not it any more. `ValueError` if the run's own is missing.
+    """
     if config.rl.reference:
         model = load_model(_resolve(config), policy.dtype, str(policy.device))
     else:
@@ -222,17 +224,14 @@ def open_reference(
     )
 
 
-# The critic of PPO: values for the advantages, and its own regression to the returns.
-#
-# It starts as a copy of the policy at the beginning of RL with a value head of zeros, so the first
-# advantages are plain discounted rewards.
-# Schulman et al., "Proximal Policy Optimization Algorithms", arXiv 1707.06347 (clipped value loss
-# as in its reference implementation).
-
-
 class Critic:
-    """Owns the value engine. Samples carry `Field.VALUE`, `Field.RETURN` and
-    `Field.WEIGHT`."""
+    """Owns the value engine. The samples that it learns from carry `Field.VALUE` (before the
+    update), `Field.RETURN` and `Field.WEIGHT`.
+
+    It starts as a copy of the policy at the beginning of RL with a value head of zeros, so the
+    first advantages are plain discounted rewards. Schulman et al., "Proximal Policy Optimization
+    Algorithms", arXiv 1707.06347 (clipped value loss as in its reference implementation).
+    """
 
     def __init__(self, policy: Transformer, config: EngineConfig, *, value_clip: float) -> None:
         self.engine = ValueEngine(ValueModel(policy), config)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,12 @@ from nanoengine.model.hf import load_model
 from nanoengine.model.sources import SMOLLM2, resolve_model
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.model.transformer import Transformer
+from nanoengine.optim import UpdateConfig
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams
 from nanorl.agents.loop import Agent, Generator
-from nanorl.agents.tokens import Limits
 from nanorl.config import RunConfig
 from nanorl.envs.code import CodeEnv
 from nanorl.learner import check_reference
@@ -94,61 +94,40 @@ class Parts:
 
     def _rollout_engine(self, model: Transformer) -> LLMEngine:
         limits = self.config.engine
-        return LLMEngine(
-            model,
-            InferConfig(
-                cache_bytes=limits.cache_mb << 20,
-                max_batch_tokens=limits.max_batch_tokens,
-                max_num_seqs=limits.max_num_seqs,
-                eos_ids=tuple(sorted(self.tokenizer.eos_ids)),
-                lm_head_fp32=limits.lm_head_fp32,
-            ),
+        options = InferConfig(
+            **shared(InferConfig, limits),
+            cache_bytes=limits.cache_mb << 20,
+            eos_ids=tuple(sorted(self.tokenizer.eos_ids)),
         )
+        return LLMEngine(model, options)
 
-    def engine_config(self, *, lr: float, **options: Any) -> EngineConfig:
-        """The training engine's options of one phase."""
-        limits = self.config.engine
-        return EngineConfig(
-            dtype=self.config.dtype,
-            lr=lr,
-            micro_batch_tokens=limits.micro_batch_tokens,
-            activation_checkpointing=limits.activation_checkpointing,
-            lm_head_fp32=limits.lm_head_fp32,
-            share_prefix=limits.share_prefix,
-            deterministic=self.config.deterministic,
-            keep_checkpoints=self.config.keep_checkpoints,
-            **options,
-        )
+    def engine_config(self, update: UpdateConfig, **options: Any) -> EngineConfig:
+        """The training engine's options of one phase: those of the run, of its engines and of
+        `update` that have the same names."""
+        given = shared(EngineConfig, self.config, self.config.engine, update)
+        return EngineConfig(**given | options)
 
     def warm_start_config(self) -> EngineConfig:
         warm = self.config.warm_start
         return self.engine_config(
-            lr=warm.lr,
-            weight_decay=warm.weight_decay,
-            schedule="cosine",
+            warm,
             warmup_steps=min(warm.warmup_steps, warm.steps // 2),
             total_steps=max(warm.steps, 1),
         )
 
     def rl_config(self) -> EngineConfig:
         rl = self.config.rl
-        return self.engine_config(
-            lr=rl.lr,
-            weight_decay=rl.weight_decay,
-            max_grad_norm=rl.max_grad_norm,
-            schedule=rl.schedule,
-            warmup_steps=rl.warmup_steps,
-            total_steps=max(rl.steps * rl.epochs, 1),
-        )
+        return self.engine_config(rl, total_steps=max(rl.steps * rl.epochs, 1))
 
     def critic_config(self) -> EngineConfig:
         """As the policy's, and one checkpoint more: the policy's last may still name the oldest."""
         rl = self.config.rl
-        config = self.engine_config(
+        update = UpdateConfig(
             lr=rl.critic_lr, weight_decay=rl.weight_decay, max_grad_norm=rl.max_grad_norm
         )
-        keep = config.keep_checkpoints + 1
-        return replace(config, lm_head_fp32=False, keep_checkpoints=keep)
+        return self.engine_config(
+            update, lm_head_fp32=False, keep_checkpoints=self.config.keep_checkpoints + 1
+        )
 
     def environment(self, *, is_tool_enabled: bool = True) -> CodeEnv:
         return CodeEnv(
@@ -159,19 +138,13 @@ class Parts:
             is_tool_enabled=is_tool_enabled,
         )
 
-    def limits(self) -> Limits:
-        agent = self.config.agent
-        return Limits(
-            max_turns=agent.max_turns,
-            max_turn_tokens=agent.max_turn_tokens,
-            max_context_tokens=agent.max_context_tokens,
-            max_observation_tokens=agent.max_observation_tokens,
-        )
-
     def agent(self, generator: Generator) -> Agent:
         """The run's agent, with the policy or a teacher as its `generator`."""
         return Agent(
-            generator=generator, tokenizer=self.tokenizer, limits=self.limits(), reward=RuleReward()
+            generator=generator,
+            tokenizer=self.tokenizer,
+            limits=self.config.agent,
+            reward=RuleReward(),
         )
 
     async def play(
@@ -195,6 +168,17 @@ class Parts:
     @property
     def play_without_tool(self) -> Any:
         return partial(self.play, is_tool_enabled=False)
+
+
+def shared(kind: type, *records: Any) -> dict[str, Any]:
+    """The fields of the dataclass `kind` that the records have by the same names; the last wins."""
+    names = {field.name for field in fields(kind)}
+    return {
+        field.name: getattr(record, field.name)
+        for record in records
+        for field in fields(record)
+        if field.name in names
+    }
 
 
 def num_threads(config: RunConfig) -> int:

@@ -27,7 +27,7 @@ from nanorl.tasks.tiny import tiny_family
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """What a preset name stands for: default options, tasks, and how actions are written."""
+    """Holds what a preset name stands for: default options, tasks, and how actions are written."""
 
     config: Callable[[], RunConfig]
     cpu_sizes: Mapping[str, int]  # of `EngineLimits`, where the user gives none

@@ -2,10 +2,13 @@
 
     untrained -> warm_start -> before -> rl -> after -> no_tool -> done
 
-`Cursor` says which phase is next; it travels inside every checkpoint, so `--resume` enters the loop
-where the last checkpoint was made. Metrics rows and stored rollouts that lie behind the checkpoint
-are removed first: the resumed run writes them again, with the same content if it is synchronous
-(trainer.py says why).
+In this file: `Cursor`, `Run` with a method for every phase, and what a run leaves behind
+(`write_outcome`: summary.json, report.html and the trained model's folder).
+
+The cursor says which phase is next; it travels inside every checkpoint, so `--resume` enters the
+loop where the last checkpoint was made. Metrics rows and stored rollouts that lie behind the
+checkpoint are removed first: the resumed run writes them again, with the same content if it is
+synchronous (trainer.py says why).
 Next: trainer.py (the RL loop), parts.py (how the parts are made).
 """
 
@@ -16,7 +19,6 @@ import dataclasses
 import datetime
 import os
 import platform
-import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +27,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -46,7 +48,13 @@ from nanorl.report.examples import Example, choose, choose_entries, rates_by_sta
 from nanorl.report.html import write_report
 from nanorl.report.live import LiveView
 from nanorl.report.metrics import MetricsWriter, read_metrics
-from nanorl.report.summary import EVALUATIONS, build_summary, git_commit, write_summary
+from nanorl.report.summary import (
+    EVALUATIONS,
+    build_summary,
+    git_commit,
+    peak_rss_bytes,
+    write_summary,
+)
 from nanorl.report.transcript import transcript
 from nanorl.store import Entry, RolloutStore
 from nanorl.trainer import StepResult, Trainer
@@ -54,12 +62,48 @@ from nanorl.types import Rollout, Task
 from nanorl.warm_start import WarmStart
 from nanosched import Scheduler
 
+Phase = Literal["untrained", "warm_start", "before", "rl", "after", "no_tool", "done"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
 SHOWN = (
     *("success", "reward", "groups_with_signal", "grad_norm", "clip_fraction"),
     *("logp_gap_max", "step_s"),
 )
+ROOT = Path(__file__).resolve().parent.parent
 NUM_SAMPLES = 5  # rollouts of RL that the log shows
 NO_SIGNAL = "the rollouts of each group got equal rewards, so there was nothing to learn from"
+
+
+@dataclass(kw_only=True)
+class Cursor:
+    """Everything outside the engine that resuming needs; JSON-serialisable."""
+
+    phase: Phase = "untrained"
+    step: int = 0  # the next step of the phase
+    critic: str = ""  # the critic's checkpoint, where there is a critic
+    tasks: str = ""  # fingerprint of the user's task file, where there is one
+    results: dict[str, Any] = field(default_factory=dict)  # evaluation by phase
+    totals: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def place(self) -> tuple[Phase, int]:
+        return self.phase, self.step
+
+    def add(self, name: str, amount: float) -> None:
+        self.totals[name] = self.totals.get(name, 0.0) + amount
+
+    def keep_max(self, name: str, value: float) -> None:
+        self.totals[name] = max(self.totals.get(name, value), value)
+
+    def next_phase(self) -> None:
+        self.phase = PHASES[PHASES.index(self.phase) + 1]
+        self.step = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Cursor:
+        return cls(**data)
 
 
 class Run:
@@ -163,8 +207,7 @@ class Run:
         now = time.perf_counter()
         self.cursor.add("wall_s", now - self.started)
         self.started = now
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        self.cursor.keep_max("peak_rss_bytes", float(peak))
+        self.cursor.keep_max("peak_rss_bytes", float(peak_rss_bytes()))
 
     @contextmanager
     def _timed(self, name: str, total: int, done: int = 0, num_lines: int = 10) -> Iterator[str]:
@@ -332,7 +375,7 @@ class Run:
             self.save()
 
     def _say_step(self, result: StepResult) -> None:
-        """What the numbers of the step do not say: why nothing moved, and what the agent does."""
+        """Say what the numbers of the step do not: why nothing moved, and what the agent does."""
         if not result.metrics["num_trained_rollouts"]:
             self.live.say(f"step {result.step} changed nothing: {NO_SIGNAL}")
         every = max(1, self.config.rl.steps // NUM_SAMPLES)
@@ -357,58 +400,6 @@ class Run:
             self.cursor.add("logp_gap_tokens", measured)
 
 
-# Where a run stands: the cursor that every checkpoint carries, and the totals of the summary.
-
-Phase = Literal["untrained", "warm_start", "before", "rl", "after", "no_tool", "done"]
-PHASES: tuple[Phase, ...] = (
-    "untrained",
-    "warm_start",
-    "before",
-    "rl",
-    "after",
-    "no_tool",
-    "done",
-)
-
-
-@dataclass(kw_only=True)
-class Cursor:
-    """Everything outside the engine that resuming needs; JSON-serialisable."""
-
-    phase: Phase = "untrained"
-    step: int = 0  # the next step of the phase
-    critic: str = ""  # the critic's checkpoint, where there is a critic
-    tasks: str = ""  # fingerprint of the user's task file, where there is one
-    results: dict[str, Any] = field(default_factory=dict)  # evaluation by phase
-    totals: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def place(self) -> tuple[Phase, int]:
-        return self.phase, self.step
-
-    def add(self, name: str, amount: float) -> None:
-        self.totals[name] = self.totals.get(name, 0.0) + amount
-
-    def keep_max(self, name: str, value: float) -> None:
-        self.totals[name] = max(self.totals.get(name, value), value)
-
-    def next_phase(self) -> None:
-        self.phase = PHASES[PHASES.index(self.phase) + 1]
-        self.step = 0
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Cursor:
-        return cls(**data)
-
-
-# What a finished run leaves behind: summary.json, report.html and the trained model's folder.
-
-ROOT = Path(__file__).resolve().parent.parent
-
-
 def write_outcome(run: Run) -> dict[str, Any]:
     """Write everything; returns the summary."""
     run.note_time()
@@ -429,7 +420,7 @@ def write_outcome(run: Run) -> dict[str, Any]:
 
 
 def heldout_examples(run: Run) -> list[Example]:
-    """Of the evaluation after RL, if this process played it."""
+    """Examples of the evaluation after RL, if this process played it."""
     played = run.played.get("after", ())
     return [
         Example(rollout=rollout, task=task, when="held out")

@@ -34,7 +34,8 @@ from nanorl.config import RunConfig
 from nanorl.presets import get_preset
 
 GPU_SHARE = 0.85
-"""Of the free memory; the rest is for CUDA's libraries, graphs and the allocator's fragments."""
+"""The share of the free memory that a run takes; CUDA's libraries, graphs and the allocator's
+fragments need the rest."""
 _MICRO_BATCHES = (32768, 16384, 8192, 4096, 2048, 1024)
 SIZES = ("micro_batch_tokens", "max_num_seqs", "max_batch_tokens", "cache_mb")
 _BLOCK = 16  # tokens; InferConfig's default
@@ -93,7 +94,7 @@ def gpu_sizes(config: RunConfig, shape: ModelConfig, free: int) -> dict[str, int
 
 
 def resident_bytes(config: RunConfig, shape: ModelConfig) -> float:
-    """What stays on the GPU: trainer, rollout engine, and the algorithm's other models."""
+    """Add up what stays on the GPU: trainer, rollout engine, and the algorithm's other models."""
     model = Transformer(shape, device="meta")
     num_params = sum(parameter.numel() for parameter in model.parameters())
     weights = num_params * WIDTH[config.dtype]
@@ -105,7 +106,7 @@ def resident_bytes(config: RunConfig, shape: ModelConfig) -> float:
 
 
 def activation_bytes(config: RunConfig, shape: ModelConfig, num_tokens: int) -> float:
-    """What a micro-batch keeps for its backward pass."""
+    """Estimate what a micro-batch keeps for its backward pass."""
     plan = Plan(dtype=config.dtype, checkpointing=config.engine.activation_checkpointing)
     return rank_memory(shape, plan, 0, num_tokens, 1).activations
 

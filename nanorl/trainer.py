@@ -1,18 +1,22 @@
 """The reinforcement-learning loop: one `fit()` for synchronous and asynchronous training.
 
-    producer   admits groups (trainer.py), plays them (collector.py), puts them into the queue
+    producer   admits groups (`StalenessController`), has the collector play them (collector.py) and
+               puts them into the queue (`TransferQueue`)
     consumer   takes a batch of groups in task order, has the learner (learner.py) make an
                optimizer step of it and publish the weights to the inference engine, logs
 
 Learner and collector are actors (nanosched): here both are objects of this process.
 
-With `max_staleness = 0` the producer waits until the weights are in place, so training is
-synchronous; with more, rollouts go on while the optimizer runs in another thread.
+Admission: a group may start while `accepted + running + group <= (max_staleness + version + 1) *
+batch`, all counted in rollouts (AReaL, arXiv 2505.24298, section 4). With `max_staleness = 0` the
+rollouts of step s start only when s optimizer steps are done, so synchronous training is a special
+case and not another loop; with more, rollouts go on while the optimizer runs in another thread.
 
-Every decision that matters is a function of (seed, step): tasks, sampling seeds, batch membership.
-So a synchronous run that is killed and resumed from its last checkpoint ends with the same bits.
-With staleness, time alone decides under which weights a token is sampled: such a run resumes with
-the same tasks and seeds, and no two runs are equal.
+Hand-over: groups finish in any order and are taken by index. So every decision that matters (tasks,
+sampling seeds, which groups make a batch) is a function of (seed, step), and a synchronous run that
+is killed and resumed from its last checkpoint ends with the same bits. With staleness, time alone
+decides under which weights a token is sampled: such a run resumes with the same tasks and seeds,
+and no two runs are equal.
 Next: run.py (the order of a whole run, checkpoints), learner.py, collector.py.
 """
 
@@ -26,21 +30,27 @@ from typing import Any
 
 from nanoinfer.cancellation import to_the_end
 from nanoinfer.params import SamplingParams
+from nanorl.collector import RolloutCollector
 from nanorl.config import RunConfig
+from nanorl.learner import Learner
 from nanorl.types import Rollout, Task
 from nanosched import ActorHandle, TaskError
 
+Group = list[Rollout]
 TaskBatch = Callable[[int], Sequence[Task]]
 OnStep = Callable[["StepResult"], None]
 
 
 @dataclass(kw_only=True)
 class StepResult:
-    """What one optimizer batch gave: its metrics and the rollouts it was made of."""
+    """Holds what one optimizer batch gave: its metrics and the rollouts it was made of.
+
+    StepResult(step=3, metrics={"reward": 0.6, "grad_norm": 1.2}, groups=[[...], [...]], failed=[])
+    """
 
     step: int
     metrics: dict[str, Any]
-    groups: list[list[Rollout]]
+    groups: list[Group]
     failed: list[Rollout]  # attempts that the machine spoilt; they were repeated
 
 
@@ -51,11 +61,10 @@ class Trainer:
         self,
         config: RunConfig,
         *,
-        learner: ActorHandle,
-        collector: ActorHandle,
+        learner: ActorHandle[Learner],
+        collector: ActorHandle[RolloutCollector],
         task_batch: TaskBatch,
     ) -> None:
-        """Handles of a `Learner` and a `RolloutCollector`; the tasks of each step."""
         self.config = config
         self.learner = learner
         self.collector = collector
@@ -80,13 +89,13 @@ class Trainer:
             capacity=rl.tasks_per_step * (rl.max_staleness + 1),
             first_index=first_step * rl.tasks_per_step,
         )
-        await self.learner.publish.remote(first_step)
+        await self.learner.call(Learner.publish, first_step)
         producer = asyncio.create_task(self._produce(first_step, staleness, queue))
         try:
             await self._consume(first_step, staleness, queue, producer, on_step)
         finally:
             producer.cancel()
-            await self.collector.stop.remote()
+            await self.collector.call(RolloutCollector.stop)
             await asyncio.gather(producer, return_exceptions=True)
 
     async def _produce(
@@ -109,8 +118,12 @@ class Trainer:
         queue: TransferQueue,
     ) -> None:
         size = self.config.rl.group_size
-        group = await self.collector.run_group.remote(
-            task, group_id=f"s{step}-g{index}", size=size, sampling=self.sampling
+        group = await self.collector.call(
+            RolloutCollector.run_group,
+            task,
+            group_id=f"s{step}-g{index}",
+            size=size,
+            sampling=self.sampling,
         )
         staleness.finish(size)
         await queue.put(index, group)
@@ -133,16 +146,16 @@ class Trainer:
     async def _finish_step(
         self,
         step: int,
-        groups: list[list[Rollout]],
+        groups: list[Group],
         start: float,
         on_step: OnStep,
     ) -> None:
         wait_s = time.perf_counter() - start
-        metrics = await self.learner.train_and_publish.remote(groups, step + 1)
+        metrics = await self.learner.call(Learner.train_and_publish, groups, step + 1)
         metrics["wait_s"] = wait_s
-        metrics["rollout_s"] = await self.collector.take_busy_s.remote()
+        metrics["rollout_s"] = await self.collector.call(RolloutCollector.take_busy_s)
         metrics["step_s"] = time.perf_counter() - start
-        failed = await self.collector.take_failed.remote()
+        failed = await self.collector.call(RolloutCollector.take_failed)
         on_step(StepResult(step=step, metrics=metrics, groups=groups, failed=failed))
 
 
@@ -164,16 +177,9 @@ def _root_cause(error: BaseException | None) -> BaseException:
     return error
 
 
-# Admission: how far the rollouts may run ahead of the optimizer.
-#
-# A group is admitted while `accepted + running + group <= (max_staleness + version + 1) * batch`,
-# all counted in rollouts (AReaL, arXiv 2505.24298, section 4). With `max_staleness = 0` the
-# rollouts of step s start only when s optimizer steps are done, so synchronous training is a
-# special case and not another loop.
-
-
 class StalenessController:
-    """Counts rollouts and holds back the producer. One event loop only."""
+    """Decides which rollouts may start: counts them and holds back the producer. One event loop
+    only."""
 
     def __init__(self, *, max_staleness: int, batch: int, version: int = 0) -> None:
         if max_staleness < 0 or batch < 1:
@@ -188,6 +194,7 @@ class StalenessController:
         self._changed = asyncio.Event()
 
     def can_admit(self, count: int) -> bool:
+        """Say whether `count` more rollouts would stay within the staleness that is allowed."""
         limit = (self.max_staleness + self.version + 1) * self.batch
         return self.accepted + self.running + count <= limit
 
@@ -211,18 +218,13 @@ class StalenessController:
         self._changed.set()
 
 
-# Hands complete groups from the rollout side to the trainer, in task order, with back-pressure.
-#
-# Groups finish in any order; the trainer takes them by index, so which groups make up an optimizer
-# batch never depends on timing (without staleness a resumed run is bit-equal for that reason).
-# `put` waits while the group lies more than `capacity` groups ahead of what the trainer has taken;
-# the group that the trainer waits for is always admitted, so the two sides cannot deadlock.
-
-Group = list[Rollout]
-
-
 class TransferQueue:
-    """One producer side, one consumer, one event loop."""
+    """Hands complete groups from the producer to the consumer in task order, with back-pressure.
+
+    `put` waits while its group lies `capacity` or more groups ahead of what has been taken; the
+    group that the consumer waits for is always admitted, so the two sides cannot deadlock. One
+    event loop only.
+    """
 
     def __init__(self, *, capacity: int, first_index: int = 0) -> None:
         if capacity < 1:
@@ -233,6 +235,7 @@ class TransferQueue:
         self._changed = asyncio.Condition()
 
     async def put(self, index: int, group: Group) -> None:
+        """Hand over the group of task number `index`, counted over the whole run."""
         async with self._changed:
             if index < self.next_index or index in self._groups:
                 raise ValueError(f"group {index} was put twice (next to take: {self.next_index})")

@@ -19,7 +19,7 @@ from typing import Any
 
 
 class Status(StrEnum):
-    """How a rollout ended. Only FAILED says nothing about the policy: it is dropped and retried."""
+    """Says how a rollout ended. FAILED alone says nothing of the policy: it is dropped, retried."""
 
     FINISHED = "finished"
     TRUNCATED_TURN = "truncated_turn"  # one model output hit its token limit
@@ -33,6 +33,8 @@ class Task:
 
     `files` (name -> text) are laid into the working directory of every execution; they are visible
     to the program, so they must not hold the answer itself.
+
+        Task(task_id="train-7", kind="sum", prompt="What is 17 + 25?", answer="42")
     """
 
     task_id: str
@@ -59,6 +61,24 @@ class Rollout:
     loss_mask  1 where the policy sampled the token, 0 for prompt, tool output and template text
     logps      nats, fp32; 0.0 where loss_mask is 0
     versions   optimizer step of the weights that sampled the token; -1 where loss_mask is 0
+
+    `reward` is the score of the answer; `turn_rewards`, one for each turn or none at all, are what
+    single turns earned beside it (read with `AlgorithmSpec.reward_level = "turn"`).
+    A prompt of two tokens, a program of two, its output of one, an answer of one:
+
+        Rollout(
+            task_id="train-7", group_id="s0-g0", rollout_id="s0-g0-m3",
+            tokens=[5, 6, 20, 21, 9, 22],
+            loss_mask=[0, 0, 1, 1, 0, 1],
+            logps=[0.0, 0.0, -0.3, -1.1, 0.0, -0.2],
+            versions=[-1, -1, 4, 4, -1, 4],
+            turn_spans=[
+                TurnSpan(action_start=2, action_end=4, observation_end=5),
+                TurnSpan(action_start=5, action_end=6, observation_end=6),
+            ],
+            reward=1.0,
+            turn_rewards=[0.1, 0.0],
+        )
     """
 
     task_id: str
@@ -100,10 +120,10 @@ class Rollout:
         return cls(**fields)
 
 
-# Seeds derived by name: any part of a run can be repeated alone, and resume needs no RNG state.
-
-
 def derive_seed(*names: object) -> int:
-    """A 63-bit seed from a path of names, e.g. `derive_seed(run_seed, "rollout", step, member)`."""
+    """A 63-bit seed from a path of names, e.g. `derive_seed(run_seed, "rollout", step, member)`.
+
+    So any part of a run can be repeated alone, and resuming needs no state of a generator.
+    """
     text = "/".join(str(name) for name in names).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1

@@ -1,7 +1,18 @@
-"""What each step of the warm start trains on: copy drills first, then a sloppy teacher's traces.
+"""The samples of the warm start: copy drills first, then a sloppy teacher's traces.
 
-A function of (seed, step), so a resumed run trains on the same; the traces of an earlier epoch,
-which it does not have any more, it plays again with the same result.
+`WarmStart.samples` is a function of (seed, step), so a resumed run trains on the same; the traces
+of an earlier epoch, which it does not have any more, it plays again with the same result.
+
+Traces are played by a script in the real environment. It takes the engine's place in the ordinary
+agent loop (`ScriptedGenerator`), so traces obey the same token rules as rollouts: the teacher's
+text is encoded once, ends with the end-of-turn token, and alone carries loss; observations are what
+the sandbox really printed.
+
+Drills are random tokens followed by themselves, to grow induction heads before the traces. A model
+that starts from random weights learns the manners of tool use quickly and copying the arguments of
+the question slowly, since few tokens of a trace show it. A drill is nothing else. Its tokens are
+uniform, not lists of numbers: text with a shape of its own offers shortcuts (which number is
+frequent, what follows a comma), and the model learns those instead.
 Left out: the steps themselves (run.py), what a trace is (tasks/teachers.py).
 """
 
@@ -22,6 +33,8 @@ from nanorl.tasks.problem import Problem
 from nanorl.tasks.teachers import Script, SloppyTeacher
 from nanorl.tasks.tiny_model import CHAT_MARKERS
 from nanorl.types import Rollout, derive_seed
+
+SHORTEST, LONGEST = 6, 20  # tokens of the period that a drill repeats
 
 
 class WarmStart:
@@ -80,13 +93,6 @@ class WarmStart:
         )
 
 
-# The warm start: supervised steps on traces that a scripted teacher plays in the real environment.
-#
-# The teacher takes the engine's place in the ordinary agent loop (`ScriptedGenerator`), so its
-# traces obey the same token rules as rollouts: its text is encoded once, ends with the end-of-turn
-# token, and alone carries loss; observations are what the sandbox really printed.
-
-
 class RecordingEnv:
     """Passes everything on to an environment and keeps the observations for the script."""
 
@@ -141,19 +147,8 @@ def sft_samples(rollouts: Sequence[Rollout]) -> list[Sample]:
 
 
 def drill_samples(drills: Sequence[tuple[list[int], list[int]]]) -> list[Sample]:
-    """Samples of (ids, loss mask) pairs (data/drills.py)."""
+    """Samples of (ids, loss mask) pairs, as `copy_drill` makes them."""
     return [Sample(tokens=ids, loss_mask=mask) for ids, mask in drills]
-
-
-# Copy drills: random tokens followed by themselves, to grow induction heads before the traces.
-#
-# A model that starts from random weights learns the manners of tool use quickly and copying the
-# arguments of the question slowly, since few tokens of a trace show it. A drill is nothing else.
-# Uniform tokens, not lists of numbers: text with a shape of its own offers shortcuts (which number
-# is frequent, what follows a comma), and the model learns those instead.
-# Left out: any task; drills have no answer and no reward.
-
-SHORTEST, LONGEST = 6, 20
 
 
 def copy_drill(

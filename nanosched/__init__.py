@@ -1,4 +1,10 @@
-"""Actors, futures and bounded queues; one program for one process or many."""
+"""Actors, futures and bounded queues: one program for one process or many.
+
+An actor is an object that somebody else runs: `Scheduler` makes it and hands out a handle, a call
+of a method through the handle gives a `Future` at once, and errors come back with the result. The
+trainer is written against this, so that learner and collector need not know where they are. Today
+there is one back end, `inline`: everything in this process. Start at api.py.
+"""
 
 from nanosched.api import ActorBuilder, ActorHandle, ActorOptions, Scheduler
 from nanosched.errors import (

@@ -1,10 +1,14 @@
-"""What a trainer writes: `Scheduler`, actor builders and handles; the back end runs it somewhere.
+"""A trainer writes `Scheduler`, actor builders and handles; the back end runs it somewhere.
 
     sched = Scheduler(backend="inline")
     counter = sched.actor(Counter).options(name="counter").remote(start=3)
-    future = counter.add.remote(2)
-    sched.get(future)            # in plain code
-    await future                 # in a coroutine
+    future = counter.call(Counter.add, 2)    # a Future[int], if `add` returns an int
+    sched.get(future)                        # in plain code
+    await future                             # in a coroutine
+
+`call` names the method by the function itself, so an editor finds it and a type checker sees its
+arguments and its result. `counter.add.remote(2)` does the same without types, for arguments that
+are futures of other calls and for names that are known at run time only.
 
 The shape is Ray's, and so are the promises (see nanosched.inline, which is where to read next).
 Left out: back ends of several processes, placement groups, lineage and nested tasks.
@@ -14,10 +18,10 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, fields, replace
 from types import TracebackType
-from typing import Any, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from nanosched.errors import GetTimeout, SchedulerError
 from nanosched.future import Future
@@ -25,10 +29,14 @@ from nanosched.inline import InlineActor, InlineBackend
 
 BACKENDS = {"inline": InlineBackend}
 
+A = TypeVar("A")  # the class of an actor
+P = ParamSpec("P")  # what a method or a constructor takes
+R = TypeVar("R")  # what a method returns
+
 
 @dataclass(frozen=True, kw_only=True)
 class ActorOptions:
-    """How an actor is placed and supervised. Inline, cpus and gpus reserve nothing."""
+    """Says how an actor is placed and supervised. Inline, cpus and gpus reserve nothing."""
 
     num_cpus: float = 1
     num_gpus: float = 0
@@ -53,11 +61,27 @@ def _check_options(options: dict[str, Any]) -> None:
 class RemoteMethod:
     """`handle.method`: call it with `.remote(...)`."""
 
-    def __init__(self, handle: ActorHandle, method: str) -> None:
+    def __init__(self, handle: ActorHandle[Any], method: str) -> None:
         self._handle = handle
         self._method = method
 
-    def remote(self, *args: Any, **kwargs: Any) -> Future:
+    @classmethod
+    def of(cls, handle: ActorHandle[Any], name: str) -> RemoteMethod:
+        """`AttributeError` lists the methods that there are."""
+        actor = handle._actor.cls
+        if name.startswith("_") or not callable(getattr(actor, name, None)):
+            methods = [
+                method
+                for method, _ in inspect.getmembers(actor, callable)
+                if not method.startswith("_")
+            ]
+            raise AttributeError(
+                f"actor {actor.__name__} has no public method {name!r}; it has: "
+                f"{', '.join(methods) or 'none'}"
+            )
+        return cls(handle, name)
+
+    def remote(self, *args: Any, **kwargs: Any) -> Future[Any]:
         handle = self._handle
         return handle._backend.submit(handle._actor, self._method, args, kwargs)
 
@@ -68,44 +92,52 @@ class RemoteMethod:
         )
 
 
-class ActorHandle:
-    """Refers to one actor, which ends when its last handle is gone."""
+class ActorHandle(Generic[A]):
+    """Refers to one actor of class `A`, which ends when its last handle is gone."""
 
     def __init__(self, backend: InlineBackend, actor: InlineActor) -> None:
         self._backend = backend
         self._actor = actor
 
+    @overload
+    def call(
+        self,
+        method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Future[R]: ...
+
+    @overload
+    def call(
+        self, method: Callable[Concatenate[A, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[R]: ...
+
+    def call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Calls a method of the actor, named as `Class.method`; a subclass's own version of it runs
+        if the actor has one."""
+        return RemoteMethod.of(self, method.__name__).remote(*args, **kwargs)
+
     def __getattr__(self, name: str) -> RemoteMethod:
-        cls = self._actor.cls
-        if name.startswith("_") or not callable(getattr(cls, name, None)):
-            methods = [
-                method
-                for method, _ in inspect.getmembers(cls, callable)
-                if not method.startswith("_")
-            ]
-            raise AttributeError(
-                f"actor {cls.__name__} has no public method {name!r}; it has: "
-                f"{', '.join(methods) or 'none'}"
-            )
-        return RemoteMethod(self, name)
+        return RemoteMethod.of(self, name)
 
     def __repr__(self) -> str:
         return f"<ActorHandle {self._actor.label}>"
 
 
 @dataclass(frozen=True)
-class ActorBuilder:
+class ActorBuilder(Generic[P, A]):
     """A class and the options of the actors to make of it. `.options` returns a changed copy."""
 
     scheduler: Scheduler
-    cls: type
+    cls: Callable[P, A]
     actor_options: ActorOptions
 
-    def options(self, **options: Any) -> ActorBuilder:
+    def options(self, **options: Any) -> ActorBuilder[P, A]:
         _check_options(options)
         return replace(self, actor_options=replace(self.actor_options, **options))
 
-    def remote(self, *args: Any, **kwargs: Any) -> ActorHandle:
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> ActorHandle[A]:
         """Creates the actor. Its constructor's error surfaces at its first call, not here."""
         return self.scheduler.create(self, args, kwargs)
 
@@ -122,10 +154,12 @@ class Scheduler:
                 f"unknown scheduler back end {backend!r}; allowed: {', '.join(sorted(BACKENDS))}"
             )
         self._backend = BACKENDS[backend]()
-        self._named: weakref.WeakValueDictionary[str, ActorHandle] = weakref.WeakValueDictionary()
+        self._named: weakref.WeakValueDictionary[str, ActorHandle[Any]] = (
+            weakref.WeakValueDictionary()
+        )
         self._is_closed = False
 
-    def actor(self, cls: type, **options: Any) -> ActorBuilder:
+    def actor(self, cls: Callable[P, A], **options: Any) -> ActorBuilder[P, A]:
         """A builder of actors of `cls`: `sched.actor(Worker, num_cpus=1).remote(...)`."""
         if not isinstance(cls, type):
             raise ValueError(f"actor({cls!r}): give the class itself, not an instance of it")
@@ -133,21 +167,22 @@ class Scheduler:
         return ActorBuilder(self, cls, ActorOptions(**options))
 
     def create(
-        self, builder: ActorBuilder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> ActorHandle:
-        """What `ActorBuilder.remote` calls."""
+        self, builder: ActorBuilder[P, A], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> ActorHandle[A]:
+        """Make the actor; `ActorBuilder.remote` calls this."""
         if self._is_closed:
             raise SchedulerError("the scheduler is closed; make a new one")
         options = builder.actor_options
         if options.name is not None and options.name in self._named:
             raise ValueError(f"an actor named {options.name!r} is alive; kill it or choose another")
+        assert isinstance(builder.cls, type), "`actor` saw to it"
         actor = self._backend.create(builder.cls, args, kwargs, options.max_restarts)
-        handle = ActorHandle(self._backend, actor)
+        handle: ActorHandle[A] = ActorHandle(self._backend, actor)
         if options.name is not None:
             self._named[options.name] = handle
         return handle
 
-    def get_actor(self, name: str) -> ActorHandle:
+    def get_actor(self, name: str) -> ActorHandle[Any]:
         """The living actor of that name; ValueError if there is none."""
         handle = self._named.get(name)
         if handle is None:
@@ -156,12 +191,14 @@ class Scheduler:
         return handle
 
     @overload
-    def get(self, futures: Future, timeout_s: float | None = None) -> Any: ...
+    def get(self, futures: Future[R], timeout_s: float | None = None) -> R: ...
 
     @overload
-    def get(self, futures: Sequence[Future], timeout_s: float | None = None) -> list[Any]: ...
+    def get(self, futures: Sequence[Future[R]], timeout_s: float | None = None) -> list[R]: ...
 
-    def get(self, futures: Future | Sequence[Future], timeout_s: float | None = None) -> Any:
+    def get(
+        self, futures: Future[Any] | Sequence[Future[Any]], timeout_s: float | None = None
+    ) -> Any:
         """The result, or the results in order; raises the first error among them.
 
         TaskError carries what the method raised; GetTimeout leaves the calls running.
@@ -179,10 +216,10 @@ class Scheduler:
 
     def wait(
         self,
-        futures: Sequence[Future],
+        futures: Sequence[Future[R]],
         num_returns: int = 1,
         timeout_s: float | None = None,
-    ) -> tuple[list[Future], list[Future]]:
+    ) -> tuple[list[Future[R]], list[Future[R]]]:
         """(at most `num_returns` that are done, all others), both in the order given.
 
         Failed calls count as done; reading them raises. After `timeout_s` with what there is.
@@ -197,13 +234,13 @@ class Scheduler:
         chosen = {id(future) for future in done}
         return done, [future for future in futures if id(future) not in chosen]
 
-    def put(self, obj: Any) -> Future:
+    def put(self, obj: R) -> Future[R]:
         """A finished future of `obj`, to pass to many calls. `obj` must not change afterwards."""
-        future = Future(f"put({type(obj).__name__})")
+        future: Future[R] = Future(f"put({type(obj).__name__})")
         future.settle(obj)
         return future
 
-    def kill(self, handle: ActorHandle) -> None:
+    def kill(self, handle: ActorHandle[Any]) -> None:
         """Ends the actor for good; its pending and later calls raise WorkerDied."""
         self._backend.kill(handle._actor)
         for name in [name for name, named in self._named.items() if named is handle]:

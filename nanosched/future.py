@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+T_co = TypeVar("T_co", covariant=True)
 
 
-class Future:
+class Future(Generic[T_co]):
     """`label` names the call in error messages; `on_await` lets the back end start lazy work."""
 
     __slots__ = ("_callbacks", "_error", "_is_done", "_on_await", "_value", "label")
@@ -24,7 +26,7 @@ class Future:
         self._is_done = False
         self._value: Any = None
         self._error: Exception | None = None
-        self._callbacks: list[Callable[[Future], None]] = []
+        self._callbacks: list[Callable[[Future[Any]], None]] = []
 
     def is_done(self) -> bool:
         return self._is_done
@@ -33,7 +35,7 @@ class Future:
         """The error that `result` would raise; None while pending or after success."""
         return self._error
 
-    def result(self) -> Any:
+    def result(self) -> T_co:
         """The value, or raises the call's error. Only for futures that are done."""
         assert self._is_done, f"result of {self.label} read before it is done"
         if self._error is not None:
@@ -49,14 +51,14 @@ class Future:
         for callback in callbacks:
             callback(self)
 
-    def add_done_callback(self, callback: Callable[[Future], None]) -> None:
+    def add_done_callback(self, callback: Callable[[Future[Any]], None]) -> None:
         """Called with the future once it is done; at once if it already is."""
         if self._is_done:
             callback(self)
         else:
             self._callbacks.append(callback)
 
-    def __await__(self) -> Generator[Any, None, Any]:
+    def __await__(self) -> Generator[Any, None, T_co]:
         if not self._is_done and self._on_await is not None:
             self._on_await()
         if not self._is_done:
@@ -84,8 +86,8 @@ def _wake(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
-def futures_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Future]:
-    """Those among the arguments themselves; what is nested deeper is the callee's to read."""
+def futures_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Future[Any]]:
+    """Find those among the arguments themselves; what is nested deeper is the callee's to read."""
     return [value for value in (*args, *kwargs.values()) if isinstance(value, Future)]
 
 

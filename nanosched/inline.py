@@ -30,9 +30,9 @@ class _Call:
     method: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    future: Future
+    future: Future[Any]
 
-    def pending_inputs(self) -> list[Future]:
+    def pending_inputs(self) -> list[Future[Any]]:
         return [f for f in futures_in(self.args, self.kwargs) if not f.is_done()]
 
 
@@ -48,7 +48,7 @@ class InlineActor:
     instance: Any = None
     death: SchedulerError | None = None
     calls: deque[_Call] = field(default_factory=deque)
-    tasks: dict[asyncio.Task[None], Future] = field(default_factory=dict)
+    tasks: dict[asyncio.Task[None], Future[Any]] = field(default_factory=dict)
     is_pumping: bool = False
     has_started: bool = False
 
@@ -56,8 +56,10 @@ class InlineActor:
     def label(self) -> str:
         return self.cls.__name__
 
-    def submit(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future:
-        future = Future(f"{self.label}.{method}", on_await=self.backend.start_lazy_tasks)
+    def submit(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+        future: Future[Any] = Future(
+            f"{self.label}.{method}", on_await=self.backend.start_lazy_tasks
+        )
         if isinstance(self.death, WorkerDied):
             future.settle(error=self.death)
             return future
@@ -80,7 +82,7 @@ class InlineActor:
         finally:
             self.is_pumping = False
 
-    def _waits_for(self, inputs: list[Future]) -> bool:
+    def _waits_for(self, inputs: list[Future[Any]]) -> bool:
         if inputs:
             inputs[0].add_done_callback(lambda _: self.pump())
         return bool(inputs)
@@ -126,7 +128,7 @@ class InlineActor:
             else:
                 future.settle(result)
 
-    async def finish(self, coroutine: Coroutine[Any, Any, Any], future: Future) -> None:
+    async def finish(self, coroutine: Coroutine[Any, Any, Any], future: Future[Any]) -> None:
         """The body of an async method's task."""
         try:
             future.settle(await coroutine)
@@ -135,7 +137,7 @@ class InlineActor:
         except Exception as error:  # the boundary of the actor, as in _run
             future.settle(error=TaskError(future.label, error))
 
-    def _exited(self, future: Future, error: SystemExit) -> None:
+    def _exited(self, future: Future[Any], error: SystemExit) -> None:
         """`sys.exit` ends the actor; with restarts left, the next call meets a fresh object."""
         died = WorkerDied(f"{self.label} called sys.exit({error.code!r}) in {future.label}")
         future.settle(error=died)
@@ -160,11 +162,11 @@ class InlineActor:
 
 
 class InlineBackend:
-    """What `Scheduler` asks of a back end: create, submit, get, wait, kill, close."""
+    """Does what `Scheduler` asks of a back end: create, submit, get, wait, kill, close."""
 
     def __init__(self) -> None:
         self._actors: weakref.WeakSet[InlineActor] = weakref.WeakSet()
-        self._lazy: list[tuple[InlineActor, Coroutine[Any, Any, Any], Future]] = []
+        self._lazy: list[tuple[InlineActor, Coroutine[Any, Any, Any], Future[Any]]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def create(
@@ -179,7 +181,7 @@ class InlineBackend:
 
     def submit(
         self, actor: InlineActor, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Future:
+    ) -> Future[Any]:
         return actor.submit(method, args, kwargs)
 
     def kill(self, actor: InlineActor) -> None:
@@ -196,7 +198,7 @@ class InlineBackend:
             self._loop.close()
 
     def start(
-        self, actor: InlineActor, coroutine: Coroutine[Any, Any, Any], future: Future
+        self, actor: InlineActor, coroutine: Coroutine[Any, Any, Any], future: Future[Any]
     ) -> None:
         """Starts an async method on the running loop, or keeps it until a loop runs."""
         self._lazy.append((actor, coroutine, future))
@@ -220,7 +222,7 @@ class InlineBackend:
 
     def wait(
         self,
-        futures: Sequence[Future],
+        futures: Sequence[Future[Any]],
         num_returns: int,
         timeout_s: float | None,
         stops_on_error: bool = False,
@@ -245,7 +247,7 @@ class InlineBackend:
             )
 
     async def _drive(
-        self, futures: Sequence[Future], is_enough: Callable[[], bool], timeout_s: float | None
+        self, futures: Sequence[Future[Any]], is_enough: Callable[[], bool], timeout_s: float | None
     ) -> None:
         self.start_lazy_tasks()
         loop = asyncio.get_running_loop()
@@ -288,5 +290,5 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return None
 
 
-def _first_pending(futures: Sequence[Future]) -> Future:
+def _first_pending(futures: Sequence[Future[Any]]) -> Future[Any]:
     return next(future for future in futures if not future.is_done())

@@ -75,7 +75,7 @@ class Option(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of one combination."""
+    """Says what became of one combination."""
 
     verdict: Literal["trained", "refused", "BROKEN"]
     detail: str

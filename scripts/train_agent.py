@@ -52,7 +52,7 @@ def parse_arguments(arguments: list[str]) -> RunConfig:
 
 
 def describe() -> str:
-    """What --help says before the options."""
+    """The text of --help before the options."""
     title = f"Train an agent with reinforcement learning. Presets: {', '.join(PRESETS)}."
     recipes = (f"- {name}: {recipe.summary}" for name, recipe in RECIPES.items())
     return "\n".join((title, "", "Algorithms (--rl.algorithm.* changes parts of one):", *recipes))
@@ -138,7 +138,7 @@ def say_how_to_go_on(config: RunConfig, *, has_saved: bool) -> int:
 
 
 def expected_errors() -> list[type[Exception]]:
-    """What a user can mend: shown as one message without a traceback."""
+    """The errors that a user can mend: shown as one message without a traceback."""
     from nanoengine.engine import NonFiniteLoss
     from nanoengine.tensor_file import CheckpointError
     from nanorl.sandbox.base import SandboxUnavailable

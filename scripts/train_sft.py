@@ -38,7 +38,6 @@ def launch(config: SftConfig, arguments: list[str]) -> int:
 def main() -> int:
     from nanoengine.engine import NonFiniteLoss
     from nanoengine.model.device import resolve_device
-    from nanoengine.sft_run import SftRun
     from nanoengine.stop_signals import EXIT_STATUS, Interrupted
     from nanoengine.tensor_file import CheckpointError
 

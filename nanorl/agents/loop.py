@@ -10,7 +10,6 @@ Left out: retries of failed rollouts (nanorl/collector.py).
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -65,23 +64,18 @@ class Agent:
             self.tokenizer, self.limits, task_id=task.task_id, group_id=group_id,
             rollout_id=rollout_id,
         )  # fmt: skip
-        metrics: defaultdict[str, float] = defaultdict(float)
         try:
             builder.start(await env.reset(task))
-            answer = await self._converse(builder, env, sampling, metrics)
+            answer = await self._converse(builder, env, sampling)
         except InfrastructureError:
-            return builder.close(0.0, Status.FAILED, metrics=metrics)
+            return builder.close(0.0, Status.FAILED)
         finally:
             await env.close()
-        metrics["answered"] = float(answer is not None)
-        return builder.close(self.reward(answer, task.answer), metrics=metrics)
+        builder.metrics["answered"] = float(answer is not None)
+        return builder.close(self.reward(answer, task.answer))
 
     async def _converse(
-        self,
-        builder: TurnBuilder,
-        env: Environment,
-        sampling: SamplingParams,
-        metrics: defaultdict[str, float],
+        self, builder: TurnBuilder, env: Environment, sampling: SamplingParams
     ) -> str | None:
         """Take turns until there is an answer, which is returned, or a limit is hit: None."""
         while True:
@@ -89,8 +83,7 @@ class Agent:
             if not builder.is_parseable:
                 return None
             step = await env.step(builder.action_text())
-            for name, value in step.metrics.items():
-                metrics[name] += value
+            builder.note(step.reward, step.metrics)
             if step.observation is None:
                 return step.answer
             if builder.num_turns >= self.limits.max_turns:

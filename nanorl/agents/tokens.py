@@ -13,6 +13,7 @@ that must rewrite history starts a second builder with the same `rollout_id`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -78,6 +79,7 @@ class TurnBuilder:
         self.limits = limits
         self.truncation: Truncation | None = None
         self.spans: list[TurnSpan] = []
+        self.metrics: defaultdict[str, float] = defaultdict(float)
         self._ids = (task_id, group_id, rollout_id)
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
@@ -85,6 +87,7 @@ class TurnBuilder:
         self._logps: list[float] = []
         self._versions: list[int] = []
         self._is_aborted = False
+        self._turn_rewards: list[float] = []
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -172,6 +175,12 @@ class TurnBuilder:
         )
         return True
 
+    def note(self, reward: float, metrics: Mapping[str, float]) -> None:
+        """Record the environment's reward for the last action; metrics of the turns add up."""
+        self._turn_rewards += [0.0] * (len(self.spans) - 1 - len(self._turn_rewards)) + [reward]
+        for name, value in metrics.items():
+            self.metrics[name] += value
+
     def status(self) -> Status:
         """The way in which the rollout ended, as far as its tokens tell."""
         if self.truncation is None:
@@ -179,18 +188,13 @@ class TurnBuilder:
         is_turn = self.truncation == "turn"
         return Status.TRUNCATED_TURN if is_turn else Status.TRUNCATED_CONTEXT
 
-    def close(
-        self,
-        reward: float,
-        status: Status | None = None,
-        *,
-        turn_rewards: Sequence[float] = (),
-        metrics: Mapping[str, float] | None = None,
-    ) -> Rollout:
-        """The finished rollout; by default with the status that the tokens tell."""
+    def close(self, reward: float, status: Status | None = None) -> Rollout:
+        """The finished rollout; by default with the status that the tokens tell.
+
+        Its `turn_rewards` are empty where the environment rewarded no turn of its own.
+        """
         task_id, group_id, rollout_id = self._ids
-        if turn_rewards and len(turn_rewards) != len(self.spans):
-            raise ValueError(f"{len(turn_rewards)} turn rewards for {len(self.spans)} turns")
+        turn_rewards = self._turn_rewards + [0.0] * (len(self.spans) - len(self._turn_rewards))
         cut = {f"truncated_{self.truncation}": 1.0} if self.truncation else {}
         return Rollout(
             task_id=task_id,
@@ -202,9 +206,9 @@ class TurnBuilder:
             versions=list(self._versions),
             turn_spans=list(self.spans),
             reward=reward,
-            turn_rewards=list(turn_rewards),
+            turn_rewards=turn_rewards if any(turn_rewards) else [],
             status=self.status() if status is None else status,
-            metrics={**(metrics or {}), "num_turns": float(len(self.spans)), **cut},
+            metrics={**self.metrics, "num_turns": float(len(self.spans)), **cut},
         )
 
     def _turn_room(self) -> int:

@@ -186,14 +186,14 @@ def overlong_penalty(length_R: Tensor, max_length: int, buffer: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:
-    """What `reward_level="turn"` adds to a batch. A rollout of two turns that was praised for the
-    first and solved its task, and one of a single turn that failed:
+    """Holds what `reward_level="turn"` adds to a batch. A rollout of two turns that was praised for
+    the first and solved its task, and one of a single turn that failed:
 
         Turns(rewards=[[0.2, 1.0], [0.0]], index_T=tensor([-1, 0, 0, -1, 1, -1, 0]))
     """
 
     rewards: Sequence[Sequence[float]]
-    """Of each rollout's turns; the last one's holds the reward of the outcome too."""
+    """One for each turn of each rollout; the last one's holds the reward of the outcome too."""
     index_T: Tensor
     """int64, the turn of every action token, counted in its rollout; −1 for other tokens."""
 

@@ -50,7 +50,7 @@ class Field(StrEnum):
 
 
 ALWAYS = frozenset({Field.ROLLOUT_LOGP, Field.STALENESS, Field.ADVANTAGE, Field.WEIGHT})
-"""What every sample of a finished batch has; the others depend on the algorithm."""
+"""Every sample of a finished batch has these; the others depend on the algorithm."""
 
 
 def check_fields(samples: Iterable[Sample]) -> None:

@@ -62,7 +62,7 @@ class LossBatch:
 
     @property
     def segments(self) -> tuple[Tensor, Tensor, int]:
-        """What a function of whole sequences asks for."""
+        """The arguments that functions of whole sequences ask for."""
         return self.mask_T, self.sequence_ids_T, self.num_sequences
 
 
@@ -207,15 +207,13 @@ def gspo(
     logp_T: Tensor,
     old_logp_T: Tensor,
     advantage_T: Tensor,
-    mask_T: Tensor,
-    sequence_ids_T: Tensor,
-    num_sequences: int,
+    segments: tuple[Tensor, Tensor, int],
     *,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> Tensor:
-    """The PPO clip on a sequence-level ratio. Sequences must be whole."""
-    ratio_T = gspo_ratio(logp_T, old_logp_T, mask_T, sequence_ids_T, num_sequences)
+    """The PPO clip on a sequence-level ratio. Sequences must be whole (`LossBatch.segments`)."""
+    ratio_T = gspo_ratio(logp_T, old_logp_T, *segments)
     return clipped(ratio_T, advantage_T, clip_low=clip_low, clip_high=clip_high)
 
 
@@ -284,7 +282,7 @@ LOSSES: Mapping[str, Callable[[AlgorithmSpec, Tensor, Tensor, LossBatch], Tensor
                 logp_T,
                 old_T,
                 batch.advantage_T,
-                *batch.segments,
+                batch.segments,
                 clip_low=spec.clip[0],
                 clip_high=spec.clip[1],
             ),

@@ -1,4 +1,4 @@
-"""What advantages and losses share: sums over the segments of a packed tensor.
+"""Sums over the segments of a packed tensor, which advantages and losses share.
 
 Suffixes: T tokens of all sequences in a row, S sequences, R rollouts.
 """

@@ -161,7 +161,7 @@ class AlgorithmSpec:
 
     @property
     def weighs_by_itself(self) -> bool:
-        """Whether the ratio of the loss is against μ already, so that w must not come in again."""
+        """True if the ratio of the loss is against μ already, so that w must not come in again."""
         return self.old_policy == "rollout" or self.loss in ("decoupled_ppo", "opd")
 
     @property
@@ -173,29 +173,29 @@ class AlgorithmSpec:
 
     @property
     def answers_for_staleness(self) -> bool:
-        """Whether tokens that another policy sampled are weighed, clipped or rejected for it."""
+        """True if tokens that another policy sampled are weighed, clipped or rejected for it."""
         has_ratio = self.weighs_by_itself and self.loss != "reinforce"
         return has_ratio or self.resolved_correction != "none"
 
     @property
     def compares_members(self) -> bool:
-        """Whether a group of one rollout has nothing to learn from."""
+        """True if a group of one rollout has nothing to learn from."""
         return self.advantage in COMPARES_MEMBERS or self.dynamic_sampling
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the log-probs of a reference (or teacher) policy are read."""
+        """True if the log-probs of a reference (or teacher) policy are read."""
         coefs = (self.kl_coef, self.kl_reward_coef, self.distill_coef)
         return self.loss == "opd" or any(coef != 0 for coef in coefs)
 
     @property
     def needs_critic(self) -> bool:
-        """Whether the advantages read a critic's values."""
+        """True if the advantages read a critic's values."""
         return self.advantage == "gae"
 
     @property
     def needs_old_logp(self) -> bool:
-        """Whether the advantages read the old policy's log-probs, before any loss is computed. A
+        """True if the advantages read the old policy's log-probs, before any loss is computed. A
         loss alone never asks for them: see `LossBatch.old_logp_T`."""
         return self.kl_reward_coef != 0 or self.distill_coef != 0
 

@@ -29,6 +29,8 @@ class TimeStep:
     observation: str | None = None
     is_done: bool = False
     answer: str | None = None
+    reward: float = 0.0
+    """The environment's own reward for this turn, beside the score of the final answer."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -1,6 +1,7 @@
 """Whole rollouts with a scripted engine: what is asked of it, and what is kept."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from agent_doubles import (
@@ -16,6 +17,7 @@ from nanoinfer.params import SamplingParams
 from nanorl.agents.loop import Agent, Generator, turn_seed
 from nanorl.agents.tokens import Limits
 from nanorl.envs.actions import MARKDOWN
+from nanorl.envs.base import TimeStep
 from nanorl.envs.code import CodeEnv
 from nanorl.rewards.rule import RuleReward
 from nanorl.sandbox.base import SandboxFailure
@@ -38,9 +40,10 @@ def agent_of(generator: Generator, **limits: int) -> Agent:
     return Agent(generator=generator, tokenizer=TINY, limits=Limits(**limits), reward=RuleReward())
 
 
-def rollout_of(script, results=(), *, is_tool_enabled: bool = True, **limits: int):
+def rollout_of(script, results=(), *, env=None, is_tool_enabled: bool = True, **limits: int):
     generator = ScriptedGenerator(TINY, list(script))
-    env = CountingEnv(FakeSandbox(list(results)), MARKDOWN, is_tool_enabled=is_tool_enabled)
+    sandbox = FakeSandbox(list(results))
+    env = env or CountingEnv(sandbox, MARKDOWN, is_tool_enabled=is_tool_enabled)
     rollout: Rollout = asyncio.run(
         agent_of(generator, **limits).play(
             TASK,
@@ -144,6 +147,20 @@ def test_an_abort_resumes_the_turn_with_the_same_seed_and_the_ids_so_far() -> No
     assert third[1].max_tokens == first[1].max_tokens - 4
     assert rollout.reward == 1.0 and len(rollout.turn_spans) == 1
     assert rollout.versions[-len(ids) :] == [1] * 4 + [2] * (len(ids) - 4)
+
+
+def test_the_rewards_of_turns_travel_with_the_rollout() -> None:
+    class Strict(CountingEnv):
+        """Takes a tenth for a program that fails."""
+
+        async def step(self, action_text: str) -> TimeStep:
+            step = await super().step(action_text)
+            return replace(step, reward=-0.1 * step.metrics.get("num_exec_error", 0.0))
+
+    failed = exec_result("error", stderr=b"NameError: x", exit_code=1)
+    env = Strict(FakeSandbox([failed, OK]), MARKDOWN)
+    rollout, _ = rollout_of([RUN, RUN, "Answer: 42"], env=env)
+    assert rollout.reward == 1.0 and rollout.turn_rewards == [-0.1, 0.0, 0.0]
 
 
 def test_many_rollouts_interleave_on_one_event_loop() -> None:

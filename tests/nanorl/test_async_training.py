@@ -231,7 +231,10 @@ def test_rollout_time_is_when_a_group_is_played_and_not_the_time_between(
 def test_a_step_reports_the_time_of_its_rollouts_and_not_its_own_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(RolloutCollector, "take_busy_s", lambda _: 7.0)
+    def take_busy_s(_: RolloutCollector) -> float:
+        return 7.0
+
+    monkeypatch.setattr(RolloutCollector, "take_busy_s", take_busy_s)
     steps, _ = train(steps=2)
     assert [step.metrics["rollout_s"] for step in steps] == [7.0, 7.0]
     assert all(0 < step.metrics["wait_s"] <= step.metrics["step_s"] for step in steps)

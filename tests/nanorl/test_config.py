@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from nanoengine.config import EngineConfig
+from nanoinfer.config import InferConfig
 from nanorl.algorithms.spec import RECIPES, AlgorithmSpec, named_spec
 from nanorl.config import (
     AgentConfig,
@@ -26,6 +28,7 @@ from nanorl.config import (
     WarmStartConfig,
 )
 from nanorl.presets import tiny
+from nanorl.sandbox.base import SandboxSpec
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "scripts")]
 import train_agent  # noqa: E402
@@ -92,6 +95,39 @@ def test_sizes_that_would_hang_are_refused_with_limit_and_reason(make: Any, mess
     with pytest.raises(ValueError) as caught:
         make()
     assert str(caught.value).startswith(message), caught.value
+
+
+WRITTEN_TWICE = {
+    "dtype": "a run has two of the engine's three types; its own means both engines",
+    "deterministic": "of a run it is a promise that is checked, of an engine a choice of kernels",
+    "keep_checkpoints": "a run's number; the critic's engine keeps one more",
+    "lm_head_fp32": "nanoinfer cannot import nanoengine.config, where the other one stands",
+    "steps": "of the phase whose record it is in",
+    "epochs": "of the phase whose record it is in",
+    "seed": "of the run, and of its held-out list",
+    "algorithm": "of the run a recipe's name, of its RL phase the recipe filled in",
+    "timeout_s": "SandboxSpec also holds what no run may choose, the walls",
+}
+"""Options of two records, neither of which inherits from the other, and why."""
+
+
+def test_an_option_is_written_once() -> None:
+    records = {
+        base
+        for top in (*(record for record, _ in RECORDS), EngineConfig, InferConfig, SandboxSpec)
+        for base in top.__mro__
+        if dataclasses.is_dataclass(base)
+    }
+    homes: dict[str, set[type]] = {}
+    for record in records:
+        for name in vars(record).get("__annotations__", {}):
+            homes.setdefault(name, set()).add(record)
+    found = {
+        name
+        for name, owners in homes.items()
+        if not any(all(issubclass(owner, base) for owner in owners) for base in owners)
+    }
+    assert found == set(WRITTEN_TWICE)
 
 
 def rl(algorithm: AlgorithmSpec | None = None, **options: Any) -> RLConfig:

@@ -160,7 +160,8 @@ def test_logps_and_versions_stand_at_their_tokens_and_spans_cover_the_rollout() 
     observe(builder, "x")
     second = len(builder.prompt_ids)
     builder.append_action(output_of([66, 67, EOS], version=4))
-    rollout = builder.close(1.0, turn_rewards=[0.0, 1.0], metrics={"k": 2.0})
+    builder.note(0.0, {"k": 2.0})
+    rollout = builder.close(1.0)
     assert rollout.logps[start : start + 2] == [-0.5, -0.51]
     assert rollout.versions[second:] == [4, 4, 4]
     assert all(
@@ -172,8 +173,20 @@ def test_logps_and_versions_stand_at_their_tokens_and_spans_cover_the_rollout() 
     assert last.action_end == last.observation_end == len(rollout.tokens)
     assert rollout.metrics == {"k": 2.0, "num_turns": 2.0}
     assert Rollout.from_json(rollout.to_json()) == rollout
-    with pytest.raises(ValueError, match="1 turn rewards for 2 turns"):
-        builder.close(0.0, turn_rewards=[1.0])
+
+
+def test_rewards_stand_at_the_turns_that_the_environment_answered() -> None:
+    builder = builder_of()
+    for reward in (None, 0.5, None):  # None: the turn was not answered, say because it was cut
+        builder.append_action(output_of([65, EOS]))
+        if reward is not None:
+            builder.note(reward, {"k": 1.0})
+        observe(builder, "x")
+    assert builder.close(0.0).turn_rewards == [0.0, 0.5, 0.0]
+    builder = builder_of()
+    builder.append_action(output_of([65, EOS]))
+    builder.note(0.0, {})
+    assert builder.close(1.0).turn_rewards == [], "no turn had a reward of its own"
 
 
 def test_an_aborted_output_is_resumed_on_its_turn_with_versions_per_token() -> None:
