@@ -11,7 +11,7 @@ import sys
 
 import tyro
 
-from nanoengine.sft_run import SftConfig
+from nanoengine.sft_run import SftConfig, SftRun
 
 
 def parse(arguments: list[str]) -> SftConfig:
