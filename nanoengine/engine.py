@@ -103,7 +103,7 @@ class Engine:
         stages: Sequence[Transformer] = (),
     ) -> None:
         """Without a mesh, or with one of a single rank, this process trains alone. `stages` are
-        for `parallel/pipeline_engine.py`: all parts that this rank holds, `model` among them."""
+        for `PipelineEngine`: all parts that this rank holds, `model` among them."""
         if config.share_prefix and not supports_shared_prefix(model.device):
             raise ValueError(f"share_prefix=True: not available on {model.device}; set it to False")
         if config.deterministic and model.device.type == "cuda":

@@ -39,9 +39,9 @@ from kernels import fused_adamw_
 from kernels.adamw import make_tensor_table
 from kernels.tensor_table import TensorTable
 from nanoengine.model.linear import record_of
-from nanoengine.parallel.data_parallel import Bucket, GradientReducer, ShardEntry
+from nanoengine.parallel.data_parallel import Bucket, BucketState, GradientReducer, ShardEntry
 from nanoengine.parallel.mesh import REPLICA_AXES, WORLD, Layout, Mesh
-from nanoengine.parallel.zero import BucketState, Residency, cut_into_buckets
+from nanoengine.parallel.zero import Residency, cut_into_buckets
 from nanoengine.tensor_file import read_tensor, tensor_bytes
 
 Schedule = Literal["constant", "cosine", "linear"]

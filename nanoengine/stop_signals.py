@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 EXIT_STATUS = 130  # what a shell reports of a program that Ctrl-C ended
@@ -57,12 +57,7 @@ class StopSignals:
         self._before = {number: signal.signal(number, self._handle) for number in self.NUMBERS}
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -2,6 +2,15 @@
 
 The environment is the immutable sandbox with `trim_blocks`, `lstrip_blocks`, loop controls, a plain
 `tojson`, `raise_exception`, `strftime_now` and a `{% generation %}` block that renders its body.
+
+A tool that prints `<|im_end|>` must not end the model's turn. `SpecialGuard` has a twin of the
+tokenizer that knows every added token only under an unguessable name, so ordinary text can never
+become one (not through the added-token matcher, not through a vocabulary that lists the string, not
+through merges), while the template's own control tokens are renamed on purpose before encoding. One
+`encode` call sees the whole text, so the result is the very ids that the original tokenizer gives
+for harmless text. Whitespace-only added tokens (runs of spaces in some vocabularies) are ordinary
+text and stay.
+
 Left out: tracking which text lies in generation blocks (masks come from sampled ids, never from
 templates) and image or audio parts.
 """
@@ -98,15 +107,6 @@ class ChatTemplate:
                 f"the chat template rejects messages with roles {roles}: {error}"
             ) from error
 
-
-# Control tokens that text cannot spell: a twin of a tokenizer whose added tokens are renamed.
-#
-# A tool that prints `<|im_end|>` must not end the model's turn. The twin knows every added token
-# only under an unguessable name, so ordinary text can never become one (not through the added-token
-# matcher, not through a vocabulary that lists the string, not through merges), while the template's
-# own control tokens are renamed on purpose before encoding. One `encode` call sees the whole text,
-# so the result is the very ids that the original tokenizer gives for harmless text.
-# Whitespace-only added tokens (runs of spaces in some vocabularies) are ordinary text and stay.
 
 _FENCE = "\U0010fffd"  # last private-use code point: no pre-tokenizer treats it as a letter
 _FIRST_MASK = 0x100000  # start of private-use plane 16

@@ -95,6 +95,16 @@ def mark_partial(parameter: nn.Parameter | None) -> None:
 # -- how matrices are split ------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class OutputHead:
+    """A rank's part of the output head, as products read it. `dtype` is that of the logits."""
+
+    weight_VE: Tensor
+    packed: Tensor | None
+    dtype: torch.dtype
+    vocab_size: int  # of the whole head
+
+
 class TensorSplit(Protocol):
     """The questions that a layer asks of the ranks that share its matrices."""
 
@@ -130,16 +140,7 @@ class TensorSplit(Protocol):
         ...
 
     def logprobs(
-        self,
-        hidden_PE: Tensor,
-        weight_VE: Tensor,
-        ids_P: Tensor,
-        vocab_size: int,
-        *,
-        temperature: float,
-        entropy: bool,
-        packed: Tensor | None,
-        logits_dtype: torch.dtype,
+        self, hidden_PE: Tensor, head: OutputHead, ids_P: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """logp [P] of the ids (and entropy [P], if asked for), over the whole vocabulary."""
         ...
@@ -172,25 +173,16 @@ class NoSplit:
         return x
 
     def logprobs(
-        self,
-        hidden_PE: Tensor,
-        weight_VE: Tensor,
-        ids_P: Tensor,
-        vocab_size: int,
-        *,
-        temperature: float,
-        entropy: bool,
-        packed: Tensor | None,
-        logits_dtype: torch.dtype,
+        self, hidden_PE: Tensor, head: OutputHead, ids_P: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         scored = linear_logprob(
             hidden_PE,
-            weight_VE,
+            head.weight_VE,
             ids_P,
             temperature=temperature,
             return_entropy=entropy,
-            packed=packed,
-            logits_dtype=logits_dtype,
+            packed=head.packed,
+            logits_dtype=head.dtype,
         )
         return scored if isinstance(scored, tuple) else (scored, None)
 

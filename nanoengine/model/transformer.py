@@ -29,6 +29,7 @@ from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import DecoderLayer, rope_tables
 from nanoengine.model.linear import (
     NoSplit,
+    OutputHead,
     PackedLinear,
     Slice,
     TensorSplit,
@@ -176,16 +177,10 @@ class Transformer(nn.Module):
         """logp [P] of each id (nats, fp32 or wider, of the tempered distribution) given the hidden
         state that predicts it, and the entropy [P] of that distribution if it is asked for.
         Differentiable."""
-        return self.split.logprobs(
-            hidden_PE,
-            self.lm_head_weight,
-            ids_P,
-            self.config.vocab_size,
-            temperature=temperature,
-            entropy=entropy,
-            packed=self.lm_head_packed,
-            logits_dtype=self.head_dtype,
+        head = OutputHead(
+            self.lm_head_weight, self.lm_head_packed, self.head_dtype, self.config.vocab_size
         )
+        return self.split.logprobs(hidden_PE, head, ids_P, temperature, entropy)
 
     def repack(self) -> None:
         """Refresh the prepacked copies in place. Call it after any change to a weight: the forward

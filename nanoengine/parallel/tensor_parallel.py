@@ -27,7 +27,7 @@ from torch import Tensor
 from kernels import linear, pack_weight
 from kernels.linear import accumulate_weight_grad, linear_rows, matmul_rows, weight_grad
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.linear import PackedLinear, Slice, embed
+from nanoengine.model.linear import OutputHead, PackedLinear, Slice, embed
 from nanoengine.parallel.mesh import Mesh
 
 _CHUNK_ELEMENTS = 256 * 49152  # logits of a rank held at a time: 50 MB in fp32
@@ -90,27 +90,18 @@ class TensorParallel:
         return gather_slice(self.mesh, x, Slice(x.dim() - 1, whole, (self.run(whole),)))
 
     def logprobs(
-        self,
-        hidden_PE: Tensor,
-        weight_VE: Tensor,
-        ids_P: Tensor,
-        vocab_size: int,
-        *,
-        temperature: float,
-        entropy: bool,
-        packed: Tensor | None,
-        logits_dtype: torch.dtype,
+        self, hidden_PE: Tensor, head: OutputHead, ids_P: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         scored = vocab_parallel_logprob(
             hidden_PE,
-            weight_VE,
+            head.weight_VE,
             ids_P,
             self,
-            vocab_size,
+            head.vocab_size,
             temperature=temperature,
             return_entropy=entropy,
-            packed=packed,
-            logits_dtype=logits_dtype,
+            packed=head.packed,
+            logits_dtype=head.dtype,
         )
         return scored if isinstance(scored, tuple) else (scored, None)
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoengine.model.linear import record_of
-from nanoengine.parallel.data_parallel import Bucket, replica_axes
+from nanoengine.parallel.data_parallel import Bucket, BucketState, replica_axes
 from nanoengine.parallel.mesh import REPLICA_AXES, Handle, Mesh
 
 Named = list[tuple[str, nn.Parameter]]
@@ -109,56 +109,6 @@ def _fits(
     )
     size = sum(parameter.numel() for _, parameter in (*bucket[1], *named))
     return is_alike and size * wide.itemsize <= limit
-
-
-class BucketState:
-    """A bucket's weights, masters and moments."""
-
-    def __init__(
-        self,
-        bucket: Bucket,
-        dtype: torch.dtype,
-        own_master: Tensor | None,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        *,
-        is_resident: bool,
-    ) -> None:
-        self.bucket = bucket
-        self.is_resident = is_resident or bucket.num_shards == 1  # whole weights are always here
-        self.exp_avg, self.exp_avg_sq = exp_avg, exp_avg_sq
-        if own_master is not None and bucket.num_shards == 1:
-            whole = own_master  # the master is the whole: no second copy is made on the way
-        else:
-            whole = torch.zeros_like(bucket.grad)
-        for slot in bucket.slots:
-            slot.view(whole).copy_(slot.param.data)
-        self.weights = whole.to(dtype)  # the same memory where no rounding is needed
-        self.master = bucket.mine(whole) if own_master is None else own_master
-        if self.master is not whole:
-            self.master.copy_(bucket.mine(whole))
-        self.shard = bucket.mine(self.weights)  # what the other ranks gather
-        if not self.is_resident:
-            self.shard = self.master if dtype == whole.dtype else self.shard.clone()
-        for slot in bucket.slots:
-            slot.param.data = slot.view(self.weights)
-
-    @torch.no_grad()
-    def round(self) -> None:
-        if self.shard.data_ptr() != self.master.data_ptr():
-            self.shard.copy_(self.master)
-
-    @torch.no_grad()
-    def read(self) -> None:
-        mine = self.bucket.mine(self.weights)
-        for target in (self.master, self.shard):
-            if target.data_ptr() != mine.data_ptr():
-                target.copy_(mine)
-
-    def gather(self, mesh: Mesh) -> Handle:
-        if self.bucket.num_shards == 1:
-            return Handle()
-        return mesh.all_gather(self.bucket.axes, self.weights, self.shard, is_async=True)
 
 
 class Residency:

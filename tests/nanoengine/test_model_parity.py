@@ -265,6 +265,7 @@ def test_fp32_head_over_a_bf16_model(shape: str, tmp_path: Path) -> None:
             logits_dtype=model.head_dtype,
         )
         assert torch.equal(trained, logits_logprob(logits, ids))
+        assert torch.equal(model.logprobs(hidden, ids)[0], trained)
         with torch.no_grad():
             model.lm_head_weight.mul_(1.5)
         model.repack()
