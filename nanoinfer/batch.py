@@ -24,9 +24,13 @@ from nanoinfer.sequence import Sequence
 
 @dataclass(frozen=True)
 class StepInput:
-    """One forward pass. `sampled` are the positions in T whose logits are wanted, None for all: of
-    a sequence whose tokens are all computed the last one, and its drafts. `sampling` has one entry
+    """One forward pass. `sampled` are the positions in T whose logits are wanted, None for all: the
+    last of a sequence whose tokens are all computed then, and its drafts. `sampling` has one entry
     for each of them.
+
+    Two decodes at positions 10 and 7, in blocks of 4: `ids_T=[5, 9]`, `positions_T=[10, 7]`,
+    `slots_T=[14, 23]`, `query_starts=[0, 1, 2]`, `seq_lens=[11, 8]`,
+    `block_tables=[[0, 1, 3], [4, 5, 0]]` (padded), `sampled=None`.
 
     As it is built its tensors are the CPU's; the runner sends them to a GPU all at once, with what
     only a GPU needs: `static` and `drawing`."""
@@ -60,7 +64,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Ranked:
-    """Of the scored entries those whose likeliest tokens are wanted."""
+    """The scored entries whose likeliest tokens are wanted, too."""
 
     rows: Tensor  # as `Scored.rows`
     spans: list[tuple[float, int, int]]

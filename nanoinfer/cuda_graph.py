@@ -74,7 +74,7 @@ class CudaCapture:
 
 
 def can_capture(model: Transformer) -> bool:
-    """Whether decode steps of this model can be CUDA graphs."""
+    """True if decode steps of this model can be CUDA graphs."""
     return model.device.type == "cuda" and model.split.size == 1 and model.experts is None
 
 
@@ -134,8 +134,8 @@ class StaticDecode:
         self._hidden = torch.zeros(shape, dtype=model.dtype, device=device)
 
     def padded(self, step: StepInput) -> StaticRows | None:
-        """What `run` takes of a step, to be sent to the device; None unless each sequence has one
-        new token, and there are not too many of them."""
+        """The part of a step that `run` takes, to be sent to the device; None unless each sequence
+        has one new token, and there are not too many of them."""
         num_seqs = len(step.seq_lens)
         if len(step.ids_T) != num_seqs or num_seqs > self.sizes[-1]:
             return None

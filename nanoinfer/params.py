@@ -1,4 +1,7 @@
-"""What a caller asks of the engine (`SamplingParams`) and what comes back (`Output`)."""
+"""A request's parameters (`SamplingParams`) and its answer (`Output`).
+
+Options of the engine itself are in config.py; how a token is drawn from them, in sampler.py.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,10 @@ _U64 = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a completion must match: `value` holds a JSON schema (as text), a regular expression or
-    a Lark grammar; kind "choice" takes one of the texts in `choices`."""
+    """A language that a completion must match: `value` holds a JSON schema (as text), a regular
+    expression or a Lark grammar; kind "choice" takes one of the texts in `choices`.
+
+    `Grammar("regex", r"\\d{3}-\\d{4}")`, `Grammar("choice", choices=("yes", "no"))`."""
 
     kind: GrammarKind
     value: str = ""
@@ -41,8 +46,10 @@ class Grammar:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is decoded. `temperature=0` is greedy; logps are then of temperature 1.
+    """The way one request is decoded: `SamplingParams(max_tokens=256, temperature=0.7, seed=3)` is
+    what a rollout asks for, `SamplingParams(temperature=0)` is greedy.
 
+    Log-probs of a greedy request are those of temperature 1.
     Logits are changed in this order: repetition penalty, presence and frequency penalty, bias,
     allowed tokens or grammar, temperature, then top-k, top-p and min-p of what is left.
     """
@@ -141,12 +148,12 @@ class SamplingParams:
 
     @property
     def logps_temperature(self) -> float:
-        """Of the distribution whose log-probs are reported; 0 stands for 1, too."""
+        """The temperature of the reported log-probs; 0 stands for 1, too."""
         return 1.0 if self.logps_mode == "raw" else self.temperature
 
     @property
     def is_edited(self) -> bool:
-        """Whether logits are changed before the temperature."""
+        """True where logits are changed before the temperature."""
         return bool(
             self.repetition_penalty != 1
             or self.presence_penalty
@@ -173,6 +180,9 @@ class SamplingParams:
 class Output:
     """The completion alone, never the prompt. `ids`, `logps`, `versions` have one entry a token.
 
+    Two tokens, the second a stop token, with new weights between them:
+    `Output(ids=[50, 2], logps=[-0.4, -1.1], versions=[3, 4], finish_reason="stop", stop_reason=2)`.
+
     A stop token that ended the completion is its last id (finish_reason "stop"); the tokens of a
     stop text are in `ids` too, whose text goes on to where the engine stopped sampling.
     """
@@ -185,14 +195,14 @@ class Output:
     finish_reason: FinishReason = "length"
     num_cached_tokens: int = 0  # prompt tokens served from the prefix cache
     sampled_logps: list[float] = field(default_factory=list)
-    """Of the distribution that was sampled from, after every penalty, mask and truncation; the same
-    as tempered `logps` where there was none, 0 where temperature is 0."""
+    """Log-probs of the distribution that was sampled from, after every penalty, mask and
+    truncation; the same as tempered `logps` where there was none, 0 where temperature is 0."""
     stop_reason: int | str | None = None  # the token id or text that ended it
     text: str | None = None  # where asked for; without the stop token or text
     top_logps: list[list[tuple[int, float]]] = field(default_factory=list)
     """(token, logp) of the likeliest, most likely first, of the distribution of `logps`."""
     prompt_logps: list[float] = field(default_factory=list)
-    """Of the prompt's second token and on, each given those before it, in the same mode as `logps`;
-    all by one version of the weights, the latest under which the request ran."""
+    """Log-probs of the prompt's second token and on, each given those before it, in the same mode
+    as `logps`; all by one version of the weights, the latest under which the request ran."""
     prompt_top_logps: list[list[tuple[int, float]]] = field(default_factory=list)
     """The likeliest at the positions of `prompt_logps`, where both were asked for."""

@@ -13,7 +13,12 @@ from nanoinfer.text import TextStream
 
 
 class Sequence:
-    """A request. `ids` is the prompt followed by what was sampled so far."""
+    """A request. `ids` is the prompt followed by what was sampled so far.
+
+    A prompt of 10 tokens that has sampled 2, in blocks of 4: `len(ids) == 12`, `num_prompt == 10`,
+    `num_computed_tokens == 11` (the last token is computed when it is fed) and
+    `block_table == [0, 1, 2]`. `num_cached_tokens` counts what the cache had of the prompt at first
+    admission."""
 
     __slots__ = (
         "block_table",
@@ -103,20 +108,21 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Who goes first: lower priority numbers, then earlier arrivals."""
+        """The order of service: lower priority numbers first, then earlier arrivals."""
         return (self.priority, self.handle)
 
     @property
     def cache_limit(self) -> int:
-        """How many tokens may come from the prefix cache: not the last, whose logits are wanted,
-        nor any that are still to be scored."""
+        """The most tokens that may come from the prefix cache: not the last, whose logits are
+        wanted, nor any that are still to be scored."""
         limit = len(self.ids) - 1
         if self.params.prompt_logps and len(self.prompt_logps) < self.num_prompt - 1:
             return min(limit, len(self.prompt_logps))
         return limit
 
     def unscored(self, num_new: int) -> range:
-        """Of the next `num_new` tokens, those whose successor in the prompt is to be scored."""
+        """Positions among the next `num_new` tokens whose successor in the prompt is to be
+        scored."""
         if not self.params.prompt_logps:
             return range(0)
         first = max(self.num_computed_tokens, len(self.prompt_logps))

@@ -57,7 +57,7 @@ class _Table:
 
 
 class _Group:
-    """What running siblings sampled."""
+    """The tokens that running siblings sampled, and how many siblings there are."""
 
     def __init__(self) -> None:
         self.table = _Table()
@@ -65,7 +65,7 @@ class _Group:
 
 
 class _Reader:
-    """What is known of one running sequence."""
+    """The n-grams of one running sequence, and how often guesses at it were right."""
 
     def __init__(self, group: _Group | None) -> None:
         self._own = _Table()

@@ -11,8 +11,11 @@ from nanoinfer.sequence import Sequence
 
 @dataclass(frozen=True, kw_only=True)
 class StreamChunk:
-    """What is new since the chunk before. `text` lags behind `ids` where characters are
-    incomplete or may become a stop text. `output` is the whole, in the last chunk alone."""
+    """The tokens since the chunk before. `text` lags behind `ids` where characters are incomplete
+    or may become a stop text. `output` is the whole, in the last chunk alone.
+
+    `StreamChunk(ids=[50], logps=[-0.4], versions=[3], text="Par")`, then
+    `StreamChunk(ids=[2], logps=[-1.1], versions=[3], output=Output(ids=[50, 2], ...))`."""
 
     ids: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
