@@ -1,2 +1,64 @@
-"""nanoengine: the model, how it is split and how it is trained. Read `engine.py` first, then
-`model/config.py`."""
+"""nanoengine: the model, how it is split over processes and how it is trained.
+
+    from nanoengine import Engine, EngineConfig, Sample, load_model, num_loss_tokens, sft_loss
+
+    engine = Engine(load_model("path/to/a/hugging-face-folder"), EngineConfig(lr=1e-5))
+    samples = [Sample(tokens=[1, 5, 7, 9], loss_mask=[0, 0, 1, 1])]
+    print(engine.train_step(samples, sft_loss, num_loss_tokens))   # {"loss": ..., "grad_norm": ...}
+
+Read `engine.py` first, then `model/transformer.py`. Names are imported when they are first used,
+so that a program which only asks for one small module does not wait for PyTorch.
+"""
+
+# ruff: noqa: F401 (these imports are for type checkers; at run time `_HOMES` says where)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanoengine.config import EngineConfig
+    from nanoengine.engine import Engine
+    from nanoengine.model.config import ModelConfig
+    from nanoengine.model.hf import load_model, save_model
+    from nanoengine.model.tokenizer import ChatTokenizer
+    from nanoengine.model.transformer import Transformer
+    from nanoengine.optim import AdamW, AdamWConfig
+    from nanoengine.packing import MicroBatch, Sample
+    from nanoengine.parallel.mesh import Layout, Mesh
+    from nanoengine.pipeline_engine import PipelineEngine
+    from nanoengine.scoring import Policy, Scorer
+    from nanoengine.sft import num_loss_tokens, read_chats, sft_loss
+    from nanoengine.tensor_file import CheckpointError
+    from nanoengine.value_engine import ValueEngine, ValueModel
+
+_HOMES = {
+    "AdamW": "optim",
+    "AdamWConfig": "optim",
+    "ChatTokenizer": "model.tokenizer",
+    "CheckpointError": "tensor_file",
+    "Engine": "engine",
+    "EngineConfig": "config",
+    "Layout": "parallel.mesh",
+    "Mesh": "parallel.mesh",
+    "MicroBatch": "packing",
+    "ModelConfig": "model.config",
+    "PipelineEngine": "pipeline_engine",
+    "Policy": "scoring",
+    "Sample": "packing",
+    "Scorer": "scoring",
+    "Transformer": "model.transformer",
+    "ValueEngine": "value_engine",
+    "ValueModel": "value_engine",
+    "load_model": "model.hf",
+    "num_loss_tokens": "sft",
+    "read_chats": "sft",
+    "save_model": "model.hf",
+    "sft_loss": "sft",
+}
+
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'nanoengine' has no attribute {name!r}")
+    return getattr(import_module(f"nanoengine.{_HOMES[name]}"), name)

@@ -1,4 +1,4 @@
-"""How an engine computes and updates: one frozen dataclass, the optimizer's settings included.
+"""The options of an engine: one frozen dataclass, the optimizer's settings included.
 
 Left out: the shape of the model (model/config.py) and of the grid of processes (parallel/mesh.py).
 """
@@ -31,13 +31,19 @@ class ComputeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(AdamWConfig, ComputeConfig):
-    """How the engine computes; what it inherits says how it updates."""
+    """The options of an engine: how it computes; what it inherits says how it updates. Each has
+    its help below it, so that a command line can be made of the record."""
 
-    dtype: Literal["fp32", "bf16", "fp64"] = "fp32"  # parameters and matmuls; masters stay fp32
-    deterministic: bool = False  # GPU: only run-to-run deterministic kernels. A CPU always is
+    dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
+    """Parameters and matrix products; masters, moments and gradients stay fp32 (fp64 for fp64)."""
+    deterministic: bool = False
+    """Run only kernels that give the same bits in every run, on a GPU. A CPU always does."""
     keep_checkpoints: int = 2
-    zero: int = 0  # over the data-parallel ranks: 1 cuts optimizer state, 2 gradients, 3 parameters
-    bucket_bytes: int = 25_000_000  # of gradients that travel together
+    """Checkpoints that stay on the disk; older ones are deleted."""
+    zero: int = 0
+    """What the data-parallel ranks share: 1 optimizer state, 2 gradients too, 3 parameters too."""
+    bucket_bytes: int = 25_000_000
+    """Bytes of gradients that travel together; 0 sends each layer alone."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

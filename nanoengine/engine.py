@@ -32,7 +32,7 @@ from torch import Tensor
 
 from nanoengine.config import DTYPES, EngineConfig
 from nanoengine.model import hf
-from nanoengine.model.linear import slice_of
+from nanoengine.model.linear import record_of
 from nanoengine.model.shared_prefix import supports_shared_prefix
 from nanoengine.model.transformer import Transformer
 from nanoengine.optim import AdamW, Kind
@@ -42,7 +42,6 @@ from nanoengine.packing import (
     add_sums,
     collect_all,
     idle_micro_batch,
-    make_micro_batches,
     read_sums,
 )
 from nanoengine.parallel.expert_parallel import ExpertParallel
@@ -95,8 +94,6 @@ def require_deterministic_cublas() -> None:
 class Engine:
     """Trains `model`, which it converts to `config.dtype` in place. `version` counts updates."""
 
-    scorer_type: type[Scorer] = Scorer
-
     def __init__(
         self,
         model: Transformer,
@@ -133,8 +130,15 @@ class Engine:
         for part in self.models:
             for buffer in part.buffers():  # rope tables: as wide as the masters
                 buffer.data = buffer.to(wide)
-        is_wide = config.lm_head_fp32 and model.lm_head_weight is not None
-        self._scorer = self.scorer_type(model, mesh, lm_head_fp32=is_wide)
+            if config.lm_head_fp32 and dtype == torch.bfloat16:
+                part.head_dtype = torch.float32
+        self._scorer = Scorer(
+            model,
+            mesh,
+            micro_batch_tokens=config.micro_batch_tokens,
+            share_prefix=config.share_prefix,
+            activation_checkpointing=config.activation_checkpointing,
+        )
         self._refresh()
 
     def restart(self, config: EngineConfig) -> None:
@@ -188,39 +192,30 @@ class Engine:
         """For each sample its logps (and entropies), one for each token: entry t is of tokens[t]
         given the tokens before it, entry 0 is 0. `only_masked` leaves 0 where loss_mask is 0.
         """
+        logps, entropies = self._score(samples, temperature, entropy, only_masked)
+        return (logps, entropies) if entropy else logps
+
+    def _score(
+        self, samples: Sequence[Sample], temperature: float, entropy: bool, only_masked: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Log-probs and, if asked for, entropies of each sample's tokens."""
         micros = self._passes(samples)
         with self._kernels():
-            scored = [self._logprobs(m, temperature, entropy, only_masked) for m in micros]
+            scored = [
+                self._scorer.logprobs(micro, temperature, entropy=entropy, only_masked=only_masked)
+                for micro in micros
+            ]
         self.optimizer.release()
         logps = collect_all(samples, micros, [logp_T for logp_T, _ in scored])
         if not entropy:
-            return logps
+            return logps, []
         entropies = [entropy_T for _, entropy_T in scored if entropy_T is not None]
         return logps, collect_all(samples, micros, entropies)
-
-    def _logprobs(
-        self, micro: MicroBatch, temperature: float, entropy: bool, only_masked: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        part = self._scorer.part(micro)
-        hidden_ND = self.model(
-            part.ids_N,
-            part.positions_N,
-            part.context,
-            activation_checkpointing=self.config.activation_checkpointing,
-        )
-        return self._scorer.score(
-            part, hidden_ND, temperature, entropy=entropy, only_masked=only_masked
-        )
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         if not samples and self.mesh.size(DATA_AXES) > 1:
             return []
-        return make_micro_batches(
-            samples,
-            self.config.micro_batch_tokens,
-            share_prefix=self.config.share_prefix,
-            device=self.model.device,
-        )
+        return self._scorer.micro_batches(samples)
 
     def _passes(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         """The micro-batches, and as many without any sample as it takes for all ranks to meet in
@@ -287,7 +282,9 @@ class Engine:
         with self._kernels():
             for i, micro in enumerate(micros):
                 self.optimizer.start_pass(is_last=i == len(micros) - 1)
-                logp_T, entropy_T = self._logprobs(micro, temperature, entropy, only_masked=True)
+                logp_T, entropy_T = self._scorer.logprobs(
+                    micro, temperature, entropy=entropy, only_masked=True
+                )
                 if not micro.index:
                     (logp_T.sum() * 0).backward()
                     self.optimizer.end_pass()
@@ -326,10 +323,11 @@ class Engine:
 
     def _refresh(self) -> None:
         """Bring every copy of the weights up to date with the parameters."""
-        if self.config.zero == 3 and self.mesh.size() > 1:
-            self._scorer.forget_packed()
-        else:
-            self._scorer.refresh()
+        for part in self.models:
+            if self.optimizer.zero == 3:
+                part.forget_packed()
+            else:
+                part.repack()
 
     @contextmanager
     def _kernels(self) -> Iterator[None]:
@@ -349,7 +347,7 @@ class Engine:
         """Each Hugging Face tensor once; views where `dtype` is the model's own. Split tensors
         are put together, on every rank: all must run through the iterator."""
         slices = hf.hf_slices(self.model)
-        comes_and_goes = self.config.zero == 3 and self.mesh.size() > 1
+        comes_and_goes = self.optimizer.zero == 3
         with self.optimizer.gathered():
             for name, view in hf.export_state(self.model, dtype):
                 if name in slices:
@@ -388,19 +386,62 @@ class Engine:
         All ranks of a mesh call it, each writes its part. `in_background` returns None once the
         state is copied; `wait_saved`, or the next save, waits for the rest.
         """
-        return save(self, Path(path), dict(cursor or {}), in_background)
+        rng_tensors, rng_values = get_rng_state(self.model.device)
+        meta = {
+            "version": self.version,
+            "step_count": self.optimizer.step_count,
+            "dtype": self.config.dtype,
+            "rng": rng_values,
+            "cursor": dict(cursor or {}),
+        }
+        if self._saver is None or self._saver.root != Path(path):
+            self.wait_saved()
+            mesh = self.mesh if self.mesh.size() > 1 else None
+            self._saver = CheckpointWriter(path, mesh, keep=self.config.keep_checkpoints)
+        held = [*optimizer_pieces(self.optimizer), *rng_pieces(self.mesh.rank(), rng_tensors)]
+        rank_meta = {"rng": rng_values}
+        self._saver.save(self.version, held, meta, rank_meta, in_background=in_background)
+        return None if in_background else self._saver.wait()
 
     def wait_saved(self) -> Path | None:
-        """Until the last background save is complete; raises its CheckpointError."""
+        """Wait until the last background save is complete; raises its CheckpointError."""
         return None if self._saver is None else self._saver.wait()
 
     def load(self, path: Path | str) -> dict[str, Any]:
         """Take over a checkpoint of any layout, or the latest under a root; what follows is
         bit-equal to a run that was never interrupted (of another layout: equal but for the order
         of sums). Returns the cursor. On CheckpointError nothing has changed, on any rank."""
-        cursor = load(self, Path(path))
+        self.wait_saved()
+        wanted = optimizer_pieces(self.optimizer)
+        checkpoint = _open_together(Path(path), self.mesh)
+        _check(checkpoint, [piece for piece, _ in wanted], self.mesh)
+        for piece, tensor in wanted:
+            checkpoint.read_box(piece.name, piece.box, tensor)
+        meta = checkpoint.meta
+        self.optimizer.step_count = meta["step_count"]
+        self.optimizer.phase_start = meta["step_count"] - meta["version"]
+        self.optimizer.write_back()
+        self.version = meta["version"]
+        self._restore_random_states(checkpoint)
         self._refresh()
+        cursor: dict[str, Any] = meta["cursor"]
         return cursor
+
+    def _restore_random_states(self, checkpoint: Checkpoint) -> None:
+        """They belong to ranks: of as many ranks as wrote each gets its own back, else all get
+        rank 0's."""
+        rank, values = 0, checkpoint.meta["rng"]
+        if len(checkpoint.ranks) == self.mesh.size():
+            rank = self.mesh.rank()
+            values = checkpoint.ranks[rank]["rng"]
+        prefix = "rng." if rank == 0 else f"rng.{rank}."
+        names = [n.replace(prefix, "rng.", 1) for n in checkpoint.names() if n.startswith(prefix)]
+        set_rng_state(
+            self.model.device,
+            names,
+            lambda name: checkpoint.read(name.replace("rng.", prefix, 1)),
+            values,
+        )
 
 
 def _check_mesh(model: Transformer, config: EngineConfig, mesh: Mesh, *, is_pipeline: bool) -> None:
@@ -415,7 +456,7 @@ def _check_mesh(model: Transformer, config: EngineConfig, mesh: Mesh, *, is_pipe
         )
     if mesh.size("cp") > 1 and config.share_prefix:
         raise ValueError("share_prefix=True: not available with cp > 1; set it to False")
-    if mesh.size("tp") == 1 and model.split is None:
+    if mesh.size("tp") == 1 and model.split.size == 1:
         return
     if not isinstance(model.split, TensorParallel) or model.split.mesh is not mesh:
         raise ValueError(
@@ -424,68 +465,10 @@ def _check_mesh(model: Transformer, config: EngineConfig, mesh: Mesh, *, is_pipe
         )
 
 
-# What an engine writes to a checkpoint and takes from one, alone or as one of many ranks.
-#
-# Tensors go by the names of the whole model's parameters (`master.layers.0.qkv.weight`), and a rank
-# stores and reads boxes of them, so the layout that reads need not be the one that wrote. Random
-# states belong to ranks: with as many ranks as before each gets its own back, else all get rank
-# 0's.
-#
-# A process alone writes one file with whole tensors, at once or (as a run of one rank) in the
-# background; both are read alike.
-
-
-def save(engine: Engine, path: Path, cursor: dict[str, Any], in_background: bool) -> Path | None:
-    rng_tensors, rng_values = get_rng_state(engine.model.device)
-    meta = {
-        "version": engine.version,
-        "step_count": engine.optimizer.step_count,
-        "dtype": engine.config.dtype,
-        "rng": rng_values,
-        "cursor": cursor,
-    }
-    keep = engine.config.keep_checkpoints
-    mesh = engine.mesh if engine.mesh.size() > 1 else None
-    if engine._saver is None or engine._saver.root != path:
-        engine.wait_saved()
-        engine._saver = CheckpointWriter(path, mesh, keep=keep)
-    held = [*optimizer_pieces(engine), *rng_pieces(engine.mesh.rank(), rng_tensors)]
-    rank_meta = {"rng": rng_values}
-    engine._saver.save(engine.version, held, meta, rank_meta, in_background=in_background)
-    return None if in_background else engine._saver.wait()
-
-
-def load(engine: Engine, path: Path) -> dict[str, Any]:
-    engine.wait_saved()
-    mesh = engine.mesh
-    wanted = optimizer_pieces(engine)
-    checkpoint = _open_together(path, mesh)
-    _check(checkpoint, [piece for piece, _ in wanted], mesh)
-    for piece, tensor in wanted:
-        checkpoint.read_box(piece.name, piece.box, tensor)
-    meta = checkpoint.meta
-    engine.optimizer.step_count = meta["step_count"]
-    engine.optimizer.phase_start = meta["step_count"] - meta["version"]
-    engine.optimizer.write_back()
-    engine.version = meta["version"]
-    rank, values = 0, meta["rng"]
-    if len(checkpoint.ranks) == mesh.size():
-        rank, values = mesh.rank(), checkpoint.ranks[mesh.rank()]["rng"]
-    prefix = "rng." if rank == 0 else f"rng.{rank}."
-    names = [n.replace(prefix, "rng.", 1) for n in checkpoint.names() if n.startswith(prefix)]
-    set_rng_state(
-        engine.model.device,
-        names,
-        lambda name: checkpoint.read(name.replace("rng.", prefix, 1)),
-        values,
-    )
-    cursor: dict[str, Any] = meta["cursor"]
-    return cursor
-
-
-def optimizer_pieces(engine: Engine) -> Held:
-    """Masters and moments that this rank owns; writing to the tensors restores them."""
-    return list(_pieces(engine.optimizer))
+def optimizer_pieces(optimizer: AdamW) -> Held:
+    """Masters and moments that this rank owns, by the names of the whole model's parameters
+    (`master.layers.0.qkv.weight`). Writing to the tensors restores them."""
+    return list(_pieces(optimizer))
 
 
 def _pieces(optimizer: AdamW) -> Iterator[tuple[Piece, Tensor]]:
@@ -494,7 +477,9 @@ def _pieces(optimizer: AdamW) -> Iterator[tuple[Piece, Tensor]]:
         for entry, values in optimizer.entries(kind):
             parameter = entry.slot.param
             name = f"{kind}.{entry.slot.name}"
-            yield from cut_parameter(name, parameter.shape, slice_of(parameter), values, entry.lo)
+            yield from cut_parameter(
+                name, parameter.shape, record_of(parameter).slice, values, entry.lo
+            )
 
 
 def _open_together(path: Path, mesh: Mesh) -> Checkpoint:

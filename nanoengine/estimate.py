@@ -1,4 +1,4 @@
-"""Which layouts fit, and how long a step takes: memory, communication and bubble on paper.
+"""Estimates on paper which layouts fit and how long a step takes: memory, messages, bubble.
 
     python -m nanoengine.estimate --model qwen3-4b --gpus 8
     python -m nanoengine.estimate --model qwen3-32b --gpus 64 --seq-len 8192 --pp 4 --zero 1
@@ -42,6 +42,7 @@ from nanoengine.footprint import (
     rank_params,
 )
 from nanoengine.model.config import ModelConfig
+from nanoengine.parallel.mesh import wire_bytes
 from nanoengine.parallel.schedules import SCHEDULES, Costs, make_schedule, simulate
 from nanoengine.parallel.stage import split_layers
 
@@ -67,6 +68,49 @@ HARDWARE = {  # NVIDIA data sheets; NVLink's figure is for both directions, halv
 }
 
 
+# From each model's config.json; what does not change a size (rope, token ids) is left out.
+# family, vocabulary, hidden, MLP, layers, heads, key heads, head dimension, tied
+_SHAPES: dict[str, tuple[str, int, int, int, int, int, int, int, bool]] = {
+    "smollm2-135m": ("llama", 49152, 576, 1536, 30, 9, 3, 64, True),
+    "llama3.1-8b": ("llama", 128256, 4096, 14336, 32, 32, 8, 128, False),
+    "llama3.1-70b": ("llama", 128256, 8192, 28672, 80, 64, 8, 128, False),
+    "qwen2.5-0.5b": ("qwen2", 151936, 896, 4864, 24, 14, 2, 64, True),
+    "qwen2.5-1.5b": ("qwen2", 151936, 1536, 8960, 28, 12, 2, 128, True),
+    "qwen2.5-7b": ("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, False),
+    "qwen3-0.6b": ("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, True),
+    "qwen3-1.7b": ("qwen3", 151936, 2048, 6144, 28, 16, 8, 128, True),
+    "qwen3-4b": ("qwen3", 151936, 2560, 9728, 36, 32, 8, 128, True),
+    "qwen3-8b": ("qwen3", 151936, 4096, 12288, 36, 32, 8, 128, False),
+    "qwen3-14b": ("qwen3", 151936, 5120, 17408, 40, 40, 8, 128, False),
+    "qwen3-32b": ("qwen3", 151936, 5120, 25600, 64, 64, 8, 128, False),
+}
+
+
+def model_shape(name: str | Path) -> ModelConfig:
+    """The configuration of a model known by name, or of a Hugging Face folder."""
+    key = str(name).lower()
+    if key in _SHAPES:
+        family, vocab, hidden, mlp, layers, heads, kv_heads, head_dim, tied = _SHAPES[key]
+        return ModelConfig(
+            model_type=family,
+            vocab_size=vocab,
+            hidden_size=hidden,
+            intermediate_size=mlp,
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            tie_word_embeddings=tied,
+            attention_bias=family == "qwen2",
+            qk_norm=family == "qwen3",
+        )
+    if Path(name).is_dir():
+        return ModelConfig.from_folder(name)
+    raise ValueError(
+        f"model={str(name)!r}: neither a folder nor a known name; known are {', '.join(_SHAPES)}"
+    )
+
+
 def all_reduce_s(num_bytes: float, n: int, alpha: float, beta: float) -> float:
     """Ring all-reduce among n ranks."""
     return 2 * all_gather_s(num_bytes, n, alpha, beta)
@@ -74,12 +118,12 @@ def all_reduce_s(num_bytes: float, n: int, alpha: float, beta: float) -> float:
 
 def all_gather_s(num_bytes: float, n: int, alpha: float, beta: float) -> float:
     """Ring all-gather or reduce-scatter; `num_bytes` of the whole tensor."""
-    return (n - 1) * (alpha + num_bytes / (n * beta)) if n > 1 else 0.0
+    return (n - 1) * alpha + wire_bytes("all_gather", num_bytes, n) / beta
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """What is to be trained in one step."""
+class Workload:
+    """The model and the tokens of one training step."""
 
     model: ModelConfig
     seq_len: int
@@ -101,33 +145,33 @@ class Estimate:
     mfu: float
 
 
-def estimate(job: Job, plan: Plan, hardware: Hardware) -> Estimate:
+def estimate(workload: Workload, plan: Plan, hardware: Hardware) -> Estimate:
     """One plan. `ValueError` where it cannot split this model."""
-    check_plan(job.model, plan)
-    schedule = make_schedule(plan.schedule, plan.pp, job.num_micro(plan), plan.chunks)
-    costs = stage_costs(job, plan, hardware)
+    check_plan(workload.model, plan)
+    schedule = make_schedule(plan.schedule, plan.pp, workload.num_micro(plan), plan.chunks)
+    costs = stage_costs(workload, plan, hardware)
     timeline = simulate(schedule, costs)
     ranks = [
-        rank_memory(job.model, plan, rank, job.micro_tokens, timeline.peak_live[rank])
+        rank_memory(workload.model, plan, rank, workload.micro_tokens, timeline.peak_live[rank])
         for rank in range(plan.pp)
     ]
     fullest = max(ranks, key=lambda memory: memory.total)
-    step_s = timeline.makespan + _exposed_reduction_s(job, plan, hardware, costs)
-    tokens = job.num_micro(plan) * plan.dp * job.micro_tokens
+    step_s = timeline.makespan + _exposed_reduction_s(workload, plan, hardware, costs)
+    tokens = workload.num_micro(plan) * plan.dp * workload.micro_tokens
     return Estimate(
         plan,
         fullest,
         fullest.total <= 0.95 * hardware.memory_bytes,  # the rest: context, buffers, fragments
         step_s,
         timeline.bubble,
-        mfu(job.model, tokens / step_s, job.seq_len, hardware.peak_flops, plan.world),
+        mfu(workload.model, tokens / step_s, workload.seq_len, hardware.peak_flops, plan.world),
     )
 
 
-def stage_costs(job: Job, plan: Plan, hardware: Hardware) -> Costs:
+def stage_costs(workload: Workload, plan: Plan, hardware: Hardware) -> Costs:
     """Seconds of one micro-batch on the slowest pipeline rank, its collectives included."""
-    model, tokens = job.model, job.micro_tokens
-    layer, head = forward_flops(model, tokens, job.seq_len)
+    model, tokens = workload.model, workload.micro_tokens
+    layer, head = forward_flops(model, tokens, workload.seq_len)
     speed = hardware.peak_flops * hardware.efficiency * plan.tp * plan.cp
     stages = split_layers(model.num_layers, plan.pp * plan.chunks)
     per_rank = [
@@ -142,7 +186,7 @@ def stage_costs(job: Job, plan: Plan, hardware: Hardware) -> Costs:
     keys = 2 * model.num_kv_heads * model.head_dim / plan.tp * tokens / plan.cp
     ring = keys * WIDTH[plan.dtype] / _beta(hardware, plan.tp * plan.cp) + hardware.alpha_s
     cp_s = max(per_rank) * (plan.cp - 1) * ring if plan.cp > 1 else 0.0
-    weights_s = _gather_weights_s(job, plan, hardware)
+    weights_s = _gather_weights_s(workload, plan, hardware)
     again = forward + tp_s + cp_s if plan.checkpointing else 0.0
     hop = local_bytes / (plan.tp if plan.sequence_parallel else 1)
     return Costs(
@@ -153,24 +197,24 @@ def stage_costs(job: Job, plan: Plan, hardware: Hardware) -> Costs:
     )
 
 
-def _gather_weights_s(job: Job, plan: Plan, hardware: Hardware) -> float:
+def _gather_weights_s(workload: Workload, plan: Plan, hardware: Hardware) -> float:
     """ZeRO-3 gathers a rank's parameters before each forward and each backward pass. Gathering
     one layer hides behind the computation of the one before, so only the excess would count; the
     first layer's is what always shows."""
     n = plan.dp * plan.cp
     if plan.zero < 3 or n == 1:
         return 0.0
-    num_bytes = layer_params(job.model, plan.tp) * WIDTH[plan.dtype]
+    num_bytes = layer_params(workload.model, plan.tp) * WIDTH[plan.dtype]
     return all_gather_s(num_bytes, n, hardware.alpha_s, _beta(hardware, plan.world))
 
 
-def _exposed_reduction_s(job: Job, plan: Plan, hardware: Hardware, costs: Costs) -> float:
+def _exposed_reduction_s(workload: Workload, plan: Plan, hardware: Hardware, costs: Costs) -> float:
     """Gradient reduction (fp32), minus the last backward pass that it overlaps with, plus the
     gathering of updated parameters with ZeRO-1 and 2."""
     n = plan.dp * plan.cp
     if n == 1:
         return 0.0
-    params = max(rank_params(job.model, plan, rank) for rank in range(plan.pp))
+    params = max(rank_params(workload.model, plan, rank) for rank in range(plan.pp))
     alpha, beta = hardware.alpha_s, _beta(hardware, plan.world)
     whole = params * max(4, WIDTH[plan.dtype])
     reduce_s = all_gather_s(whole, n, alpha, beta) * (2 if plan.zero == 0 else 1)
@@ -202,7 +246,9 @@ def plans(num_gpus: int, fixed: Plan, given: Sequence[str]) -> Iterator[Plan]:
                 yield dataclasses.replace(fixed, tp=tp, cp=cp, pp=pp, dp=dp)
 
 
-def best_variant(job: Job, plan: Plan, hardware: Hardware, given: Sequence[str]) -> Estimate:
+def best_variant(
+    workload: Workload, plan: Plan, hardware: Hardware, given: Sequence[str]
+) -> Estimate:
     """The fastest of the layout's ZeRO and checkpointing variants that fits, else the smallest."""
     shards = plan.dp * plan.cp
     useful = [0, 1, 2, 3] if plan.pp == 1 else [0, 1]
@@ -210,7 +256,7 @@ def best_variant(job: Job, plan: Plan, hardware: Hardware, given: Sequence[str])
     recompute = [plan.checkpointing] if "checkpointing" in given else [False, True]
     tried = [
         estimate(
-            job,
+            workload,
             dataclasses.replace(plan, zero=zero, checkpointing=checkpointing),
             hardware,
         )
@@ -223,7 +269,9 @@ def best_variant(job: Job, plan: Plan, hardware: Hardware, given: Sequence[str])
     return min(tried, key=lambda one: one.memory.total)
 
 
-def table(found: Sequence[Estimate], refused: Sequence[str], job: Job, hardware: Hardware) -> Table:
+def table(
+    found: Sequence[Estimate], refused: Sequence[str], workload: Workload, hardware: Hardware
+) -> Table:
     """The fastest fitting layout first."""
     fitting = sum(one.fits for one in found)
     out = Table(
@@ -238,8 +286,8 @@ def table(found: Sequence[Estimate], refused: Sequence[str], job: Job, hardware:
     for one in sorted(found, key=lambda one: (not one.fits, one.step_s)):
         m = one.memory
         parts = (m.params, m.grads, m.optimizer, m.activations, m.total)
-        num_micro = job.num_micro(one.plan)
-        tokens = num_micro * one.plan.dp * job.micro_tokens
+        num_micro = workload.num_micro(one.plan)
+        tokens = num_micro * one.plan.dp * workload.micro_tokens
         out.add_row(
             str(one.plan),
             str(one.plan.zero),
@@ -300,7 +348,7 @@ def run(arguments: Sequence[str], console: Console) -> None:
             f"micro_tokens={micro_tokens}: a sequence of {args.seq_len} tokens is never cut; give "
             "at least seq_len"
         )
-    job = Job(
+    workload = Workload(
         model=model,
         seq_len=args.seq_len,
         batch_tokens=args.batch_tokens,
@@ -317,7 +365,7 @@ def run(arguments: Sequence[str], console: Console) -> None:
     found, refused = [], []
     for plan in plans(args.gpus, fixed, given):
         try:
-            found.append(best_variant(job, plan, hardware, given))
+            found.append(best_variant(workload, plan, hardware, given))
         except ValueError as error:
             refused.append(f"{plan}: {error}")
     if not found:
@@ -333,7 +381,7 @@ def run(arguments: Sequence[str], console: Console) -> None:
         f"{hardware.beta_node / 1e9:.0f} GB/s in a node, {hardware.beta_net / 1e9:.0f} GB/s "
         "between."
     )
-    console.print(table(found, refused, job, hardware))
+    console.print(table(found, refused, workload, hardware))
 
 
 def main() -> int:
@@ -347,50 +395,3 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
-
-
-# Shapes of published models by name, for tools that need no weights (`nanoengine.estimate`).
-#
-# Figures are those of each model's config.json. Left out: everything that does not change a size
-# (rope, token ids).
-
-# family, vocabulary, hidden, MLP, layers, heads, key heads, head dimension, tied
-_SHAPES: dict[str, tuple[str, int, int, int, int, int, int, int, bool]] = {
-    "smollm2-135m": ("llama", 49152, 576, 1536, 30, 9, 3, 64, True),
-    "llama3.1-8b": ("llama", 128256, 4096, 14336, 32, 32, 8, 128, False),
-    "llama3.1-70b": ("llama", 128256, 8192, 28672, 80, 64, 8, 128, False),
-    "qwen2.5-0.5b": ("qwen2", 151936, 896, 4864, 24, 14, 2, 64, True),
-    "qwen2.5-1.5b": ("qwen2", 151936, 1536, 8960, 28, 12, 2, 128, True),
-    "qwen2.5-7b": ("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, False),
-    "qwen3-0.6b": ("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, True),
-    "qwen3-1.7b": ("qwen3", 151936, 2048, 6144, 28, 16, 8, 128, True),
-    "qwen3-4b": ("qwen3", 151936, 2560, 9728, 36, 32, 8, 128, True),
-    "qwen3-8b": ("qwen3", 151936, 4096, 12288, 36, 32, 8, 128, False),
-    "qwen3-14b": ("qwen3", 151936, 5120, 17408, 40, 40, 8, 128, False),
-    "qwen3-32b": ("qwen3", 151936, 5120, 25600, 64, 64, 8, 128, False),
-}
-
-
-def model_shape(name: str | Path) -> ModelConfig:
-    """The configuration of a model known by name, or of a Hugging Face folder."""
-    key = str(name).lower()
-    if key in _SHAPES:
-        family, vocab, hidden, mlp, layers, heads, kv_heads, head_dim, tied = _SHAPES[key]
-        return ModelConfig(
-            model_type=family,
-            vocab_size=vocab,
-            hidden_size=hidden,
-            intermediate_size=mlp,
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            tie_word_embeddings=tied,
-            attention_bias=family == "qwen2",
-            qk_norm=family == "qwen3",
-        )
-    if Path(name).is_dir():
-        return ModelConfig.from_folder(name)
-    raise ValueError(
-        f"model={str(name)!r}: neither a folder nor a known name; known are {', '.join(_SHAPES)}"
-    )

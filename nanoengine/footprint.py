@@ -1,4 +1,4 @@
-"""How many parameters, bytes and floating-point operations a layout gives one rank.
+"""Counts the parameters, bytes and floating-point operations that a layout gives one rank.
 
 Every formula counts what this engine allocates and computes; the tests compare them with the
 tensors that really exist. P parameters of the rank, d the data-parallel size, T tokens of the
@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nanoengine.model.config import ModelConfig
-from nanoengine.parallel.mesh import AXES, Layout, describe
+from nanoengine.parallel.mesh import Layout
 from nanoengine.parallel.stage import split_layers
 
 WIDTH = {"bf16": 2, "fp32": 4, "fp64": 8}
@@ -52,9 +52,6 @@ class Plan(Layout):
             raise ValueError("zero=3 with pp > 1: not supported; use zero=2, or more dp and no pp")
         if self.dtype not in WIDTH:
             raise ValueError(f"dtype={self.dtype!r}: must be one of {', '.join(WIDTH)}")
-
-    def __str__(self) -> str:
-        return describe(Layout(**{axis: getattr(self, axis) for axis in AXES}))
 
 
 def check_plan(config: ModelConfig, plan: Plan) -> None:
@@ -118,7 +115,7 @@ def rank_params(config: ModelConfig, plan: Plan, rank: int) -> int:
 
 
 def layer_activation_bytes(config: ModelConfig, plan: Plan, num_tokens: int) -> float:
-    """What autograd keeps of one layer for `num_tokens` on the rank, without checkpointing."""
+    """Count what autograd keeps of one layer for the rank's tokens, without checkpointing."""
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     split = plan.tp if plan.sequence_parallel else 1
     wide = max(4, WIDTH[plan.dtype])

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from kernels import fused_adamw_
 from kernels.adamw import make_tensor_table
 from kernels.tensor_table import TensorTable
+from nanoengine.model.linear import record_of
 from nanoengine.parallel.data_parallel import Bucket, GradientReducer, ShardEntry
 from nanoengine.parallel.mesh import REPLICA_AXES, WORLD, Layout, Mesh
 from nanoengine.parallel.zero import BucketState, Residency, cut_into_buckets
@@ -72,9 +73,13 @@ class AdamWConfig(UpdateConfig):
     """Hyperparameters of the update. A `max_grad_norm` of 0 never clips."""
 
     betas: tuple[float, float] = (0.9, 0.95)
+    """How slowly the mean of the gradient and of its square forget."""
     eps: float = 1e-8
-    total_steps: int = 0  # where the schedule ends; needed by cosine and linear
-    min_lr_ratio: float = 0.0  # of lr, at the end of the schedule
+    """Added to the root of the second moment."""
+    total_steps: int = 0
+    """Where the schedule ends; cosine and linear need it."""
+    min_lr_ratio: float = 0.0
+    """The learning rate at the end of the schedule, as a share of `lr`."""
 
     def __post_init__(self) -> None:
         if not self.lr >= 0:
@@ -193,7 +198,7 @@ class AdamW:
 
     @property
     def needs_equal_passes(self) -> bool:
-        """Whether all data-parallel ranks must run the same number of forward passes."""
+        """Say whether all data-parallel ranks must run the same number of forward passes."""
         meets_in_passes = self.zero >= 2 or self.mesh.size("ep") > 1
         return meets_in_passes and self.mesh.size(("dp", "ep")) > 1
 
@@ -245,9 +250,8 @@ class AdamW:
 
     def _counts(self, parameter: Tensor) -> bool:
         """Tensor-parallel ranks share small parameters, pipeline stages a tied embedding."""
-        if getattr(parameter, "is_copy", False):
-            return False
-        return hasattr(parameter, "slice") or self.mesh.rank("tp") == 0
+        record = record_of(parameter)
+        return not record.is_copy and (record.slice is not None or self.mesh.rank("tp") == 0)
 
     def lr(self) -> float:
         """The learning rate of the next update."""
@@ -303,14 +307,14 @@ class AdamW:
             self.release()
 
     def release(self) -> None:
-        """With ZeRO-3, free the parameters of other ranks; after each forward or training step."""
+        """Free the parameters of other ranks (ZeRO-3), after each forward or training step."""
         if self.residency is not None:
             self.residency.release_all()
 
     # -- memory and state --------------------------------------------------------------------
 
     def entries(self, kind: Kind) -> Iterator[tuple[ShardEntry, Tensor]]:
-        """What this rank owns: elements lo:hi of each (flattened, tensor-parallel part of a)
+        """Yield what this rank owns: elements lo:hi of each (flattened, tensor-parallel part of a)
         parameter with their values, 1-d views. Writing to them restores; then `write_back`."""
         self._require_loaded()
         for state in self._states:
@@ -378,7 +382,7 @@ def update(
 
 
 def table_of(parts: list[Flats]) -> TensorTable | None:
-    """What a GPU's kernel reads of `parts`, on the GPU; None on a CPU, and where there are none."""
+    """Return the table of `parts` that a GPU's kernel reads; None on a CPU, and without parts."""
     parts = [part for part in parts if part[0].numel()]
     if not parts or parts[0][0].device.type == "cpu":
         return None

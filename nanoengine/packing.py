@@ -31,6 +31,12 @@ from nanoengine.model.device import to_device, to_host
 class Sample:
     """One sequence to train on. `loss_mask[t]` is 1 where token t was sampled by the policy.
 
+    A prompt of two tokens, and two that the policy sampled with an advantage of 0.5:
+
+    >>> sample = Sample(
+    ...     tokens=[5, 6, 8, 9], loss_mask=[0, 0, 1, 1], fields={"advantage": [0, 0, 0.5, 0.5]}
+    ... )
+
     `fields` are per-token numbers (advantages, rollout logps, ...), aligned with `tokens`.
     `group` names samples that may share the forward pass of their common leading tokens.
     """
@@ -56,7 +62,20 @@ class Sample:
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """One forward and backward pass. Sample `index[i]` of the batch owns predictions
-    `starts[i]:starts[i + 1]`, in token order: its tokens 1..n-1."""
+    `starts[i]:starts[i + 1]`, in token order: its tokens 1..n-1.
+
+    Two samples of 4 and 2 tokens are 3 + 1 rows, and as many predictions:
+
+    >>> long = Sample(tokens=[5, 6, 8, 9], loss_mask=[0, 0, 1, 1])
+    >>> short = Sample(tokens=[5, 7], loss_mask=[0, 1])
+    >>> (micro,) = make_micro_batches([short, long], max_tokens=16)
+    >>> micro.ids_N.tolist(), micro.positions_N.tolist(), micro.bounds
+    ([5, 6, 8, 5], [0, 1, 2, 0], [0, 3, 4])
+    >>> micro.target_ids_T.tolist(), micro.loss_mask_T.tolist()
+    ([6, 8, 9, 7], [0.0, 1.0, 1.0, 1.0])
+    >>> micro.index, micro.starts  # the longer one comes first
+    ([1, 0], [0, 3, 4])
+    """
 
     ids_N: Tensor  # int64, what the model reads
     positions_N: Tensor  # int64, within each sample
@@ -202,7 +221,7 @@ def _fill(trees: list[_Tree], max_tokens: int) -> Iterator[list[_Tree]]:
 
 
 def _pack(samples: Sequence[Sample], trees: list[_Tree], shared: bool) -> MicroBatch:
-    """On the CPU."""
+    """Build the tensors, on the CPU."""
     ids: list[int] = []
     positions: list[int] = []
     rows: list[int] = []

@@ -54,11 +54,6 @@ class PipelineEngine(Engine):
         self.peak_live = 0  # activations of a chunk alive at once in the last step
         super().__init__(stages[-1], config, mesh, stages=self.stages)
 
-    def _refresh(self) -> None:
-        for stage in self.stages[:-1]:
-            stage.repack()
-        super()._refresh()
-
     def _passes(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         """Only ranks that share experts meet inside a pass."""
         has_peers = self.mesh.size("ep") > 1
@@ -66,16 +61,10 @@ class PipelineEngine(Engine):
 
     # -- log-probs ---------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def forward_logprobs(  # type: ignore[override]
-        self,
-        samples: Sequence[Sample],
-        *,
-        temperature: float = 1.0,
-        entropy: bool = False,
-        only_masked: bool = False,
-    ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
-        """As the engine's, on every rank."""
+    def _score(
+        self, samples: Sequence[Sample], temperature: float, entropy: bool, only_masked: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Score as `Engine._score` does; every rank gets the result."""
         found = zeros_like_tokens(samples)
         entropies = zeros_like_tokens(samples)
         micros = self._passes(samples)
@@ -94,8 +83,7 @@ class PipelineEngine(Engine):
             runner = self._runner(micros, score, keeps=False)
             if micros:
                 runner.run(forward_only(self.mesh.size("pp"), len(micros), chunks))
-        found = self._tell(found)
-        return (found, self._tell(entropies)) if entropy else found
+        return self._tell(found), self._tell(entropies) if entropy else []
 
     def _runner(self, micros: list[MicroBatch], score: Any, *, keeps: bool) -> PipelineRunner:
         """`score(stage, part, index, hidden)` is called on the last stage."""
@@ -197,7 +185,7 @@ class PipelineEngine(Engine):
             yield name, tensor
 
     def load_weights(self, state: Iterable[tuple[str, Tensor]]) -> None:
-        """As the engine's; every rank is given all tensors and takes its own."""
+        """Replace the weights as `Engine.load_weights` does. Every rank is given all tensors."""
         whole = hf.hf_views(Transformer(self.model.config, device="meta"))
         tensors = dict(state)
         if self.model.config.tie_word_embeddings:

@@ -1,8 +1,15 @@
-"""Supervised fine-tuning as a loss for `Engine.train_step`: cross-entropy on the masked tokens.
+"""Supervised fine-tuning: chats as samples, their order, and the loss on what the assistant wrote.
+
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+
+A jsonl file has one such object a line; `tools` may stand beside `messages`. Only what the
+assistant wrote is trained on, with the end of its turn: a turn's tokens are what the rendered chat
+has beyond the prompt that generation would start from, up to the last end-of-turn token.
 
     engine.train_step(samples, sft_loss, num_loss_tokens)      # mean over the tokens of the batch
 
 A sample may carry a field "weight" (per token); without one every masked token weighs 1.
+Left out: chat templates that rewrite earlier turns (the line is refused), and text without a chat.
 """
 
 from __future__ import annotations
@@ -40,16 +47,6 @@ def num_loss_tokens(samples: Sequence[Sample]) -> float:
             if is_counted:
                 total += weights[t] if weights is not None else 1.0
     return total
-
-
-# Chats in a jsonl file as training samples, and an endless order through them that can be resumed.
-#
-#     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
-#
-# One object a line; `tools` may stand beside `messages`. Only what the assistant wrote is trained
-# on, with the end of its turn: a turn's tokens are what the rendered chat has beyond the prompt
-# that generation would start from, up to the last end-of-turn token. Left out: chat templates that
-# rewrite earlier turns (the line is refused), and text without a chat.
 
 
 def chat_sample(

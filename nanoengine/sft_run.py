@@ -1,7 +1,15 @@
-"""One process's part of a fine-tuning run: its engine, the steps, the files of the run.
+"""A supervised fine-tuning run on a jsonl file of chats, in one process or split over many.
 
-Only the first process prints and writes; all of them step, save and export together.
-Options: train_sft.py. Next: nanoengine/sft.py (chats), nanoengine/engine.py (a step).
+    SftRun(SftConfig(data=Path("chats.jsonl"), steps=100)).train()
+
+Packed micro-batches, loss on the assistant's tokens alone, resumable bit for bit in the same layout
+and in any other up to the order of sums. A run directory holds config.json, metrics.jsonl (one line
+a step), checkpoints/ and, at the end, model/ (a Hugging Face folder).
+
+Each process of the layout makes its own SftRun. Only the first prints and writes; all of them step,
+save and export together.
+Left out: starting the processes and reading the command line (scripts/train_sft.py).
+Next: sft.py (chats and the loss), engine.py (a step).
 """
 
 from __future__ import annotations
@@ -42,7 +50,101 @@ from nanoengine.state.export import export_hf
 from nanoengine.state.run_folder import RunFolder
 from nanoengine.stop_signals import Interrupted, StopSignals
 
+LAYOUT = ("tp", "pp", "dp", "cp", "ep", "zero", "sequence_parallel", "schedule", "chunks")
+FREE_ON_RESUME = (
+    *(*LAYOUT, "out", "resume", "save_every", "micro_batch_tokens", "peak_flops"),
+    "device",  # another one rounds differently, as another layout does
+)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftConfig:
+    """Fine-tune a model on chats."""
+
+    data: Path | None = None
+    """jsonl: {"messages": [{"role": ..., "content": ...}, ...]} a line."""
+    model: str = "smollm2-135m-instruct"
+    """Hugging Face folder, or a name that resolves to one."""
+    out: Path = Path("runs/sft")
+    resume: bool = False
+    """Go on from the last checkpoint in --out."""
+    steps: int = 100
+    """Optimizer steps."""
+    batch_size: int = 16
+    """Chats a step, over all processes."""
+    max_tokens: int = 2048
+    """Longer chats are left out."""
+    micro_batch_tokens: int = 2048
+    """Rows of one forward and backward pass of one process."""
+    lr: float = 2e-5
+    schedule_lr: Literal["constant", "cosine", "linear"] = "cosine"
+    warmup_steps: int = 10
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    activation_checkpointing: bool = False
+    device: str = "auto"
+    """auto (CUDA if there is any), cpu, cuda or cuda:N; each process takes a GPU of its own."""
+    seed: int = 0
+    save_every: int = 50
+    """Steps between checkpoints, written in the background; one more at the end."""
+    tp: int = 1
+    """Processes that share each matrix."""
+    pp: int = 1
+    """Processes that share the layers."""
+    dp: int = 1
+    """Processes with samples of their own."""
+    cp: int = 1
+    """Processes that share the tokens of a sequence."""
+    ep: int = 1
+    """Processes that share the experts of a mixture, with samples of their own."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What the dp (and cp) processes share: 1 optimizer state, 2 gradients, 3 parameters."""
+    sequence_parallel: bool = False
+    """With tp: cut the rows between matrices too."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1"] = "1f1b"
+    """Order of the pipeline's forward and backward passes."""
+    chunks: int = 1
+    """Layer groups a pipeline process (interleaved)."""
+    peak_flops: float | None = None
+    """What one process's device can do a second; with it the MFU is reported."""
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.dp * self.cp * self.ep
+
+    def __post_init__(self) -> None:
+        counts = ("steps", "batch_size", "max_tokens", "save_every", "tp", "pp", "dp", "cp", "ep")
+        for name in counts:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in dataclasses.asdict(self).items()
+        }
+
+    @classmethod
+    def of_run(cls, out: Path) -> SftConfig:
+        """Read the options of the run in the folder `out`, to be resumed there."""
+        file = out / "config.json"
+        if not file.is_file():
+            raise ValueError(f"--resume: {file} does not exist; name the run's folder with --out")
+        saved = json.loads(file.read_text())
+        return cls(**saved | {"data": Path(saved["data"]), "out": out, "resume": True})
+
+    def check_resumes(self, run: SftConfig) -> None:
+        """`ValueError` if this is not `run` with changes that leave its result the same (up to the
+        order of sums)."""
+        theirs = run.to_json()
+        for name, value in self.to_json().items():
+            if name not in FREE_ON_RESUME and value != theirs[name]:
+                raise ValueError(
+                    f"--resume: {name}={value} differs from the run's {theirs[name]}; leave it "
+                    "out, or start another run"
+                )
 
 
 class SftRun:
@@ -225,81 +327,3 @@ def keep_lines(metrics: Path, steps: int) -> None:
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
         kept = [json.dumps(row) + "\n" for row in rows if row["step"] <= steps]
         metrics.write_text("".join(kept))
-
-
-@dataclass(frozen=True, kw_only=True)
-class SftConfig:
-    """Fine-tune a model on chats."""
-
-    data: Path | None = None
-    """jsonl: {"messages": [{"role": ..., "content": ...}, ...]} a line."""
-    model: str = "smollm2-135m-instruct"
-    """Hugging Face folder, or a name that resolves to one."""
-    out: Path = Path("runs/sft")
-    resume: bool = False
-    """Go on from the last checkpoint in --out."""
-    steps: int = 100
-    """Optimizer steps."""
-    batch_size: int = 16
-    """Chats a step, over all processes."""
-    max_tokens: int = 2048
-    """Longer chats are left out."""
-    micro_batch_tokens: int = 2048
-    """Rows of one forward and backward pass of one process."""
-    lr: float = 2e-5
-    schedule_lr: Literal["constant", "cosine", "linear"] = "cosine"
-    warmup_steps: int = 10
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    activation_checkpointing: bool = False
-    device: str = "auto"
-    """auto (CUDA if there is any), cpu, cuda or cuda:N; each process takes a GPU of its own."""
-    seed: int = 0
-    save_every: int = 50
-    """Steps between checkpoints, written in the background; one more at the end."""
-    tp: int = 1
-    """Processes that share each matrix."""
-    pp: int = 1
-    """Processes that share the layers."""
-    dp: int = 1
-    """Processes with samples of their own."""
-    cp: int = 1
-    """Processes that share the tokens of a sequence."""
-    ep: int = 1
-    """Processes that share the experts of a mixture, with samples of their own."""
-    zero: Literal[0, 1, 2, 3] = 0
-    """What the dp (and cp) processes share: 1 optimizer state, 2 gradients, 3 parameters."""
-    sequence_parallel: bool = False
-    """With tp: cut the rows between matrices too."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1"] = "1f1b"
-    """Of the pipeline."""
-    chunks: int = 1
-    """Layer groups a pipeline process (interleaved)."""
-    peak_flops: float | None = None
-    """Of one process's device; with it the MFU is reported."""
-
-    @property
-    def world(self) -> int:
-        return self.tp * self.pp * self.dp * self.cp * self.ep
-
-    def __post_init__(self) -> None:
-        for name in (
-            "steps",
-            "batch_size",
-            "max_tokens",
-            "save_every",
-            "tp",
-            "pp",
-            "dp",
-            "cp",
-            "ep",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in dataclasses.asdict(self).items()
-        }

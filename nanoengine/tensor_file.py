@@ -48,7 +48,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor lies in a safetensors file: `begin:end` are bytes from the file's start."""
+    """The place of a tensor in a safetensors file: `begin:end` are bytes from the file's start."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -18,7 +18,6 @@ from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
-from nanoengine.scoring import Scorer
 
 
 class ValueModel(Transformer):
@@ -40,23 +39,17 @@ class ValueModel(Transformer):
     def _repack_head(self) -> None:
         """There are no logits."""
 
-
-class ValueScorer(Scorer):
-    """Gives values where a Scorer gives log-probs."""
-
-    def _head(
-        self, hidden_PD: Tensor, targets: Tensor, temperature: float, entropy: bool
-    ) -> list[Tensor]:
-        assert isinstance(self.model, ValueModel)
-        wide = torch.promote_types(hidden_PD.dtype, torch.float32)
-        return [(hidden_PD.to(wide) @ self.model.value_head.to(wide).t()).squeeze(1)]
+    def logprobs(
+        self, hidden_PE: Tensor, ids_P: Tensor, temperature: float = 1.0, *, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Values in the place of log-probs: of the state that each id was chosen in."""
+        wide = torch.promote_types(hidden_PE.dtype, torch.float32)
+        return (hidden_PE.to(wide) @ self.value_head.to(wide).t()).squeeze(1), None
 
 
 class ValueEngine(Engine):
     """Trains a ValueModel: a loss function is handed value_T in the place of logp_T, and
     `last_logps` holds the values of the last step."""
-
-    scorer_type = ValueScorer
 
     def __init__(self, model: ValueModel, config: EngineConfig) -> None:
         super().__init__(model, config)

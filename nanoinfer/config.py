@@ -1,9 +1,17 @@
-"""TODO config"""
+"""`InferConfig`: everything that can be chosen about an engine, with its help under each field.
+
+Nothing of it belongs to one request; that is `SamplingParams` (params.py). A size that is 0 is
+chosen for the model's device when the engine is made (sizes.py). Other configs hold one of these
+whole: the server's, and a training run's.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+CacheKind = Literal["auto", "fp8"]
+"""The dtype of a KV cache: the model's own (auto), or fp8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +27,7 @@ class StepSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class InferConfig(StepSizes):
-    """Sizes of an engine."""
+    """The options of one engine."""
 
     num_blocks: int | None = None
     """Blocks of KV cache; None: as many as `cache_bytes` holds."""
@@ -40,8 +48,8 @@ class InferConfig(StepSizes):
     speculate_siblings: bool = True
     """Guess also from what running requests sampled whose prompts start alike."""
     speculate_free_rows: int = 16
-    """Time of a decoding step over that of one more token in it: the lower, the surer a guess has
-    to be."""
+    """How many more tokens would double the time of a decoding step: the fewer, the surer a guess
+    has to be (speculative.py)."""
     lm_head_fp32: bool = False
     """Compute logits in fp32 from a bf16 model; a second copy of the output head."""
     kv_cache_dtype: CacheKind = "auto"
@@ -51,6 +59,3 @@ class InferConfig(StepSizes):
     """Token ids of a text that chooses the scales of an fp8 cache; none: scales of 1."""
     cuda_graphs: bool = True
     """Replay decode steps as CUDA graphs; ignored on a CPU."""
-
-
-CacheKind = Literal["auto", "fp8"]

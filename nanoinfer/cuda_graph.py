@@ -75,7 +75,7 @@ class CudaCapture:
 
 def can_capture(model: Transformer) -> bool:
     """Whether decode steps of this model can be CUDA graphs."""
-    return model.device.type == "cuda" and model.split is None and model.experts is None
+    return model.device.type == "cuda" and model.split.size == 1 and model.experts is None
 
 
 class _Inputs:

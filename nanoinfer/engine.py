@@ -5,8 +5,16 @@
 The engine has no thread and no globals; whoever owns it calls `step` (async_engine.py does so from
 an event loop). Weights change between steps only. A request that is in flight then keeps the
 tokens, log-probs and versions it has; its cache is dropped and computed again by the new weights.
+`update_weights` copies tensors that somebody brings, all or nothing; `adopt_weights` is for an
+owner who has changed the very tensors of the model, and says so.
 `sleep` gives the cache's memory to somebody else (a trainer on the same device) until `wake`.
-Next: scheduler.py, block_manager.py, model_runner.py.
+
+A draft counts if it is the very token that was sampled at its position, and the sample after the
+last such draft counts too. Samples behind a wrong draft were drawn on a text that is not the
+request's and are dropped, and so is everything behind the token that ended the request.
+
+Left out: transports of weights between processes; whoever brings tensors brings an iterator.
+Next: sequence.py (a request), scheduler.py (who runs), model_runner.py (how).
 """
 
 from __future__ import annotations
@@ -127,12 +135,12 @@ class LLMEngine:
 
     def _run(self, step: Step) -> None:
         result = self._runner.run(self._batch.build(step))
-        take_scores(step, result.scores, result.score_tops)
+        _take_scores(step, result.scores, result.score_tops)
         self._scheduler.commit(step)
         row = 0
         for seq in [seq for seq in step.seqs if seq.num_uncomputed_tokens == 0]:
             num_drafts = len(seq.drafts)
-            num_taken = take_samples(seq, result, row, self.version)
+            num_taken = _take_samples(seq, result, row, self.version)
             self._scheduler.accept(seq, num_taken - 1)
             self._metrics.sampled_tokens += num_taken
             self._metrics.drafted_tokens += num_drafts
@@ -212,16 +220,17 @@ class LLMEngine:
             self.is_asleep = False
 
     def update_weights(self, state: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights by Hugging Face tensors. `ValueError` on a wrong set of tensors, and
-        then the old version goes on serving. Every cache is dropped. Asleep or paused too."""
+        """Replace all weights by Hugging Face tensors, and drop every cache; works asleep and
+        paused, too. `ValueError` names a tensor that is missing, unknown, of the wrong shape or not
+        finite, and then nothing was written: the old version goes on serving."""
         start = time.perf_counter()
-        update_weights(self.model, state)
+        load_state(self.model, _finite(state))
         self._start_version(version)
         self._metrics.update_s += time.perf_counter() - start
 
     def adopt_weights(self, version: int) -> None:
-        """The owner of `model` changed its weights in place, and repacked it: serve those. Asleep
-        or paused too."""
+        """Serve the weights that the owner of `model` has changed in place, and repacked; works
+        asleep and paused, too."""
         self._start_version(version)
 
     def _start_version(self, version: int) -> None:
@@ -235,7 +244,7 @@ class LLMEngine:
         self._runner.refresh()  # last: if it fails, the version and the cache are true
 
     def metrics(self) -> dict[str, float]:
-        """Totals (engine.py) and the state of queues and cache."""
+        """The totals of `Metrics`, and the state of queues and cache."""
         used = self._blocks.num_blocks - self._blocks.num_free
         return self._metrics.to_dict() | {
             "num_running": float(len(self._scheduler.running)),
@@ -302,15 +311,9 @@ def _integers(ids: Ids[int]) -> list[int]:
         raise ValueError(f"ids: must be integers: {error}") from error
 
 
-# What the results of a step do to its sequences: scores and samples are taken, drafts accepted.
-#
-# A draft is accepted if it is the very token that was sampled at its position. The sample after the
-# last accepted draft counts too; those after a wrong one were drawn on a text that is not the
-# request's and are dropped, and so is everything after the token that ended the request.
-
-
-def take_scores(step: Step, scores: list[float], tops: list[list[tuple[int, float]]]) -> None:
-    """Log-probs of prompt tokens. Call before the scheduler's `commit`."""
+def _take_scores(step: Step, scores: list[float], tops: list[list[tuple[int, float]]]) -> None:
+    """Give the log-probs of prompt tokens to their sequences. Call before the scheduler's `commit`,
+    which moves on where a sequence stands."""
     done = 0
     for seq, num_new in zip(step.seqs, step.num_scheduled_tokens, strict=True):
         count = len(seq.unscored(num_new))
@@ -320,9 +323,9 @@ def take_scores(step: Step, scores: list[float], tops: list[list[tuple[int, floa
         done += count
 
 
-def take_samples(seq: Sequence, result: RunnerOutput, row: int, version: int) -> int:
-    """Append the samples of `seq`, whose rows of `result` start at `row`, as far as they count.
-    Returns how many: one, and one for each accepted draft."""
+def _take_samples(seq: Sequence, result: RunnerOutput, row: int, version: int) -> int:
+    """Append the samples of `seq` that count; its rows of `result` start at `row`. Returns how many
+    there were: one, and one for each accepted draft."""
     end = row
     for draft in (*seq.drafts, None):
         token = result.tokens[end]
@@ -335,12 +338,10 @@ def take_samples(seq: Sequence, result: RunnerOutput, row: int, version: int) ->
     return end - row
 
 
-# What an engine counts. Plain totals since the engine was made; rates are for the reader.
-
-
 @dataclass
 class Metrics:
-    """Totals. Tokens are counted once each time they are computed."""
+    """Totals since the engine was made; rates are for the reader. A token counts each time it is
+    computed."""
 
     num_requests: int = 0
     num_finished: int = 0
@@ -360,22 +361,10 @@ class Metrics:
         return {name: float(value) for name, value in asdict(self).items()}
 
 
-# New weights into a serving model, in place: all or nothing.
-#
-# Names and shapes are all checked before the first write (`nanoengine.model.hf.load_state`), and
-# values for NaN and infinity too: an engine would go on sampling from those without an error.
-# Left out: transports between processes; whoever brings tensors brings an iterator.
-
-
-def update_weights(model: Transformer, state: Iterable[tuple[str, Tensor]]) -> None:
-    """Write Hugging Face tensors into `model` and repack it. `ValueError` names what is missing,
-    unknown, of the wrong shape or not finite, and then the old weights are untouched."""
-    load_state(model, _finite(state))
-
-
 def _finite(state: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """All of `state`. What is not finite is told after the last one, and still before the first
-    write: a GPU is asked once."""
+    """Hand on all of `state`. A tensor that is not finite is reported after the last one, so a GPU
+    is asked once; `load_state` has written nothing by then. Without this an engine would go on
+    sampling from NaN without an error."""
     names: list[str] = []
     is_finite: list[Tensor] = []
     for name, tensor in state:

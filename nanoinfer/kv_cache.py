@@ -1,17 +1,27 @@
-"""The paged cache as the model sees it: write this step's keys and values, attend to all.
+"""The paged KV cache as the model sees it: write this step's keys and values, attend to all.
 
-`KVCache` owns the memory; `PagedContext` is the `AttentionContext` of one step. What a CPU needs
-once a step (gather indices, masks) is planned here and used by all layers.
+`KVCache` owns the memory, of the size that a `CacheLayout` says; `PagedContext` is the
+`AttentionContext` of one step. What a CPU needs once a step (gather indices, masks) is planned here
+and used by all layers.
 
 A cache may hold fp8 (e4m3): half the bytes of bf16, a quarter of fp32. Its keys and values are
-rounded to 4 significant bits, so log-probs are no longer the trainer's; what is lost is said where
-it is asked for (`InferConfig.kv_cache_dtype`). Next: kv_cache.py (the scales of such a cache).
-Left out: other attention than causal.
+rounded to 4 significant bits, so log-probs are no longer the trainer's: such a cache is for serving
+(`InferConfig.kv_cache_dtype`). e4m3 is a floating-point format, so a scale moves its range (2^-9 to
+448) and not its precision: a scale of 1 serves every model whose keys and values lie well inside,
+and is the default. A model with large biases in its key projection does not; `calibrated_scales`
+measures the range on one given text, one scale for the keys and one for the values of each layer,
+when the engine is made and after every weight update. Nothing depends on what is served, so a
+request's tokens are the same whatever ran before it. Scales are powers of two: dividing by them is
+exact, and two versions of the weights nearly always have the same.
+
+Left out: other attention than causal; scales by head or by token, scales stored in checkpoints.
+Next: model_runner.py (who calls this), kernels/paged_attention.py (the attention itself).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import get_args
 
@@ -29,16 +39,39 @@ from nanoengine.model.transformer import Transformer
 from nanoinfer.batch import StepInput
 from nanoinfer.config import CacheKind
 
-"""auto: the model's dtype."""
+HEADROOM = 4.0
+"""A served text may have keys this much larger than the measured one before they saturate."""
 
 
 def cache_dtype(kind: CacheKind, model_dtype: torch.dtype) -> torch.dtype:
-    """What a cache of that kind stores."""
+    """The dtype that a cache of that kind stores."""
     if kind not in get_args(CacheKind):
         raise ValueError(
             f"kv_cache_dtype={kind!r}: must be one of {', '.join(get_args(CacheKind))}"
         )
     return torch.float8_e4m3fn if kind == "fp8" else model_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheLayout:
+    """The size and place of a cache.
+
+    `CacheLayout(num_blocks=1456, block_size=16, dtype=model.dtype)` is one of 23,296 tokens on the
+    CPU."""
+
+    num_blocks: int
+    block_size: int
+    dtype: torch.dtype
+    """The model's; `cache_dtype` says what is stored."""
+    device: str = "cpu"
+    tp: int = 1
+    """Ranks that share the key heads; each has a cache of its own heads."""
+    kind: CacheKind = "auto"
+    has_padding_block: bool = False
+    """One block more, the last, that belongs to no sequence: rows of padding are written there
+    (cuda_graph.py)."""
+    populate: bool = False
+    """Take a CPU's memory at once, not as it fills."""
 
 
 class KVCache:
@@ -48,38 +81,24 @@ class KVCache:
     address (CUDA graphs), so change them in place, and only while no block is in use.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: str,
-        *,
-        tp: int = 1,
-        kind: CacheKind = "auto",
-        has_padding_block: bool = False,
-        populate: bool = False,
-    ) -> None:
-        """`dtype` is the model's. `tp` ranks share the key heads; this is one rank's cache. With
-        `has_padding_block` there is one more block, the last, that belongs to no sequence: rows
-        of padding are written there (cuda_graph.py). `populate` takes a CPU's memory at once."""
-        heads = config.num_kv_heads // tp
-        size = num_blocks + has_padding_block
-        self._shape = (config.num_layers, 2, size, block_size, heads, config.head_dim)
-        self.num_heads = config.num_heads // tp  # of the queries
-        self.model_dtype = dtype
-        self.dtype = cache_dtype(kind, dtype)
-        self.num_blocks = num_blocks
-        self.padding_block = num_blocks if has_padding_block else None
-        self.block_size = block_size
-        self.blocks_per_seq = min(-(-config.max_position_embeddings // block_size), num_blocks)
-        self._device = device
-        self._populate = populate
+    def __init__(self, config: ModelConfig, layout: CacheLayout) -> None:
+        heads = config.num_kv_heads // layout.tp
+        size = layout.num_blocks + layout.has_padding_block
+        self._shape = (config.num_layers, 2, size, layout.block_size, heads, config.head_dim)
+        self.num_heads = config.num_heads // layout.tp  # of the queries
+        self.model_dtype = layout.dtype
+        self.dtype = cache_dtype(layout.kind, layout.dtype)
+        self.num_blocks = layout.num_blocks
+        self.padding_block = layout.num_blocks if layout.has_padding_block else None
+        self.block_size = layout.block_size
+        longest = -(-config.max_position_embeddings // layout.block_size)
+        self.blocks_per_seq = min(longest, layout.num_blocks)
+        self._device = layout.device
+        self._populate = layout.populate
         self.scales: Tensor | None = None
         if self.dtype.itemsize == 1:
             # 16 bytes apart: Triton compiles a kernel again for pointers that are not aligned so
-            self.scales = torch.ones(config.num_layers, 2, 4, device=device)[:, :, 0]
+            self.scales = torch.ones(config.num_layers, 2, 4, device=layout.device)[:, :, 0]
         self.allocate()
 
     def allocate(self) -> None:
@@ -98,7 +117,7 @@ class KVCache:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether the memory is given back."""
+        """True while the memory is given back."""
         return not self.layers
 
     def copy_blocks(self, copies: Tensor) -> None:
@@ -109,7 +128,7 @@ class KVCache:
         data.index_copy_(2, targets, data.index_select(2, sources))
 
     def layer_scales(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
-        """Of keys and of values; None for a cache that is not fp8."""
+        """The scales of a layer's keys and values; None for a cache that is not fp8."""
         if self.scales is None:
             return None, None
         return self.scales[layer, 0], self.scales[layer, 1]
@@ -118,7 +137,7 @@ class KVCache:
     def bytes_per_block(
         config: ModelConfig, block_size: int, dtype: torch.dtype, *, tp: int = 1
     ) -> int:
-        """`dtype` is the cache's."""
+        """The memory of one block on one rank. `dtype` is the cache's."""
         per_token = 2 * config.num_layers * config.num_kv_heads // tp * config.head_dim
         return per_token * block_size * dtype.itemsize
 
@@ -126,7 +145,7 @@ class KVCache:
     def blocks_in(
         cache_bytes: int, config: ModelConfig, block_size: int, dtype: torch.dtype, *, tp: int = 1
     ) -> int:
-        """How many blocks that memory holds. `ValueError` if it holds none."""
+        """Count the blocks that `cache_bytes` hold. `ValueError` if they hold none."""
         size = KVCache.bytes_per_block(config, block_size, dtype, tp=tp)
         if cache_bytes < size:
             raise ValueError(
@@ -184,7 +203,8 @@ class PagedContext:
 
     @property
     def native(self) -> tuple[Tensor, Tiles] | None:
-        """Cache rows of the new tokens, and where queries find keys, if C++ attends."""
+        """The cache rows of the new tokens, and where queries find keys; None where PyTorch or
+        Triton attends."""
         if self._plan is None or not isinstance(self._plan.layout, Tiles):
             return None
         assert self._rows is not None, "made with the plan"
@@ -211,21 +231,6 @@ class PagedContext:
         )
 
 
-# The scales of an fp8 cache, one for the keys and one for the values of each layer.
-#
-# e4m3 is a floating-point format, so a scale moves its range (2^-9 to 448) and not its precision: 1
-# serves every model whose keys and values lie well inside, and is the default. A model with large
-# biases in its key projection does not; its range is then measured on one given text, when the
-# engine is made and after every weight update. Nothing depends on what is served, so a request's
-# tokens are the same whatever ran before it.
-#
-# Scales are powers of two: dividing by them is exact, and two versions of the weights nearly always
-# have the same. Left out: scales by head or by token, scales stored in checkpoints.
-
-HEADROOM = 4.0
-"""A served text may have keys this much larger than the measured one before they saturate."""
-
-
 class _Extremes:
     """An attention context that notes the largest key and value of each layer."""
 
@@ -242,7 +247,7 @@ class _Extremes:
 @torch.inference_mode()
 def calibrated_scales(model: Transformer, ids: Sequence[int]) -> Tensor:
     """[layers, 2] in fp32: the smallest powers of two that hold the keys and values of `ids`
-    `HEADROOM` times over. Of tensor-parallel ranks each has those of its own heads."""
+    `HEADROOM` times over. Each tensor-parallel rank measures its own heads."""
     shape = model.config
     if min(ids) < 0 or max(ids) >= shape.vocab_size or len(ids) > shape.max_position_embeddings:
         raise ValueError(

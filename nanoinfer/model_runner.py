@@ -1,8 +1,15 @@
 """One step on the device: copy blocks, run the model over the new tokens, sample.
 
+`Transformer.forward` is the definition of the layers, and every way of running them gives its
+hidden states:
+* on a CPU one call of C++ (`kernels/cpp/decoder.h`) runs a transcript of it, held to the same bits
+  by `tests/nanoinfer/test_native_decoder.py`; `make_decoder` says for which models;
+* on a GPU a step in which every sequence decodes replays a CUDA graph of it (cuda_graph.py);
+* everything else calls it.
+
 Only the tokens that are the last of their sequence, and drafts, go through the output head.
 Where the model is split over tensor-parallel ranks, all run the same step and each has all logits.
-Next: kv_cache.py (the cache), cuda_graph.py (decode steps of a fixed shape).
+Next: kv_cache.py (the cache), cuda_graph.py (decode steps of a fixed shape), sampler.py.
 """
 
 from __future__ import annotations
@@ -10,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +30,7 @@ from nanoengine.model.linear import embed
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.tensor_parallel import TensorParallel, vocab_parallel_logprob
 from nanoinfer.batch import Scored, StepInput
+from nanoinfer.config import InferConfig
 from nanoinfer.cuda_graph import CudaCapture, StaticDecode, can_capture
 from nanoinfer.device_sampler import (
     device_sampling,
@@ -30,26 +38,24 @@ from nanoinfer.device_sampler import (
     sample_on_device,
     top_on_device,
 )
-from nanoinfer.kv_cache import KVCache, PagedContext, cache_dtype, calibrated_scales
+from nanoinfer.kv_cache import CacheLayout, KVCache, PagedContext, cache_dtype, calibrated_scales
 from nanoinfer.sampler import likeliest, sample, top_logps
-
-if TYPE_CHECKING:
-    from nanoinfer.config import InferConfig
 
 
 @dataclass(frozen=True)
 class RunnerOutput:
     """One entry for each sampled position, in the order of the step: the last token of a sequence,
-    then its drafts; and one for each prompt token to be scored."""
+    then its drafts; and one for each prompt token to be scored.
+
+    Of a step with a decode and a decode with one draft: `RunnerOutput(tokens=[7, 4, 9],
+    logps=[-0.1, -2.3, -0.7], sampled_logps=[-0.1, -2.3, -0.7])`."""
 
     tokens: list[int]
     logps: list[float]
     sampled_logps: list[float]
     top: Mapping[int, list[tuple[int, float]]] = field(default_factory=dict)
     scores: list[float] = field(default_factory=list)
-    score_tops: list[list[tuple[int, float]]] = field(
-        default_factory=list
-    )  # where any was asked for
+    score_tops: list[list[tuple[int, float]]] = field(default_factory=list)  # where asked for
 
 
 class ModelRunner:
@@ -203,7 +209,7 @@ class ModelRunner:
 
     def _score_fn(self) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
         split = self.model.split
-        if split is None:
+        if split.size == 1:
             return linear_logprob
         assert isinstance(split, TensorParallel), "there is no other split"
         return partial(vocab_parallel_logprob, split=split, vocab_size=self.model.config.vocab_size)
@@ -213,7 +219,7 @@ class ModelRunner:
             return self.model.logits(hidden_SE)
         logits = linear(hidden_SE.float(), self._head, packed=self._head_packed)
         split, vocab = self.model.split, self.model.config.vocab_size
-        return logits if split is None else split.gather_columns(logits, vocab)
+        return split.gather_columns(logits, vocab)
 
 
 def _prompt_scores(tensors: Sequence[Tensor], scored: Scored | None) -> dict[str, Any]:
@@ -239,7 +245,7 @@ def count_blocks(model: Transformer, config: InferConfig) -> int:
     if config.num_blocks is not None:
         return config.num_blocks
     dtype = cache_dtype(config.kv_cache_dtype, model.dtype)
-    tp = 1 if model.split is None else model.split.size
+    tp = model.split.size
     return KVCache.blocks_in(config.cache_bytes, model.config, config.block_size, dtype, tp=tp)
 
 
@@ -247,17 +253,17 @@ def make_runner(model: Transformer, config: InferConfig, num_blocks: int) -> Mod
     """The runner of an engine: a cache of that many blocks and, where decode steps can be graphs,
     one block more for their rows of padding."""
     is_static = config.cuda_graphs and can_capture(model)
-    cache = KVCache(
-        model.config,
-        num_blocks,
-        config.block_size,
-        model.dtype,
-        str(model.device),
-        tp=1 if model.split is None else model.split.size,
+    layout = CacheLayout(
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        dtype=model.dtype,
+        device=str(model.device),
+        tp=model.split.size,
         kind=config.kv_cache_dtype,
         has_padding_block=is_static,
         populate=config.populate_cache,
     )
+    cache = KVCache(model.config, layout)
     decode = None
     if is_static:
         capture = CudaCapture(model.device)
@@ -265,14 +271,12 @@ def make_runner(model: Transformer, config: InferConfig, num_blocks: int) -> Mod
     return ModelRunner(model, cache, config.lm_head_fp32, decode, config.kv_calibration_ids)
 
 
-# The model's layers as one call (`kernels/cpp/decoder.py`), where the model and its cache allow it.
-
-
 def make_decoder(model: Transformer, cache: KVCache) -> Decoder | None:
-    """None where a layer needs more than the C++ functions do. Make another one when the weights
-    or the cache are replaced; what is written to them in place counts at once."""
+    """The model's layers as one call; None where a layer needs more than the C++ functions do:
+    experts, a split over ranks, an fp8 cache, a machine without a compiler. Make another one when
+    the weights or the cache are replaced; what is written to them in place counts at once."""
     layers = [cast(DecoderLayer, layer) for layer in model.layers]
-    is_plain = model.split is None and model.experts is None and cache.dtype == model.dtype
+    is_plain = model.split.size == 1 and model.experts is None and cache.dtype == model.dtype
     if not is_plain or any(layer.moe is not None for layer in layers) or not can_decode(model.norm):
         return None
     config = model.config

@@ -8,17 +8,14 @@ model's full length can use. The constants are chosen, not measured.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.device import free_bytes
 from nanoengine.model.transformer import Transformer
+from nanoinfer.config import InferConfig
 from nanoinfer.kv_cache import KVCache, cache_dtype
-
-if TYPE_CHECKING:
-    from nanoinfer.config import InferConfig
 
 GPU_SHARE = 0.85
 """Of the free memory; the rest is for CUDA's libraries, graphs and the allocator's fragments."""
@@ -42,7 +39,7 @@ def sized(config: InferConfig, model: Transformer) -> InferConfig:
 
 
 def _gpu_cache(config: InferConfig, model: Transformer) -> int:
-    shape, tp = model.config, 1 if model.split is None else model.split.size
+    shape, tp = model.config, model.split.size
     free = free_bytes(model.device)
     room = GPU_SHARE * free
     room -= step_bytes(shape, model.dtype, config.max_num_seqs, config.max_batch_tokens)
@@ -59,8 +56,9 @@ def _gpu_cache(config: InferConfig, model: Transformer) -> int:
 
 
 def step_bytes(shape: ModelConfig, dtype: torch.dtype, num_seqs: int, batch_tokens: int) -> float:
-    """What one inference step holds beside the cache: the rows of a layer, with its products, and
-    the logits of every sequence in the model's dtype and three times in fp32 (edits, sampling)."""
+    """Bytes that one inference step holds beside the cache: the rows of a layer, with its products,
+    and the logits of every sequence in the model's dtype and three times in fp32 (edits,
+    sampling)."""
     widths = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     row = 4 * shape.hidden_size + 2 * widths + 3 * shape.intermediate_size
     logits = num_seqs * shape.vocab_size * (dtype.itemsize + 3 * 4)

@@ -33,7 +33,7 @@ from nanoengine.model.hf import load_model, replace_model
 from nanoengine.model.sources import resolve_model
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import MicroBatch, Sample
-from nanoengine.scoring import FrozenPolicy
+from nanoengine.scoring import Scorer
 from nanoengine.value_engine import ValueEngine, ValueModel
 from nanoinfer.async_engine import AsyncEngine
 from nanorl.algorithms.fields import Field
@@ -64,7 +64,7 @@ class Learner:
         engine: Engine,
         generator: AsyncEngine,
         thread: Executor,
-        reference: FrozenPolicy | None = None,
+        reference: Scorer | None = None,
         critic: Critic | None = None,
     ) -> None:
         self.config = config
@@ -196,7 +196,7 @@ def _resolve(config: RunConfig) -> Path:
 
 def open_reference(
     config: RunConfig, policy: Transformer, folder: Path, *, has_begun: bool
-) -> FrozenPolicy:
+) -> Scorer:
     """The reference, frozen.
 
     `folder` is where the run keeps its own; `has_begun` says that RL steps were taken, so that
@@ -214,11 +214,13 @@ def open_reference(
             replace_model(policy, folder)
         model = load_model(folder, policy.dtype, str(policy.device))
     limits = config.engine
-    return FrozenPolicy(
-        model,
+    if limits.lm_head_fp32:
+        model.head_dtype = torch.float32
+        model.repack()
+    return Scorer(
+        model.requires_grad_(False),
         micro_batch_tokens=limits.micro_batch_tokens,
         share_prefix=limits.share_prefix,
-        lm_head_fp32=limits.lm_head_fp32,
     )
 
 

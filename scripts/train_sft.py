@@ -1,52 +1,29 @@
-"""Supervised fine-tuning on a jsonl file of chats, in one process or split over many.
-
-Packed micro-batches, loss on the assistant's tokens alone, resumable bit for bit in the same layout
-and in any other up to the order of sums. A run directory holds config.json, metrics.jsonl (one line
-a step), checkpoints/ and, at the end, model/ (a Hugging Face folder).
+"""Supervised fine-tuning from the command line: `nanoengine/sft_run.py` does the work.
 
 With more than one process in the layout this program starts them with torchrun, unless torchrun
 started it. Exit status: 0 finished, 1 something to mend (one message says what), 130 Ctrl-C.
-Next: sft_run.py (what each process does).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from pathlib import Path
 
 import tyro
 
-from nanoengine.sft_run import SftConfig
-
-LAYOUT = ("tp", "pp", "dp", "cp", "ep", "zero", "sequence_parallel", "schedule", "chunks")
-FREE_ON_RESUME = (
-    *(*LAYOUT, "out", "resume", "save_every", "micro_batch_tokens", "peak_flops"),
-    "device",  # another one rounds differently, as another layout does
-)
+from nanoengine.sft_run import SftConfig, SftRun
 
 
 def parse(arguments: list[str]) -> SftConfig:
-    config = tyro.cli(SftConfig, args=arguments, prog="bash scripts/train_sft.sh")
+    prog = "bash scripts/train_sft.sh"
+    config = tyro.cli(SftConfig, args=arguments, prog=prog)
     if not config.resume:
         if config.data is None:
             raise ValueError("data: missing; give a jsonl file of chats with --data FILE")
         return config
-    file = config.out / "config.json"
-    if not file.is_file():
-        raise ValueError(f"--resume: {file} does not exist; name the run's folder with --out")
-    saved = json.loads(file.read_text())
-    saved |= {"data": Path(saved["data"]), "out": config.out, "resume": True}
-    resumed = tyro.cli(
-        SftConfig, default=SftConfig(**saved), args=arguments, prog="bash scripts/train_sft.sh"
-    )
-    for name, value in resumed.to_json().items():
-        if name not in FREE_ON_RESUME and value != json.loads(file.read_text())[name]:
-            raise ValueError(
-                f"--resume: {name}={value} differs from the run's {saved[name]}; leave it out, "
-                "or start another run"
-            )
+    run = SftConfig.of_run(config.out)
+    resumed = tyro.cli(SftConfig, default=run, args=arguments, prog=prog)
+    resumed.check_resumes(run)
     return resumed
 
 
@@ -61,7 +38,6 @@ def launch(config: SftConfig, arguments: list[str]) -> int:
 def main() -> int:
     from nanoengine.engine import NonFiniteLoss
     from nanoengine.model.device import resolve_device
-    from nanoengine.sft_run import SftRun
     from nanoengine.stop_signals import EXIT_STATUS, Interrupted
     from nanoengine.tensor_file import CheckpointError
 

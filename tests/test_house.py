@@ -89,18 +89,9 @@ IMPORT_CIRCLES: dict[str, str] = {
     "kernels.policy_loss <-> kernels.triton.policy_loss": TO_BE_MENDED,
 }
 CLASSES_OF_ONE_NAME: dict[str, str] = {
-    "Action": TO_BE_MENDED,
-    "Chunk": TO_BE_MENDED,
-    "ExecResult": TO_BE_MENDED,
-    "Job": TO_BE_MENDED,
-    "Piece": TO_BE_MENDED,
     "Run": TO_BE_MENDED,
-    "Scheduler": TO_BE_MENDED,
-    "Script": TO_BE_MENDED,
     "Span": TO_BE_MENDED,
-    "StepResult": TO_BE_MENDED,
     "Tiles": TO_BE_MENDED,
-    "Trace": TO_BE_MENDED,
 }
 WITHOUT_A_USER: dict[str, str] = {
     "LLM": FRONT_DOOR,
@@ -115,19 +106,6 @@ WITHOUT_A_USER: dict[str, str] = {
             "Schedule.splits_backward",
             "peak_live_closed_form",
             "vocab_parallel_cross_entropy",
-            "default_loops",
-            "turn_advantages",
-            "named_spec",
-            "summarise",
-            "hermes_format",
-            "ExecStatus",
-            "LiveView.end_phase",
-            "peak_rss_bytes",
-            "Sandbox",
-            "syscall_numbers",
-            "RolloutStore.expire",
-            "Trace.is_correct",
-            "play_trace",
             "Scheduler.get_actor",
         ),
         TO_BE_MENDED,
@@ -145,7 +123,6 @@ BROKEN_FILE_NAMES: dict[str, str] = {
     "liger_kernel/transformers/functional.py": "of Liger-Kernel",
     "data/drills.py": TO_BE_MENDED,
     "parallel/pipeline_engine.py": TO_BE_MENDED,
-    "parallel/shards.py": TO_BE_MENDED,
     "triton_ops.py": TO_BE_MENDED,
 }
 PRIVATE_IMPORTS: dict[str, str] = {}
@@ -170,12 +147,7 @@ MANY_PARAMETERS: dict[str, str] = dict.fromkeys(
         "stage.Stage.__init__",
         "tensor_parallel.vocab_parallel_logprob",
         "kv_cache.KVCache.__init__",
-        "loop.AgentLoop.__call__",
-        "single_turn.run",
-        "tool.run",
         "losses.gspo",
-        "code.CodeEnv.__init__",
-        "html.write_report",
     ),
     TO_BE_MENDED,
 )
@@ -185,7 +157,6 @@ CEILING_OF_KERNELS = 25
 
 WITHOUT_FIRST_LINES: dict[str, str] = {
     "nanoengine.model.linear": TO_BE_MENDED,
-    "nanoengine.tensor_file": TO_BE_MENDED,
     "nanoinfer.config": TO_BE_MENDED,
 }
 

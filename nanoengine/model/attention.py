@@ -1,4 +1,4 @@
-"""What a layer asks of attention: the caller decides where keys and values live.
+"""The question a layer asks of attention; the caller decides where keys and values live.
 
 The model hands over queries, keys and values of a flat run of tokens; the context knows which
 tokens belong together. Training packs whole sequences (`PackedContext`, below); the inference

@@ -46,7 +46,7 @@ class Llama3Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What `Transformer` needs to know. Ids are token ids; `eos_ids` is a set of ends of turn."""
+    """The shape of a `Transformer`. Ids are token ids; `eos_ids` is a set of ends of turn."""
 
     model_type: str = "llama"
     vocab_size: int
@@ -94,7 +94,7 @@ class ModelConfig:
         _check_experts(self)
 
     def is_moe_layer(self, index: int) -> bool:
-        """Whether layer `index` holds a mixture of experts."""
+        """Say whether layer `index` holds a mixture of experts."""
         return self.num_experts > 0 and index not in self.dense_layers
 
     @classmethod
@@ -215,7 +215,7 @@ _COUNTS = (
 
 
 def _check_depth(num_layers: int) -> None:
-    """Before anything is done layer by layer."""
+    """Refuse an absurd depth before anything is done layer by layer."""
     if num_layers > MAX_LAYERS:
         raise ValueError(
             f"num_hidden_layers={num_layers}: must be at most {MAX_LAYERS}; is config.json damaged?"

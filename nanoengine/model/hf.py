@@ -99,10 +99,10 @@ def _mlp_views(mlp: str, gate_up: Tensor, down: Tensor) -> dict[str, Tensor]:
 
 
 def hf_slices(model: Transformer) -> dict[str, Slice]:
-    """Where the views of a split model lie in the whole tensors; names that every rank holds
+    """The place of each view of a split model in the whole tensor; names that every rank holds
     whole are absent, so a model that is not split has none."""
     split = model.split
-    if split is None:
+    if split.size == 1:
         return {}
     found = {}
     for name, view in hf_views(model).items():
@@ -119,7 +119,7 @@ def hf_slices(model: Transformer) -> dict[str, Slice]:
 
 
 def is_expert(name: str) -> bool:
-    """Whether a Hugging Face tensor is one expert's, and so not on every expert-parallel rank."""
+    """Say whether a Hugging Face tensor is one expert's, which not every ep rank holds."""
     return ".mlp.experts." in name
 
 

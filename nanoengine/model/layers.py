@@ -1,14 +1,14 @@
-"""The pieces of a decoder layer: packed linear, embedding lookup, rope tables, the layer itself.
+"""The decoder layer, and the rope tables that all layers share.
 
 Shapes: T tokens of all sequences, E hidden size, F MLP width, H query heads, K key/value heads,
 D head dimension, V vocabulary.
 
-Query, key and value share one matrix, and so do gate and up: fewer and larger products. A CPU
-keeps each matrix twice, as the parameter (for the backward pass and the optimizer) and in oneDNN's
-block layout (for the forward pass of both engines; `kernels/linear.py` says why). The second copy
-is no parameter and in no state dict; whoever changes a weight calls `Transformer.repack`.
-Where the matrices are split over ranks (`split`, see parallel/tensor_parallel.py) a layer holds
-its share of the heads and of the MLP and calls on the split before and after them.
+Query, key and value share one matrix, and so do gate and up: fewer and larger products
+(linear.py). Where the matrices are split over ranks (`split`, see parallel/tensor_parallel.py) a
+layer holds its share of the heads and of the MLP and calls on the split before and after them.
+
+`DecoderLayer.forward` is the definition of a layer. On a CPU rollouts run its transcript in C++,
+`kernels/cpp/decoder.h`, held to the same bits by tests/nanoinfer/test_native_decoder.py.
 Left out: dropout, biases in the MLP.
 """
 
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from kernels import (
     add_rms_norm,
     apply_rope,
-    linear,
     qk_norm_rope,
     rms_norm,
     swiglu,
@@ -70,7 +69,7 @@ class DecoderLayer(nn.Module):
         index: int,
         dtype: torch.dtype,
         device: str,
-        split: TensorSplit | None = None,
+        split: TensorSplit,
         experts: ExpertSplit | None = None,
     ) -> None:
         super().__init__()
@@ -78,10 +77,9 @@ class DecoderLayer(nn.Module):
         self.eps = config.rms_norm_eps
         self.head_dim = config.head_dim
         self.split = split
-        num_ranks = 1 if split is None else split.size
-        self.q_width = config.num_heads * config.head_dim // num_ranks
-        self.kv_width = config.num_kv_heads * config.head_dim // num_ranks
-        hidden, mlp = config.hidden_size, config.intermediate_size // num_ranks
+        self.q_width = config.num_heads * config.head_dim // split.size
+        self.kv_width = config.num_kv_heads * config.head_dim // split.size
+        hidden, mlp = config.hidden_size, config.intermediate_size // split.size
         qkv_width = self.q_width + 2 * self.kv_width
         self.input_norm = nn.Parameter(torch.ones(hidden, dtype=dtype, device=device))
         self.qkv = PackedLinear(hidden, qkv_width, config.attention_bias, dtype, device)
@@ -100,7 +98,7 @@ class DecoderLayer(nn.Module):
         else:
             self.gate_up = PackedLinear(hidden, 2 * mlp, False, dtype, device)
             self.down = PackedLinear(mlp, hidden, False, dtype, device)
-        if split is not None:
+        if split.size > 1:
             self._mark_slices(split, mlp)
 
     def forward(
@@ -121,16 +119,13 @@ class DecoderLayer(nn.Module):
         y_TE, residual_TE = add_rms_norm(x_TE, residual_TE, self.post_norm, self.eps)
         if self.moe is not None:
             return self.moe(y_TE, rope[0].shape[0]), residual_TE
-        if self.split is None:
-            return self.down(swiglu(self.gate_up(y_TE))), residual_TE
         y_TE = self.split.enter(y_TE, rope[0].shape[0])
-        return self.split.leave(self.down(swiglu(self.gate_up(y_TE)))), residual_TE
+        return self.split.multiply_rows(self.down, swiglu(self.gate_up(y_TE))), residual_TE
 
     def _attend(
         self, y_TE: Tensor, rope: tuple[Tensor, Tensor], context: AttentionContext
     ) -> Tensor:
-        if self.split is not None:
-            y_TE = self.split.enter(y_TE, rope[0].shape[0])
+        y_TE = self.split.enter(y_TE, rope[0].shape[0])
         q, k, v = self.qkv(y_TE).split((self.q_width, self.kv_width, self.kv_width), -1)
         num_tokens, head_dim = y_TE.shape[0], self.head_dim
         kv_shape = (num_tokens, self.kv_width // head_dim, head_dim)
@@ -142,11 +137,7 @@ class DecoderLayer(nn.Module):
         else:
             q_THD, k_TKD = apply_rope(q_THD, k_TKD, *rope, None)
         o_THD = context.attend(self.index, q_THD, k_TKD, v.view(kv_shape))
-        o_TE = o_THD.reshape(num_tokens, self.q_width)
-        if self.split is None:
-            return self.out(o_TE)
-        x_TE = self.split.leave(linear(o_TE, self.out.weight, packed=self.out.packed))
-        return x_TE if self.out.bias is None else x_TE + self.out.bias  # once, not on every rank
+        return self.split.multiply_rows(self.out, o_THD.reshape(num_tokens, self.q_width))
 
     def _mark_slices(self, split: TensorSplit, mlp: int) -> None:
         fused = (self.q_width, self.kv_width, self.kv_width)

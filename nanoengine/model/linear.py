@@ -1,26 +1,33 @@
-"""TODO linear"""
+"""A matrix and its product, what is known about a parameter, and how matrices are split over ranks.
+
+A CPU keeps each matrix twice, as the parameter (for the backward pass and the optimizer) and in
+oneDNN's block layout (for the forward pass of both engines; `kernels/linear.py` says why). The
+second copy is no parameter and in no state dict; whoever changes a weight calls
+`Transformer.repack`.
+
+The layers ask their `split` before and after their matrices, and never whether there is one: for a
+model in one piece it is `NoSplit`, else parallel/tensor_parallel.py.
+
+Left out: quantised weights.
+Shapes: T tokens, E hidden size, V vocabulary, P rows that are scored.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from kernels import (
-    add_rows_,
-    linear,
-    pack_weight,
-)
+from kernels import add_rows_, linear, linear_logprob, pack_weight
 
-if TYPE_CHECKING:
-    pass
+# -- what is known about a parameter ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Which part of a whole tensor a rank holds: the runs [start, stop) along `dim`, in order."""
+    """The part of a whole tensor that a rank holds: runs [start, stop) along `dim`, in order."""
 
     dim: int
     whole: int
@@ -35,27 +42,85 @@ class Slice:
         return torch.Size((*shape[: self.dim], self.whole, *shape[self.dim + 1 :]))
 
 
-class TensorSplit(Protocol):
-    """What a layer asks of the ranks that share its matrices.
+@dataclass
+class ParameterRecord:
+    """The facts about a parameter beyond its values, where it is one rank's part of a model.
 
-    Parameters carry what the optimizer needs to know: `param.slice` (a Slice; absent where all
-    ranks hold the same) and `param.is_partial` (each rank's gradient is one term of the sum).
+    It lies on the parameter itself (`record_of`). Two more attributes belong to the kernels, who
+    read them in their backward pass: `main_grad`, the fp32 buffer that takes the gradient, and
+    `late_grads`, a list that weight gradients wait in (`kernels/linear.py`).
     """
 
-    size: int
-    rank: int
-    sequence_parallel: bool
+    slice: Slice | None = None
+    """The part of the whole tensor that this rank holds; None where all ranks hold the same."""
+    is_partial: bool = False
+    """Each tensor-parallel rank's gradient is one term of the sum."""
+    is_expert: bool = False
+    """Ranks along the ep axis hold different ones, so their gradients are not added up."""
+    is_copy: bool = False
+    """Another pipeline stage holds the same one, and counts it in the gradient's norm."""
+    is_deferred: bool = False
+    """Its gradient is finished only after the last backward pass (a tied embedding on two pipeline
+    stages): its bucket waits for that."""
+
+
+def record_of(parameter: Tensor) -> ParameterRecord:
+    """The parameter's record; writing to it is how a fact is noted."""
+    record: ParameterRecord | None = getattr(parameter, "record", None)
+    if record is None:
+        record = ParameterRecord()
+        parameter.record = record  # type: ignore[attr-defined]
+    return record
+
+
+def mark_slice(
+    parameter: nn.Parameter | None, dim: int, widths: tuple[int, ...], split: TensorSplit
+) -> None:
+    """Note that several matrices of the given local widths lie side by side in `parameter`, each
+    split evenly."""
+    if parameter is None or split.size == 1:
+        return
+    runs, begin = [], 0
+    for width in widths:
+        runs.append((begin + split.rank * width, begin + (split.rank + 1) * width))
+        begin += split.size * width
+    record_of(parameter).slice = Slice(dim, begin, tuple(runs))
+
+
+def mark_partial(parameter: nn.Parameter | None) -> None:
+    if parameter is not None:
+        record_of(parameter).is_partial = True
+
+
+# -- how matrices are split ------------------------------------------------------------------------
+
+
+class TensorSplit(Protocol):
+    """The questions that a layer asks of the ranks that share its matrices."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def sequence_parallel(self) -> bool: ...
 
     def run(self, whole: int) -> tuple[int, int]:
         """This rank's indices of `whole` items."""
         ...
 
     def enter(self, x: Tensor, num_rows: int) -> Tensor:
-        """Before matrices split by columns: the rows every rank needs, `num_rows` of them."""
+        """Return the rows every rank needs, `num_rows` of them, for matrices split by columns."""
         ...
 
     def leave(self, x: Tensor) -> Tensor:
-        """After matrices split by rows: the sum over the ranks."""
+        """Return the sum over the ranks, after matrices split by rows."""
+        ...
+
+    def multiply_rows(self, matrix: PackedLinear, x: Tensor) -> Tensor:
+        """The product with a matrix split by rows, bias included, summed over the ranks."""
         ...
 
     def embed(self, ids_T: Tensor, weight_VE: Tensor, vocab_size: int) -> Tensor: ...
@@ -63,6 +128,74 @@ class TensorSplit(Protocol):
     def gather_columns(self, x: Tensor, whole: int) -> Tensor:
         """The ranks' columns side by side, without gradient."""
         ...
+
+    def logprobs(
+        self,
+        hidden_PE: Tensor,
+        weight_VE: Tensor,
+        ids_P: Tensor,
+        vocab_size: int,
+        *,
+        temperature: float,
+        entropy: bool,
+        packed: Tensor | None,
+        logits_dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor | None]:
+        """logp [P] of the ids (and entropy [P], if asked for), over the whole vocabulary."""
+        ...
+
+
+class NoSplit:
+    """The split of a model that is in one piece: every question has the plain answer."""
+
+    size = 1
+    rank = 0
+    sequence_parallel = False
+
+    def run(self, whole: int) -> tuple[int, int]:
+        return 0, whole
+
+    def enter(self, x: Tensor, num_rows: int) -> Tensor:
+        return x
+
+    def leave(self, x: Tensor) -> Tensor:
+        return x
+
+    def multiply_rows(self, matrix: PackedLinear, x: Tensor) -> Tensor:
+        out: Tensor = matrix(x)
+        return out
+
+    def embed(self, ids_T: Tensor, weight_VE: Tensor, vocab_size: int) -> Tensor:
+        return embed(ids_T, weight_VE)
+
+    def gather_columns(self, x: Tensor, whole: int) -> Tensor:
+        return x
+
+    def logprobs(
+        self,
+        hidden_PE: Tensor,
+        weight_VE: Tensor,
+        ids_P: Tensor,
+        vocab_size: int,
+        *,
+        temperature: float,
+        entropy: bool,
+        packed: Tensor | None,
+        logits_dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor | None]:
+        scored = linear_logprob(
+            hidden_PE,
+            weight_VE,
+            ids_P,
+            temperature=temperature,
+            return_entropy=entropy,
+            packed=packed,
+            logits_dtype=logits_dtype,
+        )
+        return scored if isinstance(scored, tuple) else (scored, None)
+
+
+# -- products --------------------------------------------------------------------------------------
 
 
 class PackedLinear(nn.Module):
@@ -123,26 +256,3 @@ def embed(ids_T: Tensor, weight_VE: Tensor) -> Tensor:
         out: Tensor = _Embedding.apply(ids_T, weight_VE)
         return out
     return weight_VE.index_select(0, ids_T)
-
-
-def mark_slice(
-    parameter: nn.Parameter | None, dim: int, widths: tuple[int, ...], split: TensorSplit
-) -> None:
-    """Several matrices of the given local widths lie side by side; each is split evenly."""
-    if parameter is None:
-        return
-    runs, begin = [], 0
-    for width in widths:
-        runs.append((begin + split.rank * width, begin + (split.rank + 1) * width))
-        begin += split.size * width
-    parameter.slice = Slice(dim, begin, tuple(runs))  # type: ignore[attr-defined]
-
-
-def mark_partial(parameter: nn.Parameter | None) -> None:
-    if parameter is not None:
-        parameter.is_partial = True  # type: ignore[attr-defined]
-
-
-def slice_of(parameter: Tensor) -> Slice | None:
-    found: Slice | None = getattr(parameter, "slice", None)
-    return found

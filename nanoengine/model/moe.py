@@ -27,13 +27,13 @@ from nanoengine.model.linear import (
     TensorSplit,
     mark_partial,
     mark_slice,
+    record_of,
     refresh_packed,
 )
 
 
 class ExpertSplit(Protocol):
-    """What the MLP asks of the ranks that share its experts. Their parameters carry `is_expert`:
-    ranks along the ep axis hold different ones."""
+    """The questions that the MLP asks of the ranks that share its experts."""
 
     held: range
     """The experts of this rank."""
@@ -73,7 +73,7 @@ class MoeMlp(nn.Module):
         config: ModelConfig,
         dtype: torch.dtype,
         device: str,
-        split: TensorSplit | None = None,
+        split: TensorSplit,
         experts: ExpertSplit | None = None,
     ) -> None:
         super().__init__()
@@ -81,21 +81,19 @@ class MoeMlp(nn.Module):
         self.num_chosen = config.num_experts_per_token
         self.renormalize = config.norm_topk_prob
         self.held = range(config.num_experts) if experts is None else experts.held
-        hidden, width = config.hidden_size, config.moe_intermediate_size
-        width //= 1 if split is None else split.size
+        hidden, width = config.hidden_size, config.moe_intermediate_size // split.size
         self.router = PackedLinear(hidden, config.num_experts, False, dtype, device)
         self.gate_up = ExpertStack(len(self.held), hidden, 2 * width, dtype, device)
         self.down = ExpertStack(len(self.held), width, hidden, dtype, device)
-        if split is not None:
-            mark_slice(self.gate_up.weight, 1, (width, width), split)
-            mark_slice(self.down.weight, 2, (width,), split)
-            if split.sequence_parallel:
-                mark_partial(self.router.weight)
+        mark_slice(self.gate_up.weight, 1, (width, width), split)
+        mark_slice(self.down.weight, 2, (width,), split)
+        if split.sequence_parallel:
+            mark_partial(self.router.weight)
         if experts is not None:
             run = (self.held.start, self.held.stop)
             for stack in (self.gate_up, self.down):
-                stack.weight.slice = Slice(0, config.num_experts, (run,))  # type: ignore[attr-defined]
-                stack.weight.is_expert = True  # type: ignore[attr-defined]
+                record = record_of(stack.weight)
+                record.slice, record.is_expert = Slice(0, config.num_experts, (run,)), True
 
     def forward(self, x_TE: Tensor, num_rows: int) -> Tensor:
         """`num_rows` is the number of tokens, where `x` is a rank's share of them."""
@@ -104,8 +102,6 @@ class MoeMlp(nn.Module):
         )
         if self.experts is not None:
             return self.experts.run(x_TE, weights_TK, ids_TK, self._mix_one)
-        if self.split is None:
-            return self._mix(x_TE, weights_TK, ids_TK)
         # Routed before entering: the weights' gradient is a sum over the ranks as well.
         entered = (self.split.enter(t, num_rows) for t in (x_TE, weights_TK, ids_TK))
         return self.split.leave(self._mix(*entered))

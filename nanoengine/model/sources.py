@@ -216,8 +216,8 @@ def _write_checksums(folder: Path, source_sha256: str) -> None:
 
 
 def verify_folder(folder: Path, source_sha256: str) -> bool:
-    """Whether the folder is what the conversion of that source wrote. Cheap: sizes, and hashes of
-    evenly spaced samples (whole files up to 4 MB)."""
+    """Say whether the folder is what the conversion of that source wrote. Cheap: sizes, and
+    hashes of evenly spaced samples (whole files up to 4 MB)."""
     try:
         record = json.loads((folder / _CHECKSUMS).read_text())
         if record["format"] != _FORMAT or record["source_sha256"] != source_sha256:

@@ -1,9 +1,13 @@
-"""The model, once for both engines: embedding, decoder layers, final norm, output head.
+"""The definition of the model: embedding, decoder layers, final norm, output head.
 
 `forward` takes a flat run of tokens and their positions and leaves everything about sequences to
-the attention context, so training (packed) and inference (paged) run the same lines and get the
-same bits. It stops at the hidden states: log-probs come from `kernels.linear_logprob`, which never
-holds a tokens x vocabulary tensor; `logits` is for the sampler.
+the attention context, so it serves training (packed) and inference (paged). On a CPU rollouts run
+`kernels/cpp/decoder.h`, its transcript in C++; tests/nanoinfer/test_native_decoder.py holds the two
+to the same bits.
+
+`forward` stops at the hidden states. The output head is for `logprobs`, which never holds a
+tokens x vocabulary tensor, and for `logits`, which the sampler reads; the model alone knows in
+which dtype the head is computed, where its prepacked copy lies and over which ranks it is split.
 
 Memory of a model of N linear and embedding weights on a CPU: N parameters and N prepacked copies
 of the same dtype (a tied head is packed too), 0.54 GB for 135 M parameters in bf16.
@@ -24,13 +28,13 @@ from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import DecoderLayer, rope_tables
 from nanoengine.model.linear import (
+    NoSplit,
     PackedLinear,
     Slice,
     TensorSplit,
-    embed,
     mark_partial,
+    record_of,
     refresh_packed,
-    slice_of,
 )
 from nanoengine.model.moe import ExpertSplit, ExpertStack
 
@@ -54,25 +58,26 @@ class Transformer(nn.Module):
         rank's part of the model; `config` stays that of the whole."""
         super().__init__()
         self.config = config
-        self.split, self.experts = split, experts
+        self.split: TensorSplit = NoSplit() if split is None else split
+        self.experts = experts
         self._head_dtype = head_dtype
-        vocab = (0, config.vocab_size) if split is None else split.run(config.vocab_size)
+        vocab = self.split.run(config.vocab_size)
         shape = (vocab[1] - vocab[0], config.hidden_size)
         self.embedding = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index, dtype, device, split, experts)
+            DecoderLayer(config, index, dtype, device, self.split, experts)
             for index in range(config.num_layers)
         )
         self.norm = nn.Parameter(torch.ones(config.hidden_size, dtype=dtype, device=device))
         self.head: nn.Parameter | None = None
         if not config.tie_word_embeddings:
             self.head = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
-        if split is not None:
+        if self.split.size > 1:
             for table in (self.embedding, self.head):
                 if table is not None:
-                    table.slice = Slice(0, config.vocab_size, (vocab,))  # type: ignore[attr-defined]
-            if split.sequence_parallel:
-                mark_partial(self.norm)
+                    record_of(table).slice = Slice(0, config.vocab_size, (vocab,))
+        if self.split.sequence_parallel:
+            mark_partial(self.norm)
         cos, sin = rope_tables(config, dtype, device)
         self.rope_cos: Tensor
         self.rope_sin: Tensor
@@ -122,8 +127,6 @@ class Transformer(nn.Module):
         return self._finish(x_TE, residual_TE, ids_T.shape[0])
 
     def _embed(self, ids_T: Tensor) -> Tensor:
-        if self.split is None:
-            return embed(ids_T, self.embedding)
         return self.split.embed(ids_T, self.embedding, self.config.vocab_size)
 
     def _run(
@@ -154,16 +157,35 @@ class Transformer(nn.Module):
 
     def _finish(self, x_TE: Tensor, residual_TE: Tensor, num_rows: int) -> Tensor:
         y_TE = add_rms_norm(x_TE, residual_TE, self.norm, self.config.rms_norm_eps)[0]
-        return y_TE if self.split is None else self.split.enter(y_TE, num_rows)
+        return self.split.enter(y_TE, num_rows)
 
     def logits(self, hidden_TE: Tensor) -> Tensor:
-        """Logits [T, V] in `head_dtype`. The trainer repeats their bits by handing
-        `lm_head_weight`, `lm_head_packed` and `logits_dtype=head_dtype` to `linear_logprob`."""
-        weight = self.lm_head_weight if self._wide_head is None else self._wide_head
+        """Logits [T, V] in `head_dtype`; `logprobs` computes from the same bits."""
+        weight: Tensor = self.lm_head_weight
+        if self.head_dtype != self.dtype:
+            if self._wide_head is None:  # made here and kept until `repack`: a trainer never asks
+                with torch.inference_mode(False):  # others may ask outside of it
+                    self._wide_head = weight.detach().to(self.head_dtype)
+            weight = self._wide_head
         logits = linear(hidden_TE.to(weight.dtype), weight, packed=self.lm_head_packed)
-        if self.split is not None:
-            logits = self.split.gather_columns(logits, self.config.vocab_size)
-        return logits
+        return self.split.gather_columns(logits, self.config.vocab_size)
+
+    def logprobs(
+        self, hidden_PE: Tensor, ids_P: Tensor, temperature: float = 1.0, *, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """logp [P] of each id (nats, fp32 or wider, of the tempered distribution) given the hidden
+        state that predicts it, and the entropy [P] of that distribution if it is asked for.
+        Differentiable."""
+        return self.split.logprobs(
+            hidden_PE,
+            self.lm_head_weight,
+            ids_P,
+            self.config.vocab_size,
+            temperature=temperature,
+            entropy=entropy,
+            packed=self.lm_head_packed,
+            logits_dtype=self.head_dtype,
+        )
 
     def repack(self) -> None:
         """Refresh the prepacked copies in place. Call it after any change to a weight: the forward
@@ -174,10 +196,19 @@ class Transformer(nn.Module):
         self._repack_head()
 
     def _repack_head(self) -> None:
-        head = self.lm_head_weight.detach()
-        self._wide_head = head.to(self.head_dtype) if self.head_dtype != self.dtype else None
-        head = head if self._wide_head is None else self._wide_head
+        self._wide_head = None
+        head = self.lm_head_weight.detach().to(self.head_dtype)
         self.lm_head_packed = refresh_packed(self.lm_head_packed, head)
+
+    def forget_packed(self) -> None:
+        """Drop every prepacked copy: products make them on the fly, for weights that come and go
+        (ZeRO-3)."""
+        for module in self.modules():
+            if isinstance(module, PackedLinear):
+                module.packed = None
+            elif isinstance(module, ExpertStack):
+                module.packed = [None] * len(module.packed)
+        self.lm_head_packed = self._wide_head = None
 
     def init_weights(self, seed: int, std: float = 0.02) -> None:
         """Fresh normal weights; projections into the residual stream are smaller by √(2·layers),
@@ -191,7 +222,7 @@ class Transformer(nn.Module):
                     parameter.fill_(0.0 if name.endswith("bias") else 1.0)
                     continue
                 scale = residual_std if name.endswith(("out.weight", "down.weight")) else std
-                part = slice_of(parameter)
+                part = record_of(parameter).slice
                 shape = parameter.shape if part is None else part.whole_shape(parameter.shape)
                 fresh = torch.randn(shape, generator=generator) * scale
                 parameter.copy_(fresh if part is None else part.take(fresh))

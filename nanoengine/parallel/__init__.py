@@ -1,1 +1,1 @@
-"""How the model and its training are split over processes. Read mesh.py first."""
+"""The model and its training, split over processes. Read mesh.py first."""

@@ -40,7 +40,7 @@ QUERY_BLOCK = 256
 
 
 @dataclass(frozen=True)
-class Run:
+class TokenRun:
     """Tokens lo:hi of the packed row, the rank's rows begin:begin + hi - lo."""
 
     sequence: int
@@ -54,7 +54,7 @@ class Run:
 
 
 class ContextSplit:
-    """How one micro-batch is cut; every rank knows all ranks' runs."""
+    """One micro-batch, cut over the ranks; every rank knows all ranks' runs."""
 
     def __init__(self, micro: MicroBatch, mesh: Mesh) -> None:
         if micro.rows_T is not None:
@@ -96,14 +96,14 @@ class ContextSplit:
                     yield queries, other.rows, lo if is_same else None
 
 
-def _runs_of(bounds: list[int], num_ranks: int, rank: int) -> list[Run]:
-    runs: list[Run] = []
+def _runs_of(bounds: list[int], num_ranks: int, rank: int) -> list[TokenRun]:
+    runs: list[TokenRun] = []
     begin = 0
     for sequence, (first, end) in enumerate(pairwise(bounds)):
         for part in (rank, 2 * num_ranks - 1 - rank):
             lo, hi = even_run(end - first, 2 * num_ranks, part)
             if lo < hi:
-                runs.append(Run(sequence, first + lo, first + hi, begin))
+                runs.append(TokenRun(sequence, first + lo, first + hi, begin))
                 begin += hi - lo
     return runs
 

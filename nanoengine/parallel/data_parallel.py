@@ -26,6 +26,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from nanoengine.model.linear import record_of
 from nanoengine.parallel.mesh import REPLICA_AXES, Handle, Mesh
 
 ALIGNMENT = 64  # elements; every parameter starts on a cache line in fp32 and in bf16
@@ -33,7 +34,7 @@ ALIGNMENT = 64  # elements; every parameter starts on a cache line in fp32 and i
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a parameter lives in the flat buffers."""
+    """A parameter's place in the flat buffers."""
 
     name: str
     param: nn.Parameter
@@ -101,15 +102,15 @@ class Bucket:
         self.grad_shard = self.grad if self.num_shards == 1 else self.grad.new_zeros(self.share)
         for slot in self.slots:
             slot.param.main_grad = slot.view(self.grad)  # type: ignore[attr-defined]
-        self.partials = [slot for slot in self.slots if getattr(slot.param, "is_partial", False)]
-        self.is_deferred = any(is_deferred(slot.param) for slot in self.slots)
+        self.partials = [slot for slot in self.slots if record_of(slot.param).is_partial]
+        self.is_deferred = any(record_of(slot.param).is_deferred for slot in self.slots)
 
     def mine(self, flat: Tensor) -> Tensor:
         """This rank's share of a flat buffer laid out as the bucket."""
         return flat[self.begin : self.begin + self.share]
 
     def entries(self) -> Iterator[ShardEntry]:
-        """What this rank's share holds of each parameter."""
+        """Yield what this rank's share holds of each parameter."""
         for slot in self.slots:
             lo = max(slot.offset, self.begin)
             hi = min(slot.offset + slot.param.numel(), self.begin + self.share)
@@ -132,15 +133,9 @@ class Bucket:
         self.grad.untyped_storage().resize_(0)
 
 
-def is_deferred(parameter: Tensor) -> bool:
-    """Set on a parameter whose gradient is finished only after the last backward pass (a tied
-    embedding on two pipeline stages): its bucket waits for `finish`."""
-    return bool(getattr(parameter, "is_deferred", False))
-
-
 def replica_axes(parameter: Tensor) -> tuple[str, ...]:
     """The ranks that hold the same parameter: an expert's live on one ep rank only."""
-    is_expert = bool(getattr(parameter, "is_expert", False))
+    is_expert = record_of(parameter).is_expert
     return tuple(axis for axis in REPLICA_AXES if not (is_expert and axis == "ep"))
 
 
@@ -168,8 +163,8 @@ class GradientReducer:
                 slot.param.register_post_accumulate_grad_hook(hook)
 
     def start_pass(self, *, is_last: bool, is_pipeline: bool = False) -> None:
-        """Before each backward pass. Buckets leave in the last one, or in every one; the passes of
-        a pipeline overlap and count as one, whose buckets leave at its end."""
+        """Call it before each backward pass. Buckets leave in the last one, or in every one; the
+        passes of a pipeline overlap and count as one, whose buckets leave at its end."""
         self._is_open = (is_last or self._every_pass) and not is_pipeline
         self._next = 0
         self._missing = [len(bucket.slots) for bucket in self._buckets]
@@ -179,13 +174,13 @@ class GradientReducer:
                     bucket.allocate_grad()
 
     def end_pass(self) -> None:
-        """After each backward pass."""
+        """Call it after each backward pass."""
         self._is_open = False
         if self._every_pass:
             self._flush()
 
     def finish(self) -> None:
-        """After the last pass, or without any: all gradients are reduced when this returns."""
+        """Call it after the last pass, or without any: all gradients are reduced afterwards."""
         if not self._every_pass:
             self._flush()
         self._next = 0

@@ -8,7 +8,7 @@ Everything but the experts is data parallel over this axis. A token is sent once
 choices and its K results are summed at home, in fp32 and in the order of its choices, as on one
 process: forward, the bits of a token do not depend on the number of ranks. Backward the same rows
 travel the other way round. An expert's gradient is complete on its owner, whoever sent the rows,
-so it is summed over dp and cp only (`param.is_expert`).
+so it is summed over dp and cp only (`ParameterRecord.is_expert`).
 
 All ranks of the axis must run the same number of passes, also those without a sample of theirs.
 

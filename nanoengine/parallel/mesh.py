@@ -14,7 +14,7 @@ A mesh owns its process groups, built straight from torch's back ends: there is 
 and no registry, so any number of meshes and engines live in one process. A group of one rank does
 not exist; its collectives do nothing and count nothing, nor do those of empty tensors. Reductions
 of half-precision tensors run in fp32: rounding at every hop would make the result depend on the
-number of ranks.
+number of ranks. Counters say what each kind of collective moved; times are estimate.py's.
 
 Left out: starting processes (torchrun, nanosched, the tests' pool) and topology discovery.
 """
@@ -25,7 +25,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -51,7 +51,7 @@ _OPS: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How many ranks along each axis."""
+    """The number of ranks along each axis."""
 
     pp: int = 1
     dp: int = 1
@@ -64,23 +64,21 @@ class Layout:
             if getattr(self, axis) < 1:
                 raise ValueError(f"{axis}={getattr(self, axis)}: must be at least 1")
 
+    def __str__(self) -> str:
+        """`dp2·tp4`, or `single`."""
+        sizes = ((axis, getattr(self, axis)) for axis in AXES)
+        return "·".join(f"{axis}{size}" for axis, size in sizes if size > 1) or "single"
+
     @property
     def world(self) -> int:
         return self.pp * self.dp * self.ep * self.cp * self.tp
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands on each axis."""
+        """The place of `rank` on each axis."""
         found = {}
         for axis in reversed(AXES):
             rank, found[axis] = divmod(rank, getattr(self, axis))
         return found
-
-    def rank_at(self, **coordinates: int) -> int:
-        """The inverse of `coordinates`; axes left out are 0."""
-        rank = 0
-        for axis in AXES:
-            rank = rank * getattr(self, axis) + coordinates.get(axis, 0)
-        return rank
 
     def members(self, rank: int, axis: Axis) -> list[int]:
         """The ranks that differ from `rank` only along `axis`, in order; `rank` is one of them."""
@@ -92,6 +90,23 @@ class Layout:
             for other in range(self.world)
             if all(self.coordinates(other)[name] == here[name] for name in others)
         ]
+
+
+@dataclass
+class Traffic:
+    """The tensors that a rank handed to one kind of collective. `bytes` are those of the whole
+    tensor: the reduced one, the gathered one, the one before scattering, the one sent."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
+def wire_bytes(op: str, num_bytes: float, num_ranks: int) -> float:
+    """Bytes each rank sends for a tensor of `num_bytes` by the ring algorithm."""
+    share = (num_ranks - 1) / num_ranks
+    return {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share}.get(
+        op, 1.0
+    ) * num_bytes
 
 
 class Handle:
@@ -347,11 +362,8 @@ class Mesh:
         self.all_gather(axis, out, mine)
         return [json.loads(bytes(part.tolist())) for part in out.split(width)]
 
-    def reset_traffic(self) -> None:
-        self.traffic.clear()
-
     def _copied(self, axis: Axis, out: Tensor, source: Tensor) -> bool:
-        """Where the group is one rank, gathering and scattering are a copy."""
+        """Copy, which is what gathering and scattering do in a group of one rank."""
         if self.size(axis) > 1:
             return False
         if out.data_ptr() != source.data_ptr():
@@ -387,31 +399,3 @@ def _maybe_wait(handle: Handle, is_async: bool) -> Handle:
     if not is_async:
         handle.wait()
     return handle
-
-
-def describe(layout: Layout) -> str:
-    """`dp2·tp4`, or `single`."""
-    parts = [f"{axis}{n}" for axis, n in zip(AXES, astuple(layout), strict=True) if n > 1]
-    return "·".join(parts) or "single"
-
-
-# What collectives cost: the counters of a mesh, and the bytes that a ring puts on the wire.
-#
-# Left out: time, which `nanoengine/estimate.py` models.
-
-
-@dataclass
-class Traffic:
-    """What a rank handed to one kind of collective. `bytes` are those of the whole tensor: the
-    reduced one, the gathered one, the one before scattering, the one sent."""
-
-    calls: int = 0
-    bytes: int = 0
-
-
-def wire_bytes(op: str, num_bytes: int, num_ranks: int) -> float:
-    """Bytes each rank sends for a tensor of `num_bytes` by the ring algorithm."""
-    share = (num_ranks - 1) / num_ranks
-    return {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share}.get(
-        op, 1.0
-    ) * num_bytes

@@ -29,8 +29,8 @@ from nanoengine.parallel.schedules import Action, Schedule
 from nanoengine.parallel.stage import Stage
 
 
-class Chunk(Protocol):
-    """What the runner asks of one stage. `x` is None on the first stage; the last one gives None
+class PipelineChunk(Protocol):
+    """One stage, as the runner sees it. `x` is None on the first stage; the last one gives None
     forward and gets None backward."""
 
     @property
@@ -53,7 +53,7 @@ class Chunk(Protocol):
 
 @dataclass(frozen=True)
 class _Message:
-    """What an action needs from another rank, or gives to it."""
+    """A tensor that an action needs from another rank, or gives to it."""
 
     direction: str  # "F" or "B"
     stage: int  # that computes the action it feeds
@@ -78,7 +78,7 @@ class Channels:
 class PipelineRunner:
     """Executes schedules over this rank's chunks."""
 
-    def __init__(self, mesh: Mesh, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, mesh: Mesh, chunks: Sequence[PipelineChunk]) -> None:
         self._rank = mesh.rank("pp")
         self._chunks = chunks
         self._channels = Channels(mesh)
@@ -116,7 +116,7 @@ class _Mailbox:
     """The messages of one run."""
 
     def __init__(
-        self, schedule: Schedule, rank: int, channels: Channels, chunks: Sequence[Chunk]
+        self, schedule: Schedule, rank: int, channels: Channels, chunks: Sequence[PipelineChunk]
     ) -> None:
         self._schedule, self._rank = schedule, rank
         self._channels, self._chunks = channels, chunks

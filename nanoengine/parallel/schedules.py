@@ -44,7 +44,23 @@ class Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """`actions[rank]` in the order of execution."""
+    """`actions[rank]` in the order of execution.
+
+    1F1B over two ranks and three micro-batches: the first rank runs one forward ahead, the last
+    goes backward at once.
+
+    >>> for row in make_schedule("1f1b", num_ranks=2, num_micro=3).actions:
+    ...     print(*row)
+    F0 F1 B0 F2 B1 B2
+    F0 B0 F1 B1 F2 B2
+
+    With backward split into I and W the second rank keeps one W back, so the first waits less:
+
+    >>> for row in make_schedule("zb_h1", num_ranks=2, num_micro=3).actions:
+    ...     print(*row)
+    F0 F1 I0 W0 F2 I1 W1 I2 W2
+    F0 I0 F1 I1 W0 F2 I2 W1 W2
+    """
 
     name: str
     num_micro: int
@@ -65,10 +81,6 @@ class Schedule:
     def owner(self, stage: int) -> tuple[int, int]:
         """(rank, chunk) that computes a stage."""
         return stage % self.num_ranks, stage // self.num_ranks
-
-    @property
-    def splits_backward(self) -> bool:
-        return any(action.kind == "W" for action in self.actions[0])
 
 
 # -- the four schedules --------------------------------------------------------------------------
@@ -160,7 +172,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def make_schedule(name: str, num_ranks: int, num_micro: int, num_chunks: int = 1) -> Schedule:
-    """By name; `num_chunks` above 1 is for interleaved alone."""
+    """Make the schedule of that name; `num_chunks` above 1 is for interleaved alone."""
     if name not in SCHEDULES:
         raise ValueError(f"schedule={name!r}: must be one of {', '.join(SCHEDULES)}")
     return SCHEDULES[name](num_ranks, num_micro, num_chunks)
@@ -228,18 +240,6 @@ def bubble_closed_form(schedule: Schedule, costs: Costs | None = None) -> float:
     return idle / (idle + schedule.num_micro * work)
 
 
-def peak_live_closed_form(schedule: Schedule, rank: int) -> int:
-    """Most activations of one (micro-batch, chunk) that a rank holds at once; interleaved: of
-    whole groups."""
-    p, m, v = schedule.num_ranks, schedule.num_micro, schedule.num_chunks
-    return {
-        "gpipe": m,
-        "1f1b": min(m, p - rank),
-        "interleaved": min(m * v, 2 * (p - 1 - rank) + (v - 1) * p + 1),
-        "zb_h1": min(m, p),
-    }[schedule.name]
-
-
 # -- the simulator -------------------------------------------------------------------------------
 
 
@@ -254,7 +254,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What running a schedule gives."""
+    """The outcome of running a schedule."""
 
     spans: list[list[Span]]  # by rank
     makespan: float
@@ -309,7 +309,7 @@ def _arrival(
     ready: dict[tuple[str, int, int], float],
     send: float,
 ) -> float | None:
-    """When the input of an action is there; None while nobody has produced it."""
+    """The time at which the input of an action is there; None while nobody has produced it."""
     stage = schedule.stage(rank, action.chunk)
     if action.kind == "F":
         if stage == 0:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import DecoderLayer
-from nanoengine.model.linear import PackedLinear, TensorSplit
+from nanoengine.model.linear import PackedLinear, TensorSplit, record_of
 from nanoengine.model.moe import ExpertSplit
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.mesh import Mesh
@@ -52,7 +52,9 @@ class Stage(Transformer):
         self.index, self.num_stages = index, num_stages
         self.is_first, self.is_last = index == 0, index == num_stages - 1
         self.layers = nn.ModuleList(
-            DecoderLayer(config, i, dtype, device, split, experts) if i in held else Elsewhere()
+            DecoderLayer(config, i, dtype, device, self.split, experts)
+            if i in held
+            else Elsewhere()
             for i in range(config.num_layers)
         )
         self._held = held
@@ -62,8 +64,8 @@ class Stage(Transformer):
             self.head = None
             self.norm = None  # type: ignore[assignment]
         if config.tie_word_embeddings and num_stages > 1 and (self.is_first or self.is_last):
-            self.embedding.is_deferred = True  # type: ignore[attr-defined]
-            self.embedding.is_copy = self.is_last  # type: ignore[attr-defined]
+            record = record_of(self.embedding)
+            record.is_deferred, record.is_copy = True, self.is_last
 
     @property
     def first_layer(self) -> DecoderLayer:
@@ -100,13 +102,13 @@ class Stage(Transformer):
 
     def boundary(self, num_rows: int) -> Tensor:
         """An empty tensor for what travels between stages, for a micro-batch of so many rows."""
-        if self.split is not None and self.split.sequence_parallel:
+        if self.split.sequence_parallel:
             num_rows = -(-num_rows // self.split.size)
         shape = (num_rows, self.config.hidden_size)
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def linear_weights(self) -> list[nn.Parameter]:
-        """Those whose gradients can wait."""
+        """The weights whose gradients can wait."""
         return [m.weight for m in self.modules() if isinstance(m, PackedLinear)]
 
     def _repack_head(self) -> None:
@@ -183,7 +185,7 @@ def sum_tied_gradients(mesh: Mesh, config: ModelConfig, stages: list[Stage]) -> 
 
 
 def split_layers(num_layers: int, num_stages: int) -> list[range]:
-    """Which layers each stage holds: equal runs, the remainder to the first stages (the last one
+    """The layers that each stage holds: equal runs, the remainder to the first stages (the last one
     also has the output head)."""
     if num_stages > num_layers:
         raise ValueError(f"{num_stages} pipeline stages: more than the {num_layers} layers")

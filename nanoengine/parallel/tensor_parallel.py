@@ -24,10 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import pack_weight
+from kernels import linear, pack_weight
 from kernels.linear import accumulate_weight_grad, linear_rows, matmul_rows, weight_grad
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.linear import Slice, embed
+from nanoengine.model.linear import PackedLinear, Slice, embed
 from nanoengine.parallel.mesh import Mesh
 
 _CHUNK_ELEMENTS = 256 * 49152  # logits of a rank held at a time: 50 MB in fp32
@@ -59,7 +59,7 @@ class TensorParallel:
         return None if size == 1 else cls(mesh, sequence_parallel=sequence_parallel)
 
     def run(self, whole: int) -> tuple[int, int]:
-        """As even as can be; the first ranks hold one more where it does not divide."""
+        """Cut as evenly as can be; the first ranks hold one more where it does not divide."""
         return even_run(whole, self.size, self.rank)
 
     def enter(self, x: Tensor, num_rows: int) -> Tensor:
@@ -74,6 +74,10 @@ class TensorParallel:
         out: Tensor = function.apply(x, self.mesh)
         return out
 
+    def multiply_rows(self, matrix: PackedLinear, x: Tensor) -> Tensor:
+        out = self.leave(linear(x, matrix.weight, packed=matrix.packed))
+        return out if matrix.bias is None else out + matrix.bias  # once, not on every rank
+
     def embed(self, ids_T: Tensor, weight_VE: Tensor, vocab_size: int) -> Tensor:
         """Each rank looks up the tokens of its own range; the others add zero."""
         lo, hi = self.run(vocab_size)
@@ -84,6 +88,31 @@ class TensorParallel:
     @torch.no_grad()
     def gather_columns(self, x: Tensor, whole: int) -> Tensor:
         return gather_slice(self.mesh, x, Slice(x.dim() - 1, whole, (self.run(whole),)))
+
+    def logprobs(
+        self,
+        hidden_PE: Tensor,
+        weight_VE: Tensor,
+        ids_P: Tensor,
+        vocab_size: int,
+        *,
+        temperature: float,
+        entropy: bool,
+        packed: Tensor | None,
+        logits_dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor | None]:
+        scored = vocab_parallel_logprob(
+            hidden_PE,
+            weight_VE,
+            ids_P,
+            self,
+            vocab_size,
+            temperature=temperature,
+            return_entropy=entropy,
+            packed=packed,
+            logits_dtype=logits_dtype,
+        )
+        return scored if isinstance(scored, tuple) else (scored, None)
 
 
 @torch.no_grad()
@@ -176,7 +205,7 @@ def _scatter(x: Tensor, mesh: Mesh) -> Tensor:
 
 
 class _Logprob(torch.autograd.Function):
-    """As kernels/linear_logprob.py, with the vocabulary cut over the ranks."""
+    """The op of kernels/linear_logprob.py, with the vocabulary cut over the ranks."""
 
     @staticmethod
     def forward(
@@ -284,16 +313,3 @@ def vocab_parallel_logprob(
     )
     logp_T, entropy_T = _Logprob.apply(hidden_TE, weight_VE, ids_T, packed, options)
     return (logp_T, entropy_T) if return_entropy else logp_T
-
-
-def vocab_parallel_cross_entropy(
-    hidden_TE: Tensor,
-    weight_VE: Tensor,
-    ids_T: Tensor,
-    split: TensorParallel,
-    vocab_size: int,
-) -> Tensor:
-    """-logp of each target [T]: `F.cross_entropy(..., reduction="none")` over the split head."""
-    logp_T = vocab_parallel_logprob(hidden_TE, weight_VE, ids_T, split, vocab_size)
-    assert isinstance(logp_T, Tensor)
-    return -logp_T

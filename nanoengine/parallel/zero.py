@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoengine.parallel.data_parallel import Bucket, is_deferred, replica_axes
+from nanoengine.model.linear import record_of
+from nanoengine.parallel.data_parallel import Bucket, replica_axes
 from nanoengine.parallel.mesh import REPLICA_AXES, Handle, Mesh
 
 Named = list[tuple[str, nn.Parameter]]
@@ -64,7 +65,7 @@ def _units(models: Sequence[nn.Module]) -> list[tuple[list[nn.Module], Named]]:
     embedding: Named = []
     deferred: Named = []
     for model, name, parameter in _trainable(models):
-        if is_deferred(parameter):
+        if record_of(parameter).is_deferred:
             deferred.append((name, parameter))
         elif name.startswith("layers."):
             number = int(name.split(".")[1])
@@ -104,7 +105,7 @@ def _fits(
     is_alike = (
         bucket[2] == axes
         and bool(bucket[0]) == bool(modules)
-        and is_deferred(bucket[1][0][1]) == is_deferred(named[0][1])
+        and record_of(bucket[1][0][1]).is_deferred == record_of(named[0][1]).is_deferred
     )
     size = sum(parameter.numel() for _, parameter in (*bucket[1], *named))
     return is_alike and size * wide.itemsize <= limit
@@ -161,7 +162,7 @@ class BucketState:
 
 
 class Residency:
-    """Which layers' whole gradients (ZeRO-2) and parameters (ZeRO-3) are in memory, by hooks on
+    """Keeps whole gradients (ZeRO-2) and parameters (ZeRO-3) in memory while needed, by hooks on
     the layers: before and after their forward, and before their backward."""
 
     def __init__(self, mesh: Mesh, states: list[BucketState], models: Sequence[nn.Module]) -> None:

@@ -50,7 +50,7 @@ READABLE_FORMATS = (1, FORMAT)
 
 @dataclass(frozen=True)
 class _Part:
-    """Where a box of a tensor lies."""
+    """The place of a box of a tensor."""
 
     file: str
     at: int  # byte position
@@ -266,7 +266,7 @@ def point_latest(root: Path, name: str) -> None:
 
 
 def clear_leftovers(root: Path) -> None:
-    """Of a writer that was killed: half-written folders, and half-deleted ones."""
+    """Delete what a killed writer left: half-written folders, and half-deleted ones."""
     for leftover in root.glob(".tmp-*"):
         if leftover.is_dir():
             shutil.rmtree(leftover)

@@ -42,7 +42,7 @@ _FAILED = "failed"
 
 
 def choose_writers(held: Sequence[Sequence[Piece]]) -> list[list[int]]:
-    """Which of its pieces each rank writes: every box once, by the holder with least to write."""
+    """Choose which of its pieces each rank writes: a box once, by the holder with least to do."""
     holders: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
     for rank, pieces in enumerate(held):
         for number, piece in enumerate(pieces):
@@ -57,7 +57,7 @@ def choose_writers(held: Sequence[Sequence[Piece]]) -> list[list[int]]:
 
 
 def entry_name(piece: Piece) -> str:
-    """What a box is called in its file: its tensor's name, and where it begins unless it is all
+    """The name of a box in its file: its tensor's name, and where it begins unless it is all
     of it (`master.norm`, `master.layers.0.down.weight@0,64`)."""
     is_whole = piece.box.shape == piece.whole
     return piece.name if is_whole else f"{piece.name}@{','.join(map(str, piece.box.begin))}"
@@ -128,7 +128,7 @@ class CheckpointWriter:
             self.wait()
 
     def wait(self) -> Path | None:
-        """Until the last save is complete. Returns its folder (None: there was none)."""
+        """Wait until the last save is complete. Returns its folder (None: there was none)."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -140,7 +140,7 @@ class CheckpointWriter:
     # -- on the calling thread ---------------------------------------------------------------
 
     def _choose(self, pieces: list[Piece]) -> None:
-        """Who writes what: worked out once, again only when the pieces change."""
+        """Work out who writes what, once, and again only when the pieces change."""
         if self._mesh is None:
             self._mine = list(range(len(pieces)))
             return

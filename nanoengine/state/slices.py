@@ -60,7 +60,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Piece:
-    """What somebody holds, or wants, of the tensor `name` of shape `whole`."""
+    """The box that somebody holds, or wants, of the tensor `name` of shape `whole`."""
 
     name: str
     whole: tuple[int, ...]

@@ -1,1 +1,13 @@
-"""The OpenAI-compatible server: `python -m nanoinfer.server --model FOLDER`."""
+"""The OpenAI-compatible server: `python -m nanoinfer.server --model FOLDER`.
+
+config.py has the options and the limits, app.py the routes: who may call them, and what each does.
+A route reads its body through requests.py, which knows every field and makes `SamplingParams` of
+them, and writes its answer through responses.py; calls of functions, asked for in the one and found
+in the other, are in tool_calls.py. Between the two, completions.py admits a request and runs it on
+the engine, one task for each completion. http_io.py is one request on the wire (body, errors,
+events, hang-ups), connection.py one connection (how many there may be, how long each may take), and
+prometheus.py the text of /metrics.
+
+Imports point downwards: __main__ → app, connection → completions, responses → requests, http_io →
+tool_calls, prometheus, config. The engine imports nothing from here, so it runs without starlette.
+"""

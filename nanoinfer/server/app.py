@@ -18,6 +18,7 @@ import asyncio
 import hmac
 import ipaddress
 import logging
+import os
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
@@ -26,6 +27,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -35,8 +37,10 @@ from starlette.routing import Route
 from nanoengine.model.hf import read_state
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.async_engine import AsyncEngine
+from nanoinfer.llm import LLM
 from nanoinfer.params import SamplingParams
-from nanoinfer.server.completions import CompletionJob, Completions, HttpLimits
+from nanoinfer.server.completions import CompletionJob, Completions
+from nanoinfer.server.config import HttpLimits, ServerConfig
 from nanoinfer.server.http_io import ApiError, HungUpError, read_body
 from nanoinfer.server.prometheus import CONTENT_TYPE, HttpMetrics
 from nanoinfer.server.requests import (
@@ -56,8 +60,44 @@ CONTROL_ROUTES = frozenset({"/abort", "/pause", "/resume", "/sleep", "/wake", "/
 Handler = Callable[[Request], Awaitable[Response]]
 
 
+def make_app(config: ServerConfig) -> HttpApp:
+    """Load the model and put routes around it. `ValueError` if it would listen to a network without
+    asking for a key, or run more threads than the cores could serve."""
+    cores = os.cpu_count() or 1
+    if config.threads is not None and not 1 <= config.threads <= 4 * cores:
+        raise ValueError(
+            f"threads={config.threads}: must be 1 to {4 * cores}, 4 for each of the {cores} cores"
+        )
+    if config.api_key_file is None and not is_loopback(config.host):
+        raise ValueError(
+            f"host={config.host}: is open to the network; give api_key_file, or listen on 127.0.0.1"
+        )
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    dtype = getattr(torch, config.dtype)
+    llm = LLM(config.model, config.infer, dtype=dtype, device=config.device, lora=config.lora)
+    return HttpApp(
+        AsyncEngine(llm.engine),
+        llm.tokenizer,
+        model_name=config.model_name or config.model.resolve().name,
+        limits=config.limits,
+        api_key=_read_key(config.api_key_file),
+        weights_root=config.weights_root,
+        allowed_hosts=config.allowed_hosts,
+    )
+
+
+def _read_key(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    key = file.read_text(encoding="utf-8").strip()
+    if not key or not key.isascii():
+        raise ValueError(f"{file}: the API key must be one line of ASCII text, not empty")
+    return key
+
+
 class HttpApp:
-    """Routes over one engine. `weights_root`: /update_weights reads below it, nowhere else."""
+    """The routes over one engine. /update_weights reads below `weights_root`, nowhere else."""
 
     def __init__(
         self,
@@ -137,7 +177,7 @@ class HttpApp:
             raise ApiError(401, "wrong or missing API key; send Authorization: Bearer KEY")
 
     def _error(self, error: BaseException) -> ApiError:
-        """What the client hears of `error`. Only what is not the client's doing is logged."""
+        """Turn `error` into what the client is told. What is not the client's doing is logged."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, HungUpError):
@@ -316,7 +356,7 @@ class HttpApp:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address is this machine for itself."""
+    """True for a name or address by which this machine calls itself."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

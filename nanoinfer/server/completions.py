@@ -19,40 +19,13 @@ from starlette.responses import Response
 
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.params import Grammar, Output, SamplingParams
+from nanoinfer.server.config import HttpLimits
 from nanoinfer.server.http_io import ApiError, Emit, EventStream, while_connected
 from nanoinfer.server.prometheus import HttpMetrics
 from nanoinfer.streams import StreamChunk
 
 Event = dict[str, Any]
 OnChunk = Callable[["CompletionJob", StreamChunk], Awaitable[None]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class HttpLimits:
-    """What one client may ask for."""
-
-    max_body_bytes: int = 4 << 20
-    """Longest request body."""
-    max_connections: int = 2048
-    """Connections at a time; more are closed at once."""
-    head_timeout_s: float = 10.0
-    """The head of a request must have arrived within this time; the connection is closed
-    otherwise."""
-    max_choices: int = 1024
-    """Texts in a guided_choice."""
-    max_grammar_chars: int = 1 << 16
-    """Length of a grammar, of all choices together: what a client may make the server compile."""
-    body_timeout_s: float = 30.0
-    """A body must have arrived within this time."""
-    send_timeout_s: float = 60.0
-    """A client must take some of its answer within this time; the connection is closed and the
-    request aborted otherwise. As nginx's send_timeout."""
-    request_timeout_s: float = 600.0
-    """A completion must have ended within this time; it is aborted otherwise."""
-    max_completions: int = 1024
-    """Completions in flight, waiting ones included; more are answered 429."""
-    max_completions_per_request: int = 128
-    """Prompts times n of one request."""
 
 
 @dataclass(frozen=True)

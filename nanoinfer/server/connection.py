@@ -7,21 +7,19 @@ nor one that never reads: whoever writes to that waits forever, an error after t
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import h11
 import uvicorn
+from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-if TYPE_CHECKING:
-    from nanoinfer.server.app import HttpApp
-    from nanoinfer.server.completions import HttpLimits
+from nanoinfer.server.config import HttpLimits
 
 _KEEP_ALIVE_S = 30
 
 
-def server_config(app: HttpApp, limits: HttpLimits, host: str, port: int) -> uvicorn.Config:
-    """uvicorn around `app`; `limits` are those of its connections."""
+def server_config(app: Starlette, limits: HttpLimits, host: str, port: int) -> uvicorn.Config:
+    """Put uvicorn around `app`, and `limits` on each of its connections."""
 
     class Connection(H11Protocol):
         _timer: asyncio.TimerHandle | None = None
@@ -65,7 +63,7 @@ def server_config(app: HttpApp, limits: HttpLimits, host: str, port: int) -> uvi
                 self._timer = None
 
         def _watch_reader(self, num_unsent: int | None) -> None:
-            """Until all is sent. The time starts again when the client has taken some of it."""
+            """Watch until all is sent. The time starts again when the client has taken some."""
             left = self.transport.get_write_buffer_size()
             if left == num_unsent:
                 self.transport.abort()
@@ -79,7 +77,7 @@ def server_config(app: HttpApp, limits: HttpLimits, host: str, port: int) -> uvi
                 self._unread_timer = None
 
     return uvicorn.Config(
-        app.starlette(),
+        app,
         host=host,
         port=port,
         http=Connection,

@@ -22,7 +22,7 @@ Emit = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class ApiError(Exception):
-    """What the client is told."""
+    """An error that the client is told, with its HTTP status and the field at fault."""
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
         super().__init__(message)

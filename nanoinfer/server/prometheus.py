@@ -36,7 +36,7 @@ class Histogram:
 
 
 class HttpMetrics:
-    """What happens to HTTP requests."""
+    """Counts of what happens to HTTP requests."""
 
     def __init__(self) -> None:
         self.responses: Counter[tuple[str, int]] = Counter()  # (route, status)

@@ -71,7 +71,7 @@ class Sampling(_Strict, ABC):
     guided_choice: list[_Text] | None = None
     priority: int = Field(0, strict=True)
     request_id: _Text | None = None
-    """By which /abort finds it; default: the answer's id."""
+    """The name by which /abort finds it; default: the answer's id."""
     logprobs_mode: LogpsMode = "tempered"
     """Log-probs at the request's temperature, or "raw", at temperature 1."""
     return_token_ids: StrictBool = False
@@ -94,7 +94,8 @@ class Sampling(_Strict, ABC):
         return _only(given)
 
     def params(self, max_tokens: int, seed: int) -> SamplingParams:
-        """For a prompt that leaves room for `max_tokens`; `seed` where none is given."""
+        """The engine's parameters, for a prompt that leaves room for `max_tokens`. `seed` is for
+        requests that give none."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(
             max_tokens=max_tokens,
@@ -183,7 +184,7 @@ class Call(_Strict):
 
 
 class ChatMessage(_Strict):
-    """Also one that an answer held, sent back as it was."""
+    """One message of a conversation; an earlier answer may be sent back as it was."""
 
     ignored = frozenset({"annotations", "audio", "function_call", "reasoning_content", "refusal"})
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -193,7 +194,7 @@ class ChatMessage(_Strict):
     tool_call_id: str | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates read it: text in one piece, arguments as objects."""
+        """The message as chat templates read it: text in one piece, arguments as objects."""
         content = self.content
         if isinstance(content, list):
             content = "".join(part.text for part in content)

@@ -82,7 +82,7 @@ def call_json(call: FunctionCall) -> Json:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Whether a completion may hold calls, or is nothing but one."""
+    """Says if a completion may hold calls of functions, or is nothing but one."""
 
     is_offered: bool = False
     is_forced: bool = False

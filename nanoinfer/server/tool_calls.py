@@ -48,7 +48,7 @@ def parse_call(text: str) -> FunctionCall | None:
 
 
 def safe_length(text: str) -> int:
-    """How much of `text` can be shown as content before the completion has ended."""
+    """The length of `text` that is content for sure, though the completion goes on."""
     at = text.find(OPEN)
     if at >= 0:
         return at

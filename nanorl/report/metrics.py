@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nanorl.report.summary import write_atomically
+
 
 def to_jsonable(value: Any) -> Any:
     """Plain JSON data: NaN and infinities become null, numpy and torch scalars become numbers."""
@@ -104,13 +106,8 @@ class MetricsWriter:
         """Forget the rows of `step` and later, atomically; their number."""
         rows = read_metrics(self.path)
         kept = [row for row in rows if row["step"] < step]
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        with open(temporary, "wb") as file:
-            file.writelines(json.dumps(row).encode("utf-8") + b"\n" for row in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        os.close(self._fd)
-        os.replace(temporary, self.path)
+        write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        os.close(self._fd)  # of the file that was replaced
         self._fd = self._open()
         self.last_step = kept[-1]["step"] if kept else None
         if self._tensorboard is not None:

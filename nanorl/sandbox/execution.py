@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import os
 import socket
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -29,7 +28,7 @@ class Execution:
     while it ran, `num_starts` those that were found dead when it came.
     """
 
-    payload: list[bytes]
+    payload: bytes
     stdin: bytes
     timeout_s: float
     future: Future[ExecResult] = field(default_factory=Future)
@@ -80,7 +79,7 @@ class Attempt:
         with contextlib.ExitStack() as stack:
             descriptors = [self._file(stack, "program", self.execution.payload, 0)]
             if self.execution.stdin:  # otherwise the program opens a /dev/null of its own
-                descriptors.append(self._file(stack, "stdin", [self.execution.stdin], _SEALS))
+                descriptors.append(self._file(stack, "stdin", self.execution.stdin, _SEALS))
             for _ in range(2):
                 read_end, write_end = os.pipe2(os.O_CLOEXEC)
                 self.streams.append(Stream(read_end))
@@ -91,16 +90,13 @@ class Attempt:
                 control, protocol.GO.pack(self.run_id, self.execution.timeout_s), descriptors
             )
 
-    def _file(
-        self, stack: contextlib.ExitStack, name: str, parts: Sequence[bytes], seals: int
-    ) -> int:
+    def _file(self, stack: contextlib.ExitStack, name: str, content: bytes, seals: int) -> int:
         flags = os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if seals else 0)
         descriptor = os.memfd_create(name, flags)
         stack.callback(os.close, descriptor)
-        for part in parts:
-            view = memoryview(part)
-            while view:
-                view = view[os.write(descriptor, view) :]
+        view = memoryview(content)
+        while view:
+            view = view[os.write(descriptor, view) :]
         os.lseek(descriptor, 0, os.SEEK_SET)
         if seals:
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)

@@ -173,11 +173,11 @@ class SandboxPool:
         self.close()
 
 
-def _pack(code: str, files: Mapping[str, str]) -> list[bytes]:
-    """The payload that worker._lay_files reads: the program first, then its files."""
+def _pack(code: str, files: Mapping[str, str]) -> bytes:
+    """The payload that program.lay_files reads: the program first, then its files."""
     parts = []
     for name, text in ((PROGRAM_NAME, code), *files.items()):
         name_bytes = name.encode(errors="surrogatepass")
         text_bytes = text.encode(errors="surrogatepass")
         parts += [PAYLOAD.pack(len(name_bytes), len(text_bytes)), name_bytes, text_bytes]
-    return [b"".join(parts)]
+    return b"".join(parts)

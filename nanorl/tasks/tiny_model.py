@@ -48,6 +48,10 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<bot>{% endif %}"
 )
 
+HIDDEN_SIZE, INTERMEDIATE_SIZE, NUM_LAYERS = 128, 384, 3
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 32
+WEIGHT_STD = 0.02
+
 CORPUS_SIZE = 3000
 ERRORS = (
     "line 1: ValueError: invalid literal for int() with base 10: '?\\n'",
@@ -75,12 +79,12 @@ def tiny_config() -> dict[str, object]:
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "vocab_size": VOCAB_SIZE,
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": INTERMEDIATE_SIZE,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": NUM_HEADS,
+        "num_key_value_heads": NUM_KV_HEADS,
+        "head_dim": HEAD_DIM,
         "hidden_act": "silu",
         "max_position_embeddings": 1024,
         "rms_norm_eps": 1e-6,
@@ -88,7 +92,7 @@ def tiny_config() -> dict[str, object]:
         "attention_bias": False,
         "attention_dropout": 0.0,
         "tie_word_embeddings": True,
-        "initializer_range": 0.02,
+        "initializer_range": WEIGHT_STD,
         "use_sliding_window": False,
         "bos_token_id": None,
         "eos_token_id": 5,
@@ -98,37 +102,33 @@ def tiny_config() -> dict[str, object]:
 
 
 def random_weights(seed: int) -> dict[str, torch.Tensor]:
-    """Normal weights of std 0.02; those that write into the residual scaled down by depth."""
-    config = tiny_config()
-    std = float(config["initializer_range"])  # type: ignore[arg-type]
-    layers = int(config["num_hidden_layers"])  # type: ignore[call-overload]
+    """Normal weights; norms are ones, and what writes into the residual is scaled down by depth."""
     generator = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.ones(shape)
-        if len(shape) == 1
-        else torch.randn(shape, generator=generator)
-        * (
-            std / (2 * layers) ** 0.5
-            if name.endswith(("o_proj.weight", "down_proj.weight"))
-            else std
-        )
-        for name, shape in weight_shapes().items()
-    }
+    weights = {}
+    for name, shape in weight_shapes().items():
+        if len(shape) == 1:
+            weights[name] = torch.ones(shape)
+            continue
+        is_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        std = WEIGHT_STD / (2 * NUM_LAYERS) ** 0.5 if is_residual else WEIGHT_STD
+        weights[name] = torch.randn(shape, generator=generator) * std
+    return weights
 
 
 def weight_shapes() -> dict[str, tuple[int, ...]]:
     """Hugging Face's names and shapes, in the order in which the weights are drawn."""
-    d, ff, head, heads, kv_heads = 128, 384, 32, 4, 2
+    d, ff = HIDDEN_SIZE, INTERMEDIATE_SIZE
+    q, kv = NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB_SIZE, d)}
-    for i in range(3):
+    for i in range(NUM_LAYERS):
         layer = f"model.layers.{i}"
         shapes |= {
-            f"{layer}.self_attn.q_proj.weight": (heads * head, d),
-            f"{layer}.self_attn.k_proj.weight": (kv_heads * head, d),
-            f"{layer}.self_attn.v_proj.weight": (kv_heads * head, d),
-            f"{layer}.self_attn.o_proj.weight": (d, heads * head),
-            f"{layer}.self_attn.q_norm.weight": (head,),
-            f"{layer}.self_attn.k_norm.weight": (head,),
+            f"{layer}.self_attn.q_proj.weight": (q, d),
+            f"{layer}.self_attn.k_proj.weight": (kv, d),
+            f"{layer}.self_attn.v_proj.weight": (kv, d),
+            f"{layer}.self_attn.o_proj.weight": (d, q),
+            f"{layer}.self_attn.q_norm.weight": (HEAD_DIM,),
+            f"{layer}.self_attn.k_norm.weight": (HEAD_DIM,),
             f"{layer}.mlp.gate_proj.weight": (ff, d),
             f"{layer}.mlp.up_proj.weight": (ff, d),
             f"{layer}.mlp.down_proj.weight": (d, ff),

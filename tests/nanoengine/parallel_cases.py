@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nanoengine.engine import Engine, EngineConfig
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.linear import Slice, slice_of
+from nanoengine.model.linear import Slice, record_of
 from nanoengine.model.transformer import Transformer
 from nanoengine.optim import AdamW
 from nanoengine.packing import MicroBatch, Sample
@@ -112,7 +112,7 @@ def make_model(
     with torch.no_grad():  # norms and biases that a rank could not guess
         for _, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                part = slice_of(parameter)
+                part = record_of(parameter).slice
                 shape = parameter.shape if part is None else part.whole_shape(parameter.shape)
                 noise = 0.2 * torch.randn(shape, generator=generator)
                 parameter.add_(noise if part is None else part.take(noise))
@@ -189,7 +189,7 @@ def engine_config(case: Case) -> EngineConfig:
 
 def _train(case: Case, engine: Engine) -> Result:
     mesh = engine.mesh
-    mesh.reset_traffic()
+    mesh.traffic.clear()
     steps = []
     traffic: dict[tuple[str, str], tuple[int, int]] = {}
     num_early = 0
@@ -215,7 +215,9 @@ def owned(engine: Engine) -> Iterator[Owned]:
     for (entry, grad), (_, master) in zip(engine.optimizer.entries("grad"), masters, strict=True):
         param = entry.slot.param
         values = grad.clone(), master.clone()
-        yield Owned(entry.slot.name, param.shape, slice_of(param), entry.lo, entry.hi, *values)
+        yield Owned(
+            entry.slot.name, param.shape, record_of(param).slice, entry.lo, entry.hi, *values
+        )
 
 
 def on_rank(rank: Rank, cases: list[Case]) -> list[Result]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nanoengine.engine import Engine, EngineConfig, NonFiniteLoss
 from nanoengine.model.attention import PackedContext
+from nanoengine.model.linear import record_of
 from nanoengine.optim import AdamW, AdamWConfig
 from nanoengine.packing import Sample, make_micro_batches
 from nanoengine.parallel import tensor_parallel
@@ -21,7 +22,6 @@ from nanoengine.parallel.context_parallel import ContextSplit
 from nanoengine.parallel.mesh import DATA_AXES, Layout
 from nanoengine.parallel.tensor_parallel import (
     TensorParallel,
-    vocab_parallel_cross_entropy,
     vocab_parallel_logprob,
 )
 from nanoengine.sft import num_loss_tokens
@@ -53,7 +53,9 @@ def _logprobs_over_the_vocabulary(
         temperature=temperature,
         return_entropy=True,
     )
-    loss = vocab_parallel_cross_entropy(hidden, weight[lo:hi], ids, split, len(weight))
+    plain = vocab_parallel_logprob(hidden, weight[lo:hi], ids, split, len(weight))
+    assert isinstance(plain, Tensor), "no entropy was asked for"
+    loss = -plain
     slope = torch.arange(1.0, len(ids) + 1, dtype=hidden.dtype)
     (logp * slope + entropy * slope.flip(0)).sum().backward()
     assert x.grad is not None and part.grad is not None
@@ -207,7 +209,7 @@ class Experts(nn.Module):
         super().__init__()
         self.shared = nn.Parameter(torch.ones(3))
         self.expert = nn.Parameter(torch.full((3,), 1.0 + ep))
-        self.expert.is_expert = True  # type: ignore[attr-defined]
+        record_of(self.expert).is_expert = True
 
 
 def experts_step(rank: Rank, zero: int) -> tuple[float, dict[str, list[float]]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from nanoengine import pipeline_engine
 from nanoengine.engine import Engine
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.linear import slice_of
+from nanoengine.model.linear import record_of
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
 from nanoengine.parallel.expert_parallel import ExpertParallel
@@ -74,7 +74,7 @@ def make_engine(run: Run, mesh: Mesh | None = None) -> Engine:
     with torch.no_grad():
         for model in models:
             for name, parameter in model.named_parameters():
-                value, part = whole.get_parameter(name), slice_of(parameter)
+                value, part = whole.get_parameter(name), record_of(parameter).slice
                 parameter.copy_(value if part is None else part.take(value))
             model.repack()  # as loading does: copies of the old weights, to be found out of date
     if mesh.size("pp") == 1:
@@ -146,7 +146,7 @@ def state_of(engine: Engine) -> dict[str, Tensor]:
     from nanoengine.engine import optimizer_pieces
     from nanoengine.state.slices import make_piece
 
-    held = optimizer_pieces(engine)
+    held = optimizer_pieces(engine.optimizer)
     mine = {piece.name: piece.whole for piece, _ in held}
     shapes: dict[str, tuple[int, ...]] = {}
     for names in engine.mesh.gather_json(("pp", "dp", "ep", "cp", "tp"), mine):

@@ -149,7 +149,7 @@ def test_sharding_divides_what_each_zero_stage_says() -> None:
 
 
 def test_a_rest_of_the_batch_is_a_micro_batch_too() -> None:
-    job = estimate.Job(model=small("llama"), seq_len=8, batch_tokens=100, micro_tokens=16)
+    job = estimate.Workload(model=small("llama"), seq_len=8, batch_tokens=100, micro_tokens=16)
     assert [job.num_micro(Plan(dp=dp)) for dp in (1, 2, 4, 8)] == [7, 4, 2, 1]
 
 

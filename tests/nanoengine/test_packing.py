@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import doctest
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanoengine import packing
 from nanoengine.packing import (
     MicroBatch,
     Sample,
@@ -156,3 +159,8 @@ def test_balanced_parts_by_hand() -> None:
     lengths = (11, 3, 9, 6, 6, 3)  # rows 10 2 8 5 5 2: 10+5+2 and 8+5+2 in two parts
     samples = [sample(list(range(length))) for length in lengths]
     assert balanced_parts(samples, 2) == [[0, 4, 5], [1, 2, 3]]
+
+
+def test_the_examples_in_the_docstrings_hold() -> None:
+    found = doctest.testmod(packing)
+    assert found.attempted >= 2 and not found.failed

@@ -17,7 +17,7 @@ from parallel_cases import Case, Owned, Result
 from pool import WorkerPool
 from torch import Tensor
 
-from nanoengine.parallel.mesh import Layout, describe
+from nanoengine.parallel.mesh import Layout
 
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 PLANTED = 1e-3  # a bug must show at least this
@@ -122,7 +122,7 @@ def check(pool: WorkerPool, cases: Sequence[Case]) -> None:
 
 
 def name(case: Case) -> str:
-    parts = [describe(case.layout), f"zero{case.zero}", case.family]
+    parts = [str(case.layout), f"zero{case.zero}", case.family]
     parts += ["sp"] if case.sequence_parallel else []
     parts += ["tied"] if case.tied else ["untied"]
     return "-".join(parts)

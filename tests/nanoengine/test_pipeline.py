@@ -7,6 +7,7 @@ from dataclasses import replace
 import pipeline_cases as cases
 import pytest
 import torch
+from closed_forms import peak_live_closed_form
 from pipeline_cases import CONFIG, Case, Found
 from pool import WorkerPool
 from torch import Tensor
@@ -16,7 +17,6 @@ from nanoengine.parallel.mesh import Layout, Mesh
 from nanoengine.parallel.schedules import (
     bubble_closed_form,
     make_schedule,
-    peak_live_closed_form,
 )
 from nanoengine.parallel.stage import Stage, make_stages
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pipeline_engine_cases as cases
 import pytest
 import torch
+from closed_forms import peak_live_closed_form
 from parallel_cases import Case, Result, make_samples
 from pipeline_engine_cases import Run, Saved
 from pool import WorkerPool
@@ -19,8 +20,8 @@ from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
 from nanoengine.model.hf import hf_views, load_model
 from nanoengine.packing import Sample
-from nanoengine.parallel.mesh import Layout, Mesh, describe
-from nanoengine.parallel.schedules import make_schedule, peak_live_closed_form
+from nanoengine.parallel.mesh import Layout, Mesh
+from nanoengine.parallel.schedules import make_schedule
 from nanoengine.pipeline_engine import PipelineEngine
 from nanoengine.state.checkpoint import open_checkpoint
 
@@ -60,7 +61,7 @@ EIGHT = [
 
 def name(run: Run) -> str:
     case = run.case
-    parts = [describe(case.layout), run.schedule, f"zero{case.zero}", case.family]
+    parts = [str(case.layout), run.schedule, f"zero{case.zero}", case.family]
     parts += ["sp"] if case.sequence_parallel else []
     return "-".join([*parts, "tied" if case.tied else "untied"])
 

@@ -22,7 +22,7 @@ from pipeline_engine_cases import Run
 from pool import RankFailed, WorkerPool
 from test_parallel_training import compare
 
-from nanoengine.parallel.mesh import Layout, describe
+from nanoengine.parallel.mesh import Layout
 
 LIMIT_S = 120.0  # a draw takes one to four seconds on an idle machine; what never ends hangs
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-4}  # of two steps, the second after a rounded first
@@ -34,7 +34,7 @@ def check(pool: WorkerPool, run: Run) -> None:
     try:
         by_rank = pool.run(case.layout.world, cases.train, [run], timeout_s=LIMIT_S)
     except RankFailed as failure:
-        raise AssertionError(f"{describe(case.layout)} failed or hung: {run}") from failure
+        raise AssertionError(f"{case.layout} failed or hung: {run}") from failure
     plain = Case(
         family=case.family,
         tied=case.tied,
@@ -94,7 +94,7 @@ def main() -> int:
             num_failures += 1
             outcome = f"FAILED {error}\n{error.__cause__ or ''}"
         took = f"{time.monotonic() - begin:.1f} s"
-        print(seed, describe(run.case.layout), run.schedule, took, outcome, flush=True)
+        print(seed, str(run.case.layout), run.schedule, took, outcome, flush=True)
     pool.close()
     print(f"{num_failures} of {options.cases} failed")
     return int(num_failures > 0)

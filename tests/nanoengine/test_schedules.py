@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib.util
 import random
 import xml.etree.ElementTree as ElementTree
@@ -9,7 +10,9 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
+from closed_forms import peak_live_closed_form
 
+from nanoengine.parallel import schedules
 from nanoengine.parallel.schedules import (
     SCHEDULES,
     Action,
@@ -19,7 +22,6 @@ from nanoengine.parallel.schedules import (
     bubble_closed_form,
     forward_only,
     make_schedule,
-    peak_live_closed_form,
     simulate,
 )
 
@@ -184,3 +186,8 @@ def test_the_picture_holds_one_box_an_action(name: str) -> None:
     root = ElementTree.fromstring(module.draw(schedule, Costs()))
     boxes = root.findall("{http://www.w3.org/2000/svg}rect")
     assert len(boxes) == 1 + sum(len(row) for row in schedule.actions)
+
+
+def test_the_examples_in_the_docstrings_hold() -> None:
+    found = doctest.testmod(schedules)
+    assert found.attempted >= 2 and not found.failed

@@ -1,4 +1,4 @@
-"""Scoring without training, and training without log-probs: FrozenPolicy and ValueEngine."""
+"""Scoring without training, and training without log-probs: Scorer and ValueEngine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nanoengine.model.attention import PackedContext
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import MicroBatch, Sample
-from nanoengine.scoring import FrozenPolicy
+from nanoengine.scoring import Scorer
 from nanoengine.value_engine import ValueEngine, ValueModel
 
 
@@ -45,7 +45,9 @@ def squares(value_T: Tensor, _: Tensor | None, micro: MicroBatch) -> Any:
 def test_a_frozen_policy_has_the_bits_of_the_engine_and_no_gradient(dtype: Any) -> None:
     kind = torch.bfloat16 if dtype == "bf16" else torch.float32
     engine = Engine(make_policy(), EngineConfig(dtype=dtype, share_prefix=True))
-    frozen = FrozenPolicy(make_policy(kind), micro_batch_tokens=16, share_prefix=True)
+    frozen = Scorer(
+        make_policy(kind).requires_grad_(False), micro_batch_tokens=16, share_prefix=True
+    )
     theirs = engine.forward_logprobs(a_group(), temperature=0.7, only_masked=True)
     mine = frozen.forward_logprobs(a_group(), temperature=0.7)
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))

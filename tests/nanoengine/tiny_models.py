@@ -100,4 +100,4 @@ def save_reference(shape: str, folder: Path, seed: int = 0) -> PreTrainedModel:
 
 def optimizer_state(engine: Engine) -> dict[str, torch.Tensor]:
     """Views of a lone engine's masters and moments by name: `master.norm`, `exp_avg.norm`, ..."""
-    return {piece.name: tensor for piece, tensor in optimizer_pieces(engine)}
+    return {piece.name: tensor for piece, tensor in optimizer_pieces(engine.optimizer)}

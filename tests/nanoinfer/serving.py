@@ -21,7 +21,7 @@ from nanoengine.model.tokenizer import ChatTokenizer  # noqa: E402
 from nanoinfer.async_engine import AsyncEngine  # noqa: E402
 from nanoinfer.engine import LLMEngine  # noqa: E402
 from nanoinfer.server.app import HttpApp  # noqa: E402
-from nanoinfer.server.completions import HttpLimits  # noqa: E402
+from nanoinfer.server.config import HttpLimits  # noqa: E402
 from nanoinfer.server.connection import server_config  # noqa: E402
 
 KEY = "the-key"
@@ -79,7 +79,8 @@ def serve(
     engine = engine or make_text_engine(num_blocks=512, max_num_seqs=32, max_batch_tokens=128)
     given: dict[str, Any] = {"model_name": "tiny", "limits": HttpLimits(), "api_key": KEY}
     app = HttpApp(AsyncEngine(engine), tokenizer or make_tokenizer(), **(given | options))
-    server = uvicorn.Server(server_config(app, (given | options)["limits"], "127.0.0.1", 0))
+    limits = (given | options)["limits"]
+    server = uvicorn.Server(server_config(app.starlette(), limits, "127.0.0.1", 0))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

@@ -30,7 +30,7 @@ from nanoinfer.cuda_graph import (
     run_plainly,
 )
 from nanoinfer.engine import LLMEngine
-from nanoinfer.kv_cache import KVCache
+from nanoinfer.kv_cache import CacheLayout, KVCache
 from nanoinfer.model_runner import ModelRunner, RunnerOutput
 from nanoinfer.params import Output, SamplingParams
 
@@ -58,15 +58,14 @@ def make_static(
 ) -> tuple[LLMEngine, StaticDecode]:
     """An engine as one on a GPU is made."""
     engine = LLMEngine(model, config(**options))
-    cache = KVCache(
-        model.config,
-        engine._blocks.num_blocks,
-        engine.config.block_size,
-        model.dtype,
-        "cpu",
+    layout = CacheLayout(
+        num_blocks=engine._blocks.num_blocks,
+        block_size=engine.config.block_size,
+        dtype=model.dtype,
         kind=engine.config.kv_cache_dtype,
         has_padding_block=True,
     )
+    cache = KVCache(model.config, layout)
     decode = StaticDecode(model, cache, engine.config.max_num_seqs, capture)
     engine._runner = ModelRunner(model, cache, decode=decode)
     return engine, decode

@@ -154,7 +154,8 @@ def test_the_server_answers_from_a_gpu(
     from starlette.testclient import TestClient
 
     from nanoinfer import async_engine
-    from nanoinfer.server import __main__ as server
+    from nanoinfer.server.app import make_app
+    from nanoinfer.server.config import ServerConfig
 
     folder = tmp_path / "model"
     save_folder(folder)
@@ -163,7 +164,7 @@ def test_the_server_answers_from_a_gpu(
         "worker_thread",
         lambda *_: ThreadPoolExecutor(1, initializer=gpu.__enter__),
     )
-    app = server.make_app(server.ServerConfig(model=folder, device="cuda", dtype="bfloat16"))
+    app = make_app(ServerConfig(model=folder, device="cuda", dtype="bfloat16"))
     with TestClient(app.starlette(), base_url="http://127.0.0.1") as client:
         body = {"model": folder.name, "prompt": "ab", "max_tokens": 4, "logprobs": 2}
         answer = client.post("/v1/completions", content=json.dumps(body))

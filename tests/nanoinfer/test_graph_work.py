@@ -15,7 +15,7 @@ from fake_cuda import fake_gpu
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoinfer.cuda_graph import StaticDecode, can_capture
-from nanoinfer.kv_cache import KVCache
+from nanoinfer.kv_cache import CacheLayout, KVCache
 
 EXPERTS = {
     "num_experts": 4,
@@ -44,10 +44,15 @@ def make(kind: str, **options: Any) -> StaticDecode:
     )
     model = Transformer(shape, torch.bfloat16, "cuda:0")
     assert can_capture(model)
-    cache = KVCache(
-        shape, 500, 16, torch.bfloat16, "cuda:0", kind=kind, has_padding_block=True  # type: ignore[arg-type]
-    )  # fmt: skip
-    return StaticDecode(model, cache, 18)
+    layout = CacheLayout(
+        num_blocks=500,
+        block_size=16,
+        dtype=torch.bfloat16,
+        device="cuda:0",
+        kind=kind,  # type: ignore[arg-type]
+        has_padding_block=True,
+    )
+    return StaticDecode(model, KVCache(shape, layout), 18)
 
 
 @pytest.mark.parametrize("options", [{}, EXPERTS], ids=["dense", "moe"])

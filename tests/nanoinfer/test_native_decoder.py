@@ -13,7 +13,7 @@ from nanoengine.model.hf import export_state, load_model
 from nanoengine.model.transformer import Transformer
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
-from nanoinfer.kv_cache import KVCache, PagedContext
+from nanoinfer.kv_cache import CacheLayout, KVCache, PagedContext
 from nanoinfer.model_runner import make_decoder
 from nanoinfer.params import Output, SamplingParams
 
@@ -53,7 +53,8 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def make_cache(model: Transformer, dtype: torch.dtype | None = None) -> KVCache:
-    return KVCache(model.config, 30, 16, model.dtype if dtype is None else dtype, "cpu")
+    dtype = model.dtype if dtype is None else dtype
+    return KVCache(model.config, CacheLayout(num_blocks=30, block_size=16, dtype=dtype))
 
 
 def steps() -> Iterator[tuple[list[int], list[int], torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -134,7 +135,8 @@ def test_what_the_layers_in_cpp_lack_runs_op_by_op(tmp_path: Path) -> None:
     moe = load("qwen3-moe", tmp_path / "moe", torch.float32)
     assert make_decoder(moe, make_cache(moe)) is None
     dense = load(DENSE[0], tmp_path / "dense", torch.float32)
-    fp8 = KVCache(dense.config, 30, 16, dense.dtype, "cpu", kind="fp8")
+    layout = CacheLayout(num_blocks=30, block_size=16, dtype=dense.dtype, kind="fp8")
+    fp8 = KVCache(dense.config, layout)
     assert make_decoder(dense, fp8) is None
     assert make_decoder(load(DENSE[0], tmp_path / "wide", torch.float64), make_cache(dense)) is None
 

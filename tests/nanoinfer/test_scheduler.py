@@ -4,6 +4,7 @@ import pytest
 from cache_oracle import make_engine, replay, run_all
 
 from nanoinfer.params import SamplingParams
+from nanoinfer.scheduler import Step
 
 
 def params(max_tokens: int = 4) -> SamplingParams:
@@ -80,6 +81,29 @@ def test_preempted_requests_finish_with_the_same_tokens() -> None:
     assert engine.metrics()["num_preemptions"] > 0
     for handle, prompt in zip(handles, prompts, strict=True):
         assert outputs[handle].ids == replay(prompt, [0] * 16)
+
+
+def test_a_decode_that_makes_room_for_a_prefill_leaves_the_step() -> None:
+    """An urgent prompt of three chunks arrives beside a decode. Its last chunk needs a block more
+    than there are, and by then the decode is in the step already."""
+    engine, _ = make_engine(num_blocks=8, block_size=4, max_num_seqs=2, max_batch_tokens=8)
+    schedule = engine._scheduler.schedule
+
+    def checked() -> Step:
+        step = schedule()
+        assert all(seq.row >= 0 for seq in step.seqs), "a preempted sequence is in the step"
+        return step
+
+    engine._scheduler.schedule = checked  # type: ignore[method-assign]
+    decoding, urgent = [5 - i % 5 for i in range(10)], [i % 7 for i in range(22)]
+    first = engine.add(decoding, params(12))
+    for _ in range(3):
+        engine.step()
+    second = engine.add(urgent, params(2), priority=-1)
+    outputs = run_all(engine)
+    assert engine.metrics()["num_preemptions"] == 1
+    assert outputs[first].ids == replay(decoding, [0] * 12)
+    assert outputs[second].ids == replay(urgent, [0] * 2)
 
 
 def test_nobody_is_admitted_into_blocks_that_a_running_request_needs_next() -> None:

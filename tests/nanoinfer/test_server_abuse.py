@@ -16,8 +16,8 @@ from tiny_text import make_text_engine
 from nanoinfer.batch import StepInput
 from nanoinfer.model_runner import ModelRunner, RunnerOutput
 from nanoinfer.params import SamplingParams
-from nanoinfer.server.__main__ import ServerConfig, make_app
-from nanoinfer.server.completions import HttpLimits
+from nanoinfer.server.app import make_app
+from nanoinfer.server.config import HttpLimits, ServerConfig
 
 LIMITS = HttpLimits(max_body_bytes=20000, body_timeout_s=0.5, max_completions_per_request=4)
 CHAT = {"messages": [{"role": "user", "content": "hel"}], "max_tokens": 3}

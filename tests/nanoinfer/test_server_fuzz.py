@@ -13,7 +13,7 @@ from serving import Served, serve
 from tiny_text import make_text_engine
 
 from nanoinfer.params import SamplingParams
-from nanoinfer.server.completions import HttpLimits
+from nanoinfer.server.config import HttpLimits
 
 NASTY = st.one_of(
     st.none(),

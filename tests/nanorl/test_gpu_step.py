@@ -23,7 +23,7 @@ from fake_cuda import Copy, FakeCuda, WrongDevice, fake_gpu
 from nanoengine.engine import Engine, EngineConfig
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
-from nanoengine.scoring import FrozenPolicy, Scorer
+from nanoengine.scoring import Scorer
 from nanoinfer import model_runner
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
@@ -141,7 +141,7 @@ def test_other_algorithms_models_stay_on_the_gpu(gpu: FakeCuda, spec: dict[str, 
     algorithm = AlgorithmSpec(**spec)
     models: dict[str, Any] = {}
     if algorithm.needs_reference:
-        models["reference"] = FrozenPolicy(make_model(), share_prefix=True)
+        models["reference"] = Scorer(make_model().requires_grad_(False), share_prefix=True)
     if algorithm.needs_critic:
         critic_config = EngineConfig(dtype="bf16", lr=1e-3, share_prefix=True)
         models["critic"] = Critic(make_model(), critic_config, value_clip=0.2)
