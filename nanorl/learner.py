@@ -33,7 +33,7 @@ from nanoengine.model.hf import load_model, replace_model
 from nanoengine.model.sources import resolve_model
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import MicroBatch, Sample
-from nanoengine.scoring import Scorer
+from nanoengine.scoring import Policy, Scorer
 from nanoengine.value_engine import ValueEngine, ValueModel
 from nanoinfer.async_engine import AsyncEngine
 from nanorl.algorithms.fields import Field
@@ -64,7 +64,7 @@ class Learner:
         engine: Engine,
         generator: AsyncEngine,
         thread: Executor,
-        reference: Scorer | None = None,
+        reference: Policy | None = None,
         critic: Critic | None = None,
     ) -> None:
         self.config = config
