@@ -1,4 +1,4 @@
-"""AdamW and the global gradient norm over many tensors at once.
+"""AdamW over many tensors at once.
 
 With g the gradient times `grad_scale` (the clip factor, which may lie on the device so that no step
 waits for it), t the step from 1, and w the fp32 master of p:
@@ -6,14 +6,12 @@ waits for it), t the step from 1, and w the fp32 master of p:
     m = b1·m + (1 − b1)·g              v = b2·v + (1 − b2)·g²
     w = w·(1 − lr·decay) − lr·(m / (1 − b1^t)) / (sqrt(v / (1 − b2^t)) + eps),   p = round(w)
 
-On a GPU one launch each over a table of int64 addresses, cut into chunks of equal size; the table
+On a GPU one launch over a table of int64 addresses, cut into chunks of equal size; the table
 is a plan to build once and keep, because tensors of a training run stay where they are. On a CPU
 PyTorch's own one-pass kernel; what it cannot read as it is (bf16 gradients, a clip factor) goes
-through it piece by piece, so that widened copies never leave the cache. The norm adds partial sums
-in a fixed order, in fp64.
+through it piece by piece, so that widened copies never leave the cache.
 
-Left out: amsgrad and maximize; fp32 overflow of a chunk's sum of squares (|g| above about 1e17)
-gives inf, as in PyTorch.
+Left out: amsgrad and maximize; the gradient's norm, which the engine sums over its shards in fp64.
 AdamW: Loshchilov and Hutter, arXiv 1711.05101.
 """
 
@@ -28,7 +26,6 @@ from kernels.tensor_table import CHUNK, TensorTable
 
 _PIECE = 1 << 19  # elements a CPU widens at a time; whole cache lines, so a tensor's only odd end
 # is its own and pieces have the bits of the whole
-_NORM_ROW = 4096  # elements the norm adds in fp32
 _WIDE = (torch.float32, torch.float64)
 Tensors = Sequence[Tensor]
 
@@ -91,47 +88,10 @@ def _table_for(plan: TensorTable | None, lists: Sequence[Tensors]) -> TensorTabl
     return plan
 
 
-def multi_tensor_l2norm_ref(tensors: Tensors) -> Tensor:
-    """The definition, in fp64."""
-    return torch.stack([x.double().square().sum() for x in tensors]).sum().sqrt()
-
-
-def multi_tensor_l2norm(
-    tensors: Tensors, *, plan: TensorTable | None = None, backend: Backend = "auto"
-) -> Tensor:
-    """L2 norm of all elements together, an fp32 scalar on their device; NaN or inf if one is."""
-    on_triton = use_triton(backend, tensors[0]) if tensors else False
-    if plan is None or not on_triton:
-        _check_lists([tensors])
-    if on_triton:
-        from kernels.triton import adamw as triton_ops
-
-        if tensors[0].dtype == torch.float64:
-            raise ValueError("tensors: float64 would be summed in float32; use backend='torch'")
-        return triton_ops.l2norm(_table_for(plan, [tensors]), tensors[0].device)
-    # Widened piece by piece: vector_norm's own dtype= takes thirty times as long on bf16.
-    size = _piece_size(tensors)
-    scratch = torch.empty(size, device=tensors[0].device)
-    norms = []
-    for piece in (piece for x in tensors for piece in x.flatten().split(size)):
-        wide = piece if piece.dtype in _WIDE else scratch[: len(piece)].copy_(piece)
-        end = len(wide) // _NORM_ROW * _NORM_ROW
-        norms.append(torch.linalg.vector_norm(wide[:end].view(-1, _NORM_ROW), dim=1))
-        norms.append(torch.linalg.vector_norm(wide[end:]).view(1))
-    return torch.cat(norms).double().square().sum().sqrt().to(torch.float32)
-
-
 def _piece_size(tensors: Tensors) -> int:
     """At most the longest tensor; on a GPU, where a launch costs more than memory, just that."""
     longest = max(1, *(x.numel() for x in tensors))
     return min(longest, _PIECE) if tensors[0].device.type == "cpu" else longest
-
-
-def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
-    """The factor that clips gradients of this norm, as `clip_grad_norm_` has it; on the device."""
-    if not max_norm > 0:
-        raise ValueError(f"max_norm={max_norm}: must be positive")
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def adamw_ref(

@@ -1,4 +1,5 @@
-"""Grouped-query attention over packed sequences (training), differentiable.
+"""Grouped-query attention over packed sequences and over trees of segments (training),
+differentiable.
 
     S = scale · Q · Kᵀ   over the keys a query sees,   lse_i = log Σ_j exp(S_ij)
     P = exp(S − lse),    O = P · V
@@ -10,21 +11,37 @@ Sequences are packed along the first dimension, queries and keys each with their
 the last query of a sequence sits at its last key, so query i of n sees `num_keys − n + i + 1` keys;
 with `window=w` the last w of those. A query that sees no key gives o = 0 and lse = −inf.
 
-Three back ends: Triton (`triton/attention.py`: tiles, online softmax, no atomics); a CPU
-path for whole causal sequences (`attention_torch.py`: the bits of decoding); and the
+In a tree (`tree_attention`) a segment continues the one named in `prefix_of_S` (-1: none). Its
+queries see all keys of its ancestors and its own up to themselves, which is what they would see in
+a sequence of their own, in that order, hence with the same bits on a CPU. In GRPO all members of a
+group share the prompt, so the linear layers, which are nearly all of the work, run over the prompt
+once instead of once a member. Packed sequences are a tree without parents.
+
+Back ends: Triton (`triton/attention.py`: tiles, online softmax, no atomics), which sees a tree as
+sequences with more keys than queries; on a CPU C++ (`cpp/attention.h`) or PyTorch
+(`attention_torch.py`), with the bits of decoding, for whole causal sequences and trees; and the
 definition below, which covers everything else on a CPU. Left out: dropout, sinks, score caps.
 
-Legend: T query tokens, S key tokens, H query heads, K key heads, D head_dim.
+Legend: T query tokens, S key tokens (of a tree: segments), H query heads, K key heads, D head_dim.
 """
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from kernels.attention_torch import CpuAttention, VarlenPlan, make_varlen_plan
+from kernels.attention_torch import (
+    KeyTable,
+    PackedAttention,
+    Rectangles,
+    Scratch,
+    packed_rectangles,
+)
 from kernels.backend import (
     Backend,
     check_bounds,
@@ -36,8 +53,8 @@ from kernels.backend import (
     use_native,
     use_triton,
 )
-
-__all__ = ["VarlenPlan", "flash_attn_varlen", "flash_attn_varlen_ref", "make_varlen_plan"]
+from kernels.cpp.ops import QuerySpan, QueryTiles, attend_packed, make_tiles
+from kernels.gather_rows import RowGather, gather_rows, make_row_gather
 
 _MAX_HEAD_DIM = 256
 
@@ -86,6 +103,168 @@ def _hidden(
     return hidden if window is None else hidden | (key <= position - window)
 
 
+@dataclass(frozen=True)
+class _Segments:
+    """Segments as sequences with more keys than queries: each one's keys, [ancestors, own], are
+    gathered one segment after the other. The copies of a shared key cost memory and bandwidth of
+    its length, small beside the attention; their gradients are added in a fixed order."""
+
+    gather: RowGather
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+def _make_segments(bounds: list[int], key_rows: list[Tensor], device: torch.device) -> _Segments:
+    lengths = [len(rows) for rows in key_rows]
+    gather = make_row_gather(torch.cat(key_rows), bounds[-1])
+    indices = gather.index_G, gather.starts, gather.targets_G
+    return _Segments(
+        RowGather(*(_to_device(x, device) for x in indices)),
+        _to_device(torch.tensor(bounds, dtype=torch.int32), device),
+        _to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device),
+        max(hi - lo for lo, hi in pairwise(bounds)),
+        max(lengths),
+    )
+
+
+def _to_device(x: Tensor, device: torch.device) -> Tensor:
+    """From pinned memory, so that the host does not wait for the GPU to take it."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+@dataclass
+class VarlenPlan:
+    """Where the queries of a micro-batch find their keys: made once, serves all layers.
+
+    It owns scratch memory, so one plan serves one thread.
+    """
+
+    bounds: list[int]
+    prefix_of_S: list[int]
+    scratch: Scratch = field(default_factory=Scratch, repr=False)
+    _tiles: dict[int, QueryTiles] = field(default_factory=dict, repr=False)
+    _rectangles: dict[tuple[int, torch.dtype], Rectangles] = field(default_factory=dict, repr=False)
+    _segments: dict[torch.device, _Segments] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.bounds[-1]
+
+    @property
+    def is_tree(self) -> bool:
+        return any(parent >= 0 for parent in self.prefix_of_S)
+
+    @cached_property
+    def key_rows(self) -> list[Tensor]:
+        """The rows of each segment's keys, [ancestors, own]."""
+        keys: list[Tensor] = []
+        for (lo, hi), parent in zip(pairwise(self.bounds), self.prefix_of_S, strict=True):
+            own = torch.arange(lo, hi, dtype=torch.int32)
+            keys.append(own if parent < 0 else torch.cat([keys[parent], own]))
+        return keys
+
+    @cached_property
+    def _spans(self) -> list[QuerySpan]:
+        firsts = [0, *accumulate(len(rows) for rows in self.key_rows)]
+        return [
+            QuerySpan(lo, hi - lo, len(rows), first)
+            for (lo, hi), rows, first in zip(
+                pairwise(self.bounds), self.key_rows, firsts, strict=False
+            )
+        ]
+
+    @cached_property
+    def _flat_rows(self) -> Tensor:
+        return torch.cat([torch.zeros(0, dtype=torch.int32), *self.key_rows])
+
+    def tiles(self, group: int) -> QueryTiles:
+        """For C++, with `group` heads to a key head."""
+        if group not in self._tiles:
+            self._tiles[group] = make_tiles(self._spans, self._flat_rows, group)
+        return self._tiles[group]
+
+    def rectangles(self, num_kv: int, dtype: torch.dtype) -> Rectangles:
+        """For PyTorch, with `num_kv` key heads and queries of that dtype."""
+        if (num_kv, dtype) not in self._rectangles:
+            table = KeyTable(self._spans, self._flat_rows, 1, num_kv, dtype)
+            self._rectangles[num_kv, dtype] = packed_rectangles(table, self.scratch)
+        return self._rectangles[num_kv, dtype]
+
+    def segments(self, device: torch.device) -> _Segments:
+        """For Triton."""
+        if device not in self._segments:
+            self._segments[device] = _make_segments(self.bounds, self.key_rows, device)
+        return self._segments[device]
+
+    def attend_in_cpp(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return attend_packed(q, k, v, self.tiles(q.shape[1] // k.shape[1]), scale)
+
+
+def make_varlen_plan(
+    cu_seqlens: Tensor | Sequence[int], prefix_of_S: Sequence[int] | None = None
+) -> VarlenPlan:
+    """A plan for `flash_attn_varlen(..., plan=)`, or with `prefix_of_S` for `tree_attention`.
+
+    `cu_seqlens` [S + 1] bounds the sequences, or the segments, of which a parent comes before its
+    children.
+    """
+    check_bounds("cu_seqlens", cu_seqlens)
+    bounds = ints(cu_seqlens)
+    parents = [-1] * (len(bounds) - 1) if prefix_of_S is None else list(prefix_of_S)
+    if len(bounds) != len(parents) + 1:
+        raise ValueError(f"cu_seqlens has {len(bounds)} bounds for {len(parents)} segments")
+    for segment, parent in enumerate(parents):
+        if not -1 <= parent < segment:
+            raise ValueError(f"prefix_of_S[{segment}]={parent}: a parent must come before it")
+    return VarlenPlan(bounds, parents)
+
+
+def tree_attention(
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    plan: VarlenPlan,
+    *,
+    softmax_scale: float | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """o [T, H, D] of the segments of `plan`, `make_varlen_plan(cu_seqlens, prefix_of_S)`."""
+    _check_tensors(q_THD, k_THD, v_THD)
+    _check_plan(plan, q_THD, k_THD)
+    scale = softmax_scale if softmax_scale is not None else q_THD.shape[-1] ** -0.5
+    if use_triton(backend, q_THD):
+        segments = plan.segments(q_THD.device)
+        out = flash_attn_varlen(
+            q_THD,
+            gather_rows(k_THD, segments.gather, backend=backend),
+            gather_rows(v_THD, segments.gather, backend=backend),
+            segments.cu_seqlens_q,
+            segments.cu_seqlens_k,
+            segments.max_seqlen_q,
+            segments.max_seqlen_k,
+            softmax_scale=scale,
+            backend=backend,
+        )
+        return cast(Tensor, out)
+    return _attend_planned(q_THD, k_THD, v_THD, plan, scale, backend)
+
+
+def _attend_planned(
+    q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan, scale: float, backend: Backend
+) -> Tensor:
+    out: Tensor = PackedAttention.apply(q, k, v, plan, scale, use_native(backend, q, k, v))
+    return out
+
+
+def _check_plan(plan: VarlenPlan, q: Tensor, k: Tensor) -> None:
+    if not plan.num_tokens == q.shape[0] == k.shape[0]:
+        raise ValueError(
+            f"plan: made for {plan.num_tokens} tokens, q has {q.shape[0]}, k {k.shape[0]}"
+        )
+
+
 def flash_attn_varlen(
     q_THD: Tensor,
     k_SKD: Tensor,
@@ -107,8 +286,8 @@ def flash_attn_varlen(
     `cu_seqlens_*` [sequences + 1] start at 0, never decrease and end at T and S; on a GPU int32
     tensors, whose contents are not read by the host. `max_seqlen_*` bound the sequences' lengths.
     `softmax_scale` defaults to head_dim ** -0.5. `window` needs `causal`. `plan` is
-    `make_varlen_plan(cu_seqlens_q, dtype)`, for a CPU and whole sequences only (equal bounds,
-    causal, no window, no lse); it owns scratch memory, so one plan serves one thread.
+    `make_varlen_plan(cu_seqlens_q)`, for a CPU and whole sequences only (equal bounds, causal, no
+    window, no lse).
     """
     _check_tensors(q_THD, k_SKD, v_SKD)
     if window is not None and (window < 1 or not causal):
@@ -140,17 +319,14 @@ def flash_attn_varlen(
                 q_THD, k_SKD, v_SKD, bounds_q, bounds_k, scale, causal=causal, window=window
             )
             return (out, lse) if return_lse else out
-        plan = make_varlen_plan(bounds_q, q_THD.dtype)
-    elif not is_plain:
-        raise ValueError("plan: only for causal=True, window=None, return_lse=False on a CPU")
-    if not plan.num_tokens == q_THD.shape[0] == k_SKD.shape[0]:
+        plan = make_varlen_plan(bounds_q)
+    elif not is_plain or plan.is_tree:
         raise ValueError(
-            f"plan: made for {plan.num_tokens} tokens, q has {q_THD.shape[0]}, k {k_SKD.shape[0]}"
+            "plan: only for causal=True, window=None, return_lse=False on a CPU, without parents "
+            "(a tree's is for tree_attention)"
         )
-    is_native = use_native(backend, q_THD)
-    return CpuAttention.apply(
-        q_THD.contiguous(), k_SKD.contiguous(), v_SKD.contiguous(), plan, scale, is_native
-    )
+    _check_plan(plan, q_THD, k_SKD)
+    return _attend_planned(q_THD, k_SKD, v_SKD, plan, scale, backend)
 
 
 def _on_triton(qkv, cu_seqlens, limits, causal, scale, window) -> tuple[Tensor, Tensor]:

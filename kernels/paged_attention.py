@@ -7,11 +7,11 @@ The last query of a sequence sits at its last key: query i of n sees `seq_len âˆ
 Keys and values of the new tokens are already in the cache (`reshape_and_cache`). A cache of fp8
 holds k / k_scale and v / v_scale; attention multiplies them back.
 
-GPU: `triton_ops.py` for mixed steps, `triton_ops.py` (contexts split over
-programs) where every sequence has one query. CPU: C++ (`cpp/ops.py`), or PyTorch
-(`attention_torch.py`) for a cache of fp8 and dtypes that C++ lacks; planned once a step for
-all layers, and fastest over a cache that lies as `make_kv_cache` lays it (PyTorch copies any other
-whole, in every call). Left out: windows, sinks, gradients.
+GPU: Triton (`triton/paged_attention.py`), with contexts split over programs where every sequence
+has one query. CPU: C++ (`cpp/attention.h`), or PyTorch (`attention_torch.py`) for a cache of fp8
+and dtypes that C++ lacks; planned once a step for all layers, and fastest over a cache that lies as
+`make_kv_cache` lays it (PyTorch copies any other whole, in every call). Left out: windows, sinks,
+gradients.
 
 Legend: T new tokens, B sequences, H query heads, K key heads, D head_dim.
 """
@@ -24,18 +24,16 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kernels.attention_torch import Rectangles, Scratch, attend_rectangles, make_rectangles
+from kernels.attention_torch import (
+    KeyTable,
+    Rectangles,
+    Scratch,
+    attend_rectangles,
+    paged_rectangles,
+)
 from kernels.backend import Backend, check_integers, check_tensors, ints, use_native, use_triton
-from kernels.cpp.ops import Tiles, attend_paged, paged_tiles
+from kernels.cpp.ops import QuerySpan, QueryTiles, attend_paged, paged_tiles
 from kernels.kv_cache import check_like_order, is_cache_order
-
-__all__ = [
-    "PagedPlan",
-    "make_paged_plan",
-    "paged_attention",
-    "paged_attention_decode",
-    "paged_attention_ref",
-]
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class PagedPlan:
     """Where a step's queries find their keys, for attention on a CPU."""
 
     num_tokens: int
-    layout: Tiles | Rectangles  # for C++, for PyTorch
+    layout: QueryTiles | Rectangles  # for C++, for PyTorch
 
 
 def make_paged_plan(
@@ -70,15 +68,12 @@ def make_paged_plan(
     if cache.dtype == dtype and use_native(backend, cache):
         tiles = paged_tiles(starts, lens, block_tables, cache, num_heads // num_kv)
         return PagedPlan(starts[-1], tiles)
-    rectangles = make_rectangles(
-        starts,
-        lens,
-        block_tables,
-        block_size=cache.shape[1],
-        num_kv_heads=num_kv,
-        dtype=dtype,
-        scratch=Scratch() if scratch is None else scratch,
-    )
+    width = block_tables.shape[1]
+    spans = [
+        QuerySpan(lo, hi - lo, lens[i], i * width) for i, (lo, hi) in enumerate(pairwise(starts))
+    ]
+    table = KeyTable(spans, block_tables.flatten(), cache.shape[1], num_kv, dtype)
+    rectangles = paged_rectangles(table, Scratch() if scratch is None else scratch)
     return PagedPlan(starts[-1], rectangles)
 
 
@@ -204,7 +199,7 @@ def paged_attention(
     if plan.num_tokens != q_THD.shape[0]:
         raise ValueError(f"plan: made for {plan.num_tokens} tokens, q has {q_THD.shape[0]}")
     with torch.no_grad():
-        if isinstance(plan.layout, Tiles):
+        if isinstance(plan.layout, QueryTiles):
             found = attend_paged(q_THD, k_cache, v_cache, plan.layout, scale)
         else:
             found = attend_rectangles(

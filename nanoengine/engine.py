@@ -32,8 +32,8 @@ from torch import Tensor
 
 from nanoengine.config import DTYPES, EngineConfig
 from nanoengine.model import hf
+from nanoengine.model.attention import supports_shared_prefix
 from nanoengine.model.linear import record_of
-from nanoengine.model.shared_prefix import supports_shared_prefix
 from nanoengine.model.transformer import Transformer
 from nanoengine.optim import AdamW, Kind
 from nanoengine.packing import (

@@ -18,8 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nanoengine.model.attention import AttentionContext, PackedContext
-from nanoengine.model.shared_prefix import SharedPrefixContext
+from nanoengine.model.attention import AttentionContext, PackedContext, SharedPrefixContext
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import MicroBatch, Sample, collect_all, make_micro_batches
 from nanoengine.parallel.context_parallel import ContextSplit
@@ -109,7 +108,7 @@ class Scorer:
             return Part(ids, positions, ring, None, targets, mask.nonzero().squeeze(1), ring)
         context: AttentionContext = PackedContext(micro.cu_seqlens, micro.max_seqlen)
         if micro.prefix_of_S is not None:
-            context = SharedPrefixContext(micro.bounds, micro.prefix_of_S, self.model.dtype)
+            context = SharedPrefixContext(micro.bounds, micro.prefix_of_S)
         scored = (micro.rows_T, micro.target_ids_T, micro.counted_P)
         return Part(micro.ids_N, micro.positions_N, context, *scored)
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from kernels import make_kv_cache, make_paged_plan, paged_attention, reshape_and_cache
 from kernels.attention_torch import Scratch
-from kernels.cpp.ops import Tiles
+from kernels.cpp.ops import QueryTiles
 from kernels.kv_cache import cache_rows, index_dtype
 from kernels.paged_attention import PagedPlan
 from nanoengine.model.attention import AttentionContext, PackedContext, packed_positions
@@ -202,10 +202,10 @@ class PagedContext:
         return cls(cache, step.slots_T, starts, lens, tables, longest, limit)
 
     @property
-    def native(self) -> tuple[Tensor, Tiles] | None:
+    def native(self) -> tuple[Tensor, QueryTiles] | None:
         """The cache rows of the new tokens, and where queries find keys; None where PyTorch or
         Triton attends."""
-        if self._plan is None or not isinstance(self._plan.layout, Tiles):
+        if self._plan is None or not isinstance(self._plan.layout, QueryTiles):
             return None
         assert self._rows is not None, "made with the plan"
         return self._rows, self._plan.layout

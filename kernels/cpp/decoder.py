@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpp.build import function
-from kernels.cpp.ops import Tiles, cache_strides
+from kernels.cpp.ops import QueryTiles, cache_strides
 from kernels.kv_cache import head_rows
 from kernels.linear import is_native
 
@@ -95,7 +95,7 @@ class Decoder:
         self._cache_strides = *cache_strides(any_cache), head_rows(any_cache)
 
     def run(
-        self, x_TE: Tensor, cos_TD2: Tensor, sin_TD2: Tensor, rows_T: Tensor, tiles: Tiles
+        self, x_TE: Tensor, cos_TD2: Tensor, sin_TD2: Tensor, rows_T: Tensor, tiles: QueryTiles
     ) -> Tensor:
         """Embeddings [T, E] to hidden states after the last norm, in place. cos and sin are fp32,
         a row a token; `rows` are `cache_rows` of the new tokens."""

@@ -5,7 +5,7 @@ unless named otherwise.
 Legend: T tokens, H query heads, K key heads, D head_dim, R rows, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -213,58 +213,53 @@ def _dense_last(x_RV: Tensor) -> Tensor:
     return x_RV if x_RV.stride(1) == 1 else x_RV.contiguous()
 
 
-# Attention in C++ (`cpp/attention.h`): which queries meet which keys, and where those lie.
-#
-# Keys are found through a table of rows, so one kernel serves packed sequences (training), the
-# blocks of a paged cache (inference) and prompts that several completions share, with the same bits
-# for a query in each of them. What is made here is made once a step and serves all layers.
-#
-# Legend: T tokens, H query heads, K key heads, D head_dim, B sequences.
-
 _TILE_ROWS = 24  # queries x heads of a group that meet the same keys
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """The queries of a step, cut into tiles."""
+class QuerySpan:
+    """Consecutive queries of one sequence, and where a table of keys lists what they see."""
+
+    query: int  # the first
+    num_queries: int
+    num_keys: int  # that the last one sees; the one before it sees one less
+    first_key: int  # the entry of the table at which the sequence's keys begin
+
+    def cut(self, most: int) -> Iterator["QuerySpan"]:
+        """The same queries in spans of at most `most`."""
+        for lo in range(0, self.num_queries, most):
+            hi = min(lo + most, self.num_queries)
+            num_keys = self.num_keys - self.num_queries + hi
+            yield QuerySpan(self.query + lo, hi - lo, num_keys, self.first_key)
+
+
+@dataclass(frozen=True)
+class QueryTiles:
+    """The queries of a step, cut into tiles; made once a step, serves all layers. Keys are found
+    through a table of rows, so one kernel (`cpp/attention.h`) serves packed sequences and trees
+    (training) and the blocks of a paged cache (inference), with the same bits for a query in each
+    of them."""
 
     num_tokens: int
     tiles: Tensor  # [tiles, 4] int32: first query, queries, keys the last one sees, first key row
     key_rows: Tensor  # int32, the rows of k and v, sequence by sequence
 
 
-@dataclass(frozen=True)
-class Span:
-    """Consecutive queries of one sequence."""
-
-    query: int  # the first
-    num_queries: int
-    num_keys: int  # that the last one sees; the one before it sees one less
-    first_key: int  # in the table of key rows
-
-
-def make_tiles(spans: Sequence[Span], key_rows: Tensor, group: int) -> Tiles:
+def make_tiles(spans: Sequence[QuerySpan], key_rows: Tensor, group: int) -> QueryTiles:
     """`group` is the number of heads that share a key head."""
     step = max(1, _TILE_ROWS // group)
-    tiles = []
-    for span in spans:
-        for lo in range(0, span.num_queries, step):
-            hi = min(lo + step, span.num_queries)
-            num_keys = span.num_keys - span.num_queries + hi
-            tiles.append((span.query + lo, hi - lo, num_keys, span.first_key))
+    tiles = [
+        (piece.query, piece.num_queries, piece.num_keys, piece.first_key)
+        for span in spans
+        for piece in span.cut(step)
+    ]
     shaped = torch.tensor(tiles, dtype=torch.int32).view(-1, 4)
-    return Tiles(sum(span.num_queries for span in spans), shaped, key_rows)
-
-
-def packed_tiles(bounds: Sequence[int], group: int) -> Tiles:
-    """Whole sequences one after the other, [B + 1] bounds."""
-    spans = [Span(lo, hi - lo, hi - lo, lo) for lo, hi in pairwise(bounds)]
-    return make_tiles(spans, torch.arange(bounds[-1], dtype=torch.int32), group)
+    return QueryTiles(sum(span.num_queries for span in spans), shaped, key_rows)
 
 
 def paged_tiles(
     starts: Sequence[int], lens: Sequence[int], block_tables: Tensor, cache: Tensor, group: int
-) -> Tiles:
+) -> QueryTiles:
     """The last `starts[i + 1] - starts[i]` of the `lens[i]` tokens of each sequence, whose keys
     lie in blocks of a cache [blocks, block_size, K, D]. Entries past a sequence's end are not
     read. `ValueError` for a block that the cache does not have."""
@@ -275,7 +270,9 @@ def paged_tiles(
     rows_a_block = block_size * (1 if cache.is_contiguous() else cache.shape[2])
     rows = (blocks_BN * rows_a_block).unsqueeze(2) + torch.arange(block_size)
     length = num_blocks * block_size
-    spans = [Span(lo, hi - lo, lens[i], i * length) for i, (lo, hi) in enumerate(pairwise(starts))]
+    spans = [
+        QuerySpan(lo, hi - lo, lens[i], i * length) for i, (lo, hi) in enumerate(pairwise(starts))
+    ]
     return make_tiles(spans, rows.to(torch.int32).flatten(), group)
 
 
@@ -292,7 +289,7 @@ def _check_blocks(blocks_BN: Tensor, lens: Sequence[int], cache: Tensor) -> None
 
 
 def attend_paged(
-    q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: Tiles, scale: float
+    q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: QueryTiles, scale: float
 ) -> Tensor:
     """o [T, H, D] over caches as `paged_tiles` was given one."""
     row, head = cache_strides(k_cache)
@@ -309,7 +306,7 @@ def cache_strides(cache: Tensor) -> tuple[int, int]:
 
 
 def attend_packed(
-    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, tiles: Tiles, scale: float
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, tiles: QueryTiles, scale: float
 ) -> Tensor:
     """o [T, H, D]; rows are tokens."""
     k, v = dense_rows(k_TKD), dense_rows(v_TKD)
@@ -322,7 +319,7 @@ def _attend(
     q_THD: Tensor,
     k: Tensor,
     v: Tensor,
-    tiles: Tiles,
+    tiles: QueryTiles,
     scale: float,
     row_strides: tuple[int, int],
     head_strides: tuple[int, int],

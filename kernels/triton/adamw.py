@@ -99,43 +99,6 @@ def _sum_chunk(x_ptr, first, end, IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr):
     return tl.sum(total, 0)
 
 
-@triton.jit
-def sum_of_squares_kernel(
-    address_ptr, size_ptr, chunk_ptr, partial_ptr, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    tensor = tl.load(chunk_ptr + 2 * tl.program_id(0))
-    first = tl.load(chunk_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
-    size = tl.load(size_ptr + tensor)
-    x_ptr = _pointer(tl.load(address_ptr + tensor), DTYPE, IS_ALIGNED)
-    if first + CHUNK <= size:
-        total = _sum_chunk(x_ptr, first, first + CHUNK, True, BLOCK)
-    else:
-        total = _sum_chunk(x_ptr, first, size, False, BLOCK)
-    tl.store(partial_ptr + tl.program_id(0), total)
-
-
-@triton.jit
-def finish_norm_kernel(partial_ptr, out_ptr, num_partials, BLOCK: tl.constexpr):
-    total = tl.zeros([BLOCK], dtype=tl.float64)
-    for start in range(0, num_partials, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        total += tl.load(partial_ptr + at, at < num_partials, other=0.0).to(tl.float64)
-    tl.store(out_ptr, tl.sqrt(tl.sum(total, 0)).to(tl.float32))
-
-
-def l2norm(table: TensorTable, device: torch.device) -> Tensor:
-    partial = torch.empty(table.num_chunks, dtype=torch.float32, device=device)
-    norm = torch.empty((), dtype=torch.float32, device=device)
-    if table.num_chunks:
-        launch(sum_of_squares_kernel, (table.num_chunks,))(
-            table.address, table.sizes, table.chunks, partial, DTYPE=_TL[table.dtypes[0]],
-            IS_ALIGNED=table.is_aligned, CHUNK=CHUNK, BLOCK=_BLOCK,
-        )  # fmt: skip
-    launch(finish_norm_kernel, (1,))(partial, norm, table.num_chunks, BLOCK=_BLOCK)
-    return norm
-
-
 def step(
     table: TensorTable, scale: Tensor, lr: float, betas: tuple[float, float], eps: float,
     weight_decay: float, step: int, has_master: bool,

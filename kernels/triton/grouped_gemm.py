@@ -28,7 +28,7 @@ from kernels.triton.tiles import Tile
 
 
 @dataclass(frozen=True)
-class Tiles:
+class ExpertTiles:
     """The runs of rows and their cut into tiles of `rows_a_tile` (kernels/moe_routing.py)."""
 
     offsets: Tensor
@@ -132,9 +132,9 @@ def row_tile(num_rows: int, num_experts: int, dtype: torch.dtype) -> Tile:
     return tune.for_rows(table, num_rows / max(1, num_experts))
 
 
-def make_tiles(offsets: Tensor, num_rows: int, dtype: torch.dtype) -> Tiles:
+def make_tiles(offsets: Tensor, num_rows: int, dtype: torch.dtype) -> ExpertTiles:
     block_m = row_tile(num_rows, offsets.shape[0] - 1, dtype).M
-    return Tiles(offsets, *cut_tiles(offsets, num_rows, block_m), block_m)
+    return ExpertTiles(offsets, *cut_tiles(offsets, num_rows, block_m), block_m)
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Route:
 
 
 def rows_by_weight(
-    x: Tensor, w_EOI: Tensor, tiles: Tiles, num_rows: int, route: Route | None = None
+    x: Tensor, w_EOI: Tensor, tiles: ExpertTiles, num_rows: int, route: Route | None = None
 ) -> Tensor:
     """y [num_rows, O] = x · w[e]ᵀ for the rows of each expert. `w` may be a transposed view."""
     y = x.new_empty(num_rows, w_EOI.shape[1])
@@ -158,7 +158,7 @@ def rows_by_weight(
 
 
 def rows_by_weight_swiglu(
-    x: Tensor, w_EOI: Tensor, tiles: Tiles, num_rows: int, route: Route, keeps_h: bool
+    x: Tensor, w_EOI: Tensor, tiles: ExpertTiles, num_rows: int, route: Route, keeps_h: bool
 ) -> tuple[Tensor, Tensor | None]:
     """(silu(gate) · up [num_rows, O / 2], and where wanted gate and up side by side)."""
     y = x.new_empty(num_rows, w_EOI.shape[1] // 2)
@@ -173,7 +173,7 @@ def _launch(
     w_EOI: Tensor,
     y: Tensor,
     h: Tensor | None,
-    tiles: Tiles,
+    tiles: ExpertTiles,
     tile: Tile,
     columns: int,
     route: Route | None,

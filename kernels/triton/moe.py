@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kernels.moe_routing import MoeAlignment, moe_align
 from kernels.triton.grouped_gemm import (
+    ExpertTiles,
     Route,
-    Tiles,
     row_tile,
     rows_by_weight,
     rows_by_weight_swiglu,
@@ -75,8 +75,8 @@ def _act_backward_kernel(
     tl.store(dweight_ptr + slot, tl.sum(products, 0))
 
 
-def _tiles_of(alignment: MoeAlignment, block_m: int) -> Tiles:
-    return Tiles(alignment.offsets, alignment.tile_experts, alignment.tile_starts, block_m)
+def _tiles_of(alignment: MoeAlignment, block_m: int) -> ExpertTiles:
+    return ExpertTiles(alignment.offsets, alignment.tile_experts, alignment.tile_starts, block_m)
 
 
 def sum_choices(y_SH: Tensor, weights_NK: Tensor | None, num_tokens: int, k: int) -> Tensor:

@@ -1,7 +1,8 @@
 """The question a layer asks of attention; the caller decides where keys and values live.
 
 The model hands over queries, keys and values of a flat run of tokens; the context knows which
-tokens belong together. Training packs whole sequences (`PackedContext`, below); the inference
+tokens belong together. Training packs whole sequences (`PackedContext`), or trees of segments in
+which a prompt that several completions share is read once (`SharedPrefixContext`). The inference
 engine brings its own context that writes to and reads from a paged cache.
 
 Shapes: T tokens of all sequences, H query heads, K key/value heads, D head dimension.
@@ -16,8 +17,9 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from kernels import flash_attn_varlen, make_varlen_plan
+from kernels import flash_attn_varlen, make_varlen_plan, tree_attention
 from kernels.attention import VarlenPlan
+from kernels.backend import Backend
 
 
 class AttentionContext(Protocol):
@@ -47,7 +49,7 @@ class PackedContext:
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         if self._plan is None and not q_THD.is_cuda:
-            self._plan = make_varlen_plan(self.cu_seqlens, q_THD.dtype)
+            self._plan = make_varlen_plan(self.cu_seqlens)
         out = flash_attn_varlen(
             q_THD,
             k_TKD,
@@ -60,6 +62,30 @@ class PackedContext:
             plan=self._plan,
         )
         return cast(Tensor, out)
+
+
+def supports_shared_prefix(device: torch.device | str) -> bool:
+    return torch.device(device).type in ("cpu", "cuda")
+
+
+class SharedPrefixContext:
+    """Trees of segments: each continues the segment named in `prefix_of_S` (-1: none), and sees its
+    ancestors and itself. Differentiable.
+
+    `cu_seqlens` [S + 1] bounds the segments; a parent comes before its children.
+    """
+
+    def __init__(
+        self,
+        cu_seqlens: Tensor | Sequence[int],
+        prefix_of_S: Sequence[int],
+        backend: Backend = "auto",
+    ) -> None:
+        self._plan = make_varlen_plan(cu_seqlens, prefix_of_S)
+        self._backend = backend
+
+    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        return tree_attention(q_THD, k_TKD, v_TKD, self._plan, backend=self._backend)
 
 
 def packed_positions(lengths: Sequence[int]) -> Tensor:

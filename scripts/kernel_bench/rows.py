@@ -140,7 +140,7 @@ def embedding_case(model: str, rows: Tensor) -> BenchCase:
 
 
 def gather_cases(model: str, k: Tensor) -> Iterator[BenchCase]:
-    """Keys of 16 segments behind one prompt of an eighth of the rows (`shared_prefix.py`)."""
+    """Keys of 16 segments behind one prompt of an eighth of the rows (`tree_attention`)."""
     prompt = torch.arange(len(k) // 8)
     index = torch.cat(
         [torch.cat([prompt, own]) for own in torch.arange(len(prompt), len(k)).chunk(16)]

@@ -48,7 +48,7 @@ def test_options_equal_masked_attention_and_lse_is_the_log_of_the_sum(causal, wi
 
 def test_bad_options_name_the_argument():
     q = torch.zeros(4, 2, 8)
-    plan = make_varlen_plan([0, 4], torch.float32)
+    plan = make_varlen_plan([0, 4])
     for name, change in {
         "window=0": {"window": 0},
         "window=3": {"window": 3, "causal": False},

@@ -8,7 +8,7 @@ import torch
 from native_cases import DTYPES, bounds, causal_attention, shuffled_cache, split_qkv, threads
 
 from kernels import flash_attn_varlen, make_kv_cache, paged_attention
-from nanoengine.model.shared_prefix import SharedPrefixContext
+from nanoengine.model.attention import SharedPrefixContext
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -95,7 +95,7 @@ def test_a_tree_has_the_bits_of_its_branches_alone(dtype, shape):
     lengths, prefix_of = [70, 5, 33, 1, 40], [-1, 0, 0, 2, 2]
     cu = bounds(lengths)
     q, k, v = split_qkv(sum(lengths), num_kv, group, head_dim, dtype)
-    tree = SharedPrefixContext(cu, prefix_of, dtype).attend(0, q, k, v)
+    tree = SharedPrefixContext(cu, prefix_of).attend(0, q, k, v)
     paths = []
     for segment, parent in enumerate(prefix_of):
         own = list(range(cu[segment], cu[segment + 1]))

@@ -1,17 +1,13 @@
-"""gae, fused_adamw_, multi_tensor_l2norm, qk_norm_rope on a CPU."""
-
-import math
+"""gae, fused_adamw_, qk_norm_rope on a CPU."""
 
 import pytest
 import torch
 
 from kernels import (
     apply_rope,
-    clip_scale,
     fused_adamw_,
     gae,
     make_tensor_table,
-    multi_tensor_l2norm,
     qk_norm_rope,
     rms_norm,
 )
@@ -63,12 +59,10 @@ def test_adamw_is_torch_adamw_on_clipped_gradients(dtype):
         grads = [torch.randn(s).to(dtype) for s in shapes]
         for p, g in zip(theirs, grads, strict=True):
             p.grad = g.float().clone()
-        expected = torch.nn.utils.clip_grad_norm_(theirs, 1.0)
-        norm = multi_tensor_l2norm(grads)
-        torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+        norm = torch.nn.utils.clip_grad_norm_(theirs, 1.0)
         reference.step()
         fused_adamw_(
-            params, grads, *moments, master, step=step, grad_scale=clip_scale(norm, 1.0), **options
+            params, grads, *moments, master, step=step, grad_scale=1 / (norm + 1e-6), **options
         )
     for p, w, t in zip(params, master, theirs, strict=True):
         torch.testing.assert_close(w, t.data, rtol=1e-6, atol=1e-6)
@@ -95,8 +89,6 @@ def test_adamw_by_pieces_has_the_bits_of_one_call_on_widened_tensors(dtype):
     for mine, reference in zip(ours, theirs, strict=True):
         assert all(map(torch.equal, mine, reference))
     assert all(torch.equal(p, x.to(dtype)) for p, x in zip(params, w, strict=True))
-    exact = sum(g.double().square().sum() for g in grads).sqrt()
-    torch.testing.assert_close(multi_tensor_l2norm(grads).double(), exact, rtol=1e-6, atol=0)
 
 
 def test_one_adamw_step_by_hand():
@@ -108,14 +100,6 @@ def test_one_adamw_step_by_hand():
     assert float(p[0]) == pytest.approx(1 - 0.1 * 0.5 - 0.1)  # the first step is lr · sign(g)
     assert float(m[0]) == pytest.approx(0.2) and float(v[0]) == pytest.approx(0.04)
     assert float(g[0]) == 4.0
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_one_bad_entry_makes_the_norm_non_finite(value):
-    tensors = [torch.zeros(1000), torch.zeros(3)]
-    assert multi_tensor_l2norm(tensors) == 0
-    tensors[0][77] = value
-    assert not multi_tensor_l2norm(tensors).isfinite()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -148,8 +132,6 @@ CU = torch.tensor([0, 4], dtype=torch.int32)
         (lambda: adamw([torch.zeros(2)], [torch.zeros(3)]), "elements"),
         (lambda: make_tensor_table([torch.zeros(4, 4).t()]), "contiguous"),
         (lambda: make_tensor_table([torch.zeros(2)], []), "lists of"),
-        (lambda: multi_tensor_l2norm([]), "tensors"),
-        (lambda: clip_scale(torch.ones(()), 0.0), "max_norm"),
         (lambda: gae(torch.zeros(3), torch.zeros(4), CU, 1.0, 1.0), "rewards"),
         (lambda: gae(torch.zeros(5), torch.zeros(5), CU, 1.0, 1.0), "cu_seqlens"),
         (lambda: gae(torch.zeros(4), torch.zeros(4), CU, 1.5, 1.0), "gamma=1.5"),

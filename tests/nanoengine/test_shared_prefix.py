@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import flash_attn_varlen
-from nanoengine.model.shared_prefix import SharedPrefixContext
+from nanoengine.model.attention import SharedPrefixContext
 
 H, K, D = 6, 2, 16
 TREES = [(37, (5, 64, 1)), (0, (20,)), (130, (40, 3)), (3, (2, 2, 2, 130))]
@@ -48,7 +48,7 @@ def test_the_output_has_the_bits_of_unshared_sequences(dtype: torch.dtype, threa
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        shared = SharedPrefixContext(bounds, parents, dtype).attend(0, q, k, v)
+        shared = SharedPrefixContext(bounds, parents).attend(0, q, k, v)
         whole = flash_attn_varlen(q[rows], k[rows], v[rows], whole_bounds, whole_bounds, 200, 200)
     finally:
         torch.set_num_threads(before)
@@ -63,7 +63,7 @@ def test_gradients_are_those_of_unshared_sequences(dtype: torch.dtype, tolerance
     for is_shared in (True, False):
         q, k, v = random_qkv(bounds[-1], dtype)
         if is_shared:
-            out = SharedPrefixContext(bounds, parents, dtype).attend(0, q, k, v)[rows]
+            out = SharedPrefixContext(bounds, parents).attend(0, q, k, v)[rows]
         else:
             out = flash_attn_varlen(q[rows], k[rows], v[rows], whole_bounds, whole_bounds, 200, 200)
         (out * weight).sum().backward()
@@ -75,14 +75,14 @@ def test_gradients_are_those_of_unshared_sequences(dtype: torch.dtype, tolerance
 
 def test_fp64_gradient_passes_gradcheck() -> None:
     q, k, v = (x[:9].detach().requires_grad_() for x in random_qkv(9, torch.float64))
-    context = SharedPrefixContext([0, 3, 5, 9], [-1, 0, 0], torch.float64)
+    context = SharedPrefixContext([0, 3, 5, 9], [-1, 0, 0])
     assert torch.autograd.gradcheck(lambda *x: context.attend(0, *x), (q, k, v))
 
 
 def test_a_branch_does_not_see_its_siblings() -> None:
     bounds, parents, _, _ = layout()
     q, k, v = random_qkv(bounds[-1], torch.float32)
-    context = SharedPrefixContext(bounds, parents, torch.float32)
+    context = SharedPrefixContext(bounds, parents)
     before = context.attend(0, q, k, v)
     with torch.no_grad():
         v[bounds[1] : bounds[2]] += 1  # the first branch of the first tree
@@ -94,4 +94,4 @@ def test_a_branch_does_not_see_its_siblings() -> None:
 
 def test_a_parent_must_come_first() -> None:
     with pytest.raises(ValueError, match="must come before"):
-        SharedPrefixContext([0, 1, 2], [1, -1], torch.float32)
+        SharedPrefixContext([0, 1, 2], [1, -1])

@@ -119,6 +119,19 @@ def test_ppo_clip_and_dual_clip_by_hand() -> None:
     same(dual, f64(-1.28, 1.5, -0.5, 0.8, 3.0, -2.2))
 
 
+def test_a_clipped_token_has_no_gradient_and_any_other_its_ratio_times_the_advantage() -> None:
+    logp = f64(1.5, 1.5).log().requires_grad_()
+    losses.ppo(logp, f64(0.0, 0.0), f64(2.0, -2.0)).sum().backward()
+    same(logp.grad, f64(0.0, 3.0))
+
+
+def test_decoupled_ppo_is_ppo_weighed_without_a_cap() -> None:
+    logp, old, mu = f64(0.3, -0.5, 0.1), f64(0.0, -0.1, 0.4), f64(-2.0, 0.2, 0.3)
+    plain = losses.ppo(logp, old, f64(1, -1, 2), dual_clip=None)
+    weighed = corrections.tis(old - mu, math.inf) * plain
+    same(losses.decoupled_ppo(logp, old, mu, f64(1, -1, 2)), weighed)
+
+
 def test_gspo_ratio_is_the_geometric_mean_over_action_tokens() -> None:
     old = torch.zeros(5, dtype=torch.float64)
     logp = f64(0.2, 0.4, 50.0, -0.3, 0.1)
@@ -301,6 +314,16 @@ def test_garbage_outside_the_mask_reaches_neither_loss_nor_gradient() -> None:
     assert float(loss.detach()) == float(clean)
     assert bool(logp.grad.isfinite().all())
     assert all(bool(torch.isfinite(value)) for value in stats.values())
+
+
+def test_a_batch_without_an_action_token_weighs_nothing() -> None:
+    batch = replace(whole_batch(), mask_T=torch.zeros(10, dtype=torch.long))
+    for loss in ("ppo", "gspo", "cispo"):
+        weight = token_weights("token_mean", batch.mask_T, IDS, 4).double()
+        logp = batch.old_logp_T.clone().requires_grad_()
+        total, _ = make_loss(AlgorithmSpec(loss=loss))(logp, replace(batch, weight_T=weight))
+        total.backward()
+        assert float(total.detach()) == 0.0 and not logp.grad.any()
 
 
 def test_entropy_bonus_and_statistics_by_hand() -> None:

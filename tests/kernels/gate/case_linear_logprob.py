@@ -1,4 +1,4 @@
-"""Gate cases of linear_logprob and linear_cross_entropy: Qwen3's vocabulary, and an odd one."""
+"""Gate cases of linear_logprob: Qwen3's vocabulary, and an odd one."""
 
 from collections.abc import Callable, Iterator
 
@@ -6,7 +6,6 @@ import torch
 from gate_case import GateCase
 
 from kernels import linear_logprob
-from kernels import linear_logprob as linear_cross_entropy
 
 
 def inputs(
@@ -29,16 +28,9 @@ def logprob(
     return call
 
 
-def cross_entropy() -> object:
-    hidden, weight, labels = inputs(151936, 2560)
-    loss = linear_cross_entropy(hidden, weight, labels, backend="triton")
-    return torch.autograd.grad(loss, (hidden, weight))
-
-
 def cases() -> Iterator[GateCase]:
     need = ("ld128",)
     yield GateCase("linear-logprob", logprob(151936, False), need=need)
     yield GateCase("linear-logprob-entropy", logprob(151936, True), need=need)
     yield GateCase("linear-logprob-odd-vocabulary", logprob(49153, True), need=need)
     yield GateCase("linear-logprob-fp32", logprob(151936, True, torch.float32), need=need)
-    yield GateCase("linear-cross-entropy", cross_entropy, need=need)

@@ -1,12 +1,11 @@
-"""policy_loss, gae, fused_adamw_ and multi_tensor_l2norm."""
+"""gae and fused_adamw_."""
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from gate_case import GateCase
 
-from kernels import fused_adamw_, gae, multi_tensor_l2norm, policy_loss
+from kernels import fused_adamw_, gae
 
 TOKENS = 65536
 
@@ -17,21 +16,6 @@ def tokens() -> torch.Tensor:
 
 def bounds() -> torch.Tensor:
     return torch.empty(257, dtype=torch.int32)
-
-
-def loss(variant: str, kl_kind: str | None) -> None:
-    """With a `kl_kind` every optional input."""
-    is_full = kl_kind is not None
-    extra = {"cu_seqlens": bounds()} if variant == "gspo" else {}
-    if is_full:
-        extra |= {"weights": tokens(), "ref_logprobs": tokens(), "rollout_logprobs": tokens()}
-    logp = torch.empty(TOKENS, requires_grad=True)
-    mask = torch.empty(TOKENS, dtype=torch.bool)
-    kl = {"kl_coef": 0.01, "kl_kind": kl_kind} if is_full else {}
-    total, _ = policy_loss(
-        logp, tokens(), tokens(), mask, variant=variant, backend="triton", **extra, **kl
-    )
-    total.backward()
 
 
 def advantages(has_mask: bool) -> None:
@@ -51,24 +35,8 @@ def adamw(has_master: bool) -> None:
     )  # fmt: skip
 
 
-def norm(dtype: torch.dtype) -> None:
-    multi_tensor_l2norm([torch.empty(4096, 4096, dtype=dtype)], backend="triton")
-
-
 def cases() -> Iterator[GateCase]:
-    # a sequence starts anywhere, so its kernel's loads are not aligned
-    few = {"finish_policy_loss_kernel": (), "sequence_log_ratio_kernel": ()}
-    for variant in ("grpo", "gspo", "cispo"):
-        for kl_kind in (None, "k2", "k3"):
-            name = f"policy_loss-{variant}{f'-full-{kl_kind}' if kl_kind else ''}"
-            call = partial(loss, variant, kl_kind)
-            yield GateCase(name, call, ("ld128",), need_of=few)
     for has_mask in (False, True):
         yield GateCase(f"gae{'-mask' if has_mask else ''}", lambda m=has_mask: advantages(m))
     yield GateCase("fused_adamw-bf16", lambda: adamw(True), ("ld128",))
     yield GateCase("fused_adamw-fp32", lambda: adamw(False), ("ld128",))
-    for dtype in (torch.bfloat16, torch.float32):
-        yield GateCase(
-            f"l2norm-{str(dtype)[6:]}", lambda d=dtype: norm(d), ("ld128",),
-            need_of={"finish_norm_kernel": ()},
-        )  # fmt: skip

@@ -6,7 +6,7 @@ import torch
 from kernels import flash_attn_varlen, paged_attention, paged_attention_decode, reshape_and_cache
 from kernels.attention import flash_attn_varlen_ref
 from kernels.paged_attention import paged_attention_ref
-from nanoengine.model.shared_prefix import SharedPrefixContext
+from nanoengine.model.attention import SharedPrefixContext
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 HEADS = [(4, 4, 64), (8, 2, 80), (14, 2, 128), (16, 2, 128)]
@@ -118,7 +118,7 @@ def test_shared_prefixes_equal_the_cpu_path_and_repeat_bitwise():
     qkv = random_qkv(2000, 2000, (8, 2, 64), torch.float32)
 
     def attend(dtype):
-        return lambda q, k, v: SharedPrefixContext(cuts, parents, dtype).attend(0, q, k, v)
+        return lambda q, k, v: SharedPrefixContext(cuts, parents).attend(0, q, k, v)
 
     leaves = [x.cpu().double().requires_grad_() for x in qkv]
     out = attend(torch.float64)(*leaves)

@@ -53,13 +53,6 @@ def flash():
     return {"q_THD": q, "k_SKD": k, "v_SKD": v, **bounds, "max_seqlen_q": 4, "max_seqlen_k": 4}
 
 
-def loss():
-    names = ("logprobs", "old_logprobs", "advantages", "weights", "ref_logprobs")
-    floats = {name: fl(5) for name in (*names, "rollout_logprobs")}
-    mask = torch.ones(5, dtype=torch.bool)
-    return {**floats, "mask": mask, "cu_seqlens": ints(0, 2, 5), "variant": "gspo"}
-
-
 def drawing():
     rows = {n: fl(2) for n in ("temperature", "top_k", "top_p", "min_p")}
     return {"logits_BV": fl(2, 40), **rows, "seeds": ints(1, 2), "positions": ints(1, 2)}
@@ -92,10 +85,6 @@ TABLE = {
     "linear_logprob": lambda: {
         "hidden_TD": fl(3, 8), "weight_VD": fl(20, 8), "token_ids_T": ints(1, 2, 19)
     },
-    "linear_cross_entropy": lambda: {
-        "hidden_TD": fl(3, 8), "weight_VD": fl(20, 8), "labels_T": ints(1, -100, 19)
-    },
-    "policy_loss": loss,
     "gae": lambda: {
         "rewards_T": fl(5), "values_T": fl(5), "cu_seqlens": ints(0, 2, 5), "gamma": 0.9,
         "lam": 0.9, "mask_T": torch.ones(5, dtype=torch.bool),
@@ -105,7 +94,6 @@ TABLE = {
         "exp_avg_sqs": [fl(9).abs()], "master": [fl(9)], "grad_scale": fl(1), "lr": 0.1,
         "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "step": 1,
     },
-    "multi_tensor_l2norm": lambda: {"tensors": [fl(9)]},
     "sample": drawing,
     "apply_penalties_": penalties,
     "apply_token_bitmask_": lambda: {"logits_BV": fl(2, 40), "bitmask_BW": ints([1, 2], [3, 4])},
@@ -125,7 +113,7 @@ TABLE = {
 
 LAST_DIM = {("rms_norm", "x"), ("matmul_batch_invariant", "a_MK"), ("flash_attn_varlen", "q_THD")}
 LAST_DIM |= {("swiglu", "gate_up_T2F"), ("linear_logprob", "weight_VD")}
-LAST_DIM |= {("linear_cross_entropy", "weight_VD"), ("fused_moe", "w13_E2FH")}
+LAST_DIM |= {("fused_moe", "w13_E2FH")}
 DEVICE_OF_X = {"cu_seqlens_q", "cu_seqlens_k", "query_start_loc", "seq_lens", "block_tables"}
 FREE = {
     # any shape will do
@@ -134,7 +122,6 @@ FREE = {
     ("quantize_fp8", "x_NK", "shape"),
     ("log_softmax_batch_invariant", "x", "shape"),
     ("add_rows_", "total", "shape"),
-    ("multi_tensor_l2norm", "tensors", "shape"),
     # numbers of any kind
     *(("sample", name, "dtype") for name in ("temperature", "top_k", "top_p", "min_p")),
     *(("apply_penalties_", n, "dtype") for n in ("repetition", "frequency", "presence")),

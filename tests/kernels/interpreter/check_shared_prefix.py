@@ -6,7 +6,7 @@ import torch
 from kernels import add_rows_, gather_rows, make_row_gather
 from kernels.attention import flash_attn_varlen_ref
 from kernels.gather_rows import gather_rows_ref
-from nanoengine.model.shared_prefix import SharedPrefixContext
+from nanoengine.model.attention import SharedPrefixContext
 
 # two prompts with two branches each, the first branch of the second continued by two more
 BOUNDS, PARENTS = [0, 20, 25, 56, 60, 61, 70, 73, 80], [-1, 0, 0, -1, 3, 3, 5, 5]
@@ -40,7 +40,7 @@ def test_output_and_gradients_are_those_of_unshared_sequences(dtype):
     qkv = [torch.randn(80, heads, 16).to(dtype) for heads in (4, 2, 2)]
 
     def ours(q, k, v):
-        return SharedPrefixContext(BOUNDS, PARENTS, dtype, backend="triton").attend(0, q, k, v)
+        return SharedPrefixContext(BOUNDS, PARENTS, backend="triton").attend(0, q, k, v)
 
     exact = with_gradients(unshared, qkv, torch.float64)
     naive = with_gradients(unshared, qkv, dtype)
