@@ -1,8 +1,21 @@
-"""Refuses numbers that an option cannot have, in one wording."""
+"""Bounds of options: refuses numbers that an option cannot have, in one wording."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
+
+
+class Bound(NamedTuple):
+    """Says what a number may be; infinities and NaN it may never be."""
+
+    low: float
+    high: float = math.inf
+    why: str = ""  # the reason of `high`
+    is_open: bool = False  # `low` itself is refused
+
+
+NATURAL, COUNT, POSITIVE = Bound(0), Bound(1), Bound(0, is_open=True)
 
 
 def check_number(
@@ -27,3 +40,14 @@ def check_number(
         raise ValueError(f"{name}{value}: must be {low} or more{reason}")
     if value > high:
         raise ValueError(f"{name}{value}: must be at most {high}{reason}")
+
+
+def check_record(record: object, prefix: str, **bounds: Bound) -> None:
+    """`ValueError` names the flag of the first field outside its bound."""
+    for name, bound in bounds.items():
+        if getattr(record, name) is None:
+            continue  # not given
+        flag, value = f"--{prefix}{name.replace('_', '-')} ", getattr(record, name)
+        low, high, why, is_open = bound
+        reason = why if value > high else ""
+        check_number(flag, value, low, high, reason, is_open=is_open)

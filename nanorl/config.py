@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import typing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from nanoengine.config import ComputeConfig
 from nanoengine.optim import Schedule, UpdateConfig
 from nanoinfer.config import StepSizes
 from nanorl.agents.tokens import Limits
 from nanorl.algorithms.spec import BOUNDS, AlgorithmSpec, named_spec
-from nanorl.bounds import check_number
+from nanorl.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record
 
 MAX_ROLLOUTS = 1 << 16
 """A step may have so many: at some 500 tokens each, a gigabyte of Python numbers."""
@@ -47,7 +46,7 @@ class WarmStartConfig(UpdateConfig):
     """Passes over the traces: with more, fewer are played and each is trained on so often."""
 
     def __post_init__(self) -> None:
-        _check(
+        check_record(
             self,
             "warm-start.",
             steps=NATURAL,
@@ -96,7 +95,7 @@ class RLConfig(UpdateConfig):
 
     def __post_init__(self) -> None:
         held = "all rollouts of a step are held in memory"
-        _check(
+        check_record(
             self,
             "rl.",
             steps=NATURAL,
@@ -175,7 +174,7 @@ class AgentConfig(Limits):
     max_observation_tokens: int = 64
 
     def __post_init__(self) -> None:
-        _check(
+        check_record(
             self,
             "agent.",
             max_turns=Bound(1, 1000, "each is an execution in the sandbox"),
@@ -205,7 +204,7 @@ class ToolConfig:
 
     def __post_init__(self) -> None:
         cores = os.cpu_count() or 1
-        _check(
+        check_record(
             self,
             "tool.",
             timeout_s=Bound(0.01, 3600, "a rollout waits so long for each execution"),
@@ -230,7 +229,7 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         why = "each is played to its end, twice; the error is then below one percent"
         most = 10_000
-        _check(
+        check_record(
             self,
             "evaluation.",
             num_tasks=Bound(1, most, why),
@@ -250,7 +249,7 @@ class EngineLimits(ComputeConfig, StepSizes):
 
     def __post_init__(self) -> None:
         most = Bound(0, 1 << 20, "a step's activations grow with it")
-        _check(
+        check_record(
             self,
             "engine.",
             micro_batch_tokens=most,
@@ -310,7 +309,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         named_spec(self.algorithm)
         cores = os.cpu_count() or 1
-        _check(
+        check_record(
             self,
             "",
             threads=Bound(0, 4 * cores, f"4 for each of the {cores} cores here; 0 uses every core"),
@@ -410,29 +409,6 @@ def _from_json(cls: Any, data: dict[str, Any]) -> Any:
             value = tuple(value)
         values[name] = value
     return cls(**values)
-
-
-class Bound(NamedTuple):
-    """Says what a number may be; infinities and NaN it may never be."""
-
-    low: float
-    high: float = math.inf
-    why: str = ""  # the reason of `high`
-    is_open: bool = False  # `low` itself is refused
-
-
-NATURAL, COUNT, POSITIVE = Bound(0), Bound(1), Bound(0, is_open=True)
-
-
-def _check(record: object, prefix: str, **bounds: Bound) -> None:
-    """`ValueError` names the flag of the first field outside its bound."""
-    for name, bound in bounds.items():
-        if getattr(record, name) is None:
-            continue
-        flag, value = f"--{prefix}{name.replace('_', '-')} ", getattr(record, name)
-        low, high, why, is_open = bound
-        reason = why if value > high else ""
-        check_number(flag, value, low, high, reason, is_open=is_open)
 
 
 def _require(condition: bool, name: str, value: object, rule: str) -> None:

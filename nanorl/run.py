@@ -34,6 +34,7 @@ import torch
 from nanoengine.engine import Engine
 from nanoengine.model.hf import replace_model
 from nanoengine.packing import Sample
+from nanoengine.scoring import Policy
 from nanoengine.sft import num_loss_tokens, sft_loss
 from nanoengine.state.checkpoint import forget_newer, latest_checkpoint, open_checkpoint
 from nanoengine.stop_signals import Interrupted, StopSignals
@@ -311,6 +312,7 @@ class Run:
                 self.live.advance(phase, metrics=shown)
                 self._say_step(result)
 
+            self.critic = self._open_critic()
             with Scheduler(backend="inline") as scheduler:
                 trainer = Trainer(
                     self.config,
@@ -319,7 +321,8 @@ class Run:
                         engine=self.engine,
                         generator=self.parts.generator,
                         thread=self.parts.optimizer_thread,
-                        **self._rl_models(),
+                        reference=self._open_reference(),
+                        critic=self.critic,
                     ),
                     collector=scheduler.actor(RolloutCollector).remote(
                         self.parts.play, run_seed=self.config.seed, max_retries=rl.max_retries
@@ -337,25 +340,25 @@ class Run:
         self.save()
         self.critic = None
 
-    def _rl_models(self) -> dict[str, Any]:
-        """The models that the algorithm has beside the policy, as they were at the last step."""
-        spec, models = self.config.rl.algorithm, dict[str, Any]()
-        has_begun = self.cursor.step > 0
-        if spec.needs_reference:
-            models["reference"] = open_reference(
-                self.config, self.engine.model, self.dir / "reference", has_begun=has_begun
-            )
-        if spec.needs_critic:
-            models["critic"] = self.critic = Critic(
-                self.engine.model,
-                self.parts.critic_config(),
-                value_clip=self.config.rl.value_clip,
-            )
-            if has_begun:
-                saved = self.dir / "critic" / self.cursor.critic
-                self.critic.engine.load(saved)
-                forget_newer(saved)
-        return models
+    def _open_reference(self) -> Policy | None:
+        if not self.config.rl.algorithm.needs_reference:
+            return None
+        return open_reference(
+            self.config, self.engine.model, self.dir / "reference", has_begun=self.cursor.step > 0
+        )
+
+    def _open_critic(self) -> Critic | None:
+        """The critic as it was at the last step, if the algorithm has one."""
+        if not self.config.rl.algorithm.needs_critic:
+            return None
+        critic = Critic(
+            self.engine.model, self.parts.critic_config(), value_clip=self.config.rl.value_clip
+        )
+        if self.cursor.step > 0:
+            saved = self.dir / "critic" / self.cursor.critic
+            critic.engine.load(saved)
+            forget_newer(saved)
+        return critic
 
     def _log_step(self, result: StepResult) -> None:
         """Record a finished step, then move the cursor; every `save_every` steps, a checkpoint."""
