@@ -234,7 +234,7 @@ def tree_attention(
     _check_tensors(q_THD, k_THD, v_THD)
     _check_plan(plan, q_THD, k_THD)
     scale = softmax_scale if softmax_scale is not None else q_THD.shape[-1] ** -0.5
-    if use_triton(backend, q_THD):
+    if use_triton(backend, q_THD, has_cpp=True):
         segments = plan.segments(q_THD.device)
         out = flash_attn_varlen(
             q_THD,
@@ -294,7 +294,7 @@ def flash_attn_varlen(
         raise ValueError(f"window={window}: must be at least 1, with causal=True")
     check_integers(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     scale = softmax_scale if softmax_scale is not None else q_THD.shape[-1] ** -0.5
-    if use_triton(backend, q_THD):
+    if use_triton(backend, q_THD, has_cpp=True):
         out, lse = _on_triton(
             (q_THD, k_SKD, v_SKD),
             (cu_seqlens_q, cu_seqlens_k),
@@ -315,6 +315,12 @@ def flash_attn_varlen(
                 f"{len(bounds_q) - 1}"
             )
         if not is_plain or bounds_q != bounds_k:
+            use_native(
+                backend,
+                q_THD,
+                refusal="only for causal=True, window=None, return_lse=False and keys of the "
+                "queries' lengths",
+            )
             out, lse = flash_attn_varlen_ref(
                 q_THD, k_SKD, v_SKD, bounds_q, bounds_k, scale, causal=causal, window=window
             )

@@ -1,5 +1,13 @@
-"""Checks of arguments that ops share. They come before any work: a kernel would read wrong memory
-where PyTorch raises, and PyTorch's own message names no argument."""
+"""Which back end an op runs on, and the checks of arguments that ops share.
+
+Every op takes `backend="auto" | "torch" | "cpp" | "triton"`. "auto" follows the device of the
+tensors: Triton on a GPU; on a CPU C++ where there is a kernel for their dtype and a compiler, else
+PyTorch. A named back end runs or raises `ValueError` with the reason; it never gives way to
+another. It names the forward pass: where that is C++, the backward pass is PyTorch's.
+
+The checks come before any work: a kernel would read wrong memory where PyTorch raises, and
+PyTorch's own message names no argument.
+"""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -7,7 +15,84 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kernels.cpp.build import has_native
+from kernels.cpp.build import NATIVE_DTYPES, has_native
+
+Backend = Literal["auto", "torch", "cpp", "triton"]
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def use_triton(backend: str, x: Tensor, *, has_cpp: bool = False) -> bool:
+    """True where the Triton kernel is to run for `x`. `has_cpp` ops go on to ask `use_native`."""
+    if backend == "auto":
+        return x.is_cuda and x.dtype != torch.float64  # the kernels compute in fp32
+    if backend == "torch":
+        return False
+    _check_backend(backend)
+    if backend == "cpp":
+        if not has_cpp:
+            raise ValueError(
+                "backend='cpp': this op has no C++ kernel; use backend='auto' or 'torch'"
+            )
+        return False
+    if not (x.is_cuda or x.is_meta or _is_interpreted()):  # meta: compiled, not run
+        raise ValueError(
+            f"backend='triton' with a tensor on {x.device}: Triton runs on a GPU; use "
+            "backend='auto', or set TRITON_INTERPRET=1 before the program starts"
+        )
+    return True
+
+
+def use_native(backend: str, *tensors: Tensor, refusal: str | None = None) -> bool:
+    """True where the C++ kernel is to run for these. `refusal` says why the op's cannot take the
+    arguments, whatever their device and dtype."""
+    if backend == "auto":
+        return refusal is None and has_native(*tensors)
+    _check_backend(backend)
+    if backend != "cpp":
+        return False
+    reason = refusal or _why_not_native(tensors)
+    if reason is not None:
+        raise ValueError(f"backend='cpp': {reason}; use backend='auto' or 'torch'")
+    return True
+
+
+def _why_not_native(tensors: Sequence[Tensor]) -> str | None:
+    if has_native(*tensors):
+        return None
+    dtypes = list(dict.fromkeys(x.dtype for x in tensors))
+    if len(dtypes) > 1:
+        return f"dtypes {', '.join(map(str, dtypes))} must be one"
+    if dtypes[0] not in NATIVE_DTYPES:
+        return f"dtype {dtypes[0]} must be float32 or bfloat16"
+    elsewhere = [x.device for x in tensors if not x.is_cpu]
+    if elsewhere:
+        return f"a tensor is on {elsewhere[0]}, C++ runs on a CPU"
+    return "the C++ kernels are not available (the first warning said why)"
+
+
+def _check_backend(backend: str) -> None:
+    if backend not in ("auto", "torch", "cpp", "triton"):
+        raise ValueError(f"backend={backend!r}: must be 'auto', 'torch', 'cpp' or 'triton'")
+
+
+def _is_interpreted() -> bool:
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which reductions run: fp32, or fp64 for fp64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def check_triton_dtype(name: str, dtype: torch.dtype) -> None:
+    """Refuses what the kernels would quietly compute in fp32."""
+    if dtype not in TRITON_DTYPES:
+        raise ValueError(
+            f"{name}: dtype {dtype} must be float32, bfloat16 or float16 on Triton; use "
+            "backend='torch' for others"
+        )
 
 
 def check_tensors(x: Tensor, name: str, on_triton: bool, **others: Tensor | None) -> None:
@@ -51,10 +136,6 @@ def check_bounds(
         raise ValueError(f"{name}: ends at {bounds[-1]}, must end at the {num_tokens} tokens")
 
 
-def ints(x: Tensor | Sequence[int]) -> list[int]:
-    return x.tolist() if isinstance(x, Tensor) else list(x)
-
-
 def check_per_row(logits_BV: Tensor, **values: Tensor | None) -> None:
     """Every value is [B]: one number for each row of logits."""
     for name, value in values.items():
@@ -65,55 +146,5 @@ def check_per_row(logits_BV: Tensor, **values: Tensor | None) -> None:
             )
 
 
-# Which back end an op runs on. The argument decides; "auto" follows the device of the tensor.
-
-Backend = Literal["auto", "torch", "triton"]
-
-
-def use_triton(backend: str, x: torch.Tensor) -> bool:
-    """True where the Triton kernel is to run for `x`."""
-    if backend == "auto":
-        return x.is_cuda and x.dtype != torch.float64  # the kernels compute in fp32
-    if backend == "torch":
-        return False
-    _check_backend(backend)
-    if not (x.is_cuda or x.is_meta or _is_interpreted()):  # meta: compiled, not run
-        raise ValueError(
-            f"backend='triton' with a tensor on {x.device}: Triton runs on a GPU; use "
-            "backend='auto', or set TRITON_INTERPRET=1 before the program starts"
-        )
-    return True
-
-
-def use_native(backend: str, *tensors: torch.Tensor) -> bool:
-    """True where the C++ kernel is to run: "auto", and all tensors on a CPU in one dtype of its."""
-    _check_backend(backend)
-    return backend == "auto" and has_native(*tensors)
-
-
-def _check_backend(backend: str) -> None:
-    if backend not in ("auto", "torch", "triton"):
-        raise ValueError(f"backend={backend!r}: must be 'auto', 'torch' or 'triton'")
-
-
-def _is_interpreted() -> bool:
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
-
-
-TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def check_triton_dtype(name: str, dtype: torch.dtype) -> None:
-    """Refuses what the kernels would quietly compute in fp32."""
-    if dtype not in TRITON_DTYPES:
-        raise ValueError(
-            f"{name}: dtype {dtype} must be float32, bfloat16 or float16 on Triton; use "
-            "backend='torch' for others"
-        )
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which reductions run: fp32, or fp64 for fp64 inputs."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def ints(x: Tensor | Sequence[int]) -> list[int]:
+    return x.tolist() if isinstance(x, Tensor) else list(x)

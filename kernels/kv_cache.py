@@ -49,7 +49,7 @@ def reshape_and_cache(
     _check(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T, k_scale, v_scale)
     if debug:
         _check_slots(slot_mapping_T, k_cache, lowest=-1)
-    if use_triton(backend, k_TKD):
+    if use_triton(backend, k_TKD, has_cpp=True):
         from kernels.triton import kv_cache as triton_ops
 
         triton_ops.store(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T, k_scale, v_scale)

@@ -269,7 +269,7 @@ def linear_logprob(
     """
     temperature = _valid_temperature(temperature)
     _check(hidden_TD, weight_VD, token_ids_T)
-    on_triton = use_triton(backend, hidden_TD)
+    on_triton = use_triton(backend, hidden_TD, has_cpp=True)
     fitting = _GPU_CHUNK if on_triton else max(64, _CHUNK_ELEMENTS // weight_VD.shape[0])
     chunk = fitting if chunk_size is None else chunk_size
     if chunk < 1:
@@ -277,7 +277,10 @@ def linear_logprob(
     dtype = logits_dtype if logits_dtype is not None else hidden_TD.dtype
     if on_triton:
         check_triton_dtype("logits_dtype", dtype)
-    is_native = use_native(backend, hidden_TD) and dtype in NATIVE_DTYPES
+    refusal = None
+    if dtype not in NATIVE_DTYPES:
+        refusal = f"logits_dtype {dtype} must be float32 or bfloat16"
+    is_native = use_native(backend, hidden_TD, refusal=refusal)
     options = _Options(temperature, chunk, dtype, return_entropy, on_triton, is_native)
     ids_T = token_ids_T.long()
     logp, entropy = _LinearLogprob.apply(hidden_TD, weight_VD, ids_T, packed, options)

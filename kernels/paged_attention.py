@@ -65,7 +65,8 @@ def make_paged_plan(
     starts, lens = ints(query_start_loc), ints(seq_lens)
     num_kv = cache.shape[2]
     _check_step(starts, lens, block_tables, cache.shape[1])
-    if cache.dtype == dtype and use_native(backend, cache):
+    refusal = None if cache.dtype == dtype else f"the cache is {cache.dtype}, queries are {dtype}"
+    if use_native(backend, cache, refusal=refusal):
         tiles = paged_tiles(starts, lens, block_tables, cache, num_heads // num_kv)
         return PagedPlan(starts[-1], tiles)
     width = block_tables.shape[1]
@@ -158,7 +159,7 @@ def paged_attention(
     scale = softmax_scale if softmax_scale is not None else q_THD.shape[-1] ** -0.5
     if debug:
         check_block_range(block_tables, seq_lens, k_cache)
-    if use_triton(backend, q_THD):
+    if use_triton(backend, q_THD, has_cpp=True):
         starts, lens, tables = _device_step(query_start_loc, seq_lens, block_tables, q_THD)
         if starts.shape[0] != lens.shape[0] + 1:
             raise ValueError(
@@ -179,6 +180,7 @@ def paged_attention(
             triton_ops.attend(q, k_cache, v_cache, starts, lens, tables, scale, scales, out)
         return out
     if q_THD.device.type != "cpu":  # the definition, for comparison on a GPU: widens all of it
+        use_native(backend, q_THD)  # C++ is refused
         wide = (_dequantised(k_cache, k_scale, q_THD), _dequantised(v_cache, v_scale, q_THD))
         return _deliver(
             paged_attention_ref(
@@ -198,6 +200,9 @@ def paged_attention(
         )
     if plan.num_tokens != q_THD.shape[0]:
         raise ValueError(f"plan: made for {plan.num_tokens} tokens, q has {q_THD.shape[0]}")
+    made_for = "cpp" if isinstance(plan.layout, QueryTiles) else "torch"
+    if backend not in ("auto", made_for):
+        raise ValueError(f"plan: made for {made_for!r}, must be made for backend={backend!r}")
     with torch.no_grad():
         if isinstance(plan.layout, QueryTiles):
             found = attend_paged(q_THD, k_cache, v_cache, plan.layout, scale)
@@ -238,11 +243,11 @@ def paged_attention_decode(
         raise ValueError(f"num_splits={num_splits}, split_size={split_size}: give one of them")
     scales = (k_scale, v_scale)
     scale = softmax_scale if softmax_scale is not None else q_BHD.shape[-1] ** -0.5
-    if not use_triton(backend, q_BHD):
+    if not use_triton(backend, q_BHD, has_cpp=True):
         return paged_attention(
             q_BHD, k_cache, v_cache, range(q_BHD.shape[0] + 1), seq_lens, block_tables,
             max_query_len=1, max_seq_len=max_seq_len, softmax_scale=scale, k_scale=k_scale,
-            v_scale=v_scale, out=out, backend="torch", debug=debug,
+            v_scale=v_scale, out=out, backend=backend, debug=debug,
         )  # fmt: skip
     _check_caches(q_BHD, k_cache, v_cache, scales, out)
     check_integers(seq_lens=seq_lens, block_tables=block_tables)

@@ -73,7 +73,7 @@ def qk_norm_rope(
             )
     if not eps > 0:
         raise ValueError(f"eps={eps}: must be positive")
-    on_triton = use_triton(backend, q_THD)
+    on_triton = use_triton(backend, q_THD, has_cpp=True)
     check_floating(q_weight=q_weight_D, k_weight=k_weight_D)
     check_tensors(
         q_THD, "q", on_triton, k=k_TKD, cos=cos_PD2, sin=sin_PD2, positions=positions_T,

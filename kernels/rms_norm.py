@@ -110,7 +110,7 @@ def _backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tens
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, backend: Backend = "auto") -> Tensor:
     """RMSNorm over the last dimension; any leading shape; output in x's dtype."""
     _check(x, weight, eps)
-    on_triton = use_triton(backend, x)
+    on_triton = use_triton(backend, x, has_cpp=True)
     check_tensors(x, "x", on_triton, weight=weight)
     is_native = use_native(backend, x, weight)
     if is_native and not torch.is_grad_enabled():  # autograd's bookkeeping takes longer than a row
@@ -125,7 +125,7 @@ def add_rms_norm(
     if x.shape != residual.shape:
         raise ValueError(f"residual: shape {tuple(residual.shape)} must be x's {tuple(x.shape)}")
     _check(x, weight, eps)
-    on_triton = use_triton(backend, x)
+    on_triton = use_triton(backend, x, has_cpp=True)
     check_tensors(x, "x", on_triton, residual=residual, weight=weight)
     if residual.dtype != x.dtype:
         raise ValueError(f"residual: dtype {residual.dtype} must be x's {x.dtype}")

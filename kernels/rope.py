@@ -57,14 +57,17 @@ def _rotate_both(
     sign: float,
     backend: Backend,
 ) -> tuple[Tensor, Tensor]:
-    if use_triton(backend, q):
+    if use_triton(backend, q, has_cpp=True):
         from kernels.triton import rope as triton_ops
 
         return triton_ops.rotate(q, k, cos, sin, positions, sign)
     if positions is not None:
         cos, sin = cos.index_select(0, positions), sin.index_select(0, positions)
     sin = sin if sign > 0 else sin.neg()
-    if cos.dtype == sin.dtype == torch.float32 and use_native(backend, q, k):
+    refusal = None
+    if not cos.dtype == sin.dtype == torch.float32:
+        refusal = f"cos, sin: dtypes {cos.dtype}, {sin.dtype} must be float32"
+    if use_native(backend, q, k, refusal=refusal):
         return cpp_ops.rope(q, k, cos, sin)
     cos_T, sin_T = cos.unsqueeze(1), sin.unsqueeze(1)
     return _rotate(q, cos_T, sin_T), _rotate(k, cos_T, sin_T)
@@ -96,7 +99,7 @@ def apply_rope(
     """Rotates queries and keys (any number of heads each) by their positions. Without positions
     the tables hold one row a token."""
     check_rope(q_THD, k_TKD, cos_PD2, sin_PD2, positions_T)
-    on_triton = use_triton(backend, q_THD)
+    on_triton = use_triton(backend, q_THD, has_cpp=True)
     check_tensors(q_THD, "q", on_triton, k=k_TKD, cos=cos_PD2, sin=sin_PD2, positions=positions_T)
     if not (torch.is_grad_enabled() and (q_THD.requires_grad or k_TKD.requires_grad)):
         return _rotate_both(q_THD, k_TKD, cos_PD2, sin_PD2, positions_T, 1.0, backend)

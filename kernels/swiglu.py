@@ -110,7 +110,7 @@ def swiglu(
     """
     if gate_up_T2F.shape[-1] % 2:
         raise ValueError(f"gate_up: last dimension {gate_up_T2F.shape[-1]} must be even")
-    on_triton = use_triton(backend, gate_up_T2F)
+    on_triton = use_triton(backend, gate_up_T2F, has_cpp=True)
     check_tensors(gate_up_T2F, "gate_up", on_triton)
     is_native = use_native(backend, gate_up_T2F)
     if is_native and not torch.is_grad_enabled():  # autograd's bookkeeping takes longer than a row

@@ -1,7 +1,8 @@
-"""Attention: training forward and backward, cache writes, paged prefill and decode.
+"""Attention: training forward and backward, a tree, cache writes, paged prefill and decode.
 
 Peers: PyTorch's scaled_dot_product_attention (the back end it chooses, FlashAttention 2, cuDNN),
-its varlen attention, FlexAttention, and for decoding a dense cache of the same sequences. Where
+its varlen attention, FlexAttention, and for decoding a dense cache of the same sequences; of a tree
+its branches as sequences of their own. Where
 they are installed: FlashAttention 2 and 3, FlashInfer (`_peers.py`).
 """
 
@@ -17,9 +18,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kernels import (
     flash_attn_varlen,
     make_paged_plan,
+    make_varlen_plan,
     paged_attention,
     paged_attention_decode,
     reshape_and_cache,
+    tree_attention,
 )
 from kernels.kv_cache import make_kv_cache
 from kernels.paged_attention import PagedPlan
@@ -36,6 +39,7 @@ def cases(device: str) -> Iterator[BenchCase]:
         for length in lengths:
             num_seqs = max(1, 16_384 // length) if device == "cuda" else 2
             yield from _training(name, model, num_seqs, length, device)
+        yield from _tree(name, model, device)
         yield from _paged(name, model, device)
 
 
@@ -76,6 +80,27 @@ def _training(
             f"flash-{kind}", "flash_attn_varlen", f"{name} B={num_seqs} L={length}", _label(dtype),
             step_of(ours, qkv), {peer: step_of(f, qkv) for peer, f in peers.items()}, flops=work,
             slow_peers={peer: step_of(f, qkv) for peer, f in slow.items()},
+        )  # fmt: skip
+
+
+def _tree(name: str, model: ModelShape, device: str) -> Iterator[BenchCase]:
+    """Eight completions of one prompt of the same length."""
+    dtype, length = _dtype(device), 1024 if device == "cuda" else 64
+    bounds = list(range(0, 9 * length + 1, length))
+    plan = make_varlen_plan(bounds, [-1] + [0] * 8)
+    heads = (model.heads, model.kv_heads, model.kv_heads)
+    qkv = [torch.randn(bounds[-1], n, model.head_dim, device=device, dtype=dtype) for n in heads]
+    prompt = torch.arange(length)
+    rows = torch.cat([torch.cat([prompt, prompt + lo]) for lo in bounds[1:-1]]).to(device)
+    cu = torch.arange(0, len(rows) + 1, 2 * length, dtype=torch.int32, device=device)
+
+    def unshared(q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        return flash_attn_varlen(q[rows], k[rows], v[rows], cu, cu, 2 * length, 2 * length)
+
+    for kind, step_of in (("forward", forward_of), ("backward", backward_of)):
+        yield BenchCase(
+            f"tree-{kind}", "tree_attention", f"{name} 8 of {length} + {length}", _label(dtype),
+            step_of(lambda *x: tree_attention(*x, plan), qkv), {"unshared": step_of(unshared, qkv)},
         )  # fmt: skip
 
 

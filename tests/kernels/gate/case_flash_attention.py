@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from gate_case import ATTENTION_SHAPES, GateCase
 
-from kernels import add_rows_, flash_attn_varlen, gather_rows
+from kernels import add_rows_, flash_attn_varlen, gather_rows, make_varlen_plan, tree_attention
 from kernels.gather_rows import RowGather
 
 NEED_OF = {"_delta_kernel": ("ld128",)}
@@ -26,6 +26,18 @@ def attend(name: str, window: int | None, return_lse: bool) -> None:
     )
     outs = out if return_lse else (out,)
     torch.autograd.grad(outs, (q, k, v), [torch.empty_like(o) for o in outs])
+
+
+def tree() -> None:
+    """A prompt of 1024 tokens and three completions."""
+    with torch.device("cpu"):  # the plan is made on the host
+        plan = make_varlen_plan([0, 1024, 2048, 3072, 4096], [-1, 0, 0, 0])
+    q = torch.empty(4096, 32, 128, dtype=torch.bfloat16, requires_grad=True)
+    k, v = (torch.empty(4096, 8, 128, dtype=torch.bfloat16, requires_grad=True) for _ in "kv")
+    with torch.device("cpu"):
+        plan.segments(q.device)
+    out = tree_attention(q, k, v, plan, backend="triton")
+    torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
 
 
 def gather() -> None:
@@ -54,5 +66,6 @@ def cases() -> Iterator[GateCase]:
         need=("wgmma", "ld128"),
         need_of=NEED_OF,
     )
+    yield GateCase("tree", tree, need_of={"_forward_kernel": ("wgmma", "ld128")})
     yield GateCase("gather_rows", gather, need=("ld128",))
     yield GateCase("add_rows", embedding_gradient, need=("ld128",))

@@ -71,6 +71,10 @@ TABLE = {
     "apply_rope": rope,
     "qk_norm_rope": lambda: rope(q_weight_D=fl(8), k_weight_D=fl(8)),
     "flash_attn_varlen": flash,
+    "tree_attention": lambda: {
+        "q_THD": fl(6, 4, 8), "k_THD": fl(6, 2, 8), "v_THD": fl(6, 2, 8),
+        "plan": kernels.make_varlen_plan([0, 2, 6], [-1, 0]),
+    },
     "reshape_and_cache": lambda: {
         "k_TKD": fl(3, 2, 8), "v_TKD": fl(3, 2, 8), "k_cache": torch.zeros(3, 16, 2, 8),
         "v_cache": torch.zeros(3, 16, 2, 8), "slot_mapping_T": ints(5, 6, 40, dtype=torch.int64),
@@ -112,6 +116,7 @@ TABLE = {
 }  # fmt: skip
 
 LAST_DIM = {("rms_norm", "x"), ("matmul_batch_invariant", "a_MK"), ("flash_attn_varlen", "q_THD")}
+LAST_DIM |= {("tree_attention", "q_THD")}
 LAST_DIM |= {("swiglu", "gate_up_T2F"), ("linear_logprob", "weight_VD")}
 LAST_DIM |= {("fused_moe", "w13_E2FH")}
 DEVICE_OF_X = {"cu_seqlens_q", "cu_seqlens_k", "query_start_loc", "seq_lens", "block_tables"}
