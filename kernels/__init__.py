@@ -18,7 +18,7 @@ bit. `linear.py` and `cpp/` say how.
 
 from kernels.adamw import clip_scale, fused_adamw_, make_tensor_table, multi_tensor_l2norm
 from kernels.attention import flash_attn_varlen, make_varlen_plan
-from kernels.batch_invariant import log_softmax_batch_invariant, matmul_batch_invariant
+from kernels.batch_invariant import log_softmax_batch_invariant
 from kernels.fp8 import dequantize_fp8, fp8_linear, quantize_fp8
 from kernels.gae import gae
 from kernels.gather_rows import add_rows_, gather_rows, make_row_gather
@@ -62,7 +62,6 @@ __all__ = [
     "make_row_gather",
     "make_tensor_table",
     "make_varlen_plan",
-    "matmul_batch_invariant",
     "moe_align",
     "multi_tensor_l2norm",
     "pack_weight",

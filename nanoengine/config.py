@@ -24,7 +24,10 @@ class EngineConfig(AdamWConfig):
     share_prefix: bool = False  # read the common leading tokens of a group once
     activation_checkpointing: bool = False  # less memory, a third more work, the same bits
     lm_head_fp32: bool = False  # output head in fp32 over a bf16 model
-    deterministic: bool = False  # GPU: only run-to-run deterministic kernels. A CPU always is
+    deterministic: bool = False
+    """On a GPU: only kernels that give the same bits every time, and whose rows do not depend on
+    the batch, so that log-probs equal those of a deterministic inference engine. A CPU always is
+    both."""
     keep_checkpoints: int = 2
     zero: int = 0  # over the data-parallel ranks: 1 cuts optimizer state, 2 gradients, 3 parameters
     bucket_bytes: int = 25_000_000  # of gradients that travel together

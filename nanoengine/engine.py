@@ -116,6 +116,8 @@ class Engine:
         _check_mesh(model, config, mesh, is_pipeline=bool(stages))
         self.model = model
         self.models = list(stages) if stages else [model]
+        for part in self.models:
+            part.batch_invariant = part.batch_invariant or config.deterministic
         self._saver: ShardedWriter | None = None
         self.config = config
         self.mesh = mesh

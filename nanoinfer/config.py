@@ -37,6 +37,9 @@ class InferConfig:
     to be."""
     lm_head_fp32: bool = False
     """Compute logits in fp32 from a bf16 model; a second copy of the output head."""
+    deterministic: bool = False
+    """On a GPU: kernels whose rows do not depend on the batch, so that log-probs equal those of a
+    deterministic trainer bit for bit. Slower; a CPU always is."""
     kv_cache_dtype: CacheKind = "auto"
     """fp8 (e4m3) holds 2 (bf16) or 4 (fp32) times the tokens, but log-probs no longer equal the
     trainer's: for serving, not for rollouts to train on. nanorl never sets it."""

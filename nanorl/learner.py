@@ -210,6 +210,7 @@ def open_reference(
                 )
             replace_model(policy, folder)
         model = load_model(folder, policy.dtype, str(policy.device))
+    model.batch_invariant = config.deterministic  # as the policy's: a KL to its copy starts at 0
     limits = config.engine
     return FrozenPolicy(
         model,

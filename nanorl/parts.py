@@ -102,6 +102,7 @@ class Parts:
                 max_num_seqs=limits.max_num_seqs,
                 eos_ids=tuple(sorted(self.tokenizer.eos_ids)),
                 lm_head_fp32=limits.lm_head_fp32,
+                deterministic=self.config.deterministic,
             ),
         )
 

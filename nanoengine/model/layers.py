@@ -145,7 +145,10 @@ class DecoderLayer(nn.Module):
         o_TE = o_THD.reshape(num_tokens, self.q_width)
         if self.split is None:
             return self.out(o_TE)
-        x_TE = self.split.leave(linear(o_TE, self.out.weight, packed=self.out.packed))
+        out = self.out
+        x_TE = self.split.leave(
+            linear(o_TE, out.weight, packed=out.packed, batch_invariant=out.batch_invariant)
+        )
         return x_TE if self.out.bias is None else x_TE + self.out.bias  # once, not on every rank
 
     def _mark_slices(self, split: TensorSplit, mlp: int) -> None:

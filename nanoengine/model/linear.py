@@ -76,9 +76,16 @@ class PackedLinear(nn.Module):
         bias = torch.zeros(num_out, dtype=dtype, device=device) if has_bias else None
         self.bias = nn.Parameter(bias) if bias is not None else None
         self.packed: Tensor | None = None
+        self.batch_invariant = False  # set by `Transformer.batch_invariant`
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, packed=self.packed)
+        return linear(
+            x,
+            self.weight,
+            self.bias,
+            packed=self.packed,
+            batch_invariant=self.batch_invariant,
+        )
 
     def repack(self) -> None:
         self.packed = refresh_packed(self.packed, self.weight)

@@ -80,6 +80,7 @@ class Transformer(nn.Module):
         self.register_buffer("rope_sin", sin, persistent=False)
         self.lm_head_packed: Tensor | None = None
         self._wide_head: Tensor | None = None
+        self._batch_invariant = False
 
     @property
     def lm_head_weight(self) -> nn.Parameter:
@@ -102,6 +103,21 @@ class Transformer(nn.Module):
     @head_dtype.setter
     def head_dtype(self, dtype: torch.dtype | None) -> None:
         self._head_dtype = dtype
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a token's log-prob has the same bits on a GPU whatever it is batched with, in
+        both engines; on a CPU it always has. Engines set it where they are `deterministic`, and
+        hand it on to the attention and the output head. Left out: a model split over ranks, whose
+        sums are the ranks' too."""
+        return self._batch_invariant
+
+    @batch_invariant.setter
+    def batch_invariant(self, value: bool) -> None:
+        self._batch_invariant = value
+        for module in self.modules():
+            if isinstance(module, PackedLinear):
+                module.batch_invariant = value
 
     def forward(
         self,
@@ -160,7 +176,12 @@ class Transformer(nn.Module):
         """Logits [T, V] in `head_dtype`. The trainer repeats their bits by handing
         `lm_head_weight`, `lm_head_packed` and `logits_dtype=head_dtype` to `linear_logprob`."""
         weight = self.lm_head_weight if self._wide_head is None else self._wide_head
-        logits = linear(hidden_TE.to(weight.dtype), weight, packed=self.lm_head_packed)
+        logits = linear(
+            hidden_TE.to(weight.dtype),
+            weight,
+            packed=self.lm_head_packed,
+            batch_invariant=self.batch_invariant,
+        )
         if self.split is not None:
             logits = self.split.gather_columns(logits, self.config.vocab_size)
         return logits
