@@ -110,6 +110,11 @@ class Engine:
         for `parallel/pipeline_engine.py`: all parts that this rank holds, `model` among them."""
         if config.share_prefix and not supports_shared_prefix(model.device):
             raise ValueError(f"share_prefix=True: not available on {model.device}; set it to False")
+        if model.is_quantized:
+            raise ValueError(
+                "model: its matrices are quantised, and those have no gradient; give the trainer a "
+                "model of its own"
+            )
         if config.deterministic and model.device.type == "cuda":
             require_deterministic_cublas()
         mesh = Mesh(Layout()) if mesh is None else mesh

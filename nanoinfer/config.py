@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,11 @@ class InferConfig:
     deterministic: bool = False
     """On a GPU: kernels whose rows do not depend on the batch, so that log-probs equal those of a
     deterministic trainer bit for bit. Slower; a CPU always is."""
+    quantization: Quantization = "none"
+    """fp8 (e4m3) multiplies by the layers' matrices in blocks of 128 x 128, which are quantised
+    again at every weight update. For GPUs from Ada or Hopper on; right but slow on a CPU, which
+    widens them for every product. Log-probs no longer equal the trainer's, so a rollout to train
+    on needs an off-policy correction."""
     kv_cache_dtype: CacheKind = "auto"
     """fp8 (e4m3) holds 2 (bf16) or 4 (fp32) times the tokens, but log-probs no longer equal the
     trainer's: for serving, not for rollouts to train on. nanorl never sets it."""
@@ -48,5 +53,15 @@ class InferConfig:
     cuda_graphs: bool = True
     """Replay decode steps as CUDA graphs; ignored on a CPU."""
 
+    def __post_init__(self) -> None:
+        if self.quantization not in get_args(Quantization):
+            raise ValueError(f"quantization={self.quantization!r}: must be 'none' or 'fp8'")
+        if self.quantization == "fp8" and self.deterministic:
+            raise ValueError(
+                "quantization='fp8' with deterministic=True: the log-probs of quantised matrices "
+                "are not the trainer's; leave one of them out"
+            )
+
 
 CacheKind = Literal["auto", "fp8"]
+Quantization = Literal["none", "fp8"]

@@ -256,6 +256,8 @@ def make_runner(model: Transformer, config: InferConfig, num_blocks: int) -> Mod
     """The runner of an engine: a cache of that many blocks and, where decode steps can be graphs,
     one block more for their rows of padding."""
     model.batch_invariant = model.batch_invariant or config.deterministic
+    if config.quantization == "fp8":
+        model.quantize()
     is_static = config.cuda_graphs and can_capture(model)
     cache = KVCache(
         model.config,
@@ -282,7 +284,12 @@ def make_decoder(model: Transformer, cache: KVCache) -> Decoder | None:
     """None where a layer needs more than the C++ functions do. Make another one when the weights
     or the cache are replaced; what is written to them in place counts at once."""
     layers = [cast(DecoderLayer, layer) for layer in model.layers]
-    is_plain = model.split is None and model.experts is None and cache.dtype == model.dtype
+    is_plain = (
+        not model.is_quantized
+        and model.split is None
+        and model.experts is None
+        and cache.dtype == model.dtype
+    )
     if not is_plain or any(layer.moe is not None for layer in layers) or not can_decode(model.norm):
         return None
     config = model.config

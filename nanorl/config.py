@@ -256,6 +256,8 @@ class EngineLimits:
     """Recompute activations in the backward pass: less memory, a third more time."""
     lm_head_fp32: bool = False
     """Multiply the lm_head in fp32 even if the model is bf16."""
+    quantization: Literal["none", "fp8"] = "none"
+    """fp8: rollouts multiply in 8 bits, training does not. Needs an off-policy correction."""
     share_prefix: bool = True
     """Forward a group's common prompt once in training. Off in --deterministic."""
     max_num_seqs: int = 0
@@ -335,11 +337,27 @@ class RunConfig:
                 "the time decides which weights sample a token, so no two runs are equal; set "
                 "--rl.max-staleness 0, or leave --deterministic out"
             )
+        if self.engine.quantization != "none":
+            self._check_quantization()
         buffer, most = self.rl.algorithm.overlong_buffer, self.agent.max_context_tokens
         if buffer > most:
             raise ValueError(
                 f"--rl.algorithm.overlong-buffer {buffer}: must be at most "
                 f"--agent.max-context-tokens {most}, the limit before which the penalty grows"
+            )
+
+    def _check_quantization(self) -> None:
+        flag = f"--engine.quantization {self.engine.quantization}"
+        if self.deterministic:
+            raise ValueError(
+                f"--deterministic with {flag}: rollouts in 8 bits have other log-probs than "
+                "training; leave one of them out"
+            )
+        if not self.rl.algorithm.answers_for_staleness:
+            raise ValueError(
+                f"{flag} with --rl.algorithm.correction {self.rl.algorithm.correction}: rollouts "
+                "come from another policy than the trained one, and nothing would weigh them for "
+                "it; set --rl.algorithm.correction tis"
             )
 
     @property

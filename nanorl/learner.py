@@ -115,7 +115,8 @@ class Learner:
         """Rollouts of the present policy bring its log-probs with them; stale ones do not."""
         rl = self.config.rl
         spec = rl.algorithm
-        is_old = spec.needs_old_logp and spec.old_policy == "recomputed" and rl.max_staleness > 0
+        is_exact = rl.max_staleness == 0 and self.config.engine.quantization == "none"
+        is_old = spec.needs_old_logp and spec.old_policy == "recomputed" and not is_exact
         temperature = rl.temperature
         return Scoring(
             old=partial(self.engine.forward_logprobs, temperature=temperature) if is_old else None,

@@ -103,6 +103,7 @@ class Parts:
                 eos_ids=tuple(sorted(self.tokenizer.eos_ids)),
                 lm_head_fp32=limits.lm_head_fp32,
                 deterministic=self.config.deterministic,
+                quantization=limits.quantization,
             ),
         )
 

@@ -10,9 +10,12 @@ from torch import Tensor, nn
 
 from kernels import (
     add_rows_,
+    fp8_linear,
     linear,
     pack_weight,
+    quantize_fp8,
 )
+from kernels.fp8 import GROUP
 
 if TYPE_CHECKING:
     pass
@@ -77,8 +80,11 @@ class PackedLinear(nn.Module):
         self.bias = nn.Parameter(bias) if bias is not None else None
         self.packed: Tensor | None = None
         self.batch_invariant = False  # set by `Transformer.batch_invariant`
+        self.fp8: tuple[Tensor, Tensor] | None = None  # values and scales, where it was quantised
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.fp8 is not None:
+            return self._multiply_fp8(x)
         return linear(
             x,
             self.weight,
@@ -87,8 +93,28 @@ class PackedLinear(nn.Module):
             batch_invariant=self.batch_invariant,
         )
 
+    def _multiply_fp8(self, x: Tensor) -> Tensor:
+        assert self.fp8 is not None, "the caller has seen it"
+        weight, weight_scale = self.fp8
+        values, scale = quantize_fp8(x.reshape(-1, x.shape[-1]), GROUP)
+        y = fp8_linear(values, weight, scale, weight_scale, x.dtype)
+        y = y if self.bias is None else y.add_(self.bias)
+        return y.view(*x.shape[:-1], y.shape[1])
+
+    def quantize(self) -> None:
+        """From now on multiply by the weight in fp8, a scale for each block of 128 x 128, and the
+        input a scale for each 128 of a row. Forward only; `weight` stays, to be written to."""
+        self.fp8 = quantize_fp8(self.weight.detach(), (GROUP, GROUP))
+        self.packed = None
+
     def repack(self) -> None:
-        self.packed = refresh_packed(self.packed, self.weight)
+        """The weight has changed: renew the copy that `forward` reads, in its place."""
+        if self.fp8 is None:
+            self.packed = refresh_packed(self.packed, self.weight)
+            return
+        fresh = quantize_fp8(self.weight.detach(), (GROUP, GROUP))
+        for old, new in zip(self.fp8, fresh, strict=True):
+            old.copy_(new)
 
 
 def refresh_packed(packed: Tensor | None, weight: Tensor) -> Tensor | None:

@@ -200,6 +200,25 @@ class Transformer(nn.Module):
         head = head if self._wide_head is None else self._wide_head
         self.lm_head_packed = refresh_packed(self.lm_head_packed, head)
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether `quantize` was called."""
+        return any(isinstance(m, PackedLinear) and m.fp8 is not None for m in self.modules())
+
+    def quantize(self) -> None:
+        """Multiply by the matrices of attention and of dense MLPs in fp8 from now on, for sampling
+        only. `repack` quantises them again. Router, experts and output head stay as they are."""
+        if self.split is not None or self.experts is not None:
+            raise ValueError(
+                "quantization='fp8': this model is split over ranks, and blocks of 128 would be "
+                "cut apart; use one rank, or leave quantization out"
+            )
+        for layer in self.layers:
+            for name in ("qkv", "out", "gate_up", "down"):
+                module = getattr(layer, name, None)
+                if isinstance(module, PackedLinear):
+                    module.quantize()
+
     def init_weights(self, seed: int, std: float = 0.02) -> None:
         """Fresh normal weights; projections into the residual stream are smaller by √(2·layers),
         as in GPT-2. Norms 1, biases 0. The same seed gives the same weights in every dtype and

@@ -134,6 +134,16 @@ def test_a_deterministic_engine_multiplies_and_attends_by_batch_invariant_kernel
     assert gpu.launches["_stats_kernel"] >= gpu.launches["sample_kernel"] > 5
 
 
+def test_an_engine_in_fp8_quantises_and_multiplies_on_the_gpu(gpu: FakeCuda) -> None:
+    engine, source = make_engine(quantization="fp8"), make_engine().model
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    run_watched(gpu, engine, [params] * 3)
+    assert gpu.launches["_linear_kernel"] > 5 * 4 * SHAPE.num_layers
+    engine.update_weights(export_state(source), 1)
+    assert [copy.kind for copy in gpu.take()] == ["download"]
+    run_watched(gpu, engine, [params] * 3)
+
+
 def test_a_prefill_chunk_that_samples_nothing_is_not_waited_for(gpu: FakeCuda) -> None:
     engine = make_engine(max_batch_tokens=4, max_num_seqs=4)
     engine.add(PROMPTS[0], SamplingParams(max_tokens=2))
