@@ -19,7 +19,7 @@ bit. `linear.py` and `cpp/` say how.
 
 from kernels.adamw import fused_adamw_, make_tensor_table
 from kernels.attention import flash_attn_varlen, make_varlen_plan, tree_attention
-from kernels.batch_invariant import log_softmax_batch_invariant, matmul_batch_invariant
+from kernels.batch_invariant import log_softmax_batch_invariant
 from kernels.fp8 import dequantize_fp8, fp8_linear, quantize_fp8
 from kernels.gae import gae
 from kernels.gather_rows import add_rows_, gather_rows, make_row_gather
@@ -60,7 +60,6 @@ __all__ = [
     "make_row_gather",
     "make_tensor_table",
     "make_varlen_plan",
-    "matmul_batch_invariant",
     "moe_align",
     "pack_weight",
     "paged_attention",

@@ -279,6 +279,7 @@ def flash_attn_varlen(
     window: int | None = None,
     return_lse: bool = False,
     plan: VarlenPlan | None = None,
+    batch_invariant: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """o [T, H, D], or (o, lse [T, H] in fp32, natural logarithm) with `return_lse`.
@@ -287,7 +288,8 @@ def flash_attn_varlen(
     tensors, whose contents are not read by the host. `max_seqlen_*` bound the sequences' lengths.
     `softmax_scale` defaults to head_dim ** -0.5. `window` needs `causal`. `plan` is
     `make_varlen_plan(cu_seqlens_q)`, for a CPU and whole sequences only (equal bounds, causal, no
-    window, no lse).
+    window, no lse). `batch_invariant` on a GPU gives a query the bits that
+    `paged_attention(batch_invariant=True)` gives it; on a CPU it always has them.
     """
     _check_tensors(q_THD, k_SKD, v_SKD)
     if window is not None and (window < 1 or not causal):
@@ -302,6 +304,7 @@ def flash_attn_varlen(
             causal,
             scale,
             window,
+            batch_invariant,
         )
         return (out, lse.t()) if return_lse else out
     is_plain = causal and window is None and not return_lse and q_THD.device.type == "cpu"
@@ -335,7 +338,9 @@ def flash_attn_varlen(
     return _attend_planned(q_THD, k_SKD, v_SKD, plan, scale, backend)
 
 
-def _on_triton(qkv, cu_seqlens, limits, causal, scale, window) -> tuple[Tensor, Tensor]:
+def _on_triton(
+    qkv, cu_seqlens, limits, causal, scale, window, batch_invariant
+) -> tuple[Tensor, Tensor]:
     from kernels.triton.attention import TritonAttention
 
     q, k, v = qkv
@@ -354,7 +359,8 @@ def _on_triton(qkv, cu_seqlens, limits, causal, scale, window) -> tuple[Tensor, 
     for name, limit in zip(("max_seqlen_q", "max_seqlen_k"), limits, strict=True):
         if limit < 0 or (limit == 0 and q.shape[0] and k.shape[0]):
             raise ValueError(f"{name}={limit}: must be the length of the longest sequence")
-    return TritonAttention.apply(q, k, v, *bounds, *limits, causal, scale, window)
+    options = (causal, scale, window, batch_invariant)
+    return TritonAttention.apply(q, k, v, *bounds, *limits, *options)
 
 
 def _device_bounds(name: str, cu_seqlens: Tensor | Sequence[int], x: Tensor) -> Tensor:

@@ -5,15 +5,14 @@ there are few rows, and then adds in another order. A rollout decodes a few rows
 thousands: the same weights give other log-probs. Here the tile and the order of every sum are fixed
 by the row's length alone.
 
-* `matmul_batch_invariant`: one tile shape for every number of rows, no split of the reduction. On a
-  CPU, `linear_rows`, which has that property (kernels/linear.py).
-* `log_softmax_batch_invariant`: one program a row, blocks in order.
-* `rms_norm` has the property as it is (one program a row): tests show it for both.
-* attention needs a fixed split *size* of the keys instead of a fixed number of splits:
-  `paged_attention_decode(..., split_size=...)`.
+* `linear(..., batch_invariant=True)`: one tile shape for every number of rows, no split of the
+  reduction; so do `linear_logprob` and, over the rows of each expert, `fused_moe`.
+* `log_softmax_batch_invariant`, below: one program a row, blocks in order.
+* `flash_attn_varlen` and `paged_attention` with `batch_invariant=True` take equal tiles of keys and
+  do not split a context, so that training, prefill and decoding agree.
+* `rms_norm` and the other row ops have the property as they are (one program a row).
 
-Backward passes use the same kernels: dA is batch-invariant too, dB (a sum over the rows) is
-deterministic.
+A model asks for all of them by `Transformer.batch_invariant`. On a CPU every op is batch-invariant.
 
 Source: "Defeating Nondeterminism in LLM Inference", Thinking Machines Lab, 2025.
 """
@@ -24,61 +23,12 @@ import torch
 from torch import Tensor
 
 from kernels.backend import Backend, check_tensors, check_triton_dtype, use_triton
-from kernels.linear import linear_rows, matmul_rows
 from kernels.linear_logprob import softmax_parts
-
-
-def matmul_batch_invariant_ref(a_MK: Tensor, b_KN: Tensor) -> Tensor:
-    """The definition."""
-    return a_MK @ b_KN
 
 
 def log_softmax_batch_invariant_ref(x: Tensor) -> Tensor:
     """The definition; fp32 (fp64) result."""
     return torch.log_softmax(x.to(torch.promote_types(x.dtype, torch.float32)), -1)
-
-
-class _Matmul(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, a, b, on_triton):
-        ctx.save_for_backward(a, b)
-        ctx.on_triton = on_triton
-        return _multiply(a, b, on_triton)
-
-    @staticmethod
-    def backward(ctx, dy):
-        a, b = ctx.saved_tensors
-        da = db = None
-        if ctx.needs_input_grad[0]:
-            da = _multiply(dy, b.t(), ctx.on_triton)
-        if ctx.needs_input_grad[1]:
-            db = _multiply(a.t(), dy, True) if ctx.on_triton else matmul_rows(a.t(), dy)
-        return da, db, None
-
-
-def _multiply(a: Tensor, b: Tensor, on_triton: bool) -> Tensor:
-    if not on_triton:
-        return linear_rows(a.contiguous(), b.t(), None, None)
-    from kernels.triton import batch_invariant as triton_ops
-
-    return triton_ops.matmul(a, b)
-
-
-def matmul_batch_invariant(a_MK: Tensor, b_KN: Tensor, *, backend: Backend = "auto") -> Tensor:
-    """a · b. Row m of the result depends on row m of `a` and on `b` only. Differentiable."""
-    if a_MK.dim() != 2 or b_KN.dim() != 2 or a_MK.shape[1] != b_KN.shape[0]:
-        raise ValueError(
-            f"b: shape {tuple(b_KN.shape)} must be [{a_MK.shape[-1]}, columns] to follow a "
-            f"{tuple(a_MK.shape)}"
-        )
-    if a_MK.dtype != b_KN.dtype:
-        raise ValueError(f"b: dtype {b_KN.dtype} must be a's {a_MK.dtype}; cast one of them")
-    on_triton = use_triton(backend, a_MK)
-    check_tensors(a_MK, "a", on_triton, b=b_KN)
-    if on_triton:
-        check_triton_dtype("a", a_MK.dtype)
-    y_MN: Tensor = _Matmul.apply(a_MK, b_KN, on_triton)
-    return y_MN
 
 
 class _LogSoftmax(torch.autograd.Function):

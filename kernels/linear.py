@@ -16,7 +16,12 @@ micro-batches in fp32.
 It may also carry `late_grads`, a list: the backward pass then computes the input's gradient alone
 and leaves (weight, dy, x) there for `finish_weight_grads`. Pipelines fill their bubbles with that.
 
-Left out: quantised weights; the GPU path is `F.linear` (cuBLAS).
+On a GPU the product is cuBLAS's, which chooses its algorithm by the number of rows. Where the two
+engines have to agree to the bit there too, `batch_invariant=True` asks for a Triton kernel instead
+(`triton/batch_invariant.py`): one tile and one order of the sum for every number of rows, for the
+output and for the input's gradient.
+
+Left out: quantised weights (fp8.py).
 """
 
 import torch
@@ -24,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import onednn
+from kernels.backend import Backend, check_tensors, check_triton_dtype, use_triton
 from kernels.cpp import ops as cpp_ops
 from kernels.cpp.build import has_native
 
@@ -53,9 +59,16 @@ def pack_weight(weight: Tensor) -> Tensor | None:
 
 
 def linear_rows(
-    x_TI: Tensor, weight_OI: Tensor, bias: Tensor | None, packed: Tensor | None
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    bias: Tensor | None,
+    packed: Tensor | None,
+    on_triton: bool = False,
 ) -> Tensor:
-    """The forward pass, without autograd, on rows."""
+    """The forward pass, without autograd, on rows; `on_triton` by the batch-invariant kernel."""
+    if on_triton:
+        y_TO = multiply_batch_invariant(x_TI, weight_OI.t())
+        return y_TO if bias is None else y_TO.add_(bias)
     if not is_packable(weight_OI) or x_TI.dtype != weight_OI.dtype:
         return F.linear(x_TI, weight_OI, bias)
     packed = pack_weight(weight_OI) if packed is None else packed
@@ -63,6 +76,14 @@ def linear_rows(
     if packed.is_mkldnn:
         return onednn.linear(x_TI, packed, bias)
     return cpp_ops.linear(x_TI, packed, bias, weight_OI.shape[0])
+
+
+def multiply_batch_invariant(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> Tensor:
+    """a · b by the Triton kernel whose row m depends on row m of `a` and on `b` alone. `out` may
+    have padded rows."""
+    from kernels.triton import batch_invariant as triton_ops
+
+    return triton_ops.matmul(a_MK, b_KN, out)
 
 
 def matmul_rows(a_MK: Tensor, b_KN: Tensor) -> Tensor:
@@ -124,16 +145,18 @@ def add_wide(total: Tensor, part: Tensor) -> None:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TI, weight, bias, packed):
+    def forward(ctx, x_TI, weight, bias, packed, on_triton):
         ctx.save_for_backward(x_TI)
         ctx.weight = weight  # itself: activation checkpointing gives back copies without main_grad
-        return linear_rows(x_TI, weight, bias, packed)
+        ctx.on_triton = on_triton
+        return linear_rows(x_TI, weight, bias, packed, on_triton)
 
     @staticmethod
     def backward(ctx, dy_TO):
         (x_TI,), weight = ctx.saved_tensors, ctx.weight
-        needs_x, needs_w, needs_b, _ = ctx.needs_input_grad
-        dx = matmul_rows(dy_TO, weight) if needs_x else None
+        needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
+        multiply = multiply_batch_invariant if ctx.on_triton else matmul_rows
+        dx = multiply(dy_TO, weight) if needs_x else None
         late, dw = getattr(weight, "late_grads", None), None
         if late is not None and needs_w:
             late.append((weight, dy_TO, x_TI))
@@ -142,14 +165,24 @@ class _Linear(torch.autograd.Function):
         db = None
         if needs_b:
             db = dy_TO.sum(0, dtype=torch.promote_types(dy_TO.dtype, torch.float32)).to(dy_TO.dtype)
-        return dx, dw, db, None
+        return dx, dw, db, None, None
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    packed: Tensor | None = None,
+    *,
+    batch_invariant: bool = False,
+    backend: Backend = "auto",
 ) -> Tensor:
     """x [..., in] · weight [out, in]ᵀ + bias [out]. `packed` is `pack_weight(weight)`, kept fresh
-    by the caller; without it the weight is packed on every call."""
+    by the caller; without it the weight is packed on every call.
+
+    A row's bits never depend on the other rows on a CPU; on a GPU with `batch_invariant` alone,
+    where they cost time. Without it there is no Triton kernel, and `backend` says nothing.
+    """
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"x: last dimension {x.shape[-1]} must be weight's {weight.shape[1]} "
@@ -162,9 +195,13 @@ def linear(
             f"bias: {bias.dtype} {tuple(bias.shape)} must be weight's {weight.dtype} "
             f"({weight.shape[0]},)"
         )
-    x_TI = x.reshape(-1, x.shape[-1])
+    x_TI = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    on_triton = batch_invariant and use_triton(backend, x)
+    check_tensors(x, "x", on_triton, weight=weight, bias=bias)
+    if on_triton:
+        check_triton_dtype("x", x.dtype)
     if torch.is_grad_enabled():
-        y_TO = _Linear.apply(x_TI, weight, bias, packed)
+        y_TO = _Linear.apply(x_TI, weight, bias, packed, on_triton)
     else:
-        y_TO = linear_rows(x_TI, weight, bias, packed)
+        y_TO = linear_rows(x_TI, weight, bias, packed, on_triton)
     return y_TO.view(*x.shape[:-1], weight.shape[0])

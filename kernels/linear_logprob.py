@@ -35,7 +35,14 @@ from kernels.backend import (
 )
 from kernels.cpp import ops as cpp_ops
 from kernels.cpp.build import NATIVE_DTYPES
-from kernels.linear import add_wide, linear_rows, matmul_rows, pack_weight, weight_grad
+from kernels.linear import (
+    add_wide,
+    linear_rows,
+    matmul_rows,
+    multiply_batch_invariant,
+    pack_weight,
+    weight_grad,
+)
 
 _CHUNK_ELEMENTS = 256 * 49152  # logits held at a time: 50 MB in fp32
 _TILE_ELEMENTS = 8 * 49152
@@ -52,6 +59,7 @@ class _Options:
     wants_entropy: bool
     on_triton: bool
     is_native: bool
+    batch_invariant: bool  # and on Triton
 
 
 class SoftmaxParts(NamedTuple):
@@ -90,10 +98,18 @@ def logits_logprob(
             f"token_ids: shape {tuple(token_ids_B.shape)} must be one id for each of the "
             f"{logits_BV.shape[0]} rows of logits"
         )
+    check_tensors(logits_BV, "logits", False, token_ids=token_ids_B)
+    check_integers(token_ids=token_ids_B)
     if token_ids_B.device.type == "cpu":
         _check_ids(token_ids_B, logits_BV.shape[1])
     if use_native(backend, logits_BV):
         return cpp_ops.score(logits_BV, token_ids_B.long(), temperature, False)[0]
+    if use_triton(backend, logits_BV):  # the kernel of `linear_logprob`, so its bits
+        from kernels.triton import linear_logprob as triton_ops
+
+        check_triton_dtype("logits", logits_BV.dtype)
+        logits_BV = logits_BV if logits_BV.stride(1) == 1 else logits_BV.contiguous()
+        return triton_ops.stats(logits_BV, token_ids_B.contiguous(), temperature)[0]
     parts = softmax_parts(logits_BV, temperature)
     return parts.z.gather(1, token_ids_B.unsqueeze(1)).squeeze(1) - parts.lse
 
@@ -164,6 +180,7 @@ class _ChunkLogits:
         self, hidden: Tensor, head: Tensor, packed: Tensor | None, options: _Options
     ) -> None:
         self.head, self.packed = head, packed
+        self.batch_invariant = options.batch_invariant
         self.buffer: Tensor | None = None
         if options.on_triton:
             from kernels.triton import linear_logprob as triton_ops
@@ -174,7 +191,10 @@ class _ChunkLogits:
     def multiply(self, hidden_CD: Tensor) -> Tensor:
         if self.buffer is None:
             return linear_rows(hidden_CD, self.head, None, self.packed)
-        return torch.mm(hidden_CD, self.head.t(), out=self.buffer[: hidden_CD.shape[0]])
+        out = self.buffer[: hidden_CD.shape[0]]
+        if self.batch_invariant:
+            return multiply_batch_invariant(hidden_CD, self.head.t(), out)
+        return torch.mm(hidden_CD, self.head.t(), out=out)
 
 
 def _chunk_stats(logits: Tensor, token_ids: Tensor, options: _Options) -> tuple[Tensor, ...]:
@@ -259,13 +279,14 @@ def linear_logprob(
     chunk_size: int | None = None,
     packed: Tensor | None = None,
     logits_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """fp32 logp [T] of `token_ids`, and with `return_entropy` also the entropy [T], in nats.
 
     `temperature` 0 (greedy) means 1. `logits_dtype` is the dtype of the matmul, hidden's unless
     given (fp32 for an exact head over a bf16 model); `packed` is `pack_weight` of the weight in
-    that dtype. `chunk_size` is tokens a chunk.
+    that dtype. `chunk_size` is tokens a chunk. `batch_invariant`: see `linear`.
     """
     temperature = _valid_temperature(temperature)
     _check(hidden_TD, weight_VD, token_ids_T)
@@ -281,7 +302,10 @@ def linear_logprob(
     if dtype not in NATIVE_DTYPES:
         refusal = f"logits_dtype {dtype} must be float32 or bfloat16"
     is_native = use_native(backend, hidden_TD, refusal=refusal)
-    options = _Options(temperature, chunk, dtype, return_entropy, on_triton, is_native)
+    is_invariant = batch_invariant and on_triton
+    options = _Options(
+        temperature, chunk, dtype, return_entropy, on_triton, is_native, is_invariant
+    )
     ids_T = token_ids_T.long()
     logp, entropy = _LinearLogprob.apply(hidden_TD, weight_VD, ids_T, packed, options)
     return (logp, entropy) if return_entropy else logp

@@ -128,13 +128,15 @@ def _swiglu_and_gradient(h_S2F: Tensor, dact_SF: Tensor) -> tuple[Tensor, Tensor
 
 class _TritonMoe(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w13, w2, weights, ids, keeps_h):
+    def forward(ctx, x, w13, w2, weights, ids, keeps_h, batch_invariant):
         from kernels.triton import moe as triton_ops
 
-        y, h_S2F, alignment = triton_ops.forward(x, w13, w2, weights, ids, keeps_h)
+        y, h_S2F, tiles, slots = triton_ops.forward(
+            x, w13, w2, weights, ids, keeps_h, batch_invariant
+        )
         ctx.save_for_backward(x, weights, h_S2F)
         ctx.w = w13, w2  # as in grouped_gemm
-        ctx.alignment = alignment
+        ctx.tiles, ctx.slots = tiles, slots
         return y
 
     @staticmethod
@@ -143,10 +145,10 @@ class _TritonMoe(torch.autograd.Function):
 
         (x, weights, h_S2F), (w13, w2) = ctx.saved_tensors, ctx.w
         dx, dw13, dw2, dt = triton_ops.backward(
-            dy, x, w13, w2, weights, h_S2F, ctx.alignment, ctx.needs_input_grad[:4]
+            dy, x, w13, w2, weights, h_S2F, ctx.tiles, ctx.slots, ctx.needs_input_grad[:4]
         )
         dw13, dw2 = (None if dw is None else hand_over(w, dw) for w, dw in ((w13, dw13), (w2, dw2)))
-        return dx, dw13, dw2, dt, None, None
+        return dx, dw13, dw2, dt, None, None, None
 
 
 def fused_moe(
@@ -157,18 +159,20 @@ def fused_moe(
     topk_ids_NK: Tensor,
     *,
     packed: PackedPair | None = None,
+    batch_invariant: bool = False,
     backend: Backend = "auto",
 ) -> Tensor:
     """y [N, H] in x's dtype. `w13` holds each expert's gate rows, then its up rows; the ids of a
     token are distinct experts. Weights are fp32 (`topk_softmax`). Differentiable in all but ids;
-    a weight's `main_grad` takes its gradient where there is one."""
+    a weight's `main_grad` takes its gradient where there is one. `batch_invariant`: see `linear`.
+    """
     _check(x_NH, w13_E2FH, w2_EHF, topk_weights_NK, topk_ids_NK)
     arguments = (x_NH, w13_E2FH, w2_EHF, topk_weights_NK, topk_ids_NK)
     y_NH: Tensor
     if use_triton(backend, x_NH):
         check_triton_dtype("x", x_NH.dtype)
         has_backward = torch.is_grad_enabled() and any(t.requires_grad for t in arguments)
-        y_NH = _TritonMoe.apply(*arguments, has_backward)
+        y_NH = _TritonMoe.apply(*arguments, has_backward, batch_invariant)
     else:
         y_NH = _FusedMoe.apply(*arguments, packed)
     return y_NH

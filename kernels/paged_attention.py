@@ -139,6 +139,7 @@ def paged_attention(
     split_size: int | None = None,
     out: Tensor | None = None,
     plan: PagedPlan | None = None,
+    batch_invariant: bool = False,
     backend: Backend = "auto",
     debug: bool = False,
 ) -> Tensor:
@@ -149,6 +150,9 @@ def paged_attention(
     does not read them. `split_size`: see `paged_attention_decode`, which runs when
     `max_query_len` is 1. On a CPU pass `plan` (`make_paged_plan`, once a step); the step's other
     arguments are then not read. `debug` reads the indices back and checks their range.
+    `batch_invariant` on a GPU gives a query the same bits however many it comes with, and those of
+    `flash_attn_varlen(batch_invariant=True)`: decoding takes the kernel of prefill, which does not
+    split a context, and so is slower over long ones. On a CPU it always has them.
     """
     scales = (k_scale, v_scale)
     _check_caches(q_THD, k_cache, v_cache, scales, out)
@@ -167,7 +171,8 @@ def paged_attention(
                 f"{lens.shape[0] + 1}"
             )
         out = _out_like(q_THD, out)
-        if max_query_len == 1 and q_THD.shape[0] == lens.shape[0]:
+        is_decode = max_query_len == 1 and q_THD.shape[0] == lens.shape[0]
+        if is_decode and not batch_invariant:
             _run_decode(
                 q_THD, k_cache, v_cache, tables, lens, max_seq_len, scale, scales,
                 (None, split_size), out,

@@ -22,7 +22,7 @@ class ComputeConfig:
     micro_batch_tokens: int = 2048
     """Tokens of one training micro-batch, rows of the model in a forward and a backward pass."""
     share_prefix: bool = False
-    """Forward a group's common prompt once in training. Off in --deterministic."""
+    """Read the common leading tokens of a group once in training."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time, the same bits."""
     lm_head_fp32: bool = False
@@ -37,7 +37,9 @@ class EngineConfig(AdamWConfig, ComputeConfig):
     dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
     """Parameters and matrix products; masters, moments and gradients stay fp32 (fp64 for fp64)."""
     deterministic: bool = False
-    """Run only kernels that give the same bits in every run, on a GPU. A CPU always does."""
+    """On a GPU: only kernels that give the same bits every time, and whose rows do not depend on
+    the batch, so that log-probs equal those of a deterministic inference engine. A CPU always is
+    both."""
     keep_checkpoints: int = 2
     """Checkpoints that stay on the disk; older ones are deleted."""
     zero: int = 0

@@ -106,12 +106,19 @@ class Engine:
         for `PipelineEngine`: all parts that this rank holds, `model` among them."""
         if config.share_prefix and not supports_shared_prefix(model.device):
             raise ValueError(f"share_prefix=True: not available on {model.device}; set it to False")
+        if model.is_quantized:
+            raise ValueError(
+                "model: its matrices are quantised, and those have no gradient; give the trainer a "
+                "model of its own"
+            )
         if config.deterministic and model.device.type == "cuda":
             require_deterministic_cublas()
         mesh = Mesh(Layout()) if mesh is None else mesh
         _check_mesh(model, config, mesh, is_pipeline=bool(stages))
         self.model = model
         self.models = list(stages) if stages else [model]
+        for part in self.models:
+            part.batch_invariant = part.batch_invariant or config.deterministic
         self._saver: CheckpointWriter | None = None
         self.config = config
         self.mesh = mesh

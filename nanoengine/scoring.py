@@ -106,7 +106,9 @@ class Scorer:
             ids, positions = ring.take(micro.ids_N), ring.take(micro.positions_N)
             targets, mask = ring.take(micro.target_ids_T), ring.take(micro.loss_mask_T)
             return Part(ids, positions, ring, None, targets, mask.nonzero().squeeze(1), ring)
-        context: AttentionContext = PackedContext(micro.cu_seqlens, micro.max_seqlen)
+        context: AttentionContext = PackedContext(
+            micro.cu_seqlens, micro.max_seqlen, batch_invariant=self.model.batch_invariant
+        )
         if micro.prefix_of_S is not None:
             context = SharedPrefixContext(micro.bounds, micro.prefix_of_S)
         scored = (micro.rows_T, micro.target_ids_T, micro.counted_P)

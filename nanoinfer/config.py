@@ -8,10 +8,12 @@ whole: the server's, and a training run's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 CacheKind = Literal["auto", "fp8"]
 """The dtype of a KV cache: the model's own (auto), or fp8."""
+Quantization = Literal["none", "fp8"]
+"""Of the layers' matrices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,14 @@ class InferConfig(StepSizes):
     has to be (speculative.py)."""
     lm_head_fp32: bool = False
     """Compute logits in fp32 from a bf16 model; a second copy of the output head."""
+    deterministic: bool = False
+    """On a GPU: kernels whose rows do not depend on the batch, so that log-probs equal those of a
+    deterministic trainer bit for bit. Slower; a CPU always is."""
+    quantization: Quantization = "none"
+    """fp8 (e4m3) multiplies by the layers' matrices in blocks of 128 x 128, which are quantised
+    again at every weight update. For GPUs from Ada or Hopper on; right but slow on a CPU, which
+    widens them for every product. Log-probs no longer equal the trainer's, so a rollout to train
+    on needs an off-policy correction."""
     kv_cache_dtype: CacheKind = "auto"
     """fp8 (e4m3) holds 2 (bf16) or 4 (fp32) times the tokens, but log-probs no longer equal the
     trainer's: for serving, not for rollouts to train on. nanorl never sets it."""
@@ -59,3 +69,12 @@ class InferConfig(StepSizes):
     """Token ids of a text that chooses the scales of an fp8 cache; none: scales of 1."""
     cuda_graphs: bool = True
     """Replay decode steps as CUDA graphs; ignored on a CPU."""
+
+    def __post_init__(self) -> None:
+        if self.quantization not in get_args(Quantization):
+            raise ValueError(f"quantization={self.quantization!r}: must be 'none' or 'fp8'")
+        if self.quantization == "fp8" and self.deterministic:
+            raise ValueError(
+                "quantization='fp8' with deterministic=True: the log-probs of quantised matrices "
+                "are not the trainer's; leave one of them out"
+            )

@@ -175,7 +175,14 @@ class StaticDecode:
 
         def work() -> None:
             context = PagedContext(
-                self._cache, inputs.slots, inputs.starts, inputs.lens, inputs.tables, 1, limit
+                self._cache,
+                inputs.slots,
+                inputs.starts,
+                inputs.lens,
+                inputs.tables,
+                1,
+                limit,
+                batch_invariant=self._model.batch_invariant,
             )
             self._hidden[:size].copy_(self._model(inputs.ids, inputs.positions, context))
 

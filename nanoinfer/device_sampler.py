@@ -7,7 +7,8 @@ where asked for), beside those of what was sampled from.
 
 Its randomness is a hash of (seed, position) as the CPU's is, but another one (`kernels.sample`), so
 the two devices draw different tokens; it keeps every token that ties with the last one of a
-truncation; and its log-prob is the trainer's up to the rounding of a sum.
+truncation; and its log-prob is the trainer's up to the rounding of a sum, or to the bit where the
+engine is deterministic.
 
 Legend: B rows of logits, R of them edited, N of them scored apart from sampling, K of them report
 their likeliest tokens, V vocabulary.
@@ -23,20 +24,49 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.linear_logprob import softmax_parts
 from nanoinfer.logit_edits import EditPlan
 from nanoinfer.sampler import Samples, SamplingBatch
 
 
 @dataclass(frozen=True)
-class ScoredRows:
-    """Rows whose log-probs are taken from the untouched logits at temperatures of their own."""
+class RescoredRows:
+    """Rows whose log-probs are taken from the untouched logits by the trainer's function, rows of
+    one temperature at a time: the trainer divides by a number that it knows to fp64."""
+
+    rows: Tensor  # int64, in B, like temperatures together
+    spans: tuple[tuple[float, int, int], ...]  # temperature, never 0, and its rows [lo, hi)
+
+    @classmethod
+    def of(cls, rows: Sequence[int], batch: SamplingBatch) -> RescoredRows | None:
+        if not rows:
+            return None
+        order = np.array(rows)
+        temperatures = batch.logp_temperatures()[order]
+        by_temperature = temperatures.argsort(kind="stable")
+        values, counts = np.unique(temperatures, return_counts=True)
+        ends = counts.cumsum()
+        spans = zip(values.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True)
+        return cls(torch.from_numpy(order[by_temperature]), tuple(spans))
+
+    def logps(self, logits_BV: Tensor, tokens_B: Tensor) -> Tensor:
+        """One a row, in the order of `rows`."""
+        found = []
+        for temperature, lo, hi in self.spans:
+            rows = self.rows[lo:hi]
+            z, tokens = logits_BV.index_select(0, rows), tokens_B.index_select(0, rows)
+            found.append(kernels.logits_logprob(z, tokens, temperature))
+        return torch.cat(found)
+
+
+@dataclass(frozen=True)
+class RankedRows:
+    """Rows that report their likeliest tokens, at temperatures of their own."""
 
     rows: Tensor  # int64, in B
     temperatures: Tensor  # fp32, never 0
 
     @classmethod
-    def of(cls, rows: Sequence[int], batch: SamplingBatch) -> ScoredRows | None:
+    def of(cls, rows: Sequence[int], batch: SamplingBatch) -> RankedRows | None:
         if not rows:
             return None
         temperatures = batch.logp_temperatures()[list(rows)].astype(np.float32)
@@ -59,13 +89,18 @@ class DeviceSampling:
     positions: Tensor  # int64 [B]
     edited_rows: Tensor | None  # int64 [R], in B
     edits: EditPlan | None  # of those rows
-    rescored: ScoredRows | None  # [N]: drawn from other logits or at another temperature
-    top: ScoredRows | None  # [K]
+    rescored: RescoredRows | None  # [N]: drawn from other logits or at another temperature
+    top: RankedRows | None  # [K]
     num_top: int  # the most that one of them wants
 
 
-def device_sampling(batch: SamplingBatch, vocab: int) -> DeviceSampling:
-    """On the host, from what the requests say."""
+def device_sampling(
+    batch: SamplingBatch, vocab: int, *, rescores_all: bool = False
+) -> DeviceSampling:
+    """On the host, from what the requests say. The log-prob that comes with a draw is the trainer's
+    up to the rounding of a sum; `rescores_all` gives every row the trainer's bits, for one more
+    pass over the logits."""
+    rescored = batch.edits.keys() | set(batch.raw_rows)
 
     def column(values: np.ndarray, dtype: type) -> Tensor:
         return torch.from_numpy(values.astype(dtype))
@@ -79,8 +114,10 @@ def device_sampling(batch: SamplingBatch, vocab: int) -> DeviceSampling:
         positions=column(batch.positions, np.int64),
         edited_rows=torch.tensor(list(batch.edits)) if batch.edits else None,
         edits=EditPlan.of(list(batch.edits.values()), vocab) if batch.edits else None,
-        rescored=ScoredRows.of(sorted(batch.edits.keys() | set(batch.raw_rows)), batch),
-        top=ScoredRows.of(list(batch.num_top), batch),
+        rescored=RescoredRows.of(
+            range(len(batch.temperatures)) if rescores_all else sorted(rescored), batch
+        ),
+        top=RankedRows.of(list(batch.num_top), batch),
         num_top=min(max(batch.num_top.values(), default=0), vocab),
     )
 
@@ -98,9 +135,8 @@ def sample_on_device(logits_BV: Tensor, asked: DeviceSampling) -> Samples:
     )
     logps = drawn.raw_logprobs
     if asked.rescored is not None:
-        rows, z_NV = asked.rescored.rows, asked.rescored.tempered(logits_BV)
-        tokens = drawn.tokens.index_select(0, rows)
-        logps = logps.index_copy(0, rows, kernels.logits_logprob(z_NV, tokens))
+        again = asked.rescored.logps(logits_BV, drawn.tokens)
+        logps = logps.index_copy(0, asked.rescored.rows, again)
     return Samples(drawn.tokens, logps, drawn.logprobs)
 
 
@@ -130,5 +166,4 @@ def likeliest_on_device(logits_RV: Tensor, temperature: float, count: int) -> tu
 
 def _likeliest(logits_RV: Tensor, tempered_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     ids = logits_RV.float().sort(stable=True, descending=True).indices[:, :count]
-    parts = softmax_parts(tempered_RV)
-    return ids, parts.z.gather(1, ids) - parts.lse.unsqueeze(1)
+    return ids, kernels.log_softmax_batch_invariant(tempered_RV).gather(1, ids)

@@ -167,6 +167,8 @@ class PagedContext:
         block_tables: Tensor,
         max_query_len: int,
         max_seq_len: int,
+        *,
+        batch_invariant: bool = False,
     ) -> None:
         """`query_starts` [S + 1] and `seq_lens` [S] count tokens, new ones included in the latter.
         All tensors lie on the cache's device. A GPU wants int32 tensors, which the host never
@@ -174,6 +176,7 @@ class PagedContext:
         self._cache = cache
         self._max_query_len = max_query_len
         self._max_seq_len = max_seq_len
+        self._batch_invariant = batch_invariant  # the model's
         self._plan: PagedPlan | None = None
         self._rows: Tensor | None = None
         self._slots_T, self._tables = slots_T, block_tables
@@ -192,14 +195,17 @@ class PagedContext:
             self._rows = cache_rows(slots_T, any_layer)
 
     @classmethod
-    def of_step(cls, cache: KVCache, step: StepInput) -> PagedContext:
+    def of_step(
+        cls, cache: KVCache, step: StepInput, *, batch_invariant: bool = False
+    ) -> PagedContext:
         longest = max(b - a for a, b in pairwise(step.query_starts))
         starts: Tensor | list[int] = step.starts
         lens: Tensor | list[int] = step.lens
         if cache.data.device.type == "cpu":
             starts, lens = step.query_starts, step.seq_lens
         tables, limit = step.block_tables, max(step.seq_lens)
-        return cls(cache, step.slots_T, starts, lens, tables, longest, limit)
+        where = (step.slots_T, starts, lens, tables, longest, limit)
+        return cls(cache, *where, batch_invariant=batch_invariant)
 
     @property
     def native(self) -> tuple[Tensor, QueryTiles] | None:
@@ -228,6 +234,7 @@ class PagedContext:
             k_scale=scales[0],
             v_scale=scales[1],
             plan=self._plan,
+            batch_invariant=self._batch_invariant,
         )
 
 

@@ -74,6 +74,7 @@ class ModelRunner:
         self.model = model
         self.cache = cache
         self.decode = decode
+        self._is_invariant = model.batch_invariant
         self._wants_fp32_head = lm_head_fp32 and model.dtype != torch.float32
         self._calibration_ids = calibration_ids
         if calibration_ids and cache.scales is None:
@@ -136,13 +137,14 @@ class ModelRunner:
             step = replace(step, static=self.decode.padded(step))
         if self.model.device.type != "cpu":
             vocab = self.model.config.vocab_size
-            step = replace(step, drawing=device_sampling(step.sampling, vocab))
+            drawing = device_sampling(step.sampling, vocab, rescores_all=self._is_invariant)
+            step = replace(step, drawing=drawing)
         return to_device(step, self.model.device)
 
     def _hidden(self, step: StepInput) -> Tensor:
         if self.decode is not None and step.static is not None:
             return self.decode.run(step.static, len(step.seq_lens))
-        context = PagedContext.of_step(self.cache, step)
+        context = PagedContext.of_step(self.cache, step, batch_invariant=self._is_invariant)
         ids_T, positions_T = step.ids_T, step.positions_T
         if self._decoder is not None and context.native is not None:
             rope = (self.model.rope_cos[positions_T], self.model.rope_sin[positions_T])
@@ -180,6 +182,7 @@ class ModelRunner:
         if self._head is not None:
             weight, packed, dtype = self._head, self._head_packed, torch.float32
         score = self._score_fn()
+        invariant = {"batch_invariant": True} if self._is_invariant else {}
         found = []
         for temperature, lo, hi in scored.spans:
             logps = score(
@@ -189,6 +192,7 @@ class ModelRunner:
                 temperature=temperature,
                 packed=packed,
                 logits_dtype=dtype,
+                **invariant,
             )
             assert isinstance(logps, Tensor), "no entropy was asked for"
             found.append(logps.float())
@@ -217,7 +221,12 @@ class ModelRunner:
     def _logits(self, hidden_SE: Tensor) -> Tensor:
         if self._head is None:
             return self.model.logits(hidden_SE)
-        logits = linear(hidden_SE.float(), self._head, packed=self._head_packed)
+        logits = linear(
+            hidden_SE.float(),
+            self._head,
+            packed=self._head_packed,
+            batch_invariant=self._is_invariant,
+        )
         split, vocab = self.model.split, self.model.config.vocab_size
         return split.gather_columns(logits, vocab)
 
@@ -252,6 +261,9 @@ def count_blocks(model: Transformer, config: InferConfig) -> int:
 def make_runner(model: Transformer, config: InferConfig, num_blocks: int) -> ModelRunner:
     """The runner of an engine: a cache of that many blocks and, where decode steps can be graphs,
     one block more for their rows of padding."""
+    model.batch_invariant = model.batch_invariant or config.deterministic
+    if config.quantization == "fp8":
+        model.quantize()
     is_static = config.cuda_graphs and can_capture(model)
     layout = CacheLayout(
         num_blocks=num_blocks,
@@ -276,7 +288,12 @@ def make_decoder(model: Transformer, cache: KVCache) -> Decoder | None:
     experts, a split over ranks, an fp8 cache, a machine without a compiler. Make another one when
     the weights or the cache are replaced; what is written to them in place counts at once."""
     layers = [cast(DecoderLayer, layer) for layer in model.layers]
-    is_plain = model.split.size == 1 and model.experts is None and cache.dtype == model.dtype
+    is_plain = (
+        not model.is_quantized
+        and model.split.size == 1
+        and model.experts is None
+        and cache.dtype == model.dtype
+    )
     if not is_plain or any(layer.moe is not None for layer in layers) or not can_decode(model.norm):
         return None
     config = model.config

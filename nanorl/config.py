@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from nanoengine.config import ComputeConfig
 from nanoengine.optim import Schedule, UpdateConfig
-from nanoinfer.config import StepSizes
+from nanoinfer.config import Quantization, StepSizes
 from nanorl.agents.tokens import Limits
 from nanorl.algorithms.spec import BOUNDS, AlgorithmSpec, named_spec
 from nanorl.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record
@@ -243,6 +243,9 @@ class EngineLimits(ComputeConfig, StepSizes):
     """Sizes of the two engines; 0: chosen for the device (sizes.py)."""
 
     micro_batch_tokens: int = 0
+    """Tokens of one training micro-batch, rows of the model in a forward and a backward pass."""
+    quantization: Quantization = "none"
+    """fp8: rollouts multiply in 8 bits, training does not. Needs an off-policy correction."""
     share_prefix: bool = True
     cache_mb: int = 0
     """Memory of the paged KV cache."""
@@ -323,6 +326,8 @@ class RunConfig:
                 "the time decides which weights sample a token, so no two runs are equal; set "
                 "--rl.max-staleness 0, or leave --deterministic out"
             )
+        if self.engine.quantization != "none":
+            self._check_quantization()
         buffer, most = self.rl.algorithm.overlong_buffer, self.agent.max_context_tokens
         if buffer > most:
             raise ValueError(
@@ -333,6 +338,20 @@ class RunConfig:
     def with_algorithm(self, name: str) -> RunConfig:
         """The same run with the published recipe `name` in place of its algorithm."""
         return replace(self, algorithm=name, rl=replace(self.rl, algorithm=named_spec(name)))
+
+    def _check_quantization(self) -> None:
+        flag = f"--engine.quantization {self.engine.quantization}"
+        if self.deterministic:
+            raise ValueError(
+                f"--deterministic with {flag}: rollouts in 8 bits have other log-probs than "
+                "training; leave one of them out"
+            )
+        if not self.rl.algorithm.answers_for_staleness:
+            raise ValueError(
+                f"{flag} with --rl.algorithm.correction {self.rl.algorithm.correction}: rollouts "
+                "come from another policy than the trained one, and nothing would weigh them for "
+                "it; set --rl.algorithm.correction tis"
+            )
 
     @property
     def run_dir(self) -> Path:

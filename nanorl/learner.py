@@ -124,7 +124,8 @@ class Learner:
         """Rollouts of the present policy bring its log-probs with them; stale ones do not."""
         rl = self.config.rl
         spec = rl.algorithm
-        is_old = spec.needs_old_logp and spec.old_policy == "recomputed" and rl.max_staleness > 0
+        is_exact = rl.max_staleness == 0 and self.config.engine.quantization == "none"
+        is_old = spec.needs_old_logp and spec.old_policy == "recomputed" and not is_exact
         temperature = rl.temperature
         return Scoring(
             old=partial(self.engine.forward_logprobs, temperature=temperature) if is_old else None,
@@ -213,6 +214,7 @@ def open_reference(
                 )
             replace_model(policy, folder)
         model = load_model(folder, policy.dtype, str(policy.device))
+    model.batch_invariant = config.deterministic  # as the policy's: a KL to its copy starts at 0
     limits = config.engine
     if limits.lm_head_fp32:
         model.head_dtype = torch.float32

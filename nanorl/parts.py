@@ -98,6 +98,7 @@ class Parts:
             **shared(InferConfig, limits),
             cache_bytes=limits.cache_mb << 20,
             eos_ids=tuple(sorted(self.tokenizer.eos_ids)),
+            deterministic=self.config.deterministic,
         )
         return LLMEngine(model, options)
 

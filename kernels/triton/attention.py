@@ -314,7 +314,7 @@ class TritonAttention(torch.autograd.Function):
     """(o, lse [H, T]) with gradients of both. Keeps q, k, v, o and lse."""
 
     @staticmethod
-    def forward(ctx, q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, window):
+    def forward(ctx, q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, window, batch_invariant):
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
         num_tokens, num_heads, head_dim = q.shape
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -332,6 +332,8 @@ class TritonAttention(torch.autograd.Function):
         ctx.window = window or 0
         if num_tokens:
             t = tile("flash_forward", _forward_class(q))
+            if batch_invariant:  # paged attention's: equal tiles make equal sums
+                t = tile("paged_prefill", _shape_class(q))
             grid = (triton.cdiv(max_q, t.M), num_heads, cu_q.shape[0] - 1)
             launch(_forward_kernel, grid)(
                 q, k, v, o, lse, cu_q, cu_k, *_strides(q, k, v, o), lse.stride(0),
@@ -346,7 +348,7 @@ class TritonAttention(torch.autograd.Function):
         do = do if do.stride(2) == 1 else do.contiguous()
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         if not q.shape[0]:
-            return dq, dk.zero_(), dv.zero_(), *[None] * 7
+            return dq, dk.zero_(), dv.zero_(), *[None] * 8
         num_heads, num_seqs = q.shape[1], cu_q.shape[0] - 1
         delta, lse2 = (torch.empty(lse.shape, dtype=lse.dtype, device=q.device) for _ in "dl")
         width = {name: ctx.shape[name] for name in ("HEAD_DIM", "D")}
@@ -367,7 +369,7 @@ class TritonAttention(torch.autograd.Function):
             q, k, v, do, lse2, delta, dq, cu_q, cu_k, *_strides(q, k, v, do, dq), lse.stride(0),
             *scales, **ctx.shape, **_options(t),
         )  # fmt: skip
-        return dq, dk, dv, *[None] * 7
+        return dq, dk, dv, *[None] * 8
 
 
 def _options(t: Tile) -> dict[str, int]:

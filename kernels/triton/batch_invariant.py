@@ -1,5 +1,6 @@
-"""Triton kernels of `batch_invariant`: plain on purpose. What makes them slower than cuBLAS is what
-makes them right: one tile for every number of rows, the whole reduction in one program, in order.
+"""Triton kernels of `batch_invariant` and of `linear(batch_invariant=True)`: plain on purpose. What
+makes them slower than cuBLAS makes them right: one tile for every number of rows, and the whole
+reduction in one program, in order.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _BAND = 8  # row tiles that share a column tile's reads in L2
 @triton.jit
 def _matmul_kernel(
     a_ptr, b_ptr, y_ptr, num_rows, num_out, num_in,
-    stride_am, stride_ak, stride_bk, stride_bn,
+    stride_am, stride_ak, stride_bk, stride_bn, stride_ym,
     PRECISION: tl.constexpr, BAND: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
@@ -40,7 +41,7 @@ def _matmul_kernel(
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
         a_tile += K * stride_ak
         b_tile += K * stride_bk
-    y_tile = y_ptr + row[:, None] * num_out + out[None, :]
+    y_tile = y_ptr + row[:, None] * stride_ym + out[None, :]
     tl.store(y_tile, acc.to(y_ptr.dtype.element_ty), is_row[:, None] & is_out[None, :])
 
 
@@ -85,15 +86,16 @@ def _log_softmax_backward_kernel(
         tl.store(dx_ptr + row * num_cols + start + cols, dx, mask)
 
 
-def matmul(a: Tensor, b: Tensor) -> Tensor:
+def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a · b, into `out` where given, whose rows may be padded."""
     num_rows, num_in = a.shape
     num_out = b.shape[1]
-    y = torch.empty(num_rows, num_out, dtype=a.dtype, device=a.device)
+    y = torch.empty(num_rows, num_out, dtype=a.dtype, device=a.device) if out is None else out
     is_fp32 = a.dtype == torch.float32
     tile = tune.BATCH_INVARIANT_FP32 if is_fp32 else tune.BATCH_INVARIANT
     if y.numel():
         launch(_matmul_kernel, (triton.cdiv(num_rows, tile.M) * triton.cdiv(num_out, tile.N),))(
-            a, b, y, num_rows, num_out, num_in, *a.stride(), *b.stride(),
+            a, b, y, num_rows, num_out, num_in, *a.stride(), *b.stride(), y.stride(0),
             PRECISION="ieee" if is_fp32 else "tf32", BAND=_BAND,
             M=tile.M, N=tile.N, K=tile.K, num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip

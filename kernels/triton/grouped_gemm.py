@@ -14,6 +14,8 @@ over the expert's rows in order.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -126,14 +128,21 @@ def _weight_grad_kernel(
     tl.store(target, acc.to(dw_ptr.dtype.element_ty), mask)
 
 
-def row_tile(num_rows: int, num_experts: int, dtype: torch.dtype) -> Tile:
-    """By the mean number of rows of an expert: known without asking the device."""
-    table = tune.GROUPED_FP32 if dtype == torch.float32 else tune.GROUPED
-    return tune.for_rows(table, num_rows / max(1, num_experts))
+def rows_a_tile(
+    num_rows: int, num_experts: int, dtype: torch.dtype, batch_invariant: bool = False
+) -> int:
+    """By the mean number of rows of an expert, which is known without asking the device; the most,
+    where a row's bits must not depend on how many there are."""
+    mean = math.inf if batch_invariant else num_rows / max(1, num_experts)
+    return tune.for_rows(_table(dtype), mean).M
+
+
+def _table(dtype: torch.dtype) -> Mapping[int, Tile]:
+    return tune.GROUPED_FP32 if dtype == torch.float32 else tune.GROUPED
 
 
 def make_tiles(offsets: Tensor, num_rows: int, dtype: torch.dtype) -> ExpertTiles:
-    block_m = row_tile(num_rows, offsets.shape[0] - 1, dtype).M
+    block_m = rows_a_tile(num_rows, offsets.shape[0] - 1, dtype)
     return ExpertTiles(offsets, *cut_tiles(offsets, num_rows, block_m), block_m)
 
 
@@ -152,7 +161,7 @@ def rows_by_weight(
 ) -> Tensor:
     """y [num_rows, O] = x · w[e]ᵀ for the rows of each expert. `w` may be a transposed view."""
     y = x.new_empty(num_rows, w_EOI.shape[1])
-    tile = row_tile(num_rows, w_EOI.shape[0], x.dtype)
+    tile = _table(x.dtype)[tiles.rows_a_tile]
     _launch(x, w_EOI, y, None, tiles, tile, tile.N, route, is_swiglu=False)
     return y
 
@@ -163,7 +172,7 @@ def rows_by_weight_swiglu(
     """(silu(gate) · up [num_rows, O / 2], and where wanted gate and up side by side)."""
     y = x.new_empty(num_rows, w_EOI.shape[1] // 2)
     h = x.new_empty(num_rows, w_EOI.shape[1]) if keeps_h else None
-    tile = row_tile(num_rows, w_EOI.shape[0], x.dtype)
+    tile = _table(x.dtype)[tiles.rows_a_tile]
     _launch(x, w_EOI, y, h, tiles, tile, tile.N // 2, route, is_swiglu=True)
     return y, h
 

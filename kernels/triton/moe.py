@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.moe_routing import MoeAlignment, moe_align
+from kernels.moe_routing import moe_align
 from kernels.triton.grouped_gemm import (
     ExpertTiles,
     Route,
-    row_tile,
+    rows_a_tile,
     rows_by_weight,
     rows_by_weight_swiglu,
     weight_grad,
@@ -75,10 +75,6 @@ def _act_backward_kernel(
     tl.store(dweight_ptr + slot, tl.sum(products, 0))
 
 
-def _tiles_of(alignment: MoeAlignment, block_m: int) -> ExpertTiles:
-    return ExpertTiles(alignment.offsets, alignment.tile_experts, alignment.tile_starts, block_m)
-
-
 def sum_choices(y_SH: Tensor, weights_NK: Tensor | None, num_tokens: int, k: int) -> Tensor:
     """Σ_j t_nj · y[n · k + j] in fp32."""
     hidden = y_SH.shape[1]
@@ -92,18 +88,24 @@ def sum_choices(y_SH: Tensor, weights_NK: Tensor | None, num_tokens: int, k: int
 
 
 def forward(
-    x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, keeps_h: bool
-) -> tuple[Tensor, Tensor | None, MoeAlignment]:
-    """(y, h in expert order where it is kept, alignment)."""
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    keeps_h: bool,
+    batch_invariant: bool,
+) -> tuple[Tensor, Tensor | None, ExpertTiles, Tensor]:
+    """(y, h in expert order where it is kept, tiles and slots of that order)."""
     num_tokens, k = ids.shape
     num_slots = num_tokens * k
-    block_m = row_tile(num_slots, w13.shape[0], x.dtype).M
+    block_m = rows_a_tile(num_slots, w13.shape[0], x.dtype, batch_invariant)
     alignment = moe_align(ids, w13.shape[0], block_m, backend="triton")
-    tiles = _tiles_of(alignment, block_m)
+    tiles = ExpertTiles(alignment.offsets, alignment.tile_experts, alignment.tile_starts, block_m)
     gather = Route(alignment.slots, k, gather=True)
     act, h = rows_by_weight_swiglu(x, w13, tiles, num_slots, gather, keeps_h)
     y_SH = rows_by_weight(act, w2, tiles, num_slots, Route(alignment.slots, k, scatter=True))
-    return sum_choices(y_SH, weights.contiguous(), num_tokens, k), h, alignment
+    return sum_choices(y_SH, weights.contiguous(), num_tokens, k), h, tiles, alignment.slots
 
 
 def backward(
@@ -113,14 +115,14 @@ def backward(
     w2: Tensor,
     weights: Tensor,
     h: Tensor,
-    alignment: MoeAlignment,
+    tiles: ExpertTiles,
+    slots: Tensor,
     needs: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:
     """Gradients by x, w13, w2 and the weights."""
     num_tokens, k = weights.shape
-    slots, offsets = alignment.slots, alignment.offsets
+    offsets = tiles.offsets
     num_slots, width = h.shape[0], w2.shape[2]
-    tiles = _tiles_of(alignment, row_tile(num_slots, w13.shape[0], x.dtype).M)
     gather, scatter = Route(slots, k, gather=True), Route(slots, k, scatter=True)
     dy = dy.contiguous()
     g = rows_by_weight(dy, w2.transpose(1, 2), tiles, num_slots, gather)

@@ -34,10 +34,14 @@ class PackedContext:
     """Whole sequences one after the other; each attends to itself only. Differentiable.
 
     `cu_seqlens` [num_sequences + 1] int32 holds the cumulative lengths, starting with 0.
+    `batch_invariant` is the model's.
     """
 
-    def __init__(self, cu_seqlens: Tensor, max_seqlen: int) -> None:
+    def __init__(
+        self, cu_seqlens: Tensor, max_seqlen: int, *, batch_invariant: bool = False
+    ) -> None:
         self.cu_seqlens = cu_seqlens
+        self.batch_invariant = batch_invariant
         self.max_seqlen = max_seqlen
         self._plan: VarlenPlan | None = None  # the CPU layout, built once for all layers
 
@@ -60,6 +64,7 @@ class PackedContext:
             self.max_seqlen,
             softmax_scale=q_THD.shape[-1] ** -0.5,
             plan=self._plan,
+            batch_invariant=self.batch_invariant,
         )
         return cast(Tensor, out)
 

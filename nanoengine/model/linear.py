@@ -20,7 +20,15 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from kernels import add_rows_, linear, linear_logprob, pack_weight
+from kernels import (
+    add_rows_,
+    fp8_linear,
+    linear,
+    linear_logprob,
+    pack_weight,
+    quantize_fp8,
+)
+from kernels.fp8 import GROUP
 
 # -- what is known about a parameter ---------------------------------------------------------------
 
@@ -103,6 +111,7 @@ class OutputHead:
     packed: Tensor | None
     dtype: torch.dtype
     vocab_size: int  # of the whole head
+    batch_invariant: bool = False
 
 
 class TensorSplit(Protocol):
@@ -183,6 +192,7 @@ class NoSplit:
             return_entropy=entropy,
             packed=head.packed,
             logits_dtype=head.dtype,
+            batch_invariant=head.batch_invariant,
         )
         return scored if isinstance(scored, tuple) else (scored, None)
 
@@ -201,12 +211,42 @@ class PackedLinear(nn.Module):
         bias = torch.zeros(num_out, dtype=dtype, device=device) if has_bias else None
         self.bias = nn.Parameter(bias) if bias is not None else None
         self.packed: Tensor | None = None
+        self.batch_invariant = False  # set by `Transformer.batch_invariant`
+        self.fp8: tuple[Tensor, Tensor] | None = None  # values and scales, where it was quantised
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, packed=self.packed)
+        if self.fp8 is not None:
+            return self._multiply_fp8(x)
+        return linear(
+            x,
+            self.weight,
+            self.bias,
+            packed=self.packed,
+            batch_invariant=self.batch_invariant,
+        )
+
+    def _multiply_fp8(self, x: Tensor) -> Tensor:
+        assert self.fp8 is not None, "the caller has seen it"
+        weight, weight_scale = self.fp8
+        values, scale = quantize_fp8(x.reshape(-1, x.shape[-1]), GROUP)
+        y = fp8_linear(values, weight, scale, weight_scale, x.dtype)
+        y = y if self.bias is None else y.add_(self.bias)
+        return y.view(*x.shape[:-1], y.shape[1])
+
+    def quantize(self) -> None:
+        """From now on multiply by the weight in fp8, a scale for each block of 128 x 128, and the
+        input a scale for each 128 of a row. Forward only; `weight` stays, to be written to."""
+        self.fp8 = quantize_fp8(self.weight.detach(), (GROUP, GROUP))
+        self.packed = None
 
     def repack(self) -> None:
-        self.packed = refresh_packed(self.packed, self.weight)
+        """The weight has changed: renew the copy that `forward` reads, in its place."""
+        if self.fp8 is None:
+            self.packed = refresh_packed(self.packed, self.weight)
+            return
+        fresh = quantize_fp8(self.weight.detach(), (GROUP, GROUP))
+        for old, new in zip(self.fp8, fresh, strict=True):
+            old.copy_(new)
 
 
 def refresh_packed(packed: Tensor | None, weight: Tensor) -> Tensor | None:

@@ -120,4 +120,5 @@ class MoeMlp(nn.Module):
             weights_TK,
             ids_TK,
             packed=(self.gate_up.packed, self.down.packed),
+            batch_invariant=self.router.batch_invariant,
         )

@@ -86,6 +86,7 @@ class Transformer(nn.Module):
         self.register_buffer("rope_sin", sin, persistent=False)
         self.lm_head_packed: Tensor | None = None
         self._wide_head: Tensor | None = None
+        self._batch_invariant = False
 
     @property
     def lm_head_weight(self) -> nn.Parameter:
@@ -108,6 +109,21 @@ class Transformer(nn.Module):
     @head_dtype.setter
     def head_dtype(self, dtype: torch.dtype | None) -> None:
         self._head_dtype = dtype
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a token's log-prob has the same bits on a GPU whatever it is batched with, in
+        both engines; on a CPU it always has. Engines set it where they are `deterministic`, and
+        hand it on to the attention and the output head. Left out: a model split over ranks, whose
+        sums are the ranks' too."""
+        return self._batch_invariant
+
+    @batch_invariant.setter
+    def batch_invariant(self, value: bool) -> None:
+        self._batch_invariant = value
+        for module in self.modules():
+            if isinstance(module, PackedLinear):
+                module.batch_invariant = value
 
     def forward(
         self,
@@ -168,7 +184,12 @@ class Transformer(nn.Module):
                 with torch.inference_mode(False):  # others may ask outside of it
                     self._wide_head = weight.detach().to(self.head_dtype)
             weight = self._wide_head
-        logits = linear(hidden_TE.to(weight.dtype), weight, packed=self.lm_head_packed)
+        logits = linear(
+            hidden_TE.to(weight.dtype),
+            weight,
+            packed=self.lm_head_packed,
+            batch_invariant=self.batch_invariant,
+        )
         return self.split.gather_columns(logits, self.config.vocab_size)
 
     def logprobs(
@@ -178,7 +199,11 @@ class Transformer(nn.Module):
         state that predicts it, and the entropy [P] of that distribution if it is asked for.
         Differentiable."""
         head = OutputHead(
-            self.lm_head_weight, self.lm_head_packed, self.head_dtype, self.config.vocab_size
+            self.lm_head_weight,
+            self.lm_head_packed,
+            self.head_dtype,
+            self.config.vocab_size,
+            self.batch_invariant,
         )
         return self.split.logprobs(hidden_PE, head, ids_P, temperature, entropy)
 
@@ -204,6 +229,25 @@ class Transformer(nn.Module):
             elif isinstance(module, ExpertStack):
                 module.packed = [None] * len(module.packed)
         self.lm_head_packed = self._wide_head = None
+
+    @property
+    def is_quantized(self) -> bool:
+        """True once `quantize` was called."""
+        return any(isinstance(m, PackedLinear) and m.fp8 is not None for m in self.modules())
+
+    def quantize(self) -> None:
+        """Multiply by the matrices of attention and of dense MLPs in fp8 from now on, for sampling
+        only. `repack` quantises them again. Router, experts and output head stay as they are."""
+        if self.split.size > 1 or self.experts is not None:
+            raise ValueError(
+                "quantization='fp8': this model is split over ranks, and blocks of 128 would be "
+                "cut apart; use one rank, or leave quantization out"
+            )
+        for layer in self.layers:
+            for name in ("qkv", "out", "gate_up", "down"):
+                module = getattr(layer, name, None)
+                if isinstance(module, PackedLinear):
+                    module.quantize()
 
     def init_weights(self, seed: int, std: float = 0.02) -> None:
         """Fresh normal weights; projections into the residual stream are smaller by √(2·layers),

@@ -75,7 +75,10 @@ class TensorParallel:
         return out
 
     def multiply_rows(self, matrix: PackedLinear, x: Tensor) -> Tensor:
-        out = self.leave(linear(x, matrix.weight, packed=matrix.packed))
+        product = linear(
+            x, matrix.weight, packed=matrix.packed, batch_invariant=matrix.batch_invariant
+        )
+        out = self.leave(product)
         return out if matrix.bias is None else out + matrix.bias  # once, not on every rank
 
     def embed(self, ids_T: Tensor, weight_VE: Tensor, vocab_size: int) -> Tensor:

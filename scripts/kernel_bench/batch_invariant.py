@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from kernel_bench.case import BenchCase, Step, compiled
 
-from kernels import log_softmax_batch_invariant, matmul_batch_invariant
+from kernels import linear, log_softmax_batch_invariant
 from kernels.batch_invariant import log_softmax_batch_invariant_ref
 
 SHAPES = {"qwen3-0.6b": (1024, 6144), "qwen3-4b": (2560, 19456), "llama-3-8b": (4096, 28672)}
@@ -18,12 +18,12 @@ def cases(device: str) -> Iterator[BenchCase]:
     for model, (width, out) in SHAPES.items() if is_gpu else [("reduced", (512, 1024))]:
         for rows in (8192, 64) if is_gpu else (64,):
             a = torch.randn(rows, width, device=device, dtype=dtype)
-            b = torch.randn(out, width, device=device, dtype=dtype).t()
+            w = torch.randn(out, width, device=device, dtype=dtype)
             yield BenchCase(
-                name="matmul_batch_invariant", op="matmul_batch_invariant",
+                name="linear_batch_invariant", op="linear",
                 shape=f"{model} {rows}x{width}x{out}", dtype=str(dtype)[6:],
-                run=lambda a=a, b=b: matmul_batch_invariant(a, b),
-                peers={"eager": lambda a=a, b=b: a @ b},
+                run=lambda a=a, w=w: linear(a, w, batch_invariant=True),
+                peers={"eager": lambda a=a, w=w: a @ w.t()},
                 flops=2 * rows * width * out,
             )  # fmt: skip
     rows, vocab = (2048, 151936) if is_gpu else (32, 49152)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from kernels import (
+    linear,
     log_softmax_batch_invariant,
     logits_logprob,
-    matmul_batch_invariant,
     rms_norm,
 )
 
@@ -16,9 +16,9 @@ from kernels import (
 def test_a_row_has_the_same_bits_in_every_batch(dtype, num_threads):
     before = torch.get_num_threads()
     torch.manual_seed(0)
-    x, b, w = (torch.randn(s).to(dtype) for s in ((80, 576), (576, 4099), (576,)))
+    x, b, w = (torch.randn(s).to(dtype) for s in ((80, 576), (4099, 576), (576,)))
     ops = [
-        lambda r: matmul_batch_invariant(r, b),
+        lambda r: linear(r, b, batch_invariant=True),
         log_softmax_batch_invariant,
         lambda r: rms_norm(r, w, 1e-5),
     ]
@@ -41,9 +41,9 @@ def test_log_softmax_has_the_bits_of_the_engines_log_probs():
 
 
 def test_gradients_pass_gradcheck():
-    a, b = torch.randn(3, 5, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
+    a, b = torch.randn(3, 5, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
     leaves = (a.requires_grad_(), b.requires_grad_())
-    assert torch.autograd.gradcheck(matmul_batch_invariant, leaves)
+    assert torch.autograd.gradcheck(linear, leaves)
     assert torch.autograd.gradcheck(log_softmax_batch_invariant, (a,))
     row = torch.randn(1, 7, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(log_softmax_batch_invariant, (row,))
@@ -52,8 +52,8 @@ def test_gradients_pass_gradcheck():
 @pytest.mark.parametrize(
     "call, name",
     [
-        (lambda: matmul_batch_invariant(torch.zeros(2, 3), torch.zeros(4, 5)), "b: shape"),
-        (lambda: matmul_batch_invariant(torch.zeros(2, 3), torch.zeros(3, 5).double()), "b: dtype"),
+        (lambda: linear(torch.zeros(2, 3), torch.zeros(4, 5)), "x: last dimension"),
+        (lambda: linear(torch.zeros(2, 3), torch.zeros(5, 3).double()), "x: dtype"),
         (lambda: log_softmax_batch_invariant(torch.zeros(2, 0)), "x: shape"),
     ],
 )

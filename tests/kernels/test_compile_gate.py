@@ -108,7 +108,8 @@ def test_every_kernel_and_every_tile_is_in_the_committed_table(version):
 
 
 NO_TRITON = {"logits_logprob", "make_paged_plan"}
-"""Their `backend` chooses between C++ and PyTorch: on a GPU they are PyTorch's ops, or not used."""
+"""They have no kernel of their own: the first launches `linear_logprob`'s, the second plans for a
+CPU."""
 
 
 def public_ops():

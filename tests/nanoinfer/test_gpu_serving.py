@@ -114,6 +114,36 @@ def test_unlike_requests_preemption_and_guesses_are_no_more_copies(
     assert engine.metrics()["num_preemptions"] > 0
 
 
+@pytest.mark.parametrize("has_graphs", [True, False], ids=["static", "eager"])
+@pytest.mark.parametrize("head", [True, False], ids=["fp32-head", "bf16-head"])
+def test_a_deterministic_engine_multiplies_and_attends_by_batch_invariant_kernels_alone(
+    gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch, has_graphs: bool, head: bool
+) -> None:
+    engine = make_engine(cuda_graphs=has_graphs, lm_head_fp32=head, deterministic=True)
+
+    def by_cublas(*_: Any) -> torch.Tensor:
+        raise AssertionError("a product whose algorithm depends on the number of rows")
+
+    for module in (torch.nn.functional, torch.Tensor, torch):
+        for name in {"linear", "mm", "matmul", "__matmul__"} & set(dir(module)):
+            monkeypatch.setattr(module, name, by_cublas)
+    params = SamplingParams(max_tokens=6, ignore_eos=True, prompt_logps=True)
+    run_watched(gpu, engine, [params] * 3)
+    assert gpu.launches["_matmul_kernel"] > 5 * (4 * SHAPE.num_layers + 1)
+    assert gpu.launches["_attention_kernel"] > 5 and not gpu.launches["_decode_kernel"]
+    assert gpu.launches["_stats_kernel"] >= gpu.launches["sample_kernel"] > 5
+
+
+def test_an_engine_in_fp8_quantises_and_multiplies_on_the_gpu(gpu: FakeCuda) -> None:
+    engine, source = make_engine(quantization="fp8"), make_engine().model
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    run_watched(gpu, engine, [params] * 3)
+    assert gpu.launches["_linear_kernel"] > 5 * 4 * SHAPE.num_layers
+    engine.update_weights(export_state(source), 1)
+    assert [copy.kind for copy in gpu.take()] == ["download"]
+    run_watched(gpu, engine, [params] * 3)
+
+
 def test_a_prefill_chunk_that_samples_nothing_is_not_waited_for(gpu: FakeCuda) -> None:
     engine = make_engine(max_batch_tokens=4, max_num_seqs=4)
     engine.add(PROMPTS[0], SamplingParams(max_tokens=2))

@@ -23,6 +23,7 @@ from fake_cuda import Copy, FakeCuda, WrongDevice, fake_gpu
 from nanoengine.engine import Engine, EngineConfig
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
+from nanoengine.packing import Sample
 from nanoengine.scoring import Scorer
 from nanoinfer import model_runner
 from nanoinfer.async_engine import AsyncEngine
@@ -126,6 +127,26 @@ def test_a_grpo_step_stays_on_the_gpu(gpu: FakeCuda) -> None:
     launched = set(gpu.launches)
     assert {"_decode_kernel", "sample_kernel", "adamw_kernel", "_dkdv_kernel"} <= launched
     assert not any(copy.kind == "sync" for copy in gpu.take())
+
+
+def test_a_deterministic_trainer_scores_by_the_kernels_of_a_deterministic_engine(
+    gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    trainer = make_trainer(deterministic=True, share_prefix=False, lm_head_fp32=True)
+    samples = [Sample(tokens=[1, 2, 3, 4], loss_mask=[0, 0, 1, 1])] * 2
+
+    def by_cublas(*_: Any, **__: Any) -> torch.Tensor:
+        raise AssertionError("a product whose algorithm depends on the number of rows")
+
+    with monkeypatch.context() as patch:
+        for module, name in ((torch.nn.functional, "linear"), (torch, "mm")):
+            patch.setattr(module, name, by_cublas)
+        trainer.forward_logprobs(samples)
+    num_products = 4 * SHAPE.num_layers + 1
+    assert gpu.launches["_matmul_kernel"] == num_products
+    trainer.train_step(samples, lambda logp_T, *_: (-logp_T.sum(), {}))
+    assert gpu.launches["_matmul_kernel"] > 2 * num_products  # the gradients of the inputs too
 
 
 @pytest.mark.parametrize(

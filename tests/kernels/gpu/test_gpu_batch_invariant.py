@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "interpreter"))
 from guard import assert_as_good_as_plain_torch, outputs_and_gradients
 
 from kernels import (
+    linear,
     log_softmax_batch_invariant,
-    matmul_batch_invariant,
     rms_norm,
 )
 from kernels.batch_invariant import (
     log_softmax_batch_invariant_ref,
-    matmul_batch_invariant_ref,
 )
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -40,8 +40,8 @@ def check(ours, plain, inputs, dtype):
 def test_matmul_is_as_good_as_plain_torch(dtype, shape):
     torch.manual_seed(0)
     m, k, n = shape
-    inputs = [normal(m, k), normal(k, n)]
-    check(matmul_batch_invariant, matmul_batch_invariant_ref, inputs, dtype)
+    inputs = [normal(m, k), normal(n, k)]
+    check(lambda x, w: linear(x, w, batch_invariant=True), F.linear, inputs, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -64,7 +64,7 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype):
         return y.detach(), torch.autograd.grad(y, leaf, slope[lo:hi].to(y.dtype))[0]
 
     for op in (
-        lambda r: matmul_batch_invariant(r, b),
+        lambda r: linear(r, b, batch_invariant=True),
         log_softmax_batch_invariant,
         lambda r: rms_norm(r, w, 1e-6),
     ):

@@ -109,13 +109,16 @@ TABLE = {
     "fused_moe": moe,
     "quantize_fp8": lambda: {"x_NK": fl(3, 130)},
     "fp8_linear": fp8,
-    "matmul_batch_invariant": lambda: {"a_MK": fl(3, 8), "b_KN": fl(8, 5)},
+    "logits_logprob": lambda: {"logits_BV": fl(3, 20), "token_ids_B": ints(1, 2, 19)},
+    "linear": lambda: {
+        "x": fl(3, 8), "weight": fl(5, 8), "bias": fl(5), "batch_invariant": True
+    },
     "log_softmax_batch_invariant": lambda: {"x": fl(3, 8)},
     "gather_rows": lambda: {"x": fl(3, 8), "gather": make_row_gather(ints(0, 2, 2), 3)},
     "add_rows_": lambda: {"total": fl(3, 8), "index": ints(0, 2, 2, 1), "rows": fl(4, 8)},
 }  # fmt: skip
 
-LAST_DIM = {("rms_norm", "x"), ("matmul_batch_invariant", "a_MK"), ("flash_attn_varlen", "q_THD")}
+LAST_DIM = {("rms_norm", "x"), ("linear", "x"), ("flash_attn_varlen", "q_THD")}
 LAST_DIM |= {("tree_attention", "q_THD")}
 LAST_DIM |= {("swiglu", "gate_up_T2F"), ("linear_logprob", "weight_VD")}
 LAST_DIM |= {("fused_moe", "w13_E2FH")}
@@ -195,7 +198,7 @@ def tensors(found):
 
 
 def test_the_table_has_every_op_with_a_back_end():
-    no_triton = {"logits_logprob", "make_paged_plan"}  # C++ or PyTorch
+    no_triton = {"make_paged_plan"}  # C++ or PyTorch
     every = {n: getattr(kernels, n) for n in kernels.__all__ if n not in no_triton}
     assert {n for n, f in every.items() if "backend" in getattr(f, "__annotations__", {})} == {
         *TABLE

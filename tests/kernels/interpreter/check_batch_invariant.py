@@ -5,12 +5,15 @@ tiles with NumPy, whose bits depend on a row's place in the tile; a tensor core'
 matmul's rows keep their place and only their number changes (the GPU tests move them as well).
 """
 
+from functools import partial
+
 import pytest
 import torch
+import torch.nn.functional as F
 from guard import assert_as_good_as_plain_torch
 
-from kernels import log_softmax_batch_invariant, matmul_batch_invariant, rms_norm
-from kernels.batch_invariant import log_softmax_batch_invariant_ref, matmul_batch_invariant_ref
+from kernels import linear, log_softmax_batch_invariant, rms_norm
+from kernels.batch_invariant import log_softmax_batch_invariant_ref
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -21,9 +24,9 @@ def test_matmul(dtype, shape):
     torch.manual_seed(0)
     m, k, n = shape
     assert_as_good_as_plain_torch(
-        lambda a, b: matmul_batch_invariant(a, b, backend="triton"),
-        matmul_batch_invariant_ref,
-        [torch.randn(m, k), torch.randn(k, n)],
+        lambda x, w: linear(x, w, batch_invariant=True, backend="triton"),
+        F.linear,
+        [torch.randn(m, k), torch.randn(n, k)],
         dtype,
     )
 
@@ -58,9 +61,10 @@ def assert_parts_equal_whole(op, x, splits):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_in_every_batch(dtype):
     torch.manual_seed(0)
-    x, b, w = (torch.randn(s).to(dtype) for s in ((140, 90), (90, 70), (90,)))
+    x, b, w = (torch.randn(s).to(dtype) for s in ((140, 90), (70, 90), (90,)))
     splits = [(0, 1), (0, 22), (128, 129), (128, 140)]
-    assert_parts_equal_whole(lambda r: matmul_batch_invariant(r, b, backend="triton"), x, splits)
+    product = partial(linear, weight=b, batch_invariant=True, backend="triton")
+    assert_parts_equal_whole(product, x, splits)
     splits = [(0, 1), (139, 140), (5, 22), (60, 140)]
     assert_parts_equal_whole(lambda r: log_softmax_batch_invariant(r, backend="triton"), x, splits)
     assert_parts_equal_whole(lambda r: rms_norm(r, w, 1e-5, backend="triton"), x, splits)
