@@ -14,8 +14,8 @@ scaled one by one anyway, with one scale a row it is asked for (`max_num_impreci
 
 Forward only: a quantised weight has no gradient. The inference engine calls it with
 `InferConfig(quantization="fp8")`. On a CPU the factors are widened to fp32 and multiplied there,
-for every product again: the definition, not a fast path. Left out: e5m2, fp8 training, scales in powers of
-two (ue8m0). Source: DeepSeek-V3 report (arXiv 2412.19437), section 3.3.
+for every product again: the definition, not a fast path. Left out: e5m2, fp8 training, scales in
+powers of two (ue8m0). Source: DeepSeek-V3 report (arXiv 2412.19437), section 3.3.
 """
 
 from __future__ import annotations
