@@ -157,13 +157,6 @@ class AsyncEngine:
         async with self._between_steps:
             await self._call(self.engine.update_weights, state, version)
 
-    async def adopt_weights(self, version: int) -> None:
-        """`LLMEngine.adopt_weights` between two steps. The owner must have changed the weights
-        while the engine was paused."""
-        self._bind()
-        async with self._between_steps:
-            await self._call(self.engine.adopt_weights, version)
-
     def metrics(self) -> dict[str, float]:
         return self.engine.metrics()
 

@@ -5,8 +5,7 @@
 The engine has no thread and no globals; whoever owns it calls `step` (async_engine.py does so from
 an event loop). Weights change between steps only. A request that is in flight then keeps the
 tokens, log-probs and versions it has; its cache is dropped and computed again by the new weights.
-`update_weights` copies tensors that somebody brings, all or nothing; `adopt_weights` is for an
-owner who has changed the very tensors of the model, and says so.
+`update_weights` copies tensors that somebody brings, all or nothing.
 `sleep` gives the cache's memory to somebody else (a trainer on the same device) until `wake`.
 
 A draft counts if it is the very token that was sampled at its position, and the sample after the
@@ -227,11 +226,6 @@ class LLMEngine:
         load_state(self.model, _finite(state))
         self._start_version(version)
         self._metrics.update_s += time.perf_counter() - start
-
-    def adopt_weights(self, version: int) -> None:
-        """Serve the weights that the owner of `model` has changed in place, and repacked; works
-        asleep and paused, too."""
-        self._start_version(version)
 
     def _start_version(self, version: int) -> None:
         self._scheduler.restart_all()

@@ -35,10 +35,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from triton.runtime.jit import KernelInterface
 
+from nanoengine.model.config import ModelConfig
+
 aten = torch.ops.aten
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("kernels", "nanoengine", "nanoinfer", "nanorl", "scripts")
 MEMORY = 80 << 30
+SHAPE = ModelConfig(
+    model_type="qwen3",
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_position_embeddings=128,
+    rope_theta=1e6,
+    qk_norm=True,
+    tie_word_embeddings=True,
+    eos_ids=(2,),
+)
 
 
 class WrongDevice(AssertionError):  # noqa: N818 (the name of the event)

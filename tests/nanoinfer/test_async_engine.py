@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from cache_oracle import CacheRunner, make_engine, replay
 
+from nanoengine.model.hf import export_state
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.batch import StepInput
 from nanoinfer.model_runner import RunnerOutput
@@ -69,7 +70,7 @@ def test_pause_holds_requests_and_new_weights_reach_them(use_thread: bool) -> No
         await asyncio.sleep(0.01)
         assert client.metrics()["num_steps"] == steps and not task.done()
         runner.version = 1
-        await client.adopt_weights(1)
+        await client.update_weights(export_state(client.engine.model), 1)
         await client.resume()
         output = await task
         assert set(output.versions) == {0, 1}

@@ -6,6 +6,7 @@ import threading
 import pytest
 from cache_oracle import make_engine, replay
 
+from nanoengine.model.hf import export_state
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.cancellation import to_the_end
 from nanoinfer.params import SamplingParams
@@ -31,7 +32,7 @@ def test_the_engine_serves_one_asyncio_run_after_another(use_thread: bool) -> No
 
     async def pause_and_update() -> None:
         await client.pause()
-        await client.adopt_weights(0)
+        await client.update_weights(export_state(client.engine.model), 0)
         await client.resume()
         await many(client, 3)
         await client.close()

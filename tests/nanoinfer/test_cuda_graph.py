@@ -15,7 +15,7 @@ import pytest
 import torch
 from tiny_models import make_reference, save_reference
 
-from nanoengine.model.hf import load_model
+from nanoengine.model.hf import export_state, load_model
 from nanoengine.model.linear import PackedLinear
 from nanoengine.model.transformer import Transformer
 from nanoinfer.batch import StepInput
@@ -186,7 +186,7 @@ def test_weights_that_moved_are_captured_again(folder: Path) -> None:
     engine, decode = make_static(model, recorder)
     engine.generate(*requests())
     model.norm.data = model.norm.data * 2
-    engine.adopt_weights(1)
+    engine.update_weights(export_state(model), 1)
     after = told(engine.generate(*requests()))
     assert recorder.num_captured == 2 * len(decode.sizes)
     assert after == told(LLMEngine(model, config()).generate(*requests()))

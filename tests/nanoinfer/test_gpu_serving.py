@@ -13,10 +13,9 @@ import torch
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
-from fake_cuda import Copy, FakeCuda, WrongDevice, fake_gpu
+from fake_cuda import SHAPE, Copy, FakeCuda, WrongDevice, fake_gpu
 from tiny_text import save_folder
 
-from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import export_state
 from nanoengine.model.transformer import Transformer
 from nanoinfer import model_runner
@@ -25,21 +24,6 @@ from nanoinfer.cuda_graph import run_plainly
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams
 
-SHAPE = ModelConfig(
-    model_type="qwen3",
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    max_position_embeddings=128,
-    rope_theta=1e6,
-    qk_norm=True,
-    tie_word_embeddings=True,
-    eos_ids=(2,),
-)
 PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [5, 6, 7, 8, 9, 14, 15]]
 REQUESTS = {
     "plain": {},

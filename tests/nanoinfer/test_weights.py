@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import make_reference, save_reference
 
-from nanoengine.model.hf import load_model, load_state
+from nanoengine.model.hf import export_state, load_model, load_state
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import Output, SamplingParams
@@ -109,13 +109,14 @@ def test_a_wrong_update_is_refused_and_the_old_version_serves_on(folder: Path, k
     assert engine.version == 3
 
 
-def test_weights_changed_by_their_owner_are_adopted(folder: Path) -> None:
+def test_weights_changed_by_their_owner_are_served_after_an_update_from_themselves(
+    folder: Path,
+) -> None:
     engine = make(folder)
     engine.generate([PROMPT], GREEDY)
     with torch.no_grad():
         engine.model.norm.mul_(-1.0)
-    engine.model.repack()
-    engine.adopt_weights(4)
+    engine.update_weights(export_state(engine.model), 4)
     output = engine.generate([PROMPT], GREEDY)[0]
     fresh = LLMEngine(engine.model, InferConfig(num_blocks=100)).generate([PROMPT], GREEDY)[0]
     assert (output.ids, output.logps) == (fresh.ids, fresh.logps)
@@ -132,7 +133,7 @@ def test_two_engines_serve_different_weights_in_one_process(folder: Path) -> Non
     assert (outputs[0][handles[0]].ids, outputs[1][handles[1]].ids) == alone
 
 
-@pytest.mark.parametrize("how", ["update", "adopt"])
+@pytest.mark.parametrize("how", ["from outside", "from itself"])
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "fp8", "kv_calibration_ids": (3, 4)}])
 def test_weights_that_change_during_sleep_are_served_after_it(
     folder: Path, how: str, options: dict[str, Any]
@@ -144,11 +145,11 @@ def test_weights_that_change_during_sleep_are_served_after_it(
     for _ in range(4):
         engine.step()
     engine.sleep()
-    if how == "update":
+    if how == "from outside":
         engine.update_weights(iter(new_state().items()), 4)
     else:
         load_state(engine.model, iter(new_state().items()))
-        engine.adopt_weights(4)
+        engine.update_weights(export_state(engine.model), 4)
     assert engine.version == 4 and engine.is_asleep and engine.step() == []
     engine.wake()
     engine.check()
