@@ -232,10 +232,11 @@ def _rectangle(table: KeyTable, members: list[QuerySpan], first: int) -> tuple[_
     """The rectangle whose cells begin at `first`, and the query of each of them."""
     columns = [(s.query, s.num_queries, s.num_keys, s.first_key) for s in members]
     start, count, length, first_key = torch.tensor(columns).t().unsqueeze(2)
-    num_keys = _round_up(int(length.max()), table.multiple)
-    query = torch.minimum(torch.arange(int(count.max())), count - 1)  # padding repeats the last
+    num_queries = max(s.num_queries for s in members)
+    num_keys = _round_up(max(s.num_keys for s in members), table.multiple)
+    seen_by_all = min(s.num_keys - s.num_queries for s in members) + 1
+    query = torch.minimum(torch.arange(num_queries), count - 1)  # padding repeats the last
     visible = length - count + query + 1
-    seen_by_all = int(visible.min())
     hidden = torch.arange(seen_by_all, num_keys) >= visible.unsqueeze(2)
     mask = torch.zeros(hidden.shape, dtype=compute_dtype(table.dtype))
     mask.masked_fill_(hidden, -math.inf)
@@ -245,7 +246,7 @@ def _rectangle(table: KeyTable, members: list[QuerySpan], first: int) -> tuple[_
     block_B1N = table.blocks[first_key + column].to(torch.int64).unsqueeze(1)
     heads = torch.arange(table.num_kv_heads).unsqueeze(1)
     blocks = (block_B1N * table.num_kv_heads + heads).flatten()
-    rectangle = _Rectangle(len(members), query.shape[1], first, blocks, mask.unsqueeze(1))
+    rectangle = _Rectangle(len(members), num_queries, first, blocks, mask.unsqueeze(1))
     return rectangle, (start + query).flatten()
 
 

@@ -1,4 +1,5 @@
-"""Triton kernels of `paged_attention_decode`: one query a sequence, contexts split over programs.
+"""Triton kernels of attention over the paged cache: `decode` where every sequence has one query,
+`attend` for any other step (prefill, chunks, prefix hits and decodes in one launch).
 
 Decoding reads every key and value once and computes next to nothing, so it is bound by memory; with
 few sequences, one program a (sequence, key head) would leave most of the GPU idle. Each program
@@ -11,6 +12,17 @@ one after the other from the first split on. With a fixed split size, a sequence
 order of their sum depend on its own length alone: that makes decoding batch-invariant. Without one
 each sequence divides its own length by the number of splits, on the GPU: the host need know only an
 upper bound of the lengths, as in a CUDA graph, and short sequences among long ones are split too.
+
+`attend`: the query heads that share a key head are rows of one tile. A program holds BLOCK_Q
+queries x GROUP heads and walks over the pages of its sequence, so a key is read once a group.
+Programs are laid out over the packed queries, not over (longest sequence) x (sequences): sequence i
+owns the programs from start_i // BLOCK_Q + i on, found by bisection, so a long prompt among many
+decodes costs no empty programs and the host need not know the lengths. Only tiles on the diagonal
+are masked.
+
+Left out: windows, sinks.
+
+Legend: M rows (queries x heads), N keys of a tile, D head_dim padded to a power of two.
 """
 
 import math
@@ -23,6 +35,7 @@ from torch import Tensor
 from kernels.triton.launch import launch
 from kernels.triton.tiles import NUM_MULTIPROCESSORS, tile, weigh_tile
 
+LOG2_E = math.log2(math.e)
 _WAVES = 2  # programs wanted for each multiprocessor
 _SHORTEST_SPLIT = 256  # keys; a shorter part costs more to merge than it saves
 
@@ -166,22 +179,6 @@ def decode(
             part, lse, out, seq_lens, *part_strides, *lse_strides, *out.stride()[:2], smallest,
             num_splits, BY_LENGTH=by_length, HEAD_DIM=head_dim, D=padded, N=t.N, num_warps=1,
         )  # fmt: skip
-
-
-# Triton kernel of `paged_attention`: one body for prefill, chunks, prefix hits and decodes in one
-# launch. (A step of decodes alone takes `paged_attention.py`, which splits long contexts.)
-#
-# The query heads that share a key head are rows of one tile: a program holds BLOCK_Q queries x
-# GROUP heads and walks over the pages of its sequence, so a key is read once a group. Programs are
-# laid out over the packed queries, not over (longest sequence) x (sequences): sequence i owns the
-# programs from start_i // BLOCK_Q + i on, found by bisection, so a long prompt among many decodes
-# costs no empty programs and the host need not know the lengths.
-#
-# Only tiles on the diagonal are masked. Left out: windows, sinks.
-#
-# Legend: M rows (queries x heads), N keys of a tile, D head_dim padded to a power of two.
-
-LOG2_E = math.log2(math.e)
 
 
 @triton.jit
