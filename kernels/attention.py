@@ -55,6 +55,7 @@ from kernels.backend import (
 )
 from kernels.cpp.ops import QuerySpan, QueryTiles, attend_packed, make_tiles
 from kernels.gather_rows import RowGather, gather_rows, make_row_gather
+from kernels.transfer import to_device
 
 _MAX_HEAD_DIM = 256
 
@@ -118,20 +119,14 @@ class _Segments:
 
 def _make_segments(bounds: list[int], key_rows: list[Tensor], device: torch.device) -> _Segments:
     lengths = [len(rows) for rows in key_rows]
-    gather = make_row_gather(torch.cat(key_rows), bounds[-1])
-    indices = gather.index_G, gather.starts, gather.targets_G
-    return _Segments(
-        RowGather(*(_to_device(x, device) for x in indices)),
-        _to_device(torch.tensor(bounds, dtype=torch.int32), device),
-        _to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device),
+    segments = _Segments(
+        make_row_gather(torch.cat(key_rows), bounds[-1]),
+        torch.tensor(bounds, dtype=torch.int32),
+        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
         max(hi - lo for lo, hi in pairwise(bounds)),
         max(lengths),
     )
-
-
-def _to_device(x: Tensor, device: torch.device) -> Tensor:
-    """From pinned memory, so that the host does not wait for the GPU to take it."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    return to_device(segments, device)
 
 
 @dataclass
@@ -335,7 +330,9 @@ def flash_attn_varlen(
             "(a tree's is for tree_attention)"
         )
     _check_plan(plan, q_THD, k_SKD)
-    return _attend_planned(q_THD, k_SKD, v_SKD, plan, scale, backend)
+    # Whole tensors, for a view would keep the fused projection that it looks into for the gradient.
+    whole = q_THD.contiguous(), k_SKD.contiguous(), v_SKD.contiguous()
+    return _attend_planned(*whole, plan, scale, backend)
 
 
 def _on_triton(

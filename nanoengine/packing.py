@@ -24,7 +24,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from nanoengine.model.device import to_device, to_host
+from kernels.transfer import to_device, to_host
 
 
 @dataclass(frozen=True, kw_only=True)

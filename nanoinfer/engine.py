@@ -27,7 +27,8 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from nanoengine.model.device import release_memory, to_host
+from kernels.transfer import to_host
+from nanoengine.model.device import release_memory
 from nanoengine.model.hf import load_state
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.model.transformer import Transformer

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from nanoengine.model.chat_template import Message
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.device import enter_device, resolve_device
 from nanoengine.model.hf import load_model
@@ -22,6 +22,9 @@ from nanoengine.parallel.tensor_parallel import TensorParallel
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import Output, SamplingParams
+
+if TYPE_CHECKING:
+    from nanoengine.model.chat_template import Message  # needs jinja2
 
 Prompt = str | Sequence[int]
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kernels import linear, linear_logprob, pack_weight
 from kernels.cpp.decoder import Decoder, DecoderShape, LayerWeights, can_decode
-from nanoengine.model.device import to_device, to_host
+from kernels.transfer import to_device, to_host
 from nanoengine.model.layers import DecoderLayer
 from nanoengine.model.linear import embed
 from nanoengine.model.transformer import Transformer

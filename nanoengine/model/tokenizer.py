@@ -4,7 +4,7 @@ Three rules make it safe for agents. Text is ordinary by default: a control toke
 stays text. In a chat, control tokens may come from the template and from trusted roles, never from
 what a user or a tool wrote. There is a set of EOS ids, not one.
 Left out: slow (Python) tokenizers and batching; padding does not exist in a packed engine.
-Next: chat_template.py (how text is kept from spelling control tokens), chat_template.py.
+Next: special_guard.py (how text is kept from spelling control tokens), chat_template.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from nanoengine.model.chat_template import SpecialGuard, mask_strings
+from nanoengine.model.special_guard import SpecialGuard, mask_strings
 
 if TYPE_CHECKING:
     from nanoengine.model.chat_template import ChatTemplate, Message

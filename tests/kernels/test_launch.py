@@ -89,8 +89,8 @@ def test_the_device_is_that_of_the_first_tensor_and_a_cpu_has_none(driver):
 def test_no_kernel_is_started_past_launch():
     """Triton's own `kernel[grid](...)` stands in `triton/launch.py` alone."""
     found = [
-        f"{path.name}:{node.lineno}"
-        for path in sorted(KERNELS.glob("*.py"))
+        f"{path.relative_to(KERNELS)}:{node.lineno}"
+        for path in sorted(KERNELS.rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
     ]

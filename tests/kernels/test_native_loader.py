@@ -20,7 +20,7 @@ OPEN = """
 import sys, warnings
 from pathlib import Path
 warnings.simplefilter("error")
-from kernels import cpp_build
+from kernels.cpp import build as cpp_build
 cpp_build.CACHE = Path(sys.argv[1])
 assert cpp_build.library() is not None
 """

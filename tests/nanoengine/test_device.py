@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoengine.model.device import resolve_device, to_device, to_host
+from kernels.transfer import to_device, to_host
+from nanoengine.model.device import resolve_device
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -120,7 +121,7 @@ def test_packed_pieces_have_their_shapes_values_and_alignment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a device of this machine that is no CPU to `to_device`: the copy is a real one."""
-    from nanoengine.model import device as module
+    from kernels import transfer as module
 
     host = torch.empty
     monkeypatch.setattr(

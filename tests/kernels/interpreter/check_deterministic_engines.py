@@ -143,7 +143,7 @@ def on_triton(monkeypatch):
     for module in ours:
         for switch, value in (("use_triton", True), ("use_native", False)):
             if hasattr(module, switch):
-                monkeypatch.setattr(module, switch, lambda *_, value=value: value)
+                monkeypatch.setattr(module, switch, lambda *_, value=value, **__: value)
 
     def sent(self, step):
         drawing = device_sampling(step.sampling, 67, rescores_all=self._is_invariant)
