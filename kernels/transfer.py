@@ -24,8 +24,11 @@ def to_device(value: T, device: torch.device) -> T:
     `device`. A GPU gets them in one copy from pinned memory, not waited for."""
     if device.type == "cpu":
         return value
-    moved: T = _rebuilt(value, iter(_upload(list(_tensors(value)), device)))
-    return moved
+    tensors = list(_tensors(value))
+    is_gpu = device.type == "cuda"  # else the device of tensors without values
+    moved = _upload(tensors, device) if is_gpu else [x.to(device) for x in tensors]
+    rebuilt: T = _rebuilt(value, iter(moved))
+    return rebuilt
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
