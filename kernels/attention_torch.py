@@ -452,7 +452,7 @@ def _is_half(dtype: torch.dtype) -> bool:
 
 
 def _product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What attention of this dtype is computed in."""
+    """The dtype in which attention of this dtype is computed."""
     return torch.float32 if dtype == torch.bfloat16 and not is_bf16_fast() else dtype
 
 

@@ -56,7 +56,7 @@ def weight_grad_buffer(w_EOI: Tensor) -> Tensor:
 
 
 def hand_over(w_EOI: Tensor, dw_EOI: Tensor) -> Tensor | None:
-    """What autograd gets: nothing where the sum went to `main_grad`."""
+    """The gradient for autograd: None where the sum went to `main_grad`."""
     return None if dw_EOI is getattr(w_EOI, "main_grad", None) else dw_EOI.to(w_EOI.dtype)
 
 

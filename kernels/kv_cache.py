@@ -95,7 +95,7 @@ def heads_first(cache: Tensor) -> Tensor:
 
 
 def is_cache_order(cache: Tensor) -> bool:
-    """Whether it lies in memory as its device's kernels expect."""
+    """True if it lies in memory as its device's kernels expect."""
     return cache.is_contiguous() or (
         cache.device.type == "cpu" and heads_first(cache).is_contiguous()
     )

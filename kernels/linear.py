@@ -37,14 +37,14 @@ _ADD_ELEMENTS = 1 << 18  # 1 MB in fp32: stays in the processor's cache
 
 
 def is_packable(weight: Tensor) -> bool:
-    """Whether there is a packed layout for this weight."""
+    """True if there is a packed layout for this weight."""
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
         return False
     return is_native(weight) or onednn.can_multiply(torch.float32)
 
 
 def is_native(weight: Tensor) -> bool:
-    """Whether the packed layout of this weight is the C++ kernels'."""
+    """True if the packed layout of this weight is the C++ kernels'."""
     if not has_native(weight):
         return False
     return cpp_ops.has_linear(weight.dtype) or not onednn.can_multiply(weight.dtype)
@@ -108,7 +108,7 @@ def _matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
 
 
 def _is_fp32_best(dtype: torch.dtype) -> bool:
-    """Whether oneDNN's fp32 product is the fastest for factors of this dtype."""
+    """True if oneDNN's fp32 product is the fastest for factors of this dtype."""
     is_slow = dtype == torch.bfloat16 and not onednn.is_bf16_fast()
     return (dtype == torch.float32 or is_slow) and onednn.can_multiply(torch.float32)
 

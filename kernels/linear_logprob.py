@@ -63,7 +63,7 @@ class _Options:
 
 
 class SoftmaxParts(NamedTuple):
-    """Of each row, in fp32 (fp64): p = weights / Σ weights = exp(z − lse)."""
+    """The softmax of each row, in fp32 (fp64): p = weights / Σ weights = exp(z − lse)."""
 
     z: Tensor  # [rows, V] tempered logits
     weights: Tensor  # [rows, V] exp(z − max z)

@@ -20,7 +20,7 @@ _PROBE_SIZE = 32
 
 @functools.cache
 def can_multiply(dtype: torch.dtype) -> bool:
-    """Whether it repacks a weight of this dtype and multiplies by it."""
+    """True if oneDNN repacks a weight of this dtype and multiplies by it."""
     x = torch.ones(_PROBE_SIZE, _PROBE_SIZE, dtype=dtype)
     try:
         y = _inner_product(x, _reorder(x))
@@ -31,7 +31,7 @@ def can_multiply(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def is_bf16_fast() -> bool:
-    """Whether bf16 is multiplied by instructions made for it. (AVX-512 without them: by widening
+    """True if bf16 is multiplied by instructions made for it. (AVX-512 without them: by widening
     inside of oneDNN, slower than fp32.)"""
     if platform.machine() in ("x86_64", "AMD64") and not torch.cpu._is_avx512_bf16_supported():
         return False

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 CacheKind = Literal["auto", "fp8"]
 """The dtype of a KV cache: the model's own (auto), or fp8."""
 Quantization = Literal["none", "fp8"]
-"""Of the layers' matrices."""
+"""The format of the layers' matrices."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,7 +79,8 @@ class RankedRows:
 
 @dataclass(frozen=True)
 class DeviceSampling:
-    """What the rows of a step ask for, as `kernels.sample` takes it; None is off for all rows."""
+    """The sampling parameters of a step's rows, as `kernels.sample` takes it; None is off for all
+    rows."""
 
     temperatures: Tensor  # fp32 [B]
     top_ks: Tensor | None  # int32 [B]

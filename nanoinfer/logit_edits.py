@@ -35,7 +35,7 @@ from nanoinfer.params import Grammar, SamplingParams
 
 
 class LogitEdits:
-    """What one request wants done. `ids` is the request's own growing list, prompt first."""
+    """The edits that one request wants. `ids` is the request's own growing list, prompt first."""
 
     def __init__(
         self, ids: list[int], num_prompt: int, params: SamplingParams, matcher: Matcher | None
@@ -102,8 +102,8 @@ class Entries:
 
 @dataclass(frozen=True)
 class EditPlan:
-    """What happens to the logits of R rows; None where no row wants it. It is made on the host and
-    sent to the logits' device with the rest of the step (`to_device`)."""
+    """The edits of the logits of R rows; a field is None where no row wants it. It is made on the
+    host and sent to the logits' device with the rest of the step (`to_device`)."""
 
     penalties: Tensor | None  # fp32 [3, R]: repetition, frequency, presence
     output_counts: Entries | None  # int32

@@ -18,7 +18,8 @@ from nanoinfer.config import InferConfig
 from nanoinfer.kv_cache import KVCache, cache_dtype
 
 GPU_SHARE = 0.85
-"""Of the free memory; the rest is for CUDA's libraries, graphs and the allocator's fragments."""
+"""The cache's share of the free memory; the rest is for CUDA's libraries, graphs and the
+allocator's fragments."""
 GPU_NUM_SEQS, GPU_BATCH_TOKENS = 256, 8192
 _CPU_NUM_SEQS, _CPU_BATCH_TOKENS, _CPU_CACHE_BYTES = 64, 512, 1 << 30
 

@@ -48,7 +48,7 @@ _COUNTS = ("has_linear", "panel", "decode_scratch")  # the kernels that return o
 
 
 def has_native(*tensors: Tensor) -> bool:
-    """Whether there is a C++ kernel for these: on a CPU, all of one dtype that it has."""
+    """True if there is a C++ kernel for these: on a CPU, all of one dtype that it has."""
     dtype = tensors[0].dtype
     if dtype not in _SUFFIX:
         return False
@@ -184,7 +184,7 @@ def _fingerprint(compiler: str) -> str:
 
 
 def _processor() -> str:
-    """What -march=native looks at: on Linux the instruction sets, else the processor's name."""
+    """The text that -march=native depends on: the instruction sets, or the processor's name."""
     if os.path.exists("/proc/cpuinfo"):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         wanted = ("flags", "Features", "model name", "cpu family", "model\t")

@@ -23,7 +23,7 @@ from kernels.linear import is_native
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Of one layer. Matrices are `pack_weight`'s; the fields are in the order of `Layer` in C++."""
+    """One layer's weights. Matrices are `pack_weight`'s; the order is that of `Layer` in C++."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -68,7 +68,7 @@ class _Step(ctypes.Structure):
 
 
 def can_decode(weight: Tensor) -> bool:
-    """Whether a model with matrices like this one has all its ops in C++."""
+    """True if a model with matrices like this one has all its ops in C++."""
     return is_native(weight)
 
 

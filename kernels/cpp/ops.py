@@ -87,7 +87,7 @@ def store_kv(
 
 
 def has_linear(dtype: torch.dtype) -> bool:
-    """Whether `linear` is the fastest there is on this processor. Only where `has_native`."""
+    """True if `linear` is the fastest there is on this processor. Ask only where `has_native`."""
     return bool(function("has_linear", dtype)())
 
 

@@ -103,7 +103,7 @@ def step(
     table: TensorTable, scale: Tensor, lr: float, betas: tuple[float, float], eps: float,
     weight_decay: float, step: int, has_master: bool,
 ) -> None:  # fmt: skip
-    """What needs fp64 is computed here: 1 − 0.999 in fp32 is off by 1e-5 of itself."""
+    """Computes what needs fp64: 1 − 0.999 in fp32 is off by 1e-5 of itself."""
     if not table.num_chunks:
         return
     params, grads = table.dtypes[:2]

@@ -296,7 +296,7 @@ def padded_dim(head_dim: int) -> int:
 
 
 def shape_class(dtype: torch.dtype, padded: int) -> str:
-    """Of `tiles.py`: element width and padded head_dim."""
+    """The class of shapes in `tiles.py`: element width and padded head_dim."""
     return f"{'fp32' if dtype == torch.float32 else 'half'}-{min(256, max(64, padded))}"
 
 

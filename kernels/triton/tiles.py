@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.triton.launch import launch
 
 NUM_MULTIPROCESSORS = 132
-"""Of an H100 or H200 (SXM): how many programs fill the GPU, where a launcher has a choice."""
+"""Those of an H100 or H200 (SXM): how many programs fill the GPU, where a launcher has a choice."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,7 @@ def row_tile(num_cols: int) -> RowTile:
     return RowTile(rows, block, warps_for(rows * block))
 
 
-# Tile choices of the matmul kernels; `tiles.py` says why a fixed table.
-#
-# M and N are the tile of the output, K the step of the reduction; for `weight_grad` the output tile
+# Matmul kernels: M and N are the tile of the output, K the step of the reduction; for `weight_grad` the output tile
 # is N × K and M is the step. Chosen from what the compile gate reports; docs/kernels_moe_fp8.md has
 # the reasoning.
 

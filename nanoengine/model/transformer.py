@@ -112,7 +112,7 @@ class Transformer(nn.Module):
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a token's log-prob has the same bits on a GPU whatever it is batched with, in
+        """True if a token's log-prob has the same bits on a GPU whatever it is batched with, in
         both engines; on a CPU it always has. Engines set it where they are `deterministic`, and
         hand it on to the attention and the output head. Left out: a model split over ranks, whose
         sums are the ranks' too."""

@@ -48,7 +48,7 @@ class ServerConfig:
     lora: Path | None = None
     """Adapter in PEFT's format, merged into the weights at load."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights and cache."""
+    """The dtype of weights and cache."""
     device: str = "auto"
     """auto (CUDA if there is any), cpu, cuda or cuda:N."""
     host: str = "127.0.0.1"
