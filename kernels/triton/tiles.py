@@ -123,9 +123,9 @@ def row_tile(num_cols: int) -> RowTile:
     return RowTile(rows, block, warps_for(rows * block))
 
 
-# Matmul kernels: M and N are the tile of the output, K the step of the reduction; for `weight_grad` the output tile
-# is N × K and M is the step. Chosen from what the compile gate reports; docs/kernels_moe_fp8.md has
-# the reasoning.
+# Matmul kernels: M and N are the tile of the output, K the step of the reduction; for `weight_grad`
+# the output tile is N × K and M is the step. Chosen from what the compile gate reports;
+# docs/kernels_moe_fp8.md has the reasoning.
 
 GROUPED: Mapping[int, Tile] = MappingProxyType(
     {
