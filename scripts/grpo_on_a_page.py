@@ -11,13 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
-from nanoengine.model.config import ModelConfig
-from nanoengine.model.transformer import Transformer
-from nanoinfer.config import InferConfig
-from nanoinfer.engine import LLMEngine
-from nanoinfer.params import Output, SamplingParams
+from nanoengine import Engine, EngineConfig, ModelConfig, Transformer
+from nanoinfer import InferConfig, LLMEngine, Output, SamplingParams
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import build_batch, logp_gap
 from nanorl.types import Rollout
