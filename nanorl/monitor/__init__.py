@@ -1,0 +1,1 @@
+"""Watching a run: its roles, one Prometheus endpoint, alerts."""
