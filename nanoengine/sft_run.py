@@ -29,21 +29,14 @@ from typing import Any, Literal
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from nanoengine.build import SplitConfig, build_engine
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
 from nanoengine.footprint import mfu
-from nanoengine.model.config import ModelConfig
 from nanoengine.model.device import enter_device, resolve_device
-from nanoengine.model.hf import export_state, load_model
 from nanoengine.model.sources import resolve_model
 from nanoengine.model.tokenizer import ChatTokenizer
-from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample, balanced_parts
-from nanoengine.parallel.expert_parallel import ExpertParallel
 from nanoengine.parallel.mesh import DATA_AXES, WORLD, Layout, Mesh
-from nanoengine.parallel.stage import make_stages
-from nanoengine.parallel.tensor_parallel import TensorParallel
-from nanoengine.pipeline_engine import PipelineEngine
 from nanoengine.sft import Order, num_loss_tokens, read_chats, sft_loss
 from nanoengine.state.checkpoint import latest_checkpoint
 from nanoengine.state.export import export_hf
@@ -178,7 +171,12 @@ class SftRun:
         tokenizer = ChatTokenizer.from_folder(self.folder)
         self.samples, self.num_long = read_chats(config.data, tokenizer, config.max_tokens)
         torch.manual_seed(config.seed)
-        self.engine = build_engine(config, self.folder, self.mesh)
+        split = SplitConfig(
+            schedule=config.schedule,
+            chunks=config.chunks,
+            sequence_parallel=config.sequence_parallel,
+        )
+        self.engine = build_engine(self.folder, engine_config(config), self.mesh, split)
         self.order = Order(len(self.samples), config.seed)
         if config.resume and latest_checkpoint(self.checkpoints) is not None:
             self.order.taken = self.engine.load(self.checkpoints)["taken"]
@@ -268,9 +266,8 @@ class SftRun:
             print(f"trained: {target}, a Hugging Face folder; metrics: {self.metrics}")
 
 
-def build_engine(config: SftConfig, folder: Path, mesh: Mesh) -> Engine:
-    """The model of `folder`, split over the mesh."""
-    settings = EngineConfig(
+def engine_config(config: SftConfig) -> EngineConfig:
+    return EngineConfig(
         dtype=config.dtype,
         lr=config.lr,
         schedule=config.schedule_lr,
@@ -282,20 +279,6 @@ def build_engine(config: SftConfig, folder: Path, mesh: Mesh) -> Engine:
         activation_checkpointing=config.activation_checkpointing,
         zero=config.zero,
     )
-    if config.world == 1:
-        return Engine(load_model(folder, device=str(mesh.device)), settings)
-    shape = ModelConfig.from_folder(folder)
-    split = TensorParallel.of(mesh, shape, sequence_parallel=config.sequence_parallel)
-    experts = ExpertParallel.of(mesh, shape)
-    engine: Engine
-    if config.pp > 1:
-        stages = make_stages(mesh, shape, config.chunks, split=split, experts=experts)
-        engine = PipelineEngine(stages, settings, mesh, schedule=config.schedule)
-    else:
-        model = Transformer(shape, device=str(mesh.device), split=split, experts=experts)
-        engine = Engine(model, settings, mesh)
-    engine.load_weights(export_state(load_model(folder)))
-    return engine
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -164,6 +164,18 @@ def load_state(model: Transformer, state: Iterable[tuple[str, Tensor]]) -> None:
         for name, view in views.items():
             view.copy_(tensors[name])
     model.repack()
+
+
+def load_stages(stages: Sequence[Transformer], state: Iterable[tuple[str, Tensor]]) -> None:
+    """`load_state` into parts of a model that each hold some of its layers: `state` has the
+    tensors of the whole model, of which other ranks' stages take the rest."""
+    config = stages[0].config
+    tensors = _collect(state)
+    if config.tie_word_embeddings:
+        drop_tied_head(tensors)
+    check_state(hf_views(Transformer(config, device="meta")), tensors)
+    for stage in stages:
+        load_state(stage, ((name, tensors[name]) for name in hf_views(stage)))
 
 
 def _drop_experts_elsewhere(
