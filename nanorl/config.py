@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from nanoengine.build import SplitConfig
 from nanoengine.config import ComputeConfig
 from nanoengine.optim import Schedule, UpdateConfig
 from nanoengine.parallel.mesh import Layout
@@ -309,7 +310,7 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnerConfig:
+class LearnerConfig(SplitConfig):
     """How the trainer is split over processes (docs/parallelism.md)."""
 
     tp: int = 1
@@ -324,8 +325,6 @@ class LearnerConfig:
     """Processes that share the experts of a mixture, with samples of their own."""
     zero: Literal[0, 1, 2, 3] = 0
     """What the dp (and cp) processes share: 1 optimizer state, 2 gradients, 3 parameters."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1"] = "1f1b"
-    """Order of the pipeline's forward and backward passes."""
     threads: int = 0
     """CPU threads of each process; 0: those of the run divided among the processes of a machine."""
 
@@ -335,9 +334,7 @@ class LearnerConfig:
 
     def __post_init__(self) -> None:
         most = Bound(1, 4096, "so many processes")
-        check_record(
-            self, "learner.", tp=most, pp=most, dp=most, cp=most, ep=most, threads=NATURAL
-        )
+        check_record(self, "learner.", tp=most, pp=most, dp=most, cp=most, ep=most, threads=NATURAL)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -227,7 +227,7 @@ def _resolve(config: RunConfig) -> Path:
 def reference_folder(
     config: RunConfig, own: Path, *, has_begun: bool, write_policy: Callable[[Path], None]
 ) -> Path:
-    """The Hugging Face folder of the reference; `own` is where the run keeps the policy as RL began.
+    """The Hugging Face folder of the reference; `own` is where a run keeps the policy as RL began.
 
     `write_policy` writes the policy as it is now, which is that one unless RL steps were taken
     (`has_begun`). `ValueError` if the run's own is missing.

@@ -31,6 +31,7 @@ from nanorl.tasks.source import FileTasks, TaskSource
 from nanorl.tasks.tiny_model import build_tiny_model
 from nanorl.types import Task
 
+
 @dataclass(kw_only=True)
 class Tasks:
     """The two sides of the data; training batches are a function of the step alone."""

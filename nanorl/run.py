@@ -37,7 +37,6 @@ from nanoengine.sft import num_loss_tokens, sft_loss
 from nanoengine.state.checkpoint import latest_checkpoint, open_checkpoint
 from nanoengine.stop_signals import Interrupted, StopSignals
 from nanoinfer.cancellation import to_the_end
-from nanorl.config import RunConfig
 from nanorl.evaluate import EvaluationResult, evaluate
 from nanorl.learner import Learner, reference_folder
 from nanorl.parts import Parts, num_threads

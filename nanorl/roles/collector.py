@@ -39,9 +39,7 @@ class CollectorRole(RolloutCollector):
         """`folder` is the model's, for its tokenizer. A `kit` and a `generator` are those of this
         process, where there are any; without a generator requests go to the replicas of
         `set_replicas`."""
-        super().__init__(
-            self.play_task, run_seed=config.seed, max_retries=config.rl.max_retries
-        )
+        super().__init__(self.play_task, run_seed=config.seed, max_retries=config.rl.max_retries)
         self.router = Router()
         self.generator: Generator = self.router if generator is None else generator
         self.kit = AgentKit(config, folder) if kit is None else kit
