@@ -147,7 +147,8 @@ def _import_server() -> type[MonitorServer]:
     try:
         from nanorl.monitor.server import MonitorServer
     except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
         raise ValueError(
-            f"--monitor.port needs the package {error.name}; run: pip install -e '.[monitor]'"
+            f"--monitor.port needs the package {missing}; run: pip install -e '.[monitor]'"
         ) from None
     return MonitorServer

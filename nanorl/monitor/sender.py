@@ -70,8 +70,9 @@ class Target:
         try:
             import apprise
         except ModuleNotFoundError as error:
+            missing = (error.name or "").partition(".")[0]
             raise ValueError(
-                f"--monitor.alerts needs the package {error.name}; run: pip install -e '.[alerts]'"
+                f"--monitor.alerts needs the package {missing}; run: pip install -e '.[alerts]'"
             ) from None
         # It works in the thread that calls it: a pool of its own, which it takes for several
         # addresses or for a time limit, has threads that hold the process until they are answered.
