@@ -19,6 +19,7 @@ PACKAGES = [
     "nanorl.agents",
     "nanorl.algorithms",
     "nanorl.envs",
+    "nanorl.monitor",
     "nanorl.report",
     "nanorl.rewards",
     "nanorl.roles",
