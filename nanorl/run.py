@@ -121,6 +121,7 @@ class Run:
         self.cursor = Cursor(tasks=parts.tasks.fingerprint)
         self.critic: RunCritic | None = None
         self.saved_place: tuple[Phase, int] | None = None  # of the cursor in the last checkpoint
+        self.has_to_restore = config.resume
         self.num_losses = 0
         self.furthest_loss = (-1, -1)  # the phase's number and step
         self.started = time.perf_counter()
@@ -140,13 +141,9 @@ class Run:
         ):
             try:
                 await self.roles.start()
-                if self.config.resume:
-                    await self.restore()
-                while self.cursor.phase != "done":
+                while self.has_to_restore or self.cursor.phase != "done":
                     await self._run_phase()
-                await self._train(
-                    self.roles.engine.write_model, self.dir / "model-trained", self.parts.folder
-                )
+                await self._write_model()
             except asyncio.CancelledError:
                 if self.cursor.place != self.saved_place:  # else these weights are on the disk
                     await to_the_end(self.save())
@@ -155,16 +152,23 @@ class Run:
                 await self.roles.close_loop()
 
     async def _run_phase(self) -> None:
-        """A phase, or its beginning: where the trainer dies, the run goes back to the newest
-        checkpoint and on from there, as `--resume` does."""
+        """What comes next. Where the trainer dies, the run goes back to the newest checkpoint and
+        on from there, as `--resume` does."""
         try:
-            await getattr(self, f"run_{self.cursor.phase}")()
+            if self.has_to_restore:
+                await self.restore()
+                self.has_to_restore = False
+            else:
+                await getattr(self, f"run_{self.cursor.phase}")()
         except TrainerLost as lost:
             self._count_loss(lost)
-            self.live.say(f"{lost}: starting it again from the newest checkpoint")
+            self.live.say(f"{lost}: starting it again, from the newest checkpoint")
             await self.roles.restart_trainer()
-            self.critic = None
-            await self.restore()
+            self.critic, self.has_to_restore = None, True
+
+    async def _write_model(self) -> None:
+        target = self.dir / "model-trained"
+        await self._train(self.roles.engine.write_model, target, self.parts.folder)
 
     def _count_loss(self, lost: TrainerLost) -> None:
         """Ends the run where the trainer dies again and again without getting any further."""

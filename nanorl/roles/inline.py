@@ -11,16 +11,16 @@ from nanoengine.engine import Engine
 from nanoengine.model.device import enter_device, release_memory, worker_thread
 from nanoengine.model.hf import load_model, replace_model
 from nanoengine.scoring import Policy
-from nanoengine.state.checkpoint import forget_newer
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.engine import LLMEngine
 from nanorl.agents.kit import AgentKit
 from nanorl.colocation import InlinePublisher
-from nanorl.learner import Critic, load_reference
+from nanorl.learner import load_reference
 from nanorl.monitor.control import RoleStatus
 from nanorl.parts import Parts, num_threads
 from nanorl.roles.base import RunCritic
 from nanorl.roles.collector import collector_role
+from nanorl.roles.critic import SavedCritic
 from nanorl.roles.store import store_role
 from nanosched import Scheduler
 
@@ -31,21 +31,6 @@ class InlineEngine(Engine):
     def write_model(self, folder: Path, extra_files_from: Path | None = None) -> None:
         """The weights as a Hugging Face folder, whole or not at all."""
         replace_model(self.model, folder, extra_files_from)
-
-
-class SavedCritic(Critic):
-    """A critic with its checkpoints."""
-
-    def save(self, path: Path) -> str:
-        """Write a checkpoint under `path`; returns its name there."""
-        folder = self.engine.save(path)
-        assert folder is not None, "it is not saved in the background"
-        return folder.name
-
-    def load(self, path: Path) -> None:
-        """Go back to the checkpoint `path`; newer ones beside it are forgotten."""
-        self.engine.load(path)
-        forget_newer(path)
 
 
 class InlineRoles:

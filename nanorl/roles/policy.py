@@ -235,11 +235,11 @@ class RankedEngine:
         return self._call_each(method, [args] * len(self.group))
 
     def _call_each(self, method: Callable[..., Any], args: Sequence[Sequence[Any]]) -> list[Any]:
-        calls = _answers(lambda: self.group.call_each(method, args))
+        calls = settled_all(lambda: self.group.call_each(method, args))
         return asyncio.run_coroutine_threadsafe(calls, self._loop).result()
 
 
-async def _answers(start: Callable[[], list[Future[Any]]]) -> list[Any]:
+async def settled_all(start: Callable[[], list[Future[Any]]]) -> list[Any]:
     """The results of calls to all ranks; the first error there is. What one rank refuses it refuses
     before it meets the others, so all of them answer."""
     results: list[Any] = await asyncio.gather(*map(_settled, start()), return_exceptions=True)
@@ -270,5 +270,5 @@ async def start_ranks(group: WorkerGroup[PolicyRank], host: str = LOOPBACK) -> N
     """Introduce the ranks to each other and have them build the engine."""
     meeting = None
     if len(group) > 1:
-        meeting = (await _answers(lambda: [group.handles[0].call(PolicyRank.open_store, host)]))[0]
-    await _answers(lambda: group.call(PolicyRank.build, meeting))
+        meeting = (await settled_all(lambda: [group.handles[0].call(PolicyRank.open_store, host)]))[0]
+    await settled_all(lambda: group.call(PolicyRank.build, meeting))

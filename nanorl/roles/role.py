@@ -14,11 +14,11 @@ between two pieces of its work, and is then killed.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable
+import socket
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-from nanorl.monitor.control import RoleKind, RoleState
+from nanorl.monitor.control import RoleKind, RoleState, RoleStatus
 from nanosched import ActorHandle, Scheduler, TaskError, WorkerDied
 
 A = TypeVar("A")
@@ -51,7 +51,27 @@ class Role(Generic[A]):
         self._handle: ActorHandle[A] | None = None
         self._starting = asyncio.Lock()
         self._watch: asyncio.Task[None] | None = None
-        self.last_seen = time.monotonic()
+        self.answer: Mapping[str, float] = {}
+        """What the actor last said of itself (its heartbeat)."""
+
+    @property
+    def current(self) -> ActorHandle[A] | None:
+        """The actor, if one is ready."""
+        return self._handle
+
+    def status(self) -> RoleStatus:
+        """How the role is, as it last said itself."""
+        answer = dict(self.answer)
+        pid = answer.pop("pid", None)
+        return RoleStatus(
+            name=self.name,
+            kind=self.kind,
+            state=self.state,
+            restarts=self.num_restarts,
+            pid=None if pid is None else int(pid),
+            host=socket.gethostname(),
+            metrics=answer,
+        )
 
     @property
     def state(self) -> RoleState:
@@ -63,10 +83,9 @@ class Role(Generic[A]):
         """The actor that serves now; starts one where there is none."""
         async with self._starting:
             if self.is_closed:
-                raise RoleLost(f"{self.name} has been closed")
+                raise RoleLost(f"{self.name} is closed and has no successor")
             if self._handle is None:
                 self._handle = await self._start_again_and_again()
-                self.last_seen = time.monotonic()
             return self._handle
 
     async def call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +165,7 @@ class Role(Generic[A]):
                 answer.cancel()
                 self._scheduler.kill(handle)
                 return f"{self.name} did not answer for {hang_s:g} s and was killed"
-            self.last_seen = time.monotonic()
+            self.answer = answer.result()
 
     def close(self) -> None:
         """No successor any more. The actor ends with its scheduler."""
