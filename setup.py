@@ -23,6 +23,7 @@ PACKAGES = [
     "nanorl.rewards",
     "nanorl.sandbox",
     "nanorl.tasks",
+    "nanorl.weights",
 ]
 
 CORE = [
