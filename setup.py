@@ -25,6 +25,7 @@ PACKAGES = [
     "nanorl.roles",
     "nanorl.sandbox",
     "nanorl.tasks",
+    "nanorl.weights",
 ]
 
 CORE = [

@@ -1,8 +1,8 @@
 """Checksums of tensors, read at the memory's speed and written with a copy for nothing more.
 
-    checksum(x)                      the sum of w[i] · (2 i + 1) over the bytes of x as 64-bit words w,
-                                     modulo 2^64, as a signed number; the last word ends in zeros
-    copy_with_checksum(out, x)       the same while x is copied
+    checksum(x)                   the sum of w[i] · (2 i + 1) over the bytes of x as 64-bit words w,
+                                  modulo 2^64, as a signed number; the last word ends in zeros
+    copy_with_checksum(out, x)    the same while x is copied
 
 On a CPU the C++ kernel does both in one pass; elsewhere, and without a compiler, PyTorch does. All
 give the same number. It notices accidents (a lost, stale, torn or exchanged piece), no forgeries.

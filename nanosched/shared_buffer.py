@@ -54,7 +54,9 @@ class SharedBuffer:
             ) from error
         self._place = _Place(os.getpid(), fd, os.fstat(fd).st_ino, num_bytes)
         self._map: mmap.mmap | None = _map(fd, num_bytes)
-        self._close = weakref.finalize(self, os.close, fd)
+        self._close: weakref.finalize[..., SharedBuffer] | None = weakref.finalize(
+            self, os.close, fd
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -71,7 +73,8 @@ class SharedBuffer:
         """Let go of the memory in this process, as soon as its views are gone; in the process that
         made it, nobody else can open it any more. Idempotent."""
         self._map = None
-        self._close()
+        if self._close is not None:
+            self._close()
 
     def __reduce__(self) -> tuple[object, ...]:
         return _attach, (self._place,)
@@ -80,7 +83,7 @@ class SharedBuffer:
 def _attach(place: _Place) -> SharedBuffer:
     buffer = SharedBuffer.__new__(SharedBuffer)
     buffer._place, buffer._map = place, None
-    buffer._close = weakref.finalize(buffer, int)  # it holds no descriptor
+    buffer._close = None  # it holds no descriptor
     return buffer
 
 
