@@ -168,11 +168,11 @@ class AsyncEngine:
         return self.engine.metrics()
 
     async def beat(self) -> dict[str, float]:
-        """`metrics`, read between two steps by the thread that runs them: an answer says that the
+        """`LLMEngine.beat` between two steps, by the thread that runs them: an answer says that the
         engine goes on, not only the event loop beside it."""
         self._bind()
         async with self._between_steps:
-            return dict(await self._call(self.engine.metrics))
+            return dict(await self._call(self.engine.beat))
 
     async def close(self) -> None:
         """Stop driving; awaiting callers are cancelled."""

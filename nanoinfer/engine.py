@@ -50,7 +50,8 @@ class LLMEngine:
 
     Of a model that is split over tensor-parallel ranks each rank has an engine, and all are called
     with the same requests in the same order: scheduling and sampling depend on nothing else, so
-    they stay in step without a message and every rank has every token.
+    they stay in step without a message and every rank has every token. led_engine.py lets one rank
+    lead the others.
     """
 
     def __init__(
@@ -262,6 +263,10 @@ class LLMEngine:
             "cache_use": used / self._blocks.num_blocks,
             "version": float(self.version),
         }
+
+    def beat(self) -> dict[str, float]:
+        """`metrics`, as a sign of life; an engine of several ranks tells them all."""
+        return self.metrics()
 
     def check(self) -> None:
         """Debug: assert the invariants of scheduler and block manager."""
