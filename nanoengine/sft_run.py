@@ -31,12 +31,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from nanoengine.build import SplitConfig, build_engine
 from nanoengine.config import EngineConfig
+from nanoengine.dealing import deal
 from nanoengine.footprint import mfu
 from nanoengine.model.device import enter_device, resolve_device
 from nanoengine.model.sources import resolve_model
 from nanoengine.model.tokenizer import ChatTokenizer
-from nanoengine.packing import Sample, balanced_parts
-from nanoengine.parallel.mesh import DATA_AXES, WORLD, Layout, Mesh
+from nanoengine.packing import Sample
+from nanoengine.parallel.mesh import WORLD, Layout, Mesh
 from nanoengine.sft import Order, num_loss_tokens, read_chats, sft_loss
 from nanoengine.state.checkpoint import latest_checkpoint
 from nanoengine.state.export import export_hf
@@ -235,8 +236,7 @@ class SftRun:
         """One optimizer step on this process's share of the next batch; the row of metrics."""
         begin = time.perf_counter()
         batch = [self.samples[i] for i in self.order.take(self.config.batch_size)]
-        shares = balanced_parts(batch, self.mesh.size(DATA_AXES))
-        mine = [batch[i] for i in shares[self.mesh.rank(DATA_AXES)]]
+        mine = deal(batch, self.layout).hand(batch, self.mesh.rank())
         result = self.engine.train_step(mine, sft_loss, num_loss_tokens)
         num_tokens = sum(len(sample.tokens) - 1 for sample in batch)
         tokens_per_s = num_tokens / (time.perf_counter() - begin)
