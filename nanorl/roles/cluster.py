@@ -17,9 +17,10 @@ Left out: the loop that trains (trainer.py) and what a death of the trainer mean
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from nanorl.roles.policy import (
     start_ranks,
 )
 from nanorl.roles.replica import Replica, ReplicaRecipe
-from nanorl.roles.role import MOST_FAILURES, Role, RoleLost
+from nanorl.roles.role import MOST_FAILURES, Role, RoleLost, heard
 from nanorl.roles.scorers import CriticRole, ReferenceRole, RemoteCritic, RemoteReference
 from nanorl.roles.store import store_role
 from nanorl.store import RolloutStore
@@ -87,6 +88,8 @@ class Cluster:
         self._scorers: list[Role[Any]] = []
         self._group: WorkerGroup[PolicyRank] | None = None
         self._trainer_restarts = 0
+        self._trainer_watch: asyncio.Task[None] | None = None
+        self._trainer_answers: list[Any] = []
         self._engine: RankedEngine | None = None
         self._transport: Transport | None = None
         self._num_started = 0
@@ -121,7 +124,9 @@ class Cluster:
 
     async def close_loop(self) -> None:
         """End the watches; the processes end with the scheduler."""
-        for role in (self.store, self.collector, *self._replicas.values(), *self._scorers):
+        if self._trainer_watch is not None:
+            self._trainer_watch.cancel()
+        for role in self._all():
             role.close()
 
     def close(self) -> None:
@@ -130,8 +135,27 @@ class Cluster:
         if self._transport is not None:
             self._transport.close()
 
+    def _all(self) -> list[Role[Any]]:
+        return [self.collector, *self._replicas.values(), self.store, *self._scorers]
+
     def statuses(self) -> list[RoleStatus]:
-        return [role.status() for role in (self.store, self.collector, *self._replicas.values())]
+        return [*self._trainer_statuses(), *(role.status() for role in self._all())]
+
+    def _trainer_statuses(self) -> list[RoleStatus]:
+        is_alive = self._group is not None and not self._group.death.is_done()
+        return [
+            RoleStatus(
+                name=f"trainer-{rank}",
+                kind="policy",
+                state="ready" if is_alive else "starting",
+                restarts=self._trainer_restarts,
+                pid=int(answer["pid"]),
+                host=socket.gethostname(),
+                metrics={name: value for name, value in answer.items() if name != "pid"},
+            )
+            for rank, answer in enumerate(self._trainer_answers)
+            if isinstance(answer, dict)
+        ]
 
     # -- the trainer ---------------------------------------------------------------------------
 
@@ -142,6 +166,8 @@ class Cluster:
 
     async def restart_trainer(self) -> None:
         self._trainer_restarts += 1
+        if self._trainer_watch is not None:
+            self._trainer_watch.cancel()
         if self._group is not None:
             self._group.kill()
         await self._start_trainer()
@@ -172,7 +198,23 @@ class Cluster:
         group = self._scheduler.group(PolicyRank, ranks, num_cpus=0, num_gpus=self._gpu_share)
         await start_ranks(group, LOOPBACK)
         self._group = group
-        self._engine = RankedEngine(group, self.layout, asyncio.get_running_loop())
+        self._engine = RankedEngine(group, recipe, asyncio.get_running_loop())
+        self._trainer_watch = asyncio.create_task(self._watch_trainer(group), name="watch trainer")
+
+    async def _watch_trainer(self, group: WorkerGroup[PolicyRank]) -> None:
+        """Ends a trainer of which a rank does not answer; who waits for it then hears of that."""
+        cluster = self.config.cluster
+        while not group.death.is_done():
+            asked = group.call(PolicyRank.heartbeat)
+            done, silent = await asyncio.wait(
+                [asyncio.ensure_future(heard(one)) for one in asked], timeout=cluster.hang_s
+            )
+            if silent:
+                self.say(f"the trainer did not answer for {cluster.hang_s:g} s and was killed")
+                group.kill()
+                return
+            self._trainer_answers = [one.result() for one in done]
+            await asyncio.sleep(cluster.heartbeat_s)
 
     @property
     def _gpu_share(self) -> float:
@@ -197,6 +239,7 @@ class Cluster:
         kind = self.config.cluster.transport
         if kind == "auto":
             kind = "shm" if self.config.cluster.backend == "local" else "dist"
+        assert kind != "cuda_ipc"
         return open_transport(
             kind,
             num_bytes=weight_bytes(self.parts.shape, DTYPES[self.config.dtype]),
@@ -333,9 +376,7 @@ class Cluster:
             await handle.call(ReferenceRole.heartbeat)
             return handle
 
-        role = Role(
-            "reference", "reference", self._scheduler, start, on_restart=self._restarted
-        )
+        role = Role("reference", "reference", self._scheduler, start, on_restart=self._restarted)
         await role.handle()
         self._scorers.append(role)
         self._watch(role, ReferenceRole.heartbeat)
@@ -353,7 +394,5 @@ class Cluster:
 
 async def _ended(call: Any) -> None:
     """Wait for a call whose actor may be dead; then its successor is told anyhow."""
-    try:
+    with suppress(WorkerDied):
         await call
-    except WorkerDied:
-        pass

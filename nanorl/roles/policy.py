@@ -4,10 +4,10 @@
     RankedEngine.train_step(samples)  ───►   PolicyRank.train_step(its share)
                                       ◄───   metrics, log-probs of its share
 
-`RankedEngine` looks like an `Engine` to whoever trains. It deals the samples of a batch to the
-ranks by their place on the data axes and puts the log-probs back in order; losses and gradients are
-sums over all ranks divided by one weight, so the deal changes nothing but the order of sums, and of
-a single rank not even that. Its methods block: they are called in a thread beside the event loop.
+`RankedEngine` looks like an `Engine` to whoever trains. It deals the samples of a batch out
+(nanoengine/dealing.py) and puts the log-probs back in order; losses and gradients are sums over all
+ranks divided by one weight, so the deal changes nothing but the order of sums, and of a single rank
+not even that. Its methods block: they are called in a thread beside the event loop.
 
 A rank that dies takes its group with it (a collective operation cannot go on without it), and every
 call then raises `TrainerLost`: what the ranks knew since the newest checkpoint is gone, so who runs
@@ -28,11 +28,12 @@ from torch import Tensor
 
 from nanoengine.build import SplitConfig, build_engine
 from nanoengine.config import EngineConfig
+from nanoengine.dealing import Deal, deal
 from nanoengine.engine import Engine, LossFn, WeightFn
 from nanoengine.model.device import enter_device, resolve_device, worker_thread
 from nanoengine.model.hf import copy_extra_files, replace_folder, replace_model
-from nanoengine.packing import Sample, balanced_parts
-from nanoengine.parallel.mesh import DATA_AXES, Layout
+from nanoengine.packing import Sample
+from nanoengine.parallel.mesh import Layout
 from nanoengine.parallel.rendezvous import LOOPBACK, Meeting, join_mesh, open_store
 from nanoengine.state.export import export_hf
 from nanosched import Future, TaskError, WorkerDied, WorkerGroup
@@ -166,15 +167,12 @@ class RankedEngine:
     def __init__(
         self,
         group: WorkerGroup[PolicyRank],
-        layout: Layout,
+        recipe: PolicyRecipe,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        self.group, self.layout = group, layout
+        self.group = group
         self.last_logps: list[Tensor] = []
-        self._loop = loop
-        # The place of each rank on the data axes, and the first rank at each place.
-        self._place = [_data_place(layout, rank) for rank in range(layout.world)]
-        self._speakers = [self._place.index(place) for place in range(layout.dp * layout.ep)]
+        self._recipe, self._loop = recipe, loop
 
     def train_step(
         self,
@@ -187,20 +185,24 @@ class RankedEngine:
     ) -> dict[str, float]:
         """Update the weights once, as `Engine.train_step` does. `loss_fn` and `weight_fn` travel:
         functions of a module, or objects that can be pickled."""
-        parts, shares = self._deal(samples)
+        dealt = self._deal(samples)
         options = (loss_fn, weight_fn, temperature, entropy)
-        answers = self._call_each(PolicyRank.train_step, [(share, *options) for share in shares])
-        self.last_logps = self._collect(samples, parts, [logps for _, logps in answers])
+        answers = self._call_each(
+            PolicyRank.train_step, lambda rank: (dealt.hand(samples, rank), *options)
+        )
+        self.last_logps = dealt.collect([logps for _, logps in answers])
         return answers[0][0]
 
     def forward_logprobs(
         self, samples: Sequence[Sample], *, temperature: float = 1.0
     ) -> list[Tensor]:
-        parts, shares = self._deal(samples)
-        answers = self._call_each(
-            PolicyRank.forward_logprobs, [(share, temperature) for share in shares]
+        dealt = self._deal(samples)
+        return dealt.collect(
+            self._call_each(
+                PolicyRank.forward_logprobs,
+                lambda rank: (dealt.hand(samples, rank), temperature),
+            )
         )
-        return self._collect(samples, parts, answers)
 
     def restart(self, config: EngineConfig) -> None:
         self._call(PolicyRank.restart, config)
@@ -214,29 +216,23 @@ class RankedEngine:
     def write_model(self, folder: Path, extra_files_from: Path | None = None) -> None:
         self._call(PolicyRank.write_model, folder, extra_files_from)
 
-    def _deal(self, samples: Sequence[Sample]) -> tuple[list[list[int]], list[list[Sample]]]:
-        """The numbers of the samples at each place of the data axes, and each rank's samples."""
-        if len(self._speakers) == 1:
-            parts = [list(range(len(samples)))]  # their order is the order of sums: leave it alone
-        else:
-            parts = balanced_parts(samples, len(self._speakers))
-        return parts, [[samples[i] for i in parts[place]] for place in self._place]
-
-    def _collect(
-        self, samples: Sequence[Sample], parts: list[list[int]], answers: Sequence[list[Tensor]]
-    ) -> list[Tensor]:
-        """What the first rank of each place said of its samples, in the order of the samples."""
-        found: dict[int, Tensor] = {}
-        for numbers, speaker in zip(parts, self._speakers, strict=True):
-            found |= zip(numbers, answers[speaker], strict=True)
-        return [found[i] for i in range(len(samples))]
+    def _deal(self, samples: Sequence[Sample]) -> Deal:
+        recipe = self._recipe
+        return deal(samples, recipe.layout, share_prefix=recipe.config.share_prefix)
 
     def _call(self, method: Callable[..., Any], *args: Any) -> list[Any]:
-        return self._call_each(method, [args] * len(self.group))
+        return self._call_each(method, lambda _: args)
 
-    def _call_each(self, method: Callable[..., Any], args: Sequence[Sequence[Any]]) -> list[Any]:
-        calls = settled_all(lambda: self.group.call_each(method, args))
-        return asyncio.run_coroutine_threadsafe(calls, self._loop).result()
+    def _call_each(
+        self, method: Callable[..., Any], args_of: Callable[[int], Sequence[Any]]
+    ) -> list[Any]:
+        """Call all ranks, each with its own arguments, and wait; results in order of rank."""
+
+        def start() -> list[Future[Any]]:
+            return self.group.call_each(method, args)
+
+        args = [args_of(rank) for rank in range(len(self.group))]
+        return asyncio.run_coroutine_threadsafe(settled_all(start), self._loop).result()
 
 
 async def settled_all(start: Callable[[], list[Future[Any]]]) -> list[Any]:
@@ -258,17 +254,11 @@ async def _settled(call: Future[Any]) -> Any:
         raise TrainerLost(f"the trainer died ({died})") from died
 
 
-def _data_place(layout: Layout, rank: int) -> int:
-    """The index of a rank's coordinates on the axes that have samples of their own."""
-    coordinates, place = layout.coordinates(rank), 0
-    for axis in DATA_AXES:
-        place = place * getattr(layout, axis) + coordinates[axis]
-    return place
-
-
 async def start_ranks(group: WorkerGroup[PolicyRank], host: str = LOOPBACK) -> None:
     """Introduce the ranks to each other and have them build the engine."""
     meeting = None
     if len(group) > 1:
-        meeting = (await settled_all(lambda: [group.handles[0].call(PolicyRank.open_store, host)]))[0]
+        meeting = (await settled_all(lambda: [group.handles[0].call(PolicyRank.open_store, host)]))[
+            0
+        ]
     await settled_all(lambda: group.call(PolicyRank.build, meeting))

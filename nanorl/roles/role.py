@@ -136,7 +136,7 @@ class Role(Generic[A]):
     ) -> None:
         while not self.is_closed:
             handle = await self.handle()
-            death = asyncio.ensure_future(_settled(self._scheduler.death(handle)))
+            death = asyncio.ensure_future(heard(self._scheduler.death(handle)))
             try:
                 why = await self._until_dead(handle, death, heartbeat, every_s, hang_s)
             finally:
@@ -156,7 +156,7 @@ class Role(Generic[A]):
             await asyncio.wait({death}, timeout=every_s)
             if death.done():
                 return str(death.result())
-            answer = asyncio.ensure_future(_settled(handle.call(heartbeat)))
+            answer = asyncio.ensure_future(heard(handle.call(heartbeat)))
             await asyncio.wait({death, answer}, timeout=hang_s, return_when="FIRST_COMPLETED")
             if death.done():
                 answer.cancel()
@@ -174,7 +174,7 @@ class Role(Generic[A]):
             self._watch.cancel()
 
 
-async def _settled(future: Any) -> Any:
+async def heard(future: Any) -> Any:
     """Waits for a call and returns its value, or its error as a value."""
     try:
         return await future

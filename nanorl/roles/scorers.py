@@ -55,12 +55,8 @@ class ReferenceRole(_Worker):
         super().__init__(config.device, threads)
         self._scorer = load_reference(config, folder, self.device)
 
-    async def forward_logprobs(
-        self, samples: Sequence[Sample], temperature: float
-    ) -> list[Tensor]:
-        return await self._work(
-            self._scorer.forward_logprobs, samples, temperature=temperature
-        )
+    async def forward_logprobs(self, samples: Sequence[Sample], temperature: float) -> list[Tensor]:
+        return await self._work(self._scorer.forward_logprobs, samples, temperature=temperature)
 
 
 class CriticRole(_Worker):
@@ -103,9 +99,7 @@ class RemoteReference:
 class RemoteCritic:
     """A critic in another process, for a thread that may wait. Raises TrainerLost if it died."""
 
-    def __init__(
-        self, handle: ActorHandle[CriticRole], loop: asyncio.AbstractEventLoop
-    ) -> None:
+    def __init__(self, handle: ActorHandle[CriticRole], loop: asyncio.AbstractEventLoop) -> None:
         self._handle, self._loop = handle, loop
 
     def values(self, samples: Sequence[Sample]) -> list[Tensor]:
