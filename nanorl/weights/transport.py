@@ -313,7 +313,8 @@ class DistTransport(Transport):
             timeout=timedelta(seconds=timeout_s),
             master_listen_fd=self._socket.detach(),
         )
-        self._meeting = Meeting(host, port, num_senders, timeout_s, device)
+        # A peer's patience ends before ours, so that a failed meeting is known to all who were there.
+        self._meeting = Meeting(host, port, num_senders, timeout_s / 2, device)
         self._epoch, self._members = 0, tuple[str, ...]()
 
     def _make_sender(self, key: str, rank: int) -> WeightSender:
