@@ -1,4 +1,4 @@
-"""Weights between real processes: every layout to every replica, deaths, stragglers, late comers."""
+"""Weights between real processes: every layout to every replica, deaths, late comers."""
 
 from __future__ import annotations
 
