@@ -24,6 +24,7 @@ PACKAGES = [
     "nanorl.roles",
     "nanorl.sandbox",
     "nanorl.tasks",
+    "nanorl.weights",
 ]
 
 CORE = [

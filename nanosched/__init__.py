@@ -16,6 +16,7 @@ from nanosched.errors import (
 )
 from nanosched.future import Future
 from nanosched.queue import BoundedQueue
+from nanosched.shared_buffer import SharedBuffer
 
 __all__ = [
     "ActorBuilder",
@@ -27,6 +28,7 @@ __all__ = [
     "QueueClosed",
     "Scheduler",
     "SchedulerError",
+    "SharedBuffer",
     "TaskError",
     "WorkerDied",
 ]
