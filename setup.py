@@ -21,6 +21,7 @@ PACKAGES = [
     "nanorl.envs",
     "nanorl.report",
     "nanorl.rewards",
+    "nanorl.roles",
     "nanorl.sandbox",
     "nanorl.tasks",
 ]
