@@ -19,11 +19,13 @@ PACKAGES = [
     "nanorl.agents",
     "nanorl.algorithms",
     "nanorl.envs",
+    "nanorl.monitor",
     "nanorl.report",
     "nanorl.rewards",
     "nanorl.roles",
     "nanorl.sandbox",
     "nanorl.tasks",
+    "nanorl.weights",
 ]
 
 CORE = [

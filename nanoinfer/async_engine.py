@@ -54,12 +54,18 @@ class AsyncEngine:
         return self.engine.version
 
     async def generate(
-        self, ids: Ids[int], params: SamplingParams, priority: int = 0, name: str | None = None
+        self,
+        ids: Ids[int],
+        params: SamplingParams,
+        priority: int = 0,
+        name: str | None = None,
+        sampled: Output | None = None,
     ) -> Output:
-        """Complete `ids`. Cancelling the caller aborts the request; `abort(name)` ends it."""
+        """Complete `ids`. Cancelling the caller aborts the request; `abort(name)` ends it. With
+        what an abort left as `sampled` the request goes on from there (`LLMEngine.add`)."""
         self._bind()
         future: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
-        handle = await self._add(ids, params, priority, name, future)
+        handle = await self._add(ids, params, priority, name, future, sampled)
         try:
             return await future
         except asyncio.CancelledError:
@@ -94,9 +100,10 @@ class AsyncEngine:
         priority: int,
         name: str | None,
         caller: asyncio.Future[Output] | TokenStream,
+        sampled: Output | None = None,
     ) -> int:
         async with self._between_steps:
-            handle = self.engine.add(ids, params, priority)
+            handle = self.engine.add(ids, params, priority, sampled)
             self._callers[handle] = caller
             self._names[handle] = name
         self._start_driver()
@@ -159,6 +166,13 @@ class AsyncEngine:
 
     def metrics(self) -> dict[str, float]:
         return self.engine.metrics()
+
+    async def beat(self) -> dict[str, float]:
+        """`LLMEngine.beat` between two steps, by the thread that runs them: an answer says that the
+        engine goes on, not only the event loop beside it."""
+        self._bind()
+        async with self._between_steps:
+            return dict(await self._call(self.engine.beat))
 
     async def close(self) -> None:
         """Stop driving; awaiting callers are cancelled."""
