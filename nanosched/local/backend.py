@@ -50,7 +50,6 @@ from nanosched.resources import ActorOptions, PlacementGroup, Resources
 
 LEAVE_S = 0.4  # for processes to end when they are told to, before they are killed
 KILL_S = 0.5  # for the kernel to end a killed process, before its resources are free
-MAX_MESSAGES = 32  # from one actor before others have their turn
 
 
 class _Call(NamedTuple):
@@ -139,7 +138,11 @@ class LocalBackend:
             return future
         payload, inputs = pack_arguments(self._packer, future.label, args, kwargs)
         self._attach()
-        actor.line.append(_Call(method, payload, inputs, future))
+        call = _Call(method, payload, inputs, future)
+        if actor.connection is not None and not actor.line and not inputs:
+            self._send(actor, call)
+            return future
+        actor.line.append(call)
         if len(actor.line) == 1:
             self._advance(actor)
         return future
@@ -227,18 +230,14 @@ class LocalBackend:
         """Reads what an actor has sent, and sends what its socket did not take before."""
         if events & select.EPOLLOUT:
             channel.flush()
-        for _ in range(MAX_MESSAGES):
-            try:
-                received = channel.receive()
-            except BlockingIOError:
-                break
+        with contextlib.suppress(BlockingIOError):
+            received = channel.receive()
             if received is None:  # its end is told by its process
                 self._unwatch(channel.fileno())
-                break
-            self._receive(actor, received)
-            if channel.is_closed:
-                return
-        self._end_if_unwanted(actor)
+            else:
+                self._receive(actor, received)
+        if actor.num_handles == 0:
+            self._end_if_unwanted(actor)
 
     def _receive(self, actor: LocalActor, received: Received) -> None:
         message = received.message
