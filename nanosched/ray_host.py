@@ -119,6 +119,8 @@ class _Object:
 
     def __init__(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         _internal_kv_del(_own_key(), namespace=NAMESPACE)  # a former life's
+        if not ray.get_gpu_ids():  # Ray hides devices only from those who have one
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self._label = cls.__name__
         self._instance: Any = None
         self._error: SchedulerError | None = None
