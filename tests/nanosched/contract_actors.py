@@ -50,10 +50,6 @@ class Counter:
         await asyncio.sleep(0)
         return list(self.begun)
 
-    def begin_at_once(self, number: int, _weight: object = None) -> list[int]:
-        self.begun.append(number)
-        return list(self.begun)
-
     async def wait_for_gate(self) -> str:
         await self.gate.wait()
         return "open"
