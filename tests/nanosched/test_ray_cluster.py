@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -17,16 +18,17 @@ PROGRAM = Path(__file__).with_name("ray_cluster_program.py")
 
 
 @pytest.mark.xdist_group("ray")
-def test_a_lost_machine_takes_its_actors_and_no_others(tmp_path: Path) -> None:
+def test_a_lost_machine_takes_its_actors_and_no_others() -> None:
     pytest.importorskip("ray", reason="ray is not installed (pip install .[ray])")
     environment = {**os.environ, "RAY_AUTH_TOKEN": "0" * 64}
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    with TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        done = subprocess.run(  # pytest's own folders have too long names for a socket
+            [sys.executable, str(PROGRAM), folder],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
     assert done.returncode == 0, done.stderr[-4000:]
     machines = "(num_cpus=2, num_gpus=0) and (num_cpus=2, num_gpus=0)"
     assert json.loads(done.stdout.splitlines()[-1]) == {
