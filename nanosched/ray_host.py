@@ -182,10 +182,14 @@ class _Line:
 
     async def arrive(self, number: int) -> None:
         if number > self._next:
-            arrived = self._waiting.setdefault(number, asyncio.Event())
-            with suppress(TimeoutError):  # an earlier call was lost on its way, its caller knows
-                await asyncio.wait_for(arrived.wait(), LOST_CALL_S)
-            self._waiting.pop(number, None)
+            arrived = self._waiting[number] = asyncio.Event()
+            while not arrived.is_set():
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(arrived.wait(), LOST_CALL_S)
+                    break
+                # One was lost on its way, and its caller knows: the first of the others goes on.
+                self._waiting[min(self._waiting)].set()
+            del self._waiting[number]
         self._next = max(self._next, number + 1)
         if self._next in self._waiting:
             self._waiting[self._next].set()

@@ -3,7 +3,7 @@
     python scripts/sched_work.py local|ray [--small]
 
 Prints one JSON line: each row's name and its value, which is in seconds, but for `copy` (bytes/s)
-and the rows of calls/s. `local` goes through nanosched; `ray` is Ray's own interface, without nanosched.
+and the rows of calls/s. `local` goes through nanosched; `ray` is Ray's own interface.
 """
 
 from __future__ import annotations

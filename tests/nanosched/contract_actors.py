@@ -105,6 +105,11 @@ class Plain:
     def leave(self) -> None:
         sys.exit(3)
 
+    def write_and_die(self, path: str) -> None:
+        with open(path, "a") as file:
+            file.write("here\n")
+        os._exit(1)
+
     def devices(self) -> str | None:
         return os.environ.get("CUDA_VISIBLE_DEVICES")
 

@@ -380,6 +380,15 @@ def test_a_killed_process_is_restarted_as_often_as_allowed(sched):
         sched.get(plain.pid.remote(), timeout_s=LIMIT_S)
 
 
+@processes
+def test_a_call_that_ends_its_process_is_not_repeated(sched, tmp_path):
+    plain = sched.actor(Plain, max_restarts=3).remote()
+    with pytest.raises(WorkerDied):
+        sched.get(plain.write_and_die.remote(str(tmp_path / "file")), timeout_s=LIMIT_S)
+    assert sched.get(plain.note.remote(1), timeout_s=LIMIT_S) == [1]
+    assert (tmp_path / "file").read_text() == "here\n"
+
+
 def test_death_says_why(sched):
     killed, left = sched.actor(Counter).remote(), sched.actor(Plain).remote()
     deaths = [sched.death(killed), sched.death(left)]
