@@ -213,8 +213,8 @@ class LocalBackend:
         self._watch(channel.fileno(), partial(self._serve, actor, channel))
         actor.connection = Connection(channel)
         payloads = [actor.plan, *payloads_of(self._packer, actor.inputs)]
-        self._lend_handles(actor, actor.plan)
         channel.send(Start(actor.label, _main_module()), payloads)
+        self._lend_handles(actor, actor.plan)
         for holder in actor.holders.values():
             self._connect(holder, actor)
 
@@ -308,7 +308,10 @@ class LocalBackend:
     # -- ends ------------------------------------------------------------------------------------
 
     def kill(self, actor: LocalActor) -> None:
-        self._end(actor, f"{actor.label} was killed")
+        self._kill(actor, f"{actor.label} was killed")
+
+    def _kill(self, actor: LocalActor, reason: str) -> None:
+        self._end(actor, reason)
         if actor.process is not None and select.select([actor.process.pidfd], [], [], KILL_S)[0]:
             self._bury(actor)
 
@@ -401,7 +404,7 @@ class LocalBackend:
         return received_handle, (actor.actor_id, actor.cls)
 
     def _lend_handles(self, receiver: LocalActor, payload: Payload) -> None:
-        """Before a payload with handles is sent: the receiver gets ways to those actors."""
+        """The receiver of a payload with handles gets ways to those actors."""
         for actor_id in payload.handles:
             actor = self._actors.get(actor_id)
             if actor is None or actor.reason is not None:
@@ -420,7 +423,7 @@ class LocalBackend:
         if caller.connection is None or callee.connection is None:
             return
         one, other = pair()
-        link = Link(callee.actor_id, callee.label)
+        link = Link(callee.actor_id)
         caller.connection.channel.send(link, files=[one.fileno()])
         callee.connection.channel.send(Accept(), files=[other.fileno()])
         one.close()
@@ -449,7 +452,7 @@ class LocalBackend:
 
     def remove(self, group: PlacementGroup) -> None:
         for actor in [one for one in self._actors.values() if one.options.placement is group]:
-            self.kill(actor)
+            self._kill(actor, f"{actor.label} ended with its placement group")
         self._machine.release_group(group)
         self._serve_waiting()
 
