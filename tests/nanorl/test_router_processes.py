@@ -29,7 +29,7 @@ REQUESTS = [
 
 @asynccontextmanager
 async def cluster() -> AsyncIterator[Scheduler]:
-    sched = Scheduler("local", resources=Resources(num_cpus=8), preload=("torch",))
+    sched = Scheduler("local", resources=Resources(num_cpus=8), preload=("replica_actors",))
     try:
         async with asyncio.timeout(200):
             yield sched
@@ -74,6 +74,7 @@ def test_replicas_killed_drained_and_added_under_load_lose_no_request(tmp_path: 
             for output, true in zip(outputs, expected, strict=True):
                 assert (output.ids, output.logps) == (true.ids, true.logps)
             await gone
+            await replicas["r3"].call(MortalReplica.heartbeat)
             counters = await asker.call(Asker.counters)
             assert counters["num_lost"] >= 1 and counters["num_drained"] >= 1, counters
             assert counters["num_open"] == 2 and no_load(counters), counters
