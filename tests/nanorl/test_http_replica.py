@@ -106,11 +106,11 @@ def test_what_a_server_refuses_and_what_it_loses_are_told_apart() -> None:
 def test_a_server_takes_the_versions_of_a_folder_whole_and_verified(tmp_path: Path) -> None:
     save_model(make_model(1), tmp_path / "v1")
     entries = tuple(
-        WeightEntry(name, tuple(tensor.shape), "float32", checksum(tensor))
+        WeightEntry(name, tuple(tensor.shape), "float32").sealed(checksum(tensor))
         for name, tensor in export_state(make_model(1))
     )
     good = DiskOffer(version=1, entries=entries, folder=str(tmp_path / "v1"))
-    torn = replace(good, entries=(replace(entries[0], checksum=5), *entries[1:]), version=2)
+    torn = replace(good, entries=(replace(entries[0], seal=5), *entries[1:]), version=2)
     receiver = InprocReceiver("key")
 
     async def scenario(served: Served) -> None:
