@@ -51,14 +51,14 @@ def no_load(counters: dict[str, float]) -> bool:
     return not any(value for name, value in counters.items() if name.startswith("load/"))
 
 
-def test_replicas_killed_drained_and_added_under_load_lose_no_request(tmp_path: Path) -> None:
+def test_replicas_killed_hung_drained_and_added_under_load_lose_no_request(tmp_path: Path) -> None:
     save_folder(tmp_path)
     prompts, params = [ids for ids, _ in REQUESTS], [p for _, p in REQUESTS]
     expected = make_text_engine(num_blocks=300).generate(prompts, params)
 
     async def scenario() -> None:
         async with cluster() as sched:
-            replicas = {f"r{i}": start(sched, tmp_path) for i in range(3)}
+            replicas = {f"r{i}": start(sched, tmp_path) for i in range(4)}
             pids = [await handle.call(MortalReplica.pid) for handle in replicas.values()]
             asker = sched.actor(Asker).remote()
             await asker.call(Asker.set_replicas, replicas)
@@ -68,15 +68,19 @@ def test_replicas_killed_drained_and_added_under_load_lose_no_request(tmp_path: 
             os.kill(pids[0], signal.SIGKILL)
             await until_busy(replicas["r1"], 100)
             await replicas["r1"].call(MortalReplica.drain)
-            replicas = {"r2": replicas["r2"], "r3": start(sched, tmp_path)}
+            os.kill(pids[2], signal.SIGSTOP)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(replicas["r2"].call(MortalReplica.heartbeat), 0.3)
+            sched.kill(replicas["r2"])
+            replicas = {"r3": replicas["r3"], "r4": start(sched, tmp_path)}
             await asker.call(Asker.set_replicas, replicas)
             outputs = await asked
             for output, true in zip(outputs, expected, strict=True):
                 assert (output.ids, output.logps) == (true.ids, true.logps)
             await gone
-            await replicas["r3"].call(MortalReplica.heartbeat)
+            await replicas["r4"].call(MortalReplica.heartbeat)
             counters = await asker.call(Asker.counters)
-            assert counters["num_lost"] >= 1 and counters["num_drained"] >= 1, counters
+            assert counters["num_lost"] >= 2 and counters["num_drained"] >= 1, counters
             assert counters["num_open"] == 2 and no_load(counters), counters
 
     asyncio.run(scenario())
