@@ -15,11 +15,24 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanoinfer.server.config import HttpLimits
 
-_KEEP_ALIVE_S = 30
+KEEP_ALIVE_S = 30
 
 
 def server_config(app: Starlette, limits: HttpLimits, host: str, port: int) -> uvicorn.Config:
     """Put uvicorn around `app`, and `limits` on each of its connections."""
+    return uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        http=limited_connection(limits),
+        ws="none",
+        lifespan="off",
+        timeout_keep_alive=KEEP_ALIVE_S,
+    )
+
+
+def limited_connection(limits: HttpLimits) -> type[H11Protocol]:
+    """The protocol of a connection that is held to `limits`."""
 
     class Connection(H11Protocol):
         _timer: asyncio.TimerHandle | None = None
@@ -76,12 +89,4 @@ def server_config(app: Starlette, limits: HttpLimits, host: str, port: int) -> u
                 self._unread_timer.cancel()
                 self._unread_timer = None
 
-    return uvicorn.Config(
-        app,
-        host=host,
-        port=port,
-        http=Connection,
-        ws="none",
-        lifespan="off",
-        timeout_keep_alive=_KEEP_ALIVE_S,
-    )
+    return Connection

@@ -1,4 +1,5 @@
-"""The view of a run while it goes on: its phases with the time left, and the numbers that matter.
+"""The view of a run while it goes on: its phases with the time left, the numbers that matter, and
+its roles where they are in more than one process.
 
 On a terminal a `rich` display that redraws itself; anywhere else (a file, a pipe, CI) plain lines,
 as many for each phase as it asks for. Left out: history beyond the sparkline of success (see
@@ -10,11 +11,11 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import (
     BarColumn,
@@ -28,10 +29,13 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from nanorl.monitor.control import RoleStatus, is_spread
 from nanorl.report.charts import duration, number
 
 _BARS = "▁▂▃▄▅▆▇█"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal would obey them
+_MOST_ROLES = 16  # a terminal has some 50 rows
+_STATE_STYLES = {"ready": "green", "dead": "bold red"}
 _FRACTIONS = re.compile(r"(heldout_)?success(_.*)?|.*_fraction")
 
 
@@ -76,6 +80,7 @@ class LiveView:
         self._phases: dict[str, Phase] = {}
         self._metrics: dict[str, float | None] = {}
         self._successes: list[float] = []
+        self._roles: Sequence[RoleStatus] = ()
         self._progress = Progress(
             TextColumn("{task.description}", style="bold"),
             BarColumn(bar_width=36),
@@ -148,6 +153,10 @@ class LiveView:
             print(f"[{duration(self._clock() - self._start_s)}] {clean}", file=self._console.file)
             self._console.file.flush()
 
+    def show_roles(self, roles: Sequence[RoleStatus]) -> None:
+        """How the roles are now. A display alone shows them; a log has a line where one changes."""
+        self._roles = roles if is_spread(roles) else ()
+
     def _tell(self, phase: Phase, metrics: Mapping[str, float | None]) -> None:
         left_s = phase.left_s(self._clock())
         left = f", {duration(left_s)} left" if left_s else ""
@@ -163,14 +172,37 @@ class LiveView:
         ]
         for i in range(0, len(cells), 4):
             table.add_row(*cells[i : i + 4])
-        parts: list[Text | Progress | Table] = [
+        parts: list[RenderableType] = [
             Text(self._title, style="bold cyan"),
             self._progress,
         ]
         if self._successes:
             spark = sparkline(self._successes, width=60)
             parts.append(Text.assemble(("success ", "dim"), (spark, "green")))
-        return Group(*parts, table)
+        parts.append(table)
+        if self._roles:
+            parts.append(roles_table(self._roles[:_MOST_ROLES]))
+        if num_hidden := len(self._roles[_MOST_ROLES:]):
+            parts.append(Text(f"and {num_hidden} more roles: nanorl status", style="dim"))
+        return Group(*parts)
+
+
+def roles_table(roles: Sequence[RoleStatus]) -> Table:
+    """A row for each role; – for a number that it does not report."""
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for name in ("role", "state"):
+        table.add_column(name)
+    for name in ("version", "queue", "tokens/s", "restarts"):
+        table.add_column(name, justify="right")
+    for role in roles:
+        numbers = (role.metrics.get(name) for name in ("version", "num_waiting", "tokens_per_s"))
+        table.add_row(
+            Text(_CONTROL.sub("?", role.name)),
+            Text(role.state, style=_STATE_STYLES.get(role.state, "yellow")),
+            *(number(value) for value in numbers),
+            str(role.restarts),
+        )
+    return table
 
 
 def sparkline(fractions: list[float], width: int) -> str:

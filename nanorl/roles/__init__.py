@@ -1,5 +1,12 @@
-"""The roles of a training run: what each process of it does, as actors of nanosched.
+"""The roles of a run: who computes what, in this process or in others.
 
-A role is a class that knows nothing of where it runs. Inline its objects live in the driver's own
-process; on another back end each has a process, or several, of its own.
+policy.py      a rank of the training engine, and the engine that its ranks are together
+replica.py     an inference engine; router.py shares requests out among several
+collector.py   agents, environments and sandboxes
+scorers.py     the reference and the critic
+role.py        one role under supervision: its handle, its restarts
+base.py        what a run asks of its roles; inline.py and cluster.py are the two answers
+
+Where a role runs never changes what it computes: weights and rollouts of a synchronous run are
+equal bit for bit in one process, in several, and on Ray. docs/scheduler.md has the picture.
 """

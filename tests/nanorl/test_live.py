@@ -1,10 +1,12 @@
 """The live view: plain lines where nobody can watch, a redrawn display where somebody can."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console
 
+from nanorl.monitor.control import RoleStatus
 from nanorl.report.live import LiveView, sparkline
 
 
@@ -52,6 +54,46 @@ def test_the_live_display_shows_phases_metrics_and_sparkline():
     for part in ("nanorl tiny", "warm start", "4/4", "2/2", "▁█", "1,234", "[red]saved[/red]?[2J"):
         assert part in shown
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # the cursor is back
+
+
+def roles(*pids: int) -> list[RoleStatus]:
+    return [
+        RoleStatus(
+            name=f"replica-{i}",
+            kind="replica",
+            state="dead" if i == 1 else "ready",
+            restarts=i,
+            pid=pid,
+            host="here",
+            metrics={"version": 7.0, "num_waiting": 12.0, "tokens_per_s": 3456.0} if i else {},
+        )
+        for i, pid in enumerate(pids)
+    ]
+
+
+def shown_roles(given: list[RoleStatus], *, is_terminal: bool = True) -> str:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=is_terminal, width=110)
+    with LiveView("nanorl tiny", console=console) as view:
+        view.show_roles(given)
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
+
+
+def test_the_display_shows_the_roles_of_several_processes():
+    rows = [line.split() for line in shown_roles(roles(4, 5)).splitlines()]
+    assert ["role", "state", "version", "queue", "tokens/s", "restarts"] in rows
+    assert ["replica-0", "ready", "–", "–", "–", "0"] in rows
+    assert ["replica-1", "dead", "7", "12", "3,456", "1"] in rows
+
+
+def test_roles_are_not_shown_inline_nor_in_a_log():
+    assert "replica" not in shown_roles(roles(4, 4))
+    assert shown_roles(roles(4, 5), is_terminal=False) == shown_roles([], is_terminal=False)
+
+
+def test_many_roles_do_not_fill_the_terminal():
+    shown = shown_roles(roles(*range(100)))
+    assert "replica-15" in shown and "replica-16" not in shown and "and 84 more roles" in shown
 
 
 def test_a_resumed_phase_counts_the_time_of_its_own_steps():

@@ -1,0 +1,42 @@
+"""The options of the monitor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanorl.bounds import COUNT, Bound, check_record
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorConfig:
+    """Watch the run from outside, and be told when something is wrong. All of it is off by
+    default."""
+
+    port: int | None = None
+    """Serve Prometheus' /metrics, /status and the control verbs on this port; 0: any free one.
+    The run writes the real one, and the control verbs' token, to monitor.json."""
+    host: str = "127.0.0.1"
+    """Address to listen on. On any other than this machine's own, /metrics and /status are open to
+    whoever reaches the port; the control verbs always need the token."""
+    alerts: tuple[str, ...] = ()
+    """Where alerts go: apprise addresses, or files with one on each line. Use a file for addresses
+    that hold a password: options are recorded in config.json and in the report."""
+    stall_minutes: float = 30.0
+    """Alert when nothing was finished for so long: no step, no evaluated task."""
+    collapse_steps: int = 5
+    """Alert when each of so many steps has less than half of the best success, which is a mean
+    over as many steps."""
+
+    def __post_init__(self) -> None:
+        check_record(
+            self,
+            "monitor.",
+            port=Bound(0, 65535, "the highest port"),
+            stall_minutes=Bound(0, 1e6, is_open=True),
+            collapse_steps=COUNT,
+        )
+        if self.port is None and self.host != type(self).host:
+            raise ValueError(
+                f"--monitor.host {self.host}: nothing listens without --monitor.port; give a port, "
+                "0 for any free one"
+            )

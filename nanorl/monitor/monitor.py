@@ -1,0 +1,154 @@
+"""One run, watched: puts board, HTTP server, alerts and the live view's roles around it.
+
+    async with RunMonitor(config.monitor, config.run_dir, live, control) as monitor:
+        monitor.begin_phase("rl")
+        ...
+        monitor.observe_step(result.step, result.metrics, rollouts)
+
+With every option off and one process there is nothing to watch: no task, no socket, and none of
+prometheus_client, starlette and apprise is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanoengine.stop_signals import Interrupted
+from nanorl.monitor.alerts import Alert, AlertRules
+from nanorl.monitor.board import RunBoard
+from nanorl.monitor.config import MonitorConfig
+from nanorl.monitor.control import ClusterControl
+from nanorl.monitor.sender import AlertSender
+from nanorl.report.live import LiveView
+from nanorl.report.metrics import read_metrics
+from nanorl.types import Rollout
+
+if TYPE_CHECKING:  # it needs the extra `monitor`
+    from nanorl.monitor.server import MonitorServer
+
+_POLL_S = 1.0
+_ASKED_TO_STOP = (Interrupted, asyncio.CancelledError, KeyboardInterrupt, SystemExit)
+
+
+class RunMonitor:
+    """An async context manager around a run. `ValueError` for addresses that cannot be used or
+    extras that are missing; later on, nothing that goes wrong here reaches the run."""
+
+    def __init__(
+        self,
+        config: MonitorConfig,
+        run_dir: Path,
+        live: LiveView,
+        control: ClusterControl | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._live = live
+        self._control = control
+        self._clock = clock
+        self._board = RunBoard(clock)
+        self._sender: AlertSender | None = None
+        self._rules: AlertRules | None = None
+        self._server: MonitorServer | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._is_broken = False
+
+    async def __aenter__(self) -> RunMonitor:
+        if self._config.alerts:
+            # First, because it may refuse, and a server would have to be closed again.
+            self._sender = AlertSender(self._config.alerts, self._run_dir.name, say=self._live.say)
+            self._rules = AlertRules(self._config, self._success_so_far())
+        if self._config.port is not None:
+            self._server = _import_server()(self._config, self._run_dir, self._board, self._control)
+            access = await self._server.start()
+            self._live.say(f"monitor: {access.url}/metrics and /status")
+        if self._sender is not None or self._control is not None:
+            self._watcher = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+        if self._rules is not None and error is not None and not isinstance(error, _ASKED_TO_STOP):
+            self._send(self._rules.end_with(error))
+        if self._server is not None:
+            await self._server.close()
+        if self._sender is not None:
+            await self._sender.close()
+
+    def begin_phase(self, name: str) -> None:
+        """The run does something else from now on."""
+        self._board.begin_phase(name)
+
+    def progress(self) -> None:
+        """Something other than a step was finished: a task of an evaluation, a supervised step."""
+        self._board.progress()
+
+    def observe_step(
+        self, step: int, metrics: Mapping[str, Any], rollouts: Iterable[Rollout]
+    ) -> None:
+        """RL step `step` is finished; `rollouts` are those that it trained on."""
+        self._guarded(partial(self._take_step, step, metrics, rollouts))
+
+    def _take_step(
+        self, step: int, metrics: Mapping[str, Any], rollouts: Iterable[Rollout]
+    ) -> None:
+        self._board.observe_step(step, metrics, rollouts)
+        if self._control is not None:
+            self._board.observe_roles(self._control.roles())
+        if self._rules is not None:
+            self._send(self._rules.observe_step(step, self._board.metrics, self._clock()))
+
+    def _success_so_far(self) -> list[float]:
+        rows = read_metrics(self._run_dir / "metrics.jsonl")
+        return [row["success"] for row in rows if row.get("success") is not None]
+
+    async def _watch(self) -> None:
+        """Look at the roles once a second."""
+        while not self._is_broken:
+            self._guarded(self._look)
+            await asyncio.sleep(_POLL_S)
+
+    def _guarded(self, look: Callable[[], None]) -> None:
+        """The boundary between the run and whoever watches it: a defect of ours is said once, and
+        then nothing is watched any more."""
+        if self._is_broken:
+            return
+        try:
+            look()
+        except Exception as error:
+            self._is_broken = True
+            self._live.say(f"the monitor stopped watching: {type(error).__name__}: {error}")
+
+    def _look(self) -> None:
+        roles = self._control.roles() if self._control is not None else []
+        self._live.show_roles(roles)
+        if self._rules is not None:
+            now_s = self._clock()
+            alerts = self._rules.observe_roles(roles, now_s)
+            board = self._board
+            self._send(alerts + self._rules.observe_quiet(board.quiet_s, board.phase, now_s))
+
+    def _send(self, alerts: list[Alert]) -> None:
+        assert self._sender is not None, "there are rules only where there are addresses"
+        for alert in alerts:
+            self._live.say(f"alert: {alert.title}. {alert.text}")
+            self._sender.send(alert)
+
+
+def _import_server() -> type[MonitorServer]:
+    try:
+        from nanorl.monitor.server import MonitorServer
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        raise ValueError(
+            f"--monitor.port needs the package {missing}; run: pip install -e '.[monitor]'"
+        ) from None
+    return MonitorServer
