@@ -46,9 +46,8 @@ def start(folder: Path, *arguments: str, driver: str) -> subprocess.Popen[bytes]
         path.chmod(0o755)
     (submitted / "scripts").mkdir(parents=True)
     (submitted / "scripts" / "train_agent.py").touch()
-    (submitted / "scripts" / "setup_env.sh").write_text(
-        f"""setup_env() {{ PYTHON="{bin_folder}/python"; echo "extras+$1" | tr + '\\t' >>"$LOG"; }}\n"""
-    )
+    set_up = f"""PYTHON="{bin_folder}/python"; echo "extras+$1" | tr + '\\t' >>"$LOG" """
+    (submitted / "scripts" / "setup_env.sh").write_text(f"setup_env() {{ {set_up}; }}\n")
     spooled = folder / "slurm_script"  # Slurm runs a copy that lies elsewhere
     shutil.copy(SCRIPT, spooled)
     environment = {
