@@ -19,7 +19,7 @@ NOTE = """line="${0##*/}"; for one; do line+=$'\\t'"$one"; done; echo "$line" >>
 """
 FAKES = {
     "scontrol": "printf 'node1\\nnode2\\nnode3\\n'",
-    "hostname": "echo 10.0.0.1 192.168.0.1",
+    "hostname": 'case "$1" in --ip-address) echo 127.0.1.1 ;; *) echo 10.0.0.1 192.168.0.1 ;; esac',
     "srun": NOTE + 'while [ "${1##*/}" != ray ]; do shift; done; exec "$@"',
     # It ends as a killed step does.
     "ray": NOTE
