@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nanoengine.build import build_engine, build_value_engine, check_layout
     from nanoengine.config import EngineConfig
     from nanoengine.engine import Engine
     from nanoengine.model.config import ModelConfig
@@ -48,6 +49,9 @@ _HOMES = {
     "Transformer": "model.transformer",
     "ValueEngine": "value_engine",
     "ValueModel": "value_engine",
+    "build_engine": "build",
+    "build_value_engine": "build",
+    "check_layout": "build",
     "load_model": "model.hf",
     "num_loss_tokens": "sft",
     "read_chats": "sft",

@@ -103,6 +103,17 @@ class AdamWConfig(UpdateConfig):
             )
 
 
+def check_zero(zero: int, layout: Layout) -> None:
+    """`ValueError` for a stage that does not exist, or not over a pipeline."""
+    if zero not in (0, 1, 2, 3):
+        raise ValueError(f"zero={zero}: must be 0, 1, 2 or 3")
+    if zero == 3 and layout.pp > 1:
+        raise ValueError(
+            "zero=3 with pp > 1: every micro-batch in flight would gather each layer again; "
+            "use zero=2, or more dp and no pp"
+        )
+
+
 def lr_at(config: AdamWConfig, step: int) -> float:
     """Learning rate of update `step` (the first is 0): linear warm-up, then the schedule.
 
@@ -139,13 +150,7 @@ class AdamW:
         bucket_bytes: int = 25_000_000,
     ) -> None:
         mesh = Mesh(Layout()) if mesh is None else mesh
-        if zero not in (0, 1, 2, 3):
-            raise ValueError(f"zero={zero}: must be 0, 1, 2 or 3")
-        if zero == 3 and mesh.size("pp") > 1:
-            raise ValueError(
-                "zero=3 with pp > 1: every micro-batch in flight would gather each layer again; "
-                "use zero=2, or more dp and no pp"
-            )
+        check_zero(zero, mesh.layout)
         self.config, self.mesh = config, mesh
         self.zero = zero if mesh.size(REPLICA_AXES) > 1 else 0  # one replica shares with nobody
         self.step_count = 0

@@ -186,13 +186,6 @@ class PipelineEngine(Engine):
 
     def load_weights(self, state: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the weights as `Engine.load_weights` does. Every rank is given all tensors."""
-        whole = hf.hf_views(Transformer(self.model.config, device="meta"))
-        tensors = dict(state)
-        if self.model.config.tie_word_embeddings:
-            hf.drop_tied_head(tensors)
-        hf.check_state(whole, tensors)
-        for stage in self.stages:
-            names = hf.hf_views(stage)
-            hf.load_state(stage, ((name, tensors[name]) for name in names))
+        hf.load_stages(self.stages, state)
         self.optimizer.read_weights()
         self._refresh()

@@ -7,13 +7,14 @@ and in any other up to the order of sums. A run directory holds config.json, met
 a step), checkpoints/ and, at the end, model/ (a Hugging Face folder).
 
 Each process of the layout makes its own SftRun. Only the first prints and writes; all of them step,
-save and export together.
+save and export together. `SftRank` is one as an actor, for processes that a scheduler starts.
 Left out: starting the processes and reading the command line (scripts/train_sft.py).
 Next: sft.py (chats and the loss), engine.py (a step).
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -29,21 +30,16 @@ from typing import Any, Literal
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from nanoengine.build import SplitConfig, build_engine
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
+from nanoengine.dealing import deal
 from nanoengine.footprint import mfu
-from nanoengine.model.config import ModelConfig
-from nanoengine.model.device import enter_device, resolve_device
-from nanoengine.model.hf import export_state, load_model
+from nanoengine.model.device import enter_device, resolve_device, worker_thread
 from nanoengine.model.sources import resolve_model
 from nanoengine.model.tokenizer import ChatTokenizer
-from nanoengine.model.transformer import Transformer
-from nanoengine.packing import Sample, balanced_parts
-from nanoengine.parallel.expert_parallel import ExpertParallel
-from nanoengine.parallel.mesh import DATA_AXES, WORLD, Layout, Mesh
-from nanoengine.parallel.stage import make_stages
-from nanoengine.parallel.tensor_parallel import TensorParallel
-from nanoengine.pipeline_engine import PipelineEngine
+from nanoengine.packing import Sample
+from nanoengine.parallel.mesh import WORLD, Layout, Mesh
+from nanoengine.parallel.rendezvous import MeshRank
 from nanoengine.sft import Order, num_loss_tokens, read_chats, sft_loss
 from nanoengine.state.checkpoint import latest_checkpoint
 from nanoengine.state.export import export_hf
@@ -111,8 +107,12 @@ class SftConfig:
     """What one process's device can do a second; with it the MFU is reported."""
 
     @property
+    def layout(self) -> Layout:
+        return Layout(tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp, ep=self.ep)
+
+    @property
     def world(self) -> int:
-        return self.tp * self.pp * self.dp * self.cp * self.ep
+        return self.layout.world
 
     def __post_init__(self) -> None:
         counts = ("steps", "batch_size", "max_tokens", "save_every", "tp", "pp", "dp", "cp", "ep")
@@ -150,15 +150,11 @@ class SftConfig:
 class SftRun:
     """A run of `config.steps` optimizer steps, from the start or from its last checkpoint."""
 
-    def __init__(self, config: SftConfig) -> None:
-        rank, world = int(os.environ.get("LOCAL_RANK", 0)), config.world
-        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        device = resolve_device(config.device, local_rank=rank, num_local=num_local)
-        enter_device(device)
-        self.config = config = replace(config, device=str(device) if world == 1 else device.type)
-        self.layout = Layout(tp=config.tp, pp=config.pp, dp=config.dp, cp=config.cp, ep=config.ep)
-        make_mesh = Mesh if world == 1 else Mesh.from_torchrun
-        self.mesh = make_mesh(self.layout, device=device)
+    def __init__(self, config: SftConfig, mesh: Mesh | None = None) -> None:
+        """Without a mesh this process trains alone, or was started by torchrun."""
+        self.mesh = mesh = mesh_of_process(config) if mesh is None else mesh
+        device = str(mesh.device) if config.world == 1 else mesh.device.type
+        self.config = config = replace(config, device=device)
         self.is_first = self.mesh.rank() == 0
         self.metrics = config.out / "metrics.jsonl"
         self.checkpoints = config.out / "checkpoints"
@@ -167,7 +163,7 @@ class SftRun:
         try:
             self._build()
         except BaseException:
-            self._release()
+            self.release()
             raise
 
     def _build(self) -> None:
@@ -178,7 +174,12 @@ class SftRun:
         tokenizer = ChatTokenizer.from_folder(self.folder)
         self.samples, self.num_long = read_chats(config.data, tokenizer, config.max_tokens)
         torch.manual_seed(config.seed)
-        self.engine = build_engine(config, self.folder, self.mesh)
+        split = SplitConfig(
+            schedule=config.schedule,
+            chunks=config.chunks,
+            sequence_parallel=config.sequence_parallel,
+        )
+        self.engine = build_engine(self.folder, engine_config(config), self.mesh, split)
         self.order = Order(len(self.samples), config.seed)
         if config.resume and latest_checkpoint(self.checkpoints) is not None:
             self.order.taken = self.engine.load(self.checkpoints)["taken"]
@@ -188,57 +189,61 @@ class SftRun:
             self.run_folder.begin(config.to_json())
         self.mesh.barrier()
 
-    def _release(self) -> None:
+    @property
+    def is_finished(self) -> bool:
+        """True once all steps were taken."""
+        return self.engine.version == self.config.steps
+
+    def release(self) -> None:
+        """Let others have the run's folder."""
         if self.is_first:
             self.run_folder.close()
 
     def train(self) -> None:
         """All steps that are left, then the export. Raises `Interrupted` after saving on Ctrl-C."""
         try:
-            self._train()
+            with StopSignals() as signals:
+                self.take_steps(lambda: signals.is_asked)
+            self.export()
         finally:
-            self._release()
+            self.release()
         self.mesh.close()
-        if self.engine.version < self.config.steps:
+        if not self.is_finished:
             raise Interrupted
 
-    def _train(self) -> None:
+    def take_steps(self, is_asked_to_stop: Callable[[], bool]) -> None:
+        """The steps that are left, at least one, until one of the processes is asked to stop; saves
+        at the end of them."""
         config, engine = self.config, self.engine
         if self.is_first:
             keep_lines(self.metrics, engine.version)
             print(
                 f"{len(self.samples)} chats ({self.num_long} longer than {config.max_tokens} "
-                f"tokens left out), layout {self.layout} on {config.device}, from step "
+                f"tokens left out), layout {self.mesh.layout} on {config.device}, from step "
                 f"{engine.version}",
                 flush=True,
             )
         has_to_stop = False
-        with (
-            StopSignals() as signals,
-            progress_bar(self.is_first, config.steps, engine.version) as advance,
-        ):
-            while engine.version < config.steps and not has_to_stop:
+        with progress_bar(self.is_first, config.steps, engine.version) as advance:
+            while not (self.is_finished or has_to_stop):
                 row = self._step()
                 if self.is_first:
                     with open(self.metrics, "a") as file:
                         file.write(json.dumps(row) + "\n")
                     advance(describe(row))
-                # A signal may reach the processes in different steps: what one knows, all obey.
-                has_to_stop = bool(self.mesh.max_int(WORLD, int(signals.is_asked)))
-                is_last = has_to_stop or engine.version == config.steps
+                # They may be asked in different steps: what one process knows, all obey.
+                has_to_stop = bool(self.mesh.max_int(WORLD, int(is_asked_to_stop())))
+                is_last = has_to_stop or self.is_finished
                 if is_last or engine.version % config.save_every == 0:
                     cursor = {"taken": self.order.taken}
                     engine.save(self.checkpoints, cursor, in_background=True)
             engine.wait_saved()
-        if engine.version == config.steps:
-            self._export()
 
     def _step(self) -> dict[str, Any]:
         """One optimizer step on this process's share of the next batch; the row of metrics."""
         begin = time.perf_counter()
         batch = [self.samples[i] for i in self.order.take(self.config.batch_size)]
-        shares = balanced_parts(batch, self.mesh.size(DATA_AXES))
-        mine = [batch[i] for i in shares[self.mesh.rank(DATA_AXES)]]
+        mine = deal(batch, self.mesh.layout).hand(batch, self.mesh.rank())
         result = self.engine.train_step(mine, sft_loss, num_loss_tokens)
         num_tokens = sum(len(sample.tokens) - 1 for sample in batch)
         tokens_per_s = num_tokens / (time.perf_counter() - begin)
@@ -257,7 +262,10 @@ class SftRun:
         peak, world = self.config.peak_flops, self.config.world
         return {"mfu": mfu(self.engine.model.config, tokens_per_s, length, peak, world)}
 
-    def _export(self) -> None:
+    def export(self) -> None:
+        """Write the trained model, if all steps were taken; all processes call it."""
+        if not self.is_finished:
+            return
         target = self.config.out / "model"
         with self.engine.optimizer.gathered():
             export_hf(self.mesh if self.config.world > 1 else None, self.engine.models, target)
@@ -265,12 +273,57 @@ class SftRun:
             for name in TOKENIZER_FILES:
                 if (self.folder / name).is_file():
                     shutil.copyfile(self.folder / name, target / name)
-            print(f"trained: {target}, a Hugging Face folder; metrics: {self.metrics}")
+            done = f"trained: {target}, a Hugging Face folder; metrics: {self.metrics}"
+            print(done, flush=True)
 
 
-def build_engine(config: SftConfig, folder: Path, mesh: Mesh) -> Engine:
-    """The model of `folder`, split over the mesh."""
-    settings = EngineConfig(
+class SftRank(MeshRank):
+    """A process of a run as an actor. It computes in a thread of its own, so that it hears `stop`;
+    what its SftRun raises, its methods raise."""
+
+    def __init__(self, layout: Layout, rank: int, config: SftConfig) -> None:
+        super().__init__(layout, rank)
+        self._config = config
+        self._has_to_stop = False
+
+    async def build(self) -> None:
+        """Everything that can be wrong with the options comes up here."""
+        threads = torch.get_num_threads()
+        self._thread = worker_thread("train", self.mesh.device, threads)
+        self._run = await self._compute(SftRun, self._config, self.mesh)
+
+    async def take_steps(self) -> bool:
+        """True if all steps were taken, False if `stop` came before."""
+        await self._compute(self._run.take_steps, lambda: self._has_to_stop)
+        return self._run.is_finished
+
+    async def stop(self) -> None:
+        """After the step that is under way."""
+        self._has_to_stop = True
+
+    async def finish(self) -> None:
+        """Export the model, if all steps were taken, and let go of everything."""
+        await self._compute(self._run.export)
+        self._run.release()
+        await self._compute(self.mesh.close)
+
+    async def _compute(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, function, *arguments)
+
+
+def mesh_of_process(config: SftConfig) -> Mesh:
+    """Of a process alone, or of one that torchrun started, on the device it is to have."""
+    rank, world = int(os.environ.get("LOCAL_RANK", 0)), config.world
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    device = resolve_device(config.device, local_rank=rank, num_local=num_local)
+    enter_device(device)
+    make_mesh = Mesh if world == 1 else Mesh.from_torchrun
+    return make_mesh(config.layout, device=device)
+
+
+def engine_config(config: SftConfig) -> EngineConfig:
+    return EngineConfig(
         dtype=config.dtype,
         lr=config.lr,
         schedule=config.schedule_lr,
@@ -282,20 +335,6 @@ def build_engine(config: SftConfig, folder: Path, mesh: Mesh) -> Engine:
         activation_checkpointing=config.activation_checkpointing,
         zero=config.zero,
     )
-    if config.world == 1:
-        return Engine(load_model(folder, device=str(mesh.device)), settings)
-    shape = ModelConfig.from_folder(folder)
-    split = TensorParallel.of(mesh, shape, sequence_parallel=config.sequence_parallel)
-    experts = ExpertParallel.of(mesh, shape)
-    engine: Engine
-    if config.pp > 1:
-        stages = make_stages(mesh, shape, config.chunks, split=split, experts=experts)
-        engine = PipelineEngine(stages, settings, mesh, schedule=config.schedule)
-    else:
-        model = Transformer(shape, device=str(mesh.device), split=split, experts=experts)
-        engine = Engine(model, settings, mesh)
-    engine.load_weights(export_state(load_model(folder)))
-    return engine
 
 
 @contextmanager

@@ -4,7 +4,8 @@ The value at token t is read where token t is predicted: from the hidden state o
 which is the state that the policy acted in. So values have the shape and the places of log-probs,
 and packing, shared prompts, micro-batches, checkpoints and resuming are the engine's.
 
-Left out: several processes (a critic is one process's beside the policy's engine).
+Left out: critics whose layers, matrices or experts are split (pp, tp, ep): every rank of a mesh
+holds the whole critic.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
+from nanoengine.parallel.mesh import Mesh
 
 
 class ValueModel(Transformer):
@@ -51,8 +53,14 @@ class ValueEngine(Engine):
     """Trains a ValueModel: a loss function is handed value_T in the place of logp_T, and
     `last_logps` holds the values of the last step."""
 
-    def __init__(self, model: ValueModel, config: EngineConfig) -> None:
-        super().__init__(model, config)
+    def __init__(self, model: ValueModel, config: EngineConfig, mesh: Mesh | None = None) -> None:
+        """Without a mesh this process trains alone; `ValueError` for one that splits the model."""
+        if mesh is not None and mesh.size(("pp", "ep", "tp")) > 1:
+            raise ValueError(
+                f"{mesh.layout}: a critic is whole on every rank; use dp, cp and zero instead of "
+                "pp, tp and ep"
+            )
+        super().__init__(model, config, mesh)
 
     def forward_values(self, samples: Sequence[Sample]) -> list[Tensor]:
         """For each sample its values, one for each token; 0 where the loss mask is 0."""

@@ -12,9 +12,10 @@ Left out: several event loops at a time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as Ids
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from nanoinfer.cancellation import to_the_end
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import Output, SamplingParams
 from nanoinfer.streams import StreamChunk, TokenStream
+
+T = TypeVar("T")
 
 
 class AsyncEngine:
@@ -54,12 +57,18 @@ class AsyncEngine:
         return self.engine.version
 
     async def generate(
-        self, ids: Ids[int], params: SamplingParams, priority: int = 0, name: str | None = None
+        self,
+        ids: Ids[int],
+        params: SamplingParams,
+        priority: int = 0,
+        name: str | None = None,
+        sampled: Output | None = None,
     ) -> Output:
-        """Complete `ids`. Cancelling the caller aborts the request; `abort(name)` ends it."""
+        """Complete `ids`. Cancelling the caller aborts the request; `abort(name)` ends it. With
+        what an abort left as `sampled` the request goes on from there (`LLMEngine.add`)."""
         self._bind()
         future: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
-        handle = await self._add(ids, params, priority, name, future)
+        handle = await self._add(ids, params, priority, name, future, sampled)
         try:
             return await future
         except asyncio.CancelledError:
@@ -94,9 +103,10 @@ class AsyncEngine:
         priority: int,
         name: str | None,
         caller: asyncio.Future[Output] | TokenStream,
+        sampled: Output | None = None,
     ) -> int:
         async with self._between_steps:
-            handle = self.engine.add(ids, params, priority)
+            handle = self.engine.add(ids, params, priority, sampled)
             self._callers[handle] = caller
             self._names[handle] = name
         self._start_driver()
@@ -159,6 +169,18 @@ class AsyncEngine:
 
     def metrics(self) -> dict[str, float]:
         return self.engine.metrics()
+
+    async def run_between_steps(self, function: Callable[..., T], *args: Any) -> T:
+        """`function(engine, *args)` in the thread of the steps. No step runs meanwhile."""
+        self._bind()
+        async with self._between_steps:
+            result: T = await self._call(function, self.engine, *args)
+            return result
+
+    async def beat(self) -> dict[str, float]:
+        """`LLMEngine.beat` between two steps, by the thread that runs them: an answer says that the
+        engine goes on, not only the event loop beside it."""
+        return await self.run_between_steps(type(self.engine).beat)
 
     async def close(self) -> None:
         """Stop driving; awaiting callers are cancelled."""

@@ -50,7 +50,8 @@ class LLMEngine:
 
     Of a model that is split over tensor-parallel ranks each rank has an engine, and all are called
     with the same requests in the same order: scheduling and sampling depend on nothing else, so
-    they stay in step without a message and every rank has every token.
+    they stay in step without a message and every rank has every token. led_engine.py lets one rank
+    lead the others.
     """
 
     def __init__(
@@ -84,9 +85,19 @@ class LLMEngine:
         self._next_handle = 0
         self._metrics = Metrics()
 
-    def add(self, ids: Ids[int], params: SamplingParams, priority: int = 0) -> int:
+    def add(
+        self,
+        ids: Ids[int],
+        params: SamplingParams,
+        priority: int = 0,
+        sampled: Output | None = None,
+    ) -> int:
         """Queue a request; returns its handle. `ValueError` if it could never run. A lower
-        `priority` goes first."""
+        `priority` goes first.
+
+        `sampled` is what another engine, or this one, had of the same request when it was aborted.
+        The request goes on as if its tokens had been sampled here: it says the same from there on,
+        bit for bit on a CPU, and its `Output` is the whole. Prompt log-probs are taken again."""
         if params.n != 1:
             raise ValueError(f"n={params.n}: a handle is one completion; add params.members()")
         self.validate(ids, params)
@@ -97,6 +108,9 @@ class LLMEngine:
             seq.edits = LogitEdits(seq.ids, seq.num_prompt, params, matcher)
         if params.wants_text:
             seq.text = TextStream(self._need_tokenizer("stop or detokenize"), params.stop)
+        if sampled is not None:
+            self._check_tokens("sampled.ids", sampled.ids)
+            seq.resume(sampled)
         self._scheduler.add(seq)
         self._sequences[seq.handle] = seq
         self._metrics.num_requests += 1
@@ -250,6 +264,10 @@ class LLMEngine:
             "version": float(self.version),
         }
 
+    def beat(self) -> dict[str, float]:
+        """`metrics`, as a sign of life; an engine of several ranks tells them all."""
+        return self.metrics()
+
     def check(self) -> None:
         """Debug: assert the invariants of scheduler and block manager."""
         self._scheduler.check()
@@ -263,15 +281,9 @@ class LLMEngine:
         """`ValueError` for a request that could never run, naming what and why."""
         shape = self.model.config
         self._check_params(params)
-        ids = _integers(ids)
-        if not ids:
+        if len(ids) == 0:
             raise ValueError("ids: empty prompt; give at least one token")
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= shape.vocab_size:
-            raise ValueError(
-                f"ids: token {low if low < 0 else high} is outside the vocabulary of "
-                f"{shape.vocab_size}"
-            )
+        self._check_tokens("ids", ids)
         total = len(ids) + params.max_tokens
         if total > shape.max_position_embeddings:
             raise ValueError(
@@ -279,6 +291,15 @@ class LLMEngine:
                 f"{shape.max_position_embeddings} positions; shorten one of them"
             )
         self._scheduler.check_fits(len(ids), params.max_tokens)
+
+    def _check_tokens(self, name: str, ids: Ids[int]) -> None:
+        vocab = self.model.config.vocab_size
+        ids = _integers(ids)
+        low, high = min(ids, default=0), max(ids, default=0)
+        if low < 0 or high >= vocab:
+            raise ValueError(
+                f"{name}: token {low if low < 0 else high} is outside the vocabulary of {vocab}"
+            )
 
     def _check_params(self, params: SamplingParams) -> None:
         params.check_ids(self.model.config.vocab_size)

@@ -206,7 +206,7 @@ class BatchScheduler:
         has_room = self.blocks.extend(seq, num_tokens)
         assert has_room, "can_allocate promised blocks"
         if seq.num_cached_tokens is None:
-            seq.num_cached_tokens = seq.num_computed_tokens
+            seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt)
         seq.row = self._free_rows.pop()
         insort(self.running, seq, key=_by_rank)
         if self.blocks.prefix_caching and seq.num_uncomputed_tokens > 1:

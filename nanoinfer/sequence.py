@@ -145,6 +145,33 @@ class Sequence:
         if self.edits is not None and self.edits.matcher is not None:
             self._follow_grammar(token)
 
+    def resume(self, sampled: Output) -> None:
+        """Take tokens that were sampled elsewhere as if they had been sampled here. `ValueError` if
+        they could not be this request's."""
+        num_tokens = len(sampled.ids)
+        tops = sampled.top_logps if self.params.top_logps else [[]] * num_tokens
+        columns = (sampled.logps, sampled.versions, sampled.sampled_logps, tops)
+        if any(len(column) != num_tokens for column in columns):
+            raise ValueError(
+                f"sampled: {num_tokens} ids, but logps, versions, sampled_logps and top_logps have "
+                f"{', '.join(str(len(column)) for column in columns)}; give one for each id"
+            )
+        rows = zip(sampled.ids, *columns, strict=True)
+        for at, (token, logp, version, sampled_logp, top) in enumerate(rows):
+            if self.finish_reason is not None:
+                raise ValueError(
+                    f"sampled: the request ended after {at} of its {num_tokens} tokens "
+                    f"({self.finish_reason}); give what an abort left"
+                )
+            if self.params.top_logps:
+                self.top_logps.append(top)
+            self.append(token, logp, version, sampled_logp)
+        if self.finish_reason is not None:
+            raise ValueError(
+                f"sampled: its last token ended the request ({self.finish_reason}); there is "
+                "nothing to continue"
+            )
+
     def _follow_grammar(self, token: int) -> None:
         assert self.edits is not None and self.edits.matcher is not None
         matcher = self.edits.matcher

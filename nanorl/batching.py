@@ -24,7 +24,7 @@ from nanorl.algorithms.advantages import (
     token_weights,
 )
 from nanorl.algorithms.fields import Field, check_fields
-from nanorl.algorithms.losses import LossBatch, LossFn, make_loss
+from nanorl.algorithms.losses import LossBatch, make_loss
 from nanorl.algorithms.segments import index_by_id
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.types import Rollout, Status
@@ -43,13 +43,20 @@ class TrainBatch:
     samples: list[Sample]
     critic_samples: list[Sample]
     probe: list[Sample]
-    token_loss: LossFn
+    loss_fn: PolicyLoss
     metrics: dict[str, float]
 
-    def loss_fn(
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The engine's callback for an algorithm: a SUM over a micro-batch, and summed statistics. It
+    holds nothing but the spec, so it travels to the ranks of an engine."""
+
+    spec: AlgorithmSpec
+
+    def __call__(
         self, logp_T: Tensor, entropy_T: Tensor | None, micro: MicroBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The engine's callback: a SUM over the micro-batch, and summed statistics."""
         fields = micro.fields_T
         batch = LossBatch(
             old_logp_T=fields.get(Field.OLD_LOGP),
@@ -62,7 +69,7 @@ class TrainBatch:
             ref_logp_T=fields.get(Field.REF_LOGP),
             entropy_T=entropy_T,
         )
-        return self.token_loss(logp_T, batch)
+        return make_loss(self.spec)(logp_T, batch)
 
 
 ScoreFn = Callable[[Sequence[Sample]], Sequence[Tensor]]
@@ -114,7 +121,7 @@ def build_batch(
         samples=trained,
         critic_samples=samples if scoring.values is not None else [],
         probe=probe,
-        token_loss=make_loss(spec),
+        loss_fn=PolicyLoss(spec),
         metrics=metrics,
     )
 

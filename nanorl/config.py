@@ -18,12 +18,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from nanoengine.build import SplitConfig
 from nanoengine.config import ComputeConfig
 from nanoengine.optim import Schedule, UpdateConfig
+from nanoengine.parallel.mesh import Layout
 from nanoinfer.config import Quantization, StepSizes
 from nanorl.agents.tokens import Limits
 from nanorl.algorithms.spec import BOUNDS, AlgorithmSpec, named_spec
 from nanorl.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record
+from nanorl.monitor.config import MonitorConfig
 
 MAX_ROLLOUTS = 1 << 16
 """A step may have so many: at some 500 tokens each, a gigabyte of Python numbers."""
@@ -268,6 +271,91 @@ class EngineLimits(ComputeConfig, StepSizes):
         )
 
 
+BackendName = Literal["inline", "local", "ray"]
+Placement = Literal["separate", "colocated"]
+TransportName = Literal["auto", "shm", "cuda_ipc", "dist", "disk"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """Where the roles of a run live: trainer ranks, rollout replicas, agents, the store."""
+
+    backend: BackendName = "inline"
+    """inline: all in this process, the fastest on a laptop. local: a process each on this machine.
+    ray: on one machine or many (pip install 'nanorl-stack[ray]')."""
+    address: str = ""
+    """With ray: the cluster to join, "auto" or host:port; empty starts one on this machine."""
+    placement: Placement = "separate"
+    """colocated: trainer and replicas take turns on the same devices, the one asleep while the
+    other works. separate: each has its own, and rollouts may go on during a step."""
+    transport: TransportName = "auto"
+    """How weights reach replicas in other processes; auto: shm on one machine, dist on many."""
+    delta: bool = False
+    """Send what changed since the last version, where the transport can."""
+    heartbeat_s: float = 5.0
+    """Seconds between two questions to each role whether it still works."""
+    hang_s: float = 120.0
+    """A role that does not answer so long is killed and started again."""
+
+    def __post_init__(self) -> None:
+        check_record(
+            self,
+            "cluster.",
+            heartbeat_s=Bound(0.05, 3600, "faster only costs time"),
+            hang_s=Bound(0.5, 86400, "a longer silence is a night lost"),
+        )
+        if self.address and self.backend != "ray":
+            raise ValueError(
+                f"--cluster.address {self.address}: only --cluster.backend ray joins a cluster"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerConfig(SplitConfig):
+    """How the trainer is split over processes (docs/parallelism.md)."""
+
+    tp: int = 1
+    """Processes that share each matrix."""
+    pp: int = 1
+    """Processes that share the layers."""
+    dp: int = 1
+    """Processes with samples of their own."""
+    cp: int = 1
+    """Processes that share the tokens of a sequence."""
+    ep: int = 1
+    """Processes that share the experts of a mixture, with samples of their own."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What the dp (and cp) processes share: 1 optimizer state, 2 gradients, 3 parameters."""
+    threads: int = 0
+    """CPU threads of each process; 0: those of the run divided among the processes of a machine."""
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp, ep=self.ep)
+
+    def __post_init__(self) -> None:
+        most = Bound(1, 4096, "so many processes")
+        check_record(self, "learner.", tp=most, pp=most, dp=most, cp=most, ep=most, threads=NATURAL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """The inference engines that sample the rollouts."""
+
+    replicas: int = 1
+    """Engines, each with all the weights; requests are shared out among them."""
+    tp: int = 1
+    """Processes that share each engine's matrices."""
+    addresses: tuple[str, ...] = ()
+    """Servers (nanoinfer.server) that somebody else started, used as further replicas."""
+    threads: int = 0
+    """CPU threads of each process; 0: those of the run divided among the replicas."""
+
+    def __post_init__(self) -> None:
+        most = Bound(1, 1024, "so many processes")
+        check_record(self, "rollout.", replicas=most, tp=most, threads=NATURAL)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One training run."""
@@ -308,6 +396,10 @@ class RunConfig:
     tool: ToolConfig = field(default_factory=ToolConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     engine: EngineLimits = field(default_factory=EngineLimits)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
 
     def __post_init__(self) -> None:
         named_spec(self.algorithm)
@@ -328,6 +420,7 @@ class RunConfig:
             )
         if self.engine.quantization != "none":
             self._check_quantization()
+        self._check_processes()
         buffer, most = self.rl.algorithm.overlong_buffer, self.agent.max_context_tokens
         if buffer > most:
             raise ValueError(
@@ -353,6 +446,26 @@ class RunConfig:
                 "it; set --rl.algorithm.correction tis"
             )
 
+    def _check_processes(self) -> None:
+        """Refuse options of several processes in a run of one, and two that exclude each other."""
+        if self.cluster.backend == "inline":
+            several = {"learner": LearnerConfig(), "rollout": RolloutConfig()}
+            for section, alone in several.items():
+                mine = getattr(self, section)
+                for one in dataclasses.fields(mine):
+                    value = getattr(mine, one.name)
+                    if value != getattr(alone, one.name):
+                        raise ValueError(
+                            f"--{section}.{one.name} {value}: needs processes of its own; add "
+                            "--cluster.backend local, or ray"
+                        )
+        if self.cluster.placement == "colocated" and self.rl.max_staleness > 0:
+            raise ValueError(
+                f"--cluster.placement colocated with --rl.max-staleness {self.rl.max_staleness}: "
+                "engines that take turns cannot roll out during a step; choose separate, or "
+                "--rl.max-staleness 0"
+            )
+
     @property
     def run_dir(self) -> Path:
         return self.out or Path("runs") / f"{self.preset}-seed{self.seed}"
@@ -370,6 +483,8 @@ class RunConfig:
 RESUME_FREE = (
     *("out", "resume", "cache_dir", "save_every", "keep_checkpoints"),
     *("keep_rollout_steps", "threads", "tool.workers"),
+    # Where it is computed and who looks on, never what (another layout: up to the order of sums).
+    *("cluster", "learner", "rollout", "monitor"),
     "device",  # another kind of device rounds differently, as another kind of CPU does
 )
 
@@ -380,7 +495,7 @@ def require_same_run(saved: RunConfig, config: RunConfig) -> None:
     changed = [
         f"--{name.replace('_', '-')} {then[name]} -> {now[name]}"
         for name in now
-        if name not in RESUME_FREE and then[name] != now[name]
+        if not _is_free(name) and then[name] != now[name]
     ]
     if changed:
         raise ValueError(
@@ -388,6 +503,10 @@ def require_same_run(saved: RunConfig, config: RunConfig) -> None:
             + "; ".join(changed)
             + ". Leave them out, or start a new run with another --out."
         )
+
+
+def _is_free(name: str) -> bool:
+    return name in RESUME_FREE or name.partition(".")[0] in RESUME_FREE
 
 
 def _flatten(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:

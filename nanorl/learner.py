@@ -1,41 +1,43 @@
 """The learner role: groups of rollouts become optimizer steps, and its weights the engine's.
 
-`Learner` is an actor of the trainer (nanosched): its calls run one after another, the heavy part in
-the compute thread that it is given, so that rollouts may go on meanwhile. In this file, after it:
+`Learner` is an actor of the trainer (nanosched) in the driver's process: its calls run one after
+another, the heavy part in the compute thread that it is given, so that rollouts may go on
+meanwhile. Its engine, critic and reference are objects of this process, or stand for ranks in
+others (roles/). In this file, after it:
 
-    sync_weights     hands the trainer's weights to the inference engine of the same process
-    open_reference   the policy that KL terms and distillation compare with: another model of the
+    Publisher        takes the weights to whoever samples with them
+    load_reference   the policy that KL terms and distillation compare with: another model of the
                      same vocabulary (a teacher), or the policy as RL began. The latter is written
                      into the run's folder, because a resumed run must compare with the same weights
     Critic           the values that PPO's advantages read, and its own regression to the returns
 
 Left out: which groups make a batch (trainer.py), the loss (batching.py, algorithms/losses.py), and
-transports of weights to other processes and machines.
+transports of weights to other processes and machines (weights/).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
+from nanoengine.config import DTYPES, EngineConfig
+from nanoengine.engine import LossFn, WeightFn
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.hf import load_model, replace_model
+from nanoengine.model.hf import load_model
 from nanoengine.model.sources import resolve_model
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import MicroBatch, Sample
 from nanoengine.scoring import Policy, Scorer
 from nanoengine.value_engine import ValueEngine, ValueModel
-from nanoinfer.async_engine import AsyncEngine
 from nanorl.algorithms.fields import Field
 from nanorl.algorithms.losses import value_loss
 from nanorl.batching import (
@@ -46,11 +48,51 @@ from nanorl.batching import (
     per_action_token,
     with_field,
 )
-from nanorl.colocation import cache_lent
 from nanorl.config import RunConfig
 from nanorl.types import Rollout
 
 Groups = Sequence[Sequence[Rollout]]
+
+
+class TrainingEngine(Protocol):
+    """An `Engine`, or what stands for the ranks of one in other processes."""
+
+    last_logps: list[Tensor]
+
+    def train_step(
+        self,
+        samples: Sequence[Sample],
+        loss_fn: LossFn,
+        weight_fn: WeightFn | None = None,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> dict[str, float]: ...
+
+    def forward_logprobs(
+        self, samples: Sequence[Sample], *, temperature: float = 1.0
+    ) -> list[Tensor]: ...
+
+
+class ValueEstimator(Protocol):
+    """A `Critic`, or what stands for one in another process."""
+
+    def values(self, samples: Sequence[Sample]) -> list[Tensor]: ...
+
+    def train_step(self, samples: Sequence[Sample]) -> dict[str, float]: ...
+
+
+class Publisher(Protocol):
+    """The way from the trainer's weights to the engines that sample with them."""
+
+    async def publish(self, version: int) -> float:
+        """Hand them over as policy `version`; returns seconds. An engine that refuses them goes on
+        with its old version."""
+        ...
+
+    def lent(self) -> AbstractAsyncContextManager[None]:
+        """Inside, the trainer may use the devices that it shares with those engines."""
+        ...
 
 
 class Learner:
@@ -61,32 +103,30 @@ class Learner:
         self,
         config: RunConfig,
         *,
-        engine: Engine,
-        generator: AsyncEngine,
+        engine: TrainingEngine,
+        publisher: Publisher,
         thread: Executor,
         reference: Policy | None = None,
-        critic: Critic | None = None,
+        critic: ValueEstimator | None = None,
     ) -> None:
         self.config = config
         self.engine = engine
         self.reference = reference
         self.critic = critic
-        self.generator = generator
+        self.publisher = publisher
         self.thread = thread
         self.version = 0
 
     async def publish(self, version: int) -> float:
-        """Copy the weights into the inference engine as policy `version`; returns seconds. The
+        """Hand the weights to the inference engines as policy `version`; returns seconds. The
         version counts optimizer batches, also those that gave no update."""
         self.version = version
-        return await sync_weights(self.engine, self.generator, version)
+        return await self.publisher.publish(version)
 
     async def train_and_publish(self, groups: Groups, version: int) -> dict[str, Any]:
         """One optimizer batch, then its weights as policy `version`; the metrics of both."""
         loop = asyncio.get_running_loop()
-        staleness = self.config.rl.max_staleness
-        device = self.engine.model.device
-        async with cache_lent(self.generator, device, max_staleness=staleness):
+        async with self.publisher.lent():
             metrics = await loop.run_in_executor(self.thread, self.train_on, groups)
         metrics["sync_s"] = await self.publish(version)
         return metrics
@@ -165,17 +205,6 @@ class Learner:
         return metrics
 
 
-async def sync_weights(trainer: Engine, generator: AsyncEngine, version: int) -> float:
-    """Copy `trainer`'s weights into `generator`'s engine as policy `version`; returns seconds.
-
-    It happens between two steps of the engine: check every name, shape and value, write in place,
-    repack, bump the version, drop the KV cache. A bad update leaves the old version serving.
-    """
-    start = time.perf_counter()
-    await generator.update_weights(trainer.export_state(), version)
-    return time.perf_counter() - start
-
-
 def check_reference(config: RunConfig, vocab_size: int) -> None:
     """`ValueError` unless `rl.reference`, where it is given, is a model of the same vocabulary."""
     if not config.rl.reference:
@@ -195,25 +224,29 @@ def _resolve(config: RunConfig) -> Path:
         raise ValueError(f"--rl.reference {config.rl.reference}: {error}") from error
 
 
-def open_reference(
-    config: RunConfig, policy: Transformer, folder: Path, *, has_begun: bool
-) -> Scorer:
-    """The reference, frozen.
+def reference_folder(
+    config: RunConfig, own: Path, *, has_begun: bool, write_policy: Callable[[Path], None]
+) -> Path:
+    """The Hugging Face folder of the reference; `own` is where a run keeps the policy as RL began.
 
-    `folder` is where the run keeps its own; `has_begun` says that RL steps were taken, so that
-    `policy` is not it any more. `ValueError` if the run's own is missing.
+    `write_policy` writes the policy as it is now, which is that one unless RL steps were taken
+    (`has_begun`). `ValueError` if the run's own is missing.
     """
     if config.rl.reference:
-        model = load_model(_resolve(config), policy.dtype, str(policy.device))
-    else:
-        if not folder.is_dir():
-            if has_begun:
-                raise ValueError(
-                    f"{folder} is missing: it holds the policy as RL began, which this run "
-                    "compares with; put it back, or start another run"
-                )
-            replace_model(policy, folder)
-        model = load_model(folder, policy.dtype, str(policy.device))
+        return _resolve(config)
+    if not own.is_dir():
+        if has_begun:
+            raise ValueError(
+                f"{own} is missing: it holds the policy as RL began, which this run "
+                "compares with; put it back, or start another run"
+            )
+        write_policy(own)
+    return own
+
+
+def load_reference(config: RunConfig, folder: Path, device: torch.device) -> Scorer:
+    """The reference, frozen, in the run's dtype."""
+    model = load_model(folder, DTYPES[config.dtype], str(device))
     model.batch_invariant = config.deterministic  # as the policy's: a KL to its copy starts at 0
     limits = config.engine
     if limits.lm_head_fp32:

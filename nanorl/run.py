@@ -21,29 +21,25 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
-from nanoengine.engine import Engine
-from nanoengine.model.hf import replace_model
 from nanoengine.packing import Sample
 from nanoengine.scoring import Policy
 from nanoengine.sft import num_loss_tokens, sft_loss
-from nanoengine.state.checkpoint import forget_newer, latest_checkpoint, open_checkpoint
+from nanoengine.state.checkpoint import latest_checkpoint, open_checkpoint
 from nanoengine.stop_signals import Interrupted, StopSignals
 from nanoinfer.cancellation import to_the_end
-from nanorl.collector import RolloutCollector
-from nanorl.colocation import cache_lent
-from nanorl.config import RunConfig
 from nanorl.evaluate import EvaluationResult, evaluate
-from nanorl.learner import Critic, Learner, open_reference, sync_weights
+from nanorl.learner import Learner, reference_folder
+from nanorl.monitor.monitor import RunMonitor
 from nanorl.parts import Parts, num_threads
 from nanorl.report.examples import Example, choose, choose_entries, rates_by_stage
 from nanorl.report.html import write_report
@@ -57,10 +53,12 @@ from nanorl.report.summary import (
     write_summary,
 )
 from nanorl.report.transcript import transcript
+from nanorl.roles.base import Roles, RunCritic
+from nanorl.roles.collector import CollectorRole
+from nanorl.roles.policy import TrainerLost
 from nanorl.store import Entry, RolloutStore
 from nanorl.trainer import StepResult, Trainer
 from nanorl.types import Rollout, Task
-from nanorl.warm_start import WarmStart
 from nanosched import Scheduler
 
 Phase = Literal["untrained", "warm_start", "before", "rl", "after", "no_tool", "done"]
@@ -70,6 +68,9 @@ SHOWN = (
     *("logp_gap_max", "step_s"),
 )
 ROOT = Path(__file__).resolve().parent.parent
+T = TypeVar("T")
+MOST_LOSSES = 2
+"""So often the trainer may die without getting any further before the run ends."""
 NUM_SAMPLES = 5  # rollouts of RL that the log shows
 NO_SIGNAL = "the rollouts of each group got equal rewards, so there was nothing to learn from"
 
@@ -110,20 +111,21 @@ class Cursor:
 class Run:
     """One run directory, its files and its phases."""
 
-    def __init__(self, config: RunConfig, parts: Parts, live: LiveView) -> None:
-        self.config = config
-        self.parts = parts
+    def __init__(self, parts: Parts, roles: Roles, live: LiveView) -> None:
+        self.config = config = parts.config
+        self.monitor = RunMonitor(config.monitor, config.run_dir, live, roles.control)
+        self.parts, self.roles = parts, roles
         self.live = live
         self.dir = config.run_dir
-        self.store = RolloutStore(self.dir / "rollouts.sqlite")
         self.metrics = MetricsWriter(
             self.dir / "metrics.jsonl", tensorboard_dir=self.dir / "tensorboard"
         )
         self.cursor = Cursor(tasks=parts.tasks.fingerprint)
-        self.engine: Engine = parts.trainer_engine
-        self.critic: Critic | None = None
-        self.is_restored = False
+        self.critic: RunCritic | None = None
         self.saved_place: tuple[Phase, int] | None = None  # of the cursor in the last checkpoint
+        self.has_to_restore = config.resume
+        self.num_losses = 0
+        self.furthest_loss = (-1, -1)  # the phase's number and step
         self.started = time.perf_counter()
         self.played: dict[str, Sequence[tuple[Task, Rollout]]] = {}  # evaluations of this process
 
@@ -140,41 +142,82 @@ class Run:
             say=lambda answer: loop.call_soon_threadsafe(self.live.say, answer),
         ):
             try:
-                if self.is_restored:
-                    await sync_weights(self.engine, self.parts.generator, self.cursor.step)
-                while self.cursor.phase != "done":
-                    await getattr(self, f"run_{self.cursor.phase}")()
+                async with self.monitor:
+                    await self.roles.start()
+                    while self.has_to_restore or self.cursor.phase != "done":
+                        await self._run_phase()
+                    await self._write_model()
             except asyncio.CancelledError:
                 if self.cursor.place != self.saved_place:  # else these weights are on the disk
-                    self.save()
+                    await to_the_end(self.save())
                 raise Interrupted from None
             finally:
-                await self.parts.generator.close()
+                await self.roles.close_loop()
 
-    def restore(self) -> None:
+    async def _run_phase(self) -> None:
+        """What comes next. Where the trainer dies, the run goes back to the newest checkpoint and
+        on from there, as `--resume` does."""
+        try:
+            if self.has_to_restore:
+                await self.restore()
+                self.has_to_restore = False
+            else:
+                await getattr(self, f"run_{self.cursor.phase}")()
+        except TrainerLost as lost:
+            self._count_loss(lost)
+            self.live.say(f"{lost}: starting it again, from the newest checkpoint")
+            await self.roles.restart_trainer()
+            self.critic, self.has_to_restore = None, True
+
+    async def _write_model(self) -> None:
+        target = self.dir / "model-trained"
+        await self._train(self.roles.engine.write_model, target, self.parts.folder)
+
+    def _count_loss(self, lost: TrainerLost) -> None:
+        """Ends the run where the trainer dies again and again without getting any further."""
+        place = PHASES.index(self.cursor.phase), self.cursor.step
+        self.num_losses = self.num_losses + 1 if place <= self.furthest_loss else 1
+        self.furthest_loss = max(place, self.furthest_loss)
+        if self.num_losses > MOST_LOSSES:
+            raise RuntimeError(
+                f"{lost}; that happened {self.num_losses} times, and the run got no further than "
+                f"step {self.cursor.step} of the phase {self.cursor.phase}. Look at the messages "
+                "above (memory?), then go on with --resume"
+            ) from lost
+
+    async def restore(self) -> None:
         """Continue from the newest checkpoint, or from the start where none was made yet."""
         found = latest_checkpoint(self.checkpoints)
         if found is None:
-            self._require_nothing_done()
+            await self._require_nothing_done()
             self.live.say("no checkpoint was made yet: starting from the beginning")
+            self.cursor = Cursor(tasks=self.parts.tasks.fingerprint)
             return
         self.cursor = Cursor.from_json(open_checkpoint(found).meta["cursor"])
         self._require_same_tasks()
         if self.cursor.phase not in ("untrained", "warm_start"):
-            self.engine.restart(self.parts.rl_config())
-        self.engine.load(found)
-        self.is_restored = True
+            await self._train(self.roles.engine.restart, self.parts.rl_config())
+        await self._train(self.roles.engine.load, found)
         self.saved_place = self.cursor.place
         first = self.cursor.step if self.cursor.phase == "rl" else self.rl_steps_done
-        self.store.delete_from_step(first)
+        await self.roles.store.call(RolloutStore.delete_from_step, first)
         self.metrics.truncate_from(first)
+        await self.roles.publisher.publish(self.cursor.step)
 
-    def _require_nothing_done(self) -> None:
+    async def _train(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call a method of the training engine in its thread."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self.roles.optimizer_thread, partial(function, *args, **kwargs)
+        )
+
+    async def _require_nothing_done(self) -> None:
         """RL begins with a checkpoint: records of its steps without one mean that it was lost."""
-        if len(self.store) or self.metrics.last_step is not None:
+        stored = len(await self.roles.store.call(RolloutStore.entries))
+        if stored or self.metrics.last_step is not None:
             raise ValueError(
                 f"{self.checkpoints} holds no checkpoint, but {self.dir} has the records of "
-                f"{len(self.store)} rollouts, which starting over would delete: put the folder "
+                f"{stored} rollouts, which starting over would delete: put the folder "
                 f"back, or start a new run (another --out, or rm -r {self.dir})"
             )
 
@@ -194,14 +237,12 @@ class Run:
     def checkpoints(self) -> Path:
         return self.dir / "checkpoints"
 
-    def save(self) -> None:
+    async def save(self) -> None:
         """A checkpoint of the engine and the cursor; the critic's first, which the cursor names."""
         self.note_time()
         if self.critic is not None:
-            folder = self.critic.engine.save(self.dir / "critic")
-            assert folder is not None, "it is not saved in the background"
-            self.cursor.critic = folder.name
-        self.engine.save(self.checkpoints, self.cursor.to_json())
+            self.cursor.critic = await self._train(self.critic.save, self.dir / "critic")
+        await self._train(self.roles.engine.save, self.checkpoints, self.cursor.to_json())
         self.saved_place = self.cursor.place
 
     def note_time(self) -> None:
@@ -214,12 +255,17 @@ class Run:
     def _timed(self, name: str, total: int, done: int = 0, num_lines: int = 10) -> Iterator[str]:
         """Show a phase and count its seconds; yields the name."""
         start = time.perf_counter()
+        self.monitor.begin_phase(name)
         if total:
             self.live.start_phase(name, total, num_done=done, num_lines=num_lines)
         try:
             yield name
         finally:
             self.cursor.add(f"phase_s.{name}", time.perf_counter() - start)
+
+    def _advance(self, phase: str, metrics: dict[str, float] | None = None) -> None:
+        self.live.advance(phase, metrics=metrics)
+        self.monitor.progress()
 
     # -- evaluation phases -----------------------------------------------------------------------
 
@@ -239,11 +285,13 @@ class Run:
     async def _evaluate(self, name: str, count: int, *, is_tool_enabled: bool = True) -> None:
         tasks = self.parts.tasks.heldout[:count]
         if tasks:
-            play = self.parts.play if is_tool_enabled else self.parts.play_without_tool
+            play = partial(
+                self.roles.collector.call, CollectorRole.play_task, is_tool_enabled=is_tool_enabled
+            )
             title = f"evaluation, {EVALUATIONS[name]}"
             with self._timed(title, len(tasks), num_lines=4) as phase:
                 result = await evaluate(
-                    play, tasks, name=name, on_rollout=lambda _: self.live.advance(phase)
+                    play, tasks, name=name, on_rollout=lambda _: self._advance(phase)
                 )
             self._record(name, result)
         self.cursor.next_phase()
@@ -267,33 +315,31 @@ class Run:
 
     async def run_warm_start(self) -> None:
         warm = self.config.warm_start
-        source = WarmStart(self.config, self.parts)
         with self._timed("warm start", warm.steps, self.cursor.step) as phase:
-            async with cache_lent(self.parts.generator, self.engine.model.device):
-                await self._warm_start_steps(source, phase)
-        await sync_weights(self.engine, self.parts.generator, 0)
-        self.engine.restart(self.parts.rl_config())
+            async with self.roles.publisher.lent():
+                await self._warm_start_steps(phase)
+        await self.roles.publisher.publish(0)
+        await self._train(self.roles.engine.restart, self.parts.rl_config())
         self.cursor.next_phase()
-        self.save()
+        await self.save()
 
-    async def _warm_start_steps(self, source: WarmStart, phase: str) -> None:
-        upcoming = asyncio.ensure_future(source.samples(self.cursor.step))
+    async def _warm_start_steps(self, phase: str) -> None:
+        def samples(step: int) -> asyncio.Future[list[Sample]]:
+            return asyncio.ensure_future(self.roles.collector.call(CollectorRole.teach, step))
+
+        upcoming = samples(self.cursor.step)
         while self.cursor.step < self.config.warm_start.steps:
             step = self.cursor.step
-            samples = await upcoming
+            batch = await upcoming
             # The teacher plays in the sandbox while the optimizer runs in its thread.
-            upcoming = asyncio.ensure_future(source.samples(step + 1))
+            upcoming = samples(step + 1)
 
-            async def finish_step(step: int = step, samples: list[Sample] = samples) -> None:
-                result = await asyncio.get_running_loop().run_in_executor(
-                    self.parts.optimizer_thread,
-                    self.engine.train_step,
-                    samples,
-                    sft_loss,
-                    num_loss_tokens,
+            async def finish_step(step: int = step, batch: list[Sample] = batch) -> None:
+                result = await self._train(
+                    self.roles.engine.train_step, batch, sft_loss, num_loss_tokens
                 )
                 self.cursor.step = step + 1
-                self.live.advance(phase, metrics={"loss": result["loss"]})
+                self._advance(phase, {"loss": result["loss"]})
 
             await to_the_end(finish_step())
         upcoming.cancel()
@@ -306,27 +352,28 @@ class Run:
             "reinforcement learning", rl.steps, self.cursor.step, num_lines=rl.steps
         ) as phase:
 
-            def on_step(result: StepResult) -> None:
-                self._log_step(result)
+            async def on_step(result: StepResult) -> None:
+                await self._log_step(result)
                 shown = {name: result.metrics[name] for name in SHOWN if name in result.metrics}
                 self.live.advance(phase, metrics=shown)
+                rollouts = (rollout for group in result.groups for rollout in group)
+                self.monitor.observe_step(result.step, result.metrics, rollouts)
                 self._say_step(result)
 
-            self.critic = self._open_critic()
+            self.critic = await self._open_critic()
+            reference = await self._open_reference()
             with Scheduler(backend="inline") as scheduler:
                 trainer = Trainer(
                     self.config,
                     learner=scheduler.actor(Learner).remote(
                         self.config,
-                        engine=self.engine,
-                        generator=self.parts.generator,
-                        thread=self.parts.optimizer_thread,
-                        reference=self._open_reference(),
+                        engine=self.roles.engine,
+                        publisher=self.roles.publisher,
+                        thread=self.roles.optimizer_thread,
+                        reference=reference,
                         critic=self.critic,
                     ),
-                    collector=scheduler.actor(RolloutCollector).remote(
-                        self.parts.play, run_seed=self.config.seed, max_retries=rl.max_retries
-                    ),
+                    collector=self.roles.collector,
                     task_batch=self.train_tasks,
                 )
                 await trainer.fit(self.cursor.step, on_step)
@@ -337,37 +384,36 @@ class Run:
                 "(--warm-start.steps)"
             )
         self.cursor.next_phase()
-        self.save()
+        await self.save()
         self.critic = None
 
-    def _open_reference(self) -> Policy | None:
+    async def _open_reference(self) -> Policy | None:
         if not self.config.rl.algorithm.needs_reference:
             return None
-        return open_reference(
-            self.config, self.engine.model, self.dir / "reference", has_begun=self.cursor.step > 0
+        folder = await self._train(
+            reference_folder,
+            self.config,
+            self.dir / "reference",
+            has_begun=self.cursor.step > 0,
+            write_policy=self.roles.engine.write_model,
         )
+        return await self.roles.open_reference(folder)
 
-    def _open_critic(self) -> Critic | None:
+    async def _open_critic(self) -> RunCritic | None:
         """The critic as it was at the last step, if the algorithm has one."""
         if not self.config.rl.algorithm.needs_critic:
             return None
-        critic = Critic(
-            self.engine.model, self.parts.critic_config(), value_clip=self.config.rl.value_clip
-        )
+        critic = await self.roles.open_critic(self.dir / "critic-start")
         if self.cursor.step > 0:
-            saved = self.dir / "critic" / self.cursor.critic
-            critic.engine.load(saved)
-            forget_newer(saved)
+            await self._train(critic.load, self.dir / "critic" / self.cursor.critic)
         return critic
 
-    def _log_step(self, result: StepResult) -> None:
+    async def _log_step(self, result: StepResult) -> None:
         """Record a finished step, then move the cursor; every `save_every` steps, a checkpoint."""
-        self.store.add_group(
-            [*(rollout for group in result.groups for rollout in group), *result.failed],
-            step=result.step,
-        )
+        rollouts = [*(rollout for group in result.groups for rollout in group), *result.failed]
+        await self.roles.store.call(RolloutStore.add_group, rollouts, step=result.step)
         if self.config.keep_rollout_steps:
-            self.store.expire(self.config.keep_rollout_steps)
+            await self.roles.store.call(RolloutStore.expire, self.config.keep_rollout_steps)
         self.metrics.write(result.step, result.metrics)
         self._add_totals(result.metrics)
         self.cursor.add("num_failed_rollouts", len(result.failed))
@@ -375,7 +421,7 @@ class Run:
         self.cursor.step = result.step + 1
         is_last = self.cursor.step == self.config.rl.steps  # then the phase saves at its end
         if self.cursor.step % self.config.save_every == 0 and not is_last:
-            self.save()
+            await self.save()
 
     def _say_step(self, result: StepResult) -> None:
         """Say what the numbers of the step do not: why nothing moved, and what the agent does."""
@@ -408,17 +454,17 @@ def write_outcome(run: Run) -> dict[str, Any]:
     run.note_time()
     summary = summarise(run)
     write_summary(run.dir / "summary.json", summary)
-    entries = run.store.entries()
-    write_report(
-        run.dir / "report.html",
-        config=run.config.to_json(),
-        summary=summary,
-        metrics_rows=read_metrics(run.metrics.path),
-        examples=[*heldout_examples(run), *training_examples(run, entries)],
-        training_rates=rates_by_stage(entries),
-        decode=run.parts.tokenizer.decode,
-    )
-    replace_model(run.parts.trained, run.dir / "model-trained", run.parts.folder)
+    with RolloutStore(run.dir / "rollouts.sqlite") as store:
+        entries = store.entries()
+        write_report(
+            run.dir / "report.html",
+            config=run.config.to_json(),
+            summary=summary,
+            metrics_rows=read_metrics(run.metrics.path),
+            examples=[*heldout_examples(run), *training_examples(run, store, entries)],
+            training_rates=rates_by_stage(entries),
+            decode=run.parts.tokenizer.decode,
+        )
     return summary
 
 
@@ -433,7 +479,7 @@ def heldout_examples(run: Run) -> list[Example]:
     ]
 
 
-def training_examples(run: Run, entries: Sequence[Entry]) -> list[Example]:
+def training_examples(run: Run, store: RolloutStore, entries: Sequence[Entry]) -> list[Example]:
     """Rollouts of each task type from each stage of RL, and attempts that failed."""
     chosen = choose_entries(entries)
     tasks = {
@@ -443,7 +489,7 @@ def training_examples(run: Run, entries: Sequence[Entry]) -> list[Example]:
     }
     return [
         Example(
-            rollout=run.store.get(entry.rollout_id),
+            rollout=store.get(entry.rollout_id),
             task=tasks.get(entry.task_id),
             when=f"step {entry.step}",
         )
@@ -495,7 +541,7 @@ def summarise(run: Run) -> dict[str, Any]:
             "heldout_n_untrained": results.get("untrained", {}).get("num_tasks", 0),
             "heldout_n_no_tool": results.get("no_tool", {}).get("num_tasks", 0),
             "model": config.model or config.preset,
-            "num_parameters": sum(p.numel() for p in run.parts.trained.parameters()),
+            "num_parameters": run.parts.num_parameters,
             "date": datetime.date.today().isoformat(),
             "hardware": f"{platform.machine()}, {os.cpu_count()} CPUs",
             "threads": num_threads(config),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sqlite3
 import threading
 import zlib
@@ -223,6 +224,12 @@ class RolloutStore:
             # Not `execute`: that steps the statement once, and each step frees a single page.
             self._db.executescript("PRAGMA incremental_vacuum")
         return num_dropped
+
+    def ping(self) -> int:
+        """Read from the file, so that the answer says that it works; the process that answers."""
+        with self._reading():
+            self._db.execute("SELECT 1 FROM rollouts LIMIT 1").fetchone()
+        return os.getpid()
 
     def close(self) -> None:
         with self._lock, self._errors("close"):

@@ -5,7 +5,9 @@
     consumer   takes a batch of groups in task order, has the learner (learner.py) make an
                optimizer step of it and publish the weights to the inference engine, logs
 
-Learner and collector are actors (nanosched): here both are objects of this process.
+Learner and collector are actors (nanosched): the learner an object of this process, whose engine
+may be elsewhere (learner.py), the collector here or in another process, where it may die and have a
+successor (roles/role.py): the groups that it was playing are then played again.
 
 Admission: a group may start while `accepted + running + group <= (max_staleness + version + 1) *
 batch`, all counted in rollouts (AReaL, arXiv 2505.24298, section 4). With `max_staleness = 0` the
@@ -24,7 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,12 +35,14 @@ from nanoinfer.params import SamplingParams
 from nanorl.collector import RolloutCollector
 from nanorl.config import RunConfig
 from nanorl.learner import Learner
+from nanorl.roles.collector import CollectorRole
+from nanorl.roles.role import Role
 from nanorl.types import Rollout, Task
 from nanosched import ActorHandle, TaskError
 
 Group = list[Rollout]
 TaskBatch = Callable[[int], Sequence[Task]]
-OnStep = Callable[["StepResult"], None]
+OnStep = Callable[["StepResult"], Awaitable[None]]
 
 
 @dataclass(kw_only=True)
@@ -62,7 +66,7 @@ class Trainer:
         config: RunConfig,
         *,
         learner: ActorHandle[Learner],
-        collector: ActorHandle[RolloutCollector],
+        collector: ActorHandle[RolloutCollector] | Role[CollectorRole],
         task_batch: TaskBatch,
     ) -> None:
         self.config = config
@@ -156,7 +160,7 @@ class Trainer:
         metrics["rollout_s"] = await self.collector.call(RolloutCollector.take_busy_s)
         metrics["step_s"] = time.perf_counter() - start
         failed = await self.collector.call(RolloutCollector.take_failed)
-        on_step(StepResult(step=step, metrics=metrics, groups=groups, failed=failed))
+        await on_step(StepResult(step=step, metrics=metrics, groups=groups, failed=failed))
 
 
 async def _first_of(wanted: Any, producer: asyncio.Task[None]) -> Any:

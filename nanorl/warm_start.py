@@ -27,9 +27,10 @@ from typing import Any
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.packing import Sample
 from nanoinfer.params import Output, SamplingParams
+from nanorl.agents.kit import AgentKit
 from nanorl.config import RunConfig
-from nanorl.parts import Parts
 from nanorl.tasks.problem import Problem
+from nanorl.tasks.source import TaskSource
 from nanorl.tasks.teachers import Script, SloppyTeacher
 from nanorl.tasks.tiny_model import CHAT_MARKERS
 from nanorl.types import Rollout, derive_seed
@@ -40,8 +41,10 @@ SHORTEST, LONGEST = 6, 20  # tokens of the period that a drill repeats
 class WarmStart:
     """The samples of a run's supervised steps."""
 
-    def __init__(self, config: RunConfig, parts: Parts) -> None:
-        self.config, self.parts = config, parts
+    def __init__(self, config: RunConfig, kit: AgentKit) -> None:
+        self.config, self.kit = config, kit
+        # The preset's own tasks, whatever the run trains on: only of those a teacher knows the way.
+        self.tasks = TaskSource([kit.preset.family()], derive_seed(config.seed, "warm-start"))
         self._played: dict[int, list[Sample]] = {}  # while a later epoch needs them again
 
     async def samples(self, step: int) -> list[Sample]:
@@ -61,11 +64,11 @@ class WarmStart:
 
     def _drills(self, step: int) -> list[Sample]:
         rng = random.Random(derive_seed(self.config.seed, "drill", step))
-        vocab, count = self.parts.tokenizer.vocab_size, self.config.warm_start.traces_per_step
+        vocab, count = self.kit.tokenizer.vocab_size, self.config.warm_start.traces_per_step
         return drill_samples([copy_drill(rng, vocab) for _ in range(count)])
 
     async def _play(self, number: int) -> list[Sample]:
-        tasks = self.parts.tasks.warm_start.batch(number, self.config.warm_start.traces_per_step)
+        tasks = self.tasks.batch(number, self.config.warm_start.traces_per_step)
         plays = [
             self.play_teacher(task, rollout_id=f"teacher-{number}-{i}")
             for i, task in enumerate(tasks)
@@ -74,17 +77,17 @@ class WarmStart:
 
     async def play_teacher(self, task: Problem, *, rollout_id: str) -> Rollout:
         """One trace of the sloppy teacher, as a rollout whose actions carry the loss."""
-        config, parts = self.config, self.parts
+        config, kit = self.config, self.kit
         rng = random.Random(derive_seed(config.seed, "teacher", rollout_id))
-        teacher = SloppyTeacher(parts.preset.action_format, parts.preset.teacher())
-        env = RecordingEnv(parts.environment())
+        teacher = SloppyTeacher(kit.preset.action_format, kit.preset.teacher())
+        env = RecordingEnv(kit.environment())
         generator = ScriptedGenerator(
             teacher.trace(task, rng),
             lambda: env.observations,
-            parts.tokenizer,
-            min(parts.tokenizer.eos_ids),
+            kit.tokenizer,
+            min(kit.tokenizer.eos_ids),
         )
-        return await parts.agent(generator).play(
+        return await kit.agent(generator).play(
             task,
             env,
             group_id=rollout_id,

@@ -2,11 +2,12 @@
 
 An actor is an object that somebody else runs: `Scheduler` makes it and hands out a handle, a call
 of a method through the handle gives a `Future` at once, and errors come back with the result. The
-trainer is written against this, so that learner and collector need not know where they are. Today
-there is one back end, `inline`: everything in this process. Start at api.py.
+trainer is written against this, so that learner and collector need not know where they are. Three
+back ends keep one contract: `inline` (everything in this process), `local` (a process per actor)
+and `ray` (one or many machines). Start at api.py.
 """
 
-from nanosched.api import ActorBuilder, ActorHandle, ActorOptions, Scheduler
+from nanosched.api import ActorBuilder, Scheduler
 from nanosched.errors import (
     GetTimeout,
     QueueClosed,
@@ -15,7 +16,11 @@ from nanosched.errors import (
     WorkerDied,
 )
 from nanosched.future import Future
+from nanosched.handle import ActorHandle
 from nanosched.queue import BoundedQueue
+from nanosched.resources import ActorOptions, PlacementGroup, Resources
+from nanosched.shared_buffer import SharedBuffer
+from nanosched.worker_group import WorkerGroup
 
 __all__ = [
     "ActorBuilder",
@@ -24,9 +29,13 @@ __all__ = [
     "BoundedQueue",
     "Future",
     "GetTimeout",
+    "PlacementGroup",
     "QueueClosed",
+    "Resources",
     "Scheduler",
     "SchedulerError",
+    "SharedBuffer",
     "TaskError",
     "WorkerDied",
+    "WorkerGroup",
 ]

@@ -10,45 +10,30 @@
 arguments and its result. `counter.add.remote(2)` does the same without types, for arguments that
 are futures of other calls and for names that are known at run time only.
 
-The shape is Ray's, and so are the promises (see nanosched.inline, which is where to read next).
-Left out: back ends of several processes, placement groups, lineage and nested tasks.
+The shape is Ray's, and so are the promises (see nanosched.inline, which is where to read next, and
+nanosched.backend, the contract). Left out: lineage, nested tasks and autoscaling.
 """
 
 from __future__ import annotations
 
-import inspect
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
+from nanosched.backend import Backend
 from nanosched.errors import GetTimeout, SchedulerError
 from nanosched.future import Future
-from nanosched.inline import InlineActor, InlineBackend
+from nanosched.handle import ActorHandle
+from nanosched.resources import ActorOptions, PlacementGroup, Resources
+from nanosched.worker_group import WorkerGroup
 
-BACKENDS = {"inline": InlineBackend}
+BACKENDS = ("inline", "local", "ray")
 
 A = TypeVar("A")  # the class of an actor
-P = ParamSpec("P")  # what a method or a constructor takes
+P = ParamSpec("P")  # what a constructor takes
 R = TypeVar("R")  # what a method returns
-
-
-@dataclass(frozen=True, kw_only=True)
-class ActorOptions:
-    """Says how an actor is placed and supervised. Inline, cpus and gpus reserve nothing."""
-
-    num_cpus: float = 1
-    num_gpus: float = 0
-    name: str | None = None
-    max_restarts: int = 0
-
-    def __post_init__(self) -> None:
-        for option in ("num_cpus", "num_gpus", "max_restarts"):
-            if getattr(self, option) < 0:
-                raise ValueError(
-                    f"{option}={getattr(self, option)}: cannot be negative; give 0 for none"
-                )
 
 
 def _check_options(options: dict[str, Any]) -> None:
@@ -56,73 +41,6 @@ def _check_options(options: dict[str, Any]) -> None:
     for name in options:
         if name not in allowed:
             raise ValueError(f"unknown actor option {name!r}; allowed: {', '.join(allowed)}")
-
-
-class RemoteMethod:
-    """`handle.method`: call it with `.remote(...)`."""
-
-    def __init__(self, handle: ActorHandle[Any], method: str) -> None:
-        self._handle = handle
-        self._method = method
-
-    @classmethod
-    def of(cls, handle: ActorHandle[Any], name: str) -> RemoteMethod:
-        """`AttributeError` lists the methods that there are."""
-        actor = handle._actor.cls
-        if name.startswith("_") or not callable(getattr(actor, name, None)):
-            methods = [
-                method
-                for method, _ in inspect.getmembers(actor, callable)
-                if not method.startswith("_")
-            ]
-            raise AttributeError(
-                f"actor {actor.__name__} has no public method {name!r}; it has: "
-                f"{', '.join(methods) or 'none'}"
-            )
-        return cls(handle, name)
-
-    def remote(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        handle = self._handle
-        return handle._backend.submit(handle._actor, self._method, args, kwargs)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise SchedulerError(
-            f"{self._method} belongs to an actor and cannot be called directly; "
-            f"write handle.{self._method}.remote(...)"
-        )
-
-
-class ActorHandle(Generic[A]):
-    """Refers to one actor of class `A`, which ends when its last handle is gone."""
-
-    def __init__(self, backend: InlineBackend, actor: InlineActor) -> None:
-        self._backend = backend
-        self._actor = actor
-
-    @overload
-    def call(
-        self,
-        method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]],
-        /,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> Future[R]: ...
-
-    @overload
-    def call(
-        self, method: Callable[Concatenate[A, P], R], /, *args: P.args, **kwargs: P.kwargs
-    ) -> Future[R]: ...
-
-    def call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Calls a method of the actor, named as `Class.method`; a subclass's own version of it runs
-        if the actor has one."""
-        return RemoteMethod.of(self, method.__name__).remote(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> RemoteMethod:
-        return RemoteMethod.of(self, name)
-
-    def __repr__(self) -> str:
-        return f"<ActorHandle {self._actor.label}>"
 
 
 @dataclass(frozen=True)
@@ -148,12 +66,24 @@ class Scheduler:
     Use it as a context manager, or call `close`: both end all its actors.
     """
 
-    def __init__(self, backend: str = "inline") -> None:
+    def __init__(
+        self,
+        backend: str = "inline",
+        *,
+        resources: Resources | None = None,
+        preload: Sequence[str] = (),
+        address: str | None = None,
+    ) -> None:
+        """`resources`: what there is to give to actors; None: what the machine has.
+        `preload`: modules that processes of actors share from their start (local).
+        `address`: of a Ray cluster that runs; None starts one (ray)."""
         if backend not in BACKENDS:
             raise ValueError(
-                f"unknown scheduler back end {backend!r}; allowed: {', '.join(sorted(BACKENDS))}"
+                f"unknown scheduler back end {backend!r}; allowed: {', '.join(BACKENDS)}"
             )
-        self._backend = BACKENDS[backend]()
+        if address is not None and backend != "ray":
+            raise ValueError(f"address={address!r}: only the back end 'ray' has one")
+        self._backend = _start_backend(backend, resources, preload, address)
         self._named: weakref.WeakValueDictionary[str, ActorHandle[Any]] = (
             weakref.WeakValueDictionary()
         )
@@ -170,13 +100,12 @@ class Scheduler:
         self, builder: ActorBuilder[P, A], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> ActorHandle[A]:
         """Make the actor; `ActorBuilder.remote` calls this."""
-        if self._is_closed:
-            raise SchedulerError("the scheduler is closed; make a new one")
+        self._check_open()
         options = builder.actor_options
         if options.name is not None and options.name in self._named:
             raise ValueError(f"an actor named {options.name!r} is alive; kill it or choose another")
         assert isinstance(builder.cls, type), "`actor` saw to it"
-        actor = self._backend.create(builder.cls, args, kwargs, options.max_restarts)
+        actor = self._backend.create(builder.cls, args, kwargs, options)
         handle: ActorHandle[A] = ActorHandle(self._backend, actor)
         if options.name is not None:
             self._named[options.name] = handle
@@ -236,15 +165,69 @@ class Scheduler:
 
     def put(self, obj: R) -> Future[R]:
         """A finished future of `obj`, to pass to many calls. `obj` must not change afterwards."""
-        future: Future[R] = Future(f"put({type(obj).__name__})")
-        future.settle(obj)
-        return future
+        return self._backend.put(obj)
 
     def kill(self, handle: ActorHandle[Any]) -> None:
         """Ends the actor for good; its pending and later calls raise WorkerDied."""
         self._backend.kill(handle._actor)
         for name in [name for name, named in self._named.items() if named is handle]:
             del self._named[name]
+
+    def death(self, handle: ActorHandle[Any]) -> Future[str]:
+        """Settles when the actor is dead for good, restarts used up; its value says why."""
+        return self._backend.death(handle._actor)
+
+    # -- resources -------------------------------------------------------------------------------
+
+    def available(self) -> Resources:
+        """What no actor and no placement group holds at the moment."""
+        return self._backend.available()
+
+    def placement_group(
+        self,
+        bundles: Sequence[Resources],
+        strategy: str = "PACK",
+        timeout_s: float | None = None,
+    ) -> PlacementGroup:
+        """Reserves all bundles, or none, and holds them until `remove`.
+
+        Waits until enough is free: GetTimeout after `timeout_s`. ValueError at once, saying what
+        there is, for bundles that could never be had together.
+        """
+        self._check_open()
+        group = PlacementGroup(tuple(bundles), strategy)
+        self._backend.reserve(group, timeout_s)
+        return group
+
+    def remove(self, group: PlacementGroup) -> None:
+        """Gives the bundles back; actors in them are killed. Removing twice is fine."""
+        self._backend.remove(group)
+
+    def group(
+        self,
+        cls: Callable[..., A],
+        args: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
+        **options: Any,
+    ) -> WorkerGroup[A]:
+        """One actor per entry of `args`, which are each one's (args, kwargs), ranks in order.
+
+        With `placement` and no `bundle`, rank r takes bundle r if there are as many. With `name`,
+        rank r is called `name.r`.
+        """
+        if not args:
+            raise ValueError("a group without workers: give one (args, kwargs) for each")
+        builder = self.actor(cls, **options)
+        handles = [
+            builder.options(**_options_of_rank(builder.actor_options, rank, len(args))).remote(
+                *positional, **named
+            )
+            for rank, (positional, named) in enumerate(args)
+        ]
+        return WorkerGroup(handles, [self.death(handle) for handle in handles], self.kill)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise SchedulerError("the scheduler is closed; make a new one")
 
     def close(self) -> None:
         """Ends all actors. Closing twice is fine."""
@@ -262,3 +245,30 @@ class Scheduler:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _start_backend(
+    name: str, resources: Resources | None, preload: Sequence[str], address: str | None
+) -> Backend:
+    """Imported here, so that a program of one process loads neither multiprocessing nor Ray."""
+    if name == "inline":
+        from nanosched.inline import InlineBackend
+
+        return InlineBackend(resources)
+    if name == "local":
+        from nanosched.local.backend import LocalBackend
+
+        return LocalBackend(resources, preload)
+    from nanosched.ray_backend import RayBackend
+
+    return RayBackend(resources, address)
+
+
+def _options_of_rank(options: ActorOptions, rank: int, num_ranks: int) -> dict[str, Any]:
+    changed: dict[str, Any] = {}
+    if options.name is not None:
+        changed["name"] = f"{options.name}.{rank}"
+    placement = options.placement
+    if placement is not None and options.bundle is None and len(placement.bundles) == num_ranks:
+        changed["bundle"] = rank
+    return changed

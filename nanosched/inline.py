@@ -5,8 +5,9 @@ loop, or, where none runs, of a private loop that `get` and `wait` drive. Same p
 end of processes: calls of one actor start in the order they were made, a constructor's error
 surfaces at the first call, a future passed as an argument is replaced by its value (nested ones
 are not), a dead actor's calls fail with WorkerDied and are never repeated, and an actor whose last
-handle is gone ends. Left out, because everything shares one process: resources reserve nothing,
-and arguments and results are passed by reference, so neither side may change them.
+handle is gone ends. Resources are accounted as on a machine of processes: an actor whose share is
+taken is constructed when others end. Left out, because everything shares one process: devices are
+not hidden, and arguments and results are passed by reference, so neither side may change them.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from nanosched.errors import SchedulerError, TaskError, WorkerDied
+from nanosched.errors import GetTimeout, SchedulerError, TaskError, WorkerDied
 from nanosched.future import Future, dereference, futures_in
+from nanosched.ledger import Lease, Machine
+from nanosched.resources import ActorOptions, PlacementGroup, Resources
 
 
 @dataclass(kw_only=True, eq=False)
@@ -38,19 +41,26 @@ class _Call:
 
 @dataclass(kw_only=True, eq=False)
 class InlineActor:
-    """One actor: its object, and the line of calls that wait for their inputs."""
+    """One actor: its object, and the line of calls that wait for their inputs.
+
+    `error` is what later calls raise; `ended` settles when the actor is dead for good.
+    """
 
     backend: InlineBackend
     cls: type
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    options: ActorOptions
     restarts_left: int
+    lease: Lease | None = None
     instance: Any = None
-    death: SchedulerError | None = None
+    error: SchedulerError | None = None
+    ended: Future[str] = field(default_factory=lambda: Future("death"))
     calls: deque[_Call] = field(default_factory=deque)
     tasks: dict[asyncio.Task[None], Future[Any]] = field(default_factory=dict)
     is_pumping: bool = False
     has_started: bool = False
+    has_handle: bool = True
 
     @property
     def label(self) -> str:
@@ -60,8 +70,8 @@ class InlineActor:
         future: Future[Any] = Future(
             f"{self.label}.{method}", on_await=self.backend.start_lazy_tasks
         )
-        if isinstance(self.death, WorkerDied):
-            future.settle(error=self.death)
+        if isinstance(self.error, WorkerDied):
+            future.settle(error=self.error)
             return future
         self.calls.append(_Call(method=method, args=args, kwargs=kwargs, future=future))
         self.pump()
@@ -81,6 +91,13 @@ class InlineActor:
                 self._run(self.calls.popleft())
         finally:
             self.is_pumping = False
+            self.end_if_unwanted()
+
+    def end_if_unwanted(self) -> None:
+        """Without a handle nobody can call it any more; the calls under way are still served."""
+        is_busy = self.is_pumping or self.calls or self.tasks or self.backend.has_lazy_task(self)
+        if not self.has_handle and not is_busy:
+            self.die(WorkerDied(f"{self.label} ended with its last handle"))
 
     def _waits_for(self, inputs: list[Future[Any]]) -> bool:
         if inputs:
@@ -88,7 +105,12 @@ class InlineActor:
         return bool(inputs)
 
     def _construct(self) -> bool:
-        """False while an argument is unfinished. An error is kept for the calls to come."""
+        """False while its resources are taken or an argument is unfinished. An error is kept for
+        the calls to come."""
+        if self.lease is None:
+            self.lease = self.backend.lease_for(self)
+            if self.lease is None:
+                return False
         inputs = [f for f in futures_in(self.args, self.kwargs) if not f.is_done()]
         if self._waits_for(inputs):
             return False
@@ -96,20 +118,20 @@ class InlineActor:
         try:
             args, kwargs = dereference(self.args, self.kwargs)
         except SchedulerError as error:  # of the call that an argument came from
-            self.death = error
+            self.error = error
             return True
         try:
             self.instance = self.cls(*args, **kwargs)
         except SystemExit as error:
-            self.death = WorkerDied(f"{self.label}.__init__ called sys.exit({error.code!r})")
+            self.error = WorkerDied(f"{self.label}.__init__ called sys.exit({error.code!r})")
         except Exception as error:  # the boundary of the actor: recorded, raised by its calls
-            self.death = TaskError(f"{self.label}.__init__", error)
+            self.error = TaskError(f"{self.label}.__init__", error)
         return True
 
     def _run(self, call: _Call) -> None:
         future = call.future
-        if self.death is not None:
-            future.settle(error=self.death)
+        if self.error is not None:
+            future.settle(error=self.error)
             return
         try:
             args, kwargs = dereference(call.args, call.kwargs)
@@ -150,7 +172,9 @@ class InlineActor:
 
     def die(self, died: WorkerDied) -> None:
         """Fails everything under way. Settling first: a cancelled task cannot answer later."""
-        self.death, self.instance, self.has_started = died, None, True
+        if isinstance(self.error, WorkerDied):
+            return
+        self.error, self.instance, self.has_started = died, None, True
         futures = [*self.tasks.values(), *(call.future for call in self.calls)]
         self.calls.clear()
         self.backend.drop_lazy_tasks(self, died)
@@ -159,38 +183,100 @@ class InlineActor:
         for task in self.tasks:
             if not task.get_loop().is_closed() and not task.done():
                 task.cancel()
+        self.ended.settle(str(died))
+        self.backend.forget(self)
 
 
 class InlineBackend:
     """Does what `Scheduler` asks of a back end: create, submit, get, wait, kill, close."""
 
-    def __init__(self) -> None:
+    def __init__(self, resources: Resources | None = None) -> None:
+        self._machine = Machine(resources)
         self._actors: weakref.WeakSet[InlineActor] = weakref.WeakSet()
+        self._waiting: list[InlineActor] = []  # for resources
         self._lazy: list[tuple[InlineActor, Coroutine[Any, Any, Any], Future[Any]]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def create(
-        self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], max_restarts: int
+        self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], options: ActorOptions
     ) -> InlineActor:
+        self._machine.check(options)
         actor = InlineActor(
-            backend=self, cls=cls, args=args, kwargs=kwargs, restarts_left=max_restarts
+            backend=self,
+            cls=cls,
+            args=args,
+            kwargs=kwargs,
+            options=options,
+            restarts_left=options.max_restarts,
         )
         self._actors.add(actor)
         actor.pump()
         return actor
+
+    def lease_for(self, actor: InlineActor) -> Lease | None:
+        """The actor's resources; None while they are taken: `pump` runs when some are free."""
+        lease = self._machine.lease(actor.options)
+        if lease is None and actor not in self._waiting:
+            self._waiting.append(actor)
+        return lease
+
+    def forget(self, actor: InlineActor) -> None:
+        """Gives its resources to those who wait."""
+        if actor.lease is not None:
+            actor.lease.release()
+        self._serve_waiting()
+
+    def _serve_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for actor in waiting:
+            actor.pump()
 
     def submit(
         self, actor: InlineActor, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Future[Any]:
         return actor.submit(method, args, kwargs)
 
+    def put(self, obj: Any) -> Future[Any]:
+        future: Future[Any] = Future(f"put({type(obj).__name__})")
+        future.settle(obj)
+        return future
+
+    def release(self, actor: InlineActor) -> None:
+        actor.has_handle = False
+        actor.end_if_unwanted()
+
+    def reduce_handle(self, actor: InlineActor) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        raise TypeError(f"a handle of the inline actor {actor.label} cannot leave its process")
+
     def kill(self, actor: InlineActor) -> None:
         actor.die(WorkerDied(f"{actor.label} was killed"))
 
+    def death(self, actor: InlineActor) -> Future[str]:
+        return actor.ended
+
+    def reserve(self, group: PlacementGroup, timeout_s: float | None) -> None:
+        """Nothing can free the bundles while the only thread stands here, so it does not wait."""
+        self._machine.check_group(group)
+        if self._machine.lease_group(group):
+            return
+        taken = f"the bundles are taken; free is {self.available()}"
+        if timeout_s is None:
+            raise SchedulerError(f"{taken}, and nothing runs that could free more")
+        raise GetTimeout(taken)
+
+    def remove(self, group: PlacementGroup) -> None:
+        for actor in list(self._actors):
+            if actor.options.placement is group:
+                actor.die(WorkerDied(f"{actor.label} ended with its placement group"))
+        self._machine.release_group(group)
+        self._serve_waiting()
+
+    def available(self) -> Resources:
+        return self._machine.free()
+
     def close(self) -> None:
         for actor in list(self._actors):
-            if not isinstance(actor.death, WorkerDied):
-                actor.die(WorkerDied(f"{actor.label} ended with its scheduler"))
+            actor.die(WorkerDied(f"{actor.label} ended with its scheduler"))
         if self._loop is not None and not self._loop.is_closed():
             tasks = asyncio.all_tasks(self._loop)
             if tasks:
@@ -212,6 +298,9 @@ class InlineBackend:
             task = loop.create_task(actor.finish(coroutine, future), name=future.label)
             actor.tasks[task] = future
             task.add_done_callback(partial(_end_task, actor, coroutine))
+
+    def has_lazy_task(self, actor: InlineActor) -> bool:
+        return any(owner is actor for owner, _, _ in self._lazy)
 
     def drop_lazy_tasks(self, actor: InlineActor, died: WorkerDied) -> None:
         for owner, coroutine, future in self._lazy:
@@ -281,6 +370,7 @@ def _end_task(
         coroutine.close()
         cause = asyncio.CancelledError("its task was cancelled")
         future.settle(error=TaskError(future.label, cause))
+    actor.end_if_unwanted()
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -34,9 +34,12 @@ from house import PACKAGES  # noqa: E402
 
 from nanoinfer.async_engine import AsyncEngine  # noqa: E402
 from nanoinfer.params import SamplingParams  # noqa: E402
-from nanorl import parts as parts_module  # noqa: E402
+from nanorl.agents import kit  # noqa: E402
+from nanorl.colocation import InlinePublisher  # noqa: E402
 from nanorl.learner import Learner  # noqa: E402
+from nanorl.parts import Parts  # noqa: E402
 from nanorl.presets import get_preset  # noqa: E402
+from nanorl.roles.inline import InlineRoles  # noqa: E402
 from nanorl.types import Rollout  # noqa: E402
 
 Entered = dict[str, list[str]]  # file -> its functions, both in the order of their first call
@@ -66,29 +69,30 @@ def files_entered(work: Callable[[], object]) -> Entered:
 
 def trace_steps() -> dict[str, Entered]:
     """What a decode step and a GRPO step enter."""
-    with tiny_parts() as parts:
-        return {"decode": trace_decode(parts), "grpo": trace_grpo(parts)}
+    with tiny_roles() as roles:
+        return {"decode": trace_decode(roles), "grpo": trace_grpo(roles)}
 
 
 @contextmanager
-def tiny_parts() -> Iterator[parts_module.Parts]:
-    """The parts of a run of the tiny preset. Nothing here calls the sandbox, so machines that
+def tiny_roles() -> Iterator[InlineRoles]:
+    """The roles of a run of the tiny preset. Nothing here calls the sandbox, so machines that
     cannot isolate programs may trace too."""
     config = get_preset("tiny").config()
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(parts_module, "SandboxPool"):
-        parts = parts_module.Parts(replace(config, out=Path(folder), device="cpu", threads=1))
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(kit, "SandboxPool"):
+        config = replace(config, out=Path(folder), device="cpu", threads=1)
+        roles = InlineRoles(Parts(config))
         try:
-            yield parts
+            yield roles
         finally:
-            parts.close()
+            roles.close()
 
 
-def trace_decode(parts: parts_module.Parts) -> Entered:
+def trace_decode(roles: InlineRoles) -> Entered:
     """A step in the middle of a generation."""
-    engine = parts.rollout_engine
+    engine = roles.rollout_engine
     for prompt in PROMPTS:
         for seed in range(GROUP):
-            engine.add(prompt, sampling(parts, seed))
+            engine.add(prompt, sampling(roles, seed))
     for _ in range(LENGTH // 2):
         engine.step()
     entered = files_entered(engine.step)
@@ -97,15 +101,15 @@ def trace_decode(parts: parts_module.Parts) -> Entered:
     return entered
 
 
-def trace_grpo(parts: parts_module.Parts) -> Entered:
+def trace_grpo(roles: InlineRoles) -> Entered:
     """The second of two steps, each on rollouts that the present weights sampled."""
-    parts.trainer_engine.restart(parts.rl_config())
-    generator = AsyncEngine(parts.rollout_engine, executor=Here())
-    learner = Learner(parts.config, engine=parts.trainer_engine, generator=generator, thread=Here())
+    roles.engine.restart(roles.parts.rl_config())
+    publisher = InlinePublisher(roles.engine, AsyncEngine(roles.rollout_engine, executor=Here()))
+    learner = Learner(roles.parts.config, engine=roles.engine, publisher=publisher, thread=Here())
     with asyncio.Runner() as runner:
         runner.run(learner.publish(0))
-        runner.run(learner.train_and_publish(play(parts, step=0), 1))
-        groups = play(parts, step=1)
+        runner.run(learner.train_and_publish(play(roles, step=0), 1))
+        groups = play(roles, step=1)
         return files_entered(lambda: runner.run(learner.train_and_publish(groups, 2)))
 
 
@@ -121,14 +125,14 @@ class Here(Executor):
         return future
 
 
-def sampling(parts: parts_module.Parts, seed: int, **options: Any) -> SamplingParams:
-    temperature = parts.config.rl.temperature
+def sampling(roles: InlineRoles, seed: int, **options: Any) -> SamplingParams:
+    temperature = roles.parts.config.rl.temperature
     return SamplingParams(max_tokens=LENGTH, temperature=temperature, seed=seed, **options)
 
 
-def play(parts: parts_module.Parts, step: int) -> list[list[Rollout]]:
+def play(roles: InlineRoles, step: int) -> list[list[Rollout]]:
     """A group of rollouts for each prompt, scored as `grpo_on_a_page.py` scores them."""
-    outputs = iter(parts.rollout_engine.generate(PROMPTS, sampling(parts, step, n=GROUP)))
+    outputs = iter(roles.rollout_engine.generate(PROMPTS, sampling(roles, step, n=GROUP)))
     return [
         [to_rollout(step, group, member, prompt, next(outputs)) for member in range(GROUP)]
         for group, prompt in enumerate(PROMPTS)

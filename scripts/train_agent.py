@@ -78,24 +78,24 @@ def train(config: RunConfig) -> int:
     from nanoengine.state.run_folder import RunFolder
     from nanorl.parts import Parts
     from nanorl.report.live import LiveView
+    from nanorl.roles.launch import make_roles
     from nanorl.run import Run, write_outcome
 
     reuse_large_buffers()
     torch.set_num_threads(1)  # of this thread; see parts.py
     with RunFolder(config.run_dir, is_resumed=config.resume) as folder:
         parts = Parts(config)
+        config = parts.config  # with what was chosen for this machine
+        roles = make_roles(parts)
         try:
-            config = parts.config  # with what was chosen for this machine
             folder.begin(config.to_json())
             print(f"run directory: {config.run_dir}\ndevice: {config.device}", flush=True)
             with LiveView(f"{config.preset}, seed {config.seed}") as live:
-                run = Run(config, parts, live)
-                if config.resume:
-                    run.restore()
+                run = Run(parts, roles, live)
                 asyncio.run(run.execute())
                 summary = write_outcome(run)
         finally:
-            parts.close()
+            roles.close()
     report(config, summary)
     return 0
 

@@ -1,17 +1,19 @@
 """Supervised fine-tuning from the command line: `nanoengine/sft_run.py` does the work.
 
-With more than one process in the layout this program starts them with torchrun, unless torchrun
-started it. Exit status: 0 finished, 1 something to mend (one message says what), 130 Ctrl-C.
+With more than one process in the layout this program starts them on this machine and waits for
+them, unless torchrun started it (several machines, Slurm). Ctrl-C reaches this process alone, which
+asks the others. Exit status: 0 finished, 1 something to mend (one message says what), 130 Ctrl-C.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 
 import tyro
 
-from nanoengine.sft_run import SftConfig, SftRun
+from nanoengine.sft_run import SftConfig, SftRank, SftRun
 
 
 def parse(arguments: list[str]) -> SftConfig:
@@ -27,27 +29,47 @@ def parse(arguments: list[str]) -> SftConfig:
     return resumed
 
 
-def launch(config: SftConfig, arguments: list[str]) -> int:
-    """Replace this process by torchrun, which starts the layout's processes on this machine."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(config.world), __file__, *arguments]
+async def train_on_ranks(config: SftConfig) -> None:
+    """Each process of the layout on this machine; raises what they raise, as `SftRun` does."""
+    from nanoengine.model.device import resolve_device
+    from nanoengine.stop_signals import Interrupted, StopSignals
+    from nanorl.roles.ranks import results, start_ranks
+    from nanosched import Scheduler
+
+    # Here, so that one message says it and not each rank's.
+    device = resolve_device(config.device, num_local=config.world).type
+    loop = asyncio.get_running_loop()
+    with Scheduler(backend="local", preload=["nanoengine.sft_run"]) as sched:
+        ranks = await start_ranks(sched, SftRank, config.layout, (config,), device=device)
+        await results(ranks, ranks.call(SftRank.build))
+        ask = lambda: loop.call_soon_threadsafe(ranks.call, SftRank.stop)  # noqa: E731
+        with StopSignals(on_stop=ask):
+            is_finished = await results(ranks, ranks.call(SftRank.take_steps))
+        await results(ranks, ranks.call(SftRank.finish))
+    if not all(is_finished):
+        raise Interrupted
+
+
+def launch(config: SftConfig) -> None:
+    """Divide the cores among the processes, unless the user did."""
     threads = max(1, len(os.sched_getaffinity(0)) // config.world)
-    os.execvpe(sys.executable, command, {"OMP_NUM_THREADS": str(threads), **os.environ})
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # read by the processes started next
+    asyncio.run(train_on_ranks(config))
 
 
 def main() -> int:
     from nanoengine.engine import NonFiniteLoss
-    from nanoengine.model.device import resolve_device
     from nanoengine.stop_signals import EXIT_STATUS, Interrupted
     from nanoengine.tensor_file import CheckpointError
+    from nanosched import WorkerDied
 
     arguments = sys.argv[1:]
     try:
         config = parse(arguments)
         if config.world > 1 and "RANK" not in os.environ:
-            resolve_device(config.device, num_local=config.world)  # or one message, not each one's
-            return launch(config, arguments)
-        SftRun(config).train()
+            launch(config)
+        else:
+            SftRun(config).train()
         return 0
     except Interrupted:
         command = f"bash scripts/train_sft.sh --resume --out {config.out}"
@@ -56,6 +78,10 @@ def main() -> int:
     except KeyboardInterrupt:  # before the first step or in the export
         print("\nstopped; nothing was lost, go on with --resume", file=sys.stderr)
         return EXIT_STATUS
+    except WorkerDied as error:
+        command = f"bash scripts/train_sft.sh --resume --out {config.out}"
+        print(f"\nerror: {error}; go on from the last checkpoint: {command}", file=sys.stderr)
+        return 1
     except (ValueError, OSError, CheckpointError, NonFiniteLoss) as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1

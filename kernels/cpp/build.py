@@ -155,6 +155,9 @@ def _load(path: Path) -> Kernels:
             found.argtypes = types
             found.restype = count if name in _COUNTS else None
             kernels[name, dtype] = found
+    checksum = loaded.checksum  # of bytes, whatever they mean
+    checksum.argtypes, checksum.restype = [pointer] * 2 + [count] * 2, count
+    kernels["checksum", torch.uint8] = checksum
     return kernels
 
 

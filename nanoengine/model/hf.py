@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -164,6 +164,18 @@ def load_state(model: Transformer, state: Iterable[tuple[str, Tensor]]) -> None:
         for name, view in views.items():
             view.copy_(tensors[name])
     model.repack()
+
+
+def load_stages(stages: Sequence[Transformer], state: Iterable[tuple[str, Tensor]]) -> None:
+    """`load_state` into parts of a model that each hold some of its layers: `state` has the
+    tensors of the whole model, of which other ranks' stages take the rest."""
+    config = stages[0].config
+    tensors = _collect(state)
+    if config.tie_word_embeddings:
+        drop_tied_head(tensors)
+    check_state(hf_views(Transformer(config, device="meta")), tensors)
+    for stage in stages:
+        load_state(stage, ((name, tensors[name]) for name in hf_views(stage)))
 
 
 def _drop_experts_elsewhere(
@@ -321,21 +333,32 @@ def save_model(
     `extra_files_from`. Not atomic: write to a fresh folder and rename it."""
     state = dict(export_state(model, dtype))
     write_folder(folder, model.config, state, max_shard_bytes=max_shard_bytes)
-    if extra_files_from is not None:
-        for name in _EXTRA_FILES:
-            source, target = Path(extra_files_from) / name, Path(folder) / name
-            if source.is_file() and source.resolve() != target.resolve():
-                shutil.copyfile(source, target)
+    copy_extra_files(extra_files_from, folder)
+
+
+def copy_extra_files(source: str | Path | None, folder: str | Path) -> None:
+    """The tokenizer's files of the folder `source`, if one is given, those that there are."""
+    if source is None:
+        return
+    for name in _EXTRA_FILES:
+        theirs, ours = Path(source) / name, Path(folder) / name
+        if theirs.is_file() and theirs.resolve() != ours.resolve():
+            shutil.copyfile(theirs, ours)
 
 
 def replace_model(
     model: Transformer, folder: str | Path, extra_files_from: str | Path | None = None
 ) -> None:
     """`save_model` whole or not at all, in place of what `folder` held. OSError says what to do."""
+    replace_folder(folder, lambda draft: save_model(model, draft, extra_files_from))
+
+
+def replace_folder(folder: str | Path, write: Callable[[Path], None]) -> None:
+    """`write` fills a draft that then takes the place of `folder`, whole or not at all."""
     target = Path(folder)
     draft = target.with_name(f".{target.name}-{os.getpid()}")
     try:
-        save_model(model, draft, extra_files_from)
+        write(draft)
         shutil.rmtree(target, ignore_errors=True)
         os.rename(draft, target)
     except OSError as error:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kernels.moe import sum_of_choices
 from nanoengine.model.config import ModelConfig
-from nanoengine.parallel.mesh import Mesh
+from nanoengine.parallel.mesh import Layout, Mesh
 
 
 class ExpertParallel:
@@ -43,21 +43,8 @@ class ExpertParallel:
     @classmethod
     def of(cls, mesh: Mesh, config: ModelConfig) -> ExpertParallel | None:
         """The split for a model of this shape; None where the mesh has one ep rank."""
-        size = mesh.size("ep")
-        if size == 1:
-            return None
-        if config.num_experts == 0:
-            raise ValueError(f"ep={size}: the model has no experts to split; use dp={size}")
-        if config.num_experts % size:
-            raise ValueError(
-                f"ep={size}: must divide num_experts={config.num_experts}; choose another layout"
-            )
-        if mesh.size("tp") > 1:
-            raise ValueError(
-                f"ep={size} with tp={mesh.size('tp')}: experts are split over one of the two axes; "
-                "set one to 1"
-            )
-        return cls(mesh, config.num_experts)
+        check_experts(config, mesh.layout)
+        return None if mesh.size("ep") == 1 else cls(mesh, config.num_experts)
 
     def run(
         self,
@@ -94,6 +81,24 @@ class ExpertParallel:
         sent = torch.bincount(owner_S, minlength=self.size)
         table = torch.stack(self.gather(sent))  # [from, to]
         return sent.tolist(), table[:, self.rank].tolist()
+
+
+def check_experts(config: ModelConfig, layout: Layout) -> None:
+    """`ValueError` unless the experts of a model of this shape can be split as `layout` says."""
+    size = layout.ep
+    if size == 1:
+        return
+    if config.num_experts == 0:
+        raise ValueError(f"ep={size}: the model has no experts to split; use dp={size}")
+    if config.num_experts % size:
+        raise ValueError(
+            f"ep={size}: must divide num_experts={config.num_experts}; choose another layout"
+        )
+    if layout.tp > 1:
+        raise ValueError(
+            f"ep={size} with tp={layout.tp}: experts are split over one of the two axes; set one "
+            "to 1"
+        )
 
 
 class _AllToAll(torch.autograd.Function):

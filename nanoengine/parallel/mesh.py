@@ -16,7 +16,8 @@ not exist; its collectives do nothing and count nothing, nor do those of empty t
 of half-precision tensors run in fp32: rounding at every hop would make the result depend on the
 number of ranks. Counters say what each kind of collective moved; times are estimate.py's.
 
-Left out: starting processes (torchrun, nanosched, the tests' pool) and topology discovery.
+Left out: starting processes (torchrun, nanosched, the tests' pool), how they find each other
+(rendezvous.py) and topology discovery.
 """
 
 from __future__ import annotations
@@ -135,9 +136,11 @@ class Mesh:
         device: torch.device | str = "cpu",
         name: str = "mesh",
         timeout_s: float = 600.0,
+        host: str | None = None,
     ) -> None:
         """`store` introduces the processes to each other (any torch store; a single process needs
-        none). Meshes that share a store need different names."""
+        none). Meshes that share a store need different names. On a CPU the groups listen at
+        `host`, an address of this machine; None: where its name points to."""
         if not 0 <= rank < layout.world:
             raise ValueError(f"rank={rank}: must be in 0..{layout.world - 1} for {layout}")
         if store is None and layout.world > 1:
@@ -148,6 +151,7 @@ class Mesh:
         self.traffic: dict[tuple[str, str], Traffic] = defaultdict(Traffic)  # (op, "dp-cp"): ..
         self._store, self._name = store, name
         self._timeout = timedelta(seconds=timeout_s)
+        self._host = host
         self._coordinates = layout.coordinates(rank)
         self._groups: dict[tuple[str, ...], Any] = {}
 
@@ -179,6 +183,7 @@ class Mesh:
             device=self.device,
             name=f"{self._name}/{name}",
             timeout_s=self._timeout.total_seconds(),
+            host=self._host,
         )
 
     # -- where am I --------------------------------------------------------------------------
@@ -221,7 +226,10 @@ class Mesh:
         backend: Any = dist.ProcessGroupGloo  # its type stub lacks the options
         gloo = backend._Options()
         gloo._timeout = self._timeout
-        gloo._devices = [backend.create_default_device()]
+        if self._host is None:
+            gloo._devices = [backend.create_default_device()]
+        else:
+            gloo._devices = [backend.create_device(hostname=self._host)]
         group = backend(store, rank, size, gloo)
         group.barrier().wait()  # nobody leaves before all have connected
         return group
@@ -233,6 +241,11 @@ class Mesh:
             group.barrier().wait()  # a peer may still be reading our last message
         for group in self._groups.values():
             group.shutdown()
+        self._groups.clear()
+
+    def abandon(self) -> None:
+        """Let go of the groups without a farewell, after a failure. Their connections close once
+        nobody refers to them, and peers that wait for this process learn that it has gone."""
         self._groups.clear()
 
     # -- collectives -------------------------------------------------------------------------

@@ -142,11 +142,7 @@ def make_stages(
     """The stages of this pipeline rank, chunk by chunk."""
     num_ranks, rank = mesh.size("pp"), mesh.rank("pp")
     num_stages = num_ranks * num_chunks
-    if num_stages > config.num_layers:
-        raise ValueError(
-            f"pp={num_ranks} x {num_chunks} chunks: more stages than the {config.num_layers} "
-            "layers; choose fewer"
-        )
+    check_stages(config, num_ranks, num_chunks)
     stages = [
         Stage(
             config,
@@ -163,6 +159,15 @@ def make_stages(
     if num_ranks == 1 and config.tie_word_embeddings:
         stages[-1].embedding = stages[0].embedding
     return stages
+
+
+def check_stages(config: ModelConfig, num_ranks: int, num_chunks: int) -> None:
+    """`ValueError` where there are fewer layers than stages."""
+    if num_ranks * num_chunks > config.num_layers:
+        raise ValueError(
+            f"pp={num_ranks} x {num_chunks} chunks: more stages than the {config.num_layers} "
+            "layers; choose fewer"
+        )
 
 
 def sum_tied_gradients(mesh: Mesh, config: ModelConfig, stages: list[Stage]) -> None:

@@ -46,17 +46,8 @@ class TensorParallel:
         cls, mesh: Mesh, config: ModelConfig, *, sequence_parallel: bool = False
     ) -> TensorParallel | None:
         """The split for a model of this shape; None where the mesh has one tp rank."""
-        size = mesh.size("tp")
-        names = ["num_heads", "num_kv_heads", "intermediate_size"]
-        names += ["moe_intermediate_size"] if config.num_experts else []
-        for name in names:
-            if getattr(config, name) % size:
-                raise ValueError(
-                    f"tp={size}: must divide {name}={getattr(config, name)}; choose another layout"
-                )
-        if config.vocab_size < size:
-            raise ValueError(f"tp={size}: must be at most vocab_size={config.vocab_size}")
-        return None if size == 1 else cls(mesh, sequence_parallel=sequence_parallel)
+        check_heads(config, mesh.size("tp"))
+        return None if mesh.size("tp") == 1 else cls(mesh, sequence_parallel=sequence_parallel)
 
     def run(self, whole: int) -> tuple[int, int]:
         """Cut as evenly as can be; the first ranks hold one more where it does not divide."""
@@ -107,6 +98,19 @@ class TensorParallel:
             logits_dtype=head.dtype,
         )
         return scored if isinstance(scored, tuple) else (scored, None)
+
+
+def check_heads(config: ModelConfig, size: int) -> None:
+    """`ValueError` unless a model of this shape can be split over `size` tensor-parallel ranks."""
+    names = ["num_heads", "num_kv_heads", "intermediate_size"]
+    names += ["moe_intermediate_size"] if config.num_experts else []
+    for name in names:
+        if getattr(config, name) % size:
+            raise ValueError(
+                f"tp={size}: must divide {name}={getattr(config, name)}; choose another layout"
+            )
+    if config.vocab_size < size:
+        raise ValueError(f"tp={size}: must be at most vocab_size={config.vocab_size}")
 
 
 @torch.no_grad()

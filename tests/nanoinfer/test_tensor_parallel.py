@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import tensor_parallel_cases as cases
 from pool import WorkerPool
 from tiny_models import save_reference
 
+from nanoengine.model.hf import load_model
+from nanoinfer.engine import LLMEngine
 from nanoinfer.params import Output
 
 
@@ -46,3 +49,25 @@ def test_weights_are_updated_in_place_on_every_rank(pool: WorkerPool, tmp_path: 
     alone.update_weights(cases.doubled(str(tmp_path)), version=1)
     expected = cases.outputs(alone)
     check(pool.run(2, cases.update, str(tmp_path)), expected)
+
+
+def test_one_rank_leads_and_the_other_follows(pool: WorkerPool, tmp_path: Path) -> None:
+    """Coroutines at odd moments, cancelled and aborted ones, refused and new weights: both ranks
+    stay in step, and say what one engine alone says."""
+    save_reference("llama-gqa-tied", tmp_path)
+    engine = LLMEngine(load_model(str(tmp_path)), cases.LED_CONFIG)
+    expected, refused = asyncio.run(cases.serve(engine, str(tmp_path)))
+    (found, refused_by_two), follower = pool.run(2, cases.led, str(tmp_path))
+    assert refused_by_two == refused and len(refused) == 3
+    check([found], expected)
+    assert {v for output in found for v in output.versions} == {0, 7}
+    assert follower["version"] == 7 and follower["num_weight_updates"] == 1
+    assert follower["num_finished"] >= len(found)
+    assert follower["num_running"] == follower["num_waiting"] == follower["cache_use"] == 0
+
+
+def test_a_rank_that_fails_alone_is_told_by_all(pool: WorkerPool, tmp_path: Path) -> None:
+    save_reference("llama-gqa-tied", tmp_path)
+    leader, follower = pool.run(2, cases.lost, str(tmp_path))
+    assert "failed" in leader
+    assert follower == "rank 1 follows no more: ZeroDivisionError: division by zero"

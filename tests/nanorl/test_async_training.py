@@ -22,6 +22,7 @@ from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.collector import RolloutCollector
+from nanorl.colocation import InlinePublisher
 from nanorl.config import AgentConfig, RLConfig, RunConfig
 from nanorl.learner import Learner
 from nanorl.trainer import StepResult, Trainer
@@ -78,7 +79,10 @@ def train(score: Score | None = says_seven, **options: Any) -> tuple[list[StepRe
                 trainer = Trainer(
                     config,
                     learner=scheduler.actor(Learner).remote(
-                        config, engine=engine, generator=generator, thread=thread
+                        config,
+                        engine=engine,
+                        publisher=InlinePublisher(engine, generator),
+                        thread=thread,
                     ),
                     collector=scheduler.actor(RolloutCollector).remote(
                         play, run_seed=0, max_retries=0
@@ -88,7 +92,11 @@ def train(score: Score | None = says_seven, **options: Any) -> tuple[list[StepRe
                         for i in range(rl.tasks_per_step)
                     ],
                 )
-                await trainer.fit(0, steps.append)
+
+                async def on_step(result: StepResult) -> None:
+                    steps.append(result)
+
+                await trainer.fit(0, on_step)
 
     asyncio.run(run())
     return steps, engine

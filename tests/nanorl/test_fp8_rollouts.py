@@ -17,6 +17,7 @@ from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams
 from nanorl.algorithms.spec import AlgorithmSpec
+from nanorl.colocation import InlinePublisher
 from nanorl.config import AgentConfig, EngineLimits, RLConfig, RunConfig
 from nanorl.learner import Learner
 from nanorl.types import Rollout
@@ -81,7 +82,8 @@ def test_a_step_trains_on_fp8_rollouts_and_their_matrices_follow_the_weights() -
     before = matrix.fp8[0].float() * matrix.fp8[1].repeat_interleave(128, 1)[:, :160]
     with ThreadPoolExecutor(1) as thread:
         generator = AsyncEngine(rollout_engine, executor=thread)
-        learner = Learner(configured(), engine=trainer, generator=generator, thread=thread)
+        publisher = InlinePublisher(trainer, generator)
+        learner = Learner(configured(), engine=trainer, publisher=publisher, thread=thread)
         metrics = asyncio.run(learner.train_and_publish(play(rollout_engine), 1))
     assert metrics["num_trained_rollouts"] == 8 and metrics["grad_norm"] > 0
     assert 0 < metrics["logp_gap_mean"] < 0.02

@@ -30,13 +30,16 @@ from nanoinfer.config import InferConfig
 from nanoinfer.cuda_graph import run_plainly
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import Output, SamplingParams
-from nanorl import parts as assembly
 from nanorl import sizes
+from nanorl.agents import kit
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import build_batch
+from nanorl.colocation import InlinePublisher
 from nanorl.config import AgentConfig, RLConfig, RunConfig
 from nanorl.learner import Critic, Learner
+from nanorl.parts import Parts
 from nanorl.presets import get_preset
+from nanorl.roles.inline import InlineRoles
 from nanorl.types import Rollout
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 12, 13]]
@@ -92,9 +95,9 @@ def a_step(gpu: FakeCuda, config: RunConfig, **models: Any) -> tuple[dict[str, A
     with ThreadPoolExecutor(1, initializer=gpu.__enter__) as thread:
         generator = AsyncEngine(rollout_engine, executor=thread)
         groups = play(rollout_engine)
-        learner = Learner(
-            config, engine=make_trainer(), generator=generator, thread=thread, **models
-        )
+        trainer = make_trainer()
+        publisher = InlinePublisher(trainer, generator, max_staleness=config.rl.max_staleness)
+        learner = Learner(config, engine=trainer, publisher=publisher, thread=thread, **models)
         metrics = asyncio.run(learner.train_and_publish(groups, 1))
     return metrics, generator
 
@@ -186,16 +189,17 @@ def test_the_cache_is_away_while_the_optimizer_works(gpu: FakeCuda) -> None:
 
     class Watch(Learner):
         def train_on(self, groups: Any) -> dict[str, Any]:
-            seen.append(self.generator.engine._runner.cache.is_asleep)
+            seen.append(rollout_engine._runner.cache.is_asleep)
             return super().train_on(groups)
 
     for max_staleness in (0, 1):
         rollout_engine = LLMEngine(make_model(), InferConfig())
         with ThreadPoolExecutor(1, initializer=gpu.__enter__) as thread:
+            trainer, generator = make_trainer(), AsyncEngine(rollout_engine, executor=thread)
             learner = Watch(
                 configured(max_staleness=max_staleness),
-                engine=make_trainer(),
-                generator=AsyncEngine(rollout_engine, executor=thread),
+                engine=trainer,
+                publisher=InlinePublisher(trainer, generator, max_staleness=max_staleness),
                 thread=thread,
             )
             asyncio.run(learner.train_and_publish(play(rollout_engine), 1))
@@ -249,18 +253,19 @@ def test_a_run_is_built_on_the_gpu_and_says_so(
 ) -> None:
     """The parts of `--preset tiny --device cuda`, without their sandbox: both models and the cache
     lie on the GPU, both threads work there, and the options that are saved name what was chosen."""
-    monkeypatch.setattr(assembly, "SandboxPool", mock.MagicMock())
+    monkeypatch.setattr(kit, "SandboxPool", mock.MagicMock())
     config = replace(get_preset("tiny").config(), out=tmp_path, device="cuda")
-    parts = assembly.Parts(replace(config, rl=replace(config.rl, max_staleness=1)))
-    assert parts.trained.device == parts.rollout_engine.model.device == GPU
-    masters = parts.trainer_engine.optimizer.entries("master")
+    parts = Parts(replace(config, rl=replace(config.rl, max_staleness=1)))
+    roles = InlineRoles(parts)
+    assert roles.trained.device == roles.rollout_engine.model.device == GPU
+    masters = roles.engine.optimizer.entries("master")
     assert all(master.device == GPU for _, master in masters)
-    assert parts.rollout_engine._runner.cache.data.device == GPU
-    assert parts.rollout_engine._runner.decode is not None  # graphs
+    assert roles.rollout_engine._runner.cache.data.device == GPU
+    assert roles.rollout_engine._runner.decode is not None  # graphs
     saved = parts.config.to_json()
     assert saved["device"] == "cuda:0"
     assert all(saved["engine"][name] > 0 for name in sizes.SIZES)
-    for thread in (parts.compute, parts.optimizer_thread):
+    for thread in (roles.compute, roles.optimizer_thread):
         thread.submit(int).result()
     assert gpu.entered == [GPU, GPU, GPU]  # the caller's and two threads
-    parts.close()
+    roles.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -32,9 +32,6 @@ class CountingEngine:
         self.num_updates += 1
         return {"loss": float(self.num_updates)}
 
-    def export_state(self) -> Iterable[tuple[str, Tensor]]:
-        return iter(())
-
 
 class CountingCritic:
     """Stands for a Critic whose values are all 0."""
@@ -50,16 +47,17 @@ class CountingCritic:
         return {}
 
 
-class DeafGenerator:
-    """Stands for an AsyncEngine that takes weights."""
+class DeafPublisher:
+    """Stands for engines that take weights."""
 
-    async def update_weights(self, state: Iterable[tuple[str, Tensor]], version: int) -> None: ...
+    async def publish(self, version: int) -> float:
+        return 0.0
 
 
 def make_learner(critic: CountingCritic | None = None, **options: Any) -> Learner:
     doubles: dict[str, Any] = {
         "engine": CountingEngine(),
-        "generator": DeafGenerator(),
+        "publisher": DeafPublisher(),
         "critic": critic,
         "thread": None,
     }

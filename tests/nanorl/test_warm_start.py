@@ -7,17 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 from nanorl.config import RunConfig, WarmStartConfig
+from nanorl.presets import get_preset
 from nanorl.types import Rollout
 from nanorl.warm_start import WarmStart
 
 
 class Teacher:
-    """Stands in for the parts of a run and its teacher: a trace's tokens say which task it is."""
+    """Stands in for an agent's kit and its teacher: a trace's tokens say which task it is."""
 
     def __init__(self) -> None:
-        self.tasks = SimpleNamespace(
-            warm_start=SimpleNamespace(batch=lambda number, n: [(number, i) for i in range(n)])
-        )
+        self.preset = get_preset("tiny")
         self.tokenizer = SimpleNamespace(vocab_size=40)
         self.num_plays = 0
 
@@ -34,6 +33,8 @@ def source(**warm: Any) -> tuple[WarmStart, Teacher]:
     teacher = Teacher()
     config = RunConfig(warm_start=WarmStartConfig(traces_per_step=2, **warm))
     warm_start = WarmStart(config, teacher)  # type: ignore[arg-type]
+    tasks = SimpleNamespace(batch=lambda number, n: [(number, i) for i in range(n)])
+    warm_start.tasks = tasks  # type: ignore[assignment]
     warm_start.play_teacher = teacher.play_teacher  # type: ignore[method-assign, assignment]
     return warm_start, teacher
 

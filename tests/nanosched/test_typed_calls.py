@@ -41,7 +41,7 @@ def test_a_type_checker_knows_arguments_and_results_of_a_call(tmp_path: Path) ->
     shown = found.replace("builtins.", "").splitlines()
     revealed = [line.split("Revealed type is ")[1] for line in shown if "Revealed" in line]
     assert revealed == [
-        '"nanosched.api.ActorHandle[program.Counter]"',
+        '"nanosched.handle.ActorHandle[program.Counter]"',
         '"nanosched.future.Future[int]"',
         '"list[str]"',
         '"list[int]"',

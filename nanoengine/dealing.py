@@ -1,0 +1,123 @@
+"""One batch, dealt out to the ranks of a layout, and what they found put back in its order.
+
+    dealt = deal(samples, layout)
+    hands = [dealt.hand(samples, rank) for rank in range(layout.world)]
+    logps = dealt.collect(answers)      # of each rank a list, aligned with its hand
+
+Whoever holds the whole batch (a driver) deals it; the weights of its losses and statistics are of
+the whole batch before, so no result depends on the deal but for the order of sums. Tensor-,
+context- and pipeline-parallel neighbours are given the same samples.
+
+Left out: equal numbers of samples or micro-batches (engines meet in idle passes where they must),
+and the speed of single ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from nanoengine.packing import Sample, balanced_parts, common_prefix
+from nanoengine.parallel.mesh import DATA_AXES, Layout
+
+T = TypeVar("T")
+
+SLACK = 1.05
+"""A group stays whole where that makes no part larger than this times the mean."""
+
+
+@dataclass(frozen=True)
+class Deal:
+    """`parts[d]` are the indices, in the order of the batch, of the samples of the ranks whose data
+    coordinate is d; a part may be empty."""
+
+    layout: Layout
+    parts: tuple[tuple[int, ...], ...]
+
+    def hand(self, samples: Sequence[T], rank: int) -> list[T]:
+        """What `rank` is given of the batch, or of anything that is aligned with it."""
+        return [samples[i] for i in self.parts[data_index(self.layout, rank)]]
+
+    def collect(self, answers: Sequence[Sequence[T]]) -> list[T]:
+        """What the ranks (all of the layout, in order) found for their samples, in the order of the
+        batch. Neighbours found the same; the first of them is believed."""
+        found: dict[int, T] = {}
+        for rank, values in enumerate(answers):
+            part = self.parts[data_index(self.layout, rank)]
+            for i, value in zip(part, values, strict=True):
+                found.setdefault(i, value)
+        return [found[i] for i in range(len(found))]
+
+
+def data_index(layout: Layout, rank: int) -> int:
+    """The place of `rank` among those with samples of their own: `Mesh.rank(DATA_AXES)` there."""
+    place, index = layout.coordinates(rank), 0
+    for axis in DATA_AXES:
+        index = index * getattr(layout, axis) + place[axis]
+    return index
+
+
+def deal(samples: Sequence[Sample], layout: Layout, *, share_prefix: bool = False) -> Deal:
+    """Parts of nearly equal numbers of rows. With `share_prefix`, as in the engine that trains, the
+    members of a group stay together where that balances: apart, each rank reads the prompt."""
+    num_parts = 1
+    for axis in DATA_AXES:
+        num_parts *= getattr(layout, axis)
+    if share_prefix and num_parts > 1:
+        parts = _parts_of_groups(samples, num_parts)
+    else:
+        parts = balanced_parts(samples, num_parts)
+    return Deal(layout, tuple(tuple(part) for part in parts))
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Samples that start alike: `prefix` rows are read once, `own[i]` by member i alone."""
+
+    members: tuple[int, ...]
+    prefix: int
+    own: tuple[int, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return self.prefix + sum(self.own)
+
+
+def _parts_of_groups(samples: Sequence[Sample], num_parts: int) -> list[list[int]]:
+    """Whole groups, the largest first, each to the part with the fewest rows; the members of those
+    that fit nowhere go one by one to where the part is smallest with them."""
+    groups = sorted(_groups(samples), key=lambda group: (-group.num_rows, group.members))
+    mean = sum(group.num_rows for group in groups) / num_parts
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    loads = [0] * num_parts
+    scattered = []
+    for group in groups:
+        lightest = loads.index(min(loads))
+        if loads[lightest] + group.num_rows > SLACK * mean:
+            scattered.append(group)
+            continue
+        parts[lightest].extend(group.members)
+        loads[lightest] += group.num_rows
+    for group in scattered:
+        prefixes = [group.prefix] * num_parts  # what the first member costs beside its own rows
+        for i, own in zip(group.members, group.own, strict=True):
+            loads_then = [load + prefix + own for load, prefix in zip(loads, prefixes, strict=True)]
+            chosen = loads_then.index(min(loads_then))
+            parts[chosen].append(i)
+            loads[chosen], prefixes[chosen] = loads_then[chosen], 0
+    return [sorted(part) for part in parts]
+
+
+def _groups(samples: Sequence[Sample]) -> list[_Group]:
+    members: dict[object, list[int]] = {}
+    for i, sample in enumerate(samples):
+        members.setdefault(i if sample.group is None else sample.group, []).append(i)
+    groups = []
+    for indices in members.values():
+        sequences = [samples[i].tokens for i in indices]
+        prefix = common_prefix(sequences) if len(indices) > 1 else 0
+        order = sorted(indices, key=lambda i: (-len(samples[i].tokens), i))
+        own = tuple(len(samples[i].tokens) - 1 - prefix for i in order)
+        groups.append(_Group(tuple(order), prefix, own))
+    return groups

@@ -1,0 +1,108 @@
+"""How the ranks of a mesh that nobody introduced find each other: a store that rank 0 opens.
+
+    store, meeting = open_store()                               # rank 0
+    mesh = join_mesh(meeting, layout, 0, store=store)
+    mesh = join_mesh(meeting, layout, rank)                     # every other one, told `meeting`
+
+The port is whatever was free when rank 0 asked, so no number has to be agreed on and two runs on a
+machine never meet. The store lives in rank 0's process and ends with it, as the mesh does. Store
+and groups listen only at the address of the meeting: on one machine the loopback's, which no other
+machine can reach.
+
+A `MeshRank` does both as an actor: whoever starts the ranks calls its two methods.
+
+Left out: carrying the meeting from rank 0 to the others (whoever starts the processes does), and
+NCCL's own sockets, which NCCL_SOCKET_IFNAME chooses.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from nanoengine.parallel.mesh import Layout, Mesh
+
+LOOPBACK = "127.0.0.1"
+_BACKLOG = 1024
+
+
+class Meeting(NamedTuple):
+    """Where the store of a mesh listens: small and picklable, to be handed to the other ranks."""
+
+    host: str
+    port: int
+
+
+def open_store(host: str = LOOPBACK) -> tuple[dist.Store, Meeting]:
+    """Open a store at `host`, an address of this machine that the other ranks can reach; keep it
+    as long as the mesh. `ValueError` where `host` is not this machine's."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.bind((host, 0))
+    except OSError as error:
+        listener.close()
+        raise ValueError(
+            f"host={host!r}: not an IPv4 address of this machine ({error.strerror}); give the one "
+            f"that the other ranks reach it by, or leave it out where all are on this machine"
+        ) from error
+    listener.listen(_BACKLOG)
+    port = listener.getsockname()[1]
+    # Bound here because a TCPStore that binds by itself listens on every address of the machine.
+    store = dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return store, Meeting(host, port)
+
+
+def join_mesh(
+    meeting: Meeting,
+    layout: Layout,
+    rank: int,
+    *,
+    store: dist.Store | None = None,
+    device: torch.device | str = "cpu",
+    name: str = "mesh",
+) -> Mesh:
+    """This process's place in the mesh that meets there. Rank 0 passes the `store` it opened;
+    meshes that share a store need different names. Raises torch's DistNetworkError where nobody
+    listens."""
+    if store is None:
+        store = dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False)
+    return Mesh(layout, rank, store, device=device, name=name, host=_address_towards(meeting))
+
+
+def _address_towards(meeting: Meeting) -> str:
+    """This machine's address on the network where the meeting is; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((meeting.host, meeting.port))
+        address: str = probe.getsockname()[0]
+        return address
+
+
+class MeshRank:
+    """Base of what runs on each rank of a mesh, in a process of its own that somebody else started
+    and talks to. `mesh` is there after `join`."""
+
+    def __init__(self, layout: Layout, rank: int) -> None:
+        self.layout, self.rank = layout, rank
+        self._mesh: Mesh | None = None
+        self._store: dist.Store | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        assert self._mesh is not None, "the ranks have met"
+        return self._mesh
+
+    def open_store(self, host: str = LOOPBACK) -> Meeting:
+        """For rank 0: where the others, and it too, are to join."""
+        self._store, meeting = open_store(host)
+        return meeting
+
+    def join(self, meeting: Meeting, device: str = "cpu", name: str = "mesh") -> None:
+        """Take this rank's place; its groups connect when they are first used."""
+        self._mesh = join_mesh(
+            meeting, self.layout, self.rank, store=self._store, device=device, name=name
+        )

@@ -1,0 +1,244 @@
+"""One engine of a model that is split over tensor-parallel ranks: rank 0 leads, the others follow.
+
+Every rank has an engine of its own, and they stay in step because all are called alike
+(`LLMEngine`). Here the calls are made on rank 0 alone: `LedEngine` announces each over the mesh
+before it makes it, and `follow` makes the same on the other ranks. New weights come to rank 0 and
+travel on to the others tensor by tensor, so all ranks refuse them or none does.
+
+A call that a request's own mistake refuses (`ValueError`) is refused alike on all ranks. Anything
+else that fails on one rank leaves the ranks out of step, for good: then, and when a rank has died
+or says nothing for as long as the mesh waits, all raise `RanksLost`, and the group is to be made
+anew. Followers that hear nothing for that long raise too, so an idle leader calls `beat` now and
+then (a replica's heartbeat does).
+
+Left out: repairing a group that has lost a rank.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Ids
+from contextlib import contextmanager, suppress
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.model.transformer import Transformer
+from nanoengine.parallel.mesh import Mesh
+from nanoinfer.config import InferConfig
+from nanoinfer.engine import LLMEngine
+from nanoinfer.params import Output, SamplingParams
+
+_PAGE = 2048  # bytes of a message that travel with its length
+
+
+class RanksLost(ConnectionError):  # noqa: N818 - named as what happened
+    """The ranks of a tensor-parallel engine are out of step: one died, hangs, or failed alone."""
+
+
+class _Call(NamedTuple):
+    """A call that every rank makes. `_Call("abort", (3,))`"""
+
+    method: Literal["add", "abort", "step", "pause", "resume", "sleep", "wake", "update_weights"]
+    args: tuple[Any, ...] = ()
+
+
+class _Tensor(NamedTuple):
+    """A tensor of new weights, whose bytes follow. `_Tensor("model.norm.weight", (48,), bf16)`"""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _NoMore(NamedTuple):
+    """The end of new weights, with what went wrong if they are not all."""
+
+    error: str = ""
+
+
+class _Beat(NamedTuple):
+    """The leader lives."""
+
+
+class _Bye(NamedTuple):
+    """The leader needs its followers no more."""
+
+
+class LedEngine(LLMEngine):
+    """The leader: an `LLMEngine` whose every call is made on all ranks of the mesh's tp axis. One
+    thread calls it, and nobody else uses the mesh's tp group."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        config: InferConfig,
+        version: int = 0,
+        tokenizer: ChatTokenizer | None = None,
+        *,
+        mesh: Mesh,
+    ) -> None:
+        """`mesh` is the one that the model is split over; all ranks make their engine of the same
+        config, version and tokenizer."""
+        if mesh.rank("tp") != 0:
+            raise ValueError(f"rank {mesh.rank('tp')} of the tp axis: rank 0 leads; call follow()")
+        self._mesh = mesh
+        self._lost: RanksLost | None = None
+        super().__init__(model, config, version, tokenizer)
+
+    def add(
+        self,
+        ids: Ids[int],
+        params: SamplingParams,
+        priority: int = 0,
+        sampled: Output | None = None,
+    ) -> int:
+        """As of `LLMEngine`, on all ranks."""
+        args = (list(ids), params, priority, sampled)
+        self._announce(_Call("add", args))
+        return super().add(*args)
+
+    def abort(self, handle: int) -> Output | None:
+        """As of `LLMEngine`, on all ranks. Works when ranks are lost, so that callers get what
+        there is."""
+        if self._lost is None and self.peek(handle) is not None:
+            with suppress(RanksLost):  # told by the next call that needs the others
+                self._announce(_Call("abort", (handle,)))
+        return super().abort(handle)
+
+    def step(self) -> list[tuple[int, Output]]:
+        """As of `LLMEngine`, on all ranks."""
+        return self._together(_Call("step"), super().step)
+
+    def pause(self) -> None:
+        self._together(_Call("pause"), super().pause)
+
+    def resume(self) -> None:
+        self._together(_Call("resume"), super().resume)
+
+    def sleep(self) -> None:
+        """As of `LLMEngine`, on all ranks."""
+        self._together(_Call("sleep"), super().sleep)
+
+    def wake(self) -> None:
+        self._together(_Call("wake"), super().wake)
+
+    def update_weights(self, state: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """As of `LLMEngine`, on all ranks: whole tensors in, each rank takes its part."""
+        self._announce(_Call("update_weights", (version,)))
+        super().update_weights(self._handed_on(state), version)
+
+    def beat(self) -> dict[str, float]:
+        """`metrics`, once the other ranks have heard that this one lives."""
+        self._announce(_Beat())
+        return self.metrics()
+
+    def dismiss(self) -> None:
+        """Let the followers return. Nothing else can be called afterwards."""
+        self._announce(_Bye())
+        self._lost = RanksLost("the other ranks were dismissed")
+
+    def _handed_on(self, state: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        try:
+            for name, tensor in state:
+                self._announce(_Tensor(name, tuple(tensor.shape), tensor.dtype))
+                with self._in_step("sending weights"):
+                    sent = tensor.detach().to(self._mesh.device).contiguous()
+                    self._mesh.broadcast("tp", sent.view(-1).view(torch.uint8))
+                yield name, tensor
+        except RanksLost:
+            raise
+        except Exception as error:
+            self._announce(_NoMore(f"{type(error).__name__}: {error}"))
+            raise
+        self._announce(_NoMore())
+
+    def _together(self, call: _Call, do: Callable[[], Any]) -> Any:
+        self._announce(call)
+        with self._in_step(call.method):
+            return do()
+
+    def _announce(self, message: NamedTuple) -> None:
+        if self._lost is not None:
+            raise self._lost
+        with self._in_step("announcing"):
+            _say(self._mesh, message)
+
+    @contextmanager
+    def _in_step(self, what: str) -> Iterator[None]:
+        """Inside, whatever fails leaves the ranks out of step."""
+        try:
+            yield
+        except Exception as error:
+            self._lost = RanksLost(f"{what} failed: {type(error).__name__}: {error}")
+            raise self._lost from error
+
+
+def follow(engine: LLMEngine, mesh: Mesh) -> None:
+    """Do what rank 0's `LedEngine` does, until it says goodbye. `RanksLost` if it is silent for as
+    long as the mesh waits, or dies."""
+    while True:
+        try:
+            message = _hear(mesh)
+            if isinstance(message, _Bye):
+                return
+            if isinstance(message, _Call):
+                _follow_call(engine, mesh, message)
+            else:
+                assert isinstance(message, _Beat), f"out of step: {message}"
+        except Exception as error:
+            raise RanksLost(
+                f"rank {mesh.rank('tp')} follows no more: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _follow_call(engine: LLMEngine, mesh: Mesh, call: _Call) -> None:
+    if call.method == "update_weights":
+        with suppress(ValueError):  # the leader refuses them, too
+            engine.update_weights(_received(mesh), *call.args)
+    elif call.method == "add":
+        with suppress(ValueError):  # the same
+            engine.add(*call.args)
+    else:
+        getattr(engine, call.method)(*call.args)
+
+
+def _received(mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+    while True:
+        message = _hear(mesh)
+        if isinstance(message, _NoMore):
+            if message.error:
+                raise ValueError(f"rank 0 could not bring the weights: {message.error}")
+            return
+        assert isinstance(message, _Tensor), f"out of step: {message}"
+        tensor = torch.empty(message.shape, dtype=message.dtype, device=mesh.device)
+        mesh.broadcast("tp", tensor.view(-1).view(torch.uint8))
+        yield message.name, tensor
+
+
+def _say(mesh: Mesh, message: NamedTuple) -> None:
+    raw = pickle.dumps(message)
+    page = len(raw).to_bytes(8, "little") + raw[: _PAGE - 8]
+    mesh.broadcast("tp", _bytes(page.ljust(_PAGE, b"\0"), mesh))
+    if len(raw) > _PAGE - 8:
+        mesh.broadcast("tp", _bytes(raw[_PAGE - 8 :], mesh))
+
+
+def _hear(mesh: Mesh) -> Any:
+    page = torch.empty(_PAGE, dtype=torch.uint8, device=mesh.device)
+    mesh.broadcast("tp", page)
+    first = page.cpu().numpy().tobytes()
+    length = int.from_bytes(first[:8], "little")
+    raw = first[8 : 8 + length]
+    if length > len(raw):
+        rest = torch.empty(length - len(raw), dtype=torch.uint8, device=mesh.device)
+        mesh.broadcast("tp", rest)
+        raw += rest.cpu().numpy().tobytes()
+    return pickle.loads(raw)
+
+
+def _bytes(raw: bytes, mesh: Mesh) -> Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(mesh.device)

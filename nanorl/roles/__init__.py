@@ -1,0 +1,12 @@
+"""The roles of a run: who computes what, in this process or in others.
+
+policy.py      a rank of the training engine, and the engine that its ranks are together
+replica.py     an inference engine; router.py shares requests out among several
+collector.py   agents, environments and sandboxes
+scorers.py     the reference and the critic
+role.py        one role under supervision: its handle, its restarts
+base.py        what a run asks of its roles; inline.py and cluster.py are the two answers
+
+Where a role runs never changes what it computes: weights and rollouts of a synchronous run are
+equal bit for bit in one process, in several, and on Ray. docs/scheduler.md has the picture.
+"""

@@ -1,0 +1,88 @@
+"""What a run asks of its roles, wherever they are: `Roles`. inline.py and cluster.py answer.
+
+Methods of the trainer's engine are plain functions that may take minutes: a run calls them in
+`optimizer_thread`. Everything else is awaited on the run's event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any, Protocol
+
+from nanoengine.config import EngineConfig
+from nanoengine.scoring import Policy
+from nanorl.learner import Publisher, TrainingEngine, ValueEstimator
+from nanorl.monitor.control import ClusterControl
+from nanorl.roles.collector import CollectorRole
+from nanorl.roles.role import Role
+from nanorl.store import RolloutStore
+
+
+class RunEngine(TrainingEngine, Protocol):
+    """The trainer's engine with all that a run does beside steps."""
+
+    def restart(self, config: EngineConfig) -> None: ...
+
+    def save(self, path: Path, cursor: Mapping[str, Any]) -> object: ...
+
+    def load(self, path: Path) -> Mapping[str, Any]: ...
+
+    def write_model(self, folder: Path, extra_files_from: Path | None = None) -> None:
+        """The weights as a Hugging Face folder, whole or not at all, in place of what was there."""
+        ...
+
+
+class RunCritic(ValueEstimator, Protocol):
+    """The critic with its checkpoints."""
+
+    def save(self, path: Path) -> str:
+        """Write a checkpoint under `path`; returns its name there."""
+        ...
+
+    def load(self, path: Path) -> None: ...
+
+
+class Roles(Protocol):
+    """The engines, agents and store of a run."""
+
+    @property
+    def engine(self) -> RunEngine: ...
+
+    @property
+    def publisher(self) -> Publisher: ...
+
+    @property
+    def optimizer_thread(self) -> Executor: ...
+
+    @property
+    def collector(self) -> Role[CollectorRole]: ...
+
+    @property
+    def store(self) -> Role[RolloutStore]: ...
+
+    @property
+    def control(self) -> ClusterControl | None:
+        """Tells of the processes and changes their number, where there are several."""
+        ...
+
+    async def start(self) -> None:
+        """Start what belongs to the running event loop; `close_loop` ends it."""
+        ...
+
+    async def open_reference(self, folder: Path) -> Policy:
+        """The reference of that Hugging Face folder."""
+        ...
+
+    async def open_critic(self, scratch: Path) -> RunCritic:
+        """A critic that starts as a copy of the policy, which may be written to `scratch`."""
+        ...
+
+    async def restart_trainer(self) -> None:
+        """A new trainer with the weights that the run began with, after the old one died."""
+        ...
+
+    async def close_loop(self) -> None: ...
+
+    def close(self) -> None: ...

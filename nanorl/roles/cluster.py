@@ -1,0 +1,400 @@
+"""The roles of a run as processes: on this machine (local) or on the machines of a Ray cluster.
+
+    driver (this process)     tasks, batches, checkpoints' cursor, report; it holds no model
+    ├─ trainer, rank 0..n     a WorkerGroup: dies and restarts as one        (policy.py)
+    ├─ replica-0, -1, ...     an inference engine each                       (replica.py)
+    ├─ collector              agents, sandboxes, the router to the replicas  (collector.py)
+    ├─ store                  the rollouts' file                             (store.py)
+    └─ reference, critic      where the algorithm has them                   (scorers.py)
+
+All processes are under watch: the scheduler tells of deaths, a heartbeat of hangs. Any but the
+trainer and the critic is started again alone, and what it was asked is asked again. A replica that
+starts late, or again, takes the current weights before its first request.
+
+Left out: the loop that trains (trainer.py) and what a death of the trainer means (run.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from nanoengine.build import check_layout
+from nanoengine.config import DTYPES
+from nanoengine.parallel.rendezvous import LOOPBACK
+from nanoengine.scoring import Policy
+from nanorl.monitor.control import RoleStatus
+from nanorl.parts import Parts, num_threads
+from nanorl.roles.base import RunCritic
+from nanorl.roles.clients import ActorClient, ReplicaClient
+from nanorl.roles.collector import CollectorRole, collector_role
+from nanorl.roles.policy import (
+    PolicyRank,
+    PolicyRecipe,
+    RankedEngine,
+    TrainerLost,
+    settled_all,
+    start_ranks,
+)
+from nanorl.roles.replica import Replica, ReplicaRecipe
+from nanorl.roles.role import MOST_FAILURES, Role, RoleLost, heard
+from nanorl.roles.scorers import CriticRole, ReferenceRole, RemoteCritic, RemoteReference
+from nanorl.roles.store import store_role
+from nanorl.store import RolloutStore
+from nanorl.weights.offer import Offer, WeightReceiver
+from nanorl.weights.transport import Transport, open_transport, weight_bytes
+from nanosched import ActorHandle, Scheduler, WorkerDied, WorkerGroup
+
+PRELOAD = ("torch", "nanorl.roles.policy", "nanorl.roles.replica", "nanorl.roles.collector")
+"""Imported once, by the process that all others are forked from."""
+
+
+class Cluster:
+    """The processes of a run, from `start` to `close_loop`."""
+
+    def __init__(
+        self, parts: Parts, say: Callable[[str], None] = lambda text: print(text, flush=True)
+    ) -> None:
+        """`ValueError` for a layout that the model does not allow, before any process starts.
+        `say` tells the user what died and was started again."""
+        config = parts.config
+        self.parts, self.config, self.say = parts, config, say
+        self.layout = config.learner.layout
+        check_layout(self.layout, parts.shape, parts.warm_start_config(), config.learner)
+        self._scheduler = Scheduler(
+            backend=config.cluster.backend,
+            preload=PRELOAD if config.cluster.backend == "local" else (),
+            address=config.cluster.address or None,
+        )
+        self.optimizer_thread = ThreadPoolExecutor(1, "optimizer")
+        self.store = store_role(
+            self._scheduler, config.run_dir / "rollouts.sqlite", on_restart=self._restarted
+        )
+        self.collector = collector_role(
+            self._scheduler,
+            config,
+            parts.folder,
+            prepare=self._introduce_all,
+            on_restart=self._restarted,
+        )
+        self._replicas: dict[str, Role[Replica]] = {}
+        self._serving: dict[str, ActorHandle[Replica]] = {}  # with the current weights
+        self._scorers: list[Role[Any]] = []
+        self._group: WorkerGroup[PolicyRank] | None = None
+        self._trainer_restarts = 0
+        self._trainer_watch: asyncio.Task[None] | None = None
+        self._trainer_answers: list[Any] = []
+        self._engine: RankedEngine | None = None
+        self._transport: Transport | None = None
+        self._num_started = 0
+        self._publishing = asyncio.Lock()
+        self._has_weights = False
+
+    @property
+    def control(self) -> Cluster:
+        return self
+
+    # -- starting and ending -------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start all roles; those that need nothing of each other at the same time."""
+        replicas = [self._new_replica() for _ in range(self.config.rollout.replicas)]
+        await asyncio.gather(
+            self._start_trainer(),
+            self.store.handle(),
+            self.collector.handle(),
+            *(replica.handle() for replica in replicas),
+        )
+        self._watch(self.store, RolloutStore.ping)
+        self._watch(self.collector, CollectorRole.heartbeat)
+        for replica in replicas:
+            self._watch(replica, Replica.heartbeat)
+
+    def _watch(self, role: Role[Any], heartbeat: Callable[..., Any]) -> None:
+        cluster = self.config.cluster
+        role.watch(heartbeat, cluster.heartbeat_s, cluster.hang_s)
+
+    def _restarted(self, role: Role[Any], why: str) -> None:
+        self.say(f"{role.name}: {why}; starting it again")
+        if role.name in self._serving:
+            del self._serving[role.name]
+            self.transport.remove(role.name)
+
+    async def close_loop(self) -> None:
+        """End the watches; the processes end with the scheduler."""
+        if self._trainer_watch is not None:
+            self._trainer_watch.cancel()
+        for role in self._all():
+            role.close()
+
+    def close(self) -> None:
+        self._scheduler.close()
+        self.optimizer_thread.shutdown(wait=False, cancel_futures=True)
+        if self._transport is not None:
+            self._transport.close()
+
+    def _all(self) -> list[Role[Any]]:
+        return [self.collector, *self._replicas.values(), self.store, *self._scorers]
+
+    def roles(self) -> list[RoleStatus]:
+        """As they last said themselves."""
+        return [*self._trainer_statuses(), *(role.status() for role in self._all())]
+
+    def _trainer_statuses(self) -> list[RoleStatus]:
+        is_alive = self._group is not None and not self._group.death.is_done()
+        return [
+            RoleStatus(
+                name=f"trainer-{rank}",
+                kind="policy",
+                state="ready" if is_alive else "starting",
+                restarts=self._trainer_restarts,
+                pid=int(answer["pid"]),
+                host=socket.gethostname(),
+                metrics={name: value for name, value in answer.items() if name != "pid"},
+            )
+            for rank, answer in enumerate(self._trainer_answers)
+            if isinstance(answer, dict)
+        ]
+
+    # -- the trainer ---------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> RankedEngine:
+        assert self._engine is not None, "`start` comes first"
+        return self._engine
+
+    async def restart_trainer(self) -> None:
+        self._trainer_restarts += 1
+        if self._trainer_watch is not None:
+            self._trainer_watch.cancel()
+        if self._group is not None:
+            self._group.kill()
+        await self._start_trainer()
+
+    async def _start_trainer(self) -> None:
+        for attempt in range(MOST_FAILURES):
+            try:
+                await self._start_trainer_once()
+                return
+            except TrainerLost as lost:
+                if attempt == MOST_FAILURES - 1:
+                    raise RoleLost(
+                        f"{lost}, {MOST_FAILURES} times while it started. Look at the messages "
+                        "above (memory?), then go on with --resume"
+                    ) from lost
+
+    async def _start_trainer_once(self) -> None:
+        config, world = self.config, self.layout.world
+        recipe = PolicyRecipe(
+            folder=self.parts.folder,
+            config=self.parts.warm_start_config(),
+            layout=self.layout,
+            split=config.learner,
+            device=config.device,
+            threads=config.learner.threads or max(1, num_threads(config) // world),
+        )
+        ranks = [((recipe, rank), dict[str, Any]()) for rank in range(world)]
+        group = self._scheduler.group(PolicyRank, ranks, num_cpus=0, num_gpus=self._gpu_share)
+        await start_ranks(group, LOOPBACK)
+        self._group = group
+        self._engine = RankedEngine(group, recipe, asyncio.get_running_loop())
+        self._trainer_watch = asyncio.create_task(self._watch_trainer(group), name="watch trainer")
+
+    async def _watch_trainer(self, group: WorkerGroup[PolicyRank]) -> None:
+        """Ends a trainer of which a rank does not answer; who waits for it then hears of that."""
+        cluster = self.config.cluster
+        while not group.death.is_done():
+            asked = group.call(PolicyRank.heartbeat)
+            done, silent = await asyncio.wait(
+                [asyncio.ensure_future(heard(one)) for one in asked], timeout=cluster.hang_s
+            )
+            if silent:
+                self.say(f"the trainer did not answer for {cluster.hang_s:g} s and was killed")
+                group.kill()
+                return
+            self._trainer_answers = [one.result() for one in done]
+            await asyncio.sleep(cluster.heartbeat_s)
+
+    @property
+    def _gpu_share(self) -> float:
+        """The GPUs of a process: one, or half of one that trainer and replica share."""
+        if self.parts.device.type != "cuda":
+            return 0
+        return 0.5 if self.config.cluster.placement == "colocated" else 1
+
+    # -- weights -------------------------------------------------------------------------------
+
+    @property
+    def publisher(self) -> Cluster:
+        return self
+
+    @property
+    def transport(self) -> Transport:
+        if self._transport is None:
+            self._transport = self._open_transport()
+        return self._transport
+
+    def _open_transport(self) -> Transport:
+        kind = self.config.cluster.transport
+        if kind == "auto":
+            kind = "shm" if self.config.cluster.backend == "local" else "dist"
+        assert kind != "cuda_ipc"
+        return open_transport(
+            kind,
+            num_bytes=weight_bytes(self.parts.shape, DTYPES[self.config.dtype]),
+            folder=self.config.run_dir / "weights" if kind == "disk" else None,
+            num_senders=self.layout.world,
+            is_delta=self.config.cluster.delta,
+            timeout_s=self.config.cluster.hang_s,
+        )
+
+    async def publish(self, version: int) -> float:
+        """Bring the trainer's weights to all replicas; one that does not take them is replaced by
+        another that does. Returns seconds."""
+        async with self._publishing:
+            loads = {name: partial(self._load, one) for name, one in self._serving.items()}
+            report = await self.transport.publish(partial(self._send, version), loads, version)
+            self._has_weights = True
+        for name, why in (report.refused | dict.fromkeys(report.late, "no answer")).items():
+            self.say(f"{name} did not take version {version} ({why})")
+            self._scheduler.kill(self._serving[name])
+        return report.seconds
+
+    async def _send(self, version: int) -> Offer:
+        """All ranks hand their weights over together; the first says what they are."""
+        group, transport = self._group, self.transport
+        assert group is not None, "`start` comes first"
+        args = [(transport.sender(rank), version) for rank in range(len(group))]
+        offers = await settled_all(lambda: group.call_each(PolicyRank.send_weights, args))
+        return offers[0]
+
+    async def _load(
+        self, handle: ActorHandle[Replica], receiver: WeightReceiver, offer: Offer
+    ) -> float:
+        return await handle.call(Replica.load_weights, receiver, offer)
+
+    @asynccontextmanager
+    async def lent(self) -> AsyncIterator[None]:
+        """Colocated: the replicas sleep, so that the trainer may use their memory."""
+        if self.config.cluster.placement != "colocated":
+            yield
+            return
+        await self._ask_all(Replica.sleep)
+        try:
+            yield
+        finally:
+            await self._ask_all(Replica.wake)
+
+    async def _ask_all(self, method: Callable[..., Any]) -> None:
+        """What a dead replica does not hear its successor need not know."""
+        asked = [handle.call(method) for handle in self._serving.values()]
+        await asyncio.gather(*(_ended(one) for one in asked))
+
+    # -- replicas ------------------------------------------------------------------------------
+
+    def _new_replica(self) -> Role[Replica]:
+        name = f"replica-{self._num_started}"
+        self._num_started += 1
+        role = Role(
+            name,
+            "replica",
+            self._scheduler,
+            partial(self._start_replica, name),
+            on_restart=self._restarted,
+        )
+        self._replicas[name] = role
+        return role
+
+    async def _start_replica(self, name: str) -> ActorHandle[Replica]:
+        config = self.config
+        threads = config.rollout.threads or max(1, num_threads(config) // config.rollout.replicas)
+        recipe = ReplicaRecipe(
+            folder=self.parts.folder,
+            dtype=DTYPES[config.dtype],
+            device=config.device,
+            threads=threads,
+            infer=self.parts.infer_config(),
+        )
+        handle = self._scheduler.actor(Replica, num_cpus=0, num_gpus=self._gpu_share).remote(recipe)
+        await handle.call(Replica.heartbeat)
+        async with self._publishing:  # nobody may publish between the two lines
+            if self._has_weights:
+                await self.transport.catch_up(name, partial(self._load, handle))
+            self._serving[name] = handle
+        if (collector := self.collector.current) is not None:
+            await _ended(collector.call(CollectorRole.set_replicas, self._clients()))
+        return handle
+
+    def _clients(self) -> dict[str, ReplicaClient]:
+        return {name: ActorClient(handle) for name, handle in self._serving.items()}
+
+    async def _introduce_all(self, collector: ActorHandle[CollectorRole]) -> None:
+        await collector.call(CollectorRole.set_replicas, self._clients())
+
+    # -- elastic -------------------------------------------------------------------------------
+
+    async def scale(self, replicas: int) -> None:
+        """So many replicas from now on. One that leaves hands its requests on first."""
+        if replicas < 1:
+            raise ValueError(f"replicas={replicas}: at least one has to play the rollouts")
+        while len(self._replicas) > replicas:
+            await self.remove_replica(next(reversed(self._replicas)))
+        new = [self._new_replica() for _ in range(replicas - len(self._replicas))]
+        await asyncio.gather(*(role.handle() for role in new))
+        for role in new:
+            self._watch(role, Replica.heartbeat)
+
+    async def remove_replica(self, name: str) -> None:
+        """Take no more requests, hand on those under way, and end."""
+        if name not in self._replicas:
+            known = ", ".join(self._replicas)
+            raise ValueError(f"{name}: no replica of this run; there are {known}")
+        if len(self._replicas) == 1:
+            raise ValueError(f"{name} is the last replica: nobody would play the rollouts")
+        role = self._replicas.pop(name)
+        role.close()
+        handle = self._serving.pop(name, None)
+        if handle is not None:
+            await self.collector.call(CollectorRole.set_replicas, self._clients())
+            await _ended(handle.call(Replica.drain))
+            self._scheduler.kill(handle)
+            self.transport.remove(name)
+
+    # -- reference and critic ------------------------------------------------------------------
+
+    async def open_reference(self, folder: Path) -> Policy:
+        threads = num_threads(self.config)
+
+        async def start() -> ActorHandle[ReferenceRole]:
+            handle = self._scheduler.actor(
+                ReferenceRole, num_cpus=0, num_gpus=self._gpu_share
+            ).remote(self.config, folder, threads)
+            await handle.call(ReferenceRole.heartbeat)
+            return handle
+
+        role = Role("reference", "reference", self._scheduler, start, on_restart=self._restarted)
+        await role.handle()
+        self._scorers.append(role)
+        self._watch(role, ReferenceRole.heartbeat)
+        return RemoteReference(role, asyncio.get_running_loop())
+
+    async def open_critic(self, scratch: Path) -> RunCritic:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self.optimizer_thread, self.engine.write_model, scratch)
+        handle = self._scheduler.actor(CriticRole, num_cpus=0, num_gpus=self._gpu_share).remote(
+            self.config, self.parts.critic_config(), scratch, num_threads(self.config)
+        )
+        await handle.call(CriticRole.heartbeat)
+        return RemoteCritic(handle, loop)
+
+
+async def _ended(call: Any) -> None:
+    """Wait for a call whose actor may be dead; then its successor is told anyhow."""
+    with suppress(WorkerDied):
+        await call

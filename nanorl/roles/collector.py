@@ -1,0 +1,105 @@
+"""The collector role: agents, environments and sandboxes, and the router to the policy's replicas.
+
+It plays groups for the trainer, single tasks for the evaluation, and a teacher's traces for the
+warm start. It keeps no state that a successor would need: what it played is a function of
+(seed, task, weights), so a group that was under way when it died is played again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nanoengine.packing import Sample
+from nanoinfer.params import SamplingParams
+from nanorl.agents.kit import AgentKit
+from nanorl.agents.loop import Generator
+from nanorl.collector import RolloutCollector
+from nanorl.config import RunConfig
+from nanorl.roles.role import OnRestart, Role
+from nanorl.roles.router import ReplicaClient, Router
+from nanorl.types import Rollout, Task
+from nanorl.warm_start import WarmStart
+from nanosched import ActorHandle, Scheduler
+
+
+class CollectorRole(RolloutCollector):
+    """An actor of a run; in other processes it is given the replicas' handles."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        *,
+        kit: AgentKit | None = None,
+        generator: Generator | None = None,
+    ) -> None:
+        """`folder` is the model's, for its tokenizer. A `kit` and a `generator` are those of this
+        process, where there are any; without a generator requests go to the replicas of
+        `set_replicas`."""
+        super().__init__(self.play_task, run_seed=config.seed, max_retries=config.rl.max_retries)
+        self.router = Router()
+        self.generator: Generator = self.router if generator is None else generator
+        self.kit = AgentKit(config, folder) if kit is None else kit
+        self._warm_start = WarmStart(config, self.kit)
+
+    async def set_replicas(self, replicas: Mapping[str, ReplicaClient]) -> None:
+        """The replicas that take requests from now on, by their names."""
+        self.router.set_replicas(replicas)
+
+    async def play_task(
+        self,
+        task: Task,
+        *,
+        group_id: str,
+        rollout_id: str,
+        sampling: SamplingParams,
+        is_tool_enabled: bool = True,
+    ) -> Rollout:
+        """One rollout of the policy."""
+        return await self.kit.play(
+            task,
+            self.generator,
+            group_id=group_id,
+            rollout_id=rollout_id,
+            sampling=sampling,
+            is_tool_enabled=is_tool_enabled,
+        )
+
+    async def teach(self, step: int) -> list[Sample]:
+        """The samples of a step of the warm start."""
+        return await self._warm_start.samples(step)
+
+    async def heartbeat(self) -> dict[str, Any]:
+        """Answers from the loop that plays the rollouts."""
+        return {"num_groups": len(self._running), "pid": os.getpid()}
+
+    async def close(self) -> None:
+        await self.stop()
+        self.kit.close()
+
+
+def collector_role(
+    scheduler: Scheduler,
+    config: RunConfig,
+    folder: Path,
+    *,
+    kit: AgentKit | None = None,
+    generator: Generator | None = None,
+    prepare: Callable[[ActorHandle[CollectorRole]], Awaitable[None]] | None = None,
+    on_restart: OnRestart | None = None,
+) -> Role[CollectorRole]:
+    """The collector of a run; `prepare` introduces each new one to the replicas."""
+
+    async def start() -> ActorHandle[CollectorRole]:
+        handle = scheduler.actor(CollectorRole, num_cpus=0).remote(
+            config, folder, kit=kit, generator=generator
+        )
+        await handle.call(CollectorRole.heartbeat)
+        if prepare is not None:
+            await prepare(handle)
+        return handle
+
+    return Role("collector", "collector", scheduler, start, on_restart=on_restart)

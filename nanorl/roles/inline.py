@@ -1,0 +1,93 @@
+"""All roles of a run as objects of one process: the default, and the fastest on a laptop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from nanoengine.config import DTYPES
+from nanoengine.engine import Engine
+from nanoengine.model.device import enter_device, release_memory, worker_thread
+from nanoengine.model.hf import load_model, replace_model
+from nanoengine.scoring import Policy
+from nanoinfer.async_engine import AsyncEngine
+from nanoinfer.engine import LLMEngine
+from nanorl.agents.kit import AgentKit
+from nanorl.colocation import InlinePublisher
+from nanorl.learner import load_reference
+from nanorl.parts import Parts, num_threads
+from nanorl.roles.base import RunCritic
+from nanorl.roles.collector import collector_role
+from nanorl.roles.critic import SavedCritic
+from nanorl.roles.store import store_role
+from nanosched import Scheduler
+
+
+class InlineEngine(Engine):
+    """The training engine of this process, and its weights as a folder."""
+
+    def write_model(self, folder: Path, extra_files_from: Path | None = None) -> None:
+        """The weights as a Hugging Face folder, whole or not at all."""
+        replace_model(self.model, folder, extra_files_from)
+
+
+class InlineRoles:
+    """Both engines, the agents and the store, in this process."""
+
+    def __init__(self, parts: Parts) -> None:
+        config = parts.config
+        self.parts = parts
+        self.kit = AgentKit(config, parts.folder)  # first: not every machine has a sandbox
+        # Loaded in fp32: the engine keeps these values as masters and casts the model.
+        enter_device(parts.device)
+        self.trained = load_model(parts.folder, torch.float32, str(parts.device))
+        self.engine = InlineEngine(self.trained, parts.warm_start_config())
+        release_memory()
+        model = load_model(parts.folder, DTYPES[config.dtype], str(parts.device))
+        self.rollout_engine = LLMEngine(model, parts.infer_config())
+        # All heavy work of a synchronous run shares one thread, and only that thread uses several
+        # cores: OpenMP keeps a team of workers for every thread that ever ran a parallel loop,
+        # and with more workers than cores they sleep and wake at each of thousands of small ops.
+        threads = num_threads(config)
+        self.compute = worker_thread("compute", parts.device, threads)
+        self.optimizer_thread = self.compute
+        if config.rl.max_staleness > 0:
+            self.optimizer_thread = worker_thread("optimizer", parts.device, threads)
+        self.generator = AsyncEngine(self.rollout_engine, executor=self.compute)
+        self.publisher = InlinePublisher(
+            self.engine, self.generator, max_staleness=config.rl.max_staleness
+        )
+        self._scheduler = Scheduler(backend="inline")
+        self.collector = collector_role(
+            self._scheduler, config, parts.folder, kit=self.kit, generator=self.generator
+        )
+        self.store = store_role(self._scheduler, config.run_dir / "rollouts.sqlite")
+
+    @property
+    def control(self) -> None:
+        """There is one process."""
+
+    async def start(self) -> None:
+        """The store is opened here, so that a bad file is found before any work is done."""
+        await self.store.handle()
+
+    async def open_reference(self, folder: Path) -> Policy:
+        return load_reference(self.parts.config, folder, self.parts.device)
+
+    async def open_critic(self, scratch: Path) -> RunCritic:
+        config, policy = self.parts.config, self.engine.model
+        return SavedCritic(policy, self.parts.critic_config(), value_clip=config.rl.value_clip)
+
+    async def restart_trainer(self) -> None:
+        raise AssertionError("an object of this process does not die alone")
+
+    async def close_loop(self) -> None:
+        """What belongs to the running event loop; `close` ends the rest."""
+        await self.generator.close()
+
+    def close(self) -> None:
+        self._scheduler.close()
+        self.kit.close()
+        self.compute.shutdown()
+        self.optimizer_thread.shutdown()

@@ -1,0 +1,264 @@
+"""The policy role: a rank of the training engine, and the engine that its ranks are together.
+
+    driver                                   each rank, a process
+    RankedEngine.train_step(samples)  ───►   PolicyRank.train_step(its share)
+                                      ◄───   metrics, log-probs of its share
+
+`RankedEngine` looks like an `Engine` to whoever trains. It deals the samples of a batch out
+(nanoengine/dealing.py) and puts the log-probs back in order; losses and gradients are sums over all
+ranks divided by one weight, so the deal changes nothing but the order of sums, and of a single rank
+not even that. Its methods block: they are called in a thread beside the event loop.
+
+A rank that dies takes its group with it (a collective operation cannot go on without it), and every
+call then raises `TrainerLost`: what the ranks knew since the newest checkpoint is gone, so who runs
+the training makes new ones and goes back to it (run.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from nanoengine.build import SplitConfig, build_engine
+from nanoengine.config import EngineConfig
+from nanoengine.dealing import Deal, deal
+from nanoengine.engine import Engine, LossFn, WeightFn
+from nanoengine.model.device import enter_device, resolve_device, worker_thread
+from nanoengine.model.hf import copy_extra_files, replace_folder, replace_model
+from nanoengine.packing import Sample
+from nanoengine.parallel.mesh import Layout
+from nanoengine.parallel.rendezvous import LOOPBACK, Meeting, join_mesh, open_store
+from nanoengine.state.export import export_hf
+from nanosched import Future, TaskError, WorkerDied, WorkerGroup
+
+
+class TrainerLost(RuntimeError):  # noqa: N818 (named as what happened)
+    """A process of the trainer died; its weights since the newest checkpoint are gone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyRecipe:
+    """All that the processes of a trainer need to make its engine; it can be pickled."""
+
+    folder: Path
+    """Hugging Face folder of the model."""
+    config: EngineConfig
+    layout: Layout
+    split: SplitConfig
+    device: str
+    threads: int
+    """CPU threads of each process."""
+
+
+class PolicyRank:
+    """One rank of the training engine. Heavy work runs in a thread, one call after another, while
+    the actor goes on answering heartbeats."""
+
+    def __init__(self, recipe: PolicyRecipe, rank: int) -> None:
+        self.recipe, self.rank = recipe, rank
+        self.device = resolve_device(recipe.device)
+        enter_device(self.device, recipe.threads)
+        self._thread = worker_thread("policy", self.device, recipe.threads)
+        self._store: dist.Store | None = None
+        self._engine: Engine | None = None
+        self._num_busy = 0
+
+    async def open_store(self, host: str = LOOPBACK) -> Meeting:
+        """For rank 0: where the others find it."""
+        self._store, meeting = open_store(host)
+        return meeting
+
+    async def build(self, meeting: Meeting | None) -> None:
+        """Make the engine; every rank at the same time. `ValueError` for what it refuses."""
+        await self._work(self._build, meeting)
+
+    def _build(self, meeting: Meeting | None) -> None:
+        recipe, mesh = self.recipe, None
+        if meeting is not None:
+            mesh = join_mesh(
+                meeting, recipe.layout, self.rank, store=self._store, device=self.device
+            )
+        self._engine = build_engine(recipe.folder, recipe.config, mesh, recipe.split)
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "`build` comes first"
+        return self._engine
+
+    async def _work(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        self._num_busy += 1
+        try:
+            return await loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
+        finally:
+            self._num_busy -= 1
+
+    async def train_step(
+        self,
+        samples: Sequence[Sample],
+        loss_fn: LossFn,
+        weight_fn: WeightFn | None,
+        temperature: float,
+        entropy: bool,
+    ) -> tuple[dict[str, float], list[Tensor]]:
+        """`Engine.train_step` on this rank's share; its metrics and the share's log-probs."""
+        metrics = await self._work(
+            self.engine.train_step,
+            samples,
+            loss_fn,
+            weight_fn,
+            temperature=temperature,
+            entropy=entropy,
+        )
+        return metrics, self.engine.last_logps
+
+    async def forward_logprobs(self, samples: Sequence[Sample], temperature: float) -> list[Tensor]:
+        return await self._work(self.engine.forward_logprobs, samples, temperature=temperature)
+
+    async def restart(self, config: EngineConfig) -> None:
+        await self._work(self.engine.restart, config)
+
+    async def save(self, path: Path, cursor: Mapping[str, Any]) -> None:
+        await self._work(self.engine.save, path, cursor)
+
+    async def load(self, path: Path) -> dict[str, Any]:
+        return await self._work(self.engine.load, path)
+
+    async def write_model(self, folder: Path, extra_files_from: Path | None) -> None:
+        """All ranks write one Hugging Face folder, whole or not at all."""
+        await self._work(self._write_model, folder, extra_files_from)
+
+    def _write_model(self, folder: Path, extra_files_from: Path | None) -> None:
+        engine = self.engine
+        if engine.mesh.size() == 1:
+            replace_model(engine.model, folder, extra_files_from)
+            return
+
+        def export(draft: Path) -> None:
+            with engine.optimizer.gathered():
+                export_hf(engine.mesh, engine.models, draft)
+            copy_extra_files(extra_files_from, draft)
+
+        if self.rank == 0:
+            replace_folder(folder, export)
+        else:  # it hands over its slices, and writes nothing
+            with engine.optimizer.gathered():
+                export_hf(engine.mesh, engine.models, folder)
+
+    async def send_weights(self, sender: Any, version: int) -> Any:
+        """Hand the weights to a transport as policy `version`; rank 0 returns the offer."""
+        return await self._work(sender.send, self.engine, version)
+
+    async def heartbeat(self) -> dict[str, float]:
+        """Answers from the loop that takes the calls."""
+        return {"pid": float(os.getpid()), "queue": float(self._num_busy)}
+
+
+class RankedEngine:
+    """The ranks of a `WorkerGroup[PolicyRank]` as one engine. Call it from a thread."""
+
+    def __init__(
+        self,
+        group: WorkerGroup[PolicyRank],
+        recipe: PolicyRecipe,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.group = group
+        self.last_logps: list[Tensor] = []
+        self._recipe, self._loop = recipe, loop
+
+    def train_step(
+        self,
+        samples: Sequence[Sample],
+        loss_fn: LossFn,
+        weight_fn: WeightFn | None = None,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> dict[str, float]:
+        """Update the weights once, as `Engine.train_step` does. `loss_fn` and `weight_fn` travel:
+        functions of a module, or objects that can be pickled."""
+        dealt = self._deal(samples)
+        options = (loss_fn, weight_fn, temperature, entropy)
+        answers = self._call_each(
+            PolicyRank.train_step, lambda rank: (dealt.hand(samples, rank), *options)
+        )
+        self.last_logps = dealt.collect([logps for _, logps in answers])
+        return answers[0][0]
+
+    def forward_logprobs(
+        self, samples: Sequence[Sample], *, temperature: float = 1.0
+    ) -> list[Tensor]:
+        dealt = self._deal(samples)
+        return dealt.collect(
+            self._call_each(
+                PolicyRank.forward_logprobs,
+                lambda rank: (dealt.hand(samples, rank), temperature),
+            )
+        )
+
+    def restart(self, config: EngineConfig) -> None:
+        self._call(PolicyRank.restart, config)
+
+    def save(self, path: Path, cursor: Mapping[str, Any]) -> None:
+        self._call(PolicyRank.save, path, cursor)
+
+    def load(self, path: Path) -> Mapping[str, Any]:
+        return self._call(PolicyRank.load, path)[0]
+
+    def write_model(self, folder: Path, extra_files_from: Path | None = None) -> None:
+        self._call(PolicyRank.write_model, folder, extra_files_from)
+
+    def _deal(self, samples: Sequence[Sample]) -> Deal:
+        recipe = self._recipe
+        return deal(samples, recipe.layout, share_prefix=recipe.config.share_prefix)
+
+    def _call(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        return self._call_each(method, lambda _: args)
+
+    def _call_each(
+        self, method: Callable[..., Any], args_of: Callable[[int], Sequence[Any]]
+    ) -> list[Any]:
+        """Call all ranks, each with its own arguments, and wait; results in order of rank."""
+
+        def start() -> list[Future[Any]]:
+            return self.group.call_each(method, args)
+
+        args = [args_of(rank) for rank in range(len(self.group))]
+        return asyncio.run_coroutine_threadsafe(settled_all(start), self._loop).result()
+
+
+async def settled_all(start: Callable[[], list[Future[Any]]]) -> list[Any]:
+    """The results of calls to all ranks; the first error there is. What one rank refuses it refuses
+    before it meets the others, so all of them answer."""
+    results: list[Any] = await asyncio.gather(*map(_settled, start()), return_exceptions=True)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    for error in sorted(errors, key=lambda error: isinstance(error, TrainerLost), reverse=True):
+        raise error
+    return results
+
+
+async def _settled(call: Future[Any]) -> Any:
+    try:
+        return await call
+    except TaskError as error:
+        raise error.cause from None
+    except WorkerDied as died:
+        raise TrainerLost(f"the trainer died ({died})") from died
+
+
+async def start_ranks(group: WorkerGroup[PolicyRank], host: str = LOOPBACK) -> None:
+    """Introduce the ranks to each other and have them build the engine."""
+    meeting = None
+    if len(group) > 1:
+        meeting = (await settled_all(lambda: [group.handles[0].call(PolicyRank.open_store, host)]))[
+            0
+        ]
+    await settled_all(lambda: group.call(PolicyRank.build, meeting))

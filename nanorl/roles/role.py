@@ -1,0 +1,182 @@
+"""One role under supervision: its handle, and what happens when its process dies or hangs.
+
+`Role.call` looks like an actor handle's `call`, and outlives the actor: a call that was under way
+when the process died is made again on its successor. That is right for roles whose calls may be
+repeated: playing a group gives the same rollouts (a sampled token depends on its request's seed and
+position alone), storing a group replaces it by itself, a reference has no state. A trainer is
+not like that: its ranks go back to the newest checkpoint together (cluster.py, run.py).
+
+Deaths are seen through the scheduler's futures, in milliseconds. A process that lives and does not
+answer (stopped, swapped out, deadlocked) is found by a heartbeat, which asks the role itself
+between two pieces of its work, and is then killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+from nanorl.monitor.control import RoleKind, RoleState, RoleStatus
+from nanosched import ActorHandle, Scheduler, TaskError, WorkerDied
+
+A = TypeVar("A")
+OnRestart = Callable[["Role[Any]", str], None]
+"""Is told which role is started again, and why."""
+MOST_FAILURES = 2
+"""Starts that may fail one after the other, each from scratch, before the run gives up."""
+
+
+class RoleLost(RuntimeError):  # noqa: N818 (named as what happened)
+    """A role died and could not be started again; the message says why and how to go on."""
+
+
+class Role(Generic[A]):
+    """An actor with a successor. `start` makes one that is ready for calls."""
+
+    def __init__(
+        self,
+        name: str,
+        kind: RoleKind,
+        scheduler: Scheduler,
+        start: Callable[[], Awaitable[ActorHandle[A]]],
+        *,
+        on_restart: OnRestart | None = None,
+    ) -> None:
+        self.name, self.kind = name, kind
+        self.num_restarts = 0
+        self.is_closed = False
+        self._scheduler, self._start, self._on_restart = scheduler, start, on_restart
+        self._handle: ActorHandle[A] | None = None
+        self._starting = asyncio.Lock()
+        self._watch: asyncio.Task[None] | None = None
+        self.answer: Mapping[str, float] = {}
+        """What the actor last said of itself (its heartbeat)."""
+
+    @property
+    def current(self) -> ActorHandle[A] | None:
+        """The actor, if one is ready."""
+        return self._handle
+
+    def status(self) -> RoleStatus:
+        """How the role is, as it last said itself."""
+        answer = dict(self.answer)
+        pid = answer.pop("pid", None)
+        return RoleStatus(
+            name=self.name,
+            kind=self.kind,
+            state=self.state,
+            restarts=self.num_restarts,
+            pid=None if pid is None else int(pid),
+            host=socket.gethostname(),
+            metrics=answer,
+        )
+
+    @property
+    def state(self) -> RoleState:
+        if self.is_closed:
+            return "dead"
+        return "starting" if self._handle is None else "ready"
+
+    async def handle(self) -> ActorHandle[A]:
+        """The actor that serves now; starts one where there is none."""
+        async with self._starting:
+            if self.is_closed:
+                raise RoleLost(f"{self.name} is closed and has no successor")
+            if self._handle is None:
+                self._handle = await self._start_again_and_again()
+            return self._handle
+
+    async def call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method, again on a successor if the actor dies. Raises what the method raised."""
+        while True:
+            handle = await self.handle()
+            try:
+                return await handle.call(method, *args, **kwargs)
+            except TaskError as error:
+                raise error.cause from None
+            except WorkerDied as died:
+                self.replace(handle, str(died))
+
+    def replace(self, handle: ActorHandle[A], why: str) -> None:
+        """Forget an actor that is dead, unless that has been done; the next call starts another."""
+        if self._handle is not handle or self.is_closed:
+            return
+        self._handle = None
+        self.num_restarts += 1
+        if self._on_restart is not None:
+            self._on_restart(self, why)
+
+    async def _start_again_and_again(self) -> ActorHandle[A]:
+        for attempt in range(MOST_FAILURES):
+            try:
+                return await self._start()
+            except WorkerDied as died:
+                if attempt == MOST_FAILURES - 1:
+                    raise RoleLost(
+                        f"{self.name} died {MOST_FAILURES} times while it started, the last time: "
+                        f"{died}. Look at the messages above (memory?), then go on with --resume"
+                    ) from died
+            except TaskError as error:
+                raise error.cause from None
+        raise AssertionError("the last attempt returned or raised")
+
+    # -- supervision -------------------------------------------------------------------------
+
+    def watch(self, heartbeat: Callable[..., Any], every_s: float, hang_s: float) -> None:
+        """From now on a successor is started as soon as the actor dies or stops answering."""
+        if self._watch is None:
+            self._watch = asyncio.create_task(
+                self._watch_forever(heartbeat, every_s, hang_s), name=f"watch {self.name}"
+            )
+
+    async def _watch_forever(
+        self, heartbeat: Callable[..., Any], every_s: float, hang_s: float
+    ) -> None:
+        while not self.is_closed:
+            handle = await self.handle()
+            death = asyncio.ensure_future(heard(self._scheduler.death(handle)))
+            try:
+                why = await self._until_dead(handle, death, heartbeat, every_s, hang_s)
+            finally:
+                death.cancel()
+            self.replace(handle, why)
+
+    async def _until_dead(
+        self,
+        handle: ActorHandle[A],
+        death: asyncio.Future[Any],
+        heartbeat: Callable[..., Any],
+        every_s: float,
+        hang_s: float,
+    ) -> str:
+        """Asks again and again; returns why the actor is dead."""
+        while True:
+            await asyncio.wait({death}, timeout=every_s)
+            if death.done():
+                return str(death.result())
+            answer = asyncio.ensure_future(heard(handle.call(heartbeat)))
+            await asyncio.wait({death, answer}, timeout=hang_s, return_when="FIRST_COMPLETED")
+            if death.done():
+                answer.cancel()
+                return str(death.result())
+            if not answer.done():
+                answer.cancel()
+                self._scheduler.kill(handle)
+                return f"{self.name} did not answer for {hang_s:g} s and was killed"
+            self.answer = answer.result()
+
+    def close(self) -> None:
+        """No successor any more. The actor ends with its scheduler."""
+        self.is_closed = True
+        if self._watch is not None:
+            self._watch.cancel()
+
+
+async def heard(future: Any) -> Any:
+    """Waits for a call and returns its value, or its error as a value."""
+    try:
+        return await future
+    except (TaskError, WorkerDied) as error:
+        return error

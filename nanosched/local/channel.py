@@ -1,0 +1,232 @@
+"""One end of a socket pair between two processes: messages, payloads, files, loans of segments.
+
+The sockets keep the boundaries of what is sent (SOCK_SEQPACKET), so that a message is one system
+call on either side and files arrive with the message that they belong to. A segment's file is sent
+once; later messages name its number. One that is received stays mapped until its lender forgets it.
+Left out: threads; a channel belongs to one.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import pickle
+import socket
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from nanosched.local.messages import MESSAGES, Forget, Message, Release
+from nanosched.local.payload import Payload
+from nanosched.local.segments import Hold, Pool, Segment
+
+FRAME_BYTES = 1 << 17  # what a socket takes at once everywhere; larger frames go into a file
+MAX_FILES = 64  # per message
+KINDS = {cls: kind for kind, cls in enumerate(MESSAGES)}
+FLAGS = socket.MSG_CMSG_CLOEXEC
+HERE, IN_FILE = b"\0", b"\1"  # where the frame is
+
+
+class Received(NamedTuple):
+    """A message and what came with it. Who takes `files` closes them."""
+
+    message: Message
+    payloads: list[Payload]
+    files: list[int]
+
+
+class Channel:
+    """Blocks as long as a socket does by default; after `set_waiting` it never does."""
+
+    def __init__(self, sock: socket.socket, pool: Pool) -> None:
+        self._sock = sock
+        self._pool = pool
+        self._wants_write: Callable[[bool], None] | None = None
+        self._unsent: deque[tuple[list[bytes], list[int], tuple[Payload, ...]]] = deque()
+        self._buffer = bytearray(FRAME_BYTES + 1)
+        self._space = socket.CMSG_SPACE(MAX_FILES * array.array("i").itemsize)
+        self._segments: dict[int, Segment] = {}  # lent to us, by the lender's numbers
+        self._sent: set[int] = set()  # of our segments: those whose file the other side has
+        self._lent: dict[int, list[Hold]] = defaultdict(list)
+        self._released: list[int] = []
+        self._forgotten: list[int] = []
+        self.num_received = 0
+        self.is_closed = False
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def set_waiting(self, wants_write: Callable[[bool], None]) -> None:
+        """From now on nothing waits here. `wants_write` is called with True when the socket is
+        full, so that somebody calls `flush` when it is not, and with False when all is sent."""
+        self._sock.setblocking(False)
+        self._wants_write = wants_write
+
+    # -- sending ---------------------------------------------------------------------------------
+
+    def send(
+        self, message: Message, payloads: Sequence[Payload] = (), files: Sequence[int] = ()
+    ) -> None:
+        """Never waits on a socket that does not block: what it cannot take is sent by `flush`.
+        Nothing happens where the other process is gone; its death is told another way."""
+        if self.is_closed:
+            return
+        if self._released or self._forgotten:
+            self.tidy()
+        all_files = list(files)
+        wires = [self._lend(payload, all_files) for payload in payloads]
+        frame = pickle.dumps((KINDS[type(message)], tuple(message), wires), 5)
+        parts = [HERE, frame]
+        spilled = -1
+        if len(frame) > FRAME_BYTES:
+            spilled = _file_of(frame)
+            parts, all_files = [IN_FILE], [*all_files, spilled]
+        if self._unsent or not self._post(parts, all_files):
+            if not self._unsent and self._wants_write is not None:
+                self._wants_write(True)
+            # Files of others may be closed by then; segments are kept by their payloads.
+            copies = [os.dup(file) for file in all_files]
+            self._unsent.append((parts, copies, tuple(payloads)))
+        if spilled >= 0:
+            os.close(spilled)
+
+    def _lend(self, payload: Payload, files: list[int]) -> Any:
+        """The payload as it is sent; a segment becomes (number, bytes, is its file sent along)."""
+        data, buffers, hold, handles = payload
+        if hold is None:
+            return data, buffers, None, handles
+        segment = hold.segment
+        is_new = segment.segment_id not in self._sent
+        if is_new:
+            files.append(segment.fd)
+            self._sent.add(segment.segment_id)
+            segment.known_to.add(self)
+        self._lent[segment.segment_id].append(hold)
+        return data, buffers, (segment.segment_id, segment.num_bytes, is_new), handles
+
+    def _post(self, parts: list[bytes], files: list[int]) -> bool:
+        """False if the socket is full."""
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
+        try:
+            self._sock.sendmsg(parts, rights)
+        except BlockingIOError:
+            return False
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the other process is gone
+        return True
+
+    def flush(self) -> None:
+        """Sends what the socket did not take before."""
+        while self._unsent:
+            parts, files, _ = self._unsent[0]
+            if not self._post(parts, files):
+                return
+            self._unsent.popleft()
+            for file in files:
+                os.close(file)
+        if self._wants_write is not None:
+            self._wants_write(False)
+
+    # -- receiving -------------------------------------------------------------------------------
+
+    def receive(self, flags: int = 0) -> Received | None:
+        """The next message for the program; None at the end. BlockingIOError where there is none
+        and the socket, or `flags`, do not block."""
+        while True:
+            received = self._read(flags)
+            if received is None:
+                return None
+            self.num_received += 1
+            message = received.message
+            if isinstance(message, Release):
+                for number in message.segments:
+                    self._lent[number].pop()
+            elif isinstance(message, Forget):
+                for number in message.segments:
+                    self._segments.pop(number, None)
+            else:
+                return received
+
+    def _read(self, flags: int) -> Received | None:
+        while True:
+            try:
+                count, rights, _, _ = self._sock.recvmsg_into(
+                    [self._buffer], self._space, flags | FLAGS
+                )
+                break
+            except ConnectionResetError:
+                continue  # told once, before what the other process sent; then its end
+        if count == 0:
+            return None
+        files = array.array("i")
+        for _, _, numbers in rights:
+            files.frombytes(numbers)
+        if self._buffer[0] == HERE[0]:
+            content = pickle.loads(memoryview(self._buffer)[1:count])
+        else:
+            content = pickle.loads(_content_of(files.pop()))
+        kind, fields, wires = content
+        own = len(files) - sum(wire[2] is not None and wire[2][2] for wire in wires)
+        segment_files = iter(files[own:])
+        payloads = [self._borrow(wire, segment_files) for wire in wires]
+        return Received(MESSAGES[kind](*fields), payloads, list(files[:own]))
+
+    def _borrow(self, wire: Any, files: Any) -> Payload:
+        data, buffers, loan, handles = wire
+        if loan is None:
+            return Payload(data, buffers, None, handles)
+        number, num_bytes, is_new = loan
+        if is_new:
+            self._segments[number] = self._pool.adopt(next(files), num_bytes)
+
+        def give_back(_: Segment) -> None:
+            self._released.append(number)  # and no more: this may run anywhere, even in `send`
+
+        return Payload(data, buffers, Hold(self._segments[number], give_back), handles)
+
+    # -- segments --------------------------------------------------------------------------------
+
+    def forget_soon(self, segment_id: int) -> None:
+        self._sent.discard(segment_id)
+        self._lent.pop(segment_id, None)
+        self._forgotten.append(segment_id)
+
+    def tidy(self) -> None:
+        """Tells the other side what is not used any more. Call it before a long wait."""
+        if self._released:
+            released, self._released = self._released, []
+            self.send(Release(tuple(released)))
+        if self._forgotten:
+            forgotten, self._forgotten = self._forgotten, []
+            self.send(Forget(tuple(forgotten)))
+
+    def close(self) -> None:
+        """Ends it; what the other side held of ours is free again. Closing twice is fine."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        for _, files, _ in self._unsent:
+            for file in files:
+                os.close(file)
+        self._unsent.clear()
+        self._sock.close()
+        self._lent.clear()
+        self._segments.clear()
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected ends that keep message boundaries."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _file_of(content: bytes) -> int:
+    fd = os.memfd_create("nanosched", os.MFD_CLOEXEC)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(content)
+    return fd
+
+
+def _content_of(fd: int) -> bytes:
+    with open(fd, "rb") as file:
+        file.seek(0)
+        return file.read()
