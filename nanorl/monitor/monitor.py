@@ -57,7 +57,7 @@ class RunMonitor:
         self._rules: AlertRules | None = None
         self._server: MonitorServer | None = None
         self._watcher: asyncio.Task[None] | None = None
-        self._is_broken = False
+        self._said: set[str] = set()
 
     async def __aenter__(self) -> RunMonitor:
         if self._config.alerts:
@@ -101,10 +101,10 @@ class RunMonitor:
         self, step: int, metrics: Mapping[str, Any], rollouts: Iterable[Rollout]
     ) -> None:
         self._board.observe_step(step, metrics, rollouts)
-        if self._control is not None:
-            self._board.observe_roles(self._control.roles())
         if self._rules is not None:
             self._send(self._rules.observe_step(step, self._board.metrics, self._clock()))
+        if self._control is not None:
+            self._board.observe_roles(self._control.roles())
 
     def _success_so_far(self) -> list[float]:
         rows = read_metrics(self._run_dir / "metrics.jsonl")
@@ -112,29 +112,31 @@ class RunMonitor:
 
     async def _watch(self) -> None:
         """Look at the roles once a second."""
-        while not self._is_broken:
+        while True:
             self._guarded(self._look)
             await asyncio.sleep(_POLL_S)
 
     def _guarded(self, look: Callable[[], None]) -> None:
-        """The boundary between the run and whoever watches it: a defect of ours is said once, and
-        then nothing is watched any more."""
-        if self._is_broken:
-            return
+        """The boundary between the run and whoever watches it: a defect of ours, or of what we look
+        at, is said once and does not end the run."""
         try:
             look()
         except Exception as error:
-            self._is_broken = True
-            self._live.say(f"the monitor stopped watching: {type(error).__name__}: {error}")
+            failure = f"{type(error).__name__}: {error}"
+            if failure not in self._said:
+                self._said.add(failure)
+                self._live.say(f"the monitor cannot see all of the run ({failure})")
 
     def _look(self) -> None:
-        roles = self._control.roles() if self._control is not None else []
+        if self._rules is not None:
+            board = self._board
+            self._send(self._rules.observe_quiet(board.quiet_s, board.phase, self._clock()))
+        if self._control is None:
+            return
+        roles = self._control.roles()
         self._live.show_roles(roles)
         if self._rules is not None:
-            now_s = self._clock()
-            alerts = self._rules.observe_roles(roles, now_s)
-            board = self._board
-            self._send(alerts + self._rules.observe_quiet(board.quiet_s, board.phase, now_s))
+            self._send(self._rules.observe_roles(roles, self._clock()))
 
     def _send(self, alerts: list[Alert]) -> None:
         assert self._sender is not None, "there are rules only where there are addresses"

@@ -77,6 +77,7 @@ class MonitorServer:
         self._control = control
         self._registry = make_registry(board, self._roles)
         self._verb = asyncio.Lock()
+        self._logged: set[str] = set()
         self._token = secrets.token_urlsafe(32)
         self._access: MonitorAccess | None = None
         self._server: _ServerInLoop | None = None
@@ -134,7 +135,7 @@ class MonitorServer:
                 self._check(request, is_control)
                 return await handler(request)
             except Exception as error:
-                return _explained(error).response()
+                return self._explained(error).response()
 
         return Route(path, endpoint, methods=[method])
 
@@ -148,6 +149,23 @@ class MonitorServer:
         elif is_loopback(self._config.host) and not is_loopback(request.url.hostname or ""):
             # a web page's own name that was made to lead here
             raise ApiError(403, f"host {request.url.hostname!r} is not this machine's")
+
+    def _explained(self, error: Exception) -> ApiError:
+        """What the client is told. Only a `ValueError` is its own doing; a defect is logged once,
+        for whoever scrapes comes back every few seconds."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, HungUpError):
+            return ApiError(499, "the client hung up")
+        if isinstance(error, ValueError):
+            return ApiError(400, str(error))
+        if isinstance(error, OSError):
+            return ApiError(502, f"no answer from there: {error}")
+        defect = f"{type(error).__name__}: {error}"
+        if defect not in self._logged:
+            self._logged.add(defect)
+            LOG.error("a request to the monitor failed", exc_info=error)
+        return ApiError(500, f"a defect of the run: {defect}")
 
     def _roles(self) -> Sequence[RoleStatus]:
         return self._control.roles() if self._control is not None else ()
@@ -248,20 +266,6 @@ def _check_address(address: str) -> None:
         raise ApiError(
             400, f"address: {address!r} must be http://HOST:PORT of a nanoinfer.server", "address"
         )
-
-
-def _explained(error: Exception) -> ApiError:
-    """What the client is told. Only a `ValueError` is its own doing."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, HungUpError):
-        return ApiError(499, "the client hung up")
-    if isinstance(error, ValueError):
-        return ApiError(400, str(error))
-    if isinstance(error, OSError):
-        return ApiError(502, f"no answer from there: {error}")
-    LOG.error("a control verb failed", exc_info=error)
-    return ApiError(500, f"the run refused: {type(error).__name__}: {error}")
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

@@ -295,20 +295,26 @@ def test_an_inline_run_has_metrics_and_no_verbs(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_defect_of_the_monitor_is_said_once_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_defect_of_what_is_watched_is_said_once_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Broken(PaperCluster):
         def roles(self):
             raise KeyError("replica-0")
 
     async def scenario() -> str:
-        watched = Watched(tmp_path, Broken())
+        watched = Watched(tmp_path, Broken(), port=0)
         async with watched.monitor as monitor:
             for step in range(3):
                 monitor.observe_step(step, METRICS, [])
-                await asyncio.sleep(0)
+            url = MonitorAccess.read(tmp_path).url
+            for _ in range(3):
+                answer = await ask(f"{url}/metrics")
+                assert answer.status == 500 and "KeyError: 'replica-0'" in answer.error
         return watched.log
 
-    assert asyncio.run(scenario()).count("the monitor stopped watching: KeyError") == 1
+    assert asyncio.run(scenario()).count("cannot see all of the run (KeyError") == 1
+    assert caplog.text.count("a request to the monitor failed") == 1
 
 
 def test_options_are_bounded_and_off_by_default() -> None:
