@@ -23,6 +23,7 @@ from nanorl.monitor.alerts import Alert, AlertRules
 from nanorl.monitor.board import RunBoard
 from nanorl.monitor.config import MonitorConfig
 from nanorl.monitor.control import ClusterControl
+from nanorl.monitor.readings import RoleReadings
 from nanorl.monitor.sender import AlertSender
 from nanorl.report.live import LiveView
 from nanorl.report.metrics import read_metrics
@@ -50,7 +51,7 @@ class RunMonitor:
         self._config = config
         self._run_dir = run_dir
         self._live = live
-        self._control = control
+        self._readings = None if control is None else RoleReadings(control, clock)
         self._clock = clock
         self._board = RunBoard(clock)
         self._sender: AlertSender | None = None
@@ -65,10 +66,12 @@ class RunMonitor:
             self._sender = AlertSender(self._config.alerts, self._run_dir.name, say=self._live.say)
             self._rules = AlertRules(self._config, self._success_so_far())
         if self._config.port is not None:
-            self._server = _import_server()(self._config, self._run_dir, self._board, self._control)
+            self._server = _import_server()(
+                self._config, self._run_dir, self._board, self._readings
+            )
             access = await self._server.start()
             self._live.say(f"monitor: {access.url}/metrics and /status")
-        if self._sender is not None or self._control is not None:
+        if self._sender is not None or self._readings is not None:
             self._watcher = asyncio.create_task(self._watch())
         return self
 
@@ -103,8 +106,8 @@ class RunMonitor:
         self._board.observe_step(step, metrics, rollouts)
         if self._rules is not None:
             self._send(self._rules.observe_step(step, self._board.metrics, self._clock()))
-        if self._control is not None:
-            self._board.observe_roles(self._control.roles())
+        if self._readings is not None:
+            self._board.observe_roles(self._readings.roles())
 
     def _success_so_far(self) -> list[float]:
         rows = read_metrics(self._run_dir / "metrics.jsonl")
@@ -131,9 +134,9 @@ class RunMonitor:
         if self._rules is not None:
             board = self._board
             self._send(self._rules.observe_quiet(board.quiet_s, board.phase, self._clock()))
-        if self._control is None:
+        if self._readings is None:
             return
-        roles = self._control.roles()
+        roles = self._readings.roles()
         self._live.show_roles(roles)
         if self._rules is not None:
             self._send(self._rules.observe_roles(roles, self._clock()))

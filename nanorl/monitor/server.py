@@ -46,6 +46,7 @@ from nanorl.monitor.board import RunBoard
 from nanorl.monitor.config import MonitorConfig
 from nanorl.monitor.control import ClusterControl, RoleStatus
 from nanorl.monitor.exposition import make_registry
+from nanorl.monitor.readings import RoleReadings
 from nanorl.report.metrics import to_jsonable
 
 LOG = logging.getLogger("nanorl.monitor")
@@ -66,15 +67,15 @@ class AddBody(BaseModel):
 
 
 class MonitorServer:
-    """Routes over a board and a cluster; `control` None: the run has one process."""
+    """Routes over a board and a cluster; `readings` None: the run has one process."""
 
     def __init__(
-        self, config: MonitorConfig, run_dir: Path, board: RunBoard, control: ClusterControl | None
+        self, config: MonitorConfig, run_dir: Path, board: RunBoard, readings: RoleReadings | None
     ) -> None:
         self._config = config
         self._run_dir = run_dir
         self._board = board
-        self._control = control
+        self._readings = readings
         self._registry = make_registry(board, self._roles)
         self._verb = asyncio.Lock()
         self._logged: set[str] = set()
@@ -168,7 +169,7 @@ class MonitorServer:
         return ApiError(500, f"a defect of the run: {defect}")
 
     def _roles(self) -> Sequence[RoleStatus]:
-        return self._control.roles() if self._control is not None else ()
+        return self._readings.roles() if self._readings is not None else ()
 
     # Reading
 
@@ -222,11 +223,11 @@ class MonitorServer:
         return await read_body(request, model, _LIMITS.max_body_bytes, _LIMITS.body_timeout_s)
 
     def _cluster(self) -> ClusterControl:
-        if self._control is None:
+        if self._readings is None:
             raise ApiError(
                 409, "this run has one process; start it with --cluster.backend local or ray"
             )
-        return self._control
+        return self._readings.control
 
 
 class _ServerInLoop(uvicorn.Server):
