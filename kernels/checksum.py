@@ -13,8 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.cpp import ops
-from kernels.cpp.build import library
+from kernels.cpp import build, ops
 
 _CHUNK_WORDS = 1 << 20  # the temporary memory of PyTorch's path: 16 MB
 
@@ -22,7 +21,7 @@ _CHUNK_WORDS = 1 << 20  # the temporary memory of PyTorch's path: 16 MB
 def checksum(x: Tensor) -> int:
     """Of a tensor of any dtype and device; one that is not contiguous is copied first."""
     x = x.detach().contiguous()
-    if x.is_cpu and library() is not None:
+    if x.is_cpu and build.library() is not None:
         return ops.checksum(x)
     return _checksum_in_torch(x)
 
@@ -35,7 +34,7 @@ def copy_with_checksum(out: Tensor, x: Tensor) -> int:
             "alike, because bytes are copied"
         )
     is_plain = out.is_cpu and x.is_cpu and out.is_contiguous() and x.is_contiguous()
-    if is_plain and library() is not None:
+    if is_plain and build.library() is not None:
         return ops.checksum(x.detach(), out)
     with torch.no_grad():
         out.copy_(x)

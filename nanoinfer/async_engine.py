@@ -12,9 +12,10 @@ Left out: several event loops at a time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as Ids
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from nanoinfer.cancellation import to_the_end
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import Output, SamplingParams
 from nanoinfer.streams import StreamChunk, TokenStream
+
+T = TypeVar("T")
 
 
 class AsyncEngine:
@@ -167,12 +170,17 @@ class AsyncEngine:
     def metrics(self) -> dict[str, float]:
         return self.engine.metrics()
 
+    async def run_between_steps(self, function: Callable[..., T], *args: Any) -> T:
+        """`function(engine, *args)` in the thread of the steps. No step runs meanwhile."""
+        self._bind()
+        async with self._between_steps:
+            result: T = await self._call(function, self.engine, *args)
+            return result
+
     async def beat(self) -> dict[str, float]:
         """`LLMEngine.beat` between two steps, by the thread that runs them: an answer says that the
         engine goes on, not only the event loop beside it."""
-        self._bind()
-        async with self._between_steps:
-            return dict(await self._call(self.engine.beat))
+        return await self.run_between_steps(type(self.engine).beat)
 
     async def close(self) -> None:
         """Stop driving; awaiting callers are cancelled."""

@@ -26,6 +26,7 @@ from nanoinfer.config import Quantization, StepSizes
 from nanorl.agents.tokens import Limits
 from nanorl.algorithms.spec import BOUNDS, AlgorithmSpec, named_spec
 from nanorl.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record
+from nanorl.monitor.config import MonitorConfig
 
 MAX_ROLLOUTS = 1 << 16
 """A step may have so many: at some 500 tokens each, a gigabyte of Python numbers."""
@@ -398,6 +399,7 @@ class RunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
 
     def __post_init__(self) -> None:
         named_spec(self.algorithm)
@@ -481,7 +483,8 @@ class RunConfig:
 RESUME_FREE = (
     *("out", "resume", "cache_dir", "save_every", "keep_checkpoints"),
     *("keep_rollout_steps", "threads", "tool.workers"),
-    *("cluster", "learner", "rollout"),  # where it is computed, never what (up to order of sums)
+    # Where it is computed and who looks on, never what (another layout: up to the order of sums).
+    *("cluster", "learner", "rollout", "monitor"),
     "device",  # another kind of device rounds differently, as another kind of CPU does
 )
 

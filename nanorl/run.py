@@ -39,6 +39,7 @@ from nanoengine.stop_signals import Interrupted, StopSignals
 from nanoinfer.cancellation import to_the_end
 from nanorl.evaluate import EvaluationResult, evaluate
 from nanorl.learner import Learner, reference_folder
+from nanorl.monitor.monitor import RunMonitor
 from nanorl.parts import Parts, num_threads
 from nanorl.report.examples import Example, choose, choose_entries, rates_by_stage
 from nanorl.report.html import write_report
@@ -112,6 +113,7 @@ class Run:
 
     def __init__(self, parts: Parts, roles: Roles, live: LiveView) -> None:
         self.config = config = parts.config
+        self.monitor = RunMonitor(config.monitor, config.run_dir, live, roles.control)
         self.parts, self.roles = parts, roles
         self.live = live
         self.dir = config.run_dir
@@ -140,10 +142,11 @@ class Run:
             say=lambda answer: loop.call_soon_threadsafe(self.live.say, answer),
         ):
             try:
-                await self.roles.start()
-                while self.has_to_restore or self.cursor.phase != "done":
-                    await self._run_phase()
-                await self._write_model()
+                async with self.monitor:
+                    await self.roles.start()
+                    while self.has_to_restore or self.cursor.phase != "done":
+                        await self._run_phase()
+                    await self._write_model()
             except asyncio.CancelledError:
                 if self.cursor.place != self.saved_place:  # else these weights are on the disk
                     await to_the_end(self.save())
@@ -252,12 +255,17 @@ class Run:
     def _timed(self, name: str, total: int, done: int = 0, num_lines: int = 10) -> Iterator[str]:
         """Show a phase and count its seconds; yields the name."""
         start = time.perf_counter()
+        self.monitor.begin_phase(name)
         if total:
             self.live.start_phase(name, total, num_done=done, num_lines=num_lines)
         try:
             yield name
         finally:
             self.cursor.add(f"phase_s.{name}", time.perf_counter() - start)
+
+    def _advance(self, phase: str, metrics: dict[str, float] | None = None) -> None:
+        self.live.advance(phase, metrics=metrics)
+        self.monitor.progress()
 
     # -- evaluation phases -----------------------------------------------------------------------
 
@@ -283,7 +291,7 @@ class Run:
             title = f"evaluation, {EVALUATIONS[name]}"
             with self._timed(title, len(tasks), num_lines=4) as phase:
                 result = await evaluate(
-                    play, tasks, name=name, on_rollout=lambda _: self.live.advance(phase)
+                    play, tasks, name=name, on_rollout=lambda _: self._advance(phase)
                 )
             self._record(name, result)
         self.cursor.next_phase()
@@ -331,7 +339,7 @@ class Run:
                     self.roles.engine.train_step, batch, sft_loss, num_loss_tokens
                 )
                 self.cursor.step = step + 1
-                self.live.advance(phase, metrics={"loss": result["loss"]})
+                self._advance(phase, {"loss": result["loss"]})
 
             await to_the_end(finish_step())
         upcoming.cancel()
@@ -348,6 +356,8 @@ class Run:
                 await self._log_step(result)
                 shown = {name: result.metrics[name] for name in SHOWN if name in result.metrics}
                 self.live.advance(phase, metrics=shown)
+                rollouts = (rollout for group in result.groups for rollout in group)
+                self.monitor.observe_step(result.step, result.metrics, rollouts)
                 self._say_step(result)
 
             self.critic = await self._open_critic()

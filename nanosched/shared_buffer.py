@@ -42,16 +42,13 @@ class SharedBuffer:
             raise ValueError(f"num_bytes={num_bytes}: must be positive")
         if not hasattr(os, "memfd_create"):
             raise SchedulerError("SharedBuffer needs Linux (memfd_create); use another transport")
-        fd = os.memfd_create("shared-buffer")
-        try:
-            # To map a file of holes would succeed, and its first use end in SIGBUS.
-            os.posix_fallocate(fd, 0, num_bytes)
-        except OSError as error:
-            os.close(fd)
+        if num_bytes > (free := _available_bytes()):  # the kernel would kill somebody for it
             raise SchedulerError(
-                f"no room for a shared buffer of {num_bytes} bytes ({error.strerror}): free "
-                "memory, or use another transport"
-            ) from error
+                f"no room for a shared buffer of {num_bytes / 1e9:.2f} GB: {free / 1e9:.2f} GB of "
+                "memory are available; free some, or use another transport"
+            )
+        fd = os.memfd_create("shared-buffer")
+        os.truncate(fd, num_bytes)
         self._place = _Place(os.getpid(), fd, os.fstat(fd).st_ino, num_bytes)
         self._map: mmap.mmap | None = _map(fd, num_bytes)
         self._close: weakref.finalize[..., SharedBuffer] | None = weakref.finalize(
@@ -78,6 +75,13 @@ class SharedBuffer:
 
     def __reduce__(self) -> tuple[object, ...]:
         return _attach, (self._place,)
+
+
+def _available_bytes() -> int:
+    """What the kernel says can be taken without swapping."""
+    with open("/proc/meminfo") as file:
+        found = next(line for line in file if line.startswith("MemAvailable:"))
+    return int(found.split()[1]) * 1024
 
 
 def _attach(place: _Place) -> SharedBuffer:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from nanoengine.config import EngineConfig
 from nanoengine.scoring import Policy
 from nanorl.learner import Publisher, TrainingEngine, ValueEstimator
-from nanorl.monitor.control import RoleStatus
+from nanorl.monitor.control import ClusterControl
 from nanorl.roles.collector import CollectorRole
 from nanorl.roles.role import Role
 from nanorl.store import RolloutStore
@@ -62,6 +62,11 @@ class Roles(Protocol):
     @property
     def store(self) -> Role[RolloutStore]: ...
 
+    @property
+    def control(self) -> ClusterControl | None:
+        """Tells of the processes and changes their number, where there are several."""
+        ...
+
     async def start(self) -> None:
         """Start what belongs to the running event loop; `close_loop` ends it."""
         ...
@@ -77,8 +82,6 @@ class Roles(Protocol):
     async def restart_trainer(self) -> None:
         """A new trainer with the weights that the run began with, after the old one died."""
         ...
-
-    def statuses(self) -> list[RoleStatus]: ...
 
     async def close_loop(self) -> None: ...
 

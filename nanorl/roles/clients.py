@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
+from nanoinfer.led_engine import RanksLost
 from nanoinfer.params import Output, SamplingParams
 from nanorl.roles.replica import Replica
 from nanosched import ActorHandle, TaskError, WorkerDied
@@ -46,6 +47,7 @@ class ActorClient:
         except WorkerDied as error:
             raise ReplicaLost(str(error)) from error
         except TaskError as error:
-            if isinstance(error.cause, asyncio.CancelledError):  # the replica was closed
+            # The replica was closed, or is out of step with its other ranks and will be killed.
+            if isinstance(error.cause, asyncio.CancelledError | RanksLost):
                 raise ReplicaLost(str(error)) from error
             raise error.cause from error

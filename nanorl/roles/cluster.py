@@ -96,6 +96,10 @@ class Cluster:
         self._publishing = asyncio.Lock()
         self._has_weights = False
 
+    @property
+    def control(self) -> Cluster:
+        return self
+
     # -- starting and ending -------------------------------------------------------------------
 
     async def start(self) -> None:
@@ -138,7 +142,8 @@ class Cluster:
     def _all(self) -> list[Role[Any]]:
         return [self.collector, *self._replicas.values(), self.store, *self._scorers]
 
-    def statuses(self) -> list[RoleStatus]:
+    def roles(self) -> list[RoleStatus]:
+        """As they last said themselves."""
         return [*self._trainer_statuses(), *(role.status() for role in self._all())]
 
     def _trainer_statuses(self) -> list[RoleStatus]:
@@ -333,9 +338,6 @@ class Cluster:
         await collector.call(CollectorRole.set_replicas, self._clients())
 
     # -- elastic -------------------------------------------------------------------------------
-
-    def roles(self) -> list[RoleStatus]:
-        return self.statuses()
 
     async def scale(self, replicas: int) -> None:
         """So many replicas from now on. One that leaves hands its requests on first."""

@@ -16,7 +16,6 @@ from nanoinfer.engine import LLMEngine
 from nanorl.agents.kit import AgentKit
 from nanorl.colocation import InlinePublisher
 from nanorl.learner import load_reference
-from nanorl.monitor.control import RoleStatus
 from nanorl.parts import Parts, num_threads
 from nanorl.roles.base import RunCritic
 from nanorl.roles.collector import collector_role
@@ -65,6 +64,10 @@ class InlineRoles:
         )
         self.store = store_role(self._scheduler, config.run_dir / "rollouts.sqlite")
 
+    @property
+    def control(self) -> None:
+        """There is one process."""
+
     async def start(self) -> None:
         """The store is opened here, so that a bad file is found before any work is done."""
         await self.store.handle()
@@ -78,9 +81,6 @@ class InlineRoles:
 
     async def restart_trainer(self) -> None:
         raise AssertionError("an object of this process does not die alone")
-
-    def statuses(self) -> list[RoleStatus]:
-        return []
 
     async def close_loop(self) -> None:
         """What belongs to the running event loop; `close` ends the rest."""

@@ -8,6 +8,9 @@ two steps, all or none of them) or by its own end: after `drain` every request h
 tokens it has, and another replica goes on from there (router.py). What it says depends on its
 weights and the request alone, so it has no random state to hand over.
 
+A model that is split over tensor-parallel ranks has a replica on each, made of one recipe with the
+ranks' `Seat`s. Rank 0 answers for all; the others only `follow`. Weights come to rank 0.
+
 Left out: starting and watching replicas (the driver does), and where weights come from: a
 `receiver` brings them.
 """
@@ -22,13 +25,18 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import TCPStore
 
+from nanoengine.model.config import ModelConfig
 from nanoengine.model.device import enter_device, resolve_device
 from nanoengine.model.hf import load_model
 from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.parallel.mesh import Layout, Mesh
+from nanoengine.parallel.tensor_parallel import TensorParallel
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
+from nanoinfer.led_engine import LedEngine, follow
 from nanoinfer.params import Output, SamplingParams
 
 
@@ -46,15 +54,45 @@ class ReplicaRecipe:
     infer: InferConfig = field(default_factory=InferConfig)
     version: int = 0
 
-    def make(self) -> AsyncEngine:
-        """Load the model and put an engine around it."""
-        device = resolve_device(self.device)
-        enter_device(device, self.threads)
-        model = load_model(self.folder, self.dtype, str(device))
+    def make(self, mesh: Mesh | None = None) -> LLMEngine:
+        """Load the model, or this rank's part of it, and make an engine of it."""
+        enter_device(self.place, self.threads)
+        split = None
+        if mesh is not None:
+            split = TensorParallel.of(mesh, ModelConfig.from_folder(self.folder))
+        model = load_model(self.folder, self.dtype, str(self.place), split=split)
         has_text = (self.folder / "tokenizer.json").exists()
         tokenizer = ChatTokenizer.from_folder(self.folder) if has_text else None
-        engine = LLMEngine(model, self.infer, self.version, tokenizer)
-        return AsyncEngine(engine)  # its thread has as many CPU threads as this one
+        given = (model, self.infer, self.version, tokenizer)
+        leads = mesh is not None and mesh.rank("tp") == 0
+        return LedEngine(*given, mesh=mesh) if mesh is not None and leads else LLMEngine(*given)
+
+    @property
+    def place(self) -> torch.device:
+        return resolve_device(self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """One rank of a replica that is split over `tp` of them, and where they meet.
+
+    `Seat(rank=1, tp=2, host="127.0.0.1", port=store.port, name="r0")`, where
+    `store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)`
+    lives with the driver. Groups that share a store need different names, a restarted one too."""
+
+    rank: int
+    tp: int
+    host: str
+    port: int
+    name: str
+    timeout_s: float = 120.0
+    """A rank that says nothing for this long is lost; heartbeats come more often."""
+
+    def mesh(self, device: torch.device) -> Mesh:
+        """Connect with the others; all ranks do it at a time."""
+        store = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False)
+        options: dict[str, Any] = {"name": self.name, "timeout_s": self.timeout_s}
+        return Mesh(Layout(tp=self.tp), self.rank, store, device=device, **options)
 
 
 class WeightSource(Protocol):
@@ -68,17 +106,31 @@ class Replica:
     """An engine behind messages. Calls may overlap; each takes effect between two steps."""
 
     def __init__(
-        self, recipe: ReplicaRecipe | None = None, *, generator: AsyncEngine | None = None
+        self,
+        recipe: ReplicaRecipe | None = None,
+        *,
+        seat: Seat | None = None,
+        generator: AsyncEngine | None = None,
     ) -> None:
-        """`generator` is a ready engine of the caller's, who closes it; else `recipe` makes one."""
+        """`generator` is a ready engine of the caller's, who closes it; else `recipe` makes one,
+        or with a `seat` the part of one."""
         if (recipe is None) == (generator is None):
             raise ValueError("recipe and generator: a replica is made of one of them; give one")
+        self._is_drained = False
         self._owns_generator = generator is None
+        self._mesh: Mesh | None = None
         if recipe is not None:
-            generator = recipe.make()
+            self._mesh = seat.mesh(recipe.place) if seat is not None else None
+            # The engine's own thread will have as many CPU threads as `make` sets in this one.
+            generator = AsyncEngine(recipe.make(self._mesh))
         assert generator is not None, "checked above"
         self._generator = generator
-        self._is_drained = False
+
+    async def follow(self) -> None:
+        """For the ranks of a split replica but the first: do what that does, until it is closed.
+        `RanksLost` if it is gone."""
+        assert self._mesh is not None, "a replica without a seat has nobody to follow"
+        await self._generator.run_between_steps(follow, self._mesh)
 
     async def generate(
         self,
@@ -128,5 +180,8 @@ class Replica:
 
     async def close(self) -> None:
         """Cancel what is under way and end the engine's thread, unless they are the caller's."""
-        if self._owns_generator:
-            await self._generator.close()
+        if not self._owns_generator:
+            return
+        if isinstance(self._generator.engine, LedEngine):
+            await self._generator.run_between_steps(LedEngine.dismiss)
+        await self._generator.close()

@@ -19,6 +19,7 @@ Left out: forwarding between replicas (each is served by the owners), and change
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -143,7 +144,12 @@ class _Link:
         except WeightsRefused:
             raise
         except RuntimeError as error:  # what torch.distributed raises
-            self._mesh = None  # no farewell: the others may be gone
+            if self._mesh is not None:
+                self._mesh.abandon()
+            # A frame that the error remembers would hold a group, and with it the connections: the
+            # others would wait for us until their time is up.
+            traceback.clear_frames(error.__traceback__)
+            self._mesh = None
             raise WeightsRefused(
                 f"version {version} did not arrive whole, a process was lost or too slow "
                 f"({error}); the version before stays"

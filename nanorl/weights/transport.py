@@ -313,7 +313,8 @@ class DistTransport(Transport):
             timeout=timedelta(seconds=timeout_s),
             master_listen_fd=self._socket.detach(),
         )
-        self._meeting = Meeting(host, port, num_senders, timeout_s, device)
+        # Peers give up before we do: by then all who met know that it failed.
+        self._meeting = Meeting(host, port, num_senders, timeout_s / 2, device)
         self._epoch, self._members = 0, tuple[str, ...]()
 
     def _make_sender(self, key: str, rank: int) -> WeightSender:

@@ -45,6 +45,8 @@ def rollout(versions: list[int]) -> Rollout:
 def samples(text: str, parse=parse_text) -> dict[tuple[str, tuple], float]:
     """{(name, labels): value} of a whole page; a series that occurs twice fails."""
     found: dict[tuple[str, tuple], float] = {}
+    names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(names) == len(set(names)), "all series of a name must stand together"
     for family in parse(text):
         assert family.documentation, family.name
         for sample in family.samples:
@@ -61,6 +63,7 @@ def labels(name: str, kind: str, **more: str) -> tuple:
 def test_prometheus_reads_run_and_roles_from_one_page(tmp_path: Path) -> None:
     async def scenario() -> None:
         cluster = PaperCluster()
+        cluster.change("replica-0", metrics={"num_waiting": 1.0, "busy_s": 3.0})
         cluster.listed += [
             role(
                 *("replica-1", "replica"),
@@ -105,6 +108,7 @@ def test_prometheus_reads_run_and_roles_from_one_page(tmp_path: Path) -> None:
             assert found["nanorl_token_staleness_bucket", (("le", "+Inf"),)] == 5
             assert found["nanorl_token_staleness_count", ()] == 5
             assert found["nanorl_token_staleness_sum", ()] == 4
+            assert found["nanorl_role_num_waiting", labels("replica-0", "replica")] == 1
             late = labels("replica-1", "replica")
             assert found["nanorl_role_num_waiting", late] == 4
             assert found["nanorl_role_tokens_per_second", late] == 812.5

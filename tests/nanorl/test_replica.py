@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import split_replica_cases as cases
 import torch
-from tiny_text import make_model, make_text_engine, save_folder
-from torch import Tensor
+from pool import WorkerPool
+from split_replica_cases import Offered
+from tiny_text import make_text_engine, save_folder
+from torch.distributed import TCPStore
 
-from nanoengine.model.hf import export_state
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
 from nanoinfer.params import Output, SamplingParams
@@ -20,19 +21,6 @@ from nanorl.roles.replica import Replica, ReplicaRecipe
 from nanosched import Scheduler
 
 PARAMS = SamplingParams(max_tokens=40, seed=7, ignore_eos=True)
-
-
-class Offered:
-    """An offer of the weights of another seed, and the receiver that brings them."""
-
-    def __init__(self, version: int, seed: int = 1, broken: str = "") -> None:
-        self.version = version
-        self._seed, self._broken = seed, broken
-
-    def receive(self, offer: Offered) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in export_state(make_model(offer._seed)):
-            if name != offer._broken:
-                yield name, tensor
 
 
 def inline() -> Replica:
@@ -158,3 +146,16 @@ def test_a_replica_is_made_of_one_thing() -> None:
     with pytest.raises(ValueError, match="recipe and generator"):
         Replica()
     assert torch.float32 == ReplicaRecipe(folder=Path("anywhere")).dtype
+
+
+def test_a_replica_of_two_ranks_says_what_one_says(pool: WorkerPool, tmp_path: Path) -> None:
+    save_folder(tmp_path)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    outputs, nothing = pool.run(2, cases.split, tmp_path, store.port)
+    prompts = [*([5, i] for i in range(4)), [5, 0]]
+    for ids, output, seed in zip(prompts, outputs, (0, 0, 0, 0, 1), strict=True):
+        expected = alone(ids, cases.PARAMS, seed)
+        assert output.ids == expected.ids
+        assert output.logps == pytest.approx(expected.logps, abs=1e-4)
+    assert [set(output.versions) for output in outputs] == [{0}] * 4 + [{3}]
+    assert nothing == []

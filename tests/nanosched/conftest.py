@@ -1,0 +1,51 @@
+"""Schedulers for the contract: each back end, and one private Ray for all tests that need it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from nanosched import Resources, Scheduler
+
+HAS_RAY = importlib.util.find_spec("ray") is not None
+MACHINE = Resources(num_cpus=3, num_gpus=4)
+
+MakeScheduler = Callable[[], Scheduler]
+
+inline = pytest.param("inline")
+local = pytest.param("local", marks=pytest.mark.xdist_group("actors"))
+ray = pytest.param("ray", marks=pytest.mark.xdist_group("ray"))
+
+
+@pytest.fixture(scope="session")
+def private_ray() -> Iterator[Scheduler]:
+    """The one connection to Ray that a process can have; tests share it."""
+    if not HAS_RAY:
+        pytest.skip("ray is not installed (pip install .[ray])")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_TOKEN", "0" * 64)  # or Ray would write one into the home directory
+        with Scheduler(backend="ray", resources=MACHINE) as scheduler:
+            yield scheduler
+
+
+@pytest.fixture(params=[inline, local, ray])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Tests may narrow it: `@pytest.mark.parametrize("backend", [local, ray])`."""
+    return str(request.param)
+
+
+@pytest.fixture
+def make_scheduler(backend: str, request: pytest.FixtureRequest) -> MakeScheduler:
+    """Makes schedulers of the back end `backend` on a declared machine, `MACHINE`."""
+    if backend == "ray":
+        request.getfixturevalue("private_ray")
+        return lambda: Scheduler(backend="ray", address="auto")
+    return lambda: Scheduler(backend=backend, resources=MACHINE)
+
+
+@pytest.fixture
+def sched(make_scheduler: MakeScheduler) -> Iterator[Scheduler]:
+    with make_scheduler() as scheduler:
+        yield scheduler
