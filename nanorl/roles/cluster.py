@@ -39,8 +39,8 @@ from nanorl.roles.policy import (
     PolicyRecipe,
     RankedEngine,
     TrainerLost,
-    settled_all,
-    start_ranks,
+    settled,
+    start_trainer,
 )
 from nanorl.roles.replica import Replica, ReplicaRecipe
 from nanorl.roles.role import MOST_FAILURES, Role, RoleLost, heard
@@ -201,7 +201,7 @@ class Cluster:
         )
         ranks = [((recipe, rank), dict[str, Any]()) for rank in range(world)]
         group = self._scheduler.group(PolicyRank, ranks, num_cpus=0, num_gpus=self._gpu_share)
-        await start_ranks(group, LOOPBACK)
+        await start_trainer(group, LOOPBACK)
         self._group = group
         self._engine = RankedEngine(group, recipe, asyncio.get_running_loop())
         self._trainer_watch = asyncio.create_task(self._watch_trainer(group), name="watch trainer")
@@ -271,7 +271,7 @@ class Cluster:
         group, transport = self._group, self.transport
         assert group is not None, "`start` comes first"
         args = [(transport.sender(rank), version) for rank in range(len(group))]
-        offers = await settled_all(lambda: group.call_each(PolicyRank.send_weights, args))
+        offers = await settled(group, group.call_each(PolicyRank.send_weights, args))
         return offers[0]
 
     async def _load(
