@@ -40,9 +40,9 @@ from nanorl.roles.policy import (
     PolicyRecipe,
     RankedEngine,
     TrainerLost,
-    answers,
+    settled,
+    start_trainer,
 )
-from nanorl.roles.ranks import start_ranks
 from nanorl.roles.replica import Replica, ReplicaRecipe, Seat
 from nanorl.roles.role import MOST_FAILURES, Role, RoleLost, heard
 from nanorl.roles.scorers import CriticRole, ReferenceRole, RemoteCritic, RemoteReference
@@ -202,29 +202,16 @@ class Cluster:
         recipe = PolicyRecipe(
             folder=self.parts.folder,
             config=self.parts.warm_start_config(),
+            layout=self.layout,
             split=config.learner,
             device=config.device,
             threads=config.learner.threads or max(1, num_threads(config) // world),
         )
-        try:
-            group = await start_ranks(
-                self._scheduler,
-                PolicyRank,
-                self.layout,
-                (recipe,),
-                device=self.parts.device.type,
-                num_gpus=self._gpu_share,
-            )
-        except WorkerDied as died:
-            raise TrainerLost(f"the trainer died ({died})") from died
-        await answers(group, group.call(PolicyRank.build))
+        ranks = [((recipe, rank), dict[str, Any]()) for rank in range(world)]
+        group = self._scheduler.group(PolicyRank, ranks, num_cpus=0, num_gpus=self._gpu_share)
+        await start_trainer(group)
         self._group = group
-        self._engine = RankedEngine(
-            group,
-            self.layout,
-            asyncio.get_running_loop(),
-            share_prefix=recipe.config.share_prefix,
-        )
+        self._engine = RankedEngine(group, recipe, asyncio.get_running_loop())
         self._trainer_watch = asyncio.create_task(self._watch_trainer(group), name="watch trainer")
 
     async def _watch_trainer(self, group: WorkerGroup[PolicyRank]) -> None:
@@ -292,7 +279,8 @@ class Cluster:
         group, transport = self._group, self.transport
         assert group is not None, "`start` comes first"
         args = [(transport.sender(rank), version) for rank in range(len(group))]
-        return (await answers(group, group.call_each(PolicyRank.send_weights, args)))[0]
+        offers = await settled(group, group.call_each(PolicyRank.send_weights, args))
+        return offers[0]
 
     async def _load(
         self, handle: ActorHandle[Replica], receiver: WeightReceiver, offer: Offer
