@@ -37,6 +37,7 @@ from nanoengine.parallel.mesh import Layout
 from nanoengine.parallel.rendezvous import LOOPBACK, Meeting, join_mesh, open_store
 from nanoengine.state.export import export_hf
 from nanorl.roles.ranks import results, start_ranks
+from nanorl.weights.offer import Offer, WeightSender
 from nanosched import Future, WorkerDied, WorkerGroup
 
 
@@ -70,6 +71,7 @@ class PolicyRank:
         self._store: dist.Store | None = None
         self._engine: Engine | None = None
         self._num_busy = 0
+        self._sender: WeightSender | None = None
 
     async def open_store(self, host: str = LOOPBACK) -> Meeting:
         """For rank 0: where the others find it."""
@@ -153,9 +155,12 @@ class PolicyRank:
             with engine.optimizer.gathered():
                 export_hf(engine.mesh, engine.models, folder)
 
-    async def send_weights(self, sender: Any, version: int) -> Any:
-        """Hand the weights to a transport as policy `version`; rank 0 returns the offer."""
-        return await self._work(sender.send, self.engine, version)
+    async def send_weights(self, sender: WeightSender, version: int) -> Offer:
+        """Hand the weights to a transport as policy `version`; rank 0's offer is the one that
+        counts. Of two senders with one key the first is used: it knows what was sent before."""
+        if self._sender is None or self._sender.key != sender.key:
+            self._sender = sender
+        return await self._work(self._sender.send, self.engine, version)
 
     async def heartbeat(self) -> dict[str, float]:
         """Answers from the loop that takes the calls."""

@@ -71,12 +71,13 @@ class DistSender:
     def __init__(self, key: str, meeting: Meeting, rank: int) -> None:
         self.key = key
         self._link = _Link(meeting, rank)
-        self._sent: tuple[int, int] | None = None  # (policy version, the engine's)
+        self._sent: tuple[int, int] | None = None  # (policy version, updates taken until then)
 
     def send(self, engine: Engine, version: int) -> DistOffer:
         """See `WeightSender`; returns when all replicas have received. WeightsRefused when one did
         not in time, or where the engine was trained since it first sent this version."""
-        if self._sent is not None and self._sent[0] == version and self._sent[1] != engine.version:
+        updates = engine.optimizer.step_count  # `engine.version` starts over with each phase
+        if self._sent is not None and self._sent[0] == version and self._sent[1] != updates:
             raise WeightsRefused(
                 f"version {version} is gone: the learner has trained on since; take the next one"
             )
@@ -89,7 +90,7 @@ class DistSender:
                         f"version {version} was to be sent, {offer.version} is announced"
                     )
                 self._link.exchange(offer, held)
-        self._sent = (version, engine.version)
+        self._sent = (version, updates)
         return offer
 
 
