@@ -382,6 +382,8 @@ class LocalBackend:
                 self._loop.remove_reader(self._epoll.fileno())
             self._server.close()
             self._epoll.close()
+            self._handlers.clear()  # they refer to us
+            self._packer.pool.clear()
 
     def _has_processes(self) -> bool:
         return any(one.process is not None or one.is_forking for one in self._actors.values())

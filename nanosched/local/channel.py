@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from nanosched.local.messages import MESSAGES, Forget, Message, Release
 from nanosched.local.payload import Payload
-from nanosched.local.segments import Hold, Pool, Segment
+from nanosched.local.segments import Hold, Pool, SharedSegment
 
 FRAME_BYTES = 1 << 17  # what a socket takes at once everywhere; larger frames go into a file
 MAX_FILES = 64  # per message
@@ -45,7 +45,7 @@ class Channel:
         self._unsent: deque[tuple[bytes, list[int], tuple[Payload, ...]]] = deque()
         self._buffer = bytearray(FRAME_BYTES)
         self._space = socket.CMSG_SPACE(MAX_FILES * array.array("i").itemsize)
-        self._segments: dict[int, Segment] = {}  # lent to us, by the lender's numbers
+        self._segments: dict[int, SharedSegment] = {}  # lent to us, by the lender's numbers
         self._sent: set[int] = set()  # of our segments: those whose file the other side has
         self._lent: dict[int, list[Hold]] = defaultdict(list)
         self._released: list[int] = []
@@ -184,7 +184,7 @@ class Channel:
         if is_new:
             self._segments[number] = self._pool.adopt(files.pop(), num_bytes)
 
-        def give_back(_: Segment) -> None:
+        def give_back(_: SharedSegment) -> None:
             self._released.append(number)  # and no more: this may run anywhere, even in `send`
 
         return Payload(data, buffers, Hold(self._segments[number], give_back), handles)

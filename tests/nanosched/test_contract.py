@@ -239,7 +239,9 @@ def test_an_error_that_does_not_pickle_still_says_what_it_was(sched):
     plain = sched.actor(Plain).remote()
     with pytest.raises(TaskError, match=r"Plain\.fail_with_a_lock raised .*holds a lock"):
         sched.get(plain.fail_with_a_lock.remote())
-    with pytest.raises(TaskError, match=r"Plain\.fail_stubbornly raised .*file of size 3") as caught:
+    with pytest.raises(
+        TaskError, match=r"Plain\.fail_stubbornly raised .*file of size 3"
+    ) as caught:
         sched.get(plain.fail_stubbornly.remote())
     assert not isinstance(caught.value.cause, Stubborn)
     assert sched.get(plain.note.remote(1)) == [1]
