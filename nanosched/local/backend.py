@@ -230,12 +230,14 @@ class LocalBackend:
         """Reads what an actor has sent, and sends what its socket did not take before."""
         if events & select.EPOLLOUT:
             channel.flush()
-        with contextlib.suppress(BlockingIOError):
+        try:
             received = channel.receive()
-            if received is None:  # its end is told by its process
-                self._unwatch(channel.fileno())
-            else:
-                self._receive(actor, received)
+        except BlockingIOError:
+            return
+        if received is None:  # its end is told by its process
+            self._unwatch(channel.fileno())
+        else:
+            self._receive(actor, received)
         if actor.num_handles == 0:
             self._end_if_unwanted(actor)
 
