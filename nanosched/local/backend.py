@@ -245,8 +245,8 @@ class LocalBackend:
         message = received.message
         if isinstance(message, HandleGone):
             self._take_handle(actor, message.actor_id)
+        if not isinstance(message, Result | Failure | Exiting) or actor.connection is None:
             return
-        assert isinstance(message, Result | Failure | Exiting) and actor.connection is not None
         if not isinstance(message, Result):
             self._num_failures += 1
         actor.connection.settle(message, received.payloads)

@@ -135,22 +135,21 @@ class Channel:
     # -- receiving -------------------------------------------------------------------------------
 
     def receive(self) -> Received | None:
-        """The next message for the program; None at the end. BlockingIOError where there is none
-        and the socket does not block."""
-        while True:
-            received = self._read()
-            if received is None:
-                return None
-            self.num_received += 1
-            message = received.message
-            if isinstance(message, Release):
-                for number in message.segments:
-                    self._lent[number].pop()
-            elif isinstance(message, Forget):
-                for number in message.segments:
-                    self._segments.pop(number, None)
-            else:
-                return received
+        """The next message; None at the end. BlockingIOError where there is none and the socket
+        does not block. `Release` and `Forget` are done with when they are returned: waiting for
+        the one behind them here would keep a blocking caller from its other channels."""
+        received = self._read()
+        if received is None:
+            return None
+        self.num_received += 1
+        message = received.message
+        if isinstance(message, Release):
+            for number in message.segments:
+                self._lent[number].pop()
+        elif isinstance(message, Forget):
+            for number in message.segments:
+                self._segments.pop(number, None)
+        return received
 
     def _read(self) -> Received | None:
         while True:
