@@ -32,7 +32,7 @@ from nanosched.local.calls import (
     pack_arguments,
     payloads_of,
 )
-from nanosched.local.channel import Channel, Received, pair
+from nanosched.local.channel import Channel, Received, pair, readable
 from nanosched.local.forkserver import ForkServer
 from nanosched.local.messages import (
     Accept,
@@ -314,7 +314,7 @@ class LocalBackend:
 
     def _kill(self, actor: LocalActor, reason: str) -> None:
         self._end(actor, reason)
-        if actor.process is not None and select.select([actor.process.pidfd], [], [], KILL_S)[0]:
+        if actor.process is not None and readable([actor.process.pidfd], KILL_S):
             self._bury(actor)
 
     def death(self, actor: LocalActor) -> Future[str]:
@@ -397,7 +397,7 @@ class LocalBackend:
                 signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)
         deadline_s = time.monotonic() + KILL_S
         for process in processes:
-            select.select([process.pidfd], [], [], max(0.0, deadline_s - time.monotonic()))
+            readable([process.pidfd], max(0.0, deadline_s - time.monotonic()))
             os.close(process.pidfd)
         self._actors.clear()
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 import array
 import os
 import pickle
+import select
 import socket
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from nanosched.local.messages import MESSAGES, Forget, Message, Release
@@ -228,6 +229,15 @@ def _files_of(rights: Any) -> list[int]:
     for _, _, numbers in rights:
         files.frombytes(numbers)
     return files.tolist()
+
+
+def readable(fds: Iterable[int], timeout_s: float | None = None) -> set[int]:
+    """Those of the files that have something to read, or have ended. `select.select` would not take
+    numbers above 1023."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)}
 
 
 def _file_of(content: bytes) -> int:

@@ -26,7 +26,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from nanosched.errors import SchedulerError
-from nanosched.local.channel import Channel, Received, pair
+from nanosched.local.channel import Channel, Received, pair, readable
 from nanosched.local.messages import Exited, Fork, Forked
 from nanosched.local.segments import Pool
 
@@ -93,7 +93,7 @@ class ForkServer:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 break
-            select.select([self._channel], [], [], left_s)
+            readable([self._channel.fileno()], left_s)
             self._read()
         status = self._exits.pop(pid, None)
         if status is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import select
 import signal
 import socket
 import traceback
@@ -20,7 +19,7 @@ from typing import Any
 from nanosched.errors import TaskError
 from nanosched.handle import ActorHandle
 from nanosched.local.calls import fill_slots
-from nanosched.local.channel import Channel, Received
+from nanosched.local.channel import Channel, Received, readable
 from nanosched.local.messages import (
     Accept,
     Exiting,
@@ -184,7 +183,8 @@ class _BlockingLoop:
     def _ready(self) -> list[Channel]:
         if len(self._channels) == 1:
             return [self._host.driver]  # `receive` waits
-        return select.select(self._channels, [], [])[0]
+        fds = readable(channel.fileno() for channel in self._channels)
+        return [channel for channel in self._channels if channel.fileno() in fds]
 
     def _serve(self, channel: Channel, received: Received | None) -> None:
         if received is None:

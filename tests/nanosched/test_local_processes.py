@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
 from local_actors import Caller, Worker, children_of
 
-from nanosched import GetTimeout, Resources, Scheduler, TaskError, WorkerDied
+from nanosched import Future, GetTimeout, Resources, Scheduler, TaskError, WorkerDied
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 60.0  # nothing here takes long; a machine under load may
@@ -284,6 +285,42 @@ def test_a_handle_survives_the_restart_of_its_actor(sched: Scheduler) -> None:
     sched.kill(worker)
     with pytest.raises(TaskError, match="Worker was killed"):
         sched.get(caller.add.remote(), timeout_s=LIMIT_S)
+
+
+def test_a_blocking_actor_serves_others_after_a_segment_came_back(sched: Scheduler) -> None:
+    worker, caller = sched.actor(Worker).remote(), sched.actor(Caller).remote()
+    sched.get(caller.keep.remote(worker))
+    assert len(sched.get(worker.ones.remote(100_000))) == 100_000  # and dropped
+    sched.wait([caller.hang.remote()], timeout_s=0)  # says so to the worker
+    assert sched.get(caller.add.remote(), timeout_s=LIMIT_S) == 1
+
+
+def test_every_call_ends_whatever_dies_meanwhile(sched: Scheduler) -> None:
+    random = Random(0)
+    workers = [sched.actor(Worker, max_restarts=100).remote() for _ in range(2)]
+    callers = [sched.actor(Caller, max_restarts=100).remote() for _ in range(2)]
+
+    def some_calls() -> list[Future[object]]:
+        one, two, caller = random.choice(workers), random.choice(workers), random.choice(callers)
+        array = np.ones(random.choice([10, 50_000]))
+        calls: list[list[Future[object]]] = [
+            [one.echo.remote(array)],
+            [two.total.remote(one.ones.remote(60_000))],
+            [caller.keep.remote(one), caller.add.remote()],
+            [caller.send.remote(50_000)],
+        ]
+        return random.choice(calls)
+
+    outcomes: set[str] = set()
+    for _ in range(60):
+        futures = [future for _ in range(random.randrange(1, 8)) for future in some_calls()]
+        if random.random() < 0.4:
+            (server,) = children_of(os.getpid())
+            os.kill(random.choice(children_of(server)), signal.SIGKILL)
+        done, pending = sched.wait(futures, num_returns=len(futures), timeout_s=LIMIT_S)
+        assert not pending
+        outcomes |= {type(future.error()).__name__ for future in done}
+    assert {"NoneType", "WorkerDied"} <= outcomes <= {"NoneType", "WorkerDied", "TaskError"}
 
 
 def test_an_actor_lives_as_long_as_another_one_has_its_handle(sched: Scheduler) -> None:
