@@ -230,12 +230,14 @@ class LocalBackend:
         """Reads what an actor has sent, and sends what its socket did not take before."""
         if events & select.EPOLLOUT:
             channel.flush()
-        with contextlib.suppress(BlockingIOError):
+        try:
             received = channel.receive()
-            if received is None:  # its end is told by its process
-                self._unwatch(channel.fileno())
-            else:
-                self._receive(actor, received)
+        except BlockingIOError:
+            return
+        if received is None:  # its end is told by its process
+            self._unwatch(channel.fileno())
+        else:
+            self._receive(actor, received)
         if actor.num_handles == 0:
             self._end_if_unwanted(actor)
 
@@ -382,6 +384,8 @@ class LocalBackend:
                 self._loop.remove_reader(self._epoll.fileno())
             self._server.close()
             self._epoll.close()
+            self._handlers.clear()  # they refer to us
+            self._packer.pool.clear()
 
     def _has_processes(self) -> bool:
         return any(one.process is not None or one.is_forking for one in self._actors.values())

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 from nanosched.local.messages import MESSAGES, Forget, Message, Release
 from nanosched.local.payload import Payload
-from nanosched.local.segments import Hold, Pool, Segment
+from nanosched.local.segments import Hold, Pool, SharedSegment
 
 FRAME_BYTES = 1 << 17  # what a socket takes at once everywhere; larger frames go into a file
 MAX_FILES = 64  # per message
 KINDS = {cls: kind for kind, cls in enumerate(MESSAGES)}
-FLAGS = socket.MSG_CMSG_CLOEXEC
+FLAGS = int(socket.MSG_CMSG_CLOEXEC)
 IN_FILE = b"in file"  # sent for a frame that is in a file; frames themselves start with b"\x80"
 
 
@@ -45,11 +45,11 @@ class Channel:
         self._unsent: deque[tuple[bytes, list[int], tuple[Payload, ...]]] = deque()
         self._buffer = bytearray(FRAME_BYTES)
         self._space = socket.CMSG_SPACE(MAX_FILES * array.array("i").itemsize)
-        self._segments: dict[int, Segment] = {}  # lent to us, by the lender's numbers
+        self._segments: dict[int, SharedSegment] = {}  # lent to us, by the lender's numbers
         self._sent: set[int] = set()  # of our segments: those whose file the other side has
         self._lent: dict[int, list[Hold]] = defaultdict(list)
-        self._released: list[int] = []
-        self._forgotten: list[int] = []
+        self._released: deque[int] = deque()  # appended to wherever an object happens to end
+        self._forgotten: deque[int] = deque()
         self.num_received = 0
         self.is_closed = False
 
@@ -134,11 +134,11 @@ class Channel:
 
     # -- receiving -------------------------------------------------------------------------------
 
-    def receive(self, flags: int = 0) -> Received | None:
+    def receive(self) -> Received | None:
         """The next message for the program; None at the end. BlockingIOError where there is none
-        and the socket, or `flags`, do not block."""
+        and the socket does not block."""
         while True:
-            received = self._read(flags)
+            received = self._read()
             if received is None:
                 return None
             self.num_received += 1
@@ -152,12 +152,10 @@ class Channel:
             else:
                 return received
 
-    def _read(self, flags: int) -> Received | None:
+    def _read(self) -> Received | None:
         while True:
             try:
-                count, rights, _, _ = self._sock.recvmsg_into(
-                    [self._buffer], self._space, flags | FLAGS
-                )
+                count, rights, _, _ = self._sock.recvmsg_into([self._buffer], self._space, FLAGS)
                 break
             except ConnectionResetError:
                 continue  # told once, before what the other process sent; then its end
@@ -184,7 +182,7 @@ class Channel:
         if is_new:
             self._segments[number] = self._pool.adopt(files.pop(), num_bytes)
 
-        def give_back(_: Segment) -> None:
+        def give_back(_: SharedSegment) -> None:
             self._released.append(number)  # and no more: this may run anywhere, even in `send`
 
         return Payload(data, buffers, Hold(self._segments[number], give_back), handles)
@@ -199,11 +197,9 @@ class Channel:
     def tidy(self) -> None:
         """Tells the other side what is not used any more. Call it before a long wait."""
         if self._released:
-            released, self._released = self._released, []
-            self.send(Release(tuple(released)))
+            self.send(Release(_drained(self._released)))
         if self._forgotten:
-            forgotten, self._forgotten = self._forgotten, []
-            self.send(Forget(tuple(forgotten)))
+            self.send(Forget(_drained(self._forgotten)))
 
     def close(self) -> None:
         """Ends it; what the other side held of ours is free again. Closing twice is fine."""
@@ -222,6 +218,10 @@ class Channel:
 def pair() -> tuple[socket.socket, socket.socket]:
     """Two connected ends that keep message boundaries."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _drained(numbers: deque[int]) -> tuple[int, ...]:
+    return tuple([numbers.popleft() for _ in range(len(numbers))])
 
 
 def _files_of(rights: Any) -> list[int]:
