@@ -68,6 +68,9 @@ class Learner:
         self._engine = Engine(model, EngineConfig(dtype="fp32"))
         self._sender: WeightSender | None = None
 
+    def ready(self) -> None:
+        """Answers once the actor is there."""
+
     def send(self, sender: WeightSender, version: int) -> Offer:
         self._sender = self._sender or sender
         return self._sender.send(self._engine, version)
@@ -81,6 +84,9 @@ class Replica:
         self._engine = LLMEngine(Transformer(config), InferConfig(num_blocks=4))
         self._repack = self._engine.model.repack
         self._receiver: WeightReceiver | None = None
+
+    def ready(self) -> None:
+        """Answers once the actor is there."""
 
     def load(self, receiver: WeightReceiver, offer: Offer, is_packing: bool) -> float:
         start = time.perf_counter()
@@ -108,6 +114,7 @@ async def _measure(kind: Kind, config: ModelConfig) -> list[Row]:
     with Scheduler(backend="inline" if kind == "inproc" else "local") as sched:
         learner = sched.actor(Learner).remote(config)
         replica = sched.actor(Replica).remote(config)
+        await asyncio.gather(learner.call(Learner.ready), replica.call(Replica.ready))
         sender = transport.sender(0)
         version = 0
 
