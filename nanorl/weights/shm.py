@@ -25,7 +25,7 @@ from nanoengine.engine import Engine
 from nanoengine.parallel.mesh import WORLD, Mesh
 from nanoengine.state.reshard import model_pieces
 from nanoengine.state.slices import Box, Copy, Held, Piece, make_plan
-from nanorl.weights.ledger import LEDGER_BYTES, Ledger
+from nanorl.weights.ledger import LEDGER_BYTES, ReaderLedger
 from nanorl.weights.offer import Named, Offer, WeightEntry, WeightsRefused
 from nanosched.shared_buffer import SharedBuffer
 
@@ -61,7 +61,7 @@ class ShmSender:
     def send(self, engine: Engine, version: int) -> Offer:
         """See `WeightSender`. `ValueError` if the weights do not fit the buffer; ReadersBusy."""
         mesh = engine.mesh
-        ledger = Ledger(self._buffer.view())
+        ledger = ReaderLedger(self._buffer.view())
         with engine.optimizer.gathered():
             held = model_pieces(engine.models)
             self._prepare(mesh, [piece for piece, _ in held])
@@ -147,7 +147,7 @@ class ShmReceiver:
         self._buffer = buffer
 
     def receive(self, offer: Offer) -> Named:
-        ledger, memory = Ledger(self._buffer.view()), as_tensor(self._buffer)
+        ledger, memory = ReaderLedger(self._buffer.view()), as_tensor(self._buffer)
         ledger.require(offer.version)
         for entry in offer.entries:
             yield entry.name, entry.verify(tensor_at(memory, entry))

@@ -42,7 +42,7 @@ from nanoengine.model.config import ModelConfig
 from nanorl.weights.disk import DiskReceiver, DiskSender
 from nanorl.weights.dist import DistOffer, DistReceiver, DistSender, Meeting, announce
 from nanorl.weights.inproc import InprocReceiver, InprocSender
-from nanorl.weights.ledger import MOST_READERS, Ledger
+from nanorl.weights.ledger import MOST_READERS, ReaderLedger
 from nanorl.weights.offer import (
     BaseVersionMissing,
     Offer,
@@ -249,7 +249,7 @@ class ShmTransport(Transport):
     def __init__(self, timeout_s: float, num_bytes: int) -> None:
         super().__init__(timeout_s)
         self._buffer = shared_buffer_for(num_bytes)
-        self._ledger = Ledger(self._buffer.view())
+        self._ledger = ReaderLedger(self._buffer.view())
         self._slots: dict[str, int] = {}
 
     def _make_sender(self, key: str, rank: int) -> WeightSender:
