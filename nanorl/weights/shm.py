@@ -31,12 +31,12 @@ from nanosched.shared_buffer import SharedBuffer
 
 ALIGNMENT = 64
 """Of each tensor: a cache line, and what vector stores want."""
-_PADDING_BYTES = 1 << 20
+PADDING_BYTES = 1 << 20
 
 
 def shared_buffer_for(num_bytes: int) -> SharedBuffer:
     """With room for tensors of `num_bytes` together, up to 16,384 of them, and the ledger."""
-    return SharedBuffer(LEDGER_BYTES + num_bytes + _PADDING_BYTES)
+    return SharedBuffer(LEDGER_BYTES + num_bytes + PADDING_BYTES)
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def _lay_out(held: Sequence[Sequence[Piece]], rank: int) -> _Layout:
             continue
         entry = WeightEntry(piece.name, piece.whole, piece.dtype, begin=at)
         entries[piece.name] = entry
-        at += -(-entry.num_bytes // ALIGNMENT) * ALIGNMENT
+        at += aligned(entry.num_bytes)
         least = loads.index(min(loads))
         loads[least] += entry.num_bytes
         box = Box((0,) * len(piece.whole), piece.whole)
@@ -154,6 +154,11 @@ class ShmReceiver:
         ledger.require(offer.version)
 
 
+def aligned(num_bytes: int) -> int:
+    """What a tensor takes up."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
 def as_tensor(buffer: SharedBuffer) -> Tensor:
     """The bytes of the buffer in this process."""
     return torch.frombuffer(buffer.view(), dtype=torch.uint8)
@@ -164,7 +169,7 @@ def tensor_at(memory: Tensor, entry: WeightEntry) -> Tensor:
     end = entry.begin + entry.num_bytes
     if entry.begin < 0 or end > len(memory):
         raise WeightsRefused(
-            f"{entry.name} is offered at bytes {entry.begin}:{end}, the shared buffer has "
+            f"{entry.name} is offered at bytes {entry.begin}:{end}, the buffer has "
             f"{len(memory)}; nothing was loaded"
         )
     return memory[entry.begin : end].view(entry.torch_dtype).view(entry.shape)
