@@ -24,6 +24,7 @@ PACKAGES = [
     "nanorl.rewards",
     "nanorl.sandbox",
     "nanorl.tasks",
+    "nanorl.weights",
 ]
 
 CORE = [

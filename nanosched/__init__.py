@@ -19,6 +19,7 @@ from nanosched.future import Future
 from nanosched.handle import ActorHandle
 from nanosched.queue import BoundedQueue
 from nanosched.resources import ActorOptions, PlacementGroup, Resources
+from nanosched.shared_buffer import SharedBuffer
 from nanosched.worker_group import WorkerGroup
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "Resources",
     "Scheduler",
     "SchedulerError",
+    "SharedBuffer",
     "TaskError",
     "WorkerDied",
     "WorkerGroup",

@@ -335,3 +335,25 @@ def _attend(
         q.stride(0), *row_strides, *head_strides, scale, torch.get_num_threads(),
     )  # fmt: skip
     return o
+
+
+def checksum(x: Tensor, out: Tensor | None = None) -> int:
+    """The checksum of the bytes of a contiguous tensor of any dtype (checksum.h), which are copied
+    to `out` in the same pass where it is given."""
+    return int(
+        function("checksum", torch.uint8)(
+            None if out is None else out.data_ptr(), x.data_ptr(), x.nbytes, torch.get_num_threads()
+        )
+    )
+
+
+def copy_bytes(out: Tensor, x: Tensor) -> None:
+    """Copy a contiguous tensor to another one of its shape and dtype, past the caches."""
+    function("copy_bytes", torch.uint8)(
+        out.data_ptr(), x.data_ptr(), x.nbytes, torch.get_num_threads()
+    )
+
+
+def all_finite(x: Tensor) -> bool:
+    """True if a contiguous tensor, fp32 or bf16, holds neither NaN nor infinity."""
+    return bool(function("all_finite", x.dtype)(x.data_ptr(), x.numel(), torch.get_num_threads()))

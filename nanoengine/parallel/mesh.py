@@ -235,6 +235,11 @@ class Mesh:
             group.shutdown()
         self._groups.clear()
 
+    def abandon(self) -> None:
+        """Let go of the groups without a farewell, after a failure. Their connections close once
+        nobody refers to them, and peers that wait for this process learn that it has gone."""
+        self._groups.clear()
+
     # -- collectives -------------------------------------------------------------------------
 
     def all_reduce(

@@ -75,6 +75,7 @@ class Resharder:
         self._key: tuple[list[Piece], list[Piece]] | None = None
         self._held: list[list[Piece]] = []
         self._transfers: list[_Transfer] = []
+        self.copies: list[Copy] = []  # the plan: everybody's, in one order on all ranks
         self.num_plans = 0
 
     def run(self, held: Held, wanted: Held) -> int:
@@ -109,9 +110,8 @@ class Resharder:
         everyone = [mine] if mesh is None else mesh.gather_json(WORLD, mine)
         self._held = [[Piece.from_json(fields) for fields in have] for have, _ in everyone]
         wants = [[Piece.from_json(fields) for fields in want] for _, want in everyone]
-        self._transfers = list(
-            _bundle(make_plan(self._held, wants), self._held, self._bucket_bytes)
-        )
+        self.copies = make_plan(self._held, wants)
+        self._transfers = list(_bundle(self.copies, self._held, self._bucket_bytes))
         self._key = (held, wanted)
         self.num_plans += 1
 
@@ -121,7 +121,7 @@ class Resharder:
         for copy in transfer.copies:
             piece, tensor = held[copy.source_piece]
             parts.append(copy.box.of(tensor.detach(), piece.box).reshape(-1))
-        bucket = torch.cat(parts)
+        bucket = torch.cat(parts).to(self._mesh.device)
         handle = self._mesh.send(WORLD, bucket, transfer.to, tag=tag, is_async=True)
         return bucket, handle
 
