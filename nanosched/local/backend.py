@@ -266,7 +266,7 @@ class LocalBackend:
             actor.process = _Process(pid, pidfd)
             self._watch(pidfd, partial(self._bury, actor))
             if actor.reason is not None and actor.last_words is None:
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                _end_process(pidfd)
         if not server.is_alive:
             self._unwatch(server.fileno())
             server.close()
@@ -348,7 +348,7 @@ class LocalBackend:
             if holder.connection is not None:
                 holder.connection.channel.send(Unlink(actor.actor_id, reason))
         if actor.process is not None and not is_gentle:
-            signal.pidfd_send_signal(actor.process.pidfd, signal.SIGKILL)
+            _end_process(actor.process.pidfd)
         if actor.process is None and not actor.is_forking and actor.lease is not None:
             actor.lease.release()
         actor.ended.settle(reason)
@@ -393,8 +393,7 @@ class LocalBackend:
     def _kill_rest(self) -> None:
         processes = [one.process for one in self._actors.values() if one.process is not None]
         for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)
+            _end_process(process.pidfd)
         deadline_s = time.monotonic() + KILL_S
         for process in processes:
             readable([process.pidfd], max(0.0, deadline_s - time.monotonic()))
@@ -542,6 +541,11 @@ class LocalBackend:
         server = ForkServer(self._preload)
         self._watch(server.fileno(), self._serve_server)
         return server
+
+
+def _end_process(pidfd: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended, and its parent knows
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
 
 def _main_module() -> dict[str, str]:
