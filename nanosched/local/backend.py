@@ -83,7 +83,7 @@ class LocalActor:
     error: SchedulerError | None = None
     reason: str | None = None
     last_words: str | None = None  # of a life that ended by sys.exit
-    ended: Future[str] = field(default_factory=lambda: Future("death"))
+    ended: Future[str]
     num_handles: int = 1
     links: Counter[int] = field(default_factory=Counter)  # actors whose handles it has
     holders: dict[int, LocalActor] = field(default_factory=dict)  # actors that have its handle
@@ -97,6 +97,8 @@ class LocalBackend:
     """See `nanosched.backend.Backend`."""
 
     def __init__(self, resources: Resources | None, preload: Sequence[str]) -> None:
+        if not hasattr(os, "pidfd_open"):
+            raise ValueError("the back end 'local' needs Linux 5.3 or newer; use 'inline' here")
         self._machine = Machine(resources)
         self._preload = tuple(preload)
         self._packer = Packer(Pool())
@@ -123,6 +125,7 @@ class LocalBackend:
             plan=plan,
             inputs=inputs,
             restarts_left=options.max_restarts,
+            ended=Future(f"death of {cls.__name__}", self._attach),
         )
         self._actors[actor.actor_id] = actor
         self._attach()

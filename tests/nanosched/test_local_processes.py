@@ -379,6 +379,18 @@ def test_the_running_loop_serves_the_scheduler_and_the_next_loop_too(sched: Sche
     assert asyncio.run(main()) == [7, 8, 9, 10, 11]
 
 
+def test_a_death_can_be_awaited_in_a_loop_that_makes_no_calls(sched: Scheduler) -> None:
+    group = sched.group(Worker, [((), {})] * 2)
+    pids = sched.get(group.call(Worker.pid))
+    os.kill(pids[1], signal.SIGKILL)
+
+    async def main() -> str:
+        return await group.death
+
+    reason = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+    assert reason == "rank 1: Worker was killed by signal 9"
+
+
 def test_a_program_of_one_process_imports_neither_multiprocessing_nor_ray() -> None:
     text = (
         "import sys; from nanosched import Scheduler; Scheduler().close();"
