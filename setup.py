@@ -9,6 +9,7 @@ PACKAGES = [
     "kernels.cpp",
     "kernels.triton",
     "nanosched",
+    "nanosched.local",
     "nanoengine",
     "nanoengine.model",
     "nanoengine.parallel",

@@ -24,9 +24,9 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Ids
 from dataclasses import asdict, dataclass
 
-import torch
 from torch import Tensor
 
+from kernels.checksum import all_finite
 from kernels.transfer import to_host
 from nanoengine.model.device import release_memory
 from nanoengine.model.hf import load_state
@@ -395,10 +395,8 @@ def _finite(state: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]
     names: list[str] = []
     is_finite: list[Tensor] = []
     for name, tensor in state:
-        if tensor.numel():
-            # The extremes are finite if and only if all values are: NaN propagates to both.
-            names.append(name)
-            is_finite.append(torch.isfinite(torch.stack(tensor.aminmax())).all())
+        names.append(name)
+        is_finite.append(all_finite(tensor))
         yield name, tensor
     for name, flag in zip(names, to_host(is_finite), strict=True):
         if not flag:

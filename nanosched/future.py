@@ -58,9 +58,13 @@ class Future(Generic[T_co]):
         else:
             self._callbacks.append(callback)
 
-    def __await__(self) -> Generator[Any, None, T_co]:
+    def prepare_to_wait(self) -> None:
+        """Tells the back end that somebody is about to wait, in the running event loop."""
         if not self._is_done and self._on_await is not None:
             self._on_await()
+
+    def __await__(self) -> Generator[Any, None, T_co]:
+        self.prepare_to_wait()
         if not self._is_done:
             loop = asyncio.get_running_loop()
             waiter = loop.create_future()

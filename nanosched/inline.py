@@ -123,7 +123,8 @@ class InlineActor:
         try:
             self.instance = self.cls(*args, **kwargs)
         except SystemExit as error:
-            self.error = WorkerDied(f"{self.label}.__init__ called sys.exit({error.code!r})")
+            place = f"{self.label}.__init__"
+            self.die(WorkerDied(f"{self.label} called sys.exit({error.code!r}) in {place}"))
         except Exception as error:  # the boundary of the actor: recorded, raised by its calls
             self.error = TaskError(f"{self.label}.__init__", error)
         return True

@@ -32,7 +32,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
+try:
+    import ray
+except ModuleNotFoundError as error:
+    raise ValueError("the back end 'ray' needs Ray: pip install '.[ray]'") from error
 from ray._private import ray_constants
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.job_config import JobConfig

@@ -33,7 +33,9 @@ class Resources:
         devices = Path("/proc/driver/nvidia/gpus")
         num_devices = len(list(devices.iterdir())) if devices.is_dir() else 0
         num_gpus = num_devices if visible is None else min(len(visible), num_devices)
-        return cls(num_cpus=len(os.sched_getaffinity(0)), num_gpus=num_gpus)
+        has_affinity = hasattr(os, "sched_getaffinity")  # macOS has not
+        num_cpus = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+        return cls(num_cpus=num_cpus, num_gpus=num_gpus)
 
 
 def visible_gpus() -> list[str] | None:

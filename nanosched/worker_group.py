@@ -30,7 +30,7 @@ class WorkerGroup(Generic[A]):
     ) -> None:
         self.handles = list(handles)
         self._kill = kill
-        self.death: Future[str] = Future("death of a group")
+        self.death: Future[str] = Future("death of a group", deaths[0].prepare_to_wait)
         ended = partial(_ended, weakref.ref(self))  # weak: or the group would keep itself alive
         for rank, death in enumerate(deaths):
             death.add_done_callback(partial(ended, rank))

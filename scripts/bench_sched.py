@@ -5,7 +5,8 @@
 Sides are measured in turns, each in a process of its own (sched_work.py); values are medians of the
 rounds. `pass-100MB` and `return-100MB` are bounded by the best rate at which this machine copied
 memory in those processes. `calls-per-s-8` counts calls of eight actors. `death-detection` is
-the time from `kill -9` of an actor to the driver's knowledge. Ray is its own interface.
+the time from `kill -9` of an actor to the driver's knowledge. Ray is its own interface. The rows of
+`sync-...` are those of bench_weights.py: weights published to a replica, bounded by a plain copy.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,16 +38,52 @@ UNITS = {
 GIGABYTES = 0.1  # of the rows whose unit is GB/s
 
 
-def run_side(side: str, is_small: bool) -> dict[str, float]:
-    """The figures of sched_work.py."""
-    command = [sys.executable, str(SCRIPTS / "sched_work.py"), side, *["--small"] * is_small]
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent), "OMP_NUM_THREADS": "1"}
+def run(script: str, *arguments: str) -> str:
+    """What the script, in a process of its own, prints last."""
+    command = [sys.executable, str(SCRIPTS / script), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{side} failed (exit {done.returncode}):\n{done.stderr[-2000:]}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    return done.stdout.splitlines()[-1]
+
+
+def run_side(side: str, is_small: bool) -> dict[str, float]:
+    """The figures of sched_work.py."""
+    found: dict[str, float] = json.loads(run("sched_work.py", side, *["--small"] * is_small))
     print(f"  {side}: {found}", file=sys.stderr, flush=True)
     return found
+
+
+def run_weights(megabytes: int) -> list[dict[str, Any]]:
+    """The rows of bench_weights.py that stand for a publication after the first."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.json"
+        run("bench_weights.py", "--megabytes", str(megabytes), "--json", str(file))
+        rows = json.loads(file.read_text())["rows"]
+    found = [row for row in rows if row["name"].startswith("sync-")]
+    print(
+        f"  weights: {[(row['name'], row['value']) for row in found]}", file=sys.stderr, flush=True
+    )
+    return found
+
+
+def weight_rows(rounds: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The same rows of several rounds as one each, with the copy as its bound."""
+    rows = []
+    for same in zip(*rounds, strict=True):
+        values = [row["value"] for row in same]
+        row = make_row(
+            same[0]["name"],
+            "GB/s",
+            dtype=same[0]["dtype"],
+            threads=same[0]["threads"],
+            value=statistics.median(values),
+            bound=statistics.median(row["peer_value"] for row in same),
+            runs={"ours": values},
+        )
+        rows.append(row)
+    return rows
 
 
 def in_unit(name: str, figures: dict[str, float]) -> float:
@@ -53,8 +91,8 @@ def in_unit(name: str, figures: dict[str, float]) -> float:
     return {"ms": 1e3 * value, "GB/s": GIGABYTES / value}.get(unit, value)
 
 
-def make_rows(rounds: Sequence[dict[str, dict[str, float]]]) -> list[dict[str, Any]]:
-    """One row a figure, from the sides' figures in each round."""
+def call_rows(rounds: Sequence[dict[str, dict[str, float]]]) -> list[dict[str, Any]]:
+    """One row a figure of calls, from the sides' figures in each round."""
     copy = max(one["copy"] / 1e9 for figures in rounds for one in figures.values())
     rows = []
     for name, unit in UNITS.items():
@@ -83,10 +121,11 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="few calls: to try the benchmark out")
     arguments = parser.parse_args()
     sides = ["local", "ray"] if arguments.peers else ["local"]
-    rounds = [
-        {side: run_side(side, arguments.small) for side in sides} for _ in range(arguments.rounds)
-    ]
-    rows = make_rows(rounds)
+    rounds, weights = [], []
+    for _ in range(arguments.rounds):
+        rounds.append({side: run_side(side, arguments.small) for side in sides})
+        weights.append(run_weights(50 if arguments.small else 500))
+    rows = call_rows(rounds) + weight_rows(weights)
     print_rows(rows)
     if arguments.json:
         write_json(arguments.json, rows)

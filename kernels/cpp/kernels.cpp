@@ -124,6 +124,16 @@ LOGIT_OPS(bf16, bf16)
 DECODER(float, f32)
 DECODER(bf16, bf16)
 
-extern "C" int64_t checksum(char* to, const char* from, int64_t num_bytes, int64_t threads) {
+extern "C" int64_t checksum_raw(char* to, const char* from, int64_t num_bytes, int64_t threads) {
   return checksum_bytes(to, from, num_bytes, threads);
+}
+
+extern "C" void copy_bytes_raw(char* to, const char* from, int64_t num_bytes, int64_t threads) {
+  copy_bytes(to, from, num_bytes, threads);
+}
+extern "C" int64_t all_finite_f32(const uint32_t* x, int64_t num, int64_t threads) {
+  return all_finite<uint32_t>(x, num, 0x7f800000u, threads);
+}
+extern "C" int64_t all_finite_bf16(const uint16_t* x, int64_t num, int64_t threads) {
+  return all_finite<uint16_t>(x, num, 0x7f80u, threads);
 }

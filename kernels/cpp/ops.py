@@ -345,3 +345,15 @@ def checksum(x: Tensor, out: Tensor | None = None) -> int:
             None if out is None else out.data_ptr(), x.data_ptr(), x.nbytes, torch.get_num_threads()
         )
     )
+
+
+def copy_bytes(out: Tensor, x: Tensor) -> None:
+    """Copy a contiguous tensor to another one of its shape and dtype, past the caches."""
+    function("copy_bytes", torch.uint8)(
+        out.data_ptr(), x.data_ptr(), x.nbytes, torch.get_num_threads()
+    )
+
+
+def all_finite(x: Tensor) -> bool:
+    """True if a contiguous tensor, fp32 or bf16, holds neither NaN nor infinity."""
+    return bool(function("all_finite", x.dtype)(x.data_ptr(), x.numel(), torch.get_num_threads()))

@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kernels.checksum import copy_large
 from nanoengine.footprint import num_params
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import DecoderLayer
@@ -160,9 +161,8 @@ def load_state(model: Transformer, state: Iterable[tuple[str, Tensor]]) -> None:
         if name in tensors and tensors[name].shape == part.whole_shape(views[name].shape):
             tensors[name] = part.take(tensors[name])
     check_state(views, tensors)
-    with torch.no_grad():
-        for name, view in views.items():
-            view.copy_(tensors[name])
+    for name, view in views.items():
+        copy_large(view, tensors[name])
     model.repack()
 
 

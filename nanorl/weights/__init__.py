@@ -2,7 +2,7 @@
 
 offer.py       what is handed over: `Offer`, the two ends' protocols, the errors
 transport.py   the driver's end: `open_transport`, `Transport.publish`
-inproc.py, shm.py, disk.py, dist.py        the four ways
+inproc.py, shm.py, cuda_ipc.py, dist.py, disk.py        the ways
 ledger.py      who may touch the shared buffer; delta.py: what changed between two versions
 """
 

@@ -18,7 +18,7 @@ LEDGER_BYTES = 4096
 MOST_READERS = LEDGER_BYTES // 8 - 1
 
 
-class Ledger:
+class ReaderLedger:
     """The page at the beginning of `memory`."""
 
     def __init__(self, memory: memoryview) -> None:

@@ -25,18 +25,18 @@ from nanoengine.engine import Engine
 from nanoengine.parallel.mesh import WORLD, Mesh
 from nanoengine.state.reshard import model_pieces
 from nanoengine.state.slices import Box, Copy, Held, Piece, make_plan
-from nanorl.weights.ledger import LEDGER_BYTES, Ledger
+from nanorl.weights.ledger import LEDGER_BYTES, ReaderLedger
 from nanorl.weights.offer import Named, Offer, WeightEntry, WeightsRefused
 from nanosched.shared_buffer import SharedBuffer
 
 ALIGNMENT = 64
 """Of each tensor: a cache line, and what vector stores want."""
-_PADDING_BYTES = 1 << 20
+PADDING_BYTES = 1 << 20
 
 
 def shared_buffer_for(num_bytes: int) -> SharedBuffer:
     """With room for tensors of `num_bytes` together, up to 16,384 of them, and the ledger."""
-    return SharedBuffer(LEDGER_BYTES + num_bytes + _PADDING_BYTES)
+    return SharedBuffer(LEDGER_BYTES + num_bytes + PADDING_BYTES)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ShmSender:
     def send(self, engine: Engine, version: int) -> Offer:
         """See `WeightSender`. `ValueError` if the weights do not fit the buffer; ReadersBusy."""
         mesh = engine.mesh
-        ledger = Ledger(self._buffer.view())
+        ledger = ReaderLedger(self._buffer.view())
         with engine.optimizer.gathered():
             held = model_pieces(engine.models)
             self._prepare(mesh, [piece for piece, _ in held])
@@ -124,7 +124,7 @@ def _lay_out(held: Sequence[Sequence[Piece]], rank: int) -> _Layout:
             continue
         entry = WeightEntry(piece.name, piece.whole, piece.dtype, begin=at)
         entries[piece.name] = entry
-        at += -(-entry.num_bytes // ALIGNMENT) * ALIGNMENT
+        at += aligned(entry.num_bytes)
         least = loads.index(min(loads))
         loads[least] += entry.num_bytes
         box = Box((0,) * len(piece.whole), piece.whole)
@@ -147,11 +147,16 @@ class ShmReceiver:
         self._buffer = buffer
 
     def receive(self, offer: Offer) -> Named:
-        ledger, memory = Ledger(self._buffer.view()), as_tensor(self._buffer)
+        ledger, memory = ReaderLedger(self._buffer.view()), as_tensor(self._buffer)
         ledger.require(offer.version)
         for entry in offer.entries:
             yield entry.name, entry.verify(tensor_at(memory, entry))
         ledger.require(offer.version)
+
+
+def aligned(num_bytes: int) -> int:
+    """What a tensor takes up."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def as_tensor(buffer: SharedBuffer) -> Tensor:
@@ -164,7 +169,7 @@ def tensor_at(memory: Tensor, entry: WeightEntry) -> Tensor:
     end = entry.begin + entry.num_bytes
     if entry.begin < 0 or end > len(memory):
         raise WeightsRefused(
-            f"{entry.name} is offered at bytes {entry.begin}:{end}, the shared buffer has "
+            f"{entry.name} is offered at bytes {entry.begin}:{end}, the buffer has "
             f"{len(memory)}; nothing was loaded"
         )
     return memory[entry.begin : end].view(entry.torch_dtype).view(entry.shape)

@@ -12,6 +12,7 @@ the replica has answered or is dead, and raises what the replica raised.
     kind      bytes go through                       a publication
     inproc    nothing: the learner's own memory      send, then all loads at once
     shm       one shared buffer                      the same
+    cuda_ipc  a buffer on the learner's GPU          the same
     disk      a folder per version                   the same
     dist      gloo or NCCL between the processes     send and all loads at once: both sides meet
 
@@ -39,10 +40,11 @@ import torch.distributed as dist
 
 from nanoengine.footprint import num_params
 from nanoengine.model.config import ModelConfig
+from nanorl.weights.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from nanorl.weights.disk import DiskReceiver, DiskSender
 from nanorl.weights.dist import DistOffer, DistReceiver, DistSender, Meeting, announce
 from nanorl.weights.inproc import InprocReceiver, InprocSender
-from nanorl.weights.ledger import MOST_READERS, Ledger
+from nanorl.weights.ledger import MOST_READERS, ReaderLedger
 from nanorl.weights.offer import (
     BaseVersionMissing,
     Offer,
@@ -54,7 +56,7 @@ from nanorl.weights.offer import (
 from nanorl.weights.shm import ShmReceiver, ShmSender, shared_buffer_for
 from nanosched.errors import TaskError, WorkerDied
 
-Kind = Literal["inproc", "shm", "dist", "disk"]
+Kind = Literal["inproc", "shm", "cuda_ipc", "dist", "disk"]
 Send = Callable[[], Awaitable[Offer]]
 Load = Callable[[WeightReceiver, Offer], Awaitable[float]]
 
@@ -249,7 +251,7 @@ class ShmTransport(Transport):
     def __init__(self, timeout_s: float, num_bytes: int) -> None:
         super().__init__(timeout_s)
         self._buffer = shared_buffer_for(num_bytes)
-        self._ledger = Ledger(self._buffer.view())
+        self._ledger = ReaderLedger(self._buffer.view())
         self._slots: dict[str, int] = {}
 
     def _make_sender(self, key: str, rank: int) -> WeightSender:
@@ -260,6 +262,9 @@ class ShmTransport(Transport):
         if not free:
             raise ValueError(f"{name}: a shared buffer has at most {MOST_READERS} readers")
         self._slots[name] = min(free)
+        return self._make_end(key)
+
+    def _make_end(self, key: str) -> WeightReceiver:
         return ShmReceiver(key, self._buffer)
 
     def _enter(self, name: str, version: int) -> None:
@@ -275,6 +280,19 @@ class ShmTransport(Transport):
 
     def close(self) -> None:
         self._buffer.close()
+
+
+class CudaIpcTransport(ShmTransport):
+    """Owns the ledger's page; the learner's rank 0 owns the memory."""
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(timeout_s, num_bytes=0)
+
+    def _make_sender(self, key: str, rank: int) -> WeightSender:
+        return CudaIpcSender(key, self._buffer)
+
+    def _make_end(self, key: str) -> WeightReceiver:
+        return CudaIpcReceiver(key, self._buffer)
 
 
 class DiskTransport(Transport):
@@ -383,6 +401,8 @@ def open_transport(
         if num_bytes <= 0:
             raise ValueError(f"num_bytes={num_bytes}: shm needs the model's size, `weight_bytes`")
         return ShmTransport(timeout_s, num_bytes)
+    if kind == "cuda_ipc":
+        return CudaIpcTransport(timeout_s)
     if kind == "disk":
         return DiskTransport(timeout_s, folder, is_delta)
     if kind == "dist":

@@ -32,7 +32,7 @@ from nanosched.local.calls import (
     pack_arguments,
     payloads_of,
 )
-from nanosched.local.channel import Channel, Received, pair
+from nanosched.local.channel import Channel, Received, pair, readable
 from nanosched.local.forkserver import ForkServer
 from nanosched.local.messages import (
     Accept,
@@ -83,7 +83,7 @@ class LocalActor:
     error: SchedulerError | None = None
     reason: str | None = None
     last_words: str | None = None  # of a life that ended by sys.exit
-    ended: Future[str] = field(default_factory=lambda: Future("death"))
+    ended: Future[str]
     num_handles: int = 1
     links: Counter[int] = field(default_factory=Counter)  # actors whose handles it has
     holders: dict[int, LocalActor] = field(default_factory=dict)  # actors that have its handle
@@ -97,6 +97,8 @@ class LocalBackend:
     """See `nanosched.backend.Backend`."""
 
     def __init__(self, resources: Resources | None, preload: Sequence[str]) -> None:
+        if not hasattr(os, "pidfd_open"):
+            raise ValueError("the back end 'local' needs Linux 5.3 or newer; use 'inline' here")
         self._machine = Machine(resources)
         self._preload = tuple(preload)
         self._packer = Packer(Pool())
@@ -123,6 +125,7 @@ class LocalBackend:
             plan=plan,
             inputs=inputs,
             restarts_left=options.max_restarts,
+            ended=Future(f"death of {cls.__name__}", self._attach),
         )
         self._actors[actor.actor_id] = actor
         self._attach()
@@ -230,12 +233,14 @@ class LocalBackend:
         """Reads what an actor has sent, and sends what its socket did not take before."""
         if events & select.EPOLLOUT:
             channel.flush()
-        with contextlib.suppress(BlockingIOError):
+        try:
             received = channel.receive()
-            if received is None:  # its end is told by its process
-                self._unwatch(channel.fileno())
-            else:
-                self._receive(actor, received)
+        except BlockingIOError:
+            return
+        if received is None:  # its end is told by its process
+            self._unwatch(channel.fileno())
+        else:
+            self._receive(actor, received)
         if actor.num_handles == 0:
             self._end_if_unwanted(actor)
 
@@ -243,8 +248,8 @@ class LocalBackend:
         message = received.message
         if isinstance(message, HandleGone):
             self._take_handle(actor, message.actor_id)
+        if not isinstance(message, Result | Failure | Exiting) or actor.connection is None:
             return
-        assert isinstance(message, Result | Failure | Exiting) and actor.connection is not None
         if not isinstance(message, Result):
             self._num_failures += 1
         actor.connection.settle(message, received.payloads)
@@ -264,7 +269,7 @@ class LocalBackend:
             actor.process = _Process(pid, pidfd)
             self._watch(pidfd, partial(self._bury, actor))
             if actor.reason is not None and actor.last_words is None:
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                _end_process(pidfd)
         if not server.is_alive:
             self._unwatch(server.fileno())
             server.close()
@@ -312,7 +317,7 @@ class LocalBackend:
 
     def _kill(self, actor: LocalActor, reason: str) -> None:
         self._end(actor, reason)
-        if actor.process is not None and select.select([actor.process.pidfd], [], [], KILL_S)[0]:
+        if actor.process is not None and readable([actor.process.pidfd], KILL_S):
             self._bury(actor)
 
     def death(self, actor: LocalActor) -> Future[str]:
@@ -346,7 +351,7 @@ class LocalBackend:
             if holder.connection is not None:
                 holder.connection.channel.send(Unlink(actor.actor_id, reason))
         if actor.process is not None and not is_gentle:
-            signal.pidfd_send_signal(actor.process.pidfd, signal.SIGKILL)
+            _end_process(actor.process.pidfd)
         if actor.process is None and not actor.is_forking and actor.lease is not None:
             actor.lease.release()
         actor.ended.settle(reason)
@@ -382,6 +387,8 @@ class LocalBackend:
                 self._loop.remove_reader(self._epoll.fileno())
             self._server.close()
             self._epoll.close()
+            self._handlers.clear()  # they refer to us
+            self._packer.pool.clear()
 
     def _has_processes(self) -> bool:
         return any(one.process is not None or one.is_forking for one in self._actors.values())
@@ -389,11 +396,10 @@ class LocalBackend:
     def _kill_rest(self) -> None:
         processes = [one.process for one in self._actors.values() if one.process is not None]
         for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)
+            _end_process(process.pidfd)
         deadline_s = time.monotonic() + KILL_S
         for process in processes:
-            select.select([process.pidfd], [], [], max(0.0, deadline_s - time.monotonic()))
+            readable([process.pidfd], max(0.0, deadline_s - time.monotonic()))
             os.close(process.pidfd)
         self._actors.clear()
 
@@ -538,6 +544,11 @@ class LocalBackend:
         server = ForkServer(self._preload)
         self._watch(server.fileno(), self._serve_server)
         return server
+
+
+def _end_process(pidfd: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended, and its parent knows
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
 
 def _main_module() -> dict[str, str]:

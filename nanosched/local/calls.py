@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from nanosched.errors import SchedulerError, TaskError, WorkerDied
 from nanosched.future import Future, futures_in
 from nanosched.local.channel import Channel
-from nanosched.local.messages import Call, Exiting, Failure, Result, Slot
+from nanosched.local.messages import Exiting, Failure, FutureSlot, Invoke, Result
 from nanosched.local.payload import Packer, Payload, unpack
 
 T_co = TypeVar("T_co", covariant=True)
@@ -59,7 +59,7 @@ class Connection:
     def call(self, method: str, payloads: Sequence[Payload], future: LocalFuture[Any]) -> None:
         call_id = next(self._ids)
         self._futures[call_id] = future
-        self.channel.send(Call(call_id, method), payloads)
+        self.channel.send(Invoke(call_id, method), payloads)
 
     def settle(self, message: Result | Failure | Exiting, payloads: Sequence[Payload]) -> None:
         """The future that the message answers gets its result or error."""
@@ -104,7 +104,7 @@ def pack_arguments(
     the call, for what cannot be pickled."""
     futures = futures_in(args, kwargs)
     if futures:
-        slots = {id(future): Slot(number) for number, future in enumerate(futures, start=1)}
+        slots = {id(future): FutureSlot(number) for number, future in enumerate(futures, start=1)}
         args = tuple(slots.get(id(value), value) for value in args)
         kwargs = {name: slots.get(id(value), value) for name, value in kwargs.items()}
     try:
@@ -132,7 +132,7 @@ def fill_slots(arguments: Any, payloads: Sequence[Any]) -> Any:
     values = [unpack(payload) for payload in payloads[1:]]
 
     def value_of(value: Any) -> Any:
-        return values[value.number - 1] if isinstance(value, Slot) else value
+        return values[value.number - 1] if isinstance(value, FutureSlot) else value
 
     return *head, tuple(map(value_of, args)), {k: value_of(v) for k, v in kwargs.items()}
 

@@ -11,19 +11,20 @@ from __future__ import annotations
 import array
 import os
 import pickle
+import select
 import socket
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from nanosched.local.messages import MESSAGES, Forget, Message, Release
 from nanosched.local.payload import Payload
-from nanosched.local.segments import Hold, Pool, Segment
+from nanosched.local.segments import Hold, Pool, SharedSegment
 
 FRAME_BYTES = 1 << 17  # what a socket takes at once everywhere; larger frames go into a file
 MAX_FILES = 64  # per message
 KINDS = {cls: kind for kind, cls in enumerate(MESSAGES)}
-FLAGS = socket.MSG_CMSG_CLOEXEC
+FLAGS = int(socket.MSG_CMSG_CLOEXEC)
 IN_FILE = b"in file"  # sent for a frame that is in a file; frames themselves start with b"\x80"
 
 
@@ -45,11 +46,11 @@ class Channel:
         self._unsent: deque[tuple[bytes, list[int], tuple[Payload, ...]]] = deque()
         self._buffer = bytearray(FRAME_BYTES)
         self._space = socket.CMSG_SPACE(MAX_FILES * array.array("i").itemsize)
-        self._segments: dict[int, Segment] = {}  # lent to us, by the lender's numbers
+        self._segments: dict[int, SharedSegment] = {}  # lent to us, by the lender's numbers
         self._sent: set[int] = set()  # of our segments: those whose file the other side has
         self._lent: dict[int, list[Hold]] = defaultdict(list)
-        self._released: list[int] = []
-        self._forgotten: list[int] = []
+        self._released: deque[int] = deque()  # appended to wherever an object happens to end
+        self._forgotten: deque[int] = deque()
         self.num_received = 0
         self.is_closed = False
 
@@ -134,30 +135,27 @@ class Channel:
 
     # -- receiving -------------------------------------------------------------------------------
 
-    def receive(self, flags: int = 0) -> Received | None:
-        """The next message for the program; None at the end. BlockingIOError where there is none
-        and the socket, or `flags`, do not block."""
-        while True:
-            received = self._read(flags)
-            if received is None:
-                return None
-            self.num_received += 1
-            message = received.message
-            if isinstance(message, Release):
-                for number in message.segments:
-                    self._lent[number].pop()
-            elif isinstance(message, Forget):
-                for number in message.segments:
-                    self._segments.pop(number, None)
-            else:
-                return received
+    def receive(self) -> Received | None:
+        """The next message; None at the end. BlockingIOError where there is none and the socket
+        does not block. `Release` and `Forget` are done with when they are returned: waiting for
+        the one behind them here would keep a blocking caller from its other channels."""
+        received = self._read()
+        if received is None:
+            return None
+        self.num_received += 1
+        message = received.message
+        if isinstance(message, Release):
+            for number in message.segments:
+                self._lent[number].pop()
+        elif isinstance(message, Forget):
+            for number in message.segments:
+                self._segments.pop(number, None)
+        return received
 
-    def _read(self, flags: int) -> Received | None:
+    def _read(self) -> Received | None:
         while True:
             try:
-                count, rights, _, _ = self._sock.recvmsg_into(
-                    [self._buffer], self._space, flags | FLAGS
-                )
+                count, rights, _, _ = self._sock.recvmsg_into([self._buffer], self._space, FLAGS)
                 break
             except ConnectionResetError:
                 continue  # told once, before what the other process sent; then its end
@@ -184,7 +182,7 @@ class Channel:
         if is_new:
             self._segments[number] = self._pool.adopt(files.pop(), num_bytes)
 
-        def give_back(_: Segment) -> None:
+        def give_back(_: SharedSegment) -> None:
             self._released.append(number)  # and no more: this may run anywhere, even in `send`
 
         return Payload(data, buffers, Hold(self._segments[number], give_back), handles)
@@ -199,11 +197,9 @@ class Channel:
     def tidy(self) -> None:
         """Tells the other side what is not used any more. Call it before a long wait."""
         if self._released:
-            released, self._released = self._released, []
-            self.send(Release(tuple(released)))
+            self.send(Release(_drained(self._released)))
         if self._forgotten:
-            forgotten, self._forgotten = self._forgotten, []
-            self.send(Forget(tuple(forgotten)))
+            self.send(Forget(_drained(self._forgotten)))
 
     def close(self) -> None:
         """Ends it; what the other side held of ours is free again. Closing twice is fine."""
@@ -224,11 +220,24 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
+def _drained(numbers: deque[int]) -> tuple[int, ...]:
+    return tuple([numbers.popleft() for _ in range(len(numbers))])
+
+
 def _files_of(rights: Any) -> list[int]:
     files = array.array("i")
     for _, _, numbers in rights:
         files.frombytes(numbers)
     return files.tolist()
+
+
+def readable(fds: Iterable[int], timeout_s: float | None = None) -> set[int]:
+    """Those of the files that have something to read, or have ended. `select.select` would not take
+    numbers above 1023."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)}
 
 
 def _file_of(content: bytes) -> int:

@@ -6,7 +6,7 @@ multiprocessing's own fork server listens at a path in a temporary folder, which
 the driver is killed, and needs a second process to track such things; this one talks over a socket
 pair. It ends when the driver does, however that ends, and the kernel then kills the actors, whose
 parent it is (PR_SET_PDEATHSIG).
-Left out: threads. What is preloaded must not start any.
+Left out: threads. What is preloaded must not start any, nor touch a gpu.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from nanosched.errors import SchedulerError
-from nanosched.local.channel import Channel, Received, pair
+from nanosched.local.channel import Channel, Received, pair, readable
 from nanosched.local.messages import Exited, Fork, Forked
 from nanosched.local.segments import Pool
 
@@ -45,7 +45,7 @@ class ForkServer:
 
     def __init__(self, preload: Sequence[str]) -> None:
         for name in preload:
-            if importlib.util.find_spec(name) is None:
+            if importlib.util.find_spec(name.partition(".")[0]) is None:
                 raise ValueError(f"preload={name!r}: no module of that name can be imported")
         ours, theirs = pair()
         ours.setblocking(False)
@@ -93,7 +93,7 @@ class ForkServer:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 break
-            select.select([self._channel], [], [], left_s)
+            readable([self._channel.fileno()], left_s)
             self._read()
         status = self._exits.pop(pid, None)
         if status is None:

@@ -40,8 +40,8 @@ class Start(NamedTuple):
     main: dict[str, str]
 
 
-class Call(NamedTuple):
-    """With (args, kwargs), and with one more payload for each `Slot` among them."""
+class Invoke(NamedTuple):
+    """With (args, kwargs), and with one more payload for each `FutureSlot` among them."""
 
     call_id: int
     method: str
@@ -107,7 +107,7 @@ class HandleGone(NamedTuple):
     actor_id: int
 
 
-class Slot(NamedTuple):
+class FutureSlot(NamedTuple):
     """Stands among the arguments for a future's value, which is payload `number` of the call."""
 
     number: int
@@ -118,7 +118,7 @@ Message = (
     | Forked
     | Exited
     | Start
-    | Call
+    | Invoke
     | Result
     | Failure
     | Exiting
@@ -135,7 +135,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Forked,
     Exited,
     Start,
-    Call,
+    Invoke,
     Result,
     Failure,
     Exiting,

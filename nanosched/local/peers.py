@@ -50,7 +50,7 @@ class Peers:
         self._pool = pool
         self._packer = packer
         self._actors: dict[int, PeerActor] = {}
-        self._dropped: list[int] = []
+        self._dropped: deque[int] = deque()
         self._add: Callable[[Channel, Serve], None] | None = None
         self._serve: Serve | None = None
 
@@ -130,11 +130,13 @@ class Peers:
     def take_dropped(self) -> list[int]:
         """The actors of handles that have gone; those with calls under way stay until the next
         time, because the driver ends an actor that nobody refers to."""
-        if not self._dropped:
-            return []
-        dropped, self._dropped = self._dropped, []
-        ready = [one for one in dropped if not self._is_busy(one)]
-        self._dropped += [one for one in dropped if self._is_busy(one)]
+        ready = []
+        for _ in range(len(self._dropped)):
+            actor_id = self._dropped.popleft()
+            if self._is_busy(actor_id):
+                self._dropped.append(actor_id)
+            else:
+                ready.append(actor_id)
         return ready
 
     def _is_busy(self, actor_id: int) -> bool:

@@ -26,7 +26,7 @@ class Borrower(Protocol):
     def forget_soon(self, segment_id: int) -> None: ...
 
 
-class Segment:
+class SharedSegment:
     """One anonymous file. `segment_id` is this process's own number for it."""
 
     def __init__(self, segment_id: int, fd: int, num_bytes: int, is_own: bool) -> None:
@@ -53,7 +53,7 @@ class Hold:
 
     __slots__ = ("_let_go", "segment")
 
-    def __init__(self, segment: Segment, let_go: Callable[[Segment], None]) -> None:
+    def __init__(self, segment: SharedSegment, let_go: Callable[[SharedSegment], None]) -> None:
         self.segment = segment
         self._let_go = let_go
 
@@ -66,7 +66,7 @@ class Pool:
 
     def __init__(self) -> None:
         self._ids = itertools.count()
-        self._free: list[Segment] = []  # the longest unused first
+        self._free: list[SharedSegment] = []  # the longest unused first
 
     def take(self, num_bytes: int) -> Hold:
         """A segment of at least that size; the best fit among the free ones, or a new one."""
@@ -78,14 +78,18 @@ class Pool:
         else:
             fd = os.memfd_create("nanosched", os.MFD_CLOEXEC)
             os.ftruncate(fd, size)
-            segment = Segment(next(self._ids), fd, size, is_own=True)
+            segment = SharedSegment(next(self._ids), fd, size, is_own=True)
         return Hold(segment, self._take_back)
 
-    def adopt(self, fd: int, num_bytes: int) -> Segment:
+    def adopt(self, fd: int, num_bytes: int) -> SharedSegment:
         """Number a segment of another process."""
-        return Segment(next(self._ids), fd, num_bytes, is_own=False)
+        return SharedSegment(next(self._ids), fd, num_bytes, is_own=False)
 
-    def _take_back(self, segment: Segment) -> None:
+    def clear(self) -> None:
+        """Frees what waits for reuse."""
+        self._free.clear()
+
+    def _take_back(self, segment: SharedSegment) -> None:
         self._free.append(segment)
         while sum(one.num_bytes for one in self._free) > MAX_FREE_BYTES:
             del self._free[0]

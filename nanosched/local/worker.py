@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import select
 import signal
 import socket
 import traceback
@@ -20,13 +19,13 @@ from typing import Any
 from nanosched.errors import TaskError
 from nanosched.handle import ActorHandle
 from nanosched.local.calls import fill_slots
-from nanosched.local.channel import Channel, Received
+from nanosched.local.channel import Channel, Received, readable
 from nanosched.local.messages import (
     Accept,
-    Call,
     Exiting,
     Failure,
     HandleGone,
+    Invoke,
     Link,
     Result,
     Start,
@@ -94,7 +93,7 @@ class _Host:
         error.add_note(f"in the actor's process:\n{''.join(traceback.format_exception(error))}")
         self._error = TaskError(f"{self._start.label}.__init__", error)
 
-    def run(self, channel: Channel, call: Call, payloads: list[Payload]) -> None:
+    def run(self, channel: Channel, call: Invoke, payloads: list[Payload]) -> None:
         """Runs the call and answers."""
         try:
             self._answer(channel, call, self._invoke(call, payloads))
@@ -103,7 +102,7 @@ class _Host:
         except Exception as error:  # the boundary of the actor: recorded, raised by `get`
             self._refuse(channel, call.call_id, error)
 
-    async def run_async(self, channel: Channel, call: Call, payloads: list[Payload]) -> None:
+    async def run_async(self, channel: Channel, call: Invoke, payloads: list[Payload]) -> None:
         """The same, where the method may be an async one: the body of the call's task."""
         try:
             result = self._invoke(call, payloads)
@@ -117,7 +116,7 @@ class _Host:
         except Exception as error:  # the boundary of the actor, as in `run`
             self._refuse(channel, call.call_id, error)
 
-    def _invoke(self, call: Call, payloads: list[Payload]) -> Any:
+    def _invoke(self, call: Invoke, payloads: list[Payload]) -> Any:
         if self._error is not None:
             raise self._error
         args, kwargs = self._arguments(payloads)
@@ -133,7 +132,7 @@ class _Host:
     def _make_handle(self, actor_id: int, cls: type) -> ActorHandle[Any]:
         return ActorHandle(self.peers, self.peers.get(actor_id, cls))
 
-    def _answer(self, channel: Channel, call: Call, result: Any) -> None:
+    def _answer(self, channel: Channel, call: Invoke, result: Any) -> None:
         channel.send(Result(call.call_id), [self.packer.pack(result)])
 
     def _refuse(self, channel: Channel, call_id: int, error: BaseException) -> None:
@@ -184,13 +183,14 @@ class _BlockingLoop:
     def _ready(self) -> list[Channel]:
         if len(self._channels) == 1:
             return [self._host.driver]  # `receive` waits
-        return select.select(self._channels, [], [])[0]
+        fds = readable(channel.fileno() for channel in self._channels)
+        return [channel for channel in self._channels if channel.fileno() in fds]
 
     def _serve(self, channel: Channel, received: Received | None) -> None:
         if received is None:
             self._channels.remove(channel)
             channel.close()
-        elif isinstance(received.message, Call):
+        elif isinstance(received.message, Invoke):
             self._host.run(channel, received.message, received.payloads)
         elif isinstance(received.message, Accept):
             sock = socket.socket(fileno=received.files[0])
@@ -264,7 +264,7 @@ class _AsyncLoop:
                 self._has_ended.set()
             return
         message = received.message
-        if isinstance(message, Call):
+        if isinstance(message, Invoke):
             task = self._loop.create_task(self._run(channel, message, received.payloads))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -276,7 +276,7 @@ class _AsyncLoop:
         elif isinstance(message, Unlink):
             self._host.peers.unlink(message)
 
-    async def _run(self, channel: Channel, call: Call, payloads: list[Payload]) -> None:
+    async def _run(self, channel: Channel, call: Invoke, payloads: list[Payload]) -> None:
         try:
             await self._host.run_async(channel, call, payloads)
         except _Left:

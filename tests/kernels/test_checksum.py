@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.checksum import checksum, copy_with_checksum
+from kernels.checksum import all_finite, checksum, copy_large, copy_with_checksum
 
 MODULUS = 1 << 64
 
@@ -70,3 +70,29 @@ def test_views_with_gaps_are_summed_as_if_they_were_whole() -> None:
 def test_a_copy_between_unlike_tensors_is_refused() -> None:
     with pytest.raises(ValueError, match="must be alike"):
         copy_with_checksum(torch.empty(4), torch.empty(4, dtype=torch.bfloat16))
+
+
+@pytest.mark.usefixtures("cpu_path")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_value_that_is_not_finite_is_found_wherever_it_is(dtype: torch.dtype) -> None:
+    x = torch.randn(20_003).to(dtype)
+    x[7], x[8], x[9] = torch.finfo(dtype).max, torch.finfo(dtype).min, 0.0
+    assert bool(all_finite(x)) and bool(all_finite(x[:0]))
+    for bad in (float("nan"), -float("nan"), float("inf"), -float("inf")):
+        for place in (0, 8191, 8192, 16_384, 20_002):
+            damaged = x.clone()
+            damaged[place] = bad
+            assert not bool(all_finite(damaged))
+
+
+@pytest.mark.usefixtures("cpu_path")
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("into", [torch.float32, torch.bfloat16])
+def test_a_large_copy_is_a_copy(into: torch.dtype, offset: int) -> None:
+    x = torch.randn(600_003)[offset:]
+    out = torch.zeros(600_003, dtype=into)[offset:]
+    copy_large(out, x)
+    assert torch.equal(out, x.to(into))
+    gaps = torch.zeros(len(x), 2)[:, 0]
+    copy_large(gaps, x)
+    assert torch.equal(gaps, x)

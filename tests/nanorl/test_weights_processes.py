@@ -57,13 +57,13 @@ class Crew:
         await asyncio.gather(*(rank.call("change", case, seed) for rank in ranks))
 
     def sending(
-        self, case: Case, transport: Transport, version: int, *args: Any
+        self, case: Case, transport: Transport, version: int, how: str = "send", *args: Any
     ) -> Callable[[], Awaitable[Offer]]:
         senders = [transport.sender(rank) for rank in range(case.layout.world)]
 
         async def send() -> Offer:
             pairs = zip(self.policies, senders, strict=False)
-            calls = [rank.call("send", sender, version, *args) for rank, sender in pairs]
+            calls = [rank.call(how, sender, version, *args) for rank, sender in pairs]
             return (await asyncio.gather(*calls))[0]
 
         return send
@@ -151,6 +151,27 @@ def test_a_late_replica_gets_the_current_version(crew: Crew, kind: str, tmp_path
     asyncio.run(run())
 
 
+def test_what_is_damaged_between_two_machines_is_refused(crew: Crew, tmp_path: Path) -> None:
+    case = LAYOUTS["tp2"]
+
+    async def run() -> None:
+        transport = opened("dist", case, tmp_path)
+        await crew.build(case)
+        await crew.change(case, 1)
+        await transport.publish(crew.sending(case, transport, 1), crew.loads(), 1)
+        await crew.change(case, 2)
+        send = crew.sending(case, transport, 2, "send_damaged")
+        report = await transport.publish(send, crew.loads(), 2)
+        assert sorted(report.refused) == sorted(crew.replicas)
+        assert all("damaged on the way" in reason for reason in report.refused.values())
+        await crew.check(case, 1)
+        await transport.publish(crew.sending(case, transport, 2), crew.loads(), 2)
+        await crew.check(case, 2)
+        transport.close()
+
+    asyncio.run(run())
+
+
 def test_a_sender_killed_halfway_leaves_the_old_version_serving(crew: Crew, tmp_path: Path) -> None:
     async def run() -> None:
         transport = opened("shm", ALONE, tmp_path)
@@ -164,7 +185,8 @@ def test_a_sender_killed_halfway_leaves_the_old_version_serving(crew: Crew, tmp_
             offer = transport._offer
             await victim.call("change", ALONE, 2)
             with pytest.raises(Exception, match="process ended"):
-                await transport.publish(crew.sending(ALONE, transport, 2, 5), crew.loads(), 2)
+                send = crew.sending(ALONE, transport, 2, "send_and_die", 5)
+                await transport.publish(send, crew.loads(), 2)
         finally:
             victim.kill()
             crew.policies.remove(victim)

@@ -23,12 +23,15 @@ from nanorl.weights import (
     BaseVersionMissing,
     Offer,
     PublishReport,
+    ReadersBusy,
     Transport,
     WeightsRefused,
     open_transport,
     weight_bytes,
 )
+from nanorl.weights.cuda_ipc import GpuHandle
 from nanorl.weights.delta import apply_changes, changes
+from nanorl.weights.shm import PADDING_BYTES
 from nanosched import TaskError, WorkerDied
 
 CASE = Case(dtype="fp32")
@@ -165,6 +168,40 @@ def test_a_damaged_version_is_refused_and_the_old_one_serves(
 
     asyncio.run(run())
     both.transport.close()
+
+
+@pytest.fixture
+def shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of cuda_ipc is this process's, and its handle the tensor itself."""
+    monkeypatch.setattr(GpuHandle, "of", lambda tensor: GpuHandle(torch.Tensor, (tensor,), "gpu"))
+    monkeypatch.setattr(GpuHandle, "open", lambda self: self.arguments[0])
+
+
+@pytest.mark.usefixtures("shared_gpu")
+def test_cuda_ipc_keeps_one_buffer_and_waits_for_its_readers(tmp_path: Path) -> None:
+    both = Both(opened("cuda_ipc", tmp_path), names="ab")
+    transport: Any = both.transport
+
+    async def run() -> None:
+        places = set()
+        for version in (1, 2):
+            await both.publish(version)
+            places.add(transport._offer.handle.arguments[0].data_ptr())
+            for name in "ab":
+                both.check(version, name)
+        assert len(places) == 1
+        transport._enter("a", 2)
+        with pytest.raises(ReadersBusy):
+            await both.publish(3)
+        transport._answered("a")
+        transport._offer = await both.send()
+        transport._offer.handle.arguments[0][-PADDING_BYTES - 5] ^= 1
+        with pytest.raises(WeightsRefused, match="checksum"):
+            await transport.catch_up("a", both.loading("a"))
+        both.check(2)
+
+    asyncio.run(run())
+    transport.close()
 
 
 @pytest.mark.parametrize("kind", ["inproc", "shm", "disk"])

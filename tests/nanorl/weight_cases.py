@@ -23,12 +23,14 @@ from pipeline_engine_cases import Run, make_engine, whole_model
 from pool import PRELOAD
 from torch import Tensor
 
+from kernels.checksum import checksum
 from nanoengine.engine import Engine
 from nanoengine.model.hf import export_state
 from nanoengine.parallel.mesh import Mesh
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanorl.weights import Offer, WeightReceiver, WeightSender, shm
+from nanorl.weights import dist as dist_link
 from nanosched import WorkerDied
 
 
@@ -61,15 +63,20 @@ class Policy:
         self._engine.load_weights(iter(weights_of(case, seed).items()))
         self._engine.version += 1
 
-    def send(self, sender: WeightSender, version: int, die_after: int = -1) -> Offer:
-        """With `die_after`, the process is killed when it has copied so many tensors."""
+    def send(self, sender: WeightSender, version: int) -> Offer:
         assert self._engine is not None
-        sender = self._senders.setdefault(sender.key, sender)
-        if die_after < 0:
-            return sender.send(self._engine, version)
+        return self._senders.setdefault(sender.key, sender).send(self._engine, version)
+
+    def send_damaged(self, sender: WeightSender, version: int) -> Offer:
+        """Over dist, with checksums that are not those of what is sent."""
+        with mock.patch.object(dist_link, "checksum", lambda x: checksum(x) + 1):
+            return self.send(sender, version)
+
+    def send_and_die(self, sender: WeightSender, version: int, die_after: int) -> Offer:
+        """Over shm; the process is killed when it has copied so many tensors."""
         copies = [shm.copy_with_checksum] * die_after + [_die]
         with mock.patch.object(shm, "copy_with_checksum", lambda *a: copies.pop(0)(*a)):
-            return sender.send(self._engine, version)
+            return self.send(sender, version)
 
 
 def _die(*_: Any) -> int:

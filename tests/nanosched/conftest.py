@@ -42,7 +42,8 @@ def make_scheduler(backend: str, request: pytest.FixtureRequest) -> MakeSchedule
     if backend == "ray":
         request.getfixturevalue("private_ray")
         return lambda: Scheduler(backend="ray", address="auto")
-    return lambda: Scheduler(backend=backend, resources=MACHINE)
+    preload = ["contract_actors"]  # or every process would import it anew
+    return lambda: Scheduler(backend=backend, resources=MACHINE, preload=preload)
 
 
 @pytest.fixture

@@ -88,8 +88,8 @@ def test_a_constructor_takes_futures_too(sched):
         sched.get(lame.note.remote(1))
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.2])
-def test_a_call_waits_for_its_input_and_later_calls_stay_behind_it(sched, seconds):
+def test_a_call_waits_for_its_input_and_later_calls_stay_behind_it(sched):
+    seconds = 0.2
     first, second = sched.actor(Plain).remote(), sched.actor(Counter).remote()
     late = second.add.remote(first.sleep.remote(seconds))
     after = second.add.remote(2)

@@ -1,0 +1,95 @@
+"""Actors of the tests of local processes, in a module that those processes import."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanosched import ActorHandle, WorkerDied
+
+
+class Worker:
+    """Has no async method."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def add(self, amount: int = 1) -> int:
+        self.count += amount
+        return self.count
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def echo(self, obj: Any) -> Any:
+        return obj
+
+    def size_of(self, obj: Any) -> int:
+        return len(obj)
+
+    def ones(self, size: int) -> np.ndarray:
+        return np.ones(size)
+
+    def total(self, array: np.ndarray) -> float:
+        return float(array.sum())
+
+    def fail(self, length: int) -> None:
+        raise ValueError("x" * length)
+
+    def children(self) -> int:
+        return len(children_of(os.getppid()))
+
+
+class Caller:
+    """Uses a handle that it was given."""
+
+    def __init__(self) -> None:
+        self.worker: ActorHandle[Worker] | None = None
+
+    async def keep(self, worker: ActorHandle[Worker]) -> None:
+        self.worker = worker
+
+    async def drop(self) -> None:
+        self.worker = None
+
+    async def add(self) -> int:
+        assert self.worker is not None
+        return await self.worker.call(Worker.add)
+
+    async def send(self, size: int) -> float:
+        assert self.worker is not None
+        return await self.worker.call(Worker.total, np.ones(size))
+
+    async def outlive(self) -> str:
+        """Waits for a call that does not end until its actor does."""
+        assert self.worker is not None
+        try:
+            await self.worker.call(Worker.sleep, 1000.0)
+        except WorkerDied as error:
+            return str(error)
+        return "nothing happened"
+
+    async def hang(self) -> None:
+        await asyncio.Event().wait()
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes whose parent is `pid`, zombies included."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(fields[1]) == pid:
+                found.append(int(folder.name))
+    return found
