@@ -215,18 +215,22 @@ def test_a_replica_that_does_not_answer_holds_the_buffer_until_it_is_removed(
         await crew.change(ALONE, 1)
         name, remote = next(iter(crew.replicas.items()))
         hung = Remote(Replica)
-        await hung.call("build", ALONE)
-        transport.timeout_s = 2.0
-        loads = {name: loading(remote), "hung": loading(hung, 600.0)}
-        report = await transport.publish(crew.sending(ALONE, transport, 1), loads, 1)
-        assert (list(report.loaded), report.late) == ([name], ("hung",))
-        send = crew.sending(ALONE, transport, 2)
-        with pytest.raises(ReadersBusy, match="hung"):
-            await transport.publish(send, {name: loading(remote)}, 2)
-        with pytest.raises(ReadersBusy):  # nor does the sender itself write
-            await send()
-        hung.kill()
+        try:
+            await hung.call("build", ALONE)
+            transport.timeout_s = 5.0  # for one that does not hang, enough on a busy machine
+            loads = {name: loading(remote), "hung": loading(hung, 600.0)}
+            report = await transport.publish(crew.sending(ALONE, transport, 1), loads, 1)
+            assert (list(report.loaded), report.late) == ([name], ("hung",))
+            send = crew.sending(ALONE, transport, 2)
+            transport.timeout_s = 0.2
+            with pytest.raises(ReadersBusy, match="hung"):
+                await transport.publish(send, {name: loading(remote)}, 2)
+            with pytest.raises(ReadersBusy):  # nor does the sender itself write
+                await send()
+        finally:
+            hung.kill()
         transport.remove("hung")
+        transport.timeout_s = 60.0
         await crew.change(ALONE, 2)
         await transport.publish(send, {name: loading(remote)}, 2)
         await holds(remote, ALONE, 2)

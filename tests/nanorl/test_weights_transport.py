@@ -343,6 +343,10 @@ def test_damaged_changes_are_refused_and_the_next_version_comes_whole(tmp_path: 
         report = await both.transport.publish(send_damaged, {"a": both.loading("a")}, 2)
         assert "checksum" in report.refused["a"] or "do not fit" in report.refused["a"]
         both.check(1)
+        offer = both.transport._offer
+        assert offer is not None
+        with pytest.raises(BaseVersionMissing):  # its base is not what it was
+            list(both.transport.receiver("a").receive(offer))
         state = touch(both, 3, 0.05)
         report = await both.transport.publish(both.send, {"a": both.loading("a")}, 3)
         assert report.loaded
