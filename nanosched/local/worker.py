@@ -183,7 +183,7 @@ class _BlockingLoop:
 
     def _ready(self) -> list[Channel]:
         if len(self._channels) == 1:
-            return self._channels  # `receive` waits
+            return [self._host.driver]  # `receive` waits
         return select.select(self._channels, [], [])[0]
 
     def _serve(self, channel: Channel, received: Received | None) -> None:
