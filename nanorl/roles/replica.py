@@ -17,6 +17,7 @@ Left out: starting and watching replicas (the driver does), and where weights co
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -109,6 +110,8 @@ class Replica:
         if (recipe is None) == (generator is None):
             raise ValueError("recipe and generator: a replica is made of one of them; give one")
         self._is_drained = False
+        self._num_active = 0
+        self._is_idle = asyncio.Event()
         self._receiver: WeightReceiver | None = None
         self._owns_generator = generator is None
         self._mesh: Mesh | None = None
@@ -136,17 +139,26 @@ class Replica:
         "abort". `abort(name)` ends it."""
         if self._is_drained:
             return sampled if sampled is not None else Output(finish_reason="abort")
-        return await self._generator.generate(ids, params, 0, name, sampled)
+        self._num_active += 1
+        try:
+            return await self._generator.generate(ids, params, 0, name, sampled)
+        finally:
+            self._num_active -= 1
+            if not self._num_active:
+                self._is_idle.set()
 
-    async def abort(self, name: str) -> int:
-        """End the requests of that name, whose caller is gone; how many there were."""
+    async def abort(self, name: str | None = None) -> int:
+        """End the requests of that name, or all, whose caller is gone; how many there were."""
         return await self._generator.abort(name)
 
     async def drain(self) -> None:
         """Take no more requests; those under way answer with what they have, finish_reason
-        "abort". It is for good."""
+        "abort". It is for good. When this returns they have answered, and it may be killed."""
         self._is_drained = True
         await self._generator.abort()
+        while self._num_active:
+            self._is_idle.clear()
+            await self._is_idle.wait()
 
     async def load_weights(self, receiver: WeightReceiver, offer: Offer) -> float:
         """Replace the weights between two steps; returns the seconds. Whatever is wrong with them

@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,8 +70,7 @@ class Peers:
         assert self._add is not None and self._serve is not None
         actor = self._actors.setdefault(link.actor_id, PeerActor(link.actor_id))
         channel = Channel(socket.socket(fileno=file), self._pool)
-        if actor.connection is not None:
-            actor.connection.fail(WorkerDied(f"{actor.label} was restarted"))
+        self._end(actor, f"{actor.label} was restarted")
         actor.connection = Connection(channel)
         self._add(channel, self._serve)
         while actor.waiting:
@@ -80,11 +80,21 @@ class Peers:
         """The actor is dead for good."""
         actor = self._actors.setdefault(unlink.actor_id, PeerActor(unlink.actor_id))
         actor.reason = unlink.reason
-        if actor.connection is not None:
-            actor.connection.fail(WorkerDied(unlink.reason))
+        self._end(actor, unlink.reason)
         for _, _, future in actor.waiting:
             future.settle(error=WorkerDied(unlink.reason))
         actor.waiting.clear()
+
+    def _end(self, actor: PeerActor, reason: str) -> None:
+        """The process behind the connection is dead. What it answered before that may still be on
+        its way: an actor that was asked to finish, and then killed, has finished."""
+        if actor.connection is None:
+            return
+        channel = actor.connection.channel
+        with suppress(BlockingIOError):
+            while not channel.is_closed and (received := channel.receive()) is not None:
+                self.receive(channel, received)
+        actor.connection.fail(WorkerDied(reason))
 
     def receive(self, channel: Channel, received: Received | None) -> None:
         """An answer, or the end of a connection."""

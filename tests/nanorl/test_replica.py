@@ -58,6 +58,7 @@ def test_a_drained_replica_gives_back_what_it_has_and_another_goes_on() -> None:
         while first.metrics()["sampled_tokens"] < 9:
             await asyncio.sleep(0)
         await first.drain()
+        assert task.done(), "a drained replica has answered: it may be killed now"
         part = await task
         assert part.finish_reason == "abort" and len(part.ids) >= 9
         refused = await first.generate([5, 6], PARAMS, "late")

@@ -68,6 +68,7 @@ def test_replicas_killed_hung_drained_and_added_under_load_lose_no_request(tmp_p
             os.kill(pids[0], signal.SIGKILL)
             await until_busy(replicas["r1"], 100)
             await replicas["r1"].call(MortalReplica.drain)
+            sched.kill(replicas["r1"])
             os.kill(pids[2], signal.SIGSTOP)
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(replicas["r2"].call(MortalReplica.heartbeat), 0.3)
