@@ -9,8 +9,6 @@ machine never meet. The store lives in rank 0's process and ends with it, as the
 and groups listen only at the address of the meeting: on one machine the loopback's, which no other
 machine can reach.
 
-A `MeshRank` does both as an actor: whoever starts the ranks calls its two methods.
-
 Left out: carrying the meeting from rank 0 to the others (whoever starts the processes does), and
 NCCL's own sockets, which NCCL_SOCKET_IFNAME chooses.
 """
@@ -80,29 +78,3 @@ def _address_towards(meeting: Meeting) -> str:
         probe.connect((meeting.host, meeting.port))
         address: str = probe.getsockname()[0]
         return address
-
-
-class MeshRank:
-    """Base of what runs on each rank of a mesh, in a process of its own that somebody else started
-    and talks to. `mesh` is there after `join`."""
-
-    def __init__(self, layout: Layout, rank: int) -> None:
-        self.layout, self.rank = layout, rank
-        self._mesh: Mesh | None = None
-        self._store: dist.Store | None = None
-
-    @property
-    def mesh(self) -> Mesh:
-        assert self._mesh is not None, "the ranks have met"
-        return self._mesh
-
-    def open_store(self, host: str = LOOPBACK) -> Meeting:
-        """For rank 0: where the others, and it too, are to join."""
-        self._store, meeting = open_store(host)
-        return meeting
-
-    def join(self, meeting: Meeting, device: str = "cpu", name: str = "mesh") -> None:
-        """Take this rank's place; its groups connect when they are first used."""
-        self._mesh = join_mesh(
-            meeting, self.layout, self.rank, store=self._store, device=device, name=name
-        )

@@ -36,7 +36,8 @@ from nanoengine.packing import Sample
 from nanoengine.parallel.mesh import Layout
 from nanoengine.parallel.rendezvous import LOOPBACK, Meeting, join_mesh, open_store
 from nanoengine.state.export import export_hf
-from nanosched import Future, TaskError, WorkerDied, WorkerGroup
+from nanorl.roles.ranks import results, start_ranks
+from nanosched import Future, WorkerDied, WorkerGroup
 
 
 class TrainerLost(RuntimeError):  # noqa: N818 (named as what happened)
@@ -228,37 +229,24 @@ class RankedEngine:
     ) -> list[Any]:
         """Call all ranks, each with its own arguments, and wait; results in order of rank."""
 
-        def start() -> list[Future[Any]]:
-            return self.group.call_each(method, args)
+        async def call() -> list[Any]:
+            return await settled(self.group, self.group.call_each(method, args))
 
         args = [args_of(rank) for rank in range(len(self.group))]
-        return asyncio.run_coroutine_threadsafe(settled_all(start), self._loop).result()
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
 
 
-async def settled_all(start: Callable[[], list[Future[Any]]]) -> list[Any]:
-    """The results of calls to all ranks; the first error there is. What one rank refuses it refuses
-    before it meets the others, so all of them answer."""
-    results: list[Any] = await asyncio.gather(*map(_settled, start()), return_exceptions=True)
-    errors = [result for result in results if isinstance(result, BaseException)]
-    for error in sorted(errors, key=lambda error: isinstance(error, TrainerLost), reverse=True):
-        raise error
-    return results
-
-
-async def _settled(call: Future[Any]) -> Any:
+async def settled(group: WorkerGroup[PolicyRank], calls: Sequence[Future[Any]]) -> list[Any]:
+    """What the ranks return, in order; TrainerLost if one of them died, else the first error."""
     try:
-        return await call
-    except TaskError as error:
-        raise error.cause from None
+        return await results(group, calls)
     except WorkerDied as died:
         raise TrainerLost(f"the trainer died ({died})") from died
 
 
-async def start_ranks(group: WorkerGroup[PolicyRank], host: str = LOOPBACK) -> None:
+async def start_trainer(group: WorkerGroup[PolicyRank], host: str = LOOPBACK) -> None:
     """Introduce the ranks to each other and have them build the engine."""
-    meeting = None
-    if len(group) > 1:
-        meeting = (await settled_all(lambda: [group.handles[0].call(PolicyRank.open_store, host)]))[
-            0
-        ]
-    await settled_all(lambda: group.call(PolicyRank.build, meeting))
+    try:
+        await start_ranks(group, host)
+    except WorkerDied as died:
+        raise TrainerLost(f"the trainer died ({died})") from died

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -194,6 +195,79 @@ def test_two_ctrl_c_in_a_step_lose_nothing_and_a_second_process_is_refused(
         for out in (whole, stopped)
     ]
     assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
+def start_ranks(folder: Path, chats: Path, out: Path) -> subprocess.Popen[str]:
+    """The program on two processes, in a session of its own, with more steps than it will take;
+    returns once it has taken one."""
+    command = [sys.executable, str(ROOT / "scripts/train_sft.py")]
+    more = ["--steps", "100000", "--save-every", "100000", "--dp", "2", "--device", "cpu"]
+    program = subprocess.Popen(
+        [*command, *arguments(folder, chats, out, *more)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    metrics = out / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text().count("\n")):
+        assert time.monotonic() < deadline and program.poll() is None, program.communicate()
+        time.sleep(0.05)
+    return program
+
+
+def processes_of(session: int) -> dict[int, int]:
+    """The parent of each living process of the session."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            pid, fields = int(stat.parent.name), stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found[pid] = int(fields[1])
+    return found
+
+
+def nobody_is_left(session: int) -> bool:
+    deadline = time.monotonic() + 30
+    while processes_of(session) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not processes_of(session)
+
+
+def test_a_killed_process_ends_the_run_with_one_error_and_leaves_no_other(
+    folder: Path, chats: Path, tmp_path: Path
+) -> None:
+    program = start_ranks(folder, chats, tmp_path / "run")
+    parents = processes_of(program.pid)
+    # The program's child is the server that forks the ranks.
+    ranks = sorted(pid for pid, parent in parents.items() if parents.get(parent) == program.pid)
+    assert len(ranks) == 2, parents
+    os.kill(ranks[1], signal.SIGKILL)
+    _, errors = program.communicate(timeout=120)
+    assert program.returncode == 1
+    assert errors.count("error:") == 1 and "Traceback" not in errors, errors
+    assert "rank 1" in errors and "signal 9" in errors and "--resume --out" in errors, errors
+    assert nobody_is_left(program.pid)
+
+
+def test_ctrl_c_in_the_terminal_of_several_processes_saves_once_and_ends_all(
+    folder: Path, chats: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    program = start_ranks(folder, chats, out)
+    os.killpg(program.pid, signal.SIGINT)  # a terminal tells every process
+    _, errors = program.communicate(timeout=120)
+    assert program.returncode == 130, errors
+    assert errors.count("stopping after this step") == 1 and "Traceback" not in errors, errors
+    assert (
+        f"stopped and saved; go on with: bash scripts/train_sft.sh --resume --out {out}" in errors
+    )
+    assert len(list_checkpoints(out / "checkpoints")) == 1 and not (out / "model").exists()
+    assert nobody_is_left(program.pid)
 
 
 def test_bad_options_leave_nothing_on_the_disk(folder: Path, chats: Path, tmp_path: Path) -> None:
