@@ -131,7 +131,8 @@ def _show(answer: dict[str, Any]) -> None:
     step = "no step yet" if answer["step"] is None else f"step {answer['step']} is done"
     console.print(
         f"{answer['run']}: phase {answer['phase']}, {step}, "
-        f"{answer['quiet_s']:.0f} s since anything was finished"
+        f"{answer['quiet_s']:.0f} s since anything was finished",
+        soft_wrap=True,
     )
     roles = [RoleStatus(**role) for role in answer["roles"]]
     if roles:

@@ -51,6 +51,9 @@ class MonitorAccess:
 
     def remove(self, run_dir: Path) -> None:
         """Take the file away, unless another run has replaced it since."""
-        file = run_dir / FILE_NAME
-        if file.exists() and json.loads(file.read_text("utf-8")).get("token") == self.token:
-            file.unlink()
+        try:
+            is_ours = MonitorAccess.read(run_dir) == self
+        except ValueError:  # it is gone, or is not what anybody wrote
+            return
+        if is_ours:
+            (run_dir / FILE_NAME).unlink()

@@ -106,8 +106,11 @@ class Target:
             except RuntimeError:  # the loop is closed: the run ended meanwhile
                 return
 
+        try:
+            threading.Thread(target=work, name="nanorl-alert", daemon=True).start()
+        except RuntimeError as error:  # the system has no thread left
+            return str(error)
         self._num_under_way += 1
-        threading.Thread(target=work, name="nanorl-alert", daemon=True).start()
         return await answer
 
     def _notify(self, title: str, alert: Alert) -> str:

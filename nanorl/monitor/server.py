@@ -118,7 +118,8 @@ class MonitorServer:
             self._access.remove(self._run_dir)
         if self._server is not None and self._task is not None:
             self._server.should_exit = True
-            await self._task
+            # What ended a server is no reason for a run to fail at its end.
+            await asyncio.gather(self._task, return_exceptions=True)
 
     def starlette(self) -> Starlette:
         routes = [

@@ -279,6 +279,18 @@ def test_monitor_json_is_its_owners_alone_and_goes_with_the_run(tmp_path: Path) 
         MonitorAccess.read(tmp_path)
 
 
+def test_a_run_ends_well_whatever_became_of_monitor_json(tmp_path: Path) -> None:
+    file = tmp_path / "monitor.json"
+
+    async def scenario(text: str | None) -> None:
+        async with Watched(tmp_path, PaperCluster(), port=0).monitor:
+            file.unlink() if text is None else file.write_text(text)
+
+    for text in (None, "{", "[]", '{"url": "http://x", "token": "another run", "pid": 1}'):
+        asyncio.run(scenario(text))
+        assert (file.read_text() if file.exists() else None) == text
+
+
 def test_the_runs_own_signal_handlers_and_loggers_stay(tmp_path: Path) -> None:
     import logging
 

@@ -7,6 +7,8 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,15 @@ UNTIL_RAY_IS_THERE = 'until [ "$(cat "$PIDS" | wc -l)" = 2 ]; do sleep 0.05; don
 FOREVER = "while true; do sleep 0.05; done"
 
 
+@pytest.fixture(autouse=True)
+def nothing_stays(tmp_path: Path) -> Iterator[None]:
+    """Ends what a script that failed has left behind."""
+    yield
+    if (group := tmp_path / "group").exists():
+        with suppress(ProcessLookupError):
+            os.killpg(int(group.read_text()), signal.SIGKILL)
+
+
 def start(folder: Path, *arguments: str, driver: str) -> subprocess.Popen[bytes]:
     """The batch script on a paper cluster of three nodes; it logs into `folder`/log, and `driver`
     is what the run does there."""
@@ -57,7 +68,10 @@ def start(folder: Path, *arguments: str, driver: str) -> subprocess.Popen[bytes]
         **{"SLURM_JOB_NODELIST": "node[1-3]", "SLURM_CPUS_ON_NODE": "96"},
         **{"SLURM_GPUS_ON_NODE": "8"},
     }
-    return subprocess.Popen(["bash", str(spooled), *arguments], env=environment)
+    command = ["bash", str(spooled), *arguments]
+    job = subprocess.Popen(command, env=environment, start_new_session=True)
+    (folder / "group").write_text(str(job.pid))
+    return job
 
 
 def logged(folder: Path, program: str) -> list[list[str]]:
