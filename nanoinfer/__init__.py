@@ -14,7 +14,8 @@ Weights change in place between two steps, while requests are in flight.
 `LLM` is for scripts. A program with a model and token ids of its own makes an `LLMEngine`, one with
 coroutines an `AsyncEngine` around it; `python -m nanoinfer.server` speaks OpenAI's protocol.
 One step, in reading order: engine.py, sequence.py, block_manager.py, scheduler.py, batch.py,
-model_runner.py, kv_cache.py, sampler.py. docs/inference.md follows one request through them.
+model_runner.py, kv_cache.py, sampler.py; docs/inference.md follows one request through them.
+led_engine.py lets one process drive the ranks of a model that is split.
 """
 
 from nanoinfer.async_engine import AsyncEngine

@@ -101,8 +101,18 @@ class LLMEngine:
         if params.n != 1:
             raise ValueError(f"n={params.n}: a handle is one completion; add params.members()")
         self.validate(ids, params)
-        seq = Sequence(self._next_handle, _integers(ids), params, self._eos_ids, priority)
+        seq = self._make_sequence(ids, params, priority, sampled)
         self._next_handle += 1
+        self._scheduler.add(seq)
+        self._sequences[seq.handle] = seq
+        self._metrics.num_requests += 1
+        self._metrics.prompt_tokens += len(ids)
+        return seq.handle
+
+    def _make_sequence(
+        self, ids: Ids[int], params: SamplingParams, priority: int, sampled: Output | None
+    ) -> Sequence:
+        seq = Sequence(self._next_handle, _integers(ids), params, self._eos_ids, priority)
         if params.is_edited:
             matcher = self._grammar_compiler().matcher(params.grammar) if params.grammar else None
             seq.edits = LogitEdits(seq.ids, seq.num_prompt, params, matcher)
@@ -111,11 +121,7 @@ class LLMEngine:
         if sampled is not None:
             self._check_tokens("sampled.ids", sampled.ids)
             seq.resume(sampled)
-        self._scheduler.add(seq)
-        self._sequences[seq.handle] = seq
-        self._metrics.num_requests += 1
-        self._metrics.prompt_tokens += len(ids)
-        return seq.handle
+        return seq
 
     def abort(self, handle: int) -> Output | None:
         """End a request now; what it has so far, finish_reason "abort". None if it is not in
@@ -277,8 +283,11 @@ class LLMEngine:
         cache = self._blocks.num_blocks * self._blocks.block_size
         return min(self.model.config.max_position_embeddings, cache) - num_prompt
 
-    def validate(self, ids: Ids[int], params: SamplingParams) -> None:
-        """`ValueError` for a request that could never run, naming what and why."""
+    def validate(
+        self, ids: Ids[int], params: SamplingParams, sampled: Output | None = None
+    ) -> None:
+        """`ValueError` for a request that could never run, or go on from what is `sampled`, naming
+        what and why."""
         shape = self.model.config
         self._check_params(params)
         if len(ids) == 0:
@@ -291,6 +300,8 @@ class LLMEngine:
                 f"{shape.max_position_embeddings} positions; shorten one of them"
             )
         self._scheduler.check_fits(len(ids), params.max_tokens)
+        if sampled is not None:
+            self._make_sequence(ids, params, 0, sampled)
 
     def _check_tokens(self, name: str, ids: Ids[int]) -> None:
         vocab = self.model.config.vocab_size

@@ -70,7 +70,7 @@ class _Bye(NamedTuple):
 
 class LedEngine(LLMEngine):
     """The leader: an `LLMEngine` whose every call is made on all ranks of the mesh's tp axis. One
-    thread calls it, and nobody else uses the mesh's tp group."""
+    thread at a time calls it, and nobody else uses the mesh's tp group."""
 
     def __init__(
         self,

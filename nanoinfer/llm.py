@@ -1,6 +1,6 @@
 """`LLM`: a folder in, texts out, for scripts without a server. The engine itself is engine.py.
 
-Left out: a server over several ranks (each rank must be given every request).
+Left out: a server over several ranks (each rank must be given every request, see led_engine.py).
 """
 
 from __future__ import annotations

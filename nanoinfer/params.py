@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 FinishReason = Literal["stop", "length", "abort"]
 GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
@@ -206,3 +206,25 @@ class Output:
     as `logps`; all by one version of the weights, the latest under which the request ran."""
     prompt_top_logps: list[list[tuple[int, float]]] = field(default_factory=list)
     """The likeliest at the positions of `prompt_logps`, where both were asked for."""
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> Output:
+        """The output that `dataclasses.asdict` and JSON have made lists of. `ValueError` for
+        anything else."""
+        known = cls.__dataclass_fields__
+        for name, value in given.items():
+            if name not in known:
+                raise ValueError(f"output.{name}: unknown; choose from {', '.join(known)}")
+            if isinstance(getattr(cls(), name), list) and not isinstance(value, list):
+                raise ValueError(f"output.{name}: must be a list, not {type(value).__name__}")
+        try:
+            columns: dict[str, list[Any]] = {
+                name: [[(int(token), float(logp)) for token, logp in row] for row in given[name]]
+                for name in ("top_logps", "prompt_top_logps")
+                if name in given
+            }
+            for name, kind in (("ids", int), ("versions", int), ("logps", float)):
+                columns[name] = [kind(value) for value in given.get(name, ())]
+            return cls(**{**given, **columns})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"output: {error}") from error

@@ -21,7 +21,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -162,12 +162,28 @@ class Run:
                 await self.restore()
                 self.has_to_restore = False
             else:
-                await getattr(self, f"run_{self.cursor.phase}")()
+                await self._unless_trainer_dies(getattr(self, f"run_{self.cursor.phase}")())
         except TrainerLost as lost:
             self._count_loss(lost)
             self.live.say(f"{lost}: starting it again, from the newest checkpoint")
             await self.roles.restart_trainer()
             self.critic, self.has_to_restore = None, True
+
+    async def _unless_trainer_dies(self, phase: Coroutine[Any, Any, None]) -> None:
+        """A phase, which is given up as soon as it cannot go on: rollouts for a trainer that is
+        dead would be played again."""
+        work = asyncio.create_task(phase)
+        death = asyncio.create_task(self.roles.trainer_death())
+        try:
+            await asyncio.wait({work, death}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise TrainerLost(f"the trainer died ({death.result()})")
+        finally:
+            death.cancel()
+            work.cancel()
+            await asyncio.wait({work, death})
+            if not work.cancelled() and (error := work.exception()) is not None:
+                raise error
 
     async def _write_model(self) -> None:
         target = self.dir / "model-trained"

@@ -68,6 +68,17 @@ class Future(Generic[T_co]):
             yield from waiter
         return self.result()
 
+    def __reduce__(self) -> tuple[Callable[..., Future[Any]], tuple[Any, ...]]:
+        """A future deep in the arguments of a call is the callee's to read, so it has to be done;
+        one that is itself an argument is replaced by its value."""
+        if not self._is_done:
+            raise ValueError(
+                f"{self!r} is nested in what is sent, and pending: pass it as an argument itself, "
+                "or get it first"
+            )
+        value = self.result() if self._error is None else None
+        return _settled, (self.label, value, self._error)
+
     def __repr__(self) -> str:
         if not self._is_done:
             state = "pending"
@@ -77,13 +88,21 @@ class Future(Generic[T_co]):
 
 
 def _wake_soon(loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:
-    if not loop.is_closed():  # the call may outlive the loop of an awaiter that was cancelled
+    if asyncio._get_running_loop() is loop:
+        _wake(waiter)
+    elif not loop.is_closed():  # the call may outlive the loop of an awaiter that was cancelled
         loop.call_soon_threadsafe(_wake, waiter)
 
 
 def _wake(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
+
+
+def _settled(label: str, value: Any, error: Exception | None) -> Future[Any]:
+    future: Future[Any] = Future(label)
+    future.settle(value, error)
+    return future
 
 
 def futures_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Future[Any]]:

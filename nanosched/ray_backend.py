@@ -243,6 +243,9 @@ class RayBackend(RayCaller):
             "num_cpus": options.num_cpus,
             "num_gpus": options.num_gpus,
             "max_restarts": options.max_restarts,
+            # Lets calls wait for a new life that is on its way. No call is repeated: each method
+            # of the hosts says so for itself.
+            "max_task_retries": -1 if options.max_restarts else 0,
         }
         if options.placement is not None:
             ray_options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(

@@ -71,14 +71,15 @@ class SyncHost:
         self._object = _Object(cls, args, kwargs)
         self._is_released = threading.Event()
 
+    @ray.method(max_task_retries=0)
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         return self._object.run(method, lambda bound: bound(*args, **kwargs))
 
-    @ray.method(concurrency_group="watch")
+    @ray.method(max_task_retries=0, concurrency_group="watch")
     def watch(self) -> None:
         self._is_released.wait()
 
-    @ray.method(concurrency_group="watch")
+    @ray.method(max_task_retries=0, concurrency_group="watch")
     def unwatch(self) -> None:
         self._is_released.set()
 
@@ -92,6 +93,7 @@ class AsyncHost:
         self._lines: dict[str, _Line] = {}
         self._has_lived_before = ray.get_runtime_context().was_current_actor_reconstructed
 
+    @ray.method(max_task_retries=0)
     async def call(
         self, place: Place, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -107,9 +109,11 @@ class AsyncHost:
             task = asyncio.create_task(self._object.finish(method, result))
         return await task
 
+    @ray.method(max_task_retries=0)
     async def watch(self) -> None:
         await self._is_released.wait()
 
+    @ray.method(max_task_retries=0)
     async def unwatch(self) -> None:
         self._is_released.set()
 
@@ -119,6 +123,8 @@ class _Object:
 
     def __init__(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         _internal_kv_del(_own_key(), namespace=NAMESPACE)  # a former life's
+        if not ray.get_gpu_ids():  # Ray hides devices only from those who have one
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self._label = cls.__name__
         self._instance: Any = None
         self._error: SchedulerError | None = None
@@ -176,10 +182,14 @@ class _Line:
 
     async def arrive(self, number: int) -> None:
         if number > self._next:
-            arrived = self._waiting.setdefault(number, asyncio.Event())
-            with suppress(TimeoutError):  # an earlier call was lost on its way, its caller knows
-                await asyncio.wait_for(arrived.wait(), LOST_CALL_S)
-            self._waiting.pop(number, None)
+            arrived = self._waiting[number] = asyncio.Event()
+            while not arrived.is_set():
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(arrived.wait(), LOST_CALL_S)
+                    break
+                # One was lost on its way, and its caller knows: the first of the others goes on.
+                self._waiting[min(self._waiting)].set()
+            del self._waiting[number]
         self._next = max(self._next, number + 1)
         if self._next in self._waiting:
             self._waiting[self._next].set()

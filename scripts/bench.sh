@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Benchmarks: bash scripts/bench.sh rl|infer|train|sandbox|... [--json FILE] [--peers] [...]
+# Benchmarks: bash scripts/bench.sh rl|infer|train|sandbox|sched|... [--json FILE] [--peers] [...]
 # With --peers the peers are installed into .venv-peers* and run side by side in the same run.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -21,9 +21,13 @@ install_peers() { # folder of the environment, its requirements; further package
 }
 
 case " $* " in *" --peers "*)
-    install_peers .venv-peers requirements.txt
-    # vLLM pulls builds of these three for another torch, with which it cannot be imported.
-    [ "$name" != infer ] || install_peers .venv-peers-vllm requirements-vllm.txt \
-        torchvision torchaudio torchcodec ;;
+    if [ "$name" = sched ]; then
+        setup_env gguf,ray # Ray is measured with the same interpreter
+    else
+        install_peers .venv-peers requirements.txt
+        # vLLM pulls builds of these three for another torch, with which it cannot be imported.
+        [ "$name" != infer ] || install_peers .venv-peers-vllm requirements-vllm.txt \
+            torchvision torchaudio torchcodec
+    fi ;;
 esac
 exec "$PYTHON" "scripts/bench_$name.py" "$@"

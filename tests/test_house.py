@@ -88,6 +88,9 @@ IMPORT_CIRCLES: dict[str, str] = {}
 CLASSES_OF_ONE_NAME: dict[str, str] = {}
 WITHOUT_A_USER: dict[str, str] = {
     "BoundedQueue": FRONT_DOOR,
+    "Engine.load_weights": FRONT_DOOR,
+    "PipelineEngine.load_weights": FRONT_DOOR,
+    "build_value_engine": FRONT_DOOR,
     "Scheduler.get_actor": "a front door: programs look up an actor that they named",
     "main": "worker.py's: the program that starts a sandbox worker is a text, and names it",
 }

@@ -1,9 +1,10 @@
 """The HTTP side of an engine: routes, admission, and what each route does.
 
     /v1/chat/completions  /v1/completions  /v1/models     OpenAI's format
-    /generate                                             token ids in, token ids out
+    /generate  /inference/v1/generate                     token ids in, token ids out; as vLLM's
     /pause  /update_weights  /resume  /sleep  /wake       for the owner of the weights, with a key
-    /abort                                                ends requests, which answer what they have
+    /abort  /drain                                        ends requests, which answer what they have
+    /heartbeat                                            answers between two steps of the engine
     /health  /metrics
 
 A request is validated before the first byte of its answer, so a bad one is a 4xx and touches no
@@ -21,7 +22,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,7 +34,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from torch import Tensor
 
+from kernels.checksum import checksum
 from nanoengine.model.hf import read_state
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.async_engine import AsyncEngine
@@ -49,14 +52,23 @@ from nanoinfer.server.requests import (
     Completion,
     Generate,
     Sampling,
+    TokenGenerate,
     UpdateWeights,
 )
-from nanoinfer.server.responses import ChatFormat, TextFormat, usage
+from nanoinfer.server.responses import (
+    ChatFormat,
+    TextFormat,
+    prompt_logprobs,
+    token_choice,
+    usage,
+)
 from nanoinfer.streams import StreamChunk
 
 LOG = logging.getLogger("nanoinfer.http")
 OPEN_ROUTES = frozenset({"/health"})
-CONTROL_ROUTES = frozenset({"/abort", "/pause", "/resume", "/sleep", "/wake", "/update_weights"})
+CONTROL_ROUTES = frozenset(
+    {"/abort", "/drain", "/pause", "/resume", "/sleep", "/wake", "/update_weights"}
+)
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -131,9 +143,12 @@ class HttpApp:
             "/v1/chat/completions": self.chat,
             "/v1/completions": self.complete,
             "/generate": self.generate,
+            "/inference/v1/generate": self.generate_choices,
             "/abort": self.abort,
+            "/drain": self._control(self._completions.drain),
+            "/heartbeat": self.heartbeat,
             "/pause": self._control(self.client.pause),
-            "/resume": self._control(self.client.resume),
+            "/resume": self._control(self._resume),
             "/sleep": self._control(self.client.sleep),
             "/wake": self._control(self.client.wake),
             "/update_weights": self.update_weights,
@@ -178,13 +193,13 @@ class HttpApp:
 
     def _error(self, error: BaseException) -> ApiError:
         """Turn `error` into what the client is told. What is not the client's doing is logged."""
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
         if isinstance(error, ApiError):
             return error
         if isinstance(error, HungUpError):
             self.metrics.num_hang_ups += 1
             return ApiError(499, "the client hung up")
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
         LOG.error("a request failed", exc_info=error)
         return ApiError(500, f"the engine failed: {type(error).__name__}: {error}")
 
@@ -227,13 +242,15 @@ class HttpApp:
         return [encode(p) if isinstance(p, str) else p for p in given]
 
     def _head(self, prefix: str, kind: str, body: Sampling) -> dict[str, Any]:
-        if body.model is not None and body.model != self._model_name:
-            raise ApiError(
-                404, f"model {body.model!r} is not served; this is {self._model_name!r}", "model"
-            )
+        self._check_model(body.model)
         name = body.request_id or f"{prefix}-{uuid.uuid4().hex}"
         created = int(time.time())
         return {"id": name, "object": kind, "created": created, "model": self._model_name}
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self._model_name:
+            message = f"model {name!r} is not served; this is {self._model_name!r}"
+            raise ApiError(404, message, "model")
 
     async def _jobs(
         self, body: Sampling, prompts: list[list[int]], limit: int | None
@@ -303,6 +320,28 @@ class HttpApp:
         outputs = await self._completions.run(request, jobs, body.priority, name)
         return JSONResponse({"outputs": [asdict(output) for output in outputs]})
 
+    async def generate_choices(self, request: Request) -> Response:
+        body: TokenGenerate = await self._read(request, TokenGenerate)
+        self._check_model(body.model)
+        name, seed = body.request_id or uuid.uuid4().hex, uuid.uuid4().int % 2**63
+        ids = body.token_ids
+        with _user_errors():
+            part = body.part()
+            params = body.sampling(max(1, self.client.engine.room(len(ids))), seed)
+            if part is not None and params.n > 1:
+                raise ValueError("sampled: is of one completion; set n to 1")
+            jobs = await self._completions.admit([ids], params.n, lambda _: params, part)
+        outputs = await self._completions.run(request, jobs, body.priority, name)
+        pairs = zip(jobs, outputs, strict=True)
+        return JSONResponse(
+            {
+                "request_id": name,
+                "choices": [token_choice(job.index, o, body.return_output) for job, o in pairs],
+                "prompt_logprobs": prompt_logprobs(ids, outputs[0]),
+                "usage": usage(len(ids), outputs, params.n),
+            }
+        )
+
     # The owner of the weights
 
     def _control(self, action: Callable[[], Awaitable[None]]) -> Handler:
@@ -311,6 +350,10 @@ class HttpApp:
             return JSONResponse(self._state())
 
         return handler
+
+    async def _resume(self) -> None:
+        self._completions.is_drained = False
+        await self.client.resume()
 
     async def abort(self, request: Request) -> Response:
         body: Abort = await self._read(request, Abort)
@@ -324,13 +367,17 @@ class HttpApp:
         if not folder.is_relative_to(self._weights_root.resolve()):
             raise ApiError(403, f"path: {body.path!r} is not below the server's --weights-root")
         with _user_errors():
-            await self.client.update_weights(read_state(folder), body.version)
+            state = verified(read_state(folder), body.checksums)
+            await self.client.update_weights(state, body.version)
         return JSONResponse(self._state())
 
     # About the server
 
     async def health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok"} | self._state())
+
+    async def heartbeat(self, _: Request) -> Response:
+        return JSONResponse(await self.client.beat())
 
     async def scrape(self, _: Request) -> Response:
         return Response(self.metrics.render(self.client.metrics()), media_type=CONTENT_TYPE)
@@ -344,7 +391,8 @@ class HttpApp:
         return JSONResponse(self._card())
 
     def _card(self) -> dict[str, Any]:
-        return {"id": self._model_name, "object": "model", "created": 0, "owned_by": "nanoinfer"}
+        card = {"id": self._model_name, "object": "model", "created": 0, "owned_by": "nanoinfer"}
+        return card | {"max_model_len": self.client.engine.room(0)}
 
     def _state(self) -> dict[str, Any]:
         engine = self.client.engine
@@ -352,7 +400,20 @@ class HttpApp:
             "version": engine.version,
             "is_paused": engine.is_paused,
             "is_asleep": engine.is_asleep,
+            "is_drained": self._completions.is_drained,
         }
+
+
+def verified(
+    state: Iterable[tuple[str, Tensor]], checksums: Mapping[str, int] | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Hand on all of `state`. `ValueError` for a tensor that is not what its checksum says, or has
+    none; without any checksums nothing is verified."""
+    for name, tensor in state:
+        if checksums is not None and checksums.get(name) != checksum(tensor):
+            what = "is not what was written" if name in checksums else "is not among the checksums"
+            raise ValueError(f"tensor {name!r} {what}; nothing was loaded")
+        yield name, tensor
 
 
 def is_loopback(host: str) -> bool:

@@ -35,6 +35,7 @@ class CompletionJob:
     index: int
     ids: list[int]
     params: SamplingParams
+    sampled: Output | None = None  # goes on from there
 
 
 class Completions:
@@ -44,11 +45,27 @@ class Completions:
         self._client = client
         self._limits = limits
         self._metrics = metrics
+        self.is_drained = False
+
+    async def drain(self) -> None:
+        """Refuse requests until `is_drained` is False again; those under way answer what they
+        have."""
+        self.is_drained = True
+        await self._client.abort()
+
+    def _check_open(self) -> None:
+        if self.is_drained:
+            raise ApiError(503, "the server is drained; ask another one, or call /resume")
 
     async def admit(
-        self, prompts: Sequence[list[int]], n: int, params: Callable[[int], SamplingParams]
+        self,
+        prompts: Sequence[list[int]],
+        n: int,
+        params: Callable[[int], SamplingParams],
+        sampled: Output | None = None,
     ) -> list[CompletionJob]:
         """The jobs of a request, all valid. `params` is given the room that a prompt leaves."""
+        self._check_open()
         count = len(prompts) * n
         most = self._limits.max_completions_per_request
         if count > most:
@@ -60,9 +77,10 @@ class Completions:
             each = params(max(1, self._client.engine.room(len(ids))))
             self._check_size(each.grammar)
             # a thread, since a grammar may take a second to compile
-            await asyncio.to_thread(self._client.engine.validate, ids, each)
+            await asyncio.to_thread(self._client.engine.validate, ids, each, sampled)
             jobs += [
-                CompletionJob(len(jobs) + i, ids, member) for i, member in enumerate(each.members())
+                CompletionJob(len(jobs) + i, ids, member, sampled)
+                for i, member in enumerate(each.members())
             ]
         return jobs
 
@@ -126,8 +144,9 @@ class Completions:
     async def _one(
         self, job: CompletionJob, priority: int, name: str, on_chunk: OnChunk | None
     ) -> Output:
+        self._check_open()  # drained since it was admitted
         if on_chunk is None:
-            return await self._client.generate(job.ids, job.params, priority, name)
+            return await self._client.generate(job.ids, job.params, priority, name, job.sampled)
         start, output = time.perf_counter(), None
         is_first = True
         async with aclosing(self._client.stream(job.ids, job.params, priority, name)) as chunks:

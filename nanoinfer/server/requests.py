@@ -2,6 +2,7 @@
 
 Unknown fields, wrong types and values out of range are refused by name, never ignored, but for
 those that cannot change an answer (`ignored`): they have no effect. A null is a field left out.
+/inference/v1/generate is vLLM's (its GenerateRequest): token ids in, token ids out.
 Beyond the OpenAI API: top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos,
 allowed_token_ids, logprobs_mode, priority, request_id, return_token_ids and the three `guided_*`.
 """
@@ -15,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
 
-from nanoinfer.params import Grammar, LogpsMode, SamplingParams
+from nanoinfer.params import Grammar, LogpsMode, Output, SamplingParams
 from nanoinfer.server.tool_calls import call_schema
 
 MAX_TOP_LOGPROBS = 20  # the OpenAI API's limit
@@ -273,25 +274,73 @@ class Generate(_Strict):
     priority: int = Field(0, strict=True)
 
     def sampling(self) -> SamplingParams:
-        known = SamplingParams.__dataclass_fields__
-        fields = dict(self.params)
-        for name in fields:
-            if name not in known:
-                raise ValueError(f"params.{name}: unknown; choose from {', '.join(sorted(known))}")
-        for name in ("stop", "stop_token_ids", "allowed_token_ids"):
-            if isinstance(fields.get(name), list):
-                fields[name] = tuple(fields[name])
-        try:
-            if fields.get("grammar") is not None:
-                grammar = dict(fields["grammar"])
-                grammar["choices"] = tuple(grammar.get("choices", ()))
-                fields["grammar"] = Grammar(**grammar)
-            bias = fields.get("logit_bias") or {}
-            fields["logit_bias"] = {int(token): float(value) for token, value in bias.items()}
-            _check_types(fields)
-            return SamplingParams(**fields)
-        except (TypeError, AttributeError) as error:
-            raise ValueError(f"params: {error}") from error
+        return _sampling("params", self.params)
+
+
+class TokenGenerate(_Strict):
+    """/inference/v1/generate: a prompt of token ids in, choices of token ids out, as vLLM's. Names
+    in `sampling_params` are vLLM's or those of `SamplingParams`."""
+
+    ignored = frozenset({"cache_salt", "stream_options"})
+    model: str | None = None
+    request_id: _Text | None = None
+    token_ids: list[_TokenId]
+    sampling_params: dict[str, Any] = {}
+    stream: Literal[False] = False
+    priority: int = Field(0, strict=True)
+    sampled: dict[str, Any] | None = None
+    """What an abort left of this very request, as an `output`: it goes on from there."""
+    return_output: StrictBool = False
+    """Put the engine's whole `Output` into each choice, as `output`."""
+
+    def sampling(self, room: int, seed: int) -> SamplingParams:
+        """The parameters, for a prompt that leaves `room`. `seed` is for requests without one."""
+        given = {
+            _OUR_NAMES.get(name, name): value
+            for name, value in self.sampling_params.items()
+            if value is not None and name not in _WITHOUT_EFFECT
+        }
+        if given.get("top_k") == -1:  # vLLM's "off"
+            given["top_k"] = 0
+        if "prompt_logps" in given:
+            given["prompt_logps"] = given["prompt_logps"] is not False
+        if isinstance(given.get("stop"), str):
+            given["stop"] = [given["stop"]]
+        return _sampling("sampling_params", {"max_tokens": room, "seed": seed} | given)
+
+    def part(self) -> Output | None:
+        """`sampled` as the engine reads it."""
+        return None if self.sampled is None else Output.from_json(self.sampled)
+
+
+_OUR_NAMES = {"logprobs": "top_logps", "prompt_logprobs": "prompt_logps"}
+_WITHOUT_EFFECT = frozenset(
+    {"extra_args", "flat_logprobs", "output_kind", "skip_special_tokens"}
+    | {"spaces_between_special_tokens"}
+)
+
+
+def _sampling(where: str, given: dict[str, Any]) -> SamplingParams:
+    """Parameters by the names of `SamplingParams`; `ValueError` names what is wrong in `where`."""
+    known = SamplingParams.__dataclass_fields__
+    fields = dict(given)
+    for name in fields:
+        if name not in known:
+            raise ValueError(f"{where}.{name}: unknown; choose from {', '.join(sorted(known))}")
+    for name in ("stop", "stop_token_ids", "allowed_token_ids"):
+        if isinstance(fields.get(name), list):
+            fields[name] = tuple(fields[name])
+    try:
+        if fields.get("grammar") is not None:
+            grammar = dict(fields["grammar"])
+            grammar["choices"] = tuple(grammar.get("choices", ()))
+            fields["grammar"] = Grammar(**grammar)
+        bias = fields.get("logit_bias") or {}
+        fields["logit_bias"] = {int(token): float(value) for token, value in bias.items()}
+        _check_types(where, fields)
+        return SamplingParams(**fields)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 class Abort(_Strict):
@@ -312,9 +361,12 @@ class UpdateWeights(_Strict):
 
     path: _Text
     version: int = Field(ge=0, strict=True)
+    checksums: dict[str, Annotated[int, Field(strict=True)]] | None = None
+    """Of every tensor by its name, as `kernels.checksum`. A tensor with another one, and one that
+    is not named, is refused, and then nothing is loaded."""
 
 
-def _check_types(fields: dict[str, Any]) -> None:
+def _check_types(where: str, fields: dict[str, Any]) -> None:
     """Each value must be of the type of the field's default."""
     defaults = SamplingParams()
     for name, value in fields.items():
@@ -323,10 +375,10 @@ def _check_types(fields: dict[str, Any]) -> None:
             continue
         kinds = (int, float) if type(default) is float else (type(default),)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise ValueError(f"params.{name}={value!r}: must be of type {kinds[-1].__name__}")
+            raise ValueError(f"{where}.{name}={value!r}: must be of type {kinds[-1].__name__}")
     for name, kind in (("stop", str), ("stop_token_ids", int), ("allowed_token_ids", int)):
         if any(type(item) is not kind for item in fields.get(name) or ()):
-            raise ValueError(f"params.{name}: every entry must be of type {kind.__name__}")
+            raise ValueError(f"{where}.{name}: every entry must be of type {kind.__name__}")
 
 
 def _called(call: Call) -> dict[str, Any]:

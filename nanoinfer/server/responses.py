@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from nanoengine.model.tokenizer import ChatTokenizer
@@ -73,6 +73,35 @@ def text_logprobs(
         "top_logprobs": tops or None,
         "text_offset": offsets[: len(tokens)],
     }
+
+
+def token_choice(index: int, output: Output, has_output: bool) -> Json:
+    """A choice of /inference/v1/generate: as vLLM's, where a token's text is `token_id:N`. Beyond
+    that `versions` has the policy version of each token."""
+    tops = output.top_logps or [[] for _ in output.ids]
+    content = [
+        _id_entry(token, logp) | {"top_logprobs": [_id_entry(*likely) for likely in row]}
+        for token, logp, row in zip(output.ids, output.logps, tops, strict=True)
+    ]
+    return {
+        "index": index,
+        "token_ids": output.ids,
+        "logprobs": {"content": content},
+        "finish_reason": output.finish_reason,
+        "versions": output.versions,
+    } | ({"output": asdict(output)} if has_output else {})
+
+
+def _id_entry(token: int, logp: float) -> Json:
+    return {"token": f"token_id:{token}", "logprob": logp, "bytes": None}
+
+
+def prompt_logprobs(ids: Sequence[int], output: Output) -> list[Json | None] | None:
+    """As vLLM's: nothing for the first token, then {token id: {"logprob": ..}} of each."""
+    if not output.prompt_logps:
+        return None
+    pairs = zip(ids[1:], output.prompt_logps, strict=True)
+    return [None, *({str(token): {"logprob": logp}} for token, logp in pairs)]
 
 
 def call_json(call: FunctionCall) -> Json:

@@ -1,6 +1,7 @@
 """Watching a run from outside, and changing how many replicas it has while it goes on.
 
 control.py      what a monitor needs from the processes of a run: their states, and four verbs
+readings.py     the roles with what their answers imply: tokens/s, memory, busy seconds
 config.py       the options, `--monitor.*`
 board.py        the latest numbers of the run itself, as its steps report them
 exposition.py   board and roles as Prometheus' metrics

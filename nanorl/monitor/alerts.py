@@ -143,7 +143,8 @@ class AlertRules:
         if role.state == "dead" or was_restarted:
             what = "died" if role.state == "dead" else "was restarted"
             times = f"{role.restarts} restart{'s' * (role.restarts != 1)} so far"
-            where = f"The {role.kind} on {role.host} (process {role.pid}) is {role.state}; {times}."
+            process = "" if role.pid is None else f" (process {role.pid})"
+            where = f"The {role.kind} on {role.host}{process} is {role.state}; {times}."
             yield from self._incidents.begin(
                 key, now_s, Alert(title=f"{role.name} {what}", text=where)
             )

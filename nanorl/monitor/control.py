@@ -9,7 +9,10 @@ role reports numbers under names of its choice, with these conventions:
     version                    the policy version that it holds
     rss_bytes, cache_use       memory of its process; share of the KV cache in use
     busy_s                     seconds of work since it started, a counter: gives its idle share
-    *_total                    any other counter; every other name is a gauge
+    *_total                    any other counter
+
+and those of nanoinfer's `Metrics`, which are totals. Every other name is a gauge. readings.py adds
+what is missing and can be known.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -28,10 +29,12 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from nanoinfer.engine import Metrics
 from nanorl.monitor.board import RunBoard, is_seconds
 from nanorl.monitor.control import RoleState, RoleStatus
 
 _AGES = (0, 1, 2, 4, 8, 16, 32, 64)  # --rl.max-staleness is 64 at most
+_COUNTERS = frozenset({"busy_s", *(field.name for field in fields(Metrics))})
 _LABELS = ("role", "kind", "host")
 
 
@@ -122,10 +125,9 @@ class RunCollector(Collector):
 
 
 def _family(name: str) -> Metric:
-    """A counter for `busy_s` and `*_total`, a gauge for any other number of a role."""
-    is_counter = name == "busy_s" or name.endswith("_total")
+    """A counter for the totals of an engine, `busy_s` and `*_total`; a gauge for other numbers."""
     full = f"nanorl_role_{_spelled(name)}"
-    if is_counter:
+    if name in _COUNTERS or name.endswith("_total"):
         return CounterMetricFamily(
             full.removesuffix("_total"), f"{name} of a role.", labels=_LABELS
         )

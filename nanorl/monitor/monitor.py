@@ -23,6 +23,7 @@ from nanorl.monitor.alerts import Alert, AlertRules
 from nanorl.monitor.board import RunBoard
 from nanorl.monitor.config import MonitorConfig
 from nanorl.monitor.control import ClusterControl
+from nanorl.monitor.readings import RoleReadings
 from nanorl.monitor.sender import AlertSender
 from nanorl.report.live import LiveView
 from nanorl.report.metrics import read_metrics
@@ -50,14 +51,14 @@ class RunMonitor:
         self._config = config
         self._run_dir = run_dir
         self._live = live
-        self._control = control
+        self._readings = None if control is None else RoleReadings(control, clock)
         self._clock = clock
         self._board = RunBoard(clock)
         self._sender: AlertSender | None = None
         self._rules: AlertRules | None = None
         self._server: MonitorServer | None = None
         self._watcher: asyncio.Task[None] | None = None
-        self._is_broken = False
+        self._said: set[str] = set()
 
     async def __aenter__(self) -> RunMonitor:
         if self._config.alerts:
@@ -65,10 +66,12 @@ class RunMonitor:
             self._sender = AlertSender(self._config.alerts, self._run_dir.name, say=self._live.say)
             self._rules = AlertRules(self._config, self._success_so_far())
         if self._config.port is not None:
-            self._server = _import_server()(self._config, self._run_dir, self._board, self._control)
+            self._server = _import_server()(
+                self._config, self._run_dir, self._board, self._readings
+            )
             access = await self._server.start()
             self._live.say(f"monitor: {access.url}/metrics and /status")
-        if self._sender is not None or self._control is not None:
+        if self._sender is not None or self._readings is not None:
             self._watcher = asyncio.create_task(self._watch())
         return self
 
@@ -101,10 +104,10 @@ class RunMonitor:
         self, step: int, metrics: Mapping[str, Any], rollouts: Iterable[Rollout]
     ) -> None:
         self._board.observe_step(step, metrics, rollouts)
-        if self._control is not None:
-            self._board.observe_roles(self._control.roles())
         if self._rules is not None:
             self._send(self._rules.observe_step(step, self._board.metrics, self._clock()))
+        if self._readings is not None:
+            self._board.observe_roles(self._readings.roles())
 
     def _success_so_far(self) -> list[float]:
         rows = read_metrics(self._run_dir / "metrics.jsonl")
@@ -112,29 +115,31 @@ class RunMonitor:
 
     async def _watch(self) -> None:
         """Look at the roles once a second."""
-        while not self._is_broken:
+        while True:
             self._guarded(self._look)
             await asyncio.sleep(_POLL_S)
 
     def _guarded(self, look: Callable[[], None]) -> None:
-        """The boundary between the run and whoever watches it: a defect of ours is said once, and
-        then nothing is watched any more."""
-        if self._is_broken:
-            return
+        """The boundary between the run and whoever watches it: a defect of ours, or of what we look
+        at, is said once and does not end the run."""
         try:
             look()
         except Exception as error:
-            self._is_broken = True
-            self._live.say(f"the monitor stopped watching: {type(error).__name__}: {error}")
+            failure = f"{type(error).__name__}: {error}"
+            if failure not in self._said:
+                self._said.add(failure)
+                self._live.say(f"the monitor cannot see all of the run ({failure})")
 
     def _look(self) -> None:
-        roles = self._control.roles() if self._control is not None else []
+        if self._rules is not None:
+            board = self._board
+            self._send(self._rules.observe_quiet(board.quiet_s, board.phase, self._clock()))
+        if self._readings is None:
+            return
+        roles = self._readings.roles()
         self._live.show_roles(roles)
         if self._rules is not None:
-            now_s = self._clock()
-            alerts = self._rules.observe_roles(roles, now_s)
-            board = self._board
-            self._send(alerts + self._rules.observe_quiet(board.quiet_s, board.phase, now_s))
+            self._send(self._rules.observe_roles(roles, self._clock()))
 
     def _send(self, alerts: list[Alert]) -> None:
         assert self._sender is not None, "there are rules only where there are addresses"

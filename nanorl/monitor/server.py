@@ -46,6 +46,7 @@ from nanorl.monitor.board import RunBoard
 from nanorl.monitor.config import MonitorConfig
 from nanorl.monitor.control import ClusterControl, RoleStatus
 from nanorl.monitor.exposition import make_registry
+from nanorl.monitor.readings import RoleReadings
 from nanorl.report.metrics import to_jsonable
 
 LOG = logging.getLogger("nanorl.monitor")
@@ -66,17 +67,18 @@ class AddBody(BaseModel):
 
 
 class MonitorServer:
-    """Routes over a board and a cluster; `control` None: the run has one process."""
+    """Routes over a board and a cluster; `readings` None: the run has one process."""
 
     def __init__(
-        self, config: MonitorConfig, run_dir: Path, board: RunBoard, control: ClusterControl | None
+        self, config: MonitorConfig, run_dir: Path, board: RunBoard, readings: RoleReadings | None
     ) -> None:
         self._config = config
         self._run_dir = run_dir
         self._board = board
-        self._control = control
+        self._readings = readings
         self._registry = make_registry(board, self._roles)
         self._verb = asyncio.Lock()
+        self._logged: set[str] = set()
         self._token = secrets.token_urlsafe(32)
         self._access: MonitorAccess | None = None
         self._server: _ServerInLoop | None = None
@@ -134,7 +136,7 @@ class MonitorServer:
                 self._check(request, is_control)
                 return await handler(request)
             except Exception as error:
-                return _explained(error).response()
+                return self._explained(error).response()
 
         return Route(path, endpoint, methods=[method])
 
@@ -149,8 +151,25 @@ class MonitorServer:
             # a web page's own name that was made to lead here
             raise ApiError(403, f"host {request.url.hostname!r} is not this machine's")
 
+    def _explained(self, error: Exception) -> ApiError:
+        """What the client is told. Only a `ValueError` is its own doing; a defect is logged once,
+        for whoever scrapes comes back every few seconds."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, HungUpError):
+            return ApiError(499, "the client hung up")
+        if isinstance(error, ValueError):
+            return ApiError(400, str(error))
+        if isinstance(error, OSError):
+            return ApiError(502, f"no answer from there: {error}")
+        defect = f"{type(error).__name__}: {error}"
+        if defect not in self._logged:
+            self._logged.add(defect)
+            LOG.error("a request to the monitor failed", exc_info=error)
+        return ApiError(500, f"a defect of the run: {defect}")
+
     def _roles(self) -> Sequence[RoleStatus]:
-        return self._control.roles() if self._control is not None else ()
+        return self._readings.roles() if self._readings is not None else ()
 
     # Reading
 
@@ -204,11 +223,11 @@ class MonitorServer:
         return await read_body(request, model, _LIMITS.max_body_bytes, _LIMITS.body_timeout_s)
 
     def _cluster(self) -> ClusterControl:
-        if self._control is None:
+        if self._readings is None:
             raise ApiError(
                 409, "this run has one process; start it with --cluster.backend local or ray"
             )
-        return self._control
+        return self._readings.control
 
 
 class _ServerInLoop(uvicorn.Server):
@@ -248,20 +267,6 @@ def _check_address(address: str) -> None:
         raise ApiError(
             400, f"address: {address!r} must be http://HOST:PORT of a nanoinfer.server", "address"
         )
-
-
-def _explained(error: Exception) -> ApiError:
-    """What the client is told. Only a `ValueError` is its own doing."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, HungUpError):
-        return ApiError(499, "the client hung up")
-    if isinstance(error, ValueError):
-        return ApiError(400, str(error))
-    if isinstance(error, OSError):
-        return ApiError(502, f"no answer from there: {error}")
-    LOG.error("a control verb failed", exc_info=error)
-    return ApiError(500, f"the run refused: {type(error).__name__}: {error}")
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

@@ -79,6 +79,10 @@ class Roles(Protocol):
         """A critic that starts as a copy of the policy, which may be written to `scratch`."""
         ...
 
+    async def trainer_death(self) -> str:
+        """Wait until the trainer dies alone; returns how."""
+        ...
+
     async def restart_trainer(self) -> None:
         """A new trainer with the weights that the run began with, after the old one died."""
         ...

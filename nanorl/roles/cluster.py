@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import uuid
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -27,7 +28,7 @@ from typing import Any
 
 from nanoengine.build import check_layout
 from nanoengine.config import DTYPES
-from nanoengine.parallel.rendezvous import LOOPBACK
+from nanoengine.parallel.rendezvous import open_store
 from nanoengine.scoring import Policy
 from nanorl.monitor.control import RoleStatus
 from nanorl.parts import Parts, num_threads
@@ -39,10 +40,10 @@ from nanorl.roles.policy import (
     PolicyRecipe,
     RankedEngine,
     TrainerLost,
-    settled,
-    start_trainer,
+    answers,
 )
-from nanorl.roles.replica import Replica, ReplicaRecipe
+from nanorl.roles.ranks import start_ranks
+from nanorl.roles.replica import Replica, ReplicaRecipe, Seat
 from nanorl.roles.role import MOST_FAILURES, Role, RoleLost, heard
 from nanorl.roles.scorers import CriticRole, ReferenceRole, RemoteCritic, RemoteReference
 from nanorl.roles.store import store_role
@@ -86,6 +87,8 @@ class Cluster:
         self._replicas: dict[str, Role[Replica]] = {}
         self._serving: dict[str, ActorHandle[Replica]] = {}  # with the current weights
         self._scorers: list[Role[Any]] = []
+        # Of replicas over several processes: all of them, and the store where they meet.
+        self._split_replicas: dict[str, tuple[WorkerGroup[Replica], Any]] = {}
         self._group: WorkerGroup[PolicyRank] | None = None
         self._trainer_restarts = 0
         self._trainer_watch: asyncio.Task[None] | None = None
@@ -169,6 +172,11 @@ class Cluster:
         assert self._engine is not None, "`start` comes first"
         return self._engine
 
+    async def trainer_death(self) -> str:
+        """Wait until the trainer dies; returns how."""
+        assert self._group is not None, "`start` comes first"
+        return await self._group.death
+
     async def restart_trainer(self) -> None:
         self._trainer_restarts += 1
         if self._trainer_watch is not None:
@@ -194,16 +202,29 @@ class Cluster:
         recipe = PolicyRecipe(
             folder=self.parts.folder,
             config=self.parts.warm_start_config(),
-            layout=self.layout,
             split=config.learner,
             device=config.device,
             threads=config.learner.threads or max(1, num_threads(config) // world),
         )
-        ranks = [((recipe, rank), dict[str, Any]()) for rank in range(world)]
-        group = self._scheduler.group(PolicyRank, ranks, num_cpus=0, num_gpus=self._gpu_share)
-        await start_trainer(group, LOOPBACK)
+        try:
+            group = await start_ranks(
+                self._scheduler,
+                PolicyRank,
+                self.layout,
+                (recipe,),
+                device=self.parts.device.type,
+                num_gpus=self._gpu_share,
+            )
+        except WorkerDied as died:
+            raise TrainerLost(f"the trainer died ({died})") from died
+        await answers(group, group.call(PolicyRank.build))
         self._group = group
-        self._engine = RankedEngine(group, recipe, asyncio.get_running_loop())
+        self._engine = RankedEngine(
+            group,
+            self.layout,
+            asyncio.get_running_loop(),
+            share_prefix=recipe.config.share_prefix,
+        )
         self._trainer_watch = asyncio.create_task(self._watch_trainer(group), name="watch trainer")
 
     async def _watch_trainer(self, group: WorkerGroup[PolicyRank]) -> None:
@@ -271,8 +292,7 @@ class Cluster:
         group, transport = self._group, self.transport
         assert group is not None, "`start` comes first"
         args = [(transport.sender(rank), version) for rank in range(len(group))]
-        offers = await settled(group, group.call_each(PolicyRank.send_weights, args))
-        return offers[0]
+        return (await answers(group, group.call_each(PolicyRank.send_weights, args)))[0]
 
     async def _load(
         self, handle: ActorHandle[Replica], receiver: WeightReceiver, offer: Offer
@@ -313,7 +333,8 @@ class Cluster:
 
     async def _start_replica(self, name: str) -> ActorHandle[Replica]:
         config = self.config
-        threads = config.rollout.threads or max(1, num_threads(config) // config.rollout.replicas)
+        num_processes = config.rollout.replicas * config.rollout.tp
+        threads = config.rollout.threads or max(1, num_threads(config) // num_processes)
         recipe = ReplicaRecipe(
             folder=self.parts.folder,
             dtype=DTYPES[config.dtype],
@@ -321,8 +342,7 @@ class Cluster:
             threads=threads,
             infer=self.parts.infer_config(),
         )
-        handle = self._scheduler.actor(Replica, num_cpus=0, num_gpus=self._gpu_share).remote(recipe)
-        await handle.call(Replica.heartbeat)
+        handle = await self._seat_replica(name, recipe)
         async with self._publishing:  # nobody may publish between the two lines
             if self._has_weights:
                 await self.transport.catch_up(name, partial(self._load, handle))
@@ -330,6 +350,30 @@ class Cluster:
         if (collector := self.collector.current) is not None:
             await _ended(collector.call(CollectorRole.set_replicas, self._clients()))
         return handle
+
+    async def _seat_replica(self, name: str, recipe: ReplicaRecipe) -> ActorHandle[Replica]:
+        """The actor that answers for a replica, of one process or of several that end together."""
+        builder = self._scheduler.actor(Replica, num_cpus=0, num_gpus=self._gpu_share)
+        tp = self.config.rollout.tp
+        if tp == 1:
+            handle = builder.remote(recipe)
+            await handle.call(Replica.heartbeat)
+            return handle
+        store, meeting = open_store()
+        epoch = f"{name}/{uuid.uuid4().hex}"
+        seats = [
+            Seat(rank=rank, tp=tp, host=meeting.host, port=meeting.port, name=epoch)
+            for rank in range(tp)
+        ]
+        group = self._scheduler.group(
+            Replica, [((recipe,), {"seat": seat}) for seat in seats], num_cpus=0,
+            num_gpus=self._gpu_share,
+        )  # fmt: skip
+        self._split_replicas[name] = group, store
+        for follower in group.handles[1:]:
+            follower.call(Replica.follow)
+        await group.handles[0].call(Replica.heartbeat)
+        return group.handles[0]
 
     def _clients(self) -> dict[str, ReplicaClient]:
         return {name: ActorClient(handle) for name, handle in self._serving.items()}

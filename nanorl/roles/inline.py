@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import torch
@@ -79,8 +80,11 @@ class InlineRoles:
         config, policy = self.parts.config, self.engine.model
         return SavedCritic(policy, self.parts.critic_config(), value_clip=config.rl.value_clip)
 
+    async def trainer_death(self) -> str:
+        return await asyncio.Future()  # an object of this process does not die alone
+
     async def restart_trainer(self) -> None:
-        raise AssertionError("an object of this process does not die alone")
+        raise AssertionError("it never died")
 
     async def close_loop(self) -> None:
         """What belongs to the running event loop; `close` ends the rest."""

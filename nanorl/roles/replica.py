@@ -11,20 +11,18 @@ weights and the request alone, so it has no random state to hand over.
 A model that is split over tensor-parallel ranks has a replica on each, made of one recipe with the
 ranks' `Seat`s. Rank 0 answers for all; the others only `follow`. Weights come to rank 0.
 
-Left out: starting and watching replicas (the driver does), and where weights come from: a
-`receiver` brings them.
+Left out: starting and watching replicas (the driver does), and where weights come from
+(nanorl/weights).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed import TCPStore
 
 from nanoengine.model.config import ModelConfig
@@ -38,6 +36,7 @@ from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.led_engine import LedEngine, follow
 from nanoinfer.params import Output, SamplingParams
+from nanorl.weights.offer import Offer, WeightReceiver
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +94,6 @@ class Seat:
         return Mesh(Layout(tp=self.tp), self.rank, store, device=device, **options)
 
 
-class WeightSource(Protocol):
-    """The receiving end of a transport of weights."""
-
-    def receive(self, offer: Any) -> Iterable[tuple[str, Tensor]]:
-        """All tensors of the offer by their Hugging Face names, verified; raises otherwise."""
-
-
 class Replica:
     """An engine behind messages. Calls may overlap; each takes effect between two steps."""
 
@@ -117,6 +109,7 @@ class Replica:
         if (recipe is None) == (generator is None):
             raise ValueError("recipe and generator: a replica is made of one of them; give one")
         self._is_drained = False
+        self._receiver: WeightReceiver | None = None
         self._owns_generator = generator is None
         self._mesh: Mesh | None = None
         if recipe is not None:
@@ -128,7 +121,7 @@ class Replica:
 
     async def follow(self) -> None:
         """For the ranks of a split replica but the first: do what that does, until it is closed.
-        `RanksLost` if it is gone."""
+        `RanksLost` if it is gone. Heartbeats go to the first alone; here they wait for the end."""
         assert self._mesh is not None, "a replica without a seat has nobody to follow"
         await self._generator.run_between_steps(follow, self._mesh)
 
@@ -155,11 +148,13 @@ class Replica:
         self._is_drained = True
         await self._generator.abort()
 
-    async def load_weights(self, receiver: WeightSource, offer: Any) -> float:
+    async def load_weights(self, receiver: WeightReceiver, offer: Offer) -> float:
         """Replace the weights between two steps; returns the seconds. Whatever is wrong with them
         raises, and then the old version goes on serving."""
         start = perf_counter()
-        await self._generator.update_weights(receiver.receive(offer), offer.version)
+        if self._receiver is None or self._receiver.key != receiver.key:
+            self._receiver = receiver  # it keeps what it has opened, so the first one stays
+        await self._generator.update_weights(self._receiver.receive(offer), offer.version)
         return perf_counter() - start
 
     async def sleep(self) -> None:

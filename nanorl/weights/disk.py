@@ -227,7 +227,8 @@ def _require_version(offer: DiskOffer) -> None:
 
 
 def _entry(name: str, tensor: Tensor) -> WeightEntry:
-    return WeightEntry(name, tuple(tensor.shape), dtype_name(tensor.dtype), checksum(tensor))
+    entry = WeightEntry(name, tuple(tensor.shape), dtype_name(tensor.dtype))
+    return entry.sealed(checksum(tensor))
 
 
 def _flush(path: Path) -> None:

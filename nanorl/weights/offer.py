@@ -11,8 +11,9 @@ version as it was, and a tensor is read while it is still in the cache.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -41,13 +42,20 @@ class ReadersBusy(WeightsRefused):
 
 @dataclass(frozen=True)
 class WeightEntry:
-    """One tensor of an offer; `begin` is its first byte where the tensors lie in one memory."""
+    """One tensor of an offer; `begin` is its first byte where the tensors lie in one memory. `seal`
+    is made of the tensor's checksum, name, shape and dtype, so that its bytes cannot be taken for
+    those of another kind."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    checksum: int
+    seal: int = 0
     begin: int = 0
+
+    def sealed(self, checksum: int) -> WeightEntry:
+        """The entry of a tensor with this checksum."""
+        label = zlib.crc32(repr((self.name, self.shape, self.dtype)).encode())
+        return replace(self, seal=checksum ^ label)
 
     @property
     def num_bytes(self) -> int:
@@ -68,7 +76,7 @@ class WeightEntry:
                 f"{self.name} is {kind} {found}, was offered as {self.dtype} {self.shape}; "
                 "nothing was loaded"
             )
-        if checksum(tensor) != self.checksum:
+        if self.sealed(checksum(tensor)).seal != self.seal:
             raise WeightsRefused(
                 f"{self.name}: its checksum is not the sender's: the bytes were damaged or "
                 "overwritten on the way; nothing was loaded"

@@ -15,7 +15,7 @@ wait for the readers of the last one (ledger.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -67,9 +67,7 @@ class ShmSender:
             self._prepare(mesh, [piece for piece, _ in held])
             ledger.begin_writing()
             sums = self._write(mesh, held)
-        entries = tuple(
-            replace(entry, checksum=sums[name]) for name, entry in self._layout.entries.items()
-        )
+        entries = tuple(entry.sealed(sums[name]) for name, entry in self._layout.entries.items())
         if mesh.rank() == 0:
             ledger.finish_writing(version)
         return Offer(version=version, entries=entries)
@@ -124,7 +122,7 @@ def _lay_out(held: Sequence[Sequence[Piece]], rank: int) -> _Layout:
     for piece in (piece for pieces in held for piece in pieces):
         if piece.name in entries:
             continue
-        entry = WeightEntry(piece.name, piece.whole, piece.dtype, 0, at)
+        entry = WeightEntry(piece.name, piece.whole, piece.dtype, begin=at)
         entries[piece.name] = entry
         at += -(-entry.num_bytes // ALIGNMENT) * ALIGNMENT
         least = loads.index(min(loads))

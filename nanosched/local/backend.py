@@ -50,7 +50,6 @@ from nanosched.resources import ActorOptions, PlacementGroup, Resources
 
 LEAVE_S = 0.4  # for processes to end when they are told to, before they are killed
 KILL_S = 0.5  # for the kernel to end a killed process, before its resources are free
-MAX_MESSAGES = 32  # from one actor before others have their turn
 
 
 class _Call(NamedTuple):
@@ -139,7 +138,11 @@ class LocalBackend:
             return future
         payload, inputs = pack_arguments(self._packer, future.label, args, kwargs)
         self._attach()
-        actor.line.append(_Call(method, payload, inputs, future))
+        call = _Call(method, payload, inputs, future)
+        if actor.connection is not None and not actor.line and not inputs:
+            self._send(actor, call)
+            return future
+        actor.line.append(call)
         if len(actor.line) == 1:
             self._advance(actor)
         return future
@@ -210,8 +213,8 @@ class LocalBackend:
         self._watch(channel.fileno(), partial(self._serve, actor, channel))
         actor.connection = Connection(channel)
         payloads = [actor.plan, *payloads_of(self._packer, actor.inputs)]
-        self._lend_handles(actor, actor.plan)
         channel.send(Start(actor.label, _main_module()), payloads)
+        self._lend_handles(actor, actor.plan)
         for holder in actor.holders.values():
             self._connect(holder, actor)
 
@@ -227,18 +230,14 @@ class LocalBackend:
         """Reads what an actor has sent, and sends what its socket did not take before."""
         if events & select.EPOLLOUT:
             channel.flush()
-        for _ in range(MAX_MESSAGES):
-            try:
-                received = channel.receive()
-            except BlockingIOError:
-                break
+        with contextlib.suppress(BlockingIOError):
+            received = channel.receive()
             if received is None:  # its end is told by its process
                 self._unwatch(channel.fileno())
-                break
-            self._receive(actor, received)
-            if channel.is_closed:
-                return
-        self._end_if_unwanted(actor)
+            else:
+                self._receive(actor, received)
+        if actor.num_handles == 0:
+            self._end_if_unwanted(actor)
 
     def _receive(self, actor: LocalActor, received: Received) -> None:
         message = received.message
@@ -309,7 +308,10 @@ class LocalBackend:
     # -- ends ------------------------------------------------------------------------------------
 
     def kill(self, actor: LocalActor) -> None:
-        self._end(actor, f"{actor.label} was killed")
+        self._kill(actor, f"{actor.label} was killed")
+
+    def _kill(self, actor: LocalActor, reason: str) -> None:
+        self._end(actor, reason)
         if actor.process is not None and select.select([actor.process.pidfd], [], [], KILL_S)[0]:
             self._bury(actor)
 
@@ -402,7 +404,7 @@ class LocalBackend:
         return received_handle, (actor.actor_id, actor.cls)
 
     def _lend_handles(self, receiver: LocalActor, payload: Payload) -> None:
-        """Before a payload with handles is sent: the receiver gets ways to those actors."""
+        """The receiver of a payload with handles gets ways to those actors."""
         for actor_id in payload.handles:
             actor = self._actors.get(actor_id)
             if actor is None or actor.reason is not None:
@@ -421,7 +423,7 @@ class LocalBackend:
         if caller.connection is None or callee.connection is None:
             return
         one, other = pair()
-        link = Link(callee.actor_id, callee.label)
+        link = Link(callee.actor_id)
         caller.connection.channel.send(link, files=[one.fileno()])
         callee.connection.channel.send(Accept(), files=[other.fileno()])
         one.close()
@@ -450,7 +452,7 @@ class LocalBackend:
 
     def remove(self, group: PlacementGroup) -> None:
         for actor in [one for one in self._actors.values() if one.options.placement is group]:
-            self.kill(actor)
+            self._kill(actor, f"{actor.label} ended with its placement group")
         self._machine.release_group(group)
         self._serve_waiting()
 

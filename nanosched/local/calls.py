@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from nanosched.errors import SchedulerError, TaskError, WorkerDied
-from nanosched.future import Future
+from nanosched.future import Future, futures_in
 from nanosched.local.channel import Channel
 from nanosched.local.messages import Call, Exiting, Failure, Result, Slot
 from nanosched.local.payload import Packer, Payload, unpack
@@ -102,17 +102,13 @@ def pack_arguments(
 ) -> tuple[Payload, list[Future[Any]]]:
     """(*head, args, kwargs) with slots where futures are, and those futures. ValueError, naming
     the call, for what cannot be pickled."""
-    futures: list[Future[Any]] = []
-
-    def slot_of(value: Any) -> Any:
-        if not isinstance(value, Future):
-            return value
-        futures.append(value)
-        return Slot(len(futures))
-
-    with_slots = *head, tuple(map(slot_of, args)), {k: slot_of(v) for k, v in kwargs.items()}
+    futures = futures_in(args, kwargs)
+    if futures:
+        slots = {id(future): Slot(number) for number, future in enumerate(futures, start=1)}
+        args = tuple(slots.get(id(value), value) for value in args)
+        kwargs = {name: slots.get(id(value), value) for name, value in kwargs.items()}
     try:
-        return packer.pack(with_slots), futures
+        return packer.pack((*head, args, kwargs)), futures
     except Exception as error:  # whatever pickle raises
         raise ValueError(
             f"the arguments of {label} cannot be pickled for its process: {error}"

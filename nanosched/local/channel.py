@@ -24,7 +24,7 @@ FRAME_BYTES = 1 << 17  # what a socket takes at once everywhere; larger frames g
 MAX_FILES = 64  # per message
 KINDS = {cls: kind for kind, cls in enumerate(MESSAGES)}
 FLAGS = socket.MSG_CMSG_CLOEXEC
-HERE, IN_FILE = b"\0", b"\1"  # where the frame is
+IN_FILE = b"in file"  # sent for a frame that is in a file; frames themselves start with b"\x80"
 
 
 class Received(NamedTuple):
@@ -42,8 +42,8 @@ class Channel:
         self._sock = sock
         self._pool = pool
         self._wants_write: Callable[[bool], None] | None = None
-        self._unsent: deque[tuple[list[bytes], list[int], tuple[Payload, ...]]] = deque()
-        self._buffer = bytearray(FRAME_BYTES + 1)
+        self._unsent: deque[tuple[bytes, list[int], tuple[Payload, ...]]] = deque()
+        self._buffer = bytearray(FRAME_BYTES)
         self._space = socket.CMSG_SPACE(MAX_FILES * array.array("i").itemsize)
         self._segments: dict[int, Segment] = {}  # lent to us, by the lender's numbers
         self._sent: set[int] = set()  # of our segments: those whose file the other side has
@@ -74,19 +74,21 @@ class Channel:
         if self._released or self._forgotten:
             self.tidy()
         all_files = list(files)
-        wires = [self._lend(payload, all_files) for payload in payloads]
+        wires = [
+            payload.data if payload.is_plain else self._lend(payload, all_files)
+            for payload in payloads
+        ]
         frame = pickle.dumps((KINDS[type(message)], tuple(message), wires), 5)
-        parts = [HERE, frame]
         spilled = -1
         if len(frame) > FRAME_BYTES:
             spilled = _file_of(frame)
-            parts, all_files = [IN_FILE], [*all_files, spilled]
-        if self._unsent or not self._post(parts, all_files):
+            frame, all_files = IN_FILE, [*all_files, spilled]
+        if self._unsent or not self._post(frame, all_files):
             if not self._unsent and self._wants_write is not None:
                 self._wants_write(True)
             # Files of others may be closed by then; segments are kept by their payloads.
             copies = [os.dup(file) for file in all_files]
-            self._unsent.append((parts, copies, tuple(payloads)))
+            self._unsent.append((frame, copies, tuple(payloads)))
         if spilled >= 0:
             os.close(spilled)
 
@@ -104,11 +106,14 @@ class Channel:
         self._lent[segment.segment_id].append(hold)
         return data, buffers, (segment.segment_id, segment.num_bytes, is_new), handles
 
-    def _post(self, parts: list[bytes], files: list[int]) -> bool:
+    def _post(self, frame: bytes, files: list[int]) -> bool:
         """False if the socket is full."""
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
         try:
-            self._sock.sendmsg(parts, rights)
+            if files:
+                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))
+                self._sock.sendmsg([frame], [rights])
+            else:
+                self._sock.send(frame)
         except BlockingIOError:
             return False
         except (BrokenPipeError, ConnectionResetError):
@@ -118,8 +123,8 @@ class Channel:
     def flush(self) -> None:
         """Sends what the socket did not take before."""
         while self._unsent:
-            parts, files, _ = self._unsent[0]
-            if not self._post(parts, files):
+            frame, files, _ = self._unsent[0]
+            if not self._post(frame, files):
                 return
             self._unsent.popleft()
             for file in files:
@@ -158,26 +163,26 @@ class Channel:
                 continue  # told once, before what the other process sent; then its end
         if count == 0:
             return None
-        files = array.array("i")
-        for _, _, numbers in rights:
-            files.frombytes(numbers)
-        if self._buffer[0] == HERE[0]:
-            content = pickle.loads(memoryview(self._buffer)[1:count])
+        files = [] if not rights else _files_of(rights)
+        if count != len(IN_FILE):  # no frame is that short
+            kind, fields, wires = pickle.loads(memoryview(self._buffer)[:count])
         else:
-            content = pickle.loads(_content_of(files.pop()))
-        kind, fields, wires = content
-        own = len(files) - sum(wire[2] is not None and wire[2][2] for wire in wires)
-        segment_files = iter(files[own:])
-        payloads = [self._borrow(wire, segment_files) for wire in wires]
-        return Received(MESSAGES[kind](*fields), payloads, list(files[:own]))
+            kind, fields, wires = pickle.loads(_content_of(files.pop()))
+        payloads = [
+            Payload(wire) if type(wire) is bytes else self._borrow(wire, files)
+            for wire in reversed(wires)
+        ]
+        payloads.reverse()
+        return Received(MESSAGES[kind](*fields), payloads, files)
 
-    def _borrow(self, wire: Any, files: Any) -> Payload:
+    def _borrow(self, wire: Any, files: list[int]) -> Payload:
+        """The payload; the file of a new segment is the last of those that are left."""
         data, buffers, loan, handles = wire
         if loan is None:
             return Payload(data, buffers, None, handles)
         number, num_bytes, is_new = loan
         if is_new:
-            self._segments[number] = self._pool.adopt(next(files), num_bytes)
+            self._segments[number] = self._pool.adopt(files.pop(), num_bytes)
 
         def give_back(_: Segment) -> None:
             self._released.append(number)  # and no more: this may run anywhere, even in `send`
@@ -217,6 +222,13 @@ class Channel:
 def pair() -> tuple[socket.socket, socket.socket]:
     """Two connected ends that keep message boundaries."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _files_of(rights: Any) -> list[int]:
+    files = array.array("i")
+    for _, _, numbers in rights:
+        files.frombytes(numbers)
+    return files.tolist()
 
 
 def _file_of(content: bytes) -> int:

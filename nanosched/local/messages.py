@@ -88,7 +88,6 @@ class Link(NamedTuple):
     """Driver to an actor that gets a handle, with a socket to that other actor."""
 
     actor_id: int
-    label: str
 
 
 class Unlink(NamedTuple):

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nanosched.future import Future
 from nanosched.local.segments import Hold, Pool
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 INLINE_BYTES = 1 << 16  # a payload of more than that goes into a segment
+ATOMS = frozenset((type(None), bool, int, float, str, bytes))  # nothing special is in them
 ALIGNMENT = 64  # of buffers in a segment, so that kernels can use what arrives
 
 Span = tuple[int, int]  # (offset, bytes) in the payload's segment
@@ -39,9 +39,14 @@ class Payload(NamedTuple):
     """One pickled object. `handles` are the actors whose handles are in it."""
 
     data: bytes | Span
-    buffers: tuple[bytes | Span, ...]
-    hold: Hold | None
+    buffers: tuple[bytes | Span, ...] = ()
+    hold: Hold | None = None
     handles: tuple[int, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Its bytes are all there is to it."""
+        return self.hold is None and not self.buffers and not self.handles
 
 
 class Packer:
@@ -50,12 +55,15 @@ class Packer:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self._table: dict[type, Callable[[Any], Any]] = dict(copyreg.dispatch_table)
-        self._table[Future] = _reduce_future
         self._handles: list[int] | None = None
         self._has_numpy = self._has_torch = False
 
     def pack(self, obj: Any) -> Payload:
         """Whatever pickle raises for what it cannot pickle."""
+        if type(obj) in ATOMS or _are_atoms(obj):
+            data = pickle.dumps(obj, 5)
+            if len(data) <= INLINE_BYTES:
+                return Payload(data)
         self._learn_types()
         views: list[pickle.PickleBuffer] = []
         file = io.BytesIO()
@@ -67,8 +75,11 @@ class Packer:
             handles = tuple(self._handles)
         finally:
             self._handles = None
+        num_bytes = file.tell()
+        if not views and num_bytes <= INLINE_BYTES:
+            return Payload(file.getvalue(), (), None, handles)
         raws = [view.raw() for view in views]
-        if file.tell() + sum(raw.nbytes for raw in raws) <= INLINE_BYTES:
+        if num_bytes + sum(raw.nbytes for raw in raws) <= INLINE_BYTES:
             return Payload(file.getvalue(), tuple(map(bytes, raws)), None, handles)
         spans, hold = self._place([file.getbuffer(), *raws])
         return Payload(spans[0], tuple(spans[1:]), hold, handles)
@@ -98,6 +109,15 @@ class Packer:
         if not self._has_torch and hasattr(sys.modules.get("torch"), "Tensor"):
             self._table[sys.modules["torch"].Tensor] = _reduce_tensor
             self._has_torch = True
+
+
+def _are_atoms(obj: Any) -> bool:
+    """Whether these are (args, kwargs) of nothing special, as most calls have."""
+    if type(obj) is not tuple or len(obj) != 2:
+        return False
+    args, kwargs = obj
+    is_call = type(args) is tuple and type(kwargs) is dict
+    return is_call and ATOMS.issuperset(map(type, (*args, *kwargs.values())))
 
 
 def unpack(payload: Payload, make_handle: MakeHandle | None = None) -> Any:
@@ -144,24 +164,6 @@ def _let_go(hold: Hold) -> None:
 def received_handle(actor_id: int, cls: type) -> Any:
     """What a pickled handle becomes where it is loaded."""
     return _make_handle.get()(actor_id, cls)
-
-
-def _reduce_future(future: Future[Any]) -> Any:
-    """A future deep in the arguments is the callee's to read, so it has to have come to its end."""
-    if not future.is_done():
-        raise ValueError(
-            f"{future!r} is nested in the arguments and pending: pass it as an argument itself, "
-            "or get it first"
-        )
-    if future.error() is not None:
-        return _settled, (future.label, None, future.error())
-    return _settled, (future.label, future.result(), None)
-
-
-def _settled(label: str, value: Any, error: Exception | None) -> Future[Any]:
-    future: Future[Any] = Future(label)
-    future.settle(value, error)
-    return future
 
 
 def _reduce_array(array: numpy.ndarray) -> Any:

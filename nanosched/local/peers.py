@@ -33,11 +33,14 @@ class PeerActor:
     """Another actor; without a connection it is being restarted, or dead if it has a reason."""
 
     actor_id: int
-    label: str
-    cls: type = object
+    cls: type = object  # until a handle says it
     connection: Connection | None = None
     reason: str | None = None
     waiting: deque[tuple[str, list[Payload], LocalFuture[Any]]] = field(default_factory=deque)
+
+    @property
+    def label(self) -> str:
+        return self.cls.__name__
 
 
 class Peers:
@@ -57,14 +60,14 @@ class Peers:
 
     def get(self, actor_id: int, cls: type) -> PeerActor:
         """For a handle that arrived; the driver has sent the link before."""
-        actor = self._actors.setdefault(actor_id, PeerActor(actor_id, cls.__name__))
+        actor = self._actors.setdefault(actor_id, PeerActor(actor_id))
         actor.cls = cls
         return actor
 
     def link(self, link: Link, file: int) -> None:
         """A way to the actor, the first one or one to its next life."""
         assert self._add is not None and self._serve is not None
-        actor = self._actors.setdefault(link.actor_id, PeerActor(link.actor_id, link.label))
+        actor = self._actors.setdefault(link.actor_id, PeerActor(link.actor_id))
         channel = Channel(socket.socket(fileno=file), self._pool)
         if actor.connection is not None:
             actor.connection.fail(WorkerDied(f"{actor.label} was restarted"))
@@ -75,9 +78,7 @@ class Peers:
 
     def unlink(self, unlink: Unlink) -> None:
         """The actor is dead for good."""
-        actor = self._actors.get(unlink.actor_id)
-        if actor is None:
-            return
+        actor = self._actors.setdefault(unlink.actor_id, PeerActor(unlink.actor_id))
         actor.reason = unlink.reason
         if actor.connection is not None:
             actor.connection.fail(WorkerDied(unlink.reason))

@@ -13,7 +13,7 @@ import select
 import signal
 import socket
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import spawn
 from typing import Any
 
@@ -94,28 +94,21 @@ class _Host:
         error.add_note(f"in the actor's process:\n{''.join(traceback.format_exception(error))}")
         self._error = TaskError(f"{self._start.label}.__init__", error)
 
-    def run(self, channel: Channel, call: Call, payloads: list[Payload]) -> Any:
-        """Runs the call and answers; an async method's coroutine is returned, to `finish`."""
-        if self._error is not None:
-            self._refuse(channel, call.call_id, self._error, shows_where=False)
-            return None
+    def run(self, channel: Channel, call: Call, payloads: list[Payload]) -> None:
+        """Runs the call and answers."""
         try:
-            args, kwargs = self._arguments(payloads)
-            result = getattr(self._instance, call.method)(*args, **kwargs)
+            self._answer(channel, call, self._invoke(call, payloads))
         except SystemExit as error:
             self.leave(channel, call.call_id, error, call.method)
         except Exception as error:  # the boundary of the actor: recorded, raised by `get`
             self._refuse(channel, call.call_id, error)
-        else:
-            if inspect.iscoroutine(result):
-                return result
-            self._answer(channel, call, result)
-        return None
 
-    async def finish(self, channel: Channel, call: Call, result: Coroutine[Any, Any, Any]) -> None:
-        """The body of an async method's task."""
+    async def run_async(self, channel: Channel, call: Call, payloads: list[Payload]) -> None:
+        """The same, where the method may be an async one: the body of the call's task."""
         try:
-            self._answer(channel, call, await result)
+            result = self._invoke(call, payloads)
+            payloads.clear()  # the arguments are the method's alone
+            self._answer(channel, call, await result if inspect.iscoroutine(result) else result)
         except SystemExit as error:
             self.leave(channel, call.call_id, error, call.method)
         except asyncio.CancelledError:
@@ -123,6 +116,12 @@ class _Host:
             raise
         except Exception as error:  # the boundary of the actor, as in `run`
             self._refuse(channel, call.call_id, error)
+
+    def _invoke(self, call: Call, payloads: list[Payload]) -> Any:
+        if self._error is not None:
+            raise self._error
+        args, kwargs = self._arguments(payloads)
+        return getattr(self._instance, call.method)(*args, **kwargs)
 
     def _arguments(self, payloads: list[Payload]) -> Any:
         if not self._has_main and any(_names_main(payload) for payload in payloads):
@@ -135,23 +134,14 @@ class _Host:
         return ActorHandle(self.peers, self.peers.get(actor_id, cls))
 
     def _answer(self, channel: Channel, call: Call, result: Any) -> None:
-        try:
-            payload = self.packer.pack(result)
-        except Exception as error:  # whatever pickle raises: told to the caller
-            name = f"{self._start.label}.{call.method}"
-            unfit = ValueError(f"the result of {name} cannot be pickled: {error}")
-            self._refuse(channel, call.call_id, unfit)
-        else:
-            channel.send(Result(call.call_id), [payload])
+        channel.send(Result(call.call_id), [self.packer.pack(result)])
 
-    def _refuse(
-        self, channel: Channel, call_id: int, error: BaseException, shows_where: bool = True
-    ) -> None:
+    def _refuse(self, channel: Channel, call_id: int, error: BaseException) -> None:
         try:
             payloads = [self.packer.pack(error)]
         except Exception:  # whatever pickle raises: its text goes alone
             payloads = []
-        where = "".join(traceback.format_exception(error)) if shows_where else ""
+        where = "" if error is self._error else "".join(traceback.format_exception(error))
         channel.send(Failure(call_id, f"{type(error).__name__}: {error}", where), payloads)
 
     def leave(self, channel: Channel, call_id: int, error: SystemExit, method: str) -> None:
@@ -193,7 +183,7 @@ class _BlockingLoop:
 
     def _ready(self) -> list[Channel]:
         if len(self._channels) == 1:
-            return self._channels  # `receive` waits
+            return [self._host.driver]  # `receive` waits
         return select.select(self._channels, [], [])[0]
 
     def _serve(self, channel: Channel, received: Received | None) -> None:
@@ -210,7 +200,7 @@ class _BlockingLoop:
 
 
 class _AsyncLoop:
-    """Async methods are tasks; the others run between them."""
+    """Every call is a task, so that calls begin in the order in which they came."""
 
     def __init__(self, host: _Host, pool: Pool) -> None:
         self._host = host
@@ -275,11 +265,9 @@ class _AsyncLoop:
             return
         message = received.message
         if isinstance(message, Call):
-            result = self._host.run(channel, message, received.payloads)
-            if result is not None:
-                task = self._loop.create_task(self._finish(channel, message, result))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+            task = self._loop.create_task(self._run(channel, message, received.payloads))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         elif isinstance(message, Accept):
             sock = socket.socket(fileno=received.files[0])
             self._add(Channel(sock, self._pool), self._serve)
@@ -288,9 +276,9 @@ class _AsyncLoop:
         elif isinstance(message, Unlink):
             self._host.peers.unlink(message)
 
-    async def _finish(self, channel: Channel, call: Call, result: Any) -> None:
+    async def _run(self, channel: Channel, call: Call, payloads: list[Payload]) -> None:
         try:
-            await self._host.finish(channel, call, result)
+            await self._host.run_async(channel, call, payloads)
         except _Left:
             self._has_ended.set()
         else:

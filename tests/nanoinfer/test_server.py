@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -255,10 +256,55 @@ def test_generate_takes_ids_and_gives_everything_the_engine_knows(served: Served
     assert [t for e in events if e["index"] == 0 for t in e["ids"]] == output.ids
 
 
+def test_token_ids_go_in_and_come_out_as_vllms_do(served: Served) -> None:
+    params = {"max_tokens": 12, "seed": 7, "ignore_eos": True, "top_k": -1, "logprobs": 2}
+    params |= {"skip_special_tokens": False, "prompt_logprobs": 1, "stop": "no such text", "n": 2}
+    body = {"model": "tiny", "token_ids": CHAT_IDS, "sampling_params": params, "request_id": "mine"}
+    status, answer = served.send("/inference/v1/generate", body)
+    assert (status, answer["request_id"]) == (200, "mine")
+    output = expected(CHAT_IDS, max_tokens=12, top_logps=2, prompt_logps=True)
+    first, second = answer["choices"]
+    assert first["token_ids"] == output.ids != second["token_ids"]
+    assert (first["finish_reason"], first["versions"]) == ("length", [0] * 12)
+    content = first["logprobs"]["content"]
+    assert [entry["logprob"] for entry in content] == output.logps
+    assert content[3]["token"] == f"token_id:{output.ids[3]}"
+    assert [t["logprob"] for t in content[3]["top_logprobs"]] == [p for _, p in output.top_logps[3]]
+    assert answer["prompt_logprobs"][0] is None
+    assert [*answer["prompt_logprobs"][1]] == [str(CHAT_IDS[1])]
+    assert answer["usage"]["completion_tokens"] == 24
+    assert served.send("/v1/models")[1]["data"][0]["max_model_len"] == 512
+
+
+def test_a_completion_is_taken_up_where_another_server_left_it(served: Served) -> None:
+    output = expected(CHAT_IDS, max_tokens=20)
+    part = asdict(output) | {"finish_reason": "abort"}
+    for name in ("ids", "logps", "sampled_logps", "versions"):
+        part[name] = part[name][:8]
+    params = {"max_tokens": 20, "seed": 7, "ignore_eos": True, "detokenize": True}
+    body = {"token_ids": CHAT_IDS, "sampling_params": params, "return_output": True}
+    status, answer = served.send("/inference/v1/generate", body | {"sampled": part})
+    assert status == 200
+    found = Output.from_json(answer["choices"][0]["output"])
+    assert replace(found, num_cached_tokens=0) == replace(output, num_cached_tokens=0)
+    for wrong, message in (
+        ({"sampled": part | {"logps": []}}, "8 ids, but logps"),
+        ({"sampled": part | {"ids": ["a"] * 8}}, "output: invalid literal"),
+        ({"sampled": part | {"nothing": 1}}, "output.nothing: unknown"),
+        ({"sampled": part | {"ids": 5}}, "output.ids: must be a list"),
+        ({"sampled": part, "sampling_params": params | {"n": 2}}, "set n to 1"),
+        ({"sampling_params": {"best_of": 3}}, "sampling_params.best_of: unknown"),
+        ({"stream": True}, "stream"),
+        ({"model": "huge"}, "is not served"),
+    ):
+        status, answer = served.send("/inference/v1/generate", body | wrong)
+        assert status in (400, 404) and message in answer["error"]["message"], wrong
+
+
 def test_health_models_and_metrics(served: Served) -> None:
     assert served.send("/health", key=None) == (
         200,
-        {"status": "ok", "version": 0, "is_paused": False, "is_asleep": False},
+        {"status": "ok", "version": 0, "is_paused": False, "is_asleep": False, "is_drained": False},
     )
     assert served.send("/v1/models")[1]["data"][0]["id"] == "tiny"
     status, text = served.send("/metrics")

@@ -184,7 +184,7 @@ def test_keys_routes_and_methods(served: Served) -> None:
 def test_without_a_key_web_pages_are_refused() -> None:
     with serve(api_key=None, allowed_hosts=("box.lan",)) as served:
         assert served.send("/v1/chat/completions", CHAT, key=None)[0] == 200
-        for path in ("/pause", "/abort", "/sleep", "/update_weights"):
+        for path in ("/pause", "/abort", "/drain", "/sleep", "/update_weights"):
             status, answer = served.send(path, {}, key=None)
             assert status == 403 and "API key" in answer["error"]["message"]
         hosts = {"localhost:8000": 200, "[::1]": 200, "box.lan": 200, "evil.com": 403}

@@ -44,6 +44,10 @@ ROUTES = {
     ),
     "/v1/completions": ({"prompt": "hel", "max_tokens": 2}, SHARED),
     "/generate": ({"ids": [1, 2], "params": {"max_tokens": 2}}, ("ids", "stream", "priority")),
+    "/inference/v1/generate": (
+        {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2}},
+        ("token_ids", "stream", "priority", "sampled", "return_output", "model", "request_id"),
+    ),
 }
 PARAMS = tuple(SamplingParams.__dataclass_fields__)
 
@@ -55,9 +59,10 @@ def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     body: dict[str, Any] = json.loads(json.dumps(valid))
     for name in draw(st.lists(st.sampled_from(names), max_size=3)):
         body[name] = draw(NASTY)
-    if path == "/generate":
-        for name in draw(st.lists(st.sampled_from(PARAMS), max_size=3)):
-            body["params"][name] = draw(NASTY)
+    nested = {"/generate": "params", "/inference/v1/generate": "sampling_params"}.get(path)
+    if nested is not None:
+        for name in draw(st.lists(st.sampled_from((*PARAMS, "logprobs")), max_size=3)):
+            body[nested][name] = draw(NASTY)
     return path, body
 
 

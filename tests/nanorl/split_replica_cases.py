@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from pool import Rank
@@ -14,20 +15,31 @@ from nanoengine.model.hf import export_state
 from nanoinfer.config import InferConfig
 from nanoinfer.params import Output, SamplingParams
 from nanorl.roles.replica import Replica, ReplicaRecipe, Seat
+from nanorl.weights.offer import Offer
 
 PARAMS = SamplingParams(max_tokens=20, seed=7, ignore_eos=True)
 
 
-class Offered:
-    """An offer of the weights of another seed, and the receiver that brings them."""
+@dataclass(frozen=True, kw_only=True)
+class SeedOffer(Offer):
+    """The weights of another seed, perhaps without one of them."""
 
-    def __init__(self, version: int, seed: int = 1, broken: str = "") -> None:
-        self.version = version
-        self._seed, self._broken = seed, broken
+    lacks: str = ""
 
-    def receive(self, offer: Offered) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in export_state(make_model(offer._seed)):
-            if name != offer._broken:
+
+class SeedReceiver:
+    """Makes what a `SeedOffer` names; counts how often the same one was asked."""
+
+    key = "seeds"
+
+    def __init__(self) -> None:
+        self.num_received = 0
+
+    def receive(self, offer: Offer) -> Iterator[tuple[str, Tensor]]:
+        assert isinstance(offer, SeedOffer)
+        self.num_received += 1
+        for name, tensor in export_state(make_model(1)):
+            if name != offer.lacks:
                 yield name, tensor
 
 
@@ -41,8 +53,7 @@ def split(rank: Rank, folder: Path, port: int) -> list[Output]:
         before = [replica.generate([5, i], PARAMS) for i in range(4)]
         outputs = await asyncio.gather(*before)
         assert (await replica.heartbeat())["num_finished"] == 4
-        offer = Offered(3)
-        await replica.load_weights(offer, offer)
+        await replica.load_weights(SeedReceiver(), SeedOffer(version=3))
         outputs.append(await replica.generate([5, 0], PARAMS))
         await replica.close()
         return outputs

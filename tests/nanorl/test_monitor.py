@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import stat
@@ -21,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from nanorl.monitor.access import MonitorAccess
 from nanorl.monitor.board import RunBoard
 from nanorl.monitor.config import MonitorConfig
+from nanorl.monitor.readings import RoleReadings
 from nanorl.types import Rollout
 
 METRICS = {
@@ -115,7 +117,7 @@ def test_prometheus_reads_run_and_roles_from_one_page(tmp_path: Path) -> None:
             assert found["nanorl_role_version", late] == 3
             assert found["nanorl_role_rss_bytes", late] == 9e8
             assert found["nanorl_role_busy_seconds_total", late] == 12
-            assert found["nanorl_role_step_seconds", late] == 0.125
+            assert found["nanorl_role_step_seconds_total", late] == 0.125
             assert found["nanorl_role_tokens_total", late] == 5e4
             assert found["nanorl_role_restarts_total", late] == 2
             assert found["nanorl_role_idle_ratio", late] == 1
@@ -141,6 +143,33 @@ def test_the_idle_share_is_what_a_role_did_not_work_between_two_steps() -> None:
     now_s = 20.0
     board.observe_roles([role("a", metrics={"busy_s": 0.5}), role("c", metrics={"busy_s": 99.0})])
     assert board.idle == {"c": 0.0}  # a was restarted; c says more than there is
+
+
+def test_readings_add_what_the_answers_of_a_role_imply() -> None:
+    now_s = 0.0
+    cluster = PaperCluster()
+    readings = RoleReadings(cluster, lambda: now_s)
+    here = {"pid": os.getpid(), "host": socket.gethostname()}
+    cluster.listed = [role("replica-0", **here), role("b", pid=os.getpid(), host="elsewhere")]
+
+    def answer(at_s: float, **metrics: float) -> dict[str, float]:
+        nonlocal now_s
+        now_s = at_s
+        cluster.change("replica-0", metrics=metrics)
+        return dict(readings.roles()[0].metrics)
+
+    first = answer(0.0, sampled_tokens=100.0, step_s=4.0)
+    assert first.pop("rss_bytes") > 1e6
+    assert first == {"sampled_tokens": 100.0, "step_s": 4.0, "busy_s": 4.0}
+    assert answer(5.0, sampled_tokens=600.0)["tokens_per_s"] == 100
+    assert answer(6.0, sampled_tokens=600.0)["tokens_per_s"] == 100  # the same answer as before
+    assert answer(15.0, sampled_tokens=1600.0)["tokens_per_s"] == 100
+    assert answer(31.0, sampled_tokens=1600.0)["tokens_per_s"] == 0
+    assert "tokens_per_s" not in answer(40.0, sampled_tokens=10.0)  # restarted
+    assert answer(41.0, sampled_tokens=20.0, tokens_per_s=7.0, rss_bytes=5.0) == {
+        **{"sampled_tokens": 20.0, "tokens_per_s": 7.0, "rss_bytes": 5.0}  # its own word stands
+    }
+    assert readings.roles()[1].metrics == {}  # a process of that number on another machine
 
 
 def test_the_verbs_change_the_cluster_and_answer_with_the_state(tmp_path: Path) -> None:
@@ -295,20 +324,26 @@ def test_an_inline_run_has_metrics_and_no_verbs(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_defect_of_the_monitor_is_said_once_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_defect_of_what_is_watched_is_said_once_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Broken(PaperCluster):
         def roles(self):
             raise KeyError("replica-0")
 
     async def scenario() -> str:
-        watched = Watched(tmp_path, Broken())
+        watched = Watched(tmp_path, Broken(), port=0)
         async with watched.monitor as monitor:
             for step in range(3):
                 monitor.observe_step(step, METRICS, [])
-                await asyncio.sleep(0)
+            url = MonitorAccess.read(tmp_path).url
+            for _ in range(3):
+                answer = await ask(f"{url}/metrics")
+                assert answer.status == 500 and "KeyError: 'replica-0'" in answer.error
         return watched.log
 
-    assert asyncio.run(scenario()).count("the monitor stopped watching: KeyError") == 1
+    assert asyncio.run(scenario()).count("cannot see all of the run (KeyError") == 1
+    assert caplog.text.count("a request to the monitor failed") == 1
 
 
 def test_options_are_bounded_and_off_by_default() -> None:
@@ -329,6 +364,7 @@ PROGRAM = """
 import asyncio, io, sys
 from pathlib import Path
 from nanorl.monitor.config import MonitorConfig
+from nanorl.monitor.readings import RoleReadings
 from nanorl.monitor.monitor import RunMonitor
 from nanorl.report.live import LiveView
 

@@ -10,7 +10,7 @@ import pytest
 import split_replica_cases as cases
 import torch
 from pool import WorkerPool
-from split_replica_cases import Offered
+from split_replica_cases import SeedOffer, SeedReceiver
 from tiny_text import make_text_engine, save_folder
 from torch.distributed import TCPStore
 
@@ -76,12 +76,12 @@ def test_new_weights_reach_requests_under_way_and_broken_ones_change_nothing() -
         task = asyncio.create_task(replica.generate([5, 6], PARAMS))
         while replica.metrics()["sampled_tokens"] < 5:
             await asyncio.sleep(0)
-        broken = Offered(7, broken="model.norm.weight")
+        receiver = SeedReceiver()
         with pytest.raises(ValueError, match=r"model\.norm\.weight"):
-            await replica.load_weights(broken, broken)
+            await replica.load_weights(receiver, SeedOffer(version=7, lacks="model.norm.weight"))
         assert (await replica.heartbeat())["version"] == 0
-        offer = Offered(2)
-        assert await replica.load_weights(offer, offer) > 0
+        assert await replica.load_weights(SeedReceiver(), SeedOffer(version=2)) > 0
+        assert receiver.num_received == 2, "the first receiver of a key stays"
         return await task
 
     output = asyncio.run(main())

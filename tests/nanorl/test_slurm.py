@@ -19,7 +19,7 @@ NOTE = """line="${0##*/}"; for one; do line+=$'\\t'"$one"; done; echo "$line" >>
 """
 FAKES = {
     "scontrol": "printf 'node1\\nnode2\\nnode3\\n'",
-    "hostname": "echo 10.0.0.1 192.168.0.1",
+    "hostname": 'case "$1" in --ip-address) echo 127.0.1.1 ;; *) echo 10.0.0.1 192.168.0.1 ;; esac',
     "srun": NOTE + 'while [ "${1##*/}" != ray ]; do shift; done; exec "$@"',
     # It ends as a killed step does.
     "ray": NOTE
@@ -46,9 +46,8 @@ def start(folder: Path, *arguments: str, driver: str) -> subprocess.Popen[bytes]
         path.chmod(0o755)
     (submitted / "scripts").mkdir(parents=True)
     (submitted / "scripts" / "train_agent.py").touch()
-    (submitted / "scripts" / "setup_env.sh").write_text(
-        f"""setup_env() {{ PYTHON="{bin_folder}/python"; echo "extras+$1" | tr + '\\t' >>"$LOG"; }}\n"""
-    )
+    set_up = f"""PYTHON="{bin_folder}/python"; echo "extras+$1" | tr + '\\t' >>"$LOG" """
+    (submitted / "scripts" / "setup_env.sh").write_text(f"setup_env() {{ {set_up}; }}\n")
     spooled = folder / "slurm_script"  # Slurm runs a copy that lies elsewhere
     shutil.copy(SCRIPT, spooled)
     environment = {
@@ -93,7 +92,7 @@ def test_ray_starts_on_every_node_and_the_run_gets_its_address_and_options(tmp_p
     assert on_head[-len(sizes) :] == sizes
     assert on_others == ["start", "--address", address, *sizes]
     assert logged(tmp_path, "token") == [["secret"]] * 2
-    assert logged(tmp_path, "extras") == [["gguf,ray,monitor"]]
+    assert logged(tmp_path, "extras") == [["gguf,hub,ray,monitor,alerts"]]
     assert steps_alive(tmp_path) == []
 
 

@@ -50,10 +50,6 @@ class Counter:
         await asyncio.sleep(0)
         return list(self.begun)
 
-    def begin_at_once(self, number: int, _weight: object = None) -> list[int]:
-        self.begun.append(number)
-        return list(self.begun)
-
     async def wait_for_gate(self) -> str:
         await self.gate.wait()
         return "open"
@@ -108,6 +104,11 @@ class Plain:
 
     def leave(self) -> None:
         sys.exit(3)
+
+    def write_and_die(self, path: str) -> None:
+        with open(path, "a") as file:
+            file.write("here\n")
+        os._exit(1)
 
     def devices(self) -> str | None:
         return os.environ.get("CUDA_VISIBLE_DEVICES")

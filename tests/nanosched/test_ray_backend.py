@@ -1,0 +1,90 @@
+"""What is Ray's alone: the one connection of a process, who can reach it, calls that overtake."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from nanosched import Resources, Scheduler
+
+pytest.importorskip("ray", reason="ray is not installed (pip install .[ray])")
+pytestmark = pytest.mark.xdist_group("ray")
+
+LISTENING = "0A"
+
+
+def descendants(pid: int) -> set[int]:
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            stat = (folder / "stat").read_text()
+        except OSError:
+            continue  # it has just ended
+        parents[int(folder.name)] = int(stat.rsplit(")", 1)[1].split()[1])
+    found = {pid}
+    while True:
+        more = {child for child, parent in parents.items() if parent in found} - found
+        if not more:
+            return found
+        found |= more
+
+
+def listening_addresses(pids: set[int]) -> set[str]:
+    """As the kernel writes them, in hexadecimal."""
+    sockets = set()
+    for pid in pids:
+        try:
+            for entry in Path(f"/proc/{pid}/fd").iterdir():
+                sockets.add(os.readlink(entry))
+        except OSError:
+            continue
+    lines = [line.split() for name in ("tcp", "tcp6") for line in table(name)]
+    return {
+        line[1].split(":")[0]
+        for line in lines
+        if line[3] == LISTENING and f"socket:[{line[9]}]" in sockets
+    }
+
+
+def table(name: str) -> list[str]:
+    return Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+
+
+def test_a_private_ray_can_be_reached_from_this_machine_only(private_ray: Scheduler) -> None:
+    addresses = listening_addresses(descendants(os.getpid()))
+    assert addresses
+    assert addresses <= {"0100007F", "0000000000000000FFFF00000100007F"}
+
+
+def test_a_process_has_one_connection(private_ray: Scheduler) -> None:
+    with pytest.raises(ValueError, match="already connected to the Ray at 127"):
+        Scheduler(backend="ray")
+    with pytest.raises(ValueError, match=r"address='10\.0\.0\.1:6379': this process is"):
+        Scheduler(backend="ray", address="10.0.0.1:6379")
+    with pytest.raises(ValueError, match="a running cluster has its own"):
+        Scheduler(backend="ray", address="auto", resources=Resources(num_cpus=1))
+    with Scheduler(backend="ray", address="auto") as sched:
+        assert sched.available().num_gpus == private_ray.available().num_gpus
+
+
+def test_calls_that_overtake_each_other_start_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nanosched import ray_host
+
+    async def starts(numbers: list[int]) -> list[int]:
+        line, started = ray_host._Line(0), []
+
+        async def call(number: int) -> None:
+            await line.arrive(number)
+            async with line.turn:
+                await asyncio.sleep(0)  # inputs
+                started.append(number)
+
+        await asyncio.gather(*map(call, numbers))
+        return started
+
+    assert asyncio.run(starts([3, 1, 0, 4, 2])) == [0, 1, 2, 3, 4]
+    monkeypatch.setattr(ray_host, "LOST_CALL_S", 0.05)
+    assert asyncio.run(starts([4, 3, 0, 1])) == [0, 1, 3, 4]  # 2 was lost with its connection
