@@ -122,6 +122,7 @@ def half_way(out: Path, target: Path) -> None:
     shutil.copytree(out, target, ignore=shutil.ignore_patterns("model", "latest", "*04"))
 
 
+@pytest.mark.xdist_group("gloo")
 def test_a_run_trains_resumes_bit_equal_and_also_split_over_processes(
     folder: Path, chats: Path, tmp_path: Path
 ) -> None:
@@ -238,6 +239,30 @@ def nobody_is_left(session: int) -> bool:
     return not processes_of(session)
 
 
+def test_a_layout_that_the_model_refuses_is_told_once_and_starts_no_process(
+    folder: Path,
+    chats: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    train_sft = script("train_sft")
+    monkeypatch.setattr(train_sft.asyncio, "run", None)
+    monkeypatch.delenv("RANK", raising=False)
+    for options, message in (
+        (("--ep", "2"), "ep=2: the model has no experts to split; use dp=2"),
+        (("--pp", "2", "--zero", "3"), "zero=3 with pp > 1"),
+        (("--tp", "2", "--model", "/nowhere"), "/nowhere"),
+    ):
+        given = arguments(folder, chats, tmp_path / "run", *options)
+        monkeypatch.setattr(sys, "argv", ["train_sft.py", *given])
+        assert train_sft.main() == 1
+        errors = capsys.readouterr().err
+        assert errors.count("error:") == 1 and message in errors
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.xdist_group("gloo")
 def test_a_killed_process_ends_the_run_with_one_error_and_leaves_no_other(
     folder: Path, chats: Path, tmp_path: Path
 ) -> None:
@@ -254,6 +279,7 @@ def test_a_killed_process_ends_the_run_with_one_error_and_leaves_no_other(
     assert nobody_is_left(program.pid)
 
 
+@pytest.mark.xdist_group("gloo")
 def test_ctrl_c_in_the_terminal_of_several_processes_saves_once_and_ends_all(
     folder: Path, chats: Path, tmp_path: Path
 ) -> None:
