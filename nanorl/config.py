@@ -273,7 +273,7 @@ class EngineLimits(ComputeConfig, StepSizes):
 
 BackendName = Literal["inline", "local", "ray"]
 Placement = Literal["separate", "colocated"]
-TransportName = Literal["auto", "shm", "cuda_ipc", "dist", "disk"]
+TransportName = Literal["auto", "shm", "dist", "disk"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,6 +348,8 @@ class RolloutConfig:
     """Processes that share each engine's matrices."""
     addresses: tuple[str, ...] = ()
     """Servers (nanoinfer.server) that somebody else started, used as further replicas."""
+    api_key_file: Path | None = None
+    """The key of those servers, to hand them weights."""
     threads: int = 0
     """CPU threads of each process; 0: those of the run divided among the replicas."""
 

@@ -19,12 +19,12 @@ from __future__ import annotations
 import asyncio
 import socket
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nanoengine.build import check_layout
 from nanoengine.config import DTYPES
@@ -35,21 +35,26 @@ from nanorl.parts import Parts, num_threads
 from nanorl.roles.base import RunCritic
 from nanorl.roles.clients import ActorClient, ReplicaClient
 from nanorl.roles.collector import CollectorRole, collector_role
+from nanorl.roles.http_replica import HttpReplica
 from nanorl.roles.policy import (
     PolicyRank,
     PolicyRecipe,
     RankedEngine,
     TrainerLost,
+<<<<<<< HEAD
     answers,
+=======
+    settled,
+    start_trainer,
+>>>>>>> main
 )
-from nanorl.roles.ranks import start_ranks
 from nanorl.roles.replica import Replica, ReplicaRecipe, Seat
-from nanorl.roles.role import MOST_FAILURES, Role, RoleLost, heard
+from nanorl.roles.role import MOST_FAILURES, Pulse, Role, RoleLost, until_dead
 from nanorl.roles.scorers import CriticRole, ReferenceRole, RemoteCritic, RemoteReference
 from nanorl.roles.store import store_role
 from nanorl.store import RolloutStore
 from nanorl.weights.offer import Offer, WeightReceiver
-from nanorl.weights.transport import Transport, open_transport, weight_bytes
+from nanorl.weights.transport import Load, Transport, open_transport, weight_bytes
 from nanosched import ActorHandle, Scheduler, WorkerDied, WorkerGroup
 
 PRELOAD = ("torch", "nanorl.roles.policy", "nanorl.roles.replica", "nanorl.roles.collector")
@@ -87,12 +92,15 @@ class Cluster:
         self._replicas: dict[str, Role[Replica]] = {}
         self._serving: dict[str, ActorHandle[Replica]] = {}  # with the current weights
         self._scorers: list[Role[Any]] = []
+        self._outside: dict[str, HttpReplica] = {}
+        self._critic_watch: asyncio.Task[str] | None = None
+        self._critic_answer: Mapping[str, float] = {}
         # Of replicas over several processes: all of them, and the store where they meet.
         self._split_replicas: dict[str, tuple[WorkerGroup[Replica], Any]] = {}
         self._group: WorkerGroup[PolicyRank] | None = None
         self._trainer_restarts = 0
         self._trainer_watch: asyncio.Task[None] | None = None
-        self._trainer_answers: list[Any] = []
+        self._trainer_answers: list[Mapping[str, float]] = []
         self._engine: RankedEngine | None = None
         self._transport: Transport | None = None
         self._num_started = 0
@@ -114,10 +122,12 @@ class Cluster:
             self.collector.handle(),
             *(replica.handle() for replica in replicas),
         )
-        self._watch(self.store, RolloutStore.ping)
+        self._watch(self.store, RolloutStore.heartbeat)
         self._watch(self.collector, CollectorRole.heartbeat)
         for replica in replicas:
             self._watch(replica, Replica.heartbeat)
+        for address in self.config.rollout.addresses:
+            await self.add_replica(address)
 
     def _watch(self, role: Role[Any], heartbeat: Callable[..., Any]) -> None:
         cluster = self.config.cluster
@@ -131,8 +141,9 @@ class Cluster:
 
     async def close_loop(self) -> None:
         """End the watches; the processes end with the scheduler."""
-        if self._trainer_watch is not None:
-            self._trainer_watch.cancel()
+        for watch in (self._trainer_watch, self._critic_watch):
+            if watch is not None:
+                watch.cancel()
         for role in self._all():
             role.close()
 
@@ -157,12 +168,11 @@ class Cluster:
                 kind="policy",
                 state="ready" if is_alive else "starting",
                 restarts=self._trainer_restarts,
-                pid=int(answer["pid"]),
+                pid=int(answer["pid"]) if "pid" in answer else None,
                 host=socket.gethostname(),
                 metrics={name: value for name, value in answer.items() if name != "pid"},
             )
             for rank, answer in enumerate(self._trainer_answers)
-            if isinstance(answer, dict)
         ]
 
     # -- the trainer ---------------------------------------------------------------------------
@@ -202,10 +212,12 @@ class Cluster:
         recipe = PolicyRecipe(
             folder=self.parts.folder,
             config=self.parts.warm_start_config(),
+            layout=self.layout,
             split=config.learner,
             device=config.device,
             threads=config.learner.threads or max(1, num_threads(config) // world),
         )
+<<<<<<< HEAD
         try:
             group = await start_ranks(
                 self._scheduler,
@@ -218,29 +230,33 @@ class Cluster:
         except WorkerDied as died:
             raise TrainerLost(f"the trainer died ({died})") from died
         await answers(group, group.call(PolicyRank.build))
+=======
+        ranks = [((recipe, rank), dict[str, Any]()) for rank in range(world)]
+        group = self._scheduler.group(PolicyRank, ranks, num_cpus=0, num_gpus=self._gpu_share)
+        await start_trainer(group)
+>>>>>>> main
         self._group = group
-        self._engine = RankedEngine(
-            group,
-            self.layout,
-            asyncio.get_running_loop(),
-            share_prefix=recipe.config.share_prefix,
-        )
+        self._engine = RankedEngine(group, recipe, asyncio.get_running_loop())
         self._trainer_watch = asyncio.create_task(self._watch_trainer(group), name="watch trainer")
 
     async def _watch_trainer(self, group: WorkerGroup[PolicyRank]) -> None:
-        """Ends a trainer of which a rank does not answer; who waits for it then hears of that."""
+        """Watch all ranks; if one does not answer, whoever waits for the trainer hears of that."""
         cluster = self.config.cluster
-        while not group.death.is_done():
-            asked = group.call(PolicyRank.heartbeat)
-            done, silent = await asyncio.wait(
-                [asyncio.ensure_future(heard(one)) for one in asked], timeout=cluster.hang_s
+        self._trainer_answers = [{} for _ in group.handles]
+
+        async def watch(rank: int, handle: ActorHandle[PolicyRank]) -> None:
+            pulse = Pulse(
+                PolicyRank.heartbeat,
+                cluster.heartbeat_s,
+                cluster.hang_s,
+                partial(self._trainer_answers.__setitem__, rank),
             )
-            if silent:
-                self.say(f"the trainer did not answer for {cluster.hang_s:g} s and was killed")
-                group.kill()
-                return
-            self._trainer_answers = [one.result() for one in done]
-            await asyncio.sleep(cluster.heartbeat_s)
+            self.say(f"trainer-{rank}: {await until_dead(self._scheduler, handle, pulse)}")
+            group.kill()
+
+        async with asyncio.TaskGroup() as ranks:
+            for rank, handle in enumerate(group.handles):
+                ranks.create_task(watch(rank, handle))
 
     @property
     def _gpu_share(self) -> float:
@@ -261,11 +277,18 @@ class Cluster:
             self._transport = self._open_transport()
         return self._transport
 
+    @property
+    def _transport_kind(self) -> Literal["shm", "dist", "disk"]:
+        """What was asked for, or the fastest that reaches all."""
+        cluster = self.config.cluster
+        if cluster.transport != "auto":
+            return cluster.transport
+        if self.config.rollout.addresses:
+            return "disk"
+        return "shm" if cluster.backend == "local" else "dist"
+
     def _open_transport(self) -> Transport:
-        kind = self.config.cluster.transport
-        if kind == "auto":
-            kind = "shm" if self.config.cluster.backend == "local" else "dist"
-        assert kind != "cuda_ipc"
+        kind = self._transport_kind
         return open_transport(
             kind,
             num_bytes=weight_bytes(self.parts.shape, DTYPES[self.config.dtype]),
@@ -279,12 +302,18 @@ class Cluster:
         """Bring the trainer's weights to all replicas; one that does not take them is replaced by
         another that does. Returns seconds."""
         async with self._publishing:
-            loads = {name: partial(self._load, one) for name, one in self._serving.items()}
+            loads: dict[str, Load] = {
+                name: partial(self._load, one) for name, one in self._serving.items()
+            }
+            loads |= {name: one.load_weights for name, one in self._outside.items()}
             report = await self.transport.publish(partial(self._send, version), loads, version)
             self._has_weights = True
         for name, why in (report.refused | dict.fromkeys(report.late, "no answer")).items():
             self.say(f"{name} did not take version {version} ({why})")
-            self._scheduler.kill(self._serving[name])
+            if name in self._serving:
+                self._scheduler.kill(self._serving[name])
+        for name in self._outside.keys() & (report.refused.keys() | report.dead.keys()):
+            await self._let_go(name)
         return report.seconds
 
     async def _send(self, version: int) -> Offer:
@@ -292,7 +321,12 @@ class Cluster:
         group, transport = self._group, self.transport
         assert group is not None, "`start` comes first"
         args = [(transport.sender(rank), version) for rank in range(len(group))]
+<<<<<<< HEAD
         return (await answers(group, group.call_each(PolicyRank.send_weights, args)))[0]
+=======
+        offers = await settled(group, group.call_each(PolicyRank.send_weights, args))
+        return offers[0]
+>>>>>>> main
 
     async def _load(
         self, handle: ActorHandle[Replica], receiver: WeightReceiver, offer: Offer
@@ -376,7 +410,8 @@ class Cluster:
         return group.handles[0]
 
     def _clients(self) -> dict[str, ReplicaClient]:
-        return {name: ActorClient(handle) for name, handle in self._serving.items()}
+        ours = {name: ActorClient(handle) for name, handle in self._serving.items()}
+        return {**ours, **self._outside}
 
     async def _introduce_all(self, collector: ActorHandle[CollectorRole]) -> None:
         await collector.call(CollectorRole.set_replicas, self._clients())
@@ -396,8 +431,11 @@ class Cluster:
 
     async def remove_replica(self, name: str) -> None:
         """Take no more requests, hand on those under way, and end."""
+        if name in self._outside:
+            await self._let_go(name)
+            return
         if name not in self._replicas:
-            known = ", ".join(self._replicas)
+            known = ", ".join((*self._replicas, *self._outside))
             raise ValueError(f"{name}: no replica of this run; there are {known}")
         if len(self._replicas) == 1:
             raise ValueError(f"{name} is the last replica: nobody would play the rollouts")
@@ -409,6 +447,32 @@ class Cluster:
             await _ended(handle.call(Replica.drain))
             self._scheduler.kill(handle)
             self.transport.remove(name)
+
+    async def add_replica(self, address: str) -> str:
+        """A server that somebody else started, as one more replica, with the current weights."""
+        if self._transport_kind != "disk":
+            raise ValueError(
+                f"{address}: a server reads weights from files; start the run with "
+                "--cluster.transport disk to use servers"
+            )
+        key = self.config.rollout.api_key_file
+        replica = HttpReplica(url=address, api_key=key.read_text().strip() if key else None)
+        await replica.heartbeat()
+        name = f"server-{self._num_started}"
+        self._num_started += 1
+        async with self._publishing:
+            if self._has_weights:
+                await self.transport.catch_up(name, replica.load_weights)
+            self._outside[name] = replica
+        await self.collector.call(CollectorRole.set_replicas, self._clients())
+        return name
+
+    async def _let_go(self, name: str) -> None:
+        """A server that is not used any more goes on running: it is somebody else's."""
+        del self._outside[name]
+        self.transport.remove(name)
+        await self.collector.call(CollectorRole.set_replicas, self._clients())
+        self.say(f"{name} is not used any more")
 
     # -- reference and critic ------------------------------------------------------------------
 
@@ -435,7 +499,13 @@ class Cluster:
             self.config, self.parts.critic_config(), scratch, num_threads(self.config)
         )
         await handle.call(CriticRole.heartbeat)
+        cluster = self.config.cluster
+        pulse = Pulse(CriticRole.heartbeat, cluster.heartbeat_s, cluster.hang_s, self._hear_critic)
+        self._critic_watch = asyncio.create_task(until_dead(self._scheduler, handle, pulse))
         return RemoteCritic(handle, loop)
+
+    def _hear_critic(self, answer: Mapping[str, float]) -> None:
+        self._critic_answer = answer
 
 
 async def _ended(call: Any) -> None:

@@ -21,8 +21,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from nanoengine.build import SplitConfig, build_engine
@@ -33,12 +34,10 @@ from nanoengine.model.device import enter_device, resolve_device, worker_thread
 from nanoengine.model.hf import copy_extra_files, replace_folder, replace_model
 from nanoengine.packing import Sample
 from nanoengine.parallel.mesh import Layout
-from nanoengine.parallel.rendezvous import MeshRank
+from nanoengine.parallel.rendezvous import LOOPBACK, Meeting, join_mesh, open_store
 from nanoengine.state.export import export_hf
-from nanorl.roles.ranks import results
+from nanorl.roles.ranks import results, start_ranks
 from nanosched import Future, WorkerDied, WorkerGroup
-
-R = TypeVar("R")
 
 
 class TrainerLost(RuntimeError):  # noqa: N818 (named as what happened)
@@ -52,32 +51,42 @@ class PolicyRecipe:
     folder: Path
     """Hugging Face folder of the model."""
     config: EngineConfig
+    layout: Layout
     split: SplitConfig
     device: str
     threads: int
     """CPU threads of each process."""
 
 
-class PolicyRank(MeshRank):
+class PolicyRank:
     """One rank of the training engine. Heavy work runs in a thread, one call after another, while
     the actor goes on answering heartbeats."""
 
-    def __init__(self, layout: Layout, rank: int, recipe: PolicyRecipe) -> None:
-        super().__init__(layout, rank)
-        self.recipe = recipe
-        device = resolve_device(recipe.device)
-        enter_device(device, recipe.threads)
-        self._thread = worker_thread("policy", device, recipe.threads)
+    def __init__(self, recipe: PolicyRecipe, rank: int) -> None:
+        self.recipe, self.rank = recipe, rank
+        self.device = resolve_device(recipe.device)
+        enter_device(self.device, recipe.threads)
+        self._thread = worker_thread("policy", self.device, recipe.threads)
+        self._store: dist.Store | None = None
         self._engine: Engine | None = None
-        self._num_running = 0
+        self._num_busy = 0
 
-    async def build(self) -> None:
+    async def open_store(self, host: str = LOOPBACK) -> Meeting:
+        """For rank 0: where the others find it."""
+        self._store, meeting = open_store(host)
+        return meeting
+
+    async def build(self, meeting: Meeting | None) -> None:
         """Make the engine; every rank at the same time. `ValueError` for what it refuses."""
-        await self._work(self._build)
+        await self._work(self._build, meeting)
 
-    def _build(self) -> None:
-        recipe = self.recipe
-        self._engine = build_engine(recipe.folder, recipe.config, self.mesh, recipe.split)
+    def _build(self, meeting: Meeting | None) -> None:
+        recipe, mesh = self.recipe, None
+        if meeting is not None:
+            mesh = join_mesh(
+                meeting, recipe.layout, self.rank, store=self._store, device=self.device
+            )
+        self._engine = build_engine(recipe.folder, recipe.config, mesh, recipe.split)
 
     @property
     def engine(self) -> Engine:
@@ -86,11 +95,11 @@ class PolicyRank(MeshRank):
 
     async def _work(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         loop = asyncio.get_running_loop()
-        self._num_running += 1
+        self._num_busy += 1
         try:
             return await loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
         finally:
-            self._num_running -= 1
+            self._num_busy -= 1
 
     async def train_step(
         self,
@@ -150,7 +159,7 @@ class PolicyRank(MeshRank):
 
     async def heartbeat(self) -> dict[str, float]:
         """Answers from the loop that takes the calls."""
-        return {"pid": float(os.getpid()), "num_running": float(self._num_running)}
+        return {"pid": float(os.getpid()), "queue": float(self._num_busy)}
 
 
 class RankedEngine:
@@ -159,15 +168,12 @@ class RankedEngine:
     def __init__(
         self,
         group: WorkerGroup[PolicyRank],
-        layout: Layout,
+        recipe: PolicyRecipe,
         loop: asyncio.AbstractEventLoop,
-        *,
-        share_prefix: bool,
     ) -> None:
-        """`share_prefix` is that of the ranks' engines."""
         self.group = group
         self.last_logps: list[Tensor] = []
-        self._layout, self._loop, self._share_prefix = layout, loop, share_prefix
+        self._recipe, self._loop = recipe, loop
 
     def train_step(
         self,
@@ -212,7 +218,8 @@ class RankedEngine:
         self._call(PolicyRank.write_model, folder, extra_files_from)
 
     def _deal(self, samples: Sequence[Sample]) -> Deal:
-        return deal(samples, self._layout, share_prefix=self._share_prefix)
+        recipe = self._recipe
+        return deal(samples, recipe.layout, share_prefix=recipe.config.share_prefix)
 
     def _call(self, method: Callable[..., Any], *args: Any) -> list[Any]:
         return self._call_each(method, lambda _: args)
@@ -222,16 +229,24 @@ class RankedEngine:
     ) -> list[Any]:
         """Call all ranks, each with its own arguments, and wait; results in order of rank."""
 
-        async def calls() -> list[Any]:
-            return await answers(self.group, self.group.call_each(method, args))
+        async def call() -> list[Any]:
+            return await settled(self.group, self.group.call_each(method, args))
 
         args = [args_of(rank) for rank in range(len(self.group))]
-        return asyncio.run_coroutine_threadsafe(calls(), self._loop).result()
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
 
 
-async def answers(group: WorkerGroup[PolicyRank], calls: Sequence[Future[R]]) -> list[R]:
-    """The ranks' results, in order; the first error of a method, or TrainerLost."""
+async def settled(group: WorkerGroup[PolicyRank], calls: Sequence[Future[Any]]) -> list[Any]:
+    """What the ranks return, in order; TrainerLost if one of them died, else the first error."""
     try:
         return await results(group, calls)
+    except WorkerDied as died:
+        raise TrainerLost(f"the trainer died ({died})") from died
+
+
+async def start_trainer(group: WorkerGroup[PolicyRank], host: str = LOOPBACK) -> None:
+    """Introduce the ranks to each other and have them build the engine."""
+    try:
+        await start_ranks(group, host)
     except WorkerDied as died:
         raise TrainerLost(f"the trainer died ({died})") from died

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from nanorl.monitor.control import RoleKind, RoleState, RoleStatus
@@ -136,42 +137,53 @@ class Role(Generic[A]):
     ) -> None:
         while not self.is_closed:
             handle = await self.handle()
-            death = asyncio.ensure_future(heard(self._scheduler.death(handle)))
-            try:
-                why = await self._until_dead(handle, death, heartbeat, every_s, hang_s)
-            finally:
-                death.cancel()
+            pulse = Pulse(heartbeat, every_s, hang_s, self._hear)
+            why = await until_dead(self._scheduler, handle, pulse)
             self.replace(handle, why)
 
-    async def _until_dead(
-        self,
-        handle: ActorHandle[A],
-        death: asyncio.Future[Any],
-        heartbeat: Callable[..., Any],
-        every_s: float,
-        hang_s: float,
-    ) -> str:
-        """Asks again and again; returns why the actor is dead."""
-        while True:
-            await asyncio.wait({death}, timeout=every_s)
-            if death.done():
-                return str(death.result())
-            answer = asyncio.ensure_future(heard(handle.call(heartbeat)))
-            await asyncio.wait({death, answer}, timeout=hang_s, return_when="FIRST_COMPLETED")
-            if death.done():
-                answer.cancel()
-                return str(death.result())
-            if not answer.done():
-                answer.cancel()
-                self._scheduler.kill(handle)
-                return f"{self.name} did not answer for {hang_s:g} s and was killed"
-            self.answer = answer.result()
+    def _hear(self, answer: Mapping[str, float]) -> None:
+        self.answer = answer
 
     def close(self) -> None:
         """No successor any more. The actor ends with its scheduler."""
         self.is_closed = True
         if self._watch is not None:
             self._watch.cancel()
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """How an actor is asked whether it still works: by a call of `heartbeat` every so many seconds,
+    each of which may take `hang_s`. `hear` is told the answers."""
+
+    heartbeat: Callable[..., Any]
+    every_s: float
+    hang_s: float
+    hear: Callable[[Mapping[str, float]], None]
+
+
+async def until_dead(scheduler: Scheduler, handle: ActorHandle[Any], pulse: Pulse) -> str:
+    """Ask again and again until the actor is dead, and kill one that does not answer. Returns why
+    it died."""
+    death = asyncio.ensure_future(heard(scheduler.death(handle)))
+    try:
+        while not death.done():
+            await asyncio.wait({death}, timeout=pulse.every_s)
+            if death.done():
+                break
+            answer = asyncio.ensure_future(heard(handle.call(pulse.heartbeat)))
+            await asyncio.wait(
+                {death, answer}, timeout=pulse.hang_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if answer.done() and isinstance(answer.result(), Mapping):
+                pulse.hear(answer.result())
+            elif not answer.done() and not death.done():
+                answer.cancel()
+                scheduler.kill(handle)
+                return f"no answer for {pulse.hang_s:g} s, so it was killed"
+        return str(death.result())
+    finally:
+        death.cancel()
 
 
 async def heard(future: Any) -> Any:

@@ -20,7 +20,7 @@ def store_role(
 
     async def start() -> ActorHandle[RolloutStore]:
         handle = scheduler.actor(RolloutStore, num_cpus=0).remote(path)
-        await handle.call(RolloutStore.ping)
+        await handle.call(RolloutStore.heartbeat)
         return handle
 
     return Role("store", "store", scheduler, start, on_restart=on_restart)
