@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from nanoengine.build import SplitConfig, build_engine, check_layout
@@ -40,7 +41,7 @@ from nanoengine.model.sources import resolve_model
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.packing import Sample
 from nanoengine.parallel.mesh import WORLD, Layout, Mesh
-from nanoengine.parallel.rendezvous import MeshRank
+from nanoengine.parallel.rendezvous import LOOPBACK, Meeting, join_mesh, open_store
 from nanoengine.sft import Order, num_loss_tokens, read_chats, sft_loss
 from nanoengine.state.checkpoint import latest_checkpoint
 from nanoengine.state.export import export_hf
@@ -274,21 +275,33 @@ class SftRun:
             print(done, flush=True)
 
 
-class SftRank(MeshRank):
+class SftRank:
     """A process of a run as an actor. It computes in a thread of its own, so that it hears `stop`;
     what its SftRun raises, its methods raise."""
 
-    def __init__(self, layout: Layout, rank: int, config: SftConfig) -> None:
+    def __init__(self, config: SftConfig, rank: int) -> None:
         """A GPU, if the run is to have one, is this process's only one."""
-        super().__init__(layout, rank)
-        self._config = config
-        device = resolve_device(config.device)
-        self._thread = worker_thread("train", device, torch.get_num_threads())
+        self._config, self._rank = config, rank
+        self._device = resolve_device(config.device)
+        self._thread = worker_thread("train", self._device, torch.get_num_threads())
+        self._store: dist.Store | None = None
         self._has_to_stop = False
 
-    async def build(self) -> None:
+    async def open_store(self, host: str = LOOPBACK) -> Meeting:
+        """For rank 0: where the others find it."""
+        self._store, meeting = open_store(host)
+        return meeting
+
+    async def build(self, meeting: Meeting | None) -> None:
         """Everything that can be wrong with the options comes up here."""
-        self._run: SftRun = await self._compute(SftRun, self._config, self.mesh)
+        self._run: SftRun = await self._compute(self._build, meeting)
+
+    def _build(self, meeting: Meeting | None) -> SftRun:
+        layout, mesh = self._config.layout, None
+        if meeting is not None:
+            place = (meeting, layout, self._rank)
+            mesh = join_mesh(*place, store=self._store, device=self._device)
+        return SftRun(self._config, mesh)
 
     async def take_steps(self) -> bool:
         """True if all steps were taken, False if `stop` came before."""
@@ -303,7 +316,7 @@ class SftRank(MeshRank):
         """Export the model, if all steps were taken, and let go of everything."""
         await self._compute(self._run.export)
         self._run.release()
-        await self._compute(self.mesh.close)
+        await self._compute(self._run.mesh.close)
 
     async def _compute(self, function: Callable[..., Any], *arguments: Any) -> Any:
         loop = asyncio.get_running_loop()

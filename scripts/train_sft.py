@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from typing import Any
 
 import tyro
 
@@ -37,11 +38,12 @@ async def train_on_ranks(config: SftConfig) -> None:
     from nanosched import Scheduler
 
     # Here, so that one message says it and not each rank's.
-    device = resolve_device(config.device, num_local=config.world).type
+    is_gpu = resolve_device(config.device, num_local=config.world).type == "cuda"
+    places = [((config, rank), dict[str, Any]()) for rank in range(config.world)]
     loop = asyncio.get_running_loop()
     with Scheduler(backend="local", preload=["nanoengine.sft_run"]) as sched:
-        ranks = await start_ranks(sched, SftRank, config.layout, (config,), device=device)
-        await results(ranks, ranks.call(SftRank.build))
+        ranks = sched.group(SftRank, places, num_cpus=0, num_gpus=int(is_gpu))
+        await start_ranks(ranks)
         ask = lambda: loop.call_soon_threadsafe(ranks.call, SftRank.stop)  # noqa: E731
         with StopSignals(on_stop=ask):
             is_finished = await results(ranks, ranks.call(SftRank.take_steps))

@@ -41,12 +41,8 @@ from nanorl.roles.policy import (
     PolicyRecipe,
     RankedEngine,
     TrainerLost,
-<<<<<<< HEAD
-    answers,
-=======
     settled,
     start_trainer,
->>>>>>> main
 )
 from nanorl.roles.replica import Replica, ReplicaRecipe, Seat
 from nanorl.roles.role import MOST_FAILURES, Pulse, Role, RoleLost, until_dead
@@ -217,24 +213,9 @@ class Cluster:
             device=config.device,
             threads=config.learner.threads or max(1, num_threads(config) // world),
         )
-<<<<<<< HEAD
-        try:
-            group = await start_ranks(
-                self._scheduler,
-                PolicyRank,
-                self.layout,
-                (recipe,),
-                device=self.parts.device.type,
-                num_gpus=self._gpu_share,
-            )
-        except WorkerDied as died:
-            raise TrainerLost(f"the trainer died ({died})") from died
-        await answers(group, group.call(PolicyRank.build))
-=======
         ranks = [((recipe, rank), dict[str, Any]()) for rank in range(world)]
         group = self._scheduler.group(PolicyRank, ranks, num_cpus=0, num_gpus=self._gpu_share)
         await start_trainer(group)
->>>>>>> main
         self._group = group
         self._engine = RankedEngine(group, recipe, asyncio.get_running_loop())
         self._trainer_watch = asyncio.create_task(self._watch_trainer(group), name="watch trainer")
@@ -321,12 +302,8 @@ class Cluster:
         group, transport = self._group, self.transport
         assert group is not None, "`start` comes first"
         args = [(transport.sender(rank), version) for rank in range(len(group))]
-<<<<<<< HEAD
-        return (await answers(group, group.call_each(PolicyRank.send_weights, args)))[0]
-=======
         offers = await settled(group, group.call_each(PolicyRank.send_weights, args))
         return offers[0]
->>>>>>> main
 
     async def _load(
         self, handle: ActorHandle[Replica], receiver: WeightReceiver, offer: Offer

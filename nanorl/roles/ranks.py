@@ -1,11 +1,11 @@
-"""Starts the ranks of a mesh as actors, for supervised and for reinforcement learning.
+"""Starts the ranks of a mesh and waits for them, for supervised and for reinforcement learning.
 
-    group = await start_ranks(sched, SftRank, layout, (config,), device="cpu")
-    await results(group, group.call(SftRank.build))
+    group = sched.group(SftRank, [((config, rank), {}) for rank in range(layout.world)])
+    await start_ranks(group)
+    await results(group, group.call(SftRank.take_steps))
 
-The ranks are one `WorkerGroup`: one actor for each, of a class that inherits from `MeshRank` and is
-made from (layout, rank, *arguments). Rank 0 opens the store in its own process, so no port is
-agreed on beforehand and the store lives as long as the mesh.
+Rank 0 opens the store that introduces them in its own process, so no port is agreed on beforehand
+and the store lives as long as the mesh.
 
 Left out: restarting. A mesh that lost a rank is gone; whoever holds the run makes another group.
 """
@@ -14,48 +14,36 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from nanoengine.parallel.mesh import Layout
-from nanoengine.parallel.rendezvous import LOOPBACK, MeshRank
-from nanosched.api import Scheduler
-from nanosched.errors import TaskError, WorkerDied
-from nanosched.future import Future
-from nanosched.worker_group import WorkerGroup
+from nanoengine.parallel.rendezvous import LOOPBACK, Meeting
+from nanosched import Future, TaskError, WorkerDied, WorkerGroup
 
-A = TypeVar("A", bound=MeshRank)
 R = TypeVar("R")
 
 DEATH_S = 0.5
 """A rank's death may be told after the errors that it causes in the others' collectives."""
 
 
-async def start_ranks(
-    sched: Scheduler,
-    cls: type[A],
-    layout: Layout,
-    arguments: Sequence[Any] = (),
-    *,
-    device: str = "cpu",
-    host: str = LOOPBACK,
-    **options: Any,
-) -> WorkerGroup[A]:
-    """A group whose ranks have met. `device` is "cpu", or "cuda": then each rank has a GPU of its
-    own. `host` is where rank 0's store listens: an address that all ranks reach, where they are not
-    all on this machine. `options` are those of the actors. Raises what a constructor raised, and
-    then leaves no actor behind."""
-    options = {"num_cpus": 0, "num_gpus": int(device == "cuda"), **options}
-    places: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
-        ((layout, rank, *arguments), {}) for rank in range(layout.world)
-    ]
-    group = sched.group(cls, places, **options)
-    try:
-        (meeting,) = await results(group, [group.handles[0].call(MeshRank.open_store, host)])
-        await results(group, group.call(MeshRank.join, meeting, device))
-    except BaseException:
-        group.kill()
-        raise
-    return group
+class Rank(Protocol):
+    """What an actor is that runs one rank."""
+
+    async def open_store(self, host: str = LOOPBACK) -> Meeting:
+        """For rank 0: where the others find it."""
+        ...
+
+    async def build(self, meeting: Meeting | None) -> None:
+        """Take this rank's place in the mesh, None for a single rank, and make what it needs."""
+        ...
+
+
+async def start_ranks(group: WorkerGroup[Any], host: str = LOOPBACK) -> None:
+    """Introduce the ranks to each other and have them build. `host` is the address of rank 0's
+    machine that all ranks reach; raises what `results` does."""
+    meeting = None
+    if len(group) > 1:
+        (meeting,) = await results(group, [group.handles[0].call(Rank.open_store, host)])
+    await results(group, group.call(Rank.build, meeting))
 
 
 async def results(group: WorkerGroup[Any], futures: Sequence[Future[R]]) -> list[R]:
@@ -64,23 +52,20 @@ async def results(group: WorkerGroup[Any], futures: Sequence[Future[R]]) -> list
     for the others, which may never leave a collective that it left out."""
     try:
         return await asyncio.gather(*futures)
-    except TaskError as error:
-        died = await _death(group)
+    except (TaskError, WorkerDied) as error:
+        died = await _first_death(group)
         if died is not None:
             raise WorkerDied(died) from error
-        raise error.cause from error
-    except WorkerDied as error:
-        raise WorkerDied(await _death(group) or str(error)) from error
+        raise (error.cause if isinstance(error, TaskError) else error) from None
 
 
-async def _death(group: WorkerGroup[Any]) -> str | None:
-    """Which rank died and how, if one has; waits a little for the news."""
+async def _first_death(group: WorkerGroup[Any]) -> str | None:
+    """Which rank died and how, if one did; waits a little for the news."""
     waiter = asyncio.ensure_future(_value(group.death))
     done, _ = await asyncio.wait([waiter], timeout=DEATH_S)
     if not done:
         waiter.cancel()
-        return None
-    return waiter.result()
+    return waiter.result() if done else None
 
 
 async def _value(future: Future[R]) -> R:
