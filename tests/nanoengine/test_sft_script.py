@@ -280,12 +280,13 @@ def test_a_killed_process_ends_the_run_with_one_error_and_leaves_no_other(
 
 
 @pytest.mark.xdist_group("gloo")
-def test_ctrl_c_in_the_terminal_of_several_processes_saves_once_and_ends_all(
+def test_signals_to_all_of_several_processes_save_once_and_end_them(
     folder: Path, chats: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     program = start_ranks(folder, chats, out)
-    os.killpg(program.pid, signal.SIGINT)  # a terminal tells every process
+    os.killpg(program.pid, signal.SIGINT)  # a terminal tells every process, and so does
+    os.killpg(program.pid, signal.SIGTERM)  # whoever ends a job
     _, errors = program.communicate(timeout=120)
     assert program.returncode == 130, errors
     assert errors.count("stopping after this step") == 1 and "Traceback" not in errors, errors
