@@ -47,7 +47,7 @@ SERVE = ["starlette>=0.40", "uvicorn>=0.30", "pydantic>=2.7"]
 GRAMMAR = ["llguidance>=1.0"]
 RAY = ["ray>=2.40"]  # --cluster.backend ray
 MONITOR = ["prometheus_client>=0.20", *SERVE]  # --monitor.port
-ALERTS = ["apprise>=1.8"]  # --monitor.alerts
+ALERTS = ["apprise>=2.2"]  # --monitor.alerts
 
 setup(
     name="nanorl-stack",

@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nanoengine.build import build_engine, build_value_engine, check_layout
+    from nanoengine.build import SplitConfig, build_engine, build_value_engine, check_layout
     from nanoengine.config import EngineConfig
     from nanoengine.engine import Engine
     from nanoengine.model.config import ModelConfig
@@ -46,6 +46,7 @@ _HOMES = {
     "Policy": "scoring",
     "Sample": "packing",
     "Scorer": "scoring",
+    "SplitConfig": "build",
     "Transformer": "model.transformer",
     "ValueEngine": "value_engine",
     "ValueModel": "value_engine",

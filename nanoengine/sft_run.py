@@ -31,16 +31,17 @@ import torch
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from nanoengine.build import SplitConfig, build_engine
+from nanoengine.build import SplitConfig, build_engine, check_layout
 from nanoengine.config import EngineConfig
 from nanoengine.dealing import deal
 from nanoengine.footprint import mfu
+from nanoengine.model.config import ModelConfig
 from nanoengine.model.device import enter_device, resolve_device, worker_thread
 from nanoengine.model.sources import resolve_model
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.packing import Sample
 from nanoengine.parallel.mesh import WORLD, Layout, Mesh
-from nanoengine.parallel.rendezvous import LOOPBACK, Meeting, join_mesh, open_store
+from nanoengine.parallel.rendezvous import LOOPBACK, MeetingPoint, join_mesh, open_store
 from nanoengine.sft import Order, num_loss_tokens, read_chats, sft_loss
 from nanoengine.state.checkpoint import latest_checkpoint
 from nanoengine.state.export import export_hf
@@ -175,11 +176,7 @@ class SftRun:
         tokenizer = ChatTokenizer.from_folder(self.folder)
         self.samples, self.num_long = read_chats(config.data, tokenizer, config.max_tokens)
         torch.manual_seed(config.seed)
-        split = SplitConfig(
-            schedule=config.schedule,
-            chunks=config.chunks,
-            sequence_parallel=config.sequence_parallel,
-        )
+        split = split_config(config)
         self.engine = build_engine(self.folder, engine_config(config), self.mesh, split)
         self.order = Order(len(self.samples), config.seed)
         if config.resume and latest_checkpoint(self.checkpoints) is not None:
@@ -290,16 +287,16 @@ class SftRank:
         self._store: dist.Store | None = None
         self._has_to_stop = False
 
-    async def open_store(self, host: str = LOOPBACK) -> Meeting:
+    async def open_store(self, host: str = LOOPBACK) -> MeetingPoint:
         """For rank 0: where the others find it."""
         self._store, meeting = open_store(host)
         return meeting
 
-    async def build(self, meeting: Meeting | None) -> None:
+    async def build(self, meeting: MeetingPoint | None) -> None:
         """Everything that can be wrong with the options comes up here."""
         self._run: SftRun = await self._compute(self._build, meeting)
 
-    def _build(self, meeting: Meeting | None) -> SftRun:
+    def _build(self, meeting: MeetingPoint | None) -> SftRun:
         layout, mesh = self._config.layout, None
         if meeting is not None:
             place = (meeting, layout, self._rank)
@@ -334,6 +331,21 @@ def mesh_of_process(config: SftConfig) -> Mesh:
     enter_device(device)
     make_mesh = Mesh if world == 1 else Mesh.from_torchrun
     return make_mesh(config.layout, device=device)
+
+
+def check_model(config: SftConfig) -> None:
+    """`ValueError`, before any process starts, for a model that is not there or cannot be split as
+    the options say. Fetches a model that has to be fetched, once for all processes."""
+    shape = ModelConfig.from_folder(resolve_model(config.model))
+    check_layout(config.layout, shape, engine_config(config), split_config(config))
+
+
+def split_config(config: SftConfig) -> SplitConfig:
+    return SplitConfig(
+        schedule=config.schedule,
+        chunks=config.chunks,
+        sequence_parallel=config.sequence_parallel,
+    )
 
 
 def engine_config(config: SftConfig) -> EngineConfig:

@@ -14,7 +14,7 @@ from typing import Any
 
 import tyro
 
-from nanoengine.sft_run import SftConfig, SftRank, SftRun
+from nanoengine.sft_run import SftConfig, SftRank, SftRun, check_model
 
 
 def parse(arguments: list[str]) -> SftConfig:
@@ -53,7 +53,8 @@ async def train_on_ranks(config: SftConfig) -> None:
 
 
 def launch(config: SftConfig) -> None:
-    """Divide the cores among the processes, unless the user did."""
+    """Run on several processes, which share the cores unless the user divided them."""
+    check_model(config)
     threads = max(1, len(os.sched_getaffinity(0)) // config.world)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # read by the processes started next
     asyncio.run(train_on_ranks(config))

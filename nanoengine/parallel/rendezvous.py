@@ -27,14 +27,14 @@ LOOPBACK = "127.0.0.1"
 _BACKLOG = 1024
 
 
-class Meeting(NamedTuple):
+class MeetingPoint(NamedTuple):
     """Where the store of a mesh listens: small and picklable, to be handed to the other ranks."""
 
     host: str
     port: int
 
 
-def open_store(host: str = LOOPBACK) -> tuple[dist.Store, Meeting]:
+def open_store(host: str = LOOPBACK) -> tuple[dist.Store, MeetingPoint]:
     """Open a store at `host`, an address of this machine that the other ranks can reach; keep it
     as long as the mesh. `ValueError` where `host` is not this machine's."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -52,11 +52,11 @@ def open_store(host: str = LOOPBACK) -> tuple[dist.Store, Meeting]:
     store = dist.TCPStore(
         host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
-    return store, Meeting(host, port)
+    return store, MeetingPoint(host, port)
 
 
 def join_mesh(
-    meeting: Meeting,
+    meeting: MeetingPoint,
     layout: Layout,
     rank: int,
     *,
@@ -72,7 +72,7 @@ def join_mesh(
     return Mesh(layout, rank, store, device=device, name=name, host=_address_towards(meeting))
 
 
-def _address_towards(meeting: Meeting) -> str:
+def _address_towards(meeting: MeetingPoint) -> str:
     """This machine's address on the network where the meeting is; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((meeting.host, meeting.port))

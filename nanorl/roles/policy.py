@@ -34,7 +34,7 @@ from nanoengine.model.device import enter_device, resolve_device, worker_thread
 from nanoengine.model.hf import copy_extra_files, replace_folder, replace_model
 from nanoengine.packing import Sample
 from nanoengine.parallel.mesh import Layout
-from nanoengine.parallel.rendezvous import LOOPBACK, Meeting, join_mesh, open_store
+from nanoengine.parallel.rendezvous import LOOPBACK, MeetingPoint, join_mesh, open_store
 from nanoengine.state.export import export_hf
 from nanorl.roles.ranks import results, start_ranks
 from nanorl.weights.offer import Offer, WeightSender
@@ -73,16 +73,16 @@ class PolicyRank:
         self._num_busy = 0
         self._sender: WeightSender | None = None
 
-    async def open_store(self, host: str = LOOPBACK) -> Meeting:
+    async def open_store(self, host: str = LOOPBACK) -> MeetingPoint:
         """For rank 0: where the others find it."""
         self._store, meeting = open_store(host)
         return meeting
 
-    async def build(self, meeting: Meeting | None) -> None:
+    async def build(self, meeting: MeetingPoint | None) -> None:
         """Make the engine; every rank at the same time. `ValueError` for what it refuses."""
         await self._work(self._build, meeting)
 
-    def _build(self, meeting: Meeting | None) -> None:
+    def _build(self, meeting: MeetingPoint | None) -> None:
         recipe, mesh = self.recipe, None
         if meeting is not None:
             mesh = join_mesh(

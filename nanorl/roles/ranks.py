@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
-from nanoengine.parallel.rendezvous import LOOPBACK, Meeting
+from nanoengine.parallel.rendezvous import LOOPBACK, MeetingPoint
 from nanosched import Future, TaskError, WorkerDied, WorkerGroup
 
 R = TypeVar("R")
@@ -28,11 +28,11 @@ DEATH_S = 0.5
 class Rank(Protocol):
     """What an actor is that runs one rank."""
 
-    async def open_store(self, host: str = LOOPBACK) -> Meeting:
+    async def open_store(self, host: str = LOOPBACK) -> MeetingPoint:
         """For rank 0: where the others find it."""
         ...
 
-    async def build(self, meeting: Meeting | None) -> None:
+    async def build(self, meeting: MeetingPoint | None) -> None:
         """Take this rank's place in the mesh, None for a single rank, and make what it needs."""
         ...
 

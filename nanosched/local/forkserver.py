@@ -127,6 +127,7 @@ class ForkServer:
 def main(fd: int, driver_pid: int, preload: Sequence[str]) -> None:
     """The program of the fork server: until the driver closes its end or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to act on
+    signal.signal(signal.SIGTERM, _leave_it_to_the_driver)
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
     try:
@@ -146,6 +147,11 @@ def main(fd: int, driver_pid: int, preload: Sequence[str]) -> None:
     gc.collect()
     gc.freeze()  # or the first collection in each actor would copy every page
     _Server(sock, driver, nanosched.local.worker.main).run()
+
+
+def _leave_it_to_the_driver(number: int, frame: object) -> None:
+    """Slurm, systemd and `timeout` tell every process; the driver may still want to save. A handler
+    and not SIG_IGN, which the programs that an actor starts would inherit."""
 
 
 class _Server:

@@ -122,6 +122,7 @@ def half_way(out: Path, target: Path) -> None:
     shutil.copytree(out, target, ignore=shutil.ignore_patterns("model", "latest", "*04"))
 
 
+@pytest.mark.xdist_group("gloo")
 def test_a_run_trains_resumes_bit_equal_and_also_split_over_processes(
     folder: Path, chats: Path, tmp_path: Path
 ) -> None:
@@ -238,6 +239,30 @@ def nobody_is_left(session: int) -> bool:
     return not processes_of(session)
 
 
+def test_a_layout_that_the_model_refuses_is_told_once_and_starts_no_process(
+    folder: Path,
+    chats: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    train_sft = script("train_sft")
+    monkeypatch.setattr(train_sft.asyncio, "run", None)
+    monkeypatch.delenv("RANK", raising=False)
+    for options, message in (
+        (("--ep", "2"), "ep=2: the model has no experts to split; use dp=2"),
+        (("--pp", "2", "--zero", "3"), "zero=3 with pp > 1"),
+        (("--tp", "2", "--model", "/nowhere"), "/nowhere"),
+    ):
+        given = arguments(folder, chats, tmp_path / "run", *options)
+        monkeypatch.setattr(sys, "argv", ["train_sft.py", *given])
+        assert train_sft.main() == 1
+        errors = capsys.readouterr().err
+        assert errors.count("error:") == 1 and message in errors
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.xdist_group("gloo")
 def test_a_killed_process_ends_the_run_with_one_error_and_leaves_no_other(
     folder: Path, chats: Path, tmp_path: Path
 ) -> None:
@@ -254,12 +279,14 @@ def test_a_killed_process_ends_the_run_with_one_error_and_leaves_no_other(
     assert nobody_is_left(program.pid)
 
 
-def test_ctrl_c_in_the_terminal_of_several_processes_saves_once_and_ends_all(
+@pytest.mark.xdist_group("gloo")
+def test_signals_to_all_of_several_processes_save_once_and_end_them(
     folder: Path, chats: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     program = start_ranks(folder, chats, out)
-    os.killpg(program.pid, signal.SIGINT)  # a terminal tells every process
+    os.killpg(program.pid, signal.SIGINT)  # a terminal tells every process, and so does
+    os.killpg(program.pid, signal.SIGTERM)  # whoever ends a job
     _, errors = program.communicate(timeout=120)
     assert program.returncode == 130, errors
     assert errors.count("stopping after this step") == 1 and "Traceback" not in errors, errors

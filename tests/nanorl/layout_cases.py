@@ -120,7 +120,7 @@ class Setting:
     model: str = "dense"
     dtype: str = "fp64"
     share_prefix: bool = False
-    budget: int = 60
+    budget: int = 120
     split: SplitConfig = field(default_factory=SplitConfig)
     bug: str = ""
 

@@ -29,7 +29,7 @@ from nanorl.batching import PolicyLoss, TrainBatch
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 STATISTICS = 1e-5  # they are fp32 sums whatever the model computes in
 PLANTED = 1e-3
-IN_FP32 = ("grpo", "gspo", "sequence_tis", "geometric", "veto")
+IN_FP32 = ("gspo", "sequence_tis", "geometric")
 """Losses of whole sequences; the others' fp32 differs from these in single tokens alone."""
 
 SETTINGS = {
