@@ -27,7 +27,7 @@ print(*sorted(sys.modules))
 """
 OF_SEVERAL = {
     *("ray", "nanosched.local", "nanosched.ray_backend", "nanorl.roles.cluster"),
-    *("nanorl.weights.shm", "uvicorn", "prometheus_client", "apprise"),
+    *("uvicorn", "prometheus_client", "apprise"),
 }
 
 
