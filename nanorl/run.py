@@ -117,6 +117,7 @@ class Run:
         self.monitor = RunMonitor(config.monitor, config.run_dir, live, roles.control)
         self.parts, self.roles = parts, roles
         self.live = live
+        roles.say = live.say
         self.dir = config.run_dir
         self.metrics = MetricsWriter(
             self.dir / "metrics.jsonl", tensorboard_dir=self.dir / "tensorboard"
