@@ -56,6 +56,7 @@ from nanorl.report.transcript import transcript
 from nanorl.roles.base import Roles, RunCritic
 from nanorl.roles.collector import CollectorRole
 from nanorl.roles.policy import TrainerLost
+from nanorl.roles.role import RoleLost
 from nanorl.store import Entry, RolloutStore
 from nanorl.trainer import StepResult, Trainer
 from nanorl.types import Rollout, Task
@@ -116,6 +117,7 @@ class Run:
         self.monitor = RunMonitor(config.monitor, config.run_dir, live, roles.control)
         self.parts, self.roles = parts, roles
         self.live = live
+        roles.say = live.say
         self.dir = config.run_dir
         self.metrics = MetricsWriter(
             self.dir / "metrics.jsonl", tensorboard_dir=self.dir / "tensorboard"
@@ -195,7 +197,7 @@ class Run:
         self.num_losses = self.num_losses + 1 if place <= self.furthest_loss else 1
         self.furthest_loss = max(place, self.furthest_loss)
         if self.num_losses > MOST_LOSSES:
-            raise RuntimeError(
+            raise RoleLost(
                 f"{lost}; that happened {self.num_losses} times, and the run got no further than "
                 f"step {self.cursor.step} of the phase {self.cursor.phase}. Look at the messages "
                 "above (memory?), then go on with --resume"

@@ -34,6 +34,7 @@ LEFT_OUT = {
     "bash scripts/test.sh": ".ci/run has just run it",
     "bash scripts/gpu_check.sh": "needs a GPU",
     "bash scripts/bench.sh": "takes an hour and installs the peers",
+    ".venv/bin/nanorl": "asks a run that trains; tests/nanorl/test_monitor_run.py starts one",
 }
 SERVER = "bash scripts/serve.sh"
 

@@ -61,14 +61,12 @@ PRELOAD = ("torch", "nanorl.roles.policy", "nanorl.roles.replica", "nanorl.roles
 class Cluster:
     """The processes of a run, from `start` to `close_loop`."""
 
-    def __init__(
-        self, parts: Parts, say: Callable[[str], None] = lambda text: print(text, flush=True)
-    ) -> None:
+    def __init__(self, parts: Parts) -> None:
         """`ValueError` for a layout that the model or the number of GPUs does not allow, before any
-        process starts.
-        `say` tells the user what died and was started again."""
+        process starts."""
         config = parts.config
-        self.parts, self.config, self.say = parts, config, say
+        self.parts, self.config = parts, config
+        self.say: Callable[[str], None] = print
         self.layout = config.learner.layout
         check_layout(self.layout, parts.shape, parts.warm_start_config(), config.learner)
         self._scheduler = Scheduler(
