@@ -36,6 +36,7 @@ from nanorl.roles.base import RunCritic
 from nanorl.roles.clients import ActorClient, ReplicaClient
 from nanorl.roles.collector import CollectorRole, collector_role
 from nanorl.roles.http_replica import HttpReplica
+from nanorl.roles.placement import Places
 from nanorl.roles.policy import (
     PolicyRank,
     PolicyRecipe,
@@ -51,7 +52,7 @@ from nanorl.roles.store import store_role
 from nanorl.store import RolloutStore
 from nanorl.weights.offer import Offer, WeightReceiver
 from nanorl.weights.transport import Load, Transport, open_transport, weight_bytes
-from nanosched import ActorHandle, Scheduler, WorkerDied, WorkerGroup
+from nanosched import ActorHandle, Scheduler, WorkerDied, WorkerGroup, node_address
 
 PRELOAD = ("torch", "nanorl.roles.policy", "nanorl.roles.replica", "nanorl.roles.collector")
 """Imported once, by the process that all others are forked from."""
@@ -61,7 +62,8 @@ class Cluster:
     """The processes of a run, from `start` to `close_loop`."""
 
     def __init__(self, parts: Parts) -> None:
-        """`ValueError` for a layout that the model does not allow, before any process starts."""
+        """`ValueError` for a layout that the model or the number of GPUs does not allow, before any
+        process starts."""
         config = parts.config
         self.parts, self.config = parts, config
         self.say: Callable[[str], None] = print
@@ -72,6 +74,12 @@ class Cluster:
             preload=PRELOAD if config.cluster.backend == "local" else (),
             address=config.cluster.address or None,
         )
+        try:
+            has_gpus = parts.device.type == "cuda"
+            self._places = Places(self._scheduler, config, has_gpus=has_gpus)
+        except ValueError:
+            self._scheduler.close()
+            raise
         self.optimizer_thread = ThreadPoolExecutor(1, "optimizer")
         self.store = store_role(
             self._scheduler, config.run_dir / "rollouts.sqlite", on_restart=self._restarted
@@ -85,7 +93,8 @@ class Cluster:
         )
         self._replicas: dict[str, Role[Replica]] = {}
         self._serving: dict[str, ActorHandle[Replica]] = {}  # with the current weights
-        self._scorers: list[Role[Any]] = []
+        self._reference: Role[ReferenceRole] | None = None
+        self._critic: ActorHandle[CriticRole] | None = None
         self._outside: dict[str, HttpReplica] = {}
         self._critic_watch: asyncio.Task[str] | None = None
         self._critic_answer: Mapping[str, float] = {}
@@ -148,7 +157,8 @@ class Cluster:
             self._transport.close()
 
     def _all(self) -> list[Role[Any]]:
-        return [self.collector, *self._replicas.values(), self.store, *self._scorers]
+        scorers = [] if self._reference is None else [self._reference]
+        return [self.collector, *self._replicas.values(), self.store, *scorers]
 
     def roles(self) -> list[RoleStatus]:
         """As they last said themselves."""
@@ -212,7 +222,7 @@ class Cluster:
             threads=config.learner.threads or max(1, num_threads(config) // world),
         )
         ranks = [((recipe, rank), dict[str, Any]()) for rank in range(world)]
-        group = self._scheduler.group(PolicyRank, ranks, num_cpus=0, num_gpus=self._gpu_share)
+        group = self._scheduler.group(PolicyRank, ranks, **self._places.trainer.of_all)
         await start_trainer(group)
         self._group = group
         self._engine = RankedEngine(group, recipe, asyncio.get_running_loop())
@@ -236,13 +246,6 @@ class Cluster:
         async with asyncio.TaskGroup() as ranks:
             for rank, handle in enumerate(group.handles):
                 ranks.create_task(watch(rank, handle))
-
-    @property
-    def _gpu_share(self) -> float:
-        """The GPUs of a process: one, or half of one that trainer and replica share."""
-        if self.parts.device.type != "cuda":
-            return 0
-        return 0.5 if self.config.cluster.placement == "colocated" else 1
 
     # -- weights -------------------------------------------------------------------------------
 
@@ -275,6 +278,7 @@ class Cluster:
             num_senders=self.layout.world,
             is_delta=self.config.cluster.delta,
             timeout_s=self.config.cluster.hang_s,
+            meeting_place=(node_address(), self.parts.device.type),
         )
 
     async def publish(self, version: int) -> float:
@@ -329,6 +333,7 @@ class Cluster:
 
     def _new_replica(self) -> Role[Replica]:
         name = f"replica-{self._num_started}"
+        self._places.replica(name)  # first: there may be no room for it
         self._num_started += 1
         role = Role(
             name,
@@ -362,22 +367,20 @@ class Cluster:
 
     async def _seat_replica(self, name: str, recipe: ReplicaRecipe) -> ActorHandle[Replica]:
         """The actor that answers for a replica, of one process or of several that end together."""
-        builder = self._scheduler.actor(Replica, num_cpus=0, num_gpus=self._gpu_share)
-        tp = self.config.rollout.tp
+        tp, place = self.config.rollout.tp, self._places.replica(name)
         if tp == 1:
-            handle = builder.remote(recipe)
+            handle = self._scheduler.actor(Replica, **place.of_one).remote(recipe)
             await handle.call(Replica.heartbeat)
             return handle
-        store, meeting = open_store()
+        store, meeting = open_store(node_address())
         epoch = f"{name}/{uuid.uuid4().hex}"
         seats = [
             Seat(rank=rank, tp=tp, host=meeting.host, port=meeting.port, name=epoch)
             for rank in range(tp)
         ]
         group = self._scheduler.group(
-            Replica, [((recipe,), {"seat": seat}) for seat in seats], num_cpus=0,
-            num_gpus=self._gpu_share,
-        )  # fmt: skip
+            Replica, [((recipe,), {"seat": seat}) for seat in seats], **place.of_all
+        )
         self._split_replicas[name] = group, store
         for follower in group.handles[1:]:
             follower.call(Replica.follow)
@@ -399,10 +402,23 @@ class Cluster:
             raise ValueError(f"replicas={replicas}: at least one has to play the rollouts")
         while len(self._replicas) > replicas:
             await self.remove_replica(next(reversed(self._replicas)))
-        new = [self._new_replica() for _ in range(replicas - len(self._replicas))]
+        new = self._new_replicas(replicas - len(self._replicas))
         await asyncio.gather(*(role.handle() for role in new))
         for role in new:
             self._watch(role, Replica.heartbeat)
+
+    def _new_replicas(self, count: int) -> list[Role[Replica]]:
+        """All of them, or none where there is no room for all."""
+        new: list[Role[Replica]] = []
+        try:
+            for _ in range(count):
+                new.append(self._new_replica())
+        except ValueError:
+            for role in new:
+                del self._replicas[role.name]
+                self._places.free(role.name)
+            raise
+        return new
 
     async def remove_replica(self, name: str) -> None:
         """Take no more requests, hand on those under way, and end."""
@@ -422,6 +438,7 @@ class Cluster:
             await _ended(handle.call(Replica.drain))
             self._scheduler.kill(handle)
             self.transport.remove(name)
+        self._places.free(name)
 
     async def add_replica(self, address: str) -> str:
         """A server that somebody else started, as one more replica, with the current weights."""
@@ -452,25 +469,33 @@ class Cluster:
     # -- reference and critic ------------------------------------------------------------------
 
     async def open_reference(self, folder: Path) -> Policy:
+        """The same one where a trainer that was lost began the phase before."""
+        loop = asyncio.get_running_loop()
+        if self._reference is not None:
+            return RemoteReference(self._reference, loop)
         threads = num_threads(self.config)
 
         async def start() -> ActorHandle[ReferenceRole]:
-            handle = self._scheduler.actor(
-                ReferenceRole, num_cpus=0, num_gpus=self._gpu_share
-            ).remote(self.config, folder, threads)
+            place = self._places.scorers["reference"]
+            handle = self._scheduler.actor(ReferenceRole, **place.of_one).remote(
+                self.config, folder, threads
+            )
             await handle.call(ReferenceRole.heartbeat)
             return handle
 
         role = Role("reference", "reference", self._scheduler, start, on_restart=self._restarted)
         await role.handle()
-        self._scorers.append(role)
+        self._reference = role
         self._watch(role, ReferenceRole.heartbeat)
-        return RemoteReference(role, asyncio.get_running_loop())
+        return RemoteReference(role, loop)
 
     async def open_critic(self, scratch: Path) -> RunCritic:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self.optimizer_thread, self.engine.write_model, scratch)
-        handle = self._scheduler.actor(CriticRole, num_cpus=0, num_gpus=self._gpu_share).remote(
+        if self._critic is not None:  # of the phase that a lost trainer began
+            self._scheduler.kill(self._critic)
+        place = self._places.scorers["critic"]
+        self._critic = handle = self._scheduler.actor(CriticRole, **place.of_one).remote(
             self.config, self.parts.critic_config(), scratch, num_threads(self.config)
         )
         await handle.call(CriticRole.heartbeat)
