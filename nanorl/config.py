@@ -296,6 +296,8 @@ class ClusterConfig:
     """Seconds between two questions to each role whether it still works."""
     hang_s: float = 120.0
     """A role that does not answer so long is killed and started again."""
+    start_s: float = 600.0
+    """A role that is not ready so long after it was started, its model loaded, is killed, too."""
 
     def __post_init__(self) -> None:
         check_record(
@@ -303,6 +305,7 @@ class ClusterConfig:
             "cluster.",
             heartbeat_s=Bound(0.05, 3600, "faster only costs time"),
             hang_s=Bound(0.5, 86400, "a longer silence is a night lost"),
+            start_s=Bound(1, 86400, "a longer wait is a night lost"),
         )
         if self.address and self.backend != "ray":
             raise ValueError(
