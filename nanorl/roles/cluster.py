@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanoengine.build import check_layout
-from nanoengine.config import DTYPES
+from nanoengine.config import DTYPES, EngineConfig
+from nanoengine.parallel.mesh import Layout
 from nanoengine.parallel.rendezvous import open_store
 from nanoengine.scoring import Policy
 from nanorl.monitor.control import RoleStatus
@@ -35,7 +36,7 @@ from nanorl.parts import Parts, num_threads
 from nanorl.roles.base import RunCritic
 from nanorl.roles.clients import ActorClient, ReplicaClient
 from nanorl.roles.collector import CollectorRole, collector_role
-from nanorl.roles.http_replica import HttpReplica
+from nanorl.roles.http_replica import HttpReplica, check_servers, server_at
 from nanorl.roles.placement import Places
 from nanorl.roles.policy import (
     PolicyRank,
@@ -78,6 +79,10 @@ class Cluster:
         self.say: Callable[[str], None] = print
         self.layout = config.learner.layout
         check_layout(self.layout, parts.shape, parts.warm_start_config(), config.learner)
+        if config.rollout.tp > 1:
+            check_layout(Layout(tp=config.rollout.tp), parts.shape, EngineConfig())
+        if config.rollout.addresses:
+            check_servers(config.rollout.addresses, config.rollout.api_key_file)
         self._scheduler = Scheduler(
             backend=config.cluster.backend,
             preload=PRELOAD if config.cluster.backend == "local" else (),
@@ -188,7 +193,21 @@ class Cluster:
     def roles(self) -> list[RoleStatus]:
         """As they last said themselves."""
         others = [role.status() for role in self._all()]
-        return [*self._trainer_statuses(), *others, *self._critic_status()]
+        return [*self._trainer_statuses(), *others, *self._critic_status(), *self._servers()]
+
+    def _servers(self) -> list[RoleStatus]:
+        return [
+            RoleStatus(
+                name=name,
+                kind="replica",
+                state="ready",
+                restarts=0,
+                pid=None,
+                host=server.host,
+                metrics={},
+            )
+            for name, server in self._outside.items()
+        ]
 
     def _critic_status(self) -> list[RoleStatus]:
         if self._critic is None:
@@ -521,8 +540,7 @@ class Cluster:
                 f"{address}: a server reads weights from files; start the run with "
                 "--cluster.transport disk to use servers"
             )
-        key = self.config.rollout.api_key_file
-        replica = HttpReplica(url=address, api_key=key.read_text().strip() if key else None)
+        replica = server_at(address, self.config.rollout.api_key_file)
         await replica.heartbeat()
         name = f"server-{self._num_started}"
         self._num_started += 1
