@@ -291,13 +291,15 @@ class ClusterConfig:
     GPU and take turns, the one asleep while the other works. On CPUs both reserve nothing."""
     transport: TransportName = "auto"
     """How weights reach replicas in other processes; auto: shm on one machine, dist on many, disk
-    for servers and with delta, cuda_ipc where trainer and one replica share a GPU."""
+    for servers, cuda_ipc where the trainer and the only replica share a GPU."""
     delta: bool = False
-    """Send what changed since the last version; only the transport disk can."""
+    """Send what changed since the last version; needs the transport disk."""
     heartbeat_s: float = 5.0
     """Seconds between two questions to each role whether it still works."""
     hang_s: float = 120.0
     """A role that does not answer so long is killed and started again."""
+    start_s: float = 600.0
+    """A role that is not ready so long after it was started, its model loaded, is killed, too."""
 
     def __post_init__(self) -> None:
         check_record(
@@ -305,12 +307,8 @@ class ClusterConfig:
             "cluster.",
             heartbeat_s=Bound(0.05, 3600, "faster only costs time"),
             hang_s=Bound(0.5, 86400, "a longer silence is a night lost"),
+            start_s=Bound(1, 86400, "a longer wait is a night lost"),
         )
-        if self.delta and self.transport not in ("auto", "disk"):
-            raise ValueError(
-                f"--cluster.delta with --cluster.transport {self.transport}: it sends whole "
-                "tensors; choose disk, or leave --cluster.delta out"
-            )
         if self.address and self.backend != "ray":
             raise ValueError(
                 f"--cluster.address {self.address}: only --cluster.backend ray joins a cluster"
@@ -473,11 +471,32 @@ class RunConfig:
                 f"--device {self.device} with --cluster.backend {self.cluster.backend}: each "
                 "process gets devices of its own; say cuda, and choose with CUDA_VISIBLE_DEVICES"
             )
+        self._check_transport()
         if self.cluster.placement == "colocated" and self.rl.max_staleness > 0:
             raise ValueError(
                 f"--cluster.placement colocated with --rl.max-staleness {self.rl.max_staleness}: "
                 "engines that take turns cannot roll out during a step; choose separate, or "
                 "--rl.max-staleness 0"
+            )
+
+    def _check_transport(self) -> None:
+        """Refuse ways of the weights that do not exist or do not reach all who need them."""
+        transport, addresses = self.cluster.transport, self.rollout.addresses
+        if self.cluster.backend == "inline" and (transport != "auto" or self.cluster.delta):
+            flag = "delta" if transport == "auto" else f"transport {transport}"
+            raise ValueError(
+                f"--cluster.{flag}: in one process weights are copied within it; add "
+                "--cluster.backend local, or ray, or leave it out"
+            )
+        if self.cluster.delta and transport != "disk":
+            raise ValueError(
+                f"--cluster.delta with --cluster.transport {transport}: only files can hold what "
+                "changed alone; add --cluster.transport disk"
+            )
+        if addresses and transport not in ("auto", "disk"):
+            raise ValueError(
+                f"--rollout.addresses {addresses[0]} with --cluster.transport {transport}: a "
+                "server reads its weights from files; set --cluster.transport disk"
             )
 
     @property

@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from nanoengine.build import check_layout
-from nanoengine.config import DTYPES
+from nanoengine.config import DTYPES, EngineConfig
+from nanoengine.parallel.mesh import Layout
 from nanoengine.parallel.rendezvous import open_store
 from nanoengine.scoring import Policy
 from nanorl.monitor.control import RoleStatus
@@ -35,7 +36,7 @@ from nanorl.parts import Parts, num_threads
 from nanorl.roles.base import RunCritic
 from nanorl.roles.clients import ActorClient, ReplicaClient
 from nanorl.roles.collector import CollectorRole, collector_role
-from nanorl.roles.http_replica import HttpReplica
+from nanorl.roles.http_replica import HttpReplica, check_servers, server_at
 from nanorl.roles.placement import Places, transport_kind
 from nanorl.roles.policy import (
     PolicyRank,
@@ -46,12 +47,21 @@ from nanorl.roles.policy import (
     start_trainer,
 )
 from nanorl.roles.replica import Replica, ReplicaRecipe, Seat
-from nanorl.roles.role import MOST_FAILURES, Pulse, Role, RoleLost, until_dead
+from nanorl.roles.role import (
+    MOST_FAILURES,
+    Pulse,
+    Role,
+    RoleLost,
+    heard,
+    killed_unless_ready,
+    limited_start,
+    until_dead,
+)
 from nanorl.roles.scorers import CriticRole, ReferenceRole, RemoteCritic, RemoteReference
 from nanorl.roles.store import store_role
 from nanorl.roles.turns import Hosts, Turns
 from nanorl.store import RolloutStore
-from nanorl.weights.offer import Offer, WeightReceiver
+from nanorl.weights.offer import Offer, WeightReceiver, WeightsRefused
 from nanorl.weights.transport import Load, Transport, open_transport, weight_bytes
 from nanosched import ActorHandle, Scheduler, WorkerDied, WorkerGroup, node_address
 
@@ -71,6 +81,10 @@ class Cluster:
         self.layout = config.learner.layout
         check_layout(self.layout, parts.shape, parts.warm_start_config(), config.learner)
         self._transport_kind = transport_kind(config, has_gpus=parts.device.type == "cuda")
+        if config.rollout.tp > 1:
+            check_layout(Layout(tp=config.rollout.tp), parts.shape, EngineConfig())
+        if config.rollout.addresses:
+            check_servers(config.rollout.addresses, config.rollout.api_key_file)
         self._scheduler = Scheduler(
             backend=config.cluster.backend,
             preload=PRELOAD if config.cluster.backend == "local" else (),
@@ -84,7 +98,10 @@ class Cluster:
             raise
         self.optimizer_thread = ThreadPoolExecutor(1, "optimizer")
         self.store = store_role(
-            self._scheduler, config.run_dir / "rollouts.sqlite", on_restart=self._restarted
+            self._scheduler,
+            config.run_dir / "rollouts.sqlite",
+            start_s=config.cluster.start_s,
+            on_restart=self._restarted,
         )
         self.collector = collector_role(
             self._scheduler,
@@ -96,10 +113,11 @@ class Cluster:
         self._replicas: dict[str, Role[Replica]] = {}
         self._serving: dict[str, ActorHandle[Replica]] = {}  # with the current weights
         self._reference: Role[ReferenceRole] | None = None
-        self._critic: ActorHandle[CriticRole] | None = None
         self._outside: dict[str, HttpReplica] = {}
+        self._critic: ActorHandle[CriticRole] | None = None
         self._critic_watch: asyncio.Task[str] | None = None
         self._critic_answer: Mapping[str, float] = {}
+        self._num_critics = 0
         # Of replicas over several processes: all of them, and the store where they meet.
         self._split_replicas: dict[str, tuple[WorkerGroup[Replica], Any]] = {}
         self._group: WorkerGroup[PolicyRank] | None = None
@@ -119,6 +137,7 @@ class Cluster:
         self._is_parked = False  # the trainer's optimizer
         self._publishing = asyncio.Lock()
         self._has_weights = False
+        self._role_lost: asyncio.Future[None] | None = None  # never has a value, only an error
 
     @property
     def control(self) -> Cluster:
@@ -128,6 +147,7 @@ class Cluster:
 
     async def start(self) -> None:
         """Start all roles; those that need nothing of each other at the same time."""
+        self._role_lost = asyncio.get_running_loop().create_future()
         replicas = [self._new_replica() for _ in range(self.config.rollout.replicas)]
         await asyncio.gather(
             self._start_trainer(),
@@ -144,7 +164,15 @@ class Cluster:
 
     def _watch(self, role: Role[Any], heartbeat: Callable[..., Any]) -> None:
         cluster = self.config.cluster
-        role.watch(heartbeat, cluster.heartbeat_s, cluster.hang_s)
+        watch = role.watch(heartbeat, cluster.heartbeat_s, cluster.hang_s)
+        watch.add_done_callback(self._note_lost)
+
+    def _note_lost(self, watch: asyncio.Task[None]) -> None:
+        """A role without a successor ends the run (`trainer_death`)."""
+        error = None if watch.cancelled() else watch.exception()
+        assert self._role_lost is not None, "`start` comes first"
+        if error is not None and not self._role_lost.done():
+            self._role_lost.set_exception(error)
 
     def _restarted(self, role: Role[Any], why: str) -> None:
         self.say(f"{role.name}: {why}; starting it again")
@@ -159,6 +187,8 @@ class Cluster:
                 watch.cancel()
         for role in self._all():
             role.close()
+        if self._role_lost is not None:
+            self._role_lost.cancel()
 
     def close(self) -> None:
         self._scheduler.close()
@@ -167,12 +197,44 @@ class Cluster:
             self._transport.close()
 
     def _all(self) -> list[Role[Any]]:
-        scorers = [] if self._reference is None else [self._reference]
-        return [self.collector, *self._replicas.values(), self.store, *scorers]
+        reference = () if self._reference is None else (self._reference,)
+        return [self.collector, *self._replicas.values(), self.store, *reference]
 
     def roles(self) -> list[RoleStatus]:
         """As they last said themselves."""
-        return [*self._trainer_statuses(), *(role.status() for role in self._all())]
+        others = [role.status() for role in self._all()]
+        return [*self._trainer_statuses(), *others, *self._critic_status(), *self._servers()]
+
+    def _servers(self) -> list[RoleStatus]:
+        return [
+            RoleStatus(
+                name=name,
+                kind="replica",
+                state="ready",
+                restarts=0,
+                pid=None,
+                host=server.host,
+                metrics={},
+            )
+            for name, server in self._outside.items()
+        ]
+
+    def _critic_status(self) -> list[RoleStatus]:
+        if self._critic is None:
+            return []
+        answer = dict(self._critic_answer)
+        pid = answer.pop("pid", None)
+        return [
+            RoleStatus(
+                name="critic",
+                kind="critic",
+                state="ready" if pid is not None else "starting",
+                restarts=self._num_critics - 1,
+                pid=None if pid is None else int(pid),
+                host=socket.gethostname(),
+                metrics=answer,
+            )
+        ]
 
     def _trainer_statuses(self) -> list[RoleStatus]:
         is_alive = self._group is not None and not self._group.death.is_done()
@@ -197,9 +259,17 @@ class Cluster:
         return self._engine
 
     async def trainer_death(self) -> str:
-        """Wait until the trainer dies; returns how."""
-        assert self._group is not None, "`start` comes first"
-        return await self._group.death
+        """Wait until the trainer dies; returns how. Raises RoleLost if another role is dead and
+        cannot be started again."""
+        assert self._group is not None and self._role_lost is not None, "`start` comes first"
+        death = asyncio.ensure_future(heard(self._group.death))
+        try:
+            await asyncio.wait({death, self._role_lost}, return_when=asyncio.FIRST_COMPLETED)
+            if self._role_lost.done():
+                self._role_lost.result()  # raises
+            return str(death.result())
+        finally:
+            death.cancel()
 
     async def restart_trainer(self) -> None:
         self._trainer_restarts += 1
@@ -239,7 +309,15 @@ class Cluster:
         )
         ranks = [((recipe, rank), dict[str, Any]()) for rank in range(world)]
         group = self._scheduler.group(PolicyRank, ranks, **self._places.trainer.of_all)
-        await start_trainer(group)
+        try:
+            async with limited_start("the trainer", config.cluster.start_s):
+                await start_trainer(group)
+        except WorkerDied as died:
+            group.kill()
+            raise TrainerLost(f"the trainer died ({died})") from died
+        except BaseException:
+            group.kill()
+            raise
         self._group = group
         self._engine = RankedEngine(
             group, recipe, asyncio.get_running_loop(), turn=self._turns.of_trainer
@@ -297,6 +375,7 @@ class Cluster:
                 name: partial(self._load, one) for name, one in self._serving.items()
             }
             loads |= {name: one.load_weights for name, one in self._outside.items()}
+            self._has_weights = False  # if the trainer dies now, the next publication brings them
             report = await self.transport.publish(partial(self._send, version), loads, version)
             self._has_weights = True
         for name, why in (report.refused | dict.fromkeys(report.late, "no answer")).items():
@@ -353,6 +432,7 @@ class Cluster:
             "replica",
             self._scheduler,
             partial(self._start_replica, name),
+            start_s=self.config.cluster.start_s,
             on_restart=self._restarted,
         )
         self._replicas[name] = role
@@ -373,22 +453,31 @@ class Cluster:
             threads=threads,
             infer=self.parts.infer_config(),
         )
-        handle = await self._seat_replica(name, recipe)
-        async with self._publishing:  # nobody may publish between the two lines
-            if self._has_weights:
-                await self.transport.catch_up(name, partial(self._load, handle))
-            self._serving[name] = handle
+        async with killed_unless_ready(self._scheduler, self._seat_replica(name, recipe)) as handle:
+            await handle.call(Replica.heartbeat)
+            async with self._publishing:  # nobody may publish between the two lines
+                if self._has_weights:
+                    await self._catch_up(name, handle)
+                self._serving[name] = handle
         if (collector := self.collector.current) is not None:
             await _ended(collector.call(CollectorRole.set_replicas, self._clients()))
         return handle
 
-    async def _seat_replica(self, name: str, recipe: ReplicaRecipe) -> ActorHandle[Replica]:
+    async def _catch_up(self, name: str, handle: ActorHandle[Replica]) -> None:
+        """The current weights for a new replica. WorkerDied if it does not get them from a trainer
+        that lives: another attempt may."""
+        try:
+            await self.transport.catch_up(name, partial(self._load, handle))
+        except TrainerLost:
+            self._has_weights = False  # it publishes when it is back, before the next request
+        except WeightsRefused as refused:
+            raise WorkerDied(f"{name} did not take the weights ({refused})") from refused
+
+    def _seat_replica(self, name: str, recipe: ReplicaRecipe) -> ActorHandle[Replica]:
         """The actor that answers for a replica, of one process or of several that end together."""
         tp, place = self.config.rollout.tp, self._places.replica(name)
         if tp == 1:
-            handle = self._scheduler.actor(Replica, **place.of_one).remote(recipe)
-            await handle.call(Replica.heartbeat)
-            return handle
+            return self._scheduler.actor(Replica, **place.of_one).remote(recipe)
         store, meeting = open_store(node_address())
         epoch = f"{name}/{uuid.uuid4().hex}"
         seats = [
@@ -401,7 +490,6 @@ class Cluster:
         self._split_replicas[name] = group, store
         for follower in group.handles[1:]:
             follower.call(Replica.follow)
-        await group.handles[0].call(Replica.heartbeat)
         return group.handles[0]
 
     def _clients(self) -> dict[str, ReplicaClient]:
@@ -409,7 +497,12 @@ class Cluster:
         return {**ours, **self._outside}
 
     async def _introduce_all(self, collector: ActorHandle[CollectorRole]) -> None:
-        await collector.call(CollectorRole.set_replicas, self._clients())
+        """A new collector's predecessor waits for nothing any more."""
+        await asyncio.gather(*(_ended(one.call(Replica.abort)) for one in self._serving.values()))
+        known = None
+        while known != self._serving:  # until nobody has come or gone meanwhile
+            known = dict(self._serving)
+            await collector.call(CollectorRole.set_replicas, self._clients())
 
     # -- elastic -------------------------------------------------------------------------------
 
@@ -464,8 +557,7 @@ class Cluster:
                 f"{address}: a server reads weights from files; start the run with "
                 "--cluster.transport disk to use servers"
             )
-        key = self.config.rollout.api_key_file
-        replica = HttpReplica(url=address, api_key=key.read_text().strip() if key else None)
+        replica = server_at(address, self.config.rollout.api_key_file)
         await replica.heartbeat()
         name = f"server-{self._num_started}"
         self._num_started += 1
@@ -486,21 +578,28 @@ class Cluster:
     # -- reference and critic ------------------------------------------------------------------
 
     async def open_reference(self, folder: Path) -> Policy:
-        """The same one where a trainer that was lost began the phase before."""
         loop = asyncio.get_running_loop()
-        if self._reference is not None:
+        if self._reference is not None:  # the trainer was restarted, the reference goes on
             return RemoteReference(self._reference, loop)
         threads = num_threads(self.config)
 
         async def start() -> ActorHandle[ReferenceRole]:
             place = self._places.scorers["reference"]
-            handle = self._scheduler.actor(ReferenceRole, **place.of_one).remote(
+            actor = self._scheduler.actor(ReferenceRole, **place.of_one).remote(
                 self.config, folder, threads
             )
-            await handle.call(ReferenceRole.heartbeat)
+            async with killed_unless_ready(self._scheduler, actor) as handle:
+                await handle.call(ReferenceRole.heartbeat)
             return handle
 
-        role = Role("reference", "reference", self._scheduler, start, on_restart=self._restarted)
+        role = Role(
+            "reference",
+            "reference",
+            self._scheduler,
+            start,
+            start_s=self.config.cluster.start_s,
+            on_restart=self._restarted,
+        )
         await role.handle()
         self._reference = role
         self._watch(role, ReferenceRole.heartbeat)
@@ -509,14 +608,23 @@ class Cluster:
     async def open_critic(self, scratch: Path) -> RunCritic:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self.optimizer_thread, self.engine.write_model, scratch)
-        if self._critic is not None:  # of the phase that a lost trainer began
+        if self._critic is not None:  # it has learnt from steps that the run went back behind
             self._scheduler.kill(self._critic)
         place = self._places.scorers["critic"]
-        self._critic = handle = self._scheduler.actor(CriticRole, **place.of_one).remote(
+        actor = self._scheduler.actor(CriticRole, **place.of_one).remote(
             self.config, self.parts.critic_config(), scratch, num_threads(self.config)
         )
-        await handle.call(CriticRole.heartbeat)
         cluster = self.config.cluster
+        try:
+            async with (
+                killed_unless_ready(self._scheduler, actor) as handle,
+                limited_start("the critic", cluster.start_s),
+            ):
+                await handle.call(CriticRole.heartbeat)
+        except WorkerDied as died:
+            raise TrainerLost(f"the critic died ({died})") from died
+        self._critic, self._critic_answer = handle, {}
+        self._num_critics += 1
         pulse = Pulse(CriticRole.heartbeat, cluster.heartbeat_s, cluster.hang_s, self._hear_critic)
         self._critic_watch = asyncio.create_task(until_dead(self._scheduler, handle, pulse))
         return RemoteCritic(handle, loop)
@@ -526,6 +634,6 @@ class Cluster:
 
 
 async def _ended(call: Any) -> None:
-    """Wait for a call whose actor may be dead; then its successor is told anyhow."""
+    """Wait for a call whose actor may be dead; its successor, if any, is told anyhow."""
     with suppress(WorkerDied):
         await call

@@ -65,7 +65,9 @@ class InlineRoles:
         self.collector = collector_role(
             self._scheduler, config, parts.folder, kit=self.kit, generator=self.generator
         )
-        self.store = store_role(self._scheduler, config.run_dir / "rollouts.sqlite")
+        self.store = store_role(
+            self._scheduler, config.run_dir / "rollouts.sqlite", start_s=config.cluster.start_s
+        )
 
     @property
     def control(self) -> None:

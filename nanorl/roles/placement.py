@@ -172,7 +172,7 @@ def transport_kind(config: RunConfig, *, has_gpus: bool) -> Kind:
         )
     if cluster.transport != "auto":
         return cluster.transport
-    if cluster.delta or rollout.addresses or (is_shared and cluster.backend == "ray"):
+    if rollout.addresses or (is_shared and cluster.backend == "ray"):
         return "disk"
     if cluster.backend == "ray":
         return "dist"

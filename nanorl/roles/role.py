@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -43,9 +44,11 @@ class Role(Generic[A]):
         scheduler: Scheduler,
         start: Callable[[], Awaitable[ActorHandle[A]]],
         *,
+        start_s: float,
         on_restart: OnRestart | None = None,
     ) -> None:
-        self.name, self.kind = name, kind
+        """A start that takes longer than `start_s` has failed."""
+        self.name, self.kind, self.start_s = name, kind, start_s
         self.num_restarts = 0
         self.is_closed = False
         self._scheduler, self._start, self._on_restart = scheduler, start, on_restart
@@ -112,7 +115,8 @@ class Role(Generic[A]):
     async def _start_again_and_again(self) -> ActorHandle[A]:
         for attempt in range(MOST_FAILURES):
             try:
-                return await self._start()
+                async with limited_start(self.name, self.start_s):
+                    return await self._start()
             except WorkerDied as died:
                 if attempt == MOST_FAILURES - 1:
                     raise RoleLost(
@@ -125,12 +129,16 @@ class Role(Generic[A]):
 
     # -- supervision -------------------------------------------------------------------------
 
-    def watch(self, heartbeat: Callable[..., Any], every_s: float, hang_s: float) -> None:
-        """From now on a successor is started as soon as the actor dies or stops answering."""
+    def watch(
+        self, heartbeat: Callable[..., Any], every_s: float, hang_s: float
+    ) -> asyncio.Task[None]:
+        """From now on a successor is started as soon as the actor dies or stops answering. The
+        task ends with an error if none can be started, else when the role is closed."""
         if self._watch is None:
             self._watch = asyncio.create_task(
                 self._watch_forever(heartbeat, every_s, hang_s), name=f"watch {self.name}"
             )
+        return self._watch
 
     async def _watch_forever(
         self, heartbeat: Callable[..., Any], every_s: float, hang_s: float
@@ -149,6 +157,33 @@ class Role(Generic[A]):
         self.is_closed = True
         if self._watch is not None:
             self._watch.cancel()
+
+
+@asynccontextmanager
+async def limited_start(name: str, start_s: float) -> AsyncIterator[None]:
+    """Inside, a process may take so long to become ready; WorkerDied after that. A process that
+    does not answer yet has no heartbeat by which a hang could be seen."""
+    limit = asyncio.timeout(start_s)
+    try:
+        async with limit:
+            yield
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise WorkerDied(f"{name} was not ready after {start_s:g} s, so it was killed") from error
+
+
+@asynccontextmanager
+async def killed_unless_ready(
+    scheduler: Scheduler, handle: ActorHandle[A]
+) -> AsyncIterator[ActorHandle[A]]:
+    """Inside, a new actor gets ready. If that fails or is given up, nobody will ever use it: a
+    stopped process would stay."""
+    try:
+        yield handle
+    except BaseException:
+        scheduler.kill(handle)
+        raise
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,6 @@ def test_on_cpus_any_layout_fits(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"backend": "local"}, 1, True, "shm"),
         ({"backend": "local", "placement": "colocated"}, 1, True, "cuda_ipc"),
         ({"backend": "local", "placement": "colocated"}, 2, True, "shm"),
-        ({"backend": "local", "delta": True}, 1, False, "disk"),
         ({"backend": "ray"}, 1, True, "dist"),
         ({"backend": "ray", "placement": "colocated"}, 1, True, "disk"),
         ({"backend": "ray", "transport": "shm"}, 1, False, "shm"),
