@@ -464,11 +464,32 @@ class RunConfig:
                             f"--{section}.{one.name} {value}: needs processes of its own; add "
                             "--cluster.backend local, or ray"
                         )
+        self._check_transport()
         if self.cluster.placement == "colocated" and self.rl.max_staleness > 0:
             raise ValueError(
                 f"--cluster.placement colocated with --rl.max-staleness {self.rl.max_staleness}: "
                 "engines that take turns cannot roll out during a step; choose separate, or "
                 "--rl.max-staleness 0"
+            )
+
+    def _check_transport(self) -> None:
+        """Refuse ways of the weights that do not exist or do not reach all who need them."""
+        transport, addresses = self.cluster.transport, self.rollout.addresses
+        if self.cluster.backend == "inline" and (transport != "auto" or self.cluster.delta):
+            flag = "delta" if transport == "auto" else f"transport {transport}"
+            raise ValueError(
+                f"--cluster.{flag}: in one process weights are copied within it; add "
+                "--cluster.backend local, or ray, or leave it out"
+            )
+        if self.cluster.delta and transport != "disk":
+            raise ValueError(
+                f"--cluster.delta with --cluster.transport {transport}: only files can hold what "
+                "changed alone; add --cluster.transport disk"
+            )
+        if addresses and transport not in ("auto", "disk"):
+            raise ValueError(
+                f"--rollout.addresses {addresses[0]} with --cluster.transport {transport}: a "
+                "server reads its weights from files; set --cluster.transport disk"
             )
 
     @property

@@ -117,6 +117,7 @@ class Run:
         self.monitor = RunMonitor(config.monitor, config.run_dir, live, roles.control)
         self.parts, self.roles = parts, roles
         self.live = live
+        roles.say = live.say
         self.dir = config.run_dir
         self.metrics = MetricsWriter(
             self.dir / "metrics.jsonl", tensorboard_dir=self.dir / "tensorboard"
@@ -443,6 +444,7 @@ class Run:
         await self.roles.store.call(RolloutStore.add_group, rollouts, step=result.step)
         if self.config.keep_rollout_steps:
             await self.roles.store.call(RolloutStore.expire, self.config.keep_rollout_steps)
+        result.metrics.update(self._rollout_speed(result.metrics))
         self.metrics.write(result.step, result.metrics)
         self._add_totals(result.metrics)
         self.cursor.add("num_failed_rollouts", len(result.failed))
@@ -451,6 +453,16 @@ class Run:
         is_last = self.cursor.step == self.config.rl.steps  # then the phase saves at its end
         if self.cursor.step % self.config.save_every == 0 and not is_last:
             await self.save()
+
+    def _rollout_speed(self, metrics: dict[str, Any]) -> dict[str, float]:
+        """What a change of the number of replicas does, step by step."""
+        busy_s, control = metrics["rollout_s"], self.roles.control
+        speed = {"rollout_tokens_per_s": metrics["action_tokens"] / busy_s} if busy_s else {}
+        if control is not None:
+            speed["num_replicas"] = sum(
+                role.kind == "replica" and role.state == "ready" for role in control.roles()
+            )
+        return speed
 
     def _say_step(self, result: StepResult) -> None:
         """Say what the numbers of the step do not: why nothing moved, and what the agent does."""

@@ -145,10 +145,8 @@ def expected_errors() -> list[type[Exception]]:
     from nanorl.sandbox.base import SandboxUnavailable
     from nanorl.store import StoreError
 
-    return [
-        *(ValueError, OSError, CheckpointError, NonFiniteLoss, StoreError, SandboxUnavailable),
-        RoleLost,
-    ]
+    ours = (CheckpointError, NonFiniteLoss, RoleLost, SandboxUnavailable, StoreError)
+    return [ValueError, OSError, *ours]
 
 
 if __name__ == "__main__":

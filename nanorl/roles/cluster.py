@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanoengine.build import check_layout
-from nanoengine.config import DTYPES
+from nanoengine.config import DTYPES, EngineConfig
+from nanoengine.parallel.mesh import Layout
 from nanoengine.parallel.rendezvous import open_store
 from nanoengine.scoring import Policy
 from nanorl.monitor.control import RoleStatus
@@ -35,7 +36,8 @@ from nanorl.parts import Parts, num_threads
 from nanorl.roles.base import RunCritic
 from nanorl.roles.clients import ActorClient, ReplicaClient
 from nanorl.roles.collector import CollectorRole, collector_role
-from nanorl.roles.http_replica import HttpReplica
+from nanorl.roles.http_replica import HttpReplica, check_servers, server_at
+from nanorl.roles.placement import Places
 from nanorl.roles.policy import (
     PolicyRank,
     PolicyRecipe,
@@ -60,7 +62,7 @@ from nanorl.roles.store import store_role
 from nanorl.store import RolloutStore
 from nanorl.weights.offer import Offer, WeightReceiver, WeightsRefused
 from nanorl.weights.transport import Load, Transport, open_transport, weight_bytes
-from nanosched import ActorHandle, Scheduler, WorkerDied, WorkerGroup
+from nanosched import ActorHandle, Scheduler, WorkerDied, WorkerGroup, node_address
 
 PRELOAD = ("torch", "nanorl.roles.policy", "nanorl.roles.replica", "nanorl.roles.collector")
 """Imported once, by the process that all others are forked from."""
@@ -69,20 +71,29 @@ PRELOAD = ("torch", "nanorl.roles.policy", "nanorl.roles.replica", "nanorl.roles
 class Cluster:
     """The processes of a run, from `start` to `close_loop`."""
 
-    def __init__(
-        self, parts: Parts, say: Callable[[str], None] = lambda text: print(text, flush=True)
-    ) -> None:
-        """`ValueError` for a layout that the model does not allow, before any process starts.
-        `say` tells the user what died and was started again."""
+    def __init__(self, parts: Parts) -> None:
+        """`ValueError` for a layout that the model or the number of GPUs does not allow, before any
+        process starts."""
         config = parts.config
-        self.parts, self.config, self.say = parts, config, say
+        self.parts, self.config = parts, config
+        self.say: Callable[[str], None] = print
         self.layout = config.learner.layout
         check_layout(self.layout, parts.shape, parts.warm_start_config(), config.learner)
+        if config.rollout.tp > 1:
+            check_layout(Layout(tp=config.rollout.tp), parts.shape, EngineConfig())
+        if config.rollout.addresses:
+            check_servers(config.rollout.addresses, config.rollout.api_key_file)
         self._scheduler = Scheduler(
             backend=config.cluster.backend,
             preload=PRELOAD if config.cluster.backend == "local" else (),
             address=config.cluster.address or None,
         )
+        try:
+            has_gpus = parts.device.type == "cuda"
+            self._places = Places(self._scheduler, config, has_gpus=has_gpus)
+        except ValueError:
+            self._scheduler.close()
+            raise
         self.optimizer_thread = ThreadPoolExecutor(1, "optimizer")
         self.store = store_role(
             self._scheduler,
@@ -182,7 +193,21 @@ class Cluster:
     def roles(self) -> list[RoleStatus]:
         """As they last said themselves."""
         others = [role.status() for role in self._all()]
-        return [*self._trainer_statuses(), *others, *self._critic_status()]
+        return [*self._trainer_statuses(), *others, *self._critic_status(), *self._servers()]
+
+    def _servers(self) -> list[RoleStatus]:
+        return [
+            RoleStatus(
+                name=name,
+                kind="replica",
+                state="ready",
+                restarts=0,
+                pid=None,
+                host=server.host,
+                metrics={},
+            )
+            for name, server in self._outside.items()
+        ]
 
     def _critic_status(self) -> list[RoleStatus]:
         if self._critic is None:
@@ -269,7 +294,7 @@ class Cluster:
             threads=config.learner.threads or max(1, num_threads(config) // world),
         )
         ranks = [((recipe, rank), dict[str, Any]()) for rank in range(world)]
-        group = self._scheduler.group(PolicyRank, ranks, num_cpus=0, num_gpus=self._gpu_share)
+        group = self._scheduler.group(PolicyRank, ranks, **self._places.trainer.of_all)
         try:
             async with limited_start("the trainer", config.cluster.start_s):
                 await start_trainer(group)
@@ -302,13 +327,6 @@ class Cluster:
             for rank, handle in enumerate(group.handles):
                 ranks.create_task(watch(rank, handle))
 
-    @property
-    def _gpu_share(self) -> float:
-        """The GPUs of a process: one, or half of one that trainer and replica share."""
-        if self.parts.device.type != "cuda":
-            return 0
-        return 0.5 if self.config.cluster.placement == "colocated" else 1
-
     # -- weights -------------------------------------------------------------------------------
 
     @property
@@ -340,6 +358,7 @@ class Cluster:
             num_senders=self.layout.world,
             is_delta=self.config.cluster.delta,
             timeout_s=self.config.cluster.hang_s,
+            meeting_place=(node_address(), self.parts.device.type),
         )
 
     async def publish(self, version: int) -> float:
@@ -395,6 +414,7 @@ class Cluster:
 
     def _new_replica(self) -> Role[Replica]:
         name = f"replica-{self._num_started}"
+        self._places.replica(name)  # first: there may be no room for it
         self._num_started += 1
         role = Role(
             name,
@@ -440,20 +460,18 @@ class Cluster:
 
     def _seat_replica(self, name: str, recipe: ReplicaRecipe) -> ActorHandle[Replica]:
         """The actor that answers for a replica, of one process or of several that end together."""
-        builder = self._scheduler.actor(Replica, num_cpus=0, num_gpus=self._gpu_share)
-        tp = self.config.rollout.tp
+        tp, place = self.config.rollout.tp, self._places.replica(name)
         if tp == 1:
-            return builder.remote(recipe)
-        store, meeting = open_store()
+            return self._scheduler.actor(Replica, **place.of_one).remote(recipe)
+        store, meeting = open_store(node_address())
         epoch = f"{name}/{uuid.uuid4().hex}"
         seats = [
             Seat(rank=rank, tp=tp, host=meeting.host, port=meeting.port, name=epoch)
             for rank in range(tp)
         ]
         group = self._scheduler.group(
-            Replica, [((recipe,), {"seat": seat}) for seat in seats], num_cpus=0,
-            num_gpus=self._gpu_share,
-        )  # fmt: skip
+            Replica, [((recipe,), {"seat": seat}) for seat in seats], **place.of_all
+        )
         self._split_replicas[name] = group, store
         for follower in group.handles[1:]:
             follower.call(Replica.follow)
@@ -479,10 +497,23 @@ class Cluster:
             raise ValueError(f"replicas={replicas}: at least one has to play the rollouts")
         while len(self._replicas) > replicas:
             await self.remove_replica(next(reversed(self._replicas)))
-        new = [self._new_replica() for _ in range(replicas - len(self._replicas))]
+        new = self._new_replicas(replicas - len(self._replicas))
         await asyncio.gather(*(role.handle() for role in new))
         for role in new:
             self._watch(role, Replica.heartbeat)
+
+    def _new_replicas(self, count: int) -> list[Role[Replica]]:
+        """All of them, or none where there is no room for all."""
+        new: list[Role[Replica]] = []
+        try:
+            for _ in range(count):
+                new.append(self._new_replica())
+        except ValueError:
+            for role in new:
+                del self._replicas[role.name]
+                self._places.free(role.name)
+            raise
+        return new
 
     async def remove_replica(self, name: str) -> None:
         """Take no more requests, hand on those under way, and end."""
@@ -502,6 +533,7 @@ class Cluster:
             await _ended(handle.call(Replica.drain))
             self._scheduler.kill(handle)
             self.transport.remove(name)
+        self._places.free(name)
 
     async def add_replica(self, address: str) -> str:
         """A server that somebody else started, as one more replica, with the current weights."""
@@ -510,8 +542,7 @@ class Cluster:
                 f"{address}: a server reads weights from files; start the run with "
                 "--cluster.transport disk to use servers"
             )
-        key = self.config.rollout.api_key_file
-        replica = HttpReplica(url=address, api_key=key.read_text().strip() if key else None)
+        replica = server_at(address, self.config.rollout.api_key_file)
         await replica.heartbeat()
         name = f"server-{self._num_started}"
         self._num_started += 1
@@ -538,9 +569,10 @@ class Cluster:
         threads = num_threads(self.config)
 
         async def start() -> ActorHandle[ReferenceRole]:
-            actor = self._scheduler.actor(
-                ReferenceRole, num_cpus=0, num_gpus=self._gpu_share
-            ).remote(self.config, folder, threads)
+            place = self._places.scorers["reference"]
+            actor = self._scheduler.actor(ReferenceRole, **place.of_one).remote(
+                self.config, folder, threads
+            )
             async with killed_unless_ready(self._scheduler, actor) as handle:
                 await handle.call(ReferenceRole.heartbeat)
             return handle
@@ -563,7 +595,8 @@ class Cluster:
         await loop.run_in_executor(self.optimizer_thread, self.engine.write_model, scratch)
         if self._critic is not None:  # it has learnt from steps that the run went back behind
             self._scheduler.kill(self._critic)
-        actor = self._scheduler.actor(CriticRole, num_cpus=0, num_gpus=self._gpu_share).remote(
+        place = self._places.scorers["critic"]
+        actor = self._scheduler.actor(CriticRole, **place.of_one).remote(
             self.config, self.parts.critic_config(), scratch, num_threads(self.config)
         )
         cluster = self.config.cluster

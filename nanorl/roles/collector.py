@@ -73,8 +73,16 @@ class CollectorRole(RolloutCollector):
         return await self._warm_start.samples(step)
 
     async def heartbeat(self) -> dict[str, Any]:
-        """Answers from the loop that plays the rollouts."""
-        return {"num_groups": len(self._running), "pid": os.getpid()}
+        """Answers from the loop that plays the rollouts; with the router's counters."""
+        return {
+            "num_groups": len(self._running),
+            "pid": os.getpid(),
+            **{
+                name if name in ("num_waiting", "num_open") else f"{name}_total": value
+                for name, value in self.router.counters().items()
+                if not name.startswith("load/")
+            },
+        }
 
     async def close(self) -> None:
         await self.stop()

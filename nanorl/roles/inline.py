@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -39,6 +40,7 @@ class InlineRoles:
     def __init__(self, parts: Parts) -> None:
         config = parts.config
         self.parts = parts
+        self.say: Callable[[str], None] = print
         self.kit = AgentKit(config, parts.folder)  # first: not every machine has a sandbox
         # Loaded in fp32: the engine keeps these values as masters and casts the model.
         enter_device(parts.device)

@@ -34,11 +34,11 @@ from nanoengine.model.device import enter_device, resolve_device, worker_thread
 from nanoengine.model.hf import copy_extra_files, replace_folder, replace_model
 from nanoengine.packing import Sample
 from nanoengine.parallel.mesh import Layout
-from nanoengine.parallel.rendezvous import LOOPBACK, MeetingPoint, join_mesh, open_store
+from nanoengine.parallel.rendezvous import MeetingPoint, join_mesh, open_store
 from nanoengine.state.export import export_hf
 from nanorl.roles.ranks import results, start_ranks
 from nanorl.weights.offer import Offer, WeightSender
-from nanosched import Future, WorkerDied, WorkerGroup
+from nanosched import Future, WorkerDied, WorkerGroup, node_address
 
 
 class TrainerLost(RuntimeError):  # noqa: N818 (named as what happened)
@@ -73,9 +73,9 @@ class PolicyRank:
         self._num_busy = 0
         self._sender: WeightSender | None = None
 
-    async def open_store(self, host: str = LOOPBACK) -> MeetingPoint:
-        """For rank 0: where the others find it."""
-        self._store, meeting = open_store(host)
+    async def open_store(self) -> MeetingPoint:
+        """For rank 0: where the others find it, on this machine or another one of the cluster."""
+        self._store, meeting = open_store(node_address())
         return meeting
 
     async def build(self, meeting: MeetingPoint | None) -> None:
@@ -249,9 +249,9 @@ async def settled(group: WorkerGroup[PolicyRank], calls: Sequence[Future[Any]]) 
         raise TrainerLost(f"the trainer died ({died})") from died
 
 
-async def start_trainer(group: WorkerGroup[PolicyRank], host: str = LOOPBACK) -> None:
+async def start_trainer(group: WorkerGroup[PolicyRank]) -> None:
     """Introduce the ranks to each other and have them build the engine."""
     try:
-        await start_ranks(group, host)
+        await start_ranks(group)
     except WorkerDied as died:
         raise TrainerLost(f"the trainer died ({died})") from died
