@@ -296,6 +296,8 @@ class Cluster:
                         f"{lost}, {MOST_FAILURES} times while it started. Look at the messages "
                         "above (memory?), then go on with --resume"
                     ) from lost
+                self._trainer_restarts += 1
+                self.say(f"{lost} while it started; starting it again")
 
     async def _start_trainer_once(self) -> None:
         config, world = self.config, self.layout.world
