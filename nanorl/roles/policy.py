@@ -31,7 +31,7 @@ from nanoengine.build import SplitConfig, build_engine
 from nanoengine.config import EngineConfig
 from nanoengine.dealing import Deal, deal
 from nanoengine.engine import Engine, LossFn, WeightFn
-from nanoengine.model.device import enter_device, resolve_device, worker_thread
+from nanoengine.model.device import enter_process, resolve_device, worker_thread
 from nanoengine.model.hf import copy_extra_files, replace_folder, replace_model
 from nanoengine.packing import Sample
 from nanoengine.parallel.mesh import Layout
@@ -67,7 +67,7 @@ class PolicyRank:
     def __init__(self, recipe: PolicyRecipe, rank: int) -> None:
         self.recipe, self.rank = recipe, rank
         self.device = resolve_device(recipe.device)
-        enter_device(self.device, recipe.threads)
+        enter_process(self.device, recipe.threads)
         self._thread = worker_thread("policy", self.device, recipe.threads)
         self._store: dist.Store | None = None
         self._engine: Engine | None = None
