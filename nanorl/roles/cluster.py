@@ -58,7 +58,7 @@ from nanorl.roles.role import (
     until_dead,
 )
 from nanorl.roles.scorers import CriticRole, ReferenceRole, RemoteCritic, RemoteReference
-from nanorl.roles.store import store_role
+from nanorl.roles.store import close_store, store_role
 from nanorl.roles.turns import Hosts, Turns
 from nanorl.store import RolloutStore
 from nanorl.weights.offer import Offer, WeightReceiver, WeightsRefused
@@ -182,6 +182,7 @@ class Cluster:
 
     async def close_loop(self) -> None:
         """End the watches; the processes end with the scheduler."""
+        await close_store(self.store)
         for watch in (self._trainer_watch, self._critic_watch):
             if watch is not None:
                 watch.cancel()
