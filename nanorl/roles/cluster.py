@@ -19,12 +19,12 @@ from __future__ import annotations
 import asyncio
 import socket
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from nanoengine.build import check_layout
 from nanoengine.config import DTYPES, EngineConfig
@@ -37,7 +37,7 @@ from nanorl.roles.base import RunCritic
 from nanorl.roles.clients import ActorClient, ReplicaClient
 from nanorl.roles.collector import CollectorRole, collector_role
 from nanorl.roles.http_replica import HttpReplica, check_servers, server_at
-from nanorl.roles.placement import Places
+from nanorl.roles.placement import Places, transport_kind
 from nanorl.roles.policy import (
     PolicyRank,
     PolicyRecipe,
@@ -59,6 +59,7 @@ from nanorl.roles.role import (
 )
 from nanorl.roles.scorers import CriticRole, ReferenceRole, RemoteCritic, RemoteReference
 from nanorl.roles.store import store_role
+from nanorl.roles.turns import Hosts, Turns
 from nanorl.store import RolloutStore
 from nanorl.weights.offer import Offer, WeightReceiver, WeightsRefused
 from nanorl.weights.transport import Load, Transport, open_transport, weight_bytes
@@ -79,6 +80,7 @@ class Cluster:
         self.say: Callable[[str], None] = print
         self.layout = config.learner.layout
         check_layout(self.layout, parts.shape, parts.warm_start_config(), config.learner)
+        self._transport_kind = transport_kind(config, has_gpus=parts.device.type == "cuda")
         if config.rollout.tp > 1:
             check_layout(Layout(tp=config.rollout.tp), parts.shape, EngineConfig())
         if config.rollout.addresses:
@@ -125,6 +127,14 @@ class Cluster:
         self._engine: RankedEngine | None = None
         self._transport: Transport | None = None
         self._num_started = 0
+        hosts = Hosts(
+            sleep=partial(self._ask_all, Replica.sleep),
+            wake=partial(self._ask_all, Replica.wake),
+            fetch=self._fetch,
+            park=self._park,
+        )
+        self._turns = Turns(hosts if config.cluster.placement == "colocated" else None)
+        self._is_parked = False  # the trainer's optimizer
         self._publishing = asyncio.Lock()
         self._has_weights = False
         self._role_lost: asyncio.Future[None] | None = None  # never has a value, only an error
@@ -270,6 +280,12 @@ class Cluster:
         await self._start_trainer()
 
     async def _start_trainer(self) -> None:
+        """In its turn: what replicas on the same devices take is measured by what it leaves."""
+        self._is_parked = False
+        async with self._turns.of_trainer():
+            await self._start_trainer_again_and_again()
+
+    async def _start_trainer_again_and_again(self) -> None:
         for attempt in range(MOST_FAILURES):
             try:
                 await self._start_trainer_once()
@@ -305,7 +321,9 @@ class Cluster:
             group.kill()
             raise
         self._group = group
-        self._engine = RankedEngine(group, recipe, asyncio.get_running_loop())
+        self._engine = RankedEngine(
+            group, recipe, asyncio.get_running_loop(), turn=self._turns.of_trainer
+        )
         self._trainer_watch = asyncio.create_task(self._watch_trainer(group), name="watch trainer")
 
     async def _watch_trainer(self, group: WorkerGroup[PolicyRank]) -> None:
@@ -338,16 +356,6 @@ class Cluster:
         if self._transport is None:
             self._transport = self._open_transport()
         return self._transport
-
-    @property
-    def _transport_kind(self) -> Literal["shm", "dist", "disk"]:
-        """What was asked for, or the fastest that reaches all."""
-        cluster = self.config.cluster
-        if cluster.transport != "auto":
-            return cluster.transport
-        if self.config.rollout.addresses:
-            return "disk"
-        return "shm" if cluster.backend == "local" else "dist"
 
     def _open_transport(self) -> Transport:
         kind = self._transport_kind
@@ -393,17 +401,22 @@ class Cluster:
     ) -> float:
         return await handle.call(Replica.load_weights, receiver, offer)
 
-    @asynccontextmanager
-    async def lent(self) -> AsyncIterator[None]:
+    def lent(self) -> AbstractAsyncContextManager[None]:
         """Colocated: the replicas sleep, so that the trainer may use their memory."""
-        if self.config.cluster.placement != "colocated":
-            yield
+        return self._turns.of_trainer()
+
+    async def _fetch(self) -> None:
+        if self._is_parked and self._group is not None:
+            await settled(self._group, self._group.call(PolicyRank.reload))
+        self._is_parked = False
+
+    async def _park(self) -> None:
+        """On GPUs. Of a trainer that died, who needs it next hears."""
+        if self.parts.device.type != "cuda" or self._group is None:
             return
-        await self._ask_all(Replica.sleep)
-        try:
-            yield
-        finally:
-            await self._ask_all(Replica.wake)
+        with suppress(TrainerLost):
+            await settled(self._group, self._group.call(PolicyRank.offload))
+            self._is_parked = True
 
     async def _ask_all(self, method: Callable[..., Any]) -> None:
         """What a dead replica does not hear its successor need not know."""
@@ -428,6 +441,10 @@ class Cluster:
         return role
 
     async def _start_replica(self, name: str) -> ActorHandle[Replica]:
+        async with self._turns.of_replica():
+            return await self._start_replica_now(name)
+
+    async def _start_replica_now(self, name: str) -> ActorHandle[Replica]:
         config = self.config
         num_processes = config.rollout.replicas * config.rollout.tp
         threads = config.rollout.threads or max(1, num_threads(config) // num_processes)

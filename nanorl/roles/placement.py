@@ -1,4 +1,5 @@
-"""Which devices the processes of a run get, as placement groups of the scheduler.
+"""Which devices the processes of a run get, as placement groups of the scheduler, and which way
+weights can take between them.
 
     separate    one group: the trainer's ranks, then reference and critic where there are any,
                 a GPU each; and one group for each replica, a GPU for each of its processes
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanorl.config import RunConfig
+from nanorl.weights.transport import Kind
 from nanosched import GetTimeout, PlacementGroup, Resources, Scheduler
 
 WAIT_S = 10.0
@@ -148,3 +150,30 @@ class Places:
                 f"{num_bundles} GPUs for one role could not be had together ({error}); wait until "
                 "somebody else's work has ended, or choose a smaller layout"
             ) from error
+
+
+def transport_kind(config: RunConfig, *, has_gpus: bool) -> Kind:
+    """How weights reach the replicas: as asked for, or the fastest way that reaches all of them.
+    `ValueError` for one that the placement does not allow."""
+    cluster, rollout = config.cluster, config.rollout
+    is_shared = has_gpus and cluster.placement == "colocated"
+    # Each process sees its own devices alone, so only the replica in bundle 0 sees rank 0's memory.
+    is_one_gpu = is_shared and cluster.backend == "local" and rollout.replicas == 1
+    if cluster.transport == "cuda_ipc" and not is_one_gpu:
+        raise ValueError(
+            "--cluster.transport cuda_ipc: only a replica that shares the first GPU of the trainer "
+            "sees its memory (CUDA, --cluster.backend local, --cluster.placement colocated, "
+            "--rollout.replicas 1); choose auto"
+        )
+    if cluster.transport == "dist" and is_shared:
+        raise ValueError(
+            "--cluster.transport dist with --cluster.placement colocated: NCCL does not connect "
+            "two processes of one GPU; choose auto"
+        )
+    if cluster.transport != "auto":
+        return cluster.transport
+    if rollout.addresses or (is_shared and cluster.backend == "ray"):
+        return "disk"
+    if cluster.backend == "ray":
+        return "dist"
+    return "cuda_ipc" if is_one_gpu else "shm"
