@@ -34,9 +34,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from bench_output import ROOT, write_json
 
@@ -151,9 +151,11 @@ class DisturbedRun:
     descriptors: list[tuple[int, int]] = field(default_factory=list)  # of the driver, its forker
 
     def __post_init__(self) -> None:
-        become_subreaper()
         self.log = self.out.with_suffix(".log")
+        self.segments_before = set(os.listdir("/dev/shm"))
+        self.others = {process.pid for process in descendants(os.getpid())}
         self.scratch = Path(tempfile.mkdtemp(prefix="fault-run-"))
+        set_subreaper(True)
         self.started_s = time.monotonic()
         self._places: list[str] = []  # the newest checkpoint when a learner was struck
         self._last_young: dict[str, float] = {}
@@ -163,6 +165,30 @@ class DisturbedRun:
             self.driver = subprocess.Popen(
                 command, stdout=log, stderr=log, cwd=ROOT, env=environment, start_new_session=True
             )
+
+    def __enter__(self) -> DisturbedRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Whatever happened, nothing stays: not what leaked, either."""
+        for process in self.left_processes():
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        self.driver.wait()
+        self._reap()
+        set_subreaper(False)
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def left_processes(self) -> list[Process]:
+        """What lives of all that the run has started."""
+        return [p for p in descendants(os.getpid()) if p.pid not in self.others]
+
+    def _reap(self) -> None:
+        """Orphans became our children."""
+        for process in list(processes()):
+            if process.parent == os.getpid() and process.pid not in self.others:
+                with suppress(ChildProcessError):
+                    os.waitpid(process.pid, 0)
 
     @property
     def is_alive(self) -> bool:
@@ -242,18 +268,33 @@ class DisturbedRun:
             self.descriptors.append((driver, max(counts)))
 
     def wait(self, limit_s: float) -> int:
-        """The exit status; TimeoutExpired after so many seconds, and then the run is killed."""
+        """The driver's exit status; one that takes longer is killed, and its status is -9."""
         try:
             return self.driver.wait(limit_s)
         except subprocess.TimeoutExpired:
             self.driver.kill()
-            self.driver.wait()
-            raise
+            return self.driver.wait()
+
+    def leftovers(self, limit_s: float = 2.0) -> dict[str, list[str]]:
+        """After the driver's end: names of what is left, by kind. Processes have so long to go."""
+        deadline_s = time.monotonic() + limit_s
+        while (left := self.left_processes()) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        return {
+            "processes": [f"{process.name} ({process.pid}, {process.state})" for process in left],
+            "segments": unowned_segments(self.segments_before),
+            "temporary files": sorted(path.name for path in self.scratch.iterdir()),
+        }
+
+    def noise(self) -> list[str]:
+        """Lines of the output that a user should not see."""
+        return [line for line in self.output().splitlines() if any(n in line for n in NOISE)]
 
 
-def become_subreaper() -> None:
-    """Processes whose parent died are ours from now on, so that no orphan can hide."""
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+def set_subreaper(is_wanted: bool) -> None:
+    """Processes whose parent died become our children, so that no orphan can hide."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, int(is_wanted), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "PR_SET_CHILD_SUBREAPER")
 
 
@@ -346,14 +387,6 @@ def expected_ids(steps: int, tasks: int = 2, members: int = 2) -> set[str]:
     }
 
 
-def leftover_processes(limit_s: float = 2.0) -> list[str]:
-    """What still lives of all that was started here, after a moment of grace."""
-    deadline_s = time.monotonic() + limit_s
-    while (left := descendants(os.getpid())) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    return [f"{process.name} ({process.pid}, {process.state})" for process in left]
-
-
 def unowned_segments(before: set[str]) -> list[str]:
     """Files of /dev/shm that are new and that no process has mapped or open: others may be using
     this machine, too."""
@@ -379,19 +412,6 @@ def descriptor_growth(samples: Sequence[tuple[int, int]]) -> int:
             zip(*samples[:third], strict=True), zip(*samples[-third:], strict=True), strict=True
         )
     )
-
-
-def leftovers(run: DisturbedRun, segments_before: set[str]) -> dict[str, Any]:
-    """Names of what is left, by kind: all empty, or it leaks."""
-    found = {
-        "processes": leftover_processes(),
-        "segments": unowned_segments(segments_before),
-        "temporary_files": sorted(path.name for path in run.scratch.iterdir()),
-        "drafts": [str(path.relative_to(run.out)) for path in run.out.rglob(".tmp-*")],
-        "noise": [line for line in run.output().splitlines() if any(n in line for n in NOISE)],
-    }
-    shutil.rmtree(run.scratch, ignore_errors=True)
-    return found
 
 
 # -- the program -----------------------------------------------------------------------------------
@@ -456,30 +476,22 @@ def disturb(options: argparse.Namespace, folder: Path) -> int:
     calm, wild = folder / "undisturbed", folder / "disturbed"
     calm_s = train_undisturbed(calm, [*common, *(cluster if is_split else ()), "--out", str(calm)])
     print(f"undisturbed: {calm_s:.1f} s", flush=True)
-    segments = set(os.listdir("/dev/shm"))
-    run = DisturbedRun(wild, [*common, *cluster, "--out", str(wild)])
-    Tormentor(run, options.seed, options.faults, options.roles.split(",")).work(options.limit_s)
-    status = run.wait(options.limit_s)
-    wild_s = run.now_s
-    checks = check(run, status, calm, steps, options, segments)
+    with DisturbedRun(wild, [*common, *cluster, "--out", str(wild)]) as run:
+        roles = options.roles.split(",")
+        Tormentor(run, options.seed, options.faults, roles).work(options.limit_s)
+        status = run.wait(options.limit_s)
+        wild_s = run.now_s
+        checks = check(run, status, calm, steps)
+    enough = len(run.faults) >= options.faults
+    checks["faults"] = (enough, f"{len(run.faults)} of {options.faults}; else raise --steps")
     report(run, checks, calm_s, wild_s, options)
     return 0 if all(passed for passed, _ in checks.values()) else 1
 
 
-def check(
-    run: DisturbedRun,
-    status: int,
-    calm: Path,
-    steps: int,
-    options: argparse.Namespace,
-    segments: set[str],
-) -> dict[str, tuple[bool, str]]:
-    """What has to hold, by its name: whether it does, and what was found."""
-    found = leftovers(run, segments)
-    checks: dict[str, tuple[bool, str]] = {
-        "finished": (status == 0, f"exit status {status}"),
-        "faults": (len(run.faults) >= options.faults, f"{len(run.faults)} of {options.faults}"),
-    }
+def check(run: DisturbedRun, status: int, calm: Path, steps: int) -> dict[str, tuple[bool, str]]:
+    """What has to hold of a run that has ended, by its name: whether it does, and what was found.
+    `calm` is the folder of an undisturbed one."""
+    checks = {"finished": (status == 0, f"exit status {status}")}
     if status == 0:
         stored, wanted = stored_rollouts(run.out), stored_rollouts(calm)
         same = weights_digest(run.out) == weights_digest(calm)
@@ -490,6 +502,8 @@ def check(
         checks["each rollout once"] = (once, f"{len(stored)} stored")
     growth = descriptor_growth(run.descriptors)
     checks["descriptors"] = (growth <= 2, f"{growth:+d}")
+    drafts = [str(path.relative_to(run.out)) for path in run.out.rglob(".tmp-*")]
+    found = {**run.leftovers(), "drafts": drafts, "noise": run.noise()}
     for name, names in found.items():
         checks[name] = (not names, "none" if not names else "; ".join(names[:5]))
     return checks

@@ -62,7 +62,7 @@ from nanorl.roles.role import (
     until_dead,
 )
 from nanorl.roles.scorers import CriticRole, ReferenceRole, RemoteCritic, RemoteReference
-from nanorl.roles.store import store_role
+from nanorl.roles.store import close_store, store_role
 from nanorl.roles.turns import Hosts, Turns
 from nanorl.store import RolloutStore
 from nanorl.weights.offer import Offer, WeightReceiver, WeightsRefused
@@ -198,6 +198,7 @@ class Cluster:
 
     async def close_loop(self) -> None:
         """End the watches; the processes end with the scheduler."""
+        await close_store(self.store)
         for watch in (self._trainer_watch, self._critic_watch):
             if watch is not None:
                 watch.cancel()
@@ -325,6 +326,8 @@ class Cluster:
                         f"{lost}, {MOST_FAILURES} times while it started. Look at the messages "
                         "above (memory?), then go on with --resume"
                     ) from lost
+                self._trainer_restarts += 1
+                self.say(f"{lost} while it started; starting it again")
 
     async def _start_trainer_once(self) -> None:
         config, world = self.config, self.layout.world

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.device import enter_device, resolve_device
+from nanoengine.model.device import enter_process, resolve_device
 from nanoengine.model.hf import load_model
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.parallel.mesh import Layout, Mesh
@@ -57,7 +57,7 @@ class ReplicaRecipe:
 
     def make(self, mesh: Mesh | None = None) -> LLMEngine:
         """Load the model, or this rank's part of it, and make an engine of it."""
-        enter_device(self.place, self.threads)
+        enter_process(self.place, self.threads)
         split = None
         if mesh is not None:
             split = TensorParallel.of(mesh, ModelConfig.from_folder(self.folder))

@@ -99,6 +99,9 @@ class Role(Generic[A]):
         if self._handle is not handle or self.is_closed:
             return
         self._handle = None
+        self._tell(why)
+
+    def _tell(self, why: str) -> None:
         self.num_restarts += 1
         if self._on_restart is not None:
             self._on_restart(self, why)
@@ -114,6 +117,7 @@ class Role(Generic[A]):
                         f"{self.name} died {MOST_FAILURES} times while it started, the last time: "
                         f"{died}. Look at the messages above (memory?), then go on with --resume"
                     ) from died
+                self._tell(str(died))
             except TaskError as error:
                 raise error.cause from None
         raise AssertionError("the last attempt returned or raised")

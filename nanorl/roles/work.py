@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nanoengine.model.device import enter_device, worker_thread
+from nanoengine.model.device import enter_process, worker_thread
 
 
 class WorkThread:
@@ -24,7 +24,7 @@ class WorkThread:
 
     def __init__(self, name: str, device: torch.device, threads: int) -> None:
         """With so many CPU threads for each call."""
-        enter_device(device, threads)
+        enter_process(device, threads)
         self._thread = worker_thread(name, device, threads)
         self._num_open = 0
         self._busy_s = 0.0
