@@ -84,6 +84,9 @@ class InlineRoles:
         config, policy = self.parts.config, self.engine.model
         return SavedCritic(policy, self.parts.critic_config(), value_clip=config.rl.value_clip)
 
+    async def idle_shares(self) -> dict[str, float]:
+        return {}  # the roles share a thread
+
     async def trainer_death(self) -> str:
         return await asyncio.Future()  # an object of this process does not die alone
 
