@@ -117,6 +117,7 @@ class Run:
         self.monitor = RunMonitor(config.monitor, config.run_dir, live, roles.control)
         self.parts, self.roles = parts, roles
         self.live = live
+        roles.say = live.say
         self.dir = config.run_dir
         self.metrics = MetricsWriter(
             self.dir / "metrics.jsonl", tensorboard_dir=self.dir / "tensorboard"
@@ -125,6 +126,7 @@ class Run:
         self.critic: RunCritic | None = None
         self.saved_place: tuple[Phase, int] | None = None  # of the cursor in the last checkpoint
         self.has_to_restore = config.resume
+        self.has_model = False  # the trained model is in its folder: nothing is left to do
         self.num_losses = 0
         self.furthest_loss = (-1, -1)  # the phase's number and step
         self.started = time.perf_counter()
@@ -145,12 +147,10 @@ class Run:
             try:
                 async with self.monitor:
                     await self.roles.start()
-                    while self.has_to_restore or self.cursor.phase != "done":
+                    while not self.has_model:
                         await self._run_phase()
-                    await self._write_model()
             except asyncio.CancelledError:
-                if self.cursor.place != self.saved_place:  # else these weights are on the disk
-                    await to_the_end(self.save())
+                await to_the_end(self._save_and_stop())
                 raise Interrupted from None
             finally:
                 await self.roles.close_loop()
@@ -162,6 +162,9 @@ class Run:
             if self.has_to_restore:
                 await self.restore()
                 self.has_to_restore = False
+            elif self.cursor.phase == "done":
+                await self._write_model()
+                self.has_model = True
             else:
                 await self._unless_trainer_dies(getattr(self, f"run_{self.cursor.phase}")())
         except TrainerLost as lost:
@@ -209,6 +212,7 @@ class Run:
             await self._require_nothing_done()
             self.live.say("no checkpoint was made yet: starting from the beginning")
             self.cursor = Cursor(tasks=self.parts.tasks.fingerprint)
+            await self.roles.publisher.publish(0)  # a trainer that died may have published more
             return
         self.cursor = Cursor.from_json(open_checkpoint(found).meta["cursor"])
         self._require_same_tasks()
@@ -261,6 +265,15 @@ class Run:
             self.cursor.critic = await self._train(self.critic.save, self.dir / "critic")
         await self._train(self.roles.engine.save, self.checkpoints, self.cursor.to_json())
         self.saved_place = self.cursor.place
+
+    async def _save_and_stop(self) -> None:
+        """On the way out: without a trainer the newest checkpoint is what there is."""
+        if self.cursor.place == self.saved_place or self.has_to_restore:
+            return  # these weights are on the disk
+        try:
+            await self.save()
+        except TrainerLost as lost:
+            self.live.say(f"{lost}: the newest checkpoint is what --resume goes on from")
 
     def note_time(self) -> None:
         now = time.perf_counter()

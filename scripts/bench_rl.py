@@ -1,21 +1,33 @@
 """Times agent rollouts and a whole GRPO step, beside transformers and TRL in the same run.
 
-    bash scripts/bench.sh rl [--peers] [--json FILE] [--threads 1 2] [--dtypes bf16 fp32]
+    bash scripts/bench.sh rl [--peers] [--json FILE] [--threads 1 2] [--dtypes bf16 fp32] [--small]
 
 Rows (workloads in peers/workload.py):
-    rollout-agent      sampled tokens/s of 64 rollouts of 3 turns; peer transformers.generate
-    grpo-step          seconds of generate + train + weight sync; peer TRL's GRPOTrainer
-    grpo-peak-memory   peak resident bytes of that process
+    rollout-agent        sampled tokens/s of 64 rollouts of 3 turns; peer transformers.generate
+    grpo-step            seconds of generate + train + weight sync; peer TRL's GRPOTrainer
+    grpo-peak-memory     peak resident bytes of that process
+
+and, on several threads, what roles in processes of their own change (rl_work.py):
+    rollout-2-replicas   the tokens/s of rollout-agent's load on two replicas that share the
+                         threads; peer inline: one engine with all of them
+    rollout-apart-step   seconds of a GRPO step with learner and replica apart, --rl.max-staleness
+                         1; peer inline: one process, synchronous. Runs hold the roles' idle shares
+    tools-sleep          seconds of 64 rollouts whose tool sleeps 300 ms; the bound is the larger of
+                         the model's seconds without the tool and of the tool's alone
 
 Measurements of ours and of the peer alternate (model_bench.py), medians are compared. Rollouts are
-bench_infer.py's. The bounds are roofline.py's; a group's prompt is forwarded once.
+bench_infer.py's. The bounds are roofline.py's; a group's prompt is forwarded once. `--small` tries
+the rows of roles out with a tiny model of random weights.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
+from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -27,6 +39,7 @@ from model_bench import (
     alternate,
     make_parser,
     make_row,
+    measure,
     peak,
     run_benchmark,
     run_rate,
@@ -118,7 +131,19 @@ def make_groups(prompts: list[list[int]], outputs: list[Any]) -> list[list[Any]]
     ]
 
 
-WORKERS = {"rollouts": run_agent, "step": run_step, "rate": run_rate}
+def run_roles(work: str, folder: str, dtype: str, threads: int) -> dict[str, Any]:
+    """One of the functions of rl_work.py."""
+    import rl_work
+
+    found: dict[str, Any] = getattr(rl_work, work)(folder, dtype, threads)
+    return found
+
+
+ROWS_OF_ROLES = ("rollout-2-replicas", "rollout-apart-step", "tools-sleep")
+ROLES = ("inline_load", "replicas_load", "sleeping_tools", "inline_steps", "apart_steps")
+WORKERS = {"rollouts": run_agent, "step": run_step, "rate": run_rate} | {
+    work: partial(run_roles, work) for work in ROLES
+}
 
 
 # -- the comparison ------------------------------------------------------------------------------
@@ -176,10 +201,68 @@ def compare(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[str
     ]
 
 
+def take_turns(
+    args: argparse.Namespace, dtype: str, threads: int, works: tuple[str, ...]
+) -> list[list[dict[str, Any]]]:
+    """The measurements of each work of rl_work.py, taken in turns."""
+    runs: list[list[dict[str, Any]]] = [[] for _ in works]
+    for _ in range(args.runs):
+        for found, work in zip(runs, works, strict=True):
+            command = [sys.executable, __file__, "--worker", work, args.model, dtype, str(threads)]
+            found.append(measure(command, threads))
+    return runs
+
+
+def compare_roles(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[str, Any]]:
+    """The rows of roles in processes of their own beside those of one process."""
+
+    def pair(name: str, key: str, unit: str, ours: str, inline: str) -> dict[str, Any]:
+        runs = take_turns(args, dtype, threads, (ours, inline))
+        value, peer_value = (median(run[key] for run in found) for found in runs)
+        return make_row(
+            name,
+            unit,
+            dtype=dtype,
+            threads=threads,
+            value=value,
+            peer="inline",
+            peer_value=peer_value,
+            runs=dict(zip(("ours", "inline"), runs, strict=True)),
+        )
+
+    replicas, apart, tools = ROWS_OF_ROLES
+    rows = [
+        pair(replicas, "tokens_per_s", "tokens/s", "replicas_load", "inline_load"),
+        pair(apart, "step_s", "s", "apart_steps", "inline_steps"),
+    ]
+    (runs,) = take_turns(args, dtype, threads, ("sleeping_tools",))
+    row = make_row(
+        tools,
+        "s",
+        dtype=dtype,
+        threads=threads,
+        value=median(run["wall_s"] for run in runs),
+        bound=median(max(run["model_s"], run["tools_s"]) for run in runs),
+        runs={"ours": runs},
+    )
+    return [*rows, row]
+
+
 def make_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    return [row for dtype in args.dtypes for n in args.threads for row in compare(args, dtype, n)]
+    if args.small:
+        from nanorl.tasks.tiny_model import build_tiny_model
+
+        with tempfile.TemporaryDirectory() as folder:
+            args.model = str(build_tiny_model(Path(folder)))
+            return compare_roles(args, "fp32", 1)
+    rows = [row for dtype in args.dtypes for n in args.threads for row in compare(args, dtype, n)]
+    for dtype in args.dtypes:
+        for threads in (n for n in args.threads if n > 1):
+            rows += compare_roles(args, dtype, threads)
+    return rows
 
 
 if __name__ == "__main__":
-    arguments = make_parser(__doc__, ["bf16", "fp32"]).parse_args()
-    sys.exit(run_benchmark(arguments, WORKERS, make_rows))
+    parser = make_parser(__doc__, ["bf16", "fp32"])
+    parser.add_argument("--small", action="store_true", help="the rows of roles, on a tiny model")
+    sys.exit(run_benchmark(parser.parse_args(), WORKERS, make_rows))

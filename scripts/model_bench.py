@@ -69,7 +69,7 @@ def run_benchmark(
         work, folder, dtype, threads = args.worker
         print(json.dumps(workers[work](folder, dtype, int(threads))))
         return 0
-    if args.model is None:
+    if args.model is None and not getattr(args, "small", False):
         from nanoengine.model.sources import SMOLLM2, resolve_model
 
         args.model = str(resolve_model(SMOLLM2.name))

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from kernels.host_memory import release_free_memory
+from kernels.host_memory import release_free_memory, reuse_large_buffers
 
 
 def resolve_device(name: str, *, local_rank: int = 0, num_local: int = 1) -> torch.device:
@@ -51,6 +51,13 @@ def enter_device(device: torch.device, num_threads: int | None = None) -> None:
         torch.set_num_threads(num_threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+def enter_process(device: torch.device, num_threads: int) -> None:
+    """`enter_device` for a process that one engine has for itself, and which does nothing else: it
+    keeps large host buffers, whose pages would be taken and given back in every step."""
+    reuse_large_buffers()
+    enter_device(device, num_threads)
 
 
 def worker_thread(name: str, device: torch.device, num_threads: int) -> ThreadPoolExecutor:

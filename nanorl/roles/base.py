@@ -6,7 +6,7 @@ Methods of the trainer's engine are plain functions that may take minutes: a run
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,6 +46,9 @@ class RunCritic(ValueEstimator, Protocol):
 
 class Roles(Protocol):
     """The engines, agents and store of a run."""
+
+    say: Callable[[str], None]
+    """Tells the user what died and was started again; the run sets it."""
 
     @property
     def engine(self) -> RunEngine: ...

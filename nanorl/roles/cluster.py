@@ -19,12 +19,12 @@ from __future__ import annotations
 import asyncio
 import socket
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from nanoengine.build import check_layout
 from nanoengine.config import DTYPES, EngineConfig
@@ -37,6 +37,7 @@ from nanorl.roles.base import RunCritic
 from nanorl.roles.clients import ActorClient, ReplicaClient
 from nanorl.roles.collector import CollectorRole, collector_role
 from nanorl.roles.http_replica import HttpReplica, check_servers, server_at
+from nanorl.roles.placement import Places, transport_kind
 from nanorl.roles.policy import (
     PolicyRank,
     PolicyRecipe,
@@ -46,13 +47,23 @@ from nanorl.roles.policy import (
     start_trainer,
 )
 from nanorl.roles.replica import Replica, ReplicaRecipe, Seat
-from nanorl.roles.role import MOST_FAILURES, Pulse, Role, RoleLost, until_dead
+from nanorl.roles.role import (
+    MOST_FAILURES,
+    Pulse,
+    Role,
+    RoleLost,
+    heard,
+    killed_unless_ready,
+    limited_start,
+    until_dead,
+)
 from nanorl.roles.scorers import CriticRole, ReferenceRole, RemoteCritic, RemoteReference
 from nanorl.roles.store import store_role
+from nanorl.roles.turns import Hosts, Turns
 from nanorl.store import RolloutStore
-from nanorl.weights.offer import Offer, WeightReceiver
+from nanorl.weights.offer import Offer, WeightReceiver, WeightsRefused
 from nanorl.weights.transport import Load, Transport, open_transport, weight_bytes
-from nanosched import ActorHandle, Scheduler, WorkerDied, WorkerGroup
+from nanosched import ActorHandle, Scheduler, WorkerDied, WorkerGroup, node_address
 
 PRELOAD = ("torch", "nanorl.roles.policy", "nanorl.roles.replica", "nanorl.roles.collector")
 """Imported once, by the process that all others are forked from."""
@@ -61,15 +72,15 @@ PRELOAD = ("torch", "nanorl.roles.policy", "nanorl.roles.replica", "nanorl.roles
 class Cluster:
     """The processes of a run, from `start` to `close_loop`."""
 
-    def __init__(
-        self, parts: Parts, say: Callable[[str], None] = lambda text: print(text, flush=True)
-    ) -> None:
-        """`ValueError` for a layout that the model does not allow, before any process starts.
-        `say` tells the user what died and was started again."""
+    def __init__(self, parts: Parts) -> None:
+        """`ValueError` for a layout that the model or the number of GPUs does not allow, before any
+        process starts."""
         config = parts.config
-        self.parts, self.config, self.say = parts, config, say
+        self.parts, self.config = parts, config
+        self.say: Callable[[str], None] = print
         self.layout = config.learner.layout
         check_layout(self.layout, parts.shape, parts.warm_start_config(), config.learner)
+        self._transport_kind = transport_kind(config, has_gpus=parts.device.type == "cuda")
         if config.rollout.tp > 1:
             check_layout(Layout(tp=config.rollout.tp), parts.shape, EngineConfig())
         if config.rollout.addresses:
@@ -79,9 +90,18 @@ class Cluster:
             preload=PRELOAD if config.cluster.backend == "local" else (),
             address=config.cluster.address or None,
         )
+        try:
+            has_gpus = parts.device.type == "cuda"
+            self._places = Places(self._scheduler, config, has_gpus=has_gpus)
+        except ValueError:
+            self._scheduler.close()
+            raise
         self.optimizer_thread = ThreadPoolExecutor(1, "optimizer")
         self.store = store_role(
-            self._scheduler, config.run_dir / "rollouts.sqlite", on_restart=self._restarted
+            self._scheduler,
+            config.run_dir / "rollouts.sqlite",
+            start_s=config.cluster.start_s,
+            on_restart=self._restarted,
         )
         self.collector = collector_role(
             self._scheduler,
@@ -92,10 +112,12 @@ class Cluster:
         )
         self._replicas: dict[str, Role[Replica]] = {}
         self._serving: dict[str, ActorHandle[Replica]] = {}  # with the current weights
-        self._scorers: list[Role[Any]] = []
+        self._reference: Role[ReferenceRole] | None = None
         self._outside: dict[str, HttpReplica] = {}
+        self._critic: ActorHandle[CriticRole] | None = None
         self._critic_watch: asyncio.Task[str] | None = None
         self._critic_answer: Mapping[str, float] = {}
+        self._num_critics = 0
         # Of replicas over several processes: all of them, and the store where they meet.
         self._split_replicas: dict[str, tuple[WorkerGroup[Replica], Any]] = {}
         self._group: WorkerGroup[PolicyRank] | None = None
@@ -105,8 +127,17 @@ class Cluster:
         self._engine: RankedEngine | None = None
         self._transport: Transport | None = None
         self._num_started = 0
+        hosts = Hosts(
+            sleep=partial(self._ask_all, Replica.sleep),
+            wake=partial(self._ask_all, Replica.wake),
+            fetch=self._fetch,
+            park=self._park,
+        )
+        self._turns = Turns(hosts if config.cluster.placement == "colocated" else None)
+        self._is_parked = False  # the trainer's optimizer
         self._publishing = asyncio.Lock()
         self._has_weights = False
+        self._role_lost: asyncio.Future[None] | None = None  # never has a value, only an error
 
     @property
     def control(self) -> Cluster:
@@ -116,6 +147,7 @@ class Cluster:
 
     async def start(self) -> None:
         """Start all roles; those that need nothing of each other at the same time."""
+        self._role_lost = asyncio.get_running_loop().create_future()
         replicas = [self._new_replica() for _ in range(self.config.rollout.replicas)]
         await asyncio.gather(
             self._start_trainer(),
@@ -132,7 +164,15 @@ class Cluster:
 
     def _watch(self, role: Role[Any], heartbeat: Callable[..., Any]) -> None:
         cluster = self.config.cluster
-        role.watch(heartbeat, cluster.heartbeat_s, cluster.hang_s)
+        watch = role.watch(heartbeat, cluster.heartbeat_s, cluster.hang_s)
+        watch.add_done_callback(self._note_lost)
+
+    def _note_lost(self, watch: asyncio.Task[None]) -> None:
+        """A role without a successor ends the run (`trainer_death`)."""
+        error = None if watch.cancelled() else watch.exception()
+        assert self._role_lost is not None, "`start` comes first"
+        if error is not None and not self._role_lost.done():
+            self._role_lost.set_exception(error)
 
     def _restarted(self, role: Role[Any], why: str) -> None:
         self.say(f"{role.name}: {why}; starting it again")
@@ -147,6 +187,8 @@ class Cluster:
                 watch.cancel()
         for role in self._all():
             role.close()
+        if self._role_lost is not None:
+            self._role_lost.cancel()
 
     def close(self) -> None:
         self._scheduler.close()
@@ -155,11 +197,16 @@ class Cluster:
             self._transport.close()
 
     def _all(self) -> list[Role[Any]]:
-        return [self.collector, *self._replicas.values(), self.store, *self._scorers]
+        reference = () if self._reference is None else (self._reference,)
+        return [self.collector, *self._replicas.values(), self.store, *reference]
 
     def roles(self) -> list[RoleStatus]:
         """As they last said themselves."""
-        servers = [
+        others = [role.status() for role in self._all()]
+        return [*self._trainer_statuses(), *others, *self._critic_status(), *self._servers()]
+
+    def _servers(self) -> list[RoleStatus]:
+        return [
             RoleStatus(
                 name=name,
                 kind="replica",
@@ -171,7 +218,23 @@ class Cluster:
             )
             for name, server in self._outside.items()
         ]
-        return [*self._trainer_statuses(), *(role.status() for role in self._all()), *servers]
+
+    def _critic_status(self) -> list[RoleStatus]:
+        if self._critic is None:
+            return []
+        answer = dict(self._critic_answer)
+        pid = answer.pop("pid", None)
+        return [
+            RoleStatus(
+                name="critic",
+                kind="critic",
+                state="ready" if pid is not None else "starting",
+                restarts=self._num_critics - 1,
+                pid=None if pid is None else int(pid),
+                host=socket.gethostname(),
+                metrics=answer,
+            )
+        ]
 
     def _trainer_statuses(self) -> list[RoleStatus]:
         is_alive = self._group is not None and not self._group.death.is_done()
@@ -196,9 +259,17 @@ class Cluster:
         return self._engine
 
     async def trainer_death(self) -> str:
-        """Wait until the trainer dies; returns how."""
-        assert self._group is not None, "`start` comes first"
-        return await self._group.death
+        """Wait until the trainer dies; returns how. Raises RoleLost if another role is dead and
+        cannot be started again."""
+        assert self._group is not None and self._role_lost is not None, "`start` comes first"
+        death = asyncio.ensure_future(heard(self._group.death))
+        try:
+            await asyncio.wait({death, self._role_lost}, return_when=asyncio.FIRST_COMPLETED)
+            if self._role_lost.done():
+                self._role_lost.result()  # raises
+            return str(death.result())
+        finally:
+            death.cancel()
 
     async def restart_trainer(self) -> None:
         self._trainer_restarts += 1
@@ -209,6 +280,12 @@ class Cluster:
         await self._start_trainer()
 
     async def _start_trainer(self) -> None:
+        """In its turn: what replicas on the same devices take is measured by what it leaves."""
+        self._is_parked = False
+        async with self._turns.of_trainer():
+            await self._start_trainer_again_and_again()
+
+    async def _start_trainer_again_and_again(self) -> None:
         for attempt in range(MOST_FAILURES):
             try:
                 await self._start_trainer_once()
@@ -219,6 +296,8 @@ class Cluster:
                         f"{lost}, {MOST_FAILURES} times while it started. Look at the messages "
                         "above (memory?), then go on with --resume"
                     ) from lost
+                self._trainer_restarts += 1
+                self.say(f"{lost} while it started; starting it again")
 
     async def _start_trainer_once(self) -> None:
         config, world = self.config, self.layout.world
@@ -231,10 +310,20 @@ class Cluster:
             threads=config.learner.threads or max(1, num_threads(config) // world),
         )
         ranks = [((recipe, rank), dict[str, Any]()) for rank in range(world)]
-        group = self._scheduler.group(PolicyRank, ranks, num_cpus=0, num_gpus=self._gpu_share)
-        await start_trainer(group)
+        group = self._scheduler.group(PolicyRank, ranks, **self._places.trainer.of_all)
+        try:
+            async with limited_start("the trainer", config.cluster.start_s):
+                await start_trainer(group)
+        except WorkerDied as died:
+            group.kill()
+            raise TrainerLost(f"the trainer died ({died})") from died
+        except BaseException:
+            group.kill()
+            raise
         self._group = group
-        self._engine = RankedEngine(group, recipe, asyncio.get_running_loop())
+        self._engine = RankedEngine(
+            group, recipe, asyncio.get_running_loop(), turn=self._turns.of_trainer
+        )
         self._trainer_watch = asyncio.create_task(self._watch_trainer(group), name="watch trainer")
 
     async def _watch_trainer(self, group: WorkerGroup[PolicyRank]) -> None:
@@ -256,13 +345,6 @@ class Cluster:
             for rank, handle in enumerate(group.handles):
                 ranks.create_task(watch(rank, handle))
 
-    @property
-    def _gpu_share(self) -> float:
-        """The GPUs of a process: one, or half of one that trainer and replica share."""
-        if self.parts.device.type != "cuda":
-            return 0
-        return 0.5 if self.config.cluster.placement == "colocated" else 1
-
     # -- weights -------------------------------------------------------------------------------
 
     @property
@@ -275,16 +357,6 @@ class Cluster:
             self._transport = self._open_transport()
         return self._transport
 
-    @property
-    def _transport_kind(self) -> Literal["shm", "dist", "disk"]:
-        """What was asked for, or the fastest that reaches all."""
-        cluster = self.config.cluster
-        if cluster.transport != "auto":
-            return cluster.transport
-        if self.config.rollout.addresses:
-            return "disk"
-        return "shm" if cluster.backend == "local" else "dist"
-
     def _open_transport(self) -> Transport:
         kind = self._transport_kind
         return open_transport(
@@ -294,6 +366,7 @@ class Cluster:
             num_senders=self.layout.world,
             is_delta=self.config.cluster.delta,
             timeout_s=self.config.cluster.hang_s,
+            meeting_place=(node_address(), self.parts.device.type),
         )
 
     async def publish(self, version: int) -> float:
@@ -304,6 +377,7 @@ class Cluster:
                 name: partial(self._load, one) for name, one in self._serving.items()
             }
             loads |= {name: one.load_weights for name, one in self._outside.items()}
+            self._has_weights = False  # if the trainer dies now, the next publication brings them
             report = await self.transport.publish(partial(self._send, version), loads, version)
             self._has_weights = True
         for name, why in (report.refused | dict.fromkeys(report.late, "no answer")).items():
@@ -327,17 +401,22 @@ class Cluster:
     ) -> float:
         return await handle.call(Replica.load_weights, receiver, offer)
 
-    @asynccontextmanager
-    async def lent(self) -> AsyncIterator[None]:
+    def lent(self) -> AbstractAsyncContextManager[None]:
         """Colocated: the replicas sleep, so that the trainer may use their memory."""
-        if self.config.cluster.placement != "colocated":
-            yield
+        return self._turns.of_trainer()
+
+    async def _fetch(self) -> None:
+        if self._is_parked and self._group is not None:
+            await settled(self._group, self._group.call(PolicyRank.reload))
+        self._is_parked = False
+
+    async def _park(self) -> None:
+        """On GPUs. Of a trainer that died, who needs it next hears."""
+        if self.parts.device.type != "cuda" or self._group is None:
             return
-        await self._ask_all(Replica.sleep)
-        try:
-            yield
-        finally:
-            await self._ask_all(Replica.wake)
+        with suppress(TrainerLost):
+            await settled(self._group, self._group.call(PolicyRank.offload))
+            self._is_parked = True
 
     async def _ask_all(self, method: Callable[..., Any]) -> None:
         """What a dead replica does not hear its successor need not know."""
@@ -348,18 +427,24 @@ class Cluster:
 
     def _new_replica(self) -> Role[Replica]:
         name = f"replica-{self._num_started}"
+        self._places.replica(name)  # first: there may be no room for it
         self._num_started += 1
         role = Role(
             name,
             "replica",
             self._scheduler,
             partial(self._start_replica, name),
+            start_s=self.config.cluster.start_s,
             on_restart=self._restarted,
         )
         self._replicas[name] = role
         return role
 
     async def _start_replica(self, name: str) -> ActorHandle[Replica]:
+        async with self._turns.of_replica():
+            return await self._start_replica_now(name)
+
+    async def _start_replica_now(self, name: str) -> ActorHandle[Replica]:
         config = self.config
         num_processes = config.rollout.replicas * config.rollout.tp
         threads = config.rollout.threads or max(1, num_threads(config) // num_processes)
@@ -370,37 +455,43 @@ class Cluster:
             threads=threads,
             infer=self.parts.infer_config(),
         )
-        handle = await self._seat_replica(name, recipe)
-        async with self._publishing:  # nobody may publish between the two lines
-            if self._has_weights:
-                await self.transport.catch_up(name, partial(self._load, handle))
-            self._serving[name] = handle
+        async with killed_unless_ready(self._scheduler, self._seat_replica(name, recipe)) as handle:
+            await handle.call(Replica.heartbeat)
+            async with self._publishing:  # nobody may publish between the two lines
+                if self._has_weights:
+                    await self._catch_up(name, handle)
+                self._serving[name] = handle
         if (collector := self.collector.current) is not None:
             await _ended(collector.call(CollectorRole.set_replicas, self._clients()))
         return handle
 
-    async def _seat_replica(self, name: str, recipe: ReplicaRecipe) -> ActorHandle[Replica]:
+    async def _catch_up(self, name: str, handle: ActorHandle[Replica]) -> None:
+        """The current weights for a new replica. WorkerDied if it does not get them from a trainer
+        that lives: another attempt may."""
+        try:
+            await self.transport.catch_up(name, partial(self._load, handle))
+        except TrainerLost:
+            self._has_weights = False  # it publishes when it is back, before the next request
+        except WeightsRefused as refused:
+            raise WorkerDied(f"{name} did not take the weights ({refused})") from refused
+
+    def _seat_replica(self, name: str, recipe: ReplicaRecipe) -> ActorHandle[Replica]:
         """The actor that answers for a replica, of one process or of several that end together."""
-        builder = self._scheduler.actor(Replica, num_cpus=0, num_gpus=self._gpu_share)
-        tp = self.config.rollout.tp
+        tp, place = self.config.rollout.tp, self._places.replica(name)
         if tp == 1:
-            handle = builder.remote(recipe)
-            await handle.call(Replica.heartbeat)
-            return handle
-        store, meeting = open_store()
+            return self._scheduler.actor(Replica, **place.of_one).remote(recipe)
+        store, meeting = open_store(node_address())
         epoch = f"{name}/{uuid.uuid4().hex}"
         seats = [
             Seat(rank=rank, tp=tp, host=meeting.host, port=meeting.port, name=epoch)
             for rank in range(tp)
         ]
         group = self._scheduler.group(
-            Replica, [((recipe,), {"seat": seat}) for seat in seats], num_cpus=0,
-            num_gpus=self._gpu_share,
-        )  # fmt: skip
+            Replica, [((recipe,), {"seat": seat}) for seat in seats], **place.of_all
+        )
         self._split_replicas[name] = group, store
         for follower in group.handles[1:]:
             follower.call(Replica.follow)
-        await group.handles[0].call(Replica.heartbeat)
         return group.handles[0]
 
     def _clients(self) -> dict[str, ReplicaClient]:
@@ -408,7 +499,12 @@ class Cluster:
         return {**ours, **self._outside}
 
     async def _introduce_all(self, collector: ActorHandle[CollectorRole]) -> None:
-        await collector.call(CollectorRole.set_replicas, self._clients())
+        """A new collector's predecessor waits for nothing any more."""
+        await asyncio.gather(*(_ended(one.call(Replica.abort)) for one in self._serving.values()))
+        known = None
+        while known != self._serving:  # until nobody has come or gone meanwhile
+            known = dict(self._serving)
+            await collector.call(CollectorRole.set_replicas, self._clients())
 
     # -- elastic -------------------------------------------------------------------------------
 
@@ -418,10 +514,23 @@ class Cluster:
             raise ValueError(f"replicas={replicas}: at least one has to play the rollouts")
         while len(self._replicas) > replicas:
             await self.remove_replica(next(reversed(self._replicas)))
-        new = [self._new_replica() for _ in range(replicas - len(self._replicas))]
+        new = self._new_replicas(replicas - len(self._replicas))
         await asyncio.gather(*(role.handle() for role in new))
         for role in new:
             self._watch(role, Replica.heartbeat)
+
+    def _new_replicas(self, count: int) -> list[Role[Replica]]:
+        """All of them, or none where there is no room for all."""
+        new: list[Role[Replica]] = []
+        try:
+            for _ in range(count):
+                new.append(self._new_replica())
+        except ValueError:
+            for role in new:
+                del self._replicas[role.name]
+                self._places.free(role.name)
+            raise
+        return new
 
     async def remove_replica(self, name: str) -> None:
         """Take no more requests, hand on those under way, and end."""
@@ -441,6 +550,7 @@ class Cluster:
             await _ended(handle.call(Replica.drain))
             self._scheduler.kill(handle)
             self.transport.remove(name)
+        self._places.free(name)
 
     async def add_replica(self, address: str) -> str:
         """A server that somebody else started, as one more replica, with the current weights."""
@@ -470,29 +580,53 @@ class Cluster:
     # -- reference and critic ------------------------------------------------------------------
 
     async def open_reference(self, folder: Path) -> Policy:
+        loop = asyncio.get_running_loop()
+        if self._reference is not None:  # the trainer was restarted, the reference goes on
+            return RemoteReference(self._reference, loop)
         threads = num_threads(self.config)
 
         async def start() -> ActorHandle[ReferenceRole]:
-            handle = self._scheduler.actor(
-                ReferenceRole, num_cpus=0, num_gpus=self._gpu_share
-            ).remote(self.config, folder, threads)
-            await handle.call(ReferenceRole.heartbeat)
+            place = self._places.scorers["reference"]
+            actor = self._scheduler.actor(ReferenceRole, **place.of_one).remote(
+                self.config, folder, threads
+            )
+            async with killed_unless_ready(self._scheduler, actor) as handle:
+                await handle.call(ReferenceRole.heartbeat)
             return handle
 
-        role = Role("reference", "reference", self._scheduler, start, on_restart=self._restarted)
+        role = Role(
+            "reference",
+            "reference",
+            self._scheduler,
+            start,
+            start_s=self.config.cluster.start_s,
+            on_restart=self._restarted,
+        )
         await role.handle()
-        self._scorers.append(role)
+        self._reference = role
         self._watch(role, ReferenceRole.heartbeat)
-        return RemoteReference(role, asyncio.get_running_loop())
+        return RemoteReference(role, loop)
 
     async def open_critic(self, scratch: Path) -> RunCritic:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self.optimizer_thread, self.engine.write_model, scratch)
-        handle = self._scheduler.actor(CriticRole, num_cpus=0, num_gpus=self._gpu_share).remote(
+        if self._critic is not None:  # it has learnt from steps that the run went back behind
+            self._scheduler.kill(self._critic)
+        place = self._places.scorers["critic"]
+        actor = self._scheduler.actor(CriticRole, **place.of_one).remote(
             self.config, self.parts.critic_config(), scratch, num_threads(self.config)
         )
-        await handle.call(CriticRole.heartbeat)
         cluster = self.config.cluster
+        try:
+            async with (
+                killed_unless_ready(self._scheduler, actor) as handle,
+                limited_start("the critic", cluster.start_s),
+            ):
+                await handle.call(CriticRole.heartbeat)
+        except WorkerDied as died:
+            raise TrainerLost(f"the critic died ({died})") from died
+        self._critic, self._critic_answer = handle, {}
+        self._num_critics += 1
         pulse = Pulse(CriticRole.heartbeat, cluster.heartbeat_s, cluster.hang_s, self._hear_critic)
         self._critic_watch = asyncio.create_task(until_dead(self._scheduler, handle, pulse))
         return RemoteCritic(handle, loop)
@@ -502,6 +636,6 @@ class Cluster:
 
 
 async def _ended(call: Any) -> None:
-    """Wait for a call whose actor may be dead; then its successor is told anyhow."""
+    """Wait for a call whose actor may be dead; its successor, if any, is told anyhow."""
     with suppress(WorkerDied):
         await call

@@ -18,7 +18,7 @@ from nanorl.agents.kit import AgentKit
 from nanorl.agents.loop import Generator
 from nanorl.collector import RolloutCollector
 from nanorl.config import RunConfig
-from nanorl.roles.role import OnRestart, Role
+from nanorl.roles.role import OnRestart, Role, killed_unless_ready
 from nanorl.roles.router import ReplicaClient, Router
 from nanorl.types import Rollout, Task
 from nanorl.warm_start import WarmStart
@@ -102,12 +102,20 @@ def collector_role(
     """The collector of a run; `prepare` introduces each new one to the replicas."""
 
     async def start() -> ActorHandle[CollectorRole]:
-        handle = scheduler.actor(CollectorRole, num_cpus=0).remote(
+        actor = scheduler.actor(CollectorRole, num_cpus=0).remote(
             config, folder, kit=kit, generator=generator
         )
-        await handle.call(CollectorRole.heartbeat)
-        if prepare is not None:
-            await prepare(handle)
+        async with killed_unless_ready(scheduler, actor) as handle:
+            await handle.call(CollectorRole.heartbeat)
+            if prepare is not None:
+                await prepare(handle)
         return handle
 
-    return Role("collector", "collector", scheduler, start, on_restart=on_restart)
+    return Role(
+        "collector",
+        "collector",
+        scheduler,
+        start,
+        start_s=config.cluster.start_s,
+        on_restart=on_restart,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -39,6 +40,7 @@ class InlineRoles:
     def __init__(self, parts: Parts) -> None:
         config = parts.config
         self.parts = parts
+        self.say: Callable[[str], None] = print
         self.kit = AgentKit(config, parts.folder)  # first: not every machine has a sandbox
         # Loaded in fp32: the engine keeps these values as masters and casts the model.
         enter_device(parts.device)
@@ -63,7 +65,9 @@ class InlineRoles:
         self.collector = collector_role(
             self._scheduler, config, parts.folder, kit=self.kit, generator=self.generator
         )
-        self.store = store_role(self._scheduler, config.run_dir / "rollouts.sqlite")
+        self.store = store_role(
+            self._scheduler, config.run_dir / "rollouts.sqlite", start_s=config.cluster.start_s
+        )
 
     @property
     def control(self) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,15 +31,15 @@ from nanoengine.build import SplitConfig, build_engine
 from nanoengine.config import EngineConfig
 from nanoengine.dealing import Deal, deal
 from nanoengine.engine import Engine, LossFn, WeightFn
-from nanoengine.model.device import enter_device, resolve_device, worker_thread
+from nanoengine.model.device import enter_process, resolve_device, worker_thread
 from nanoengine.model.hf import copy_extra_files, replace_folder, replace_model
 from nanoengine.packing import Sample
 from nanoengine.parallel.mesh import Layout
-from nanoengine.parallel.rendezvous import LOOPBACK, MeetingPoint, join_mesh, open_store
+from nanoengine.parallel.rendezvous import MeetingPoint, join_mesh, open_store
 from nanoengine.state.export import export_hf
 from nanorl.roles.ranks import results, start_ranks
 from nanorl.weights.offer import Offer, WeightSender
-from nanosched import Future, WorkerDied, WorkerGroup
+from nanosched import Future, WorkerDied, WorkerGroup, node_address
 
 
 class TrainerLost(RuntimeError):  # noqa: N818 (named as what happened)
@@ -66,16 +67,16 @@ class PolicyRank:
     def __init__(self, recipe: PolicyRecipe, rank: int) -> None:
         self.recipe, self.rank = recipe, rank
         self.device = resolve_device(recipe.device)
-        enter_device(self.device, recipe.threads)
+        enter_process(self.device, recipe.threads)
         self._thread = worker_thread("policy", self.device, recipe.threads)
         self._store: dist.Store | None = None
         self._engine: Engine | None = None
         self._num_busy = 0
         self._sender: WeightSender | None = None
 
-    async def open_store(self, host: str = LOOPBACK) -> MeetingPoint:
-        """For rank 0: where the others find it."""
-        self._store, meeting = open_store(host)
+    async def open_store(self) -> MeetingPoint:
+        """For rank 0: where the others find it, on this machine or another one of the cluster."""
+        self._store, meeting = open_store(node_address())
         return meeting
 
     async def build(self, meeting: MeetingPoint | None) -> None:
@@ -134,6 +135,14 @@ class PolicyRank:
     async def load(self, path: Path) -> dict[str, Any]:
         return await self._work(self.engine.load, path)
 
+    async def offload(self) -> None:
+        """Park the optimizer's state in host memory (of a CPU: in a file) until `reload`; the
+        weights stay. What needs that state refuses until then."""
+        await self._work(self.engine.offload)
+
+    async def reload(self) -> None:
+        await self._work(self.engine.reload)
+
     async def write_model(self, folder: Path, extra_files_from: Path | None) -> None:
         """All ranks write one Hugging Face folder, whole or not at all."""
         await self._work(self._write_model, folder, extra_files_from)
@@ -175,10 +184,14 @@ class RankedEngine:
         group: WorkerGroup[PolicyRank],
         recipe: PolicyRecipe,
         loop: asyncio.AbstractEventLoop,
+        *,
+        turn: Callable[[], AbstractAsyncContextManager[None]],
     ) -> None:
+        """Inside `turn` the ranks have the devices that they share with somebody. Whoever calls
+        `train_step` and `forward_logprobs` has taken it for all of them together."""
         self.group = group
         self.last_logps: list[Tensor] = []
-        self._recipe, self._loop = recipe, loop
+        self._recipe, self._loop, self._turn = recipe, loop, turn
 
     def train_step(
         self,
@@ -211,13 +224,13 @@ class RankedEngine:
         )
 
     def restart(self, config: EngineConfig) -> None:
-        self._call(PolicyRank.restart, config)
+        self._call_in_turn(PolicyRank.restart, config)
 
     def save(self, path: Path, cursor: Mapping[str, Any]) -> None:
-        self._call(PolicyRank.save, path, cursor)
+        self._call_in_turn(PolicyRank.save, path, cursor)
 
     def load(self, path: Path) -> Mapping[str, Any]:
-        return self._call(PolicyRank.load, path)[0]
+        return self._call_in_turn(PolicyRank.load, path)[0]
 
     def write_model(self, folder: Path, extra_files_from: Path | None = None) -> None:
         self._call(PolicyRank.write_model, folder, extra_files_from)
@@ -228,6 +241,13 @@ class RankedEngine:
 
     def _call(self, method: Callable[..., Any], *args: Any) -> list[Any]:
         return self._call_each(method, lambda _: args)
+
+    def _call_in_turn(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        async def call() -> list[Any]:
+            async with self._turn():
+                return await settled(self.group, self.group.call(method, *args))
+
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
 
     def _call_each(
         self, method: Callable[..., Any], args_of: Callable[[int], Sequence[Any]]
@@ -249,9 +269,9 @@ async def settled(group: WorkerGroup[PolicyRank], calls: Sequence[Future[Any]]) 
         raise TrainerLost(f"the trainer died ({died})") from died
 
 
-async def start_trainer(group: WorkerGroup[PolicyRank], host: str = LOOPBACK) -> None:
+async def start_trainer(group: WorkerGroup[PolicyRank]) -> None:
     """Introduce the ranks to each other and have them build the engine."""
     try:
-        await start_ranks(group, host)
+        await start_ranks(group)
     except WorkerDied as died:
         raise TrainerLost(f"the trainer died ({died})") from died

@@ -21,16 +21,15 @@ import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
-from torch.distributed import TCPStore
 
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.device import enter_device, resolve_device
+from nanoengine.model.device import enter_process, resolve_device
 from nanoengine.model.hf import load_model
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.parallel.mesh import Layout, Mesh
+from nanoengine.parallel.rendezvous import MeetingPoint, join_mesh
 from nanoengine.parallel.tensor_parallel import TensorParallel
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
@@ -56,7 +55,7 @@ class ReplicaRecipe:
 
     def make(self, mesh: Mesh | None = None) -> LLMEngine:
         """Load the model, or this rank's part of it, and make an engine of it."""
-        enter_device(self.place, self.threads)
+        enter_process(self.place, self.threads)
         split = None
         if mesh is not None:
             split = TensorParallel.of(mesh, ModelConfig.from_folder(self.folder))
@@ -76,9 +75,9 @@ class ReplicaRecipe:
 class Seat:
     """One rank of a replica that is split over `tp` of them, and where they meet.
 
-    `Seat(rank=1, tp=2, host="127.0.0.1", port=store.port, name="r0")`, where
-    `store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)`
-    lives with the driver. Groups that share a store need different names, a restarted one too."""
+    `Seat(rank=1, tp=2, host=meeting.host, port=meeting.port, name="r0")`, where
+    `store, meeting = open_store()` (nanoengine.parallel.rendezvous) lives with the driver. Groups
+    that share a store need different names, a restarted one too."""
 
     rank: int
     tp: int
@@ -90,9 +89,14 @@ class Seat:
 
     def mesh(self, device: torch.device) -> Mesh:
         """Connect with the others; all ranks do it at a time."""
-        store = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False)
-        options: dict[str, Any] = {"name": self.name, "timeout_s": self.timeout_s}
-        return Mesh(Layout(tp=self.tp), self.rank, store, device=device, **options)
+        return join_mesh(
+            MeetingPoint(self.host, self.port),
+            Layout(tp=self.tp),
+            self.rank,
+            device=device,
+            name=self.name,
+            timeout_s=self.timeout_s,
+        )
 
 
 class Replica:

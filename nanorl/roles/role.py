@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -43,9 +44,11 @@ class Role(Generic[A]):
         scheduler: Scheduler,
         start: Callable[[], Awaitable[ActorHandle[A]]],
         *,
+        start_s: float,
         on_restart: OnRestart | None = None,
     ) -> None:
-        self.name, self.kind = name, kind
+        """A start that takes longer than `start_s` has failed."""
+        self.name, self.kind, self.start_s = name, kind, start_s
         self.num_restarts = 0
         self.is_closed = False
         self._scheduler, self._start, self._on_restart = scheduler, start, on_restart
@@ -105,6 +108,9 @@ class Role(Generic[A]):
         if self._handle is not handle or self.is_closed:
             return
         self._handle = None
+        self._tell(why)
+
+    def _tell(self, why: str) -> None:
         self.num_restarts += 1
         if self._on_restart is not None:
             self._on_restart(self, why)
@@ -112,25 +118,31 @@ class Role(Generic[A]):
     async def _start_again_and_again(self) -> ActorHandle[A]:
         for attempt in range(MOST_FAILURES):
             try:
-                return await self._start()
+                async with limited_start(self.name, self.start_s):
+                    return await self._start()
             except WorkerDied as died:
                 if attempt == MOST_FAILURES - 1:
                     raise RoleLost(
                         f"{self.name} died {MOST_FAILURES} times while it started, the last time: "
                         f"{died}. Look at the messages above (memory?), then go on with --resume"
                     ) from died
+                self._tell(str(died))
             except TaskError as error:
                 raise error.cause from None
         raise AssertionError("the last attempt returned or raised")
 
     # -- supervision -------------------------------------------------------------------------
 
-    def watch(self, heartbeat: Callable[..., Any], every_s: float, hang_s: float) -> None:
-        """From now on a successor is started as soon as the actor dies or stops answering."""
+    def watch(
+        self, heartbeat: Callable[..., Any], every_s: float, hang_s: float
+    ) -> asyncio.Task[None]:
+        """From now on a successor is started as soon as the actor dies or stops answering. The
+        task ends with an error if none can be started, else when the role is closed."""
         if self._watch is None:
             self._watch = asyncio.create_task(
                 self._watch_forever(heartbeat, every_s, hang_s), name=f"watch {self.name}"
             )
+        return self._watch
 
     async def _watch_forever(
         self, heartbeat: Callable[..., Any], every_s: float, hang_s: float
@@ -149,6 +161,33 @@ class Role(Generic[A]):
         self.is_closed = True
         if self._watch is not None:
             self._watch.cancel()
+
+
+@asynccontextmanager
+async def limited_start(name: str, start_s: float) -> AsyncIterator[None]:
+    """Inside, a process may take so long to become ready; WorkerDied after that. A process that
+    does not answer yet has no heartbeat by which a hang could be seen."""
+    limit = asyncio.timeout(start_s)
+    try:
+        async with limit:
+            yield
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise WorkerDied(f"{name} was not ready after {start_s:g} s, so it was killed") from error
+
+
+@asynccontextmanager
+async def killed_unless_ready(
+    scheduler: Scheduler, handle: ActorHandle[A]
+) -> AsyncIterator[ActorHandle[A]]:
+    """Inside, a new actor gets ready. If that fails or is given up, nobody will ever use it: a
+    stopped process would stay."""
+    try:
+        yield handle
+    except BaseException:
+        scheduler.kill(handle)
+        raise
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.config import DTYPES, EngineConfig
-from nanoengine.model.device import enter_device, worker_thread
+from nanoengine.model.device import enter_process, worker_thread
 from nanoengine.model.hf import load_model
 from nanoengine.packing import Sample
 from nanorl.config import RunConfig
@@ -32,7 +32,7 @@ class _Worker:
 
     def __init__(self, device: str, threads: int) -> None:
         self.device = torch.device(device)
-        enter_device(self.device, threads)
+        enter_process(self.device, threads)
         self._thread = worker_thread("scorer", self.device, threads)
         self._num_busy = 0
 

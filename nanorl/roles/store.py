@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nanorl.roles.role import OnRestart, Role
+from nanorl.roles.role import OnRestart, Role, killed_unless_ready
 from nanorl.store import RolloutStore
 from nanosched import ActorHandle, Scheduler
 
 
 def store_role(
-    scheduler: Scheduler, path: Path, *, on_restart: OnRestart | None = None
+    scheduler: Scheduler, path: Path, *, start_s: float, on_restart: OnRestart | None = None
 ) -> Role[RolloutStore]:
     """The store of the run whose file is `path`."""
 
     async def start() -> ActorHandle[RolloutStore]:
-        handle = scheduler.actor(RolloutStore, num_cpus=0).remote(path)
-        await handle.call(RolloutStore.heartbeat)
+        actor = scheduler.actor(RolloutStore, num_cpus=0).remote(path)
+        async with killed_unless_ready(scheduler, actor) as handle:
+            await handle.call(RolloutStore.heartbeat)
         return handle
 
-    return Role("store", "store", scheduler, start, on_restart=on_restart)
+    return Role("store", "store", scheduler, start, start_s=start_s, on_restart=on_restart)
