@@ -180,7 +180,8 @@ def check_servers(addresses: Sequence[str], key_file: Path | None) -> None:
         except (ReplicaLost, RuntimeError, ValueError) as error:
             raise ValueError(
                 f"--rollout.addresses {server.url}: no nanoinfer.server that can be used "
-                f"({error}); start one, with the key of --rollout.api-key-file, or leave it out"
+                f"({error}); start one there, with the key of --rollout.api-key-file, or leave it "
+                "out"
             ) from None
 
     async def ask_all() -> None:

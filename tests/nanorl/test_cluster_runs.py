@@ -267,6 +267,9 @@ def test_replicas_come_and_go_while_a_run_trains(
     await_step(process, run, 6)
     scale(run, "--replicas", "1")
     assert replicas(run) == ["replica-0"]
+    counters = next(role for role in status(run)["roles"] if role["kind"] == "collector")["metrics"]
+    assert counters["num_finished_total"] > 0
+    assert counters["num_failed_total"] == counters["num_lost_total"] == 0
     assert cli.main(["scale", "--run", str(run), "--replicas", "0"]) == 1
     assert "replicas=0: at least one" in capsys.readouterr().err
     finish(process)
