@@ -20,6 +20,7 @@ from nanorl.config import RunConfig
 from nanorl.monitor.vitals import vitals
 from nanorl.roles.role import OnRestart, Role, killed_unless_ready
 from nanorl.roles.router import ReplicaClient, Router
+from nanorl.roles.shared_folder import require_folder
 from nanorl.types import Rollout, Task
 from nanorl.warm_start import WarmStart
 from nanosched import ActorHandle, Scheduler
@@ -39,6 +40,7 @@ class CollectorRole(RolloutCollector):
         """`folder` is the model's, for its tokenizer. A `kit` and a `generator` are those of this
         process, where there are any; without a generator requests go to the replicas of
         `set_replicas`."""
+        require_folder(folder)
         super().__init__(self.play_task, run_seed=config.seed, max_retries=config.rl.max_retries)
         self.router = Router()
         self.generator: Generator = self.router if generator is None else generator

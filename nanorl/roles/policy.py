@@ -38,6 +38,7 @@ from nanoengine.parallel.rendezvous import MeetingPoint, join_mesh, open_store
 from nanoengine.state.export import export_hf
 from nanorl.monitor.vitals import vitals
 from nanorl.roles.ranks import results, start_ranks
+from nanorl.roles.shared_folder import require_folder
 from nanorl.roles.work import WorkThread
 from nanorl.weights.offer import Offer, WeightSender
 from nanosched import Future, WorkerDied, WorkerGroup, node_address
@@ -85,6 +86,7 @@ class PolicyRank:
 
     def _build(self, meeting: MeetingPoint | None) -> None:
         recipe, mesh = self.recipe, None
+        require_folder(recipe.folder)
         if meeting is not None:
             mesh = join_mesh(
                 meeting, recipe.layout, self.rank, store=self._store, device=self.device

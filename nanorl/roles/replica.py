@@ -38,6 +38,7 @@ from nanoinfer.engine import LLMEngine
 from nanoinfer.led_engine import LedEngine, follow
 from nanoinfer.params import Output, SamplingParams
 from nanorl.monitor.vitals import vitals
+from nanorl.roles.shared_folder import require_folder
 from nanorl.weights.offer import Offer, WeightReceiver
 
 
@@ -57,6 +58,7 @@ class ReplicaRecipe:
 
     def make(self, mesh: Mesh | None = None) -> LLMEngine:
         """Load the model, or this rank's part of it, and make an engine of it."""
+        require_folder(self.folder)
         enter_process(self.place, self.threads)
         split = None
         if mesh is not None:

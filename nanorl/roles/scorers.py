@@ -23,6 +23,7 @@ from nanorl.monitor.vitals import vitals
 from nanorl.roles.critic import SavedCritic
 from nanorl.roles.policy import TrainerLost
 from nanorl.roles.role import Role
+from nanorl.roles.shared_folder import require_folder
 from nanorl.roles.work import WorkThread
 from nanosched import ActorHandle, TaskError, WorkerDied
 
@@ -42,6 +43,7 @@ class ReferenceRole(_Worker):
     """The frozen policy that KL terms and distillation compare with."""
 
     def __init__(self, config: RunConfig, folder: Path, threads: int) -> None:
+        require_folder(folder)
         super().__init__(config.device, threads)
         self._scorer = load_reference(config, folder, self.device)
 
@@ -55,6 +57,7 @@ class CriticRole(_Worker):
     def __init__(
         self, config: RunConfig, engine_config: EngineConfig, folder: Path, threads: int
     ) -> None:
+        require_folder(folder)
         super().__init__(config.device, threads)
         policy = load_model(folder, DTYPES[config.dtype], config.device)
         self._critic = SavedCritic(policy, engine_config, value_clip=config.rl.value_clip)

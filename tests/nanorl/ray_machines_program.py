@@ -2,9 +2,8 @@
 
     python ray_machines_program.py FOLDER [options of train_agent.py]
 
-The machines have addresses of their own in the loopback network, so that a rank that met the others
-at 127.0.0.1 would be found out. The run's trainer has a rank on each. Prints where they were and
-how the run ended as one JSON line.
+The machines have addresses of their own in the loopback network. The run's trainer has a rank on
+each. Prints on how many machines each placement group lay and how the run ended as one JSON line.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from nanoengine.parallel.mesh import Layout
 from nanorl.config import ClusterConfig, LearnerConfig, RolloutConfig, RunConfig
 from nanorl.roles.placement import Places, RolePlace, transport_kind
 from nanorl.roles.policy import PolicyRank, PolicyRecipe, RankedEngine, start_trainer
+from nanorl.roles.replica import Replica, ReplicaRecipe
 from nanorl.roles.turns import DeviceTurns, Hosts
 from nanosched import ActorHandle, PlacementGroup, Resources, Scheduler, WorkerGroup
 
@@ -156,6 +158,11 @@ def test_a_transport_that_the_placement_does_not_allow_is_refused() -> None:
     with pytest.raises(ValueError, match="NCCL does not connect two processes of one GPU"):
         transport_kind(RunConfig(cluster=together), has_gpus=True)
     assert transport_kind(RunConfig(cluster=together), has_gpus=False) == "dist"
+
+
+def test_a_role_that_does_not_see_the_models_folder_says_where_it_looked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"nowhere is not a folder on {socket.gethostname()}: "):
+        Replica(ReplicaRecipe(folder=tmp_path / "nowhere"))
 
 
 # -- turns ---------------------------------------------------------------------------------------
