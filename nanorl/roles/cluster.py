@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nanoengine.build import check_layout
 from nanoengine.config import DTYPES, EngineConfig
@@ -52,8 +52,8 @@ from nanorl.roles.role import (
     Pulse,
     Role,
     RoleLost,
+    getting_ready,
     heard,
-    killed_unless_ready,
     limited_start,
     until_dead,
 )
@@ -65,6 +65,7 @@ from nanorl.weights.offer import Offer, WeightReceiver, WeightsRefused
 from nanorl.weights.transport import Load, Transport, open_transport, weight_bytes
 from nanosched import ActorHandle, Scheduler, WorkerDied, WorkerGroup, node_address
 
+A = TypeVar("A")
 PRELOAD = ("torch", "nanorl.roles.policy", "nanorl.roles.replica", "nanorl.roles.collector")
 """Imported once, by the process that all others are forked from."""
 
@@ -434,7 +435,6 @@ class Cluster:
             "replica",
             self._scheduler,
             partial(self._start_replica, name),
-            start_s=self.config.cluster.start_s,
             on_restart=self._restarted,
         )
         self._replicas[name] = role
@@ -455,7 +455,8 @@ class Cluster:
             threads=threads,
             infer=self.parts.infer_config(),
         )
-        async with killed_unless_ready(self._scheduler, self._seat_replica(name, recipe)) as handle:
+        seated = self._seat_replica(name, recipe)
+        async with self._getting_ready(seated, name) as handle:
             await handle.call(Replica.heartbeat)
             async with self._publishing:  # nobody may publish between the two lines
                 if self._has_weights:
@@ -505,6 +506,11 @@ class Cluster:
         while known != self._serving:  # until nobody has come or gone meanwhile
             known = dict(self._serving)
             await collector.call(CollectorRole.set_replicas, self._clients())
+
+    def _getting_ready(
+        self, actor: ActorHandle[A], name: str
+    ) -> AbstractAsyncContextManager[ActorHandle[A]]:
+        return getting_ready(self._scheduler, actor, name, self.config.cluster.start_s)
 
     # -- elastic -------------------------------------------------------------------------------
 
@@ -590,18 +596,11 @@ class Cluster:
             actor = self._scheduler.actor(ReferenceRole, **place.of_one).remote(
                 self.config, folder, threads
             )
-            async with killed_unless_ready(self._scheduler, actor) as handle:
+            async with self._getting_ready(actor, "reference") as handle:
                 await handle.call(ReferenceRole.heartbeat)
             return handle
 
-        role = Role(
-            "reference",
-            "reference",
-            self._scheduler,
-            start,
-            start_s=self.config.cluster.start_s,
-            on_restart=self._restarted,
-        )
+        role = Role("reference", "reference", self._scheduler, start, on_restart=self._restarted)
         await role.handle()
         self._reference = role
         self._watch(role, ReferenceRole.heartbeat)
@@ -618,10 +617,7 @@ class Cluster:
         )
         cluster = self.config.cluster
         try:
-            async with (
-                killed_unless_ready(self._scheduler, actor) as handle,
-                limited_start("the critic", cluster.start_s),
-            ):
+            async with self._getting_ready(actor, "the critic") as handle:
                 await handle.call(CriticRole.heartbeat)
         except WorkerDied as died:
             raise TrainerLost(f"the critic died ({died})") from died

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nanorl.roles.role import OnRestart, Role, killed_unless_ready
+from nanorl.roles.role import OnRestart, Role, getting_ready
 from nanorl.store import RolloutStore
 from nanosched import ActorHandle, Scheduler
 
@@ -20,8 +20,8 @@ def store_role(
 
     async def start() -> ActorHandle[RolloutStore]:
         actor = scheduler.actor(RolloutStore, num_cpus=0).remote(path)
-        async with killed_unless_ready(scheduler, actor) as handle:
+        async with getting_ready(scheduler, actor, "store", start_s) as handle:
             await handle.call(RolloutStore.heartbeat)
         return handle
 
-    return Role("store", "store", scheduler, start, start_s=start_s, on_restart=on_restart)
+    return Role("store", "store", scheduler, start, on_restart=on_restart)
