@@ -40,7 +40,8 @@ _context.set_forkserver_preload(
 
 @dataclass(frozen=True, kw_only=True)
 class Slow:
-    """Update number `update` of the process takes `seconds` longer."""
+    """Update number `update` of a process takes `seconds` longer, or until somebody removes the
+    marker; once, in the first process that comes so far."""
 
     update: int
     seconds: float
@@ -113,9 +114,12 @@ def _slow_down(slow: Slow) -> None:
         nonlocal num_updates
         update(self, grad_norm)
         num_updates += 1
-        if num_updates == slow.update:
+        if num_updates == slow.update and not (once := Path(f"{slow.marker}.once")).exists():
+            once.touch()
             slow.marker.touch()
-            time.sleep(slow.seconds)
+            deadline = time.monotonic() + slow.seconds
+            while slow.marker.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
 
     AdamW.step = slow_update  # type: ignore[method-assign]
 
