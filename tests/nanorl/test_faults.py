@@ -92,12 +92,19 @@ def test_a_driver_that_is_stopped_or_killed_leaves_nothing_and_can_go_on(
         assert not run.noise(), run.output()
 
     with DisturbedRun(out, resume) as run:
-        await_true(run, lambda: run.step() >= 5)
+        await_true(run, lambda: run.step() >= 4)
         strike(run, "replica", signal.SIGSTOP)  # not even this one stays
         run.driver.kill()
         run.wait(LIMIT_S)
         assert not any(run.leftovers().values()), run.leftovers()
 
-    with DisturbedRun(out, resume) as run:
+    # To the end, with another transport: trainer and replicas meet, and a new trainer meets them
+    # anew. Where it did not, the publication would fail.
+    with DisturbedRun(out, (*resume, "--cluster.transport", "dist")) as run:
+        before = run.output().count("the trainer died")
+        await_true(run, lambda: run.step() >= 7)
+        strike(run, "trainer", signal.SIGKILL)
         assert run.wait(LIMIT_S) == 0, run.output()
+        assert run.output().count("the trainer died") == before + 1, run.output()
+        assert "was not published" not in run.output()
     assert weights_digest(out) == weights_digest(calm)
