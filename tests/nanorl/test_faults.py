@@ -20,7 +20,7 @@ finally:
     sys.path.pop(0)
 
 pytestmark = [pytest.mark.sandbox]
-STEPS = 9
+STEPS = 8
 OPTIONS = (*SMALL, "--rl.steps", str(STEPS), *SCORERS["both"])
 CLUSTER = (
     *("--cluster.backend", "local", "--rollout.replicas", "2"),
@@ -29,7 +29,7 @@ CLUSTER = (
 PLAN = (
     *(("store", signal.SIGKILL), ("collector", signal.SIGKILL), ("reference", signal.SIGKILL)),
     *(("replica", signal.SIGSTOP), ("trainer", signal.SIGKILL), ("critic", signal.SIGKILL)),
-    *(("replica", signal.SIGKILL), ("collector", signal.SIGSTOP)),
+    ("replica", signal.SIGKILL),
 )
 LIMIT_S = 240.0  # for all of a run, on a machine that does other things
 
@@ -69,10 +69,10 @@ def test_any_role_may_die_or_hang(calm: Path, tmp_path: Path) -> None:
             await_true(run, lambda step=step: run.step() > step)  # type: ignore[misc]
         checks = check(run, run.wait(LIMIT_S), calm, STEPS)
     assert all(passed for passed, _ in checks.values()), (checks, run.output())
+    lines = [line for line in run.output().splitlines() if "starting it again" in line]
     for name in ("store", "collector", "reference", "replica-0", "the trainer", "the critic"):
-        lines = [line for line in run.output().splitlines() if "starting it again" in line]
         assert any(name in line for line in lines), (name, lines)
-    assert run.output().count("no answer for 4 s") >= 2, run.output()
+    assert "no answer for 4 s" in run.output()
 
 
 def test_a_driver_that_is_stopped_or_killed_leaves_nothing_and_can_go_on(
@@ -102,7 +102,7 @@ def test_a_driver_that_is_stopped_or_killed_leaves_nothing_and_can_go_on(
     # anew. Where it did not, the publication would fail.
     with DisturbedRun(out, (*resume, "--cluster.transport", "dist")) as run:
         before = run.output().count("the trainer died")
-        await_true(run, lambda: run.step() >= 7)
+        await_true(run, lambda: run.step() >= 6)
         strike(run, "trainer", signal.SIGKILL)
         assert run.wait(LIMIT_S) == 0, run.output()
         assert run.output().count("the trainer died") == before + 1, run.output()
