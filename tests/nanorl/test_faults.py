@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +21,7 @@ finally:
     sys.path.pop(0)
 
 pytestmark = [pytest.mark.sandbox]
-STEPS = 8
+STEPS = 9
 OPTIONS = (*SMALL, "--rl.steps", str(STEPS), *SCORERS["both"])
 CLUSTER = (
     *("--cluster.backend", "local", "--rollout.replicas", "2"),
@@ -31,6 +32,7 @@ PLAN = (
     *(("replica", signal.SIGSTOP), ("trainer", signal.SIGKILL), ("critic", signal.SIGKILL)),
     ("replica", signal.SIGKILL),
 )
+EXPECTED = Counter(trainer=1, replica=2, collector=1, store=1, reference=1, critic=1)
 LIMIT_S = 240.0  # for all of a run, on a machine that does other things
 
 
@@ -67,6 +69,8 @@ def test_any_role_may_die_or_hang(calm: Path, tmp_path: Path) -> None:
             step = run.step()
             strike(run, role, number)
             await_true(run, lambda step=step: run.step() > step)  # type: ignore[misc]
+        excess = Counter(process.kind for process in run.roles()) - EXPECTED
+        assert not excess, f"predecessors that nobody ended: {excess}"
         checks = check(run, run.wait(LIMIT_S), calm, STEPS)
     assert all(passed for passed, _ in checks.values()), (checks, run.output())
     lines = [line for line in run.output().splitlines() if "starting it again" in line]
