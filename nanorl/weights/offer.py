@@ -13,7 +13,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -129,7 +129,7 @@ class WeightReceiver(Protocol):
     each call holds on to the first of each `key`."""
 
     key: str
-    refuses_nan: ClassVar[bool]
+    refuses_nan: bool
     """True if `receive` looks for NaN and infinity itself, so that nobody has to do it again."""
 
     def receive(self, offer: Offer) -> Named:
