@@ -41,7 +41,7 @@ from nanoengine.model.sources import resolve_model
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.packing import Sample
 from nanoengine.parallel.mesh import WORLD, Layout, Mesh
-from nanoengine.parallel.rendezvous import LOOPBACK, MeetingPoint, join_mesh, open_store
+from nanoengine.parallel.rendezvous import MeetingPoint, join_mesh, open_store
 from nanoengine.sft import Order, num_loss_tokens, read_chats, sft_loss
 from nanoengine.state.checkpoint import latest_checkpoint
 from nanoengine.state.export import export_hf
@@ -287,9 +287,9 @@ class SftRank:
         self._store: dist.Store | None = None
         self._has_to_stop = False
 
-    async def open_store(self, host: str = LOOPBACK) -> MeetingPoint:
-        """For rank 0: where the others find it."""
-        self._store, meeting = open_store(host)
+    async def open_store(self) -> MeetingPoint:
+        """For rank 0: where the others, on the same machine, find it."""
+        self._store, meeting = open_store()
         return meeting
 
     async def build(self, meeting: MeetingPoint | None) -> None:

@@ -273,7 +273,7 @@ class EngineLimits(ComputeConfig, StepSizes):
 
 BackendName = Literal["inline", "local", "ray"]
 Placement = Literal["separate", "colocated"]
-TransportName = Literal["auto", "shm", "dist", "disk"]
+TransportName = Literal["auto", "shm", "cuda_ipc", "dist", "disk"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,16 +286,20 @@ class ClusterConfig:
     address: str = ""
     """With ray: the cluster to join, "auto" or host:port; empty starts one on this machine."""
     placement: Placement = "separate"
-    """colocated: trainer and replicas take turns on the same devices, the one asleep while the
-    other works. separate: each has its own, and rollouts may go on during a step."""
+    """separate: trainer, replicas, reference and critic have GPUs of their own, one a process, and
+    rollouts may go on during a step. colocated: trainer process i and replica process i share a
+    GPU and take turns, the one asleep while the other works. On CPUs both reserve nothing."""
     transport: TransportName = "auto"
-    """How weights reach replicas in other processes; auto: shm on one machine, dist on many."""
+    """How weights reach replicas in other processes; auto: shm on one machine, dist on many, disk
+    for servers, cuda_ipc where the trainer and the only replica share a GPU."""
     delta: bool = False
-    """Send what changed since the last version, where the transport can."""
+    """Send what changed since the last version; needs the transport disk."""
     heartbeat_s: float = 5.0
     """Seconds between two questions to each role whether it still works."""
     hang_s: float = 120.0
     """A role that does not answer so long is killed and started again."""
+    start_s: float = 600.0
+    """A role that is not ready so long after it was started, its model loaded, is killed, too."""
 
     def __post_init__(self) -> None:
         check_record(
@@ -303,6 +307,7 @@ class ClusterConfig:
             "cluster.",
             heartbeat_s=Bound(0.05, 3600, "faster only costs time"),
             hang_s=Bound(0.5, 86400, "a longer silence is a night lost"),
+            start_s=Bound(1, 86400, "a longer wait is a night lost"),
         )
         if self.address and self.backend != "ray":
             raise ValueError(
@@ -461,11 +466,37 @@ class RunConfig:
                             f"--{section}.{one.name} {value}: needs processes of its own; add "
                             "--cluster.backend local, or ray"
                         )
+        elif self.device.startswith("cuda:"):
+            raise ValueError(
+                f"--device {self.device} with --cluster.backend {self.cluster.backend}: each "
+                "process gets devices of its own; say cuda, and choose with CUDA_VISIBLE_DEVICES"
+            )
+        self._check_transport()
         if self.cluster.placement == "colocated" and self.rl.max_staleness > 0:
             raise ValueError(
                 f"--cluster.placement colocated with --rl.max-staleness {self.rl.max_staleness}: "
                 "engines that take turns cannot roll out during a step; choose separate, or "
                 "--rl.max-staleness 0"
+            )
+
+    def _check_transport(self) -> None:
+        """Refuse ways of the weights that do not exist or do not reach all who need them."""
+        transport, addresses = self.cluster.transport, self.rollout.addresses
+        if self.cluster.backend == "inline" and (transport != "auto" or self.cluster.delta):
+            flag = "delta" if transport == "auto" else f"transport {transport}"
+            raise ValueError(
+                f"--cluster.{flag}: in one process weights are copied within it; add "
+                "--cluster.backend local, or ray, or leave it out"
+            )
+        if self.cluster.delta and transport != "disk":
+            raise ValueError(
+                f"--cluster.delta with --cluster.transport {transport}: only files can hold what "
+                "changed alone; add --cluster.transport disk"
+            )
+        if addresses and transport not in ("auto", "disk"):
+            raise ValueError(
+                f"--rollout.addresses {addresses[0]} with --cluster.transport {transport}: a "
+                "server reads its weights from files; set --cluster.transport disk"
             )
 
     @property

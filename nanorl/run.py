@@ -56,6 +56,7 @@ from nanorl.report.transcript import transcript
 from nanorl.roles.base import Roles, RunCritic
 from nanorl.roles.collector import CollectorRole
 from nanorl.roles.policy import TrainerLost
+from nanorl.roles.role import RoleLost
 from nanorl.store import Entry, RolloutStore
 from nanorl.trainer import StepResult, Trainer
 from nanorl.types import Rollout, Task
@@ -116,6 +117,7 @@ class Run:
         self.monitor = RunMonitor(config.monitor, config.run_dir, live, roles.control)
         self.parts, self.roles = parts, roles
         self.live = live
+        roles.say = live.say
         self.dir = config.run_dir
         self.metrics = MetricsWriter(
             self.dir / "metrics.jsonl", tensorboard_dir=self.dir / "tensorboard"
@@ -124,6 +126,7 @@ class Run:
         self.critic: RunCritic | None = None
         self.saved_place: tuple[Phase, int] | None = None  # of the cursor in the last checkpoint
         self.has_to_restore = config.resume
+        self.has_model = False  # the trained model is in its folder: nothing is left to do
         self.num_losses = 0
         self.furthest_loss = (-1, -1)  # the phase's number and step
         self.started = time.perf_counter()
@@ -144,12 +147,10 @@ class Run:
             try:
                 async with self.monitor:
                     await self.roles.start()
-                    while self.has_to_restore or self.cursor.phase != "done":
+                    while not self.has_model:
                         await self._run_phase()
-                    await self._write_model()
             except asyncio.CancelledError:
-                if self.cursor.place != self.saved_place:  # else these weights are on the disk
-                    await to_the_end(self.save())
+                await to_the_end(self._save_and_stop())
                 raise Interrupted from None
             finally:
                 await self.roles.close_loop()
@@ -161,6 +162,9 @@ class Run:
             if self.has_to_restore:
                 await self.restore()
                 self.has_to_restore = False
+            elif self.cursor.phase == "done":
+                await self._write_model()
+                self.has_model = True
             else:
                 await self._unless_trainer_dies(getattr(self, f"run_{self.cursor.phase}")())
         except TrainerLost as lost:
@@ -195,7 +199,7 @@ class Run:
         self.num_losses = self.num_losses + 1 if place <= self.furthest_loss else 1
         self.furthest_loss = max(place, self.furthest_loss)
         if self.num_losses > MOST_LOSSES:
-            raise RuntimeError(
+            raise RoleLost(
                 f"{lost}; that happened {self.num_losses} times, and the run got no further than "
                 f"step {self.cursor.step} of the phase {self.cursor.phase}. Look at the messages "
                 "above (memory?), then go on with --resume"
@@ -208,6 +212,7 @@ class Run:
             await self._require_nothing_done()
             self.live.say("no checkpoint was made yet: starting from the beginning")
             self.cursor = Cursor(tasks=self.parts.tasks.fingerprint)
+            await self.roles.publisher.publish(0)  # a trainer that died may have published more
             return
         self.cursor = Cursor.from_json(open_checkpoint(found).meta["cursor"])
         self._require_same_tasks()
@@ -260,6 +265,15 @@ class Run:
             self.cursor.critic = await self._train(self.critic.save, self.dir / "critic")
         await self._train(self.roles.engine.save, self.checkpoints, self.cursor.to_json())
         self.saved_place = self.cursor.place
+
+    async def _save_and_stop(self) -> None:
+        """On the way out: without a trainer the newest checkpoint is what there is."""
+        if self.cursor.place == self.saved_place or self.has_to_restore:
+            return  # these weights are on the disk
+        try:
+            await self.save()
+        except TrainerLost as lost:
+            self.live.say(f"{lost}: the newest checkpoint is what --resume goes on from")
 
     def note_time(self) -> None:
         now = time.perf_counter()
@@ -369,6 +383,7 @@ class Run:
         ) as phase:
 
             async def on_step(result: StepResult) -> None:
+                result.metrics.update(await self.roles.idle_shares())
                 await self._log_step(result)
                 shown = {name: result.metrics[name] for name in SHOWN if name in result.metrics}
                 self.live.advance(phase, metrics=shown)
@@ -392,6 +407,7 @@ class Run:
                     collector=self.roles.collector,
                     task_batch=self.train_tasks,
                 )
+                await self.roles.idle_shares()  # the first step's begin here
                 await trainer.fit(self.cursor.step, on_step)
         if num_idle := int(self.cursor.totals.get("num_steps_without_signal", 0)):
             self.live.say(
@@ -430,6 +446,7 @@ class Run:
         await self.roles.store.call(RolloutStore.add_group, rollouts, step=result.step)
         if self.config.keep_rollout_steps:
             await self.roles.store.call(RolloutStore.expire, self.config.keep_rollout_steps)
+        result.metrics.update(self._rollout_speed(result.metrics))
         self.metrics.write(result.step, result.metrics)
         self._add_totals(result.metrics)
         self.cursor.add("num_failed_rollouts", len(result.failed))
@@ -438,6 +455,16 @@ class Run:
         is_last = self.cursor.step == self.config.rl.steps  # then the phase saves at its end
         if self.cursor.step % self.config.save_every == 0 and not is_last:
             await self.save()
+
+    def _rollout_speed(self, metrics: dict[str, Any]) -> dict[str, float]:
+        """What a change of the number of replicas does, step by step."""
+        busy_s, control = metrics["rollout_s"], self.roles.control
+        speed = {"rollout_tokens_per_s": metrics["action_tokens"] / busy_s} if busy_s else {}
+        if control is not None:
+            speed["num_replicas"] = sum(
+                role.kind == "replica" and role.state == "ready" for role in control.roles()
+            )
+        return speed
 
     def _say_step(self, result: StepResult) -> None:
         """Say what the numbers of the step do not: why nothing moved, and what the agent does."""

@@ -17,6 +17,7 @@ from nanosched.errors import (
 )
 from nanosched.future import Future
 from nanosched.handle import ActorHandle
+from nanosched.node_address import node_address
 from nanosched.queue import BoundedQueue
 from nanosched.resources import ActorOptions, PlacementGroup, Resources
 from nanosched.shared_buffer import SharedBuffer
@@ -38,4 +39,5 @@ __all__ = [
     "TaskError",
     "WorkerDied",
     "WorkerGroup",
+    "node_address",
 ]

@@ -207,18 +207,26 @@ class Scheduler:
         self,
         cls: Callable[..., A],
         args: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
+        *,
+        bundles: Sequence[int] | None = None,
         **options: Any,
     ) -> WorkerGroup[A]:
         """One actor per entry of `args`, which are each one's (args, kwargs), ranks in order.
 
-        With `placement` and no `bundle`, rank r takes bundle r if there are as many. With `name`,
-        rank r is called `name.r`.
+        With `placement`, rank r takes bundle `bundles[r]`; without `bundles` and `bundle`, bundle r
+        if there are as many. With `name`, rank r is called `name.r`.
         """
         if not args:
             raise ValueError("a group without workers: give one (args, kwargs) for each")
         builder = self.actor(cls, **options)
+        placement = builder.actor_options.placement
+        is_open = bundles is None and builder.actor_options.bundle is None
+        if is_open and placement is not None and len(placement.bundles) == len(args):
+            bundles = range(len(args))
+        if bundles is not None and len(bundles) != len(args):
+            raise ValueError(f"{len(bundles)} bundles for {len(args)} ranks: name one for each")
         handles = [
-            builder.options(**_options_of_rank(builder.actor_options, rank, len(args))).remote(
+            builder.options(**_options_of_rank(builder.actor_options, rank, bundles)).remote(
                 *positional, **named
             )
             for rank, (positional, named) in enumerate(args)
@@ -264,11 +272,12 @@ def _start_backend(
     return RayBackend(resources, address)
 
 
-def _options_of_rank(options: ActorOptions, rank: int, num_ranks: int) -> dict[str, Any]:
+def _options_of_rank(
+    options: ActorOptions, rank: int, bundles: Sequence[int] | None
+) -> dict[str, Any]:
     changed: dict[str, Any] = {}
     if options.name is not None:
         changed["name"] = f"{options.name}.{rank}"
-    placement = options.placement
-    if placement is not None and options.bundle is None and len(placement.bundles) == num_ranks:
-        changed["bundle"] = rank
+    if bundles is not None:
+        changed["bundle"] = bundles[rank]
     return changed

@@ -18,6 +18,7 @@ import asyncio
 import itertools
 import logging
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -50,6 +51,7 @@ from nanosched.resources import ActorOptions, PlacementGroup, Resources
 
 # How often a wait for results looks after futures that only callbacks wait for, such as deaths.
 LOOK_S = 0.1
+CONNECT_S = 10.0  # for the head of a cluster to accept a connection; Ray itself asks for minutes
 
 
 @dataclass(eq=False)
@@ -229,6 +231,7 @@ class RayBackend(RayCaller):
         if not self._has_connected:
             _check_connection(address)
         elif address is not None:
+            _require_somebody(address)
             ray.init(address, log_to_driver=False, job_config=_job())
         else:
             self._folder = Path(tempfile.mkdtemp(prefix="nanosched-ray-"))
@@ -443,6 +446,20 @@ def _job() -> JobConfig:
     """Tells the workers where this process finds modules, Python's own and installed ones apart."""
     own = [path for path in sys.path if path and not path.startswith((sys.prefix, sys.base_prefix))]
     return JobConfig(_py_driver_sys_path=own)
+
+
+def _require_somebody(address: str) -> None:
+    """`ValueError` unless somebody listens at host:port; other forms are Ray's to resolve."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdecimal() or "/" in host:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"address={address!r}: nobody answers there ({error}); start the cluster with "
+            "`ray start --head`, which says its address, or give none to have one on this machine"
+        ) from None
 
 
 def _check_connection(address: str | None) -> None:

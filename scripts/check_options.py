@@ -60,6 +60,7 @@ KEPT = (
     "tasks",
     "cache-dir",
     "device",
+    *("cluster.", "learner.", "rollout.", "monitor."),  # of more than one process
     "evaluation.num-tasks",
 )
 LENGTHS = ("rl.steps", "warm-start.steps", "warm-start.traces-per-step", "rl.tasks-per-step")

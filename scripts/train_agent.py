@@ -141,10 +141,12 @@ def expected_errors() -> list[type[Exception]]:
     """The errors that a user can mend: shown as one message without a traceback."""
     from nanoengine.engine import NonFiniteLoss
     from nanoengine.tensor_file import CheckpointError
+    from nanorl.roles.role import RoleLost
     from nanorl.sandbox.base import SandboxUnavailable
     from nanorl.store import StoreError
 
-    return [ValueError, OSError, CheckpointError, NonFiniteLoss, StoreError, SandboxUnavailable]
+    ours = (CheckpointError, NonFiniteLoss, RoleLost, SandboxUnavailable, StoreError)
+    return [ValueError, OSError, *ours]
 
 
 if __name__ == "__main__":

@@ -63,16 +63,25 @@ def join_mesh(
     store: dist.Store | None = None,
     device: torch.device | str = "cpu",
     name: str = "mesh",
+    timeout_s: float = 600.0,
 ) -> Mesh:
     """This process's place in the mesh that meets there. Rank 0 passes the `store` it opened;
     meshes that share a store need different names. Raises torch's DistNetworkError where nobody
     listens."""
     if store is None:
         store = dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False)
-    return Mesh(layout, rank, store, device=device, name=name, host=_address_towards(meeting))
+    return Mesh(
+        layout,
+        rank,
+        store,
+        device=device,
+        name=name,
+        timeout_s=timeout_s,
+        host=address_towards(meeting),
+    )
 
 
-def _address_towards(meeting: MeetingPoint) -> str:
+def address_towards(meeting: MeetingPoint) -> str:
     """This machine's address on the network where the meeting is; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((meeting.host, meeting.port))

@@ -6,7 +6,7 @@ Methods of the trainer's engine are plain functions that may take minutes: a run
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,6 +47,9 @@ class RunCritic(ValueEstimator, Protocol):
 class Roles(Protocol):
     """The engines, agents and store of a run."""
 
+    say: Callable[[str], None]
+    """Tells the user what died and was started again; the run sets it."""
+
     @property
     def engine(self) -> RunEngine: ...
 
@@ -77,6 +80,11 @@ class Roles(Protocol):
 
     async def open_critic(self, scratch: Path) -> RunCritic:
         """A critic that starts as a copy of the policy, which may be written to `scratch`."""
+        ...
+
+    async def idle_shares(self) -> dict[str, float]:
+        """How much of the time since the last call the roles of each kind did not work, as
+        `idle_trainer`, `idle_replicas` and so on; nothing where all are in one process."""
         ...
 
     async def trainer_death(self) -> str:

@@ -17,25 +17,30 @@ Left out: the loop that trains (trainer.py) and what a death of the trainer mean
 from __future__ import annotations
 
 import asyncio
-import socket
+import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from statistics import fmean
+from typing import Any
 
 from nanoengine.build import check_layout
-from nanoengine.config import DTYPES
+from nanoengine.config import DTYPES, EngineConfig
+from nanoengine.parallel.mesh import Layout
 from nanoengine.parallel.rendezvous import open_store
 from nanoengine.scoring import Policy
-from nanorl.monitor.control import RoleStatus
+from nanorl.monitor.board import IdleShares
+from nanorl.monitor.control import RoleKind, RoleState, RoleStatus
+from nanorl.monitor.readings import RoleReadings
 from nanorl.parts import Parts, num_threads
 from nanorl.roles.base import RunCritic
 from nanorl.roles.clients import ActorClient, ReplicaClient
 from nanorl.roles.collector import CollectorRole, collector_role
-from nanorl.roles.http_replica import HttpReplica
+from nanorl.roles.http_replica import HttpReplica, check_servers, server_at
+from nanorl.roles.placement import Places, transport_kind
 from nanorl.roles.policy import (
     PolicyRank,
     PolicyRecipe,
@@ -45,38 +50,72 @@ from nanorl.roles.policy import (
     start_trainer,
 )
 from nanorl.roles.replica import Replica, ReplicaRecipe, Seat
-from nanorl.roles.role import MOST_FAILURES, Pulse, Role, RoleLost, until_dead
+from nanorl.roles.role import (
+    MOST_FAILURES,
+    Pulse,
+    Role,
+    RoleLost,
+    heard,
+    killed_unless_ready,
+    limited_start,
+    status_of,
+    until_dead,
+)
 from nanorl.roles.scorers import CriticRole, ReferenceRole, RemoteCritic, RemoteReference
-from nanorl.roles.store import store_role
+from nanorl.roles.store import close_store, store_role
+from nanorl.roles.turns import Hosts, Turns
 from nanorl.store import RolloutStore
-from nanorl.weights.offer import Offer, WeightReceiver
+from nanorl.weights.offer import Offer, WeightReceiver, WeightsRefused
 from nanorl.weights.transport import Load, Transport, open_transport, weight_bytes
-from nanosched import ActorHandle, Scheduler, WorkerDied, WorkerGroup
+from nanosched import ActorHandle, Scheduler, WorkerDied, WorkerGroup, node_address
 
 PRELOAD = ("torch", "nanorl.roles.policy", "nanorl.roles.replica", "nanorl.roles.collector")
 """Imported once, by the process that all others are forked from."""
+
+ANSWER_S = 1.0
+"""So long a step waits for roles to say how long they have worked."""
+IDLE_NAMES: Mapping[RoleKind, str] = {
+    "policy": "idle_trainer",
+    "replica": "idle_replicas",
+    "collector": "idle_collector",
+    "reference": "idle_reference",
+    "critic": "idle_critic",
+}
 
 
 class Cluster:
     """The processes of a run, from `start` to `close_loop`."""
 
-    def __init__(
-        self, parts: Parts, say: Callable[[str], None] = lambda text: print(text, flush=True)
-    ) -> None:
-        """`ValueError` for a layout that the model does not allow, before any process starts.
-        `say` tells the user what died and was started again."""
+    def __init__(self, parts: Parts) -> None:
+        """`ValueError` for a layout that the model or the number of GPUs does not allow, before any
+        process starts."""
         config = parts.config
-        self.parts, self.config, self.say = parts, config, say
+        self.parts, self.config = parts, config
+        self.say: Callable[[str], None] = print
         self.layout = config.learner.layout
         check_layout(self.layout, parts.shape, parts.warm_start_config(), config.learner)
+        self._transport_kind = transport_kind(config, has_gpus=parts.device.type == "cuda")
+        if config.rollout.tp > 1:
+            check_layout(Layout(tp=config.rollout.tp), parts.shape, EngineConfig())
+        if config.rollout.addresses:
+            check_servers(config.rollout.addresses, config.rollout.api_key_file)
         self._scheduler = Scheduler(
             backend=config.cluster.backend,
             preload=PRELOAD if config.cluster.backend == "local" else (),
             address=config.cluster.address or None,
         )
+        try:
+            has_gpus = parts.device.type == "cuda"
+            self._places = Places(self._scheduler, config, has_gpus=has_gpus)
+        except ValueError:
+            self._scheduler.close()
+            raise
         self.optimizer_thread = ThreadPoolExecutor(1, "optimizer")
         self.store = store_role(
-            self._scheduler, config.run_dir / "rollouts.sqlite", on_restart=self._restarted
+            self._scheduler,
+            config.run_dir / "rollouts.sqlite",
+            start_s=config.cluster.start_s,
+            on_restart=self._restarted,
         )
         self.collector = collector_role(
             self._scheduler,
@@ -87,21 +126,34 @@ class Cluster:
         )
         self._replicas: dict[str, Role[Replica]] = {}
         self._serving: dict[str, ActorHandle[Replica]] = {}  # with the current weights
-        self._scorers: list[Role[Any]] = []
+        self._reference: Role[ReferenceRole] | None = None
         self._outside: dict[str, HttpReplica] = {}
+        self._critic: ActorHandle[CriticRole] | None = None
         self._critic_watch: asyncio.Task[str] | None = None
-        self._critic_answer: Mapping[str, float] = {}
+        self._critic_answer: Mapping[str, Any] = {}
+        self._num_critics = 0
         # Of replicas over several processes: all of them, and the store where they meet.
         self._split_replicas: dict[str, tuple[WorkerGroup[Replica], Any]] = {}
         self._group: WorkerGroup[PolicyRank] | None = None
         self._trainer_restarts = 0
         self._trainer_watch: asyncio.Task[None] | None = None
-        self._trainer_answers: list[Mapping[str, float]] = []
+        self._trainer_answers: list[Mapping[str, Any]] = []
         self._engine: RankedEngine | None = None
         self._transport: Transport | None = None
         self._num_started = 0
+        hosts = Hosts(
+            sleep=partial(self._ask_all, Replica.sleep),
+            wake=partial(self._ask_all, Replica.wake),
+            fetch=self._fetch,
+            park=self._park,
+        )
+        self._turns = Turns(hosts if config.cluster.placement == "colocated" else None)
+        self._is_parked = False  # the trainer's optimizer
+        self._readings = RoleReadings(self, time.monotonic)
+        self._idle_shares = IdleShares()
         self._publishing = asyncio.Lock()
         self._has_weights = False
+        self._role_lost: asyncio.Future[None] | None = None  # never has a value, only an error
 
     @property
     def control(self) -> Cluster:
@@ -111,6 +163,7 @@ class Cluster:
 
     async def start(self) -> None:
         """Start all roles; those that need nothing of each other at the same time."""
+        self._role_lost = asyncio.get_running_loop().create_future()
         replicas = [self._new_replica() for _ in range(self.config.rollout.replicas)]
         await asyncio.gather(
             self._start_trainer(),
@@ -127,7 +180,15 @@ class Cluster:
 
     def _watch(self, role: Role[Any], heartbeat: Callable[..., Any]) -> None:
         cluster = self.config.cluster
-        role.watch(heartbeat, cluster.heartbeat_s, cluster.hang_s)
+        watch = role.watch(heartbeat, cluster.heartbeat_s, cluster.hang_s)
+        watch.add_done_callback(self._note_lost)
+
+    def _note_lost(self, watch: asyncio.Task[None]) -> None:
+        """A role without a successor ends the run (`trainer_death`)."""
+        error = None if watch.cancelled() else watch.exception()
+        assert self._role_lost is not None, "`start` comes first"
+        if error is not None and not self._role_lost.done():
+            self._role_lost.set_exception(error)
 
     def _restarted(self, role: Role[Any], why: str) -> None:
         self.say(f"{role.name}: {why}; starting it again")
@@ -137,11 +198,14 @@ class Cluster:
 
     async def close_loop(self) -> None:
         """End the watches; the processes end with the scheduler."""
+        await close_store(self.store)
         for watch in (self._trainer_watch, self._critic_watch):
             if watch is not None:
                 watch.cancel()
         for role in self._all():
             role.close()
+        if self._role_lost is not None:
+            self._role_lost.cancel()
 
     def close(self) -> None:
         self._scheduler.close()
@@ -150,24 +214,70 @@ class Cluster:
             self._transport.close()
 
     def _all(self) -> list[Role[Any]]:
-        return [self.collector, *self._replicas.values(), self.store, *self._scorers]
+        reference = () if self._reference is None else (self._reference,)
+        return [self.collector, *self._replicas.values(), self.store, *reference]
 
     def roles(self) -> list[RoleStatus]:
         """As they last said themselves."""
-        return [*self._trainer_statuses(), *(role.status() for role in self._all())]
+        others = [role.status() for role in self._all()]
+        return [*self._trainer_statuses(), *others, *self._critic_status(), *self._servers()]
+
+    async def idle_shares(self) -> dict[str, float]:
+        """The mean of the roles of each kind that answer soon."""
+        asked = [asyncio.ensure_future(role.ask()) for role in self._all()]
+        if self._group is not None:
+            asked.append(asyncio.ensure_future(self._ask_trainer()))
+        if self._critic is not None:
+            asked.append(asyncio.ensure_future(self._ask_critic(self._critic)))
+        _, late = await asyncio.wait(asked, timeout=ANSWER_S)
+        for one in late:
+            one.cancel()
+        roles = self._readings.roles()
+        shares = self._idle_shares.since_last(roles)
+        by_kind: dict[str, list[float]] = {}
+        for role in roles:
+            if role.name in shares and role.kind in IDLE_NAMES:
+                by_kind.setdefault(IDLE_NAMES[role.kind], []).append(shares[role.name])
+        return {name: fmean(values) for name, values in by_kind.items()}
+
+    async def _ask_trainer(self) -> None:
+        assert self._group is not None, "whoever asks has looked"
+        answers = [heard(one) for one in self._group.call(PolicyRank.heartbeat)]
+        for rank, answer in enumerate(await asyncio.gather(*answers)):
+            if isinstance(answer, Mapping):
+                self._trainer_answers[rank] = answer
+
+    async def _ask_critic(self, critic: ActorHandle[CriticRole]) -> None:
+        answer = await heard(critic.call(CriticRole.heartbeat))
+        if isinstance(answer, Mapping):
+            self._hear_critic(answer)
+
+    def _servers(self) -> list[RoleStatus]:
+        return [
+            RoleStatus(
+                name=name,
+                kind="replica",
+                state="ready",
+                restarts=0,
+                pid=None,
+                host=server.host,
+                metrics={},
+            )
+            for name, server in self._outside.items()
+        ]
+
+    def _critic_status(self) -> list[RoleStatus]:
+        if self._critic is None:
+            return []
+        state: RoleState = "ready" if self._critic_answer else "starting"
+        answer = self._critic_answer
+        return [status_of("critic", "critic", state, self._num_critics - 1, answer)]
 
     def _trainer_statuses(self) -> list[RoleStatus]:
         is_alive = self._group is not None and not self._group.death.is_done()
+        state: RoleState = "ready" if is_alive else "starting"
         return [
-            RoleStatus(
-                name=f"trainer-{rank}",
-                kind="policy",
-                state="ready" if is_alive else "starting",
-                restarts=self._trainer_restarts,
-                pid=int(answer["pid"]) if "pid" in answer else None,
-                host=socket.gethostname(),
-                metrics={name: value for name, value in answer.items() if name != "pid"},
-            )
+            status_of(f"trainer-{rank}", "policy", state, self._trainer_restarts, answer)
             for rank, answer in enumerate(self._trainer_answers)
         ]
 
@@ -179,9 +289,17 @@ class Cluster:
         return self._engine
 
     async def trainer_death(self) -> str:
-        """Wait until the trainer dies; returns how."""
-        assert self._group is not None, "`start` comes first"
-        return await self._group.death
+        """Wait until the trainer dies; returns how. Raises RoleLost if another role is dead and
+        cannot be started again."""
+        assert self._group is not None and self._role_lost is not None, "`start` comes first"
+        death = asyncio.ensure_future(heard(self._group.death))
+        try:
+            await asyncio.wait({death, self._role_lost}, return_when=asyncio.FIRST_COMPLETED)
+            if self._role_lost.done():
+                self._role_lost.result()  # raises
+            return str(death.result())
+        finally:
+            death.cancel()
 
     async def restart_trainer(self) -> None:
         self._trainer_restarts += 1
@@ -192,6 +310,12 @@ class Cluster:
         await self._start_trainer()
 
     async def _start_trainer(self) -> None:
+        """In its turn: what replicas on the same devices take is measured by what it leaves."""
+        self._is_parked = False
+        async with self._turns.of_trainer():
+            await self._start_trainer_again_and_again()
+
+    async def _start_trainer_again_and_again(self) -> None:
         for attempt in range(MOST_FAILURES):
             try:
                 await self._start_trainer_once()
@@ -202,6 +326,8 @@ class Cluster:
                         f"{lost}, {MOST_FAILURES} times while it started. Look at the messages "
                         "above (memory?), then go on with --resume"
                     ) from lost
+                self._trainer_restarts += 1
+                self.say(f"{lost} while it started; starting it again")
 
     async def _start_trainer_once(self) -> None:
         config, world = self.config, self.layout.world
@@ -214,10 +340,20 @@ class Cluster:
             threads=config.learner.threads or max(1, num_threads(config) // world),
         )
         ranks = [((recipe, rank), dict[str, Any]()) for rank in range(world)]
-        group = self._scheduler.group(PolicyRank, ranks, num_cpus=0, num_gpus=self._gpu_share)
-        await start_trainer(group)
+        group = self._scheduler.group(PolicyRank, ranks, **self._places.trainer.of_all)
+        try:
+            async with limited_start("the trainer", config.cluster.start_s):
+                await start_trainer(group)
+        except WorkerDied as died:
+            group.kill()
+            raise TrainerLost(f"the trainer died ({died})") from died
+        except BaseException:
+            group.kill()
+            raise
         self._group = group
-        self._engine = RankedEngine(group, recipe, asyncio.get_running_loop())
+        self._engine = RankedEngine(
+            group, recipe, asyncio.get_running_loop(), turn=self._turns.of_trainer
+        )
         self._trainer_watch = asyncio.create_task(self._watch_trainer(group), name="watch trainer")
 
     async def _watch_trainer(self, group: WorkerGroup[PolicyRank]) -> None:
@@ -239,13 +375,6 @@ class Cluster:
             for rank, handle in enumerate(group.handles):
                 ranks.create_task(watch(rank, handle))
 
-    @property
-    def _gpu_share(self) -> float:
-        """The GPUs of a process: one, or half of one that trainer and replica share."""
-        if self.parts.device.type != "cuda":
-            return 0
-        return 0.5 if self.config.cluster.placement == "colocated" else 1
-
     # -- weights -------------------------------------------------------------------------------
 
     @property
@@ -258,16 +387,6 @@ class Cluster:
             self._transport = self._open_transport()
         return self._transport
 
-    @property
-    def _transport_kind(self) -> Literal["shm", "dist", "disk"]:
-        """What was asked for, or the fastest that reaches all."""
-        cluster = self.config.cluster
-        if cluster.transport != "auto":
-            return cluster.transport
-        if self.config.rollout.addresses:
-            return "disk"
-        return "shm" if cluster.backend == "local" else "dist"
-
     def _open_transport(self) -> Transport:
         kind = self._transport_kind
         return open_transport(
@@ -277,6 +396,7 @@ class Cluster:
             num_senders=self.layout.world,
             is_delta=self.config.cluster.delta,
             timeout_s=self.config.cluster.hang_s,
+            meeting_place=(node_address(), self.parts.device.type),
         )
 
     async def publish(self, version: int) -> float:
@@ -287,6 +407,7 @@ class Cluster:
                 name: partial(self._load, one) for name, one in self._serving.items()
             }
             loads |= {name: one.load_weights for name, one in self._outside.items()}
+            self._has_weights = False  # if the trainer dies now, the next publication brings them
             report = await self.transport.publish(partial(self._send, version), loads, version)
             self._has_weights = True
         for name, why in (report.refused | dict.fromkeys(report.late, "no answer")).items():
@@ -310,17 +431,22 @@ class Cluster:
     ) -> float:
         return await handle.call(Replica.load_weights, receiver, offer)
 
-    @asynccontextmanager
-    async def lent(self) -> AsyncIterator[None]:
+    def lent(self) -> AbstractAsyncContextManager[None]:
         """Colocated: the replicas sleep, so that the trainer may use their memory."""
-        if self.config.cluster.placement != "colocated":
-            yield
+        return self._turns.of_trainer()
+
+    async def _fetch(self) -> None:
+        if self._is_parked and self._group is not None:
+            await settled(self._group, self._group.call(PolicyRank.reload))
+        self._is_parked = False
+
+    async def _park(self) -> None:
+        """On GPUs. Of a trainer that died, who needs it next hears."""
+        if self.parts.device.type != "cuda" or self._group is None:
             return
-        await self._ask_all(Replica.sleep)
-        try:
-            yield
-        finally:
-            await self._ask_all(Replica.wake)
+        with suppress(TrainerLost):
+            await settled(self._group, self._group.call(PolicyRank.offload))
+            self._is_parked = True
 
     async def _ask_all(self, method: Callable[..., Any]) -> None:
         """What a dead replica does not hear its successor need not know."""
@@ -331,18 +457,24 @@ class Cluster:
 
     def _new_replica(self) -> Role[Replica]:
         name = f"replica-{self._num_started}"
+        self._places.replica(name)  # first: there may be no room for it
         self._num_started += 1
         role = Role(
             name,
             "replica",
             self._scheduler,
             partial(self._start_replica, name),
+            start_s=self.config.cluster.start_s,
             on_restart=self._restarted,
         )
         self._replicas[name] = role
         return role
 
     async def _start_replica(self, name: str) -> ActorHandle[Replica]:
+        async with self._turns.of_replica():
+            return await self._start_replica_now(name)
+
+    async def _start_replica_now(self, name: str) -> ActorHandle[Replica]:
         config = self.config
         num_processes = config.rollout.replicas * config.rollout.tp
         threads = config.rollout.threads or max(1, num_threads(config) // num_processes)
@@ -353,37 +485,43 @@ class Cluster:
             threads=threads,
             infer=self.parts.infer_config(),
         )
-        handle = await self._seat_replica(name, recipe)
-        async with self._publishing:  # nobody may publish between the two lines
-            if self._has_weights:
-                await self.transport.catch_up(name, partial(self._load, handle))
-            self._serving[name] = handle
+        async with killed_unless_ready(self._scheduler, self._seat_replica(name, recipe)) as handle:
+            await handle.call(Replica.heartbeat)
+            async with self._publishing:  # nobody may publish between the two lines
+                if self._has_weights:
+                    await self._catch_up(name, handle)
+                self._serving[name] = handle
         if (collector := self.collector.current) is not None:
             await _ended(collector.call(CollectorRole.set_replicas, self._clients()))
         return handle
 
-    async def _seat_replica(self, name: str, recipe: ReplicaRecipe) -> ActorHandle[Replica]:
+    async def _catch_up(self, name: str, handle: ActorHandle[Replica]) -> None:
+        """The current weights for a new replica. WorkerDied if it does not get them from a trainer
+        that lives: another attempt may."""
+        try:
+            await self.transport.catch_up(name, partial(self._load, handle))
+        except TrainerLost:
+            self._has_weights = False  # it publishes when it is back, before the next request
+        except WeightsRefused as refused:
+            raise WorkerDied(f"{name} did not take the weights ({refused})") from refused
+
+    def _seat_replica(self, name: str, recipe: ReplicaRecipe) -> ActorHandle[Replica]:
         """The actor that answers for a replica, of one process or of several that end together."""
-        builder = self._scheduler.actor(Replica, num_cpus=0, num_gpus=self._gpu_share)
-        tp = self.config.rollout.tp
+        tp, place = self.config.rollout.tp, self._places.replica(name)
         if tp == 1:
-            handle = builder.remote(recipe)
-            await handle.call(Replica.heartbeat)
-            return handle
-        store, meeting = open_store()
+            return self._scheduler.actor(Replica, **place.of_one).remote(recipe)
+        store, meeting = open_store(node_address())
         epoch = f"{name}/{uuid.uuid4().hex}"
         seats = [
             Seat(rank=rank, tp=tp, host=meeting.host, port=meeting.port, name=epoch)
             for rank in range(tp)
         ]
         group = self._scheduler.group(
-            Replica, [((recipe,), {"seat": seat}) for seat in seats], num_cpus=0,
-            num_gpus=self._gpu_share,
-        )  # fmt: skip
+            Replica, [((recipe,), {"seat": seat}) for seat in seats], **place.of_all
+        )
         self._split_replicas[name] = group, store
         for follower in group.handles[1:]:
             follower.call(Replica.follow)
-        await group.handles[0].call(Replica.heartbeat)
         return group.handles[0]
 
     def _clients(self) -> dict[str, ReplicaClient]:
@@ -391,7 +529,12 @@ class Cluster:
         return {**ours, **self._outside}
 
     async def _introduce_all(self, collector: ActorHandle[CollectorRole]) -> None:
-        await collector.call(CollectorRole.set_replicas, self._clients())
+        """A new collector's predecessor waits for nothing any more."""
+        await asyncio.gather(*(_ended(one.call(Replica.abort)) for one in self._serving.values()))
+        known = None
+        while known != self._serving:  # until nobody has come or gone meanwhile
+            known = dict(self._serving)
+            await collector.call(CollectorRole.set_replicas, self._clients())
 
     # -- elastic -------------------------------------------------------------------------------
 
@@ -401,10 +544,23 @@ class Cluster:
             raise ValueError(f"replicas={replicas}: at least one has to play the rollouts")
         while len(self._replicas) > replicas:
             await self.remove_replica(next(reversed(self._replicas)))
-        new = [self._new_replica() for _ in range(replicas - len(self._replicas))]
+        new = self._new_replicas(replicas - len(self._replicas))
         await asyncio.gather(*(role.handle() for role in new))
         for role in new:
             self._watch(role, Replica.heartbeat)
+
+    def _new_replicas(self, count: int) -> list[Role[Replica]]:
+        """All of them, or none where there is no room for all."""
+        new: list[Role[Replica]] = []
+        try:
+            for _ in range(count):
+                new.append(self._new_replica())
+        except ValueError:
+            for role in new:
+                del self._replicas[role.name]
+                self._places.free(role.name)
+            raise
+        return new
 
     async def remove_replica(self, name: str) -> None:
         """Take no more requests, hand on those under way, and end."""
@@ -424,6 +580,7 @@ class Cluster:
             await _ended(handle.call(Replica.drain))
             self._scheduler.kill(handle)
             self.transport.remove(name)
+        self._places.free(name)
 
     async def add_replica(self, address: str) -> str:
         """A server that somebody else started, as one more replica, with the current weights."""
@@ -432,8 +589,7 @@ class Cluster:
                 f"{address}: a server reads weights from files; start the run with "
                 "--cluster.transport disk to use servers"
             )
-        key = self.config.rollout.api_key_file
-        replica = HttpReplica(url=address, api_key=key.read_text().strip() if key else None)
+        replica = server_at(address, self.config.rollout.api_key_file)
         await replica.heartbeat()
         name = f"server-{self._num_started}"
         self._num_started += 1
@@ -454,38 +610,62 @@ class Cluster:
     # -- reference and critic ------------------------------------------------------------------
 
     async def open_reference(self, folder: Path) -> Policy:
+        loop = asyncio.get_running_loop()
+        if self._reference is not None:  # the trainer was restarted, the reference goes on
+            return RemoteReference(self._reference, loop)
         threads = num_threads(self.config)
 
         async def start() -> ActorHandle[ReferenceRole]:
-            handle = self._scheduler.actor(
-                ReferenceRole, num_cpus=0, num_gpus=self._gpu_share
-            ).remote(self.config, folder, threads)
-            await handle.call(ReferenceRole.heartbeat)
+            place = self._places.scorers["reference"]
+            actor = self._scheduler.actor(ReferenceRole, **place.of_one).remote(
+                self.config, folder, threads
+            )
+            async with killed_unless_ready(self._scheduler, actor) as handle:
+                await handle.call(ReferenceRole.heartbeat)
             return handle
 
-        role = Role("reference", "reference", self._scheduler, start, on_restart=self._restarted)
+        role = Role(
+            "reference",
+            "reference",
+            self._scheduler,
+            start,
+            start_s=self.config.cluster.start_s,
+            on_restart=self._restarted,
+        )
         await role.handle()
-        self._scorers.append(role)
+        self._reference = role
         self._watch(role, ReferenceRole.heartbeat)
-        return RemoteReference(role, asyncio.get_running_loop())
+        return RemoteReference(role, loop)
 
     async def open_critic(self, scratch: Path) -> RunCritic:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self.optimizer_thread, self.engine.write_model, scratch)
-        handle = self._scheduler.actor(CriticRole, num_cpus=0, num_gpus=self._gpu_share).remote(
+        if self._critic is not None:  # it has learnt from steps that the run went back behind
+            self._scheduler.kill(self._critic)
+        place = self._places.scorers["critic"]
+        actor = self._scheduler.actor(CriticRole, **place.of_one).remote(
             self.config, self.parts.critic_config(), scratch, num_threads(self.config)
         )
-        await handle.call(CriticRole.heartbeat)
         cluster = self.config.cluster
+        try:
+            async with (
+                killed_unless_ready(self._scheduler, actor) as handle,
+                limited_start("the critic", cluster.start_s),
+            ):
+                await handle.call(CriticRole.heartbeat)
+        except WorkerDied as died:
+            raise TrainerLost(f"the critic died ({died})") from died
+        self._critic, self._critic_answer = handle, {}
+        self._num_critics += 1
         pulse = Pulse(CriticRole.heartbeat, cluster.heartbeat_s, cluster.hang_s, self._hear_critic)
         self._critic_watch = asyncio.create_task(until_dead(self._scheduler, handle, pulse))
         return RemoteCritic(handle, loop)
 
-    def _hear_critic(self, answer: Mapping[str, float]) -> None:
+    def _hear_critic(self, answer: Mapping[str, Any]) -> None:
         self._critic_answer = answer
 
 
 async def _ended(call: Any) -> None:
-    """Wait for a call whose actor may be dead; then its successor is told anyhow."""
+    """Wait for a call whose actor may be dead; its successor, if any, is told anyhow."""
     with suppress(WorkerDied):
         await call

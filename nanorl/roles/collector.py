@@ -7,7 +7,6 @@ warm start. It keeps no state that a successor would need: what it played is a f
 
 from __future__ import annotations
 
-import os
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from nanorl.agents.kit import AgentKit
 from nanorl.agents.loop import Generator
 from nanorl.collector import RolloutCollector
 from nanorl.config import RunConfig
-from nanorl.roles.role import OnRestart, Role
+from nanorl.monitor.vitals import vitals
+from nanorl.roles.role import OnRestart, Role, killed_unless_ready
 from nanorl.roles.router import ReplicaClient, Router
 from nanorl.types import Rollout, Task
 from nanorl.warm_start import WarmStart
@@ -73,8 +73,17 @@ class CollectorRole(RolloutCollector):
         return await self._warm_start.samples(step)
 
     async def heartbeat(self) -> dict[str, Any]:
-        """Answers from the loop that plays the rollouts."""
-        return {"num_groups": len(self._running), "pid": os.getpid()}
+        """Answers from the loop that plays the rollouts; with the router's counters."""
+        return {
+            **vitals(),
+            "num_running": float(len(self._running)),
+            "busy_s": self.total_busy_s(),
+            **{
+                name if name in ("num_waiting", "num_open") else f"{name}_total": value
+                for name, value in self.router.counters().items()
+                if not name.startswith("load/")
+            },
+        }
 
     async def close(self) -> None:
         await self.stop()
@@ -94,12 +103,20 @@ def collector_role(
     """The collector of a run; `prepare` introduces each new one to the replicas."""
 
     async def start() -> ActorHandle[CollectorRole]:
-        handle = scheduler.actor(CollectorRole, num_cpus=0).remote(
+        actor = scheduler.actor(CollectorRole, num_cpus=0).remote(
             config, folder, kit=kit, generator=generator
         )
-        await handle.call(CollectorRole.heartbeat)
-        if prepare is not None:
-            await prepare(handle)
+        async with killed_unless_ready(scheduler, actor) as handle:
+            await handle.call(CollectorRole.heartbeat)
+            if prepare is not None:
+                await prepare(handle)
         return handle
 
-    return Role("collector", "collector", scheduler, start, on_restart=on_restart)
+    return Role(
+        "collector",
+        "collector",
+        scheduler,
+        start,
+        start_s=config.cluster.start_s,
+        on_restart=on_restart,
+    )

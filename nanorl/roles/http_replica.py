@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from http import HTTPStatus
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,6 +33,8 @@ _ELSEWHERE = {
     HTTPStatus.BAD_GATEWAY,
     HTTPStatus.GATEWAY_TIMEOUT,
 }
+
+_CHECK_S = 30.0  # a server that is busy answers between two steps
 
 
 class _RefusedError(ValueError):
@@ -56,6 +60,10 @@ class HttpReplica:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"url={self.url!r}: must look like http://127.0.0.1:8000")
+
+    @property
+    def host(self) -> str:
+        return urlsplit(self.url).hostname or ""
 
     async def generate(
         self, ids: list[int], params: SamplingParams, name: str, sampled: Output | None
@@ -152,3 +160,33 @@ class HttpReplica:
             return int(first.split()[1]), body
         finally:
             writer.close()
+
+
+def server_at(address: str, key_file: Path | None) -> HttpReplica:
+    """The client of a server; `ValueError` for an address or a key file that cannot be."""
+    try:
+        key = key_file.read_text().strip() if key_file is not None else None
+    except OSError as error:
+        raise ValueError(f"--rollout.api-key-file {key_file}: {error.strerror}") from None
+    return HttpReplica(url=address, api_key=key)
+
+
+def check_servers(addresses: Sequence[str], key_file: Path | None) -> None:
+    """`ValueError` unless all of them answer. For whoever has no event loop yet."""
+
+    async def ask(server: HttpReplica) -> None:
+        try:
+            await replace(server, timeout_s=_CHECK_S).heartbeat()
+        except (ReplicaLost, RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"--rollout.addresses {server.url}: no nanoinfer.server that can be used "
+                f"({error}); start one there, with the key of --rollout.api-key-file, or leave it "
+                "out"
+            ) from None
+
+    async def ask_all() -> None:
+        for server in servers:
+            await ask(server)
+
+    servers = [server_at(address, key_file) for address in addresses]
+    asyncio.run(ask_all())

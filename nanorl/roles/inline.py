@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from nanorl.parts import Parts, num_threads
 from nanorl.roles.base import RunCritic
 from nanorl.roles.collector import collector_role
 from nanorl.roles.critic import SavedCritic
-from nanorl.roles.store import store_role
+from nanorl.roles.store import close_store, store_role
 from nanosched import Scheduler
 
 
@@ -39,6 +40,7 @@ class InlineRoles:
     def __init__(self, parts: Parts) -> None:
         config = parts.config
         self.parts = parts
+        self.say: Callable[[str], None] = print
         self.kit = AgentKit(config, parts.folder)  # first: not every machine has a sandbox
         # Loaded in fp32: the engine keeps these values as masters and casts the model.
         enter_device(parts.device)
@@ -63,7 +65,9 @@ class InlineRoles:
         self.collector = collector_role(
             self._scheduler, config, parts.folder, kit=self.kit, generator=self.generator
         )
-        self.store = store_role(self._scheduler, config.run_dir / "rollouts.sqlite")
+        self.store = store_role(
+            self._scheduler, config.run_dir / "rollouts.sqlite", start_s=config.cluster.start_s
+        )
 
     @property
     def control(self) -> None:
@@ -80,6 +84,9 @@ class InlineRoles:
         config, policy = self.parts.config, self.engine.model
         return SavedCritic(policy, self.parts.critic_config(), value_clip=config.rl.value_clip)
 
+    async def idle_shares(self) -> dict[str, float]:
+        return {}  # the roles share a thread
+
     async def trainer_death(self) -> str:
         return await asyncio.Future()  # an object of this process does not die alone
 
@@ -88,6 +95,7 @@ class InlineRoles:
 
     async def close_loop(self) -> None:
         """What belongs to the running event loop; `close` ends the rest."""
+        await close_store(self.store)
         await self.generator.close()
 
     def close(self) -> None:

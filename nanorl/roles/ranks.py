@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
-from nanoengine.parallel.rendezvous import LOOPBACK, MeetingPoint
+from nanoengine.parallel.rendezvous import MeetingPoint
 from nanosched import Future, TaskError, WorkerDied, WorkerGroup
 
 R = TypeVar("R")
@@ -28,8 +28,8 @@ DEATH_S = 0.5
 class Rank(Protocol):
     """What an actor is that runs one rank."""
 
-    async def open_store(self, host: str = LOOPBACK) -> MeetingPoint:
-        """For rank 0: where the others find it."""
+    async def open_store(self) -> MeetingPoint:
+        """For rank 0: where the others find it, whichever machines they are on."""
         ...
 
     async def build(self, meeting: MeetingPoint | None) -> None:
@@ -37,12 +37,11 @@ class Rank(Protocol):
         ...
 
 
-async def start_ranks(group: WorkerGroup[Any], host: str = LOOPBACK) -> None:
-    """Introduce the ranks to each other and have them build. `host` is the address of rank 0's
-    machine that all ranks reach; raises what `results` does."""
+async def start_ranks(group: WorkerGroup[Any]) -> None:
+    """Introduce the ranks to each other and have them build; raises what `results` does."""
     meeting = None
     if len(group) > 1:
-        (meeting,) = await results(group, [group.handles[0].call(Rank.open_store, host)])
+        (meeting,) = await results(group, [group.handles[0].call(Rank.open_store)])
     await results(group, group.call(Rank.build, meeting))
 
 

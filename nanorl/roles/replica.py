@@ -24,19 +24,20 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
 
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.device import enter_process, resolve_device
 from nanoengine.model.hf import load_model
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.parallel.mesh import Layout, Mesh
+from nanoengine.parallel.rendezvous import MeetingPoint, join_mesh
 from nanoengine.parallel.tensor_parallel import TensorParallel
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.led_engine import LedEngine, follow
 from nanoinfer.params import Output, SamplingParams
+from nanorl.monitor.vitals import vitals
 from nanorl.weights.offer import Offer, WeightReceiver
 
 
@@ -76,9 +77,9 @@ class ReplicaRecipe:
 class Seat:
     """One rank of a replica that is split over `tp` of them, and where they meet.
 
-    `Seat(rank=1, tp=2, host="127.0.0.1", port=store.port, name="r0")`, where
-    `store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)`
-    lives with the driver. Groups that share a store need different names, a restarted one too."""
+    `Seat(rank=1, tp=2, host=meeting.host, port=meeting.port, name="r0")`, where
+    `store, meeting = open_store()` (nanoengine.parallel.rendezvous) lives with the driver. Groups
+    that share a store need different names, a restarted one too."""
 
     rank: int
     tp: int
@@ -90,9 +91,14 @@ class Seat:
 
     def mesh(self, device: torch.device) -> Mesh:
         """Connect with the others; all ranks do it at a time."""
-        store = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False)
-        options: dict[str, Any] = {"name": self.name, "timeout_s": self.timeout_s}
-        return Mesh(Layout(tp=self.tp), self.rank, store, device=device, **options)
+        return join_mesh(
+            MeetingPoint(self.host, self.port),
+            Layout(tp=self.tp),
+            self.rank,
+            device=device,
+            name=self.name,
+            timeout_s=self.timeout_s,
+        )
 
 
 class Replica:
@@ -183,10 +189,10 @@ class Replica:
         """The engine's totals and queues, without waiting for the step that runs."""
         return self._generator.metrics() | {"is_drained": float(self._is_drained)}
 
-    async def heartbeat(self) -> dict[str, float]:
+    async def heartbeat(self) -> dict[str, Any]:
         """`metrics` between two steps, taken by the thread that runs them: it answers if the engine
         goes on, and only then. A step takes as long as it takes, so the limit is the caller's."""
-        return await self._generator.beat()
+        return {**vitals(), **await self._generator.beat()}
 
     async def close(self) -> None:
         """Cancel what is under way and end the engine's thread, unless they are the caller's."""

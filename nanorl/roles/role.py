@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -43,16 +44,19 @@ class Role(Generic[A]):
         scheduler: Scheduler,
         start: Callable[[], Awaitable[ActorHandle[A]]],
         *,
+        start_s: float,
         on_restart: OnRestart | None = None,
     ) -> None:
-        self.name, self.kind = name, kind
+        """A start that takes longer than `start_s` has failed."""
+        self.name, self.kind, self.start_s = name, kind, start_s
         self.num_restarts = 0
         self.is_closed = False
         self._scheduler, self._start, self._on_restart = scheduler, start, on_restart
         self._handle: ActorHandle[A] | None = None
         self._starting = asyncio.Lock()
         self._watch: asyncio.Task[None] | None = None
-        self.answer: Mapping[str, float] = {}
+        self._heartbeat: Callable[..., Any] | None = None
+        self.answer: Mapping[str, Any] = {}
         """What the actor last said of itself (its heartbeat)."""
 
     @property
@@ -62,17 +66,7 @@ class Role(Generic[A]):
 
     def status(self) -> RoleStatus:
         """How the role is, as it last said itself."""
-        answer = dict(self.answer)
-        pid = answer.pop("pid", None)
-        return RoleStatus(
-            name=self.name,
-            kind=self.kind,
-            state=self.state,
-            restarts=self.num_restarts,
-            pid=None if pid is None else int(pid),
-            host=socket.gethostname(),
-            metrics=answer,
-        )
+        return status_of(self.name, self.kind, self.state, self.num_restarts, self.answer)
 
     @property
     def state(self) -> RoleState:
@@ -105,6 +99,9 @@ class Role(Generic[A]):
         if self._handle is not handle or self.is_closed:
             return
         self._handle = None
+        self._tell(why)
+
+    def _tell(self, why: str) -> None:
         self.num_restarts += 1
         if self._on_restart is not None:
             self._on_restart(self, why)
@@ -112,25 +109,32 @@ class Role(Generic[A]):
     async def _start_again_and_again(self) -> ActorHandle[A]:
         for attempt in range(MOST_FAILURES):
             try:
-                return await self._start()
+                async with limited_start(self.name, self.start_s):
+                    return await self._start()
             except WorkerDied as died:
                 if attempt == MOST_FAILURES - 1:
                     raise RoleLost(
                         f"{self.name} died {MOST_FAILURES} times while it started, the last time: "
                         f"{died}. Look at the messages above (memory?), then go on with --resume"
                     ) from died
+                self._tell(str(died))
             except TaskError as error:
                 raise error.cause from None
         raise AssertionError("the last attempt returned or raised")
 
     # -- supervision -------------------------------------------------------------------------
 
-    def watch(self, heartbeat: Callable[..., Any], every_s: float, hang_s: float) -> None:
-        """From now on a successor is started as soon as the actor dies or stops answering."""
+    def watch(
+        self, heartbeat: Callable[..., Any], every_s: float, hang_s: float
+    ) -> asyncio.Task[None]:
+        """From now on a successor is started as soon as the actor dies or stops answering. The
+        task ends with an error if none can be started, else when the role is closed."""
+        self._heartbeat = heartbeat
         if self._watch is None:
             self._watch = asyncio.create_task(
                 self._watch_forever(heartbeat, every_s, hang_s), name=f"watch {self.name}"
             )
+        return self._watch
 
     async def _watch_forever(
         self, heartbeat: Callable[..., Any], every_s: float, hang_s: float
@@ -141,7 +145,14 @@ class Role(Generic[A]):
             why = await until_dead(self._scheduler, handle, pulse)
             self.replace(handle, why)
 
-    def _hear(self, answer: Mapping[str, float]) -> None:
+    async def ask(self) -> None:
+        """Have the actor say now how it is, if one is there and under watch."""
+        if self._handle is not None and self._heartbeat is not None:
+            answer = await heard(self._handle.call(self._heartbeat))
+            if isinstance(answer, Mapping):
+                self._hear(answer)
+
+    def _hear(self, answer: Mapping[str, Any]) -> None:
         self.answer = answer
 
     def close(self) -> None:
@@ -149,6 +160,51 @@ class Role(Generic[A]):
         self.is_closed = True
         if self._watch is not None:
             self._watch.cancel()
+
+
+@asynccontextmanager
+async def limited_start(name: str, start_s: float) -> AsyncIterator[None]:
+    """Inside, a process may take so long to become ready; WorkerDied after that. A process that
+    does not answer yet has no heartbeat by which a hang could be seen."""
+    limit = asyncio.timeout(start_s)
+    try:
+        async with limit:
+            yield
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise WorkerDied(f"{name} was not ready after {start_s:g} s, so it was killed") from error
+
+
+@asynccontextmanager
+async def killed_unless_ready(
+    scheduler: Scheduler, handle: ActorHandle[A]
+) -> AsyncIterator[ActorHandle[A]]:
+    """Inside, a new actor gets ready. If that fails or is given up, nobody will ever use it: a
+    stopped process would stay."""
+    try:
+        yield handle
+    except BaseException:
+        scheduler.kill(handle)
+        raise
+
+
+def status_of(
+    name: str, kind: RoleKind, state: RoleState, restarts: int, answer: Mapping[str, Any]
+) -> RoleStatus:
+    """What a heartbeat's answer says of its role; one that was not heard yet is taken to be on
+    this machine."""
+    metrics = dict(answer)
+    pid, host = metrics.pop("pid", None), metrics.pop("host", None)
+    return RoleStatus(
+        name=name,
+        kind=kind,
+        state=state,
+        restarts=restarts,
+        pid=None if pid is None else int(pid),
+        host=host or socket.gethostname(),
+        metrics=metrics,
+    )
 
 
 @dataclass(frozen=True)
@@ -159,7 +215,7 @@ class Pulse:
     heartbeat: Callable[..., Any]
     every_s: float
     hang_s: float
-    hear: Callable[[Mapping[str, float]], None]
+    hear: Callable[[Mapping[str, Any]], None]
 
 
 async def until_dead(scheduler: Scheduler, handle: ActorHandle[Any], pulse: Pulse) -> str:

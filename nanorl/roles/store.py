@@ -6,21 +6,37 @@ made again and each rollout is there once.
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from pathlib import Path
 
-from nanorl.roles.role import OnRestart, Role
+from nanorl.roles.role import OnRestart, Role, heard, killed_unless_ready
 from nanorl.store import RolloutStore
 from nanosched import ActorHandle, Scheduler
 
+CLOSE_S = 5.0
+
 
 def store_role(
-    scheduler: Scheduler, path: Path, *, on_restart: OnRestart | None = None
+    scheduler: Scheduler, path: Path, *, start_s: float, on_restart: OnRestart | None = None
 ) -> Role[RolloutStore]:
     """The store of the run whose file is `path`."""
 
     async def start() -> ActorHandle[RolloutStore]:
-        handle = scheduler.actor(RolloutStore, num_cpus=0).remote(path)
-        await handle.call(RolloutStore.heartbeat)
+        actor = scheduler.actor(RolloutStore, num_cpus=0).remote(path)
+        async with killed_unless_ready(scheduler, actor) as handle:
+            await handle.call(RolloutStore.heartbeat)
         return handle
 
-    return Role("store", "store", scheduler, start, on_restart=on_restart)
+    return Role("store", "store", scheduler, start, start_s=start_s, on_restart=on_restart)
+
+
+async def close_store(role: Role[RolloutStore]) -> None:
+    """Have the file closed, which folds its write-ahead log back into it; a store that is dead or
+    does not answer leaves the log beside it, and nothing is lost."""
+    handle = role.current
+    role.close()
+    if handle is not None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await heard(handle.call(RolloutStore.close))

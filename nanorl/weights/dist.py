@@ -32,6 +32,7 @@ from torch import Tensor
 from kernels.checksum import checksum
 from nanoengine.engine import Engine
 from nanoengine.parallel.mesh import WORLD, Layout, Mesh
+from nanoengine.parallel.rendezvous import MeetingPoint, address_towards
 from nanoengine.state.reshard import Resharder, model_pieces
 from nanoengine.state.slices import Box, Held, Piece
 from nanorl.weights.offer import Named, Offer, WeightsRefused
@@ -179,6 +180,7 @@ class _Link:
                 device=device,
                 name=f"weights/{offer.epoch}",
                 timeout_s=self._meeting.timeout_s,
+                host=address_towards(MeetingPoint(self._meeting.host, self._meeting.port)),
             )
             self._epoch, self._held = offer.epoch, None
             self._resharder = Resharder(self._mesh)

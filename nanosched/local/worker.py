@@ -47,6 +47,9 @@ def main(sock: socket.socket) -> None:
     received = driver.receive()
     if received is None:
         return
+    assert isinstance(received.message, Start)
+    with open("/proc/self/comm", "w") as name:  # what ps and top show; the kernel cuts it at 15
+        name.write(received.message.label)
     host = _Host(driver, pool, received)
     if host.is_async:
         asyncio.run(_AsyncLoop(host, pool).run())

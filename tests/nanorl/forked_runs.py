@@ -2,6 +2,7 @@
 
 A `Slow` makes one optimizer step slow and touches a marker when the weights have changed and the
 run does not know it yet, the most awkward moment for a signal.
+A run on processes gets its fork server the same way, where a user's imports everything for seconds.
 """
 
 from __future__ import annotations
@@ -9,11 +10,16 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import pickle
 import signal
+import socket
+import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,13 +34,14 @@ SMALL = (
 )
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["nanorl.run", "nanorl.run", "tyro", "torch.utils.tensorboard", "forked_runs"]
+    ["nanorl.run", "nanorl.roles.cluster", "tyro", "torch.utils.tensorboard", "forked_runs"]
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slow:
-    """Update number `update` of the process takes `seconds` longer."""
+    """Update number `update` of a process takes `seconds` longer, or until somebody removes the
+    marker; once, in the first process that comes so far."""
 
     update: int
     seconds: float
@@ -86,6 +93,11 @@ def _main(log: Path, arguments: tuple[str, ...], slow: Slow | None, limits: dict
 
     if slow is not None:
         _slow_down(slow)
+    if "local" in arguments:
+        import nanosched.local.forkserver as module
+
+        replaced = {**vars(subprocess), "Popen": _ForkedServer()}
+        module.subprocess = SimpleNamespace(**replaced)  # type: ignore[assignment]
     for name, value in limits.items():
         number = getattr(resource, name)
         resource.setrlimit(number, (value, resource.getrlimit(number)[1]))
@@ -102,8 +114,50 @@ def _slow_down(slow: Slow) -> None:
         nonlocal num_updates
         update(self, grad_norm)
         num_updates += 1
-        if num_updates == slow.update:
+        if num_updates == slow.update and not (once := Path(f"{slow.marker}.once")).exists():
+            once.touch()
             slow.marker.touch()
-            time.sleep(slow.seconds)
+            deadline = time.monotonic() + slow.seconds
+            while slow.marker.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
 
     AdamW.step = slow_update  # type: ignore[method-assign]
+
+
+class _ForkedServer:
+    """Stands for `subprocess.Popen`: a process that was forked early and waits for its program."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._socket.close()
+            self._run(theirs)
+
+    def _run(self, theirs: socket.socket) -> None:
+        """Never returns. It ends with its driver, also with one that never asked for it."""
+        try:
+            message, received, _, _ = socket.recv_fds(theirs, 1 << 16, 1)
+            if message:
+                program, number = pickle.loads(message)
+                os.dup2(received[0], number)
+                exec(program, {})
+        finally:
+            os._exit(0)
+
+    def __call__(
+        self, command: Sequence[str], *, pass_fds: Sequence[int], stdin: int
+    ) -> _ForkedServer:
+        socket.send_fds(self._socket, [pickle.dumps((command[-1], pass_fds[0]))], pass_fds)
+        self._socket.close()
+        return self
+
+    def wait(self, timeout: float | None = None) -> None:
+        deadline = time.monotonic() + (1e9 if timeout is None else timeout)
+        while os.waitpid(self.pid, os.WNOHANG)[0] == 0:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("the forked server", timeout or 0)
+            time.sleep(0.005)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)

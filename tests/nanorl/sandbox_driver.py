@@ -49,14 +49,15 @@ def become_subreaper() -> None:
 
 def children(pid: int) -> list[int]:
     """All descendants of a process, from the host's process table; zombies left out, and the worker
-    pools of other tests, which run under multiprocessing."""
+    pools of other tests, which run under multiprocessing, and Ray, which other tests start."""
     parents: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError, IndexError):
                 fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
-                is_pool = b"multiprocessing." in Path("/proc", entry, "cmdline").read_bytes()
-                if fields[0] != "Z" and not is_pool:
+                command = Path("/proc", entry, "cmdline").read_bytes()
+                is_other = b"multiprocessing." in command or b"/ray/" in command
+                if fields[0] != "Z" and not is_other:
                     parents.setdefault(int(fields[1]), []).append(int(entry))
     found, todo = [], [pid]
     while todo:

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,8 @@ def start(folder: Path, *arguments: str, driver: str) -> subprocess.Popen[bytes]
         **{"SLURM_GPUS_ON_NODE": "8"},
     }
     command = ["bash", str(spooled), *arguments]
-    job = subprocess.Popen(command, env=environment, start_new_session=True)
+    listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # nohup ignores it
+    job = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=listen)
     (folder / "group").write_text(str(job.pid))
     return job
 

@@ -1,0 +1,103 @@
+"""Real signals to a run of several processes: it ends with the bits of one that nobody disturbed,
+and leaves nothing behind. scripts/fault_run.py does it fifty times at random moments."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from forked_runs import ROOT, RunProcess
+
+sys.path.insert(0, str(ROOT / "scripts"))
+try:
+    from fault_run import SCORERS, SMALL, DisturbedRun, check, weights_digest
+finally:
+    sys.path.pop(0)
+
+pytestmark = [pytest.mark.sandbox]
+STEPS = 9
+OPTIONS = (*SMALL, "--rl.steps", str(STEPS), *SCORERS["both"])
+CLUSTER = (
+    *("--cluster.backend", "local", "--rollout.replicas", "2"),
+    *("--cluster.heartbeat-s", "0.3", "--cluster.hang-s", "4", "--cluster.start-s", "60"),
+)
+PLAN = (
+    *(("store", signal.SIGKILL), ("collector", signal.SIGKILL), ("reference", signal.SIGKILL)),
+    *(("replica", signal.SIGSTOP), ("trainer", signal.SIGKILL), ("critic", signal.SIGKILL)),
+    *(("replica", signal.SIGKILL), ("collector", signal.SIGSTOP)),
+)
+LIMIT_S = 240.0  # for all of a run, on a machine that does other things
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in one process that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("calm")
+    run = RunProcess(folder / "log", *OPTIONS, "--out", str(folder / "run"))
+    assert run.wait() == 0, run.output()
+    return folder / "run"
+
+
+def await_true(run: DisturbedRun, is_true: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while not is_true():
+        assert run.is_alive and time.monotonic() < deadline_s, run.output()
+        time.sleep(0.02)
+
+
+def strike(run: DisturbedRun, role: str, number: signal.Signals) -> None:
+    """Send the signal as soon as there is such a role."""
+
+    def has_struck() -> bool:
+        living = [process for process in run.roles() if process.kind == role]
+        return any(run.strike(process, number) for process in living[:1])
+
+    await_true(run, has_struck)
+
+
+def test_any_role_may_die_or_hang(calm: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with DisturbedRun(out, [*OPTIONS, *CLUSTER, "--out", str(out)]) as run:
+        for role, number in PLAN:
+            step = run.step()
+            strike(run, role, number)
+            await_true(run, lambda step=step: run.step() > step)  # type: ignore[misc]
+        checks = check(run, run.wait(LIMIT_S), calm, STEPS)
+    assert all(passed for passed, _ in checks.values()), (checks, run.output())
+    for name in ("store", "collector", "reference", "replica-0", "the trainer", "the critic"):
+        lines = [line for line in run.output().splitlines() if "starting it again" in line]
+        assert any(name in line for line in lines), (name, lines)
+    assert run.output().count("no answer for 4 s") >= 2, run.output()
+
+
+def test_a_driver_that_is_stopped_or_killed_leaves_nothing_and_can_go_on(
+    calm: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    resume = (*CLUSTER, "--resume", "--out", str(out))
+
+    # Ctrl-C twice: to the whole group of processes, as a terminal does
+    with DisturbedRun(out, [*OPTIONS, *CLUSTER, "--out", str(out)]) as run:
+        await_true(run, lambda: run.step() >= 2)
+        for _ in range(2):
+            os.killpg(run.driver.pid, signal.SIGINT)
+        assert run.wait(LIMIT_S) == 130, run.output()
+        assert "stopped and saved" in run.output()
+        assert not any(run.leftovers().values()), run.leftovers()
+        assert not run.noise(), run.output()
+
+    with DisturbedRun(out, resume) as run:
+        await_true(run, lambda: run.step() >= 5)
+        strike(run, "replica", signal.SIGSTOP)  # not even this one stays
+        run.driver.kill()
+        run.wait(LIMIT_S)
+        assert not any(run.leftovers().values()), run.leftovers()
+
+    with DisturbedRun(out, resume) as run:
+        assert run.wait(LIMIT_S) == 0, run.output()
+    assert weights_digest(out) == weights_digest(calm)
