@@ -41,6 +41,7 @@ class RolloutCollector:
         self._failed: list[Rollout] = []
         self._running: set[asyncio.Future[list[Rollout]]] = set()
         self._busy_s = 0.0
+        self._taken_s = 0.0
         self._busy_since = 0.0  # while a group is being played
 
     async def stop(self) -> None:
@@ -59,7 +60,14 @@ class RolloutCollector:
         if self._running:
             self._pass_time()
         busy_s, self._busy_s = self._busy_s, 0.0
+        self._taken_s += busy_s
         return busy_s
+
+    def total_busy_s(self) -> float:
+        """The same since it was made."""
+        if self._running:
+            self._pass_time()
+        return self._taken_s + self._busy_s
 
     def _pass_time(self) -> None:
         now = time.perf_counter()

@@ -383,6 +383,7 @@ class Run:
         ) as phase:
 
             async def on_step(result: StepResult) -> None:
+                result.metrics.update(await self.roles.idle_shares())
                 await self._log_step(result)
                 shown = {name: result.metrics[name] for name in SHOWN if name in result.metrics}
                 self.live.advance(phase, metrics=shown)
@@ -406,6 +407,7 @@ class Run:
                     collector=self.roles.collector,
                     task_batch=self.train_tasks,
                 )
+                await self.roles.idle_shares()  # the first step's begin here
                 await trainer.fit(self.cursor.step, on_step)
         if num_idle := int(self.cursor.totals.get("num_steps_without_signal", 0)):
             self.live.say(

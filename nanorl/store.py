@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sqlite3
 import threading
 import zlib
@@ -26,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from nanorl.monitor.vitals import vitals
 from nanorl.types import Rollout, Status, TurnSpan
 
 SCHEMA_VERSION = 1
@@ -225,10 +225,10 @@ class RolloutStore:
             self._db.executescript("PRAGMA incremental_vacuum")
         return num_dropped
 
-    def heartbeat(self) -> dict[str, float]:
+    def heartbeat(self) -> dict[str, Any]:
         """Says which process this is, and how many rollouts it holds: read from the file, so the
         answer says that it works."""
-        return {"pid": float(os.getpid()), "num_rollouts": float(len(self))}
+        return {**vitals(), "num_rollouts": float(len(self))}
 
     def close(self) -> None:
         with self._lock, self._errors("close"):

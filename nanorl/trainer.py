@@ -166,11 +166,13 @@ class Trainer:
 async def _first_of(wanted: Any, producer: asyncio.Task[None]) -> Any:
     """Await `wanted`, but raise at once what the producer died of."""
     task = asyncio.ensure_future(wanted)
-    done, _ = await asyncio.wait({task, producer}, return_when=asyncio.FIRST_COMPLETED)
-    if task not in done and producer in done and producer.exception() is not None:
+    try:
+        done, _ = await asyncio.wait({task, producer}, return_when=asyncio.FIRST_COMPLETED)
+        if task not in done and producer in done and producer.exception() is not None:
+            raise _root_cause(producer.exception())
+        return await task
+    finally:  # also where the step is given up: `wait` does not cancel what it waits for
         task.cancel()
-        raise _root_cause(producer.exception())
-    return await task
 
 
 def _root_cause(error: BaseException | None) -> BaseException:

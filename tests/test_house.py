@@ -88,10 +88,6 @@ IMPORT_CIRCLES: dict[str, str] = {}
 CLASSES_OF_ONE_NAME: dict[str, str] = {}
 WITHOUT_A_USER: dict[str, str] = {
     "BoundedQueue": FRONT_DOOR,
-    "Scheduler.placement_group": "a front door: programs reserve what their actors need together",
-    "WorkerGroup.call_each": "a front door: ranks that are given different things",
-    "Engine.load_weights": FRONT_DOOR,
-    "PipelineEngine.load_weights": FRONT_DOOR,
     "build_value_engine": FRONT_DOOR,
     "Scheduler.get_actor": "a front door: programs look up an actor that they named",
     "main": "worker.py's: the program that starts a sandbox worker is a text, and names it",

@@ -30,8 +30,8 @@ class RunBoard:
         )  # by what they were spent on, over all steps
         self.token_staleness: Counter[int] = Counter()  # tokens trained on by their age in versions
         self.idle: dict[str, float] = {}  # role -> idle share from the step before to the last one
-        self._busy_s: dict[str, float] = {}
-        self._busy_at_s = self._progress_s = clock()
+        self._idle_shares = IdleShares(clock)
+        self._progress_s = clock()
 
     @property
     def quiet_s(self) -> float:
@@ -64,17 +64,31 @@ class RunBoard:
                     self.token_staleness[step - version] += count
 
     def observe_roles(self, roles: Sequence[RoleStatus]) -> None:
-        """Take the idle share of each role since the last call, from its `busy_s`. A role that is
-        new, or was restarted in between, has none."""
+        """Take the idle share of each role since the last call."""
+        self.idle = self._idle_shares.since_last(roles)
+
+
+class IdleShares:
+    """Says how much of its time each role did not work, from its `busy_s`. `clock` is for tests."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._busy_s: dict[str, float] = {}
+        self._at_s = clock()
+
+    def since_last(self, roles: Sequence[RoleStatus]) -> dict[str, float]:
+        """The idle share since the last call, by the role's name. A role that is new, or was
+        restarted in between, has none."""
         now_s = self._clock()
         busy_s = {role.name: role.metrics["busy_s"] for role in roles if "busy_s" in role.metrics}
-        passed_s = now_s - self._busy_at_s
-        self.idle = {
+        passed_s = now_s - self._at_s
+        shares = {
             name: min(1.0, max(0.0, 1.0 - (total_s - self._busy_s[name]) / passed_s))
             for name, total_s in busy_s.items()
             if passed_s > 0 and total_s >= self._busy_s.get(name, math.inf)
         }
-        self._busy_s, self._busy_at_s = busy_s, now_s
+        self._busy_s, self._at_s = busy_s, now_s
+        return shares
 
 
 def flatten(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:

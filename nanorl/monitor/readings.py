@@ -9,12 +9,12 @@ What a role says itself stands. Left out: memory of processes on other machines 
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from nanorl.monitor.control import ClusterControl, RoleStatus
+from nanorl.monitor.vitals import rss_bytes
 
 _SILENT_S = 15.0  # so long without a new token, and a rate is no news any more
 
@@ -61,7 +61,7 @@ class RoleReadings:
             if rate is not None:
                 found.setdefault("tokens_per_s", rate)
         if role.pid is not None and role.host == self._host and role.state != "dead":
-            memory = _rss_bytes(role.pid)
+            memory = rss_bytes(role.pid)
             if memory is not None:
                 found.setdefault("rss_bytes", memory)
         return replace(role, metrics=found)
@@ -70,12 +70,3 @@ class RoleReadings:
         now_s = self._clock()
         known = self._rates.setdefault(name, TokenRate(total=total, at_s=now_s))
         return known.update(total, now_s)
-
-
-def _rss_bytes(pid: int) -> float | None:
-    """Memory that a process of this machine has now; None if there is no such process."""
-    try:
-        with open(f"/proc/{pid}/statm", encoding="ascii") as file:
-            return float(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (FileNotFoundError, ProcessLookupError):
-        return None

@@ -82,6 +82,11 @@ class Roles(Protocol):
         """A critic that starts as a copy of the policy, which may be written to `scratch`."""
         ...
 
+    async def idle_shares(self) -> dict[str, float]:
+        """How much of the time since the last call the roles of each kind did not work, as
+        `idle_trainer`, `idle_replicas` and so on; nothing where all are in one process."""
+        ...
+
     async def trainer_death(self) -> str:
         """Wait until the trainer dies alone; returns how."""
         ...

@@ -17,13 +17,14 @@ Left out: the loop that trains (trainer.py) and what a death of the trainer mean
 from __future__ import annotations
 
 import asyncio
-import socket
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from nanoengine.build import check_layout
@@ -31,7 +32,9 @@ from nanoengine.config import DTYPES, EngineConfig
 from nanoengine.parallel.mesh import Layout
 from nanoengine.parallel.rendezvous import open_store
 from nanoengine.scoring import Policy
-from nanorl.monitor.control import RoleStatus
+from nanorl.monitor.board import IdleShares
+from nanorl.monitor.control import RoleKind, RoleState, RoleStatus
+from nanorl.monitor.readings import RoleReadings
 from nanorl.parts import Parts, num_threads
 from nanorl.roles.base import RunCritic
 from nanorl.roles.clients import ActorClient, ReplicaClient
@@ -55,10 +58,11 @@ from nanorl.roles.role import (
     heard,
     killed_unless_ready,
     limited_start,
+    status_of,
     until_dead,
 )
 from nanorl.roles.scorers import CriticRole, ReferenceRole, RemoteCritic, RemoteReference
-from nanorl.roles.store import store_role
+from nanorl.roles.store import close_store, store_role
 from nanorl.roles.turns import Hosts, Turns
 from nanorl.store import RolloutStore
 from nanorl.weights.offer import Offer, WeightReceiver, WeightsRefused
@@ -67,6 +71,16 @@ from nanosched import ActorHandle, Scheduler, WorkerDied, WorkerGroup, node_addr
 
 PRELOAD = ("torch", "nanorl.roles.policy", "nanorl.roles.replica", "nanorl.roles.collector")
 """Imported once, by the process that all others are forked from."""
+
+ANSWER_S = 1.0
+"""So long a step waits for roles to say how long they have worked."""
+IDLE_NAMES: Mapping[RoleKind, str] = {
+    "policy": "idle_trainer",
+    "replica": "idle_replicas",
+    "collector": "idle_collector",
+    "reference": "idle_reference",
+    "critic": "idle_critic",
+}
 
 
 class Cluster:
@@ -116,14 +130,14 @@ class Cluster:
         self._outside: dict[str, HttpReplica] = {}
         self._critic: ActorHandle[CriticRole] | None = None
         self._critic_watch: asyncio.Task[str] | None = None
-        self._critic_answer: Mapping[str, float] = {}
+        self._critic_answer: Mapping[str, Any] = {}
         self._num_critics = 0
         # Of replicas over several processes: all of them, and the store where they meet.
         self._split_replicas: dict[str, tuple[WorkerGroup[Replica], Any]] = {}
         self._group: WorkerGroup[PolicyRank] | None = None
         self._trainer_restarts = 0
         self._trainer_watch: asyncio.Task[None] | None = None
-        self._trainer_answers: list[Mapping[str, float]] = []
+        self._trainer_answers: list[Mapping[str, Any]] = []
         self._engine: RankedEngine | None = None
         self._transport: Transport | None = None
         self._num_started = 0
@@ -135,6 +149,8 @@ class Cluster:
         )
         self._turns = Turns(hosts if config.cluster.placement == "colocated" else None)
         self._is_parked = False  # the trainer's optimizer
+        self._readings = RoleReadings(self, time.monotonic)
+        self._idle_shares = IdleShares()
         self._publishing = asyncio.Lock()
         self._has_weights = False
         self._role_lost: asyncio.Future[None] | None = None  # never has a value, only an error
@@ -182,6 +198,7 @@ class Cluster:
 
     async def close_loop(self) -> None:
         """End the watches; the processes end with the scheduler."""
+        await close_store(self.store)
         for watch in (self._trainer_watch, self._critic_watch):
             if watch is not None:
                 watch.cancel()
@@ -205,6 +222,36 @@ class Cluster:
         others = [role.status() for role in self._all()]
         return [*self._trainer_statuses(), *others, *self._critic_status(), *self._servers()]
 
+    async def idle_shares(self) -> dict[str, float]:
+        """The mean of the roles of each kind that answer soon."""
+        asked = [asyncio.ensure_future(role.ask()) for role in self._all()]
+        if self._group is not None:
+            asked.append(asyncio.ensure_future(self._ask_trainer()))
+        if self._critic is not None:
+            asked.append(asyncio.ensure_future(self._ask_critic(self._critic)))
+        _, late = await asyncio.wait(asked, timeout=ANSWER_S)
+        for one in late:
+            one.cancel()
+        roles = self._readings.roles()
+        shares = self._idle_shares.since_last(roles)
+        by_kind: dict[str, list[float]] = {}
+        for role in roles:
+            if role.name in shares and role.kind in IDLE_NAMES:
+                by_kind.setdefault(IDLE_NAMES[role.kind], []).append(shares[role.name])
+        return {name: fmean(values) for name, values in by_kind.items()}
+
+    async def _ask_trainer(self) -> None:
+        assert self._group is not None, "whoever asks has looked"
+        answers = [heard(one) for one in self._group.call(PolicyRank.heartbeat)]
+        for rank, answer in enumerate(await asyncio.gather(*answers)):
+            if isinstance(answer, Mapping):
+                self._trainer_answers[rank] = answer
+
+    async def _ask_critic(self, critic: ActorHandle[CriticRole]) -> None:
+        answer = await heard(critic.call(CriticRole.heartbeat))
+        if isinstance(answer, Mapping):
+            self._hear_critic(answer)
+
     def _servers(self) -> list[RoleStatus]:
         return [
             RoleStatus(
@@ -222,32 +269,15 @@ class Cluster:
     def _critic_status(self) -> list[RoleStatus]:
         if self._critic is None:
             return []
-        answer = dict(self._critic_answer)
-        pid = answer.pop("pid", None)
-        return [
-            RoleStatus(
-                name="critic",
-                kind="critic",
-                state="ready" if pid is not None else "starting",
-                restarts=self._num_critics - 1,
-                pid=None if pid is None else int(pid),
-                host=socket.gethostname(),
-                metrics=answer,
-            )
-        ]
+        state: RoleState = "ready" if self._critic_answer else "starting"
+        answer = self._critic_answer
+        return [status_of("critic", "critic", state, self._num_critics - 1, answer)]
 
     def _trainer_statuses(self) -> list[RoleStatus]:
         is_alive = self._group is not None and not self._group.death.is_done()
+        state: RoleState = "ready" if is_alive else "starting"
         return [
-            RoleStatus(
-                name=f"trainer-{rank}",
-                kind="policy",
-                state="ready" if is_alive else "starting",
-                restarts=self._trainer_restarts,
-                pid=int(answer["pid"]) if "pid" in answer else None,
-                host=socket.gethostname(),
-                metrics={name: value for name, value in answer.items() if name != "pid"},
-            )
+            status_of(f"trainer-{rank}", "policy", state, self._trainer_restarts, answer)
             for rank, answer in enumerate(self._trainer_answers)
         ]
 
@@ -633,7 +663,7 @@ class Cluster:
         self._critic_watch = asyncio.create_task(until_dead(self._scheduler, handle, pulse))
         return RemoteCritic(handle, loop)
 
-    def _hear_critic(self, answer: Mapping[str, float]) -> None:
+    def _hear_critic(self, answer: Mapping[str, Any]) -> None:
         self._critic_answer = answer
 
 

@@ -7,7 +7,6 @@ warm start. It keeps no state that a successor would need: what it played is a f
 
 from __future__ import annotations
 
-import os
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from nanorl.agents.kit import AgentKit
 from nanorl.agents.loop import Generator
 from nanorl.collector import RolloutCollector
 from nanorl.config import RunConfig
+from nanorl.monitor.vitals import vitals
 from nanorl.roles.role import OnRestart, Role, killed_unless_ready
 from nanorl.roles.router import ReplicaClient, Router
 from nanorl.types import Rollout, Task
@@ -75,8 +75,9 @@ class CollectorRole(RolloutCollector):
     async def heartbeat(self) -> dict[str, Any]:
         """Answers from the loop that plays the rollouts; with the router's counters."""
         return {
-            "num_groups": len(self._running),
-            "pid": os.getpid(),
+            **vitals(),
+            "num_running": float(len(self._running)),
+            "busy_s": self.total_busy_s(),
             **{
                 name if name in ("num_waiting", "num_open") else f"{name}_total": value
                 for name, value in self.router.counters().items()

@@ -22,7 +22,7 @@ from nanorl.parts import Parts, num_threads
 from nanorl.roles.base import RunCritic
 from nanorl.roles.collector import collector_role
 from nanorl.roles.critic import SavedCritic
-from nanorl.roles.store import store_role
+from nanorl.roles.store import close_store, store_role
 from nanosched import Scheduler
 
 
@@ -84,6 +84,9 @@ class InlineRoles:
         config, policy = self.parts.config, self.engine.model
         return SavedCritic(policy, self.parts.critic_config(), value_clip=config.rl.value_clip)
 
+    async def idle_shares(self) -> dict[str, float]:
+        return {}  # the roles share a thread
+
     async def trainer_death(self) -> str:
         return await asyncio.Future()  # an object of this process does not die alone
 
@@ -92,6 +95,7 @@ class InlineRoles:
 
     async def close_loop(self) -> None:
         """What belongs to the running event loop; `close` ends the rest."""
+        await close_store(self.store)
         await self.generator.close()
 
     def close(self) -> None:

@@ -17,7 +17,6 @@ the training makes new ones and goes back to it (run.py).
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -31,13 +30,15 @@ from nanoengine.build import SplitConfig, build_engine
 from nanoengine.config import EngineConfig
 from nanoengine.dealing import Deal, deal
 from nanoengine.engine import Engine, LossFn, WeightFn
-from nanoengine.model.device import enter_process, resolve_device, worker_thread
+from nanoengine.model.device import resolve_device
 from nanoengine.model.hf import copy_extra_files, replace_folder, replace_model
 from nanoengine.packing import Sample
 from nanoengine.parallel.mesh import Layout
 from nanoengine.parallel.rendezvous import MeetingPoint, join_mesh, open_store
 from nanoengine.state.export import export_hf
+from nanorl.monitor.vitals import vitals
 from nanorl.roles.ranks import results, start_ranks
+from nanorl.roles.work import WorkThread
 from nanorl.weights.offer import Offer, WeightSender
 from nanosched import Future, WorkerDied, WorkerGroup, node_address
 
@@ -67,12 +68,11 @@ class PolicyRank:
     def __init__(self, recipe: PolicyRecipe, rank: int) -> None:
         self.recipe, self.rank = recipe, rank
         self.device = resolve_device(recipe.device)
-        enter_process(self.device, recipe.threads)
-        self._thread = worker_thread("policy", self.device, recipe.threads)
+        self._work = WorkThread("policy", self.device, recipe.threads)
         self._store: dist.Store | None = None
         self._engine: Engine | None = None
-        self._num_busy = 0
         self._sender: WeightSender | None = None
+        self._version = -1  # that was handed over last
 
     async def open_store(self) -> MeetingPoint:
         """For rank 0: where the others find it, on this machine or another one of the cluster."""
@@ -81,7 +81,7 @@ class PolicyRank:
 
     async def build(self, meeting: MeetingPoint | None) -> None:
         """Make the engine; every rank at the same time. `ValueError` for what it refuses."""
-        await self._work(self._build, meeting)
+        await self._work.run(self._build, meeting)
 
     def _build(self, meeting: MeetingPoint | None) -> None:
         recipe, mesh = self.recipe, None
@@ -96,14 +96,6 @@ class PolicyRank:
         assert self._engine is not None, "`build` comes first"
         return self._engine
 
-    async def _work(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        loop = asyncio.get_running_loop()
-        self._num_busy += 1
-        try:
-            return await loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
-        finally:
-            self._num_busy -= 1
-
     async def train_step(
         self,
         samples: Sequence[Sample],
@@ -113,7 +105,7 @@ class PolicyRank:
         entropy: bool,
     ) -> tuple[dict[str, float], list[Tensor]]:
         """`Engine.train_step` on this rank's share; its metrics and the share's log-probs."""
-        metrics = await self._work(
+        metrics = await self._work.run(
             self.engine.train_step,
             samples,
             loss_fn,
@@ -124,28 +116,28 @@ class PolicyRank:
         return metrics, self.engine.last_logps
 
     async def forward_logprobs(self, samples: Sequence[Sample], temperature: float) -> list[Tensor]:
-        return await self._work(self.engine.forward_logprobs, samples, temperature=temperature)
+        return await self._work.run(self.engine.forward_logprobs, samples, temperature=temperature)
 
     async def restart(self, config: EngineConfig) -> None:
-        await self._work(self.engine.restart, config)
+        await self._work.run(self.engine.restart, config)
 
     async def save(self, path: Path, cursor: Mapping[str, Any]) -> None:
-        await self._work(self.engine.save, path, cursor)
+        await self._work.run(self.engine.save, path, cursor)
 
     async def load(self, path: Path) -> dict[str, Any]:
-        return await self._work(self.engine.load, path)
+        return await self._work.run(self.engine.load, path)
 
     async def offload(self) -> None:
         """Park the optimizer's state in host memory (of a CPU: in a file) until `reload`; the
         weights stay. What needs that state refuses until then."""
-        await self._work(self.engine.offload)
+        await self._work.run(self.engine.offload)
 
     async def reload(self) -> None:
-        await self._work(self.engine.reload)
+        await self._work.run(self.engine.reload)
 
     async def write_model(self, folder: Path, extra_files_from: Path | None) -> None:
         """All ranks write one Hugging Face folder, whole or not at all."""
-        await self._work(self._write_model, folder, extra_files_from)
+        await self._work.run(self._write_model, folder, extra_files_from)
 
     def _write_model(self, folder: Path, extra_files_from: Path | None) -> None:
         engine = self.engine
@@ -169,11 +161,13 @@ class PolicyRank:
         counts. Of two senders with one key the first is used: it knows what was sent before."""
         if self._sender is None or self._sender.key != sender.key:
             self._sender = sender
-        return await self._work(self._sender.send, self.engine, version)
+        offer = await self._work.run(self._sender.send, self.engine, version)
+        self._version = version
+        return offer
 
-    async def heartbeat(self) -> dict[str, float]:
+    async def heartbeat(self) -> dict[str, Any]:
         """Answers from the loop that takes the calls."""
-        return {"pid": float(os.getpid()), "queue": float(self._num_busy)}
+        return {**vitals(), **self._work.counters(), "version": float(self._version)}
 
 
 class RankedEngine:

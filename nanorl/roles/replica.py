@@ -21,6 +21,7 @@ import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -36,6 +37,7 @@ from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.led_engine import LedEngine, follow
 from nanoinfer.params import Output, SamplingParams
+from nanorl.monitor.vitals import vitals
 from nanorl.weights.offer import Offer, WeightReceiver
 
 
@@ -184,10 +186,10 @@ class Replica:
         """The engine's totals and queues, without waiting for the step that runs."""
         return self._generator.metrics() | {"is_drained": float(self._is_drained)}
 
-    async def heartbeat(self) -> dict[str, float]:
+    async def heartbeat(self) -> dict[str, Any]:
         """`metrics` between two steps, taken by the thread that runs them: it answers if the engine
         goes on, and only then. A step takes as long as it takes, so the limit is the caller's."""
-        return await self._generator.beat()
+        return {**vitals(), **await self._generator.beat()}
 
     async def close(self) -> None:
         """Cancel what is under way and end the engine's thread, unless they are the caller's."""

@@ -55,7 +55,8 @@ class Role(Generic[A]):
         self._handle: ActorHandle[A] | None = None
         self._starting = asyncio.Lock()
         self._watch: asyncio.Task[None] | None = None
-        self.answer: Mapping[str, float] = {}
+        self._heartbeat: Callable[..., Any] | None = None
+        self.answer: Mapping[str, Any] = {}
         """What the actor last said of itself (its heartbeat)."""
 
     @property
@@ -65,17 +66,7 @@ class Role(Generic[A]):
 
     def status(self) -> RoleStatus:
         """How the role is, as it last said itself."""
-        answer = dict(self.answer)
-        pid = answer.pop("pid", None)
-        return RoleStatus(
-            name=self.name,
-            kind=self.kind,
-            state=self.state,
-            restarts=self.num_restarts,
-            pid=None if pid is None else int(pid),
-            host=socket.gethostname(),
-            metrics=answer,
-        )
+        return status_of(self.name, self.kind, self.state, self.num_restarts, self.answer)
 
     @property
     def state(self) -> RoleState:
@@ -138,6 +129,7 @@ class Role(Generic[A]):
     ) -> asyncio.Task[None]:
         """From now on a successor is started as soon as the actor dies or stops answering. The
         task ends with an error if none can be started, else when the role is closed."""
+        self._heartbeat = heartbeat
         if self._watch is None:
             self._watch = asyncio.create_task(
                 self._watch_forever(heartbeat, every_s, hang_s), name=f"watch {self.name}"
@@ -153,7 +145,14 @@ class Role(Generic[A]):
             why = await until_dead(self._scheduler, handle, pulse)
             self.replace(handle, why)
 
-    def _hear(self, answer: Mapping[str, float]) -> None:
+    async def ask(self) -> None:
+        """Have the actor say now how it is, if one is there and under watch."""
+        if self._handle is not None and self._heartbeat is not None:
+            answer = await heard(self._handle.call(self._heartbeat))
+            if isinstance(answer, Mapping):
+                self._hear(answer)
+
+    def _hear(self, answer: Mapping[str, Any]) -> None:
         self.answer = answer
 
     def close(self) -> None:
@@ -190,6 +189,24 @@ async def killed_unless_ready(
         raise
 
 
+def status_of(
+    name: str, kind: RoleKind, state: RoleState, restarts: int, answer: Mapping[str, Any]
+) -> RoleStatus:
+    """What a heartbeat's answer says of its role; one that was not heard yet is taken to be on
+    this machine."""
+    metrics = dict(answer)
+    pid, host = metrics.pop("pid", None), metrics.pop("host", None)
+    return RoleStatus(
+        name=name,
+        kind=kind,
+        state=state,
+        restarts=restarts,
+        pid=None if pid is None else int(pid),
+        host=host or socket.gethostname(),
+        metrics=metrics,
+    )
+
+
 @dataclass(frozen=True)
 class Pulse:
     """How an actor is asked whether it still works: by a call of `heartbeat` every so many seconds,
@@ -198,7 +215,7 @@ class Pulse:
     heartbeat: Callable[..., Any]
     every_s: float
     hang_s: float
-    hear: Callable[[Mapping[str, float]], None]
+    hear: Callable[[Mapping[str, Any]], None]
 
 
 async def until_dead(scheduler: Scheduler, handle: ActorHandle[Any], pulse: Pulse) -> str:

@@ -7,7 +7,6 @@ one that died takes the run back to the newest checkpoint, as the trainer does.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,36 +15,27 @@ import torch
 from torch import Tensor
 
 from nanoengine.config import DTYPES, EngineConfig
-from nanoengine.model.device import enter_process, worker_thread
 from nanoengine.model.hf import load_model
 from nanoengine.packing import Sample
 from nanorl.config import RunConfig
 from nanorl.learner import load_reference
+from nanorl.monitor.vitals import vitals
 from nanorl.roles.critic import SavedCritic
 from nanorl.roles.policy import TrainerLost
 from nanorl.roles.role import Role
+from nanorl.roles.work import WorkThread
 from nanosched import ActorHandle, TaskError, WorkerDied
 
 
 class _Worker:
-    """An actor whose heavy calls run one after another in a thread, beside its heartbeat."""
+    """An actor whose heavy calls run in a thread, beside its heartbeat."""
 
     def __init__(self, device: str, threads: int) -> None:
         self.device = torch.device(device)
-        enter_process(self.device, threads)
-        self._thread = worker_thread("scorer", self.device, threads)
-        self._num_busy = 0
+        self._work = WorkThread("scorer", self.device, threads)
 
-    async def _work(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._num_busy += 1
-        try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
-        finally:
-            self._num_busy -= 1
-
-    async def heartbeat(self) -> dict[str, float]:
-        return {"pid": float(os.getpid()), "num_running": float(self._num_busy)}
+    async def heartbeat(self) -> dict[str, Any]:
+        return {**vitals(), **self._work.counters()}
 
 
 class ReferenceRole(_Worker):
@@ -56,7 +46,7 @@ class ReferenceRole(_Worker):
         self._scorer = load_reference(config, folder, self.device)
 
     async def forward_logprobs(self, samples: Sequence[Sample], temperature: float) -> list[Tensor]:
-        return await self._work(self._scorer.forward_logprobs, samples, temperature=temperature)
+        return await self._work.run(self._scorer.forward_logprobs, samples, temperature=temperature)
 
 
 class CriticRole(_Worker):
@@ -70,16 +60,16 @@ class CriticRole(_Worker):
         self._critic = SavedCritic(policy, engine_config, value_clip=config.rl.value_clip)
 
     async def values(self, samples: Sequence[Sample]) -> list[Tensor]:
-        return await self._work(self._critic.values, samples)
+        return await self._work.run(self._critic.values, samples)
 
     async def train_step(self, samples: Sequence[Sample]) -> dict[str, float]:
-        return await self._work(self._critic.train_step, samples)
+        return await self._work.run(self._critic.train_step, samples)
 
     async def save(self, path: Path) -> str:
-        return await self._work(self._critic.save, path)
+        return await self._work.run(self._critic.save, path)
 
     async def load(self, path: Path) -> None:
-        await self._work(self._critic.load, path)
+        await self._work.run(self._critic.load, path)
 
 
 class RemoteReference:

@@ -6,11 +6,15 @@ made again and each rollout is there once.
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from pathlib import Path
 
-from nanorl.roles.role import OnRestart, Role, killed_unless_ready
+from nanorl.roles.role import OnRestart, Role, heard, killed_unless_ready
 from nanorl.store import RolloutStore
 from nanosched import ActorHandle, Scheduler
+
+CLOSE_S = 5.0
 
 
 def store_role(
@@ -25,3 +29,14 @@ def store_role(
         return handle
 
     return Role("store", "store", scheduler, start, start_s=start_s, on_restart=on_restart)
+
+
+async def close_store(role: Role[RolloutStore]) -> None:
+    """Have the file closed, which folds its write-ahead log back into it; a store that is dead or
+    does not answer leaves the log beside it, and nothing is lost."""
+    handle = role.current
+    role.close()
+    if handle is not None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await heard(handle.call(RolloutStore.close))
