@@ -602,8 +602,10 @@ class Cluster:
         if handle is not None:
             await self.collector.call(CollectorRole.set_replicas, self._clients())
             await _ended(handle.call(Replica.drain))
-            self._scheduler.kill(handle)
-            self.transport.remove(name)
+            async with self._publishing:  # others may be in the middle of taking weights with it
+                self._scheduler.kill(handle)
+                self.transport.remove(name)
+        self._split_replicas.pop(name, None)
         self._places.free(name)
 
     async def add_replica(self, address: str) -> str:
