@@ -2,14 +2,16 @@
 
     python scripts/fault_run.py [--faults 50] [--seed 0] [--scorers none|reference|critic|both]
                                 [--dp N] [--tp N] [--replicas N] [--roles trainer,store,...]
-                                [--backend local] [--steps N] [--out FOLDER] [--json FILE]
+                                [--rollout-tp N] [--placement separate|colocated]
+                                [--transport shm|dist|disk] [--backend local] [--steps N]
+                                [--out FOLDER] [--json FILE]
 
 A run of the tiny preset is trained twice: undisturbed (in one process, or with the same ranks where
-the trainer has several, since they add in another order), and on processes, to which `kill -9` and
-SIGSTOP are sent by a seeded generator: one by one, two at once, while a process starts, while a
-checkpoint is written, while another role is being replaced. Two limits are respected, because the
-run gives up beyond them by design: the trainer and the critic may be lost twice without getting any
-further, and a role may die once while it starts.
+trainer or replicas have several, since they add in another order), and on processes, to which
+`kill -9` and SIGSTOP are sent by a seeded generator: one by one, two at once, while a process
+starts, while a checkpoint is written, while another role is being replaced. Two limits are
+respected, because the run gives up beyond them by design: the trainer and the critic may be lost
+twice without getting any further, and a role may die once while it starts.
 
 Then it compares weights and rollouts bit for bit, counts the rollouts, and looks for what was
 left behind: processes (it is the subreaper of all), files of /dev/shm and of the run's temporary
@@ -438,6 +440,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dp", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--rollout-tp", type=int, default=1)
+    parser.add_argument("--placement", choices=["separate", "colocated"], default="separate")
+    parser.add_argument("--transport", choices=["auto", "shm", "dist", "disk"], default="auto")
     parser.add_argument("--steps", type=int, default=0, help="0: three for each fault")
     parser.add_argument("--heartbeat-s", type=float, default=0.3)
     parser.add_argument("--hang-s", type=float, default=4.0)
@@ -452,6 +457,8 @@ def cluster_arguments(options: argparse.Namespace) -> list[str]:
     return [
         *("--cluster.backend", options.backend, "--rollout.replicas", str(options.replicas)),
         *("--learner.dp", str(options.dp), "--learner.tp", str(options.tp)),
+        *("--rollout.tp", str(options.rollout_tp), "--cluster.placement", options.placement),
+        *("--cluster.transport", options.transport),
         *("--cluster.heartbeat-s", str(options.heartbeat_s)),
         *("--cluster.hang-s", str(options.hang_s), "--cluster.start-s", str(options.start_s)),
     ]
@@ -472,7 +479,7 @@ def disturb(options: argparse.Namespace, folder: Path) -> int:
     steps = options.steps or 3 * options.faults
     common = [*SMALL, "--rl.steps", str(steps), *SCORERS[options.scorers]]
     cluster = cluster_arguments(options)
-    is_split = options.dp * options.tp > 1
+    is_split = options.dp * options.tp * options.rollout_tp > 1
     calm, wild = folder / "undisturbed", folder / "disturbed"
     calm_s = train_undisturbed(calm, [*common, *(cluster if is_split else ()), "--out", str(calm)])
     print(f"undisturbed: {calm_s:.1f} s", flush=True)

@@ -25,7 +25,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from nanoengine.build import check_layout
 from nanoengine.config import DTYPES, EngineConfig
@@ -55,8 +55,8 @@ from nanorl.roles.role import (
     Pulse,
     Role,
     RoleLost,
+    getting_ready,
     heard,
-    killed_unless_ready,
     limited_start,
     status_of,
     until_dead,
@@ -69,6 +69,10 @@ from nanorl.weights.offer import Offer, WeightReceiver, WeightsRefused
 from nanorl.weights.transport import Load, Transport, open_transport, weight_bytes
 from nanosched import ActorHandle, Scheduler, WorkerDied, WorkerGroup, node_address
 
+A = TypeVar("A")
+MOST_PUBLICATIONS = 3
+"""Attempts at one version. Where all meet at once (dist), a replica that hangs spoils it for all,
+until its watch has found out: the first attempt takes half that time."""
 PRELOAD = ("torch", "nanorl.roles.policy", "nanorl.roles.replica", "nanorl.roles.collector")
 """Imported once, by the process that all others are forked from."""
 
@@ -307,6 +311,7 @@ class Cluster:
             self._trainer_watch.cancel()
         if self._group is not None:
             self._group.kill()
+        self.transport.renew_senders()
         await self._start_trainer()
 
     async def _start_trainer(self) -> None:
@@ -401,7 +406,21 @@ class Cluster:
 
     async def publish(self, version: int) -> float:
         """Bring the trainer's weights to all replicas; one that does not take them is replaced by
-        another that does. Returns seconds."""
+        another that does. Returns seconds. RoleLost if it fails again and again."""
+        for _ in range(MOST_PUBLICATIONS - 1):
+            try:
+                return await self._publish_once(version)
+            except WeightsRefused as refused:
+                self.say(f"version {version} was not published ({refused}); once more")
+        try:
+            return await self._publish_once(version)
+        except WeightsRefused as refused:
+            raise RoleLost(
+                f"version {version} could not be published ({refused}), {MOST_PUBLICATIONS} times. "
+                "Look at the messages above, then go on with --resume"
+            ) from refused
+
+    async def _publish_once(self, version: int) -> float:
         async with self._publishing:
             loads: dict[str, Load] = {
                 name: partial(self._load, one) for name, one in self._serving.items()
@@ -464,7 +483,6 @@ class Cluster:
             "replica",
             self._scheduler,
             partial(self._start_replica, name),
-            start_s=self.config.cluster.start_s,
             on_restart=self._restarted,
         )
         self._replicas[name] = role
@@ -485,7 +503,8 @@ class Cluster:
             threads=threads,
             infer=self.parts.infer_config(),
         )
-        async with killed_unless_ready(self._scheduler, self._seat_replica(name, recipe)) as handle:
+        seated = self._seat_replica(name, recipe)
+        async with self._getting_ready(seated, name) as handle:
             await handle.call(Replica.heartbeat)
             async with self._publishing:  # nobody may publish between the two lines
                 if self._has_weights:
@@ -536,6 +555,11 @@ class Cluster:
             known = dict(self._serving)
             await collector.call(CollectorRole.set_replicas, self._clients())
 
+    def _getting_ready(
+        self, actor: ActorHandle[A], name: str
+    ) -> AbstractAsyncContextManager[ActorHandle[A]]:
+        return getting_ready(self._scheduler, actor, name, self.config.cluster.start_s)
+
     # -- elastic -------------------------------------------------------------------------------
 
     async def scale(self, replicas: int) -> None:
@@ -578,8 +602,10 @@ class Cluster:
         if handle is not None:
             await self.collector.call(CollectorRole.set_replicas, self._clients())
             await _ended(handle.call(Replica.drain))
-            self._scheduler.kill(handle)
-            self.transport.remove(name)
+            async with self._publishing:  # others may be in the middle of taking weights with it
+                self._scheduler.kill(handle)
+                self.transport.remove(name)
+        self._split_replicas.pop(name, None)
         self._places.free(name)
 
     async def add_replica(self, address: str) -> str:
@@ -620,18 +646,11 @@ class Cluster:
             actor = self._scheduler.actor(ReferenceRole, **place.of_one).remote(
                 self.config, folder, threads
             )
-            async with killed_unless_ready(self._scheduler, actor) as handle:
+            async with self._getting_ready(actor, "reference") as handle:
                 await handle.call(ReferenceRole.heartbeat)
             return handle
 
-        role = Role(
-            "reference",
-            "reference",
-            self._scheduler,
-            start,
-            start_s=self.config.cluster.start_s,
-            on_restart=self._restarted,
-        )
+        role = Role("reference", "reference", self._scheduler, start, on_restart=self._restarted)
         await role.handle()
         self._reference = role
         self._watch(role, ReferenceRole.heartbeat)
@@ -648,10 +667,7 @@ class Cluster:
         )
         cluster = self.config.cluster
         try:
-            async with (
-                killed_unless_ready(self._scheduler, actor) as handle,
-                limited_start("the critic", cluster.start_s),
-            ):
+            async with self._getting_ready(actor, "the critic") as handle:
                 await handle.call(CriticRole.heartbeat)
         except WorkerDied as died:
             raise TrainerLost(f"the critic died ({died})") from died

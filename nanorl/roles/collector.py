@@ -18,7 +18,7 @@ from nanorl.agents.loop import Generator
 from nanorl.collector import RolloutCollector
 from nanorl.config import RunConfig
 from nanorl.monitor.vitals import vitals
-from nanorl.roles.role import OnRestart, Role, killed_unless_ready
+from nanorl.roles.role import OnRestart, Role, getting_ready
 from nanorl.roles.router import ReplicaClient, Router
 from nanorl.roles.shared_folder import require_folder
 from nanorl.types import Rollout, Task
@@ -108,17 +108,10 @@ def collector_role(
         actor = scheduler.actor(CollectorRole, num_cpus=0).remote(
             config, folder, kit=kit, generator=generator
         )
-        async with killed_unless_ready(scheduler, actor) as handle:
+        async with getting_ready(scheduler, actor, "collector", config.cluster.start_s) as handle:
             await handle.call(CollectorRole.heartbeat)
             if prepare is not None:
                 await prepare(handle)
         return handle
 
-    return Role(
-        "collector",
-        "collector",
-        scheduler,
-        start,
-        start_s=config.cluster.start_s,
-        on_restart=on_restart,
-    )
+    return Role("collector", "collector", scheduler, start, on_restart=on_restart)

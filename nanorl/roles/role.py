@@ -44,11 +44,9 @@ class Role(Generic[A]):
         scheduler: Scheduler,
         start: Callable[[], Awaitable[ActorHandle[A]]],
         *,
-        start_s: float,
         on_restart: OnRestart | None = None,
     ) -> None:
-        """A start that takes longer than `start_s` has failed."""
-        self.name, self.kind, self.start_s = name, kind, start_s
+        self.name, self.kind = name, kind
         self.num_restarts = 0
         self.is_closed = False
         self._scheduler, self._start, self._on_restart = scheduler, start, on_restart
@@ -109,8 +107,7 @@ class Role(Generic[A]):
     async def _start_again_and_again(self) -> ActorHandle[A]:
         for attempt in range(MOST_FAILURES):
             try:
-                async with limited_start(self.name, self.start_s):
-                    return await self._start()
+                return await self._start()
             except WorkerDied as died:
                 if attempt == MOST_FAILURES - 1:
                     raise RoleLost(
@@ -177,13 +174,14 @@ async def limited_start(name: str, start_s: float) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def killed_unless_ready(
-    scheduler: Scheduler, handle: ActorHandle[A]
+async def getting_ready(
+    scheduler: Scheduler, handle: ActorHandle[A], name: str, start_s: float
 ) -> AsyncIterator[ActorHandle[A]]:
-    """Inside, a new actor gets ready. If that fails or is given up, nobody will ever use it: a
-    stopped process would stay."""
+    """Inside, a new actor gets ready, in `start_s`. If that fails or is given up, nobody will ever
+    use it, so it is killed: one that is stopped would stay."""
     try:
-        yield handle
+        async with limited_start(name, start_s):
+            yield handle
     except BaseException:
         scheduler.kill(handle)
         raise

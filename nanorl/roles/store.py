@@ -10,7 +10,7 @@ import asyncio
 from contextlib import suppress
 from pathlib import Path
 
-from nanorl.roles.role import OnRestart, Role, heard, killed_unless_ready
+from nanorl.roles.role import OnRestart, Role, getting_ready, heard
 from nanorl.store import RolloutStore
 from nanosched import ActorHandle, Scheduler
 
@@ -24,11 +24,11 @@ def store_role(
 
     async def start() -> ActorHandle[RolloutStore]:
         actor = scheduler.actor(RolloutStore, num_cpus=0).remote(path)
-        async with killed_unless_ready(scheduler, actor) as handle:
+        async with getting_ready(scheduler, actor, "store", start_s) as handle:
             await handle.call(RolloutStore.heartbeat)
         return handle
 
-    return Role("store", "store", scheduler, start, start_s=start_s, on_restart=on_restart)
+    return Role("store", "store", scheduler, start, on_restart=on_restart)
 
 
 async def close_store(role: Role[RolloutStore]) -> None:

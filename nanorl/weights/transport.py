@@ -109,6 +109,9 @@ class Transport:
         self._receivers.pop(name, None)
         self._answered(name)
 
+    def renew_senders(self) -> None:
+        """The policy ranks are new processes: nobody who met the old ones meets them."""
+
     def close(self) -> None:
         """Let go of memory, files and sockets. Idempotent."""
 
@@ -371,6 +374,9 @@ class DistTransport(Transport):
 
     def remove(self, name: str) -> None:
         super().remove(name)
+        self._members = ()
+
+    def renew_senders(self) -> None:
         self._members = ()
 
 

@@ -1,0 +1,115 @@
+"""A role whose actor does not get ready, dies again and again, or is given up while it starts."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from nanorl.roles.role import MOST_FAILURES, Role, RoleLost, getting_ready
+from nanosched import ActorHandle, Scheduler
+
+START_S = 0.2
+
+
+class Sleepy:
+    """Answers at once, unless it is one of those that hang while they get ready."""
+
+    def __init__(self, hangs: bool) -> None:
+        self.hangs = hangs
+
+    async def get_ready(self) -> None:
+        if self.hangs:
+            await asyncio.Event().wait()
+
+    async def answer(self) -> int:
+        return 7
+
+
+class Nursery:
+    """Starts actors, the first `num_hanging` of which hang, and remembers them and what was
+    said of them."""
+
+    def __init__(self, scheduler: Scheduler, num_hanging: int) -> None:
+        self.num_hanging = num_hanging
+        self.started: list[ActorHandle[Sleepy]] = []
+        self.told: list[str] = []
+        self.scheduler = scheduler
+
+    async def start(self) -> ActorHandle[Sleepy]:
+        hangs = len(self.started) < self.num_hanging
+        actor = self.scheduler.actor(Sleepy).remote(hangs)
+        self.started.append(actor)
+        async with getting_ready(self.scheduler, actor, "store", START_S) as handle:
+            await handle.call(Sleepy.get_ready)
+        return handle
+
+    def role(self) -> Role[Sleepy]:
+        return Role(
+            *("store", "store", self.scheduler, self.start),
+            on_restart=lambda role, why: self.told.append(why),
+        )
+
+    async def num_dead(self) -> int:
+        deaths = [asyncio.ensure_future(wait_for(self.scheduler, one)) for one in self.started]
+        done, late = await asyncio.wait(deaths, timeout=0.1)
+        for one in late:
+            one.cancel()
+        return len(done)
+
+
+async def wait_for(scheduler: Scheduler, handle: ActorHandle[Sleepy]) -> str:
+    return await scheduler.death(handle)
+
+
+def test_an_actor_that_hangs_while_it_starts_is_killed_and_has_a_successor() -> None:
+    async def play() -> None:
+        with Scheduler(backend="inline") as scheduler:
+            nursery = Nursery(scheduler, num_hanging=1)
+            role = nursery.role()
+            assert await asyncio.wait_for(role.call(Sleepy.answer), 10) == 7
+            assert nursery.told == ["store was not ready after 0.2 s, so it was killed"]
+            assert role.num_restarts == 1
+            assert (len(nursery.started), await nursery.num_dead()) == (2, 1)
+
+    asyncio.run(play())
+
+
+def test_a_role_that_never_gets_ready_is_lost_and_leaves_no_process() -> None:
+    async def play() -> None:
+        with Scheduler(backend="inline") as scheduler:
+            nursery = Nursery(scheduler, num_hanging=100)
+            with pytest.raises(RoleLost, match=r"store died 2 times .* go on with --resume"):
+                await asyncio.wait_for(nursery.role().call(Sleepy.answer), 10)
+            assert await nursery.num_dead() == len(nursery.started) == MOST_FAILURES
+
+    asyncio.run(play())
+
+
+def test_a_start_that_is_given_up_leaves_no_process() -> None:
+    async def play() -> None:
+        with Scheduler(backend="inline") as scheduler:
+            nursery = Nursery(scheduler, num_hanging=100)
+            call = asyncio.create_task(nursery.role().call(Sleepy.answer))
+            await asyncio.sleep(START_S / 4)
+            call.cancel()
+            await asyncio.wait({call})
+            assert (await nursery.num_dead(), len(nursery.started)) == (1, 1)
+
+    asyncio.run(play())
+
+
+def test_the_watch_of_a_role_that_cannot_be_started_again_ends_with_the_reason() -> None:
+    async def play() -> None:
+        with Scheduler(backend="inline") as scheduler:
+            nursery = Nursery(scheduler, num_hanging=0)
+            role = nursery.role()
+            first = await role.handle()
+            watch = role.watch(Sleepy.answer, every_s=0.01, hang_s=5.0)
+            nursery.num_hanging = 100
+            scheduler.kill(first)
+            with pytest.raises(RoleLost, match="store died 2 times"):
+                await asyncio.wait_for(watch, 10)
+            role.close()
+
+    asyncio.run(play())
