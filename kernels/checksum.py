@@ -1,71 +1,108 @@
 """What weights are asked and how they move: checksums, finiteness and copies at the memory's speed.
 
-    checksum(x)                   the sum of w[i] · (2 i + 1) over the bytes of x as 64-bit words w,
-                                  modulo 2^64, as a signed number; the last word ends in zeros
-    copy_with_checksum(out, x)    the same while x is copied
-    copy_large(out, x)            x, past the caches where it can go there
-    all_finite(x)                 neither NaN nor infinity in x; may stay on the device
+    checksums(xs)                     of each tensor the sum of w[i] · (2 i + 1) over its bytes as
+                                      64-bit words w, modulo 2^64, as a signed number; the last word
+                                      ends in zeros
+    checksum(x)                       of one
+    checksums_and_finite(xs)          beside it whether the tensor is free of NaN and infinity
+    all_finite(xs)                    whether each is
+    copy_with_checksums(outs, xs)     the checksums, taken while the tensors are copied
+    copy_large(outs, xs)              copies that go past the caches where they can
 
-On a CPU the C++ kernel does both in one pass; elsewhere, and without a compiler, PyTorch does. All
-give the same number. It notices accidents (a lost, stale, torn or exchanged piece), no forgeries.
+They take all tensors of a model at once: threads that meet after each of hundreds of tensors spend
+their time waiting where they share a core with others. On a CPU the C++ kernel does everything in
+one pass; elsewhere, and without a compiler, PyTorch does. All give the same numbers. A checksum
+notices accidents (a lost, stale, torn or exchanged piece), no forgeries.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kernels.cpp import build, ops
+from kernels.transfer import to_host
 
-_LARGE_BYTES = 1 << 20  # less is better left in the cache
 _CHUNK_WORDS = 1 << 20  # the temporary memory of PyTorch's path: 16 MB
 
 
+def checksums(xs: Sequence[Tensor]) -> list[int]:
+    """Of tensors of any dtype and device; those that are not contiguous are copied first."""
+    xs = [x.detach().contiguous() for x in xs]
+    if _are_plain(*xs):
+        return ops.for_ranges(xs, has_sums=True)[0]
+    return [_checksum_in_torch(x) for x in xs]
+
+
 def checksum(x: Tensor) -> int:
-    """Of a tensor of any dtype and device; one that is not contiguous is copied first."""
-    x = x.detach().contiguous()
-    if x.is_cpu and build.library() is not None:
-        return ops.checksum(x)
-    return _checksum_in_torch(x)
+    """`checksums` of one tensor."""
+    return checksums([x])[0]
 
 
-def copy_with_checksum(out: Tensor, x: Tensor) -> int:
-    """Copy x to `out`, of the same shape and dtype, and return the checksum of x."""
-    if out.shape != x.shape or out.dtype != x.dtype:
-        raise ValueError(
-            f"out is {out.dtype} {tuple(out.shape)}, x is {x.dtype} {tuple(x.shape)}: they must be "
-            "alike, because bytes are copied"
-        )
-    if _are_plain(out, x):
-        return ops.checksum(x.detach(), out)
-    with torch.no_grad():
-        out.copy_(x)
-    return checksum(x)
-
-
-def copy_large(out: Tensor, x: Tensor) -> None:
-    """`out.copy_(x)`, also of another dtype; faster where it is only bytes, and many."""
-    is_alike = out.shape == x.shape and out.dtype == x.dtype and out.nbytes >= _LARGE_BYTES
-    if is_alike and _are_plain(out, x):
-        ops.copy_bytes(out.detach(), x.detach())
+def checksums_and_finite(xs: Sequence[Tensor]) -> list[tuple[int, bool]]:
+    """Of each tensor the checksum, and whether there is neither NaN nor infinity."""
+    xs = [x.detach().contiguous() for x in xs]
+    if _are_plain(*xs) and _are_floats(*xs):
+        found = ops.for_ranges(xs, has_sums=True, has_finite=True)
     else:
-        with torch.no_grad():
+        found = checksums(xs), all_finite(xs)
+    return list(zip(*found, strict=True))
+
+
+def all_finite(xs: Sequence[Tensor]) -> list[bool]:
+    """Neither NaN nor infinity in each; a GPU is waited for once."""
+    if _are_plain(*xs) and _are_floats(*xs):
+        return ops.for_ranges(xs, has_finite=True)[1]
+    return [bool(flag) for flag in to_host([_is_finite_in_torch(x) for x in xs])]
+
+
+def copy_with_checksums(outs: Sequence[Tensor], xs: Sequence[Tensor]) -> list[int]:
+    """Copy each x to its `out`, of the same shape and dtype; the checksums of the xs."""
+    for out, x in zip(outs, xs, strict=True):
+        if out.shape != x.shape or out.dtype != x.dtype:
+            raise ValueError(
+                f"out is {out.dtype} {tuple(out.shape)}, x is {x.dtype} {tuple(x.shape)}: they "
+                "must be alike, because bytes are copied"
+            )
+    if _are_plain(*outs, *xs):
+        return ops.for_ranges(xs, outs, has_sums=True)[0]
+    with torch.no_grad():
+        for out, x in zip(outs, xs, strict=True):
             out.copy_(x)
+    return checksums(xs)
 
 
-def all_finite(x: Tensor) -> Tensor:
-    """A bool, on the tensor's device: a GPU is not waited for."""
-    if build.has_native(x) and x.is_contiguous():
-        return torch.tensor(ops.all_finite(x))
-    if not x.numel():
-        return torch.ones((), dtype=torch.bool, device=x.device)
-    # The extremes are finite if and only if all values are: NaN propagates to both.
-    return torch.isfinite(torch.stack(x.aminmax())).all()
+def copy_large(outs: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+    """`out.copy_(x)` for each, also of another dtype; faster where it is only bytes."""
+    pairs = list(zip(outs, xs, strict=True))
+    is_bytes = [
+        out.shape == x.shape and out.dtype == x.dtype and _are_plain(out, x) for out, x in pairs
+    ]
+    plain = [pair for pair, is_plain in zip(pairs, is_bytes, strict=True) if is_plain]
+    ops.for_ranges([x for _, x in plain], [out for out, _ in plain])
+    with torch.no_grad():
+        for (out, x), is_plain in zip(pairs, is_bytes, strict=True):
+            if not is_plain:
+                out.copy_(x)
 
 
 def _are_plain(*tensors: Tensor) -> bool:
     is_plain = all(x.is_cpu and x.is_contiguous() for x in tensors)
     return is_plain and build.library() is not None
+
+
+def _are_floats(*tensors: Tensor) -> bool:
+    return all(x.dtype in (torch.float32, torch.bfloat16) for x in tensors)
+
+
+def _is_finite_in_torch(x: Tensor) -> Tensor:
+    """A bool, on the tensor's device."""
+    if not x.numel():
+        return torch.ones((), dtype=torch.bool, device=x.device)
+    # The extremes are finite if and only if all values are: NaN propagates to both.
+    return torch.isfinite(torch.stack(x.aminmax())).all()
 
 
 def _checksum_in_torch(x: Tensor) -> int:

@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as Ids
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -161,11 +162,14 @@ class AsyncEngine:
         if not self.engine.is_paused:
             self._can_step.set()
 
-    async def update_weights(self, state: Iterable[tuple[str, Tensor]], version: int) -> None:
+    async def update_weights(
+        self, state: Iterable[tuple[str, Tensor]], version: int, *, is_finite: bool = False
+    ) -> None:
         """`LLMEngine.update_weights` between two steps; no pause needed."""
         self._bind()
         async with self._between_steps:
-            await self._call(self.engine.update_weights, state, version)
+            update = partial(self.engine.update_weights, is_finite=is_finite)
+            await self._call(update, state, version)
 
     def metrics(self) -> dict[str, float]:
         return self.engine.metrics()

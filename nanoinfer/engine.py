@@ -20,14 +20,13 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Ids
 from dataclasses import asdict, dataclass
 
 from torch import Tensor
 
 from kernels.checksum import all_finite
-from kernels.transfer import to_host
 from nanoengine.model.device import release_memory
 from nanoengine.model.hf import load_state
 from nanoengine.model.tokenizer import ChatTokenizer
@@ -239,12 +238,15 @@ class LLMEngine:
             self._runner.wake()
             self.is_asleep = False
 
-    def update_weights(self, state: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(
+        self, state: Iterable[tuple[str, Tensor]], version: int, *, is_finite: bool = False
+    ) -> None:
         """Replace all weights by Hugging Face tensors, and drop every cache; works asleep and
         paused, too. `ValueError` names a tensor that is missing, unknown, of the wrong shape or not
-        finite, and then nothing was written: the old version goes on serving."""
+        finite, and then nothing was written: the old version goes on serving. With `is_finite` the
+        caller has looked at the values, which are not read once more."""
         start = time.perf_counter()
-        load_state(self.model, _finite(state))
+        load_state(self.model, state if is_finite else _finite(state))
         self._start_version(version)
         self._metrics.update_s += time.perf_counter() - start
 
@@ -388,16 +390,11 @@ class Metrics:
         return {name: float(value) for name, value in asdict(self).items()}
 
 
-def _finite(state: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Hand on all of `state`. A tensor that is not finite is reported after the last one, so a GPU
-    is asked once; `load_state` has written nothing by then. Without this an engine would go on
-    sampling from NaN without an error."""
-    names: list[str] = []
-    is_finite: list[Tensor] = []
-    for name, tensor in state:
-        names.append(name)
-        is_finite.append(all_finite(tensor))
-        yield name, tensor
-    for name, flag in zip(names, to_host(is_finite), strict=True):
-        if not flag:
+def _finite(state: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """All of `state`, if it is finite. Without this an engine would go on sampling from NaN without
+    an error."""
+    state = list(state)
+    for (name, _), is_finite in zip(state, all_finite([x for _, x in state]), strict=True):
+        if not is_finite:
             raise ValueError(f"tensor {name!r} holds NaN or infinity; nothing was loaded")
+    return state

@@ -126,10 +126,12 @@ class LedEngine(LLMEngine):
     def wake(self) -> None:
         self._together(_Call("wake"), super().wake)
 
-    def update_weights(self, state: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(
+        self, state: Iterable[tuple[str, Tensor]], version: int, *, is_finite: bool = False
+    ) -> None:
         """As of `LLMEngine`, on all ranks: whole tensors in, each rank takes its part."""
         self._announce(_Call("update_weights", (version,)))
-        super().update_weights(self._handed_on(state), version)
+        super().update_weights(self._handed_on(state), version, is_finite=is_finite)
 
     def beat(self) -> dict[str, float]:
         """`metrics`, once the other ranks have heard that this one lives."""

@@ -93,7 +93,9 @@ class Replica:
         self._receiver = self._receiver or receiver
         model: Any = self._engine.model
         model.repack = self._repack if is_packing else lambda: None
-        self._engine.update_weights(self._receiver.receive(offer), offer.version)
+        self._engine.update_weights(
+            self._receiver.receive(offer), offer.version, is_finite=self._receiver.refuses_nan
+        )
         return time.perf_counter() - start
 
 

@@ -44,7 +44,7 @@ Kernels = dict[tuple[str, torch.dtype], Callable[..., Any]]
 NATIVE_DTYPES = tuple(_SUFFIX)
 _COMPILE_LIMIT_S = 300
 _SEAL_BYTES = 32
-_COUNTS = ("has_linear", "panel", "decode_scratch", "all_finite")  # the kernels that return one
+_COUNTS = ("has_linear", "panel", "decode_scratch")  # the kernels that return one
 
 
 def has_native(*tensors: Tensor) -> bool:
@@ -147,7 +147,6 @@ def _load(path: Path) -> Kernels:
         "attend": [pointer] * 6 + [count] * 9 + [number, count],
         "decode": [pointer] * 2 + [count] + [pointer] * 4 + [number] * 2 + [count],
         "decode_scratch": [pointer],
-        "all_finite": [pointer] + [count] * 2,
     }
     kernels: Kernels = {}
     for name, types in arguments.items():
@@ -156,10 +155,9 @@ def _load(path: Path) -> Kernels:
             found.argtypes = types
             found.restype = count if name in _COUNTS else None
             kernels[name, dtype] = found
-    for name, result in (("checksum", count), ("copy_bytes", None)):  # whatever the bytes mean
-        found = getattr(loaded, f"{name}_raw")
-        found.argtypes, found.restype = [pointer] * 2 + [count] * 2, result
-        kernels[name, torch.uint8] = found
+    found = loaded.for_ranges_raw  # whatever the bytes mean
+    found.argtypes, found.restype = [count] + [pointer] * 6 + [count], None
+    kernels["for_ranges", torch.uint8] = found
     return kernels
 
 

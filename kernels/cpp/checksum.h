@@ -89,46 +89,57 @@ inline uint64_t sum_of_block(char* to, const char* x, int64_t num_bytes, uint64_
   return total;
 }
 
-inline int64_t checksum_bytes(char* to, const char* from, int64_t num_bytes, int64_t threads) {
-  int64_t block_bytes = BLOCK_WORDS * 8;
-  int64_t num_blocks = (num_bytes + block_bytes - 1) / block_bytes;
-  std::vector<uint64_t> sums(size_t(num_blocks), 0);
-  parallel_for(num_blocks, threads_for(num_bytes / 4, threads), [&](int64_t b) {
-    int64_t begin = b * block_bytes, size = std::min(block_bytes, num_bytes - begin);
-    char* target = to == nullptr ? nullptr : to + begin;
-    sums[size_t(b)] = sum_of_block(target, from + begin, size, uint64_t(b * BLOCK_WORDS));
-  });
-  uint64_t total = 0;
-  for (uint64_t sum : sums) total += sum;
-  return int64_t(total);
-}
-
-// A copy past the caches, see copy_rows, whose sums cost it nothing.
-inline void copy_bytes(char* to, const char* from, int64_t num_bytes, int64_t threads) {
-#if defined(__AVX2__)
-  checksum_bytes(to, from, num_bytes, threads);
-#else
-  int64_t block_bytes = BLOCK_WORDS * 8;
-  parallel_for((num_bytes + block_bytes - 1) / block_bytes, threads_for(num_bytes / 4, threads),
-               [&](int64_t b) {
-                 int64_t begin = b * block_bytes;
-                 int64_t size = std::min(block_bytes, num_bytes - begin);
-                 std::memcpy(to + begin, from + begin, size_t(size));
-               });
-#endif
-}
-
-// 1 if no element is NaN or infinite: those are the ones whose exponent's bits are all set. Seen as
-// integers shifted left past the sign, they are all that is not below the exponent alone.
+// True if no element is NaN or infinite: those are the ones whose exponent's bits are all set. Seen
+// as integers shifted left past the sign, they are all that is not below the exponent alone.
 template <class Bits>
-inline int64_t all_finite(const Bits* x, int64_t num, Bits infinity, int64_t threads) {
-  int64_t block = BLOCK_WORDS * 8 / int64_t(sizeof(Bits)), num_blocks = (num + block - 1) / block;
+inline bool is_block_finite(const char* bytes, int64_t num_bytes, Bits infinity) {
+  const Bits* x = reinterpret_cast<const Bits*>(bytes);
+  Bits largest = 0;
+  int64_t num = num_bytes / int64_t(sizeof(Bits));
+  for (int64_t i = 0; i < num; i++) largest = std::max(largest, Bits(x[i] << 1));
+  return largest < Bits(infinity << 1);
+}
+
+// Several ranges of bytes at a time: their threads meet once, not once a range, which costs more
+// than the work where they share a core with others. Blocks are dealt out one by one, so that a
+// thread that is interrupted holds up one of them.
+// `to`, `sums` and `is_finite` may be null: then nothing is copied, summed or looked at.
+// `elements` are the bytes of each range's floating-point numbers: 4, 2 (bfloat16).
+inline void for_ranges(int64_t num, char* const* to, const char* const* from,
+                       const int64_t* num_bytes, const int64_t* elements, int64_t* sums,
+                       int64_t* is_finite, int64_t threads) {
+  int64_t block_bytes = BLOCK_WORDS * 8;
+  std::vector<int64_t> first(size_t(num) + 1, 0); // each range's first block
+  int64_t all_bytes = 0;
+  for (int64_t r = 0; r < num; r++) {
+    first[size_t(r) + 1] = first[size_t(r)] + (num_bytes[r] + block_bytes - 1) / block_bytes;
+    all_bytes += num_bytes[r];
+  }
+  int64_t num_blocks = first[size_t(num)];
+  std::vector<uint64_t> totals(size_t(num_blocks), 0);
   std::vector<char> is_bad(size_t(num_blocks), 0);
-  parallel_for(num_blocks, threads_for(num, threads), [&](int64_t b) {
-    Bits largest = 0;
-    int64_t end = std::min(num, (b + 1) * block);
-    for (int64_t i = b * block; i < end; i++) largest = std::max(largest, Bits(x[i] << 1));
-    is_bad[size_t(b)] = largest >= Bits(infinity << 1);
+  parallel_for_uneven(num_blocks, threads_for(all_bytes / 4, threads), [&](int64_t b) {
+    int64_t r = std::upper_bound(first.begin(), first.end(), b) - first.begin() - 1;
+    int64_t place = b - first[size_t(r)], begin = place * block_bytes;
+    int64_t size = std::min(block_bytes, num_bytes[r] - begin);
+    const char* x = from[r] + begin;
+    if (is_finite != nullptr) {
+      is_bad[size_t(b)] = elements[r] == 4 ? !is_block_finite<uint32_t>(x, size, 0x7f800000u)
+                                           : !is_block_finite<uint16_t>(x, size, 0x7f80u);
+    }
+    if (to != nullptr || sums != nullptr) {
+      char* target = to == nullptr ? nullptr : to[r] + begin;
+      totals[size_t(b)] = sum_of_block(target, x, size, uint64_t(place * BLOCK_WORDS));
+    }
   });
-  return std::none_of(is_bad.begin(), is_bad.end(), [](char bad) { return bad; });
+  for (int64_t r = 0; r < num; r++) {
+    uint64_t total = 0;
+    bool is_good = true;
+    for (int64_t b = first[size_t(r)]; b < first[size_t(r) + 1]; b++) {
+      total += totals[size_t(b)];
+      is_good = is_good && !is_bad[size_t(b)];
+    }
+    if (sums != nullptr) sums[r] = int64_t(total);
+    if (is_finite != nullptr) is_finite[r] = is_good;
+  }
 }

@@ -124,16 +124,8 @@ LOGIT_OPS(bf16, bf16)
 DECODER(float, f32)
 DECODER(bf16, bf16)
 
-extern "C" int64_t checksum_raw(char* to, const char* from, int64_t num_bytes, int64_t threads) {
-  return checksum_bytes(to, from, num_bytes, threads);
-}
-
-extern "C" void copy_bytes_raw(char* to, const char* from, int64_t num_bytes, int64_t threads) {
-  copy_bytes(to, from, num_bytes, threads);
-}
-extern "C" int64_t all_finite_f32(const uint32_t* x, int64_t num, int64_t threads) {
-  return all_finite<uint32_t>(x, num, 0x7f800000u, threads);
-}
-extern "C" int64_t all_finite_bf16(const uint16_t* x, int64_t num, int64_t threads) {
-  return all_finite<uint16_t>(x, num, 0x7f80u, threads);
+extern "C" void for_ranges_raw(int64_t num, char* const* to, const char* const* from,
+                               const int64_t* num_bytes, const int64_t* elements, int64_t* sums,
+                               int64_t* is_finite, int64_t threads) {
+  for_ranges(num, to, from, num_bytes, elements, sums, is_finite, threads);
 }

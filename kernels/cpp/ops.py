@@ -5,6 +5,7 @@ unless named otherwise.
 Legend: T tokens, H query heads, K key heads, D head_dim, R rows, V vocabulary.
 """
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -337,23 +338,30 @@ def _attend(
     return o
 
 
-def checksum(x: Tensor, out: Tensor | None = None) -> int:
-    """The checksum of the bytes of a contiguous tensor of any dtype (checksum.h), which are copied
-    to `out` in the same pass where it is given."""
-    return int(
-        function("checksum", torch.uint8)(
-            None if out is None else out.data_ptr(), x.data_ptr(), x.nbytes, torch.get_num_threads()
-        )
+def for_ranges(
+    xs: Sequence[Tensor],
+    outs: Sequence[Tensor] | None = None,
+    *,
+    has_sums: bool = False,
+    has_finite: bool = False,
+) -> tuple[list[int], list[bool]]:
+    """In one pass over contiguous tensors: their bytes are copied to `outs`, and their checksums
+    (checksum.h) and whether they are finite are returned where that is asked for, else []. Tensors
+    of any dtype; fp32 or bf16 to be looked at for NaN and infinity."""
+    num = len(xs)
+    if not num:
+        return [], []
+    counts, pointers = ctypes.c_int64 * num, ctypes.c_void_p * num
+    sums, is_finite = counts(), counts()
+    to = None if outs is None else pointers(*(out.data_ptr() for out in outs))
+    function("for_ranges", torch.uint8)(
+        num,
+        to,
+        pointers(*(x.data_ptr() for x in xs)),
+        counts(*(x.nbytes for x in xs)),
+        counts(*(x.element_size() for x in xs)),
+        sums if has_sums else None,
+        is_finite if has_finite else None,
+        torch.get_num_threads(),
     )
-
-
-def copy_bytes(out: Tensor, x: Tensor) -> None:
-    """Copy a contiguous tensor to another one of its shape and dtype, past the caches."""
-    function("copy_bytes", torch.uint8)(
-        out.data_ptr(), x.data_ptr(), x.nbytes, torch.get_num_threads()
-    )
-
-
-def all_finite(x: Tensor) -> bool:
-    """True if a contiguous tensor, fp32 or bf16, holds neither NaN nor infinity."""
-    return bool(function("all_finite", x.dtype)(x.data_ptr(), x.numel(), torch.get_num_threads()))
+    return list(sums) if has_sums else [], [bool(one) for one in is_finite] if has_finite else []

@@ -161,8 +161,7 @@ def load_state(model: Transformer, state: Iterable[tuple[str, Tensor]]) -> None:
         if name in tensors and tensors[name].shape == part.whole_shape(views[name].shape):
             tensors[name] = part.take(tensors[name])
     check_state(views, tensors)
-    for name, view in views.items():
-        copy_large(view, tensors[name])
+    copy_large(list(views.values()), [tensors[name] for name in views])
     model.repack()
 
 

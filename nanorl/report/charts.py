@@ -80,6 +80,12 @@ RULES = (
     Rule(title="Time of a step", names=("wait_s", "train_s", "sync_s"), unit="s", is_stacked=True),
     Rule(title="Rollout speed", names=("rollout_tokens_per_s",), unit="tokens/s"),
     Rule(title="Replicas", names=("num_replicas",)),
+    Rule(
+        title="Idle",
+        names=("idle_trainer", "idle_replicas", "idle_collector"),
+        unit="of the time",
+        is_fraction=True,
+    ),
     Rule(title="Loss", names=("loss",)),
     Rule(title="Gradient norm", names=("grad_norm",)),
     Rule(title="Learning rate", names=("lr",)),

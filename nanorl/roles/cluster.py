@@ -63,7 +63,7 @@ from nanorl.roles.role import (
 )
 from nanorl.roles.scorers import CriticRole, ReferenceRole, RemoteCritic, RemoteReference
 from nanorl.roles.store import close_store, store_role
-from nanorl.roles.turns import Hosts, Turns
+from nanorl.roles.turns import DeviceTurns, Hosts
 from nanorl.store import RolloutStore
 from nanorl.weights.offer import Offer, WeightReceiver, WeightsRefused
 from nanorl.weights.transport import Load, Transport, open_transport, weight_bytes
@@ -151,7 +151,7 @@ class Cluster:
             fetch=self._fetch,
             park=self._park,
         )
-        self._turns = Turns(hosts if config.cluster.placement == "colocated" else None)
+        self._turns = DeviceTurns(hosts if config.cluster.placement == "colocated" else None)
         self._is_parked = False  # the trainer's optimizer
         self._readings = RoleReadings(self, time.monotonic)
         self._idle_shares = IdleShares()
@@ -602,8 +602,10 @@ class Cluster:
         if handle is not None:
             await self.collector.call(CollectorRole.set_replicas, self._clients())
             await _ended(handle.call(Replica.drain))
-            self._scheduler.kill(handle)
-            self.transport.remove(name)
+            async with self._publishing:  # others may be in the middle of taking weights with it
+                self._scheduler.kill(handle)
+                self.transport.remove(name)
+        self._split_replicas.pop(name, None)
         self._places.free(name)
 
     async def add_replica(self, address: str) -> str:

@@ -33,7 +33,7 @@ _LOOK_S = 0.1
 
 
 @dataclass(frozen=True)
-class Place:
+class RolePlace:
     """A bundle for each process of one role, in order of rank, and the GPUs that each asks for."""
 
     group: PlacementGroup
@@ -63,8 +63,8 @@ class Places:
         self._scheduler, self._has_gpus, self._tp = scheduler, has_gpus, rollout.tp
         self._wait_s = WAIT_S if config.cluster.backend == "ray" else 0.0
         self._world, self._num_replicas = config.learner.layout.world, rollout.replicas
-        self._replicas: dict[str, Place] = {}
-        self._free: list[Place] = []  # of replicas, reserved and not in use
+        self._replicas: dict[str, RolePlace] = {}
+        self._free: list[RolePlace] = []  # of replicas, reserved and not in use
         self._shared: PlacementGroup | None = None
         if config.cluster.placement == "colocated":
             self._put_together()
@@ -83,9 +83,9 @@ class Places:
         )
         group = self._reserve(num_first)
         share = float(self._has_gpus)
-        self.trainer = Place(group, range(self._world), share)
+        self.trainer = RolePlace(group, range(self._world), share)
         self.scorers = {
-            name: Place(group, [self._world + index], share)
+            name: RolePlace(group, [self._world + index], share)
             for index, name in enumerate(self._scorers)
         }
         self._free = [self._own_place() for _ in range(self._num_replicas)]
@@ -102,12 +102,12 @@ class Places:
         self._shared = group = self._reserve(needed)
         # Rounded down as the scheduler counts, or the last of three thirds would not fit.
         share = math.floor(10_000 / (2 + len(self._scorers))) / 10_000 if self._has_gpus else 0.0
-        self.trainer = Place(group, range(self._world), share)
-        self.scorers = {name: Place(group, [0], share) for name in self._scorers}
+        self.trainer = RolePlace(group, range(self._world), share)
+        self.scorers = {name: RolePlace(group, [0], share) for name in self._scorers}
         firsts = range(0, num_processes, self._tp)
-        self._free = [Place(group, range(at, at + self._tp), share) for at in firsts]
+        self._free = [RolePlace(group, range(at, at + self._tp), share) for at in firsts]
 
-    def replica(self, name: str) -> Place:
+    def replica(self, name: str) -> RolePlace:
         """The place of a replica, the same one until `free`; `ValueError` if there is none left."""
         if name not in self._replicas:
             self._replicas[name] = self._free.pop(0) if self._free else self._own_place()
@@ -123,13 +123,13 @@ class Places:
         else:
             self._scheduler.remove(place.group)
 
-    def _own_place(self) -> Place:
+    def _own_place(self) -> RolePlace:
         self._require(
             self._tp,
             f"one more replica needs {self._tp} GPUs",
             "remove another replica first, or add machines to the cluster",
         )
-        return Place(self._reserve(self._tp), range(self._tp), float(self._has_gpus))
+        return RolePlace(self._reserve(self._tp), range(self._tp), float(self._has_gpus))
 
     def _require(self, num_gpus: int, what: str, remedy: str) -> None:
         if not self._has_gpus:

@@ -172,7 +172,10 @@ class Replica:
         start = perf_counter()
         if self._receiver is None or self._receiver.key != receiver.key:
             self._receiver = receiver  # it keeps what it has opened, so the first one stays
-        await self._generator.update_weights(self._receiver.receive(offer), offer.version)
+        state = self._receiver.receive(offer)
+        await self._generator.update_weights(
+            state, offer.version, is_finite=self._receiver.refuses_nan
+        )
         return perf_counter() - start
 
     async def sleep(self) -> None:

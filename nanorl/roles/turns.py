@@ -6,7 +6,7 @@
         ...
 
 On GPUs the trainer parks its optimizer's state in host memory while the replicas have their turn;
-its weights stay. Left out: separate runs, where nobody waits for anybody (`Turns(None)`).
+its weights stay. Left out: separate runs, where nobody waits for anybody (`DeviceTurns(None)`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Hosts:
     park: Ask
 
 
-class Turns:
+class DeviceTurns:
     """Who works now: the trainer, alone, or the replicas."""
 
     def __init__(self, hosts: Hosts | None) -> None:

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from kernels.checksum import copy_with_checksum
+from kernels.checksum import copy_with_checksums
 from nanoengine.engine import Engine
 from nanoengine.footprint import num_params
 from nanoengine.tensor_file import dtype_name
 from nanorl.weights.ledger import ReaderLedger
-from nanorl.weights.offer import Named, Offer, WeightEntry, WeightsRefused
+from nanorl.weights.offer import Named, Offer, WeightEntry, WeightsRefused, verified
 from nanorl.weights.shm import PADDING_BYTES, aligned, tensor_at
 from nanosched.shared_buffer import SharedBuffer
 
@@ -87,7 +87,7 @@ class CudaIpcSender:
                 continue
             entry = WeightEntry(name, tuple(tensor.shape), dtype_name(tensor.dtype), begin=at)
             target = tensor_at(self._room(engine), entry)
-            entries.append(entry.sealed(copy_with_checksum(target, tensor)))
+            entries.append(entry.sealed(copy_with_checksums([target], [tensor])[0]))
             at += aligned(entry.num_bytes)
         if engine.model.device.type == "cuda":
             torch.cuda.current_stream(engine.model.device).synchronize()
@@ -106,6 +106,8 @@ class CudaIpcSender:
 class CudaIpcReceiver:
     """One replica's end."""
 
+    refuses_nan = True
+
     def __init__(self, key: str, page: SharedBuffer) -> None:
         self.key = key
         self._page = page
@@ -119,8 +121,8 @@ class CudaIpcReceiver:
             self._opened = (offer.handle, offer.handle.open())
         ledger = ReaderLedger(self._page.view())
         ledger.require(offer.version)
-        for entry in offer.entries:
-            yield entry.name, entry.verify(tensor_at(self._opened[1], entry))
+        memory = self._opened[1]
+        yield from verified([(entry, tensor_at(memory, entry)) for entry in offer.entries])
         ledger.require(offer.version)
 
 

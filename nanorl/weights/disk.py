@@ -156,6 +156,8 @@ class DiskSender:
 class DiskReceiver:
     """One replica's end."""
 
+    refuses_nan = True
+
     def __init__(self, key: str, *, has_changes: bool = False) -> None:
         self.key = key
         self._has_changes = has_changes

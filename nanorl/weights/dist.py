@@ -98,6 +98,8 @@ class DistSender:
 class DistReceiver:
     """One replica's end."""
 
+    refuses_nan = False
+
     def __init__(self, key: str, meeting: Meeting) -> None:
         self.key = key
         self._meeting = meeting

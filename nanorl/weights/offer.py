@@ -4,22 +4,21 @@ An offer names a policy version and lists its tensors by their Hugging Face name
 dtypes and checksums (kernels/checksum.py). How the bytes are reached is the transport's own; the
 offers of inproc.py, shm.py, cuda_ipc.py, dist.py and disk.py add what it takes.
 
-`receive` hands out tensors one by one, each verified when it comes. Whoever loads takes all of them
-before it writes the first, as nanoengine's `load_state` does: so a bad last tensor leaves the old
-version as it was, and a tensor is read while it is still in the cache.
+`receive` hands out tensors that are verified. Whoever loads takes all of them before it writes the
+first, as nanoengine's `load_state` does: so a bad last tensor leaves the old version as it was.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kernels.checksum import checksum
+from kernels.checksum import checksums_and_finite
 from nanoengine.engine import Engine
 from nanoengine.tensor_file import dtype_name
 
@@ -69,19 +68,38 @@ class WeightEntry:
         return found
 
     def verify(self, tensor: Tensor) -> Tensor:
-        """The tensor, if it is what the offer says; else WeightsRefused."""
+        """The tensor, if it is what the offer says and finite; else WeightsRefused."""
+        return next(verified([(self, tensor)]))[1]
+
+    def require_kind(self, tensor: Tensor) -> None:
+        """WeightsRefused unless shape and dtype are as offered."""
         found, kind = tuple(tensor.shape), dtype_name(tensor.dtype)
         if (found, kind) != (self.shape, self.dtype):
             raise WeightsRefused(
                 f"{self.name} is {kind} {found}, was offered as {self.dtype} {self.shape}; "
                 "nothing was loaded"
             )
-        if self.sealed(checksum(tensor)).seal != self.seal:
+
+    def require_values(self, checksum: int, is_finite: bool) -> None:
+        """WeightsRefused unless these are the sender's bytes, and finite numbers."""
+        if self.sealed(checksum).seal != self.seal:
             raise WeightsRefused(
                 f"{self.name}: its checksum is not the sender's: the bytes were damaged or "
                 "overwritten on the way; nothing was loaded"
             )
-        return tensor
+        if not is_finite:
+            raise WeightsRefused(f"{self.name} holds NaN or infinity; nothing was loaded")
+
+
+def verified(pairs: Sequence[tuple[WeightEntry, Tensor]]) -> Named:
+    """The tensors under their names, if all of them are what the offer says and finite; else
+    WeightsRefused. All are read before the first is handed out: in one pass, not one each."""
+    for entry, tensor in pairs:
+        entry.require_kind(tensor)
+    found = checksums_and_finite([tensor for _, tensor in pairs])
+    for (entry, tensor), (checksum, is_finite) in zip(pairs, found, strict=True):
+        entry.require_values(checksum, is_finite)
+        yield entry.name, tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +129,8 @@ class WeightReceiver(Protocol):
     each call holds on to the first of each `key`."""
 
     key: str
+    refuses_nan: bool
+    """True if `receive` looks for NaN and infinity itself, so that nobody has to do it again."""
 
     def receive(self, offer: Offer) -> Named:
         """The tensors of the offer, verified. The iterator raises WeightsRefused for the first that

@@ -14,19 +14,19 @@ wait for the readers of the last one (ledger.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kernels.checksum import checksum, copy_with_checksum
+from kernels.checksum import checksums, copy_with_checksums
 from nanoengine.engine import Engine
 from nanoengine.parallel.mesh import WORLD, Mesh
 from nanoengine.state.reshard import model_pieces
 from nanoengine.state.slices import Box, Copy, Held, Piece, make_plan
 from nanorl.weights.ledger import LEDGER_BYTES, ReaderLedger
-from nanorl.weights.offer import Named, Offer, WeightEntry, WeightsRefused
+from nanorl.weights.offer import Named, Offer, WeightEntry, WeightsRefused, verified
 from nanosched.shared_buffer import SharedBuffer
 
 ALIGNMENT = 64
@@ -92,7 +92,7 @@ class ShmSender:
         """Copy this rank's part; the checksums of all tensors, once all ranks have written."""
         layout, memory = self._layout, as_tensor(self._buffer)
         mesh.barrier()  # every rank has seen that nobody reads
-        sums: dict[str, int] = {}
+        whole_pieces: dict[str, tuple[Tensor, Tensor]] = {}  # place, source
         with torch.no_grad():
             for copy in layout.copies:
                 piece, tensor = held[copy.source_piece]
@@ -100,16 +100,22 @@ class ShmSender:
                 source = copy.box.of(tensor, piece.box)
                 target = copy.box.of(tensor_at(memory, layout.entries[whole.name]), whole.box)
                 if copy.box == whole.box:
-                    sums[whole.name] = copy_with_checksum(target, source)
+                    whole_pieces[whole.name] = target, source
                 else:
                     target.copy_(source)
+            found = copy_with_checksums(*_columns(whole_pieces.values()))
         mesh.barrier()
-        for name in layout.put_together:
-            sums[name] = checksum(tensor_at(memory, layout.entries[name]))
+        rest = layout.put_together
+        found += checksums([tensor_at(memory, layout.entries[name]) for name in rest])
+        sums = dict(zip((*whole_pieces, *rest), found, strict=True))
         everyone: dict[str, int] = {}
         for theirs in mesh.gather_json(WORLD, sums):
             everyone |= theirs
         return everyone
+
+
+def _columns(pairs: Collection[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    return [place for place, _ in pairs], [source for _, source in pairs]
 
 
 def _lay_out(held: Sequence[Sequence[Piece]], rank: int) -> _Layout:
@@ -142,6 +148,8 @@ def _lay_out(held: Sequence[Sequence[Piece]], rank: int) -> _Layout:
 class ShmReceiver:
     """One replica's end. Any number of processes read at once."""
 
+    refuses_nan = True
+
     def __init__(self, key: str, buffer: SharedBuffer) -> None:
         self.key = key
         self._buffer = buffer
@@ -149,8 +157,7 @@ class ShmReceiver:
     def receive(self, offer: Offer) -> Named:
         ledger, memory = ReaderLedger(self._buffer.view()), as_tensor(self._buffer)
         ledger.require(offer.version)
-        for entry in offer.entries:
-            yield entry.name, entry.verify(tensor_at(memory, entry))
+        yield from verified([(entry, tensor_at(memory, entry)) for entry in offer.entries])
         ledger.require(offer.version)
 
 

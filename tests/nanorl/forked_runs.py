@@ -7,6 +7,7 @@ A run on processes gets its fork server the same way, where a user's imports eve
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,12 +42,25 @@ _context.set_forkserver_preload(
 
 @dataclass(frozen=True, kw_only=True)
 class Slow:
-    """Update number `update` of a process takes `seconds` longer, or until somebody removes the
-    marker; once, in the first process that comes so far."""
+    """Update (or request to a replica) number `update` of a process takes `seconds` longer, or
+    until somebody removes the marker; once, in the first process that comes so far."""
 
     update: int
     seconds: float
     marker: Path
+    is_request: bool = False
+
+    def begins(self, number: int) -> bool:
+        """Whether this one is slow; then the marker says so."""
+        once = Path(f"{self.marker}.once")
+        if number != self.update or once.exists():
+            return False
+        once.touch()
+        self.marker.touch()
+        return True
+
+    def is_over(self, since: float) -> bool:
+        return not self.marker.exists() or time.monotonic() > since + self.seconds
 
 
 class RunProcess:
@@ -92,7 +107,7 @@ def _main(log: Path, arguments: tuple[str, ...], slow: Slow | None, limits: dict
     import train_agent
 
     if slow is not None:
-        _slow_down(slow)
+        (_slow_down_request if slow.is_request else _slow_down)(slow)
     if "local" in arguments:
         import nanosched.local.forkserver as module
 
@@ -114,14 +129,30 @@ def _slow_down(slow: Slow) -> None:
         nonlocal num_updates
         update(self, grad_norm)
         num_updates += 1
-        if num_updates == slow.update and not (once := Path(f"{slow.marker}.once")).exists():
-            once.touch()
-            slow.marker.touch()
-            deadline = time.monotonic() + slow.seconds
-            while slow.marker.exists() and time.monotonic() < deadline:
+        if slow.begins(num_updates):
+            since = time.monotonic()
+            while not slow.is_over(since):
                 time.sleep(0.01)
 
     AdamW.step = slow_update  # type: ignore[method-assign]
+
+
+def _slow_down_request(slow: Slow) -> None:
+    from nanorl.roles.replica import Replica
+
+    generate, num_requests = Replica.generate, 0
+
+    @wraps(generate)  # a method is called by its name
+    async def slow_generate(self: Replica, *args: Any, **options: Any) -> Any:
+        nonlocal num_requests
+        num_requests += 1
+        if slow.begins(num_requests):
+            since = time.monotonic()
+            while not slow.is_over(since):
+                await asyncio.sleep(0.01)
+        return await generate(self, *args, **options)
+
+    Replica.generate = slow_generate  # type: ignore[method-assign]
 
 
 class _ForkedServer:

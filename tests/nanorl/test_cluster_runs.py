@@ -255,21 +255,24 @@ def test_replicas_come_and_go_while_a_run_trains(
     folder: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """One goes while it holds a request, which a newcomer then serves with the current weights."""
     run = folder / "elastic"
-    slow = Slow(update=FIRST_RL_UPDATE + 3, seconds=60, marker=folder / "held.marker")
-    process = start(
-        "elastic", *PLAIN, *LOCAL, *WATCHED, "--rl.steps", str(LONG), slow=slow
-    )  # fmt: skip
-    process.await_file(slow.marker)
+    held = Slow(update=22, seconds=60, marker=folder / "held.marker", is_request=True)
+    process = start("elastic", *PLAIN, *LOCAL, *WATCHED, "--rl.steps", str(LONG), slow=held)
+    process.await_file(held.marker)
+    num_done = len(rows(run))
+    assert num_done > 0
     scale(run, "--replicas", "3")
     assert replicas(run) == ["replica-0", "replica-1", "replica-2"]
-    slow.marker.unlink()
-    await_step(process, run, 6)
+    scale(run, "--remove", "replica-0")
+    scale(run, "--replicas", "3")
+    assert replicas(run) == ["replica-1", "replica-2", "replica-3"]
+    await_step(process, run, num_done + 2)
     scale(run, "--replicas", "1")
-    assert replicas(run) == ["replica-0"]
+    assert replicas(run) == ["replica-1"]
     counters = next(role for role in status(run)["roles"] if role["kind"] == "collector")["metrics"]
-    assert counters["num_finished_total"] > 0
-    assert counters["num_failed_total"] == counters["num_lost_total"] == 0
+    assert counters["num_finished_total"] > 8 * num_done
+    assert counters["num_failed_total"] == 0
     assert cli.main(["scale", "--run", str(run), "--replicas", "0"]) == 1
     assert "replicas=0: at least one" in capsys.readouterr().err
     finish(process)

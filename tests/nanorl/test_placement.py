@@ -14,9 +14,9 @@ from placed_actors import Placed
 from nanoengine.config import EngineConfig
 from nanoengine.parallel.mesh import Layout
 from nanorl.config import ClusterConfig, LearnerConfig, RolloutConfig, RunConfig
-from nanorl.roles.placement import Place, Places, transport_kind
+from nanorl.roles.placement import Places, RolePlace, transport_kind
 from nanorl.roles.policy import PolicyRank, PolicyRecipe, RankedEngine, start_trainer
-from nanorl.roles.turns import Hosts, Turns
+from nanorl.roles.turns import DeviceTurns, Hosts
 from nanosched import ActorHandle, PlacementGroup, Resources, Scheduler, WorkerGroup
 
 pytestmark = pytest.mark.xdist_group("placement")
@@ -36,7 +36,7 @@ def local(num_gpus: int) -> Scheduler:
     return Scheduler(backend="local", resources=Resources(num_cpus=1, num_gpus=num_gpus))
 
 
-def started(sched: Scheduler, place: Place) -> WorkerGroup[Placed]:
+def started(sched: Scheduler, place: RolePlace) -> WorkerGroup[Placed]:
     return sched.group(Placed, [((), {}) for _ in place.bundles], **place.of_all)
 
 
@@ -171,9 +171,9 @@ class Told:
         self.log.append(what)
         await asyncio.sleep(0)
 
-    def turns(self) -> Turns:
+    def turns(self) -> DeviceTurns:
         names = ("sleep", "wake", "fetch", "park")
-        return Turns(Hosts(**{name: partial(self.note, name) for name in names}))
+        return DeviceTurns(Hosts(**{name: partial(self.note, name) for name in names}))
 
 
 def test_the_trainers_memory_comes_after_the_replicas_is_free_and_goes_before_they_wake() -> None:
@@ -228,7 +228,7 @@ def test_a_parked_trainer_saves_in_its_turn_and_parks_again(tmp_path: Path) -> N
             await start_trainer(group)
             (rank,) = group.handles
             ask = partial(ask_rank, rank)
-            turns = Turns(
+            turns = DeviceTurns(
                 Hosts(
                     sleep=ask_nobody,
                     wake=ask_nobody,

@@ -23,7 +23,7 @@ from pipeline_engine_cases import Run, make_engine, whole_model
 from pool import PRELOAD
 from torch import Tensor
 
-from kernels.checksum import checksum
+from kernels.checksum import checksum, copy_with_checksums
 from nanoengine.engine import Engine
 from nanoengine.model.hf import export_state
 from nanoengine.parallel.mesh import Mesh
@@ -74,14 +74,14 @@ class Policy:
 
     def send_and_die(self, sender: WeightSender, version: int, die_after: int) -> Offer:
         """Over shm; the process is killed when it has copied so many tensors."""
-        copies = [shm.copy_with_checksum] * die_after + [_die]
-        with mock.patch.object(shm, "copy_with_checksum", lambda *a: copies.pop(0)(*a)):
+
+        def copy_and_die(outs: list[Tensor], xs: list[Tensor]) -> list[int]:
+            copy_with_checksums(outs[:die_after], xs[:die_after])
+            os.kill(os.getpid(), signal.SIGKILL)
+            return []
+
+        with mock.patch.object(shm, "copy_with_checksums", copy_and_die):
             return self.send(sender, version)
-
-
-def _die(*_: Any) -> int:
-    os.kill(os.getpid(), signal.SIGKILL)
-    return 0
 
 
 class Replica:
@@ -99,7 +99,8 @@ class Replica:
         start = time.perf_counter()
         time.sleep(delay_s)
         receiver = self._receivers.setdefault(receiver.key, receiver)
-        self._engine.update_weights(receiver.receive(offer), offer.version)
+        state = receiver.receive(offer)
+        self._engine.update_weights(state, offer.version, is_finite=receiver.refuses_nan)
         return time.perf_counter() - start
 
     def holds(self) -> tuple[int, dict[str, Tensor]]:
