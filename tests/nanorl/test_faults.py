@@ -74,7 +74,7 @@ def test_any_role_may_die_or_hang(calm: Path, tmp_path: Path) -> None:
         checks = check(run, run.wait(LIMIT_S), calm, STEPS)
     assert all(passed for passed, _ in checks.values()), (checks, run.output())
     lines = [line for line in run.output().splitlines() if "starting it again" in line]
-    for name in ("store", "collector", "reference", "replica-0", "the trainer", "the critic"):
+    for name in ("store", "collector", "reference", "replica-", "the trainer", "the critic"):
         assert any(name in line for line in lines), (name, lines)
     assert "no answer for 4 s" in run.output()
 
