@@ -57,7 +57,8 @@ class Both:
 
     def loading(self, name: str) -> Callable[..., Awaitable[float]]:
         async def load(receiver: Any, offer: Offer) -> float:
-            self.replicas[name].update_weights(receiver.receive(offer), offer.version)
+            state, engine = receiver.receive(offer), self.replicas[name]
+            engine.update_weights(state, offer.version, is_finite=receiver.refuses_nan)
             return 0.0
 
         return load
