@@ -37,7 +37,11 @@ def rollouts(run: Path) -> dict[str, tuple[Any, ...]]:
 def metrics(run: Path) -> list[dict[str, Any]]:
     """The rows without times, and without how many replicas there were."""
     return [
-        {name: value for name, value in row.items() if not name.endswith(("_s", "num_replicas"))}
+        {
+            name: value
+            for name, value in row.items()
+            if not name.endswith(("_s", "num_replicas")) and not name.startswith("idle_")
+        }
         for row in rows(run)
     ]
 
