@@ -150,7 +150,8 @@ class DisturbedRun:
     out: Path
     arguments: Sequence[str]
     faults: list[Fault] = field(default_factory=list)
-    descriptors: list[tuple[int, int]] = field(default_factory=list)  # of the driver, its forker
+    descriptors: list[tuple[int, int, int]] = field(default_factory=list)
+    """How many roles lived, and the open descriptors of the driver and of the process that forks."""
 
     def __post_init__(self) -> None:
         self.log = self.out.with_suffix(".log")
@@ -267,7 +268,7 @@ class DisturbedRun:
         forkers = [p for p in descendants(self.driver.pid) if p.parent == self.driver.pid]
         counts = [count for p in forkers if (count := num_descriptors(p.pid)) is not None]
         if driver is not None and counts:
-            self.descriptors.append((driver, max(counts)))
+            self.descriptors.append((len(self.roles()), driver, max(counts)))
 
     def wait(self, limit_s: float) -> int:
         """The driver's exit status; one that takes longer is killed, and its status is -9."""
@@ -403,17 +404,16 @@ def unowned_segments(before: set[str]) -> list[str]:
     return sorted(new)
 
 
-def descriptor_growth(samples: Sequence[tuple[int, int]]) -> int:
-    """By how much the least number of open descriptors rose from the first to the last third."""
-    third = max(1, len(samples) // 3)
-    if len(samples) < 6:
+def descriptor_growth(samples: Sequence[tuple[int, int, int]]) -> int:
+    """By how much the least number of open descriptors rose from the first to the last third of
+    the samples with as many roles as there ever were: each living role has some."""
+    most = max((num_roles for num_roles, _, _ in samples), default=0)
+    full = [counts for num_roles, *counts in samples if num_roles == most]
+    third = len(full) // 3
+    if third == 0:
         return 0
-    return max(
-        min(late) - min(early)
-        for early, late in zip(
-            zip(*samples[:third], strict=True), zip(*samples[-third:], strict=True), strict=True
-        )
-    )
+    early, late = zip(*full[:third], strict=True), zip(*full[-third:], strict=True)
+    return max(min(after) - min(before) for before, after in zip(early, late, strict=True))
 
 
 # -- the program -----------------------------------------------------------------------------------

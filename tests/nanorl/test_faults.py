@@ -28,7 +28,7 @@ CLUSTER = (
     *("--cluster.heartbeat-s", "0.3", "--cluster.hang-s", "4", "--cluster.start-s", "60"),
 )
 PLAN = (
-    *(("store", signal.SIGKILL), ("collector", signal.SIGKILL), ("reference", signal.SIGKILL)),
+    *(("collector", signal.SIGKILL), ("store", signal.SIGKILL), ("reference", signal.SIGKILL)),
     *(("replica", signal.SIGSTOP), ("trainer", signal.SIGKILL), ("critic", signal.SIGKILL)),
     ("replica", signal.SIGKILL),
 )
