@@ -157,6 +157,8 @@ class Cluster:
         self._idle_shares = IdleShares()
         self._publishing = asyncio.Lock()
         self._has_weights = False
+        self._steps_published = 0  # the trainer's `num_steps_begun` at the last publication
+        self._joining: dict[str, ActorHandle[Replica]] = {}  # serve from the next one on
         self._role_lost: asyncio.Future[None] | None = None  # never has a value, only an error
 
     @property
@@ -196,6 +198,7 @@ class Cluster:
 
     def _restarted(self, role: Role[Any], why: str) -> None:
         self.say(f"{role.name}: {why}; starting it again")
+        self._joining.pop(role.name, None)
         if role.name in self._serving:
             del self._serving[role.name]
             self.transport.remove(role.name)
@@ -425,10 +428,17 @@ class Cluster:
             loads: dict[str, Load] = {
                 name: partial(self._load, one) for name, one in self._serving.items()
             }
+            loads |= {name: partial(self._load, one) for name, one in self._joining.items()}
             loads |= {name: one.load_weights for name, one in self._outside.items()}
             self._has_weights = False  # if the trainer dies now, the next publication brings them
             report = await self.transport.publish(partial(self._send, version), loads, version)
             self._has_weights = True
+            self._steps_published = self.engine.num_steps_begun
+            has_newcomers = bool(self._joining)
+            self._serving |= self._joining  # one that refused is killed below, as any other
+            self._joining.clear()
+        if has_newcomers:
+            await self.collector.call(CollectorRole.set_replicas, self._clients())
         for name, why in (report.refused | dict.fromkeys(report.late, "no answer")).items():
             self.say(f"{name} did not take version {version} ({why})")
             if name in self._serving:
@@ -507,12 +517,23 @@ class Cluster:
         async with self._getting_ready(seated, name) as handle:
             await handle.call(Replica.heartbeat)
             async with self._publishing:  # nobody may publish between the two lines
+                if self._has_weights and not self._can_catch_up:
+                    self._joining[name] = handle
+                    return handle
                 if self._has_weights:
                     await self._catch_up(name, handle)
                 self._serving[name] = handle
         if (collector := self.collector.current) is not None:
             await _ended(collector.call(CollectorRole.set_replicas, self._clients()))
         return handle
+
+    @property
+    def _can_catch_up(self) -> bool:
+        """False while a newcomer has to wait for the next publication: `dist` sends from the
+        trainer's own weights, which have moved on since the last one."""
+        return (
+            self._transport_kind != "dist" or self._steps_published == self.engine.num_steps_begun
+        )
 
     async def _catch_up(self, name: str, handle: ActorHandle[Replica]) -> None:
         """The current weights for a new replica. WorkerDied if it does not get them from a trainer
@@ -598,7 +619,7 @@ class Cluster:
             raise ValueError(f"{name} is the last replica: nobody would play the rollouts")
         role = self._replicas.pop(name)
         role.close()
-        handle = self._serving.pop(name, None)
+        handle = self._serving.pop(name, None) or self._joining.pop(name, None)
         if handle is not None:
             await self.collector.call(CollectorRole.set_replicas, self._clients())
             await _ended(handle.call(Replica.drain))

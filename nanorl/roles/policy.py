@@ -186,6 +186,9 @@ class RankedEngine:
         """Inside `turn` the ranks have the devices that they share with somebody. Whoever calls
         `train_step` and `forward_logprobs` has taken it for all of them together."""
         self.group = group
+        self.num_steps_begun = 0
+        """Optimizer steps, those that are under way too: whoever wants the weights of a version
+        that was published before the last one comes too late."""
         self.last_logps: list[Tensor] = []
         self._recipe, self._loop, self._turn = recipe, loop, turn
 
@@ -200,6 +203,7 @@ class RankedEngine:
     ) -> dict[str, float]:
         """Update the weights once, as `Engine.train_step` does. `loss_fn` and `weight_fn` travel:
         functions of a module, or objects that can be pickled."""
+        self.num_steps_begun += 1
         dealt = self._deal(samples)
         options = (loss_fn, weight_fn, temperature, entropy)
         answers = self._call_each(
