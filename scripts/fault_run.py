@@ -151,7 +151,7 @@ class DisturbedRun:
     arguments: Sequence[str]
     faults: list[Fault] = field(default_factory=list)
     descriptors: list[tuple[int, int, int]] = field(default_factory=list)
-    """How many roles lived, and the open descriptors of the driver and of its fork server."""
+    """How many roles lived; open descriptors of the driver and of the process that forks."""
 
     def __post_init__(self) -> None:
         self.log = self.out.with_suffix(".log")
