@@ -173,16 +173,17 @@ class Cluster:
         replicas = [self._new_replica() for _ in range(self.config.rollout.replicas)]
         await asyncio.gather(
             self._start_trainer(),
-            self.store.handle(),
-            self.collector.handle(),
-            *(replica.handle() for replica in replicas),
+            self._start_role(self.store, RolloutStore.heartbeat),
+            self._start_role(self.collector, CollectorRole.heartbeat),
+            *(self._start_role(replica, Replica.heartbeat) for replica in replicas),
         )
-        self._watch(self.store, RolloutStore.heartbeat)
-        self._watch(self.collector, CollectorRole.heartbeat)
-        for replica in replicas:
-            self._watch(replica, Replica.heartbeat)
         for address in self.config.rollout.addresses:
             await self.add_replica(address)
+
+    async def _start_role(self, role: Role[Any], heartbeat: Callable[..., Any]) -> None:
+        """Start it, and watch it from then on: others that start may wait for its answers."""
+        await role.handle()
+        self._watch(role, heartbeat)
 
     def _watch(self, role: Role[Any], heartbeat: Callable[..., Any]) -> None:
         cluster = self.config.cluster
@@ -590,9 +591,7 @@ class Cluster:
         while len(self._replicas) > replicas:
             await self.remove_replica(next(reversed(self._replicas)))
         new = self._new_replicas(replicas - len(self._replicas))
-        await asyncio.gather(*(role.handle() for role in new))
-        for role in new:
-            self._watch(role, Replica.heartbeat)
+        await asyncio.gather(*(self._start_role(role, Replica.heartbeat) for role in new))
 
     def _new_replicas(self, count: int) -> list[Role[Replica]]:
         """All of them, or none where there is no room for all."""
