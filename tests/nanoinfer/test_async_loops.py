@@ -112,7 +112,7 @@ def test_a_step_is_over_before_a_call_that_is_cancelled_twice_returns() -> None:
     is_running, go_on = threading.Event(), threading.Event()
     seen: list[str] = []
 
-    def slow_update(*_: object) -> None:
+    def slow_update(*_: object, **__: object) -> None:
         is_running.set()
         assert go_on.wait(10)
         seen.append("update complete")

@@ -31,6 +31,7 @@ class SeedReceiver:
     """Makes what a `SeedOffer` names; counts how often the same one was asked."""
 
     key = "seeds"
+    refuses_nan = False
 
     def __init__(self) -> None:
         self.num_received = 0

@@ -82,16 +82,17 @@ class Caller:
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes whose parent is `pid`, zombies included, but for Ray's, which other tests
-    start."""
+    """The processes whose parent is `pid`, zombies included, but for Ray's and multiprocessing's,
+    which other tests start."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
                 fields = (folder / "stat").read_text().rpartition(")")[2].split()
-                is_ray = b"/ray/" in (folder / "cmdline").read_bytes()
+                command = (folder / "cmdline").read_bytes()
+                is_other = b"/ray/" in command or b"multiprocessing." in command
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            if int(fields[1]) == pid and not is_ray:
+            if int(fields[1]) == pid and not is_other:
                 found.append(int(folder.name))
     return found
