@@ -49,6 +49,28 @@ class SplitConfig:
     """With tp: cut the rows between matrices too."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayoutConfig(SplitConfig):
+    """The processes of a training engine, as options. What they share is an engine's too."""
+
+    tp: int = 1
+    """Processes that share each matrix."""
+    pp: int = 1
+    """Processes that share the layers."""
+    dp: int = 1
+    """Processes with samples of their own."""
+    cp: int = 1
+    """Processes that share the tokens of a sequence."""
+    ep: int = 1
+    """Processes that share the experts of a mixture, with samples of their own."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What the dp (and cp) processes share: 1 optimizer state, 2 gradients, 3 parameters."""
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp, ep=self.ep)
+
+
 def check_layout(
     layout: Layout, shape: ModelConfig, config: EngineConfig, split: SplitConfig | None = None
 ) -> None:

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from nanoengine.build import SplitConfig, build_engine, check_layout
+from nanoengine.build import LayoutConfig, build_engine, check_layout
 from nanoengine.config import EngineConfig
 from nanoengine.dealing import deal
 from nanoengine.footprint import mfu
@@ -40,7 +40,7 @@ from nanoengine.model.device import enter_device, resolve_device, worker_thread
 from nanoengine.model.sources import resolve_model
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.packing import Sample
-from nanoengine.parallel.mesh import WORLD, Layout, Mesh
+from nanoengine.parallel.mesh import WORLD, Mesh
 from nanoengine.parallel.rendezvous import MeetingPoint, join_mesh, open_store
 from nanoengine.sft import Order, num_loss_tokens, read_chats, sft_loss
 from nanoengine.state.checkpoint import latest_checkpoint
@@ -57,7 +57,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 
 
 @dataclass(frozen=True, kw_only=True)
-class SftConfig:
+class SftConfig(LayoutConfig):
     """Fine-tune a model on chats."""
 
     data: Path | None = None
@@ -87,30 +87,8 @@ class SftConfig:
     seed: int = 0
     save_every: int = 50
     """Steps between checkpoints, written in the background; one more at the end."""
-    tp: int = 1
-    """Processes that share each matrix."""
-    pp: int = 1
-    """Processes that share the layers."""
-    dp: int = 1
-    """Processes with samples of their own."""
-    cp: int = 1
-    """Processes that share the tokens of a sequence."""
-    ep: int = 1
-    """Processes that share the experts of a mixture, with samples of their own."""
-    zero: Literal[0, 1, 2, 3] = 0
-    """What the dp (and cp) processes share: 1 optimizer state, 2 gradients, 3 parameters."""
-    sequence_parallel: bool = False
-    """With tp: cut the rows between matrices too."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1"] = "1f1b"
-    """Order of the pipeline's forward and backward passes."""
-    chunks: int = 1
-    """Layer groups a pipeline process (interleaved)."""
     peak_flops: float | None = None
     """What one process's device can do a second; with it the MFU is reported."""
-
-    @property
-    def layout(self) -> Layout:
-        return Layout(tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp, ep=self.ep)
 
     @property
     def world(self) -> int:
@@ -176,7 +154,7 @@ class SftRun:
         tokenizer = ChatTokenizer.from_folder(self.folder)
         self.samples, self.num_long = read_chats(config.data, tokenizer, config.max_tokens)
         torch.manual_seed(config.seed)
-        split = split_config(config)
+        split = config
         self.engine = build_engine(self.folder, engine_config(config), self.mesh, split)
         self.order = Order(len(self.samples), config.seed)
         if config.resume and latest_checkpoint(self.checkpoints) is not None:
@@ -337,15 +315,7 @@ def check_model(config: SftConfig) -> None:
     """`ValueError`, before any process starts, for a model that is not there or cannot be split as
     the options say. Fetches a model that has to be fetched, once for all processes."""
     shape = ModelConfig.from_folder(resolve_model(config.model))
-    check_layout(config.layout, shape, engine_config(config), split_config(config))
-
-
-def split_config(config: SftConfig) -> SplitConfig:
-    return SplitConfig(
-        schedule=config.schedule,
-        chunks=config.chunks,
-        sequence_parallel=config.sequence_parallel,
-    )
+    check_layout(config.layout, shape, engine_config(config), config)
 
 
 def engine_config(config: SftConfig) -> EngineConfig:

@@ -18,10 +18,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from nanoengine.build import SplitConfig
+from nanoengine.build import LayoutConfig
 from nanoengine.config import ComputeConfig
 from nanoengine.optim import Schedule, UpdateConfig
-from nanoengine.parallel.mesh import Layout
 from nanoinfer.config import Quantization, StepSizes
 from nanorl.agents.tokens import Limits
 from nanorl.algorithms.spec import BOUNDS, AlgorithmSpec, named_spec
@@ -316,27 +315,11 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnerConfig(SplitConfig):
+class LearnerConfig(LayoutConfig):
     """How the trainer is split over processes (docs/parallelism.md)."""
 
-    tp: int = 1
-    """Processes that share each matrix."""
-    pp: int = 1
-    """Processes that share the layers."""
-    dp: int = 1
-    """Processes with samples of their own."""
-    cp: int = 1
-    """Processes that share the tokens of a sequence."""
-    ep: int = 1
-    """Processes that share the experts of a mixture, with samples of their own."""
-    zero: Literal[0, 1, 2, 3] = 0
-    """What the dp (and cp) processes share: 1 optimizer state, 2 gradients, 3 parameters."""
     threads: int = 0
     """CPU threads of each process; 0: those of the run divided among the processes of a machine."""
-
-    @property
-    def layout(self) -> Layout:
-        return Layout(tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp, ep=self.ep)
 
     def __post_init__(self) -> None:
         most = Bound(1, 4096, "so many processes")

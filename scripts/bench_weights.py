@@ -8,8 +8,9 @@ Rows, in GB of weights per second (bytes of the model / seconds of `Transport.pu
     sync-KIND-serving    until the replica can serve them: on a CPU that packs every matrix again
     first-KIND           the first publication, which plans, connects and opens
 
-Learner and replica are actors, of one process for inproc and of two for the others. The peer of
-each row is a plain copy of as many bytes with as many threads, taken between the publications.
+Learner and replica are actors of two processes, but for inproc, which is the copy between the two
+engines of an inline run (nanorl/colocation.py). The peer of each row is a plain copy of as many
+bytes with as many threads, taken between the publications.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from statistics import median
 from typing import Any, get_args
@@ -27,10 +29,12 @@ from bench_output import print_rows, write_json
 from nanoengine.engine import Engine, EngineConfig
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
+from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
-from nanorl.weights import Offer, WeightReceiver, WeightSender, open_transport, weight_bytes
-from nanorl.weights.transport import Kind
+from nanorl.colocation import InlinePublisher
+from nanorl.weights.offer import Offer, WeightReceiver, WeightSender
+from nanorl.weights.transport import Kind, open_transport, weight_bytes
 from nanosched import Scheduler
 
 Row = dict[str, Any]
@@ -65,7 +69,7 @@ class Learner:
     def __init__(self, config: ModelConfig) -> None:
         model = Transformer(config)
         model.init_weights(seed=0)
-        self._engine = Engine(model, EngineConfig(dtype="fp32"))
+        self.engine = Engine(model, EngineConfig(dtype="fp32"))
         self._sender: WeightSender | None = None
 
     def ready(self) -> None:
@@ -73,7 +77,7 @@ class Learner:
 
     def send(self, sender: WeightSender, version: int) -> Offer:
         self._sender = self._sender or sender
-        return self._sender.send(self._engine, version)
+        return self._sender.send(self.engine, version)
 
 
 class Replica:
@@ -81,8 +85,8 @@ class Replica:
     the same for every transport, is left out."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self._engine = LLMEngine(Transformer(config), InferConfig(num_blocks=4))
-        self._repack = self._engine.model.repack
+        self.engine = LLMEngine(Transformer(config), InferConfig(num_blocks=4))
+        self._repack = self.engine.model.repack
         self._receiver: WeightReceiver | None = None
 
     def ready(self) -> None:
@@ -91,18 +95,22 @@ class Replica:
     def load(self, receiver: WeightReceiver, offer: Offer, is_packing: bool) -> float:
         start = time.perf_counter()
         self._receiver = self._receiver or receiver
-        model: Any = self._engine.model
-        model.repack = self._repack if is_packing else lambda: None
-        self._engine.update_weights(
+        self.pack(is_packing)
+        self.engine.update_weights(
             self._receiver.receive(offer), offer.version, is_finite=self._receiver.refuses_nan
         )
         return time.perf_counter() - start
+
+    def pack(self, is_packing: bool) -> None:
+        """Whether an update packs the matrices again."""
+        model: Any = self.engine.model
+        model.repack = self._repack if is_packing else lambda: None
 
 
 def rows(num_bytes: int) -> list[Row]:
     """Every transport, with weights of about `num_bytes`."""
     config = config_of(num_bytes)
-    found: list[Row] = []
+    found = asyncio.run(_measure_inline(config))
     for kind in get_args(Kind):
         if kind == "cuda_ipc":
             continue  # of GPUs
@@ -110,12 +118,22 @@ def rows(num_bytes: int) -> list[Row]:
     return found
 
 
+async def _measure_inline(config: ModelConfig) -> list[Row]:
+    learner, replica = Learner(config), Replica(config)
+    async with AsyncEngine(replica.engine) as generator:
+        publisher = InlinePublisher(learner.engine, generator)
+
+        async def publish(is_packing: bool) -> float:
+            replica.pack(is_packing)
+            return await publisher.publish(replica.engine.version + 1)
+
+        return await _rows_of("inproc", config, publish)
+
+
 async def _measure(kind: Kind, config: ModelConfig) -> list[Row]:
     size = weight_bytes(config, torch.float32)
     transport = open_transport(kind, num_bytes=size, timeout_s=300.0)
-    seconds: dict[str, list[float]] = {"": [], "-serving": []}
-    copies = []
-    with Scheduler(backend="inline" if kind == "inproc" else "local") as sched:
+    with Scheduler(backend="local") as sched:
         learner = sched.actor(Learner).remote(config)
         replica = sched.actor(Replica).remote(config)
         await asyncio.gather(learner.call(Learner.ready), replica.call(Replica.ready))
@@ -126,6 +144,9 @@ async def _measure(kind: Kind, config: ModelConfig) -> list[Row]:
             return await learner.call(Learner.send, sender, version)
 
         async def publish(is_packing: bool) -> float:
+            nonlocal version
+            version += 1
+
             async def load(receiver: WeightReceiver, offer: Offer) -> float:
                 return await replica.call(Replica.load, receiver, offer, is_packing)
 
@@ -134,14 +155,25 @@ async def _measure(kind: Kind, config: ModelConfig) -> list[Row]:
                 raise RuntimeError(f"{kind}: {report}")
             return report.seconds
 
-        copy_seconds(size)  # touches the memory
-        first = await publish(is_packing=False)
-        for _ in range(REPEATS):
-            for suffix, is_packing in (("", False), ("-serving", True)):
-                version += 1
-                seconds[suffix].append(await publish(is_packing))
-            copies.append(copy_seconds(size))
+        found = await _rows_of(kind, config, publish)
     transport.close()
+    return found
+
+
+async def _rows_of(
+    kind: str, config: ModelConfig, publish: Callable[[bool], Awaitable[float]]
+) -> list[Row]:
+    """Publications, and copies of as many bytes between them. `publish` is told whether to pack,
+    and returns its seconds."""
+    size = weight_bytes(config, torch.float32)
+    seconds: dict[str, list[float]] = {"": [], "-serving": []}
+    copies = []
+    copy_seconds(size)  # touches the memory
+    first = await publish(False)
+    for _ in range(REPEATS):
+        for suffix, is_packing in (("", False), ("-serving", True)):
+            seconds[suffix].append(await publish(is_packing))
+        copies.append(copy_seconds(size))
     base = {"dtype": "fp32", "threads": torch.get_num_threads(), "unit": "GB/s", "peer": "copy"}
     rate = size / median(copies) / 1e9
     values = {f"sync-{kind}{suffix}": median(taken) for suffix, taken in seconds.items()}

@@ -34,6 +34,7 @@ from nanoengine.engine import Engine
 from nanoengine.footprint import num_params
 from nanoengine.model.hf import read_state, write_folder
 from nanoengine.parallel.mesh import WORLD
+from nanoengine.state.checkpoint import sync_folder
 from nanoengine.state.export import export_hf
 from nanoengine.tensor_file import dtype_name, write_tensors
 from nanorl.weights.delta import apply_changes, changes
@@ -142,10 +143,10 @@ class DiskSender:
         """Flush, rename, and remove all but this version and the one before."""
         (draft / _MANIFEST).write_text(json.dumps(asdict(offer), indent=1) + "\n")
         for path in (*draft.iterdir(), draft):
-            _flush(path)
+            sync_folder(path)
         shutil.rmtree(place, ignore_errors=True)
         os.rename(draft, place)
-        _flush(self._root)
+        sync_folder(self._root)
         kept = {offer.version, offer.base_version, self._version}
         for path in self._root.iterdir():
             named = _FOLDER.fullmatch(path.name)
@@ -231,11 +232,3 @@ def _require_version(offer: DiskOffer) -> None:
 def _entry(name: str, tensor: Tensor) -> WeightEntry:
     entry = WeightEntry(name, tuple(tensor.shape), dtype_name(tensor.dtype))
     return entry.sealed(checksum(tensor))
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

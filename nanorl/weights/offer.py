@@ -2,7 +2,7 @@
 
 An offer names a policy version and lists its tensors by their Hugging Face names, with shapes,
 dtypes and checksums (kernels/checksum.py). How the bytes are reached is the transport's own; the
-offers of inproc.py, shm.py, cuda_ipc.py, dist.py and disk.py add what it takes.
+offers of shm.py, cuda_ipc.py, dist.py and disk.py add what it takes.
 
 `receive` hands out tensors that are verified. Whoever loads takes all of them before it writes the
 first, as nanoengine's `load_state` does: so a bad last tensor leaves the old version as it was.

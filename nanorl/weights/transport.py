@@ -10,8 +10,7 @@
 the replica has answered or is dead, and raises what the replica raised.
 
     kind      bytes go through                       a publication
-    inproc    nothing: the learner's own memory      send, then all loads at once
-    shm       one shared buffer                      the same
+    shm       one shared buffer                      send, then all loads at once
     cuda_ipc  a buffer on the learner's GPU          the same
     disk      a folder per version                   the same
     dist      gloo or NCCL between the processes     send and all loads at once: both sides meet
@@ -29,6 +28,7 @@ import socket
 import tempfile
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -43,7 +43,6 @@ from nanoengine.model.config import ModelConfig
 from nanorl.weights.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from nanorl.weights.disk import DiskReceiver, DiskSender
 from nanorl.weights.dist import DistOffer, DistReceiver, DistSender, Meeting, announce
-from nanorl.weights.inproc import InprocReceiver, InprocSender
 from nanorl.weights.ledger import MOST_READERS, ReaderLedger
 from nanorl.weights.offer import (
     BaseVersionMissing,
@@ -56,7 +55,7 @@ from nanorl.weights.offer import (
 from nanorl.weights.shm import ShmReceiver, ShmSender, shared_buffer_for
 from nanosched.errors import TaskError, WorkerDied
 
-Kind = Literal["inproc", "shm", "cuda_ipc", "dist", "disk"]
+Kind = Literal["shm", "cuda_ipc", "dist", "disk"]
 Send = Callable[[], Awaitable[Offer]]
 Load = Callable[[WeightReceiver, Offer], Awaitable[float]]
 
@@ -73,7 +72,7 @@ class PublishReport:
     late: tuple[str, ...] = ()  # no answer in time; `remove` it once its process has ended
 
 
-class Transport:
+class Transport(ABC):
     """Common to all kinds; see the module. One publication or catching up at a time: another
     call waits for its turn."""
 
@@ -109,10 +108,10 @@ class Transport:
         self._receivers.pop(name, None)
         self._answered(name)
 
-    def renew_senders(self) -> None:
+    def renew_senders(self) -> None:  # noqa: B027 - a hook
         """The policy ranks are new processes: nobody who met the old ones meets them."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - a hook
         """Let go of memory, files and sockets. Idempotent."""
 
     # -- publishing --------------------------------------------------------------------------
@@ -225,27 +224,17 @@ class Transport:
 
     # -- what the kinds do differently ---------------------------------------------------------
 
-    def _make_sender(self, key: str, rank: int) -> WeightSender:
-        raise NotImplementedError
+    @abstractmethod
+    def _make_sender(self, key: str, rank: int) -> WeightSender: ...
 
-    def _make_receiver(self, name: str, key: str) -> WeightReceiver:
-        raise NotImplementedError
+    @abstractmethod
+    def _make_receiver(self, name: str, key: str) -> WeightReceiver: ...
 
-    def _enter(self, name: str, version: int) -> None:
+    def _enter(self, name: str, version: int) -> None:  # noqa: B027 - a hook
         """The replica is about to read."""
 
-    def _answered(self, name: str) -> None:
+    def _answered(self, name: str) -> None:  # noqa: B027 - a hook
         """It reads no more."""
-
-
-class InprocTransport(Transport):
-    """Learner and replicas are objects of this process."""
-
-    def _make_sender(self, key: str, rank: int) -> WeightSender:
-        return InprocSender(key)
-
-    def _make_receiver(self, name: str, key: str) -> WeightReceiver:
-        return InprocReceiver(key)
 
 
 class ShmTransport(Transport):
@@ -401,8 +390,6 @@ def open_transport(
     `timeout_s` bounds each wait for a replica or a peer."""
     if is_delta and kind != "disk":
         raise ValueError(f"is_delta=True: {kind} sends whole tensors; use disk, or set it to False")
-    if kind == "inproc":
-        return InprocTransport(timeout_s)
     if kind == "shm":
         if num_bytes <= 0:
             raise ValueError(f"num_bytes={num_bytes}: shm needs the model's size, `weight_bytes`")

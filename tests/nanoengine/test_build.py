@@ -12,6 +12,7 @@ import build_cases
 import pytest
 import torch
 from pool import WorkerPool
+from tiny_shapes import DENSE, MOE
 
 from nanoengine.build import SplitConfig, build_engine, build_value_engine, check_layout
 from nanoengine.config import EngineConfig
@@ -22,25 +23,6 @@ from nanoengine.parallel.mesh import Layout, Mesh
 from nanoengine.parallel.rendezvous import LOOPBACK, join_mesh, open_store
 from nanoengine.sft import num_loss_tokens, sft_loss
 
-SHAPE = ModelConfig(
-    model_type="qwen3_moe",
-    vocab_size=61,
-    hidden_size=24,
-    intermediate_size=40,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    tie_word_embeddings=True,
-    attention_bias=False,
-    qk_norm=True,
-    max_position_embeddings=64,
-    num_experts=4,
-    num_experts_per_token=2,
-    moe_intermediate_size=16,
-    norm_topk_prob=True,
-)
-DENSE = replace(SHAPE, model_type="qwen3", num_experts=0, num_experts_per_token=0)
 # eps: a gradient that is all rounding must not become a step of random sign
 CONFIG = EngineConfig(lr=1e-2, max_grad_norm=0.0, eps=1e-4)
 
@@ -48,7 +30,7 @@ CONFIG = EngineConfig(lr=1e-2, max_grad_norm=0.0, eps=1e-4)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "moe"
-    model = Transformer(SHAPE)
+    model = Transformer(MOE)
     model.init_weights(seed=0, std=0.1)
     save_model(model, path)
     return path
@@ -113,8 +95,8 @@ def test_a_critic_over_data_ranks_takes_the_step_of_one_process(
         ({"tp": 3}, DENSE, {}, "tp=3: must divide num_heads=4; choose another layout"),
         ({"tp": 4}, DENSE, {}, "tp=4: must divide num_kv_heads=2"),
         ({"ep": 2}, DENSE, {}, "ep=2: the model has no experts to split; use dp=2"),
-        ({"ep": 3}, SHAPE, {}, "ep=3: must divide num_experts=4"),
-        ({"ep": 2, "tp": 2}, SHAPE, {}, "ep=2 with tp=2: experts are split over one of the two"),
+        ({"ep": 3}, MOE, {}, "ep=3: must divide num_experts=4"),
+        ({"ep": 2, "tp": 2}, MOE, {}, "ep=2 with tp=2: experts are split over one of the two"),
         ({"pp": 3}, DENSE, {}, "pp=3 x 1 chunks: more stages than the 2 layers"),
         ({"pp": 2}, DENSE, {"chunks": 2}, "num_chunks=2: 1f1b has one chunk a rank"),
         ({"pp": 2}, DENSE, {"schedule": "zbv"}, "schedule='zbv': must be one of gpipe, 1f1b"),

@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 from parallel_cases import Result, owned
 from pool import Rank
+from tiny_shapes import DENSE, MOE, VOCAB
 from torch import Tensor
 
 from nanoengine.build import SplitConfig, build_engine, build_value_engine
@@ -37,33 +38,9 @@ from nanorl.algorithms.spec import RECIPES, AlgorithmSpec
 from nanorl.batching import Scoring, TrainBatch, build_batch
 from nanorl.types import Rollout, TurnSpan
 
-VOCAB = 61
 VERSION = 4
 MAX_TOKENS = 36
 TEMPERATURE = 0.7
-DENSE = ModelConfig(
-    model_type="qwen3",
-    vocab_size=VOCAB,
-    hidden_size=24,
-    intermediate_size=40,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    tie_word_embeddings=True,
-    attention_bias=False,
-    qk_norm=True,
-    max_position_embeddings=64,
-)
-MOE = replace(
-    DENSE,
-    model_type="qwen3_moe",
-    num_experts=4,
-    num_experts_per_token=2,
-    moe_intermediate_size=16,
-    norm_topk_prob=True,
-    dense_layers=(),
-)
 SHAPES = {"dense": DENSE, "moe": MOE}
 
 SPECS: Mapping[str, AlgorithmSpec] = {

@@ -18,8 +18,7 @@ from nanoinfer.params import Output, SamplingParams
 from nanorl.roles.clients import ReplicaLost
 from nanorl.roles.http_replica import HttpReplica
 from nanorl.roles.router import Router
-from nanorl.weights.disk import DiskOffer
-from nanorl.weights.inproc import InprocReceiver
+from nanorl.weights.disk import DiskOffer, DiskReceiver
 from nanorl.weights.offer import BaseVersionMissing, Offer, WeightEntry, WeightsRefused
 
 PARAMS = SamplingParams(
@@ -111,7 +110,7 @@ def test_a_server_takes_the_versions_of_a_folder_whole_and_verified(tmp_path: Pa
     )
     good = DiskOffer(version=1, entries=entries, folder=str(tmp_path / "v1"))
     torn = replace(good, entries=(replace(entries[0], seal=5), *entries[1:]), version=2)
-    receiver = InprocReceiver("key")
+    receiver = DiskReceiver("key", has_changes=False)
 
     async def scenario(served: Served) -> None:
         replica = client(served)

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from layout_cases import DENSE, write_model
+from layout_cases import write_model
 from placed_actors import Placed
+from tiny_shapes import DENSE
 
 from nanoengine.config import EngineConfig
 from nanoengine.parallel.mesh import Layout

@@ -16,14 +16,8 @@ from pipeline_engine_cases import config_of
 from weight_cases import Policy, Remote, Replica, weights_of
 
 from nanoengine.parallel.mesh import Layout
-from nanorl.weights import (
-    Offer,
-    ReadersBusy,
-    Transport,
-    WeightsRefused,
-    open_transport,
-    weight_bytes,
-)
+from nanorl.weights.offer import Offer, ReadersBusy, WeightsRefused
+from nanorl.weights.transport import Transport, open_transport, weight_bytes
 
 pytestmark = pytest.mark.xdist_group("weights")
 LAYOUTS = {

@@ -19,19 +19,11 @@ from weight_cases import serve, weights_of
 from nanoengine.engine import Engine
 from nanoengine.model.hf import export_state, read_state
 from nanoinfer.engine import LLMEngine
-from nanorl.weights import (
-    BaseVersionMissing,
-    Offer,
-    PublishReport,
-    ReadersBusy,
-    Transport,
-    WeightsRefused,
-    open_transport,
-    weight_bytes,
-)
 from nanorl.weights.cuda_ipc import GpuHandle
 from nanorl.weights.delta import apply_changes, changes
+from nanorl.weights.offer import BaseVersionMissing, Offer, ReadersBusy, WeightsRefused
 from nanorl.weights.shm import PADDING_BYTES
+from nanorl.weights.transport import PublishReport, Transport, open_transport, weight_bytes
 from nanosched import TaskError, WorkerDied
 
 CASE = Case(dtype="fp32")
@@ -205,7 +197,7 @@ def test_cuda_ipc_keeps_one_buffer_and_waits_for_its_readers(tmp_path: Path) -> 
     transport.close()
 
 
-@pytest.mark.parametrize("kind", ["inproc", "shm", "disk"])
+@pytest.mark.parametrize("kind", ["shm", "disk"])
 def test_weights_that_are_not_finite_are_refused(kind: str, tmp_path: Path) -> None:
     both = Both(opened(kind, tmp_path))
 
@@ -223,26 +215,6 @@ def test_weights_that_are_not_finite_are_refused(kind: str, tmp_path: Path) -> N
 
 
 # -- what the kinds promise --------------------------------------------------------------------
-
-
-def test_inproc_offers_the_learners_own_memory_until_it_trains_on(tmp_path: Path) -> None:
-    both = Both(opened("inproc", tmp_path), names="abc")
-
-    async def run() -> None:
-        await both.publish(1, "ab")
-        offer = await both.send()
-        taken = dict(both.transport.receiver("a").receive(offer))
-        mine = dict(both.learner.export_state())
-        assert all(taken[name].data_ptr() == mine[name].data_ptr() for name in mine)
-        await both.transport.catch_up("c", both.loading("c"))
-        for name in "abc":
-            both.check(1, name)
-        both.change(2)
-        with pytest.raises(WeightsRefused, match="trained on"):
-            await both.transport.catch_up("c", both.loading("c"))
-        both.check(1, "c")
-
-    asyncio.run(run())
 
 
 def test_weights_that_do_not_fit_the_buffer_are_refused_before_anything_is_written() -> None:
@@ -411,7 +383,7 @@ def test_a_report_says_who_loaded_refused_and_died(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        ({"kind": "carrier-pigeon"}, "must be one of inproc, shm"),
+        ({"kind": "carrier-pigeon"}, "must be one of shm, cuda_ipc"),
         ({"kind": "shm"}, "needs the model's size"),
         ({"kind": "shm", "num_bytes": 1000, "is_delta": True}, "use disk"),
     ],

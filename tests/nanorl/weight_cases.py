@@ -29,8 +29,9 @@ from nanoengine.model.hf import export_state
 from nanoengine.parallel.mesh import Mesh
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
-from nanorl.weights import Offer, WeightReceiver, WeightSender, shm
 from nanorl.weights import dist as dist_link
+from nanorl.weights import shm
+from nanorl.weights.offer import Offer, WeightReceiver, WeightSender
 from nanosched import WorkerDied
 
 
