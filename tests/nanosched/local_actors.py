@@ -82,17 +82,18 @@ class Caller:
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes whose parent is `pid`, zombies included, but for Ray's and multiprocessing's,
-    which other tests start."""
+    """The processes of nanosched whose parent is `pid`, zombies included: a test process may have
+    started others for other tests, and a fork server's command line names what they put on
+    `sys.path`."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
                 fields = (folder / "stat").read_text().rpartition(")")[2].split()
                 command = (folder / "cmdline").read_bytes()
-                is_other = b"/ray/" in command or b"multiprocessing." in command
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            if int(fields[1]) == pid and not is_other:
+            is_ours = not command or b"nanosched.local" in command  # a zombie has no command line
+            if int(fields[1]) == pid and is_ours:
                 found.append(int(folder.name))
     return found

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,8 +55,31 @@ def table(name: str) -> list[str]:
     return Path(f"/proc/net/{name}").read_text().splitlines()[1:]
 
 
-def test_a_private_ray_can_be_reached_from_this_machine_only(private_ray: Scheduler) -> None:
-    addresses = listening_addresses(descendants(os.getpid()))
+DRIVER = """
+import sys
+from nanosched import Resources, Scheduler
+
+with Scheduler(backend="ray", resources=Resources(num_cpus=1)):
+    print("started", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_private_ray_can_be_reached_from_this_machine_only(tmp_path: Path) -> None:
+    # A process of its own: this one may listen for other tests.
+    environment = os.environ | {"RAY_AUTH_TOKEN": "0" * 64, "HOME": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", DRIVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as driver:
+        assert driver.stdin and driver.stdout
+        lines = iter(driver.stdout.readline, "")
+        assert any(line == "started\n" for line in lines)
+        addresses = listening_addresses(descendants(driver.pid))
+        driver.stdin.close()
     assert addresses
     assert addresses <= {"0100007F", "0000000000000000FFFF00000100007F"}
 
