@@ -1,0 +1,150 @@
+"""`EnvEpisode`: one episode of a short-form environment, behind the full protocol.
+
+A turn is read by the parser. Its calls run side by side and are answered in order; a call that
+cannot be run is answered with the reason, so the policy can repair it. A turn without a call is
+the environment's own `step`.
+Left out: the tokens (agents/) and the processes in which somebody's code may run (hosting/).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from nanoengine.model.chat_template import Message
+from nanorl.envs.base import InfrastructureError, Opening, Services, TimeStep
+from nanorl.envs.env import Done, Env
+from nanorl.parsers.base import Parser, ToolCall, ToolCallError, visible
+from nanorl.parsers.choose import ToolChat
+from nanorl.rewards.base import Score, Transcript, as_score
+from nanorl.sandbox.base import SandboxFailure
+from nanorl.tools.base import Submitted, Tool, ToolContext, ToolError
+from nanorl.types import Rollout, Task
+
+TOOL_UNAVAILABLE = "tool unavailable"
+
+
+class EnvEpisode:
+    """Runs the methods of an `Env`. `chat` says how tools are told to the model and called."""
+
+    def __init__(
+        self, env: Env, tools: Sequence[Tool], chat: ToolChat | None, services: Services
+    ) -> None:
+        self.env = env
+        self._tools = {tool.name: tool for tool in tools}
+        self._chat = chat
+        self._services = services
+        self._context: ToolContext | None = None
+        self._outcome: float | None = None
+        self._has_begun = False
+
+    async def reset(self, task: Task) -> Opening:
+        env = self.env
+        env.task = task
+        self._has_begun = True
+        self._context = ToolContext(
+            task=task, sandbox=self._services.sandbox, timeout_s=self._services.timeout_s
+        )
+        opened = await _finished(env.reset())
+        messages = _messages(task.prompt if opened is None else opened)
+        if self._chat is None:
+            return Opening(messages=_with_system(messages, env.system))
+        system = self._chat.system(env.system)
+        return Opening(messages=_with_system(messages, system), tools=self._chat.schemas)
+
+    async def step(self, text: str) -> TimeStep:
+        calls = self._parser.read(text) if self._parser is not None else []
+        if calls:
+            return await self._answer_calls(calls)
+        said = await _finished(self.env.step(visible(text)))
+        return self._time_step(said, Counter())
+
+    def format_observation(self, observation: str | list[Message]) -> list[Message]:
+        return _messages(observation)
+
+    async def score(self, rollout: Rollout, transcript: Transcript) -> Score:
+        """The reward that ended the episode, or else the environment's score of it."""
+        if self._outcome is not None:
+            return Score(total=self._outcome)
+        return as_score(await _finished(self.env.score(transcript)), type(self.env).__name__)
+
+    async def close(self) -> None:
+        try:
+            if self._has_begun:
+                await _finished(self.env.close())
+        finally:
+            if self._context is not None:
+                await self._context.close()
+
+    @property
+    def _parser(self) -> Parser | None:
+        return None if self._chat is None else self._chat.parser
+
+    async def _answer_calls(self, calls: Sequence[ToolCall | ToolCallError]) -> TimeStep:
+        assert self._parser is not None
+        metrics: Counter[str] = Counter()
+        try:
+            results = await asyncio.gather(*(self._answer(call, metrics) for call in calls))
+        except Submitted as submitted:
+            return self._time_step(self.env.done(answer=submitted.answer), metrics)
+        return self._time_step(self._parser.observation(results), metrics)
+
+    async def _answer(self, call: ToolCall | ToolCallError, metrics: Counter[str]) -> str:
+        if isinstance(call, ToolCallError):
+            metrics["num_malformed_calls"] += 1
+            return f"Error: {call}"
+        if not self._services.is_tool_enabled:
+            metrics["num_refused_calls"] += 1
+            return TOOL_UNAVAILABLE
+        tool = self._tools.get(call.name)
+        if tool is None:
+            metrics["num_malformed_calls"] += 1
+            return f"Error: no tool is called {call.name!r}; there are: {', '.join(self._tools)}"
+        assert self._context is not None, "reset comes first"
+        metrics["num_executions"] += 1
+        try:
+            return await tool.run(self._context.counting(metrics), call.arguments)
+        except ToolError as error:
+            metrics["num_tool_errors"] += 1
+            return f"Error: {error}"
+        except SandboxFailure as error:
+            raise InfrastructureError(f"the sandbox failed: {error}") from error
+
+    def _time_step(self, said: Any, counted: Counter[str]) -> TimeStep:
+        if isinstance(said, TimeStep):
+            return said
+        reward, metrics = self.env._take()
+        metrics |= {name: float(value) for name, value in counted.items()}
+        if isinstance(said, Done):
+            if said.reward is not None:
+                self._outcome = _finite(said.reward)
+            return TimeStep(is_done=True, answer=said.answer, reward=reward, metrics=metrics)
+        if not isinstance(said, str | list):
+            raise ValueError(
+                f"{type(self.env).__name__}.step returned {said!r}; it must return a text or "
+                "messages for the policy, or self.done(...)"
+            )
+        return TimeStep(observation=said, reward=reward, metrics=metrics)
+
+
+async def _finished(result: Any) -> Any:
+    """What a method returned, awaited if it is a coroutine."""
+    return await result if inspect.isawaitable(result) else result
+
+
+def _messages(said: str | Sequence[Message]) -> list[Message]:
+    return [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
+
+
+def _with_system(messages: list[Message], system: str) -> list[Message]:
+    return [{"role": "system", "content": system}, *messages] if system else messages
+
+
+def _finite(reward: float) -> float:
+    if not math.isfinite(reward):
+        raise InfrastructureError(f"done(reward={reward}): a reward must be a finite number")
+    return float(reward)
