@@ -72,7 +72,7 @@ class Agent:
         finally:
             await env.close()
         builder.metrics["answered"] = float(answer is not None)
-        return builder.close(self.reward(answer, task.answer))
+        return builder.close(self.reward(answer, task.answer_text))
 
     async def _converse(
         self, builder: TurnBuilder, env: Environment, sampling: SamplingParams
