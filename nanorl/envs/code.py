@@ -72,7 +72,7 @@ class CodeEnv:
         self._num_executions = 0
         text = self._format.system
         system = [{"role": "system", "content": text}] if text else []
-        return [*system, {"role": "user", "content": task.prompt}]
+        return [*system, *(dict(message) for message in task.messages())]
 
     async def step(self, action_text: str) -> TimeStep:
         try:

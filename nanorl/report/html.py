@@ -229,7 +229,9 @@ class _Rollouts:
         metrics = " · ".join(f"{name} {number(value)}" for name, value in rollout.metrics.items())
         wanted = ""
         if example.task is not None:
-            wanted = f'<p class="wanted">expected answer: <b>{text(example.task.answer)}</b></p>'
+            wanted = (
+                f'<p class="wanted">expected answer: <b>{text(example.task.answer_text)}</b></p>'
+            )
         return (
             f'<details class="rollout"><summary><span class="badge '
             f'{"good" if _is_right(example) else "bad"}">reward {number(rollout.reward)}</span>'

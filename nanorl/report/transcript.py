@@ -13,11 +13,11 @@ MAX_CHARS = 400  # of one text
 
 def transcript(task: Task, rollout: Rollout, decode: Decode, *, title: str) -> str:
     """`decode` should leave special tokens out."""
-    lines = [f"{title}: {verdict(rollout)}", *_part("task", task.prompt)]
+    lines = [f"{title}: {verdict(rollout)}", *_part("task", task.prompt_text)]
     for span in rollout.turn_spans:
         lines += _part("agent", decode(rollout.tokens[span.action_start : span.action_end]))
         lines += _part("tool", decode(rollout.tokens[span.action_end : span.observation_end]))
-    return "\n".join([*lines, *_part("wanted", task.answer)])
+    return "\n".join([*lines, *_part("wanted", task.answer_text)])
 
 
 def verdict(rollout: Rollout) -> str:

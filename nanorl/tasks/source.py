@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from nanorl.tasks.problem import HELDOUT_ONE_IN, Family, Problem, split_of, task_id
-from nanorl.types import Task
+from nanorl.tasks.problem import Family, Problem
+from nanorl.types import HELDOUT_ONE_IN, Task, content_id, split_of
 
 Split = Literal["train", "heldout"]
 
@@ -158,7 +158,7 @@ def read_task(line: str, where: str) -> Task:
     prompt, answer, kind = record["prompt"], str(record["answer"]).strip(), record.get("kind")
     files = record.get("files") or {}
     return Task(
-        task_id=task_id(kind or "user", prompt, answer, files),
+        task_id=content_id(kind or "user", prompt, answer, files),
         kind=kind or "user",
         prompt=prompt,
         answer=answer,

@@ -11,9 +11,10 @@ import pytest
 from local_runner import run_program
 
 from nanorl.envs.actions import COMPACT, MARKDOWN, ToolCall
-from nanorl.tasks.problem import Family, ProblemGenerator, split_of
+from nanorl.tasks.problem import Family, ProblemGenerator
 from nanorl.tasks.smollm2 import smollm2_family
 from nanorl.tasks.tiny import tiny_family
+from nanorl.types import split_of
 
 # One problem a kind, its answer worked out by hand from the text (and the file, where one counts).
 BY_HAND = {

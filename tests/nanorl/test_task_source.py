@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from nanorl.tasks.problem import task_id
 from nanorl.tasks.smollm2 import smollm2_family
 from nanorl.tasks.source import FileTasks, TaskSource
 from nanorl.tasks.tiny import tiny_family
-from nanorl.types import Task
+from nanorl.types import Task, content_id
 
 BOTH = [smollm2_family(), tiny_family()]
 
@@ -84,12 +83,12 @@ def test_heldout_tasks_are_all_different() -> None:
 
 
 def test_the_task_id_covers_prompt_answer_and_files() -> None:
-    base = task_id("k", "p", "a", {"f": "t"})
-    assert base == task_id("k", "p", "a", {"f": "t"})
+    base = content_id("k", "p", "a", {"f": "t"})
+    assert base == content_id("k", "p", "a", {"f": "t"})
     others = [("j", "p", "a", {"f": "t"}), ("k", "q", "a", {"f": "t"}), ("k", "p", "b", {"f": "t"})]
     others += [("k", "p", "a", {"f": "u"}), ("k", "p", "a", {"g": "t"}), ("k", "p", "a", {})]
     others += [("k", "p", "af", {"": "t"}), ("k", "pa", "", {"f": "t"})]
-    assert len({base, *(task_id(*other) for other in others)}) == len(others) + 1
+    assert len({base, *(content_id(*other) for other in others)}) == len(others) + 1
 
 
 def test_an_unknown_split_is_refused() -> None:
