@@ -21,11 +21,13 @@ PACKAGES = [
     "nanorl.algorithms",
     "nanorl.envs",
     "nanorl.monitor",
+    "nanorl.parsers",
     "nanorl.report",
     "nanorl.rewards",
     "nanorl.roles",
     "nanorl.sandbox",
     "nanorl.tasks",
+    "nanorl.tools",
     "nanorl.weights",
 ]
 
