@@ -18,6 +18,10 @@ from enum import StrEnum
 from typing import Any
 
 
+class InfrastructureError(RuntimeError):
+    """The infrastructure failed, not the program: the rollout gets status FAILED and is retried."""
+
+
 class Status(StrEnum):
     """Says how a rollout ended. FAILED alone says nothing of the policy: it is dropped, retried."""
 

@@ -10,26 +10,21 @@ Left out: retries of failed rollouts (nanorl/collector.py).
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.tokens import Limits, TurnBuilder
-from nanorl.envs.base import Environment, InfrastructureError
-from nanorl.types import Rollout, Status, Task
+from nanorl.envs.base import Environment
+from nanorl.types import InfrastructureError, Rollout, Status, Task
 
 
 class Generator(Protocol):
     """An inference engine, as far as an agent needs it."""
 
     async def generate(self, ids: list[int], params: SamplingParams) -> Output: ...
-
-
-class Reward(Protocol):
-    """Scores an answer on the host; None is a rollout that gave no answer."""
-
-    def __call__(self, answer: str | None, expected: str) -> float: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +39,7 @@ class Agent:
     generator: Generator
     tokenizer: ChatTokenizer
     limits: Limits
-    reward: Reward
+    reward: Callable[[str | None, str], float]
 
     async def play(
         self,

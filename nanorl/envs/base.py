@@ -14,10 +14,6 @@ from nanorl.envs.actions import ActionFormat
 from nanorl.types import Task
 
 
-class InfrastructureError(RuntimeError):
-    """The infrastructure failed, not the program: the rollout gets status FAILED and is retried."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class TimeStep:
     """The environment's reply to one action. `observation` is None exactly when the episode ends.
