@@ -26,6 +26,10 @@ HELDOUT_ONE_IN = 4
 """A quarter of all tasks is never trained on."""
 
 
+class InfrastructureError(RuntimeError):
+    """The infrastructure failed, not the program: the rollout gets status FAILED and is retried."""
+
+
 class Status(StrEnum):
     """Says how a rollout ended. FAILED alone says nothing of the policy: it is dropped, retried."""
 

@@ -20,10 +20,6 @@ from nanorl.sandbox.base import Sandbox
 from nanorl.types import Rollout, Task
 
 
-class InfrastructureError(RuntimeError):
-    """The infrastructure failed, not the program: the rollout gets status FAILED and is retried."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Opening:
     """What the policy reads first: the messages, and the schemas of the tools that its chat

@@ -14,9 +14,9 @@ from types import MappingProxyType
 from typing import Any
 
 from nanorl.envs.actions import ActionFormat, ToolCall, ToolCallError
-from nanorl.envs.base import InfrastructureError, TimeStep
+from nanorl.envs.base import TimeStep
 from nanorl.sandbox.base import ExecResult, ExecStatus, Sandbox, SandboxFailure
-from nanorl.types import Task
+from nanorl.types import InfrastructureError, Task
 
 NO_OUTPUT = "(no output)"
 TOOL_UNAVAILABLE = "tool unavailable"

@@ -14,12 +14,12 @@ from nanorl.envs.actions import (
     ToolCall,
     ToolCallError,
 )
-from nanorl.envs.base import InfrastructureError, TimeStep
+from nanorl.envs.base import TimeStep
 from nanorl.envs.code import NO_CALLS_LEFT, NOTICES, CodeEnv, describe, last_error_line
 from nanorl.rewards.rule import RuleReward, parse_number
 from nanorl.sandbox.base import ExecResult, ExecStatus, SandboxFailure
 from nanorl.tasks.teachers import is_failure
-from nanorl.types import Task
+from nanorl.types import InfrastructureError, Task
 
 TASK = Task(task_id="t", kind="k", prompt="p", answer="SECRET", files={"data.txt": "1 2"})
 CODE = "```python\nprint(1)\n```"
