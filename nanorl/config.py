@@ -174,11 +174,18 @@ class AgentConfig(Limits):
     max_turn_tokens: int = 96
     max_context_tokens: int = 512
     max_observation_tokens: int = 64
+    loop: str = ""
+    """Who decides when the policy speaks: tool, single_turn, feedback, or yours as file.py:loop;
+    --agent for short. Empty: the environment's own."""
+    deadline_s: float = 3600.0
+    """Wall-clock limit of a rollout; one that takes longer has failed and is played again. 0: none.
+    """
 
     def __post_init__(self) -> None:
         check_record(
             self,
             "agent.",
+            deadline_s=NATURAL,
             max_turns=Bound(1, 1000, "each is an execution in the sandbox"),
             max_turn_tokens=COUNT,
             max_response_tokens=COUNT,
@@ -360,6 +367,13 @@ class RunConfig:
     """Go on from the last checkpoint in --out."""
     model: str | None = None
     """A Hugging Face folder or hub id instead of the preset's model."""
+    env: str = ""
+    """Your own environment: a file (guess.py), module:Class, or one of those that come along;
+    empty: programs that solve the preset's tasks. See docs/environments.md."""
+    env_args: tuple[str, ...] = ()
+    """Its arguments, as name=value."""
+    reward: str = ""
+    """A reward in place of the environment's own: rule, a file (score.py) or module:function."""
     tasks: Path | None = None
     """A JSONL file of your own tasks: {"prompt", "answer", "files"?, "kind"?} a line."""
     seed: int = 0

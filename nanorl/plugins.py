@@ -65,7 +65,8 @@ def import_place(place: str, what: str = "module") -> ModuleType:
         raise ValueError(f"--{what} {place}: there is no such file") from None
     except Exception as error:  # a plug-in boundary: whatever the user's module raises
         raise ValueError(
-            f"--{what} {place}: importing it raised {type(error).__name__}: {error}{_where(error)}"
+            f"--{what} {place}: importing it raised {type(error).__name__}: {error}"
+            f"{where_raised(error)}"
         ) from error
 
 
@@ -135,8 +136,9 @@ def _the_only_one(module: ModuleType, what: str, fits: Fits, spec: str) -> Any:
     )
 
 
-def _where(error: Exception) -> str:
-    """The line of the user's file that raised, without the machinery of imports."""
+def where_raised(error: Exception) -> str:
+    """The line of the user's file that raised, in brackets after a blank; without the machinery of
+    imports."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

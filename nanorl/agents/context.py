@@ -27,7 +27,9 @@ class Generator(Protocol):
 class Context:
     """A token sequence that grows by turns. `messages` is the same as text."""
 
-    def __init__(self, builder: TurnBuilder, generator: Generator, sampling: SamplingParams) -> None:
+    def __init__(
+        self, builder: TurnBuilder, generator: Generator, sampling: SamplingParams
+    ) -> None:
         """`sampling.seed` is the context's seed; every turn derives its own."""
         self.builder = builder
         self.messages: list[Message] = []

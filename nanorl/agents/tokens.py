@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import Output
-from nanorl.types import Rollout, Status, TurnSpan
+from nanorl.types import Branch, Rollout, Status, TurnSpan
 
 Truncation = Literal["turn", "context", "response"]
 
@@ -102,10 +102,13 @@ class TurnBuilder:
     def num_action_tokens(self) -> int:
         return sum(self._mask)
 
-    def start(self, messages: Sequence[Message]) -> None:
-        """Encode the opening chat. `ValueError` where it leaves no room for a single token."""
+    def start(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
+        """Encode the opening chat, with the schemas of tools that the template lists. `ValueError`
+        where it leaves no room for a single token."""
         assert not self._tokens, "start() is called once"
-        ids = self._tokenizer.encode_chat(messages, add_generation_prompt=True)
+        ids = self._tokenizer.encode_chat(messages, add_generation_prompt=True, tools=tools)
         if len(ids) >= self.limits.max_context_tokens:
             raise ValueError(
                 f"task {self._ids[0]!r}: its prompt has {len(ids)} tokens, max_context_tokens is "
@@ -209,6 +212,16 @@ class TurnBuilder:
             turn_rewards=turn_rewards if any(turn_rewards) else [],
             status=self.status() if status is None else status,
             metrics={**self.metrics, "num_turns": float(len(self.spans)), **cut},
+        )
+
+    def branch(self) -> Branch:
+        """The same tokens as a further sequence of a rollout."""
+        return Branch(
+            tokens=list(self._tokens),
+            loss_mask=list(self._mask),
+            logps=list(self._logps),
+            versions=list(self._versions),
+            turn_spans=list(self.spans),
         )
 
     def _turn_room(self) -> int:

@@ -89,11 +89,13 @@ class Services:
 
 
 class TaskSet(Protocol):
-    """The tasks of a run. Both methods are functions of their arguments: resuming needs no state."""
+    """The tasks of a run, as functions of the arguments: resuming needs no state."""
 
-    fingerprint: str
-    """A hash of the tasks where they come from data, which a resumed run must find again; empty for
-    tasks that follow from the options."""
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the tasks where they come from data, which a resumed run must find again; empty
+        for tasks that follow from the options."""
+        ...
 
     def batch(self, step: int, n: int) -> Sequence[Task]:
         """The `n` training tasks of a step."""
@@ -115,13 +117,29 @@ class Demonstrator(Protocol):
 class EnvKind(Protocol):
     """An environment as a whole run knows it."""
 
-    name: str
-    loop: str
-    """The agent loop that plays its episodes, where a task names none."""
-    has_tools: bool
-    needs_sandbox: bool
-    defaults: Mapping[str, Any]
-    """Options of a run by their names ("agent.max_turns"), where the user gives none."""
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def loop(self) -> str:
+        """The agent loop that plays its episodes, where a task names none."""
+        ...
+
+    @property
+    def has_tools(self) -> bool: ...
+
+    @property
+    def needs_sandbox(self) -> bool: ...
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether somebody can show how tasks are played, so that a warm start is possible."""
+        ...
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """Options of a run by their names ("agent.max_turns"), where the user gives none."""
+        ...
 
     def tasks(self, seed: int) -> TaskSet: ...
 
@@ -129,8 +147,8 @@ class EnvKind(Protocol):
         """An episode of it."""
         ...
 
-    def demonstrator(self, task: Task, rng: random.Random) -> Demonstrator | None:
-        """Who shows how a task is played; None if nobody can."""
+    def demonstrator(self, task: Task, rng: random.Random) -> Demonstrator:
+        """Who shows how a task is played, where it has a teacher."""
         ...
 
     def close(self) -> None: ...

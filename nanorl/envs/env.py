@@ -23,11 +23,10 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from nanoengine.model.chat_template import Message
 from nanorl.parsers.base import Parser
 from nanorl.rewards.base import Score, Transcript
 from nanorl.rewards.rule import RuleReward
@@ -89,7 +88,7 @@ class Env:
 
     def score(self, transcript: Transcript) -> Any:
         """Score an episode that ended without a reward: a number or a `Score`."""
-        return Score(total=RuleReward()(transcript.answer, self.task.answer))
+        return Score(RuleReward()(transcript.answer, self.task.answer_text))
 
     def close(self) -> Any:
         """Give back what the episode holds."""
@@ -103,7 +102,7 @@ class Env:
 
     def reward(self, amount: float) -> None:
         """Give this turn a reward of its own, beside that of the whole episode."""
-        self._turn_reward = getattr(self, "_turn_reward", 0.0) + float(amount)
+        self.__dict__["_turn_reward"] = self.__dict__.get("_turn_reward", 0.0) + float(amount)
 
     def metric(self, name: str, value: float = 1.0) -> None:
         """Count something: it is summed over the episode and averaged over a step's rollouts."""
@@ -112,11 +111,8 @@ class Env:
 
     def _take(self) -> tuple[float, dict[str, float]]:
         """The turn's reward and metrics, which are then counted anew."""
-        taken = getattr(self, "_turn_reward", 0.0), self.__dict__.get("_metrics", {})
-        self._turn_reward, self._metrics = 0.0, {}
-        return taken
-
-
+        reward = self.__dict__.pop("_turn_reward", 0.0)
+        return reward, self.__dict__.pop("_metrics", {})
 
 
 def last_number(text: str) -> str | None:

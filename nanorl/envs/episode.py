@@ -12,18 +12,19 @@ import asyncio
 import inspect
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nanoengine.model.chat_template import Message
-from nanorl.envs.base import InfrastructureError, Opening, Services, TimeStep
+from nanorl.envs.base import Opening, Services, TimeStep
 from nanorl.envs.env import Done, Env
-from nanorl.parsers.base import Parser, ToolCall, ToolCallError, visible
-from nanorl.parsers.choose import ToolChat
-from nanorl.rewards.base import Score, Transcript, as_score
+from nanorl.parsers.base import Parser, ToolCall, ToolCallError
+from nanorl.parsers.chat import ToolChat, visible
+from nanorl.plugins import where_raised
+from nanorl.rewards.base import Score, Transcript, to_score
 from nanorl.sandbox.base import SandboxFailure
 from nanorl.tools.base import Submitted, Tool, ToolContext, ToolError
-from nanorl.types import Rollout, Task
+from nanorl.types import InfrastructureError, Rollout, Task
 
 TOOL_UNAVAILABLE = "tool unavailable"
 
@@ -49,7 +50,7 @@ class EnvEpisode:
         self._context = ToolContext(
             task=task, sandbox=self._services.sandbox, timeout_s=self._services.timeout_s
         )
-        opened = await _finished(env.reset())
+        opened = await self._ask(env.reset)
         messages = _messages(task.prompt if opened is None else opened)
         if self._chat is None:
             return Opening(messages=_with_system(messages, env.system))
@@ -57,11 +58,12 @@ class EnvEpisode:
         return Opening(messages=_with_system(messages, system), tools=self._chat.schemas)
 
     async def step(self, text: str) -> TimeStep:
+        text = visible(text)
         calls = self._parser.read(text) if self._parser is not None else []
         if calls:
             return await self._answer_calls(calls)
-        said = await _finished(self.env.step(visible(text)))
-        return self._time_step(said, Counter())
+        said = await self._ask(self.env.step, text)
+        return self._time_step(said)
 
     def format_observation(self, observation: str | list[Message]) -> list[Message]:
         return _messages(observation)
@@ -69,13 +71,13 @@ class EnvEpisode:
     async def score(self, rollout: Rollout, transcript: Transcript) -> Score:
         """The reward that ended the episode, or else the environment's score of it."""
         if self._outcome is not None:
-            return Score(total=self._outcome)
-        return as_score(await _finished(self.env.score(transcript)), type(self.env).__name__)
+            return Score(self._outcome)
+        return to_score(await self._ask(self.env.score, transcript), type(self.env).__name__)
 
     async def close(self) -> None:
         try:
             if self._has_begun:
-                await _finished(self.env.close())
+                await self._ask(self.env.close)
         finally:
             if self._context is not None:
                 await self._context.close()
@@ -84,16 +86,31 @@ class EnvEpisode:
     def _parser(self) -> Parser | None:
         return None if self._chat is None else self._chat.parser
 
+    async def _ask(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """What a method of the environment says. Whatever it raises is not the policy's doing: the
+        rollout FAILED, is played again, and ends the run if that never helps."""
+        try:
+            said = method(*arguments)
+            return await said if inspect.isawaitable(said) else said
+        except InfrastructureError:
+            raise
+        except Exception as error:  # a plug-in boundary
+            raise InfrastructureError(
+                f"{type(self.env).__name__}.{method.__name__} raised {type(error).__name__}: "
+                f"{error}{where_raised(error)}"
+            ) from error
+
     async def _answer_calls(self, calls: Sequence[ToolCall | ToolCallError]) -> TimeStep:
         assert self._parser is not None
-        metrics: Counter[str] = Counter()
         try:
-            results = await asyncio.gather(*(self._answer(call, metrics) for call in calls))
+            results = await asyncio.gather(*(self._answer(call) for call in calls))
         except Submitted as submitted:
-            return self._time_step(self.env.done(answer=submitted.answer), metrics)
-        return self._time_step(self._parser.observation(results), metrics)
+            return self._time_step(self.env.done(answer=submitted.answer))
+        return self._time_step(self._parser.observation(results))
 
-    async def _answer(self, call: ToolCall | ToolCallError, metrics: Counter[str]) -> str:
+    async def _answer(self, call: ToolCall | ToolCallError) -> str:
+        assert self._context is not None, "reset comes first"
+        metrics = self._context.metrics
         if isinstance(call, ToolCallError):
             metrics["num_malformed_calls"] += 1
             return f"Error: {call}"
@@ -104,21 +121,22 @@ class EnvEpisode:
         if tool is None:
             metrics["num_malformed_calls"] += 1
             return f"Error: no tool is called {call.name!r}; there are: {', '.join(self._tools)}"
-        assert self._context is not None, "reset comes first"
         metrics["num_executions"] += 1
         try:
-            return await tool.run(self._context.counting(metrics), call.arguments)
+            return await tool.run(self._context, call.arguments)
         except ToolError as error:
             metrics["num_tool_errors"] += 1
             return f"Error: {error}"
         except SandboxFailure as error:
             raise InfrastructureError(f"the sandbox failed: {error}") from error
 
-    def _time_step(self, said: Any, counted: Counter[str]) -> TimeStep:
-        if isinstance(said, TimeStep):
-            return said
+    def _time_step(self, said: Any) -> TimeStep:
+        assert self._context is not None
+        counted, self._context.metrics = self._context.metrics, Counter()
         reward, metrics = self.env._take()
         metrics |= {name: float(value) for name, value in counted.items()}
+        if isinstance(said, TimeStep):
+            return said
         if isinstance(said, Done):
             if said.reward is not None:
                 self._outcome = _finite(said.reward)
@@ -129,11 +147,6 @@ class EnvEpisode:
                 "messages for the policy, or self.done(...)"
             )
         return TimeStep(observation=said, reward=reward, metrics=metrics)
-
-
-async def _finished(result: Any) -> Any:
-    """What a method returned, awaited if it is a coroutine."""
-    return await result if inspect.isawaitable(result) else result
 
 
 def _messages(said: str | Sequence[Message]) -> list[Message]:

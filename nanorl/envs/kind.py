@@ -1,6 +1,6 @@
 """`ShortKind`: a class derived from `Env`, as a whole run knows it; and how a name becomes one.
 
-    kind = load_kind("guess.py", {})               # a user's file, `module:Class`, or a name of ours
+    kind = load_kind("guess.py", {})     # a user's file, `module:Class`, or a name of ours
     env = kind.open(services)
 
 Left out: the presets' own environment (presets.py) and worker processes (nanorl/hosting).
@@ -11,19 +11,21 @@ from __future__ import annotations
 import inspect
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from nanorl.envs.base import Demonstrator, EnvKind, Environment, Services, TaskSet
+from nanorl.envs.base import Demonstrator, Environment, EnvKind, Services, TaskSet
 from nanorl.envs.env import Env
 from nanorl.envs.episode import EnvEpisode
-from nanorl.parsers.choose import ToolChat, tool_chat
+from nanorl.parsers.chat import ToolChat
+from nanorl.parsers.choose import tool_chat
 from nanorl.plugins import load_object
-from nanorl.tasks.source import DrawnTasks, ListTasks, read_tasks
+from nanorl.tasks.drawn import DrawnTasks
+from nanorl.tasks.source import FileTasks
 from nanorl.tools.base import Tool
-from nanorl.tools.function import as_tool
+from nanorl.tools.function import function_tool
 from nanorl.types import Task
 
 ENVIRONMENTS: Mapping[str, str] = MappingProxyType({})
@@ -43,6 +45,7 @@ class ShortKind:
         self.defaults: Mapping[str, Any] = self._prototype.defaults
         self.tools: Sequence[Tool] = tuple(as_tool(one) for one in self._prototype.tools)
         self.has_tools = bool(self.tools)
+        self.has_teacher = hasattr(cls, "teacher")
         self.needs_sandbox = any(getattr(tool, "needs_sandbox", False) for tool in self.tools)
         self._chats: dict[int, ToolChat] = {}
 
@@ -50,22 +53,20 @@ class ShortKind:
         """ValueError if the class says nothing of its tasks."""
         env = self._episode_env()
         if env.data is not None:
-            return ListTasks(read_tasks(env.data), seed)
+            return FileTasks(env.data, seed)
         if type(env).tasks is Env.tasks:
             raise ValueError(
-                f"{self.cls.__name__} has no tasks: define `tasks(self, rng)`, set `data` to a file, "
-                "or name a file with --tasks"
+                f"{self.cls.__name__} has no tasks: define `tasks(self, rng)`, set `data` to a "
+                "file, or name a file with --tasks"
             )
         if "rng" in inspect.signature(env.tasks).parameters:
             return DrawnTasks(env.tasks, seed, name=self.name)
-        return ListTasks(list(env.tasks()), seed)  # type: ignore[call-arg]
+        raise ValueError(f"{self.cls.__name__}.tasks: must take `rng`")
 
     def open(self, services: Services) -> Environment:
         return EnvEpisode(self._episode_env(), self.tools, self._chat(services), services)
 
-    def demonstrator(self, task: Task, rng: random.Random) -> Demonstrator | None:
-        if not hasattr(self.cls, "teacher"):
-            return None
+    def demonstrator(self, task: Task, rng: random.Random) -> Demonstrator:
         env = self._episode_env()
         env.task = task
         return _Shown(env, rng)
@@ -123,6 +124,11 @@ def as_kind(given: Any, arguments: Mapping[str, Any] | None = None) -> EnvKind:
     if callable(getattr(given, "open", None)) and callable(getattr(given, "tasks", None)):
         return given
     raise ValueError(f"{given!r} is no environment: derive a class from nanorl.Env")
+
+
+def as_tool(given: Tool | Callable[..., Any]) -> Tool:
+    """A tool as it is, or a function as one."""
+    return given if hasattr(given, "schema") else function_tool(given)  # type: ignore[return-value]
 
 
 def is_environment(value: Any) -> bool:

@@ -266,7 +266,7 @@ class _Rollouts:
 
 
 def _is_right(example: Example) -> bool:
-    return example.rollout.status is Status.FINISHED and example.rollout.reward >= 1.0
+    return example.rollout.status is Status.FINISHED and example.rollout.is_success
 
 
 def _versions(rollout: Rollout) -> str:

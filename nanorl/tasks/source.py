@@ -44,6 +44,8 @@ REQUIRED = ("prompt", "answer")
 class TaskSource:
     """Generated tasks of one split; kinds take turns in shuffled rounds, so none is neglected."""
 
+    fingerprint = ""  # they follow from the options
+
     def __init__(self, families: Sequence[Family], seed: int, split: Split = "train") -> None:
         if split not in ("train", "heldout"):
             raise ValueError(f"split={split!r} is unknown; use 'train' or 'heldout'")
