@@ -8,7 +8,6 @@ Left out: the tokens (agents/) and the processes in which somebody's code may ru
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 from collections import Counter
@@ -22,8 +21,8 @@ from nanorl.parsers.base import Parser, ToolCall, ToolCallError
 from nanorl.parsers.chat import ToolChat, visible
 from nanorl.plugins import where_raised
 from nanorl.rewards.base import Score, Transcript, to_score
-from nanorl.sandbox.base import SandboxFailure
-from nanorl.tools.base import Submitted, Tool, ToolContext, ToolError
+from nanorl.tools.base import Tool, ToolContext
+from nanorl.tools.calls import answer_calls
 from nanorl.types import InfrastructureError, Rollout, Task
 
 TOOL_UNAVAILABLE = "tool unavailable"
@@ -101,34 +100,20 @@ class EnvEpisode:
             ) from error
 
     async def _answer_calls(self, calls: Sequence[ToolCall | ToolCallError]) -> TimeStep:
-        assert self._parser is not None
-        try:
-            results = await asyncio.gather(*(self._answer(call) for call in calls))
-        except Submitted as submitted:
-            return self._time_step(self.env.done(answer=submitted.answer))
-        return self._time_step(self._parser.observation(results))
-
-    async def _answer(self, call: ToolCall | ToolCallError) -> str:
-        assert self._context is not None, "reset comes first"
-        metrics = self._context.metrics
-        if isinstance(call, ToolCallError):
-            metrics["num_malformed_calls"] += 1
-            return f"Error: {call}"
+        assert self._parser is not None and self._context is not None, "reset comes first"
         if not self._services.is_tool_enabled:
-            metrics["num_refused_calls"] += 1
-            return TOOL_UNAVAILABLE
-        tool = self._tools.get(call.name)
-        if tool is None:
-            metrics["num_malformed_calls"] += 1
-            return f"Error: no tool is called {call.name!r}; there are: {', '.join(self._tools)}"
-        metrics["num_executions"] += 1
-        try:
-            return await tool.run(self._context, call.arguments)
-        except ToolError as error:
-            metrics["num_tool_errors"] += 1
-            return f"Error: {error}"
-        except SandboxFailure as error:
-            raise InfrastructureError(f"the sandbox failed: {error}") from error
+            self._context.metrics["num_refused_calls"] += len(calls)
+            return self._time_step(self._parser.observation([TOOL_UNAVAILABLE] * len(calls)))
+        results = await answer_calls(calls, self._tools, self._context)
+        counts = {
+            "num_executions": len(calls) - results.num_malformed,
+            "num_malformed_calls": results.num_malformed,
+            "num_tool_errors": results.num_errors,
+        }
+        self._context.metrics.update({name: n for name, n in counts.items() if n})
+        if results.submitted is not None:
+            return self._time_step(self.env.done(answer=results.submitted))
+        return self._time_step(self._parser.observation(results.texts))
 
     def _time_step(self, said: Any) -> TimeStep:
         assert self._context is not None

@@ -20,7 +20,6 @@ from nanorl.envs.base import Demonstrator, Environment, EnvKind, Services, TaskS
 from nanorl.envs.env import Env
 from nanorl.envs.episode import EnvEpisode
 from nanorl.parsers.chat import ToolChat
-from nanorl.parsers.choose import tool_chat
 from nanorl.plugins import load_object
 from nanorl.tasks.drawn import DrawnTasks
 from nanorl.tasks.source import FileTasks
@@ -95,6 +94,8 @@ class ShortKind:
     def _chat(self, services: Services) -> ToolChat | None:
         if not self.tools:
             return None
+        from nanorl.parsers.choose import tool_chat
+
         key = id(services.tokenizer)
         if key not in self._chats:
             self._chats[key] = tool_chat(services.tokenizer, self.tools, self._prototype.parser)
