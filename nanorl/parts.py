@@ -27,7 +27,10 @@ from nanorl.config import RunConfig
 from nanorl.learner import check_reference
 from nanorl.presets import Preset, get_preset
 from nanorl.sizes import sized
-from nanorl.tasks.source import FileTasks, TaskSource
+from nanorl.tasks.problem import generators_of
+from nanorl.tasks.readers import read_tasks
+from nanorl.tasks.records import TaskFields
+from nanorl.tasks.source import GeneratedTasks, ListTasks
 from nanorl.tasks.tiny_model import build_tiny_model
 from nanorl.types import Task
 
@@ -36,9 +39,9 @@ from nanorl.types import Task
 class Tasks:
     """The two sides of the data; training batches are a function of the step alone."""
 
-    train: TaskSource | FileTasks
+    train: GeneratedTasks | ListTasks
     heldout: Sequence[Task]
-    fingerprint: str = ""  # of a user's file; generated tasks follow from the options
+    fingerprint: str = ""  # of a user's list; generated tasks follow from the options
 
 
 class Parts:
@@ -144,15 +147,13 @@ def check_positions(config: RunConfig, model: ModelConfig) -> None:
 
 def load_tasks(config: RunConfig, preset: Preset) -> Tasks:
     count, seed = config.evaluation.num_tasks, config.evaluation.seed
-    families = [preset.family()]
     if config.tasks is not None:
-        source = FileTasks(config.tasks, config.seed)
+        read = read_tasks(config.tasks, TaskFields.parse(config.task_fields))
+        source = ListTasks(read, config.seed, name=config.tasks)
         return Tasks(
             train=source,
             heldout=source.heldout(count, seed),
             fingerprint=source.fingerprint,
         )
-    return Tasks(
-        train=TaskSource(families, config.seed),
-        heldout=TaskSource(families, config.seed, "heldout").heldout(count, seed),
-    )
+    generated = GeneratedTasks(generators_of([preset.family()]), config.seed)
+    return Tasks(train=generated, heldout=generated.heldout(count, seed))

@@ -29,8 +29,8 @@ from nanoengine.packing import Sample
 from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.kit import AgentKit
 from nanorl.config import RunConfig
-from nanorl.tasks.problem import Problem
-from nanorl.tasks.source import TaskSource
+from nanorl.tasks.problem import Problem, generators_of
+from nanorl.tasks.source import GeneratedTasks
 from nanorl.tasks.teachers import Script, SloppyTeacher
 from nanorl.tasks.tiny_model import CHAT_MARKERS
 from nanorl.types import Rollout, derive_seed
@@ -44,7 +44,9 @@ class WarmStart:
     def __init__(self, config: RunConfig, kit: AgentKit) -> None:
         self.config, self.kit = config, kit
         # The preset's own tasks, whatever the run trains on: only of those a teacher knows the way.
-        self.tasks = TaskSource([kit.preset.family()], derive_seed(config.seed, "warm-start"))
+        self.tasks = GeneratedTasks(
+            generators_of([kit.preset.family()]), derive_seed(config.seed, "warm-start")
+        )
         self._played: dict[int, list[Sample]] = {}  # while a later epoch needs them again
 
     async def samples(self, step: int) -> list[Sample]:
