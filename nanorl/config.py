@@ -374,8 +374,11 @@ class RunConfig:
     """Its arguments, as name=value."""
     reward: str = ""
     """A reward in place of the environment's own: rule, a file (score.py) or module:function."""
-    tasks: Path | None = None
-    """A JSONL file of your own tasks: {"prompt", "answer", "files"?, "kind"?} a line."""
+    tasks: str | None = None
+    """Your own tasks: a .jsonl, .json, .csv or .parquet file with `prompt` and `answer`, a folder
+    of `datasets`, or hf:NAME:SPLIT of the Hugging Face hub."""
+    task_fields: tuple[str, ...] = ()
+    """Which column is which field of a task: prompt=question answer=solution data.level=level."""
     seed: int = 0
     """Seeds tasks, sampling and the warm start."""
     dtype: Literal["bf16", "fp32"] = "bf16"

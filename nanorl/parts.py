@@ -28,7 +28,9 @@ from nanorl.envs.base import EnvKind, TaskSet
 from nanorl.envs.run_kind import run_kind
 from nanorl.learner import check_reference
 from nanorl.sizes import sized
-from nanorl.tasks.source import FileTasks
+from nanorl.tasks.readers import read_tasks
+from nanorl.tasks.records import TaskFields
+from nanorl.tasks.source import ListTasks
 from nanorl.tasks.tiny_model import build_tiny_model
 from nanorl.types import Task
 
@@ -152,7 +154,8 @@ def load_tasks(config: RunConfig, kind: EnvKind) -> Tasks:
     count, seed = config.evaluation.num_tasks, config.evaluation.seed
     source: TaskSet
     if config.tasks is not None:
-        source = FileTasks(config.tasks, config.seed)
+        read = read_tasks(config.tasks, TaskFields.parse(config.task_fields))
+        source = ListTasks(read, config.seed, name=config.tasks)
     else:
         source = kind.tasks(config.seed)
     return Tasks(train=source, heldout=source.heldout(count, seed))

@@ -18,8 +18,8 @@ from nanorl.envs.base import Demonstrator, Environment, Services, TaskSet
 from nanorl.envs.env import Done, Env
 from nanorl.envs.episode import EnvEpisode
 from nanorl.parsers.chat import ToolChat
-from nanorl.tasks.problem import Family
-from nanorl.tasks.source import TaskSource
+from nanorl.tasks.problem import Family, generators_of
+from nanorl.tasks.source import GeneratedTasks
 from nanorl.tasks.teachers import SloppyTeacher, TeacherConfig
 from nanorl.tools.python import python
 from nanorl.types import Task
@@ -58,7 +58,7 @@ class CodeKind:
         return {}
 
     def tasks(self, seed: int) -> TaskSet:
-        return TaskSource([self.family], seed)
+        return GeneratedTasks(generators_of([self.family]), seed)
 
     def open(self, services: Services) -> Environment:
         chat = ToolChat(parser=self.form, description=self.form.system)

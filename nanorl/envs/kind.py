@@ -21,8 +21,8 @@ from nanorl.envs.env import Env
 from nanorl.envs.episode import EnvEpisode
 from nanorl.parsers.chat import ToolChat
 from nanorl.plugins import load_object
-from nanorl.tasks.drawn import DrawnTasks
-from nanorl.tasks.source import FileTasks
+from nanorl.tasks.readers import read_tasks
+from nanorl.tasks.source import GeneratedTasks, ListTasks
 from nanorl.tools.base import Tool
 from nanorl.tools.function import function_tool
 from nanorl.types import Task
@@ -52,15 +52,16 @@ class ShortKind:
         """ValueError if the class says nothing of its tasks."""
         env = self._episode_env()
         if env.data is not None:
-            return FileTasks(env.data, seed)
+            return ListTasks(read_tasks(env.data), seed, name=self.name)
         if type(env).tasks is Env.tasks:
             raise ValueError(
                 f"{self.cls.__name__} has no tasks: define `tasks(self, rng)`, set `data` to a "
                 "file, or name a file with --tasks"
             )
         if "rng" in inspect.signature(env.tasks).parameters:
-            return DrawnTasks(env.tasks, seed, name=self.name)
-        raise ValueError(f"{self.cls.__name__}.tasks: must take `rng`")
+            return GeneratedTasks({self.name: env.tasks}, seed)
+        listed: Any = env.tasks
+        return ListTasks(read_tasks(listed()), seed, name=self.name)
 
     def open(self, services: Services) -> Environment:
         return EnvEpisode(self._episode_env(), self.tools, self._chat(services), services)

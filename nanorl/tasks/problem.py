@@ -9,7 +9,7 @@ see a `Task`.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nanorl.types import Task, content_id, split_of
@@ -43,6 +43,15 @@ class Family:
     name: str
     generators: Mapping[str, ProblemGenerator]
     several_turns: frozenset[str] = field(default_factory=frozenset)
+
+
+def generators_of(families: Sequence[Family]) -> dict[str, ProblemGenerator]:
+    """The generators of all families by names such as `tiny/sums`."""
+    return {
+        f"{family.name}/{kind}": generator
+        for family in families
+        for kind, generator in family.generators.items()
+    }
 
 
 def make_problem(
