@@ -18,6 +18,7 @@ from nanorl.rewards.base import Reward, as_reward
 REWARDS: Mapping[str, str] = MappingProxyType(
     {
         "rule": "nanorl.rewards.rule:RuleReward",
+        "tests": "nanorl.rewards.tests:UnitTestReward",
     }
 )
 """The rewards that come along, by name."""
