@@ -134,10 +134,10 @@ async def score_rollout(
             f"the reward {name} raised {type(error).__name__}: {error} "
             f"({where.filename}:{where.lineno})"
         ) from error
-    return to_score(result, name)
+    return as_score(result, name)
 
 
-def to_score(result: Any, name: str) -> Score:
+def as_score(result: Any, name: str) -> Score:
     """The result of the reward `name` as a Score; InfrastructureError for what is none."""
     if not isinstance(result, Score):
         return Score(_number(result, f"the reward {name} returned"))

@@ -1,4 +1,10 @@
-"""Finds the reward that `--reward` names: one of ours, or a function or class of the user's."""
+"""Finds a reward by what a user calls it: a name of ours, `module:name` or `file.py:name`.
+
+    load_reward("rule", {"ignore_case": True})
+    load_reward("my_rewards.py:by_length", {})
+
+Left out: the processes in which a user's own may run (nanorl.hosting).
+"""
 
 from __future__ import annotations
 
@@ -9,14 +15,31 @@ from typing import Any
 from nanorl.plugins import load_object
 from nanorl.rewards.base import Reward, as_reward
 
-REWARDS: Mapping[str, str] = MappingProxyType({"rule": "nanorl.rewards.rule:RuleReward"})
-"""The rewards that come with the project and need no arguments."""
+REWARDS: Mapping[str, str] = MappingProxyType(
+    {
+        "rule": "nanorl.rewards.rule:RuleReward",
+        "tests": "nanorl.rewards.tests:UnitTestReward",
+    }
+)
+"""The rewards that come along, by name."""
 
 
-def load_reward(spec: str) -> Reward:
-    """The reward of that name. ValueError says what is wrong with it."""
-    return as_reward(load_object(spec, what="reward", known=REWARDS, fits=_fits))
+def load_reward(spec: str, arguments: Mapping[str, Any]) -> Reward:
+    """The reward that `spec` names; a class is made with `arguments`. ValueError where there is
+    none, where it cannot be imported, and for arguments that it does not take."""
+    found = load_object(spec, what="reward", known=REWARDS, fits=is_reward)
+    if not isinstance(found, type):
+        if arguments:
+            raise ValueError(f"--reward {spec}: only a class takes arguments, given {arguments}")
+        return as_reward(found)
+    try:
+        return as_reward(found(**arguments))
+    except TypeError as error:
+        raise ValueError(
+            f"--reward {spec}: {found.__name__} refuses {arguments}: {error}"
+        ) from None
 
 
-def _fits(value: Any) -> bool:
-    return callable(value) or callable(getattr(value, "score", None))
+def is_reward(value: Any) -> bool:
+    """A function, an object or a class that scores."""
+    return callable(getattr(value, "score", None) or value)
