@@ -26,6 +26,7 @@ from nanorl.agents.tokens import Limits
 from nanorl.algorithms.spec import BOUNDS, AlgorithmSpec, named_spec
 from nanorl.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record
 from nanorl.monitor.config import MonitorConfig
+from nanorl.sandbox.base import SandboxSpec
 
 MAX_ROLLOUTS = 1 << 16
 """A step may have so many: at some 500 tokens each, a gigabyte of Python numbers."""
@@ -211,6 +212,10 @@ class ToolConfig:
     workers: int = 2
     """Warm sandbox processes."""
 
+    def limits(self) -> SandboxSpec:
+        """The limits of one execution."""
+        return SandboxSpec(timeout_s=self.timeout_s, memory_bytes=self.memory_mb << 20)
+
     def __post_init__(self) -> None:
         cores = os.cpu_count() or 1
         check_record(
@@ -374,6 +379,13 @@ class RunConfig:
     """Its arguments, as name=value."""
     reward: str = ""
     """A reward in place of the environment's own: rule, a file (score.py) or module:function."""
+    reward_args: tuple[str, ...] = ()
+    """Its arguments, as name=value, where it is a class."""
+    env_workers: int | None = None
+    """Processes for environments and rewards of yours, which may hang or die there; 0: this one,
+    as a debugger needs it; None: two, and none for what comes along."""
+    env_deadline_s: float = 60.0
+    """Wall-clock limit of one call in such a process."""
     tasks: str | None = None
     """Your own tasks: a .jsonl, .json, .csv or .parquet file with `prompt` and `answer`, a folder
     of `datasets`, or hf:NAME:SPLIT of the Hugging Face hub."""
@@ -415,6 +427,8 @@ class RunConfig:
             self,
             "",
             threads=Bound(0, 4 * cores, f"4 for each of the {cores} cores here; 0 uses every core"),
+            env_workers=Bound(0, 64 * cores, "so many processes"),
+            env_deadline_s=POSITIVE,
             save_every=COUNT,
             keep_checkpoints=COUNT,
             keep_rollout_steps=NATURAL,

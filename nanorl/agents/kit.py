@@ -15,8 +15,7 @@ from nanorl.agents.loop import Agent
 from nanorl.agents.loops import load_loop
 from nanorl.config import RunConfig
 from nanorl.envs.base import Environment, EnvKind, Services
-from nanorl.envs.run_kind import run_kind
-from nanorl.sandbox.base import SandboxSpec
+from nanorl.envs.run_kind import num_env_workers, run_kind
 from nanorl.sandbox.pool import SandboxPool
 from nanorl.types import Rollout, Task
 
@@ -28,14 +27,17 @@ class AgentKit:
         """`folder` is the model's, for its tokenizer; `kind` the environment where it was given as
         an object, or was made already."""
         self.config = config
+        is_object = kind is not None and not (config.env or config.reward)
         self.kind = run_kind(config) if kind is None else kind
+        num_workers = 0 if is_object else num_env_workers(config)
+        if num_workers:
+            from nanorl.hosting.kind import HostedKind  # nanosched's processes: not always needed
+
+            self.kind = HostedKind(self.kind, config, folder, num_workers)
         self.tokenizer = ChatTokenizer.from_folder(folder)
         self.sandbox: SandboxPool | None = None
         if self.kind.needs_sandbox:
-            limits = SandboxSpec(
-                timeout_s=config.tool.timeout_s, memory_bytes=config.tool.memory_mb << 20
-            )
-            self.sandbox = SandboxPool(limits, num_workers=config.tool.workers)
+            self.sandbox = SandboxPool(config.tool.limits(), num_workers=config.tool.workers)
         self._loop = load_loop(config.agent.loop or self.kind.loop)
 
     def close(self) -> None:

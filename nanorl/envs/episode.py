@@ -20,7 +20,7 @@ from nanorl.envs.env import Done, Env
 from nanorl.parsers.base import Parser, ToolCall, ToolCallError
 from nanorl.parsers.chat import ToolChat, visible
 from nanorl.plugins import where_raised
-from nanorl.rewards.base import Score, Transcript, to_score
+from nanorl.rewards.base import Score, Transcript, as_score
 from nanorl.tools.base import Tool, ToolContext
 from nanorl.tools.calls import answer_calls
 from nanorl.types import InfrastructureError, Rollout, Task
@@ -71,7 +71,7 @@ class EnvEpisode:
         """The reward that ended the episode, or else the environment's score of it."""
         if self._outcome is not None:
             return Score(self._outcome)
-        return to_score(await self._ask(self.env.score, transcript), type(self.env).__name__)
+        return as_score(await self._ask(self.env.score, transcript), type(self.env).__name__)
 
     async def close(self) -> None:
         try:

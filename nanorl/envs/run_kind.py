@@ -6,9 +6,11 @@ from __future__ import annotations
 from nanorl.config import RunConfig
 from nanorl.envs.base import EnvKind
 from nanorl.envs.judged import JudgedKind
-from nanorl.envs.kind import as_kind, load_kind, parse_arguments
+from nanorl.envs.kind import ENVIRONMENTS, as_kind, load_kind, parse_arguments
 from nanorl.presets import get_preset
-from nanorl.rewards.load import load_reward
+from nanorl.rewards.load import REWARDS, load_reward
+
+NUM_WORKERS = 2
 
 
 def run_kind(config: RunConfig, env: object = None) -> EnvKind:
@@ -21,5 +23,13 @@ def run_kind(config: RunConfig, env: object = None) -> EnvKind:
     elif config.env:
         kind = load_kind(config.env, arguments)
     if config.reward:
-        kind = JudgedKind(kind, load_reward(config.reward))
+        kind = JudgedKind(kind, load_reward(config.reward, parse_arguments(config.reward_args)))
     return kind
+
+
+def num_env_workers(config: RunConfig) -> int:
+    """In how many processes the episodes are played; 0: in the caller's own."""
+    if config.env_workers is not None:
+        return config.env_workers
+    is_ours = config.env in ("", *ENVIRONMENTS) and config.reward in ("", *REWARDS)
+    return 0 if is_ours else NUM_WORKERS
