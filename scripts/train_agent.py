@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import json
 import sys
 from pathlib import Path
 
@@ -17,8 +16,17 @@ import tyro
 
 from nanoengine.stop_signals import EXIT_STATUS, Interrupted
 from nanorl.algorithms.spec import RECIPES
-from nanorl.config import RunConfig, require_same_run
+from nanorl.config import RunConfig
+from nanorl.continuation import (
+    begin,
+    check_fork,
+    check_resume,
+    fork_defaults,
+    read_config,
+    take_over,
+)
 from nanorl.presets import PRESETS, get_preset
+from nanorl.report.next_steps import how_to_go_on, next_steps
 
 
 def parse_arguments(arguments: list[str]) -> RunConfig:
@@ -30,15 +38,23 @@ def parse_arguments(arguments: list[str]) -> RunConfig:
     early.add_argument("--out", type=Path)
     early.add_argument("--seed", type=int, default=0)
     early.add_argument("--resume", action="store_true")
+    early.add_argument("--fork", default="")
     known, _ = early.parse_known_args(arguments)
+    if known.resume and known.fork:
+        raise ValueError(
+            f"--fork {known.fork} with --resume: a fork begins a run, and --resume --out FOLDER "
+            "goes on with one; leave one of them out"
+        )
     default = get_preset(known.preset).config()
-    if known.algorithm is not None:
-        default = default.with_algorithm(known.algorithm)
     saved = None
     if known.resume:
         folder = dataclasses.replace(default, out=known.out, seed=known.seed).run_dir
-        saved = RunConfig.from_json(read_config(folder))
+        saved = read_config(folder, flag="--resume")
         default = dataclasses.replace(saved, out=folder, resume=True)
+    elif known.fork:
+        default = fork_defaults(known.fork)
+    if known.algorithm is not None and not (saved and saved.algorithm == known.algorithm):
+        default = default.with_algorithm(known.algorithm)
     config = tyro.cli(
         RunConfig,
         default=default,
@@ -47,7 +63,9 @@ def parse_arguments(arguments: list[str]) -> RunConfig:
         description=describe(),
     )
     if saved is not None:
-        require_same_run(saved, config)
+        check_resume(saved, config)
+    elif config.fork:
+        check_fork(config)
     return config
 
 
@@ -56,19 +74,6 @@ def describe() -> str:
     title = f"Train an agent with reinforcement learning. Presets: {', '.join(PRESETS)}."
     recipes = (f"- {name}: {recipe.summary}" for name, recipe in RECIPES.items())
     return "\n".join((title, "", "Algorithms (--rl.algorithm.* changes parts of one):", *recipes))
-
-
-def read_config(folder: Path) -> dict:
-    file = folder / "config.json"
-    if not file.is_file():
-        raise ValueError(
-            f"--resume: {file} does not exist, so there is no run to go on with; "
-            "name the run's folder with --out, or leave --resume out to start one"
-        )
-    try:
-        return json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not readable JSON ({error}); start a new run") from error
 
 
 def train(config: RunConfig) -> int:
@@ -84,11 +89,13 @@ def train(config: RunConfig) -> int:
     reuse_large_buffers()
     torch.set_num_threads(1)  # of this thread; see parts.py
     with RunFolder(config.run_dir, is_resumed=config.resume) as folder:
+        if config.fork and not config.resume:
+            take_over(config)
         parts = Parts(config)
         config = parts.config  # with what was chosen for this machine
         roles = make_roles(parts)
         try:
-            folder.begin(config.to_json())
+            begin(folder, config)
             print(f"run directory: {config.run_dir}\ndevice: {config.device}", flush=True)
             with LiveView(f"{config.preset}, seed {config.seed}") as live:
                 run = Run(parts, roles, live)
@@ -111,7 +118,8 @@ def report(config: RunConfig, summary: dict) -> None:
         f"time {summary['wall_s'] / 60:.1f} min, engine-trainer log-prob gap at most "
         f"{summary['logp_gap_max'] or 0.0:.2g} nats\n"
         f"look: {config.run_dir}/report.html   metrics: metrics.jsonl   rollouts: rollouts.sqlite\n"
-        f"the trained model, a Hugging Face folder: {config.run_dir}/model-trained"
+        f"the trained model, a Hugging Face folder: {config.run_dir}/model-trained\n"
+        f"{next_steps(config)}"
     )
 
 
@@ -121,20 +129,11 @@ def main() -> int:
         try:
             return train(config)
         except (Interrupted, KeyboardInterrupt) as stop:
-            return say_how_to_go_on(config, has_saved=isinstance(stop, Interrupted))
+            print(how_to_go_on(config, has_saved=isinstance(stop, Interrupted)))
+            return EXIT_STATUS
     except tuple(expected_errors()) as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1
-
-
-def say_how_to_go_on(config: RunConfig, *, has_saved: bool) -> int:
-    """Outside of the phases (while the parts are made, or the report) there is nothing to save."""
-    if not (config.run_dir / "config.json").exists():
-        print("\nstopped before the run began; nothing was written")
-        return EXIT_STATUS
-    command = f"bash scripts/train_agent.sh --resume --out {config.run_dir}"
-    print(f"\nstopped{' and saved' if has_saved else ''}; go on with: {command}")
-    return EXIT_STATUS
 
 
 def expected_errors() -> list[type[Exception]]:
