@@ -26,6 +26,7 @@ PACKAGES = [
     "nanorl.roles",
     "nanorl.sandbox",
     "nanorl.tasks",
+    "nanorl.trackers",
     "nanorl.weights",
 ]
 

@@ -60,6 +60,7 @@ from nanorl.roles.collector import CollectorRole
 from nanorl.roles.policy import TrainerLost
 from nanorl.roles.role import RoleLost
 from nanorl.store import Entry, RolloutStore
+from nanorl.trackers.sending import Trackers
 from nanorl.trainer import StepResult, Trainer
 from nanorl.types import Rollout, Task
 from nanosched import Scheduler
@@ -94,6 +95,7 @@ class Run:
         self.saved_place: tuple[Phase, int] | None = None  # of the cursor in the last checkpoint
         self.history = RunHistory(self.dir)
         self.has_to_restore = config.resume or bool(config.fork)
+        self.trackers = Trackers(config, say=live.say)
         self.has_model = False  # the trained model is in its folder: nothing is left to do
         self.num_losses = 0
         self.furthest_loss = (-1, -1)  # the phase's number and step
@@ -113,7 +115,7 @@ class Run:
             say=lambda answer: loop.call_soon_threadsafe(self.live.say, answer),
         ):
             try:
-                async with self.monitor:
+                async with self.monitor, self.trackers:
                     await self.roles.start()
                     while not self.has_model:
                         await self._run_phase()
@@ -304,6 +306,7 @@ class Run:
 
     def _record(self, name: str, result: EvaluationResult) -> None:
         self.cursor.results[name] = result.to_json()
+        self.trackers.log(self.cursor.rl_steps_done, {"evaluation": {name: result.to_json()}})
         self.played[name] = result.played
         self.live.say(
             f"{EVALUATIONS[name]}: {result.success:.1%} of {result.num_tasks} held-out tasks"
@@ -315,7 +318,9 @@ class Run:
 
     def _say_rollout(self, title: str, task: Task, rollout: Rollout) -> None:
         decode = partial(self.parts.tokenizer.decode, skip_special=True)
-        self.live.say(transcript(task, rollout, decode, title=title))
+        text = transcript(task, rollout, decode, title=title)
+        self.live.say(text)
+        self.trackers.log_text(self.cursor.rl_steps_done, title, text)
 
     # -- warm start ------------------------------------------------------------------------------
 
@@ -431,6 +436,7 @@ class Run:
             await self.roles.store.call(RolloutStore.expire, self.config.keep_rollout_steps)
         result.metrics.update(self._rollout_speed(result.metrics))
         self.metrics.write(result.step, result.metrics)
+        self.trackers.log(result.step, result.metrics)
         self._add_totals(result.metrics)
         self.cursor.add("num_failed_rollouts", len(result.failed))
         self.cursor.add("num_steps_without_signal", not result.metrics["num_trained_rollouts"])

@@ -85,7 +85,9 @@ def train(config: RunConfig) -> int:
     from nanorl.report.live import LiveView
     from nanorl.roles.launch import make_roles
     from nanorl.run import Run, write_outcome
+    from nanorl.trackers.services import require_trackers
 
+    require_trackers(config.log)
     reuse_large_buffers()
     torch.set_num_threads(1)  # of this thread; see parts.py
     with RunFolder(config.run_dir, is_resumed=config.resume) as folder:
