@@ -29,6 +29,7 @@ PACKAGES = [
     "nanorl.sandbox",
     "nanorl.tasks",
     "nanorl.tools",
+    "nanorl.trackers",
     "nanorl.weights",
 ]
 
