@@ -59,6 +59,7 @@ setup(
     packages=PACKAGES,
     package_data={
         "kernels.cpp": ["*.cpp", "*.h"],  # compiled on first use
+        "nanoinfer.server": ["page.html"],
         "nanorl.report": ["style.css"],
     },
     install_requires=CORE,

@@ -25,6 +25,7 @@ import tyro
 from rich.console import Console
 
 from nanorl.commands.chat import chat
+from nanorl.commands.serve import serve
 from nanorl.monitor.access import MonitorAccess
 from nanorl.monitor.control import RoleStatus
 from nanorl.report.live import roles_table
@@ -74,7 +75,7 @@ def scale(
 
 
 VERBS: Mapping[str, Callable[..., None]] = MappingProxyType(
-    {"chat": chat, "scale": scale, "status": status}
+    {"chat": chat, "scale": scale, "serve": serve, "status": status}
 )
 
 

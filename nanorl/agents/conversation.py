@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -37,7 +37,7 @@ turns, in the conversation), stopped by the person, or because the infrastructur
 class Said:
     """The chat messages that were appended: the person's, or a tool's output."""
 
-    messages: list[Message]
+    messages: Sequence[Message]
 
 
 Event = Said | Output
