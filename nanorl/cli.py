@@ -26,6 +26,7 @@ from rich.console import Console
 
 from nanorl.commands.chat import chat
 from nanorl.commands.serve import serve
+from nanorl.commands.view import view
 from nanorl.monitor.access import MonitorAccess
 from nanorl.monitor.control import RoleStatus
 from nanorl.report.live import roles_table
@@ -75,7 +76,7 @@ def scale(
 
 
 VERBS: Mapping[str, Callable[..., None]] = MappingProxyType(
-    {"chat": chat, "scale": scale, "serve": serve, "status": status}
+    {"chat": chat, "scale": scale, "serve": serve, "status": status, "view": view}
 )
 
 

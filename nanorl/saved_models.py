@@ -72,11 +72,9 @@ def find_models(name: str) -> SavedModels:
     `ValueError` where there is no such thing, or where a run has not saved anything yet.
     """
     folder = Path(name).expanduser()
-    options = _options(folder)
-    if options is None:
+    if _options(folder) is None:
         return SavedModels(name=name, place=resolve_model(name))
-    # The folder may have been moved, and its model is not to be built again.
-    run = replace(RunConfig.from_json(options), out=folder, resume=True)
+    run = read_run(folder)
     trained = folder / "model-trained"
     if trained.is_dir():
         return SavedModels(name=name, place=trained, run=run)
@@ -87,6 +85,15 @@ def find_models(name: str) -> SavedModels:
             "first checkpoint, or name a model"
         )
     return SavedModels(name=name, place=checkpoint, is_checkpoint=True, run=run)
+
+
+def read_run(folder: Path) -> RunConfig:
+    """The options of a run, with `out` where its folder lies now. `ValueError` if it is none."""
+    options = _options(folder)
+    if options is None:
+        raise ValueError(f"{folder}: is not a run's folder, which has the run's config.json")
+    # As a resumed run: its model is there and must not be built again.
+    return replace(RunConfig.from_json(options), out=folder, resume=True)
 
 
 def _options(folder: Path) -> dict[str, object] | None:
