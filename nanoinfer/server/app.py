@@ -28,7 +28,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from starlette.applications import Starlette
@@ -427,7 +426,7 @@ def is_foreign_page(request: Request) -> bool:
     """True for a request of a web page that another server, or nobody, has sent. A page of a name
     that was made to lead here is not foreign by this rule: its host is refused as such."""
     origin = request.headers.get("origin")
-    return origin is not None and urlsplit(origin).netloc != request.headers.get("host")
+    return origin is not None and origin.partition("://")[2] != request.headers.get("host")
 
 
 def is_loopback(host: str) -> bool:

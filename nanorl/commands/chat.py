@@ -10,6 +10,8 @@ Next: chat_session.py (what happens in it).
 
 from __future__ import annotations
 
+from typing import Literal
+
 import tyro
 
 
@@ -18,7 +20,7 @@ def chat(
     /,
     *,
     say: tuple[str, ...] = (),
-    model: str = "trained",
+    model: Literal["trained", "base"] = "trained",
     base: str | None = None,
     env: str = "",
     temperature: float = 0.0,

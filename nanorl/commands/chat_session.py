@@ -37,6 +37,7 @@ from nanorl.types import Task
 TRAINED, BASE = "trained", "base"
 PLAIN_TURN_TOKENS = 512
 """The longest turn of a model that belongs to no run."""
+NO_TEXT = "(no text)"
 ENDS = MappingProxyType(
     {
         "done": "",
@@ -61,6 +62,8 @@ def opened_session(
     source: str, *, base: str | None, env: str, temperature: float, max_tokens: int | None
 ) -> Iterator[ChatSession]:
     """A session with all that it holds: the model's folder, the sandbox, the event loop."""
+    if env not in ("", "code"):
+        raise ValueError(f"--env {env}: no such environment; there is code")
     sampling = make_sampling(temperature)
     saved = find_models(source)
     config = saved.run or _plain_config()
@@ -74,7 +77,7 @@ def opened_session(
         limits = replace(config.agent, max_context_tokens=engines.get(TRAINED).engine.room(0))
         environment = None
         if saved.run is not None or env:
-            environment = stack.enter_context(_environments(config, folder, env))
+            environment = stack.enter_context(_environments(config, folder))
         tokenizer = ChatTokenizer.from_folder(folder)
         conversation = Conversation(tokenizer, limits, sampling, environment)
         yield ChatSession(saved, config, engines, conversation)
@@ -90,10 +93,8 @@ def _plain_config() -> RunConfig:
 
 
 @contextlib.contextmanager
-def _environments(config: RunConfig, folder: Path, env: str) -> Iterator[Callable[[], Environment]]:
+def _environments(config: RunConfig, folder: Path) -> Iterator[Callable[[], Environment]]:
     """Makes the environment of one episode; the sandbox ends with the context."""
-    if env not in ("", "code"):
-        raise ValueError(f"--env {env}: no such environment; there is code")
     kit = AgentKit(replace(config, tool=replace(config.tool, workers=1)), folder)
     try:
         yield kit.environment
@@ -276,6 +277,8 @@ class ChatSession:
         """Let an agent reply, on the screen. Ctrl-C stops the reply, not the program."""
         listener = Listener(on_text=self._on_text, on_observation=self._on_observation)
         reply = self.engines.runner.run(method(*arguments, listener))
+        if not reply.text:
+            self._on_text(NO_TEXT)
         self._end_line()
         speed = f"{reply.num_tokens / reply.generation_s:.0f} tokens/s"
         num_turns = sum(turn["role"] == "agent" for turn in reply.turns)
