@@ -26,6 +26,7 @@ from rich.console import Console
 
 from nanorl.commands.chat import chat
 from nanorl.commands.serve import serve
+from nanorl.commands.train import main as train_main
 from nanorl.commands.view import view
 from nanorl.monitor.access import MonitorAccess
 from nanorl.monitor.control import RoleStatus
@@ -82,12 +83,15 @@ VERBS: Mapping[str, Callable[..., None]] = MappingProxyType(
 
 def main(arguments: list[str] | None = None) -> int:
     """The command. `arguments` None: those of the process."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["train"]:  # its options depend on others of them
+        return train_main(words[1:])
     try:
         tyro.extras.subcommand_cli_from_dict(
             dict(VERBS),
             prog="nanorl",
             description="Train agents with reinforcement learning, and watch it.",
-            args=arguments,
+            args=words,
         )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
