@@ -107,7 +107,7 @@ class FunctionTool:
 
 def function_tool(fn: Callable[..., Any], *, name: str | None = None) -> FunctionTool:
     """`fn` as a tool, named like the function. `ValueError` for a signature that cannot be one."""
-    return FunctionTool(fn, name or getattr(fn, "__name__", type(fn).__name__))
+    return FunctionTool(fn, name or str(getattr(fn, "__name__", type(fn).__name__)))
 
 
 def method_tools(obj: object) -> list[FunctionTool]:
@@ -165,12 +165,13 @@ def _adapter(fn: Callable[..., Any], name: str, parameters: Mapping[str, inspect
     from typing_extensions import TypedDict  # pydantic wants this one below Python 3.12
 
     texts = {one.arg_name: one.description for one in _docstring(fn).params}
+    annotated: Any = Annotated  # its arguments are values here, which a type checker cannot follow
     fields: dict[str, Any] = {}
     for key, one in parameters.items():
         is_optional = one.default is not inspect.Parameter.empty
         extra = {"default": one.default} if is_optional and _is_json(one.default) else None
         note = Field(description=texts.get(key), json_schema_extra=extra)
-        hint: Any = Annotated.__class_getitem__((one.annotation, note))
+        hint = annotated[one.annotation, note]
         fields[key] = NotRequired[hint] if is_optional else hint
     # A dict and not a model: its keys may be called like a model's own methods.
     make: Any = TypedDict
