@@ -8,7 +8,8 @@
 
     nanorl.train("smollm2", env=Shout, steps=20)
 
-docs/environments.md says what else an environment may do. Inside, the root is the loop. Read types.py first, then, in the order of a run:
+docs/environments.md says what else an environment may do. Inside, the root is the loop. Read
+types.py first, then, in the order of a run:
 
 api.py, cli.py          the library and the console command (commands/, a file a verb)
 config.py, presets.py   every option, and two sets of them that work
