@@ -202,6 +202,11 @@ class Rollout:
         assert len(lengths) == 1, f"per-token lists differ in length: {sorted(lengths)}"
 
     @property
+    def total_reward(self) -> float:
+        """The score of the answer and what turns earned beside it."""
+        return self.reward + sum(self.turn_rewards)
+
+    @property
     def is_success(self) -> bool:
         return self.reward >= 1.0
 
