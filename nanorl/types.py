@@ -163,7 +163,8 @@ class Rollout:
     versions   optimizer step of the weights that sampled the token; -1 where loss_mask is 0
 
     `reward` is the score of the answer; `turn_rewards`, one for each turn or none at all, are what
-    single turns earned beside it (read with `AlgorithmSpec.reward_level = "turn"`).
+    single turns earned beside it: part of the outcome, or rewarded turn by turn
+    (`AlgorithmSpec.reward_level`). `branches` are what the policy said in other contexts.
     A prompt of two tokens, a program of two, its output of one, an answer of one:
 
         Rollout(

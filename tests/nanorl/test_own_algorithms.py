@@ -77,9 +77,9 @@ def test_a_loss_of_yours_has_the_gradient_that_it_says(mine: Path) -> None:
 
 
 def test_what_cannot_be_found_is_refused_by_name(mine: Path) -> None:
-    with pytest.raises(ValueError, match="--rl.algorithm.loss .*mine.py:nothing: .* no 'nothing'"):
+    with pytest.raises(ValueError, match=r"--rl.algorithm.loss .*mine.py:nothing: .* no 'nothing'"):
         AlgorithmSpec(loss=f"{mine}:nothing")
-    with pytest.raises(ValueError, match="a int is no rl.algorithm.loss"):
+    with pytest.raises(ValueError, match=r"a int is no rl.algorithm.loss"):
         AlgorithmSpec(loss=f"{mine}:broken")
     with pytest.raises(ValueError, match=r"must define exactly one rl.algorithm.loss.*centred"):
         AlgorithmSpec(loss=str(mine))
