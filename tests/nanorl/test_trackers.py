@@ -139,7 +139,7 @@ class BrokenProcess(services.TrackerProcess):
 
 @pytest.mark.parametrize(
     ("project", "why"),
-    [("refuses", "the network is gone"), ("hangs", "within 0.5 s"), ("dies", "died")],
+    [("refuses", "the network is gone"), ("hangs", "within 0.5 s"), ("dies", "exited with code 3")],
 )
 def test_a_tracker_that_fails_is_said_once_and_does_not_hold_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, project: str, why: str
