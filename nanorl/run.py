@@ -54,7 +54,7 @@ from nanorl.report.summary import (
     peak_rss_bytes,
     write_summary,
 )
-from nanorl.report.transcript import transcript
+from nanorl.report.transcript import transcript, verdict
 from nanorl.roles.base import Roles, RunCritic
 from nanorl.roles.collector import CollectorRole
 from nanorl.roles.policy import TrainerLost
@@ -315,13 +315,14 @@ class Run:
         for is_right in (False, True):  # one of each, if there is one
             alike = (pair for pair in result.played if (pair[1].is_success) == is_right)
             for task, rollout in islice(alike, 1):
-                self._say_rollout(f"a task of it, {EVALUATIONS[name]}", task, rollout)
+                title = f"a task of it, {EVALUATIONS[name]}"
+                self._say_rollout(title, task, rollout, step=self.cursor.rl_steps_done)
 
-    def _say_rollout(self, title: str, task: Task, rollout: Rollout) -> None:
+    def _say_rollout(self, title: str, task: Task, rollout: Rollout, *, step: int) -> None:
         decode = partial(self.parts.tokenizer.decode, skip_special=True)
         text = transcript(task, rollout, decode, title=title)
         self.live.say(text)
-        self.trackers.log_text(self.cursor.rl_steps_done, title, text)
+        self.trackers.log_text(step, f"{title}: {verdict(rollout)}", text)
 
     # -- warm start ------------------------------------------------------------------------------
 
@@ -465,7 +466,8 @@ class Run:
         if result.step % every == 0 and rollouts:
             rollout = rollouts[result.step % len(rollouts)]  # any: not the best of them
             tasks = {task.task_id: task for task in self.train_tasks(result.step)}
-            self._say_rollout(f"a rollout of step {result.step}", tasks[rollout.task_id], rollout)
+            task, title = tasks[rollout.task_id], f"a rollout of step {result.step}"
+            self._say_rollout(title, task, rollout, step=result.step)
 
     def train_tasks(self, step: int) -> Sequence[Task]:
         return self.parts.tasks.train.batch(step, self.config.rl.tasks_per_step)

@@ -24,7 +24,7 @@ from nanorl.report.summary import write_atomically
 from nanorl.trackers.services import TrackedRun, TrackerProcess
 from nanosched import ActorHandle, Scheduler, SchedulerError
 
-FINISH_S = 30.0
+FINISH_S = 20.0
 _MOST_WAITING = 512  # messages to one tracker; more are dropped, and that is a failure too
 
 

@@ -174,3 +174,24 @@ def test_before_its_first_checkpoint_a_run_may_change_its_warm_start(tmp_path: P
     check_resume(saved, dataclasses.replace(saved, warm_start=warm))
     with pytest.raises(ValueError, match="--preset tiny -> smollm2"):
         check_resume(saved, dataclasses.replace(saved, preset="smollm2"))
+
+
+@sandboxed
+def test_a_fork_may_have_other_tasks_and_compares_with_the_policy_that_it_began_with(
+    whole: Path, tmp_path: Path
+) -> None:
+    tasks, out = tmp_path / "tasks.jsonl", tmp_path / "fork"
+    lines = ({"prompt": f"What is {n} + {n}?", "answer": 2 * n} for n in range(24))
+    tasks.write_text("\n".join(map(json.dumps, lines)))
+    # A critic and a reference, which the origin had not.
+    algorithm = ("--rl.algorithm.advantage", "gae", "--rl.algorithm.kl-coef", "0.5")
+    other = ("--tasks", str(tasks), "--rl.steps", "3", "--rl.lr", "1e-3", *algorithm)
+    run(out, "--fork", f"{whole}@2", *other)
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["heldout_success_before"] is None  # that was of other tasks
+    assert summary["heldout_success_after"] is not None
+    run(out, "--resume", "--rl.steps", "5")
+    kls = [row.get("ref_kl") for row in rows(out)]
+    assert kls[:2] == [None, None] and kls[2] == pytest.approx(0, abs=1e-6) and kls[4] > 1e-6
+    assert ["value_loss" in row for row in rows(out)] == [False, False, True, True, True]
+    assert [row["step"] for row in rows(out)] == [0, 1, 2, 3, 4]
