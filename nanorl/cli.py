@@ -5,12 +5,13 @@
     nanorl chat runs/tiny-seed0
 
 For the first two the run must have been started with --monitor.port; its folder says where it
-listens (access.py). A verb is a function whose parameters are its options; `VERBS` lists them.
+listens (access.py). A verb is a function whose parameters are its options.
 Exit status: 0 done, 1 with one message that says what was wrong.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import urllib.error
@@ -24,9 +25,6 @@ from urllib.parse import quote
 import tyro
 from rich.console import Console
 
-from nanorl.commands.chat import chat
-from nanorl.commands.serve import serve
-from nanorl.commands.view import view
 from nanorl.monitor.access import MonitorAccess
 from nanorl.monitor.control import RoleStatus
 from nanorl.report.live import roles_table
@@ -75,24 +73,53 @@ def scale(
     _show(answer)
 
 
-VERBS: Mapping[str, Callable[..., None]] = MappingProxyType(
-    {"chat": chat, "scale": scale, "serve": serve, "status": status, "view": view}
+VERBS: Mapping[str, str] = MappingProxyType(
+    {
+        "chat": "nanorl.commands.chat",
+        "scale": "nanorl.cli",
+        "serve": "nanorl.commands.serve",
+        "status": "nanorl.cli",
+        "view": "nanorl.commands.view",
+    }
 )
+"""The module of each verb, whose function of that name is the verb. Only the one that is called is
+imported: some need torch, which takes seconds."""
+
+
+def find_verb(name: str) -> Callable[..., None]:
+    verb: Callable[..., None] = getattr(importlib.import_module(VERBS[name]), name)
+    return verb
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command. `arguments` None: those of the process."""
+    given = sys.argv[1:] if arguments is None else arguments
+    named = [name for name in given[:1] if name in VERBS] or list(VERBS)
     try:
         tyro.extras.subcommand_cli_from_dict(
-            dict(VERBS),
+            {name: find_verb(name) for name in named},
             prog="nanorl",
             description="Train agents with reinforcement learning, and watch it.",
-            args=arguments,
+            args=given,
         )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except RuntimeError as error:
+        if not isinstance(error, _mendable_errors()):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0
+
+
+def _mendable_errors() -> tuple[type[RuntimeError], ...]:
+    """The errors, besides ValueError and OSError, that a user can mend."""
+    from nanoengine.tensor_file import CheckpointError  # here: it imports torch
+    from nanorl.sandbox.base import SandboxUnavailable
+    from nanorl.store import StoreError
+
+    return CheckpointError, SandboxUnavailable, StoreError
 
 
 def _request(
