@@ -51,6 +51,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except RuntimeError as error:
+        if not isinstance(error, _mendable_errors()):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _mendable_errors() -> tuple[type[RuntimeError], ...]:
+    """The errors, besides ValueError and OSError, that a user can mend."""
+    from nanoengine.tensor_file import CheckpointError  # here: it imports torch
+    from nanorl.sandbox.base import SandboxUnavailable
+    from nanorl.store import StoreError
+
+    return CheckpointError, SandboxUnavailable, StoreError
 
 
 def usage() -> str:

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +18,13 @@ NODE = shutil.which("node")
 needs_node = pytest.mark.skipif(NODE is None, reason="the page's script is run by node")
 
 
-def under_node(expression: str) -> Any:
-    """The JSON value of an expression beside the page's script."""
+def under_node(expression: str, before: str = "") -> Any:
+    """The JSON value of an expression after the page's script, and after what comes before it."""
     script = re.search(r"<script>(.*?)</script>", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert script is not None and NODE is not None
-    program = f"{script[1]}\nconsole.log(JSON.stringify({expression}))"
-    return json.loads(subprocess.check_output([NODE, "-"], input=program, text=True, timeout=60))
+    program = f"{before}\n{script[1]}\nconsole.log(JSON.stringify({expression})); process.exit()"
+    command = [NODE, "--input-type=module", "-"]
+    return json.loads(subprocess.check_output(command, input=program, text=True, timeout=60))
 
 
 def test_the_page_is_open_and_its_policy_admits_nothing_from_elsewhere() -> None:
@@ -142,3 +144,53 @@ def test_the_script_says_how_long_an_answer_took_and_how_it_ended() -> None:
     )
     failed = 'try { takeEvent({}, {error: {message: "no room"}}) } catch (e) { return e.message }'
     assert under_node(f"(() => {{ {failed} }})()") == "no room"
+
+
+@needs_node
+def test_the_page_asks_for_the_key_sends_shows_and_stops() -> None:
+    """In a double of a browser, against a real server."""
+    steps = """(async () => {
+        await until(() => by("state").textContent !== "");
+        const asked = [by("state").textContent, by("options").open];
+        by("key").value = "secret";
+        by("key").listeners.change();
+        await until(() => by("model").value !== "");
+        await submit("hello");
+        await until(() => !by("stop").hidden);
+        await until(() => by("stop").hidden);
+        const answered = [shown(), notes()];
+        by("max-tokens").value = "400";
+        globalThis.onShow = (article) => {
+            if (article.className === "assistant") document.listeners.keydown({ key: "Escape" });
+        };
+        await submit("on and on");
+        await until(() => by("stop").hidden);
+        globalThis.onShow = undefined;
+        const stopped = notes().at(-1);
+        by("max-tokens").value = "0";
+        const before = shown().length;
+        await submit("never");
+        await until(() => by("stop").hidden && by("state").textContent !== "…");
+        const refused = [by("state").textContent, by("text").value, shown().length - before];
+        await by("copy").listeners.click();
+        by("clear").listeners.click();
+        return { copied: JSON.parse(copied), asked, answered, stopped, refused, left: shown().length };
+    })()"""
+    double = (Path(__file__).parent / "page_double.js").read_text(encoding="utf-8")
+    with serve(api_key="secret") as served:
+        greedy = {"temperature": 0, "max_tokens": 8, "messages": [{"role": "user"}]}
+        greedy["messages"][0]["content"] = "hello"
+        whole = served.send("/v1/chat/completions", greedy, key="secret")[1]
+        address = f'const ADDRESS = "http://127.0.0.1:{served.port}";\n'
+        seen = under_node(f"await {steps}", before=address + double)
+    assert "API key" in seen["asked"][0] and seen["asked"][1]
+    text = whole["choices"][0]["message"]["content"].strip()
+    assert seen["answered"][0] == [["user", ["hello"]], ["assistant", [text] if text else []]]
+    tokens = whole["usage"]["completion_tokens"]
+    assert f"{tokens} written" in seen["answered"][1][0]
+    assert seen["stopped"] == "stopped"
+    assert "max_tokens" in seen["refused"][0] and seen["refused"][1:] == ["never", 0]
+    kept = [(one["role"], one["content"].strip()) for one in seen["copied"]["messages"][:3]]
+    assert kept == [("user", "hello"), ("assistant", text), ("user", "on and on")]
+    assert len(seen["copied"]["messages"]) == 4, "what was refused is not part of the conversation"
+    assert seen["left"] == 0

@@ -22,6 +22,7 @@ from nanoengine.state.slices import make_piece
 from nanorl import cli
 from nanorl.commands.terminal import printable
 from nanorl.presets import tiny
+from nanorl.sandbox.base import SandboxUnavailable
 from nanorl.saved_models import find_models
 from nanorl.store import RolloutStore
 from nanorl.tasks.tiny_model import build_tiny_model
@@ -104,6 +105,17 @@ def test_mistakes_are_said_in_one_line(
     assert cli.main(["chat", *arguments.replace("RUN", str(run)).split()]) == 1
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
+
+
+def test_a_machine_that_cannot_isolate_is_said_to_be_one(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise SandboxUnavailable("no namespaces", "allow them")
+
+    monkeypatch.setattr("nanorl.agents.kit.SandboxPool", refuse)
+    assert cli.main(["chat", str(run), "--say", "x"]) == 1
+    assert "no namespaces\nhelp: allow them" in capsys.readouterr().err
 
 
 def test_the_model_of_a_run_that_goes_on_is_its_newest_checkpoint(

@@ -23,7 +23,7 @@ from nanoengine.estimate import (
 )
 from nanoengine.footprint import Plan
 from nanoinfer.server.config import ServerConfig
-from nanorl.cli import VERBS
+from nanorl.cli import find_verb
 from nanorl.config import RunConfig
 from nanorl.presets import get_preset
 
@@ -62,7 +62,7 @@ def known(words: list[str]) -> tuple[set[str], set[str]] | None:
         start = next(i for i, word in enumerate(words) if "scripts/" in word)
         return flags(words[start:]), RUN
     if words[0] == "nanorl":
-        verb = inspect.signature(VERBS[words[1]])
+        verb = inspect.signature(find_verb(words[1]))
         return flags(words), {f"--{name.replace('_', '-')}" for name in verb.parameters}
     if "nanoinfer.server" in words:
         return flags(words), set(options(ServerConfig))
