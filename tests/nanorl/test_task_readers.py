@@ -165,7 +165,7 @@ def test_an_iterator_that_never_ends_is_refused_with_the_way_out(
     monkeypatch.setattr(readers, "MOST_OF_ITERATOR", 50)
     endless = ({"prompt": f"{n}?", "answer": n} for n in itertools.count())
     assert len(read_tasks(itertools.islice(endless, 50))) == 50
-    with pytest.raises(ValueError, match="after 50 tasks.*draws a task from a"):
+    with pytest.raises(ValueError, match=r"after 50 tasks.*draws a task from a"):
         read_tasks(endless)
 
 
