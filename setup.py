@@ -19,6 +19,7 @@ PACKAGES = [
     "nanorl",
     "nanorl.agents",
     "nanorl.algorithms",
+    "nanorl.commands",
     "nanorl.envs",
     "nanorl.monitor",
     "nanorl.report",

@@ -1,10 +1,14 @@
-"""The console command `nanorl`: looks at a run that goes on, and changes how many replicas it has.
+"""The console command `nanorl`: evaluates models, looks at a run that goes on, and changes how many
+replicas it has.
 
+    nanorl eval runs/tiny-seed0 --k 8
+    nanorl compare runs/tiny-seed0:before runs/tiny-seed0
     nanorl status --run runs/tiny-seed0
     nanorl scale --run runs/tiny-seed0 --replicas 3
 
-The run must have been started with --monitor.port; its folder says where it listens (access.py).
-A verb is a function whose parameters are its options; `VERBS` lists them.
+For the last two the run must have been started with --monitor.port; its folder says where it
+listens (access.py). A verb is a function whose parameters are its options; `VERBS` lists
+them.
 Exit status: 0 done, 1 with one message that says what was wrong.
 """
 
@@ -23,6 +27,8 @@ from urllib.parse import quote
 import tyro
 from rich.console import Console
 
+from nanorl.commands.compare import compare
+from nanorl.commands.evaluate import evaluate_model
 from nanorl.monitor.access import MonitorAccess
 from nanorl.monitor.control import RoleStatus
 from nanorl.report.live import roles_table
@@ -71,7 +77,9 @@ def scale(
     _show(answer)
 
 
-VERBS: Mapping[str, Callable[..., None]] = MappingProxyType({"scale": scale, "status": status})
+VERBS: Mapping[str, Callable[..., None]] = MappingProxyType(
+    {"compare": compare, "eval": evaluate_model, "scale": scale, "status": status}
+)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -30,7 +30,7 @@ from nanorl.sizes import sized
 from nanorl.tasks.problem import generators_of
 from nanorl.tasks.readers import read_tasks
 from nanorl.tasks.records import TaskFields
-from nanorl.tasks.source import GeneratedTasks, ListTasks
+from nanorl.tasks.source import GeneratedTasks, ListTasks, Split
 from nanorl.tasks.tiny_model import build_tiny_model
 from nanorl.types import Task
 
@@ -149,7 +149,8 @@ def load_tasks(config: RunConfig, preset: Preset) -> Tasks:
     count, seed = config.evaluation.num_tasks, config.evaluation.seed
     if config.tasks is not None:
         read = read_tasks(config.tasks, TaskFields.parse(config.task_fields))
-        source = ListTasks(read, config.seed, name=config.tasks)
+        splits: tuple[Split, ...] = ("train", "heldout") if config.rl.steps else ("heldout",)
+        source = ListTasks(read, config.seed, name=config.tasks, splits=splits)
         return Tasks(
             train=source,
             heldout=source.heldout(count, seed),

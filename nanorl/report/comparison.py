@@ -101,6 +101,10 @@ def comparison_text(one: Comparison) -> str:
         f"{100 * difference.high:+.1f}), {len(one.won)} won, {len(one.lost)} lost, "
         f"p = {one.p_value:.2g} ({_test(one)})",
     ]
+    for name in ("temperature", "samples_per_task"):
+        values = [result.about.get(name) for result in (one.old, one.new)]
+        if values[0] != values[1]:
+            lines.append(f"  note: not sampled alike, {name} {values[0]} and {values[1]}")
     lines += _table("lost", one.lost) + _table("won", one.won)
     return "\n".join(lines)
 

@@ -38,7 +38,8 @@ def wilson(num_successes: int, num: int) -> Estimate:
     share, z2 = num_successes / num, Z95 * Z95
     middle = (share + z2 / (2 * num)) / (1 + z2 / num)
     half = Z95 * math.sqrt(share * (1 - share) / num + z2 / (4 * num * num)) / (1 + z2 / num)
-    return Estimate(share, max(0.0, middle - half), min(1.0, middle + half))
+    low = 0.0 if num_successes == 0 else middle - half  # exactly, whatever was rounded
+    return Estimate(share, low, 1.0 if num_successes == num else middle + half)
 
 
 def share_of_tasks(values: Sequence[float]) -> Estimate:
@@ -53,7 +54,12 @@ def share_of_tasks(values: Sequence[float]) -> Estimate:
 
 
 def mean_of_tasks(values: Sequence[float]) -> Estimate:
-    """The mean of one unbounded value for each task, such as its mean reward."""
+    """The mean of one unbounded value for each task, such as its mean reward.
+
+    Equal values do not say how much others would differ: no interval.
+    """
+    if min(values) == max(values):
+        return Estimate(values[0], -math.inf, math.inf)
     return _normal(values, -math.inf, math.inf)
 
 
