@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanorl.report.evaluation import Evaluation, TaskScore, percent
-from nanorl.report.statistics import Estimate, paired_difference, share_of_tasks, sign_test
+from nanorl.report.statistics import Measured, paired_difference, share_of_tasks, sign_test
 
 MOST_ROWS = 12  # of the tasks that were lost, and of those that were won
 PROMPT_CHARS = 60
@@ -38,7 +38,7 @@ class Comparison:
         return cls(old=old, new=new, pairs=sorted(pairs, key=_order))
 
     @property
-    def difference(self) -> Estimate:
+    def difference(self) -> Measured:
         return paired_difference([_change(pair) for pair in self.pairs])
 
     @property
@@ -54,7 +54,7 @@ class Comparison:
     def p_value(self) -> float:
         return sign_test(len(self.won), len(self.lost))
 
-    def success(self, side: int) -> Estimate:
+    def success(self, side: int) -> Measured:
         """Of the common tasks: 0 the old, 1 the new."""
         return share_of_tasks([pair[side].share for pair in self.pairs])
 

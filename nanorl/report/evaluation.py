@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from nanorl.report.statistics import Estimate, mean_of_tasks, pass_at_k, share_of_tasks
+from nanorl.report.statistics import Measured, mean_of_tasks, pass_at_k, share_of_tasks
 from nanorl.report.summary import write_atomically
 from nanorl.types import Rollout, Task
 
@@ -79,15 +79,15 @@ class Evaluation:
         return min(score.num_samples for score in self.scores)
 
     @property
-    def success(self) -> Estimate:
+    def success(self) -> Measured:
         """The share of rollouts that succeed, which is pass@1."""
         return share_of_tasks([score.share for score in self.scores])
 
     @property
-    def mean_reward(self) -> Estimate:
+    def mean_reward(self) -> Measured:
         return mean_of_tasks([score.mean_reward for score in self.scores])
 
-    def pass_at(self, k: int) -> Estimate:
+    def pass_at(self, k: int) -> Measured:
         """How probably one of `k` samples succeeds, over the tasks."""
         return share_of_tasks(
             [pass_at_k(score.num_samples, score.num_successes, k) for score in self.scores]
@@ -98,7 +98,7 @@ class Evaluation:
         powers = [1 << i for i in range(self.num_samples.bit_length())]
         return sorted({*powers, self.num_samples})
 
-    def parts(self) -> dict[str, Estimate]:
+    def parts(self) -> dict[str, Measured]:
         """The named parts of the reward, of the tasks that have them."""
         names = sorted({name for score in self.scores for name in score.parts})
         return {
@@ -192,12 +192,12 @@ def evaluation_text(result: Evaluation) -> str:
     return "\n".join([*lines, *(f"  {name:<{width}}  {value}" for name, value in rows)])
 
 
-def percent(one: Estimate) -> str:
+def percent(one: Measured) -> str:
     """`40.0 % (95 %: 21.9 to 61.3)`."""
     return f"{one.value:.1%} (95 %: {100 * one.low:.1f} to {100 * one.high:.1f})"
 
 
-def plain(one: Estimate) -> str:
+def plain(one: Measured) -> str:
     """`0.40 (95 %: 0.22 to 0.61)`, without an interval where there is none."""
     ends = one.to_json()
     if ends["low"] is None:

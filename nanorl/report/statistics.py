@@ -17,7 +17,7 @@ Z95 = 1.959963984540054  # the 97.5 % point of the normal distribution
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Measured:
     """A value and its interval of 95 %; infinite ends where one measurement says nothing of it."""
 
     value: float
@@ -31,7 +31,7 @@ class Estimate:
         }
 
 
-def wilson(num_successes: int, num: int) -> Estimate:
+def wilson(num_successes: int, num: int) -> Measured:
     """The proportion and its Wilson score interval, which is honest at 0 and 1 and for few."""
     if not 0 <= num_successes <= num or num == 0:
         raise ValueError(f"{num_successes} of {num}: give a part of at least one")
@@ -39,10 +39,10 @@ def wilson(num_successes: int, num: int) -> Estimate:
     middle = (share + z2 / (2 * num)) / (1 + z2 / num)
     half = Z95 * math.sqrt(share * (1 - share) / num + z2 / (4 * num * num)) / (1 + z2 / num)
     low = 0.0 if num_successes == 0 else middle - half  # exactly, whatever was rounded
-    return Estimate(share, low, 1.0 if num_successes == num else middle + half)
+    return Measured(share, low, 1.0 if num_successes == num else middle + half)
 
 
-def share_of_tasks(values: Sequence[float]) -> Estimate:
+def share_of_tasks(values: Sequence[float]) -> Measured:
     """The mean of one share in [0, 1] for each task.
 
     Samples of one task depend on each other: the error is that of the tasks' means (clustered). If
@@ -53,21 +53,21 @@ def share_of_tasks(values: Sequence[float]) -> Estimate:
     return _normal(values, 0.0, 1.0)
 
 
-def mean_of_tasks(values: Sequence[float]) -> Estimate:
+def mean_of_tasks(values: Sequence[float]) -> Measured:
     """The mean of one unbounded value for each task, such as its mean reward.
 
     Equal values do not say how much others would differ: no interval.
     """
     if min(values) == max(values):
-        return Estimate(values[0], -math.inf, math.inf)
+        return Measured(values[0], -math.inf, math.inf)
     return _normal(values, -math.inf, math.inf)
 
 
-def _normal(values: Sequence[float], lowest: float, highest: float) -> Estimate:
+def _normal(values: Sequence[float], lowest: float, highest: float) -> Measured:
     """Mean +- 1.96 standard errors, within the bounds."""
     mean = fmean(values)
     half = Z95 * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
-    return Estimate(mean, max(lowest, mean - half), min(highest, mean + half))
+    return Measured(mean, max(lowest, mean - half), min(highest, mean + half))
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -80,7 +80,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
-def paired_difference(differences: Sequence[float]) -> Estimate:
+def paired_difference(differences: Sequence[float]) -> Measured:
     """The mean of one difference for each task that both played, in [-1, 1].
 
     Where each is -1, 0 or 1 the interval is Agresti and Min's: half a task is added to each of the
@@ -94,7 +94,7 @@ def paired_difference(differences: Sequence[float]) -> Estimate:
         middle = (num_won - num_lost) / (num + 2)
         spread = num_won + num_lost - (num_won - num_lost) ** 2 / (num + 2)
         half = Z95 * math.sqrt(spread) / (num + 2)
-        return Estimate(mean, max(-1.0, middle - half), min(1.0, middle + half))
+        return Measured(mean, max(-1.0, middle - half), min(1.0, middle + half))
     return _normal(differences, -1.0, 1.0)
 
 

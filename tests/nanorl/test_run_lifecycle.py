@@ -145,7 +145,7 @@ def test_evaluations_of_a_run_are_kept_apart_and_can_be_compared_with_others(
         assert not any(entry.rollout_id.startswith("eval") for entry in store.entries())
 
     num, out = len(after.scores), tmp_path / "again"
-    arguments = ["eval", str(whole), "--num-tasks", "50", "--k", "2", "--out", str(out)]
+    arguments = ["eval", str(whole), "--num-tasks", str(num), "--k", "2", "--out", str(out)]
     assert main(arguments) == 0
     assert f"{num} held-out tasks, played 2 times each" in capsys.readouterr().out
     again = Evaluation.read(out / "eval.json")
@@ -157,10 +157,10 @@ def test_evaluations_of_a_run_are_kept_apart_and_can_be_compared_with_others(
     assert main(arguments) == 1
     assert "it is not empty" in capsys.readouterr().err
 
-    assert main(["compare", f"{whole}:untrained", str(whole), str(out), "--as-json"]) == 0
+    assert main(["compare", f"{whole}:before", str(whole), str(out), "--as-json"]) == 0
     one, two = json.loads(capsys.readouterr().out)
-    assert (one["old"], one["new"]) == (f"{whole} (untrained)", f"{whole} (after RL)")
-    assert two["num_common"] == min(num, len(Evaluation.read(whole / "eval-untrained.json").scores))
+    assert (one["old"], one["new"]) == (f"{whole} (after the warm start)", f"{whole} (after RL)")
+    assert two["num_common"] == min(num, len(Evaluation.read(whole / "eval-before.json").scores))
 
 
 @sandboxed
