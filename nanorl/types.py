@@ -26,6 +26,10 @@ HELDOUT_ONE_IN = 4
 """A quarter of all tasks is never trained on."""
 
 
+class InfrastructureError(RuntimeError):
+    """The infrastructure failed, not the program: the rollout gets status FAILED and is retried."""
+
+
 class Status(StrEnum):
     """Says how a rollout ended. FAILED alone says nothing of the policy: it is dropped, retried."""
 
@@ -139,6 +143,18 @@ class TurnSpan:
 
 
 @dataclass(kw_only=True)
+class Branch:
+    """A further token sequence of a rollout: a history before it was compacted, a sub-agent's
+    conversation. Its lists are as those of `Rollout`."""
+
+    tokens: list[int]
+    loss_mask: list[int]
+    logps: list[float]
+    versions: list[int]
+    turn_spans: list[TurnSpan] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
 class Rollout:
     """One trajectory. All per-token lists have the length of `tokens` (prompt included).
 
@@ -177,10 +193,17 @@ class Rollout:
     turn_rewards: list[float] = field(default_factory=list)
     status: Status = Status.FINISHED
     metrics: dict[str, float] = field(default_factory=dict)
+    branches: list[Branch] = field(default_factory=list)
+    error: str = ""
+    """Why it FAILED."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.tokens), len(self.loss_mask), len(self.logps), len(self.versions)}
         assert len(lengths) == 1, f"per-token lists differ in length: {sorted(lengths)}"
+
+    @property
+    def is_success(self) -> bool:
+        return self.reward >= 1.0
 
     @property
     def num_action_tokens(self) -> int:
@@ -211,3 +234,9 @@ def derive_seed(*names: object) -> int:
     """
     text = "/".join(str(name) for name in names).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
+
+
+def derive_turn_seed(seed: int, turn: int) -> int:
+    """The engine seed of one turn: 63 bits, a function of the rollout's seed and the turn alone."""
+    digest = hashlib.blake2b(f"{seed}:{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -2,6 +2,7 @@
 
     nanorl eval smollm2 --num-tasks 100
     nanorl eval runs/tiny-seed0 --k 8              # a run: its trained model, with its own options
+    nanorl eval smollm2 --env guess.py             # an environment of your own
     nanorl eval owner/name --tasks test.jsonl      # tasks of your own
 
 The folder of the result (--out) holds eval.json, with every task's score, for `nanorl compare`,
@@ -25,12 +26,16 @@ import tyro
 from nanoinfer.params import SamplingParams
 from nanorl.bounds import COUNT, Bound, check_record
 from nanorl.config import RunConfig
-from nanorl.presets import get_preset
+from nanorl.options import parse_arguments, with_options
 
 if TYPE_CHECKING:
+    from nanorl.commands.train import RunToEnd
     from nanorl.report.evaluation import Evaluation
+    from nanorl.saved_models import SavedModels
+    from nanorl.types import Rollout, Task
 
 RESULT = "eval.json"
+PHASE = "held-out tasks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +52,14 @@ class EvalOptions:
     """Of the sampling; default 0 (greedy) for one sample, else 1."""
     preset: str = "smollm2"
     """Where environment and limits come from, unless MODEL is a run, which has its own."""
+    env: str = ""
+    """As in training: a file (guess.py), module:Class, or one of those that come along."""
+    env_args: tuple[str, ...] = ()
+    """Its arguments, as name=value."""
+    reward: str = ""
+    """A reward in place of the environment's own."""
+    agent: str = ""
+    """The agent loop: tool, single_turn, feedback, or yours as file.py:loop."""
     tasks: str | None = None
     """Tasks of your own, as in training; those that are held out (or `test`) are played."""
     task_fields: tuple[str, ...] = ()
@@ -69,92 +82,124 @@ class EvalOptions:
                 f"--temperature 0 with --k {self.k}: greedy samples are all alike; use --k 1"
             )
 
-    def run_config(self) -> RunConfig:
-        """The options of a run that would play these tasks."""
-        config = _options(self.model, self.preset)
-        evaluation = replace(
-            config.evaluation,
-            num_tasks=self.num_tasks,
-            seed=config.evaluation.seed if self.seed is None else self.seed,
-        )
+    def run_config(self, saved: SavedModels) -> RunConfig:
+        """The options of a run that would play these tasks with the models of `saved`."""
+        if saved.run is None:
+            words = ["--preset", self.preset]
+            words += ["--env", self.env] if self.env else []
+            words += ["--env-args", *self.env_args] if self.env_args else []
+            config = parse_arguments(words)
+        else:
+            one = RunConfig()  # in one process, however the run was laid out
+            config = replace(
+                saved.run, cluster=one.cluster, learner=one.learner, rollout=one.rollout
+            )
+        given = {
+            "env": self.env,
+            "env_args": self.env_args,
+            "reward": self.reward,
+            "agent.loop": self.agent,
+            "tasks": self.tasks,
+            "task_fields": self.task_fields,
+        }
+        given = {name: value for name, value in given.items() if value}
+        config = with_options(config, given, where="nanorl eval")
+        seed = config.evaluation.seed if self.seed is None else self.seed
         return replace(
             config,
-            tasks=self.tasks or config.tasks,
-            task_fields=self.task_fields if self.tasks or self.task_fields else config.task_fields,
-            evaluation=evaluation,
+            evaluation=replace(config.evaluation, num_tasks=self.num_tasks, seed=seed),
             rl=replace(config.rl, steps=0),  # so no task for training is needed
             device=self.device,
             resume=False,
+            fork="",
             out=_new_folder(self.out, self.model),
         )
 
 
-def evaluate_model(options: Annotated[EvalOptions, tyro.conf.arg(name="")]) -> None:
+def evaluate_model(options: Annotated[EvalOptions, tyro.conf.arg(name="")]) -> int:
     """Play held-out tasks with a model, or with what a run has trained."""
-    config = options.run_config()
-    heat = float(options.k > 1) if options.temperature is None else options.temperature
-    result = run_evaluation(
-        config,
-        title=options.model,
-        samples=options.k,
-        sampling=SamplingParams(temperature=heat, seed=config.evaluation.seed),
-    )
+    from nanorl.commands.train import expected_errors
+    from nanorl.report.evaluation import evaluation_text
+    from nanorl.saved_models import find_models
+
+    try:
+        saved = find_models(options.model)
+        config = options.run_config(saved)
+        heat = float(options.k > 1) if options.temperature is None else options.temperature
+        with saved.folder() as folder:
+            result = run_evaluation(
+                replace(config, model=str(folder)),
+                title=options.model,
+                samples=options.k,
+                sampling=SamplingParams(temperature=heat, seed=config.evaluation.seed),
+            )
+    except tuple(expected_errors()) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     if options.as_json:
         print(json.dumps(result.to_json(), indent=2))
-        return
-    from nanorl.report.evaluation import evaluation_text
-
+        return 0
     print(
         f"{evaluation_text(result)}\n"
         f"look: {config.run_dir}/{RESULT}   rollouts: {config.run_dir}/rollouts.sqlite"
     )
+    return 0
 
 
 def run_evaluation(
-    config: RunConfig, *, title: str, samples: int, sampling: SamplingParams
+    config: RunConfig,
+    *,
+    title: str,
+    samples: int,
+    sampling: SamplingParams,
+    env: object = None,
+    run_to_end: RunToEnd = asyncio.run,
 ) -> Evaluation:
-    """Play the held-out tasks of `config` and write the result into its folder."""
+    """Play the held-out tasks of `config` and write the result into its folder.
+
+    `env` is an environment given as an object; `run_to_end` runs a coroutine to its end.
+    """
     import torch  # here, so that a wrong option is answered at once
     from rich.console import Console
 
-    from nanorl.evaluate import EvaluationResult, evaluate
+    from nanorl.evaluate import evaluate
     from nanorl.parts import Parts
     from nanorl.report.evaluation import Evaluation
     from nanorl.report.live import LiveView
     from nanorl.roles.player import Player
     from nanorl.store import RolloutStore
-    from nanorl.types import Rollout
 
     torch.set_num_threads(1)  # of this thread: the engine's own uses several
-    parts = Parts(config)
-    tasks = parts.tasks.heldout
+    parts = Parts(config, env=env)
+    tasks, folder = parts.tasks.heldout, config.run_dir
     player = Player(parts)
-    folder = config.run_dir
-    folder.mkdir(parents=True, exist_ok=True)
+    played: list[tuple[Task, Rollout]] = []
     start = time.perf_counter()
 
-    async def play_all() -> EvaluationResult:
+    async def play_all() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         with (
             # On stderr: stdout is for the result.
             LiveView(f"evaluation of {title}", console=Console(stderr=True)) as live,
             RolloutStore(folder / "rollouts.sqlite") as store,
         ):
-            live.start_phase("held-out tasks", len(tasks) * samples)
+            live.start_phase(PHASE, len(tasks) * samples)
 
             def keep(rollout: Rollout) -> None:
                 store.add_group([rollout], step=0)  # at once: a stopped evaluation leaves them
-                live.advance("held-out tasks")
+                live.advance(PHASE)
 
             try:
-                return await evaluate(
+                result = await evaluate(
                     player.play, tasks, name="model", samples=samples, sampling=sampling,
                     on_rollout=keep,
                 )  # fmt: skip
+                played.extend(result.played)
             finally:
                 await player.close_loop()
 
     try:
-        played = asyncio.run(play_all()).played
+        run_to_end(play_all())
     finally:
         player.close()
     result = Evaluation.of(
@@ -164,6 +209,8 @@ def run_evaluation(
         seconds=time.perf_counter() - start,
     )
     result.write(folder / RESULT)
+    if len(tasks) < config.evaluation.num_tasks:
+        print(f"there are no more than these {len(tasks)} held-out tasks", file=sys.stderr)
     return result
 
 
@@ -173,6 +220,7 @@ def _about(config: RunConfig, samples: int, sampling: SamplingParams) -> dict[st
     return {
         "model": config.model,
         "preset": config.preset,
+        "env": config.env,
         "tasks": config.tasks,
         "seed": config.evaluation.seed,
         "samples_per_task": samples,
@@ -182,28 +230,6 @@ def _about(config: RunConfig, samples: int, sampling: SamplingParams) -> dict[st
         "command": " ".join(sys.argv),
         "date": datetime.date.today().isoformat(),
     }
-
-
-def _options(model: str, preset: str) -> RunConfig:
-    """A run's own options with its trained model, or those of a preset with the model."""
-    folder = Path(model).expanduser()
-    saved = folder / "config.json"
-    if saved.is_file() and "preset" in (data := json.loads(saved.read_text("utf-8"))):
-        trained = folder / "model-trained"
-        if not trained.is_dir():
-            raise ValueError(
-                f"{folder}: this run has no trained model yet ({trained.name}); let it end, or go "
-                "on with --resume"
-            )
-        one = RunConfig()  # in one process, however the run was laid out
-        return replace(
-            RunConfig.from_json(data),
-            model=str(trained),
-            cluster=one.cluster,
-            learner=one.learner,
-            rollout=one.rollout,
-        )
-    return replace(get_preset(preset).config(), model=model)
 
 
 def _new_folder(out: Path | None, model: str) -> Path:

@@ -23,7 +23,7 @@ def transcript(task: Task, rollout: Rollout, decode: Decode, *, title: str) -> s
 def verdict(rollout: Rollout) -> str:
     """`right`, `wrong`, or why there was no answer."""
     if rollout.status is Status.FINISHED:
-        return "right" if rollout.reward >= 1.0 else "wrong"
+        return "right" if rollout.is_success else "wrong"
     return {
         Status.TRUNCATED_TURN: "cut off, a turn was too long",
         Status.TRUNCATED_CONTEXT: "cut off, too many turns or tokens",

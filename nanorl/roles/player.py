@@ -22,7 +22,8 @@ class Player:
 
     def __init__(self, parts: Parts) -> None:
         config = parts.config
-        self.kit = AgentKit(config, parts.folder)  # first: not every machine has a sandbox
+        # First: not every machine has a sandbox.
+        self.kit = AgentKit(config, parts.folder, kind=parts.kind)
         try:
             enter_device(parts.device)
             model = load_model(parts.folder, DTYPES[config.dtype], str(parts.device))

@@ -31,6 +31,8 @@ class GeneratedTasks(Generic[AnyTask]):
         GeneratedTasks({"sum": lambda rng: Task(f"{rng.randint(1, 99)} + 1?")}, seed=0).batch(3, 8)
     """
 
+    fingerprint = ""  # they follow from the options
+
     def __init__(
         self,
         generators: Mapping[str, Callable[[random.Random], AnyTask]],

@@ -111,11 +111,13 @@ def test_the_command_finds_evaluations_and_says_what_is_missing(
     assert "is not the result of an evaluation" in capsys.readouterr().err
 
 
-def test_options_that_cannot_be_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_options_that_cannot_be_are_refused_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ValueError, match="--k 0: must be 1 or more"):
         EvalOptions(model="smollm2", k=0)
     with pytest.raises(ValueError, match="--temperature 0 with --k 2: greedy samples are all ali"):
         EvalOptions(model="smollm2", k=2, temperature=0.0)
     (tmp_path / "config.json").write_text('{"preset": "tiny"}')
-    with pytest.raises(ValueError, match="this run has no trained model yet"):
-        EvalOptions(model=str(tmp_path)).run_config()
+    assert main(["eval", str(tmp_path)]) == 1
+    assert "neither a model-trained nor a checkpoint yet" in capsys.readouterr().err
