@@ -1,6 +1,7 @@
 """The console command `nanorl`: one verb for each thing that one does with an agent.
 
     nanorl train --preset tiny
+    nanorl eval runs/tiny-seed0
     nanorl chat runs/tiny-seed0
 
 `VERBS` lists them; only the one that is asked for is imported. A verb is a function whose
@@ -28,6 +29,8 @@ class Verb(NamedTuple):
 VERBS: Mapping[str, Verb] = MappingProxyType(
     {
         "train": Verb("nanorl.commands.train:main", "train an agent; --env guess.py for your own"),
+        "eval": Verb("nanorl.commands.evaluate:evaluate_model", "how good a model is, how surely"),
+        "compare": Verb("nanorl.commands.compare:compare", "which is better, task by task"),
         "chat": Verb("nanorl.commands.chat:chat", "talk to the agent of a run, its tools running"),
         "view": Verb("nanorl.commands.view:view", "read the rollouts of a run"),
         "serve": Verb("nanorl.commands.serve:serve", "serve a run's model over HTTP, with a page"),

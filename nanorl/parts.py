@@ -30,7 +30,7 @@ from nanorl.learner import check_reference
 from nanorl.sizes import sized
 from nanorl.tasks.readers import read_tasks
 from nanorl.tasks.records import TaskFields
-from nanorl.tasks.source import ListTasks
+from nanorl.tasks.source import ListTasks, Split
 from nanorl.tasks.tiny_model import build_tiny_model
 from nanorl.types import Task
 
@@ -155,7 +155,8 @@ def load_tasks(config: RunConfig, kind: EnvKind) -> Tasks:
     source: TaskSet
     if config.tasks is not None:
         read = read_tasks(config.tasks, TaskFields.parse(config.task_fields))
-        source = ListTasks(read, config.seed, name=config.tasks)
+        splits: tuple[Split, ...] = ("train", "heldout") if config.rl.steps else ("heldout",)
+        source = ListTasks(read, config.seed, name=config.tasks, splits=splits)
     else:
         source = kind.tasks(config.seed)
     return Tasks(train=source, heldout=source.heldout(count, seed))

@@ -43,6 +43,7 @@ from nanorl.history import RunHistory
 from nanorl.learner import Learner, reference_folder
 from nanorl.monitor.monitor import RunMonitor
 from nanorl.parts import Parts, num_threads
+from nanorl.report.evaluation import Evaluation
 from nanorl.report.examples import Example, choose, choose_entries, rates_by_stage
 from nanorl.report.html import write_report
 from nanorl.report.live import LiveView
@@ -298,12 +299,29 @@ class Run:
                 self.roles.collector.call, CollectorRole.play_task, is_tool_enabled=is_tool_enabled
             )
             title = f"evaluation, {EVALUATIONS[name]}"
+            start = time.perf_counter()
             with self._timed(title, len(tasks), num_lines=4) as phase:
                 result = await evaluate(
                     play, tasks, name=name, on_rollout=lambda _: self._advance(phase)
                 )
+            self._keep_evaluation(name, result, time.perf_counter() - start)
             self._record(name, result)
         self.cursor.next_phase()
+
+    def _keep_evaluation(self, name: str, result: EvaluationResult, seconds: float) -> None:
+        """For `nanorl compare`. The rollouts go into a file of their own: whatever reads the
+        training's by step, counts them or deletes them, never meets these."""
+        with RolloutStore(self.dir / "evaluations.sqlite") as store:
+            store.add_group([rollout for _, rollout in result.played], step=PHASES.index(name))
+        about = {
+            "model": self.config.model or self.config.preset,
+            "phase": name,
+            "samples_per_task": 1,
+            "temperature": 0.0,
+        }
+        title = f"{self.dir} ({EVALUATIONS[name]})"
+        kept = Evaluation.of(result.played, title=title, about=about, seconds=seconds)
+        kept.write(self.dir / f"eval-{name}.json")
 
     def _record(self, name: str, result: EvaluationResult) -> None:
         self.cursor.results[name] = result.to_json()

@@ -13,16 +13,16 @@ from nanorl.config import RunConfig
 def next_steps(config: RunConfig) -> str:
     """After a finished run: look, talk to the model, measure it, train on or try another way."""
     run = shlex.quote(str(config.run_dir))
-    model = shlex.quote(str(config.run_dir / "model-trained"))
     more = max(2 * config.rl.steps, 1)
     lines = (
         ("talk to it", f"nanorl chat {run}"),
         ("its rollouts", f"nanorl view {run}"),
-        ("evaluate", f"nanorl eval {model}"),
+        ("evaluate", f"nanorl eval {run} --k 8"),
+        ("against before", f"nanorl compare {run}:before {run}"),
         ("train on", f"nanorl train --resume --out {run} --rl.steps {more}"),
         ("or otherwise", f"nanorl train --fork {run} --out {run}-b --rl.steps {more} --rl.lr 1e-5"),
     )
-    return "\n".join(["next:", *(f"  {title:<13} {command}" for title, command in lines)])
+    return "\n".join(["next:", *(f"  {title:<15} {command}" for title, command in lines)])
 
 
 def how_to_go_on(config: RunConfig, *, has_saved: bool) -> str:

@@ -17,6 +17,8 @@ from forked_runs import ROOT, SMALL, RunProcess, Slow, rows
 
 from nanoengine.state.checkpoint import list_checkpoints, open_checkpoint
 from nanoengine.state.run_folder import RunFolder
+from nanorl.cli import main
+from nanorl.report.evaluation import Evaluation
 from nanorl.sandbox.base import SandboxUnavailable
 from nanorl.store import RolloutStore
 from nanorl.tasks.readers import read_tasks
@@ -124,6 +126,39 @@ def test_a_run_interrupted_in_three_optimizer_steps_ends_with_the_same_bits(
         with RolloutStore(folder / "rollouts.sqlite") as store:
             assert {entry.step for entry in store.entries()} == steps
     assert "rollouts.sqlite holds 4 of training" in (out / "report.html").read_text()
+
+
+@sandboxed
+def test_evaluations_of_a_run_are_kept_apart_and_can_be_compared_with_others(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    after = Evaluation.read(whole / "eval-after.json")
+    summary = json.loads((whole / "summary.json").read_text())
+    assert after.success.value == summary["heldout_success_after"]
+    assert len(after.scores) == summary["heldout_n"] > 0
+    with RolloutStore(whole / "evaluations.sqlite") as store:
+        kept = [e.task_id for e in store.entries() if e.rollout_id.startswith("eval-after-")]
+    assert sorted(kept) == sorted(score.task_id for score in after.scores)
+    with RolloutStore(whole / "rollouts.sqlite") as store:
+        assert not any(entry.rollout_id.startswith("eval") for entry in store.entries())
+
+    num, out = len(after.scores), tmp_path / "again"
+    arguments = ["eval", str(whole), "--num-tasks", str(num), "--k", "2", "--out", str(out)]
+    assert main(arguments) == 0
+    assert f"{num} held-out tasks, played 2 times each" in capsys.readouterr().out
+    again = Evaluation.read(out / "eval.json")
+    assert again.about["model"] == str(whole / "model-trained")
+    assert {score.task_id for score in again.scores} == set(kept)
+    with RolloutStore(out / "rollouts.sqlite") as store:
+        assert len(store) == 2 * num
+        assert len({tuple(rollout.tokens) for rollout in store.query()}) > num, "samples differ"
+    assert main(arguments) == 1
+    assert "it is not empty" in capsys.readouterr().err
+
+    assert main(["compare", f"{whole}:before", str(whole), str(out), "--as-json"]) == 0
+    one, two = json.loads(capsys.readouterr().out)
+    assert (one["old"], one["new"]) == (f"{whole} (after the warm start)", f"{whole} (after RL)")
+    assert two["num_common"] == min(num, len(Evaluation.read(whole / "eval-before.json").scores))
 
 
 @sandboxed
