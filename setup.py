@@ -20,6 +20,7 @@ PACKAGES = [
     "nanorl.agents",
     "nanorl.algorithms",
     "nanorl.envs",
+    "nanorl.hosting",
     "nanorl.monitor",
     "nanorl.parsers",
     "nanorl.report",

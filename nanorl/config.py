@@ -26,6 +26,7 @@ from nanorl.agents.tokens import Limits
 from nanorl.algorithms.spec import BOUNDS, AlgorithmSpec, named_spec
 from nanorl.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record
 from nanorl.monitor.config import MonitorConfig
+from nanorl.sandbox.base import SandboxSpec
 
 MAX_ROLLOUTS = 1 << 16
 """A step may have so many: at some 500 tokens each, a gigabyte of Python numbers."""
@@ -174,11 +175,18 @@ class AgentConfig(Limits):
     max_turn_tokens: int = 96
     max_context_tokens: int = 512
     max_observation_tokens: int = 64
+    loop: str = ""
+    """Who decides when the policy speaks: tool, single_turn, feedback, or yours as file.py:loop;
+    --agent for short. Empty: the environment's own."""
+    deadline_s: float = 3600.0
+    """Wall-clock limit of a rollout; one that takes longer has failed and is played again. 0: none.
+    """
 
     def __post_init__(self) -> None:
         check_record(
             self,
             "agent.",
+            deadline_s=NATURAL,
             max_turns=Bound(1, 1000, "each is an execution in the sandbox"),
             max_turn_tokens=COUNT,
             max_response_tokens=COUNT,
@@ -203,6 +211,10 @@ class ToolConfig:
     """Memory of one execution, children included."""
     workers: int = 2
     """Warm sandbox processes."""
+
+    def limits(self) -> SandboxSpec:
+        """The limits of one execution."""
+        return SandboxSpec(timeout_s=self.timeout_s, memory_bytes=self.memory_mb << 20)
 
     def __post_init__(self) -> None:
         cores = os.cpu_count() or 1
@@ -360,8 +372,25 @@ class RunConfig:
     """Go on from the last checkpoint in --out."""
     model: str | None = None
     """A Hugging Face folder or hub id instead of the preset's model."""
-    tasks: Path | None = None
-    """A JSONL file of your own tasks: {"prompt", "answer", "files"?, "kind"?} a line."""
+    env: str = ""
+    """Your own environment: a file (guess.py), module:Class, or one of those that come along;
+    empty: programs that solve the preset's tasks. See docs/environments.md."""
+    env_args: tuple[str, ...] = ()
+    """Its arguments, as name=value."""
+    reward: str = ""
+    """A reward in place of the environment's own: rule, a file (score.py) or module:function."""
+    reward_args: tuple[str, ...] = ()
+    """Its arguments, as name=value, where it is a class."""
+    env_workers: int | None = None
+    """Processes for environments and rewards of yours, which may hang or die there; 0: this one,
+    as a debugger needs it; None: two, and none for what comes along."""
+    env_deadline_s: float = 60.0
+    """Wall-clock limit of one call in such a process."""
+    tasks: str | None = None
+    """Your own tasks: a .jsonl, .json, .csv or .parquet file with `prompt` and `answer`, a folder
+    of `datasets`, or hf:NAME:SPLIT of the Hugging Face hub."""
+    task_fields: tuple[str, ...] = ()
+    """Which column is which field of a task: prompt=question answer=solution data.level=level."""
     seed: int = 0
     """Seeds tasks, sampling and the warm start."""
     dtype: Literal["bf16", "fp32"] = "bf16"
@@ -398,6 +427,8 @@ class RunConfig:
             self,
             "",
             threads=Bound(0, 4 * cores, f"4 for each of the {cores} cores here; 0 uses every core"),
+            env_workers=Bound(0, 64 * cores, "so many processes"),
+            env_deadline_s=POSITIVE,
             save_every=COUNT,
             keep_checkpoints=COUNT,
             keep_rollout_steps=NATURAL,

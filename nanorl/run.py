@@ -309,7 +309,8 @@ class Run:
         await self._evaluate("after", self.config.evaluation.num_tasks)
 
     async def run_no_tool(self) -> None:
-        count = self.config.evaluation.num_tasks_no_tool
+        has_tools = self.parts.kind.has_tools  # without one there is nothing to take away
+        count = self.config.evaluation.num_tasks_no_tool if has_tools else 0
         await self._evaluate("no_tool", count, is_tool_enabled=False)
 
     async def _evaluate(self, name: str, count: int, *, is_tool_enabled: bool = True) -> None:
@@ -333,7 +334,7 @@ class Run:
             f"{EVALUATIONS[name]}: {result.success:.1%} of {result.num_tasks} held-out tasks"
         )
         for is_right in (False, True):  # one of each, if there is one
-            alike = (pair for pair in result.played if (pair[1].reward >= 1.0) == is_right)
+            alike = (pair for pair in result.played if (pair[1].is_success) == is_right)
             for task, rollout in islice(alike, 1):
                 self._say_rollout(f"a task of it, {EVALUATIONS[name]}", task, rollout)
 
@@ -517,7 +518,7 @@ def heldout_examples(run: Run) -> list[Example]:
     return [
         Example(rollout=rollout, task=task, when="held out")
         for task, rollout in choose(
-            played, kind=lambda pair: pair[0].kind, is_right=lambda pair: pair[1].reward >= 1.0
+            played, kind=lambda pair: pair[0].kind, is_right=lambda pair: pair[1].is_success
         )
     ]
 

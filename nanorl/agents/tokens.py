@@ -25,7 +25,7 @@ from typing import Any, Literal
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import Output
-from nanorl.types import Rollout, Status, TurnSpan
+from nanorl.types import Branch, Rollout, Status, TurnSpan
 
 Truncation = Literal["turn", "context", "response"]
 
@@ -223,6 +223,16 @@ class TurnBuilder:
             turn_rewards=turn_rewards if any(turn_rewards) else [],
             status=self.status() if status is None else status,
             metrics={**self.metrics, "num_turns": float(len(self.spans)), **cut},
+        )
+
+    def branch(self) -> Branch:
+        """The same tokens as a further sequence of a rollout."""
+        return Branch(
+            tokens=list(self._tokens),
+            loss_mask=list(self._mask),
+            logps=list(self._logps),
+            versions=list(self._versions),
+            turn_spans=list(self.spans),
         )
 
     def _turn_room(self) -> int:

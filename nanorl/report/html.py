@@ -229,7 +229,9 @@ class _Rollouts:
         metrics = " · ".join(f"{name} {number(value)}" for name, value in rollout.metrics.items())
         wanted = ""
         if example.task is not None:
-            wanted = f'<p class="wanted">expected answer: <b>{text(example.task.answer)}</b></p>'
+            wanted = (
+                f'<p class="wanted">expected answer: <b>{text(example.task.answer_text)}</b></p>'
+            )
         return (
             f'<details class="rollout"><summary><span class="badge '
             f'{"good" if _is_right(example) else "bad"}">reward {number(rollout.reward)}</span>'
@@ -264,7 +266,7 @@ class _Rollouts:
 
 
 def _is_right(example: Example) -> bool:
-    return example.rollout.status is Status.FINISHED and example.rollout.reward >= 1.0
+    return example.rollout.status is Status.FINISHED and example.rollout.is_success
 
 
 def _versions(rollout: Rollout) -> str:

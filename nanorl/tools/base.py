@@ -21,13 +21,13 @@ Left out: reading calls from text (nanorl.parsers).
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from nanorl.envs.base import InfrastructureError
 from nanorl.sandbox.base import Sandbox
-from nanorl.types import Task
+from nanorl.types import InfrastructureError, Task
 
 
 class ToolError(ValueError):
@@ -53,6 +53,8 @@ class ToolContext:
     """Wall-clock limit of one call."""
     open_session: Callable[[], Awaitable[Any]] | None = None
     """Opens the episode's session (a workspace and processes that stay from call to call)."""
+    metrics: Counter[str] = field(default_factory=Counter)
+    """What tools count; the environment takes it after every turn."""
     _session: Any = field(default=None, init=False, repr=False)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False, repr=False)
 

@@ -34,8 +34,8 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NotRequired
 
-from nanorl.envs.base import InfrastructureError
 from nanorl.tools.base import Submitted, ToolContext, ToolError
+from nanorl.types import InfrastructureError
 
 NOT_TOOLS = frozenset({"reset", "step", "close"})
 """Public methods of an environment that are not for the model."""

@@ -1,25 +1,26 @@
 """`python`: runs a program in the sandbox and answers with what it printed.
 
 Every call starts afresh in a working directory that holds the task's files; a program that fails,
-runs too long or prints too much is answered with that fact, in the words of `CodeEnv`.
+runs too long or prints too much is answered with that fact, in the words of result_text.py.
 Left out: a Python that keeps its variables from call to call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-from nanorl.envs.base import InfrastructureError
-from nanorl.envs.code import describe
 from nanorl.sandbox.base import SandboxFailure
 from nanorl.tools.base import ToolContext, ToolError
+from nanorl.tools.result_text import describe
+from nanorl.types import InfrastructureError
 
 
 class PythonTool:
     """Stateless programs; needs a context with a sandbox."""
 
-    name = "python"
+    name: ClassVar[str] = "python"
+    needs_sandbox: ClassVar[bool] = True
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -55,6 +56,7 @@ class PythonTool:
             )
         except SandboxFailure as error:
             raise InfrastructureError(f"the sandbox failed: {error}") from error
+        context.metrics[f"num_exec_{result.status}"] += 1
         return describe(result)
 
 
