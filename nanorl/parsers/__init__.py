@@ -6,5 +6,6 @@ fenced.py    code between markers, such as ```python blocks
 hermes.py    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen
 llama.py     `{"name": ..., "parameters": {...}}`: Llama 3
 pythonic.py  `[f(a=1), g(b="x")]`: Llama 3.2 and 4
-choose.py    `choose_parser`: the one that a model's chat template writes
+chat.py      `ToolChat`: how the model is told of tools, and its parser
+choose.py    `tool_chat`: both as a model's chat template has them
 """

@@ -1,4 +1,4 @@
-"""`choose_parser`: how a model writes calls, found by rendering its chat template.
+"""`tool_chat`: how a model is told of tools and calls them, found by rendering its chat template.
 
 Nothing is known by a model's name. The template is given a call, a tool and a result, and what it
 makes of them tells: the parser that reads the call back is the model's; a template that shows the
@@ -11,14 +11,14 @@ XML). For them, as for templates without calls, the form is described in the sys
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanorl.parsers.base import Parser, ToolCall
-from nanorl.parsers.fenced import BASH_FENCE, PYTHON_FENCE, FencedParser
+from nanorl.parsers.chat import ToolChat
+from nanorl.parsers.fenced import BASH_FENCE, PYTHON_FENCE, Fence, FencedParser
 from nanorl.parsers.hermes import HermesParser
 from nanorl.parsers.llama import LlamaParser
 from nanorl.parsers.pythonic import PythonicParser
@@ -27,52 +27,64 @@ from nanorl.tools.base import Tool
 PROBE = ToolCall("probe_tool", {"probe_argument": 7})
 PROBE_RESULT = "probe result"
 UNKNOWN_ROLE = "qzxw"
-FENCES = (PYTHON_FENCE, BASH_FENCE)
+FENCES = {fence.tool: fence for fence in (PYTHON_FENCE, BASH_FENCE)}
+
+Make = Callable[[str, Sequence[Tool]], Parser]
+"""Makes a parser of the role that carries results and the tools that are called."""
 
 # Hermes first: a line of its calls is a call for Llama's parser too.
-BY_NAME: Mapping[str, Callable[[str], Parser]] = MappingProxyType(
+BY_NAME: Mapping[str, Make] = MappingProxyType(
     {
-        "hermes": lambda role: HermesParser(role=role),
-        "llama": lambda role: LlamaParser(role=role),
-        "pythonic": lambda role: PythonicParser(role=role),
-        "fenced": lambda role: FencedParser(fences=FENCES, role=role),
+        "hermes": lambda role, tools: HermesParser(role=role),
+        "llama": lambda role, tools: LlamaParser(role=role),
+        "pythonic": lambda role, tools: PythonicParser(role=role),
+        "fenced": lambda role, tools: FencedParser(role=role, fences=_fences(tools)),
     }
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ParserChoice:
-    """A parser, and what the chat template does by itself."""
-
-    parser: Parser
-    is_listing_tools: bool
-    """True if the template lists tools; else the system prompt must hold `parser.describe`."""
-    role: str
-    """Of messages that carry results: "tool" or "ipython" where the template knows one of them."""
-
-
-def choose_parser(
-    tokenizer: ChatTokenizer, tools: Sequence[Tool], name: str = "auto"
-) -> ParserChoice:
-    """The parser called `name`, or by "auto" the one that the model's chat template writes.
+def tool_chat(
+    tokenizer: ChatTokenizer, tools: Sequence[Tool], parser: Parser | str = "auto"
+) -> ToolChat:
+    """The chat with `tools`: through `parser`, one of that name, or by "auto" the one whose calls
+    the model's chat template writes.
 
     Where the template writes no calls: fenced blocks if all tools are ones whose one argument is
-    code (`python`, `bash`), else Hermes. `ValueError` for an unknown name.
+    code (`python`, `bash`), else Hermes. Tools that the template lists are left to it, since it
+    says too how they are called. `ValueError` for an unknown name.
     """
-    if name != "auto" and name not in BY_NAME:
-        raise ValueError(f"parser={name!r}: one of auto, {', '.join(BY_NAME)}")
-    written = _render(tokenizer, [USER, CALLING])
-    rendered = next(
-        (key for key, make in BY_NAME.items() if written and make("tool").read(written) == [PROBE]),
-        None,
-    )
-    if name == "auto":
-        are_fenced = bool(tools) and {tool.name for tool in tools} <= {f.tool for f in FENCES}
-        name = rendered or ("fenced" if are_fenced else "hermes")
-    role = next((role for role in ("tool", "ipython") if _knows_role(tokenizer, role)), "user")
-    # A template that lists tools also says in which form to call them.
-    is_listing = rendered == name and PROBE.name in _render(tokenizer, [USER], [SCHEMA])
-    return ParserChoice(parser=BY_NAME[name](role), is_listing_tools=is_listing, role=role)
+    rendered = _rendered_form(tokenizer)
+    if isinstance(parser, str):
+        if parser == "auto":
+            parser = rendered or ("fenced" if _can_be_fenced(tools) else "hermes")
+        if parser not in BY_NAME:
+            raise ValueError(f"parser={parser!r}: one of auto, {', '.join(BY_NAME)}")
+        role = next((one for one in ("tool", "ipython") if _knows_role(tokenizer, one)), "user")
+        parser = BY_NAME[parser](role, tools)
+    if parser.name == rendered and PROBE.name in _render(tokenizer, [USER], [SCHEMA]):
+        return ToolChat(parser=parser, schemas=[tool.schema for tool in tools])
+    return ToolChat(parser=parser, description=parser.describe(tools))
+
+
+def _rendered_form(tokenizer: ChatTokenizer) -> str | None:
+    """The name of the parser that reads what the template makes of a call."""
+    text = _render(tokenizer, [USER, CALLING])
+    names = (name for name in BY_NAME if name != "fenced")
+    return next((name for name in names if BY_NAME[name]("tool", []).read(text) == [PROBE]), None)
+
+
+def _can_be_fenced(tools: Sequence[Tool]) -> bool:
+    return {tool.name for tool in tools} <= FENCES.keys()
+
+
+def _fences(tools: Sequence[Tool]) -> tuple[Fence, ...]:
+    others = [tool.name for tool in tools if tool.name not in FENCES]
+    if others:
+        raise ValueError(
+            f"parser='fenced': {', '.join(others)} cannot be called by a block of code, only "
+            f"{', '.join(FENCES)} can; use 'auto'"
+        )
+    return tuple(FENCES[tool.name] for tool in tools)
 
 
 USER: Message = MappingProxyType({"role": "user", "content": "a"})

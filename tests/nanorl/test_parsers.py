@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanorl.envs import actions
-from nanorl.envs.actions import COMPACT, MARKDOWN, ActionFormat
+from nanorl.envs.actions import COMPACT, MARKDOWN, ActionFormat, program
 from nanorl.parsers.base import Parser, ToolCall, ToolCallError
 from nanorl.parsers.fenced import BASH_FENCE, PYTHON_FENCE, Fence, FencedParser
 from nanorl.parsers.hermes import HermesParser
@@ -254,20 +253,12 @@ def test_a_fenced_parser_of_one_block_does_what_the_action_format_does(
     @settings(max_examples=300, deadline=None, database=None)
     @given(st.lists(st.sampled_from(pieces), max_size=8).map("".join))
     def holds(text: str) -> None:
-        try:
-            action = format.read(text)
-        except actions.ToolCallError as error:
-            assert read(parser, text) == [str(error)]
-        else:
-            is_call = isinstance(action, actions.ToolCall)
-            calls = [ToolCall("python", {"code": action.code})] if is_call else []
-            assert parser.read(text) == calls
+        assert read(parser, text) == read(format, text)
 
     holds()
-    code = "print(1)\nprint(2)"
-    written = parser.write(ToolCall("python", {"code": code}))
-    assert written == format.write(actions.ToolCall(code))
-    assert parser.observation(["42"]) == format.observation_messages("42")
+    call = program("print(1)\nprint(2)")
+    assert parser.write(call) == format.write(call)
+    assert parser.observation(["42"]) == format.observation(["42"])
 
 
 def test_blocks_of_several_tools_are_told_by_their_fences() -> None:

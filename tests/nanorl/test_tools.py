@@ -10,14 +10,13 @@ import pytest
 from agent_doubles import FakeSandbox, exec_result
 from typing_extensions import TypedDict
 
-from nanorl.envs.base import InfrastructureError
 from nanorl.parsers.base import ToolCall, ToolCallError
 from nanorl.sandbox.base import SandboxFailure
 from nanorl.tools.base import Submitted, ToolContext, ToolError
 from nanorl.tools.calls import TurnResults, answer_calls
 from nanorl.tools.function import FunctionTool, function_tool, method_tools
 from nanorl.tools.python import python
-from nanorl.types import Task
+from nanorl.types import InfrastructureError, Task
 
 TASK = Task(task_id="t", kind="k", prompt="p", answer="a", files={"data.txt": "1"})
 
