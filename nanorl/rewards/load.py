@@ -19,6 +19,7 @@ REWARDS: Mapping[str, str] = MappingProxyType(
     {
         "rule": "nanorl.rewards.rule:RuleReward",
         "math": "nanorl.rewards.math:MathReward",
+        "model": "nanorl.rewards.reward_model:ModelReward",
         "tests": "nanorl.rewards.tests:UnitTestReward",
     }
 )
