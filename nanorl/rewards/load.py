@@ -18,7 +18,9 @@ from nanorl.rewards.base import Reward, as_reward
 REWARDS: Mapping[str, str] = MappingProxyType(
     {
         "rule": "nanorl.rewards.rule:RuleReward",
+        "judge": "nanorl.rewards.judge:JudgeReward",
         "math": "nanorl.rewards.math:MathReward",
+        "model": "nanorl.rewards.reward_model:ModelReward",
         "tests": "nanorl.rewards.tests:UnitTestReward",
     }
 )
