@@ -80,7 +80,7 @@ def summarise(tasks: Sequence[Task], rollouts: Sequence[Rollout]) -> EvaluationR
         success=sum(r.reward >= 1.0 for r in rollouts) / count,
         num_tasks=count,
         per_kind={kind: (solved, played) for kind, (solved, played) in per_kind.items()},
-        mean_turns=sum(len(r.turn_spans) for r in rollouts) / count,
+        mean_turns=sum(r.num_turns for r in rollouts) / count,
         mean_action_tokens=sum(r.num_action_tokens for r in rollouts) / count,
         played=list(zip(tasks, rollouts, strict=True)),
     )

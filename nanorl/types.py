@@ -55,6 +55,35 @@ class TurnSpan:
 
 
 @dataclass(kw_only=True)
+class Branch:
+    """One token sequence, prompt included, with lists as in `Rollout`: what the policy read and
+    wrote in one unbroken context.
+
+    A sequence that goes on from the middle of another repeats its tokens, with a loss mask of 0
+    where they are trained there already.
+    """
+
+    tokens: list[int]
+    loss_mask: list[int]
+    logps: list[float]
+    versions: list[int]
+    turn_spans: list[TurnSpan] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.tokens), len(self.loss_mask), len(self.logps), len(self.versions)}
+        assert len(lengths) == 1, f"per-token lists differ in length: {sorted(lengths)}"
+
+    @property
+    def num_action_tokens(self) -> int:
+        return sum(self.loss_mask)
+
+    @property
+    def version(self) -> int:
+        """The policy version of its first sampled token; -1 without any."""
+        return next((version for version in self.versions if version >= 0), -1)
+
+
+@dataclass(kw_only=True)
 class Rollout:
     """One trajectory. All per-token lists have the length of `tokens` (prompt included).
 
@@ -62,8 +91,10 @@ class Rollout:
     logps      nats, fp32; 0.0 where loss_mask is 0
     versions   optimizer step of the weights that sampled the token; -1 where loss_mask is 0
 
-    `reward` is the score of the answer; `turn_rewards`, one for each turn or none at all, are what
-    single turns earned beside it (read with `AlgorithmSpec.reward_level = "turn"`).
+    `reward` is the score of the answer; `turn_rewards`, one for each of `turn_spans` or none, are
+    what single turns earned beside it (read with `AlgorithmSpec.reward_level = "turn"`).
+    `branches` are further token sequences of the same rollout: a history before it was compacted,
+    a sub-agent's conversation. They share its reward and advantage.
     A prompt of two tokens, a program of two, its output of one, an answer of one:
 
         Rollout(
@@ -93,20 +124,44 @@ class Rollout:
     turn_rewards: list[float] = field(default_factory=list)
     status: Status = Status.FINISHED
     metrics: dict[str, float] = field(default_factory=dict)
+    branches: list[Branch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        lengths = {len(self.tokens), len(self.loss_mask), len(self.logps), len(self.versions)}
-        assert len(lengths) == 1, f"per-token lists differ in length: {sorted(lengths)}"
+        assert self.sequences, "each has checked its lists"
+
+    @property
+    def sequences(self) -> list[Branch]:
+        """All token sequences: its own, then those of the branches. The lists are not copied."""
+        own = Branch(
+            tokens=self.tokens,
+            loss_mask=self.loss_mask,
+            logps=self.logps,
+            versions=self.versions,
+            turn_spans=self.turn_spans,
+        )
+        return [own, *self.branches]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all sequences."""
+        return sum(len(sequence.tokens) for sequence in self.sequences)
 
     @property
     def num_action_tokens(self) -> int:
-        return sum(self.loss_mask)
+        """Of all sequences."""
+        return sum(sequence.num_action_tokens for sequence in self.sequences)
+
+    @property
+    def num_turns(self) -> int:
+        """Of all sequences."""
+        return sum(len(sequence.turn_spans) for sequence in self.sequences)
 
     @property
     def version(self) -> int:
         """The policy version that began it, of its first sampled token; -1 without any. Later
         tokens may be of newer versions, never of older ones."""
-        return next((version for version in self.versions if version >= 0), -1)
+        begun = [sequence.version for sequence in self.sequences if sequence.version >= 0]
+        return min(begun, default=-1)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-serialisable dict; `from_json` is its inverse."""
@@ -114,10 +169,14 @@ class Rollout:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Rollout:
-        fields = dict(data)
-        fields["turn_spans"] = [TurnSpan(**span) for span in fields["turn_spans"]]
+        fields = _with_spans(data)
+        fields["branches"] = [Branch(**_with_spans(b)) for b in data.get("branches", [])]
         fields["status"] = Status(fields["status"])
         return cls(**fields)
+
+
+def _with_spans(data: dict[str, Any]) -> dict[str, Any]:
+    return {**data, "turn_spans": [TurnSpan(**span) for span in data["turn_spans"]]}
 
 
 def derive_seed(*names: object) -> int:
