@@ -94,6 +94,11 @@ class Env:
         """Give back what the episode holds."""
         return None
 
+    @property
+    def subject(self) -> Any:
+        """What a reward is given as `environment`."""
+        return self
+
     # -- what the methods above may call -----------------------------------------------------
 
     def done(self, reward: float | None = None, answer: object = None) -> Done:

@@ -64,6 +64,10 @@ class EnvEpisode:
         said = await self._ask(self.env.step, text)
         return self._time_step(said)
 
+    @property
+    def subject(self) -> Any:
+        return self.env.subject
+
     def format_observation(self, observation: str | list[Message]) -> list[Message]:
         return _messages(observation)
 
