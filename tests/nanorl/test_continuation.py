@@ -105,6 +105,11 @@ def test_a_fork_ends_as_its_origin_did_and_a_longer_one_as_the_origin_prolonged(
     assert f"rl.lr: {lr} → <b>0.001</b>" in page and '<section id="history">' in page
     assert '<section id="history">' not in (whole / "report.html").read_text()
 
+    # only the evaluation after RL is played again
+    run(prolonged, "--resume", "--evaluation.num-tasks", "1")
+    summary = json.loads((prolonged / "summary.json").read_text())
+    assert (summary["heldout_n"], summary["heldout_n_before"], len(rows(prolonged))) == (1, 2, 5)
+
 
 def parse(*arguments: str) -> RunConfig:
     return train_agent.parse_arguments(list(arguments))
