@@ -21,12 +21,16 @@ PACKAGES = [
     "nanorl.algorithms",
     "nanorl.commands",
     "nanorl.envs",
+    "nanorl.hosting",
     "nanorl.monitor",
+    "nanorl.parsers",
     "nanorl.report",
     "nanorl.rewards",
     "nanorl.roles",
     "nanorl.sandbox",
     "nanorl.tasks",
+    "nanorl.tools",
+    "nanorl.trackers",
     "nanorl.weights",
 ]
 

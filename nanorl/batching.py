@@ -26,7 +26,7 @@ from nanorl.algorithms.advantages import (
 from nanorl.algorithms.fields import Field, check_fields
 from nanorl.algorithms.losses import LossBatch, make_loss
 from nanorl.algorithms.segments import index_by_id
-from nanorl.algorithms.spec import AlgorithmSpec
+from nanorl.algorithms.spec import AlgorithmSpec, is_own
 from nanorl.types import Rollout, Status
 
 
@@ -130,7 +130,7 @@ def is_proportional_to_advantage(spec: AlgorithmSpec) -> bool:
     """True if a sample whose advantages are all 0 has a gradient of exactly 0, so that leaving it
     out (after the weights of the whole batch are computed) changes nothing but the time."""
     terms = (spec.kl_coef, spec.entropy_coef, spec.distill_coef)
-    return spec.loss != "opd" and not any(terms)
+    return spec.loss != "opd" and not is_own(spec.loss) and not any(terms)
 
 
 def _check_finite(rollout: Rollout) -> None:
@@ -173,7 +173,7 @@ def _first_group(rollouts: Sequence[Rollout], version: int) -> list[Sample]:
 
 def _with_signal(rollouts: list[Rollout]) -> list[Rollout]:
     """Keep the rollouts of groups with some but not all members correct."""
-    is_correct_R = torch.tensor([r.reward >= 1.0 for r in rollouts])
+    is_correct_R = torch.tensor([r.is_success for r in rollouts])
     keep_R = has_signal(is_correct_R, [r.group_id for r in rollouts])
     return [r for r, keep in zip(rollouts, keep_R.tolist(), strict=True) if keep]
 
@@ -224,7 +224,10 @@ def _advantage_batch(
     rollouts: list[Rollout], samples: list[Sample], spec: AlgorithmSpec, max_tokens: int
 ) -> AdvantageBatch:
     lengths_R = torch.tensor([len(r.tokens) for r in rollouts])
-    reward_R = torch.tensor([r.reward for r in rollouts], dtype=torch.float32)
+    # Turns are rewarded one by one, or their rewards belong to the outcome.
+    is_by_turn = spec.reward_level == "turn"
+    rewards = [r.reward if is_by_turn else r.total_reward for r in rollouts]
+    reward_R = torch.tensor(rewards, dtype=torch.float32)
     if spec.overlong_buffer:
         reward_R = reward_R + overlong_penalty(lengths_R, max_tokens, spec.overlong_buffer)
     old_logp = _field(samples, Field.OLD_LOGP)
@@ -233,7 +236,7 @@ def _advantage_batch(
         group_ids=[r.group_id for r in rollouts],
         mask_T=torch.tensor([m for r in rollouts for m in r.loss_mask], dtype=torch.float32),
         sequence_ids_T=torch.repeat_interleave(torch.arange(len(rollouts)), lengths_R),
-        turns=_turns(rollouts, reward_R) if spec.reward_level == "turn" else None,
+        turns=_turns(rollouts, reward_R) if is_by_turn else None,
         old_logp_T=_field(samples, Field.ROLLOUT_LOGP) if old_logp is None else old_logp,
         ref_logp_T=_field(samples, Field.REF_LOGP),
         value_T=_field(samples, Field.VALUE),
@@ -288,13 +291,13 @@ def batch_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     }
     if rollouts:
         metrics["reward"] = sum(r.reward for r in rollouts) / count
-        metrics["success"] = sum(r.reward >= 1.0 for r in rollouts) / count
+        metrics["success"] = sum(r.is_success for r in rollouts) / count
         metrics["turns"] = sum(len(r.turn_spans) for r in rollouts) / count
         for status in (Status.TRUNCATED_TURN, Status.TRUNCATED_CONTEXT):
             metrics[f"{status}_fraction"] = sum(r.status == status for r in rollouts) / count
     groups: dict[str, set[float]] = {}
     for rollout in rollouts:
-        groups.setdefault(rollout.group_id, set()).add(rollout.reward)
+        groups.setdefault(rollout.group_id, set()).add(rollout.total_reward)
     metrics["groups_with_signal"] = float(sum(len(rewards) > 1 for rewards in groups.values()))
     return metrics
 

@@ -1,7 +1,8 @@
-"""Greedy evaluation on held-out tasks: success overall and per task type.
+"""Evaluation on held-out tasks: success overall and per task type.
 
-Every task is played once at temperature 0 through the same agent, environment and sandbox as in
-training. With the tool off the agent still may answer; it gets a fixed notice instead of output.
+Every task is played through the same agent, environment and sandbox as in training, once at
+temperature 0 or several times at another. With the tool off the agent still may answer; it gets a
+fixed notice instead of output.
 """
 
 from __future__ import annotations
@@ -9,17 +10,20 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanoinfer.params import SamplingParams
 from nanorl.collector import PlayRollout
-from nanorl.types import Rollout, Status, Task
+from nanorl.types import Rollout, Status, Task, derive_seed
+
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass(kw_only=True)
 class EvaluationResult:
-    """`success` is the share of tasks with reward 1; failed rollouts are retried, never counted."""
+    """`success` is the share of rollouts with reward 1, `per_kind` counts rollouts; failed ones are
+    retried, never counted. `played` has the samples of a task beside each other."""
 
     success: float
     num_tasks: int
@@ -43,28 +47,38 @@ async def evaluate(
     tasks: Sequence[Task],
     *,
     name: str,
+    samples: int = 1,
+    sampling: SamplingParams = GREEDY,
     on_rollout: Callable[[Rollout], None] | None = None,
     max_retries: int = 2,
 ) -> EvaluationResult:
-    """Play every task greedily; `name` goes into the rollout ids."""
-    greedy = SamplingParams(temperature=0.0)
+    """Play every task `samples` times; `name` goes into the rollout ids, which seed the samples."""
 
-    async def play_one(index: int, task: Task) -> Rollout:
-        rollout_id = f"eval-{name}-{index}"
+    async def play_one(group_id: str, rollout_id: str, task: Task) -> Rollout:
+        params = replace(sampling, seed=derive_seed(sampling.seed, rollout_id))
         for _ in range(max_retries + 1):
-            rollout = await play(task, group_id=rollout_id, rollout_id=rollout_id, sampling=greedy)
+            rollout = await play(task, group_id=group_id, rollout_id=rollout_id, sampling=params)
             if rollout.status != Status.FAILED:
                 break
         if on_rollout is not None:
             on_rollout(rollout)
         return rollout
 
-    rollouts = await asyncio.gather(*(play_one(i, task) for i, task in enumerate(tasks)))
-    return summarise(tasks, rollouts)
+    members = [""] if samples == 1 else [f"-m{member}" for member in range(samples)]
+    places = [
+        (f"eval-{name}-{i}", member, task) for i, task in enumerate(tasks) for member in members
+    ]
+    rollouts = await asyncio.gather(
+        *(play_one(group, group + member, task) for group, member, task in places)
+    )
+    return summarise([task for _, _, task in places], rollouts)
 
 
 def summarise(tasks: Sequence[Task], rollouts: Sequence[Rollout]) -> EvaluationResult:
-    """Count successes; raises RuntimeError if the infrastructure failed on a task for good."""
+    """Count successes; `tasks` has the task of each rollout.
+
+    Raises RuntimeError if the infrastructure failed on a task for good.
+    """
     failed = [r.task_id for r in rollouts if r.status == Status.FAILED]
     if failed:
         raise RuntimeError(
@@ -73,12 +87,12 @@ def summarise(tasks: Sequence[Task], rollouts: Sequence[Rollout]) -> EvaluationR
         )
     per_kind: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for task, rollout in zip(tasks, rollouts, strict=True):
-        per_kind[task.kind][0] += rollout.reward >= 1.0
+        per_kind[task.kind][0] += rollout.is_success
         per_kind[task.kind][1] += 1
     count = len(rollouts)
     return EvaluationResult(
-        success=sum(r.reward >= 1.0 for r in rollouts) / count,
-        num_tasks=count,
+        success=sum(r.is_success for r in rollouts) / count,
+        num_tasks=len({task.task_id for task in tasks}),
         per_kind={kind: (solved, played) for kind, (solved, played) in per_kind.items()},
         mean_turns=sum(len(r.turn_spans) for r in rollouts) / count,
         mean_action_tokens=sum(r.num_action_tokens for r in rollouts) / count,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from types import MappingProxyType
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 import kernels
 from nanorl.algorithms.segments import index_by_id, required, segment_sum
-from nanorl.algorithms.spec import AGGREGATIONS, AlgorithmSpec
+from nanorl.algorithms.spec import AGGREGATIONS, AlgorithmSpec, is_own, load_own
 
 DELTA = 1e-6
 
@@ -223,7 +224,10 @@ class AdvantageBatch:
 
 def compute_advantages(spec: AlgorithmSpec, batch: AdvantageBatch) -> tuple[Tensor, Tensor | None]:
     """`(advantage_T, return_T)`; returns (the critic's targets) only for "gae"."""
-    advantage_T, return_T = ADVANTAGES[spec.advantage](spec, batch)
+    if is_own(spec.advantage):
+        advantage_T, return_T = _own(spec, batch), None
+    else:
+        advantage_T, return_T = ADVANTAGES[spec.advantage](spec, batch)
     if spec.distill_coef:
         old_T = required(batch.old_logp_T, "old_logp_T", "distill_coef")
         ref_T = required(batch.ref_logp_T, "ref_logp_T", "distill_coef")
@@ -270,6 +274,21 @@ def _gae(spec: AlgorithmSpec, batch: AdvantageBatch) -> Advantages:
     reward_T = token_rewards(spec, batch)
     advantage_T, return_T = gae(reward_T, value_T, mask_T, ids_T, gamma=spec.gamma, lam=spec.lam)
     return whiten(advantage_T, mask_T) if spec.whiten_gae else advantage_T, return_T
+
+
+def _own(spec: AlgorithmSpec, batch: AdvantageBatch) -> Tensor:
+    """A function of the user's, of rewards and groups, or of the whole batch."""
+    function = load_own("advantage", spec.advantage)
+    if len(signature(function).parameters) > 1:
+        return compare(function, spec, batch)
+    advantage_T = function(batch)
+    if advantage_T.shape != batch.mask_T.shape:
+        raise ValueError(
+            f"--rl.algorithm.advantage {spec.advantage}: it returned a tensor of shape "
+            f"{list(advantage_T.shape)}; of a whole batch it must give each token one number, "
+            f"{list(batch.mask_T.shape)}"
+        )
+    return advantage_T * batch.mask_T
 
 
 def _none(spec: AlgorithmSpec, batch: AdvantageBatch) -> Advantages:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from nanorl.algorithms.segments import required, segment_mean, segment_sum
-from nanorl.algorithms.spec import AlgorithmSpec
+from nanorl.algorithms.spec import AlgorithmSpec, is_own, load_own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,10 @@ def make_loss(spec: AlgorithmSpec) -> LossFn:
     def token_loss(logp_T: Tensor, batch: LossBatch) -> tuple[Tensor, dict[str, Tensor]]:
         batch, logp_T = _masked(batch), torch.where(batch.mask_T.bool(), logp_T, 0.0)
         old_T = _old_logp(spec, logp_T, batch)
-        loss_T = LOSSES[spec.loss](spec, logp_T, old_T, batch)
+        if is_own(spec.loss):
+            loss_T = load_own("loss", spec.loss)(logp_T, replace(batch, old_logp_T=old_T))
+        else:
+            loss_T = LOSSES[spec.loss](spec, logp_T, old_T, batch)
         correction_T = _correction(spec, old_T, batch)
         loss_T = loss_T * correction_T
         if spec.kl_coef:

@@ -27,12 +27,14 @@ function of `make_loss(spec)`, on every micro-batch).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import isfunction
 from types import MappingProxyType
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from nanorl.bounds import check_number
+from nanorl.plugins import load_object
 
 Advantage = Literal[
     "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "gae", "none"
@@ -70,13 +72,14 @@ COMPARES_MEMBERS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl")
 class AlgorithmSpec:
     """Everything that decides a gradient, given rollouts."""
 
-    advantage: Advantage = "grpo"
-    """How rewards become advantages; "none" gives 0 (pure distillation)."""
+    advantage: Advantage | str = "grpo"
+    """How rewards become advantages; "none" gives 0 (pure distillation). A function of yours as
+    mine.py:name, of (reward_R, group_ids), or of the whole batch."""
     reward_level: RewardLevel = "outcome"
     """What is rewarded: the outcome alone, or also single turns (`Rollout.turn_rewards`), each with
     what came of it later."""
-    loss: Loss = "ppo"
-    """The per-token policy loss."""
+    loss: Loss | str = "ppo"
+    """The per-token policy loss; a function of yours as mine.py:name, of (logp_T, batch)."""
     aggregation: Aggregation = "token_mean"
     """How token losses become one number, over the whole optimizer batch."""
     constant_length: int | None = None
@@ -126,9 +129,9 @@ class AlgorithmSpec:
     """Tokens before the length limit in which the soft penalty grows to −1; 0 turns it off."""
 
     def __post_init__(self) -> None:
-        _check_choice("advantage", self.advantage, get_args(Advantage))
+        _check_own("advantage", self.advantage, get_args(Advantage))
         _check_choice("reward_level", self.reward_level, get_args(RewardLevel))
-        _check_choice("loss", self.loss, get_args(Loss))
+        _check_own("loss", self.loss, get_args(Loss))
         _check_choice("aggregation", self.aggregation, AGGREGATIONS)
         _check_choice("correction", self.correction, get_args(Correction))
         _check_choice("old_policy", self.old_policy, ("recomputed", "rollout"))
@@ -203,6 +206,24 @@ class AlgorithmSpec:
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ValueError(f"{name}={value!r}: choose one of {', '.join(choices)}")
+
+
+def _check_own(name: str, value: str, choices: Sequence[str]) -> None:
+    """One of ours, or a function of the user's that can be loaded."""
+    if is_own(value):
+        load_own(name, value)
+    else:
+        _check_choice(name, value, choices)
+
+
+def is_own(value: str) -> bool:
+    """True if an advantage or a loss is the user's own function."""
+    return value.endswith(".py") or ":" in value
+
+
+def load_own(name: str, value: str) -> Callable[..., Any]:
+    """The user's function. ValueError where there is none."""
+    return load_object(value, what=f"rl.algorithm.{name}", known={}, fits=isfunction)
 
 
 def _check_numbers(spec: AlgorithmSpec) -> None:

@@ -1,4 +1,14 @@
-"""Rewards score what the policy answered, on the host and outside of the sandbox.
+"""Rewards score what the policy did, on the host and outside of the sandbox.
 
-rule.py   `RuleReward`: 1 if the answer equals the hidden one, numbers compared by value; else 0
+base.py          the contract: `Reward`, its verdict `Score`, what it reads (`Transcript`), and a
+                 user's plain function as one (`as_reward`)
+load.py          finds a reward by its name or by where the user's own lies
+rule.py          1 if the answer equals the hidden one, numbers compared by value; else 0
+math.py          the same for formulas, through math-verify
+tests.py         hidden unit tests against the policy's function; inside.py runs in the sandbox
+reward_model.py  a sequence-classification folder
+judge.py         an LLM's verdict; judge_models.py is who gives it
+weighted.py      a weighted sum, its parts recorded
+
+What each defends against, and what not, stands in its first lines.
 """

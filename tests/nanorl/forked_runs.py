@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -66,10 +66,21 @@ class Slow:
 class RunProcess:
     """One process of train_agent.py; what it prints goes to a file."""
 
-    def __init__(self, log: Path, *arguments: str, slow: Slow | None = None, **limits: int) -> None:
-        """`limits` are resource limits by their names, such as RLIMIT_FSIZE."""
+    def __init__(
+        self,
+        log: Path,
+        *arguments: str,
+        slow: Slow | None = None,
+        environment: Mapping[str, str] | None = None,
+        **limits: int,
+    ) -> None:
+        """`limits` are resource limits by their names, such as RLIMIT_FSIZE; `environment` is added
+        to the one that there is."""
         self.log = log
-        self.process = _context.Process(target=_main, args=(log, arguments, slow, limits))
+        variables = dict(environment or {})
+        self.process = _context.Process(
+            target=_main, args=(log, arguments, slow, limits, variables)
+        )
         self.process.start()
 
     def signal(self, number: int = signal.SIGINT) -> None:
@@ -94,8 +105,16 @@ def rows(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def _main(log: Path, arguments: tuple[str, ...], slow: Slow | None, limits: dict[str, int]) -> None:
+def _main(
+    log: Path,
+    arguments: tuple[str, ...],
+    slow: Slow | None,
+    limits: dict[str, int],
+    environment: dict[str, str],
+) -> None:
     import resource
+
+    os.environ.update(environment)
 
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)

@@ -261,7 +261,7 @@ def test_turn_rewards_reach_the_advantages_of_their_turn() -> None:
     assert first == pytest.approx([0, 0, 0, 0.7, 0, 0.5])
     assert second == pytest.approx([0, 0, 0, -0.7, 0, -0.5])
     plain = build_batch(groups, AlgorithmSpec(advantage="dr_grpo"), max_tokens=64, version=0)
-    assert plain.samples[0].fields["advantage"] == pytest.approx([0, 0, 0, 0.5, 0, 0.5])
+    assert plain.samples[0].fields["advantage"] == pytest.approx([0, 0, 0, 0.7, 0, 0.7])
 
 
 def test_the_length_penalty_belongs_to_the_last_turn() -> None:

@@ -56,6 +56,20 @@ def test_evaluation_is_greedy_and_counts_whole_points_by_kind() -> None:
     assert result.to_json()["per_kind"] == {"even": [2, 3], "odd": [1, 2]}
 
 
+def test_several_samples_of_a_task_are_one_group_with_seeds_of_their_own() -> None:
+    player = Player({"t0": 1.0, "t2": 1.0})
+    warm = SamplingParams(temperature=0.7, seed=5)
+    result = asyncio.run(evaluate(player, TASKS, name="x", samples=3, sampling=warm))
+    assert (result.num_tasks, len(result.played), result.success) == (5, 15, 2 / 5)
+    assert result.per_kind == {"even": (6, 9), "odd": (0, 6)}
+    assert [rollout_id for rollout_id, _ in player.calls[:4]] == [
+        *("eval-x-0-m0", "eval-x-0-m1", "eval-x-0-m2", "eval-x-1-m0")
+    ]
+    assert {rollout.group_id for _, rollout in result.played[:3]} == {"eval-x-0"}
+    assert len({params.seed for _, params in player.calls}) == 15
+    assert {params.temperature for _, params in player.calls} == {0.7}
+
+
 def test_an_evaluation_rollout_may_fail_as_often_as_it_is_retried() -> None:
     seen: list[Rollout] = []
     player = Player({"t0": 1.0}, {"eval-x-0": 2})

@@ -17,9 +17,12 @@ from forked_runs import ROOT, SMALL, RunProcess, Slow, rows
 
 from nanoengine.state.checkpoint import list_checkpoints, open_checkpoint
 from nanoengine.state.run_folder import RunFolder
+from nanorl.cli import main
+from nanorl.report.evaluation import Evaluation
 from nanorl.sandbox.base import SandboxUnavailable
 from nanorl.store import RolloutStore
-from nanorl.tasks.source import FileTasks
+from nanorl.tasks.readers import read_tasks
+from nanorl.tasks.source import ListTasks
 
 sandboxed = pytest.mark.sandbox
 WEIGHTS = "model-trained/model.safetensors"
@@ -85,9 +88,7 @@ def test_a_run_interrupted_in_three_optimizer_steps_ends_with_the_same_bits(
     assert run.wait() == 130, run.output()
     assert "stopping after this step" in run.output()
     assert "still finishing this step" in run.output()
-    assert f"stopped and saved; go on with: bash scripts/train_agent.sh --resume --out {out}" in (
-        run.output()
-    )
+    assert f"stopped and saved; go on with: nanorl train --resume --out {out}" in (run.output())
     assert stands_at(out) == ("warm_start", 2)
 
     # twice in a step of RL: update 1 is the last of the warm start
@@ -128,6 +129,39 @@ def test_a_run_interrupted_in_three_optimizer_steps_ends_with_the_same_bits(
 
 
 @sandboxed
+def test_evaluations_of_a_run_are_kept_apart_and_can_be_compared_with_others(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    after = Evaluation.read(whole / "eval-after.json")
+    summary = json.loads((whole / "summary.json").read_text())
+    assert after.success.value == summary["heldout_success_after"]
+    assert len(after.scores) == summary["heldout_n"] > 0
+    with RolloutStore(whole / "evaluations.sqlite") as store:
+        kept = [e.task_id for e in store.entries() if e.rollout_id.startswith("eval-after-")]
+    assert sorted(kept) == sorted(score.task_id for score in after.scores)
+    with RolloutStore(whole / "rollouts.sqlite") as store:
+        assert not any(entry.rollout_id.startswith("eval") for entry in store.entries())
+
+    num, out = len(after.scores), tmp_path / "again"
+    arguments = ["eval", str(whole), "--num-tasks", str(num), "--k", "2", "--out", str(out)]
+    assert main(arguments) == 0
+    assert f"{num} held-out tasks, played 2 times each" in capsys.readouterr().out
+    again = Evaluation.read(out / "eval.json")
+    assert again.about["model"] == str(whole / "model-trained")
+    assert {score.task_id for score in again.scores} == set(kept)
+    with RolloutStore(out / "rollouts.sqlite") as store:
+        assert len(store) == 2 * num
+        assert len({tuple(rollout.tokens) for rollout in store.query()}) > num, "samples differ"
+    assert main(arguments) == 1
+    assert "it is not empty" in capsys.readouterr().err
+
+    assert main(["compare", f"{whole}:before", str(whole), str(out), "--as-json"]) == 0
+    one, two = json.loads(capsys.readouterr().out)
+    assert (one["old"], one["new"]) == (f"{whole} (after the warm start)", f"{whole} (after RL)")
+    assert two["num_common"] == min(num, len(Evaluation.read(whole / "eval-before.json").scores))
+
+
+@sandboxed
 def test_a_run_whose_checkpoints_are_gone_is_not_started_over(whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(whole, run, ignore=shutil.ignore_patterns("checkpoints", "model-trained"))
@@ -157,7 +191,7 @@ def test_the_fingerprint_of_tasks_is_of_their_content_and_order(tmp_path: Path) 
     def fingerprint(*texts: str) -> str:
         file = tmp_path / "tasks.jsonl"
         file.write_text("\n".join(texts))
-        return FileTasks(file, seed=0).fingerprint
+        return ListTasks(read_tasks(file), seed=0).fingerprint
 
     as_written = fingerprint(*lines)
     assert fingerprint("", *lines, "", "") == as_written

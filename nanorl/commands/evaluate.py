@@ -1,0 +1,245 @@
+"""`nanorl eval MODEL`: plays held-out tasks and says how many succeed, and how sure that is.
+
+    nanorl eval smollm2 --num-tasks 100
+    nanorl eval runs/tiny-seed0 --k 8              # a run: its trained model, with its own options
+    nanorl eval smollm2 --env guess.py             # an environment of your own
+    nanorl eval owner/name --tasks test.jsonl      # tasks of your own
+
+The folder of the result (--out) holds eval.json, with every task's score, for `nanorl compare`,
+and rollouts.sqlite with the rollouts themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import re
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from nanoinfer.params import SamplingParams
+from nanorl.bounds import COUNT, Bound, check_record
+from nanorl.config import RunConfig
+from nanorl.options import parse_arguments, with_options
+
+if TYPE_CHECKING:
+    from nanorl.commands.train import RunToEnd
+    from nanorl.report.evaluation import Evaluation
+    from nanorl.saved_models import SavedModels
+    from nanorl.types import Rollout, Task
+
+RESULT = "eval.json"
+PHASE = "held-out tasks"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """The options of `nanorl eval`."""
+
+    model: tyro.conf.Positional[str]
+    """A run's folder, a Hugging Face folder or hub id, or smollm2."""
+    num_tasks: int = 100
+    """How many held-out tasks, at most."""
+    k: int = 1
+    """Samples of each task, for pass@k."""
+    temperature: float | None = None
+    """Of the sampling; default 0 (greedy) for one sample, else 1."""
+    preset: str = "smollm2"
+    """Where environment and limits come from, unless MODEL is a run, which has its own."""
+    env: str = ""
+    """As in training: a file (guess.py), module:Class, or one of those that come along."""
+    env_args: tuple[str, ...] = ()
+    """Its arguments, as name=value."""
+    reward: str = ""
+    """A reward in place of the environment's own."""
+    agent: str = ""
+    """The agent loop: tool, single_turn, feedback, or yours as file.py:loop."""
+    tasks: str | None = None
+    """Tasks of your own, as in training; those that are held out (or `test`) are played."""
+    task_fields: tuple[str, ...] = ()
+    """Which column is which field of a task: prompt=question answer=solution."""
+    seed: int | None = None
+    """Of the list of held-out tasks and of the sampling; default: that of training's own list."""
+    out: Path | None = None
+    """Folder of the result; default runs/eval-NAME."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    as_json: bool = False
+    """Print the result as JSON."""
+
+    def __post_init__(self) -> None:
+        check_record(self, "", num_tasks=COUNT, k=Bound(1, 1024, "all rollouts are held in memory"))
+        if self.temperature is not None and self.temperature < 0:
+            raise ValueError(f"--temperature {self.temperature}: must not be negative")
+        if self.k > 1 and self.temperature == 0.0:
+            raise ValueError(
+                f"--temperature 0 with --k {self.k}: greedy samples are all alike; use --k 1"
+            )
+
+    def run_config(self, saved: SavedModels) -> RunConfig:
+        """The options of a run that would play these tasks with the models of `saved`."""
+        if saved.run is None:
+            words = ["--preset", self.preset]
+            words += ["--env", self.env] if self.env else []
+            words += ["--env-args", *self.env_args] if self.env_args else []
+            config = parse_arguments(words)
+        else:
+            one = RunConfig()  # in one process, however the run was laid out
+            config = replace(
+                saved.run, cluster=one.cluster, learner=one.learner, rollout=one.rollout
+            )
+        given = {
+            "env": self.env,
+            "env_args": self.env_args,
+            "reward": self.reward,
+            "agent.loop": self.agent,
+            "tasks": self.tasks,
+            "task_fields": self.task_fields,
+        }
+        given = {name: value for name, value in given.items() if value}
+        config = with_options(config, given, where="nanorl eval")
+        seed = config.evaluation.seed if self.seed is None else self.seed
+        return replace(
+            config,
+            evaluation=replace(config.evaluation, num_tasks=self.num_tasks, seed=seed),
+            rl=replace(config.rl, steps=0),  # so no task for training is needed
+            device=self.device,
+            resume=False,
+            fork="",
+            out=_new_folder(self.out, self.model),
+        )
+
+
+def evaluate_model(options: Annotated[EvalOptions, tyro.conf.arg(name="")]) -> int:
+    """Play held-out tasks with a model, or with what a run has trained."""
+    from nanorl.commands.train import expected_errors
+    from nanorl.report.evaluation import evaluation_text
+    from nanorl.saved_models import find_models
+
+    try:
+        saved = find_models(options.model)
+        config = options.run_config(saved)
+        heat = float(options.k > 1) if options.temperature is None else options.temperature
+        with saved.folder() as folder:
+            result = run_evaluation(
+                replace(config, model=str(folder)),
+                title=options.model,
+                samples=options.k,
+                sampling=SamplingParams(temperature=heat, seed=config.evaluation.seed),
+            )
+    except tuple(expected_errors()) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if options.as_json:
+        print(json.dumps(result.to_json(), indent=2))
+        return 0
+    print(
+        f"{evaluation_text(result)}\n"
+        f"look: {config.run_dir}/{RESULT}   rollouts: {config.run_dir}/rollouts.sqlite"
+    )
+    return 0
+
+
+def run_evaluation(
+    config: RunConfig,
+    *,
+    title: str,
+    samples: int,
+    sampling: SamplingParams,
+    env: object = None,
+    run_to_end: RunToEnd = asyncio.run,
+) -> Evaluation:
+    """Play the held-out tasks of `config` and write the result into its folder.
+
+    `env` is an environment given as an object; `run_to_end` runs a coroutine to its end.
+    """
+    import torch  # here, so that a wrong option is answered at once
+    from rich.console import Console
+
+    from nanorl.evaluate import evaluate
+    from nanorl.parts import Parts
+    from nanorl.report.evaluation import Evaluation
+    from nanorl.report.live import LiveView
+    from nanorl.roles.player import Player
+    from nanorl.store import RolloutStore
+
+    torch.set_num_threads(1)  # of this thread: the engine's own uses several
+    parts = Parts(config, env=env)
+    tasks, folder = parts.tasks.heldout, config.run_dir
+    player = Player(parts)
+    played: list[tuple[Task, Rollout]] = []
+    start = time.perf_counter()
+
+    async def play_all() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (
+            # On stderr: stdout is for the result.
+            LiveView(f"evaluation of {title}", console=Console(stderr=True)) as live,
+            RolloutStore(folder / "rollouts.sqlite") as store,
+        ):
+            live.start_phase(PHASE, len(tasks) * samples)
+
+            def keep(rollout: Rollout) -> None:
+                store.add_group([rollout], step=0)  # at once: a stopped evaluation leaves them
+                live.advance(PHASE)
+
+            try:
+                result = await evaluate(
+                    player.play, tasks, name="model", samples=samples, sampling=sampling,
+                    on_rollout=keep,
+                )  # fmt: skip
+                played.extend(result.played)
+            finally:
+                await player.close_loop()
+
+    try:
+        run_to_end(play_all())
+    finally:
+        player.close()
+    result = Evaluation.of(
+        played,
+        title=title,
+        about=_about(parts.config, samples, sampling),
+        seconds=time.perf_counter() - start,
+    )
+    result.write(folder / RESULT)
+    if len(tasks) < config.evaluation.num_tasks:
+        print(f"there are no more than these {len(tasks)} held-out tasks", file=sys.stderr)
+    return result
+
+
+def _about(config: RunConfig, samples: int, sampling: SamplingParams) -> dict[str, Any]:
+    from nanorl.report.summary import git_commit
+
+    return {
+        "model": config.model,
+        "preset": config.preset,
+        "env": config.env,
+        "tasks": config.tasks,
+        "seed": config.evaluation.seed,
+        "samples_per_task": samples,
+        "temperature": sampling.temperature,
+        "options": config.to_json(),
+        "git_commit": git_commit(Path(__file__).parent) or "unknown",
+        "command": " ".join(sys.argv),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def _new_folder(out: Path | None, model: str) -> Path:
+    """A folder that is not there or empty; the first free one of the default's."""
+    if out is not None:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ValueError(f"--out {out}: it is not empty; choose another folder")
+        return out
+    name = re.sub(r"[^\w.-]+", "-", model).strip("-") or "model"
+    number = 1
+    while (folder := Path("runs") / f"eval-{name}{f'-{number}' if number > 1 else ''}").exists():
+        number += 1
+    return folder

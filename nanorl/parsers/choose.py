@@ -1,0 +1,137 @@
+"""`tool_chat`: how a model is told of tools and calls them, found by rendering its chat template.
+
+Nothing is known by a model's name. The template is given a call, a tool and a result, and what it
+makes of them tells: the parser that reads the call back is the model's; a template that shows the
+tool can list tools; one that treats the role "tool" in another way than a role which nobody knows
+knows it.
+Left out: templates that render calls in a form of which there is no parser here (Mistral, DeepSeek,
+XML). For them, as for templates without calls, the form is described in the system prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from nanoengine.model.chat_template import Message
+from nanoengine.model.tokenizer import ChatTokenizer
+from nanorl.parsers.base import Parser, ToolCall
+from nanorl.parsers.chat import ToolChat
+from nanorl.parsers.fenced import BASH_FENCE, PYTHON_FENCE, Fence, FencedParser
+from nanorl.parsers.hermes import HermesParser
+from nanorl.parsers.llama import LlamaParser
+from nanorl.parsers.pythonic import PythonicParser
+from nanorl.tools.base import Tool
+
+PROBE = ToolCall("probe_tool", {"probe_argument": 7})
+PROBE_RESULT = "probe result"
+UNKNOWN_ROLE = "qzxw"
+FENCES = {fence.tool: fence for fence in (PYTHON_FENCE, BASH_FENCE)}
+
+Make = Callable[[str, Sequence[Tool]], Parser]
+"""Makes a parser of the role that carries results and the tools that are called."""
+
+# Hermes first: a line of its calls is a call for Llama's parser too.
+BY_NAME: Mapping[str, Make] = MappingProxyType(
+    {
+        "hermes": lambda role, tools: HermesParser(role=role),
+        "llama": lambda role, tools: LlamaParser(role=role),
+        "pythonic": lambda role, tools: PythonicParser(role=role),
+        "fenced": lambda role, tools: FencedParser(role=role, fences=_fences(tools)),
+    }
+)
+
+
+def tool_chat(
+    tokenizer: ChatTokenizer, tools: Sequence[Tool], parser: Parser | str = "auto"
+) -> ToolChat:
+    """The chat with `tools`: through `parser`, one of that name, or by "auto" the one whose calls
+    the model's chat template writes.
+
+    Where the template writes no calls: fenced blocks if all tools are ones whose one argument is
+    code (`python`, `bash`), else Hermes. Tools that the template lists are left to it, since it
+    says too how they are called. `ValueError` for an unknown name.
+    """
+    rendered = _rendered_form(tokenizer)
+    if isinstance(parser, str):
+        if parser == "auto":
+            parser = rendered or ("fenced" if _can_be_fenced(tools) else "hermes")
+        if parser not in BY_NAME:
+            raise ValueError(f"parser={parser!r}: one of auto, {', '.join(BY_NAME)}")
+        role = next((one for one in ("tool", "ipython") if _knows_role(tokenizer, one)), "user")
+        parser = BY_NAME[parser](role, tools)
+    if parser.name == rendered and PROBE.name in _render(tokenizer, [USER], [SCHEMA]):
+        return ToolChat(parser=parser, schemas=[tool.schema for tool in tools])
+    return ToolChat(parser=parser, description=parser.describe(tools))
+
+
+def _rendered_form(tokenizer: ChatTokenizer) -> str | None:
+    """The name of the parser that reads what the template makes of a call."""
+    text = _render(tokenizer, [USER, CALLING])
+    names = (name for name in BY_NAME if name != "fenced")
+    return next((name for name in names if BY_NAME[name]("tool", []).read(text) == [PROBE]), None)
+
+
+def _can_be_fenced(tools: Sequence[Tool]) -> bool:
+    return {tool.name for tool in tools} <= FENCES.keys()
+
+
+def _fences(tools: Sequence[Tool]) -> tuple[Fence, ...]:
+    others = [tool.name for tool in tools if tool.name not in FENCES]
+    if others:
+        raise ValueError(
+            f"parser='fenced': {', '.join(others)} cannot be called by a block of code, only "
+            f"{', '.join(FENCES)} can; use 'auto'"
+        )
+    return tuple(FENCES[tool.name] for tool in tools)
+
+
+USER: Message = MappingProxyType({"role": "user", "content": "a"})
+CALLING: Message = MappingProxyType(
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "id": "call00000",
+                "type": "function",
+                "function": {"name": PROBE.name, "arguments": dict(PROBE.arguments)},
+            }
+        ],
+    }
+)
+SCHEMA: Mapping[str, Any] = MappingProxyType(
+    {
+        "type": "function",
+        "function": {
+            "name": PROBE.name,
+            "description": "A probe.",
+            "parameters": {"type": "object", "properties": {"probe_argument": {"type": "integer"}}},
+        },
+    }
+)
+
+
+def _knows_role(tokenizer: ChatTokenizer, role: str) -> bool:
+    """True if the template shows the message and does not merely print the role's name."""
+
+    def shown(role: str) -> str:
+        result = {"role": role, "content": PROBE_RESULT, "tool_call_id": "call00000"}
+        return _render(tokenizer, [USER, CALLING, result])
+
+    text = shown(role)
+    return PROBE_RESULT in text and shown(UNKNOWN_ROLE).replace(UNKNOWN_ROLE, role) != text
+
+
+def _render(
+    tokenizer: ChatTokenizer,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
+    """The rendered chat; empty where the template was not made for such messages."""
+    copies = [dict(tool) for tool in tools] if tools else None
+    try:
+        return tokenizer.render(messages, add_generation_prompt=False, tools=copies)
+    except (ValueError, TypeError):
+        return ""

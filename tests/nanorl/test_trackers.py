@@ -1,0 +1,206 @@
+"""`--log`: a real run in each tracker, offline, read back; trackers that fail, hang or are away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from forked_runs import SMALL, RunProcess, rows
+
+from nanorl.config import RunConfig
+from nanorl.report.metrics import flatten_numbers
+from nanorl.trackers import services
+from nanorl.trackers.sending import Trackers, identity_of
+from nanorl.trackers.services import TrackedRun, TrackioTracker, require_trackers
+
+NOWHERE = "http://127.0.0.1:9"  # the port "discard", where nothing listens
+
+
+def offline(folder: Path) -> dict[str, str]:
+    """All that trackers write lies in `folder`, caches of a home among it, and what would leave
+    this machine fails."""
+    (folder / "home").mkdir()
+    return {
+        **{name: NOWHERE for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")},
+        "HOME": str(folder / "home"),
+        "WANDB_MODE": "offline",
+        "MLFLOW_TRACKING_URI": (folder / "mlflow").as_uri(),
+        "MLFLOW_ALLOW_FILE_STORE": "true",  # its database needs more than mlflow-skinny
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }
+
+
+@pytest.mark.sandbox
+def test_a_run_and_its_resumption_are_one_page_in_each_tracker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    pytest.importorskip("mlflow")
+    out, environment = tmp_path / "run", offline(tmp_path)
+    few = (*SMALL, "--rl.steps", "1", "--evaluation.num-tasks-no-tool", "0")
+    for more in (
+        (*few, "--log", "wandb", "mlflow"),
+        ("--resume", "--rl.steps", "2", "--rl.lr", "1e-4"),
+    ):
+        log = tmp_path / "log"
+        process = RunProcess(log, *more, "--out", str(out), environment=environment)
+        assert process.wait() == 0, process.output()
+    assert "not everything reached it" not in process.output()
+    identity = identity_of(out)
+
+    [history_of, config_of] = read_wandb(out / "wandb", identity)
+    for row in rows(out):
+        sent = [found for found in history_of if found["step"] == row["step"] and "loss" in found]
+        assert sent and flatten_numbers(row).items() <= sent[-1].items()
+    assert config_of["rl.lr"] == 1e-4 and config_of["preset"] == "tiny"
+    after = [found for found in history_of if "evaluation/after/success" in found]
+    assert [found["step"] for found in after] == [1, 2]
+    tables = list(out.glob("wandb/*/files/media/table/rollouts*.json"))
+    assert any("a task of it" in table.read_text() for table in tables)
+
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    from mlflow import MlflowClient
+
+    client = MlflowClient(environment["MLFLOW_TRACKING_URI"])
+    experiment = client.get_experiment_by_name("nanorl")
+    [page] = client.search_runs([experiment.experiment_id])
+    assert (page.info.status, page.data.tags["nanorl.run"]) == ("FINISHED", identity)
+    assert page.data.params["rl.steps"] == "1"  # as it began
+    assert page.data.tags["rl.lr.changed"] == "0.0001"
+    for name in ("loss", "grad_norm"):
+        points = {p.step: p.value for p in client.get_metric_history(page.info.run_id, name)}
+        assert points == {row["step"]: row[name] for row in rows(out)}
+    texts = [file.path for file in client.list_artifacts(page.info.run_id, "rollouts")]
+    assert any(text.startswith("rollouts/00000-a-rollout-of-step-0-") for text in texts)
+
+
+def read_wandb(folder: Path, identity: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The rows and the last options in W&B's files of that run. They are LevelDB logs (blocks of
+    32 KiB; records of checksum, length, kind) of its own protocol buffers, after 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found: list[dict[str, Any]] = []
+    options: dict[str, Any] = {}
+    for file in sorted(folder.glob(f"offline-run-*/run-{identity}.wandb")):
+        data, at, message = file.read_bytes(), 7, b""
+        while at + 7 <= len(data):
+            if 32768 - at % 32768 < 7:
+                at += 32768 - at % 32768
+                continue
+            length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+            message += data[at + 7 : at + 7 + length]
+            at += 7 + length
+            if kind not in (1, 4):  # whole, or the last part
+                continue
+            record = Record.FromString(message)
+            message = b""
+            if record.HasField("history"):
+                found.append(values_of(record.history.item))
+            if record.HasField("config"):
+                options |= values_of(record.config.update)
+    return found, options
+
+
+def values_of(items: Any) -> dict[str, Any]:
+    return {"/".join(one.nested_key) or one.key: json.loads(one.value_json) for one in items}
+
+
+class Broken:
+    def __init__(self, run: TrackedRun) -> None:
+        self.run = run
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        if self.run.project == "hangs":
+            time.sleep(600)
+        if self.run.project == "dies":
+            os._exit(3)
+        raise OSError("the network is gone")
+
+    log_text = log  # type: ignore[assignment]
+
+    def finish(self) -> None: ...
+
+
+class BrokenProcess(services.TrackerProcess):
+    """As in a tracker's process, where a patch of this one does not reach."""
+
+    def __init__(self, name: str, run: TrackedRun) -> None:
+        self._tracker = Broken(run)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("project", "why"),
+    [("refuses", "the network is gone"), ("hangs", "within 0.5 s"), ("dies", "exited with code 3")],
+)
+def test_a_tracker_that_fails_is_said_once_and_does_not_hold_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, project: str, why: str
+) -> None:
+    monkeypatch.setattr("nanorl.trackers.sending.TrackerProcess", BrokenProcess)
+    config = RunConfig(preset="tiny", out=tmp_path, log=("wandb",), log_project=project)
+    said: list[str] = []
+    slowest_s = 0.0
+
+    async def run() -> None:
+        nonlocal slowest_s
+        async with Trackers(
+            config, say=said.append, finish_s=0.5 if project == "hangs" else 60
+        ) as t:
+            for step in range(3):
+                begin = time.perf_counter()
+                t.log(step, {"loss": 1.0})
+                slowest_s = max(slowest_s, time.perf_counter() - begin)
+
+    asyncio.run(run())
+    assert len(said) == 1 and why in said[0] and said[0].startswith("--log wandb: not everything")
+    assert slowest_s < 5  # it would hang for minutes
+
+
+def test_without_trackers_nothing_is_started_or_written(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Trackers(RunConfig(out=tmp_path), say=print) as trackers:
+            trackers.log(0, {"loss": 1.0})
+
+    asyncio.run(run())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_package_is_one_error_that_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    require_trackers(())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"--log mlflow needs .* 'nanorl-stack\[mlflow\]'"):
+        require_trackers(("mlflow",))
+
+
+def test_trackio_is_asked_for_one_run_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a double of its interface: it cannot be installed everywhere."""
+    calls: list[Any] = []
+    run = SimpleNamespace(
+        log=lambda values, step: calls.append((step, values)), finish=lambda: calls.append("end")
+    )
+    double = SimpleNamespace(
+        init=lambda **options: calls.append(options) or run, Table=lambda dataframe: dataframe
+    )
+    monkeypatch.setitem(sys.modules, "trackio", double)
+    tracker = TrackioTracker(
+        TrackedRun(project="p", name="n", identity="0123456789", folder=tmp_path, options={"a": 1})
+    )
+    tracker.log(3, {"loss": 0.5})
+    tracker.finish()
+    assert calls[0] == {
+        **{"project": "p", "name": "n-012345", "config": {"a": 1}},
+        **{"resume": "allow", "embed": False},
+    }
+    assert calls[1:] == [(3, {"loss": 0.5}), "end"]
