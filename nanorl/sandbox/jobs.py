@@ -7,7 +7,7 @@ session's folder comes onto the import path only here, and only where a program 
     PYTHON, SHELL, REPL   what an agent's tools ask for
     READ, WRITE           one file
     PACK, UNPACK          the whole folder as a tar archive
-    TEST, CALL            grading (grading.py says what each can promise)
+    TEST, CALL, VERIFY    grading (grading.py says what each can promise)
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import tarfile
 import traceback
 import types
 import unittest
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from nanorl.sandbox import protocol
@@ -44,6 +45,7 @@ from nanorl.sandbox.protocol import DONE, GO, receive
 from nanorl.sandbox.worker import connect, limit_cpu, take_order
 
 _PROGRAM = "<program>"
+_LEFT = b"\nthe script left processes running"
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: of every class that Python code defines
 
 
@@ -68,6 +70,8 @@ def perform(job: int, parts: dict[str, bytes], folder: str) -> NoReturn:
         _run_test(parts, folder)
     if job == protocol.CALL:
         _run_call(parts["code"], folder)
+    if job == protocol.VERIFY:
+        _verify(parts["command"])
     try:
         if job == protocol.READ:
             _read(parts)
@@ -244,11 +248,40 @@ def _run_call(code: bytes, folder: str) -> NoReturn:
     exit_now(0)
 
 
+def _verify(command: bytes) -> NoReturn:
+    """Runs a script; fails where it was killed, or where processes outlived it: they could still
+    have written what it has just written."""
+    pid = os.fork()
+    if pid == 0:
+        _run_shell(command)
+    ended, status = 0, 0
+    while ended != pid:
+        ended, status = os.waitpid(pid, 0)
+    others = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {1, os.getpid()}
+    alive = [each for each in others if not _is_zombie(each)]
+    if others:
+        with suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+    if os.WIFSIGNALED(status) or alive:
+        os.write(2, b"\nthe script was killed" if os.WIFSIGNALED(status) else _LEFT)
+        exit_now(1)
+    exit_now(0)
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
 def _run_test(parts: dict[str, bytes], folder: str) -> NoReturn:
     """Runs one test function or method; only one that ran to its end reports the nonce."""
     output = _private_output()
     sys.dont_write_bytecode = True
     tree = _strict_equality(ast.parse(parts["source"]))
+    unittest.TestCase.assertEqual = _assert_equal  # type: ignore[method-assign]
     trusted = _trusted_names(tree)
     # After the standard library: a `unittest.py` in the folder is not what a test imports.
     sys.path[0] = protocol.TESTS
@@ -327,6 +360,15 @@ def _same(left: Any, right: Any) -> bool:
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(_same(left[k], right[k]) for k in left)
     return bool(left == right)
+
+
+_assert_equal_of_unittest = unittest.TestCase.assertEqual
+
+
+def _assert_equal(self: unittest.TestCase, first: Any, second: Any, msg: Any = None) -> None:
+    _assert_equal_of_unittest(self, first, second, msg)
+    if not _same(first, second):
+        self.fail("equal by the word of the folder's own class")
 
 
 def _decides_itself(kind: type) -> bool:

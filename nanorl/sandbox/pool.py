@@ -190,9 +190,7 @@ class SandboxPool:
             raise ValueError(f"timeout_s={timeout_s} must be a positive number of seconds")
         files = files or {}
         self._check_files(files)
-        execution = Execution(
-            _pack(code, files), stdin, limit_s, self.spec.max_output_bytes
-        )
+        execution = Execution(_pack(code, files), stdin, limit_s, self.spec.max_output_bytes)
         self._dispatcher.submit(execution)
         return execution.future
 

@@ -28,7 +28,7 @@ NO_STATUS = -1  # the execution was killed from outside
 PROGRAM_NAME = "program.py"
 
 # What a session's worker can be asked for (keeper.py); a stateless one knows PROGRAM alone.
-PROGRAM, PYTHON, SHELL, REPL, READ, WRITE, PACK, UNPACK, LAY_TESTS, TEST, CALL = range(11)
+PROGRAM, PYTHON, SHELL, REPL, READ, WRITE, PACK, UNPACK, LAY_TESTS, TEST, CALL, VERIFY = range(12)
 FOLDERS = ("/work", "/app", "/workspace", "/testbed", "/repo")
 """The working folders that a session can have: mount points, made before it is known which."""
 TESTS, LOGS = "/tests", "/logs"

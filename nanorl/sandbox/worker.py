@@ -71,7 +71,9 @@ class Child:
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pid = confinement.clone()
         if self.pid == 0:
-            _run_or_die(_init_main, confinement, theirs, (self.sock, control), main or _program_main)
+            _run_or_die(
+                _init_main, confinement, theirs, (self.sock, control), main or _program_main
+            )
         theirs.close()
 
     def is_ready(self) -> bool:
