@@ -101,7 +101,7 @@ def _problem_of_case(case: Case, result: ExecResult) -> str:
     expected = {"raises": case.raises} if case.raises else {"value": case.expected}
     try:
         is_right = _canonical(json.loads(result.stdout)) == _canonical(expected)
-    except ValueError:  # RecursionError cannot be: the C parser's depth is the interpreter's
+    except (ValueError, RecursionError):
         return "it returned nothing that can be read"
     return "" if is_right else f"another value than {expected}"
 
@@ -206,7 +206,7 @@ async def _read_reward(copy: Session, script: str, result: ExecResult) -> Verdic
             continue
         try:
             content = json.loads(read.stdout)
-        except ValueError:
+        except (ValueError, RecursionError):
             return _verdict({script: f"{name} holds no number"})
         rewards = content if isinstance(content, dict) else {"reward": content}
         is_number = all(_is_number(value) for value in rewards.values())
