@@ -171,17 +171,16 @@ def test_a_snapshot_brings_the_folder_back(pool: SandboxPool) -> None:
 def test_two_sessions_share_nothing(pool: SandboxPool) -> None:
     async def main() -> None:
         one = await pool.open_session({"a": "1"})
-        async with one:
-            async with await pool.open_session({"b": "2"}, folder="/app") as two:
-                await one.shell("touch /tmp/one", 5)
-                await one.repl("x = 1", 5)
-                assert (await two.shell("pwd; ls . /tmp /work", 5)).stdout == b"/app\n.:\nb\n" + (
-                    b"\n/tmp:\n\n/work:\n"
-                )
-                assert b"NameError" in (await two.repl("x", 5)).stderr
-                both = [session.run("import time; time.sleep(0.5)", 5) for session in (one, two)]
-                slept = await asyncio.gather(*both)
-                assert all(each.status is ExecStatus.OK for each in slept)
+        async with one, await pool.open_session({"b": "2"}, folder="/app") as two:
+            await one.shell("touch /tmp/one", 5)
+            await one.repl("x = 1", 5)
+            assert (await two.shell("pwd; ls . /tmp /work", 5)).stdout == b"/app\n.:\nb\n" + (
+                b"\n/tmp:\n\n/work:\n"
+            )
+            assert b"NameError" in (await two.repl("x", 5)).stderr
+            both = [session.run("import time; time.sleep(0.5)", 5) for session in (one, two)]
+            slept = await asyncio.gather(*both)
+            assert all(each.status is ExecStatus.OK for each in slept)
 
     asyncio.run(main())
 

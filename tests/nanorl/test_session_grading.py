@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -271,7 +271,7 @@ def test_without_its_defence_the_forgery_pays(
         monkeypatch.setattr(grading.secrets, "token_bytes", lambda n: forgery.without.encode())
     else:
         monkeypatch.setattr(grading, forgery.defence, forgery.without)
-    with SandboxPool(SPEC) as pool:
+    with SandboxPool(replace(SPEC, warm_sessions=0)) as pool:
         verdict = asyncio.run(verdict_on(pool, forgery.files, forgery.test))
     assert verdict.reward == 1.0, verdict
 
