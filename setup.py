@@ -19,13 +19,18 @@ PACKAGES = [
     "nanorl",
     "nanorl.agents",
     "nanorl.algorithms",
+    "nanorl.commands",
     "nanorl.envs",
+    "nanorl.hosting",
     "nanorl.monitor",
+    "nanorl.parsers",
     "nanorl.report",
     "nanorl.rewards",
     "nanorl.roles",
     "nanorl.sandbox",
     "nanorl.tasks",
+    "nanorl.tools",
+    "nanorl.trackers",
     "nanorl.weights",
 ]
 
@@ -58,6 +63,7 @@ setup(
     packages=PACKAGES,
     package_data={
         "kernels.cpp": ["*.cpp", "*.h"],  # compiled on first use
+        "nanoinfer.server": ["page.html"],
         "nanorl.report": ["style.css"],
     },
     install_requires=CORE,

@@ -22,7 +22,7 @@ class ComputeConfig:
     micro_batch_tokens: int = 2048
     """Tokens of one training micro-batch, rows of the model in a forward and a backward pass."""
     share_prefix: bool = False
-    """Read the common leading tokens of a group once in training."""
+    """Read once in training what members of a group begin with alike: a tree of any depth."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time, the same bits."""
     lm_head_fp32: bool = False

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
-from nanoengine.packing import Sample, balanced_parts, common_prefix
+from nanoengine.packing import Sample, balanced_parts, groups_of, read_tokens
 from nanoengine.parallel.mesh import DATA_AXES, Layout
+from nanoengine.prefix_tree import Rows, added_rows, depth_first, num_shared
 
 T = TypeVar("T")
 
@@ -60,7 +62,7 @@ def data_index(layout: Layout, rank: int) -> int:
 
 def deal(samples: Sequence[Sample], layout: Layout, *, share_prefix: bool = False) -> Deal:
     """Parts of nearly equal numbers of rows. With `share_prefix`, as in the engine that trains, the
-    members of a group stay together where that balances: apart, each rank reads the prompt."""
+    members of a group stay together where that balances: apart, each rank reads what they share."""
     num_parts = 1
     for axis in DATA_AXES:
         num_parts *= getattr(layout, axis)
@@ -73,15 +75,14 @@ def deal(samples: Sequence[Sample], layout: Layout, *, share_prefix: bool = Fals
 
 @dataclass(frozen=True)
 class _Group:
-    """Samples that start alike: `prefix` rows are read once, `own[i]` by member i alone."""
+    """Samples that may share rows, in depth-first order, and what the model reads of them."""
 
     members: tuple[int, ...]
-    prefix: int
-    own: tuple[int, ...]
+    rows: tuple[Rows, ...]
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
-        return self.prefix + sum(self.own)
+        return sum(added_rows(self.rows))
 
 
 def _parts_of_groups(samples: Sequence[Sample], num_parts: int) -> list[list[int]]:
@@ -100,24 +101,22 @@ def _parts_of_groups(samples: Sequence[Sample], num_parts: int) -> list[list[int
         parts[lightest].extend(group.members)
         loads[lightest] += group.num_rows
     for group in scattered:
-        prefixes = [group.prefix] * num_parts  # what the first member costs beside its own rows
-        for i, own in zip(group.members, group.own, strict=True):
-            loads_then = [load + prefix + own for load, prefix in zip(loads, prefixes, strict=True)]
+        latest: list[Rows] = [()] * num_parts  # the member that each part was given last
+        for i, rows in zip(group.members, group.rows, strict=True):
+            loads_then = [
+                load + len(rows) - num_shared(before, rows)
+                for load, before in zip(loads, latest, strict=True)
+            ]
             chosen = loads_then.index(min(loads_then))
             parts[chosen].append(i)
-            loads[chosen], prefixes[chosen] = loads_then[chosen], 0
+            loads[chosen], latest[chosen] = loads_then[chosen], rows
     return [sorted(part) for part in parts]
 
 
 def _groups(samples: Sequence[Sample]) -> list[_Group]:
-    members: dict[object, list[int]] = {}
-    for i, sample in enumerate(samples):
-        members.setdefault(i if sample.group is None else sample.group, []).append(i)
     groups = []
-    for indices in members.values():
-        sequences = [samples[i].tokens for i in indices]
-        prefix = common_prefix(sequences) if len(indices) > 1 else 0
-        order = sorted(indices, key=lambda i: (-len(samples[i].tokens), i))
-        own = tuple(len(samples[i].tokens) - 1 - prefix for i in order)
-        groups.append(_Group(tuple(order), prefix, own))
+    for indices in groups_of(samples):
+        rows = [read_tokens(samples[i]) for i in indices]
+        order = depth_first(rows)
+        groups.append(_Group(tuple(indices[k] for k in order), tuple(rows[k] for k in order)))
     return groups

@@ -4,15 +4,18 @@ A sample of n tokens has n - 1 predictions: token t is predicted from tokens 0..
 reads tokens 0..n-2 and every per-prediction tensor covers tokens 1..n-1; the shift by one happens
 here, inside each sample, and a packed neighbour is never a target.
 
-With `share_prefix`, members of one group (same `Sample.group`) whose leading tokens are equal
-become a tree: those tokens are read once, each member's own tokens hang below them as a branch.
-The tensors that the loss sees are the same in both layouts; `rows_T` says which row of the
-model's output predicts each of them.
+With `share_prefix`, members of one group (same `Sample.group`) that begin alike become a tree
+(prefix_tree.py), of any depth: every distinct token is read once, whatever follows it hangs below
+as branches. The tensors that the loss sees are the same in both layouts, each sample has its own
+predictions with its own mask and fields; `rows_T` says which row of the model's output predicts
+each of them. Where several samples count the same prediction of a row, its log-prob is computed
+once (`scored_Q`).
 
 Left out: padding to fixed shapes and splitting one sample over micro-batches. A sample that is
 longer than the budget gets a micro-batch of its own.
 
-Legend: N rows the model reads, T predictions, S segments (sequences, prefixes or branches).
+Legend: N rows the model reads, T predictions, P counted ones, Q distinct ones of those, S segments
+(sequences, or the runs between the forks of a tree).
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import torch
 from torch import Tensor
 
 from kernels.transfer import to_device, to_host
+from nanoengine.prefix_tree import added_rows, cut, depth_first, lay_out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +86,14 @@ class MicroBatch:
     cu_seqlens: Tensor  # int32 [S + 1], segments of the rows
     bounds: list[int]  # the same, for the host
     max_seqlen: int
-    prefix_of_S: list[int] | None  # shared layout: the segment each one continues, -1 for none
+    prefix_of_S: list[int] | None  # the segment each one continues, -1 for none; None: all -1
     rows_T: Tensor | None  # int64, row that predicts each entry; None: row t predicts entry t
     target_ids_T: Tensor  # int64, the predicted tokens
     loss_mask_T: Tensor  # fp32, 1 where the predicted token counts
     fields_T: dict[str, Tensor]  # fp32, of the predicted tokens
     counted_P: Tensor  # int64, the entries whose loss mask is not 0
+    scored_Q: Tensor | None  # int64, the first of each row and target among them; None: all differ
+    copy_of_P: Tensor | None  # int64, the place in scored_Q of what a counted entry has too
     sequence_ids_T: Tensor  # int64, index of the sample in the whole batch
     local_ids_T: Tensor  # the same, counted among the samples of the micro-batch
     index: list[int]
@@ -105,9 +111,8 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class _Tree:
-    """Samples that share their first `prefix` tokens; 0 and one member for a plain sample."""
+    """Samples whose leading rows are read once, in depth-first order; or a single one."""
 
-    prefix: int
     members: tuple[int, ...]
     num_rows: int
 
@@ -132,13 +137,11 @@ def make_micro_batches(
     for i, sample in enumerate(samples):
         if set(sample.fields) != names:
             raise ValueError(f"sample {i} has fields {sorted(sample.fields)}, not {sorted(names)}")
-    trees = _plain_trees(samples)
-    if share_prefix:
-        trees = _shared_trees(samples, max_tokens)
+    trees = list(_trees(samples, max_tokens, share_prefix))
     trees.sort(key=lambda tree: (-max(len(samples[i].tokens) for i in tree.members), tree.members))
     device = torch.device(device)
     bins = _fill(trees, max_tokens)
-    return [to_device(_pack(samples, trees, share_prefix), device) for trees in bins]
+    return [to_device(_pack(samples, trees), device) for trees in bins]
 
 
 def balanced_parts(samples: Sequence[Sample], num_parts: int) -> list[list[int]]:
@@ -161,51 +164,25 @@ def balanced_parts(samples: Sequence[Sample], num_parts: int) -> list[list[int]]
     return [sorted(part) for part in parts]
 
 
-def _plain_trees(samples: Sequence[Sample]) -> list[_Tree]:
-    return [_Tree(0, (i,), len(sample.tokens) - 1) for i, sample in enumerate(samples)]
+def _trees(samples: Sequence[Sample], max_tokens: int, share_prefix: bool) -> Iterator[_Tree]:
+    for members in groups_of(samples) if share_prefix else [[i] for i in range(len(samples))]:
+        rows = [read_tokens(samples[i]) for i in members]
+        for part in cut(rows, depth_first(rows), max_tokens):
+            num_rows = sum(added_rows([rows[k] for k in part]))
+            yield _Tree(tuple(members[k] for k in part), num_rows)
 
 
-def _shared_trees(samples: Sequence[Sample], max_tokens: int) -> list[_Tree]:
-    groups: dict[str, list[int]] = {}
-    trees: list[_Tree] = []
+def groups_of(samples: Sequence[Sample]) -> list[list[int]]:
+    """Indices of the samples that may share rows; a sample without a group is alone."""
+    groups: dict[object, list[int]] = {}
     for i, sample in enumerate(samples):
-        if sample.group is None:
-            trees.append(_Tree(0, (i,), len(sample.tokens) - 1))
-        else:
-            groups.setdefault(sample.group, []).append(i)
-    for members in groups.values():
-        trees.extend(_split_group(samples, members, max_tokens))
-    return trees
+        groups.setdefault(i if sample.group is None else sample.group, []).append(i)
+    return list(groups.values())
 
 
-def _split_group(samples: Sequence[Sample], members: list[int], max_tokens: int) -> list[_Tree]:
-    """One tree, or several that repeat the prefix where one would exceed the budget."""
-    prefix = common_prefix([samples[i].tokens for i in members]) if len(members) > 1 else 0
-    if prefix == 0:
-        return [_Tree(0, (i,), len(samples[i].tokens) - 1) for i in members]
-    order = sorted(members, key=lambda i: (-len(samples[i].tokens), i))
-    trees: list[_Tree] = []
-    taken: list[int] = []
-    num_rows = prefix
-    for i in order:
-        own = len(samples[i].tokens) - 1 - prefix
-        if taken and num_rows + own > max_tokens:
-            trees.append(_Tree(prefix, tuple(taken), num_rows))
-            taken, num_rows = [], prefix
-        taken.append(i)
-        num_rows += own
-    trees.append(_Tree(prefix, tuple(taken), num_rows))
-    return trees
-
-
-def common_prefix(sequences: Sequence[list[int]]) -> int:
-    """Number of leading tokens that all sequences share, at most each length - 1."""
-    first, last = min(sequences), max(sequences)  # the two that differ earliest
-    limit = min(len(sequence) for sequence in sequences) - 1
-    for i in range(limit):
-        if first[i] != last[i]:
-            return i
-    return limit
+def read_tokens(sample: Sample) -> list[int]:
+    """What the model reads of a sample: its last token is only predicted."""
+    return sample.tokens[:-1]
 
 
 def _fill(trees: list[_Tree], max_tokens: int) -> Iterator[list[_Tree]]:
@@ -220,7 +197,7 @@ def _fill(trees: list[_Tree], max_tokens: int) -> Iterator[list[_Tree]]:
     yield taken
 
 
-def _pack(samples: Sequence[Sample], trees: list[_Tree], shared: bool) -> MicroBatch:
+def _pack(samples: Sequence[Sample], trees: list[_Tree]) -> MicroBatch:
     """Build the tensors, on the CPU."""
     ids: list[int] = []
     positions: list[int] = []
@@ -229,55 +206,69 @@ def _pack(samples: Sequence[Sample], trees: list[_Tree], shared: bool) -> MicroB
     prefix_of: list[int] = []
     index: list[int] = []
 
-    def add_segment(tokens: list[int], begin: int, end: int, parent: int) -> range:
-        first = len(ids)
-        ids.extend(tokens[begin:end])
-        positions.extend(range(begin, end))
-        cu_seqlens.append(len(ids))
-        prefix_of.append(parent)
-        return range(first, len(ids))
-
     for tree in trees:
-        parent, prefix_rows = -1, range(0)
-        if tree.prefix:
-            parent = len(prefix_of)
-            prefix_rows = add_segment(samples[tree.members[0]].tokens, 0, tree.prefix, -1)
-        for i in tree.members:
-            tokens = samples[i].tokens
-            own_rows = add_segment(tokens, tree.prefix, len(tokens) - 1, parent)
-            rows.extend((*prefix_rows, *own_rows))
+        layout = lay_out([read_tokens(samples[i]) for i in tree.members])
+        first, first_segment = len(ids), len(prefix_of)
+        ids += layout.ids
+        positions += layout.positions
+        cu_seqlens += [first + start for start in [*layout.starts[1:], len(layout.ids)]]
+        prefix_of += [-1 if p < 0 else first_segment + p for p in layout.parents]
+        for i, path in zip(tree.members, layout.paths, strict=True):
+            rows += [first + row for row in path]
             starts.append(len(rows))
             index.append(i)
 
-    def per_prediction(values: list[list[float]] | list[list[int]], dtype: torch.dtype) -> Tensor:
+    def per_prediction(values: list[list[float]] | list[list[int]]) -> Tensor:
         flat = [x for i in index for x in values[i][1:]]
-        return torch.tensor(flat, dtype=dtype)
+        return torch.tensor(flat, dtype=torch.float32)
 
-    loss_mask_T = per_prediction([s.loss_mask for s in samples], torch.float32)
+    loss_mask_T = per_prediction([s.loss_mask for s in samples])
+    target_ids = [token for i in index for token in samples[i].tokens[1:]]
+    counted_P = loss_mask_T.nonzero().squeeze(1)
+    has_tree = any(len(tree.members) > 1 for tree in trees)
+    scored_Q, copy_of_P = _distinct(counted_P, rows, target_ids) if has_tree else (None, None)
     place = {i: rank for rank, i in enumerate(sorted(index))}
     sequence_ids = [i for i in index for _ in samples[i].tokens[1:]]
     lengths = [end - begin for begin, end in pairwise(cu_seqlens)]
-    has_tree = any(tree.prefix for tree in trees)
     return MicroBatch(
         ids_N=torch.tensor(ids),
         positions_N=torch.tensor(positions),
         cu_seqlens=torch.tensor(cu_seqlens, dtype=torch.int32),
         bounds=cu_seqlens,
         max_seqlen=max(lengths),
-        prefix_of_S=prefix_of if shared and has_tree else None,
+        prefix_of_S=prefix_of if max(prefix_of) >= 0 else None,
         rows_T=torch.tensor(rows) if has_tree else None,
-        target_ids_T=per_prediction([s.tokens for s in samples], torch.int64),
+        target_ids_T=torch.tensor(target_ids),
         loss_mask_T=loss_mask_T,
         fields_T={
-            name: per_prediction([s.fields[name] for s in samples], torch.float32)
-            for name in samples[0].fields
+            name: per_prediction([s.fields[name] for s in samples]) for name in samples[0].fields
         },
-        counted_P=loss_mask_T.nonzero().squeeze(1),
+        counted_P=counted_P,
+        scored_Q=scored_Q,
+        copy_of_P=copy_of_P,
         sequence_ids_T=torch.tensor(sequence_ids),
         local_ids_T=torch.tensor([place[i] for i in sequence_ids]),
         index=index,
         starts=starts,
     )
+
+
+def _distinct(
+    counted_P: Tensor, rows: list[int], target_ids: list[int]
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """`MicroBatch.scored_Q` and `copy_of_P`; nothing where no two counted entries are the same."""
+    scored: list[int] = []
+    place: dict[tuple[int, int], int] = {}
+    copies: list[int] = []
+    for entry in counted_P.tolist():
+        prediction = rows[entry], target_ids[entry]
+        if prediction not in place:
+            place[prediction] = len(scored)
+            scored.append(entry)
+        copies.append(place[prediction])
+    if len(scored) == len(copies):
+        return None, None
+    return torch.tensor(scored), torch.tensor(copies)
 
 
 def idle_micro_batch(device: torch.device) -> MicroBatch:

@@ -6,7 +6,8 @@ log-probs are gathered so that a loss sees whole sequences; with tensor parallel
 split by vocabulary and every rank gets the same log-probs.
 
 Left out: losses, and the loop over micro-batches (engine.py).
-Legend: N rows that this rank reads, P rows that reach the head, T predictions of the micro-batch.
+Legend: N rows that this rank reads, P rows that reach the head (in a tree one for each distinct
+prediction that counts), T predictions of the micro-batch.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class Part:
     rows: Tensor | None  # the row that predicts each target; None: row i predicts target i
     target_ids: Tensor
     counted: Tensor  # the predictions whose loss mask is not 0
+    scored: Tensor | None = None  # of those the distinct ones; None: all
+    copy_of: Tensor | None = None  # which of the distinct ones each counted one is
     ring: ContextSplit | None = None
 
 
@@ -105,14 +108,15 @@ class Scorer:
             ring = ContextSplit(micro, self._mesh)
             ids, positions = ring.take(micro.ids_N), ring.take(micro.positions_N)
             targets, mask = ring.take(micro.target_ids_T), ring.take(micro.loss_mask_T)
-            return Part(ids, positions, ring, None, targets, mask.nonzero().squeeze(1), ring)
+            return Part(ids, positions, ring, None, targets, mask.nonzero().squeeze(1), ring=ring)
         context: AttentionContext = PackedContext(
             micro.cu_seqlens, micro.max_seqlen, batch_invariant=self.model.batch_invariant
         )
         if micro.prefix_of_S is not None:
             context = SharedPrefixContext(micro.bounds, micro.prefix_of_S)
-        scored = (micro.rows_T, micro.target_ids_T, micro.counted_P)
-        return Part(micro.ids_N, micro.positions_N, context, *scored)
+        predicted = (micro.rows_T, micro.target_ids_T, micro.counted_P)
+        distinct = (micro.scored_Q, micro.copy_of_P)
+        return Part(micro.ids_N, micro.positions_N, context, *predicted, *distinct)
 
     def score(
         self,
@@ -124,22 +128,24 @@ class Scorer:
         only_masked: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """logp_T and entropy_T of the micro-batch's predictions from the final hidden states."""
-        rows, targets, picked = part.rows, part.target_ids, None
+        rows, targets = part.rows, part.target_ids
         if only_masked:
-            picked = part.counted
+            picked = part.counted if part.scored is None else part.scored
             rows = picked if rows is None else rows[picked]
             targets = targets[picked]
         hidden_PD = hidden_ND if rows is None else hidden_ND.index_select(0, rows)
         logp, entropies = self.model.logprobs(hidden_PD, targets, temperature, entropy=entropy)
         scored = [logp] if entropies is None else [logp, entropies]
-        if picked is not None:
-            count = len(part.target_ids)
-            scored = [_spread(values, picked, count) for values in scored]
+        if only_masked:
+            scored = [_spread(values, part) for values in scored]
         if part.ring is not None:
             scored = [part.ring.gather(values) for values in scored]
         return scored[0], scored[1] if entropies is not None else None
 
 
-def _spread(values: Tensor, picked: Tensor, count: int) -> Tensor:
-    zeros = torch.zeros(count, dtype=values.dtype, device=values.device)
-    return zeros.index_copy(0, picked, values)
+def _spread(values: Tensor, part: Part) -> Tensor:
+    """What was scored, at every prediction that counts; 0 at the others."""
+    if part.copy_of is not None:
+        values = values.index_select(0, part.copy_of)
+    zeros = torch.zeros(len(part.target_ids), dtype=values.dtype, device=values.device)
+    return zeros.index_copy(0, part.counted, values)

@@ -173,7 +173,7 @@ def _first_group(rollouts: Sequence[Rollout], version: int) -> list[Sample]:
 
 def _with_signal(rollouts: list[Rollout]) -> list[Rollout]:
     """Keep the rollouts of groups with some but not all members correct."""
-    is_correct_R = torch.tensor([r.reward >= 1.0 for r in rollouts])
+    is_correct_R = torch.tensor([r.is_success for r in rollouts])
     keep_R = has_signal(is_correct_R, [r.group_id for r in rollouts])
     return [r for r, keep in zip(rollouts, keep_R.tolist(), strict=True) if keep]
 
@@ -288,7 +288,7 @@ def batch_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     }
     if rollouts:
         metrics["reward"] = sum(r.reward for r in rollouts) / count
-        metrics["success"] = sum(r.reward >= 1.0 for r in rollouts) / count
+        metrics["success"] = sum(r.is_success for r in rollouts) / count
         metrics["turns"] = sum(len(r.turn_spans) for r in rollouts) / count
         for status in (Status.TRUNCATED_TURN, Status.TRUNCATED_CONTEXT):
             metrics[f"{status}_fraction"] = sum(r.status == status for r in rollouts) / count

@@ -2,9 +2,10 @@
 
     nanorl status --run runs/tiny-seed0
     nanorl scale --run runs/tiny-seed0 --replicas 3
+    nanorl chat runs/tiny-seed0
 
-The run must have been started with --monitor.port; its folder says where it listens (access.py).
-A verb is a function whose parameters are its options; `VERBS` lists them.
+For the first two the run must have been started with --monitor.port; its folder says where it
+listens (access.py). A verb is a function whose parameters are its options; `VERBS` lists them.
 Exit status: 0 done, 1 with one message that says what was wrong.
 """
 
@@ -23,6 +24,9 @@ from urllib.parse import quote
 import tyro
 from rich.console import Console
 
+from nanorl.commands.chat import chat
+from nanorl.commands.serve import serve
+from nanorl.commands.view import view
 from nanorl.monitor.access import MonitorAccess
 from nanorl.monitor.control import RoleStatus
 from nanorl.report.live import roles_table
@@ -71,7 +75,9 @@ def scale(
     _show(answer)
 
 
-VERBS: Mapping[str, Callable[..., None]] = MappingProxyType({"scale": scale, "status": status})
+VERBS: Mapping[str, Callable[..., None]] = MappingProxyType(
+    {"chat": chat, "scale": scale, "serve": serve, "status": status, "view": view}
+)
 
 
 def main(arguments: list[str] | None = None) -> int:

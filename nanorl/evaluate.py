@@ -73,11 +73,11 @@ def summarise(tasks: Sequence[Task], rollouts: Sequence[Rollout]) -> EvaluationR
         )
     per_kind: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for task, rollout in zip(tasks, rollouts, strict=True):
-        per_kind[task.kind][0] += rollout.reward >= 1.0
+        per_kind[task.kind][0] += rollout.is_success
         per_kind[task.kind][1] += 1
     count = len(rollouts)
     return EvaluationResult(
-        success=sum(r.reward >= 1.0 for r in rollouts) / count,
+        success=sum(r.is_success for r in rollouts) / count,
         num_tasks=count,
         per_kind={kind: (solved, played) for kind, (solved, played) in per_kind.items()},
         mean_turns=sum(len(r.turn_spans) for r in rollouts) / count,

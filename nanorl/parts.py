@@ -24,10 +24,13 @@ from nanoengine.model.transformer import Transformer
 from nanoengine.optim import UpdateConfig
 from nanoinfer.config import InferConfig
 from nanorl.config import RunConfig
+from nanorl.envs.base import EnvKind, TaskSet
+from nanorl.envs.run_kind import run_kind
 from nanorl.learner import check_reference
-from nanorl.presets import Preset, get_preset
 from nanorl.sizes import sized
-from nanorl.tasks.source import FileTasks, TaskSource
+from nanorl.tasks.readers import read_tasks
+from nanorl.tasks.records import TaskFields
+from nanorl.tasks.source import ListTasks
 from nanorl.tasks.tiny_model import build_tiny_model
 from nanorl.types import Task
 
@@ -36,21 +39,25 @@ from nanorl.types import Task
 class Tasks:
     """The two sides of the data; training batches are a function of the step alone."""
 
-    train: TaskSource | FileTasks
+    train: TaskSet
     heldout: Sequence[Task]
-    fingerprint: str = ""  # of a user's file; generated tasks follow from the options
+
+    @property
+    def fingerprint(self) -> str:
+        return self.train.fingerprint
 
 
 class Parts:
     """The light parts of one run, and the options of its engines."""
 
-    def __init__(self, config: RunConfig) -> None:
-        """`self.config` is `config` with the device and the sizes that were chosen."""
+    def __init__(self, config: RunConfig, *, env: object = None) -> None:
+        """`self.config` is `config` with the device and the sizes that were chosen. `env` is an
+        environment given as an object, in place of the one that the options name."""
         if config.deterministic:
             require_deterministic_cublas()  # before anything touches a GPU
         self.device = resolve_device(config.device)
-        self.preset: Preset = get_preset(config.preset)
-        self.tasks = load_tasks(config, self.preset)  # first: the model may have to be fetched
+        self.kind = run_kind(config, env)
+        self.tasks = load_tasks(config, self.kind)  # first: the model may have to be fetched
         self.folder = model_folder(config)
         self.shape = ModelConfig.from_folder(self.folder)
         check_positions(config, self.shape)
@@ -128,7 +135,7 @@ def model_folder(config: RunConfig) -> Path:
         return resolve_model(config.model, cache)
     if config.preset == "tiny":
         folder = config.run_dir / "model"
-        return folder if config.resume else build_tiny_model(folder, config.seed)
+        return folder if config.resume or config.fork else build_tiny_model(folder, config.seed)
     return resolve_model(SMOLLM2.name, cache)
 
 
@@ -142,17 +149,13 @@ def check_positions(config: RunConfig, model: ModelConfig) -> None:
         )
 
 
-def load_tasks(config: RunConfig, preset: Preset) -> Tasks:
+def load_tasks(config: RunConfig, kind: EnvKind) -> Tasks:
+    """The tasks of `--tasks`, or else the environment's own."""
     count, seed = config.evaluation.num_tasks, config.evaluation.seed
-    families = [preset.family()]
+    source: TaskSet
     if config.tasks is not None:
-        source = FileTasks(config.tasks, config.seed)
-        return Tasks(
-            train=source,
-            heldout=source.heldout(count, seed),
-            fingerprint=source.fingerprint,
-        )
-    return Tasks(
-        train=TaskSource(families, config.seed),
-        heldout=TaskSource(families, config.seed, "heldout").heldout(count, seed),
-    )
+        read = read_tasks(config.tasks, TaskFields.parse(config.task_fields))
+        source = ListTasks(read, config.seed, name=config.tasks)
+    else:
+        source = kind.tasks(config.seed)
+    return Tasks(train=source, heldout=source.heldout(count, seed))

@@ -18,22 +18,20 @@ from nanorl.config import (
     ToolConfig,
     WarmStartConfig,
 )
-from nanorl.envs.actions import COMPACT, MARKDOWN, ActionFormat
-from nanorl.tasks.problem import Family
+from nanorl.envs.actions import COMPACT, MARKDOWN
+from nanorl.envs.code import CodeKind
 from nanorl.tasks.smollm2 import smollm2_family
-from nanorl.tasks.teachers import TeacherConfig, smollm2_teacher, tiny_teacher
+from nanorl.tasks.teachers import smollm2_teacher, tiny_teacher
 from nanorl.tasks.tiny import tiny_family
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """Holds what a preset name stands for: default options, tasks, and how actions are written."""
+    """Holds what a preset name stands for: default options, and the environment."""
 
     config: Callable[[], RunConfig]
     cpu_sizes: Mapping[str, int]  # of `EngineLimits`, where the user gives none
-    family: Callable[[], Family]
-    teacher: Callable[[], TeacherConfig]
-    action_format: ActionFormat
+    environment: Callable[[], CodeKind]
 
 
 def smollm2() -> RunConfig:
@@ -70,6 +68,14 @@ def tiny() -> RunConfig:
     )
 
 
+def smollm2_environment() -> CodeKind:
+    return CodeKind(form=MARKDOWN, family=smollm2_family(), teacher=smollm2_teacher())
+
+
+def tiny_environment() -> CodeKind:
+    return CodeKind(form=COMPACT, family=tiny_family(), teacher=tiny_teacher())
+
+
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         "smollm2": Preset(
@@ -82,9 +88,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                     "cache_mb": 512,
                 }
             ),
-            family=smollm2_family,
-            teacher=smollm2_teacher,
-            action_format=MARKDOWN,
+            environment=smollm2_environment,
         ),
         "tiny": Preset(
             config=tiny,
@@ -96,9 +100,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                     "cache_mb": 256,
                 }
             ),
-            family=tiny_family,
-            teacher=tiny_teacher,
-            action_format=COMPACT,
+            environment=tiny_environment,
         ),
     }
 )

@@ -13,9 +13,21 @@ Left out: padding, batching (nanoengine.packing) and advantages (nanorl.algorith
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass, field
+import json
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanoengine.model.chat_template import Message
+
+HELDOUT_ONE_IN = 4
+"""A quarter of all tasks is never trained on."""
+
+
+class InfrastructureError(RuntimeError):
+    """The infrastructure failed, not the program: the rollout gets status FAILED and is retried."""
 
 
 class Status(StrEnum):
@@ -27,22 +39,98 @@ class Status(StrEnum):
     FAILED = "failed"  # infrastructure, never the program's or the policy's doing
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Task:
-    """One problem. `prompt` is what the model reads; `answer` and `files` stay on the host.
+    """One problem. `prompt` is what the model reads, a text or a chat; all else stays on the host.
 
     `files` (name -> text) are laid into the working directory of every execution; they are visible
-    to the program, so they must not hold the answer itself.
+    to the program, so they must not hold the answer itself. `data` is whatever else the environment
+    or the reward needs; `answer` and `data` are JSON. `agent` names the loop that plays the task,
+    empty: the environment's own.
+    Without `task_id` and `split` both follow from a hash of the content: equal tasks have equal ids
+    on every machine, and one task in four is held out. ValueError names a field that is not JSON.
 
-        Task(task_id="train-7", kind="sum", prompt="What is 17 + 25?", answer="42")
+        Task("What is 17 + 25?", answer="42")
+        Task("First guess?", answer=7, data={"most": 20}, split="heldout")
     """
 
-    task_id: str
-    kind: str
-    prompt: str
-    answer: str
+    prompt: str | list[Message]
+    answer: Any = None
+    _: KW_ONLY
+    kind: str = "task"
     files: dict[str, str] = field(default_factory=dict)
-    split: str = "train"
+    data: dict[str, Any] = field(default_factory=dict)
+    agent: str = ""
+    task_id: str = ""
+    split: str = ""
+
+    def __post_init__(self) -> None:
+        if not (self.task_id and self.split):
+            own = content_id(self.kind, self.prompt, self.answer, self.files, self._extras())
+            # The dataclass is frozen for everybody else.
+            object.__setattr__(self, "task_id", self.task_id or own)
+            object.__setattr__(self, "split", self.split or split_of(own))
+
+    def messages(self) -> list[Message]:
+        """The prompt as a chat: a text is what the user says."""
+        if isinstance(self.prompt, str):
+            return [{"role": "user", "content": self.prompt}]
+        return self.prompt
+
+    @property
+    def prompt_text(self) -> str:
+        """The prompt as one text, for people: a chat has a line for each message."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return "\n".join(f"{m.get('role', '?')}: {m.get('content') or ''}" for m in self.prompt)
+
+    @property
+    def answer_text(self) -> str:
+        """The answer as a text: empty where there is none, JSON where it is no text."""
+        return "" if self.answer is None else json_text(self.answer, "answer")
+
+    def _extras(self) -> dict[str, Any]:
+        given = {"data": self.data, "agent": self.agent}
+        return {name: value for name, value in given.items() if value}
+
+
+def content_id(
+    kind: str,
+    prompt: str | list[Message],
+    answer: Any,
+    files: Mapping[str, str],
+    extras: Mapping[str, Any] | None = None,
+) -> str:
+    """A stable id: equal content, equal id, on every machine and in every process."""
+    parts = [kind, json_text(prompt, "prompt"), json_text(answer, "answer")]
+    for name in sorted(files):
+        parts += [name, files[name]]
+    if extras:
+        parts.append(json_text(dict(extras), "data"))  # an odd one: never taken for a file
+    text = "".join(f"{len(part)}:{part}" for part in parts)  # lengths: no two lists collide
+    return f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def split_of(text: str) -> str:
+    """`train` or `heldout`, by the text alone: the same text never falls into both."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return "heldout" if int.from_bytes(digest[:8], "big") % HELDOUT_ONE_IN == 0 else "train"
+
+
+def json_text(value: Any, name: str) -> str:
+    """A text as it is, anything else as JSON with sorted keys. ValueError names the field `name`.
+
+    So 7 and "7" are one answer.
+    """
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, sort_keys=True, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"Task: field {name!r} is {value!r:.200}, which is not JSON ({error}); use texts, "
+            "numbers, lists and objects of them"
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +140,18 @@ class TurnSpan:
     action_start: int
     action_end: int
     observation_end: int
+
+
+@dataclass(kw_only=True)
+class Branch:
+    """A further token sequence of a rollout: a history before it was compacted, a sub-agent's
+    conversation. Its lists are as those of `Rollout`."""
+
+    tokens: list[int]
+    loss_mask: list[int]
+    logps: list[float]
+    versions: list[int]
+    turn_spans: list[TurnSpan] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -93,10 +193,17 @@ class Rollout:
     turn_rewards: list[float] = field(default_factory=list)
     status: Status = Status.FINISHED
     metrics: dict[str, float] = field(default_factory=dict)
+    branches: list[Branch] = field(default_factory=list)
+    error: str = ""
+    """Why it FAILED."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.tokens), len(self.loss_mask), len(self.logps), len(self.versions)}
         assert len(lengths) == 1, f"per-token lists differ in length: {sorted(lengths)}"
+
+    @property
+    def is_success(self) -> bool:
+        return self.reward >= 1.0
 
     @property
     def num_action_tokens(self) -> int:
@@ -127,3 +234,9 @@ def derive_seed(*names: object) -> int:
     """
     text = "/".join(str(name) for name in names).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
+
+
+def derive_turn_seed(seed: int, turn: int) -> int:
+    """The engine seed of one turn: 63 bits, a function of the rollout's seed and the turn alone."""
+    digest = hashlib.blake2b(f"{seed}:{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -22,18 +22,18 @@ import asyncio
 import math
 import random
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
+from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.packing import Sample
 from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.kit import AgentKit
 from nanorl.config import RunConfig
-from nanorl.tasks.problem import Problem
-from nanorl.tasks.source import TaskSource
-from nanorl.tasks.teachers import Script, SloppyTeacher
+from nanorl.envs.base import Demonstrator, TaskSet
 from nanorl.tasks.tiny_model import CHAT_MARKERS
-from nanorl.types import Rollout, derive_seed
+from nanorl.types import Rollout, Task, derive_seed
 
 SHORTEST, LONGEST = 6, 20  # tokens of the period that a drill repeats
 
@@ -43,9 +43,12 @@ class WarmStart:
 
     def __init__(self, config: RunConfig, kit: AgentKit) -> None:
         self.config, self.kit = config, kit
-        # The preset's own tasks, whatever the run trains on: only of those a teacher knows the way.
-        self.tasks = TaskSource([kit.preset.family()], derive_seed(config.seed, "warm-start"))
         self._played: dict[int, list[Sample]] = {}  # while a later epoch needs them again
+
+    @cached_property
+    def tasks(self) -> TaskSet:
+        """The environment's own, whatever the run trains on: of those somebody knows the way."""
+        return self.kit.kind.tasks(derive_seed(self.config.seed, "warm-start"))
 
     async def samples(self, step: int) -> list[Sample]:
         """May be called ahead of time: the teacher plays in the sandbox while an optimizer runs."""
@@ -75,14 +78,14 @@ class WarmStart:
         ]
         return sft_samples(await asyncio.gather(*plays))
 
-    async def play_teacher(self, task: Problem, *, rollout_id: str) -> Rollout:
-        """One trace of the sloppy teacher, as a rollout whose actions carry the loss."""
+    async def play_teacher(self, task: Task, *, rollout_id: str) -> Rollout:
+        """One trace of a demonstrator, as a rollout whose actions carry the loss."""
         config, kit = self.config, self.kit
         rng = random.Random(derive_seed(config.seed, "teacher", rollout_id))
-        teacher = SloppyTeacher(kit.preset.action_format, kit.preset.teacher())
+        script = kit.kind.demonstrator(task, rng)
         env = RecordingEnv(kit.environment())
         generator = ScriptedGenerator(
-            teacher.trace(task, rng),
+            script,
             lambda: env.observations,
             kit.tokenizer,
             min(kit.tokenizer.eos_ids),
@@ -106,11 +109,18 @@ class RecordingEnv:
     async def step(self, action: str) -> Any:
         result = await self.env.step(action)
         if result.observation is not None:
-            self.observations.append(result.observation)
+            self.observations.append(observed_text(result.observation))
         return result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.env, name)
+
+
+def observed_text(observation: str | list[Message]) -> str:
+    """An observation as the text that a script reads."""
+    if isinstance(observation, str):
+        return observation
+    return "\n".join(str(message["content"]) for message in observation)
 
 
 class ScriptedGenerator:
@@ -118,7 +128,7 @@ class ScriptedGenerator:
 
     def __init__(
         self,
-        script: Script,
+        script: Demonstrator,
         observations: Callable[[], Sequence[str]],
         tokenizer: ChatTokenizer,
         end_of_turn_id: int,

@@ -31,17 +31,18 @@ from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams
-from nanorl.agents.loop import Agent, Generator
+from nanorl.agents.context import Generator
+from nanorl.agents.loop import Agent
 from nanorl.agents.tokens import Limits
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.collector import RolloutCollector
 from nanorl.config import ClusterConfig, LearnerConfig, RLConfig, RolloutConfig, RunConfig
-from nanorl.envs.actions import MARKDOWN, ActionFormat
-from nanorl.envs.base import TimeStep
+from nanorl.envs.base import Services
+from nanorl.envs.env import Env
+from nanorl.envs.episode import EnvEpisode
 from nanorl.learner import Learner
 from nanorl.parts import Parts
 from nanorl.presets import get_preset
-from nanorl.rewards.rule import RuleReward
 from nanorl.roles.base import Roles
 from nanorl.roles.clients import ActorClient
 from nanorl.roles.cluster import PRELOAD
@@ -173,25 +174,15 @@ def replicas_load(folder: str, dtype: str, threads: int) -> dict[str, Any]:
 # -- tools that sleep ------------------------------------------------------------------------------
 
 
-class SleepingEnv:
+class SleepingEnv(Env):
     """An environment whose tool takes `seconds` and says the same whatever it is asked."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
-    @property
-    def format(self) -> ActionFormat:
-        return MARKDOWN
-
-    async def reset(self, task: Task) -> list[dict[str, Any]]:
-        return [{"role": "user", "content": task.prompt}]
-
-    async def step(self, action_text: str) -> TimeStep:
+    async def step(self, text: str) -> str:
         await asyncio.sleep(self._seconds)
-        return TimeStep(observation="Nothing was found. Try once more, in other words.")
-
-    async def close(self) -> None:
-        """It holds nothing."""
+        return "Output:\nNothing was found. Try once more, in other words."
 
 
 def sleeping_tools(folder: str, dtype: str, threads: int) -> dict[str, Any]:
@@ -202,10 +193,12 @@ def sleeping_tools(folder: str, dtype: str, threads: int) -> dict[str, Any]:
     limits = Limits(max_turns=workload.TURNS, max_turn_tokens=48, max_context_tokens=512)
 
     async def play_all(generator: Generator, tool_s: float) -> tuple[float, list[Rollout]]:
-        agent = Agent(generator=generator, tokenizer=tokenizer, limits=limits, reward=RuleReward())
+        agent = Agent(generator=generator, tokenizer=tokenizer, limits=limits)
 
         async def play(task: Task, **options: Any) -> Rollout:
-            return await agent.play(task, SleepingEnv(tool_s), **options)
+            services = Services(tokenizer=tokenizer, sandbox=None, timeout_s=2 * TOOL_S)
+            episode = EnvEpisode(SleepingEnv(tool_s), (), None, services)
+            return await agent.play(task, episode, **options)
 
         collector = RolloutCollector(play, run_seed=0)
         sampling = SamplingParams(stop_token_ids=ends_of_turns(tokenizer))

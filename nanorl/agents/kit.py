@@ -1,7 +1,7 @@
-"""What it takes to play a rollout beside the policy: tokenizer, agent, environment, sandbox.
+"""What it takes to play a rollout beside the policy: tokenizer, environment, agent loop, sandbox.
 
 Left out: whoever generates the tokens, which is given for each rollout: the run's replicas, or a
-teacher's script.
+demonstrator's script.
 """
 
 from __future__ import annotations
@@ -10,48 +10,60 @@ from pathlib import Path
 
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import SamplingParams
-from nanorl.agents.loop import Agent, Generator
+from nanorl.agents.context import Generator
+from nanorl.agents.loop import Agent
+from nanorl.agents.loops import load_loop
 from nanorl.config import RunConfig
-from nanorl.envs.code import CodeEnv
-from nanorl.presets import get_preset
-from nanorl.rewards.rule import RuleReward
-from nanorl.sandbox.base import SandboxSpec
+from nanorl.envs.base import Environment, EnvKind, Services
+from nanorl.envs.run_kind import num_env_workers, run_kind
 from nanorl.sandbox.pool import SandboxPool
 from nanorl.types import Rollout, Task
 
 
 class AgentKit:
-    """Owns the sandbox of a run. `close()` ends it."""
+    """Owns the environment of a run, and its sandbox if it needs one. `close()` ends them."""
 
-    def __init__(self, config: RunConfig, folder: Path) -> None:
-        """`folder` is the model's, for its tokenizer."""
+    def __init__(self, config: RunConfig, folder: Path, *, kind: EnvKind | None = None) -> None:
+        """`folder` is the model's, for its tokenizer; `kind` the environment where it was given as
+        an object, or was made already."""
         self.config = config
-        self.preset = get_preset(config.preset)
+        is_object = kind is not None and not (config.env or config.reward)
+        self.kind = run_kind(config) if kind is None else kind
+        num_workers = 0 if is_object else num_env_workers(config)
+        if num_workers:
+            from nanorl.hosting.kind import HostedKind  # nanosched's processes: not always needed
+
+            self.kind = HostedKind(self.kind, config, folder, num_workers)
         self.tokenizer = ChatTokenizer.from_folder(folder)
-        limits = SandboxSpec(
-            timeout_s=config.tool.timeout_s, memory_bytes=config.tool.memory_mb << 20
-        )
-        self.sandbox = SandboxPool(limits, num_workers=config.tool.workers)
+        self.sandbox: SandboxPool | None = None
+        if self.kind.needs_sandbox:
+            self.sandbox = SandboxPool(config.tool.limits(), num_workers=config.tool.workers)
+        self._loop = load_loop(config.agent.loop or self.kind.loop)
 
     def close(self) -> None:
-        self.sandbox.close()
+        if self.sandbox is not None:
+            self.sandbox.close()
+        self.kind.close()
 
-    def environment(self, *, is_tool_enabled: bool = True) -> CodeEnv:
-        return CodeEnv(
-            self.sandbox,
-            self.preset.action_format,
-            timeout_s=self.config.tool.timeout_s,
-            max_executions=self.config.agent.max_turns,
-            is_tool_enabled=is_tool_enabled,
+    def environment(self, *, is_tool_enabled: bool = True) -> Environment:
+        """An episode of the run's environment."""
+        return self.kind.open(
+            Services(
+                tokenizer=self.tokenizer,
+                sandbox=self.sandbox,
+                timeout_s=self.config.tool.timeout_s,
+                is_tool_enabled=is_tool_enabled,
+            )
         )
 
     def agent(self, generator: Generator) -> Agent:
-        """The run's agent, with the policy or a teacher as its `generator`."""
+        """The run's agent, with the policy or a demonstrator as its `generator`."""
         return Agent(
             generator=generator,
             tokenizer=self.tokenizer,
             limits=self.config.agent,
-            reward=RuleReward(),
+            loop=self._loop,
+            deadline_s=self.config.agent.deadline_s or None,
         )
 
     async def play(

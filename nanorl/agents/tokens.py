@@ -4,8 +4,12 @@ Tokens in, tokens out. Assistant text is never encoded again: the sampled ids ar
 are, with their log-probs and policy versions. Only observations are encoded, as the piece of a
 rendered chat that follows the end-of-turn token. Everything is append-only: the prompt of every
 turn extends the ids already held, so the engine's prefix cache and the trainer's replay both agree.
-Left out: templates that rewrite earlier turns (stripped thinking). What was sampled stays; a loop
-that must rewrite history starts a second builder with the same `rollout_id`.
+
+Reasoning: a template such as Qwen3's shows a model its `<think>` blocks while it calls tools, and
+strips them from all turns before the last message of a user. One sequence cannot do that and stay
+append-only, so what was sampled stays in the context in which the rest was sampled and is trained.
+Left out: a loop that wants history rewritten, which starts a second builder of the same
+`rollout_id`.
 
     tokens      prompt | action | (EOS) template observation template | action | ...
     loss_mask   0      | 1      | 0                                   | 1      | ...
@@ -16,12 +20,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import Output
-from nanorl.types import Rollout, Status, TurnSpan
+from nanorl.types import Branch, Rollout, Status, TurnSpan
 
 Truncation = Literal["turn", "context", "response"]
 
@@ -75,13 +79,16 @@ class TurnBuilder:
         task_id: str,
         group_id: str,
         rollout_id: str,
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
+        """`variables` are the chat template's own, such as `{"enable_thinking": False}`."""
         self.limits = limits
         self.truncation: Truncation | None = None
         self.spans: list[TurnSpan] = []
         self.metrics: defaultdict[str, float] = defaultdict(float)
         self._ids = (task_id, group_id, rollout_id)
         self._tokenizer = tokenizer
+        self._variables = dict(variables or {})
         self._tokens: list[int] = []
         self._mask: list[int] = []
         self._logps: list[float] = []
@@ -102,10 +109,17 @@ class TurnBuilder:
     def num_action_tokens(self) -> int:
         return sum(self._mask)
 
-    def start(self, messages: Sequence[Message]) -> None:
-        """Encode the opening chat. `ValueError` where it leaves no room for a single token."""
+    def start(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
+        """Encode the opening chat, with the schemas of the `tools` that the template lists.
+
+        `ValueError` where it leaves no room for a single token.
+        """
         assert not self._tokens, "start() is called once"
-        ids = self._tokenizer.encode_chat(messages, add_generation_prompt=True)
+        ids = self._tokenizer.encode_chat(
+            messages, add_generation_prompt=True, tools=tools, variables=self._variables
+        )
         if len(ids) >= self.limits.max_context_tokens:
             raise ValueError(
                 f"task {self._ids[0]!r}: its prompt has {len(ids)} tokens, max_context_tokens is "
@@ -211,6 +225,16 @@ class TurnBuilder:
             metrics={**self.metrics, "num_turns": float(len(self.spans)), **cut},
         )
 
+    def branch(self) -> Branch:
+        """The same tokens as a further sequence of a rollout."""
+        return Branch(
+            tokens=list(self._tokens),
+            loss_mask=list(self._mask),
+            logps=list(self._logps),
+            versions=list(self._versions),
+            turn_spans=list(self.spans),
+        )
+
     def _turn_room(self) -> int:
         if not self._is_aborted:
             return self.limits.max_turn_tokens
@@ -235,14 +259,16 @@ class TurnBuilder:
         templates render a last assistant message differently from an earlier one.
         """
         encode, eos_ids = self._tokenizer.encode_chat, self._tokenizer.eos_ids
-        base = encode(DELTA_BASE, add_generation_prompt=False)
+        base = encode(DELTA_BASE, add_generation_prompt=False, variables=self._variables)
         num_eos = sum(token in eos_ids for token in base)
         if num_eos == 0:
             raise ValueError(
                 f"the chat template ends an assistant turn with none of the eos ids "
                 f"{sorted(eos_ids)}: add its end-of-turn token to generation_config.json"
             )
-        full = encode([*DELTA_BASE, *messages], add_generation_prompt=True)
+        full = encode(
+            [*DELTA_BASE, *messages], add_generation_prompt=True, variables=self._variables
+        )
         places = [place for place, token in enumerate(full) if token in eos_ids]
         cut = places[num_eos - 1]
         return full[cut], full[cut + 1 :]

@@ -1,6 +1,6 @@
 """Environments: each belongs to one episode, opens its chat and answers the agent's actions.
 
-base.py      the contract: `Environment`, its reply `TimeStep`, and `InfrastructureError`
+base.py      the contract: `Environment` and its reply `TimeStep`
 actions.py   `ActionFormat`: how calls and answers are written and read
 code.py      `CodeEnv`: an action is a program, the observation is what it printed
 """

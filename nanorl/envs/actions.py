@@ -1,38 +1,25 @@
-"""The written form of an action: one record writes what a teacher says and reads a policy's text.
+"""The written form of a program and of an answer: one record writes what a teacher says and reads
+a policy's text.
 
-    MARKDOWN.write(ToolCall("print(6 * 7)"))          "```python\\nprint(6 * 7)\\n```"
-    MARKDOWN.read("```python\\nprint(6 * 7)\\n```")     ToolCall("print(6 * 7)")
-    MARKDOWN.read("That makes Answer: 42")            FinalAnswer("42")
-    MARKDOWN.read("I give up.")                       None
+    MARKDOWN.write(program("print(6 * 7)"))           "```python\\nprint(6 * 7)\\n```"
+    MARKDOWN.read("```python\\nprint(6 * 7)\\n```")     [program("print(6 * 7)")]
+    MARKDOWN.answer_in("That makes Answer: 42")       "42"
+    MARKDOWN.answer_in("I give up.")                  None
 
 `read` undoes `write`, and forgives what a model adds: text around the action, other blanks inside
-the markers. A malformed call raises `ToolCallError`, whose text becomes the observation, so the
+the markers. A malformed call is a `ToolCallError`, whose text becomes the observation, so the
 model can repair its call in the next turn.
-Left out: calls with a name and arguments in JSON, which nanoinfer's server reads (tool_calls.py).
+Left out: calls with a name and arguments in JSON (nanorl/parsers).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-
-class ToolCallError(ValueError):
-    """The call cannot be run; the message is written for the model."""
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A program to run: `ToolCall("print(6 * 7)")`."""
-
-    code: str
-
-
-@dataclass(frozen=True)
-class FinalAnswer:
-    """The answer of the agent, which ends its episode: `FinalAnswer("42")`."""
-
-    value: str
+from nanoengine.model.chat_template import Message
+from nanorl.parsers.base import ToolCall, ToolCallError
+from nanorl.tools.base import Tool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,29 +48,43 @@ class ActionFormat:
             if not getattr(self, name).strip():
                 raise ValueError(f"{name}={getattr(self, name)!r}: a marker must not be blank")
 
-    def write(self, action: ToolCall | FinalAnswer) -> str:
-        """The text of an action and nothing else; the end-of-turn token is not part of it."""
-        if isinstance(action, ToolCall):
-            return f"{self.open}{action.code}{self.close}"
-        return f"{self.answer}{action.value}"
+    def write(self, call: ToolCall) -> str:
+        """The text of a call and nothing else; the end-of-turn token is not part of it."""
+        return f"{self.open}{call.arguments['code']}{self.close}"
 
-    def read(self, text: str) -> ToolCall | FinalAnswer | None:
-        """The action in a model's text, None without one. `ToolCallError` for a malformed call.
+    def write_answer(self, value: str) -> str:
+        """The text of a final answer."""
+        return f"{self.answer}{value}"
+
+    def read(self, text: str) -> list[ToolCall | ToolCallError]:
+        """The one program in a turn, or the reason why it cannot be run; empty without one.
 
         A call wins over an answer beside it: the answer was written before the output was seen.
         """
-        code = self._code_in(text)
-        if code is not None:
-            return ToolCall(code)
+        try:
+            code = self._code_in(text)
+        except ToolCallError as error:
+            return [error]
+        return [] if code is None else [program(code)]
+
+    def answer_in(self, text: str) -> str | None:
+        """The answer that a turn gives; None without one."""
         marker = self.answer.strip()
         for line in reversed(text.splitlines()):  # of several answers the last one counts
             if marker in line:
-                return FinalAnswer(line.rpartition(marker)[2].strip())
+                return line.rpartition(marker)[2].strip()
         return None
 
-    def observation_messages(self, text: str) -> list[dict[str, Any]]:
-        """The messages that carry an observation back to the model."""
-        return [{"role": self.observation_role, "content": self.observation_prefix + text}]
+    def describe(self, tools: Sequence[Tool]) -> str:
+        """`system` asks for the form."""
+        return self.system
+
+    def observation(self, results: Sequence[str]) -> list[Message]:
+        """The messages that carry outputs back to the model."""
+        return [
+            {"role": self.observation_role, "content": self.observation_prefix + text}
+            for text in results
+        ]
 
     def _code_in(self, text: str) -> str | None:
         """The one program in `text`; two programs, an open one and an empty one are errors."""
@@ -99,6 +100,11 @@ class ActionFormat:
         if not code.strip():
             raise ToolCallError("the code block is empty")
         return code.strip("\n")
+
+
+def program(code: str) -> ToolCall:
+    """The call of the tool `python` that runs `code`."""
+    return ToolCall("python", {"code": code})
 
 
 MARKDOWN = ActionFormat(

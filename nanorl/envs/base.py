@@ -1,36 +1,47 @@
-"""The contract of an environment: it opens an episode with messages and answers every action.
+"""The contract of an environment: it opens an episode with messages, answers every turn, and
+scores.
 
-An environment belongs to one rollout. It does not score: the answer it hands back is compared with
-the hidden one by `nanorl.rewards`, on the host, after the episode.
+An `Environment` is one episode, of one rollout. `EnvKind` is what a whole run knows of it: where
+its tasks come from, and how an episode is opened. Whoever writes an environment normally writes the
+short form (env.py), which becomes both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from nanorl.envs.actions import ActionFormat
-from nanorl.types import Task
+from nanoengine.model.chat_template import Message
+from nanoengine.model.tokenizer import ChatTokenizer
+from nanorl.rewards.base import Score, Transcript
+from nanorl.sandbox.base import Sandbox
+from nanorl.types import Rollout, Task
 
 
-class InfrastructureError(RuntimeError):
-    """The infrastructure failed, not the program: the rollout gets status FAILED and is retried."""
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """What the policy reads first: the messages, and the schemas of the tools that its chat
+    template lists (None where the messages describe them, or there are none)."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimeStep:
-    """The environment's reply to one action. `observation` is None exactly when the episode ends.
+    """The environment's reply to one turn. `observation` is None exactly when the episode ends.
 
     TimeStep(observation="42", metrics={"num_executions": 1.0})
     TimeStep(is_done=True, answer="42")
     """
 
-    observation: str | None = None
+    observation: str | list[Message] | None = None
     is_done: bool = False
     answer: str | None = None
     reward: float = 0.0
-    """The environment's own reward for this turn, beside the score of the final answer."""
+    """The environment's own reward for this turn, beside the score of the whole episode."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -38,17 +49,106 @@ class TimeStep:
 
 
 class Environment(Protocol):
-    """One episode. `step` raises `InfrastructureError` where the program is not to blame."""
+    """One episode. Every method may raise `InfrastructureError` where the policy is not to blame.
 
-    @property
-    def format(self) -> ActionFormat: ...
+    Calls come one after the other; `close` comes once, whatever happened.
+    """
 
-    async def reset(self, task: Task) -> list[dict[str, Any]]:
-        """Begin the episode and return the opening chat."""
+    async def reset(self, task: Task) -> Opening:
+        """Begin the episode."""
         ...
 
-    async def step(self, action_text: str) -> TimeStep: ...
+    async def step(self, text: str) -> TimeStep:
+        """Answer a turn of the policy, given without its end-of-turn token."""
+        ...
+
+    def format_observation(self, observation: str | list[Message]) -> list[Message]:
+        """The messages that carry an observation to the policy."""
+        ...
+
+    async def score(self, rollout: Rollout, transcript: Transcript) -> Score:
+        """Score the episode, which has ended or was cut off."""
+        ...
 
     async def close(self) -> None:
-        """Give back what the episode holds; called exactly once, whatever happened."""
+        """Give back what the episode holds."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Services:
+    """What a run lends to its episodes."""
+
+    tokenizer: ChatTokenizer
+    sandbox: Sandbox | None
+    """None where nothing in the environment runs programs."""
+    timeout_s: float
+    """Wall-clock limit of one call of a tool."""
+    is_tool_enabled: bool = True
+    """False: every call of a tool is refused, to measure what the tools are worth."""
+
+
+class TaskSet(Protocol):
+    """The tasks of a run, as functions of the arguments: resuming needs no state."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the tasks where they come from data, which a resumed run must find again; empty
+        for tasks that follow from the options."""
+        ...
+
+    def batch(self, step: int, n: int) -> Sequence[Task]:
+        """The `n` training tasks of a step."""
+        ...
+
+    def heldout(self, n: int, seed: int) -> Sequence[Task]:
+        """Up to `n` different tasks that are never trained on."""
+        ...
+
+
+class Demonstrator(Protocol):
+    """Plays one episode by a script, for the supervised steps before RL."""
+
+    def next_action(self, history: Sequence[str]) -> str:
+        """The text of the next turn, given all observations so far."""
+        ...
+
+
+class EnvKind(Protocol):
+    """An environment as a whole run knows it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def loop(self) -> str:
+        """The agent loop that plays its episodes, where a task names none."""
+        ...
+
+    @property
+    def has_tools(self) -> bool: ...
+
+    @property
+    def needs_sandbox(self) -> bool: ...
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether somebody can show how tasks are played, so that a warm start is possible."""
+        ...
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """Options of a run by their names ("agent.max_turns"), where the user gives none."""
+        ...
+
+    def tasks(self, seed: int) -> TaskSet: ...
+
+    def open(self, services: Services) -> Environment:
+        """An episode of it."""
+        ...
+
+    def demonstrator(self, task: Task, rng: random.Random) -> Demonstrator:
+        """Who shows how a task is played, where it has a teacher."""
+        ...
+
+    def close(self) -> None: ...

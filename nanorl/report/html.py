@@ -58,6 +58,7 @@ def write_report(
         _header(summary),
         _outcome(summary),
         _curves(metrics_rows),
+        _history(summary.get("history") or ()),
         _per_type(summary.get("per_type") or {}),
         _Rollouts(decode).section(examples, training_rates),
         _settings(config, summary),
@@ -150,6 +151,28 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+def _history(events: Sequence[Mapping[str, Any]]) -> str:
+    """Of a run that was begun and left alone there is nothing to tell."""
+    if not any(event["changes"] or event["event"] != "begun" for event in events):
+        return ""
+    rows = []
+    for event in events:
+        what = event["event"] + (f" from {event['origin']}" if event["origin"] else "")
+        changes = "<br>".join(
+            f"{text(name)}: {text(before)} → <b>{text(after)}</b>"
+            for name, (before, after) in event["changes"].items()
+        )
+        cells = (text(event["at"]), text(what), number(event["step"]), changes or "–")
+        command = f"<code>{text(event['command'])}</code>"
+        rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in (*cells, command))}</tr>")
+    titles = ("When", "Event", "after RL steps", "Options changed", "Command")
+    heads = "".join(f'<th scope="col">{name}</th>' for name in titles)
+    return (
+        '<section id="history"><h2>History</h2><div class="card scroll"><table><thead>'
+        f"<tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
+    )
+
+
 def _per_type(per_type: Mapping[str, Mapping[str, Any]]) -> str:
     if not per_type:
         return ""
@@ -229,7 +252,9 @@ class _Rollouts:
         metrics = " · ".join(f"{name} {number(value)}" for name, value in rollout.metrics.items())
         wanted = ""
         if example.task is not None:
-            wanted = f'<p class="wanted">expected answer: <b>{text(example.task.answer)}</b></p>'
+            wanted = (
+                f'<p class="wanted">expected answer: <b>{text(example.task.answer_text)}</b></p>'
+            )
         return (
             f'<details class="rollout"><summary><span class="badge '
             f'{"good" if _is_right(example) else "bad"}">reward {number(rollout.reward)}</span>'
@@ -264,7 +289,7 @@ class _Rollouts:
 
 
 def _is_right(example: Example) -> bool:
-    return example.rollout.status is Status.FINISHED and example.rollout.reward >= 1.0
+    return example.rollout.status is Status.FINISHED and example.rollout.is_success
 
 
 def _versions(rollout: Rollout) -> str:
@@ -284,7 +309,7 @@ def _token(token: TokenView) -> str:
 
 
 def _settings(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    plain = {name: value for name, value in summary.items() if name != "per_type"}
+    plain = {name: value for name, value in summary.items() if name not in ("per_type", "history")}
     return (
         '<section id="settings"><h2>Settings and data</h2>'
         f"{_pairs('Configuration', config)}{_pairs('Summary', plain)}</section>"

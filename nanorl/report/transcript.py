@@ -13,17 +13,17 @@ MAX_CHARS = 400  # of one text
 
 def transcript(task: Task, rollout: Rollout, decode: Decode, *, title: str) -> str:
     """`decode` should leave special tokens out."""
-    lines = [f"{title}: {verdict(rollout)}", *_part("task", task.prompt)]
+    lines = [f"{title}: {verdict(rollout)}", *_part("task", task.prompt_text)]
     for span in rollout.turn_spans:
         lines += _part("agent", decode(rollout.tokens[span.action_start : span.action_end]))
         lines += _part("tool", decode(rollout.tokens[span.action_end : span.observation_end]))
-    return "\n".join([*lines, *_part("wanted", task.answer)])
+    return "\n".join([*lines, *_part("wanted", task.answer_text)])
 
 
 def verdict(rollout: Rollout) -> str:
     """`right`, `wrong`, or why there was no answer."""
     if rollout.status is Status.FINISHED:
-        return "right" if rollout.reward >= 1.0 else "wrong"
+        return "right" if rollout.is_success else "wrong"
     return {
         Status.TRUNCATED_TURN: "cut off, a turn was too long",
         Status.TRUNCATED_CONTEXT: "cut off, too many turns or tokens",

@@ -11,6 +11,9 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from nanorl.rewards.base import Score, Transcript
+from nanorl.types import Rollout, Task
+
 _NUMBER = re.compile(r"([+-]?)(?:(\d+)(?:\.(\d*))?|\.(\d+))(?:[eE]([+-]?\d+))?")
 _MAX_DIGITS = 1000
 _MAX_EXPONENT = 400
@@ -29,6 +32,15 @@ class RuleReward:
         tolerance = parse_number(self.rel_tolerance)
         if tolerance is None or not 0 <= tolerance < 1:
             raise ValueError(f"rel_tolerance={self.rel_tolerance!r}: must be a decimal in [0, 1)")
+
+    async def score(self, rollout: Rollout, task: Task, transcript: Transcript) -> Score:
+        """1.0 or 0.0. `ValueError` for a task without an answer."""
+        if task.answer is None or not (expected := str(task.answer)).strip():
+            raise ValueError(
+                f"task {task.task_id} has no answer to compare with: give the task one, or score "
+                "it with another reward"
+            )
+        return Score(self(transcript.answer, expected))
 
     def __call__(self, answer: str | None, expected: str) -> float:
         """1.0 or 0.0; no answer is wrong."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from nanoengine.packing import Sample
 from nanoinfer.params import SamplingParams
+from nanorl.agents.context import Generator
 from nanorl.agents.kit import AgentKit
-from nanorl.agents.loop import Generator
 from nanorl.collector import RolloutCollector
 from nanorl.config import RunConfig
 from nanorl.monitor.vitals import vitals

@@ -41,7 +41,9 @@ class InlineRoles:
         config = parts.config
         self.parts = parts
         self.say: Callable[[str], None] = print
-        self.kit = AgentKit(config, parts.folder)  # first: not every machine has a sandbox
+        self.kit = AgentKit(
+            config, parts.folder, kind=parts.kind
+        )  # first: not every machine has a sandbox
         # Loaded in fp32: the engine keeps these values as masters and casts the model.
         enter_device(parts.device)
         self.trained = load_model(parts.folder, torch.float32, str(parts.device))

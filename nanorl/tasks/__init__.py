@@ -1,6 +1,8 @@
 """Tasks, and the teachers that show how to solve them in the warm start.
 
-source.py       `TaskSource`: the tasks of each step; `FileTasks`: a user's own from a file
+source.py       the tasks of each step: `GeneratedTasks` by rng, `ListTasks` from a list
+readers.py      `read_tasks`: a user's own, from files, tables, data sets and Python objects
+records.py      one record of them as a task: its fields, and how columns are mapped
 problem.py      `Problem`, a task that knows its own solutions: what every generator returns
 smollm2.py      generators of the `smollm2` family, in plain English
 tiny.py         generators of the `tiny` family, in a few tokens

@@ -8,14 +8,11 @@ see a `Task`.
 
 from __future__ import annotations
 
-import hashlib
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from nanorl.types import Task
-
-HELDOUT_ONE_IN = 4  # a quarter of all problem texts is never trained on
+from nanorl.types import Task, content_id, split_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +27,8 @@ class Problem(Task):
     habit      programs a careless solver tends to run instead; empty: no typical mistake is known
     """
 
+    prompt: str
+    answer: str
     solutions: tuple[tuple[str, ...], ...]
     habit: tuple[str, ...] = ()
 
@@ -46,6 +45,15 @@ class Family:
     several_turns: frozenset[str] = field(default_factory=frozenset)
 
 
+def generators_of(families: Sequence[Family]) -> dict[str, ProblemGenerator]:
+    """The generators of all families by names such as `tiny/sums`."""
+    return {
+        f"{family.name}/{kind}": generator
+        for family in families
+        for kind, generator in family.generators.items()
+    }
+
+
 def make_problem(
     kind: str,
     prompt: str,
@@ -56,12 +64,12 @@ def make_problem(
 ) -> Problem:
     """A problem with its id and split; a solution given as one string is a single execution."""
     return Problem(
-        task_id=task_id(kind, prompt, str(answer), files or {}),
+        task_id=content_id(kind, prompt, str(answer), files or {}),
         kind=kind,
         prompt=prompt,
         answer=str(answer),
         files=files or {},
-        split=split_of(prompt),
+        split=split_of(prompt),  # whatever the answer: no text occurs in both
         solutions=tuple((s,) if isinstance(s, str) else s for s in solutions),
         habit=(habit,) if isinstance(habit, str) else habit,
     )
@@ -74,18 +82,3 @@ def in_base(number: int, base: int) -> str:
         number, figure = divmod(number, base)
         text = str(figure) + text
     return text
-
-
-def split_of(prompt: str) -> str:
-    """`train` or `heldout`, by the text alone: no prompt can occur in both."""
-    digest = hashlib.sha256(prompt.encode()).digest()
-    return "heldout" if int.from_bytes(digest[:8], "big") % HELDOUT_ONE_IN == 0 else "train"
-
-
-def task_id(kind: str, prompt: str, answer: str, files: Mapping[str, str]) -> str:
-    """A stable id: equal content, equal id, on every machine and in every process."""
-    parts = [kind, prompt, answer]
-    for name in sorted(files):
-        parts += [name, files[name]]
-    text = "".join(f"{len(part)}:{part}" for part in parts)  # lengths: no two lists collide
-    return f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"

@@ -1,103 +1,113 @@
 """The task of each step: a pure function of integers, so resuming needs only a cursor.
 
-`TaskSource` draws from generated families, `FileTasks` from a user's own file. Neither holds state:
-`batch(step, n)` gives the same tasks in every process. A file has one JSON object a line, with
-`prompt`, `answer` and, where they are wanted, `files` and `kind`:
-
-    {"prompt": "What is 12 * 34?", "answer": 408}
-    {"prompt": "Sum the numbers in a.txt.", "answer": "6", "files": {"a.txt": "1 2 3"}}
-
-A quarter of all prompts, chosen by their hash, is held out.
-Left out: any filtering by difficulty, which belongs to the trainer, where the outcomes are; and
-solutions to a user's tasks, so no teacher can show how to solve them.
+`GeneratedTasks` draws tasks from random generators, `ListTasks` takes them from a list, such as
+what readers.py read. Neither holds state: `batch(step, n)` gives the same tasks in every process.
+Left out: any filtering by difficulty, which belongs to the trainer, where the outcomes are.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import random
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, Literal, TypeVar
 
-from nanorl.tasks.problem import HELDOUT_ONE_IN, Family, Problem, split_of, task_id
-from nanorl.types import Task
+from nanorl.tasks.problem import Problem
+from nanorl.types import HELDOUT_ONE_IN, Task
 
 Split = Literal["train", "heldout"]
+AnyTask = TypeVar("AnyTask", bound=Task)
 
-FIELDS: dict[str, tuple[type, ...]] = {
-    "prompt": (str,),
-    "answer": (str, int, float),
-    "files": (dict,),
-    "kind": (str,),
-}
-EXPECTED = {
-    "prompt": "a text",
-    "answer": "a text or a number",
-    "files": "an object of name: text",
-    "kind": "a text",
-}
-REQUIRED = ("prompt", "answer")
+MOST_DRAWS = 1000
+"""One task in four is held out: a generator of many different ones misses a split so often with
+probability 0.75 ** 1000 alone."""
 
 
-class TaskSource:
-    """Generated tasks of one split; kinds take turns in shuffled rounds, so none is neglected."""
+class GeneratedTasks(Generic[AnyTask]):
+    """Tasks of one split drawn by `generators`, which are functions of a random generator.
 
-    def __init__(self, families: Sequence[Family], seed: int, split: Split = "train") -> None:
+    They take turns in shuffled rounds, so none is neglected.
+
+        GeneratedTasks({"sum": lambda rng: Task(f"{rng.randint(1, 99)} + 1?")}, seed=0).batch(3, 8)
+    """
+
+    fingerprint = ""  # they follow from the options
+
+    def __init__(
+        self,
+        generators: Mapping[str, Callable[[random.Random], AnyTask]],
+        seed: int,
+        split: Split = "train",
+    ) -> None:
         if split not in ("train", "heldout"):
             raise ValueError(f"split={split!r} is unknown; use 'train' or 'heldout'")
-        self.generators = {
-            f"{family.name}/{kind}": generator
-            for family in families
-            for kind, generator in family.generators.items()
-        }
-        if not self.generators:
-            raise ValueError("families is empty; name at least one, for example 'smollm2'")
+        if not generators:
+            raise ValueError("generators is empty; name at least one, for example a family's")
+        self.generators = generators
         self.seed = seed
         self.split: Split = split
 
-    def batch(self, step: int, n: int) -> list[Problem]:
+    def batch(self, step: int, n: int) -> list[AnyTask]:
         """The `n` tasks of a step, the same ones in every call and process."""
         return [self._draw(self.seed, self.split, step * n + i) for i in range(n)]
 
-    def heldout(self, n: int, seed: int) -> list[Problem]:
-        """`n` tasks whose texts never occur in training, all different, every kind alike often."""
-        found: dict[str, Problem] = {}
-        index = 0
-        while len(found) < n:
-            problem = self._draw(seed, "heldout", index)
-            found.setdefault(problem.prompt, problem)
+    def heldout(self, n: int, seed: int) -> list[AnyTask]:
+        """`n` tasks that never occur in training, all different, every generator alike often.
+
+        They are fewer where MOST_DRAWS draws in a row brought no other one.
+        """
+        found: dict[str, AnyTask] = {}
+        index = newest = 0
+        while len(found) < n and index - newest < MOST_DRAWS:
+            task = self._draw(seed, "heldout", index)
             index += 1
+            if found.setdefault(_identity(task), task) is task:
+                newest = index
         return list(found.values())
 
-    def _draw(self, seed: int, split: Split, index: int) -> Problem:
-        kinds = sorted(self.generators)
-        turn, place = divmod(index, len(kinds))
-        random.Random(f"kinds {seed} {split} {turn}").shuffle(kinds)
+    def _draw(self, seed: int, split: Split, index: int) -> AnyTask:
+        names = sorted(self.generators)
+        turn, place = divmod(index, len(names))
+        random.Random(f"kinds {seed} {split} {turn}").shuffle(names)
         rng = random.Random(f"task {seed} {split} {index}")
-        while True:
-            problem = self.generators[kinds[place]](rng)
-            if problem.split == split:
-                return problem
+        for _ in range(MOST_DRAWS):
+            task = self.generators[names[place]](rng)
+            if task.split == split:
+                return task
+        raise ValueError(
+            f"{names[place]}: none of {MOST_DRAWS} tasks that it drew falls into the split "
+            f"{split!r}; by default that is chosen by a hash of the content, 1 in {HELDOUT_ONE_IN} "
+            "is held out: draw more different tasks, or give each Task(..., split=...)"
+        )
 
 
-class FileTasks:
-    """Tasks from a file with the interface of `TaskSource`; every epoch is shuffled anew."""
+def _identity(task: Task) -> str:
+    """What no two held-out tasks share: problems are split by their text, others by content."""
+    return task.prompt if isinstance(task, Problem) else task.task_id
 
-    def __init__(self, path: Path | str, seed: int, split: str = "train") -> None:
-        self.path = Path(path)
+
+class ListTasks:
+    """Tasks from a list with the interface of `GeneratedTasks`; every epoch is shuffled anew."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        seed: int,
+        *,
+        name: str = "tasks",
+        splits: Sequence[Split] = ("train", "heldout"),
+    ) -> None:
+        """ValueError if one of `splits` has no task; `name` goes into its message."""
         self.seed = seed
-        tasks = read_tasks(self.path)
         self.fingerprint = fingerprint(tasks)
-        self.tasks = [task for task in tasks if task.split == split]
+        self.tasks = [task for task in tasks if task.split == "train"]
         self.heldout_tasks = [task for task in tasks if task.split == "heldout"]
-        for name, found in ((split, self.tasks), ("heldout", self.heldout_tasks)):
-            if not found:
+        for split in splits:
+            if not (self.tasks if split == "train" else self.heldout_tasks):
                 raise ValueError(
-                    f"{self.path}: none of its {len(tasks)} tasks falls into the split {name!r}, "
+                    f"{name}: none of its {len(tasks)} tasks falls into the split {split!r}, "
                     f"which is chosen by the hash of the prompt (1 in {HELDOUT_ONE_IN} is held "
-                    "out); add more tasks"
+                    "out); add more tasks, or give each a field 'split', train or heldout"
                 )
 
     def batch(self, step: int, n: int) -> list[Task]:
@@ -105,7 +115,7 @@ class FileTasks:
         return [self._at(step * n + i) for i in range(n)]
 
     def heldout(self, n: int, seed: int) -> list[Task]:
-        """Draw up to `n` different held-out tasks, no more than the file has."""
+        """Draw up to `n` different held-out tasks, no more than the list has."""
         tasks = list(self.heldout_tasks)
         random.Random(f"heldout {seed}").shuffle(tasks)
         return tasks[:n]
@@ -123,72 +133,3 @@ def fingerprint(tasks: Sequence[Task]) -> str:
     The spelling of the file does not count. A resumed run must find the same hash.
     """
     return hashlib.sha256("\n".join(task.task_id for task in tasks).encode()).hexdigest()
-
-
-def read_tasks(path: Path) -> list[Task]:
-    """All tasks of the file. ValueError names the file, the line and the field that is wrong."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ValueError(f"task file {str(path)!r} does not exist; check the path") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
-    tasks: dict[str, Task] = {}
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            task = read_task(line, f"{path}:{number}")
-            tasks.setdefault(task.task_id, task)
-    if not tasks:
-        raise ValueError(f"{path}: holds no task; write one JSON object on each line")
-    return list(tasks.values())
-
-
-def read_task(line: str, where: str) -> Task:
-    """The task of one line; `where` goes into the error message."""
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{where}: not JSON at column {error.colno} ({error.msg}); "
-            'write one object on each line, like {"prompt": "...", "answer": "..."}'
-        ) from None
-    if not isinstance(record, dict):
-        raise ValueError(f"{where}: a {type(record).__name__}, but a task is a JSON object")
-    check_fields(record, where)
-    prompt, answer, kind = record["prompt"], str(record["answer"]).strip(), record.get("kind")
-    files = record.get("files") or {}
-    return Task(
-        task_id=task_id(kind or "user", prompt, answer, files),
-        kind=kind or "user",
-        prompt=prompt,
-        answer=answer,
-        files=files,
-        split=split_of(prompt),
-    )
-
-
-def check_fields(record: dict[str, Any], where: str) -> None:
-    for name in REQUIRED:
-        if name not in record:
-            raise ValueError(f"{where}: field {name!r} is missing; {REQUIRED} are required")
-    for name, value in record.items():
-        if name not in FIELDS:
-            raise ValueError(f"{where}: field {name!r} is unknown; use {tuple(FIELDS)}")
-        optional_null = value is None and name not in REQUIRED
-        if not optional_null and (isinstance(value, bool) or not isinstance(value, FIELDS[name])):
-            raise ValueError(
-                f"{where}: field {name!r} is {value!r}, a {type(value).__name__}; "
-                f"{EXPECTED[name]} is expected"
-            )
-    for name in REQUIRED:
-        if not str(record[name]).strip():
-            raise ValueError(f"{where}: field {name!r} is empty; every task needs one")
-    for file_name, text in (record.get("files") or {}).items():
-        if not isinstance(text, str):
-            raise ValueError(
-                f"{where}: field 'files' holds {text!r} under {file_name!r}; file contents are text"
-            )
-        if not file_name or file_name != Path(file_name).name or file_name in (".", ".."):
-            raise ValueError(
-                f"{where}: field 'files' names {file_name!r}; use plain names without a folder"
-            )

@@ -15,9 +15,10 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nanorl.envs.actions import ActionFormat, FinalAnswer, ToolCall
-from nanorl.envs.code import NOTICES
+from nanorl.envs.actions import ActionFormat, program
+from nanorl.envs.episode import TOOL_UNAVAILABLE
 from nanorl.tasks.problem import Problem
+from nanorl.tools.result_text import KILLED, NO_OUTPUT
 from nanorl.types import Task
 
 
@@ -91,6 +92,10 @@ def tiny_teacher() -> TeacherConfig:
     )
 
 
+NOTICES = (NO_OUTPUT, TOOL_UNAVAILABLE, *KILLED.values())
+"""All that an observation says in the environment's own words: a teacher knows failures by them."""
+
+
 class SloppyTeacher:
     """Shows how to use the tool, not always well."""
 
@@ -144,15 +149,15 @@ class Script:
         """The next program, or the final answer; deterministic given the rng and the history."""
         turn = len(history)
         if turn < len(self.programs):
-            return self.form.write(ToolCall(self.programs[turn]))
+            return self.form.write(program(self.programs[turn]))
         if not history:
-            return self.form.write(FinalAnswer(wild_guess(self.problem.answer, self.rng)))
+            return self.form.write_answer(wild_guess(self.problem.answer, self.rng))
         if is_failure(history[-1]):
             return self._after_failure()
         value = last_line(history[-1])
         if self.manner == "miscopy":
             value = miscopy(value, self.rng)
-        return self.form.write(FinalAnswer(value))
+        return self.form.write_answer(value)
 
     def _plan(self) -> list[str]:
         if self.manner == "guess":
@@ -166,8 +171,8 @@ class Script:
         if self.rng.random() < self.persistence:
             self.programs.append(self.solution[-1])
             self.persistence = 0.0
-            return self.form.write(ToolCall(self.programs[-1]))
-        return self.form.write(FinalAnswer(wild_guess(self.problem.answer, self.rng)))
+            return self.form.write(program(self.programs[-1]))
+        return self.form.write_answer(wild_guess(self.problem.answer, self.rng))
 
 
 def is_failure(observation: str) -> bool:

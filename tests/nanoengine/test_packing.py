@@ -14,7 +14,6 @@ from nanoengine.packing import (
     MicroBatch,
     Sample,
     balanced_parts,
-    common_prefix,
     make_micro_batches,
 )
 
@@ -114,10 +113,27 @@ def test_sharing_counts_each_prompt_once() -> None:
     assert sum(micro.num_rows for micro in plain) == 16 * 144
 
 
-def test_common_prefix_leaves_a_token_to_predict() -> None:
-    assert common_prefix([[1, 2, 3], [1, 2, 3]]) == 2
-    assert common_prefix([[1, 2, 3, 4], [1, 2, 5, 4], [1, 2, 3]]) == 2
-    assert common_prefix([[1, 2], [2, 2]]) == 0
+def test_a_tree_of_three_levels_by_hand() -> None:
+    samples = [
+        sample([9, 8, 1, 2, 3, 3], 2, "a"),
+        sample([9, 8, 1, 2, 4, 4, 4], 2, "a"),
+        sample([9, 8, 1, 5, 5], 2, "a"),
+        sample([9, 8, 1, 2, 3, 3], 2, "a"),  # the first again
+        sample([9, 8, 1], 2, "a"),  # where others fork
+        sample([7, 7], 1, "a"),  # shares nothing: a tree of its own
+    ]
+    (micro,) = make_micro_batches(samples, 100, share_prefix=True)
+    check_against_definition(samples, [micro])
+    assert micro.ids_N.tolist() == [9, 8, 1, 2, 4, 4, 3, 5, 7]
+    assert micro.index == [1, 0, 3, 2, 4, 5]
+    assert (micro.bounds, micro.prefix_of_S) == ([0, 3, 4, 6, 7, 8, 9], [-1, 0, 1, 1, 0, -1])
+    assert micro.rows_T is not None and micro.scored_Q is not None and micro.copy_of_P is not None
+    entries = list(zip(micro.rows_T.tolist(), micro.target_ids_T.tolist(), strict=True))
+    counted = [entries[p] for p in micro.counted_P.tolist()]
+    distinct = [entries[q] for q in micro.scored_Q.tolist()]
+    assert len(counted) == 5 + 4 + 4 + 3 + 1 + 1 and len(distinct) == 5 + 2 + 0 + 2 + 0 + 1
+    assert len(set(distinct)) == len(distinct)
+    assert [distinct[c] for c in micro.copy_of_P.tolist()] == counted
 
 
 @pytest.mark.parametrize(

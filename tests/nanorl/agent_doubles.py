@@ -7,7 +7,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import Output, SamplingParams
-from nanorl.sandbox.base import ExecResult, ExecStatus
+from nanorl.envs.actions import MARKDOWN, ActionFormat
+from nanorl.envs.base import Services
+from nanorl.envs.code import CodeEnv
+from nanorl.envs.episode import EnvEpisode
+from nanorl.parsers.chat import ToolChat
+from nanorl.sandbox.base import ExecResult, ExecStatus, Sandbox
+from nanorl.tools.python import python
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
@@ -80,3 +86,29 @@ class FakeSandbox:
         if isinstance(result, Exception):
             raise result
         return result
+
+
+class CodeEpisode(EnvEpisode):
+    """An episode of the code environment, which counts how often it is closed."""
+
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        form: ActionFormat = MARKDOWN,
+        *,
+        timeout_s: float = 5.0,
+        is_tool_enabled: bool = True,
+    ) -> None:
+        services = Services(
+            tokenizer=tiny_tokenizer(),
+            sandbox=sandbox,
+            timeout_s=timeout_s,
+            is_tool_enabled=is_tool_enabled,
+        )
+        chat = ToolChat(parser=form, description=form.system)
+        super().__init__(CodeEnv(form), (python,), chat, services)
+        self.num_closed = 0
+
+    async def close(self) -> None:
+        self.num_closed += 1
+        await super().close()

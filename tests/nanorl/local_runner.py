@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nanorl.envs.actions import ActionFormat, FinalAnswer
+from nanorl.envs.actions import ActionFormat
+from nanorl.parsers.base import ToolCall
 from nanorl.tasks.teachers import SloppyTeacher
 from nanorl.types import Task
 
@@ -67,10 +68,13 @@ def play_trace(
     trace = PlayedTrace(task=task, manner=script.manner)
     while len(trace.actions) < 8:
         trace.actions.append(script.next_action(trace.observations))
-        action = form.read(trace.actions[-1])
-        assert action is not None and form.write(action) == trace.actions[-1]
-        if isinstance(action, FinalAnswer):
-            trace.answer = action.value
+        calls = form.read(trace.actions[-1])
+        if not calls:
+            trace.answer = form.answer_in(trace.actions[-1])
+            assert trace.answer is not None
+            assert form.write_answer(trace.answer) == trace.actions[-1]
             break
-        trace.observations.append(run_program(action.code, task.files, folder))
+        (call,) = calls
+        assert isinstance(call, ToolCall) and form.write(call) == trace.actions[-1]
+        trace.observations.append(run_program(call.arguments["code"], task.files, folder))
     return trace

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from agent_doubles import (
     EOS,
+    CodeEpisode,
     FakeSandbox,
     ScriptedGenerator,
     exec_result,
@@ -14,14 +15,13 @@ from agent_doubles import (
 )
 
 from nanoinfer.params import SamplingParams
-from nanorl.agents.loop import Agent, Generator, turn_seed
+from nanorl.agents.context import Generator
+from nanorl.agents.loop import Agent
 from nanorl.agents.tokens import Limits
 from nanorl.envs.actions import MARKDOWN
 from nanorl.envs.base import TimeStep
-from nanorl.envs.code import CodeEnv
-from nanorl.rewards.rule import RuleReward
 from nanorl.sandbox.base import SandboxFailure
-from nanorl.types import Rollout, Status, Task
+from nanorl.types import Rollout, Status, Task, derive_turn_seed
 
 TINY = tiny_tokenizer()
 TASK = Task(task_id="t7", kind="k", prompt="6*7?", answer="42")
@@ -29,21 +29,14 @@ RUN = "```python\nprint(6*7)\n```"
 OK = exec_result(stdout=b"42\n")
 
 
-class CountingEnv(CodeEnv):
-    num_closed = 0
-
-    async def close(self) -> None:
-        self.num_closed += 1
-
-
 def agent_of(generator: Generator, **limits: int) -> Agent:
-    return Agent(generator=generator, tokenizer=TINY, limits=Limits(**limits), reward=RuleReward())
+    return Agent(generator=generator, tokenizer=TINY, limits=Limits(**limits))
 
 
 def rollout_of(script, results=(), *, env=None, is_tool_enabled: bool = True, **limits: int):
     generator = ScriptedGenerator(TINY, list(script))
     sandbox = FakeSandbox(list(results))
-    env = env or CountingEnv(sandbox, MARKDOWN, is_tool_enabled=is_tool_enabled)
+    env = env or CodeEpisode(sandbox, MARKDOWN, is_tool_enabled=is_tool_enabled)
     rollout: Rollout = asyncio.run(
         agent_of(generator, **limits).play(
             TASK,
@@ -84,9 +77,9 @@ def test_every_prompt_extends_what_was_said_before() -> None:
 def test_seeds_differ_by_turn_and_follow_from_the_rollout_seed() -> None:
     _, generator = rollout_of([RUN, "Answer: 42"], [OK])
     params = [call[1] for call in generator.calls]
-    assert [p.seed for p in params] == [turn_seed(11, 0), turn_seed(11, 1)]
-    assert params[0].seed != params[1].seed != turn_seed(12, 1)
-    assert all(0 <= turn_seed(seed, 0) < 2**63 for seed in range(32)), "torch takes 63 bits"
+    assert [p.seed for p in params] == [derive_turn_seed(11, 0), derive_turn_seed(11, 1)]
+    assert params[0].seed != params[1].seed != derive_turn_seed(12, 1)
+    assert all(0 <= derive_turn_seed(seed, 0) < 2**63 for seed in range(32)), "torch takes 63 bits"
     assert {p.temperature for p in params} == {0.7}
     assert params[0].max_tokens == Limits().max_turn_tokens  # the limits decide
 
@@ -150,7 +143,7 @@ def test_an_abort_resumes_the_turn_with_the_same_seed_and_the_ids_so_far() -> No
 
 
 def test_the_rewards_of_turns_travel_with_the_rollout() -> None:
-    class Strict(CountingEnv):
+    class Strict(CodeEpisode):
         """Takes a tenth for a program that fails."""
 
         async def step(self, action_text: str) -> TimeStep:
@@ -174,7 +167,7 @@ def test_many_rollouts_interleave_on_one_event_loop() -> None:
             *(
                 agent_of(Slow(TINY, [RUN, f"Answer: {40 + i}"])).play(
                     TASK,
-                    CodeEnv(FakeSandbox([OK]), MARKDOWN),
+                    CodeEpisode(FakeSandbox([OK]), MARKDOWN),
                     group_id="g",
                     rollout_id=str(i),
                     sampling=SamplingParams(seed=i),

@@ -4,65 +4,66 @@ import asyncio
 from dataclasses import dataclass, replace
 
 import pytest
-from agent_doubles import FakeSandbox, exec_result
+from agent_doubles import CodeEpisode, FakeSandbox, exec_result
 
-from nanorl.envs.actions import (
-    COMPACT,
-    MARKDOWN,
-    ActionFormat,
-    FinalAnswer,
-    ToolCall,
-    ToolCallError,
-)
-from nanorl.envs.base import InfrastructureError, TimeStep
-from nanorl.envs.code import NO_CALLS_LEFT, NOTICES, CodeEnv, describe, last_error_line
+from nanorl.envs.actions import COMPACT, MARKDOWN, ActionFormat, program
+from nanorl.envs.base import TimeStep
+from nanorl.parsers.base import ToolCall, ToolCallError
 from nanorl.rewards.rule import RuleReward, parse_number
 from nanorl.sandbox.base import ExecResult, ExecStatus, SandboxFailure
-from nanorl.tasks.teachers import is_failure
-from nanorl.types import Task
+from nanorl.tasks.teachers import NOTICES, is_failure
+from nanorl.tools.result_text import describe, last_error_line
+from nanorl.types import InfrastructureError, Task
 
 TASK = Task(task_id="t", kind="k", prompt="p", answer="SECRET", files={"data.txt": "1 2"})
 CODE = "```python\nprint(1)\n```"
 
 
+def call_of(code: str) -> list[ToolCall]:
+    return [program(code)]
+
+
 def test_a_fenced_block_is_a_call_and_an_answer_beside_it_is_ignored() -> None:
-    assert MARKDOWN.read("Let me see.\n" + CODE) == ToolCall("print(1)")
-    assert MARKDOWN.read(CODE + "\nAnswer: 7") == ToolCall("print(1)")
+    assert MARKDOWN.read("Let me see.\n" + CODE) == call_of("print(1)")
+    assert MARKDOWN.read(CODE + "\nAnswer: 7") == call_of("print(1)")
     call = MARKDOWN.read('```python\nif x:\n    print("Answer: 3")\n```')
-    assert call == ToolCall('if x:\n    print("Answer: 3")')
+    assert call == call_of('if x:\n    print("Answer: 3")')
 
 
 def test_the_blanks_inside_of_the_markers_are_not_required() -> None:
-    assert MARKDOWN.read("```python print(1)```") == ToolCall(" print(1)")
-    assert MARKDOWN.read("Answer:7") == FinalAnswer("7")
+    assert MARKDOWN.read("```python print(1)```") == call_of(" print(1)")
+    assert MARKDOWN.answer_in("Answer:7") == "7"
 
 
 def test_compact_markers_read_the_same_way_and_observations_have_a_role() -> None:
-    assert COMPACT.read("<run>print(1)</run>") == ToolCall("print(1)")
-    assert COMPACT.read("so <ans>42") == FinalAnswer("42")
-    assert COMPACT.observation_messages("5") == [{"role": "tool", "content": "5"}]
-    assert MARKDOWN.observation_messages("5") == [{"role": "user", "content": "Output:\n5"}]
+    assert COMPACT.read("<run>print(1)</run>") == call_of("print(1)")
+    assert COMPACT.answer_in("so <ans>42") == "42"
+    assert COMPACT.observation(["5"]) == [{"role": "tool", "content": "5"}]
+    assert MARKDOWN.observation(["5"]) == [{"role": "user", "content": "Output:\n5"}]
 
 
 @pytest.mark.parametrize("form", [MARKDOWN, COMPACT], ids=lambda form: form.name)
 def test_what_is_written_is_read_back(form: ActionFormat) -> None:
-    for action in (ToolCall("x = 1\n\nprint(x)"), ToolCall("  print(1)"), FinalAnswer("-4.5")):
-        assert form.read(form.write(action)) == action
-        assert form.read(f"I think:\n{form.write(action)}\n") == action
+    for call in (program("x = 1\n\nprint(x)"), program("  print(1)")):
+        assert form.read(form.write(call)) == [call]
+        assert form.read(f"I think:\n{form.write(call)}\n") == [call]
+    assert form.answer_in(form.write_answer("-4.5")) == "-4.5"
+    assert form.answer_in(f"I think:\n{form.write_answer('-4.5')}\n") == "-4.5"
 
 
 def test_the_written_form_that_models_were_trained_on_does_not_change() -> None:
-    assert MARKDOWN.write(ToolCall("print(1)")) == CODE
-    assert MARKDOWN.write(FinalAnswer("7")) == "Answer: 7"
-    assert COMPACT.write(ToolCall("print(1)")) == "<run>print(1)</run>"
-    assert COMPACT.write(FinalAnswer("7")) == "<ans>7"
+    assert MARKDOWN.write(program("print(1)")) == CODE
+    assert MARKDOWN.write_answer("7") == "Answer: 7"
+    assert COMPACT.write(program("print(1)")) == "<run>print(1)</run>"
+    assert COMPACT.write_answer("7") == "<ans>7"
 
 
 def test_the_last_answer_counts_and_ends_with_its_line() -> None:
-    assert MARKDOWN.read("Answer: 1\nNo.\nAnswer:  2 \nbye") == FinalAnswer("2")
-    assert MARKDOWN.read("Answer: 1 Answer: 2") == FinalAnswer("2")
-    assert MARKDOWN.read("Answer:") == FinalAnswer("")
-    assert MARKDOWN.read("just talk") is MARKDOWN.read("") is None
+    assert MARKDOWN.answer_in("Answer: 1\nNo.\nAnswer:  2 \nbye") == "2"
+    assert MARKDOWN.answer_in("Answer: 1 Answer: 2") == "2"
+    assert MARKDOWN.answer_in("Answer:") == ""
+    assert MARKDOWN.answer_in("just talk") is MARKDOWN.answer_in("") is None
+    assert MARKDOWN.read("just talk") == MARKDOWN.read("") == []
 
 
 @pytest.mark.parametrize(
@@ -74,8 +75,8 @@ def test_the_last_answer_counts_and_ends_with_its_line() -> None:
     ],
 )
 def test_malformed_blocks_are_typed_errors(text: str, match: str) -> None:
-    with pytest.raises(ToolCallError, match=match):
-        MARKDOWN.read(text)
+    (error,) = MARKDOWN.read(text)
+    assert isinstance(error, ToolCallError) and match in str(error)
 
 
 @pytest.mark.parametrize("name", ["open", "close", "answer"])
@@ -84,7 +85,7 @@ def test_a_format_without_a_marker_is_refused(name: str) -> None:
         replace(MARKDOWN, **{name: "\n"})
 
 
-def steps(env: CodeEnv, *texts: str) -> list[TimeStep]:
+def steps(env: CodeEpisode, *texts: str) -> list[TimeStep]:
     async def episode() -> list[TimeStep]:
         await env.reset(TASK)
         return [await env.step(text) for text in texts]
@@ -92,10 +93,16 @@ def steps(env: CodeEnv, *texts: str) -> list[TimeStep]:
     return asyncio.run(episode())
 
 
+def said(step: TimeStep) -> str:
+    assert isinstance(step.observation, list)
+    (message,) = step.observation
+    return message["content"]
+
+
 def test_code_is_run_with_the_files_and_never_with_the_answer() -> None:
     sandbox = FakeSandbox([exec_result(stdout=b"1\n")])
-    (result,) = steps(CodeEnv(sandbox, MARKDOWN, timeout_s=2.0), CODE)
-    assert result.observation == "1" and not result.is_done
+    (result,) = steps(CodeEpisode(sandbox, MARKDOWN, timeout_s=2.0), CODE)
+    assert said(result) == "Output:\n1" and not result.is_done
     assert sandbox.programs == [("print(1)", {"data.txt": "1 2"}, 2.0)]
     assert "SECRET" not in repr(sandbox.programs)
 
@@ -106,8 +113,8 @@ def test_a_name_error_is_an_observation_with_its_last_line() -> None:
         b"    foo\nNameError: name 'foo' is not defined\n"
     )
     sandbox = FakeSandbox([exec_result("error", b"before\n", stderr, 1)])
-    (result,) = steps(CodeEnv(sandbox, MARKDOWN), CODE)
-    assert result.observation == "before\nline 3: NameError: name 'foo' is not defined"
+    (result,) = steps(CodeEpisode(sandbox, MARKDOWN), CODE)
+    assert said(result) == "Output:\nbefore\nline 3: NameError: name 'foo' is not defined"
     assert result.metrics == {"num_executions": 1.0, "num_exec_error": 1.0}
 
 
@@ -140,33 +147,29 @@ def test_the_last_line_of_an_error_is_found() -> None:
     assert last_error_line("SystemExit: 2\n") == "SystemExit: 2"
 
 
-def test_the_tool_can_be_switched_off_and_used_up() -> None:
+def test_the_tool_can_be_switched_off() -> None:
     off = FakeSandbox([])
-    results = steps(CodeEnv(off, MARKDOWN, is_tool_enabled=False), CODE, "Answer: 3")
-    assert results[0].observation == "tool unavailable" and results[1].answer == "3"
+    results = steps(CodeEpisode(off, MARKDOWN, is_tool_enabled=False), CODE, "Answer: 3")
+    assert said(results[0]) == "Output:\ntool unavailable" and results[1].answer == "3"
     assert off.programs == []
-    sandbox = FakeSandbox([exec_result(stdout=b"1")] * 2)
-    results = steps(CodeEnv(sandbox, MARKDOWN, max_executions=1), CODE, CODE)
-    assert results[1].observation == NO_CALLS_LEFT
-    assert len(sandbox.programs) == 1
 
 
 def test_a_malformed_call_is_an_observation() -> None:
-    (result,) = steps(CodeEnv(FakeSandbox([]), MARKDOWN), "```python\nprint(1)")
-    assert result.observation == "Error: the block is not closed with ```" and not result.is_done
+    (result,) = steps(CodeEpisode(FakeSandbox([]), MARKDOWN), "```python\nprint(1)")
+    assert said(result) == "Output:\nError: the block is not closed with ```" and not result.is_done
     assert result.metrics == {"num_malformed_calls": 1.0}
 
 
 def test_neither_code_nor_answer_ends_the_episode_unanswered() -> None:
-    (result,) = steps(CodeEnv(FakeSandbox([]), MARKDOWN), "I give up")
+    (result,) = steps(CodeEpisode(FakeSandbox([]), MARKDOWN), "I give up")
     assert result.is_done and result.answer is None and result.observation is None
 
 
 def test_a_sandbox_failure_is_infrastructure_and_anything_else_is_a_defect() -> None:
     with pytest.raises(InfrastructureError, match="gone"):
-        steps(CodeEnv(FakeSandbox([SandboxFailure("gone")]), MARKDOWN), CODE)
+        steps(CodeEpisode(FakeSandbox([SandboxFailure("gone")]), MARKDOWN), CODE)
     with pytest.raises(KeyError):
-        steps(CodeEnv(FakeSandbox([KeyError("bug")]), MARKDOWN), CODE)
+        steps(CodeEpisode(FakeSandbox([KeyError("bug")]), MARKDOWN), CODE)
 
 
 @dataclass(frozen=True)

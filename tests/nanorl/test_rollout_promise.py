@@ -8,7 +8,6 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any
 
 import pytest
 import torch
@@ -19,11 +18,12 @@ from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams
-from nanorl.agents.loop import Agent, Generator
+from nanorl.agents.context import Generator
+from nanorl.agents.loop import Agent
 from nanorl.agents.tokens import Limits
-from nanorl.envs.actions import MARKDOWN
-from nanorl.envs.base import TimeStep
-from nanorl.rewards.rule import RuleReward
+from nanorl.envs.base import Services
+from nanorl.envs.env import Env
+from nanorl.envs.episode import EnvEpisode
 from nanorl.roles.clients import ActorClient, ReplicaClient
 from nanorl.roles.replica import Replica
 from nanorl.roles.router import Router
@@ -35,30 +35,22 @@ STOPS = tuple(range(0, 300, 17))  # so many that a random model ends its turns
 NUM_GROUPS, GROUP_SIZE = 4, 4
 
 
-class Echo:
+class Echo(Env):
     """Answers each action with a few bytes that depend on it, after a wait that does not."""
-
-    format = MARKDOWN
 
     def __init__(self, draw: random.Random) -> None:
         self._draw = draw
 
-    async def reset(self, task: Task) -> list[dict[str, Any]]:
-        return [{"role": "user", "content": task.prompt}]
-
-    async def step(self, action_text: str) -> TimeStep:
+    async def step(self, text: str) -> str:
         for _ in range(self._draw.randrange(12)):
             await asyncio.sleep(0)
-        return TimeStep(observation=blake2b(action_text.encode(), digest_size=4).hexdigest())
-
-    async def close(self) -> None:
-        pass
+        return "Output:\n" + blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 async def play_all(generator: Generator, draw: random.Random) -> list[Rollout]:
     """All rollouts of a step, begun in a random order at random moments."""
     limits = Limits(max_turns=4, max_turn_tokens=30, max_context_tokens=200)
-    agent = Agent(generator=generator, tokenizer=TOKENIZER, limits=limits, reward=RuleReward())
+    agent = Agent(generator=generator, tokenizer=TOKENIZER, limits=limits)
 
     async def play(group: int, member: int) -> Rollout:
         for _ in range(draw.randrange(60)):
@@ -66,8 +58,10 @@ async def play_all(generator: Generator, draw: random.Random) -> list[Rollout]:
         task = Task(task_id=f"t{group}", kind="k", prompt=f"hello, the {group}" * 3, answer="42")
         options = {"repetition_penalty": 1.2} if group == 1 else {}
         sampling = SamplingParams(seed=100 * group + member, temperature=0.8, **options)  # type: ignore[arg-type]
+        services = Services(tokenizer=TOKENIZER, sandbox=None, timeout_s=1.0)
+        episode = EnvEpisode(Echo(draw), (), None, services)
         names = {"group_id": f"g{group}", "rollout_id": f"g{group}-m{member}"}
-        return await agent.play(task, Echo(draw), **names, sampling=sampling)
+        return await agent.play(task, episode, **names, sampling=sampling)
 
     order = [(group, member) for group in range(NUM_GROUPS) for member in range(GROUP_SIZE)]
     draw.shuffle(order)

@@ -19,7 +19,8 @@ from nanoengine.state.checkpoint import list_checkpoints, open_checkpoint
 from nanoengine.state.run_folder import RunFolder
 from nanorl.sandbox.base import SandboxUnavailable
 from nanorl.store import RolloutStore
-from nanorl.tasks.source import FileTasks
+from nanorl.tasks.readers import read_tasks
+from nanorl.tasks.source import ListTasks
 
 sandboxed = pytest.mark.sandbox
 WEIGHTS = "model-trained/model.safetensors"
@@ -157,7 +158,7 @@ def test_the_fingerprint_of_tasks_is_of_their_content_and_order(tmp_path: Path) 
     def fingerprint(*texts: str) -> str:
         file = tmp_path / "tasks.jsonl"
         file.write_text("\n".join(texts))
-        return FileTasks(file, seed=0).fingerprint
+        return ListTasks(read_tasks(file), seed=0).fingerprint
 
     as_written = fingerprint(*lines)
     assert fingerprint("", *lines, "", "") == as_written

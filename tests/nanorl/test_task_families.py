@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from local_runner import run_program
 
-from nanorl.envs.actions import COMPACT, MARKDOWN, ToolCall
-from nanorl.tasks.problem import Family, ProblemGenerator, split_of
+from nanorl.envs.actions import COMPACT, MARKDOWN, program
+from nanorl.tasks.problem import Family, ProblemGenerator
 from nanorl.tasks.smollm2 import smollm2_family
 from nanorl.tasks.tiny import tiny_family
+from nanorl.types import split_of
 
 # One problem a kind, its answer worked out by hand from the text (and the file, where one counts).
 BY_HAND = {
@@ -173,16 +174,16 @@ def lengths(family: Family, tokenizer, form, opening: str) -> Iterator[tuple[int
             prompt = tokenizer.encode(opening + problem.prompt).ids
             for programs in problem.solutions:
                 for code in programs:
-                    yield len(prompt), len(tokenizer.encode(form.write(ToolCall(code))).ids)
+                    yield len(prompt), len(tokenizer.encode(form.write(program(code))).ids)
 
 
 def test_tiny_prompts_and_programs_are_short() -> None:
     from nanorl.tasks.tiny_model import corpus, train_tokenizer
 
     tokenizer = train_tokenizer(corpus())
-    for prompt, program in lengths(FAMILIES["tiny"], tokenizer, COMPACT, "<usr>"):
+    for prompt, code in lengths(FAMILIES["tiny"], tokenizer, COMPACT, "<usr>"):
         assert prompt <= 16
-        assert program <= 30
+        assert code <= 30
 
 
 @pytest.mark.smollm2
@@ -191,6 +192,6 @@ def test_smollm2_prompts_and_programs_are_short(smollm2_folder: Path) -> None:
 
     tokenizer = Tokenizer.from_file(str(smollm2_folder / "tokenizer.json"))
     opening = f"<|im_start|>system\n{MARKDOWN.system}<|im_end|>\n<|im_start|>user\n"
-    for prompt, program in lengths(FAMILIES["smollm2"], tokenizer, MARKDOWN, opening):
+    for prompt, code in lengths(FAMILIES["smollm2"], tokenizer, MARKDOWN, opening):
         assert prompt <= 100
-        assert program <= 64  # 60 of code and the fence around it
+        assert code <= 64  # 60 of code and the fence around it

@@ -10,9 +10,9 @@ import pytest
 from local_runner import PlayedTrace, play_trace
 
 from nanorl.envs.actions import COMPACT, MARKDOWN, ActionFormat
-from nanorl.tasks.problem import Family
+from nanorl.tasks.problem import Family, generators_of
 from nanorl.tasks.smollm2 import smollm2_family
-from nanorl.tasks.source import TaskSource
+from nanorl.tasks.source import GeneratedTasks
 from nanorl.tasks.teachers import (
     SloppyTeacher,
     TeacherConfig,
@@ -36,7 +36,7 @@ def play(
     teacher = SloppyTeacher(form, config)
     return [
         play_trace(task, form, teacher, folder, random.Random(i))
-        for i, task in enumerate(TaskSource([family], seed=0).batch(0, n))
+        for i, task in enumerate(GeneratedTasks(generators_of([family]), seed=0).batch(0, n))
     ]
 
 

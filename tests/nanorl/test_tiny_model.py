@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from nanorl.tasks.source import TaskSource
+from nanorl.tasks.problem import generators_of
+from nanorl.tasks.source import GeneratedTasks
 from nanorl.tasks.tiny import tiny_family
 from nanorl.tasks.tiny_model import build_tiny_model, train_tokenizer
 
@@ -78,7 +79,7 @@ def test_numbers_below_100_are_one_token_wherever_they_stand(folder: Path) -> No
 
 def test_arguments_are_the_same_tokens_in_question_and_program(folder: Path) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    for problem in TaskSource([tiny_family()], seed=0).batch(0, 190):
+    for problem in GeneratedTasks(generators_of([tiny_family()]), seed=0).batch(0, 190):
         opening = '"' if '"' in problem.prompt else "[" if "[" in problem.prompt else "("
         closing = {'"': '"', "[": "]", "(": ")"}[opening]
         start = problem.prompt.index(
@@ -96,7 +97,7 @@ def test_the_tokenizer_loses_nothing(folder: Path) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     texts = [
         text
-        for problem in TaskSource([tiny_family()], seed=1).batch(0, 190)
+        for problem in GeneratedTasks(generators_of([tiny_family()]), seed=1).batch(0, 190)
         for text in (problem.prompt, problem.answer, *problem.solutions[0], *problem.habit)
     ]
     texts += ["".join(map(chr, range(32, 127))), "a\n\n  b,  1,2,345 _x [,] ,,7"]

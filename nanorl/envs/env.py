@@ -1,0 +1,129 @@
+"""`Env`, the short form of an environment: derive from it, and every part of a run knows it.
+
+    class Guess(nanorl.Env):
+        system = "Guess a number from 1 to 20."
+
+        def tasks(self, rng):
+            return nanorl.Task("First guess?", answer=rng.randint(1, 20))
+
+        def step(self, text):
+            guess = int(nanorl.last_number(text) or -1)
+            if guess == self.task.answer:
+                return self.done(reward=1.0)
+            self.reward(-0.05)
+            return "higher" if guess < self.task.answer else "lower"
+
+An object of the class is one episode. Every method may be a coroutine. What a method does not need
+may be left out: without `step` the policy's text is its answer; without `score` an answer earns 1
+if it equals `task.answer`, numbers compared by value; without `teacher` there is no warm start.
+Next: episode.py (how an `Env` becomes an `Environment`), kind.py (how a run finds one).
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from nanorl.parsers.base import Parser
+from nanorl.rewards.base import Score, Transcript
+from nanorl.rewards.rule import RuleReward
+from nanorl.tools.base import Tool
+from nanorl.types import Task
+
+ANSWER = "Answer:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """The end of an episode, as `Env.done` returns it."""
+
+    reward: float | None
+    answer: str | None
+
+
+class Env:
+    """One episode of your environment. `self.task` is its task."""
+
+    system: str = ""
+    """Opens every chat; empty: there is no system message."""
+    tools: Sequence[Tool | Callable[..., Any]] = ()
+    """Functions that the policy may call; their schemas come from annotations and docstrings."""
+    parser: str | Parser = "auto"
+    """How calls are written: auto (as the model's chat template has it), fenced, hermes, llama,
+    pythonic, or a parser of your own."""
+    loop: str = "tool"
+    """The agent loop that plays it (nanorl/agents/loops.py), or yours as "file.py:loop"."""
+    data: Any = None
+    """Tasks, instead of a method `tasks`: a path (JSONL, parquet, ...) or an iterable."""
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    """Options of a run of it, as {"agent.max_turns": 6}; those that the user gives win."""
+
+    task: Task
+    shared: Any = None
+    """What `setup` returned."""
+
+    def setup(self) -> Any:
+        """Make what is heavy and read-only. Called once in a process, before any episode; every
+        episode finds the result as `self.shared`."""
+        return None
+
+    def tasks(self, rng: random.Random) -> Task:
+        """Draw one task. Without `rng` as a parameter: all of them, as an iterable."""
+        raise NotImplementedError
+
+    def reset(self) -> Any:
+        """Begin the episode of `self.task`. Return the opening text or messages; None: the task's
+        prompt."""
+        return None
+
+    def step(self, text: str) -> Any:
+        """Answer a turn that calls no tool: a text or messages, or `self.done(...)`.
+
+        `text` is what the policy said, its reasoning left out.
+        """
+        return self.done(answer=final_answer(text))
+
+    def score(self, transcript: Transcript) -> Any:
+        """Score an episode that ended without a reward: a number or a `Score`."""
+        return Score(RuleReward()(transcript.answer, self.task.answer_text))
+
+    def close(self) -> Any:
+        """Give back what the episode holds."""
+        return None
+
+    # -- what the methods above may call -----------------------------------------------------
+
+    def done(self, reward: float | None = None, answer: object = None) -> Done:
+        """End the episode, with its reward, or with an answer that `score` judges."""
+        return Done(reward=reward, answer=None if answer is None else str(answer))
+
+    def reward(self, amount: float) -> None:
+        """Give this turn a reward of its own, beside that of the whole episode."""
+        self.__dict__["_turn_reward"] = self.__dict__.get("_turn_reward", 0.0) + float(amount)
+
+    def metric(self, name: str, value: float = 1.0) -> None:
+        """Count something: it is summed over the episode and averaged over a step's rollouts."""
+        counted: dict[str, float] = self.__dict__.setdefault("_metrics", {})
+        counted[name] = counted.get(name, 0.0) + float(value)
+
+    def _take(self) -> tuple[float, dict[str, float]]:
+        """The turn's reward and metrics, which are then counted anew."""
+        reward = self.__dict__.pop("_turn_reward", 0.0)
+        return reward, self.__dict__.pop("_metrics", {})
+
+
+def last_number(text: str) -> str | None:
+    """The last decimal number in a text, as it is written; None without any."""
+    found = re.findall(r"[-+]?\d+(?:\.\d+)?", text)
+    return found[-1] if found else None
+
+
+def final_answer(text: str) -> str:
+    """What follows the last "Answer:" of a text, to the end of its line; without one, all of it."""
+    for line in reversed(text.splitlines()):
+        if ANSWER in line:
+            return line.rpartition(ANSWER)[2].strip()
+    return text.strip()

@@ -1,0 +1,148 @@
+"""`EnvEpisode`: one episode of a short-form environment, behind the full protocol.
+
+A turn is read by the parser. Its calls run side by side and are answered in order; a call that
+cannot be run is answered with the reason, so the policy can repair it. A turn without a call is
+the environment's own `step`.
+Left out: the tokens (agents/) and the processes in which somebody's code may run (hosting/).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nanoengine.model.chat_template import Message
+from nanorl.envs.base import Opening, Services, TimeStep
+from nanorl.envs.env import Done, Env
+from nanorl.parsers.base import Parser, ToolCall, ToolCallError
+from nanorl.parsers.chat import ToolChat, visible
+from nanorl.plugins import where_raised
+from nanorl.rewards.base import Score, Transcript, as_score
+from nanorl.tools.base import Tool, ToolContext
+from nanorl.tools.calls import answer_calls
+from nanorl.types import InfrastructureError, Rollout, Task
+
+TOOL_UNAVAILABLE = "tool unavailable"
+
+
+class EnvEpisode:
+    """Runs the methods of an `Env`. `chat` says how tools are told to the model and called."""
+
+    def __init__(
+        self, env: Env, tools: Sequence[Tool], chat: ToolChat | None, services: Services
+    ) -> None:
+        self.env = env
+        self._tools = {tool.name: tool for tool in tools}
+        self._chat = chat
+        self._services = services
+        self._context: ToolContext | None = None
+        self._outcome: float | None = None
+        self._has_begun = False
+
+    async def reset(self, task: Task) -> Opening:
+        env = self.env
+        env.task = task
+        self._has_begun = True
+        self._context = ToolContext(
+            task=task, sandbox=self._services.sandbox, timeout_s=self._services.timeout_s
+        )
+        opened = await self._ask(env.reset)
+        messages = _messages(task.prompt if opened is None else opened)
+        if self._chat is None:
+            return Opening(messages=_with_system(messages, env.system))
+        system = self._chat.system(env.system)
+        return Opening(messages=_with_system(messages, system), tools=self._chat.schemas)
+
+    async def step(self, text: str) -> TimeStep:
+        text = visible(text)
+        calls = self._parser.read(text) if self._parser is not None else []
+        if calls:
+            return await self._answer_calls(calls)
+        said = await self._ask(self.env.step, text)
+        return self._time_step(said)
+
+    def format_observation(self, observation: str | list[Message]) -> list[Message]:
+        return _messages(observation)
+
+    async def score(self, rollout: Rollout, transcript: Transcript) -> Score:
+        """The reward that ended the episode, or else the environment's score of it."""
+        if self._outcome is not None:
+            return Score(self._outcome)
+        return as_score(await self._ask(self.env.score, transcript), type(self.env).__name__)
+
+    async def close(self) -> None:
+        try:
+            if self._has_begun:
+                await self._ask(self.env.close)
+        finally:
+            if self._context is not None:
+                await self._context.close()
+
+    @property
+    def _parser(self) -> Parser | None:
+        return None if self._chat is None else self._chat.parser
+
+    async def _ask(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """What a method of the environment says. Whatever it raises is not the policy's doing: the
+        rollout FAILED, is played again, and ends the run if that never helps."""
+        try:
+            said = method(*arguments)
+            return await said if inspect.isawaitable(said) else said
+        except InfrastructureError:
+            raise
+        except Exception as error:  # a plug-in boundary
+            raise InfrastructureError(
+                f"{type(self.env).__name__}.{method.__name__} raised {type(error).__name__}: "
+                f"{error}{where_raised(error)}"
+            ) from error
+
+    async def _answer_calls(self, calls: Sequence[ToolCall | ToolCallError]) -> TimeStep:
+        assert self._parser is not None and self._context is not None, "reset comes first"
+        if not self._services.is_tool_enabled:
+            self._context.metrics["num_refused_calls"] += len(calls)
+            return self._time_step(self._parser.observation([TOOL_UNAVAILABLE] * len(calls)))
+        results = await answer_calls(calls, self._tools, self._context)
+        counts = {
+            "num_executions": len(calls) - results.num_malformed,
+            "num_malformed_calls": results.num_malformed,
+            "num_tool_errors": results.num_errors,
+        }
+        self._context.metrics.update({name: n for name, n in counts.items() if n})
+        if results.submitted is not None:
+            return self._time_step(self.env.done(answer=results.submitted))
+        return self._time_step(self._parser.observation(results.texts))
+
+    def _time_step(self, said: Any) -> TimeStep:
+        assert self._context is not None
+        counted, self._context.metrics = self._context.metrics, Counter()
+        reward, metrics = self.env._take()
+        metrics |= {name: float(value) for name, value in counted.items()}
+        if isinstance(said, TimeStep):
+            return said
+        if isinstance(said, Done):
+            if said.reward is not None:
+                self._outcome = _finite(said.reward)
+            return TimeStep(is_done=True, answer=said.answer, reward=reward, metrics=metrics)
+        if not isinstance(said, str | list):
+            raise ValueError(
+                f"{type(self.env).__name__}.step returned {said!r}; it must return a text or "
+                "messages for the policy, or self.done(...)"
+            )
+        return TimeStep(observation=said, reward=reward, metrics=metrics)
+
+
+def _messages(said: str | Sequence[Message]) -> list[Message]:
+    return [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
+
+
+def _with_system(messages: list[Message], system: str) -> list[Message]:
+    return [{"role": "system", "content": system}, *messages] if system else messages
+
+
+def _finite(reward: float) -> float:
+    if not math.isfinite(reward):
+        raise InfrastructureError(f"done(reward={reward}): a reward must be a finite number")
+    return float(reward)

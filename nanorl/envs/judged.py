@@ -1,0 +1,68 @@
+"""An environment whose episodes a reward of the user's scores, in place of their own score."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from nanoengine.model.chat_template import Message
+from nanorl.envs.base import (
+    Demonstrator,
+    Environment,
+    EnvKind,
+    Opening,
+    Services,
+    TaskSet,
+    TimeStep,
+)
+from nanorl.rewards.base import Reward, Score, Transcript, score_rollout
+from nanorl.types import Rollout, Task
+
+
+class JudgedKind:
+    """`kind` with another reward."""
+
+    def __init__(self, kind: EnvKind, reward: Reward) -> None:
+        self.kind, self.reward = kind, reward
+        self.name, self.loop = kind.name, kind.loop
+        self.has_teacher = kind.has_teacher
+        self.has_tools, self.needs_sandbox = kind.has_tools, kind.needs_sandbox
+        self.defaults: Mapping[str, Any] = kind.defaults
+
+    def tasks(self, seed: int) -> TaskSet:
+        return self.kind.tasks(seed)
+
+    def open(self, services: Services) -> Environment:
+        return JudgedEpisode(self.kind.open(services), self.reward)
+
+    def demonstrator(self, task: Task, rng: random.Random) -> Demonstrator:
+        return self.kind.demonstrator(task, rng)
+
+    def close(self) -> None:
+        self.kind.close()
+
+
+class JudgedEpisode:
+    """Passes everything on but the score."""
+
+    def __init__(self, env: Environment, reward: Reward) -> None:
+        self._env, self._reward = env, reward
+        self._task: Task | None = None
+
+    async def reset(self, task: Task) -> Opening:
+        self._task = task
+        return await self._env.reset(task)
+
+    async def step(self, text: str) -> TimeStep:
+        return await self._env.step(text)
+
+    def format_observation(self, observation: str | list[Message]) -> list[Message]:
+        return self._env.format_observation(observation)
+
+    async def score(self, rollout: Rollout, transcript: Transcript) -> Score:
+        assert self._task is not None, "reset comes first"
+        return await score_rollout(self._reward, rollout, self._task, transcript)
+
+    async def close(self) -> None:
+        await self._env.close()

@@ -1,0 +1,35 @@
+"""The environment of a run: the one that `--env` names, or else its preset's; with the reward that
+`--reward` names in place of its own."""
+
+from __future__ import annotations
+
+from nanorl.config import RunConfig
+from nanorl.envs.base import EnvKind
+from nanorl.envs.judged import JudgedKind
+from nanorl.envs.kind import ENVIRONMENTS, as_kind, load_kind, parse_arguments
+from nanorl.presets import get_preset
+from nanorl.rewards.load import REWARDS, load_reward
+
+NUM_WORKERS = 2
+
+
+def run_kind(config: RunConfig, env: object = None) -> EnvKind:
+    """The kind of `env` where one is given as an object. ValueError if what is named cannot be
+    found or imported."""
+    kind: EnvKind = get_preset(config.preset).environment()
+    arguments = parse_arguments(config.env_args)
+    if env is not None:
+        kind = as_kind(env, arguments)
+    elif config.env:
+        kind = load_kind(config.env, arguments)
+    if config.reward:
+        kind = JudgedKind(kind, load_reward(config.reward, parse_arguments(config.reward_args)))
+    return kind
+
+
+def num_env_workers(config: RunConfig) -> int:
+    """In how many processes the episodes are played; 0: in the caller's own."""
+    if config.env_workers is not None:
+        return config.env_workers
+    is_ours = config.env in ("", *ENVIRONMENTS) and config.reward in ("", *REWARDS)
+    return 0 if is_ours else NUM_WORKERS

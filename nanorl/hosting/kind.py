@@ -1,0 +1,74 @@
+"""The environment of a run whose episodes are played in worker processes.
+
+Tasks and demonstrators stay in the run's own process. A worker makes everything that an episode
+needs from the options alone: the user's class, a tokenizer, a sandbox of its own.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+from nanoengine.model.tokenizer import ChatTokenizer
+from nanorl.config import RunConfig
+from nanorl.envs.base import Demonstrator, Environment, EnvKind, Services, TaskSet
+from nanorl.envs.run_kind import run_kind
+from nanorl.hosting.environment import EpisodeHost, HostedEnvironment
+from nanorl.hosting.pool import HostingLimits, WorkerPool
+from nanorl.sandbox.pool import SandboxPool
+from nanorl.types import Task
+
+
+class HostedKind:
+    """`kind`, with its episodes in `num_workers` processes."""
+
+    def __init__(self, kind: EnvKind, config: RunConfig, folder: Path, num_workers: int) -> None:
+        """`folder` is the model's, for its tokenizer."""
+        self.kind = kind
+        self.name, self.loop, self.defaults = kind.name, kind.loop, kind.defaults
+        self.has_tools, self.has_teacher = kind.has_tools, kind.has_teacher
+        self.needs_sandbox = False  # each worker has its own
+        alone = replace(config, env_workers=0, tool=replace(config.tool, workers=1))
+        self._pool = WorkerPool(
+            EpisodeHost,
+            (WorkerSide, alone, folder),
+            num_workers=num_workers,
+            limits=HostingLimits(deadline_s=config.env_deadline_s),
+        )
+
+    def tasks(self, seed: int) -> TaskSet:
+        return self.kind.tasks(seed)
+
+    def open(self, services: Services) -> Environment:
+        return HostedEnvironment(self._pool, services.is_tool_enabled)
+
+    def demonstrator(self, task: Task, rng: random.Random) -> Demonstrator:
+        return self.kind.demonstrator(task, rng)
+
+    def close(self) -> None:
+        self._pool.close()
+        self.kind.close()
+
+
+class WorkerSide:
+    """What a worker opens episodes with."""
+
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        self._config = config
+        self._kind = run_kind(config)
+        self._tokenizer = ChatTokenizer.from_folder(folder)
+        self._sandbox: SandboxPool | None = None
+        if self._kind.needs_sandbox:
+            self._sandbox = SandboxPool(config.tool.limits(), config.tool.workers)
+
+    def open(self, is_tool_enabled: bool) -> Environment:
+        """An episode in this process."""
+        return self._kind.open(
+            Services(
+                tokenizer=self._tokenizer,
+                sandbox=self._sandbox,
+                timeout_s=self._config.tool.timeout_s,
+                is_tool_enabled=is_tool_enabled,
+            )
+        )

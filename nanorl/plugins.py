@@ -1,0 +1,150 @@
+"""Loads what a user names: a name of ours, `module:attribute`, `file.py` or `file.py:attribute`.
+
+    load_object("guess.py", what="environment", known={}, fits=is_environment)
+    load_object("my_rewards:by_length", what="reward", known=REWARDS, fits=callable)
+
+A file is imported under a name of its own made of its path, so two files of one name do not meet
+and what is pickled in one process is found in another. Its folder is on `sys.path` while it is
+imported, so it can import its neighbours.
+Left out: entry points of installed packages; `module:attribute` reaches those as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+Fits = Callable[[Any], bool]
+
+
+def load_object(spec: str, *, what: str, known: Mapping[str, str], fits: Fits) -> Any:
+    """The object that `spec` names.
+
+    `known` maps our names to "module:attribute"; `fits` says whether an object is a `what`. Where
+    only a module or a file is named, it must define exactly one that fits. ValueError, with the
+    rule and what there is, where nothing fits or the user's code cannot be imported.
+    """
+    spec = known.get(spec, spec)
+    place, _, attribute = spec.rpartition(":") if _names_attribute(spec) else (spec, "", "")
+    if not is_path(place) and "." not in place and ":" not in spec and not _can_find(place):
+        names = ", ".join(sorted(known)) or "none"
+        raise ValueError(
+            f"--{what} {spec}: no {what} is called that; ours: {names}. Yours: a file (mine.py), "
+            "or module:name"
+        )
+    module = import_place(place, what)
+    if not attribute:
+        return _the_only_one(module, what, fits, spec)
+    found: Any = module
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            raise ValueError(f"--{what} {spec}: {place} defines no {attribute!r}")
+        found = getattr(found, name)
+    if not fits(found):
+        raise ValueError(f"--{what} {spec}: a {type(found).__name__} is no {what}")
+    return found
+
+
+def is_path(place: str) -> bool:
+    return place.endswith(".py") or "/" in place
+
+
+def import_place(place: str, what: str = "module") -> ModuleType:
+    """The module of that name, or of that file. ValueError with the lines of the user's own code
+    that led to it if it cannot be imported."""
+    try:
+        return _import_file(Path(place)) if is_path(place) else importlib.import_module(place)
+    except FileNotFoundError:
+        raise ValueError(f"--{what} {place}: there is no such file") from None
+    except Exception as error:  # a plug-in boundary: whatever the user's module raises
+        raise ValueError(
+            f"--{what} {place}: importing it raised {type(error).__name__}: {error}"
+            f"{where_raised(error)}"
+        ) from error
+
+
+def spec_of(found: Any) -> str | None:
+    """The text by which other processes find a class or function; None if they cannot, as where it
+    was typed into a notebook or lives inside a function."""
+    module = sys.modules.get(found.__module__)
+    name = getattr(found, "__qualname__", "")
+    if not name or "<locals>" in name:
+        return None
+    file = getattr(module, "__file__", None)
+    if found.__module__ == "__main__" or found.__module__.startswith(_PREFIX):
+        return f"{Path(file).resolve()}:{name}" if file else None
+    return f"{found.__module__}:{name}"
+
+
+_PREFIX = "nanorl_plugin_"
+
+
+def _import_file(path: Path) -> ModuleType:
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise FileNotFoundError(path)
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:12]
+    name = f"{_PREFIX}{path.stem}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: dataclasses look their module up
+    folder = str(path.parent)
+    sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        sys.path.remove(folder)
+    return module
+
+
+def _names_attribute(spec: str) -> bool:
+    place, colon, attribute = spec.rpartition(":")
+    return bool(place and colon and attribute.replace(".", "").isidentifier())
+
+
+def _can_find(name: str) -> bool:
+    return name.isidentifier() and importlib.util.find_spec(name) is not None
+
+
+def _the_only_one(module: ModuleType, what: str, fits: Fits, spec: str) -> Any:
+    own = [
+        value
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and getattr(value, "__module__", None) == module.__name__
+        and fits(value)
+    ]
+    if len(own) == 1:
+        return own[0]
+    names = ", ".join(one.__name__ for one in own) or "none"
+    raise ValueError(
+        f"--{what} {spec}: it must define exactly one {what}, but defines {names}; "
+        f"name one: {spec}:Name"
+    )
+
+
+def where_raised(error: Exception) -> str:
+    """The line of the user's file that raised, in brackets after a blank; without the machinery of
+    imports."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "importlib" not in frame.filename and frame.filename != __file__
+    ]
+    if not frames:
+        return ""
+    last = frames[-1]
+    return f" ({last.filename}, line {last.lineno}: {last.line})"

@@ -1,0 +1,7 @@
+"""Tools: what an agent may call in its turns, each with a name, a schema and `run`.
+
+base.py      the contract: `Tool`, the episode's `ToolContext`, and the ways in which a call ends
+function.py  `function_tool` and `method_tools`: Python functions as tools
+python.py    `python`: a program in the sandbox
+calls.py     `answer_calls`: the calls of one turn, side by side, answered in order
+"""

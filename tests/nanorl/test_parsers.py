@@ -1,0 +1,309 @@
+"""Parsers: what is written is read, what is malformed is told, nothing hostile takes long."""
+
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanorl.envs import actions
+from nanorl.envs.actions import COMPACT, MARKDOWN, ActionFormat
+from nanorl.parsers.base import Parser, ToolCall, ToolCallError
+from nanorl.parsers.fenced import BASH_FENCE, PYTHON_FENCE, Fence, FencedParser
+from nanorl.parsers.hermes import HermesParser
+from nanorl.parsers.llama import LlamaParser
+from nanorl.parsers.pythonic import PythonicParser
+from nanorl.parsers.reading import MAX_CALLS
+from nanorl.tools.python import python
+
+HERMES, LLAMA, PYTHONIC = HermesParser(), LlamaParser(), PythonicParser()
+FENCED = FencedParser(fences=(PYTHON_FENCE, BASH_FENCE))
+GENERAL = (HERMES, LLAMA, PYTHONIC)
+ALL = (*GENERAL, FENCED)
+ADD = ToolCall("add", {"a": 1, "b": 2})
+
+
+def by_name(parser: Parser) -> str:
+    return parser.name
+
+
+def read(parser: Parser, text: str) -> list[Any]:
+    """Calls as they are, errors as their text."""
+    return [str(one) if isinstance(one, ToolCallError) else one for one in parser.read(text)]
+
+
+TAGS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", '{"name": "f"}']
+SIGNS = [";", "[f(a=1)]", "\n", '"""', "'", "\\", "]", "é", "\U0001f600", "\x00"]
+MARKED = st.sampled_from([*TAGS, *SIGNS])
+TEXTS = st.lists(MARKED | st.text(max_size=4), max_size=4).map("".join)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | TEXTS
+    | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+CALLS = st.builds(
+    ToolCall,
+    st.sampled_from(["f", "look_up", "server.tool", "x1"]),
+    st.dictionaries(st.sampled_from(["a", "from", "b c", "é", "name", ""]), VALUES, max_size=3),
+)
+CODES = (
+    st.text(alphabet="ab\n <>'\"=`(", max_size=30)
+    .map(lambda code: f"x{code}y")
+    .filter(lambda code: "```" not in code)
+)
+FENCED_CALLS = st.one_of(
+    st.builds(lambda code: ToolCall("python", {"code": code}), CODES),
+    st.builds(lambda code: ToolCall("bash", {"command": code}), CODES),
+)
+AROUND = st.sampled_from(["", "Let me see.\n", "<think>\nI could <tool_call> it\n</think>\n\n"])
+
+
+@pytest.mark.parametrize("parser", ALL, ids=by_name)
+def test_read_undoes_write_for_several_calls_and_text_around_them(parser: Parser) -> None:
+    one = FENCED_CALLS if parser is FENCED else CALLS
+
+    @settings(max_examples=80, deadline=None, database=None)
+    @given(calls=st.lists(one, max_size=3), before=AROUND, after=AROUND)
+    def holds(calls: list[ToolCall], before: str, after: str) -> None:
+        text = before + "\n".join(map(parser.write, calls)) + "\n" + after
+        assert parser.read(text) == calls
+
+    holds()
+
+
+@pytest.mark.parametrize("parser", ALL, ids=by_name)
+def test_no_text_makes_read_raise(parser: Parser) -> None:
+    pieces = ["<tool_call>", "</tool_call>", "<think>", "</think>", '{"name": "f"', ', "arguments"']
+    pieces += [":", "{", "}", "[", "]", "f(", ")", "a=", "1", '"', "'", "\n", ";", "-", "**", "\\"]
+    pieces += ["<|python_tag|>", "```python\n", "```", '{"name": "f", "parameters": {}}', "\\ud800"]
+
+    @settings(max_examples=200, deadline=None, database=None)
+    @given(st.lists(st.sampled_from(pieces), max_size=14).map("".join))
+    def holds(text: str) -> None:
+        for one in parser.read(text):
+            assert isinstance(one, ToolCall | ToolCallError)
+
+    holds()
+
+
+@pytest.mark.parametrize("parser", ALL, ids=by_name)
+def test_reasoning_holds_no_call(parser: Parser) -> None:
+    call = ToolCall("python", {"code": "print(1)"})
+    text = "\n" + parser.write(call) + "\n"
+    assert parser.read(f"<think>{text}</think>{text}") == [call]
+    assert parser.read(f"{text}<think>{text}") == [call], "a block that is not closed"
+    assert parser.read(f"<think>{text}") == []
+    assert parser.read(f"{text}</think>{text}") == [call], "the prompt opened the block"
+    assert parser.read(f"<think></think>{text}<think>hm</think>{text}") == [call, call]
+    other = ToolCall("python", {"code": "'<think>'"})
+    assert parser.read(parser.write(other) + text) == [other, call], "an argument is no reasoning"
+
+
+@pytest.mark.parametrize(
+    ("parser", "malformed"),
+    [
+        (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>'),
+        (HERMES, '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'),
+        (HERMES, "<tool_call>add(1, 2)</tool_call>"),
+        (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1}}}</tool_call>'),
+        (HERMES, "<tool_call>[]</tool_call>"),
+        (LLAMA, '{"name": "add", "parameters": {"a": 1}'),
+        (LLAMA, '{"name": 3, "parameters": {}}'),
+        (LLAMA, '<|python_tag|>print("hi")'),
+        (PYTHONIC, "[add(1, 2)]"),
+        (PYTHONIC, "[add(a=b)]"),
+        (PYTHONIC, "[add(a=1, a=2)]"),
+        (PYTHONIC, "[add(a=__import__('os').system('true'))]"),
+        (PYTHONIC, '[add(a=f"{1}")]'),
+        (PYTHONIC, "[add(a=1)(b=2)]"),
+        (PYTHONIC, "[add(a=1) for x in y]"),
+        (PYTHONIC, "[add(a=1), 3]"),
+        (PYTHONIC, "[add(a={1: 2})]"),
+    ],
+)
+def test_a_malformed_call_is_an_error_in_its_place(parser: Parser, malformed: str) -> None:
+    good = parser.write(ADD)
+    found = parser.read(f"{good}\n{malformed}\n{good}")
+    assert found[0] == found[-1] == ADD
+    errors = [one for one in found[1:-1] if isinstance(one, ToolCallError)]
+    assert len(errors) == 1 and str(errors[0])
+
+
+@pytest.mark.parametrize("parser", GENERAL, ids=by_name)
+def test_what_no_tool_could_take_is_an_error(parser: Parser) -> None:
+    good = parser.write(ToolCall("f", {"x": "QQ"}))
+    for bad, text in (
+        ("'\\ud800'" if parser is PYTHONIC else '"\\ud800"', "surrogate"),
+        ("1e999", "inf is not a number"),
+        ("[" * 40 + "]" * 40, "nested"),
+    ):
+        quoted = "'QQ'" if parser is PYTHONIC else '"QQ"'
+        (found,) = read(parser, good.replace(quoted, bad))
+        assert isinstance(found, str) and text in found
+
+
+def test_hermes_forgives_what_models_do() -> None:
+    for text in (
+        '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>',
+        'Sure: <tool_call>\n\n{"arguments": {"a": 1, "b": 2}, "name": "add"}\n',
+        '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}</tool_call>',
+        '<tool_call>[{"name": "add", "arguments": {"a": 1, "b": 2}}]</tool_call>',
+        '<tool_call>{"type": "function", "function": {"name": "add", "parameters":'
+        ' {"a": 1, "b": 2}}}</tool_call>',
+    ):
+        assert HERMES.read(text) == [ADD]
+    raw = '<tool_call>{"name": "python", "arguments": {"code": "a = 1\nprint(a)"}}</tool_call>'
+    assert HERMES.read(raw) == [ToolCall("python", {"code": "a = 1\nprint(a)"})]
+    assert HERMES.read('<tool_call>{"name": "now"}</tool_call>') == [ToolCall("now")]
+    assert HERMES.read("no call, and {} no <tool> either") == []
+
+
+def test_llama_reads_calls_alone_after_the_tag_and_separated() -> None:
+    one = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
+    assert LLAMA.read(one) == LLAMA.read(f"<|python_tag|>{one}") == [ADD]
+    assert LLAMA.read(f"<|python_tag|>{one}; {one};\n{one}") == [ADD] * 3
+    assert LLAMA.read(f"I will add:\n  {one}") == [ADD]
+    assert LLAMA.read('The answer is {"name": "x"}') == LLAMA.read('{"answer": 3}') == []
+
+
+def test_pythonic_reads_lists_of_calls() -> None:
+    assert PYTHONIC.read("[add(a=1, b=2), look.up(word='x', n=-1.5, k=[true, None])]") == [
+        ADD,
+        ToolCall("look.up", {"word": "x", "n": -1.5, "k": [True, None]}),
+    ]
+    assert PYTHONIC.read('Yes.\n[f(\n  a="]",\n  b="""\n)]""",\n)]\nDone') == [
+        ToolCall("f", {"a": "]", "b": "\n)]"})
+    ]
+    assert PYTHONIC.read("[1, 2] and [x] and f(a=1)") == []
+    with pytest.raises(ValueError, match="tool name 'look-up'"):
+        PYTHONIC.write(ToolCall("look-up"))
+
+
+HOSTILE = {
+    "openings": "<tool_call>",
+    "pairs": "<tool_call></tool_call>",
+    "halves": '<tool_call>{"name": "f", "arguments": {"a": "',
+    "quotes": '<tool_call>["',
+    "lists": "<tool_call>[",
+    "reasoning": "<think>",
+    "ends": "</think>",
+    "objects": '{"name": "f", "parameters": {\n',
+    "names": '\n{"name"',
+    "tags": "<|python_tag|>",
+    "separators": ';{"name"',
+    "blanks": "\n ",
+    "braces": "{\n",
+    "calls": "[f(",
+    "lines": "[f(\n",
+    "strings": "[f(a='\n",
+    "triples": '[f(a="""\n',
+    "minus": "-",
+    "sums": "1+",
+    "dots": "f.",
+    "negations": "not ",
+    "lambdas": "lambda:",
+    "fences": "```python\n",
+    "marks": "```",
+    "backslashes": "[f(a='\\",
+}
+
+
+@pytest.mark.parametrize("parser", ALL, ids=by_name)
+@pytest.mark.parametrize("unit", HOSTILE.values(), ids=HOSTILE.keys())
+def test_time_grows_with_the_length_of_hostile_text_and_no_faster(
+    parser: Parser, unit: str
+) -> None:
+    def seconds(size: int) -> float:
+        body = unit * (size // len(unit))
+        texts = (body, f"[f(a={body}1)]", f'<tool_call>{{"a": {body}}}')
+        start = time.process_time()
+        for text in texts:
+            assert len(parser.read(text)) <= MAX_CALLS + 1
+        return time.process_time() - start
+
+    short, long = (min(seconds(size) for _ in range(3)) for size in (1 << 14, 1 << 16))
+    assert long < 10 * short + 0.05, "four times the text took more than ten times as long"
+
+
+def test_a_flood_of_calls_is_cut_with_one_error() -> None:
+    found = HERMES.read(HERMES.write(ADD) * 500)
+    assert found[:-1] == [ADD] * MAX_CALLS
+    assert "the rest was not read" in str(found[-1])
+
+
+def fenced_like(format: ActionFormat) -> FencedParser:
+    fence = Fence(tool="python", argument="code", open=format.open, close=format.close)
+    return FencedParser(
+        fences=(fence,),
+        is_one_at_a_time=True,
+        role=format.observation_role,
+        prefix=format.observation_prefix,
+    )
+
+
+@pytest.mark.parametrize("format", [MARKDOWN, COMPACT], ids=["markdown", "compact"])
+def test_a_fenced_parser_of_one_block_does_what_the_action_format_does(
+    format: ActionFormat,
+) -> None:
+    parser = fenced_like(format)
+    pieces = [format.open, format.close, format.open.strip(), format.close.strip(), "x", "\n", " "]
+    pieces += [format.answer, "Answer: 4"]
+
+    @settings(max_examples=300, deadline=None, database=None)
+    @given(st.lists(st.sampled_from(pieces), max_size=8).map("".join))
+    def holds(text: str) -> None:
+        try:
+            action = format.read(text)
+        except actions.ToolCallError as error:
+            assert read(parser, text) == [str(error)]
+        else:
+            is_call = isinstance(action, actions.ToolCall)
+            calls = [ToolCall("python", {"code": action.code})] if is_call else []
+            assert parser.read(text) == calls
+
+    holds()
+    code = "print(1)\nprint(2)"
+    written = parser.write(ToolCall("python", {"code": code}))
+    assert written == format.write(actions.ToolCall(code))
+    assert parser.observation(["42"]) == format.observation_messages("42")
+
+
+def test_blocks_of_several_tools_are_told_by_their_fences() -> None:
+    text = "First\n```bash\nls\n```\nthen\n```python\nprint(1)\n```"
+    assert FENCED.read(text) == [
+        ToolCall("bash", {"command": "ls"}),
+        ToolCall("python", {"code": "print(1)"}),
+    ]
+    assert read(FENCED, "```bash\nls\n```\n```python\nprint(") == [
+        ToolCall("bash", {"command": "ls"}),
+        "the block is not closed with ```",
+    ]
+    for call in (ToolCall("f", {"code": "1"}), ToolCall("python", {"code": "'```'"})):
+        with pytest.raises(ValueError, match=r"fences are of python|would end its block"):
+            FENCED.write(call)
+
+
+def test_results_come_back_in_order_in_the_role_that_the_template_knows() -> None:
+    for parser in GENERAL:
+        messages = parser.observation(["1", "2"])
+        assert [m["content"] for m in messages] == ["1", "2"]
+        assert {m["role"] for m in messages} == {parser.role}
+    assert HermesParser(role="user").observation(["1", "2"]) == [
+        {
+            "role": "user",
+            "content": "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>",
+        }
+    ]
+    assert FENCED.observation(["1", "2"]) == [
+        {"role": "user", "content": "Output:\n1\n\nOutput:\n2"}
+    ]
+
+
+@pytest.mark.parametrize("parser", ALL, ids=by_name)
+def test_the_description_names_the_tools_and_the_form(parser: Parser) -> None:
+    text = parser.describe([python])
+    assert "python" in text and "Run a Python program" in text
+    form = {"hermes": "<tool_call>", "llama": '"parameters"', "pythonic": "[first(name=value"}
+    assert form.get(parser.name, "```python\n") in text
