@@ -27,7 +27,12 @@ from nanorl.tools.base import Tool
 from nanorl.tools.function import function_tool
 from nanorl.types import Task
 
-ENVIRONMENTS: Mapping[str, str] = MappingProxyType({})
+ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
+    {
+        "harbor": "nanorl.envs.harbor:Harbor",
+        "repair": "nanorl.envs.repair:Repair",
+    }
+)
 """The environments that come with the project, by the names that `--env` takes."""
 
 

@@ -56,6 +56,8 @@ class Session:
         self, dispatcher: SessionDispatcher, archive: bytes, folder: str, is_grader: bool = False
     ) -> None:
         self.folder = folder
+        self.turn = asyncio.Lock()
+        """Held by whoever does several operations that belong together, as the tools do."""
         self._dispatcher = dispatcher
         self._opening = archive
         self._lease: Lease = dispatcher.lease(is_grader)
