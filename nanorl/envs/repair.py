@@ -229,7 +229,7 @@ def draw_repair(rng: random.Random) -> Task:
         f"{module}.py should do this:\n{does}\nOne of them does not. Repair it.",
         kind=f"repair/{broken.name}",
         files={f"{module}.py": bad},
-        data={"cases": cases, "right": [_filled(wrong, names), _filled(right, names)]},
+        data={"cases": cases, "right": sound},
     )
 
 

@@ -171,6 +171,8 @@ class SandboxPool:
 
     def _session_dispatcher(self) -> SessionDispatcher:
         with self._sessions_lock:
+            if not self._finalizer.alive:
+                raise SandboxFailure("the sandbox pool is closed")
             if self._sessions is None:
                 of_runs = self._dispatcher
                 arguments = (self.spec, of_runs.bwrap, of_runs.python, 0, self.ablate)

@@ -34,8 +34,8 @@ _DEFAULT_FOLDER = "/app"
 _WITHOUT_EFFECT = frozenset({"FROM", "LABEL", "MAINTAINER", "CMD", "ENTRYPOINT", "EXPOSE", "SHELL"})
 _HARMLESS_VARIABLES = ("PYTHON", "DEBIAN_FRONTEND", "PIP_", "LANG", "LC_", "TZ")
 _NEED_A_NETWORK = frozenset(
-    ("apt", "apt-get", "apk", "yum", "dnf", "pip", "pip3", "uv", "uvx", "conda", "npm", "yarn")
-    + ("cargo", "go", "curl", "wget", "git", "useradd", "adduser")
+    {"apt", "apt-get", "apk", "yum", "dnf", "pip", "pip3", "uv", "uvx", "conda", "npm", "yarn"}
+    | {"cargo", "go", "curl", "wget", "git", "useradd", "adduser"}
 )
 
 
