@@ -17,7 +17,12 @@ from nanorl.envs.kind import ShortKind
 from nanorl.envs.tool_class import ToolClassKind, is_tool_class
 from nanorl.plugins import load_object
 
-ENVIRONMENTS: Mapping[str, str] = MappingProxyType({})
+ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
+    {
+        "harbor": "nanorl.envs.harbor:Harbor",
+        "repair": "nanorl.envs.repair:Repair",
+    }
+)
 """The environments that come with the project, by the names that `--env` takes."""
 
 
