@@ -31,7 +31,7 @@ from nanorl.parsers.base import Parser
 from nanorl.rewards.base import Score, Transcript
 from nanorl.rewards.rule import RuleReward
 from nanorl.tools.base import Tool
-from nanorl.types import Task
+from nanorl.types import Rollout, Task
 
 ANSWER = "Answer:"
 
@@ -60,10 +60,14 @@ class Env:
     """Tasks, instead of a method `tasks`: a path (JSONL, parquet, ...) or an iterable."""
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Options of a run of it, as {"agent.max_turns": 6}; those that the user gives win."""
+    evaluation_only: str = ""
+    """Why nobody may train on its tasks: then they are all held out."""
 
     task: Task
+    rollout: Rollout
+    """What `score` is asked about, once it is."""
     shared: Any = None
-    """What `setup` returned."""
+    """What `setup` returned. Its method `close`, if it has one, is called at the end of the run."""
 
     def setup(self) -> Any:
         """Make what is heavy and read-only. Called once in a process, before any episode; every

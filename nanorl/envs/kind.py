@@ -22,12 +22,28 @@ from nanorl.envs.episode import EnvEpisode
 from nanorl.parsers.chat import ToolChat, tool_chat
 from nanorl.plugins import load_object
 from nanorl.tasks.readers import read_tasks
-from nanorl.tasks.source import GeneratedTasks, ListTasks
+from nanorl.tasks.source import GeneratedTasks, HeldoutTasks, ListTasks
 from nanorl.tools.base import Tool
 from nanorl.tools.function import function_tool
 from nanorl.types import Task
 
-ENVIRONMENTS: Mapping[str, str] = MappingProxyType({})
+PRESETS_OWN = "code"
+"""The name of the environment that a preset trains in where nobody names another one."""
+
+_SHIPPED = "nanorl.envs.shipped"
+ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
+    {
+        PRESETS_OWN: "nanorl.envs.code:CodeEnv",
+        "alphabet_sort": f"{_SHIPPED}.alphabet_sort:AlphabetSort",
+        "guess": f"{_SHIPPED}.guess:Guess",
+        "humaneval": f"{_SHIPPED}.humaneval:HumanEval",
+        "math": f"{_SHIPPED}.math:MathProblems",
+        "reasoning_gym": f"{_SHIPPED}.reasoning_gym:ReasoningGym",
+        "reverse_text": f"{_SHIPPED}.reverse_text:ReverseText",
+        "search": f"{_SHIPPED}.search:SearchCorpus",
+        "wordle": f"{_SHIPPED}.wordle:Wordle",
+    }
+)
 """The environments that come with the project, by the names that `--env` takes."""
 
 
@@ -44,7 +60,7 @@ class ShortKind:
         self.defaults: Mapping[str, Any] = self._prototype.defaults
         self.tools: Sequence[Tool] = tuple(as_tool(one) for one in self._prototype.tools)
         self.has_tools = bool(self.tools)
-        self.has_teacher = hasattr(cls, "teacher")
+        self.has_teacher = callable(getattr(self._prototype, "teacher", None))
         self.needs_sandbox = any(getattr(tool, "needs_sandbox", False) for tool in self.tools)
         self._chats: dict[int, ToolChat] = {}
 
@@ -60,8 +76,11 @@ class ShortKind:
             )
         if "rng" in inspect.signature(env.tasks).parameters:
             return GeneratedTasks({self.name: env.tasks}, seed)
-        listed: Any = env.tasks
-        return ListTasks(read_tasks(listed()), seed, name=self.name)
+        list_tasks: Any = env.tasks
+        listed = read_tasks(list_tasks())
+        if env.evaluation_only:
+            return HeldoutTasks(listed, seed, name=self.name, reason=env.evaluation_only)
+        return ListTasks(listed, seed, name=self.name)
 
     def open(self, services: Services) -> Environment:
         return EnvEpisode(self._episode_env(), self.tools, self._chat(services), services)
@@ -72,7 +91,10 @@ class ShortKind:
         return _Shown(env, rng)
 
     def close(self) -> None:
-        """It holds nothing but what `setup` made."""
+        """Close what `setup` made."""
+        close = getattr(self.__dict__.get("_shared"), "close", None)  # nobody may have asked for it
+        if callable(close):
+            close()
 
     @cached_property
     def _shared(self) -> Any:
