@@ -45,18 +45,18 @@ if TYPE_CHECKING:
 
 # What `nanorl.NAME` is. Imported when it is asked for: most programs need a few, and torch none.
 _HOMES = {
-    "Env": "nanorl.envs.env",
-    "InfrastructureError": "nanorl.types",
-    "Rollout": "nanorl.types",
-    "Score": "nanorl.rewards.base",
-    "Task": "nanorl.types",
-    "ToolError": "nanorl.tools.base",
-    "TrainedRun": "nanorl.api",
-    "Transcript": "nanorl.rewards.base",
-    "final_answer": "nanorl.envs.env",
-    "last_number": "nanorl.envs.env",
-    "python": "nanorl.tools.python",
-    "train": "nanorl.api",
+    "Env": "nanorl.envs.env:Env",
+    "InfrastructureError": "nanorl.types:InfrastructureError",
+    "Rollout": "nanorl.types:Rollout",
+    "Score": "nanorl.rewards.base:Score",
+    "Task": "nanorl.types:Task",
+    "ToolError": "nanorl.tools.base:ToolError",
+    "TrainedRun": "nanorl.api:TrainedRun",
+    "Transcript": "nanorl.rewards.base:Transcript",
+    "final_answer": "nanorl.envs.env:final_answer",
+    "last_number": "nanorl.envs.env:last_number",
+    "python": "nanorl.tools.python:python",
+    "train": "nanorl.api:train",
 }
 __all__ = [
     "Env",
@@ -79,4 +79,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'nanorl' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    module, _, attribute = _HOMES[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -2,7 +2,13 @@
 
 Advantages and aggregation weights are computed here, over the whole batch, before the engine splits
 it into micro-batches; they travel with each token as `Sample.fields` (algorithms/fields.py). Every
-per-token list covers all tokens of its rollout; the engine shifts them to the predictions.
+per-token list covers all tokens of its sample; the engine shifts them to the predictions.
+
+A rollout is a sample, and each of its branches is one more. They share its advantage and, where an
+aggregation weighs by rollouts, one denominator; ratios and clips of whole sequences (GSPO) are
+those of each sample.
+
+Suffixes: R rollouts, S samples (their sequences), T tokens.
 """
 
 from __future__ import annotations
@@ -10,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -95,10 +102,10 @@ def build_batch(
     version: int,
     scoring: Scoring | None = None,
 ) -> TrainBatch:
-    """Samples with advantages and weights. A rollout without an action token counts among the
-    others of its group and batch, and carries no gradient itself.
+    """Samples with advantages and weights, one for each sequence of each rollout. A rollout without
+    an action token counts among the others of its group and batch, and carries no gradient itself.
 
-    `max_tokens` is the length limit of a rollout (the overlong penalty ends there), `version` the
+    `max_tokens` is the length limit of a sequence (the overlong penalty ends there), `version` the
     policy that will be updated. `ValueError` names a rollout whose reward or log-probs are not
     finite.
     """
@@ -111,14 +118,18 @@ def build_batch(
     if spec.dynamic_sampling:
         rollouts = _with_signal(rollouts)
     scored = _scored_samples(rollouts, spec, scoring, max_tokens, version) if rollouts else []
-    samples = [sample for sample in scored if any(sample.loss_mask)]
+    owned = [
+        (sample, rollout)
+        for sample, rollout in zip(scored, _rollout_ids(rollouts).tolist(), strict=True)
+        if any(sample.loss_mask)
+    ]
+    samples = [sample for sample, _ in owned]
     check_fields(samples)
-    trained = samples
     if is_proportional_to_advantage(spec):
-        trained = [sample for sample in samples if any(sample.fields[Field.ADVANTAGE])]
-    metrics["num_trained_rollouts"] = float(len(trained))
+        owned = [pair for pair in owned if any(pair[0].fields[Field.ADVANTAGE])]
+    metrics["num_trained_rollouts"] = float(len({rollout for _, rollout in owned}))
     return TrainBatch(
-        samples=trained,
+        samples=[sample for sample, _ in owned],
         critic_samples=samples if scoring.values is not None else [],
         probe=probe,
         loss_fn=PolicyLoss(spec),
@@ -140,34 +151,49 @@ def _check_finite(rollout: Rollout) -> None:
                 f"rollout {rollout.rollout_id}: its reward is {reward}; a reward function must "
                 "return a finite number"
             )
-    _check_logps(rollout, rollout.logps, "the rollout policy")
+    _check_logps(rollout, [sequence.logps for sequence in rollout.sequences], "the rollout policy")
 
 
-def _check_logps(rollout: Rollout, values: Sequence[float], who: str) -> None:
-    """Masks and clips downstream would drop a NaN in silence, and the rollout with it."""
-    for place, (value, is_action) in enumerate(zip(values, rollout.loss_mask, strict=True)):
-        if is_action and not math.isfinite(value):
-            raise ValueError(
-                f"rollout {rollout.rollout_id}: {who} gives its token {place} the value {value}; "
-                "the weights of that model are damaged: resume from an earlier checkpoint"
-            )
+def _check_logps(rollout: Rollout, logps: Sequence[Sequence[float]], who: str) -> None:
+    """Masks and clips downstream would drop a NaN in silence, and the rollout with it. `logps` are
+    those of all its sequences."""
+    for branch, (sequence, values) in enumerate(zip(rollout.sequences, logps, strict=True), -1):
+        where = "" if branch < 0 else f" of branch {branch}"
+        for place, (value, is_action) in enumerate(zip(values, sequence.loss_mask, strict=True)):
+            if is_action and not math.isfinite(value):
+                raise ValueError(
+                    f"rollout {rollout.rollout_id}: {who} gives its token {place}{where} the value "
+                    f"{value}; the weights of that model are damaged: resume from an earlier "
+                    "checkpoint"
+                )
 
 
-def _sample(rollout: Rollout, version: int) -> Sample:
-    """`staleness` is how many versions ago a token was sampled; 0 where the loss mask is 0."""
-    return Sample(
-        tokens=rollout.tokens,
-        loss_mask=rollout.loss_mask,
-        fields={
-            Field.ROLLOUT_LOGP: rollout.logps,
-            Field.STALENESS: [float(version - v) if v >= 0 else 0.0 for v in rollout.versions],
-        },
-        group=rollout.group_id,
-    )
+def _samples(rollouts: Sequence[Rollout], version: int) -> list[Sample]:
+    """A sample of each sequence of each rollout, in their order. `staleness` is how many versions
+    ago a token was sampled; 0 where the loss mask is 0."""
+    return [
+        Sample(
+            tokens=sequence.tokens,
+            loss_mask=sequence.loss_mask,
+            fields={
+                Field.ROLLOUT_LOGP: sequence.logps,
+                Field.STALENESS: [float(version - v) if v >= 0 else 0.0 for v in sequence.versions],
+            },
+            group=rollout.group_id,
+        )
+        for rollout in rollouts
+        for sequence in rollout.sequences
+    ]
+
+
+def _rollout_ids(rollouts: Sequence[Rollout]) -> Tensor:
+    """[S] the place of each sample's rollout."""
+    counts = torch.tensor([len(rollout.sequences) for rollout in rollouts], dtype=torch.int64)
+    return torch.repeat_interleave(torch.arange(len(rollouts)), counts)
 
 
 def _first_group(rollouts: Sequence[Rollout], version: int) -> list[Sample]:
-    samples = [_sample(rollout, version) for rollout in rollouts if rollout.num_action_tokens]
+    samples = [sample for sample in _samples(rollouts, version) if any(sample.loss_mask)]
     return [sample for sample in samples if sample.group == samples[0].group]
 
 
@@ -185,18 +211,19 @@ def _scored_samples(
     max_tokens: int,
     version: int,
 ) -> list[Sample]:
-    """A sample of each rollout, with what the loss reads."""
-    samples = _scored(rollouts, [_sample(rollout, version) for rollout in rollouts], scoring)
+    """A sample of each sequence of each rollout, with what the loss reads."""
+    samples = _scored(rollouts, _samples(rollouts, version), scoring)
     batch = _advantage_batch(rollouts, samples, spec, max_tokens)
-    lengths = [len(r.tokens) for r in rollouts]
+    lengths = [len(sample.tokens) for sample in samples]
     advantage_T, return_T = compute_advantages(spec, batch)
+    rollout_ids_S = _rollout_ids(rollouts)
     weight_T = token_weights(
         spec.aggregation,
         batch.mask_T,
         batch.sequence_ids_T,
-        len(rollouts),
-        rollout_ids_S=index_by_id([r.rollout_id for r in rollouts])[0],
-        prompt_ids_S=index_by_id(batch.group_ids)[0],
+        len(samples),
+        rollout_ids_S=index_by_id([r.rollout_id for r in rollouts])[0][rollout_ids_S],
+        prompt_ids_S=index_by_id(batch.group_ids)[0][rollout_ids_S],
         constant_length=spec.constant_length,
     )
     samples = with_field(samples, Field.ADVANTAGE, advantage_T.split(lengths))
@@ -215,27 +242,31 @@ def _scored(rollouts: list[Rollout], samples: list[Sample], scoring: Scoring) ->
     for name, score in scorers.items():
         if score is not None:
             samples = with_field(samples, name, score(samples))
-            for rollout, sample in zip(rollouts, samples, strict=True):
-                _check_logps(rollout, sample.fields[name], f"the model behind {str(name)!r}")
+            values = iter([sample.fields[name] for sample in samples])
+            for rollout in rollouts:
+                own = list(islice(values, len(rollout.sequences)))
+                _check_logps(rollout, own, f"the model behind {str(name)!r}")
     return samples
 
 
 def _advantage_batch(
     rollouts: list[Rollout], samples: list[Sample], spec: AlgorithmSpec, max_tokens: int
 ) -> AdvantageBatch:
-    lengths_R = torch.tensor([len(r.tokens) for r in rollouts])
     # Turns are rewarded one by one, or their rewards belong to the outcome.
     is_by_turn = spec.reward_level == "turn"
     rewards = [r.reward if is_by_turn else r.total_reward for r in rollouts]
     reward_R = torch.tensor(rewards, dtype=torch.float32)
     if spec.overlong_buffer:
-        reward_R = reward_R + overlong_penalty(lengths_R, max_tokens, spec.overlong_buffer)
+        longest_R = torch.tensor([max(len(s.tokens) for s in r.sequences) for r in rollouts])
+        reward_R = reward_R + overlong_penalty(longest_R, max_tokens, spec.overlong_buffer)
     old_logp = _field(samples, Field.OLD_LOGP)
+    lengths_S = torch.tensor([len(sample.tokens) for sample in samples])
     return AdvantageBatch(
         reward_R=reward_R,
         group_ids=[r.group_id for r in rollouts],
-        mask_T=torch.tensor([m for r in rollouts for m in r.loss_mask], dtype=torch.float32),
-        sequence_ids_T=torch.repeat_interleave(torch.arange(len(rollouts)), lengths_R),
+        mask_T=torch.tensor([m for s in samples for m in s.loss_mask], dtype=torch.float32),
+        sequence_ids_T=torch.repeat_interleave(torch.arange(len(samples)), lengths_S),
+        rollout_ids_S=_rollout_ids(rollouts),
         turns=_turns(rollouts, reward_R) if is_by_turn else None,
         old_logp_T=_field(samples, Field.ROLLOUT_LOGP) if old_logp is None else old_logp,
         ref_logp_T=_field(samples, Field.REF_LOGP),
@@ -245,8 +276,8 @@ def _advantage_batch(
 
 def _turns(rollouts: list[Rollout], outcome_R: Tensor) -> Turns:
     """Rewards of turns, the outcome's added to the last. A rollout without turn rewards has the
-    outcome's alone; one without spans is a single turn. `ValueError` for a rollout with another
-    number of turn rewards than turns."""
+    outcome's alone; one without spans is a single turn, and so is each branch. `ValueError` for a
+    rollout with another number of turn rewards than turns."""
     all_rewards, index = [], []
     for rollout, outcome in zip(rollouts, outcome_R.tolist(), strict=True):
         spans = [(span.action_start, span.action_end) for span in rollout.turn_spans]
@@ -258,11 +289,12 @@ def _turns(rollouts: list[Rollout], outcome_R: Tensor) -> Turns:
                 "turns; give one for each turn, or none at all"
             )
         rewards[-1] += outcome
-        all_rewards.append(rewards)
+        all_rewards += [rewards, *([sum(rewards)] for _ in rollout.branches)]
         turn_of = [-1] * len(rollout.tokens)
         for turn, (start, end) in enumerate(spans):
             turn_of[start:end] = [turn] * (end - start)
         index += [t if m else -1 for t, m in zip(turn_of, rollout.loss_mask, strict=True)]
+        index += [0 if m else -1 for branch in rollout.branches for m in branch.loss_mask]
     return Turns(rewards=all_rewards, index_T=torch.tensor(index))
 
 
@@ -287,12 +319,12 @@ def batch_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     metrics = {
         "num_rollouts": float(count),
         "action_tokens": float(sum(r.num_action_tokens for r in rollouts)),
-        "total_tokens": float(sum(len(r.tokens) for r in rollouts)),
+        "total_tokens": float(sum(r.num_tokens for r in rollouts)),
     }
     if rollouts:
         metrics["reward"] = sum(r.reward for r in rollouts) / count
         metrics["success"] = sum(r.is_success for r in rollouts) / count
-        metrics["turns"] = sum(len(r.turn_spans) for r in rollouts) / count
+        metrics["turns"] = sum(r.num_turns for r in rollouts) / count
         for status in (Status.TRUNCATED_TURN, Status.TRUNCATED_CONTEXT):
             metrics[f"{status}_fraction"] = sum(r.status == status for r in rollouts) / count
     groups: dict[str, set[float]] = {}
@@ -304,7 +336,8 @@ def batch_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, float]:
     """Measure how many versions ago the tokens were sampled; nothing where there are none."""
-    ages = [version - v for rollout in rollouts for v in rollout.versions if v >= 0]
+    sampled = [v for r in rollouts for sequence in r.sequences for v in sequence.versions if v >= 0]
+    ages = [version - v for v in sampled]
     if not ages:
         return {}
     return {

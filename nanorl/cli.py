@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Verb(NamedTuple):
@@ -76,9 +76,14 @@ def usage() -> str:
     return "\n".join(["usage: nanorl VERB [options]; nanorl VERB --help says more", "", *lines])
 
 
-def _run(name: str, words: list[str]) -> int:
+def find_verb(name: str) -> Callable[..., Any]:
+    """The function that a verb calls."""
     module, _, function = VERBS[name].place.partition(":")
-    call = getattr(importlib.import_module(module), function)
+    return getattr(importlib.import_module(module), function)
+
+
+def _run(name: str, words: list[str]) -> int:
+    call = find_verb(name)
     if name == "train":
         return call(words)
     import tyro

@@ -94,7 +94,7 @@ def summarise(tasks: Sequence[Task], rollouts: Sequence[Rollout]) -> EvaluationR
         success=sum(r.is_success for r in rollouts) / count,
         num_tasks=len({task.task_id for task in tasks}),
         per_kind={kind: (solved, played) for kind, (solved, played) in per_kind.items()},
-        mean_turns=sum(len(r.turn_spans) for r in rollouts) / count,
+        mean_turns=sum(r.num_turns for r in rollouts) / count,
         mean_action_tokens=sum(r.num_action_tokens for r in rollouts) / count,
         played=list(zip(tasks, rollouts, strict=True)),
     )

@@ -5,19 +5,21 @@ fsync a group). A rollout that is generated again after a resume replaces the ea
 Index columns are plain, so `sqlite3 rollouts.sqlite 'select step, avg(reward) ...'` works. The
 per-token lists are blobs, the smallest exact numpy type and then zlib: a rollout of 1,000 tokens
 takes a few kB instead of tens as JSON and comes back equal to the last bit, because log-probs are
-stored as fp32 only where fp32 holds every one of them.
+stored as fp32 only where fp32 holds every one of them. Those of further branches, which few
+rollouts have, are the same bytes as text in the column `extra`.
 In this file: the table, `RolloutStore`, a rollout as a row, per-token lists as bytes.
 Left out: several writers (a second process may read while one writes).
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import sqlite3
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from nanorl.monitor.vitals import vitals
-from nanorl.types import Rollout, Status, TurnSpan
+from nanorl.types import Branch, Rollout, Status, TurnSpan
 
 SCHEMA_VERSION = 1
 
@@ -60,7 +62,8 @@ ENTRY_COLUMNS = (
     *("rollout_id", "task_id", "group_id", "step", "version", "status", "reward"),
     *("num_tokens", "num_turns", "content_hash"),
 )
-COLUMNS = (*ENTRY_COLUMNS, "extra", "tokens", "loss_mask", "logps", "versions")
+LISTS = ("tokens", "loss_mask", "logps", "versions")
+COLUMNS = (*ENTRY_COLUMNS, "extra", *LISTS)
 
 # Primary result codes of SQLite (https://www.sqlite.org/rescode.html), each with its remedy.
 _REMEDIES = {
@@ -301,11 +304,13 @@ def to_entry(row: tuple[Any, ...]) -> Entry:
 
 def to_row(rollout: Rollout, step: int, version: int) -> tuple[Any, ...]:
     """The values of COLUMNS, in their order."""
-    extra = {
-        "turn_spans": [list(asdict(span).values()) for span in rollout.turn_spans],
+    extra: dict[str, Any] = {
+        "turn_spans": _spans_to_lists(rollout.turn_spans),
         "turn_rewards": rollout.turn_rewards,
         "metrics": rollout.metrics,
     }
+    if rollout.branches:
+        extra["branches"] = [_branch_to_text(branch) for branch in rollout.branches]
     return (
         rollout.rollout_id,
         rollout.task_id,
@@ -314,14 +319,11 @@ def to_row(rollout: Rollout, step: int, version: int) -> tuple[Any, ...]:
         version,
         rollout.status.value,
         rollout.reward,  # NaN becomes NULL in SQLite
-        len(rollout.tokens),
-        len(rollout.turn_spans),
+        rollout.num_tokens,
+        rollout.num_turns,
         content_hash(rollout),
         json.dumps(extra),
-        pack_ints(rollout.tokens),
-        pack_ints(rollout.loss_mask),
-        pack_floats(rollout.logps),
-        pack_ints(rollout.versions),
+        *_pack_lists(rollout.sequences[0]).values(),
     )
 
 
@@ -329,26 +331,53 @@ def from_row(row: tuple[Any, ...]) -> Rollout:
     """The inverse of `to_row`; ValueError if the row is damaged."""
     fields = dict(zip(COLUMNS, row, strict=True))
     extra = json.loads(fields["extra"])
-    per_token = {
-        name: unpack(fields[name]) for name in ("tokens", "loss_mask", "logps", "versions")
-    }
-    lengths = {len(values) for values in per_token.values()}
-    if lengths != {fields["num_tokens"]}:
-        raise ValueError(f"per-token lists of lengths {sorted(lengths)}")
+    own = {name: fields[name] for name in LISTS}
+    sequences = [_unpack_sequence(own, extra["turn_spans"])]
+    for branch in extra.get("branches", []):  # absent where there are none
+        blobs = {name: base64.b64decode(branch[name]) for name in LISTS}
+        sequences.append(_unpack_sequence(blobs, branch["turn_spans"]))
+    lengths = [len(sequence.tokens) for sequence in sequences]
+    if sum(lengths) != fields["num_tokens"]:
+        raise ValueError(f"sequences of {lengths} tokens, not {fields['num_tokens']} in all")
     return Rollout(
         task_id=fields["task_id"],
         group_id=fields["group_id"],
         rollout_id=fields["rollout_id"],
-        turn_spans=[
-            TurnSpan(action_start=start, action_end=end, observation_end=observation_end)
-            for start, end, observation_end in extra["turn_spans"]
-        ],
         reward=_reward(fields["reward"]),
         turn_rewards=extra["turn_rewards"],
         status=Status(fields["status"]),
         metrics=extra["metrics"],
-        **per_token,  # type: ignore[arg-type]
+        branches=sequences[1:],
+        **vars(sequences[0]),
     )
+
+
+def _spans_to_lists(spans: Sequence[TurnSpan]) -> list[list[int]]:
+    return [list(asdict(span).values()) for span in spans]
+
+
+def _pack_lists(sequence: Branch) -> dict[str, bytes]:
+    """The bytes of LISTS, in their order."""
+    packers = {"logps": pack_floats}
+    return {name: packers.get(name, pack_ints)(getattr(sequence, name)) for name in LISTS}
+
+
+def _branch_to_text(branch: Branch) -> dict[str, Any]:
+    texts = {n: base64.b64encode(blob).decode() for n, blob in _pack_lists(branch).items()}
+    return {**texts, "turn_spans": _spans_to_lists(branch.turn_spans)}
+
+
+def _unpack_sequence(blobs: Mapping[str, bytes], spans: Sequence[Sequence[int]]) -> Branch:
+    """ValueError if the lists differ in length."""
+    lists: dict[str, Any] = {name: unpack(blob) for name, blob in blobs.items()}
+    lengths = {len(values) for values in lists.values()}
+    if len(lengths) > 1:
+        raise ValueError(f"per-token lists of lengths {sorted(lengths)}")
+    turn_spans = [
+        TurnSpan(action_start=start, action_end=end, observation_end=observation_end)
+        for start, end, observation_end in spans
+    ]
+    return Branch(turn_spans=turn_spans, **lists)
 
 
 def _reward(value: float | None) -> float:
@@ -395,6 +424,7 @@ def content_hash(rollout: Rollout) -> str:
     Rewards, log-probs and timings are left out, so that a regenerated rollout can be recognised.
     """
     digest = hashlib.sha256(rollout.task_id.encode("utf-8") + b"\0")
-    digest.update(np.asarray(rollout.tokens, dtype="<i8").tobytes())
-    digest.update(np.asarray(rollout.loss_mask, dtype="<i8").tobytes())
+    for sequence in rollout.sequences:
+        digest.update(np.asarray(sequence.tokens, dtype="<i8").tobytes())
+        digest.update(np.asarray(sequence.loss_mask, dtype="<i8").tobytes())
     return digest.hexdigest()

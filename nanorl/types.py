@@ -144,14 +144,31 @@ class TurnSpan:
 
 @dataclass(kw_only=True)
 class Branch:
-    """A further token sequence of a rollout: a history before it was compacted, a sub-agent's
-    conversation. Its lists are as those of `Rollout`."""
+    """One token sequence, prompt included, with lists as in `Rollout`: what the policy read and
+    wrote in one unbroken context.
+
+    A sequence that goes on from the middle of another repeats its tokens, with a loss mask of 0
+    where they are trained there already.
+    """
 
     tokens: list[int]
     loss_mask: list[int]
     logps: list[float]
     versions: list[int]
     turn_spans: list[TurnSpan] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.tokens), len(self.loss_mask), len(self.logps), len(self.versions)}
+        assert len(lengths) == 1, f"per-token lists differ in length: {sorted(lengths)}"
+
+    @property
+    def num_action_tokens(self) -> int:
+        return sum(self.loss_mask)
+
+    @property
+    def version(self) -> int:
+        """The policy version of its first sampled token; -1 without any."""
+        return next((version for version in self.versions if version >= 0), -1)
 
 
 @dataclass(kw_only=True)
@@ -162,9 +179,11 @@ class Rollout:
     logps      nats, fp32; 0.0 where loss_mask is 0
     versions   optimizer step of the weights that sampled the token; -1 where loss_mask is 0
 
-    `reward` is the score of the answer; `turn_rewards`, one for each turn or none at all, are what
-    single turns earned beside it: part of the outcome, or rewarded turn by turn
-    (`AlgorithmSpec.reward_level`). `branches` are what the policy said in other contexts.
+    `reward` is the score of the answer; `turn_rewards`, one for each of `turn_spans` or none, are
+    what single turns earned beside it: part of the outcome, or rewarded turn by turn
+    (`AlgorithmSpec.reward_level`). `branches` are further token sequences of the same rollout: a
+    history before it was compacted, a sub-agent's conversation. They share its reward and
+    advantage.
     A prompt of two tokens, a program of two, its output of one, an answer of one:
 
         Rollout(
@@ -199,8 +218,24 @@ class Rollout:
     """Why it FAILED."""
 
     def __post_init__(self) -> None:
-        lengths = {len(self.tokens), len(self.loss_mask), len(self.logps), len(self.versions)}
-        assert len(lengths) == 1, f"per-token lists differ in length: {sorted(lengths)}"
+        assert self.sequences, "each has checked its lists"
+
+    @property
+    def sequences(self) -> list[Branch]:
+        """All token sequences: its own, then those of the branches. The lists are not copied."""
+        own = Branch(
+            tokens=self.tokens,
+            loss_mask=self.loss_mask,
+            logps=self.logps,
+            versions=self.versions,
+            turn_spans=self.turn_spans,
+        )
+        return [own, *self.branches]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all sequences."""
+        return sum(len(sequence.tokens) for sequence in self.sequences)
 
     @property
     def total_reward(self) -> float:
@@ -213,13 +248,20 @@ class Rollout:
 
     @property
     def num_action_tokens(self) -> int:
-        return sum(self.loss_mask)
+        """Of all sequences."""
+        return sum(sequence.num_action_tokens for sequence in self.sequences)
+
+    @property
+    def num_turns(self) -> int:
+        """Of all sequences."""
+        return sum(len(sequence.turn_spans) for sequence in self.sequences)
 
     @property
     def version(self) -> int:
         """The policy version that began it, of its first sampled token; -1 without any. Later
         tokens may be of newer versions, never of older ones."""
-        return next((version for version in self.versions if version >= 0), -1)
+        begun = [sequence.version for sequence in self.sequences if sequence.version >= 0]
+        return min(begun, default=-1)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-serialisable dict; `from_json` is its inverse."""
@@ -227,10 +269,14 @@ class Rollout:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Rollout:
-        fields = dict(data)
-        fields["turn_spans"] = [TurnSpan(**span) for span in fields["turn_spans"]]
+        fields = _with_spans(data)
+        fields["branches"] = [Branch(**_with_spans(b)) for b in data.get("branches", [])]
         fields["status"] = Status(fields["status"])
         return cls(**fields)
+
+
+def _with_spans(data: dict[str, Any]) -> dict[str, Any]:
+    return {**data, "turn_spans": [TurnSpan(**span) for span in data["turn_spans"]]}
 
 
 def derive_seed(*names: object) -> int:

@@ -150,12 +150,13 @@ class ScriptedGenerator:
 
 
 def sft_samples(rollouts: Sequence[Rollout]) -> list[Sample]:
-    """Samples whose loss is on the action tokens; rollouts without one are left out. All are of
-    one group: the system prompt that they begin with is forwarded once."""
+    """Samples whose loss is on the action tokens; sequences without one are left out. All are of
+    one group: what they begin with alike, the system prompt at least, is forwarded once."""
     return [
-        Sample(tokens=rollout.tokens, loss_mask=rollout.loss_mask, group="traces")
+        Sample(tokens=sequence.tokens, loss_mask=sequence.loss_mask, group="traces")
         for rollout in rollouts
-        if rollout.num_action_tokens
+        for sequence in rollout.sequences
+        if sequence.num_action_tokens
     ]
 
 

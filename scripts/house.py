@@ -214,8 +214,12 @@ class House:
     @cached_property
     def used(self) -> set[Name]:
         """Definitions that something outside their own body refers to, tests apart. That an
-        `__init__` hands a name on is no use of it."""
-        return {reference.target for reference in self.references}
+        `__init__` hands a name on is no use of it, but a table of plug-ins is: it names what it
+        loads in a text, "module:name"."""
+        words, _ = self._words
+        named = (word.partition(":") for word in words if word.count(":") == 1)
+        in_tables = {Name(module, name) for module, _, name in named if module in self.modules}
+        return in_tables | {reference.target for reference in self.references}
 
     def is_mentioned(self, method: str) -> bool:
         """True if packages or scripts have an attribute or a text of that name, or put it together

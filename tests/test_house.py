@@ -98,6 +98,7 @@ BROKEN_FILE_NAMES: dict[str, str] = {
         "of Linux",
     ),
     "llama.cpp": "a project",
+    **dict.fromkeys(("file.py", "mine.py", "my_rewards.py", "guess.py", "score.py"), "a user's"),
     "bench.py": "nano-vllm's",
     "flash_attn/flash_attn_interface.py": "of flash-attn",
     "hopper/flash_attn_interface.py": "of flash-attn",

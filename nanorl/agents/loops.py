@@ -59,7 +59,11 @@ async def feedback(episode: Episode) -> None:
 
 
 LOOPS: Mapping[str, str] = MappingProxyType(
-    {name: f"nanorl.agents.loops:{name}" for name in ("tool", "single_turn", "feedback")}
+    {
+        "tool": "nanorl.agents.loops:tool",
+        "single_turn": "nanorl.agents.loops:single_turn",
+        "feedback": "nanorl.agents.loops:feedback",
+    }
 )
 
 

@@ -1,7 +1,8 @@
 """Advantages: how much better than expected each rollout, turn or token was.
 
 Groups are found by `group_ids`, never by position: a batch may be shuffled, and groups may differ
-in size. Suffixes: R rollouts, T packed tokens. `sequence_ids_T` says which rollout a token is of.
+in size. Suffixes: R rollouts, S token sequences, T packed tokens. `sequence_ids_T` says which
+sequence a token is of; most rollouts are a single one (`AdvantageBatch.rollout_ids_S`).
 Left out: the critic that provides the values (an engine computes them).
 Sources: GRPO (arXiv 2402.03300), Dr.GRPO (2503.20783), RLOO (2402.14740), REINFORCE++
 (2501.03262), MaxRL (2602.02710), GAE (1506.02438).
@@ -13,6 +14,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +25,8 @@ from nanorl.algorithms.segments import index_by_id, required, segment_sum
 from nanorl.algorithms.spec import AGGREGATIONS, AlgorithmSpec, is_own, load_own
 
 DELTA = 1e-6
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -119,9 +123,9 @@ def last_action_tokens(mask_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
     return last_T
 
 
-def outcome_rewards(reward_R: Tensor, mask_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
-    """The rollout's reward placed on its last action token."""
-    return reward_R[sequence_ids_T] * last_action_tokens(mask_T, sequence_ids_T).to(reward_R.dtype)
+def outcome_rewards(reward_S: Tensor, mask_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
+    """The reward of each sequence placed on its last action token."""
+    return reward_S[sequence_ids_T] * last_action_tokens(mask_T, sequence_ids_T).to(reward_S.dtype)
 
 
 def kl_penalised(
@@ -194,15 +198,16 @@ class Turns:
     """
 
     rewards: Sequence[Sequence[float]]
-    """One for each turn of each rollout; the last one's holds the reward of the outcome too."""
+    """One for each turn of each sequence; the last one's holds the reward of the outcome too. A
+    rollout's further sequences are one turn each, which earned all that the rollout did."""
     index_T: Tensor
-    """int64, the turn of every action token, counted in its rollout; −1 for other tokens."""
+    """int64, the turn of every action token, counted in its sequence; −1 for other tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageBatch:
-    """The whole optimizer batch, packed: R rollouts, one sequence each, T tokens. Two rollouts of
-    one task, of one and two action tokens after a prompt token:
+    """The whole optimizer batch, packed: T tokens of S sequences of R rollouts, a rollout's one
+    after the other. Two rollouts of one task, of one and two action tokens after a prompt token:
 
         AdvantageBatch(
             reward_R=tensor([1.0, 0.0]),
@@ -216,10 +221,32 @@ class AdvantageBatch:
     group_ids: Sequence[Hashable]
     mask_T: Tensor
     sequence_ids_T: Tensor
+    rollout_ids_S: Tensor | None = None
+    """The rollout of each sequence; None: every sequence is one."""
     turns: Turns | None = None
     old_logp_T: Tensor | None = None
     ref_logp_T: Tensor | None = None
     value_T: Tensor | None = None
+
+    @property
+    def rollout_of_token(self) -> Tensor:
+        """[T]"""
+        ids_T = self.sequence_ids_T
+        return ids_T if self.rollout_ids_S is None else self.rollout_ids_S[ids_T]
+
+    @property
+    def sequence_reward(self) -> Tensor:
+        """[S] Its rollout's."""
+        return self.reward_R if self.rollout_ids_S is None else self.reward_R[self.rollout_ids_S]
+
+    def of_first_sequences(self, of_S: Sequence[T]) -> list[T]:
+        """What belongs to the first sequence of each rollout."""
+        if self.rollout_ids_S is None:
+            return list(of_S)
+        first: dict[int, T] = {}
+        for rollout, value in zip(self.rollout_ids_S.tolist(), of_S, strict=True):
+            first.setdefault(rollout, value)
+        return list(first.values())
 
 
 def compute_advantages(spec: AlgorithmSpec, batch: AdvantageBatch) -> tuple[Tensor, Tensor | None]:
@@ -254,7 +281,7 @@ def compare(estimator: GroupEstimator, spec: AlgorithmSpec, batch: AdvantageBatc
     """The estimator's advantages of whole rollouts, or of turns, on their action tokens."""
     if spec.reward_level == "outcome":
         advantage_R = estimator(batch.reward_R, batch.group_ids)
-        return broadcast(advantage_R, batch.mask_T, batch.sequence_ids_T)
+        return broadcast(advantage_R, batch.mask_T, batch.rollout_of_token)
     return turn_advantages(estimator, batch, gamma=spec.gamma)
 
 
@@ -293,7 +320,7 @@ def _own(spec: AlgorithmSpec, batch: AdvantageBatch) -> Tensor:
 
 def _none(spec: AlgorithmSpec, batch: AdvantageBatch) -> Advantages:
     zero_R = torch.zeros_like(batch.reward_R)
-    return broadcast(zero_R, batch.mask_T, batch.sequence_ids_T), None
+    return broadcast(zero_R, batch.mask_T, batch.rollout_of_token), None
 
 
 ADVANTAGES: Mapping[str, Callable[[AlgorithmSpec, AdvantageBatch], Advantages]] = MappingProxyType(
@@ -315,7 +342,7 @@ def token_rewards(spec: AlgorithmSpec, batch: AdvantageBatch) -> Tensor:
     """Rewards at the tokens that earned them, less the KL penalty if there is one."""
     mask_T, ids_T = batch.mask_T, batch.sequence_ids_T
     if spec.reward_level == "outcome":
-        reward_T = outcome_rewards(batch.reward_R, mask_T, ids_T)
+        reward_T = outcome_rewards(batch.sequence_reward, mask_T, ids_T)
     else:
         reward_T = turn_token_rewards(_turns(batch), ids_T)
     if spec.kl_reward_coef:
@@ -332,8 +359,9 @@ def token_rewards(spec: AlgorithmSpec, batch: AdvantageBatch) -> Tensor:
 #     groups (grpo, rloo, ...)     G_k = Σ_{j≥k} γ^(j−k)·r_j, compared with the G_k of the others
 #
 # A turn that some member of the group does not have would be compared with the few that live so
-# long, which is biased: it gets the advantage of the whole rollout, of G_0, instead. With rewards
-# on the last turn alone and γ = 1 every G_k is the outcome, and so is the advantage.
+# long, which is biased: it gets the advantage of the whole rollout, of G_0, instead. So do the
+# tokens of a rollout's further sequences, whose turns were given no rewards of their own. With
+# rewards on the last turn alone and γ = 1 every G_k is the outcome, and so is the advantage.
 
 
 def turn_token_rewards(turns: Turns, sequence_ids_T: Tensor) -> Tensor:
@@ -342,10 +370,10 @@ def turn_token_rewards(turns: Turns, sequence_ids_T: Tensor) -> Tensor:
     owners = zip(sequence_ids_T.tolist(), turns.index_T.tolist(), strict=True)
     last = {owner: token for token, owner in enumerate(owners)}  # the later token wins
     reward_T = torch.zeros(len(sequence_ids_T), device=sequence_ids_T.device)
-    for rollout, rewards in enumerate(turns.rewards):
+    for sequence, rewards in enumerate(turns.rewards):
         place = None
         for turn, reward in enumerate(rewards):
-            place = last.get((rollout, turn), place)
+            place = last.get((sequence, turn), place)
             if place is not None:
                 reward_T[place] += reward
     return reward_T
@@ -355,8 +383,10 @@ def turn_advantages(
     estimator: GroupEstimator, batch: AdvantageBatch, *, gamma: float = 1.0
 ) -> Tensor:
     """The estimator on returns of turns, G_k, for the action tokens of each turn k."""
-    turns, ids_T = _turns(batch), batch.sequence_ids_T
-    returns = [_returns_to_go(rewards, gamma) for rewards in turns.rewards]
+    turns, ids_T = _turns(batch), batch.rollout_of_token
+    returns = [
+        _returns_to_go(rewards, gamma) for rewards in batch.of_first_sequences(turns.rewards)
+    ]
     num_shared: dict[Hashable, int] = {}  # turns that every member of a group has
     for group, turn_returns in zip(batch.group_ids, returns, strict=True):
         num_shared[group] = min(num_shared.get(group, len(turn_returns)), len(turn_returns))

@@ -59,7 +59,8 @@ class RunBoard:
         for name, value in spent.items():
             self.seconds[name.removesuffix("_s")] += value
         for rollout in rollouts:
-            for version, count in Counter(rollout.versions).items():
+            sampled = Counter(v for sequence in rollout.sequences for v in sequence.versions)
+            for version, count in sampled.items():
                 if version >= 0:  # -1: not sampled
                     self.token_staleness[step - version] += count
 

@@ -260,8 +260,8 @@ class _Rollouts:
             f'{"good" if _is_right(example) else "bad"}">reward {number(rollout.reward)}</span>'
             f'<span class="badge {status}">{text(rollout.status.value)}</span>'
             f"<b>{text(example.when)}</b>"
-            f'<span class="meta">{len(rollout.turn_spans)} turns · {rollout.num_action_tokens} '
-            f"sampled of {len(rollout.tokens)} tokens · policy version {_versions(rollout)} · "
+            f'<span class="meta">{rollout.num_turns} turns · {rollout.num_action_tokens} '
+            f"sampled of {rollout.num_tokens} tokens · policy version {_versions(rollout)} · "
             f"{text(rollout.rollout_id)} · {text(rollout.task_id)}</span></summary>"
             f'<div class="inside">{wanted}<div class="meta">{text(metrics)}</div>'
             f"{''.join(self._segment(segment) for segment in trace.segments)}</div></details>"
@@ -293,7 +293,7 @@ def _is_right(example: Example) -> bool:
 
 
 def _versions(rollout: Rollout) -> str:
-    sampled = [v for v, m in zip(rollout.versions, rollout.loss_mask, strict=True) if m]
+    sampled = [v for sequence in rollout.sequences for v in sequence.versions if v >= 0]
     if not sampled:
         return "?"
     return "–".join(str(v) for v in dict.fromkeys((min(sampled), max(sampled))))

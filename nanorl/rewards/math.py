@@ -54,7 +54,7 @@ class MathReward:
         self._rule = RuleReward()
         limits = HostingLimits(deadline_s=60.0 + 20 * cpu_s)
         self._pool = WorkerPool(
-            Comparison, (cpu_s, memory_mb << 20), num_workers=num_workers, limits=limits
+            MathComparison, (cpu_s, memory_mb << 20), num_workers=num_workers, limits=limits
         )
 
     async def score(self, rollout: Rollout, task: Task, transcript: Transcript) -> Score:
@@ -72,7 +72,7 @@ class MathReward:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class MathComparison:
     """Lives in a worker, which has imported math-verify; every comparison is a fork of it."""
 
     cpu_s: int

@@ -6,53 +6,13 @@ import random
 
 import pytest
 import torch
+from random_trees import make_model, random_tree
 
 from nanoengine.engine import Engine, EngineConfig
-from nanoengine.model.config import ModelConfig
-from nanoengine.model.transformer import Transformer
 from nanoengine.packing import MicroBatch, Sample, make_micro_batches
 
-VOCAB = 60
 NUM_STEPS, TREES_A_STEP = 10, 20
 BUDGETS = (10_000, 160, 40)  # whole trees, some cut, nearly all cut
-
-
-def make_model() -> Transformer:
-    config = ModelConfig(
-        model_type="llama",
-        vocab_size=VOCAB,
-        hidden_size=24,
-        intermediate_size=40,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=6,
-        max_position_embeddings=256,
-    )
-    model = Transformer(config, torch.float64)
-    model.init_weights(seed=0, std=0.2)
-    return model
-
-
-def random_tree(chance: random.Random, group: str) -> list[Sample]:
-    """Samples that each go on from a random place in an earlier one, be that inside an action, its
-    end (a chain), or its end with nothing after it (the same sample again)."""
-    sequences = [[chance.randrange(VOCAB) for _ in range(chance.randint(2, 9))]]
-    for _ in range(chance.randint(1, 7)):
-        earlier = chance.choice(sequences)
-        kept = earlier[: chance.randint(0, len(earlier))]
-        own = [chance.randrange(VOCAB) for _ in range(chance.choice((0, 1, 3, 8)))]
-        sequences.append((kept + own) if len(kept + own) > 1 else list(earlier))
-    chance.shuffle(sequences)
-    return [
-        Sample(
-            tokens=tokens,
-            loss_mask=[0, *(int(chance.random() < 0.7) for _ in tokens[1:])],
-            fields={"advantage": [chance.uniform(-2, 2) for _ in tokens]},
-            group=group,
-        )
-        for tokens in sequences
-    ]
 
 
 def loss_of_tokens(

@@ -174,7 +174,8 @@ def test_the_page_asks_for_the_key_sends_shows_and_stops() -> None:
         const refused = [by("state").textContent, by("text").value, shown().length - before];
         await by("copy").listeners.click();
         by("clear").listeners.click();
-        return { copied: JSON.parse(copied), asked, answered, stopped, refused, left: shown().length };
+        const left = shown().length;
+        return { copied: JSON.parse(copied), asked, answered, stopped, refused, left };
     })()"""
     double = (Path(__file__).parent / "page_double.js").read_text(encoding="utf-8")
     with serve(api_key="secret") as served:
