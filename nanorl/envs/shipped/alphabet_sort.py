@@ -22,140 +22,19 @@ from nanorl.envs.env import Done, Env
 from nanorl.envs.shipped.reading import lcs_ratio, tagged
 from nanorl.types import Task
 
-_FIRST_NAMES = tuple(
-    [
-        "Adam",
-        "Alice",
-        "Amir",
-        "Anna",
-        "Ben",
-        "Bianca",
-        "Carl",
-        "Chloe",
-        "Clara",
-        "Daniel",
-        "David",
-        "Diana",
-        "Elena",
-        "Emil",
-        "Erik",
-        "Eva",
-        "Fatima",
-        "Felix",
-        "Frank",
-        "Grace",
-        "Greta",
-        "Hanna",
-        "Hugo",
-        "Ian",
-        "Ines",
-        "Ivan",
-        "Jack",
-        "Jana",
-        "Jonas",
-        "Julia",
-        "Karim",
-        "Kate",
-        "Lara",
-        "Leo",
-        "Linda",
-        "Lukas",
-        "Maria",
-        "Max",
-        "Mei",
-        "Mila",
-        "Nadia",
-        "Nils",
-        "Nora",
-        "Olga",
-        "Oscar",
-        "Paul",
-        "Petra",
-        "Quinn",
-        "Rosa",
-        "Ruth",
-        "Sam",
-        "Sofia",
-        "Tara",
-        "Tom",
-        "Uma",
-        "Vera",
-        "Victor",
-        "Wanda",
-        "Wei",
-        "Xenia",
-        "Yara",
-        "Yusuf",
-        "Zoe",
-    ]
-)
-_LAST_NAMES = tuple(
-    [
-        "Adler",
-        "Allen",
-        "Baker",
-        "Bauer",
-        "Berg",
-        "Brown",
-        "Chen",
-        "Costa",
-        "Cruz",
-        "Dahl",
-        "Diaz",
-        "Evans",
-        "Fischer",
-        "Flores",
-        "Garcia",
-        "Gomez",
-        "Gray",
-        "Hall",
-        "Hill",
-        "Huang",
-        "Ito",
-        "Jensen",
-        "Jones",
-        "Kaya",
-        "Keller",
-        "Khan",
-        "Kim",
-        "Klein",
-        "Lang",
-        "Lee",
-        "Lopez",
-        "Meyer",
-        "Miller",
-        "Moore",
-        "Nagy",
-        "Novak",
-        "Olsen",
-        "Ortiz",
-        "Park",
-        "Perez",
-        "Petrov",
-        "Quist",
-        "Reed",
-        "Rossi",
-        "Sato",
-        "Schmidt",
-        "Silva",
-        "Singh",
-        "Smith",
-        "Tanaka",
-        "Taylor",
-        "Toth",
-        "Unger",
-        "Vogel",
-        "Wagner",
-        "Walker",
-        "Wang",
-        "Weber",
-        "White",
-        "Xu",
-        "Yang",
-        "Young",
-        "Zhang",
-    ]
-)
+_FIRST = """
+Adam Alice Amir Anna Ben Bianca Carl Chloe Clara Daniel David Diana Elena Emil Erik Eva Fatima Felix
+Frank Grace Greta Hanna Hugo Ian Ines Ivan Jack Jana Jonas Julia Karim Kate Lara Leo Linda Lukas
+Maria Max Mei Mila Nadia Nils Nora Olga Oscar Paul Petra Quinn Rosa Ruth Sam Sofia Tara Tom Uma Vera
+Victor Wanda Wei Xenia Yara Yusuf Zoe
+"""
+_LAST = """
+Adler Allen Baker Bauer Berg Brown Chen Costa Cruz Dahl Diaz Evans Fischer Flores Garcia Gomez Gray
+Hall Hill Huang Ito Jensen Jones Kaya Keller Khan Kim Klein Lang Lee Lopez Meyer Miller Moore Nagy
+Novak Olsen Ortiz Park Perez Petrov Quist Reed Rossi Sato Schmidt Silva Singh Smith Tanaka Taylor
+Toth Unger Vogel Wagner Walker Wang Weber White Xu Yang Young Zhang
+"""
+_FIRST_NAMES, _LAST_NAMES = tuple(_FIRST.split()), tuple(_LAST.split())
 _NEW = " // new name!"
 _POWER = 4
 _SLIPS = 0.2
@@ -189,33 +68,20 @@ class AlphabetSort(Env):
 
     def tasks(self, rng: random.Random) -> Task:
         sizes = [rng.randint(*self.num_names) for _ in range(rng.randint(*self.num_turns))]
-        pairs = list(
-            zip(
-                rng.sample(_FIRST_NAMES, sum(sizes)),
-                rng.sample(_LAST_NAMES, sum(sizes)),
-                strict=True,
-            )
-        )
+        count = sum(sizes)
+        names = zip(rng.sample(_FIRST_NAMES, count), rng.sample(_LAST_NAMES, count), strict=True)
+        given = [[next(names) for _ in range(size)] for size in sizes]
         by_first = rng.random() < 0.5
-        given = [[pairs.pop() for _ in range(size)] for size in sizes]
-        order = [
-            sorted(sum(given[: i + 1], []), key=lambda pair: pair[not by_first])
-            for i in range(len(given))
-        ]
-        lines = [
-            [
-                first + last + (_NEW if i and (first, last) in given[i] else "")
-                for first, last in one
-            ]
-            for i, one in enumerate(order)
-        ]
+        right, known = [], list[tuple[str, str]]()
+        for number, new in enumerate(given):
+            known = sorted([*known, *new], key=lambda pair: pair[0 if by_first else 1])
+            lines = ["".join(one) + (_NEW if number and one in new else "") for one in known]
+            right.append("\n".join(lines))
         asked = [
-            _question(["".join(pair) for pair in names], "FIRST" if by_first else "LAST", number)
-            for number, names in enumerate(given)
+            _question(["".join(one) for one in new], "FIRST" if by_first else "LAST", number)
+            for number, new in enumerate(given)
         ]
-        return Task(
-            asked[0], ["\n".join(one) for one in lines], kind="alphabet_sort", data={"asked": asked}
-        )
+        return Task(asked[0], right, kind="alphabet_sort", data={"asked": asked})
 
     def step(self, text: str) -> Done | str:
         number = len(self._scores)

@@ -6,7 +6,7 @@ The word pays 1 and ends the episode; every other guess costs 0.02, and the sixt
 nothing. A turn that is not one word of five letters is a guess that says nothing.
 The teacher says words that the verdicts leave, and forgets them now and then.
 
-    nanorl train --env wordle                         # 500 common words
+    nanorl train --env wordle                         # the game, over common words
     nanorl train --env wordle --env-args words=short  # for a small model: 12 words are named
     nanorl train --env wordle --env-args words=my_words.txt num_choices=0
 
@@ -94,7 +94,7 @@ class Wordle(Env):
 
 
 def verdict(guess: str, word: str) -> str:
-    """What the game says of a guess: verdict("eerie", "crane") == "e:no e:no r:else i:no e:here"."""
+    """The verdict on each letter: "e:no e:no r:else i:no e:here" of eerie where it is crane."""
     marks = ["here" if one == other else "no" for one, other in zip(guess, word, strict=True)]
     left = Counter(other for one, other in zip(guess, word, strict=True) if one != other)
     for place, letter in enumerate(guess):
