@@ -25,7 +25,8 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any
 
 from nanorl.parsers.base import Parser
 from nanorl.rewards.base import Score, Transcript
@@ -58,7 +59,7 @@ class Env:
     """The agent loop that plays it (nanorl/agents/loops.py), or yours as "file.py:loop"."""
     data: Any = None
     """Tasks, instead of a method `tasks`: a path (JSONL, parquet, ...) or an iterable."""
-    defaults: ClassVar[Mapping[str, Any]] = {}
+    defaults: Mapping[str, Any] = MappingProxyType({})
     """Options of a run of it, as {"agent.max_turns": 6}; those that the user gives win."""
     evaluation_only: str = ""
     """Why nobody may train on its tasks: then they are all held out."""

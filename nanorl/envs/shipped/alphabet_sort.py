@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any
 
 from nanorl.envs.env import Done, Env
 from nanorl.envs.shipped.reading import lcs_ratio, tagged
@@ -44,14 +45,15 @@ _FIRST_TAG, _NEXT_TAG = "alphabetical_sorted", "combined_alphabetical_sorted"
 class AlphabetSort(Env):
     """Tasks of `min_turns` to `max_turns` turns, each with `min_names` to `max_names` new names."""
 
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "agent.max_turns": 3,
-        "agent.max_turn_tokens": 96,
-        "agent.max_context_tokens": 640,
-        "agent.max_observation_tokens": 128,
-        "warm_start.steps": 60,
-        "rl.temperature": 1.0,
-    }
+    defaults: Mapping[str, Any] = MappingProxyType(
+        {
+            "agent.max_turn_tokens": 96,
+            "agent.max_context_tokens": 640,
+            "agent.max_observation_tokens": 128,
+            "warm_start.steps": 60,
+            "rl.temperature": 1.0,
+        }
+    )
 
     def __init__(
         self, min_turns: int = 1, max_turns: int = 2, min_names: int = 2, max_names: int = 3
@@ -64,6 +66,7 @@ class AlphabetSort(Env):
                 f"than {len(_FIRST_NAMES)} names in all"
             )
         self.num_turns, self.num_names = (min_turns, max_turns), (min_names, max_names)
+        self.defaults = {**self.defaults, "agent.max_turns": max_turns}
         self._scores: list[float] = []
 
     def tasks(self, rng: random.Random) -> Task:

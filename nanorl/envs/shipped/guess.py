@@ -15,7 +15,8 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any
 
 from nanorl.envs.env import Done, Env
 from nanorl.types import Task
@@ -30,19 +31,21 @@ class Guess(Env):
     """`most` numbers to choose from, `num_guesses` to find it. The ranges begin with 1 to 80."""
 
     system = "Guess the number. Say one number and nothing else."
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "agent.max_turns": 5,
-        "agent.max_turn_tokens": 8,
-        "agent.max_context_tokens": 256,
-        "warm_start.steps": 24,
-        "rl.temperature": 1.0,
-    }
+    defaults: Mapping[str, Any] = MappingProxyType(
+        {
+            "agent.max_turn_tokens": 8,
+            "agent.max_context_tokens": 256,
+            "warm_start.steps": 24,
+            "rl.temperature": 1.0,
+        }
+    )
 
     def __init__(self, most: int = 20, num_guesses: int = 5) -> None:
         for name, value in (("most", most), ("num_guesses", num_guesses)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"--env-args {name}={value}: must be a whole number, at least 1")
         self.most, self.num_guesses = most, num_guesses
+        self.defaults = {**self.defaults, "agent.max_turns": num_guesses}
         self._num_said = 0
 
     def tasks(self, rng: random.Random) -> Task:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any
 
 from nanorl.envs.env import Done, Env
 from nanorl.envs.shipped.reading import lcs_ratio, tagged
@@ -34,13 +35,15 @@ class ReverseText(Env):
         "Reverse the text letter by letter: the last letter comes first. Write the result as "
         f"<{_TAG}>result</{_TAG}>."
     )
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "agent.max_turns": 1,
-        "agent.max_turn_tokens": 40,
-        "agent.max_context_tokens": 160,
-        "warm_start.steps": 80,
-        "rl.temperature": 1.0,
-    }
+    defaults: Mapping[str, Any] = MappingProxyType(
+        {
+            "agent.max_turns": 1,
+            "agent.max_turn_tokens": 40,
+            "agent.max_context_tokens": 160,
+            "warm_start.steps": 80,
+            "rl.temperature": 1.0,
+        }
+    )
 
     def __init__(self, min_words: int = 1, max_words: int = 2, num_words: int = 64) -> None:
         if not 1 <= min_words <= max_words:

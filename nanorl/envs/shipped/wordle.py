@@ -20,7 +20,8 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any
 
 from nanorl.envs.env import Done, Env
 from nanorl.envs.shipped.words import COMMON_WORDS, SHORT_WORDS
@@ -38,13 +39,15 @@ class Wordle(Env):
     for each task, are named in the question; 0: none, the game as it is known."""
 
     system = "Find the word of five letters. Say one word and nothing else."
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "agent.max_turns": _NUM_GUESSES,
-        "agent.max_turn_tokens": 8,
-        "agent.max_context_tokens": 384,
-        "warm_start.steps": 40,
-        "rl.temperature": 1.0,
-    }
+    defaults: Mapping[str, Any] = MappingProxyType(
+        {
+            "agent.max_turns": _NUM_GUESSES,
+            "agent.max_turn_tokens": 8,
+            "agent.max_context_tokens": 384,
+            "warm_start.steps": 40,
+            "rl.temperature": 1.0,
+        }
+    )
 
     def __init__(self, words: str = "common", num_choices: int | None = None) -> None:
         self.words = _words(str(words))
