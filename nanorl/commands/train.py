@@ -49,6 +49,8 @@ def run_training(
             take_over(config)
         parts = Parts(config, env=env)
         config = parts.config
+        if config.rl.steps:
+            parts.tasks.train.batch(0, 1)  # tasks that must not be trained on are refused here
         roles = make_roles(parts)
         try:
             begin(folder, config)

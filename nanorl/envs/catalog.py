@@ -17,10 +17,22 @@ from nanorl.envs.kind import ShortKind
 from nanorl.envs.tool_class import ToolClassKind, is_tool_class
 from nanorl.plugins import load_object
 
+PRESETS_OWN = "code"
+"""The name of the environment that a preset trains in where nobody names another one."""
+
 ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
     {
+        PRESETS_OWN: "nanorl.envs.code:CodeEnv",
+        "alphabet_sort": "nanorl.envs.shipped.alphabet_sort:AlphabetSort",
+        "guess": "nanorl.envs.shipped.guess:Guess",
         "harbor": "nanorl.envs.harbor:Harbor",
+        "humaneval": "nanorl.envs.shipped.humaneval:HumanEval",
+        "math": "nanorl.envs.shipped.math:MathProblems",
+        "reasoning_gym": "nanorl.envs.shipped.reasoning_gym:ReasoningGym",
         "repair": "nanorl.envs.repair:Repair",
+        "reverse_text": "nanorl.envs.shipped.reverse_text:ReverseText",
+        "search": "nanorl.envs.shipped.search:SearchCorpus",
+        "wordle": "nanorl.envs.shipped.wordle:Wordle",
     }
 )
 """The environments that come with the project, by the names that `--env` takes."""

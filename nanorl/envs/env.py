@@ -25,7 +25,8 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any
 
 from nanorl.parsers.base import Parser
 from nanorl.rewards.base import Score, Transcript
@@ -33,7 +34,7 @@ from nanorl.rewards.rule import RuleReward
 from nanorl.sandbox.pool import SandboxPool
 from nanorl.sandbox.session import Session
 from nanorl.tools.base import Tool, ToolContext
-from nanorl.types import Task
+from nanorl.types import Rollout, Task
 
 ANSWER = "Answer:"
 
@@ -60,12 +61,16 @@ class Env:
     """The agent loop that plays it (nanorl/agents/loops.py), or yours as "file.py:loop"."""
     data: Any = None
     """Tasks, instead of a method `tasks`: a path (JSONL, parquet, ...) or an iterable."""
-    defaults: ClassVar[Mapping[str, Any]] = {}
+    defaults: Mapping[str, Any] = MappingProxyType({})
     """Options of a run of it, as {"agent.max_turns": 6}; those that the user gives win."""
+    evaluation_only: str = ""
+    """Why nobody may train on its tasks: then they are all held out."""
 
     task: Task
+    rollout: Rollout
+    """What `score` is asked about, once it is."""
     shared: Any = None
-    """What `setup` returned."""
+    """What `setup` returned. Its method `close`, if it has one, is called at the end of the run."""
 
     def setup(self) -> Any:
         """Make what is heavy and read-only. Called once in a process, before any episode; every

@@ -81,6 +81,7 @@ class EnvEpisode:
         """The reward that ended the episode, or else the environment's score of it."""
         if self._outcome is not None:
             return Score(self._outcome)
+        self.env.rollout = rollout
         return as_score(await self._ask(self.env.score, transcript), type(self.env).__name__)
 
     async def close(self) -> None:

@@ -17,7 +17,7 @@ from nanorl.envs.episode import EnvEpisode
 from nanorl.parsers.chat import ToolChat
 from nanorl.parsers.choose import tool_chat
 from nanorl.tasks.readers import read_tasks
-from nanorl.tasks.source import GeneratedTasks, ListTasks
+from nanorl.tasks.source import GeneratedTasks, HeldoutTasks, ListTasks
 from nanorl.tools.base import Tool
 from nanorl.tools.function import function_tool
 from nanorl.types import Task
@@ -36,7 +36,7 @@ class ShortKind:
         self.defaults: Mapping[str, Any] = self._prototype.defaults
         self.tools: Sequence[Tool] = tuple(as_tool(one) for one in self._prototype.tools)
         self.has_tools = bool(self.tools)
-        self.has_teacher = hasattr(cls, "teacher")
+        self.has_teacher = callable(getattr(self._prototype, "teacher", None))
         self.needs_sandbox = any(getattr(tool, "needs_sandbox", False) for tool in self.tools)
         self._chats: dict[int, ToolChat] = {}
 
@@ -52,8 +52,11 @@ class ShortKind:
             )
         if "rng" in inspect.signature(env.tasks).parameters:
             return GeneratedTasks({self.name: env.tasks}, seed)
-        listed: Any = env.tasks
-        return ListTasks(read_tasks(listed()), seed, name=self.name)
+        list_tasks: Any = env.tasks
+        listed = read_tasks(list_tasks())
+        if env.evaluation_only:
+            return HeldoutTasks(listed, seed, name=self.name, reason=env.evaluation_only)
+        return ListTasks(listed, seed, name=self.name)
 
     def open(self, services: Services) -> Environment:
         return EnvEpisode(self._episode_env(), self.tools, self._chat(services), services)
@@ -64,7 +67,10 @@ class ShortKind:
         return _Shown(env, rng)
 
     def close(self) -> None:
-        """It holds nothing but what `setup` made."""
+        """Close what `setup` made."""
+        close = getattr(self.__dict__.get("_shared"), "close", None)  # nobody may have asked for it
+        if callable(close):
+            close()
 
     @cached_property
     def _shared(self) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from nanorl.config import RunConfig
 from nanorl.envs.base import EnvKind
-from nanorl.envs.catalog import ENVIRONMENTS, as_kind, load_kind, parse_arguments
+from nanorl.envs.catalog import ENVIRONMENTS, PRESETS_OWN, as_kind, load_kind, parse_arguments
 from nanorl.envs.judged import JudgedKind
 from nanorl.presets import get_preset
 from nanorl.rewards.load import REWARDS, load_reward
@@ -20,6 +20,9 @@ def run_kind(config: RunConfig, env: object = None) -> EnvKind:
     arguments = parse_arguments(config.env_args)
     if env is not None:
         kind = as_kind(env, arguments)
+    elif config.env == PRESETS_OWN:
+        if arguments:
+            raise ValueError(f"--env-args {arguments}: the environment {PRESETS_OWN} takes none")
     elif config.env:
         kind = load_kind(config.env, arguments)
     if config.reward:

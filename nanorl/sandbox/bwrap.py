@@ -57,10 +57,10 @@ def bwrap_arguments(
             flags += ["--symlink", str(python.path), f"{_COMMANDS}/{name}"]
         flags += ["--setenv", "PATH", f"{_COMMANDS}:/usr/bin:/bin"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
-        path = Path("/", name)
-        if path.is_symlink():
-            flags += ["--symlink", os.readlink(path), f"/{name}"]
-        elif path.is_dir():
+        root = Path("/", name)
+        if root.is_symlink():
+            flags += ["--symlink", os.readlink(root), f"/{name}"]
+        elif root.is_dir():
             flags += ["--ro-bind", f"/{name}", f"/{name}"]
     flags += python.bwrap_flags()
     for name in ("ld.so.cache", "alternatives", "localtime"):

@@ -110,7 +110,7 @@ def _run_shell(command: bytes) -> NoReturn:
         signal.signal(number, signal.SIG_DFL)  # Python ignores them, and children inherit that
     shell = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
     try:
-        os.execv(shell, [shell, "-c", command])
+        os.execv(shell, [shell.encode(), b"-c", command])
     except (OSError, ValueError) as error:  # too long, or a null byte
         os.write(2, str(error).encode())
         exit_now(126)

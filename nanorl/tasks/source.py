@@ -127,6 +127,19 @@ class ListTasks:
         return self.tasks[order[place]]
 
 
+class HeldoutTasks(ListTasks):
+    """Tasks that nobody may train on, for the reason that `batch` gives."""
+
+    def __init__(self, tasks: Sequence[Task], seed: int, *, name: str, reason: str) -> None:
+        """ValueError if none of the tasks is held out."""
+        super().__init__(tasks, seed, name=name, splits=("heldout",))
+        self._refusal = f"{name} is for evaluation alone: {reason}"
+
+    def batch(self, step: int, n: int) -> list[Task]:
+        """ValueError."""
+        raise ValueError(self._refusal)
+
+
 def fingerprint(tasks: Sequence[Task]) -> str:
     """A hash of the tasks' content and order, which decide what each step trains on.
 
