@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from nanorl.envs.base import Services
+from nanorl.envs.catalog import as_kind, load_kind
 from nanorl.envs.env import Env
 from nanorl.envs.episode import EnvEpisode
 from nanorl.envs.harbor import Harbor
-from nanorl.envs.kind import as_kind, as_tool, load_kind
+from nanorl.envs.kind import as_tool
 from nanorl.envs.repair import Repair, draw_repair
 from nanorl.parsers.base import ToolCall
 from nanorl.parsers.chat import ToolChat
