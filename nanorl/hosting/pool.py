@@ -1,6 +1,6 @@
 """`WorkerPool`: processes with somebody else's code, a deadline for each call, and no mercy.
 
-    pool = WorkerPool(ScoreHost, ("my_rewards.py",), num_workers=2, limits=HostingLimits())
+    pool = WorkerPool(ScoreHost, ("my_rewards:by_length",), num_workers=2, limits=HostingLimits())
     await pool.start()                       # ValueError: the code cannot be loaded
     await pool.call("score", rollout)        # of the shared object of some worker
     episode = await pool.open()              # an object that lives in one of them
@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nanorl.hosting.worker import CodeWorker, Reply
+from nanorl.hosting.worker import CodeWorker, WorkerReply
 from nanorl.types import InfrastructureError
 from nanosched import ActorHandle, Future, Scheduler, TaskError, WorkerDied
 
@@ -73,7 +73,7 @@ class _Life:
     def num_calls(self) -> int:
         return len(self._since)
 
-    async def ask(self, what: str, future: Future[Reply], limit_s: float) -> Any:
+    async def ask(self, what: str, future: Future[WorkerReply], limit_s: float) -> Any:
         """The result of a call that was sent last, or InfrastructureError. Somebody who stops
         waiting leaves the watch on the call as it is."""
         reply = await asyncio.shield(asyncio.ensure_future(self._watch(what, future, limit_s)))
@@ -88,7 +88,7 @@ class _Life:
             self.end(f"{what} returned what cannot be read")
             raise InfrastructureError(f"{what} returned what cannot be read: {error}") from error
 
-    async def _watch(self, what: str, future: Future[Reply], limit_s: float) -> Reply:
+    async def _watch(self, what: str, future: Future[WorkerReply], limit_s: float) -> WorkerReply:
         number = next(self._numbers)
         self._since[number] = time.monotonic()
         answer = asyncio.ensure_future(self._answer(number, future))
@@ -102,15 +102,15 @@ class _Life:
         finally:
             self._turn_ends(number)
 
-    async def _answer(self, number: int, future: Future[Reply]) -> Reply:
+    async def _answer(self, number: int, future: Future[WorkerReply]) -> WorkerReply:
         try:
             return await future
         except TaskError as error:
-            return Reply(error=str(error))
+            return WorkerReply(error=str(error))
         except WorkerDied as died:
             # Code that blocks runs call after call: the oldest one was at work when it died.
             self.end(str(died), min(self._since, default=number))
-            return Reply(
+            return WorkerReply(
                 error=f"its worker was ended: {self.reason}",
                 is_bystander=number != self.culprit,
             )

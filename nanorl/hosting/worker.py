@@ -1,6 +1,6 @@
 """The inside of a worker: it makes the shared object, opens further ones from it, calls them.
 
-Whatever the code raises becomes the text of a `Reply`, and results travel as bytes that were
+Whatever the code raises becomes the text of a `WorkerReply`, and results travel as bytes that were
 pickled and measured here, so the other side reads nothing that it did not expect.
 Left out: walls. The code is the user's own and may do what the user may; code of a model belongs in
 nanorl.sandbox. Next: pool.py.
@@ -23,7 +23,7 @@ _OWN_FOLDER = str(Path(__file__).parents[1])
 
 
 @dataclass(frozen=True)
-class Reply:
+class WorkerReply:
     """A pickled result, or the reason why there is none. `is_unfit`: the worker had better be
     replaced. `is_bystander`: it was ended, for what another call did."""
 
@@ -47,15 +47,15 @@ class CodeWorker:
         """The process, which is also its process group."""
         return os.getpid()
 
-    async def make(self, factory: Callable[..., Any], args: tuple[Any, ...]) -> Reply:
+    async def make(self, factory: Callable[..., Any], args: tuple[Any, ...]) -> WorkerReply:
         """Make the shared object."""
         return await self._reply(self._make(factory, args))
 
-    async def open(self, number: int, args: tuple[Any, ...]) -> Reply:
+    async def open(self, number: int, args: tuple[Any, ...]) -> WorkerReply:
         """Open an object of the shared one, `shared.open(*args)`, under a number."""
         return await self._reply(self._open(number, args))
 
-    async def call(self, number: int | None, method: str, args: tuple[Any, ...]) -> Reply:
+    async def call(self, number: int | None, method: str, args: tuple[Any, ...]) -> WorkerReply:
         """Call a method of an object, or of the shared one."""
         target = self._shared if number is None else self._objects[number]
         return await self._reply(_finished(getattr(target, method), args))
@@ -70,19 +70,19 @@ class CodeWorker:
     async def _open(self, number: int, args: tuple[Any, ...]) -> None:
         self._objects[number] = await _finished(self._shared.open, args)
 
-    async def _reply(self, work: Any) -> Reply:
+    async def _reply(self, work: Any) -> WorkerReply:
         try:
             result = await work
         except (Exception, SystemExit) as error:  # the boundary of a plug-in
-            return Reply(error=describe(error))
+            return WorkerReply(error=describe(error))
         try:
             data = pickle.dumps(result, 5)
         except Exception as error:  # whatever pickle raises
-            return Reply(error=f"returned what cannot be sent: {error}", is_unfit=True)
+            return WorkerReply(error=f"returned what cannot be sent: {error}", is_unfit=True)
         if len(data) > self._max_result_bytes:
             text = f"returned {len(data)} bytes, more than {self._max_result_bytes}"
-            return Reply(error=text, is_unfit=True)
-        return Reply(data)
+            return WorkerReply(error=text, is_unfit=True)
+        return WorkerReply(data)
 
 
 def describe(error: BaseException) -> str:
