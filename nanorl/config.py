@@ -536,6 +536,14 @@ class RunConfig:
         return _from_json(cls, _without_unread_bounds(data))
 
 
+def option_names(record: Any) -> list[str]:
+    """The options of a record by their names on the command line, sections as `rl.*`."""
+    return [
+        f"{one.name}.*" if dataclasses.is_dataclass(getattr(record, one.name)) else one.name
+        for one in dataclasses.fields(record)
+    ]
+
+
 def flatten(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Options by their names on the command line, `rl.group_size`."""
     flat: dict[str, Any] = {}

@@ -214,8 +214,16 @@ class House:
     @cached_property
     def used(self) -> set[Name]:
         """Definitions that something outside their own body refers to, tests apart. That an
-        `__init__` hands a name on is no use of it."""
-        return {reference.target for reference in self.references}
+        `__init__` hands a name on is no use of it. A text such as "nanorl.rewards.rule:RuleReward",
+        by which a table of names finds what it loads, is one."""
+        return {reference.target for reference in self.references} | self._named_in_texts
+
+    @cached_property
+    def _named_in_texts(self) -> set[Name]:
+        words, _ = self._words
+        texts = (word.rpartition(":") for word in words if word.startswith(self.packages))
+        found = (self.resolve(Name(place, name)) for place, _, name in texts if name.isidentifier())
+        return {target for target in found if target is not None and target.name}
 
     def is_mentioned(self, method: str) -> bool:
         """True if packages or scripts have an attribute or a text of that name, or put it together

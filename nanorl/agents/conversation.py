@@ -23,10 +23,9 @@ from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.params import Output, SamplingParams
-from nanorl.agents.loop import turn_seed
 from nanorl.agents.tokens import Limits, TurnBuilder, shorten
-from nanorl.envs.base import Environment, InfrastructureError
-from nanorl.types import Task
+from nanorl.envs.base import Environment, Opening
+from nanorl.types import InfrastructureError, Task, derive_turn_seed
 
 End = Literal["done", "turns", "turn", "response", "context", "stopped", "failed"]
 """How an agent's reply ended: by itself, at a limit (of turns, or of tokens in a turn, in all
@@ -38,6 +37,8 @@ class Said:
     """The chat messages that were appended: the person's, or a tool's output."""
 
     messages: Sequence[Message]
+    tools: Sequence[dict[str, Any]] | None = None
+    """The tools that the chat template lists, where the conversation begins."""
 
 
 Event = Said | Output
@@ -143,14 +144,15 @@ class Conversation:
         """The reply to `task`, and all events with it."""
         env = None if self._open_environment is None else self._open_environment()
         try:
-            opening = [{"role": "user", "content": task.prompt}]
+            opening = Opening(messages=task.messages())
             if env is not None:
                 opening = await env.reset(task)
+            messages = opening.messages
             if before:  # the environment's system message stands at the conversation's head
-                opening = [message for message in opening if message["role"] != "system"]
-            events: list[Event] = [*before, Said(opening)]
+                messages = [message for message in messages if message["role"] != "system"]
+            events: list[Event] = [*before, Said(messages, opening.tools)]
             builder = self._builder(events)
-            reply = Reply(model=model, prompt=task.prompt)
+            reply = Reply(model=model, prompt=task.prompt_text)
             episode = _Episode(self, builder, env, events, reply, listener)
             await episode.play(engine)
         finally:
@@ -169,7 +171,7 @@ class Conversation:
             if isinstance(event, Output):
                 builder.append_action(event)
             elif not is_open:
-                builder.start(event.messages)
+                builder.start(event.messages, event.tools)
                 is_open = True
             elif not builder.append_observation(event.messages):
                 raise ValueError(
@@ -222,7 +224,7 @@ class _Episode:
     async def _generate(self, engine: AsyncEngine, room: int) -> Output:
         """One turn, handed on as it comes. Cancelling the task ends it with what there is."""
         sampling = self.conversation.sampling
-        seed = turn_seed(sampling.seed, self.builder.num_turns)
+        seed = derive_turn_seed(sampling.seed, self.builder.num_turns)
         params = replace(sampling, max_tokens=room, seed=seed, detokenize=True)
         so_far = Output(finish_reason="abort", text="")
         output: Output | None = None
@@ -264,13 +266,16 @@ class _Episode:
             self.reply.answer = step.answer
             return False
         tokenizer, most = self.conversation.tokenizer, self.conversation.limits
-        text = shorten(tokenizer, step.observation, most.max_observation_tokens)
+        messages = [
+            {**said, "content": shorten(tokenizer, said["content"], most.max_observation_tokens)}
+            for said in self.env.format_observation(step.observation)
+        ]
+        text = "\n".join(said["content"] for said in messages)
         self.reply.turns.append({"role": "tool", "text": text})
         self.listener.on_observation(text)
         if is_last:
             self.reply.end = "turns"  # nobody would read the observation
             return False
-        messages = self.env.format.observation_messages(text)
         if not self.builder.append_observation(messages):
             self.reply.end = "context"
             return False

@@ -29,6 +29,7 @@ from nanorl.agents.kit import AgentKit
 from nanorl.commands.terminal import STYLES, labelled, printable
 from nanorl.config import RunConfig
 from nanorl.envs.base import Environment
+from nanorl.envs.run_kind import run_kind
 from nanorl.parts import load_tasks
 from nanorl.presets import get_preset
 from nanorl.saved_models import SavedModels, find_models
@@ -62,11 +63,11 @@ def opened_session(
     source: str, *, base: str | None, env: str, temperature: float, max_tokens: int | None
 ) -> Iterator[ChatSession]:
     """A session with all that it holds: the model's folder, the sandbox, the event loop."""
-    if env not in ("", "code"):
-        raise ValueError(f"--env {env}: no such environment; there is code")
     sampling = make_sampling(temperature)
     saved = find_models(source)
     config = saved.run or _plain_config()
+    if env and env != "code":
+        config = replace(config, env=env, env_args=(), reward="", tasks=None)
     if max_tokens is not None:
         most = max(config.agent.max_context_tokens, max_tokens + 1)
         agent = replace(config.agent, max_turn_tokens=max_tokens, max_context_tokens=most)
@@ -230,13 +231,13 @@ class ChatSession:
         """Give the agent a held-out task of the run, its files included."""
         if self.saved.run is None:
             raise ValueError("/task: a model that belongs to no run has no tasks")
-        tasks = load_tasks(self.config, get_preset(self.config.preset)).heldout
+        tasks = load_tasks(self.config, run_kind(self.config)).heldout
         if not (number or "0").isdecimal() or int(number or "0") >= len(tasks):
             raise ValueError(f"/task {number}: give a number from 0 to {len(tasks) - 1}")
         chosen = tasks[int(number or "0")]
-        self._console.print(labelled("task", chosen.prompt))
+        self._console.print(labelled("task", chosen.prompt_text))
         self._ask(chosen)
-        self._console.print(labelled("wanted", chosen.answer))
+        self._console.print(labelled("wanted", chosen.answer_text))
 
     def reset(self, _: str) -> None:
         self.conversation.clear()
