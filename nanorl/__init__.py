@@ -36,8 +36,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nanorl.api import TrainedRun, train
+    from nanorl.api import TrainedRun, evaluate, train
     from nanorl.envs.env import Env, final_answer, last_number
+    from nanorl.parsers.base import ToolCall
     from nanorl.rewards.base import Score, Transcript
     from nanorl.tools.base import ToolError
     from nanorl.tools.python import python
@@ -50,9 +51,11 @@ _HOMES = {
     "Rollout": "nanorl.types:Rollout",
     "Score": "nanorl.rewards.base:Score",
     "Task": "nanorl.types:Task",
+    "ToolCall": "nanorl.parsers.base:ToolCall",
     "ToolError": "nanorl.tools.base:ToolError",
     "TrainedRun": "nanorl.api:TrainedRun",
     "Transcript": "nanorl.rewards.base:Transcript",
+    "evaluate": "nanorl.api:evaluate",
     "final_answer": "nanorl.envs.env:final_answer",
     "last_number": "nanorl.envs.env:last_number",
     "python": "nanorl.tools.python:python",
@@ -64,9 +67,11 @@ __all__ = [
     "Rollout",
     "Score",
     "Task",
+    "ToolCall",
     "ToolError",
     "TrainedRun",
     "Transcript",
+    "evaluate",
     "final_answer",
     "last_number",
     "python",

@@ -153,8 +153,10 @@ class EnvKind(Protocol):
         """An episode of it."""
         ...
 
-    def demonstrator(self, task: Task, rng: random.Random) -> Demonstrator:
-        """Who shows how a task is played, where it has a teacher."""
+    def demonstrator(
+        self, task: Task, rng: random.Random, tokenizer: ChatTokenizer
+    ) -> Demonstrator:
+        """Who shows how a task is played, where it has a teacher, in the model's own form."""
         ...
 
     def close(self) -> None: ...

@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from nanoengine.model.tokenizer import ChatTokenizer
 from nanorl.envs.base import Demonstrator, Environment, Services, TaskSet
 from nanorl.envs.env import Env
 from nanorl.envs.episode import EnvEpisode
+from nanorl.parsers.base import ToolCall
 from nanorl.parsers.chat import ToolChat
 from nanorl.parsers.choose import tool_chat
 from nanorl.tasks.readers import read_tasks
@@ -59,12 +61,15 @@ class ShortKind:
         return ListTasks(listed, seed, name=self.name)
 
     def open(self, services: Services) -> Environment:
-        return EnvEpisode(self._episode_env(), self.tools, self._chat(services), services)
+        chat = self._chat(services.tokenizer)
+        return EnvEpisode(self._episode_env(), self.tools, chat, services)
 
-    def demonstrator(self, task: Task, rng: random.Random) -> Demonstrator:
+    def demonstrator(
+        self, task: Task, rng: random.Random, tokenizer: ChatTokenizer
+    ) -> Demonstrator:
         env = self._episode_env()
         env.task = task
-        return _Shown(env, rng)
+        return _Shown(env, rng, self._chat(tokenizer))
 
     def close(self) -> None:
         """Close what `setup` made."""
@@ -90,23 +95,33 @@ class ShortKind:
             ) from None
         return self.cls(**self.arguments)
 
-    def _chat(self, services: Services) -> ToolChat | None:
+    def _chat(self, tokenizer: ChatTokenizer) -> ToolChat | None:
         if not self.tools:
             return None
-        key = id(services.tokenizer)
+        key = id(tokenizer)
         if key not in self._chats:
-            self._chats[key] = tool_chat(services.tokenizer, self.tools, self._prototype.parser)
+            self._chats[key] = tool_chat(tokenizer, self.tools, self._prototype.parser)
         return self._chats[key]
 
 
 class _Shown:
-    """A demonstrator that asks the environment's `teacher`."""
+    """A demonstrator that asks the environment's `teacher`, and writes its calls of tools."""
 
-    def __init__(self, env: Env, rng: random.Random) -> None:
-        self._env, self._rng = env, rng
+    def __init__(self, env: Env, rng: random.Random, chat: ToolChat | None) -> None:
+        self._env, self._rng, self._chat = env, rng, chat
 
     def next_action(self, history: Sequence[str]) -> str:
-        return self._env.teacher(list(history), self._rng)  # type: ignore[attr-defined]
+        said = self._env.teacher(list(history), self._rng)  # type: ignore[attr-defined]
+        if isinstance(said, str):
+            return said
+        calls = said if isinstance(said, list | tuple) else [said]
+        name = type(self._env).__name__
+        if self._chat is None or not all(isinstance(call, ToolCall) for call in calls):
+            raise ValueError(
+                f"{name}.teacher returned {said!r}; it must return a text, or calls of tools that "
+                f"{name} has, as nanorl.ToolCall('look', {{'word': 'x'}})"
+            )
+        return "\n".join(self._chat.parser.write(call) for call in calls)
 
 
 def as_tool(given: Tool | Callable[..., Any]) -> Tool:
