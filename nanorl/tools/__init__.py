@@ -3,5 +3,6 @@
 base.py      the contract: `Tool`, the episode's `ToolContext`, and the ways in which a call ends
 function.py  `function_tool` and `method_tools`: Python functions as tools
 python.py    `python`: a program in the sandbox
+mcp.py       `mcp_tools`: the tools of an MCP server
 calls.py     `answer_calls`: the calls of one turn, side by side, answered in order
 """
