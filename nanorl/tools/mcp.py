@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any, TextIO, cast
 
 from nanorl.tools.base import ToolContext, ToolError
 from nanorl.types import InfrastructureError
@@ -57,7 +57,8 @@ class McpServer:
         self._loop = asyncio.new_event_loop()
         self._lock = asyncio.Lock()
         self._connection: _Connection | None = None
-        self._log: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        file = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self._log = cast(TextIO, file)
         thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="mcp")
         thread.start()
         self._end = weakref.finalize(self, _end_thread, self._loop, thread)

@@ -57,7 +57,7 @@ def test_a_server_is_listed_called_restarted_and_ended() -> None:
         with pytest.raises(ToolError, match=r"slow timed out after 0\.2 s"):
             run(tools["slow"], timeout_s=0.2)
         first = int(run(tools["pid"]))
-        with pytest.raises(InfrastructureError, match=r"failed.*out of luck"):
+        with pytest.raises(InfrastructureError, match=r"(?s)failed.*out of luck"):
             run(tools["die"])
         assert gone(first)
         second = int(run(tools["pid"]))
