@@ -19,6 +19,7 @@ PACKAGES = [
     "nanorl",
     "nanorl.agents",
     "nanorl.algorithms",
+    "nanorl.commands",
     "nanorl.envs",
     "nanorl.hosting",
     "nanorl.monitor",
@@ -29,6 +30,7 @@ PACKAGES = [
     "nanorl.sandbox",
     "nanorl.tasks",
     "nanorl.tools",
+    "nanorl.trackers",
     "nanorl.weights",
 ]
 
@@ -61,6 +63,7 @@ setup(
     packages=PACKAGES,
     package_data={
         "kernels.cpp": ["*.cpp", "*.h"],  # compiled on first use
+        "nanoinfer.server": ["page.html"],
         "nanorl.report": ["style.css"],
     },
     install_requires=CORE,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -34,7 +35,8 @@ def say_on_stderr(message: str) -> None:
 
 
 class StopSignals:
-    """A context manager of the main thread. `is_asked` turns true at the first signal."""
+    """A context manager. `is_asked` turns true at the first signal. In another thread than the main
+    one, which alone may handle signals, it does nothing: whoever waits there asks to stop."""
 
     NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
@@ -54,7 +56,8 @@ class StopSignals:
         return self._num_signals > 0
 
     def __enter__(self) -> StopSignals:
-        self._before = {number: signal.signal(number, self._handle) for number in self.NUMBERS}
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in self.NUMBERS}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,8 +1,19 @@
 """nanorl: agents that read a task, act, see what came of it, and learn from the score.
 
-The root is the loop. Read types.py first, then, in the order of a run:
+    import nanorl
 
+    class Shout(nanorl.Env):
+        def tasks(self, rng): return nanorl.Task(f"Say {rng.randint(1, 99)} louder.")
+        def step(self, text): return self.done(reward=float(text.isupper()))
+
+    nanorl.train("smollm2", env=Shout, steps=20)
+
+docs/environments.md says what else an environment may do. Inside, the root is the loop. Read
+types.py first, then, in the order of a run:
+
+api.py, cli.py          the library and the console command (commands/, a file a verb)
 config.py, presets.py   every option, and two sets of them that work
+options.py, plugins.py  what a user gives: flags, files, Python; names of their own code
 parts.py, sizes.py      tasks, tokenizer and the options of the engines, sized for the machine
 roles/                  who computes what: engines, agents, store; here (inline.py) or in processes
 run.py                  the phases of a run, checkpoints, what it leaves behind
@@ -15,6 +26,57 @@ evaluate.py, store.py   success on held-out tasks; every rollout, kept
 bounds.py, colocation.py   what a number may be; two engines on one GPU
 
 Around it: algorithms/ (advantages and losses), agents/ (one rollout), envs/ (what answers the
-agent), sandbox/ (where programs run), tasks/, rewards/, report/, weights/ (how they reach engines
-in other processes) and monitor/ (who looks on).
+agent), tools/ and parsers/ (what it may call, and how calls are written), sandbox/ (where programs
+run), hosting/ (where a user's code runs), tasks/, rewards/, report/, trackers/, weights/ (how they
+reach engines in other processes) and monitor/ (who looks on).
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanorl.api import TrainedRun, train
+    from nanorl.envs.env import Env, final_answer, last_number
+    from nanorl.rewards.base import Score, Transcript
+    from nanorl.tools.base import ToolError
+    from nanorl.tools.python import python
+    from nanorl.types import InfrastructureError, Rollout, Task
+
+# What `nanorl.NAME` is. Imported when it is asked for: most programs need a few, and torch none.
+_HOMES = {
+    "Env": "nanorl.envs.env",
+    "InfrastructureError": "nanorl.types",
+    "Rollout": "nanorl.types",
+    "Score": "nanorl.rewards.base",
+    "Task": "nanorl.types",
+    "ToolError": "nanorl.tools.base",
+    "TrainedRun": "nanorl.api",
+    "Transcript": "nanorl.rewards.base",
+    "final_answer": "nanorl.envs.env",
+    "last_number": "nanorl.envs.env",
+    "python": "nanorl.tools.python",
+    "train": "nanorl.api",
+}
+__all__ = [
+    "Env",
+    "InfrastructureError",
+    "Rollout",
+    "Score",
+    "Task",
+    "ToolError",
+    "TrainedRun",
+    "Transcript",
+    "final_answer",
+    "last_number",
+    "python",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'nanorl' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

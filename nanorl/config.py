@@ -285,6 +285,7 @@ class EngineLimits(ComputeConfig, StepSizes):
 BackendName = Literal["inline", "local", "ray"]
 Placement = Literal["separate", "colocated"]
 TransportName = Literal["auto", "shm", "cuda_ipc", "dist", "disk"]
+TrackerName = Literal["wandb", "mlflow", "trackio"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,7 +370,11 @@ class RunConfig:
     out: Path | None = None
     """Run directory; default runs/<preset>-seed<seed>."""
     resume: bool = False
-    """Go on from the last checkpoint in --out."""
+    """Go on from the last checkpoint in --out, with the options given here changed from there on;
+    history.jsonl records them."""
+    fork: str = ""
+    """Begin at a checkpoint of another run, RUN, RUN@7 (after 7 RL steps) or RUN@done, with its
+    options and those given here. That run stays as it is."""
     model: str | None = None
     """A Hugging Face folder or hub id instead of the preset's model."""
     env: str = ""
@@ -407,6 +412,11 @@ class RunConfig:
     """Checkpoints kept on disk."""
     keep_rollout_steps: int = 0
     """RL steps, the newest, whose rollouts stay in rollouts.sqlite; 0 keeps every rollout."""
+    log: tuple[TrackerName, ...] = ()
+    """Send metrics, evaluations and some rollouts to these trackers too, each with its own settings
+    (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_DIR and so on)."""
+    log_project: str = "nanorl"
+    """The project, or experiment, that the run appears in there."""
     cache_dir: Path = Path("~/.cache/nanorl")
     """Where downloaded and converted models are kept."""
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
@@ -526,42 +536,20 @@ class RunConfig:
         return _from_json(cls, _without_unread_bounds(data))
 
 
-# Options that may differ between a run and its resumption without changing what is computed.
-RESUME_FREE = (
-    *("out", "resume", "cache_dir", "save_every", "keep_checkpoints"),
-    *("keep_rollout_steps", "threads", "tool.workers"),
-    # Where it is computed and who looks on, never what (another layout: up to the order of sums).
-    *("cluster", "learner", "rollout", "monitor"),
-    "device",  # another kind of device rounds differently, as another kind of CPU does
-)
-
-
-def require_same_run(saved: RunConfig, config: RunConfig) -> None:
-    """Raise ValueError unless `config` continues the run whose options were `saved`."""
-    then, now = _flatten(saved.to_json()), _flatten(config.to_json())
-    changed = [
-        f"--{name.replace('_', '-')} {then[name]} -> {now[name]}"
-        for name in now
-        if not _is_free(name) and then[name] != now[name]
+def option_names(record: Any) -> list[str]:
+    """The options of a record by their names on the command line, sections as `rl.*`."""
+    return [
+        f"{one.name}.*" if dataclasses.is_dataclass(getattr(record, one.name)) else one.name
+        for one in dataclasses.fields(record)
     ]
-    if changed:
-        raise ValueError(
-            "--resume goes on with the run's own options, but these differ: "
-            + "; ".join(changed)
-            + ". Leave them out, or start a new run with another --out."
-        )
 
 
-def _is_free(name: str) -> bool:
-    return name in RESUME_FREE or name.partition(".")[0] in RESUME_FREE
-
-
-def _flatten(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Options by their names on the command line, `rl.group_size`."""
     flat: dict[str, Any] = {}
     for name, value in options.items():
         if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{name}.")
+            flat |= flatten(value, f"{prefix}{name}.")
         else:
             flat[prefix + name] = value
     return flat

@@ -135,7 +135,7 @@ def model_folder(config: RunConfig) -> Path:
         return resolve_model(config.model, cache)
     if config.preset == "tiny":
         folder = config.run_dir / "model"
-        return folder if config.resume else build_tiny_model(folder, config.seed)
+        return folder if config.resume or config.fork else build_tiny_model(folder, config.seed)
     return resolve_model(SMOLLM2.name, cache)
 
 

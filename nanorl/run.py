@@ -2,20 +2,20 @@
 
     untrained -> warm_start -> before -> rl -> after -> no_tool -> done
 
-In this file: `Cursor`, `Run` with a method for every phase, and what a run leaves behind
-(`write_outcome`: summary.json, report.html and the trained model's folder).
+In this file: `Run` with a method for every phase, and what a run leaves behind (`write_outcome`:
+summary.json, report.html and the trained model's folder).
 
 The cursor says which phase is next; it travels inside every checkpoint, so `--resume` enters the
 loop where the last checkpoint was made. Metrics rows and stored rollouts that lie behind the
 checkpoint are removed first: the resumed run writes them again, with the same content if it is
 synchronous (trainer.py says why).
-Next: trainer.py (the RL loop), parts.py (how the parts are made).
+Next: trainer.py (the RL loop), continuation.py (what a resumed run may change), parts.py (how the
+parts are made).
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import datetime
 import os
 import platform
@@ -23,11 +23,10 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 
@@ -37,7 +36,10 @@ from nanoengine.sft import num_loss_tokens, sft_loss
 from nanoengine.state.checkpoint import latest_checkpoint, open_checkpoint
 from nanoengine.stop_signals import Interrupted, StopSignals
 from nanoinfer.cancellation import to_the_end
+from nanorl.continuation import computes
+from nanorl.cursor import PHASES, WARMING_UP, Cursor, Phase
 from nanorl.evaluate import EvaluationResult, evaluate
+from nanorl.history import RunHistory
 from nanorl.learner import Learner, reference_folder
 from nanorl.monitor.monitor import RunMonitor
 from nanorl.parts import Parts, num_threads
@@ -58,12 +60,11 @@ from nanorl.roles.collector import CollectorRole
 from nanorl.roles.policy import TrainerLost
 from nanorl.roles.role import RoleLost
 from nanorl.store import Entry, RolloutStore
+from nanorl.trackers.sending import Trackers
 from nanorl.trainer import StepResult, Trainer
 from nanorl.types import Rollout, Task
 from nanosched import Scheduler
 
-Phase = Literal["untrained", "warm_start", "before", "rl", "after", "no_tool", "done"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
 SHOWN = (
     *("success", "reward", "groups_with_signal", "grad_norm", "clip_fraction"),
     *("logp_gap_max", "step_s"),
@@ -74,39 +75,6 @@ MOST_LOSSES = 2
 """So often the trainer may die without getting any further before the run ends."""
 NUM_SAMPLES = 5  # rollouts of RL that the log shows
 NO_SIGNAL = "the rollouts of each group got equal rewards, so there was nothing to learn from"
-
-
-@dataclass(kw_only=True)
-class Cursor:
-    """Everything outside the engine that resuming needs; JSON-serialisable."""
-
-    phase: Phase = "untrained"
-    step: int = 0  # the next step of the phase
-    critic: str = ""  # the critic's checkpoint, where there is a critic
-    tasks: str = ""  # fingerprint of the user's task file, where there is one
-    results: dict[str, Any] = field(default_factory=dict)  # evaluation by phase
-    totals: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def place(self) -> tuple[Phase, int]:
-        return self.phase, self.step
-
-    def add(self, name: str, amount: float) -> None:
-        self.totals[name] = self.totals.get(name, 0.0) + amount
-
-    def keep_max(self, name: str, value: float) -> None:
-        self.totals[name] = max(self.totals.get(name, value), value)
-
-    def next_phase(self) -> None:
-        self.phase = PHASES[PHASES.index(self.phase) + 1]
-        self.step = 0
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Cursor:
-        return cls(**data)
 
 
 class Run:
@@ -125,7 +93,9 @@ class Run:
         self.cursor = Cursor(tasks=parts.tasks.fingerprint)
         self.critic: RunCritic | None = None
         self.saved_place: tuple[Phase, int] | None = None  # of the cursor in the last checkpoint
-        self.has_to_restore = config.resume
+        self.history = RunHistory(self.dir)
+        self.has_to_restore = config.resume or bool(config.fork)
+        self.trackers = Trackers(config, say=live.say)
         self.has_model = False  # the trained model is in its folder: nothing is left to do
         self.num_losses = 0
         self.furthest_loss = (-1, -1)  # the phase's number and step
@@ -145,7 +115,7 @@ class Run:
             say=lambda answer: loop.call_soon_threadsafe(self.live.say, answer),
         ):
             try:
-                async with self.monitor:
+                async with self.monitor, self.trackers:
                     await self.roles.start()
                     while not self.has_model:
                         await self._run_phase()
@@ -214,13 +184,18 @@ class Run:
             self.cursor = Cursor(tasks=self.parts.tasks.fingerprint)
             await self.roles.publisher.publish(0)  # a trainer that died may have published more
             return
-        self.cursor = Cursor.from_json(open_checkpoint(found).meta["cursor"])
+        rl = self.config.rl
+        self.cursor = Cursor.from_json(
+            open_checkpoint(found).meta["cursor"],
+            rl_steps=self.history.original("rl.steps", rl.steps),
+        )
         self._require_same_tasks()
-        if self.cursor.phase not in ("untrained", "warm_start"):
+        first = self.cursor.rl_steps_done
+        self.cursor.reopen(rl.steps, is_changed=self.is_changed)
+        if self.cursor.phase not in WARMING_UP:
             await self._train(self.roles.engine.restart, self.parts.rl_config())
         await self._train(self.roles.engine.load, found)
         self.saved_place = self.cursor.place
-        first = self.cursor.step if self.cursor.phase == "rl" else self.rl_steps_done
         await self.roles.store.call(RolloutStore.delete_from_step, first)
         self.metrics.truncate_from(first)
         await self.roles.publisher.publish(self.cursor.step)
@@ -243,7 +218,8 @@ class Run:
             )
 
     def _require_same_tasks(self) -> None:
-        if self.cursor.tasks not in ("", self.parts.tasks.fingerprint):
+        self.cursor.tasks = self.cursor.tasks or self.parts.tasks.fingerprint
+        if self.cursor.tasks != self.parts.tasks.fingerprint:
             raise ValueError(
                 f"--tasks {self.config.tasks}: its tasks are not those that this run began with, "
                 "and a resumed run goes on with the same ones; put the file back, or start a new "
@@ -251,8 +227,10 @@ class Run:
             )
 
     @property
-    def rl_steps_done(self) -> int:
-        return self.config.rl.steps if self.cursor.phase in ("after", "no_tool", "done") else 0
+    def is_changed(self) -> bool:
+        """Whether this process goes on with other options than the one before."""
+        events = self.history.read()
+        return bool(events) and any(computes(name) for name in events[-1]["changes"])
 
     @property
     def checkpoints(self) -> Path:
@@ -329,6 +307,7 @@ class Run:
 
     def _record(self, name: str, result: EvaluationResult) -> None:
         self.cursor.results[name] = result.to_json()
+        self.trackers.log(self.cursor.rl_steps_done, {"evaluation": {name: result.to_json()}})
         self.played[name] = result.played
         self.live.say(
             f"{EVALUATIONS[name]}: {result.success:.1%} of {result.num_tasks} held-out tasks"
@@ -340,7 +319,9 @@ class Run:
 
     def _say_rollout(self, title: str, task: Task, rollout: Rollout) -> None:
         decode = partial(self.parts.tokenizer.decode, skip_special=True)
-        self.live.say(transcript(task, rollout, decode, title=title))
+        text = transcript(task, rollout, decode, title=title)
+        self.live.say(text)
+        self.trackers.log_text(self.cursor.rl_steps_done, title, text)
 
     # -- warm start ------------------------------------------------------------------------------
 
@@ -416,6 +397,7 @@ class Run:
                 "raise --rl.group-size or --rl.temperature, or train longer before RL "
                 "(--warm-start.steps)"
             )
+        self.cursor.rl_steps = rl.steps
         self.cursor.next_phase()
         await self.save()
         self.critic = None
@@ -427,17 +409,23 @@ class Run:
             reference_folder,
             self.config,
             self.dir / "reference",
-            has_begun=self.cursor.step > 0,
+            has_begun=self.cursor.step > self._first_step(),
             write_policy=self.roles.engine.write_model,
         )
         return await self.roles.open_reference(folder)
 
+    def _first_step(self) -> int:
+        """The RL step that this run began with: a fork's is not 0."""
+        events = self.history.read()
+        return events[0]["step"] if events and events[0]["event"] == "forked" else 0
+
     async def _open_critic(self) -> RunCritic | None:
         """The critic as it was at the last step, if the algorithm has one."""
         if not self.config.rl.algorithm.needs_critic:
+            self.cursor.critic = ""  # should one be wanted again, this one's values would be stale
             return None
         critic = await self.roles.open_critic(self.dir / "critic-start")
-        if self.cursor.step > 0:
+        if self.cursor.critic:
             await self._train(critic.load, self.dir / "critic" / self.cursor.critic)
         return critic
 
@@ -449,6 +437,7 @@ class Run:
             await self.roles.store.call(RolloutStore.expire, self.config.keep_rollout_steps)
         result.metrics.update(self._rollout_speed(result.metrics))
         self.metrics.write(result.step, result.metrics)
+        self.trackers.log(result.step, result.metrics)
         self._add_totals(result.metrics)
         self.cursor.add("num_failed_rollouts", len(result.failed))
         self.cursor.add("num_steps_without_signal", not result.metrics["num_trained_rollouts"])
@@ -582,6 +571,7 @@ def summarise(run: Run) -> dict[str, Any]:
                 if name.startswith("phase_s.")
             },
             "warm_start_steps": config.warm_start.steps,
+            "heldout_n_before": results.get("before", {}).get("num_tasks", 0),
             "heldout_n_untrained": results.get("untrained", {}).get("num_tasks", 0),
             "heldout_n_no_tool": results.get("no_tool", {}).get("num_tasks", 0),
             "model": config.model or config.preset,
@@ -591,6 +581,7 @@ def summarise(run: Run) -> dict[str, Any]:
             "threads": num_threads(config),
             "command": " ".join(sys.argv),
             "torch_version": str(torch.__version__),
+            "history": run.history.read(),
             "status": "finished" if cursor.phase == "done" else f"stopped in phase {cursor.phase}",
         },
     )

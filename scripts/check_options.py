@@ -55,7 +55,7 @@ KEPT = (
     "preset",
     "algorithm",
     "out",
-    "resume",
+    *("resume", "fork", "log", "log-project"),
     "model",
     "tasks",
     "cache-dir",

@@ -205,10 +205,7 @@ def write_synced(path: Path, text: str) -> None:
 def open_folder(folder: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint:
     """Verify everything (or of the files only each n-th, from the i-th on, with share = (i, n));
     any failure is an OSError, ValueError, KeyError or TypeError."""
-    outer = json.loads((folder / META).read_text())
-    if zlib.crc32(outer["body"].encode()) != outer["crc32"]:
-        raise ValueError(f"{folder / META}: the checksum does not match")
-    record = json.loads(outer["body"])
+    record = _read_record(folder)
     if record["format"] not in READABLE_FORMATS:
         raise ValueError(
             f"format {record['format']}: this version reads formats "
@@ -221,6 +218,59 @@ def open_folder(folder: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint:
     for name in record["files"]:
         checkpoint._add_file(name, record["pieces"][name] if "pieces" in record else None)
     return checkpoint
+
+
+def _read_record(folder: Path) -> dict[str, Any]:
+    outer = json.loads((folder / META).read_text())
+    if zlib.crc32(outer["body"].encode()) != outer["crc32"]:
+        raise ValueError(f"{folder / META}: the checksum does not match")
+    record: dict[str, Any] = json.loads(outer["body"])
+    return record
+
+
+def read_cursor(folder: Path) -> dict[str, Any]:
+    """The caller's own JSON in a checkpoint, whose tensors are not looked at. CheckpointError if
+    its meta.json is damaged."""
+    try:
+        cursor: dict[str, Any] = _read_record(folder)["meta"]["cursor"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"checkpoint {folder} is damaged ({reason}). {way_on(folder)}"
+        ) from error
+    return cursor
+
+
+def adopt_checkpoint(folder: Path, root: Path, cursor: Mapping[str, Any]) -> Path:
+    """Have the checkpoint `folder`, of another root, with another cursor under `root`, as its
+    newest. Both then own it: nothing is ever written into the files of a checkpoint, so they are
+    shared where the file system can (hard links), and each root deletes its own names of them."""
+    record = _read_record(folder)
+    record["meta"]["cursor"] = dict(cursor)
+    root.mkdir(parents=True, exist_ok=True)
+    clear_leftovers(root)
+    temporary = root / f".tmp-{folder.name}"
+    share_folder(folder, temporary)
+    (temporary / META).unlink()  # a name of theirs
+    write_meta(temporary, record)
+    final = free_name(root, record["step"])
+    os.rename(temporary, final)
+    sync_folder(root)
+    point_latest(root, final.name)
+    return final
+
+
+def share_folder(folder: Path, target: Path) -> None:
+    """`target` is `folder` again: hard links, or copies where the file system has none. Only for
+    files that are replaced, never written into."""
+
+    def share(source: str, destination: str) -> None:
+        try:
+            os.link(source, destination)
+        except OSError:  # another file system, or one without links
+            shutil.copy2(source, destination)
+
+    shutil.copytree(folder, target, copy_function=share)
 
 
 def verify_file(path: Path, expected: Mapping[str, int]) -> None:

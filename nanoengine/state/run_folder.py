@@ -45,11 +45,15 @@ class RunFolder:
     def begin(self, config: Mapping[str, Any]) -> None:
         """Write config.json, unless the run is a resumed one, which keeps its own."""
         if not self._is_run:
-            draft = self.path / f".{CONFIG}"
-            write_synced(draft, json.dumps(config, indent=2) + "\n")
-            os.replace(draft, self.path / CONFIG)
-            sync_folder(self.path)
-            self._is_run = True
+            self.record(config)
+
+    def record(self, config: Mapping[str, Any]) -> None:
+        """Write config.json, in place of the one that is there."""
+        draft = self.path / f".{CONFIG}"
+        write_synced(draft, json.dumps(config, indent=2) + "\n")
+        os.replace(draft, self.path / CONFIG)
+        sync_folder(self.path)
+        self._is_run = True
 
     def close(self) -> None:
         """Release the lock; what is not a run by now goes away."""

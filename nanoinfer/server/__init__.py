@@ -6,8 +6,10 @@ them, and writes its answer through responses.py; calls of functions, asked for 
 in the other, are in tool_calls.py. Between the two, completions.py admits a request and runs it on
 the engine, one task for each completion. http_io.py is one request on the wire (body, errors,
 events, hang-ups), connection.py one connection (how many there may be, how long each may take), and
-prometheus.py the text of /metrics.
+prometheus.py the text of /metrics. page.py and page.html are the page to chat on, and running.py is
+a server from its options to its end.
 
-Imports point downwards: __main__ → app, connection → completions, responses → requests, http_io →
-tool_calls, prometheus, config. The engine imports nothing from here, so it runs without starlette.
+Imports point downwards: __main__ → running → app, connection → completions, responses → requests,
+http_io → tool_calls, prometheus, page, config. The engine imports nothing from here, so it runs
+without starlette.
 """

@@ -11,21 +11,17 @@ from nanoinfer.server.config import ServerConfig
 def main() -> None:
     try:
         import tyro
-        import uvicorn
 
-        from nanoinfer.server.app import make_app
-        from nanoinfer.server.connection import server_config
+        from nanoinfer.server.running import run_server
     except ModuleNotFoundError as error:
         raise SystemExit(
             f"the server needs the package {error.name}; run: pip install -e '.[serve]'"
         ) from None
     config = tyro.cli(ServerConfig, prog="python -m nanoinfer.server")
     try:
-        app = make_app(config)
+        run_server(config)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
-    connections = server_config(app.starlette(), config.limits, config.host, config.port)
-    uvicorn.Server(connections).run()
 
 
 if __name__ == "__main__":

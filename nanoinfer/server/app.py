@@ -6,6 +6,7 @@
     /abort  /drain                                        ends requests, which answer what they have
     /heartbeat                                            answers between two steps of the engine
     /health  /metrics
+    /                                                     a page to chat on (page.py)
 
 A request is validated before the first byte of its answer, so a bad one is a 4xx and touches no
 other. Each completion is an `AsyncEngine.stream` or `generate`; when the client hangs up or time
@@ -45,6 +46,7 @@ from nanoinfer.params import SamplingParams
 from nanoinfer.server.completions import CompletionJob, Completions
 from nanoinfer.server.config import HttpLimits, ServerConfig
 from nanoinfer.server.http_io import ApiError, HungUpError, read_body
+from nanoinfer.server.page import page_response
 from nanoinfer.server.prometheus import CONTENT_TYPE, HttpMetrics
 from nanoinfer.server.requests import (
     Abort,
@@ -65,7 +67,7 @@ from nanoinfer.server.responses import (
 from nanoinfer.streams import StreamChunk
 
 LOG = logging.getLogger("nanoinfer.http")
-OPEN_ROUTES = frozenset({"/health"})
+OPEN_ROUTES = frozenset({"/", "/health"})  # a browser that opens the page has no key yet
 CONTROL_ROUTES = frozenset(
     {"/abort", "/drain", "/pause", "/resume", "/sleep", "/wake", "/update_weights"}
 )
@@ -134,6 +136,7 @@ class HttpApp:
 
     def starlette(self) -> Starlette:
         get = {
+            "/": self.page,
             "/health": self.health,
             "/metrics": self.scrape,
             "/v1/models": self.models,
@@ -178,7 +181,7 @@ class HttpApp:
 
     def _check_key(self, request: Request, is_control: bool) -> None:
         if self._api_key is None:
-            if "origin" in request.headers:  # any web page can send requests to loopback
+            if is_foreign_page(request):  # any web page can send requests to loopback
                 raise ApiError(403, "a browser's request; start the server with an API key")
             host = request.url.hostname or ""
             if not is_loopback(host) and host not in self._allowed_hosts:
@@ -373,6 +376,9 @@ class HttpApp:
 
     # About the server
 
+    async def page(self, _: Request) -> Response:
+        return page_response()
+
     async def health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok"} | self._state())
 
@@ -414,6 +420,13 @@ def verified(
             what = "is not what was written" if name in checksums else "is not among the checksums"
             raise ValueError(f"tensor {name!r} {what}; nothing was loaded")
         yield name, tensor
+
+
+def is_foreign_page(request: Request) -> bool:
+    """True for a request of a web page that another server, or nobody, has sent. A page of a name
+    that was made to lead here is not foreign by this rule: its host is refused as such."""
+    origin = request.headers.get("origin")
+    return origin is not None and origin.partition("://")[2] != request.headers.get("host")
 
 
 def is_loopback(host: str) -> bool:

@@ -38,11 +38,9 @@ class HttpLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerConfig:
-    """Serve one model."""
+class ServerOptions:
+    """Everything about a server but its model."""
 
-    model: Path
-    """Hugging Face folder: config.json, safetensors, tokenizer.json."""
     model_name: str | None = None
     """The name clients use; default: the folder's."""
     lora: Path | None = None
@@ -66,3 +64,11 @@ class ServerConfig:
     """Threads of torch; default: torch's own choice."""
     infer: InferConfig = field(default_factory=InferConfig)
     limits: HttpLimits = field(default_factory=HttpLimits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(ServerOptions):
+    """Serve one model."""
+
+    model: Path
+    """Hugging Face folder: config.json, safetensors, tokenizer.json."""

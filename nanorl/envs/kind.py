@@ -19,7 +19,7 @@ from typing import Any
 from nanorl.envs.base import Demonstrator, Environment, EnvKind, Services, TaskSet
 from nanorl.envs.env import Env
 from nanorl.envs.episode import EnvEpisode
-from nanorl.parsers.chat import ToolChat
+from nanorl.parsers.chat import ToolChat, tool_chat
 from nanorl.plugins import load_object
 from nanorl.tasks.readers import read_tasks
 from nanorl.tasks.source import GeneratedTasks, ListTasks
@@ -95,8 +95,6 @@ class ShortKind:
     def _chat(self, services: Services) -> ToolChat | None:
         if not self.tools:
             return None
-        from nanorl.parsers.choose import tool_chat
-
         key = id(services.tokenizer)
         if key not in self._chats:
             self._chats[key] = tool_chat(services.tokenizer, self.tools, self._prototype.parser)

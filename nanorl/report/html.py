@@ -58,6 +58,7 @@ def write_report(
         _header(summary),
         _outcome(summary),
         _curves(metrics_rows),
+        _history(summary.get("history") or ()),
         _per_type(summary.get("per_type") or {}),
         _Rollouts(decode).section(examples, training_rates),
         _settings(config, summary),
@@ -147,6 +148,28 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> str:
         '<section id="curves"><h2>Curves</h2><p>One point a step; point at a curve for its '
         f'numbers. Long curves: a moving average over the raw values.</p><div class="charts">'
         f"{draw(main)}</div>{more}</section>"
+    )
+
+
+def _history(events: Sequence[Mapping[str, Any]]) -> str:
+    """Of a run that was begun and left alone there is nothing to tell."""
+    if not any(event["changes"] or event["event"] != "begun" for event in events):
+        return ""
+    rows = []
+    for event in events:
+        what = event["event"] + (f" from {event['origin']}" if event["origin"] else "")
+        changes = "<br>".join(
+            f"{text(name)}: {text(before)} → <b>{text(after)}</b>"
+            for name, (before, after) in event["changes"].items()
+        )
+        cells = (text(event["at"]), text(what), number(event["step"]), changes or "–")
+        command = f"<code>{text(event['command'])}</code>"
+        rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in (*cells, command))}</tr>")
+    titles = ("When", "Event", "after RL steps", "Options changed", "Command")
+    heads = "".join(f'<th scope="col">{name}</th>' for name in titles)
+    return (
+        '<section id="history"><h2>History</h2><div class="card scroll"><table><thead>'
+        f"<tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
     )
 
 
@@ -286,7 +309,7 @@ def _token(token: TokenView) -> str:
 
 
 def _settings(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    plain = {name: value for name, value in summary.items() if name != "per_type"}
+    plain = {name: value for name, value in summary.items() if name not in ("per_type", "history")}
     return (
         '<section id="settings"><h2>Settings and data</h2>'
         f"{_pairs('Configuration', config)}{_pairs('Summary', plain)}</section>"

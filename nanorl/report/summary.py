@@ -71,6 +71,8 @@ EXTRA_FIELDS: dict[str, tuple[type, ...]] = {
     "threads": (int,),
     "command": (str,),
     "torch_version": (str,),
+    "history": (list,),  # events of nanorl.history: begun, resumed, forked, with what changed
+    "heldout_n_before": (int,),  # another number than heldout_n where it was changed on the way
     "status": (str,),  # "finished" or why it ended early
 }
 """Optional, after the required ones."""
@@ -82,7 +84,7 @@ def success_rates(summary: Mapping[str, Any]) -> list[tuple[str, float | None, i
     """(what it is called, success, number of tasks) of each evaluation; None: not measured."""
     num_tasks = {
         "untrained": summary.get("heldout_n_untrained"),
-        "before": summary.get("heldout_n"),
+        "before": summary.get("heldout_n_before", summary.get("heldout_n")),
         "after": summary.get("heldout_n"),
         "no_tool": summary.get("heldout_n_no_tool"),
     }

@@ -147,7 +147,9 @@ class Grader:
             return decode(content)
         raised = getattr(builtins, str(content), None)
         is_error = isinstance(raised, type) and issubclass(raised, Exception)
-        raise (raised if is_error else RuntimeError)("raised by the code under test")
+        raise (raised if isinstance(raised, type) and is_error else RuntimeError)(
+            "raised by the code under test"
+        )
 
 
 def candidate(given: dict[str, Any]) -> list[Any]:

@@ -18,6 +18,7 @@ from nanorl.rewards.base import Reward, as_reward
 REWARDS: Mapping[str, str] = MappingProxyType(
     {
         "rule": "nanorl.rewards.rule:RuleReward",
+        "math": "nanorl.rewards.math:MathReward",
         "tests": "nanorl.rewards.tests:UnitTestReward",
     }
 )

@@ -224,10 +224,12 @@ def test_help_says_what_each_algorithm_is_and_where_it_was_published(
         assert re.search(r"\(arXiv \d{4}\.\d{5}\)$", recipe.summary), name
 
 
-def test_a_resumed_run_keeps_its_algorithm(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_algorithm_unless_another_is_named(tmp_path: Path) -> None:
     begun = tiny().with_algorithm("gspo")
     (tmp_path / "config.json").write_text(json.dumps(begun.to_json()))
     flags = ["--resume", "--out", str(tmp_path)]
     assert train_agent.parse_arguments(flags).rl.algorithm == named_spec("gspo")
-    with pytest.raises(ValueError, match="--algorithm gspo -> cispo"):
-        train_agent.parse_arguments([*flags, "--algorithm", "cispo"])
+    tuned = [*flags, "--algorithm", "gspo", "--rl.algorithm.clip-low", "1e-3"]
+    assert train_agent.parse_arguments(tuned).rl.algorithm.clip_low == 1e-3
+    changed = train_agent.parse_arguments([*flags, "--algorithm", "cispo"])
+    assert changed.rl.algorithm == named_spec("cispo") and changed.algorithm == "cispo"

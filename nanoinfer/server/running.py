@@ -1,0 +1,31 @@
+"""A server from its options: load, listen, say where the page is, serve until it is stopped.
+
+Left out: several processes, which a proxy in front may share the requests out to.
+"""
+
+from __future__ import annotations
+
+import socket
+
+import uvicorn
+
+from nanoinfer.server.app import make_app
+from nanoinfer.server.config import ServerConfig
+from nanoinfer.server.connection import server_config
+
+
+class _Server(uvicorn.Server):
+    """Says where it listens once it does: `port` 0 is any free one."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            print(f"chat at http://{shown}:{port}/ (OpenAI's protocol: /v1)", flush=True)
+
+
+def run_server(config: ServerConfig) -> None:
+    """Serve until Ctrl-C. `ValueError` for options that cannot be, before anything is loaded."""
+    app = make_app(config)
+    _Server(server_config(app.starlette(), config.limits, config.host, config.port)).run()

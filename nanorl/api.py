@@ -1,0 +1,145 @@
+"""The library: the same runs as the console command's, from Python.
+
+    import nanorl
+
+    run = nanorl.train("smollm2", env=Guess, steps=20)
+    print(run.success, run.folder)
+
+In a notebook the run goes on in a thread of its own, since the notebook's loop is taken; Ctrl-C (or
+the stop button) saves. Anywhere else it runs in the caller's thread, so that a debugger's
+breakpoints in an environment work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanorl.config import RunConfig
+from nanorl.options import parse_arguments, with_options
+from nanorl.plugins import spec_of
+from nanorl.presets import PRESETS
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedRun:
+    """What a run leaves behind."""
+
+    config: RunConfig
+    summary: Mapping[str, Any]
+    """The fields of summary.json."""
+
+    @property
+    def folder(self) -> Path:
+        return self.config.run_dir
+
+    @property
+    def model(self) -> Path:
+        """The trained model, a Hugging Face folder."""
+        return self.folder / "model-trained"
+
+    @property
+    def success(self) -> float | None:
+        """The share of held-out tasks that the trained model solves."""
+        return self.summary["heldout_success_after"]
+
+
+def train(
+    model: str = "smollm2",
+    *,
+    env: Any = None,
+    steps: int | None = None,
+    out: Path | str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> TrainedRun:
+    """Train an agent, as `nanorl train` does.
+
+    `model` is a preset (smollm2, tiny), a Hugging Face folder or a name; `env` a class derived from
+    `nanorl.Env`, or a text as `--env` takes it; `options` any others by their names on the command
+    line, {"rl.lr": 1e-5, "seed": 1}. ValueError where something is wrong with them. Stopping it
+    raises `Interrupted` after saving.
+    """
+    given: dict[str, Any] = dict(options or {})
+    if model not in PRESETS:
+        given["model"] = model
+    if steps is not None:
+        given["rl.steps"] = steps
+    if out is not None:
+        given["out"] = Path(out)
+    config, kind = configured(model, env, given)
+    from nanorl.commands.train import run_training
+
+    config, summary = run_training(config, env=kind, run_to_end=run_to_end)
+    return TrainedRun(config=config, summary=summary)
+
+
+def configured(model: str, env: Any, options: Mapping[str, Any]) -> tuple[RunConfig, Any]:
+    """The options of a run, and the environment where it goes along as an object.
+
+    A class that other processes can find goes by its name where the run has such processes.
+    """
+    words = ["--preset", model] if model in PRESETS else []
+    if isinstance(env, str):
+        words += ["--env", env]
+        env = None
+    config = with_options(parse_arguments(words, env), options, where="train")
+    if env is None or config.cluster.backend == "inline":
+        return config, env
+    name = spec_of(env)
+    if name is None:
+        raise ValueError(
+            f"env={env!r}: other processes cannot find it; put the class into a file and import it "
+            "from there, or leave cluster.backend inline"
+        )
+    return with_options(config, {"env": name}, where="train"), None
+
+
+def run_to_end(work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine, in this thread unless it has a running loop already."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(work)
+        return
+    _Apart(work).wait()
+
+
+class _Apart:
+    """A coroutine in a thread of its own."""
+
+    def __init__(self, work: Coroutine[Any, Any, None]) -> None:
+        self._work = work
+        self._error: BaseException | None = None
+        self._loop = asyncio.new_event_loop()
+        self._task: asyncio.Task[None] | None = None
+        self._thread = threading.Thread(target=self._run, name="nanorl run")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for its end; Ctrl-C asks it to save and stop. Raises what it raised."""
+        while self._thread.is_alive():
+            try:
+                self._thread.join(timeout=1.0)  # without a limit no signal would be seen
+            except KeyboardInterrupt:
+                self._loop.call_soon_threadsafe(self._stop)
+        if self._error is not None:
+            raise self._error
+
+    def _stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _run(self) -> None:
+        async def main() -> None:
+            self._task = asyncio.ensure_future(self._work)
+            await self._task
+
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(main())
+        except BaseException as error:  # handed to the thread that waits
+            self._error = error

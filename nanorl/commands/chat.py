@@ -1,0 +1,47 @@
+"""`nanorl chat RUN`: a conversation in the terminal with the agent of a run, or with a model.
+
+    nanorl chat runs/tiny-seed0
+    nanorl chat runs/tiny-seed0 --say "What is 17 + 25?" /compare
+
+Tokens appear as they are sampled, the agent's programs really run, in the sandbox, and their output
+is shown. Lines that begin with / are commands: /help. Ctrl-C stops a reply, Ctrl-D ends.
+Next: chat_session.py (what happens in it).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import tyro
+
+
+def chat(
+    source: tyro.conf.Positional[str],
+    /,
+    *,
+    say: tuple[str, ...] = (),
+    model: Literal["trained", "base"] = "trained",
+    base: str | None = None,
+    env: str = "",
+    temperature: float = 0.0,
+    max_tokens: int | None = None,
+) -> None:
+    """Talk to the agent of a run, its tools running, or to a model.
+
+    Args:
+        source: A run's folder, a Hugging Face folder, or a model's name.
+        say: Say these messages (or commands such as /compare), print the replies, and end.
+        model: Who answers at first: trained, or base, the model that the run began with.
+        base: Another model to compare with, of the same tokenizer; default: the run's.
+        env: The agent's environment; default: the run's, and none for a model. "code" runs Python.
+        temperature: 0 takes the likeliest token, as the evaluation does.
+        max_tokens: The longest turn; default: the run's limit.
+    """
+    from nanorl.commands.chat_session import opened_session  # here: it imports torch
+
+    with opened_session(
+        source, base=base, env=env, temperature=temperature, max_tokens=max_tokens
+    ) as session:
+        session.choose(model)
+        for line in say or session.typed_lines():
+            session.take(line, is_typed=not say)

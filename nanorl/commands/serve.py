@@ -1,0 +1,44 @@
+"""`nanorl serve RUN`: the model of a run, or any other, over HTTP, with a page to chat on.
+
+    nanorl serve runs/tiny-seed0
+    nanorl serve runs/tiny-seed0 --port 0 --infer.speculate 4
+
+The server is nanoinfer.server, with all its options. Left out: the agent's tools. Whoever calls the
+server runs them; `nanorl chat` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import tyro
+
+from nanoinfer.server.config import ServerConfig, ServerOptions
+from nanorl.saved_models import find_models
+
+
+def serve(
+    source: tyro.conf.Positional[str],
+    /,
+    options: tyro.conf.OmitArgPrefixes[ServerOptions] = ServerOptions(),  # noqa: B008 - frozen
+) -> None:
+    """Serve a model over HTTP in OpenAI's protocol, and a page to chat on.
+
+    Args:
+        source: A run's folder, a Hugging Face folder, or a model's name.
+        options: The server's.
+    """
+    try:
+        from nanoinfer.server.running import run_server
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"the server needs the package {error.name}; run: pip install 'nanorl-stack[serve]'"
+        ) from None
+    saved = find_models(source)
+    name = options.model_name or Path(source).expanduser().resolve().name
+    options = replace(options, model_name=name)
+    with saved.folder() as folder:
+        print(f"model {name}: {saved.describe()}", flush=True)
+        given = {field.name: getattr(options, field.name) for field in fields(ServerOptions)}
+        run_server(ServerConfig(model=folder, **given))

@@ -1,0 +1,116 @@
+"""`nanorl train`: trains an agent, evaluates it before and after, and writes a run's folder.
+
+    nanorl train --preset tiny
+    nanorl train --env guess.py --rl.steps 20 --out runs/guess
+
+Exit status: 0 finished, 1 something was wrong (one message says what and how to mend it),
+130 stopped with Ctrl-C (saved, unless it was pressed three times; the message says how to go on).
+`run_training` is what the library calls (nanorl/api.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from nanoengine.stop_signals import EXIT_STATUS, Interrupted
+from nanorl.config import RunConfig
+from nanorl.continuation import begin, take_over
+from nanorl.options import parse_arguments
+from nanorl.report.next_steps import how_to_go_on, next_steps
+
+RunToEnd = Callable[[Coroutine[Any, Any, None]], None]
+
+
+def run_training(
+    config: RunConfig, *, env: object = None, run_to_end: RunToEnd = asyncio.run
+) -> tuple[RunConfig, dict[str, Any]]:
+    """Train. Returns the options with what was chosen for this machine, and the summary.
+
+    `env` is an environment given as an object; `run_to_end` runs a coroutine to its end.
+    """
+    import torch  # here, so that a wrong flag is answered at once
+
+    from kernels.host_memory import reuse_large_buffers
+    from nanoengine.state.run_folder import RunFolder
+    from nanorl.parts import Parts
+    from nanorl.report.live import LiveView
+    from nanorl.roles.launch import make_roles
+    from nanorl.run import Run, write_outcome
+    from nanorl.trackers.services import require_trackers
+
+    require_trackers(config.log)
+    reuse_large_buffers()
+    torch.set_num_threads(1)  # of this thread; see parts.py
+    with RunFolder(config.run_dir, is_resumed=config.resume) as folder:
+        if config.fork and not config.resume:
+            take_over(config)
+        parts = Parts(config, env=env)
+        config = parts.config
+        roles = make_roles(parts)
+        try:
+            begin(folder, config)
+            print(f"run directory: {config.run_dir}\ndevice: {config.device}", flush=True)
+            with LiveView(f"{config.preset}, seed {config.seed}") as live:
+                run = Run(parts, roles, live)
+                run_to_end(run.execute())
+                summary = write_outcome(run)
+        finally:
+            roles.close()
+    return config, summary
+
+
+def train(config: RunConfig) -> int:
+    """Train, and say what came of it."""
+    config, summary = run_training(config)
+    report(config, summary)
+    return 0
+
+
+def report(config: RunConfig, summary: dict[str, Any]) -> None:
+    """Print the success rates, where everything is, and what to do next."""
+    from nanorl.report.summary import success_rates
+
+    print("\nsuccess on held-out tasks, never trained on, greedy:")
+    for title, rate, num_tasks in success_rates(summary):
+        figure = "not measured" if rate is None else f"{rate:6.1%} of {num_tasks}"
+        print(f"  {title:<22} {figure}")
+    print(
+        f"time {summary['wall_s'] / 60:.1f} min, engine-trainer log-prob gap at most "
+        f"{summary['logp_gap_max'] or 0.0:.2g} nats\n"
+        f"look: {config.run_dir}/report.html   metrics: metrics.jsonl   rollouts: rollouts.sqlite\n"
+        f"the trained model, a Hugging Face folder: {config.run_dir}/model-trained\n"
+        f"{next_steps(config)}"
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command. `arguments` None: those of the process."""
+    try:
+        config = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+        try:
+            return train(config)
+        except (Interrupted, KeyboardInterrupt) as stop:
+            print(how_to_go_on(config, has_saved=isinstance(stop, Interrupted)))
+            return EXIT_STATUS
+    except tuple(expected_errors()) as error:
+        print(f"\nerror: {error}", file=sys.stderr)
+        return 1
+
+
+def expected_errors() -> list[type[Exception]]:
+    """The errors that a user can mend: shown as one message without a traceback."""
+    from nanoengine.engine import NonFiniteLoss
+    from nanoengine.tensor_file import CheckpointError
+    from nanorl.roles.role import RoleLost
+    from nanorl.sandbox.base import SandboxUnavailable
+    from nanorl.store import StoreError
+
+    ours = (CheckpointError, NonFiniteLoss, RoleLost, SandboxUnavailable, StoreError)
+    return [ValueError, OSError, *ours]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

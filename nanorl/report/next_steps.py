@@ -1,0 +1,38 @@
+"""What to do next: the last lines of a run that ended, and of one that was stopped.
+
+The commands are whole, with the run's own paths, so that they can be pasted.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from nanorl.config import RunConfig
+
+
+def next_steps(config: RunConfig) -> str:
+    """After a finished run: look, talk to the model, measure it, train on or try another way."""
+    run = shlex.quote(str(config.run_dir))
+    model = shlex.quote(str(config.run_dir / "model-trained"))
+    more = max(2 * config.rl.steps, 1)
+    lines = (
+        ("talk to it", f"nanorl chat {run}"),
+        ("its rollouts", f"nanorl view {run}"),
+        ("evaluate", f"nanorl eval {model}"),
+        ("train on", f"nanorl train --resume --out {run} --rl.steps {more}"),
+        ("or otherwise", f"nanorl train --fork {run} --out {run}-b --rl.steps {more} --rl.lr 1e-5"),
+    )
+    return "\n".join(["next:", *(f"  {title:<13} {command}" for title, command in lines)])
+
+
+def how_to_go_on(config: RunConfig, *, has_saved: bool) -> str:
+    """After Ctrl-C. Outside of the phases, while the parts are made or the report, there is nothing
+    to save."""
+    if not (config.run_dir / "config.json").exists():
+        return "\nstopped before the run began; nothing was written"
+    command = f"nanorl train --resume --out {shlex.quote(str(config.run_dir))}"
+    saved = " and saved" if has_saved else ""
+    return (
+        f"\nstopped{saved}; go on with: {command}\n"
+        "(options added to it hold from there on: --rl.lr 1e-5)"
+    )

@@ -1,0 +1,119 @@
+"""The models that a name on the command line stands for: a run's folder, or a model's.
+
+Of a run they are what it trained and what it began with. While it goes on, or where it was stopped,
+the trained one is its newest checkpoint, read beside the run and written nowhere into it.
+Left out: older checkpoints, and a critic's.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from nanoengine.config import DTYPES
+from nanoengine.model.hf import load_model, save_model
+from nanoengine.model.sources import resolve_model
+from nanoengine.state.checkpoint import latest_checkpoint, open_checkpoint
+from nanorl.config import RunConfig
+from nanorl.parts import model_folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedModels:
+    """Where the models of a name lie. `run` has the options of the run, None of a plain model."""
+
+    name: str
+    place: Path
+    """A Hugging Face folder, or a checkpoint's."""
+    is_checkpoint: bool = False
+    run: RunConfig | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the run computes; fp32 for a plain model, as the server."""
+        return DTYPES["fp32" if self.run is None else self.run.dtype]
+
+    def describe(self) -> str:
+        """The trained model in words."""
+        if self.is_checkpoint:
+            return f"{self.place} (the run has not finished; this is its newest checkpoint)"
+        return str(self.place)
+
+    @contextmanager
+    def folder(self) -> Iterator[Path]:
+        """The trained model as a Hugging Face folder. A checkpoint's is gone at the end."""
+        if not self.is_checkpoint:
+            yield self.place
+            return
+        with tempfile.TemporaryDirectory(prefix="nanorl-model-") as scratch:
+            folder = Path(scratch) / "model"
+            _export(self.place, self.base(), folder, self.dtype)
+            yield folder
+
+    def base(self) -> Path:
+        """The Hugging Face folder of the model that the run began with."""
+        if self.run is None:
+            raise ValueError(
+                f"{self.name} is a model, not a run: what it was before is not known; name that "
+                "model with --base"
+            )
+        return model_folder(self.run)
+
+
+def find_models(name: str) -> SavedModels:
+    """The models of a run's folder, of a Hugging Face folder, or of a model's name.
+
+    `ValueError` where there is no such thing, or where a run has not saved anything yet.
+    """
+    folder = Path(name).expanduser()
+    if _options(folder) is None:
+        return SavedModels(name=name, place=resolve_model(name))
+    run = read_run(folder)
+    trained = folder / "model-trained"
+    if trained.is_dir():
+        return SavedModels(name=name, place=trained, run=run)
+    checkpoint = latest_checkpoint(folder / "checkpoints")
+    if checkpoint is None:
+        raise ValueError(
+            f"{folder}: this run has neither a model-trained nor a checkpoint yet; wait for its "
+            "first checkpoint, or name a model"
+        )
+    return SavedModels(name=name, place=checkpoint, is_checkpoint=True, run=run)
+
+
+def read_run(folder: Path) -> RunConfig:
+    """The options of a run, with `out` where its folder lies now. `ValueError` if it is none."""
+    options = _options(folder)
+    if options is None:
+        raise ValueError(f"{folder}: is not a run's folder, which has the run's config.json")
+    # As a resumed run: its model is there and must not be built again.
+    return replace(RunConfig.from_json(options), out=folder, resume=True)
+
+
+def _options(folder: Path) -> dict[str, object] | None:
+    """The options of a run, None of any other folder: a model's config.json knows no preset."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file}: is not JSON ({error}); is that a run's or a model's?") from None
+    return data if isinstance(data, dict) and "preset" in data else None
+
+
+def _export(checkpoint: Path, base: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Write the master weights of a checkpoint, rounded to `dtype` as in model-trained, around the
+    configuration and tokenizer of `base`."""
+    saved = open_checkpoint(checkpoint)
+    model = load_model(base, dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(saved.read(f"master.{name}"))
+    save_model(model, folder, base)

@@ -1,0 +1,1 @@
+"""`--log`: what a run measures goes to experiment trackers too. Start at sending.py."""

@@ -1,0 +1,192 @@
+"""The trackers, each through its own package, in a process of its own (sending.py).
+
+Every tracker keeps its usual settings: WANDB_MODE=offline, MLFLOW_TRACKING_URI, TRACKIO_DIR and so
+on, and the credentials that its own log-in stored. A run has one identity, which its folder keeps,
+so a resumed run goes on in the same page; steps that it repeats are sent again.
+
+Left out: models and rollouts as artifacts; they stay in the run's folder.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+_MLFLOW_PARAMS = 100  # in one request: MLflow's REST API, "Log Batch"
+_MLFLOW_PARAM_CHARS = 6000
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackedRun:
+    """What a tracker shows of a run beside its numbers."""
+
+    project: str
+    name: str
+    identity: str  # the same in every process of the run
+    folder: Path
+    options: Mapping[str, Any]  # rl.lr: 1e-5
+
+
+class Tracker(Protocol):
+    """One page of one tracker. Made from a `TrackedRun`; every method may raise what it likes."""
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Numbers of a step."""
+        ...
+
+    def log_text(self, step: int, title: str, text: str) -> None:
+        """A rollout to read."""
+        ...
+
+    def finish(self) -> None:
+        """Send what is left."""
+        ...
+
+
+class WandbTracker:
+    """Weights & Biases. Its own step may not go back, as a resumed run does, so `step` is a number
+    like others, and the x axis."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb
+
+        self._wandb = wandb
+        self._rows: list[list[Any]] = []
+        self._run = wandb.init(
+            project=run.project,
+            name=run.name,
+            id=run.identity,
+            resume="allow",
+            dir=str(run.folder),
+            settings=wandb.Settings(silent=True, console="off", disable_git=True),
+        )
+        self._run.config.update(dict(run.options), allow_val_change=True)
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **numbers})
+
+    def log_text(self, step: int, title: str, text: str) -> None:
+        self._rows.append([step, title, text])  # a table is replaced by the next of its name
+        table = self._wandb.Table(columns=["step", "title", "rollout"], data=self._rows)
+        self._run.log({"step": step, "rollouts": table})
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+class MlflowTracker:
+    """MLflow. Its parameters cannot change, so what a resumed run changed is among its tags."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        from mlflow import MlflowClient
+
+        self._client = client = MlflowClient()
+        found = client.get_experiment_by_name(run.project)
+        experiment = found.experiment_id if found else client.create_experiment(run.project)
+        same = f"tags.`nanorl.run` = '{run.identity}'"
+        runs = client.search_runs([experiment], filter_string=same, max_results=1)
+        if runs:
+            client.update_run(runs[0].info.run_id, status="RUNNING")
+        tags = {"nanorl.run": run.identity}
+        page = runs[0] if runs else client.create_run(experiment, run_name=run.name, tags=tags)
+        self._id = page.info.run_id
+        self._log_options(run.options, page.data.params)
+
+    def _log_options(self, options: Mapping[str, Any], known: Mapping[str, str]) -> None:
+        from mlflow.entities import Param, RunTag
+
+        texts = {name: str(value)[:_MLFLOW_PARAM_CHARS] for name, value in options.items()}
+        new = [Param(name, text) for name, text in texts.items() if name not in known]
+        changed = [
+            RunTag(f"{name}.changed", text)
+            for name, text in texts.items()
+            if known.get(name, text) != text
+        ]
+        for first in range(0, len(new), _MLFLOW_PARAMS):
+            part = new[first : first + _MLFLOW_PARAMS]
+            self._client.log_batch(self._id, params=part)
+        self._client.log_batch(self._id, tags=changed)
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        metrics = [Metric(name, value, now_ms, step) for name, value in numbers.items()]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def log_text(self, step: int, title: str, text: str) -> None:
+        name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+        self._client.log_text(self._id, text, f"rollouts/{step:05d}-{name}.txt")
+
+    def finish(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+class TrackioTracker:
+    """Trackio, a local database with a dashboard, or a Hugging Face Space."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import trackio
+
+        self._trackio = trackio
+        self._run = trackio.init(
+            project=run.project,
+            name=f"{run.name}-{run.identity[:6]}",  # it knows a run by its name
+            config=dict(run.options),
+            resume="allow",
+            embed=False,
+        )
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def log_text(self, step: int, title: str, text: str) -> None:
+        import pandas
+
+        frame = pandas.DataFrame({"title": [title], "rollout": [text]})
+        self._run.log({"rollouts": self._trackio.Table(dataframe=frame)}, step=step)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+SERVICES: Mapping[str, Callable[[TrackedRun], Tracker]] = MappingProxyType(
+    {"wandb": WandbTracker, "mlflow": MlflowTracker, "trackio": TrackioTracker}
+)
+
+
+class TrackerProcess:
+    """One tracker in a process that may hang, print, and die as it likes."""
+
+    def __init__(self, name: str, run: TrackedRun) -> None:
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in (1, 2):  # what a tracker prints would tear the run's display
+            os.dup2(quiet, descriptor)
+        os.close(quiet)
+        self._tracker = SERVICES[name](run)
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._tracker.log(step, numbers)
+
+    def log_text(self, step: int, title: str, text: str) -> None:
+        self._tracker.log_text(step, title, text)
+
+    def finish(self) -> None:
+        self._tracker.finish()
+
+
+def require_trackers(names: tuple[str, ...]) -> None:
+    """ValueError if the package of one is missing; it names the extra."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(
+                f"--log {name} needs the package {name}; run: pip install 'nanorl-stack[{name}]'"
+            )
