@@ -19,7 +19,8 @@ from typing import Any
 from nanorl.envs.base import Demonstrator, Environment, EnvKind, Services, TaskSet
 from nanorl.envs.env import Env
 from nanorl.envs.episode import EnvEpisode
-from nanorl.parsers.chat import ToolChat, tool_chat
+from nanorl.parsers.chat import ToolChat
+from nanorl.parsers.choose import tool_chat
 from nanorl.plugins import load_object
 from nanorl.tasks.readers import read_tasks
 from nanorl.tasks.source import GeneratedTasks, ListTasks
