@@ -67,7 +67,8 @@ def make_trainer(**options: Any) -> Engine:
 def play(engine: LLMEngine) -> list[list[Rollout]]:
     """A group of four for each prompt; one of each group succeeds."""
     prompts = [prompt for prompt in PROMPTS for _ in range(4)]
-    outputs = engine.generate(prompts, SamplingParams(max_tokens=6, temperature=0.7))
+    params = [SamplingParams(max_tokens=6, temperature=0.7, seed=n) for n in range(len(prompts))]
+    outputs = engine.generate(prompts, params)
     pairs = list(zip(prompts, outputs, strict=True))
     return [[as_rollout(g, m, *pairs[4 * g + m]) for m in range(4)] for g in range(2)]
 
@@ -168,7 +169,7 @@ def test_a_training_step_talks_to_the_gpu_a_fixed_number_of_times(gpu: FakeCuda)
     """Up: each micro-batch and, of a tree, its attention layout, from pinned memory and not waited
     for. Down: log-probs, losses with statistics, and the gradient's norm."""
     rollouts = [r for group in play(LLMEngine(make_model(), InferConfig())) for r in group]
-    trainer = make_trainer(micro_batch_tokens=18)
+    trainer = make_trainer(micro_batch_tokens=12)
     for step in range(2):
         batch = build_batch(
             [rollouts[:4], rollouts[4:]], AlgorithmSpec(), max_tokens=64, version=step
@@ -178,7 +179,7 @@ def test_a_training_step_talks_to_the_gpu_a_fixed_number_of_times(gpu: FakeCuda)
         copies = gpu.take()
     micros = trainer._micro_batches(batch.samples)
     num_trees = sum(micro.prefix_of_S is not None for micro in micros)
-    assert len(micros) == 2 and num_trees > 0
+    assert len(micros) > 2 and num_trees > 0
     uploads = [copy for copy in copies if copy.kind == "upload"]
     assert counted(copies) == {"upload": len(micros) + num_trees, "download": 3}
     assert all(copy.is_async for copy in uploads), uploads
