@@ -101,6 +101,7 @@ BROKEN_FILE_NAMES: dict[str, str] = {
         ("linux/filter.h", "linux/seccomp.h", "asm/unistd_64.h", "asm-generic/unistd.h"),
         "of Linux",
     ),
+    **dict.fromkeys(("src/stats.py", "test_stats.py", "my-task/instruction.md"), "an example's"),
     "llama.cpp": "a project",
     "bench.py": "nano-vllm's",
     "flash_attn/flash_attn_interface.py": "of flash-attn",

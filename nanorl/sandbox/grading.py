@@ -11,7 +11,7 @@ grade    Test functions in Python. Each runs in a process of its own. The host r
          from the tests' text, so none can be hidden from it; the text never is a file in there;
          the standard library comes before the folder; a test passes only if it came to its end
          and says so with a number that is new each time. So exiting early, printing, fake
-         modules, conftest.py, sitecustomize.py, objects that equal everything and patched
+         modules, conftest and sitecustomize, objects that equal everything and patched
          assertions do not pay. What can still be forged: the code under test shares the process
          with the assertions, and code written for the purpose can search that process (its
          frames, its memory) for the number or for the expected values. Use `check` where that

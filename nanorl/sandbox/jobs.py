@@ -283,7 +283,7 @@ def _run_test(parts: dict[str, bytes], folder: str) -> NoReturn:
     tree = _strict_equality(ast.parse(parts["source"]))
     unittest.TestCase.assertEqual = _assert_equal  # type: ignore[method-assign]
     trusted = _trusted_names(tree)
-    # After the standard library: a `unittest.py` in the folder is not what a test imports.
+    # After the standard library: a module `unittest` in the folder is not what a test imports.
     sys.path[0] = protocol.TESTS
     sys.path.append(folder)
     module = types.ModuleType(parts["file"].decode().removesuffix(".py"))

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from nanorl.sandbox.base import SandboxFailure
 from nanorl.sandbox.bwrap import TIER, BwrapWorker
-from nanorl.sandbox.dispatch import Attempt, Dispatcher, WorkerSlot, State, fail, succeed
+from nanorl.sandbox.dispatch import Attempt, Dispatcher, State, WorkerSlot, fail, succeed
 from nanorl.sandbox.execution import Execution
 from nanorl.sandbox.outcome import blame
 

@@ -35,7 +35,7 @@ from typing import Any
 from nanorl.sandbox import protocol
 from nanorl.sandbox.base import ExecResult, ExecStatus, SandboxSpec
 from nanorl.sandbox.execution import Execution
-from nanorl.sandbox.lease import SessionLease, SessionDispatcher
+from nanorl.sandbox.lease import SessionDispatcher, SessionLease
 
 _FILE_LIMIT_S = 20.0
 _PACK_LIMIT_S = 60.0
