@@ -138,7 +138,12 @@ async def grade(session: Session, tests: Mapping[str, str | bytes], timeout_s: f
 async def _run_test(copy: Session, source: str, file: str, name: str, timeout_s: float) -> str:
     """Why the test failed; empty: it passed."""
     nonce = secrets.token_bytes(16)
-    parts = {"nonce": nonce, "source": source, "file": file.rpartition("/")[2], "name": name}
+    parts: dict[str, str | bytes] = {
+        "nonce": nonce,
+        "source": source,
+        "file": file.rpartition("/")[2],
+        "name": name,
+    }
     result = await copy.perform(protocol.TEST, parts, timeout_s)
     if result.status is not ExecStatus.OK:
         return _last_line(result.stderr) or f"it ended with {result.status}"

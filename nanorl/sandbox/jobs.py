@@ -108,9 +108,9 @@ def _show_lines(name: str, code: bytes) -> None:
 def _run_shell(command: bytes) -> NoReturn:
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)  # Python ignores them, and children inherit that
-    shell = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
+    shell = b"/bin/bash" if os.path.exists("/bin/bash") else b"/bin/sh"
     try:
-        os.execv(shell, [shell, "-c", command])
+        os.execv(shell, [shell, b"-c", command])
     except (OSError, ValueError) as error:  # too long, or a null byte
         os.write(2, str(error).encode())
         exit_now(126)

@@ -101,7 +101,7 @@ class Session:
         content = _encoded(data)
         if len(content) > self.spec.tmp_bytes:
             raise WorkspaceError(f"{path}: {len(content)} bytes are more than the folder can hold")
-        parts = {"root": self.folder, "path": path, "data": content}
+        parts: dict[str, str | bytes] = {"root": self.folder, "path": path, "data": content}
         self._expect(await self.perform(protocol.WRITE, parts, _FILE_LIMIT_S), path)
 
     async def snapshot(self) -> str:
