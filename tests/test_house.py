@@ -93,12 +93,17 @@ WITHOUT_A_USER: dict[str, str] = {
     "WeightedReward": FRONT_DOOR,
     "Scheduler.get_actor": "a front door: programs look up an actor that they named",
     "main": "worker.py's: the program that starts a sandbox worker is a text, and names it",
+    "Harbor": "ENVIRONMENTS names it in a text",
+    "Repair": "ENVIRONMENTS names it in a text",
+    "Session.snapshot": "a front door: environments go back to it",
+    "python_session": FRONT_DOOR,
 }
 BROKEN_FILE_NAMES: dict[str, str] = {
     **dict.fromkeys(
         ("linux/filter.h", "linux/seccomp.h", "asm/unistd_64.h", "asm-generic/unistd.h"),
         "of Linux",
     ),
+    **dict.fromkeys(("src/stats.py", "test_stats.py", "my-task/instruction.md"), "an example's"),
     "llama.cpp": "a project",
     **dict.fromkeys(("file.py", "mine.py", "my_rewards.py", "guess.py", "score.py"), "a user's"),
     "bench.py": "nano-vllm's",
