@@ -8,7 +8,7 @@ import itertools
 import sys
 from pathlib import Path
 
-WORDS = "apple banana cherry grape lemon mango melon orange peach pear plum quince".split()
+WORDS = ["apple", "cherry", "grape", "lemon", "mango", "melon", "orange", "peach", "pear", "plum"]
 JOBS = (  # what the agent reads, how it is done, what the file then holds
     ("Write {a} into {f}.txt.", "echo {a} > {f}.txt", "{a}"),
     ("Write {a} in capitals into {f}.txt.", "echo {a} | tr a-z A-Z > {f}.txt", "{A}"),

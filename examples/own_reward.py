@@ -1,12 +1,13 @@
-"""A reward of your own: the right answer and nothing else, in as few words as possible.
+"""A reward of your own: the right answer, in a few words.
 
 nanorl train --env answer --tasks examples/own_tasks.jsonl --reward examples/own_reward.py
 """
 
+FEW = 8
+
 
 def score(text, task):
-    """1 for the answer alone; less, the more words stand around it; 0 for a wrong one."""
-    words = text.replace(".", "").split()
-    if task.answer not in " ".join(words):
+    """1 for the right answer in a few words, less for more of them, 0 for a wrong answer."""
+    if task.answer not in text:
         return 0.0
-    return 1.0 / (1 + len(words) - len(task.answer.split()))
+    return min(1.0, FEW / len(text.split()))

@@ -24,6 +24,7 @@ class WordGame(nanorl.Env):
     system = "Find the word. Say the word and nothing else."
     tools = (starting, ending)
     parser = "pythonic"  # [starting(letter='c')]: shorter than JSON
+    defaults = {"agent.max_turns": 3, "agent.max_turn_tokens": 32}  # noqa: RUF012
 
     def tasks(self):
         return [nanorl.Task(f"From {word[0]} to {word[-1]}.", answer=word) for word in WORDS]

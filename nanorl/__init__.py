@@ -22,6 +22,7 @@ trainer.py              the RL loop: which rollouts may start, which groups make
 collector.py            plays the rollouts of a group
 batching.py             groups become samples with advantages and weights
 learner.py              samples become an optimizer step, and its weights the engine's
+rehearsal.py            an episode without a model, for an environment's tests
 evaluate.py, store.py   success on held-out tasks; every rollout, kept
 bounds.py, colocation.py   what a number may be; two engines on one GPU
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from nanorl.api import TrainedRun, evaluate, train
     from nanorl.envs.env import Env, final_answer, last_number
     from nanorl.parsers.base import ToolCall
+    from nanorl.rehearsal import Rehearsal, rehearse
     from nanorl.rewards.base import Score, Transcript
     from nanorl.rewards.judge import JudgeReward
     from nanorl.rewards.math import MathReward
@@ -59,6 +61,7 @@ _HOMES = {
     "JudgeReward": "nanorl.rewards.judge:JudgeReward",
     "MathReward": "nanorl.rewards.math:MathReward",
     "ModelReward": "nanorl.rewards.reward_model:ModelReward",
+    "Rehearsal": "nanorl.rehearsal:Rehearsal",
     "Rollout": "nanorl.types:Rollout",
     "RuleReward": "nanorl.rewards.rule:RuleReward",
     "Score": "nanorl.rewards.base:Score",
@@ -78,6 +81,7 @@ _HOMES = {
     "python": "nanorl.tools.python:python",
     "python_session": "nanorl.tools.workspace:python_session",
     "read": "nanorl.tools.workspace:read",
+    "rehearse": "nanorl.rehearsal:rehearse",
     "submit": "nanorl.tools.workspace:submit",
     "train": "nanorl.api:train",
     "write": "nanorl.tools.workspace:write",
@@ -88,6 +92,7 @@ __all__ = [
     "JudgeReward",
     "MathReward",
     "ModelReward",
+    "Rehearsal",
     "Rollout",
     "RuleReward",
     "Score",
@@ -107,6 +112,7 @@ __all__ = [
     "python",
     "python_session",
     "read",
+    "rehearse",
     "submit",
     "train",
     "write",

@@ -99,7 +99,8 @@ def evaluate(
 
     `model` is a run's folder, a Hugging Face folder or a name; `k` how often each task is played;
     `env` as in `train`; `options` others of that command, {"temperature": 0.7}. ValueError where
-    something is wrong with them. What comes back has `success`, `pass_at(k)` and every task's score.
+    something is wrong with them. What comes back has `success`, `pass_at(k)` and every task's
+    score.
     """
     from nanorl.commands.evaluate import EvalOptions, evaluation_of
 
@@ -110,7 +111,9 @@ def evaluate(
         given["env"], env = env, None
     names = [field.name for field in dataclasses.fields(EvalOptions)]
     if unknown := sorted(given.keys() - set(names)):
-        raise ValueError(f"evaluate: no option is called {unknown[0]}; there are {', '.join(names)}")
+        raise ValueError(
+            f"evaluate: no option is called {unknown[0]}; there are {', '.join(names)}"
+        )
     chosen = EvalOptions(model=str(model), num_tasks=num_tasks, k=k, **given)
     return evaluation_of(chosen, env=env, run_to_end=run_to_end)[0]
 

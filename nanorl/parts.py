@@ -25,6 +25,7 @@ from nanoengine.optim import UpdateConfig
 from nanoinfer.config import InferConfig
 from nanorl.config import RunConfig
 from nanorl.envs.base import EnvKind, TaskSet
+from nanorl.envs.code import CodeKind
 from nanorl.envs.run_kind import run_kind
 from nanorl.learner import check_reference
 from nanorl.sizes import sized
@@ -154,7 +155,10 @@ def load_tasks(config: RunConfig, kind: EnvKind) -> Tasks:
     count, seed = config.evaluation.num_tasks, config.evaluation.seed
     source: TaskSet
     if config.tasks is not None:
-        read = read_tasks(config.tasks, TaskFields.parse(config.task_fields))
+        # Whose score compares answers is known of these alone; others may need none.
+        needs_answer = isinstance(kind, CodeKind)
+        fields = TaskFields.parse(config.task_fields, needs_answer=needs_answer)
+        read = read_tasks(config.tasks, fields)
         splits: tuple[Split, ...] = ("train", "heldout") if config.rl.steps else ("heldout",)
         source = ListTasks(read, config.seed, name=config.tasks, splits=splits)
     else:

@@ -132,8 +132,7 @@ def evaluate_model(options: Annotated[EvalOptions, tyro.conf.arg(name="")]) -> i
         print(json.dumps(result.to_json(), indent=2))
         return 0
     print(
-        f"{evaluation_text(result)}\n"
-        f"look: {folder}/{RESULT}   rollouts: {folder}/rollouts.sqlite"
+        f"{evaluation_text(result)}\nlook: {folder}/{RESULT}   rollouts: {folder}/rollouts.sqlite"
     )
     return 0
 
