@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from nanorl.cli import main
-from nanorl.store import RolloutStore
 
 FILE = '''
 import nanorl
@@ -74,12 +73,9 @@ def test_one_file_of_yours_holds_everything_that_can_be_yours(
         --warm-start.traces-per-step 2 --evaluation.num-tasks 2
         --evaluation.num-tasks-untrained 0 --evaluation.num-tasks-no-tool 0"""
     assert main(words.split()) == 0, capfd.readouterr().err
-    step = next(
-        line
-        for line in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-        if line.get("phase") == "rl"
-    )
+    (step,) = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     assert step["reward/mine"] == 0.25
     assert step["grad_norm"] > 0, "rewards of different letters give the loss a gradient"
-    with RolloutStore(out / "rollouts.sqlite") as store:
-        assert store is not None
+    assert step["turns"] <= 2, "the loop takes two turns at most"
+    warm = json.loads((out / "config.json").read_text())["warm_start"]
+    assert warm["steps"] == 2, "the environment's defaults and its teacher, with the parser's calls"
