@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nanorl.api import TrainedRun, train
     from nanorl.envs.env import Env, final_answer, last_number
+    from nanorl.parsers.base import ToolCall
     from nanorl.rewards.base import Score, Transcript
     from nanorl.rewards.judge import JudgeReward
     from nanorl.rewards.math import MathReward
@@ -62,6 +63,7 @@ _HOMES = {
     "RuleReward": "nanorl.rewards.rule:RuleReward",
     "Score": "nanorl.rewards.base:Score",
     "Task": "nanorl.types:Task",
+    "ToolCall": "nanorl.parsers.base:ToolCall",
     "ToolError": "nanorl.tools.base:ToolError",
     "TrainedRun": "nanorl.api:TrainedRun",
     "Transcript": "nanorl.rewards.base:Transcript",
@@ -89,6 +91,7 @@ __all__ = [
     "RuleReward",
     "Score",
     "Task",
+    "ToolCall",
     "ToolError",
     "TrainedRun",
     "Transcript",

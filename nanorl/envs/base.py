@@ -153,8 +153,11 @@ class EnvKind(Protocol):
         """An episode of it."""
         ...
 
-    def demonstrator(self, task: Task, rng: random.Random) -> Demonstrator:
-        """Who shows how a task is played, where it has a teacher."""
+    def demonstrator(
+        self, task: Task, rng: random.Random, tokenizer: ChatTokenizer
+    ) -> Demonstrator:
+        """Who shows how a task is played, where it has a teacher, in the form in which the model of
+        `tokenizer` writes calls."""
         ...
 
     def close(self) -> None: ...
