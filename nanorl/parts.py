@@ -57,6 +57,7 @@ class Parts:
             require_deterministic_cublas()  # before anything touches a GPU
         self.device = resolve_device(config.device)
         self.kind = run_kind(config, env)
+        self.is_env_given = env is not None
         self.tasks = load_tasks(config, self.kind)  # first: the model may have to be fetched
         self.folder = model_folder(config)
         self.shape = ModelConfig.from_folder(self.folder)

@@ -23,13 +23,19 @@ from nanorl.types import Rollout, Task
 class AgentKit:
     """Owns the environment of a run, and its sandbox if it needs one. `close()` ends them."""
 
-    def __init__(self, config: RunConfig, folder: Path, *, kind: EnvKind | None = None) -> None:
-        """`folder` is the model's, for its tokenizer; `kind` the environment where it was given as
-        an object, or was made already."""
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        *,
+        kind: EnvKind | None = None,
+        is_given: bool = False,
+    ) -> None:
+        """`folder` is the model's, for its tokenizer; `kind` the environment where it was made
+        already. `is_given`: it was given as an object, which other processes could not make."""
         self.config = config
-        is_object = kind is not None and not (config.env or config.reward)
         self.kind = run_kind(config) if kind is None else kind
-        num_workers = 0 if is_object else num_env_workers(config)
+        num_workers = 0 if is_given else num_env_workers(config)
         if num_workers:
             from nanorl.hosting.kind import HostedKind  # nanosched's processes: not always needed
 
