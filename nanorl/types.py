@@ -108,12 +108,12 @@ def content_id(
     if extras:
         parts.append(json_text(dict(extras), "data"))  # an odd one: never taken for a file
     text = "".join(f"{len(part)}:{part}" for part in parts)  # lengths: no two lists collide
-    return f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    return f"{kind}-{hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]}"
 
 
 def split_of(text: str) -> str:
     """`train` or `heldout`, by the text alone: the same text never falls into both."""
-    digest = hashlib.sha256(text.encode()).digest()
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
     return "heldout" if int.from_bytes(digest[:8], "big") % HELDOUT_ONE_IN == 0 else "train"
 
 
