@@ -108,7 +108,8 @@ def content_id(
     if extras:
         parts.append(json_text(dict(extras), "data"))  # an odd one: never taken for a file
     text = "".join(f"{len(part)}:{part}" for part in parts)  # lengths: no two lists collide
-    return f"{kind}-{hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]}"
+    content = text.encode(errors="surrogatepass")  # half a character is content too
+    return f"{kind}-{hashlib.sha256(content).hexdigest()[:16]}"
 
 
 def split_of(text: str) -> str:
