@@ -81,7 +81,7 @@ def _percentage(rng: random.Random) -> tuple[str, str]:
 
 
 def _derivative(rng: random.Random) -> tuple[str, str]:
-    a, b, at = rng.randint(2, 6), rng.randint(1, 9), rng.randint(1, 6)
+    a, b, at = rng.randint(2, 6), rng.randint(2, 9), rng.randint(1, 6)
     return f"Let $f(x) = {a}x^2 + {b}x$. What is $f'({at})$?", str(2 * a * at + b)
 
 
