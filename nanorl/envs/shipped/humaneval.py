@@ -33,9 +33,10 @@ class HumanEval(Env):
     )
 
     def setup(self) -> UnitTestReward:
-        return UnitTestReward()
+        # Problem 32 makes 100 calls, each of which it makes only after it has checked the last one.
+        return UnitTestReward(max_rounds=200)
 
-    def tasks(self) -> Iterator[Task]:
+    def tasks(self) -> Iterator[Task]:  # type: ignore[override]
         for name, problem in _read_problems().items():
             entry_point = problem["entry_point"]
             helpers = problem["prompt"].rpartition(f"def {entry_point}(")[0]

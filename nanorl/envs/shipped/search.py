@@ -76,7 +76,9 @@ class SearchCorpus(Env):
                 "questions.jsonl, a prompt and an answer each"
             )
         one = rng.choice(self.shared.questions[self.num_hops])
-        return Task(one.text, one.answer, kind=f"search{self.num_hops}", data={"path": one.path})
+        return Task(
+            one.text, one.answer, kind=f"search{self.num_hops}", data={"path": list(one.path)}
+        )
 
     def score(self, transcript: Transcript) -> float:
         given = normalised(transcript.answer or "")
