@@ -31,18 +31,17 @@ from nanorl.types import Task
 PRESETS_OWN = "code"
 """The name of the environment that a preset trains in where nobody names another one."""
 
-_SHIPPED = "nanorl.envs.shipped"
 ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
     {
         PRESETS_OWN: "nanorl.envs.code:CodeEnv",
-        "alphabet_sort": f"{_SHIPPED}.alphabet_sort:AlphabetSort",
-        "guess": f"{_SHIPPED}.guess:Guess",
-        "humaneval": f"{_SHIPPED}.humaneval:HumanEval",
-        "math": f"{_SHIPPED}.math:MathProblems",
-        "reasoning_gym": f"{_SHIPPED}.reasoning_gym:ReasoningGym",
-        "reverse_text": f"{_SHIPPED}.reverse_text:ReverseText",
-        "search": f"{_SHIPPED}.search:SearchCorpus",
-        "wordle": f"{_SHIPPED}.wordle:Wordle",
+        "alphabet_sort": "nanorl.envs.shipped.alphabet_sort:AlphabetSort",
+        "guess": "nanorl.envs.shipped.guess:Guess",
+        "humaneval": "nanorl.envs.shipped.humaneval:HumanEval",
+        "math": "nanorl.envs.shipped.math:MathProblems",
+        "reasoning_gym": "nanorl.envs.shipped.reasoning_gym:ReasoningGym",
+        "reverse_text": "nanorl.envs.shipped.reverse_text:ReverseText",
+        "search": "nanorl.envs.shipped.search:SearchCorpus",
+        "wordle": "nanorl.envs.shipped.wordle:Wordle",
     }
 )
 """The environments that come with the project, by the names that `--env` takes."""
