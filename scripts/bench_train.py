@@ -5,6 +5,9 @@
 Rows:
     step-vs-transformers   tokens/s of a training step, 8 sequences of 256 tokens (SmolLM2-135M)
     step-ragged-packed     the same on 16 sequences of 33 to 512 tokens: packed, the peer pads
+    tree-vs-rows           the same on 8 rollouts with 4 forks each, 32 sequences: as a tree, whose
+                           every distinct token is forwarded once; the peer is our own engine with
+                           separate rows, the bound its speed times how much less arithmetic it is
     bubble-*               idle share of 4 pipeline processes, 8 micro-batches, sleep as compute;
                            the bound is the closed form (schedules.py)
     export-inproc          GB/s from one model into another by the resharding plan; the bound is
@@ -12,7 +15,8 @@ Rows:
     export-inproc-tp3      the same from three tensor-parallel parts into a whole model
 
 Training measurements of ours and of the peer alternate (model_bench.py), medians are compared; each
-takes the better of two steps after a warm-up. Their bound is arithmetic alone (roofline.py).
+takes the better of two steps after a warm-up. Their bound, but for the tree's, is arithmetic alone
+(roofline.py).
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import argparse
 import multiprocessing
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -49,7 +54,9 @@ RANKS, MICROS = 4, 8
 TP = 3  # SmolLM2-135M has nine heads
 
 
-def run_train(name: str, folder: str, dtype: str, threads: int) -> dict[str, Any]:
+def run_train(
+    name: str, folder: str, dtype: str, threads: int, *, share_prefix: bool = False
+) -> dict[str, Any]:
     """Our step, in this process."""
     import torch
 
@@ -60,17 +67,20 @@ def run_train(name: str, folder: str, dtype: str, threads: int) -> dict[str, Any
 
     torch.set_num_threads(threads)
     config: Any = {"dtype": dtype, "lr": 1e-6, "micro_batch_tokens": 2048}
-    engine = Engine(load_model(folder), EngineConfig(**config))
+    engine = Engine(load_model(folder), EngineConfig(share_prefix=share_prefix, **config))
     times, losses = [], []
     for step in range(workload.STEPS):
         begin = time.perf_counter()
-        samples = [
-            Sample(tokens=tokens, loss_mask=[0] + [1] * (len(tokens) - 1))
-            for tokens in workload.batch(name, step)
-        ]
+        sequences = workload.tree_batch(step) if name == "tree" else plain_batch(name, step)
+        samples = [Sample(tokens=ids, loss_mask=mask, group="g") for ids, mask in sequences]
         losses.append(engine.train_step(samples, sft_loss, num_loss_tokens)["loss"])
         times.append(time.perf_counter() - begin)
     return {"seconds": min(times[1:]), "loss": losses[0], **peak()}
+
+
+def plain_batch(name: str, step: int) -> list[tuple[list[int], list[int]]]:
+    """Tokens and loss mask of each sequence: all but the first token are trained."""
+    return [(ids, [0] + [1] * (len(ids) - 1)) for ids in workload.batch(name, step)]
 
 
 def run_export(folder: str, dtype: str, threads: int) -> dict[str, Any]:
@@ -122,6 +132,8 @@ def run_export(folder: str, dtype: str, threads: int) -> dict[str, Any]:
 WORKERS = {
     "even": partial(run_train, "even"),
     "ragged": partial(run_train, "ragged"),
+    "tree": partial(run_train, "tree", share_prefix=True),
+    "rows": partial(run_train, "tree"),
     "export": run_export,
     "rate": run_rate,
 }
@@ -262,6 +274,48 @@ def step_flops(name: str) -> float:
     return roofline.training_flops(sum(lengths), workload.num_tokens(name), pairs)
 
 
+def tree_rows(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[str, Any]]:
+    """The same batch as a tree and as separate rows, in turns."""
+    command = [sys.executable, __file__, "--worker"]
+    runs: dict[str, list[dict[str, Any]]] = {"tree": [], "rows": []}
+    for _ in range(args.runs):
+        for work, found in runs.items():
+            found.append(measure([*command, work, args.model, dtype, str(threads)], threads))
+    seconds = {work: median(run["seconds"] for run in found) for work, found in runs.items()}
+    read = [tokens[:-1] for tokens, _ in workload.tree_batch(0)]
+    num_tokens = sum(map(len, read))
+    less = tree_flops(is_shared=False) / tree_flops(is_shared=True)
+    return [
+        make_row(
+            "tree-vs-rows",
+            "tokens/s",
+            dtype=dtype,
+            threads=threads,
+            value=num_tokens / seconds["tree"],
+            peer="rows",
+            peer_value=num_tokens / seconds["rows"],
+            bound=less * num_tokens / seconds["rows"],
+            runs={"tokens": num_tokens, "distinct": len(prefixes(read)), "less": less} | runs,
+        )
+    ]
+
+
+def tree_flops(*, is_shared: bool) -> float:
+    """Of a step on the tree: its rows, those that the head scores, and the pairs of attention."""
+    sequences = workload.tree_batch(0)
+    read = [tokens[:-1] for tokens, _ in sequences]
+    lengths = prefixes(read) if is_shared else [t for ids in read for t in range(1, len(ids) + 1)]
+    trained = sum(sum(mask) for _, mask in sequences)
+    return roofline.training_flops(len(lengths), trained, sum(lengths))
+
+
+def prefixes(sequences: Sequence[list[int]]) -> list[int]:
+    """The lengths of all distinct prefixes: each is a row, and what its query sees."""
+    return [
+        len(prefix) for prefix in {tuple(s[:t]) for s in sequences for t in range(1, len(s) + 1)}
+    ]
+
+
 def export_rows(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[str, Any]]:
     command = [sys.executable, __file__, "--worker", "export", args.model, dtype, str(threads)]
     found = measure(command, threads)
@@ -285,6 +339,7 @@ def make_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     for dtype in args.dtypes:
         for threads in args.threads:
             rows += step_rows(args, dtype, threads) if "step" in args.only else []
+            rows += tree_rows(args, dtype, threads) if "tree" in args.only else []
             rows += export_rows(args, dtype, threads) if "export" in args.only else []
     return rows + (bubble_rows(args.unit_s) if "bubble" in args.only else [])
 
@@ -292,7 +347,7 @@ def make_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> int:
     parser = make_parser(__doc__, ["fp32"])
     parser.add_argument("--unit-s", type=float, default=0.2, help="sleep of one forward pass")
-    kinds = ("step", "bubble", "export")
+    kinds = ("step", "tree", "bubble", "export")
     parser.add_argument("--only", nargs="+", choices=kinds, default=kinds)
     return run_benchmark(parser.parse_args(), WORKERS, make_rows)
 

@@ -58,6 +58,7 @@ KEPT = (
     *("resume", "fork", "log", "log-project"),
     "model",
     "tasks",
+    *("task-fields", "env", "reward"),  # somebody's own
     "cache-dir",
     "device",
     *("cluster.", "learner.", "rollout.", "monitor."),  # of more than one process
@@ -97,6 +98,10 @@ def options(record: Any, prefix: str = "") -> Iterator[Option]:
 def draw_value(rng: random.Random, kind: Any, default: Any) -> str | None:
     """A value as the command line spells it; None for a kind that cannot be drawn."""
     choices = typing.get_args(kind)
+    named = [choice for choice in choices if typing.get_origin(choice) is Literal]
+    if named:  # or a function of the user's
+        (kind,) = named
+        choices = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:
         return str(rng.choice(choices))
     if type(None) in choices:

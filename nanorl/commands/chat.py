@@ -33,7 +33,8 @@ def chat(
         say: Say these messages (or commands such as /compare), print the replies, and end.
         model: Who answers at first: trained, or base, the model that the run began with.
         base: Another model to compare with, of the same tokenizer; default: the run's.
-        env: The agent's environment; default: the run's, and none for a model. "code" runs Python.
+        env: The agent's environment, as --env of nanorl train, or code; default: the run's, and
+            none for a model.
         temperature: 0 takes the likeliest token, as the evaluation does.
         max_tokens: The longest turn; default: the run's limit.
     """

@@ -3,4 +3,6 @@
 base.py      the contract: `Environment` and its reply `TimeStep`
 actions.py   `ActionFormat`: how calls and answers are written and read
 code.py      `CodeEnv`: an action is a program, the observation is what it printed
+repair.py    `Repair`: a repository with a bug, and hidden calls
+harbor.py    `Harbor`: task directories in the Harbor layout
 """

@@ -19,38 +19,30 @@ from dataclasses import dataclass
 
 from nanoengine.model.chat_template import Message
 from nanorl.parsers.base import ToolCall, ToolCallError
+from nanorl.parsers.fenced import Fence, FencedParser
 from nanorl.tools.base import Tool
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActionFormat:
-    """Markers of calls and answers, and how the observation comes back.
-
-    The markers are written as they stand; `read` looks for them without the blanks at their ends.
-    """
+    """A program's fence, an answer's marker, and the system message that asks for both."""
 
     name: str
     system: str = ""
-    """Opens every chat and asks for this format; empty: there is no system message."""
-    open: str
-    """Opens a program."""
-    close: str
-    """Closes it."""
+    """Opens every chat; empty: there is no system message."""
+    programs: FencedParser
+    """How programs are written, one at a time, and how their output comes back."""
     answer: str
-    """Stands in front of the final answer, which ends with its line."""
-    observation_role: str = "user"
-    """Role of the message that carries an observation; many templates know no "tool"."""
-    observation_prefix: str = ""
-    """Text before an observation."""
+    """Stands in front of the final answer, which ends with its line. It is written as it stands,
+    and looked for without the blanks at its ends."""
 
     def __post_init__(self) -> None:
-        for name in ("open", "close", "answer"):
-            if not getattr(self, name).strip():
-                raise ValueError(f"{name}={getattr(self, name)!r}: a marker must not be blank")
+        if not self.answer.strip():
+            raise ValueError(f"answer={self.answer!r}: a marker must not be blank")
 
     def write(self, call: ToolCall) -> str:
         """The text of a call and nothing else; the end-of-turn token is not part of it."""
-        return f"{self.open}{call.arguments['code']}{self.close}"
+        return self.programs.write(call)
 
     def write_answer(self, value: str) -> str:
         """The text of a final answer."""
@@ -61,11 +53,7 @@ class ActionFormat:
 
         A call wins over an answer beside it: the answer was written before the output was seen.
         """
-        try:
-            code = self._code_in(text)
-        except ToolCallError as error:
-            return [error]
-        return [] if code is None else [program(code)]
+        return self.programs.read(text)
 
     def answer_in(self, text: str) -> str | None:
         """The answer that a turn gives; None without one."""
@@ -81,25 +69,7 @@ class ActionFormat:
 
     def observation(self, results: Sequence[str]) -> list[Message]:
         """The messages that carry outputs back to the model."""
-        return [
-            {"role": self.observation_role, "content": self.observation_prefix + text}
-            for text in results
-        ]
-
-    def _code_in(self, text: str) -> str | None:
-        """The one program in `text`; two programs, an open one and an empty one are errors."""
-        opening, closing = self.open.strip(), self.close.strip()
-        _, opened, rest = text.partition(opening)
-        if not opened:
-            return None
-        code, closed, after = rest.partition(closing)
-        if not closed:
-            raise ToolCallError(f"the block is not closed with {closing}")
-        if opening in after:
-            raise ToolCallError("more than one block, write one at a time")
-        if not code.strip():
-            raise ToolCallError("the code block is empty")
-        return code.strip("\n")
+        return self.programs.observation(results)
 
 
 def program(code: str) -> ToolCall:
@@ -111,14 +81,19 @@ MARKDOWN = ActionFormat(
     name="markdown",
     system="Solve with Python. Write a ```python block that prints; read its output; "
     "then reply `Answer: X`.",
-    open="```python\n",
-    close="\n```",
+    programs=FencedParser(is_one_at_a_time=True),
     answer="Answer: ",
-    observation_prefix="Output:\n",
 )
 """For models that were taught to chat: they write such blocks unasked."""
 
 COMPACT = ActionFormat(
-    name="compact", open="<run>", close="</run>", answer="<ans>", observation_role="tool"
+    name="compact",
+    programs=FencedParser(
+        fences=(Fence(tool="python", argument="code", open="<run>", close="</run>"),),
+        is_one_at_a_time=True,
+        role="tool",
+        prefix="",
+    ),
+    answer="<ans>",
 )
 """For the tiny model, whose tokenizer has one token for each marker."""

@@ -62,6 +62,12 @@ class Environment(Protocol):
         """Answer a turn of the policy, given without its end-of-turn token."""
         ...
 
+    @property
+    def subject(self) -> Any:
+        """The object that plays the episode, for rewards that look at its state; None where it
+        lives in another process."""
+        ...
+
     def format_observation(self, observation: str | list[Message]) -> list[Message]:
         """The messages that carry an observation to the policy."""
         ...

@@ -31,7 +31,9 @@ from typing import Any
 from nanorl.parsers.base import Parser
 from nanorl.rewards.base import Score, Transcript
 from nanorl.rewards.rule import RuleReward
-from nanorl.tools.base import Tool
+from nanorl.sandbox.pool import SandboxPool
+from nanorl.sandbox.session import Session
+from nanorl.tools.base import Tool, ToolContext
 from nanorl.types import Rollout, Task
 
 ANSWER = "Answer:"
@@ -99,6 +101,16 @@ class Env:
         """Give back what the episode holds."""
         return None
 
+    @property
+    def subject(self) -> Any:
+        """What a reward is given as `environment`."""
+        return self
+
+    async def open_session(self, sandbox: SandboxPool) -> Session:
+        """Open the episode's workspace, when something first asks for it: it holds the task's
+        files."""
+        return await sandbox.open_session(self.task.files)
+
     # -- what the methods above may call -----------------------------------------------------
 
     def done(self, reward: float | None = None, answer: object = None) -> Done:
@@ -108,6 +120,11 @@ class Env:
     def reward(self, amount: float) -> None:
         """Give this turn a reward of its own, beside that of the whole episode."""
         self.__dict__["_turn_reward"] = self.__dict__.get("_turn_reward", 0.0) + float(amount)
+
+    async def session(self) -> Session:
+        """The workspace that the tools of this episode share; `score` may grade it."""
+        context: ToolContext = self.__dict__["_context"]
+        return await context.session()
 
     def metric(self, name: str, value: float = 1.0) -> None:
         """Count something: it is summed over the episode and averaged over a step's rollouts."""

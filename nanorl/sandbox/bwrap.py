@@ -18,14 +18,15 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from nanorl.sandbox import memory, seccomp
+from nanorl.sandbox import memory, protocol, seccomp
 from nanorl.sandbox.base import SandboxFailure, SandboxSpec
 from nanorl.sandbox.confine import FILTER_PATH
 from nanorl.sandbox.interpreter import Interpreter
 from nanorl.sandbox.machine import reachable
 
 TIER = "bwrap"
-_MAIN = "import sys; sys.path[0] = '/sbx'; from nanorl.sandbox.worker import main; main()"
+_MAIN = "import sys; sys.path[0] = '/sbx'; from nanorl.sandbox.{} import main; main()"
+_COMMANDS = "/sbx/bin"  # of a session: `python` and `python3` are the interpreter inside
 # 60578-61183 is unused by Debian and systemd (systemd.io/UIDS-GIDS).
 _FIRST_UID, _NUM_UIDS = 61000, 184
 _WALLS = """
@@ -41,17 +42,25 @@ _END = "--remount-ro /dev --remount-ro / --"
 _PYTHON_FLAGS = "-s -S -B"
 
 
-def bwrap_arguments(python: Interpreter, data: Mapping[str, int]) -> list[str]:
+def bwrap_arguments(
+    python: Interpreter, data: Mapping[str, int], is_session: bool = False
+) -> list[str]:
     """Everything after the executable's name, up to the program's arguments.
 
     `data`: paths inside, and the descriptors their read-only contents come from.
     """
     flags = _WALLS.split()
+    if is_session:
+        for folder in (*protocol.FOLDERS, protocol.TESTS, protocol.LOGS):
+            flags += ["--dir", folder]
+        for name in ("python", "python3"):
+            flags += ["--symlink", str(python.path), f"{_COMMANDS}/{name}"]
+        flags += ["--setenv", "PATH", f"{_COMMANDS}:/usr/bin:/bin"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
-        path = Path("/", name)
-        if path.is_symlink():
-            flags += ["--symlink", os.readlink(path), f"/{name}"]
-        elif path.is_dir():
+        root = Path("/", name)
+        if root.is_symlink():
+            flags += ["--symlink", os.readlink(root), f"/{name}"]
+        elif root.is_dir():
             flags += ["--ro-bind", f"/{name}", f"/{name}"]
     flags += python.bwrap_flags()
     for name in ("ld.so.cache", "alternatives", "localtime"):
@@ -66,7 +75,7 @@ def bwrap_arguments(python: Interpreter, data: Mapping[str, int]) -> list[str]:
 def worker_data() -> dict[str, bytes]:
     """The files that exist only inside, by path."""
     here = Path(__file__).parent
-    modules = ("worker", "confine", "program", "protocol", "usage")
+    modules = ("worker", "confine", "program", "protocol", "usage", "keeper", "jobs")
     sources = {f"/sbx/nanorl/sandbox/{m}.py": (here / f"{m}.py").read_bytes() for m in modules}
     return {
         **sources,
@@ -99,6 +108,7 @@ class BwrapWorker:
         bwrap: Path,
         python: Interpreter,
         ablate: frozenset[str],
+        is_session: bool = False,
     ) -> None:
         """Starts the worker and returns at once; `HELLO` arrives on `control` when it is warm.
 
@@ -113,11 +123,14 @@ class BwrapWorker:
         config = {
             "ablate": sorted(ablate),
             "preload": spec.preload,
+            # Not its folder: programs write there, and this is the server's own path.
+            "import_path": "/run" if is_session else "/tmp",
             "rlimits": rlimits(spec, self.cgroup is not None),
             "tmp_bytes": spec.tmp_bytes,
             "tmp_inodes": spec.tmp_inodes,
             "watch_bytes": 0 if "watcher" in ablate else spec.memory_bytes,
         }
+        self._is_session = is_session
         try:
             self.control.send(json.dumps(config).encode())
             with reachable(bwrap) as executable:
@@ -138,13 +151,14 @@ class BwrapWorker:
         with contextlib.ExitStack() as stack:
             data = {path: stack.enter_context(_memfd(c)) for path, c in worker_data().items()}
             uid = _FIRST_UID + (os.getpid() * 8 + index) % _NUM_UIDS if os.geteuid() == 0 else -1
+            main = _MAIN.format("keeper" if self._is_session else "worker")
             procs = ":".join(self.cgroup.procs) if self.cgroup else "-"
             return subprocess.Popen(
                 [
                     *(sys.executable, "-I", "-S", str(Path(__file__).with_name("launcher.py"))),
                     *(str(uid), procs, "--", str(executable)),
-                    *bwrap_arguments(python, data),
-                    *("-c", _MAIN, str(theirs.fileno())),
+                    *bwrap_arguments(python, data, self._is_session),
+                    *("-c", main, str(theirs.fileno())),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=self._messages,

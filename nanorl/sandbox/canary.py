@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+from collections.abc import Sequence
 
 from nanorl.sandbox.base import ExecResult, ExecStatus
 
@@ -50,16 +51,15 @@ _EXPECTED = {
     "host's folders": [],
     "write to /": errno.EROFS,
     "write to /usr": errno.EROFS,
-    "files in /tmp": ["program.py"],
 }
 
 
-def find_leak(result: ExecResult) -> str:
+def find_leak(result: ExecResult, files_in_tmp: Sequence[str] = ("program.py",)) -> str:
     """The first thing that the canary saw and should not have; empty if it saw only walls."""
     if result.status is not ExecStatus.OK:
         return f"the canary ended with {result.status}: {result.stderr.decode(errors='replace')}"
     seen = json.loads(result.stdout)
-    for name, value in _EXPECTED.items():
+    for name, value in {**_EXPECTED, "files in /tmp": list(files_in_tmp)}.items():
         if seen.get(name) != value:
             return f"{name}: a program saw {seen.get(name)!r}, not {value!r}"
     return ""

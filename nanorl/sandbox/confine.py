@@ -22,6 +22,7 @@ _SYS_CLONE, _SYS_SECCOMP = _SYSCALLS.get(platform.machine(), (0, 0))
 _CLONE_NEWNS = 0x00020000
 _CLONE_FLAGS = _CLONE_NEWNS | 0x20000000 | 0x08000000  # NEWPID, NEWIPC
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT = 1, 2, 4, 8, 32
+_MNT_DETACH = 2
 _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 # The host's own nodes, and a devpts that belongs to the program's user: their times and modes can
 # be written where the mount can, and would be read by the next program.
@@ -67,6 +68,7 @@ class Confinement:
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
         self.is_isolated = "namespaces" not in config["ablate"]
+        self.folder = ""  # of a session: kept from one execution to the next, as its /tmp is
         bounding = [cap for cap in range(64) if prctl(_PR_CAPBSET_READ, cap) == 1]
         self.bounding = bounding
         self.capability_header = struct.pack("<Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3
@@ -91,6 +93,21 @@ class Confinement:
         for name in _DEVICES:
             _mount("", f"/dev/{name}", "", flags)
 
+    def mount_folder(self, path: str) -> None:
+        """A fresh, empty folder of limited size; what another one held is out of sight."""
+        size, inodes = self.config["tmp_bytes"], self.config["tmp_inodes"]
+        options = f"size={size},nr_inodes={inodes},mode=1777"
+        _mount("tmpfs", path, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
+
+    def make_read_only(self, path: str) -> None:
+        """Of a mounted folder; for every execution that starts from now on."""
+        flags = _MS_BIND | _MS_REMOUNT | _MS_RDONLY | _MS_NOSUID | _MS_NODEV
+        _mount("", path, "", flags)
+
+    def unmount(self, path: str) -> None:
+        """Lets go of a mounted folder; its memory is free once no process looks at it."""
+        check(_libc.umount2(path.encode(), _MNT_DETACH), f"unmount {path}")
+
     def isolate(self) -> None:
         """Fresh mounts for the namespaces that `clone` has just made. Runs as the new pid 1."""
         descriptor = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
@@ -99,13 +116,13 @@ class Confinement:
         os.setsid()  # or `kill(0, ...)` would reach the server's process group
         if self.is_isolated:
             safe = _MS_NOSUID | _MS_NODEV
-            size, inodes = self.config["tmp_bytes"], self.config["tmp_inodes"]
-            _mount("tmpfs", "/tmp", "tmpfs", safe, f"size={size},nr_inodes={inodes},mode=1777")
+            if not self.folder:
+                self.mount_folder("/tmp")
             _mount("tmpfs", "/dev/shm", "tmpfs", safe, "size=16m,nr_inodes=1024,mode=1777")
             # Read-only: oom_score_adj stays. The kernel's command line is the host's affair.
             _mount("proc", "/proc", "proc", safe | _MS_NOEXEC | _MS_RDONLY)
             _mount("/dev/null", "/proc/cmdline", "", _MS_BIND)
-        os.chdir("/tmp")
+        os.chdir(self.folder or "/tmp")
         check(prctl(_PR_SET_DUMPABLE, 0), "clear dumpable")
 
     def confine(self) -> None:

@@ -29,23 +29,22 @@ from nanorl.sandbox.interpreter import Interpreter
 from nanorl.sandbox.outcome import Outcome, blame, judge
 
 _START_LIMIT_S = 30.0
-_BACKSTOP_S = 2.0  # after the server's own limit: a server that does not answer is killed
 _MAX_STARTS = 3
 
 
-class _State(Enum):
+class State(Enum):
     DEAD = 0
     STARTING = 1
     IDLE = 2
     BUSY = 3
 
 
-class _Slot:
+class WorkerSlot:
     """A place for one worker, and the execution that it tries at present."""
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.state = _State.DEAD
+        self.state = State.DEAD
         self.worker: BwrapWorker | None = None
         self.deadline = float("inf")
         self.num_runs = 0
@@ -56,6 +55,8 @@ class _Slot:
 
 class Dispatcher:
     """Owns the workers. `submit` and `close` may be called from any thread."""
+
+    backstop_s = 2.0  # after the server's own limit: a server that does not answer is killed
 
     def __init__(
         self,
@@ -71,9 +72,10 @@ class Dispatcher:
         self.ablate = ablate
         self.start_error = ""
         self.memory_tier = ""
-        self._slots = [_Slot(index) for index in range(num_workers)]
+        self._slots = [WorkerSlot(index) for index in range(num_workers)]
         self._queue: deque[Execution] = deque()
         self._handlers: dict[int, Callable[[], None]] = {}
+        self._prepare()
         self._is_closing = False
         self._owner = os.getpid()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -82,14 +84,23 @@ class Dispatcher:
         self._thread = threading.Thread(target=self._main, name="sandbox", daemon=True)
         self._thread.start()
 
+    def _prepare(self) -> None:
+        """What a kind of dispatcher needs besides, before the thread starts."""
+
     def submit(self, execution: Execution) -> None:
-        if self._is_closing or os.getpid() != self._owner:
-            raise SandboxFailure("the sandbox pool is closed, or belongs to the parent process")
+        self._check_open()
         execution.future.add_done_callback(self._on_done)
-        self._queue.append(execution)
+        self._enqueue(execution)
         self._poke()
         if self._is_closing:  # meanwhile; the thread may have looked at the queue already
-            _fail(execution, SandboxFailure("the sandbox pool was closed"))
+            fail(execution, SandboxFailure("the sandbox pool was closed"))
+
+    def _enqueue(self, execution: Execution) -> None:
+        self._queue.append(execution)
+
+    def _check_open(self) -> None:
+        if self._is_closing or os.getpid() != self._owner:
+            raise SandboxFailure("the sandbox pool is closed, or belongs to the parent process")
 
     def close(self) -> None:
         """Ends all workers and fails what was waiting. May be called again."""
@@ -122,11 +133,15 @@ class Dispatcher:
             running = [s.attempt.execution for s in self._slots if s.attempt]
             for slot in self._slots:
                 self._stop(slot)
-            for execution in [*self._queue, *waiting, *running]:
-                _fail(execution, SandboxFailure("the sandbox pool was closed"))
+            for execution in [*self._abandon(), *waiting, *running]:
+                fail(execution, SandboxFailure("the sandbox pool was closed"))
+
+    def _abandon(self) -> list[Execution]:
+        """What was still waiting when the pool closed."""
+        return list(self._queue)
 
     def _left_s(self) -> float:
-        deadline = min(slot.deadline for slot in self._slots)
+        deadline = min((slot.deadline for slot in self._slots), default=float("inf"))
         return min(max(deadline - time.monotonic(), 0.0), 3600.0)
 
     def _on_wake(self) -> None:
@@ -143,13 +158,13 @@ class Dispatcher:
     def _feed(self) -> None:
         """Starts the workers that are missing and gives every idle one an execution."""
         for slot in self._slots:
-            if slot.state is _State.IDLE and (execution := self._next_execution(slot)):
+            if slot.state is State.IDLE and (execution := self._next_execution(slot)):
                 self._begin(slot, execution)
         for slot in self._slots:
-            if slot.state is _State.DEAD and (slot.execution or self._queue or slot.num_runs == 0):
+            if slot.state is State.DEAD and (slot.execution or self._queue or slot.num_runs == 0):
                 self._start(slot)
 
-    def _next_execution(self, slot: _Slot) -> Execution | None:
+    def _next_execution(self, slot: WorkerSlot) -> Execution | None:
         execution, slot.execution = slot.execution, None
         while execution is None or execution.future.cancelled():
             if not self._queue:
@@ -157,18 +172,21 @@ class Dispatcher:
             execution = self._queue.popleft()
         return execution
 
-    def _start(self, slot: _Slot) -> None:
+    def _new_worker(self, slot: WorkerSlot) -> BwrapWorker:
+        return BwrapWorker(self.spec, slot.index, self.bwrap, self.python, self.ablate)
+
+    def _start(self, slot: WorkerSlot) -> None:
         try:
-            slot.worker = BwrapWorker(self.spec, slot.index, self.bwrap, self.python, self.ablate)
+            slot.worker = self._new_worker(slot)
         except (SandboxFailure, OSError) as error:
             self._on_start_failure(slot, str(error))
             return
         self.memory_tier = slot.worker.memory_tier
-        slot.state = _State.STARTING
+        slot.state = State.STARTING
         slot.deadline = time.monotonic() + _START_LIMIT_S
         self._watch(slot.worker.control.fileno(), partial(self._on_control, slot))
 
-    def _on_start_failure(self, slot: _Slot, reason: str) -> None:
+    def _on_start_failure(self, slot: WorkerSlot, reason: str) -> None:
         """Nothing the program did: its execution fails as machinery; the next one tries again."""
         self.start_error = reason
         self._stop(slot)
@@ -176,9 +194,9 @@ class Dispatcher:
         execution = slot.execution or (self._queue.popleft() if self._queue else None)
         slot.execution = None
         if execution is not None:
-            _fail(execution, SandboxFailure(f"the sandbox worker does not start: {reason}"))
+            fail(execution, SandboxFailure(f"the sandbox worker does not start: {reason}"))
 
-    def _on_control(self, slot: _Slot) -> None:
+    def _on_control(self, slot: WorkerSlot) -> None:
         assert slot.worker is not None, "a stopped worker is not watched"
         try:
             packet = slot.worker.control.recv(256, socket.MSG_DONTWAIT)
@@ -186,20 +204,24 @@ class Dispatcher:
             return
         except OSError:
             packet = b""
-        if slot.state is _State.STARTING:
+        if slot.state is State.STARTING:
             if packet == protocol.HELLO:
-                slot.state, slot.deadline = _State.IDLE, float("inf")
+                slot.state, slot.deadline = State.IDLE, float("inf")
                 slot.num_oom_kills = slot.worker.num_oom_kills()
             else:
                 self._on_start_failure(slot, slot.worker.messages())
-        elif slot.state is _State.BUSY and len(packet) == protocol.RESULT.size:
+        elif slot.state is State.BUSY and len(packet) == protocol.RESULT.size:
             self._finish(slot, packet)
-        elif slot.state is _State.BUSY:
+        elif slot.state is State.BUSY:
             self._on_broken_worker(slot)
         else:
-            self._stop(slot)
+            self._on_idle_end(slot)
 
-    def _begin(self, slot: _Slot, execution: Execution) -> None:
+    def _on_idle_end(self, slot: WorkerSlot) -> None:
+        """A worker ended by itself; whoever needs one gets another."""
+        self._stop(slot)
+
+    def _begin(self, slot: WorkerSlot, execution: Execution) -> None:
         """Hands one program to an idle worker."""
         assert slot.worker is not None, "an idle slot has a worker"
         attempt = slot.attempt = Attempt(execution)
@@ -211,28 +233,28 @@ class Dispatcher:
             return
         except OSError as error:
             self._end_attempt(slot)
-            _fail(execution, SandboxFailure(f"the host cannot start a program: {error}"))
+            fail(execution, SandboxFailure(f"the host cannot start a program: {error}"))
             return
         for stream in attempt.streams:
             self._watch(stream.descriptor, partial(self._on_output, slot, attempt, stream))
-        slot.state = _State.BUSY
-        slot.deadline = time.monotonic() + execution.timeout_s + _BACKSTOP_S
+        slot.state = State.BUSY
+        slot.deadline = time.monotonic() + execution.timeout_s + self.backstop_s
 
-    def _on_output(self, slot: _Slot, attempt: Attempt, stream: Stream) -> None:
+    def _on_output(self, slot: WorkerSlot, attempt: Attempt, stream: Stream) -> None:
         stream.read()
-        if not stream.is_open or len(stream.data) > self.spec.max_output_bytes:
+        if not stream.is_open or len(stream.data) > attempt.execution.max_output_bytes:
             self._unwatch(stream.descriptor)
             if stream.is_open:
                 self._kill_attempt(slot, attempt)
             else:
                 stream.close()
 
-    def _kill_attempt(self, slot: _Slot, attempt: Attempt) -> None:
+    def _kill_attempt(self, slot: WorkerSlot, attempt: Attempt) -> None:
         assert slot.worker is not None, "a busy slot has a worker"
         with contextlib.suppress(OSError):  # a dead worker shows up on its control socket
             slot.worker.control.send(protocol.KILL.pack(b"K", attempt.run_id), socket.MSG_DONTWAIT)
 
-    def _finish(self, slot: _Slot, packet: bytes) -> None:
+    def _finish(self, slot: WorkerSlot, packet: bytes) -> None:
         """The server's word has come: nothing of the program is alive, what it wrote is here."""
         attempt = slot.attempt
         assert slot.worker is not None and attempt is not None, "a busy slot has both"
@@ -242,16 +264,16 @@ class Dispatcher:
             self._on_broken_worker(slot)
             return
         slot.num_oom_kills = num_oom_kills
-        limit = self.spec.max_output_bytes
+        limit = attempt.execution.max_output_bytes
         stdout, stderr = (stream.drain(limit) for stream in attempt.streams)
         self._end_attempt(slot)
         slot.num_runs += 1
-        slot.state, slot.deadline = _State.IDLE, float("inf")
+        slot.state, slot.deadline = State.IDLE, float("inf")
         if slot.num_runs >= self.spec.max_runs_per_worker:
             self._stop(slot)
-        _succeed(attempt.execution, judge(outcome, stdout, stderr, limit, TIER))
+        succeed(attempt.execution, judge(outcome, stdout, stderr, limit, TIER))
 
-    def _on_broken_worker(self, slot: _Slot) -> None:
+    def _on_broken_worker(self, slot: WorkerSlot) -> None:
         """The worker broke under a program: once more on a fresh one, then it is its doing."""
         attempt = slot.attempt
         assert slot.worker is not None and attempt is not None, "a busy slot has both"
@@ -261,35 +283,35 @@ class Dispatcher:
         if attempt.execution.num_errors < 2:
             slot.execution = attempt.execution
         else:
-            _succeed(attempt.execution, blame(is_oom, TIER))
+            succeed(attempt.execution, blame(is_oom, TIER))
 
-    def _on_idle_death(self, slot: _Slot, attempt: Attempt) -> None:
+    def _on_idle_death(self, slot: WorkerSlot, attempt: Attempt) -> None:
         """The worker died while nothing ran in it; that is not the next program's doing."""
         self._stop(slot)
         attempt.execution.num_starts += 1
         if attempt.execution.num_starts < _MAX_STARTS:
             slot.execution = attempt.execution
         else:
-            _fail(attempt.execution, SandboxFailure("sandbox workers die while they wait"))
+            fail(attempt.execution, SandboxFailure("sandbox workers die while they wait"))
 
     def _enforce_deadlines(self) -> None:
         now = time.monotonic()
         for slot in self._slots:
             if now < slot.deadline:
                 continue
-            if slot.state is _State.BUSY:
+            if slot.state is State.BUSY:
                 self._on_broken_worker(slot)
             else:
                 self._on_start_failure(slot, f"not ready after {_START_LIMIT_S:.0f} s")
 
-    def _end_attempt(self, slot: _Slot) -> None:
+    def _end_attempt(self, slot: WorkerSlot) -> None:
         attempt, slot.attempt = slot.attempt, None
         for stream in attempt.streams if attempt else ():
             self._unwatch(stream.descriptor)
             stream.close()
 
-    def _stop(self, slot: _Slot) -> None:
-        slot.state, slot.deadline, slot.num_runs = _State.DEAD, float("inf"), 0
+    def _stop(self, slot: WorkerSlot) -> None:
+        slot.state, slot.deadline, slot.num_runs = State.DEAD, float("inf"), 0
         self._end_attempt(slot)
         if slot.worker is not None:
             self._unwatch(slot.worker.control.fileno())
@@ -305,11 +327,13 @@ class Dispatcher:
             self._epoll.unregister(descriptor)
 
 
-def _succeed(execution: Execution, result: ExecResult) -> None:
+def succeed(execution: Execution, result: ExecResult) -> None:
+    """Gives the caller its result, unless it has gone."""
     with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
         execution.future.set_result(result)
 
 
-def _fail(execution: Execution, error: SandboxFailure) -> None:
+def fail(execution: Execution, error: SandboxFailure) -> None:
+    """Tells the caller that the machinery failed, unless it has gone."""
     with contextlib.suppress(InvalidStateError):
         execution.future.set_exception(error)

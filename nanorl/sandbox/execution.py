@@ -31,6 +31,9 @@ class Execution:
     payload: bytes
     stdin: bytes
     timeout_s: float
+    max_output_bytes: int
+    job: int = protocol.PROGRAM
+    argument: int = 0
     future: Future[ExecResult] = field(default_factory=Future)
     num_errors: int = 0
     num_starts: int = 0
@@ -86,9 +89,9 @@ class Attempt:
                 stack.callback(os.close, write_end)
                 os.set_blocking(read_end, False)
                 descriptors.append(write_end)
-            protocol.send(
-                control, protocol.GO.pack(self.run_id, self.execution.timeout_s), descriptors
-            )
+            execution = self.execution
+            order = (self.run_id, execution.timeout_s, execution.job, execution.argument)
+            protocol.send(control, protocol.GO.pack(*order), descriptors)
 
     def _file(self, stack: contextlib.ExitStack, name: str, content: bytes, seals: int) -> int:
         flags = os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if seals else 0)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from nanorl.sandbox import protocol
 from nanorl.sandbox.base import ExecResult, ExecStatus
 
-_NOTE = b"the program broke its sandbox twice\n"
+_NOTE = b"the program broke its sandbox\n"
+_FORGOT = "the interpreter was ended: its names are gone, a new one starts with the next call"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +64,12 @@ def judge(
         wall_s=outcome.wall_s,
         maxrss_bytes=outcome.maxrss_bytes,
         backend=backend,
+        notice=_FORGOT if outcome.flags & protocol.FLAG_FORGOT else "",
     )
 
 
 def blame(is_oom: bool, backend: str) -> ExecResult:
-    """The result of a program that broke two workers: its own failure, so nothing is gained."""
+    """The result of a program that broke its workers: its own failure, so nothing is gained."""
     return ExecResult(
         status=ExecStatus.OOM if is_oom else ExecStatus.ERROR,
         exit_code=-int(signal.SIGKILL),

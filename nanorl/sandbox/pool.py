@@ -4,8 +4,8 @@
         result = await pool.run("print(6 * 7)")
 
 Starts only if a canary, really run, sees nothing but walls; otherwise `SandboxUnavailable`, with
-the reason and what to do. There is no weaker mode. Every run is stateless: sessions that keep a
-folder or an interpreter for one episode are left out.
+the reason and what to do. There is no weaker mode. Every run is stateless; what is to be kept for
+an episode, a folder or an interpreter, is a session's (session.py).
 Next: dispatch.py (the thread that feeds the workers).
 """
 
@@ -16,6 +16,7 @@ import logging
 import math
 import platform
 import sys
+import threading
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -33,8 +34,10 @@ from nanorl.sandbox.bwrap import TIER
 from nanorl.sandbox.dispatch import Dispatcher
 from nanorl.sandbox.execution import Execution
 from nanorl.sandbox.interpreter import find_python
+from nanorl.sandbox.lease import SessionDispatcher
 from nanorl.sandbox.machine import explain, find_bwrap
-from nanorl.sandbox.protocol import PAYLOAD, PROGRAM_NAME
+from nanorl.sandbox.protocol import FOLDERS, PROGRAM_NAME, pack
+from nanorl.sandbox.session import Session, archive_of
 
 _CANARY_TIMEOUT_S = 10.0
 
@@ -54,6 +57,9 @@ class SandboxPool:
         self.spec = spec
         self._dispatcher = self._open(num_workers)
         self._finalizer = weakref.finalize(self, self._dispatcher.close)
+        self._sessions: SessionDispatcher | None = None
+        self._sessions_lock = threading.Lock()
+        self._is_session_probed = False
         self.capabilities = Capabilities(
             tier=TIER,
             isolates=frozenset({"fs", "net", "pid", "mem", "kernel"}),
@@ -97,7 +103,9 @@ class SandboxPool:
         raise refusals[0]
 
     def _probe(self, dispatcher: Dispatcher) -> None:
-        execution = Execution(_pack(canary.CODE, {}), b"", _CANARY_TIMEOUT_S)
+        execution = Execution(
+            _pack(canary.CODE, {}), b"", _CANARY_TIMEOUT_S, self.spec.max_output_bytes
+        )
         dispatcher.submit(execution)
         try:
             result = execution.future.result()
@@ -133,6 +141,45 @@ class SandboxPool:
         """`run` for callers without an event loop; blocks."""
         return self._submit(code, files, stdin, timeout_s).result()
 
+    async def open_session(
+        self, files: Mapping[str, str | bytes] | None = None, *, folder: str = "/work"
+    ) -> Session:
+        """A sandbox for one episode, whose folder holds `files` (relative path to contents).
+
+        Waits while `max_sessions` are open. Close it: else it lives until it is collected. The
+        first one is trusted, as the pool is, only after a canary in it saw nothing but walls.
+        """
+        if folder not in FOLDERS:
+            raise ValueError(f"folder={folder!r} is none of {', '.join(FOLDERS)}")
+        session = Session(self._session_dispatcher(), archive_of(files or {}, self.spec), folder)
+        try:
+            if not self._is_session_probed:
+                await self._probe_session(session)
+            else:
+                await session.lay()
+        except BaseException:
+            await session.close()
+            raise
+        return session
+
+    async def _probe_session(self, session: Session) -> None:
+        result = await session.run(canary.CODE, _CANARY_TIMEOUT_S)
+        leak = canary.find_leak(result, files_in_tmp=[])
+        if leak and not self.ablate:
+            raise explain(leak)
+        self._is_session_probed = True
+
+    def _session_dispatcher(self) -> SessionDispatcher:
+        with self._sessions_lock:
+            if not self._finalizer.alive:
+                raise SandboxFailure("the sandbox pool is closed")
+            if self._sessions is None:
+                of_runs = self._dispatcher
+                arguments = (self.spec, of_runs.bwrap, of_runs.python, 0, self.ablate)
+                self._sessions = SessionDispatcher(*arguments)
+                weakref.finalize(self, self._sessions.close)
+            return self._sessions
+
     def _submit(
         self,
         code: str,
@@ -145,7 +192,7 @@ class SandboxPool:
             raise ValueError(f"timeout_s={timeout_s} must be a positive number of seconds")
         files = files or {}
         self._check_files(files)
-        execution = Execution(_pack(code, files), stdin, limit_s)
+        execution = Execution(_pack(code, files), stdin, limit_s, self.spec.max_output_bytes)
         self._dispatcher.submit(execution)
         return execution.future
 
@@ -163,7 +210,9 @@ class SandboxPool:
             raise ValueError(f"files: {len(files)} are too many; raise tmp_inodes")
 
     def close(self) -> None:
-        """Ends all workers and everything in them. May be called again."""
+        """Ends all workers, sessions and everything in them. May be called again."""
+        if self._sessions is not None:
+            self._sessions.close()
         self._finalizer()
 
     def __enter__(self) -> SandboxPool:
@@ -175,9 +224,5 @@ class SandboxPool:
 
 def _pack(code: str, files: Mapping[str, str]) -> bytes:
     """The payload that program.lay_files reads: the program first, then its files."""
-    parts = []
-    for name, text in ((PROGRAM_NAME, code), *files.items()):
-        name_bytes = name.encode(errors="surrogatepass")
-        text_bytes = text.encode(errors="surrogatepass")
-        parts += [PAYLOAD.pack(len(name_bytes), len(text_bytes)), name_bytes, text_bytes]
-    return b"".join(parts)
+    texts = ((PROGRAM_NAME, code), *files.items())
+    return pack([(name, text.encode(errors="surrogatepass")) for name, text in texts])

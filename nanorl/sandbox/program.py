@@ -21,16 +21,22 @@ from nanorl.sandbox.protocol import PAYLOAD, PROGRAM_NAME
 exit_now = os._exit  # a program may replace the attribute
 
 
-def lay_files(descriptor: int) -> bytes:
-    """Writes the payload's files into the working directory; returns the program's text."""
+def read_payload(descriptor: int) -> list[tuple[str, bytes]]:
+    """The named parts that `protocol.pack` framed."""
     payload = memoryview(_read_all(descriptor))
-    files, position = [], 0
+    parts, position = [], 0
     while position < len(payload):
         name_bytes, text_bytes = PAYLOAD.unpack_from(payload, position)
         middle = position + PAYLOAD.size + name_bytes
         name = bytes(payload[position + PAYLOAD.size : middle]).decode()
         position = middle + text_bytes
-        files.append((name, bytes(payload[middle:position])))
+        parts.append((name, bytes(payload[middle:position])))
+    return parts
+
+
+def lay_files(descriptor: int) -> bytes:
+    """Writes the payload's files into the working directory; returns the program's text."""
+    files = read_payload(descriptor)
     for name, text in files:
         descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         with open(descriptor, "wb", buffering=0) as file:
@@ -50,31 +56,46 @@ def renew_streams() -> None:
         setattr(sys, f"__{name}__", stream)
 
 
-def execute(code: bytes) -> NoReturn:
-    """Runs the text as `__main__` and leaves the way the interpreter would."""
+def new_main(file: str | None = None) -> types.ModuleType:
+    """A fresh `__main__`, and the process as a program expects to find it. `file`: where its text
+    is; None: in no file, as with `python -c`."""
     gc.enable()
     random.seed(0)  # the module reseeds itself after every fork
     main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=PROGRAM_NAME, __builtins__=__builtins__)
+    main.__dict__.update(__builtins__=__builtins__)
+    if file is not None:
+        main.__file__ = file
     sys.modules["__main__"] = main
+    return main
+
+
+def execute(code: bytes, name: str = PROGRAM_NAME) -> NoReturn:
+    """Runs the text as `__main__` and leaves the way the interpreter would."""
+    main = new_main(name if name == PROGRAM_NAME else None)
     exit_code = 0
     try:
-        exec(compile(code, PROGRAM_NAME, "exec", dont_inherit=True), main.__dict__)
+        exec(compile(code, name, "exec", dont_inherit=True), main.__dict__)
     except BaseException as error:
-        exit_code = _report(error)
+        exit_code = report(error)
+    leave(exit_code)
+
+
+def leave(exit_code: int) -> NoReturn:
+    """Ends the process as the interpreter would: threads, exit handlers, buffers."""
     exit_code = _shut_down(exit_code)
     exit_now(exit_code & 0xFF)
 
 
-def _report(error: BaseException) -> int:
+def report(error: BaseException) -> int:
+    """Writes what the interpreter would about an uncaught exception; its exit code."""
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
             return error.code or 0
-        _flush(sys.stdout)
+        flush(sys.stdout)
         print(error.code, file=sys.stderr)
         return 1
     trace = error.__traceback__.tb_next if error.__traceback__ else None
-    _flush(sys.stdout)
+    flush(sys.stdout)
     sys.excepthook(type(error), error.with_traceback(trace), trace)
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
@@ -86,12 +107,13 @@ def _shut_down(exit_code: int) -> int:
         atexit._run_exitfuncs()
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
-    is_flushed = _flush(sys.stdout)
-    _flush(sys.stderr)
+    is_flushed = flush(sys.stdout)
+    flush(sys.stderr)
     return exit_code if is_flushed else exit_code or 120
 
 
-def _flush(stream: Any) -> bool:
+def flush(stream: Any) -> bool:
+    """False if what is buffered could not be written."""
     try:
         if stream is not None and not stream.closed:
             stream.flush()

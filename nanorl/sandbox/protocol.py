@@ -2,6 +2,7 @@
 
 host -> server    configuration (JSON, once), GO with descriptors, KILL
 server -> host    HELLO (once), RESULT: fixed-size structs, no JSON and no pickle
+server <-> repl   a session's interpreter: GO with descriptors, then DONE
 server -> child   GO with the descriptors, unread; child -> server: READY, then a wait status
 """
 
@@ -10,24 +11,43 @@ from __future__ import annotations
 import array
 import socket
 import struct
+from collections.abc import Sequence
 
 HELLO = b"warm"
 READY = b"R"
-GO = struct.Struct("<16sd")  # run id, wall-clock limit in seconds
+GO = struct.Struct("<16sdBB")  # run id, wall-clock limit in seconds, a Job, its argument
 KILL = struct.Struct("<1s16s")  # b"K", run id: the host has seen enough
 RESULT = struct.Struct("<16sIiddQ")  # run id, flags, wait status, CPU s, wall s, maximal RSS in KiB
 WAIT_STATUS = struct.Struct("<i")
+DONE = struct.Struct("<16sB")  # run id, exit code: a session's interpreter has come to the end
 PAYLOAD = struct.Struct("<II")  # bytes of one file's name, bytes of its text; the program first
 FLAG_TIMEOUT, FLAG_MEMORY, FLAG_KILLED, FLAG_BROKEN = 1, 2, 4, 8
+FLAG_DONE = 16  # a session's interpreter came to the end of its code, and waits for more
+FLAG_FORGOT = 32  # the session's interpreter ended: its names are gone
 NO_STATUS = -1  # the execution was killed from outside
 PROGRAM_NAME = "program.py"
+
+# What a session's worker can be asked for (keeper.py); a stateless one knows PROGRAM alone.
+PROGRAM, PYTHON, SHELL, REPL, READ, WRITE, PACK, UNPACK, LAY_TESTS, TEST, CALL, VERIFY = range(12)
+FOLDERS = ("/work", "/app", "/workspace", "/testbed", "/repo")
+"""The working folders that a session can have: mount points, made before it is known which."""
+TESTS, LOGS = "/tests", "/logs"
 
 _MAX_DESCRIPTORS = 4
 
 
-def send(sock: socket.socket, message: bytes, descriptors: list[int]) -> None:
+def send(sock: socket.socket, message: bytes, descriptors: list[int], flags: int = 0) -> None:
     rights = array.array("i", descriptors)
-    sock.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+    sock.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], flags)
+
+
+def pack(parts: Sequence[tuple[str, bytes]]) -> bytes:
+    """The payload of a run: named parts, one after the other; `program.read_payload` undoes it."""
+    framed = []
+    for name, content in parts:
+        name_bytes = name.encode(errors="surrogatepass")
+        framed += [PAYLOAD.pack(len(name_bytes), len(content)), name_bytes, content]
+    return b"".join(framed)
 
 
 def receive(sock: socket.socket) -> tuple[bytes, list[int]]:

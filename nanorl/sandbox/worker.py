@@ -28,13 +28,16 @@ import site
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from nanorl.sandbox import usage
 from nanorl.sandbox.confine import Confinement, close_from
 from nanorl.sandbox.program import execute, exit_now, lay_files, renew_streams
 from nanorl.sandbox.protocol import (
+    DONE,
     FLAG_BROKEN,
+    FLAG_DONE,
     FLAG_KILLED,
     FLAG_MEMORY,
     FLAG_TIMEOUT,
@@ -55,15 +58,22 @@ from nanorl.sandbox.protocol import (
 _WATCH_PERIOD_S, _SHORTEST_PERIOD_S = 0.05, 0.005
 _FASTEST_BYTES_PER_S = 4 << 30
 
+ProgramMain = Callable[[Confinement, socket.socket], None]
 
-class _Child:
-    """One prespawned execution: its init and the socket to it."""
 
-    def __init__(self, confinement: Confinement, control: socket.socket) -> None:
+class Child:
+    """One execution, spawned ahead: its init and the socket to it."""
+
+    def __init__(
+        self, confinement: Confinement, control: socket.socket, main: ProgramMain | None = None
+    ) -> None:
+        """`main`: what the confined process does; None: it becomes the program that it is sent."""
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pid = confinement.clone()
         if self.pid == 0:
-            _run_or_die(_init_main, confinement, theirs, (self.sock, control))
+            _run_or_die(
+                _init_main, confinement, theirs, (self.sock, control), main or _program_main
+            )
         theirs.close()
 
     def is_ready(self) -> bool:
@@ -89,14 +99,17 @@ def _run_or_die(function: Any, *args: Any) -> NoReturn:
 
 
 def _init_main(
-    confinement: Confinement, sock: socket.socket, others: tuple[socket.socket, ...]
+    confinement: Confinement,
+    sock: socket.socket,
+    others: tuple[socket.socket, ...],
+    main: ProgramMain,
 ) -> None:
     for other in others:
         other.close()
     confinement.isolate()
     pid = os.fork()
     if pid == 0:
-        _run_or_die(_program_main, confinement, sock)
+        _run_or_die(main, confinement, sock)
     while True:
         reaped, status = os.wait()
         if reaped == pid:
@@ -104,15 +117,30 @@ def _init_main(
             exit_now(0)
 
 
-def _program_main(confinement: Confinement, sock: socket.socket) -> None:
+def take_order(confinement: Confinement, sock: socket.socket) -> tuple[bytes, list[int]]:
+    """Gives up every right, says so, and waits for what is to be done with what descriptors."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     confinement.confine()
     sock.send(READY)
-    message, descriptors = receive(sock)
-    limit_s = GO.unpack(message)[1]
+    return receive(sock)
+
+
+def _program_main(confinement: Confinement, sock: socket.socket) -> None:
+    message, descriptors = take_order(confinement, sock)
+    limit_cpu(GO.unpack(message)[1])
+    code = lay_files(descriptors[0])
+    connect(sock, descriptors)
+    execute(code)
+
+
+def limit_cpu(limit_s: float) -> None:
+    """A second wall behind the server's: it alone looks at the wall clock."""
     cpu_s = int(limit_s) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
-    code = lay_files(descriptors[0])
+
+
+def connect(sock: socket.socket, descriptors: list[int]) -> None:
+    """Makes [payload, (stdin,) stdout, stderr] the standard streams and closes all others."""
     if len(descriptors) == 3:
         # An open file of its own: flags, offset and locks of a shared one would outlive the run.
         descriptors.insert(1, os.open("/dev/null", os.O_RDONLY))
@@ -121,10 +149,9 @@ def _program_main(confinement: Confinement, sock: socket.socket) -> None:
     sock.detach()
     close_from(3)
     renew_streams()
-    execute(code)
 
 
-class _Server:
+class Server:
     """Serves one run at a time until the host closes the control socket."""
 
     def __init__(self, control: socket.socket, config: dict[str, Any]) -> None:
@@ -133,7 +160,7 @@ class _Server:
         self.memory = usage.MemoryWatch()
         self.confinement = Confinement(config)
         self.confinement.enter_mount_namespace()
-        self.child = _Child(self.confinement, control)
+        self.child = Child(self.confinement, control)
 
     def serve(self) -> None:
         self.control.send(HELLO if self.child.is_ready() else b"broken")
@@ -148,18 +175,18 @@ class _Server:
                 self._respawn()
             result = self._run(message, descriptors)
             self.control.send(result)
-            self.child = _Child(self.confinement, self.control)
+            self.child = Child(self.confinement, self.control)
             is_ready = False
 
     def _respawn(self) -> None:
         """The waiting child died (say, of the memory limit): once more, then give up."""
         self.child.reap()
-        self.child = _Child(self.confinement, self.control)
+        self.child = Child(self.confinement, self.control)
         if not self.child.is_ready():
             raise SystemExit("the confined child does not start")
 
     def _run(self, message: bytes, descriptors: list[int]) -> bytes:
-        run_id, limit_s = GO.unpack(message)
+        run_id, limit_s, _, _ = GO.unpack(message)
         start = time.monotonic()
         send(self.child.sock, message, descriptors)
         for descriptor in descriptors:
@@ -189,12 +216,19 @@ class _Server:
             usage.resume(standing)
         return left
 
-    def _wait(self, run_id: bytes, deadline: float) -> tuple[int, int]:
-        """(flags, wait status) of the program; NO_STATUS says that init was killed."""
+    def _wait(
+        self, run_id: bytes, deadline: float, talk: socket.socket | None = None
+    ) -> tuple[int, int]:
+        """(flags, wait status) of the program; NO_STATUS says that init was killed.
+
+        `talk`: where a session's interpreter says that it has come to the end of its code.
+        """
         child, control = self.child.sock.fileno(), self.control.fileno()
         poller = select.poll()
         poller.register(child, select.POLLIN)
         poller.register(control, select.POLLIN)
+        if talk is not None:
+            poller.register(talk, select.POLLIN)
         period_s = _WATCH_PERIOD_S if self.watch_bytes else float("inf")
         while True:
             start = time.monotonic()
@@ -212,6 +246,14 @@ class _Server:
                     os._exit(0)  # the host is gone, and with this process the whole worker
                 if packet == KILL.pack(b"K", run_id):
                     return FLAG_KILLED, NO_STATUS
+            if talk is not None and talk.fileno() in ready:
+                packet = talk.recv(64)
+                if len(packet) == DONE.size and packet.startswith(run_id):
+                    return FLAG_DONE, packet[-1] << 8
+                if packet:  # the program itself speaks here: it shall not keep this one busy
+                    return 0, NO_STATUS
+                poller.unregister(talk)  # closed: it ends, or runs into the limit
+                talk = None
             if not ready and self.watch_bytes:
                 start = time.monotonic()
                 if (left := self._memory_left(deadline)) < 0:
@@ -232,11 +274,12 @@ def _restore_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def main() -> None:
+def prepare() -> tuple[socket.socket, dict[str, Any]]:
+    """The control socket and the configuration; afterwards the process is fit to be forked."""
     _restore_signals()
     control = socket.socket(fileno=int(sys.argv[1]))
     config = json.loads(control.recv(1 << 16))
-    sys.path[0] = "/tmp"
+    sys.path[0] = config["import_path"]
     for name in config["preload"]:
         importlib.import_module(name)
     for name in [name for name in sys.modules if name.startswith("nanorl")]:
@@ -247,4 +290,8 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     gc.disable()
-    _Server(control, config).serve()
+    return control, config
+
+
+def main() -> None:
+    Server(*prepare()).serve()

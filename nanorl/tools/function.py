@@ -37,7 +37,7 @@ from typing import Annotated, Any, NotRequired
 from nanorl.tools.base import Submitted, ToolContext, ToolError
 from nanorl.types import InfrastructureError
 
-NOT_TOOLS = frozenset({"reset", "step", "close"})
+NOT_TOOLS = frozenset({"reset", "step", "close", "score", "tasks", "teacher", "setup"})
 """Public methods of an environment that are not for the model."""
 MAX_SHOWN_CHARS = 80
 """Of a wrong argument, in the message to the model."""

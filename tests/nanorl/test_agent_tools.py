@@ -79,10 +79,9 @@ def test_malformed_blocks_are_typed_errors(text: str, match: str) -> None:
     assert isinstance(error, ToolCallError) and match in str(error)
 
 
-@pytest.mark.parametrize("name", ["open", "close", "answer"])
-def test_a_format_without_a_marker_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}='.n': a marker must not be blank"):
-        replace(MARKDOWN, **{name: "\n"})
+def test_a_format_without_a_marker_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"answer='.n': a marker must not be blank"):
+        replace(MARKDOWN, answer="\n")
 
 
 def steps(env: CodeEpisode, *texts: str) -> list[TimeStep]:

@@ -93,7 +93,7 @@ def test_a_plain_model_is_talked_to_without_an_environment(
     [
         ("RUN/nothing --say x", "no such folder"),
         ("RUN/model --say x --model base", "is a model, not a run"),
-        ("RUN/model --say x --env moon", "--env moon: no such environment"),
+        ("RUN/model --say x --env moon", "--env moon: no env"),
         ("RUN/model --say x --temperature 99", "must be 0 to 10"),
         ("RUN/model --say /task", "has no tasks"),
         ("RUN/model --say /nonsense", "/nonsense: no such command; there are /model"),

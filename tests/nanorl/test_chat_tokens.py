@@ -367,7 +367,7 @@ def test_without_thinking_every_turn_opens_behind_an_empty_think_block(qwen3: Mo
 
 def template_of(name: str) -> ChatTokenizer:
     config = json.loads((npm_folder(name) / "tokenizer_config.json").read_text())
-    return tiny_tokenizer(config["chat_template"])
+    return tiny_tokenizer("{% set bos_token = '' %}" + config["chat_template"])
 
 
 @pytest.mark.parametrize(

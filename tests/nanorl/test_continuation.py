@@ -49,7 +49,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "whole"
     output = run(out, *OPTIONS)
     assert f"nanorl train --resume --out {out} --rl.steps 6\n" in output
-    for verb in (f"nanorl chat {out}", f"nanorl view {out}", f"nanorl eval {out}/model-trained"):
+    for verb in (f"nanorl chat {out}", f"nanorl view {out}", f"nanorl eval {out}"):
         assert verb in output
     return out
 
@@ -104,6 +104,11 @@ def test_a_fork_ends_as_its_origin_did_and_a_longer_one_as_the_origin_prolonged(
     page = (prolonged / "report.html").read_text()
     assert f"rl.lr: {lr} → <b>0.001</b>" in page and '<section id="history">' in page
     assert '<section id="history">' not in (whole / "report.html").read_text()
+
+    # only the evaluation after RL is played again
+    run(prolonged, "--resume", "--evaluation.num-tasks", "1")
+    summary = json.loads((prolonged / "summary.json").read_text())
+    assert (summary["heldout_n"], summary["heldout_n_before"], len(rows(prolonged))) == (1, 2, 5)
 
 
 def parse(*arguments: str) -> RunConfig:

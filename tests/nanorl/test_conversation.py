@@ -9,14 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from agent_doubles import EOS, FakeSandbox, exec_result, output_of, tiny_tokenizer
+from agent_doubles import EOS, CodeEpisode, FakeSandbox, exec_result, output_of, tiny_tokenizer
 
 from nanoinfer.params import SamplingParams
 from nanoinfer.streams import StreamChunk
 from nanorl.agents.conversation import Conversation, Listener, Reply
 from nanorl.agents.tokens import Limits
-from nanorl.envs.actions import MARKDOWN
-from nanorl.envs.code import CodeEnv
 from nanorl.sandbox.base import SandboxFailure, SandboxSpec
 from nanorl.sandbox.pool import SandboxPool
 from nanorl.types import Task
@@ -63,7 +61,7 @@ class ScriptedEngine:
 def conversation(
     sandbox: Any = None, limits: Limits = LIMITS, sampling: SamplingParams | None = None
 ) -> Conversation:
-    opens = None if sandbox is None else lambda: CodeEnv(sandbox, MARKDOWN)
+    opens = None if sandbox is None else lambda: CodeEpisode(sandbox)
     return Conversation(TOKENIZER, limits, sampling or SamplingParams(seed=5), opens)
 
 
@@ -75,7 +73,7 @@ def say(talk: Conversation, engine: Any, *texts: str) -> list[Reply]:
 
 
 def prompt(text: str) -> Task:
-    return Task(task_id="chat", kind="chat", prompt=text, answer="")
+    return Task(text)
 
 
 def test_every_prompt_extends_the_tokens_held_and_what_was_sampled_stays_as_it_was() -> None:
@@ -106,7 +104,7 @@ def test_the_listener_hears_the_text_as_it_comes_and_what_the_tool_answered() ->
     )
     engine = ScriptedEngine([CALL, "Answer: 42"])
     reply = asyncio.run(conversation(sandbox).say(prompt("6 * 7?"), engine, "trained", listener))
-    place = heard.index(("tool", "42"))
+    place = heard.index(("tool", "Output:\n42"))
     assert len(heard) > 10, "a piece a token"
     assert "".join(text for _, text in heard[:place]) == CALL
     assert "".join(text for _, text in heard[place + 1 :]) == "Answer: 42"
@@ -119,7 +117,7 @@ def test_the_listener_hears_the_text_as_it_comes_and_what_the_tool_answered() ->
 def test_the_programs_of_the_agent_really_run() -> None:
     with SandboxPool(SandboxSpec(timeout_s=20.0), num_workers=1) as sandbox:
         [reply] = say(conversation(sandbox), ScriptedEngine([CALL, "Answer: 42"]), "6 * 7?")
-    assert reply.turns[1] == {"role": "tool", "text": "42"}
+    assert reply.turns[1] == {"role": "tool", "text": "Output:\n42"}
 
 
 def test_another_model_is_asked_in_the_same_place_and_the_conversation_stays() -> None:

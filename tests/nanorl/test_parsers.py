@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanorl.envs.actions import COMPACT, MARKDOWN, ActionFormat, program
 from nanorl.parsers.base import Parser, ToolCall, ToolCallError
-from nanorl.parsers.fenced import BASH_FENCE, PYTHON_FENCE, Fence, FencedParser
+from nanorl.parsers.fenced import BASH_FENCE, PYTHON_FENCE, FencedParser
 from nanorl.parsers.hermes import HermesParser
 from nanorl.parsers.llama import LlamaParser
 from nanorl.parsers.pythonic import PythonicParser
@@ -230,35 +229,6 @@ def test_a_flood_of_calls_is_cut_with_one_error() -> None:
     found = HERMES.read(HERMES.write(ADD) * 500)
     assert found[:-1] == [ADD] * MAX_CALLS
     assert "the rest was not read" in str(found[-1])
-
-
-def fenced_like(format: ActionFormat) -> FencedParser:
-    fence = Fence(tool="python", argument="code", open=format.open, close=format.close)
-    return FencedParser(
-        fences=(fence,),
-        is_one_at_a_time=True,
-        role=format.observation_role,
-        prefix=format.observation_prefix,
-    )
-
-
-@pytest.mark.parametrize("format", [MARKDOWN, COMPACT], ids=["markdown", "compact"])
-def test_a_fenced_parser_of_one_block_does_what_the_action_format_does(
-    format: ActionFormat,
-) -> None:
-    parser = fenced_like(format)
-    pieces = [format.open, format.close, format.open.strip(), format.close.strip(), "x", "\n", " "]
-    pieces += [format.answer, "Answer: 4"]
-
-    @settings(max_examples=300, deadline=None, database=None)
-    @given(st.lists(st.sampled_from(pieces), max_size=8).map("".join))
-    def holds(text: str) -> None:
-        assert read(parser, text) == read(format, text)
-
-    holds()
-    call = program("print(1)\nprint(2)")
-    assert parser.write(call) == format.write(call)
-    assert parser.observation(["42"]) == format.observation(["42"])
 
 
 def test_blocks_of_several_tools_are_told_by_their_fences() -> None:

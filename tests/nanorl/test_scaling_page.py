@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import re
 import shlex
@@ -23,7 +24,7 @@ from nanoengine.estimate import (
 )
 from nanoengine.footprint import Plan
 from nanoinfer.server.config import ServerConfig
-from nanorl.cli import find_verb
+from nanorl.cli import VERBS
 from nanorl.config import RunConfig
 from nanorl.presets import get_preset
 
@@ -62,8 +63,9 @@ def known(words: list[str]) -> tuple[set[str], set[str]] | None:
         start = next(i for i, word in enumerate(words) if "scripts/" in word)
         return flags(words[start:]), RUN
     if words[0] == "nanorl":
-        verb = inspect.signature(find_verb(words[1]))
-        return flags(words), {f"--{name.replace('_', '-')}" for name in verb.parameters}
+        module, _, name = VERBS[words[1]].place.partition(":")
+        verb = inspect.signature(getattr(importlib.import_module(module), name))
+        return flags(words), {f"--{each.replace('_', '-')}" for each in verb.parameters}
     if "nanoinfer.server" in words:
         return flags(words), set(options(ServerConfig))
     return None

@@ -15,7 +15,7 @@ from agent_doubles import tiny_tokenizer
 
 from nanorl.config import RunConfig
 from nanorl.envs.base import EnvKind, Services
-from nanorl.envs.kind import ENVIRONMENTS, load_kind
+from nanorl.envs.catalog import ENVIRONMENTS, load_kind
 from nanorl.envs.run_kind import run_kind
 from nanorl.envs.shipped.corpus import Town
 from nanorl.envs.shipped.reading import lcs_ratio, tagged

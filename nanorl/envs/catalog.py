@@ -1,0 +1,74 @@
+"""Finds the environment that a user names or gives: one of ours, a file, `module:Class`, a class.
+
+kind = load_kind("guess.py", {})
+kind = as_kind(Guess)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from nanorl.envs.base import EnvKind
+from nanorl.envs.env import Env
+from nanorl.envs.kind import ShortKind
+from nanorl.envs.tool_class import ToolClassKind, is_tool_class
+from nanorl.plugins import load_object
+
+PRESETS_OWN = "code"
+"""The name of the environment that a preset trains in where nobody names another one."""
+
+ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
+    {
+        PRESETS_OWN: "nanorl.envs.code:CodeEnv",
+        "alphabet_sort": "nanorl.envs.shipped.alphabet_sort:AlphabetSort",
+        "guess": "nanorl.envs.shipped.guess:Guess",
+        "harbor": "nanorl.envs.harbor:Harbor",
+        "humaneval": "nanorl.envs.shipped.humaneval:HumanEval",
+        "math": "nanorl.envs.shipped.math:MathProblems",
+        "reasoning_gym": "nanorl.envs.shipped.reasoning_gym:ReasoningGym",
+        "repair": "nanorl.envs.repair:Repair",
+        "reverse_text": "nanorl.envs.shipped.reverse_text:ReverseText",
+        "search": "nanorl.envs.shipped.search:SearchCorpus",
+        "wordle": "nanorl.envs.shipped.wordle:Wordle",
+    }
+)
+"""The environments that come with the project, by the names that `--env` takes."""
+
+
+def load_kind(spec: str, arguments: Mapping[str, Any]) -> EnvKind:
+    """The environment that `--env` names."""
+    found = load_object(spec, what="env", known=ENVIRONMENTS, fits=is_environment)
+    return as_kind(found, arguments)
+
+
+def as_kind(given: Any, arguments: Mapping[str, Any] | None = None) -> EnvKind:
+    """The kind of a class, or of an object that is one already."""
+    if isinstance(given, type) and issubclass(given, Env):
+        return ShortKind(given, arguments)
+    if is_tool_class(given):
+        return ToolClassKind(given, arguments)
+    if callable(getattr(given, "open", None)) and callable(getattr(given, "tasks", None)):
+        return given
+    raise ValueError(f"{given!r} is no environment: derive a class from nanorl.Env")
+
+
+def is_environment(value: Any) -> bool:
+    is_short = isinstance(value, type) and issubclass(value, Env) and value is not Env
+    return is_short or is_tool_class(value)
+
+
+def parse_arguments(pairs: Sequence[str]) -> dict[str, Any]:
+    """`["family=chain_sum", "level=2"]` as arguments; values are JSON, or else texts."""
+    arguments = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals or not name.isidentifier():
+            raise ValueError(f"--env-args {pair}: write name=value")
+        try:
+            arguments[name] = json.loads(text)
+        except json.JSONDecodeError:
+            arguments[name] = text
+    return arguments
