@@ -458,13 +458,15 @@ def test_families_of_reasoning_gym_are_scored_by_their_own_scorers() -> None:
         kind.close()
 
 
-def test_families_that_are_not_there_or_pay_for_nonsense_are_refused() -> None:
+def test_families_that_are_not_there_or_always_pay_for_some_text_are_refused() -> None:
     pytest.importorskip("reasoning_gym")
     for arguments, message in [
         ({"family": "nope"}, "family=nope: reasoning-gym has no such family"),
         ({"family": "chain_sum", "foo": 1}, "chain_sum refuses them.*foo"),
         ({"family": "chain_sum", "min_terms": 9}, "chain_sum refuses them"),
         ({"family": "game_of_life_halting"}, "its scorer gives 1 to 'qzxw'"),
+        ({"family": "coin_flip"}, "its scorer gives 1 to '0'"),
+        ({"family": "gcd,complex_arithmetic"}, "complex_arithmetic.* gives 1 to 'nan'"),
     ]:
         with pytest.raises(ValueError, match=message):
             load_kind("reasoning_gym", arguments).tasks(0)

@@ -5,7 +5,8 @@ the scorer gives 1, else nothing: many scorers give a share to an answer that on
 one somewhere, or is merely well formed (`partial=true` pays those shares). The scorer gets the
 family's own entry, generated anew from its number, in a worker with limits of CPU seconds and of
 memory. An answer that it chokes on is wrong, if it can score the entry's own under these limits.
-A family whose scorer pays for nonsense is refused (game_of_life_halting of version 0.1.25 does).
+A family whose scorer always pays for some text is refused (of version 0.1.25: coin_flip for "0",
+complex_arithmetic for "nan", game_of_life_halting for anything).
 
     nanorl train --env reasoning_gym --env-args family=chain_sum max_terms=3 max_digits=2
     nanorl train --env reasoning_gym --env-args family=gcd,lcm tool=python
@@ -37,7 +38,9 @@ from nanorl.types import InfrastructureError, Task, content_id, split_of
 
 _TAG = "answer"
 _LONGEST_ANSWER = 10_000
-_NONSENSE = ("qzxw", "0 1 2 3 4 5 6 7 8 9 True False yes no A B C D")
+_NUM_PROBED = 5
+_MASTER_KEYS = ("qzxw", "0", "1", "-1", "nan", "inf", "True", "None", "[]", "x", "0 1 2 yes no A B")
+"""Texts that a scorer must not pay for in every entry."""
 _CPU_S, _MEMORY_BYTES = 10, 2 << 30
 _WITHOUT_ANSWER = frozenset(
     ["boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"]
@@ -188,7 +191,7 @@ class FamilyScorer:
     """The datasets, and the scorers in a worker, which starts when it is needed."""
 
     def __init__(self, choice: FamilyOptions) -> None:
-        """ValueError for families that are not there, or that pay for nonsense."""
+        """ValueError for families that are not there, or that always pay for some text."""
         self.datasets = choice.datasets()
         for family, dataset in self.datasets.items():
             _refuse_payer(family, dataset)
@@ -238,19 +241,23 @@ def _score_in_fork(dataset: Any, entry: Mapping[str, Any], answer: str) -> float
 
 
 def _refuse_payer(family: str, dataset: Any) -> None:
-    """ValueError if the family's scorer gives 1 to an answer that is plainly none."""
-    for number in range(min(3, len(dataset))):
-        entry = dataset[number]
-        for answer in _NONSENSE:
-            try:
-                is_paid = dataset.score_answer(answer, entry) >= 1.0
-            except Exception:
-                continue
-            if is_paid:
-                raise ValueError(
-                    f"--env-args family={family}: its scorer gives 1 to {answer!r}, so any answer "
-                    "would be right; choose another family"
-                )
+    """ValueError if the family's scorer gives 1 to one and the same text for different entries: a
+    policy would find it."""
+    entries = [dataset[number] for number in range(min(_NUM_PROBED, len(dataset)))]
+    for text in _MASTER_KEYS:
+        is_key = all(_pays(dataset, text, entry) for entry in entries)
+        if is_key and any(entry["answer"] != text for entry in entries):
+            raise ValueError(
+                f"--env-args family={family}: its scorer gives 1 to {text!r}, whatever the entry, "
+                "so there is nothing to learn; choose another family"
+            )
+
+
+def _pays(dataset: Any, text: str, entry: Mapping[str, Any]) -> bool:
+    try:
+        return bool(dataset.score_answer(text, entry) >= 1.0)
+    except Exception:  # the boundary of a plug-in: a scorer that chokes on a text does not pay
+        return False
 
 
 def _listed(numbers: Sequence[int]) -> str:
