@@ -170,6 +170,11 @@ class Branch:
         return sum(self.loss_mask)
 
     @property
+    def title(self) -> str:
+        """What it is beside the rollout's own sequence, for people."""
+        return "before the history was compacted" if self.is_history else "a sub-agent"
+
+    @property
     def version(self) -> int:
         """The policy version of its first sampled token; -1 without any."""
         return next((version for version in self.versions if version >= 0), -1)

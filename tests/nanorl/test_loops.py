@@ -1,4 +1,4 @@
-"""The agent loops beyond the usual one: what the policy reads, what counts, which tokens are kept."""
+"""The agent loops beyond the usual one: what the policy reads, what counts, what is kept."""
 
 from __future__ import annotations
 
