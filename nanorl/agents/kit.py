@@ -12,12 +12,20 @@ from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import SamplingParams
 from nanorl.agents.context import Generator
 from nanorl.agents.loop import Agent
-from nanorl.agents.loops import load_loop
+from nanorl.agents.loops import AgentLoop, load_loop
 from nanorl.config import RunConfig
 from nanorl.envs.base import Environment, EnvKind, Services
+from nanorl.envs.catalog import parse_arguments
 from nanorl.envs.run_kind import num_env_workers, run_kind
 from nanorl.sandbox.pool import SandboxPool
 from nanorl.types import Rollout, Task
+
+
+def run_loop(config: RunConfig, kind: EnvKind) -> AgentLoop:
+    """The loop that plays the tasks which name none. ValueError where it cannot be found, or does
+    not take its options."""
+    arguments = parse_arguments(config.agent.loop_args, "--agent-args")
+    return load_loop(config.agent.loop or kind.loop, arguments)
 
 
 class AgentKit:
@@ -44,7 +52,7 @@ class AgentKit:
         self.sandbox: SandboxPool | None = None
         if self.kind.needs_sandbox:
             self.sandbox = SandboxPool(config.tool.limits(), num_workers=config.tool.workers)
-        self._loop = load_loop(config.agent.loop or self.kind.loop)
+        self._loop = run_loop(config, self.kind)
 
     def close(self) -> None:
         if self.sandbox is not None:
