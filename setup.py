@@ -21,6 +21,7 @@ PACKAGES = [
     "nanorl.algorithms",
     "nanorl.commands",
     "nanorl.envs",
+    "nanorl.envs.remote",
     "nanorl.envs.shipped",
     "nanorl.hosting",
     "nanorl.monitor",

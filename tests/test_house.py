@@ -90,13 +90,9 @@ WITHOUT_A_USER: dict[str, str] = {
     "BoundedQueue": FRONT_DOOR,
     "build_value_engine": FRONT_DOOR,
     "HostedReward": "a front door: a reward in workers, of episodes that are in none",
-    "WeightedReward": FRONT_DOOR,
     "Scheduler.get_actor": "a front door: programs look up an actor that they named",
     "main": "worker.py's: the program that starts a sandbox worker is a text, and names it",
-    "Harbor": "ENVIRONMENTS names it in a text",
-    "Repair": "ENVIRONMENTS names it in a text",
     "Session.snapshot": "a front door: environments go back to it",
-    "python_session": FRONT_DOOR,
 }
 BROKEN_FILE_NAMES: dict[str, str] = {
     **dict.fromkeys(

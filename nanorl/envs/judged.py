@@ -44,7 +44,13 @@ class JudgedKind:
         return self.kind.demonstrator(task, rng, tokenizer)
 
     def close(self) -> None:
-        self.kind.close()
+        """Close the environment, and the reward where it has something to give back."""
+        try:
+            self.kind.close()
+        finally:
+            close = getattr(self.reward, "close", None)
+            if callable(close):
+                close()
 
 
 class JudgedEpisode:

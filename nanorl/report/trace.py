@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nanorl.types import Rollout
+from nanorl.types import Branch, Rollout
 
 Decode = Callable[[list[int]], str]
 
@@ -52,14 +52,15 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """A rollout, ready to show."""
+    """A token sequence of a rollout, ready to show."""
 
-    rollout: Rollout
+    rollout: Rollout | Branch
     segments: tuple[Segment, ...]
 
 
-def trace_rollout(rollout: Rollout, decode: Decode) -> Trace:
-    """The segments of a rollout in order; together they hold every token once.
+def trace_rollout(rollout: Rollout | Branch, decode: Decode) -> Trace:
+    """The segments of one token sequence, a rollout's own or a branch, in order; together they
+    hold every token once.
 
     `decode` turns ids into text and should keep special tokens visible.
     """
