@@ -23,7 +23,7 @@ collector.py            plays the rollouts of a group
 batching.py             groups become samples with advantages and weights
 learner.py              samples become an optimizer step, and its weights the engine's
 rehearsal.py            an episode without a model, for an environment's tests
-evaluate.py, store.py   success on held-out tasks; every rollout, kept
+evaluation.py, store.py success on held-out tasks; every rollout, kept
 bounds.py, colocation.py   what a number may be; two engines on one GPU
 
 Around it: algorithms/ (advantages and losses), agents/ (one rollout), envs/ (what answers the

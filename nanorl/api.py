@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import sys
 import threading
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
@@ -144,8 +145,7 @@ def _with_environment(config: RunConfig, env: Any) -> tuple[RunConfig, Any]:
     if env is None:
         return config, None
     if config.cluster.backend == "inline":
-        named = f"{env.__module__}:{getattr(env, '__qualname__', type(env).__qualname__)}"
-        return dataclasses.replace(config, env=named, env_workers=0), env
+        return dataclasses.replace(config, env=_name_of(env), env_workers=0), env
     name = spec_of(env)
     if name is None:
         raise ValueError(
@@ -153,6 +153,22 @@ def _with_environment(config: RunConfig, env: Any) -> tuple[RunConfig, Any]:
             "from there, or leave cluster.backend inline"
         )
     return with_options(config, {"env": name}, where="train"), None
+
+
+def _name_of(env: Any) -> str:
+    """What a run is recorded with, so that `nanorl eval RUN` and others find its environment, or
+    say that they do not: never another one.
+
+    A file goes by its path, a module of a package by its name. A script is not run once more for
+    its class: it may train again.
+    """
+    module = sys.modules.get(env.__module__)
+    name = getattr(env, "__qualname__", type(env).__qualname__)
+    file = getattr(module, "__file__", None)
+    is_alone = env.__module__ != "__main__" and "." not in env.__module__
+    if file and is_alone and "<locals>" not in name:
+        return f"{Path(file).resolve()}:{name}"
+    return f"{env.__module__}:{name}"
 
 
 def run_to_end(work: Coroutine[Any, Any, None]) -> None:

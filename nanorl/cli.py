@@ -29,7 +29,7 @@ class Verb(NamedTuple):
 VERBS: Mapping[str, Verb] = MappingProxyType(
     {
         "train": Verb("nanorl.commands.train:main", "train an agent; --env guess.py for your own"),
-        "new": Verb("nanorl.commands.new:new", "write a small environment of your own, to begin with"),
+        "new": Verb("nanorl.commands.new:new", "write a small environment, to begin with"),
         "eval": Verb("nanorl.commands.evaluate:evaluate_model", "how good a model is, how surely"),
         "compare": Verb("nanorl.commands.compare:compare", "which is better, task by task"),
         "chat": Verb("nanorl.commands.chat:chat", "talk to the agent of a run, its tools running"),

@@ -38,7 +38,7 @@ from nanoengine.stop_signals import Interrupted, StopSignals
 from nanoinfer.cancellation import to_the_end
 from nanorl.continuation import computes
 from nanorl.cursor import PHASES, WARMING_UP, Cursor, Phase
-from nanorl.evaluate import EvaluationResult, evaluate
+from nanorl.evaluation import EvaluationResult, evaluate
 from nanorl.history import RunHistory
 from nanorl.learner import Learner, reference_folder
 from nanorl.monitor.monitor import RunMonitor

@@ -178,7 +178,7 @@ def run_evaluation(
     import torch  # here, so that a wrong option is answered at once
     from rich.console import Console
 
-    from nanorl.evaluate import evaluate
+    from nanorl.evaluation import evaluate
     from nanorl.parts import Parts
     from nanorl.report.evaluation import Evaluation
     from nanorl.report.live import LiveView

@@ -98,3 +98,10 @@ def test_ctrl_c_in_a_script_saves_the_run_of_its_own_class(tmp_path: Path) -> No
     assert process.returncode != 0 and Interrupted.__name__ in errors
     assert any((out / "checkpoints").iterdir())
     assert json.loads((out / "config.json").read_text())["env"] == "__main__:Slow"
+
+
+def test_no_module_of_the_package_hides_what_the_front_door_gives() -> None:
+    """Importing nanorl.x sets nanorl.x: a function of that name would be gone."""
+    folder = Path(nanorl.__file__).parent
+    modules = {path.stem for path in folder.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert not modules & set(nanorl.__all__)
