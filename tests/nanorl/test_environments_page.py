@@ -25,7 +25,7 @@ pytestmark = pytest.mark.xdist_group("heavy")
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "environments.md").read_text("utf-8")
 SHORT = shlex.split("""
-    --preset tiny --dtype fp32 --threads 1 --rl.steps 1 --rl.tasks-per-step 1 
+    --preset tiny --dtype fp32 --threads 1 --rl.steps 1 --rl.tasks-per-step 1
     --rl.group-size 2 --agent.max-context-tokens 1020 --agent.max-turn-tokens 6 --agent.max-turns 2
     --warm-start.traces-per-step 2 --warm-start.epochs 1 --warm-start.drill-fraction 0
     --evaluation.num-tasks 2 --evaluation.num-tasks-untrained 0 --evaluation.num-tasks-no-tool 0
