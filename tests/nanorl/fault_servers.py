@@ -29,9 +29,7 @@ async def misbehaving(answer: Answer, fault: Fault) -> AsyncIterator[str]:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             head = await reader.readuntil(b"\r\n\r\n")
-            fields = dict(
-                line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:] if line
-            )
+            fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:] if line)
             body = await reader.readexactly(int(fields.get(b"content-length", b"0")))
             chosen = fault(head, body)
             if chosen == "hang":

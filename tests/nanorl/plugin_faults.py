@@ -75,6 +75,11 @@ def score(text: str, task: nanorl.Task) -> Any:
     return found if found is not None else len(text) % 5 / 4
 
 
+def never_scores(text: str) -> float:
+    """A reward that always raises."""
+    raise ZeroDivisionError("the mean of no marks")
+
+
 class NeverSteps(Plain):
     """Its step always raises."""
 
@@ -82,6 +87,9 @@ class NeverSteps(Plain):
         raise KeyError("the board was never set up")
 
 
-def never_scores(text: str) -> float:
-    """A reward that always raises."""
-    raise ZeroDivisionError("the mean of no marks")
+class NeverTrains(Plain):
+    """It can be played in an evaluation, and not in training."""
+
+    def reset(self) -> Any:
+        if self.task.split == "train":
+            raise KeyError("the board was never set up")

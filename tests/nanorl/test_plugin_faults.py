@@ -28,12 +28,14 @@ from nanorl.agents.kit import AgentKit
 from nanorl.collector import RolloutCollector, RolloutsFailed
 from nanorl.commands.train import main
 from nanorl.config import RunConfig
+from nanorl.envs.catalog import load_kind
+from nanorl.envs.judged import JudgedKind
 from nanorl.envs.remote.server import EnvServer, ServeLimits
 from nanorl.evaluate import evaluate
 from nanorl.presets import get_preset
-from nanorl.store import RolloutStore
+from nanorl.rewards.base import as_reward
 from nanorl.tasks.tiny_model import build_tiny_model
-from nanorl.types import Rollout, Task
+from nanorl.types import Rollout, Status, Task
 
 assert sleeper, "a fixture"
 pytestmark = [
@@ -254,7 +256,11 @@ def test_an_environment_server_that_misbehaves_changes_no_batch(folder: Path, ar
 
                 def choose(head: bytes, body: bytes) -> str:
                     count[0] += 1
-                    if left and count[0] > 20 * (len(met) + 1) and left[0][0].encode() in head.split(b"\r\n")[0]:
+                    if (
+                        left
+                        and count[0] > 20 * (len(met) + 1)
+                        and left[0][0].encode() in head.split(b"\r\n")[0]
+                    ):
                         return left.pop(0)[1]
                     return ""
 
@@ -271,3 +277,120 @@ def test_an_environment_server_that_misbehaves_changes_no_batch(folder: Path, ar
     assert num_failed == len(met)
     check_equal(plain, faulty)
     assert held() == before
+
+
+# -- failures that never end -------------------------------------------------------------------
+
+SMALL = (
+    *("--preset", "tiny", "--rl.steps", "6", "--rl.tasks-per-step", "2", "--rl.group-size", "2"),
+    *("--evaluation.num-tasks", "2", "--threads", "1", "--warm-start.steps", "0"),
+)
+
+
+def test_a_run_that_can_only_fail_ends_and_names_the_error_of_the_user(
+    tmp_path: Path, arms: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The evaluation before it passes, in workers; no rollout of the training ever does."""
+    before = held()[2]
+    status = main([*SMALL, "--env", f"{FILE}:NeverTrains", "--out", str(tmp_path / "run")])
+    said = capfd.readouterr().err
+    assert status == 1
+    assert re.search(r"rollouts in a row failed, each 3 times, the last one of: .*board", said)
+    assert "plugin_faults.py" in said and "Traceback" not in said
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") < 6
+    assert held()[2] == before
+
+
+def test_a_run_with_an_environment_and_a_reward_of_the_user_trains_in_workers(
+    tmp_path: Path, arms: Path
+) -> None:
+    before = held()[2]
+    status = main(
+        [
+            *SMALL,
+            *("--env", f"{FILE}:Plain", "--reward", f"{FILE}:score"),
+            *("--rl.steps", "1", "--out", str(tmp_path / "run")),
+        ]
+    )
+    assert status == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["heldout_success_after"] is not None
+    assert held()[2] == before
+
+
+def test_an_evaluation_with_a_reward_that_always_raises_names_it(folder: Path, arms: Path) -> None:
+    kit = AgentKit(
+        options(env=f"{FILE}:Plain", reward=f"{FILE}:never_scores", env_workers=0), folder
+    )
+    try:
+        tasks = kit.kind.tasks(3).heldout(3, 0)
+        play = partial(_play, kit, Speaker(kit.tokenizer, 0, False))
+        with pytest.raises(RolloutsFailed, match=r"3 of 3 .*ZeroDivisionError: the mean of no"):
+            in_time(evaluate(play, tasks, name="x"))
+    finally:
+        kit.close()
+
+
+def test_training_with_a_step_that_always_raises_ends_and_names_it(
+    folder: Path, arms: Path
+) -> None:
+    kit = AgentKit(options(env=f"{FILE}:NeverSteps", env_workers=0), folder)
+
+    async def train() -> None:
+        play = partial(_play, kit, Speaker(kit.tokenizer, 0, False))
+        collector = RolloutCollector(play, run_seed=11)
+        for place, task in enumerate(kit.kind.tasks(3).batch(0, 4)):
+            group = await collector.run_group(
+                task, group_id=f"g{place}", size=4, sampling=SamplingParams()
+            )
+            assert group == [] and place == 0, "the second task ends it"
+
+    try:
+        with pytest.raises(RolloutsFailed, match=r"8 rollouts in a row .*the board was never set"):
+            in_time(train())
+    finally:
+        kit.close()
+
+
+def test_one_task_that_cannot_be_played_costs_its_group_and_no_more() -> None:
+    async def play(task: Task, *, rollout_id: str, **_: Any) -> Rollout:
+        status = Status.FAILED if task.answer in broken else Status.FINISHED
+        return Rollout(
+            task_id=task.task_id, group_id="g", rollout_id=rollout_id, tokens=[1], loss_mask=[0],
+            logps=[0.0], versions=[-1], status=status, error="of the weather",
+        )  # fmt: skip
+
+    async def sizes(*answers: int) -> list[int]:
+        collector = RolloutCollector(play, run_seed=0, max_retries=0)
+        groups = [
+            await collector.run_group(
+                Task("?", answer), group_id=f"g{n}", size=4, sampling=SamplingParams()
+            )
+            for n, answer in enumerate(answers)
+        ]
+        return [len(group) for group in groups]
+
+    broken = {1, 2}
+    assert in_time(sizes(1, 1, 1)) == [0, 0, 0], "one task"
+    assert in_time(sizes(1, 3, 2, 3)) == [0, 4, 0, 4], "others succeed in between"
+    with pytest.raises(RolloutsFailed, match="8 rollouts in a row .* of the weather"):
+        in_time(sizes(3, 1, 2))
+
+
+class ClosedReward:
+    """A reward with something to give back."""
+
+    is_closed = False
+
+    async def score(self, rollout: Any, task: Any, transcript: Any) -> float:
+        return 0.0
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_judged_environment_closes_its_reward() -> None:
+    reward = ClosedReward()
+    JudgedKind(load_kind(f"{FILE}:Plain", {}), reward).close()
+    assert reward.is_closed
+    JudgedKind(load_kind(f"{FILE}:Plain", {}), as_reward(plugin_faults.score)).close()
