@@ -1,4 +1,4 @@
-"""What test_plugin_faults.py plugs into runs: environments, a tool and a reward that misbehave once.
+"""Environments, a tool and a reward that misbehave once: test_plugin_faults.py plugs them in.
 
 A file NAME-NUMBER-FAULT in the folder of PLUGIN_FAULTS arms one fault; whoever removes it commits
 it, so a second attempt finds nothing. Faults are those of hosted_faults.py.

@@ -89,7 +89,7 @@ def test_frozen_lake_is_played_by_the_names_of_its_actions() -> None:
     way = ["Down", "I go down, not up: down.", "right", "right", "down", "right"]
     rollout, read = played(kind, task, *way)
     assert rollout.is_success and rollout.total_reward == 1.0 and rollout.status == Status.FINISHED
-    assert read[0].startswith("Say one action: left, down, right, up.") and "SFFF" in read[0]
+    assert read[0].startswith("Say one action: left, down, right, up.") and "[S]FFF" in read[0]
     rollout, read = played(kind, task, "jump", "upwards", "right", "down")
     assert read[1] == "There is no action in that. Say one action: left, down, right, up."
     assert read[2] == read[1], "a name inside a word is none"

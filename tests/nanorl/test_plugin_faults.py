@@ -1,4 +1,4 @@
-"""200 rollouts of environments with tools, rewards, judges and environment servers, a tenth of which
+"""200 rollouts of environments with tools, rewards, judges and environment servers; a tenth of them
 meets one that hangs, dies, floods or talks nonsense: the batch is the one without, nothing is left.
 """
 
@@ -290,9 +290,10 @@ SMALL = (
 def test_a_run_that_can_only_fail_ends_and_names_the_error_of_the_user(
     tmp_path: Path, arms: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The evaluation before it passes, in workers; no rollout of the training ever does."""
+    """The evaluation before it passes; no rollout of the training ever does."""
     before = held()[2]
-    status = main([*SMALL, "--env", f"{FILE}:NeverTrains", "--out", str(tmp_path / "run")])
+    env = ("--env", f"{FILE}:NeverTrains", "--env-workers", "0")
+    status = main([*SMALL, *env, "--out", str(tmp_path / "run")])
     said = capfd.readouterr().err
     assert status == 1
     assert re.search(r"rollouts in a row failed, each 3 times, the last one of: .*board", said)
@@ -373,7 +374,7 @@ def test_one_task_that_cannot_be_played_costs_its_group_and_no_more() -> None:
     broken = {1, 2}
     assert in_time(sizes(1, 1, 1)) == [0, 0, 0], "one task"
     assert in_time(sizes(1, 3, 2, 3)) == [0, 4, 0, 4], "others succeed in between"
-    with pytest.raises(RolloutsFailed, match="8 rollouts in a row .* of the weather"):
+    with pytest.raises(RolloutsFailed, match=r"8 rollouts in a row .* of the weather"):
         in_time(sizes(3, 1, 2))
 
 
