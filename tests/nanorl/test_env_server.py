@@ -102,6 +102,10 @@ async def kind_at(url: str, **arguments: Any) -> RemoteKind:
     return await asyncio.to_thread(RemoteKind, url, arguments)
 
 
+async def first_task(kind: EnvKind) -> Task:
+    return await asyncio.to_thread(lambda: kind.tasks(0).batch(0, 1)[0])
+
+
 def in_time(run: Any) -> Any:
     async def limited() -> Any:
         return await asyncio.wait_for(run, 100)
@@ -147,7 +151,7 @@ def test_what_breaks_or_hangs_in_the_server_fails_the_rollout_and_says_why() -> 
     async def run() -> None:
         async with serving(call_s=0.5) as (url, _):
             kind = await kind_at(url)
-            task = (await asyncio.to_thread(kind.tasks(0).batch, 0, 1))[0]
+            task = await first_task(kind)
             broken = await play(kind.open(services()), task, "break")
             assert broken.status == Status.FAILED and "a piece is missing" in broken.error
             hung = await play(kind.open(services()), task, "wait")
@@ -163,14 +167,14 @@ def test_a_full_server_is_waited_for_and_forgotten_episodes_expire() -> None:
     async def run() -> None:
         async with serving(max_episodes=1, idle_s=0.4) as (url, _):
             kind = await kind_at(url, patience_s=60)
-            task = (await asyncio.to_thread(kind.tasks(0).batch, 0, 1))[0]
+            task = await first_task(kind)
             forgotten = kind.open(services())
             await forgotten.reset(task)
-            with pytest.raises(InfrastructureError, match="429.*1 episodes are open"):
+            with pytest.raises(InfrastructureError, match=r"429.*1 episodes are open"):
                 await (await kind_at(url, patience_s=0.01)).open(services()).reset(task)
             rollout = await play(kind.open(services()), task, "42")
             assert rollout.is_success, "once the other had expired"
-            with pytest.raises(InfrastructureError, match="404.*has expired"):
+            with pytest.raises(InfrastructureError, match=r"404.*has expired"):
                 await forgotten.step("1")
         assert Game.open_now == 0, "a server that ends closes what it holds"
 
@@ -307,7 +311,7 @@ def test_a_server_that_is_killed_fails_its_episodes_and_its_successor_plays_on(
         server, url = await asyncio.to_thread(start)
         try:
             kind = await kind_at(url, patience_s=90)
-            task = (await asyncio.to_thread(kind.tasks(0).batch, 0, 1))[0]
+            task = await first_task(kind)
             env = kind.open(services())
             await env.reset(task)
             server.kill()
