@@ -82,13 +82,14 @@ def is_environment(value: Any) -> bool:
     return is_short or is_tool_class(value)
 
 
-def parse_arguments(pairs: Sequence[str]) -> dict[str, Any]:
-    """`["family=chain_sum", "level=2"]` as arguments; values are JSON, or else texts."""
+def parse_arguments(pairs: Sequence[str], flag: str = "--env-args") -> dict[str, Any]:
+    """`["family=chain_sum", "level=2"]` as arguments; values are JSON, or else texts. ValueError
+    names the `flag` that they came from."""
     arguments = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals or not name.isidentifier():
-            raise ValueError(f"--env-args {pair}: write name=value")
+            raise ValueError(f"{flag} {pair}: write name=value")
         try:
             arguments[name] = json.loads(text)
         except json.JSONDecodeError:

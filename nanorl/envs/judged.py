@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanoengine.model.chat_template import Message
+from nanoengine.model.tokenizer import ChatTokenizer
 from nanorl.envs.base import (
     Demonstrator,
     Environment,
@@ -37,8 +38,10 @@ class JudgedKind:
     def open(self, services: Services) -> Environment:
         return JudgedEpisode(self.kind.open(services), self.reward)
 
-    def demonstrator(self, task: Task, rng: random.Random) -> Demonstrator:
-        return self.kind.demonstrator(task, rng)
+    def demonstrator(
+        self, task: Task, rng: random.Random, tokenizer: ChatTokenizer
+    ) -> Demonstrator:
+        return self.kind.demonstrator(task, rng, tokenizer)
 
     def close(self) -> None:
         """Close the environment, and the reward where it has something to give back."""

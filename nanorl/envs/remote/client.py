@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlencode, urlsplit
 
 from nanoengine.model.chat_template import Message
+from nanoengine.model.tokenizer import ChatTokenizer
 from nanorl.envs.base import Demonstrator, Environment, Opening, Services, TaskSet, TimeStep
 from nanorl.rewards.base import Score, Transcript
 from nanorl.types import InfrastructureError, Rollout, Task
@@ -82,7 +83,9 @@ class RemoteKind:
     def open(self, services: Services) -> Environment:
         return RemoteEnvironment(self._line, services.is_tool_enabled)
 
-    def demonstrator(self, task: Task, rng: random.Random) -> Demonstrator:
+    def demonstrator(
+        self, task: Task, rng: random.Random, tokenizer: ChatTokenizer
+    ) -> Demonstrator:
         raise ValueError(f"{self._line.address}: nobody there shows how its tasks are played")
 
     def close(self) -> None:
