@@ -35,6 +35,7 @@ class HostedKind:
             (WorkerSide, alone, folder),
             num_workers=num_workers,
             limits=HostingLimits(deadline_s=config.env_deadline_s),
+            preload=(__name__,),
         )
 
     def tasks(self, seed: int) -> TaskSet:
