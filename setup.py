@@ -20,6 +20,7 @@ PACKAGES = [
     "nanorl.agents",
     "nanorl.algorithms",
     "nanorl.commands",
+    "nanorl.doctor",
     "nanorl.envs",
     "nanorl.envs.shipped",
     "nanorl.hosting",
