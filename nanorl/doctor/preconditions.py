@@ -15,8 +15,8 @@ from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanorl.agents.tokens import DELTA_BASE
 from nanorl.config import RunConfig
-from nanorl.doctor.finding import Finding, Severity
-from nanorl.types import Rollout, Task
+from nanorl.doctor.finding import Finding, Severity, quoted
+from nanorl.types import Rollout, Task, content_id
 
 FEW_HELDOUT = 20
 """Held-out tasks: of fewer, one more or less is five percent."""
@@ -127,15 +127,15 @@ def heldout_findings(train: Sequence[Task], heldout: Sequence[Task]) -> list[Fin
                 "them split='heldout'",
             )
         )
-    trained = {_text(task) for task in train}
-    common = [task for task in heldout if _text(task) in trained]
+    trained = {_content(task) for task in train}
+    common = [task for task in heldout if _content(task) in trained]
     if common:
         found.append(
             Finding(
                 name="heldout_overlap",
                 severity=Severity.WARNING,
-                seen=f"{len(common)} of {len(heldout)} held-out prompts are trained on too, as "
-                f"{_text(common[0])!r:.100}",
+                seen=f"{len(common)} of {len(heldout)} held-out tasks are trained on too, as "
+                f"{quoted(common[0].prompt_text)}",
                 why="success on them shows what was learnt by heart",
                 remedy="leave `split` to the hash of the content, or take the double ones out",
             )
@@ -269,5 +269,6 @@ def _lines(file: Path) -> list[str]:
         return []
 
 
-def _text(task: Task) -> str:
-    return task.prompt_text
+def _content(task: Task) -> str:
+    """What makes two tasks the same, whatever their ids and splits are."""
+    return content_id(task.kind, task.prompt, task.answer, task.files, task.data)
