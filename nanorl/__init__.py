@@ -38,39 +38,76 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nanorl.api import TrainedRun, train
     from nanorl.envs.env import Env, final_answer, last_number
+    from nanorl.parsers.base import ToolCall
     from nanorl.rewards.base import Score, Transcript
+    from nanorl.rewards.judge import JudgeReward
+    from nanorl.rewards.math import MathReward
+    from nanorl.rewards.reward_model import ModelReward
+    from nanorl.rewards.rule import RuleReward
+    from nanorl.rewards.tests import UnitTestReward
+    from nanorl.rewards.weighted import WeightedReward
     from nanorl.tools.base import ToolError
+    from nanorl.tools.mcp import mcp_tools
     from nanorl.tools.python import python
+    from nanorl.tools.workspace import bash, edit, python_session, read, submit, write
     from nanorl.types import InfrastructureError, Rollout, Task
 
 # What `nanorl.NAME` is. Imported when it is asked for: most programs need a few, and torch none.
 _HOMES = {
     "Env": "nanorl.envs.env:Env",
     "InfrastructureError": "nanorl.types:InfrastructureError",
+    "JudgeReward": "nanorl.rewards.judge:JudgeReward",
+    "MathReward": "nanorl.rewards.math:MathReward",
+    "ModelReward": "nanorl.rewards.reward_model:ModelReward",
     "Rollout": "nanorl.types:Rollout",
+    "RuleReward": "nanorl.rewards.rule:RuleReward",
     "Score": "nanorl.rewards.base:Score",
     "Task": "nanorl.types:Task",
+    "ToolCall": "nanorl.parsers.base:ToolCall",
     "ToolError": "nanorl.tools.base:ToolError",
     "TrainedRun": "nanorl.api:TrainedRun",
     "Transcript": "nanorl.rewards.base:Transcript",
+    "UnitTestReward": "nanorl.rewards.tests:UnitTestReward",
+    "WeightedReward": "nanorl.rewards.weighted:WeightedReward",
+    "bash": "nanorl.tools.workspace:bash",
+    "edit": "nanorl.tools.workspace:edit",
     "final_answer": "nanorl.envs.env:final_answer",
     "last_number": "nanorl.envs.env:last_number",
+    "mcp_tools": "nanorl.tools.mcp:mcp_tools",
     "python": "nanorl.tools.python:python",
+    "python_session": "nanorl.tools.workspace:python_session",
+    "read": "nanorl.tools.workspace:read",
+    "submit": "nanorl.tools.workspace:submit",
     "train": "nanorl.api:train",
+    "write": "nanorl.tools.workspace:write",
 }
 __all__ = [
     "Env",
     "InfrastructureError",
+    "JudgeReward",
+    "MathReward",
+    "ModelReward",
     "Rollout",
+    "RuleReward",
     "Score",
     "Task",
+    "ToolCall",
     "ToolError",
     "TrainedRun",
     "Transcript",
+    "UnitTestReward",
+    "WeightedReward",
+    "bash",
+    "edit",
     "final_answer",
     "last_number",
+    "mcp_tools",
     "python",
+    "python_session",
+    "read",
+    "submit",
     "train",
+    "write",
 ]
 
 

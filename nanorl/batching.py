@@ -34,7 +34,7 @@ from nanorl.algorithms.fields import Field, check_fields
 from nanorl.algorithms.losses import LossBatch, make_loss
 from nanorl.algorithms.segments import index_by_id
 from nanorl.algorithms.spec import AlgorithmSpec, is_own
-from nanorl.types import Rollout, Status
+from nanorl.types import Branch, Rollout, Status
 
 
 @dataclass(kw_only=True)
@@ -145,7 +145,8 @@ def is_proportional_to_advantage(spec: AlgorithmSpec) -> bool:
 
 
 def _check_finite(rollout: Rollout) -> None:
-    for reward in (rollout.reward, *rollout.turn_rewards):
+    turn_rewards = [reward for one in rollout.sequences for reward in one.turn_rewards]
+    for reward in (rollout.reward, *turn_rewards):
         if not math.isfinite(reward):
             raise ValueError(
                 f"rollout {rollout.rollout_id}: its reward is {reward}; a reward function must "
@@ -275,27 +276,54 @@ def _advantage_batch(
 
 
 def _turns(rollouts: list[Rollout], outcome_R: Tensor) -> Turns:
-    """Rewards of turns, the outcome's added to the last. A rollout without turn rewards has the
-    outcome's alone; one without spans is a single turn, and so is each branch. `ValueError` for a
-    rollout with another number of turn rewards than turns."""
+    """Rewards of turns, the outcome's added to the last.
+
+    The turns of a rollout are those of its histories and then its own: each of these sequences has
+    all the rewards, so that a turn in one of them shares in what was earned in later ones. A
+    sequence beside is a single turn that earned all that the rollout did; what its own turns
+    earned belongs to the outcome. A sequence without turn rewards has zeros, one without spans is a
+    single turn. `ValueError` for another number of turn rewards than turns.
+    """
     all_rewards, index = [], []
     for rollout, outcome in zip(rollouts, outcome_R.tolist(), strict=True):
-        spans = [(span.action_start, span.action_end) for span in rollout.turn_spans]
-        spans = spans or [(0, len(rollout.tokens))]
-        rewards = list(rollout.turn_rewards) or [0.0] * len(spans)
-        if len(rewards) != len(spans):
-            raise ValueError(
-                f"rollout {rollout.rollout_id}: {len(rewards)} turn rewards for {len(spans)} "
-                "turns; give one for each turn, or none at all"
-            )
-        rewards[-1] += outcome
-        all_rewards += [rewards, *([sum(rewards)] for _ in rollout.branches)]
-        turn_of = [-1] * len(rollout.tokens)
-        for turn, (start, end) in enumerate(spans):
-            turn_of[start:end] = [turn] * (end - start)
-        index += [t if m else -1 for t, m in zip(turn_of, rollout.loss_mask, strict=True)]
-        index += [0 if m else -1 for branch in rollout.branches for m in branch.loss_mask]
+        beside = [branch for branch in rollout.branches if not branch.is_history]
+        chain = [branch for branch in rollout.branches if branch.is_history]
+        own = rollout.sequences[0]
+        rewards = [reward for one in (*chain, own) for reward in _turn_rewards(one, rollout)]
+        rewards[-1] += outcome + sum(sum(branch.turn_rewards) for branch in beside)
+        first = {}  # the place of each sequence's first turn in the whole
+        place = 0
+        for one in (*chain, own):
+            first[id(one)] = place
+            place += max(len(one.turn_spans), 1)
+        for one in (own, *rollout.branches):
+            if id(one) in first:
+                all_rewards.append(rewards)
+                index += _turn_index(one, first[id(one)])
+            else:
+                all_rewards.append([sum(rewards)])
+                index += [0 if m else -1 for m in one.loss_mask]
     return Turns(rewards=all_rewards, index_T=torch.tensor(index))
+
+
+def _turn_rewards(sequence: Branch, rollout: Rollout) -> list[float]:
+    num_turns = len(sequence.turn_spans) or 1
+    rewards = list(sequence.turn_rewards) or [0.0] * num_turns
+    if len(rewards) != num_turns:
+        raise ValueError(
+            f"rollout {rollout.rollout_id}: {len(rewards)} turn rewards for {num_turns} "
+            "turns; give one for each turn, or none at all"
+        )
+    return rewards
+
+
+def _turn_index(sequence: Branch, first: int) -> list[int]:
+    """The turn of each action token, where the sequence's first one is number `first`."""
+    spans = [(span.action_start, span.action_end) for span in sequence.turn_spans]
+    turn_of = [-1] * len(sequence.tokens)
+    for turn, (start, end) in enumerate(spans or [(0, len(sequence.tokens))], first):
+        turn_of[start:end] = [turn] * (end - start)
+    return [t if m else -1 for t, m in zip(turn_of, sequence.loss_mask, strict=True)]
 
 
 def with_field(samples: Sequence[Sample], name: Field, values: Sequence[Tensor]) -> list[Sample]:

@@ -35,6 +35,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "chat": Verb("nanorl.commands.chat:chat", "talk to the agent of a run, its tools running"),
         "view": Verb("nanorl.commands.view:view", "read the rollouts of a run"),
         "serve": Verb("nanorl.commands.serve:serve", "serve a run's model over HTTP, with a page"),
+        "serve-env": Verb("nanorl.commands.serve_env:serve_env", "play an environment over HTTP"),
         "status": Verb("nanorl.commands.live:status", "what a run does and how its roles are"),
         "scale": Verb("nanorl.commands.live:scale", "change the replicas of a run that goes on"),
     }
@@ -65,15 +66,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _mendable_errors() -> tuple[type[RuntimeError], ...]:
     """The errors, besides ValueError and OSError, that a user can mend."""
     from nanoengine.tensor_file import CheckpointError  # here: it imports torch
+    from nanorl.collector import RolloutsFailed
     from nanorl.sandbox.base import SandboxUnavailable
     from nanorl.store import StoreError
 
-    return CheckpointError, SandboxUnavailable, StoreError
+    return CheckpointError, RolloutsFailed, SandboxUnavailable, StoreError
 
 
 def usage() -> str:
     """The verbs, a line each."""
-    lines = (f"  {name:<8} {verb.summary}" for name, verb in VERBS.items())
+    lines = (f"  {name:<9} {verb.summary}" for name, verb in VERBS.items())
     return "\n".join(["usage: nanorl VERB [options]; nanorl VERB --help says more", "", *lines])
 
 

@@ -3,6 +3,7 @@
 While one rollout waits for its tool the others decode. A rollout whose status is FAILED
 (infrastructure, never the program's doing) is run again with the same seed, so a retry changes
 nothing but time; if it keeps failing the group goes on without it, and it is kept for the record.
+Where nothing but failures comes any more, the run ends: `RolloutsFailed` says what they died of.
 Left out: when a group may start (trainer.py) and what is done with it (trainer.py).
 """
 
@@ -15,6 +16,13 @@ from typing import Protocol
 
 from nanoinfer.params import SamplingParams
 from nanorl.types import Rollout, Status, Task, derive_seed
+
+MOST_LOST = 8
+"""So many rollouts in a row, of at least two tasks, that failed for good end the run."""
+
+
+class RolloutsFailed(RuntimeError):  # noqa: N818 - named as what happened
+    """Rollouts failed again and again; the message has what the last one died of."""
 
 
 class PlayRollout(Protocol):
@@ -39,6 +47,7 @@ class RolloutCollector:
         self.run_seed = run_seed
         self.max_retries = max_retries
         self._failed: list[Rollout] = []
+        self._lost: list[Rollout] = []  # those that failed for good since one succeeded
         self._running: set[asyncio.Future[list[Rollout]]] = set()
         self._busy_s = 0.0
         self._taken_s = 0.0
@@ -77,7 +86,10 @@ class RolloutCollector:
     async def run_group(
         self, task: Task, *, group_id: str, size: int, sampling: SamplingParams
     ) -> list[Rollout]:
-        """`size` rollouts of one task, ordered by member; without those that kept failing."""
+        """`size` rollouts of one task, ordered by member; without those that kept failing.
+
+        RolloutsFailed once there have been MOST_LOST of these in a row.
+        """
         members = [
             self._run_member(task, group_id, f"{group_id}-m{member}", sampling)
             for member in range(size)
@@ -91,6 +103,7 @@ class RolloutCollector:
         finally:
             self._pass_time()
             self._running.discard(group)
+        self._check_lost()
         return [rollout for rollout in rollouts if rollout.status != Status.FAILED]
 
     async def _run_member(
@@ -103,6 +116,19 @@ class RolloutCollector:
                 task, group_id=group_id, rollout_id=rollout_id, sampling=params
             )
             if rollout.status != Status.FAILED:
-                break
+                self._lost.clear()
+                return rollout
             self._failed.append(replace(rollout, rollout_id=f"{rollout_id}-failed{attempt}"))
+        self._lost.append(rollout)
         return rollout
+
+    def _check_lost(self) -> None:
+        """One task that nobody can play costs its group; when no other can be played either, there
+        is nothing left to train on."""
+        num_tasks = len({rollout.task_id for rollout in self._lost})
+        if len(self._lost) >= MOST_LOST and num_tasks > 1:
+            raise RolloutsFailed(
+                f"{len(self._lost)} rollouts in a row failed, each {self.max_retries + 1} times, "
+                f"the last one of: {self._lost[-1].error or 'an unknown cause'}. Mend that, and go "
+                "on with --resume"
+            )

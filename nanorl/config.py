@@ -176,8 +176,10 @@ class AgentConfig(Limits):
     max_context_tokens: int = 512
     max_observation_tokens: int = 64
     loop: str = ""
-    """Who decides when the policy speaks: tool, single_turn, feedback, or yours as file.py:loop;
-    --agent for short. Empty: the environment's own."""
+    """Who decides when the policy speaks: tool, single_turn, feedback, compact, sub_agents, or
+    yours as file.py:loop; --agent for short. Empty: the environment's own."""
+    loop_args: tuple[str, ...] = ()
+    """Its options, as name=value; --agent-args for short."""
     deadline_s: float = 3600.0
     """Wall-clock limit of a rollout; one that takes longer has failed and is played again. 0: none.
     """

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanoinfer.params import SamplingParams
-from nanorl.collector import PlayRollout
+from nanorl.collector import PlayRollout, RolloutsFailed
 from nanorl.types import Rollout, Status, Task, derive_seed
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -77,13 +77,13 @@ async def evaluate(
 def summarise(tasks: Sequence[Task], rollouts: Sequence[Rollout]) -> EvaluationResult:
     """Count successes; `tasks` has the task of each rollout.
 
-    Raises RuntimeError if the infrastructure failed on a task for good.
+    RolloutsFailed, with what the last one died of, if the infrastructure failed on a task for good.
     """
-    failed = [r.task_id for r in rollouts if r.status == Status.FAILED]
+    failed = [rollout for rollout in rollouts if rollout.status == Status.FAILED]
     if failed:
-        raise RuntimeError(
-            f"{len(failed)} evaluation rollouts failed again and again (first task: {failed[0]}); "
-            "the sandbox does not work on this machine at present: see the messages above"
+        raise RolloutsFailed(
+            f"{len(failed)} of {len(rollouts)} evaluation rollouts failed again and again (first "
+            f"task: {failed[0].task_id}), the last one of: {failed[-1].error or 'an unknown cause'}"
         )
     per_kind: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for task, rollout in zip(tasks, rollouts, strict=True):

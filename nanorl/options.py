@@ -23,7 +23,7 @@ from nanorl.envs.base import EnvKind
 from nanorl.envs.run_kind import run_kind
 from nanorl.presets import PRESETS, get_preset
 
-ALIASES: Mapping[str, str] = {"--agent": "--agent.loop"}
+ALIASES: Mapping[str, str] = {"--agent": "--agent.loop", "--agent-args": "--agent.loop-args"}
 
 
 def parse_arguments(

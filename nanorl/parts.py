@@ -23,6 +23,8 @@ from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.model.transformer import Transformer
 from nanoengine.optim import UpdateConfig
 from nanoinfer.config import InferConfig
+from nanorl.agents.kit import run_loop
+from nanorl.agents.loops import load_loop
 from nanorl.config import RunConfig
 from nanorl.envs.base import EnvKind, TaskSet
 from nanorl.envs.run_kind import run_kind
@@ -57,7 +59,9 @@ class Parts:
             require_deterministic_cublas()  # before anything touches a GPU
         self.device = resolve_device(config.device)
         self.kind = run_kind(config, env)
+        self.is_env_given = env is not None
         self.tasks = load_tasks(config, self.kind)  # first: the model may have to be fetched
+        check_loops(config, self.kind, self.tasks)
         self.folder = model_folder(config)
         self.shape = ModelConfig.from_folder(self.folder)
         check_positions(config, self.shape)
@@ -147,6 +151,19 @@ def check_positions(config: RunConfig, model: ModelConfig) -> None:
             f"--agent.max-context-tokens {wanted}: must be at most {most}, the positions that this "
             "model knows (max_position_embeddings)"
         )
+
+
+def check_loops(config: RunConfig, kind: EnvKind, tasks: Tasks) -> None:
+    """`ValueError` for an agent loop that does not exist: the run's own, or one that a task names,
+    as far as tasks are known before they are drawn."""
+    run_loop(config, kind)
+    train = tasks.train
+    listed = train.tasks if isinstance(train, ListTasks) else ()
+    for name in {task.agent for task in (*listed, *tasks.heldout) if task.agent}:
+        try:
+            load_loop(name)
+        except ValueError as error:
+            raise ValueError(f"a task's agent {name!r}: {error}") from None
 
 
 def load_tasks(config: RunConfig, kind: EnvKind) -> Tasks:

@@ -332,10 +332,14 @@ def from_row(row: tuple[Any, ...]) -> Rollout:
     fields = dict(zip(COLUMNS, row, strict=True))
     extra = json.loads(fields["extra"])
     own = {name: fields[name] for name in LISTS}
-    sequences = [_unpack_sequence(own, extra["turn_spans"])]
+    first = _unpack_sequence(own, extra["turn_spans"])
+    sequences = [first]
     for branch in extra.get("branches", []):  # absent where there are none
         blobs = {name: base64.b64decode(branch[name]) for name in LISTS}
-        sequences.append(_unpack_sequence(blobs, branch["turn_spans"]))
+        further = _unpack_sequence(blobs, branch["turn_spans"])
+        further.turn_rewards = branch.get("turn_rewards", [])
+        further.is_history = branch.get("is_history", False)
+        sequences.append(further)
     lengths = [len(sequence.tokens) for sequence in sequences]
     if sum(lengths) != fields["num_tokens"]:
         raise ValueError(f"sequences of {lengths} tokens, not {fields['num_tokens']} in all")
@@ -348,7 +352,8 @@ def from_row(row: tuple[Any, ...]) -> Rollout:
         status=Status(fields["status"]),
         metrics=extra["metrics"],
         branches=sequences[1:],
-        **vars(sequences[0]),
+        turn_spans=first.turn_spans,
+        **{name: getattr(first, name) for name in LISTS},
     )
 
 
@@ -364,7 +369,12 @@ def _pack_lists(sequence: Branch) -> dict[str, bytes]:
 
 def _branch_to_text(branch: Branch) -> dict[str, Any]:
     texts = {n: base64.b64encode(blob).decode() for n, blob in _pack_lists(branch).items()}
-    return {**texts, "turn_spans": _spans_to_lists(branch.turn_spans)}
+    return {
+        **texts,
+        "turn_spans": _spans_to_lists(branch.turn_spans),
+        "turn_rewards": branch.turn_rewards,
+        "is_history": branch.is_history,
+    }
 
 
 def _unpack_sequence(blobs: Mapping[str, bytes], spans: Sequence[Sequence[int]]) -> Branch:

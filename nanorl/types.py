@@ -108,12 +108,13 @@ def content_id(
     if extras:
         parts.append(json_text(dict(extras), "data"))  # an odd one: never taken for a file
     text = "".join(f"{len(part)}:{part}" for part in parts)  # lengths: no two lists collide
-    return f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    content = text.encode(errors="surrogatepass")  # half a character is content too
+    return f"{kind}-{hashlib.sha256(content).hexdigest()[:16]}"
 
 
 def split_of(text: str) -> str:
     """`train` or `heldout`, by the text alone: the same text never falls into both."""
-    digest = hashlib.sha256(text.encode()).digest()
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
     return "heldout" if int.from_bytes(digest[:8], "big") % HELDOUT_ONE_IN == 0 else "train"
 
 
@@ -148,7 +149,7 @@ class Branch:
     wrote in one unbroken context.
 
     A sequence that goes on from the middle of another repeats its tokens, with a loss mask of 0
-    where they are trained there already.
+    where they are trained there already. `turn_rewards` are as in `Rollout`.
     """
 
     tokens: list[int]
@@ -156,6 +157,10 @@ class Branch:
     logps: list[float]
     versions: list[int]
     turn_spans: list[TurnSpan] = field(default_factory=list)
+    turn_rewards: list[float] = field(default_factory=list)
+    is_history: bool = False
+    """The rollout went on from it in a sequence that begins anew; False: one beside, such as a
+    sub-agent's. Histories come first, in their order."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.tokens), len(self.loss_mask), len(self.logps), len(self.versions)}
@@ -164,6 +169,11 @@ class Branch:
     @property
     def num_action_tokens(self) -> int:
         return sum(self.loss_mask)
+
+    @property
+    def title(self) -> str:
+        """What it is beside the rollout's own sequence, for people."""
+        return "before the history was compacted" if self.is_history else "a sub-agent"
 
     @property
     def version(self) -> int:
@@ -229,6 +239,7 @@ class Rollout:
             logps=self.logps,
             versions=self.versions,
             turn_spans=self.turn_spans,
+            turn_rewards=self.turn_rewards,
         )
         return [own, *self.branches]
 
@@ -239,8 +250,8 @@ class Rollout:
 
     @property
     def total_reward(self) -> float:
-        """The score of the answer and what turns earned beside it."""
-        return self.reward + sum(self.turn_rewards)
+        """The score of the answer and what the turns of all sequences earned beside it."""
+        return self.reward + sum(sum(sequence.turn_rewards) for sequence in self.sequences)
 
     @property
     def is_success(self) -> bool:

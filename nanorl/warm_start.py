@@ -82,7 +82,7 @@ class WarmStart:
         """One trace of a demonstrator, as a rollout whose actions carry the loss."""
         config, kit = self.config, self.kit
         rng = random.Random(derive_seed(config.seed, "teacher", rollout_id))
-        script = kit.kind.demonstrator(task, rng)
+        script = kit.kind.demonstrator(task, rng, kit.tokenizer)
         env = RecordingEnv(kit.environment())
         generator = ScriptedGenerator(
             script,

@@ -214,12 +214,16 @@ class House:
     @cached_property
     def used(self) -> set[Name]:
         """Definitions that something outside their own body refers to, tests apart. That an
-        `__init__` hands a name on is no use of it, but a table of plug-ins is: it names what it
-        loads in a text, "module:name"."""
+        `__init__` hands a name on is no use of it. A text such as "nanorl.rewards.rule:RuleReward",
+        by which a table of names finds what it loads, is one."""
+        return {reference.target for reference in self.references} | self._named_in_texts
+
+    @cached_property
+    def _named_in_texts(self) -> set[Name]:
         words, _ = self._words
-        named = (word.partition(":") for word in words if word.count(":") == 1)
-        in_tables = {Name(module, name) for module, _, name in named if module in self.modules}
-        return in_tables | {reference.target for reference in self.references}
+        texts = (word.rpartition(":") for word in words if word.startswith(self.packages))
+        found = (self.resolve(Name(place, name)) for place, _, name in texts if name.isidentifier())
+        return {target for target in found if target is not None and target.name}
 
     def is_mentioned(self, method: str) -> bool:
         """True if packages or scripts have an attribute or a text of that name, or put it together

@@ -89,14 +89,17 @@ CLASSES_OF_ONE_NAME: dict[str, str] = {}
 WITHOUT_A_USER: dict[str, str] = {
     "BoundedQueue": FRONT_DOOR,
     "build_value_engine": FRONT_DOOR,
+    "HostedReward": "a front door: a reward in workers, of episodes that are in none",
     "Scheduler.get_actor": "a front door: programs look up an actor that they named",
     "main": "worker.py's: the program that starts a sandbox worker is a text, and names it",
+    "Session.snapshot": "a front door: environments go back to it",
 }
 BROKEN_FILE_NAMES: dict[str, str] = {
     **dict.fromkeys(
         ("linux/filter.h", "linux/seccomp.h", "asm/unistd_64.h", "asm-generic/unistd.h"),
         "of Linux",
     ),
+    **dict.fromkeys(("src/stats.py", "test_stats.py", "my-task/instruction.md"), "an example's"),
     "llama.cpp": "a project",
     **dict.fromkeys(("file.py", "mine.py", "my_rewards.py", "guess.py", "score.py"), "a user's"),
     "bench.py": "nano-vllm's",
@@ -338,6 +341,13 @@ def f(x: "in_quotes", kept: a.Kept): return a.by_module() + low.through_door() +
 def test_methods_that_a_base_from_elsewhere_calls_need_no_user(tmp_path: Path) -> None:
     text = "import ast\nclass V(ast.NodeVisitor):\n    def visit_Name(self, node): ...\nV()\n"
     assert not without_a_user(planted(tmp_path, low__a=text))
+
+
+def test_a_name_in_a_table_of_texts_is_a_use_of_it(tmp_path: Path) -> None:
+    house = planted(
+        tmp_path, low__a="def f(): ...\ndef g(): ...\n", high__b='_TABLE = {"f": "low.a:f"}\n'
+    )
+    assert sorted(without_a_user(house)) == ["g"]
 
 
 def test_planted_uses_of_private_names_are_found(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ class Function(_Strict):
     strict: bool | None = None
 
 
-class ToolDefinition(_Strict):
+class OfferedTool(_Strict):
     type: Literal["function"]
     function: Function
 
@@ -227,7 +227,7 @@ class ChatCompletion(Sampling):
     max_completion_tokens: int | None = Field(None, ge=1, strict=True)
     logprobs: StrictBool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, strict=True)
-    tools: list[ToolDefinition] | None = None
+    tools: list[OfferedTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     response_format: ResponseFormat | None = None
 

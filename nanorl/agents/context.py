@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from nanoengine.model.chat_template import Message
 from nanoinfer.params import Output, SamplingParams
-from nanorl.agents.tokens import TurnBuilder
+from nanorl.agents.tokens import Limits, TurnBuilder
 from nanorl.types import derive_turn_seed
 
 
@@ -37,7 +37,7 @@ class Context:
         self._sampling = sampling
 
     def begin(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None) -> None:
-        """Encode the opening chat. `ValueError` where it leaves no room for a single token."""
+        """Encode the opening chat. `PromptTooLongError` where no room for a token is left."""
         self.builder.start(messages, tools)
         self.messages += messages
 
@@ -65,14 +65,34 @@ class Context:
         self.messages.append({"role": "assistant", "content": text})
         return text if builder.is_parseable else None
 
-    def observe(self, messages: Sequence[Message]) -> bool:
+    @property
+    def turns_left(self) -> int:
+        return self.builder.limits.max_turns - self.builder.num_turns
+
+    @property
+    def last_text(self) -> str:
+        """What the policy said last, cut off or not; empty where it has said nothing."""
+        said = [message["content"] for message in self.messages if message["role"] == "assistant"]
+        return said[-1] if self.builder.num_turns else ""
+
+    def observe(self, messages: Sequence[Message], request: Sequence[Message] = ()) -> bool:
         """Append what answers the last turn; False, and nothing appended, where it does not fit or
-        no turn is left to read it."""
+        no turn is left to read it. `request` is what the loop itself says after it, which is never
+        shortened."""
         builder = self.builder
-        if builder.num_turns >= builder.limits.max_turns:
+        if self.turns_left < 1:
             builder.truncation = "context"  # nobody would read the observation
             return False
-        if not builder.append_observation(messages):
+        if not builder.append_observation(messages, request):
             return False
-        self.messages += messages
+        self.messages += [*messages, *request]
         return True
+
+    def limits_left(self) -> Limits | None:
+        """Those of a context in which the same agent goes on; None where none is left."""
+        limits, spent = self.builder.limits, self.builder.num_action_tokens
+        most = limits.max_response_tokens
+        if self.turns_left < 1 or (most is not None and most <= spent):
+            return None
+        response = None if most is None else most - spent
+        return replace(limits, max_turns=self.turns_left, max_response_tokens=response)

@@ -8,12 +8,15 @@
                 return
 
 A loop decides when the policy speaks, and what it reads; it never touches a token. When it returns,
-the episode has ended: with an answer, or cut off.
+the episode has ended: with an answer, or cut off. An episode has one main context at a time, in
+which turns are counted on (`begin_anew`), and those of sub-agents beside it (`sub_context`).
 Next: loops.py (the loops that come with the project), loop.py (`Agent`, who plays a loop).
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,7 +24,7 @@ from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import SamplingParams
 from nanorl.agents.context import Context, Generator
-from nanorl.agents.tokens import Limits, TurnBuilder
+from nanorl.agents.tokens import Limits, PromptTooLongError, TurnBuilder
 from nanorl.envs.base import Environment, Opening, TimeStep
 from nanorl.rewards.base import Score, Transcript
 from nanorl.types import Rollout, Status, Task, derive_seed
@@ -59,8 +62,10 @@ class Episode:
         self._generator = generator
         self._sampling = sampling
         self._names = names
-        self._contexts: list[Context] = []
-        self.context = self.new_context()
+        self._histories: list[Context] = []
+        self._beside: dict[tuple[int, ...], Context] = {}
+        self._lock = asyncio.Lock()  # calls of an environment come one after the other
+        self.context = self._new_context(limits, sampling.seed)
 
     # -- what a loop calls -----------------------------------------------------------------------
 
@@ -75,41 +80,76 @@ class Episode:
 
     async def step(self, text: str) -> TimeStep:
         """The environment's reply to a turn. One that ends the episode sets `answer`."""
-        step = await self.env.step(text)
-        self.context.builder.note(step.reward, step.metrics)
-        if step.is_done:
-            self.answer = step.answer
+        step, _ = await self.step_in(self.context, text)
+        self.answer = step.answer if step.is_done else None
         return step
+
+    async def step_in(self, context: Context, text: str) -> tuple[TimeStep, list[Message]]:
+        """The environment's reply to a turn that was taken in `context`, and the messages that
+        bring its observation. What the turn earned is noted there."""
+        async with self._lock:  # sub-agents may ask at the same time
+            step = await self.env.step(text)
+            said = step.observation
+            messages = [] if said is None else self.env.format_observation(said)
+        context.builder.note(step.reward, step.metrics)
+        return step, messages
 
     def observe(self, reply: TimeStep | str | list[Message]) -> bool:
         """Have the policy read a reply; False where it does not fit, and the episode should end."""
+        return self.context.observe(self.messages_of(reply))
+
+    def messages_of(self, reply: TimeStep | str | list[Message]) -> list[Message]:
+        """The messages that carry a reply to the policy."""
         said = reply.observation if isinstance(reply, TimeStep) else reply
         assert said is not None, "an episode that has ended says nothing more"
-        return self.context.observe(self.env.format_observation(said))
+        return self.env.format_observation(said)
 
     async def judge(self) -> Score:
         """The environment's score of what was said so far."""
         return await self.env.score(self.rollout(Score(0.0)), self.transcript())
 
-    def new_context(self, *, is_main: bool = True) -> Context:
-        """A further token sequence, still empty. The main one is where the episode goes on; others
-        are those of sub-agents."""
-        number = len(self._contexts)
-        seed = self._sampling.seed
-        if number:
-            seed = derive_seed(seed, "context", number)
+    def begin_anew(self, messages: Sequence[Message]) -> bool:
+        """Go on in a new context that opens with these messages and the tools of the opening; the
+        one so far stays as a history of the rollout. Turns and sampled tokens are counted on.
+
+        False, and the episode should end, where the messages do not fit or no turn is left.
+        """
+        assert self.opening is not None, "an episode begins with start()"
+        before = self.context
+        limits = before.limits_left()
+        if limits is not None:
+            number = len(self._histories) + 1
+            context = self._new_context(limits, derive_seed(self._sampling.seed, "context", number))
+            try:
+                context.begin(messages, self.opening.tools)
+            except PromptTooLongError:
+                limits = None
+        if limits is None:
+            before.builder.truncation = "context"
+            return False
+        self._histories.append(before)
+        self.context = context
+        return True
+
+    def sub_context(self, path: tuple[int, ...], limits: Limits | None = None) -> Context:
+        """The empty context of a sub-agent. `path` says whose: (2,) is the third that the main
+        agent started, (2, 0) the first that this one did. Seeds and the order of sequences follow
+        from it and not from who was faster."""
+        assert path not in self._beside, f"there is a sub-agent {path} already"
+        seed = derive_seed(self._sampling.seed, "sub-agent", *path)
+        context = self._new_context(limits or self.limits, seed)
+        self._beside[path] = context
+        return context
+
+    def _new_context(self, limits: Limits, seed: int) -> Context:
         builder = TurnBuilder(
             self.tokenizer,
-            self.limits,
+            limits,
             task_id=self.task.task_id,
             group_id=self._names.group_id,
             rollout_id=self._names.rollout_id,
         )
-        context = Context(builder, self._generator, replace(self._sampling, seed=seed))
-        self._contexts.append(context)
-        if is_main:
-            self.context = context
-        return context
+        return Context(builder, self._generator, replace(self._sampling, seed=seed))
 
     # -- what is made of it ----------------------------------------------------------------------
 
@@ -126,14 +166,19 @@ class Episode:
     def rollout(self, score: Score | None, error: str = "") -> Rollout:
         """Everything that was sampled; without a score it FAILED, for the reason `error`."""
         rollout = self.context.builder.close(0.0, Status.FAILED if score is None else None)
-        rollout.branches = [
-            context.builder.branch()
-            for context in self._contexts
-            if context is not self.context and context.builder.num_turns
-        ]
+        beside = [self._beside[path] for path in sorted(self._beside)]
+        rollout.branches = [one.builder.branch(is_history=True) for one in self._histories]
+        rollout.branches += [one.builder.branch() for one in beside if one.builder.num_turns]
+        for context in (*self._histories, *beside):
+            for name, value in context.builder.metrics.items():
+                rollout.metrics[name] = rollout.metrics.get(name, 0.0) + value
+        rollout.metrics["num_turns"] = float(rollout.num_turns)
         rollout.error = error
         if score is not None:
             rollout.reward = score.total
-            rollout.turn_rewards = list(score.turns) or rollout.turn_rewards
+            turns = list(score.turns)
+            if turns and score is self.score:  # turns that came after it earned nothing
+                turns += [0.0] * (len(rollout.turn_spans) - len(turns))
+            rollout.turn_rewards = turns or rollout.turn_rewards
             rollout.metrics |= {f"reward/{name}": value for name, value in score.parts.items()}
         return rollout

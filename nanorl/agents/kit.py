@@ -12,24 +12,38 @@ from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import SamplingParams
 from nanorl.agents.context import Generator
 from nanorl.agents.loop import Agent
-from nanorl.agents.loops import load_loop
+from nanorl.agents.loops import AgentLoop, load_loop
 from nanorl.config import RunConfig
 from nanorl.envs.base import Environment, EnvKind, Services
+from nanorl.envs.catalog import parse_arguments
 from nanorl.envs.run_kind import num_env_workers, run_kind
 from nanorl.sandbox.pool import SandboxPool
 from nanorl.types import Rollout, Task
 
 
+def run_loop(config: RunConfig, kind: EnvKind) -> AgentLoop:
+    """The loop that plays the tasks which name none. ValueError where it cannot be found, or does
+    not take its options."""
+    arguments = parse_arguments(config.agent.loop_args, "--agent-args")
+    return load_loop(config.agent.loop or kind.loop, arguments)
+
+
 class AgentKit:
     """Owns the environment of a run, and its sandbox if it needs one. `close()` ends them."""
 
-    def __init__(self, config: RunConfig, folder: Path, *, kind: EnvKind | None = None) -> None:
-        """`folder` is the model's, for its tokenizer; `kind` the environment where it was given as
-        an object, or was made already."""
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        *,
+        kind: EnvKind | None = None,
+        is_given: bool = False,
+    ) -> None:
+        """`folder` is the model's, for its tokenizer; `kind` the environment where it was made
+        already. `is_given`: it was given as an object, which other processes could not make."""
         self.config = config
-        is_object = kind is not None and not (config.env or config.reward)
         self.kind = run_kind(config) if kind is None else kind
-        num_workers = 0 if is_object else num_env_workers(config)
+        num_workers = 0 if is_given else num_env_workers(config)
         if num_workers:
             from nanorl.hosting.kind import HostedKind  # nanosched's processes: not always needed
 
@@ -38,7 +52,7 @@ class AgentKit:
         self.sandbox: SandboxPool | None = None
         if self.kind.needs_sandbox:
             self.sandbox = SandboxPool(config.tool.limits(), num_workers=config.tool.workers)
-        self._loop = load_loop(config.agent.loop or self.kind.loop)
+        self._loop = run_loop(config, self.kind)
 
     def close(self) -> None:
         if self.sandbox is not None:

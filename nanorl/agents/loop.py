@@ -9,15 +9,14 @@ Left out: retries of failed rollouts (nanorl/collector.py).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import SamplingParams
 from nanorl.agents.context import Generator
 from nanorl.agents.episode import Episode, Names
-from nanorl.agents.loops import AgentLoop, tool
+from nanorl.agents.loops import AgentLoop, load_loop, tool
 from nanorl.agents.tokens import Limits
 from nanorl.envs.base import Environment
 from nanorl.types import InfrastructureError, Rollout, Task
@@ -38,8 +37,7 @@ class Agent:
     tokenizer: ChatTokenizer
     limits: Limits
     loop: AgentLoop = tool
-    loops: Mapping[str, AgentLoop] = field(default_factory=dict)
-    """Of tasks that name their own (`Task.agent`)."""
+    """Plays the tasks that name none of their own (`Task.agent`)."""
     deadline_s: float | None = None
     """Wall-clock limit of one rollout; one that takes longer FAILED."""
 
@@ -62,7 +60,7 @@ class Agent:
             task, env, generator=self.generator, tokenizer=self.tokenizer, limits=self.limits,
             sampling=sampling, names=Names(group_id, rollout_id),
         )  # fmt: skip
-        loop = self.loops[task.agent] if task.agent else self.loop
+        loop = load_loop(task.agent) if task.agent else self.loop
         try:
             async with asyncio.timeout(self.deadline_s):
                 await loop(episode)

@@ -1,24 +1,32 @@
-"""The agent loops that come with the project, by name. A loop is an `async def loop(episode)`.
+"""The agent loops that come with the project, and how any loop is found by name.
 
 tool          turns until the environment is done or a limit is hit; the usual one
 single_turn   one turn, which is the answer
 feedback      a wrong answer is told so, and the policy tries again, for less reward
+compact       a history that fills the context is summarised, and the policy goes on anew
+sub_agents    the policy may hand parts of its task to agents of its own
 
-`--agent NAME`, `Env.loop` and `Task.agent` choose one; `file.py:loop` is one of yours.
+`--agent NAME`, `Env.loop` and `Task.agent` choose one; `file.py:loop` is one of yours. A loop is
+
+    async def loop(episode, *, patience=3): ...       options by `--agent-args patience=5`
+    class Loop: async def __call__(self, episode)     the options are those of the class
+
+or has the shape of queue_agent.py. Next: feedback.py, compact.py, sub_agents.py.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 from nanorl.agents.episode import Episode
+from nanorl.agents.queue_agent import QueueLoop, is_collector
 from nanorl.plugins import load_object
 
 AgentLoop = Callable[[Episode], Awaitable[None]]
-NUM_TRIES, TRY_DISCOUNT = 3, 0.5
-WRONG = "That is not right. Try again."
 
 
 async def tool(episode: Episode) -> None:
@@ -38,35 +46,59 @@ async def single_turn(episode: Episode) -> None:
         await episode.step(text)
 
 
-async def feedback(episode: Episode) -> None:
-    """As `tool`, but a wrong answer is answered with "try again"; every try halves the reward."""
-    await episode.start()
-    for number in range(NUM_TRIES):
-        is_done = False
-        while not is_done:
-            text = await episode.turn()
-            if text is None:
-                return
-            step = await episode.step(text)
-            is_done = step.is_done
-            if not is_done and not episode.observe(step):
-                return
-        score = await episode.judge()
-        episode.score = replace(score, total=score.total * TRY_DISCOUNT**number)
-        is_last = number == NUM_TRIES - 1
-        if score.total >= 1.0 or is_last or not episode.observe(WRONG):
-            return
-
-
 LOOPS: Mapping[str, str] = MappingProxyType(
     {
         "tool": "nanorl.agents.loops:tool",
         "single_turn": "nanorl.agents.loops:single_turn",
-        "feedback": "nanorl.agents.loops:feedback",
+        "feedback": "nanorl.agents.feedback:Feedback",
+        "compact": "nanorl.agents.compact:Compact",
+        "sub_agents": "nanorl.agents.sub_agents:SubAgents",
     }
 )
 
 
-def load_loop(name: str) -> AgentLoop:
-    """The loop of that name. ValueError says which there are."""
-    return load_object(name, what="agent", known=LOOPS, fits=callable)
+def load_loop(name: str, arguments: Mapping[str, Any] | None = None) -> AgentLoop:
+    """The loop of that name, with its options. ValueError says which there are, or which options
+    it takes."""
+    found = load_object(name, what="agent", known=LOOPS, fits=is_loop)
+    given = dict(arguments or {})
+    if is_collector(found):
+        make = found if isinstance(found, type) else partial(partial, found)
+        _check_arguments(name, found, given)
+        return QueueLoop(partial(make, **given))
+    _check_arguments(name, found, given)
+    return found(**given) if isinstance(found, type) else partial(found, **given)
+
+
+def is_loop(value: Any) -> bool:
+    """A coroutine function of an episode, a class whose objects are one, or what queue_agent.py
+    reads."""
+    if is_collector(value):
+        return True
+    call = value.__call__ if isinstance(value, type) else value
+    if not inspect.iscoroutinefunction(call):
+        return False
+    needed = [
+        one
+        for one in inspect.signature(call).parameters.values()
+        if one.default is one.empty and one.kind is not one.VAR_KEYWORD
+    ]
+    return len(needed) == 1 + isinstance(value, type)
+
+
+def _check_arguments(name: str, found: Any, given: Mapping[str, Any]) -> None:
+    options = {
+        one.name: one.default
+        for one in inspect.signature(found).parameters.values()
+        if isinstance(found, type) or one.default is not one.empty
+    }
+    for key, value in given.items():
+        if key not in options:
+            known = ", ".join(options) or "none"
+            raise ValueError(f"--agent-args {key}={value}: the options of {name} are: {known}")
+        default = options[key]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if type(default) in (int, float) and not is_number:
+            raise ValueError(f"--agent-args {key}={value}: must be a number, as {default}")
+        if isinstance(default, bool) and not isinstance(value, bool):
+            raise ValueError(f"--agent-args {key}={value}: must be true or false")

@@ -8,8 +8,7 @@ turn extends the ids already held, so the engine's prefix cache and the trainer'
 Reasoning: a template such as Qwen3's shows a model its `<think>` blocks while it calls tools, and
 strips them from all turns before the last message of a user. One sequence cannot do that and stay
 append-only, so what was sampled stays in the context in which the rest was sampled and is trained.
-Left out: a loop that wants history rewritten, which starts a second builder of the same
-`rollout_id`.
+Left out: a loop that wants history rewritten, which begins a second builder (episode.py).
 
     tokens      prompt | action | (EOS) template observation template | action | ...
     loss_mask   0      | 1      | 0                                   | 1      | ...
@@ -68,8 +67,12 @@ class Limits:
                 raise ValueError(f"{name}={value}: must be at least 1")
 
 
+class PromptTooLongError(ValueError):
+    """The opening of a context leaves no room for a single token."""
+
+
 class TurnBuilder:
-    """Grows one rollout: `start`, then `append_action` and `append_observation` in turn."""
+    """Grows one token sequence: `start`, then `append_action` and `append_observation` in turn."""
 
     def __init__(
         self,
@@ -102,6 +105,10 @@ class TurnBuilder:
         return list(self._tokens)
 
     @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
+
+    @property
     def num_turns(self) -> int:
         return len(self.spans)
 
@@ -114,14 +121,14 @@ class TurnBuilder:
     ) -> None:
         """Encode the opening chat, with the schemas of the `tools` that the template lists.
 
-        `ValueError` where it leaves no room for a single token.
+        `PromptTooLongError` where it leaves no room for a single token.
         """
         assert not self._tokens, "start() is called once"
         ids = self._tokenizer.encode_chat(
             messages, add_generation_prompt=True, tools=tools, variables=self._variables
         )
         if len(ids) >= self.limits.max_context_tokens:
-            raise ValueError(
+            raise PromptTooLongError(
                 f"task {self._ids[0]!r}: its prompt has {len(ids)} tokens, max_context_tokens is "
                 f"{self.limits.max_context_tokens}: raise the limit or drop the task"
             )
@@ -168,13 +175,16 @@ class TurnBuilder:
         """True if the last action ended by itself: cut-off text is never parsed for tool calls."""
         return bool(self.spans) and self.truncation is None and not self._is_aborted
 
-    def append_observation(self, messages: Sequence[Message]) -> bool:
+    def append_observation(
+        self, messages: Sequence[Message], request: Sequence[Message] = ()
+    ) -> bool:
         """Append the answer to the last action; False (nothing appended) where it does not fit.
 
+        `messages` are shortened to the limit of an observation, what follows as `request` is not.
         An action without an end-of-turn token gets one with mask 0: the policy did not sample it.
         """
         assert self.spans and not self._is_aborted, "an observation answers a finished action"
-        eos_id, delta = self._delta([self._shorten(message) for message in messages])
+        eos_id, delta = self._delta([*(self._shorten(one) for one in messages), *request])
         if not self._ends_with_eos():
             delta = [eos_id, *delta]
         if len(self._tokens) + len(delta) >= self.limits.max_context_tokens:
@@ -208,7 +218,6 @@ class TurnBuilder:
         Its `turn_rewards` are empty where the environment rewarded no turn of its own.
         """
         task_id, group_id, rollout_id = self._ids
-        turn_rewards = self._turn_rewards + [0.0] * (len(self.spans) - len(self._turn_rewards))
         cut = {f"truncated_{self.truncation}": 1.0} if self.truncation else {}
         return Rollout(
             task_id=task_id,
@@ -220,12 +229,12 @@ class TurnBuilder:
             versions=list(self._versions),
             turn_spans=list(self.spans),
             reward=reward,
-            turn_rewards=turn_rewards if any(turn_rewards) else [],
+            turn_rewards=self._rewards_of_turns(),
             status=self.status() if status is None else status,
             metrics={**self.metrics, "num_turns": float(len(self.spans)), **cut},
         )
 
-    def branch(self) -> Branch:
+    def branch(self, *, is_history: bool = False) -> Branch:
         """The same tokens as a further sequence of a rollout."""
         return Branch(
             tokens=list(self._tokens),
@@ -233,7 +242,13 @@ class TurnBuilder:
             logps=list(self._logps),
             versions=list(self._versions),
             turn_spans=list(self.spans),
+            turn_rewards=self._rewards_of_turns(),
+            is_history=is_history,
         )
+
+    def _rewards_of_turns(self) -> list[float]:
+        rewards = self._turn_rewards + [0.0] * (len(self.spans) - len(self._turn_rewards))
+        return rewards if any(rewards) else []
 
     def _turn_room(self) -> int:
         if not self._is_aborted:

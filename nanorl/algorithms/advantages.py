@@ -198,10 +198,12 @@ class Turns:
     """
 
     rewards: Sequence[Sequence[float]]
-    """One for each turn of each sequence; the last one's holds the reward of the outcome too. A
-    rollout's further sequences are one turn each, which earned all that the rollout did."""
+    """One for each turn of each sequence; the last one's holds the reward of the outcome too. The
+    sequences that a rollout went through one after the other have all their turns in common; one
+    beside them (a sub-agent's) is a single turn, which earned all that the rollout did."""
     index_T: Tensor
-    """int64, the turn of every action token, counted in its sequence; −1 for other tokens."""
+    """int64, the turn of every action token, a place in its sequence's `rewards`; −1 for other
+    tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,7 +362,7 @@ def token_rewards(spec: AlgorithmSpec, batch: AdvantageBatch) -> Tensor:
 #
 # A turn that some member of the group does not have would be compared with the few that live so
 # long, which is biased: it gets the advantage of the whole rollout, of G_0, instead. So do the
-# tokens of a rollout's further sequences, whose turns were given no rewards of their own. With
+# tokens of the sequences beside a rollout's own, such as a sub-agent's. With
 # rewards on the last turn alone and γ = 1 every G_k is the outcome, and so is the advantage.
 
 

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import tyro
 
-from nanorl.report.comparison import Comparison, comparison_text
+from nanorl.report.comparison import PairedComparison, comparison_text
 from nanorl.report.evaluation import Evaluation
 from nanorl.report.summary import EVALUATIONS
 
@@ -40,7 +40,7 @@ def compare(
             f"compare: {len(results)} given; name two or more, folders of nanorl eval or of runs"
         )
     old, *others = (read_evaluation(name) for name in results)
-    comparisons = [Comparison.of(old, new) for new in others]
+    comparisons = [PairedComparison.of(old, new) for new in others]
     if as_json:
         print(json.dumps([one.to_json() for one in comparisons], indent=2))
     else:

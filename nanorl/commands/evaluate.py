@@ -59,7 +59,9 @@ class EvalOptions:
     reward: str = ""
     """A reward in place of the environment's own."""
     agent: str = ""
-    """The agent loop: tool, single_turn, feedback, or yours as file.py:loop."""
+    """The agent loop: tool, single_turn, feedback, compact, sub_agents, or yours, file.py:loop."""
+    agent_args: tuple[str, ...] = ()
+    """Its options, as name=value."""
     tasks: str | None = None
     """Tasks of your own, as in training; those that are held out (or `test`) are played."""
     task_fields: tuple[str, ...] = ()
@@ -99,6 +101,7 @@ class EvalOptions:
             "env_args": self.env_args,
             "reward": self.reward,
             "agent.loop": self.agent,
+            "agent.loop_args": self.agent_args,
             "tasks": self.tasks,
             "task_fields": self.task_fields,
         }

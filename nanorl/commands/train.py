@@ -106,12 +106,13 @@ def expected_errors() -> list[type[Exception]]:
     """The errors that a user can mend: shown as one message without a traceback."""
     from nanoengine.engine import NonFiniteLoss
     from nanoengine.tensor_file import CheckpointError
+    from nanorl.collector import RolloutsFailed
     from nanorl.roles.role import RoleLost
     from nanorl.sandbox.base import SandboxUnavailable
     from nanorl.store import StoreError
 
-    ours = (CheckpointError, NonFiniteLoss, RoleLost, SandboxUnavailable, StoreError)
-    return [ValueError, OSError, *ours]
+    ours = (CheckpointError, NonFiniteLoss, RoleLost, RolloutsFailed, SandboxUnavailable)
+    return [ValueError, OSError, StoreError, *ours]
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from rich.text import Text
 from nanorl.commands.terminal import labelled, page
 from nanorl.report.transcript import verdict
 from nanorl.store import Entry, RolloutStore
-from nanorl.types import Rollout, Status
+from nanorl.types import Branch, Rollout, Status
 
 Decode = Callable[[list[int]], str]
 MOST_SHOWN = 20
@@ -78,25 +78,42 @@ def view(
 
 def readable(entry: Entry, rollout: Rollout, decode: Decode) -> Text:
     """A rollout from its prompt to its end, under a line that says what came of it."""
-    num_turns = len(rollout.turn_spans)
+    num_turns = rollout.num_turns
     head = (
         f"{rollout.rollout_id}  step {entry.step}  reward {rollout.reward:g}  {verdict(rollout)}  "
-        f"{num_turns} turn{'s' * (num_turns != 1)}, {len(rollout.tokens)} tokens  {entry.task_id}"
+        f"{num_turns} turn{'s' * (num_turns != 1)}, {rollout.num_tokens} tokens  {entry.task_id}"
     )
     lines = [Text(head, style="bold reverse")]
+    own, *branches = rollout.sequences
+    for branch in branches:
+        if branch.is_history:
+            lines += [Text(f"-- {branch.title}", style="bold"), *_said(branch, decode)]
+    if any(branch.is_history for branch in branches):
+        lines.append(Text("-- after it", style="bold"))
+    lines += _said(own, decode)
+    for branch in branches:
+        if not branch.is_history:
+            lines += [Text(f"-- {branch.title}", style="bold"), *_said(branch, decode)]
+    return Text("\n").join(lines)
+
+
+def _said(sequence: Branch, decode: Decode) -> list[Text]:
+    """One token sequence, turn by turn."""
+    lines: list[Text] = []
+    spans = sequence.turn_spans
 
     def add(role: str, start: int, end: int) -> None:
-        said = decode(rollout.tokens[start:end]).strip()
+        said = decode(sequence.tokens[start:end]).strip()
         if said:
             lines.append(labelled(role, said))
 
-    add("task", 0, rollout.turn_spans[0].action_start if num_turns else len(rollout.tokens))
-    for turn, span in enumerate(rollout.turn_spans):
+    add("task", 0, spans[0].action_start if spans else len(sequence.tokens))
+    for turn, span in enumerate(spans):
         add("agent", span.action_start, span.action_end)
-        if turn < len(rollout.turn_rewards):
-            lines.append(labelled("reward", f"{rollout.turn_rewards[turn]:g} for this turn"))
+        if turn < len(sequence.turn_rewards):
+            lines.append(labelled("reward", f"{sequence.turn_rewards[turn]:g} for this turn"))
         add("tool", span.action_end, span.observation_end)
-    return Text("\n").join(lines)
+    return lines
 
 
 def _matching(
@@ -104,7 +121,7 @@ def _matching(
 ) -> Iterator[tuple[Entry, Rollout]]:
     for entry in entries:
         rollout = store.get(entry.rollout_id)
-        if pattern.search(decode(rollout.tokens)):
+        if any(pattern.search(decode(sequence.tokens)) for sequence in rollout.sequences):
             yield entry, rollout
 
 

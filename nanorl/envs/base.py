@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
+from nanorl.parsers.base import Parser
 from nanorl.rewards.base import Score, Transcript
 from nanorl.sandbox.base import Sandbox
 from nanorl.types import Rollout, Task
@@ -27,6 +28,8 @@ class Opening:
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
+    parser: Parser | None = None
+    """How tools are called, for loops that add some of their own; None where there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +156,11 @@ class EnvKind(Protocol):
         """An episode of it."""
         ...
 
-    def demonstrator(self, task: Task, rng: random.Random) -> Demonstrator:
-        """Who shows how a task is played, where it has a teacher."""
+    def demonstrator(
+        self, task: Task, rng: random.Random, tokenizer: ChatTokenizer
+    ) -> Demonstrator:
+        """Who shows how a task is played, where it has a teacher, in the form in which the model of
+        `tokenizer` writes calls."""
         ...
 
     def close(self) -> None: ...

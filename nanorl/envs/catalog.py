@@ -2,6 +2,9 @@
 
 kind = load_kind("guess.py", {})
 kind = as_kind(Guess)
+kind = load_kind("http://127.0.0.1:8900", {})   # an environment server: nanorl serve-env
+kind = load_kind("gymnasium:FrozenLake-v1", {"render_mode": "ansi"})
+kind = load_kind("openenv:http://127.0.0.1:8000", {})
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from nanorl.envs.kind import ShortKind
 from nanorl.envs.tool_class import ToolClassKind, is_tool_class
 from nanorl.plugins import load_object
 
+GYMNASIUM, OPENENV = "gymnasium:", "openenv:"
+"""What `--env` begins with for environments of these two kinds."""
 PRESETS_OWN = "code"
 """The name of the environment that a preset trains in where nobody names another one."""
 
@@ -38,8 +43,25 @@ ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
 """The environments that come with the project, by the names that `--env` takes."""
 
 
+def is_address(spec: str) -> bool:
+    """Whether `--env` names a server, which plays its episodes itself."""
+    return spec.startswith(("http://", "https://", OPENENV))
+
+
 def load_kind(spec: str, arguments: Mapping[str, Any]) -> EnvKind:
     """The environment that `--env` names."""
+    if spec.startswith(GYMNASIUM):
+        from nanorl.envs.gym_text import GymText
+
+        return ShortKind(GymText, {"make": spec.removeprefix(GYMNASIUM), **arguments})
+    if spec.startswith(OPENENV):
+        from nanorl.envs.open_env import OpenEnvText
+
+        return ShortKind(OpenEnvText, {"address": spec.removeprefix(OPENENV), **arguments})
+    if is_address(spec):
+        from nanorl.envs.remote.client import RemoteKind
+
+        return RemoteKind(spec, arguments)
     found = load_object(spec, what="env", known=ENVIRONMENTS, fits=is_environment)
     return as_kind(found, arguments)
 
@@ -60,13 +82,14 @@ def is_environment(value: Any) -> bool:
     return is_short or is_tool_class(value)
 
 
-def parse_arguments(pairs: Sequence[str]) -> dict[str, Any]:
-    """`["family=chain_sum", "level=2"]` as arguments; values are JSON, or else texts."""
+def parse_arguments(pairs: Sequence[str], flag: str = "--env-args") -> dict[str, Any]:
+    """`["family=chain_sum", "level=2"]` as arguments; values are JSON, or else texts. ValueError
+    names the `flag` that they came from."""
     arguments = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals or not name.isidentifier():
-            raise ValueError(f"--env-args {pair}: write name=value")
+            raise ValueError(f"{flag} {pair}: write name=value")
         try:
             arguments[name] = json.loads(text)
         except json.JSONDecodeError:

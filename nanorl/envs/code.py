@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nanoengine.model.tokenizer import ChatTokenizer
 from nanorl.envs.actions import ActionFormat
 from nanorl.envs.base import Demonstrator, Environment, Services, TaskSet
 from nanorl.envs.env import Done, Env
@@ -64,7 +65,9 @@ class CodeKind:
         chat = ToolChat(parser=self.form, description=self.form.system)
         return EnvEpisode(CodeEnv(self.form), (python,), chat, services)
 
-    def demonstrator(self, task: Task, rng: random.Random) -> Demonstrator:
+    def demonstrator(
+        self, task: Task, rng: random.Random, tokenizer: ChatTokenizer
+    ) -> Demonstrator:
         return SloppyTeacher(self.form, self.teacher).trace(task, rng)
 
     def close(self) -> None:

@@ -15,7 +15,11 @@
 
 An object of the class is one episode. Every method may be a coroutine. What a method does not need
 may be left out: without `step` the policy's text is its answer; without `score` an answer earns 1
-if it equals `task.answer`, numbers compared by value; without `teacher` there is no warm start.
+if it equals `task.answer`, numbers compared by value.
+
+A method `teacher(self, observations, rng)` shows how a task is played: it knows `self.task`, is
+given all observations so far, and returns the next turn, a text or `nanorl.ToolCall("name", {...})`
+(or several). Runs then begin with supervised steps on such traces; without it there are none.
 Next: episode.py (how an `Env` becomes an `Environment`), kind.py (how a run finds one).
 """
 

@@ -60,9 +60,14 @@ class EnvEpisode:
         if self._chat is None:
             return Opening(messages=_with_system(messages, env.system))
         system = self._chat.system(env.system)
-        return Opening(messages=_with_system(messages, system), tools=self._chat.schemas)
+        return Opening(
+            messages=_with_system(messages, system),
+            tools=self._chat.schemas,
+            parser=self._chat.parser,
+        )
 
     async def step(self, text: str) -> TimeStep:
+        self._outcome = None  # a loop may go on after an end, which then was none
         text = visible(text)
         calls = self._parser.read(text) if self._parser is not None else []
         if calls:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanoengine.model.chat_template import Message
+from nanoengine.model.tokenizer import ChatTokenizer
 from nanorl.envs.base import (
     Demonstrator,
     Environment,
@@ -37,11 +38,19 @@ class JudgedKind:
     def open(self, services: Services) -> Environment:
         return JudgedEpisode(self.kind.open(services), self.reward)
 
-    def demonstrator(self, task: Task, rng: random.Random) -> Demonstrator:
-        return self.kind.demonstrator(task, rng)
+    def demonstrator(
+        self, task: Task, rng: random.Random, tokenizer: ChatTokenizer
+    ) -> Demonstrator:
+        return self.kind.demonstrator(task, rng, tokenizer)
 
     def close(self) -> None:
-        self.kind.close()
+        """Close the environment, and the reward where it has something to give back."""
+        try:
+            self.kind.close()
+        finally:
+            close = getattr(self.reward, "close", None)
+            if callable(close):
+                close()
 
 
 class JudgedEpisode:

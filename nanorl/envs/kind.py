@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from nanoengine.model.tokenizer import ChatTokenizer
 from nanorl.envs.base import Demonstrator, Environment, Services, TaskSet
 from nanorl.envs.env import Env
 from nanorl.envs.episode import EnvEpisode
+from nanorl.parsers.base import Parser, ToolCall
 from nanorl.parsers.chat import ToolChat
 from nanorl.parsers.choose import tool_chat
 from nanorl.tasks.readers import read_tasks
@@ -59,12 +61,15 @@ class ShortKind:
         return ListTasks(listed, seed, name=self.name)
 
     def open(self, services: Services) -> Environment:
-        return EnvEpisode(self._episode_env(), self.tools, self._chat(services), services)
+        return EnvEpisode(self._episode_env(), self.tools, self._chat(services.tokenizer), services)
 
-    def demonstrator(self, task: Task, rng: random.Random) -> Demonstrator:
+    def demonstrator(
+        self, task: Task, rng: random.Random, tokenizer: ChatTokenizer
+    ) -> Demonstrator:
         env = self._episode_env()
         env.task = task
-        return _Shown(env, rng)
+        chat = self._chat(tokenizer)
+        return _Shown(env, rng, None if chat is None else chat.parser)
 
     def close(self) -> None:
         """Close what `setup` made."""
@@ -90,23 +95,29 @@ class ShortKind:
             ) from None
         return self.cls(**self.arguments)
 
-    def _chat(self, services: Services) -> ToolChat | None:
+    def _chat(self, tokenizer: ChatTokenizer) -> ToolChat | None:
         if not self.tools:
             return None
-        key = id(services.tokenizer)
+        key = id(tokenizer)
         if key not in self._chats:
-            self._chats[key] = tool_chat(services.tokenizer, self.tools, self._prototype.parser)
+            self._chats[key] = tool_chat(tokenizer, self.tools, self._prototype.parser)
         return self._chats[key]
 
 
 class _Shown:
     """A demonstrator that asks the environment's `teacher`."""
 
-    def __init__(self, env: Env, rng: random.Random) -> None:
-        self._env, self._rng = env, rng
+    def __init__(self, env: Env, rng: random.Random, parser: Parser | None) -> None:
+        self._env, self._rng, self._parser = env, rng, parser
 
     def next_action(self, history: Sequence[str]) -> str:
-        return self._env.teacher(list(history), self._rng)  # type: ignore[attr-defined]
+        said: Any = self._env.teacher(list(history), self._rng)  # type: ignore[attr-defined]
+        if isinstance(said, str):
+            return said
+        calls = [said] if isinstance(said, ToolCall) else list(said)
+        if self._parser is None:
+            raise ValueError(f"{type(self._env).__name__}.teacher calls a tool, and there is none")
+        return "\n".join(self._parser.write(call) for call in calls)
 
 
 def as_tool(given: Tool | Callable[..., Any]) -> Tool:

@@ -5,7 +5,14 @@ from __future__ import annotations
 
 from nanorl.config import RunConfig
 from nanorl.envs.base import EnvKind
-from nanorl.envs.catalog import ENVIRONMENTS, PRESETS_OWN, as_kind, load_kind, parse_arguments
+from nanorl.envs.catalog import (
+    ENVIRONMENTS,
+    PRESETS_OWN,
+    as_kind,
+    is_address,
+    load_kind,
+    parse_arguments,
+)
 from nanorl.envs.judged import JudgedKind
 from nanorl.presets import get_preset
 from nanorl.rewards.load import REWARDS, load_reward
@@ -34,5 +41,5 @@ def num_env_workers(config: RunConfig) -> int:
     """In how many processes the episodes are played; 0: in the caller's own."""
     if config.env_workers is not None:
         return config.env_workers
-    is_ours = config.env in ("", *ENVIRONMENTS) and config.reward in ("", *REWARDS)
-    return 0 if is_ours else NUM_WORKERS
+    is_trusted = config.env in ("", *ENVIRONMENTS) or is_address(config.env)
+    return 0 if is_trusted and config.reward in ("", *REWARDS) else NUM_WORKERS

@@ -64,7 +64,7 @@ class ToolClassKind(ShortKind):
         env = self._episode_env()
         assert isinstance(env, ToolClassEnv)
         env.subject = self._make_plain()
-        return EnvEpisode(env, method_tools(env.subject), self._chat(services), services)
+        return EnvEpisode(env, method_tools(env.subject), self._chat(services.tokenizer), services)
 
     def _make_plain(self) -> Any:
         try:

@@ -43,8 +43,10 @@ class HostedKind:
     def open(self, services: Services) -> Environment:
         return HostedEnvironment(self._pool, services.is_tool_enabled)
 
-    def demonstrator(self, task: Task, rng: random.Random) -> Demonstrator:
-        return self.kind.demonstrator(task, rng)
+    def demonstrator(
+        self, task: Task, rng: random.Random, tokenizer: ChatTokenizer
+    ) -> Demonstrator:
+        return self.kind.demonstrator(task, rng, tokenizer)
 
     def close(self) -> None:
         self._pool.close()

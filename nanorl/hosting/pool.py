@@ -1,6 +1,6 @@
 """`WorkerPool`: processes with somebody else's code, a deadline for each call, and no mercy.
 
-    pool = WorkerPool(ScoreHost, ("my_rewards.py",), num_workers=2, limits=HostingLimits())
+    pool = WorkerPool(ScoreHost, ("my_rewards:by_length",), num_workers=2, limits=HostingLimits())
     await pool.start()                       # ValueError: the code cannot be loaded
     await pool.call("score", rollout)        # of the shared object of some worker
     episode = await pool.open()              # an object that lives in one of them

@@ -1,6 +1,6 @@
 """A reward whose code runs in worker processes: it may hang, die or talk nonsense.
 
-reward = HostedReward("my_rewards.py:by_length", num_workers=2)
+reward = HostedReward("my_rewards:by_length", num_workers=2)
 await reward.start()                     # ValueError where it cannot be loaded
 score = await reward.score(rollout, task, transcript)
 reward.close()

@@ -9,6 +9,7 @@ from typing import Any
 from nanorl.parsers.base import Parser
 
 _REASONING = re.compile(r"^\s*<think>.*?(?:</think>|$)\s*", re.DOTALL)
+_CLOSED = "</think>"  # alone where the prompt opened it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,4 +27,5 @@ class ToolChat:
 
 def visible(text: str) -> str:
     """What a turn says when its reasoning is left out."""
-    return _REASONING.sub("", text, count=1)
+    without = _REASONING.sub("", text, count=1)
+    return without.partition(_CLOSED)[2].lstrip() if _CLOSED in without else without

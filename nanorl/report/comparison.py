@@ -18,7 +18,7 @@ PROMPT_CHARS = 60
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class PairedComparison:
     """`new` against `old`: of each common task its score in both, the worst change first."""
 
     old: Evaluation
@@ -26,7 +26,7 @@ class Comparison:
     pairs: list[tuple[TaskScore, TaskScore]]
 
     @classmethod
-    def of(cls, old: Evaluation, new: Evaluation) -> Comparison:
+    def of(cls, old: Evaluation, new: Evaluation) -> PairedComparison:
         """ValueError if they have no task in common."""
         before = {score.task_id: score for score in old.scores}
         pairs = [(before[s.task_id], s) for s in new.scores if s.task_id in before]
@@ -83,7 +83,7 @@ class Comparison:
         }
 
 
-def comparison_text(one: Comparison) -> str:
+def comparison_text(one: PairedComparison) -> str:
     """The comparison in plain lines."""
     num, difference = len(one.pairs), one.difference
     others = len(one.old.scores) + len(one.new.scores) - 2 * num
@@ -109,7 +109,7 @@ def comparison_text(one: Comparison) -> str:
     return "\n".join(lines)
 
 
-def _test(one: Comparison) -> str:
+def _test(one: PairedComparison) -> str:
     is_single = max(score.num_samples for pair in one.pairs for score in pair) == 1
     return "McNemar's exact test" if is_single else "exact sign test over the tasks"
 

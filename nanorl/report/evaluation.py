@@ -68,7 +68,7 @@ class Evaluation:
             title=title,
             about=about,
             scores=[_score(pairs[0][0], [r for _, r in pairs]) for pairs in samples.values()],
-            mean_turns=fmean(len(rollout.turn_spans) for _, rollout in played),
+            mean_turns=fmean(rollout.num_turns for _, rollout in played),
             mean_action_tokens=fmean(rollout.num_action_tokens for _, rollout in played),
             seconds=seconds,
         )

@@ -26,7 +26,7 @@ from nanorl.report.charts import (
 from nanorl.report.examples import Example, Rate
 from nanorl.report.summary import EVALUATIONS, success_rates, write_atomically
 from nanorl.report.trace import Decode, Segment, TokenView, trace_rollout
-from nanorl.types import Rollout, Status
+from nanorl.types import Branch, Rollout, Status
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _STYLE = Path(__file__).with_name("style.css")
@@ -247,7 +247,12 @@ class _Rollouts:
 
     def _rollout(self, example: Example) -> str:
         rollout = example.rollout
-        trace = trace_rollout(rollout, self.decode)
+        shown = self._sequence(rollout)
+        for branch in rollout.branches:
+            shown += (
+                f"<details><summary>{text(branch.title)}</summary>"
+                f'<div class="inside">{self._sequence(branch)}</div></details>'
+            )
         status = "good" if rollout.status is Status.FINISHED else "warn"
         metrics = " · ".join(f"{name} {number(value)}" for name, value in rollout.metrics.items())
         wanted = ""
@@ -264,8 +269,12 @@ class _Rollouts:
             f"sampled of {rollout.num_tokens} tokens · policy version {_versions(rollout)} · "
             f"{text(rollout.rollout_id)} · {text(rollout.task_id)}</span></summary>"
             f'<div class="inside">{wanted}<div class="meta">{text(metrics)}</div>'
-            f"{''.join(self._segment(segment) for segment in trace.segments)}</div></details>"
+            f"{shown}</div></details>"
         )
+
+    def _sequence(self, sequence: Rollout | Branch) -> str:
+        segments = trace_rollout(sequence, self.decode).segments
+        return "".join(self._segment(segment) for segment in segments)
 
     def _segment(self, segment: Segment) -> str:
         head = [segment.role if segment.turn < 0 else f"{segment.role}, turn {segment.turn + 1}"]

@@ -1,7 +1,8 @@
 """A rollout as data to show: segments of prompt, model and tool, each token with its numbers.
 
 The text of a token is what it adds to the decoded text before it, so that characters made of
-several tokens stay whole. Left out: any markup (nanorl.report.html).
+several tokens stay whole. Left out: branches (of a rollout its
+own sequence is shown), any markup (nanorl.report.html).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nanorl.types import Rollout
+from nanorl.types import Branch, Rollout
 
 Decode = Callable[[list[int]], str]
 
@@ -51,14 +52,15 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """A rollout, ready to show."""
+    """A token sequence of a rollout, ready to show."""
 
-    rollout: Rollout
+    rollout: Rollout | Branch
     segments: tuple[Segment, ...]
 
 
-def trace_rollout(rollout: Rollout, decode: Decode) -> Trace:
-    """The segments of a rollout in order; together they hold every token once.
+def trace_rollout(rollout: Rollout | Branch, decode: Decode) -> Trace:
+    """The segments of one token sequence, a rollout's own or a branch, in order; together they
+    hold every token once.
 
     `decode` turns ids into text and should keep special tokens visible.
     """

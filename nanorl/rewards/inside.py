@@ -146,10 +146,9 @@ class Grader:
         if kind == "value":
             return decode(content)
         raised = getattr(builtins, str(content), None)
-        is_error = isinstance(raised, type) and issubclass(raised, Exception)
-        raise (raised if isinstance(raised, type) and is_error else RuntimeError)(
-            "raised by the code under test"
-        )
+        if isinstance(raised, type) and issubclass(raised, Exception):
+            raise raised("raised by the code under test")
+        raise RuntimeError("raised by the code under test")
 
 
 def candidate(given: dict[str, Any]) -> list[Any]:

@@ -1,7 +1,7 @@
-"""Finds a reward by what a user calls it: a name of ours, `module:name` or `file.py:name`.
+"""Finds a reward by what a user calls it: a name of ours, `module:name` or a file of the user's.
 
     load_reward("rule", {"ignore_case": True})
-    load_reward("my_rewards.py:by_length", {})
+    load_reward("my_rewards:by_length", {})
 
 Left out: the processes in which a user's own may run (nanorl.hosting).
 """

@@ -42,7 +42,7 @@ class InlineRoles:
         self.parts = parts
         self.say: Callable[[str], None] = print
         self.kit = AgentKit(
-            config, parts.folder, kind=parts.kind
+            config, parts.folder, kind=parts.kind, is_given=parts.is_env_given
         )  # first: not every machine has a sandbox
         # Loaded in fp32: the engine keeps these values as masters and casts the model.
         enter_device(parts.device)

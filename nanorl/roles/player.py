@@ -23,7 +23,7 @@ class Player:
     def __init__(self, parts: Parts) -> None:
         config = parts.config
         # First: not every machine has a sandbox.
-        self.kit = AgentKit(config, parts.folder, kind=parts.kind)
+        self.kit = AgentKit(config, parts.folder, kind=parts.kind, is_given=parts.is_env_given)
         try:
             enter_device(parts.device)
             model = load_model(parts.folder, DTYPES[config.dtype], str(parts.device))

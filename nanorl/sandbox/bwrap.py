@@ -51,8 +51,8 @@ def bwrap_arguments(
     """
     flags = _WALLS.split()
     if is_session:
-        for path in (*protocol.FOLDERS, protocol.TESTS, protocol.LOGS):
-            flags += ["--dir", path]
+        for folder in (*protocol.FOLDERS, protocol.TESTS, protocol.LOGS):
+            flags += ["--dir", folder]
         for name in ("python", "python3"):
             flags += ["--symlink", str(python.path), f"{_COMMANDS}/{name}"]
         flags += ["--setenv", "PATH", f"{_COMMANDS}:/usr/bin:/bin"]

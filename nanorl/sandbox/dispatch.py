@@ -39,7 +39,7 @@ class State(Enum):
     BUSY = 3
 
 
-class Slot:
+class WorkerSlot:
     """A place for one worker, and the execution that it tries at present."""
 
     def __init__(self, index: int) -> None:
@@ -72,7 +72,7 @@ class Dispatcher:
         self.ablate = ablate
         self.start_error = ""
         self.memory_tier = ""
-        self._slots = [Slot(index) for index in range(num_workers)]
+        self._slots = [WorkerSlot(index) for index in range(num_workers)]
         self._queue: deque[Execution] = deque()
         self._handlers: dict[int, Callable[[], None]] = {}
         self._prepare()
@@ -164,7 +164,7 @@ class Dispatcher:
             if slot.state is State.DEAD and (slot.execution or self._queue or slot.num_runs == 0):
                 self._start(slot)
 
-    def _next_execution(self, slot: Slot) -> Execution | None:
+    def _next_execution(self, slot: WorkerSlot) -> Execution | None:
         execution, slot.execution = slot.execution, None
         while execution is None or execution.future.cancelled():
             if not self._queue:
@@ -172,10 +172,10 @@ class Dispatcher:
             execution = self._queue.popleft()
         return execution
 
-    def _new_worker(self, slot: Slot) -> BwrapWorker:
+    def _new_worker(self, slot: WorkerSlot) -> BwrapWorker:
         return BwrapWorker(self.spec, slot.index, self.bwrap, self.python, self.ablate)
 
-    def _start(self, slot: Slot) -> None:
+    def _start(self, slot: WorkerSlot) -> None:
         try:
             slot.worker = self._new_worker(slot)
         except (SandboxFailure, OSError) as error:
@@ -186,7 +186,7 @@ class Dispatcher:
         slot.deadline = time.monotonic() + _START_LIMIT_S
         self._watch(slot.worker.control.fileno(), partial(self._on_control, slot))
 
-    def _on_start_failure(self, slot: Slot, reason: str) -> None:
+    def _on_start_failure(self, slot: WorkerSlot, reason: str) -> None:
         """Nothing the program did: its execution fails as machinery; the next one tries again."""
         self.start_error = reason
         self._stop(slot)
@@ -196,7 +196,7 @@ class Dispatcher:
         if execution is not None:
             fail(execution, SandboxFailure(f"the sandbox worker does not start: {reason}"))
 
-    def _on_control(self, slot: Slot) -> None:
+    def _on_control(self, slot: WorkerSlot) -> None:
         assert slot.worker is not None, "a stopped worker is not watched"
         try:
             packet = slot.worker.control.recv(256, socket.MSG_DONTWAIT)
@@ -217,11 +217,11 @@ class Dispatcher:
         else:
             self._on_idle_end(slot)
 
-    def _on_idle_end(self, slot: Slot) -> None:
+    def _on_idle_end(self, slot: WorkerSlot) -> None:
         """A worker ended by itself; whoever needs one gets another."""
         self._stop(slot)
 
-    def _begin(self, slot: Slot, execution: Execution) -> None:
+    def _begin(self, slot: WorkerSlot, execution: Execution) -> None:
         """Hands one program to an idle worker."""
         assert slot.worker is not None, "an idle slot has a worker"
         attempt = slot.attempt = Attempt(execution)
@@ -240,7 +240,7 @@ class Dispatcher:
         slot.state = State.BUSY
         slot.deadline = time.monotonic() + execution.timeout_s + self.backstop_s
 
-    def _on_output(self, slot: Slot, attempt: Attempt, stream: Stream) -> None:
+    def _on_output(self, slot: WorkerSlot, attempt: Attempt, stream: Stream) -> None:
         stream.read()
         if not stream.is_open or len(stream.data) > attempt.execution.max_output_bytes:
             self._unwatch(stream.descriptor)
@@ -249,12 +249,12 @@ class Dispatcher:
             else:
                 stream.close()
 
-    def _kill_attempt(self, slot: Slot, attempt: Attempt) -> None:
+    def _kill_attempt(self, slot: WorkerSlot, attempt: Attempt) -> None:
         assert slot.worker is not None, "a busy slot has a worker"
         with contextlib.suppress(OSError):  # a dead worker shows up on its control socket
             slot.worker.control.send(protocol.KILL.pack(b"K", attempt.run_id), socket.MSG_DONTWAIT)
 
-    def _finish(self, slot: Slot, packet: bytes) -> None:
+    def _finish(self, slot: WorkerSlot, packet: bytes) -> None:
         """The server's word has come: nothing of the program is alive, what it wrote is here."""
         attempt = slot.attempt
         assert slot.worker is not None and attempt is not None, "a busy slot has both"
@@ -273,7 +273,7 @@ class Dispatcher:
             self._stop(slot)
         succeed(attempt.execution, judge(outcome, stdout, stderr, limit, TIER))
 
-    def _on_broken_worker(self, slot: Slot) -> None:
+    def _on_broken_worker(self, slot: WorkerSlot) -> None:
         """The worker broke under a program: once more on a fresh one, then it is its doing."""
         attempt = slot.attempt
         assert slot.worker is not None and attempt is not None, "a busy slot has both"
@@ -285,7 +285,7 @@ class Dispatcher:
         else:
             succeed(attempt.execution, blame(is_oom, TIER))
 
-    def _on_idle_death(self, slot: Slot, attempt: Attempt) -> None:
+    def _on_idle_death(self, slot: WorkerSlot, attempt: Attempt) -> None:
         """The worker died while nothing ran in it; that is not the next program's doing."""
         self._stop(slot)
         attempt.execution.num_starts += 1
@@ -304,13 +304,13 @@ class Dispatcher:
             else:
                 self._on_start_failure(slot, f"not ready after {_START_LIMIT_S:.0f} s")
 
-    def _end_attempt(self, slot: Slot) -> None:
+    def _end_attempt(self, slot: WorkerSlot) -> None:
         attempt, slot.attempt = slot.attempt, None
         for stream in attempt.streams if attempt else ():
             self._unwatch(stream.descriptor)
             stream.close()
 
-    def _stop(self, slot: Slot) -> None:
+    def _stop(self, slot: WorkerSlot) -> None:
         slot.state, slot.deadline, slot.num_runs = State.DEAD, float("inf"), 0
         self._end_attempt(slot)
         if slot.worker is not None:

@@ -11,7 +11,7 @@ grade    Test functions in Python. Each runs in a process of its own. The host r
          from the tests' text, so none can be hidden from it; the text never is a file in there;
          the standard library comes before the folder; a test passes only if it came to its end
          and says so with a number that is new each time. So exiting early, printing, fake
-         modules, conftest.py, sitecustomize.py, objects that equal everything and patched
+         modules, conftest and sitecustomize, objects that equal everything and patched
          assertions do not pay. What can still be forged: the code under test shares the process
          with the assertions, and code written for the purpose can search that process (its
          frames, its memory) for the number or for the expected values. Use `check` where that
@@ -138,10 +138,12 @@ async def grade(session: Session, tests: Mapping[str, str | bytes], timeout_s: f
 async def _run_test(copy: Session, source: str, file: str, name: str, timeout_s: float) -> str:
     """Why the test failed; empty: it passed."""
     nonce = secrets.token_bytes(16)
-    base = file.rpartition("/")[2]
     parts: dict[str, str | bytes] = {
-        "nonce": nonce, "source": source, "file": base, "name": name,
-    }  # fmt: skip
+        "nonce": nonce,
+        "source": source,
+        "file": file.rpartition("/")[2],
+        "name": name,
+    }
     result = await copy.perform(protocol.TEST, parts, timeout_s)
     if result.status is not ExecStatus.OK:
         return _last_line(result.stderr) or f"it ended with {result.status}"

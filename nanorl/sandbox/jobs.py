@@ -108,9 +108,9 @@ def _show_lines(name: str, code: bytes) -> None:
 def _run_shell(command: bytes) -> NoReturn:
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)  # Python ignores them, and children inherit that
-    shell = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
+    shell = b"/bin/bash" if os.path.exists("/bin/bash") else b"/bin/sh"
     try:
-        os.execv(shell, [shell.encode(), b"-c", command])
+        os.execv(shell, [shell, b"-c", command])
     except (OSError, ValueError) as error:  # too long, or a null byte
         os.write(2, str(error).encode())
         exit_now(126)
@@ -283,7 +283,7 @@ def _run_test(parts: dict[str, bytes], folder: str) -> NoReturn:
     tree = _strict_equality(ast.parse(parts["source"]))
     unittest.TestCase.assertEqual = _assert_equal  # type: ignore[method-assign]
     trusted = _trusted_names(tree)
-    # After the standard library: a `unittest.py` in the folder is not what a test imports.
+    # After the standard library: a module `unittest` in the folder is not what a test imports.
     sys.path[0] = protocol.TESTS
     sys.path.append(folder)
     module = types.ModuleType(parts["file"].decode().removesuffix(".py"))

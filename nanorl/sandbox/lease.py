@@ -14,14 +14,14 @@ from contextlib import suppress
 
 from nanorl.sandbox.base import SandboxFailure
 from nanorl.sandbox.bwrap import TIER, BwrapWorker
-from nanorl.sandbox.dispatch import Attempt, Dispatcher, Slot, State, fail, succeed
+from nanorl.sandbox.dispatch import Attempt, Dispatcher, State, WorkerSlot, fail, succeed
 from nanorl.sandbox.execution import Execution
 from nanorl.sandbox.outcome import blame
 
 _NUM_GRADERS = 4
 
 
-class Lease:
+class SessionLease:
     """One session's right to a worker."""
 
     def __init__(self, is_grader: bool) -> None:
@@ -37,10 +37,10 @@ class Lease:
             self.returned.set_result(None)
 
 
-class _Place(Slot):
+class _Place(WorkerSlot):
     """A slot that a lease may hold."""
 
-    lease: Lease | None = None
+    lease: SessionLease | None = None
 
 
 class SessionDispatcher(Dispatcher):
@@ -50,18 +50,18 @@ class SessionDispatcher(Dispatcher):
 
     def _prepare(self) -> None:
         self._places: list[_Place] = []
-        self._waiting: deque[Lease] = deque()
+        self._waiting: deque[SessionLease] = deque()
         self._is_warming = True
 
-    def lease(self, is_grader: bool = False) -> Lease:
+    def lease(self, is_grader: bool = False) -> SessionLease:
         self._check_open()
-        lease = Lease(is_grader)
+        lease = SessionLease(is_grader)
         self._is_warming = True
         self._waiting.append(lease)
         self._poke()
         return lease
 
-    def submit_to(self, lease: Lease, execution: Execution) -> None:
+    def submit_to(self, lease: SessionLease, execution: Execution) -> None:
         self._check_open()
         if lease.error or lease.is_returned:
             raise SandboxFailure(lease.error or "the session is closed")
@@ -71,7 +71,7 @@ class SessionDispatcher(Dispatcher):
         if self._is_closing:  # meanwhile; the thread may have looked at the queue already
             fail(execution, SandboxFailure("the sandbox pool was closed"))
 
-    def give_back(self, lease: Lease) -> Future[None]:
+    def give_back(self, lease: SessionLease) -> Future[None]:
         """Ends everything in the session; the future is done when nothing of it is left."""
         lease.is_returned = True
         self._poke()
@@ -135,10 +135,10 @@ class SessionDispatcher(Dispatcher):
         self._places.remove(place)
         self._slots.remove(place)
 
-    def _new_worker(self, slot: Slot) -> BwrapWorker:
+    def _new_worker(self, slot: WorkerSlot) -> BwrapWorker:
         return BwrapWorker(self.spec, slot.index, self.bwrap, self.python, self.ablate, True)
 
-    def _next_execution(self, slot: Slot) -> Execution | None:
+    def _next_execution(self, slot: WorkerSlot) -> Execution | None:
         assert isinstance(slot, _Place), "all slots are made in _add_place"
         while slot.lease and slot.lease.queue:
             execution = slot.lease.queue.popleft()
@@ -146,7 +146,7 @@ class SessionDispatcher(Dispatcher):
                 return execution
         return None
 
-    def _end_lease(self, slot: Slot, reason: str) -> None:
+    def _end_lease(self, slot: WorkerSlot, reason: str) -> None:
         """The machinery failed: the session is over, and so is all that it waited for."""
         assert isinstance(slot, _Place), "all slots are made in _add_place"
         lease, slot.lease = slot.lease, None
@@ -162,17 +162,17 @@ class SessionDispatcher(Dispatcher):
             fail(execution, SandboxFailure(reason))
         lease.end()
 
-    def _on_start_failure(self, slot: Slot, reason: str) -> None:
+    def _on_start_failure(self, slot: WorkerSlot, reason: str) -> None:
         self.start_error = reason
         self._end_lease(slot, f"the session's worker does not start: {reason}")
 
-    def _on_idle_end(self, slot: Slot) -> None:
+    def _on_idle_end(self, slot: WorkerSlot) -> None:
         self._end_lease(slot, "the session's worker ended while nothing ran in it")
 
-    def _on_idle_death(self, slot: Slot, attempt: Attempt) -> None:
+    def _on_idle_death(self, slot: WorkerSlot, attempt: Attempt) -> None:
         self._on_idle_end(slot)
 
-    def _on_broken_worker(self, slot: Slot) -> None:
+    def _on_broken_worker(self, slot: WorkerSlot) -> None:
         """The program broke its worker: no second attempt, since its files are gone as well."""
         attempt = slot.attempt
         assert isinstance(slot, _Place) and slot.worker and attempt, "a busy slot has them"

@@ -56,19 +56,22 @@ def renew_streams() -> None:
         setattr(sys, f"__{name}__", stream)
 
 
-def new_main() -> types.ModuleType:
-    """A fresh `__main__`, and the process as a program expects to find it."""
+def new_main(file: str | None = None) -> types.ModuleType:
+    """A fresh `__main__`, and the process as a program expects to find it. `file`: where its text
+    is; None: in no file, as with `python -c`."""
     gc.enable()
     random.seed(0)  # the module reseeds itself after every fork
     main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=PROGRAM_NAME, __builtins__=__builtins__)
+    main.__dict__.update(__builtins__=__builtins__)
+    if file is not None:
+        main.__file__ = file
     sys.modules["__main__"] = main
     return main
 
 
 def execute(code: bytes, name: str = PROGRAM_NAME) -> NoReturn:
     """Runs the text as `__main__` and leaves the way the interpreter would."""
-    main = new_main()
+    main = new_main(name if name == PROGRAM_NAME else None)
     exit_code = 0
     try:
         exec(compile(code, name, "exec", dont_inherit=True), main.__dict__)

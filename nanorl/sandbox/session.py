@@ -35,7 +35,7 @@ from typing import Any
 from nanorl.sandbox import protocol
 from nanorl.sandbox.base import ExecResult, ExecStatus, SandboxSpec
 from nanorl.sandbox.execution import Execution
-from nanorl.sandbox.lease import Lease, SessionDispatcher
+from nanorl.sandbox.lease import SessionDispatcher, SessionLease
 
 _FILE_LIMIT_S = 20.0
 _PACK_LIMIT_S = 60.0
@@ -60,7 +60,7 @@ class Session:
         """Held by whoever does several operations that belong together, as the tools do."""
         self._dispatcher = dispatcher
         self._opening = archive
-        self._lease: Lease = dispatcher.lease(is_grader)
+        self._lease: SessionLease = dispatcher.lease(is_grader)
         self._num_breaks = -1  # the folder is laid before the first operation
         self._snapshots: dict[str, bytes] = {}
         self._lock = asyncio.Lock()

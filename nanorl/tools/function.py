@@ -101,7 +101,7 @@ class FunctionTool:
     async def _call_now(self, bound: dict[str, Any]) -> Any:
         if inspect.iscoroutinefunction(self.fn):
             return await self.fn(**bound)
-        result = await _in_thread(functools.partial(self.fn, **bound))
+        result = await in_thread(functools.partial(self.fn, **bound))
         return await result if inspect.isawaitable(result) else result
 
 
@@ -241,7 +241,7 @@ def _as_tool_error(error: BaseException) -> ToolError:
     return ToolError(f"{name}: {error}" if str(error) else name)
 
 
-async def _in_thread(call: Callable[[], Any]) -> Any:
+async def in_thread(call: Callable[[], Any]) -> Any:
     """Run `call` in a daemon thread of its own: one that hangs keeps neither the others of a pool
     waiting nor the process from ending."""
     loop = asyncio.get_running_loop()

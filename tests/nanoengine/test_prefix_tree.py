@@ -19,7 +19,7 @@ def distinct_prefixes(sequences: list[list[int]]) -> int:
     return len({tuple(rows[: t + 1]) for rows in sequences for t in range(len(rows))})
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(families)
 def test_every_distinct_prefix_is_one_row_below_its_own_ancestors(
     sequences: list[list[int]],
@@ -49,7 +49,7 @@ def test_every_distinct_prefix_is_one_row_below_its_own_ancestors(
     assert len(layout.starts) == roots + sum(map(len, forks))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(families, st.integers(1, 25))
 def test_a_cut_is_the_cheapest_of_all(sequences: list[list[int]], budget: int) -> None:
     order = depth_first(sequences)

@@ -35,7 +35,7 @@ def rollout(name: str, reward: float, own: Branch, *branches: Branch) -> Rollout
         rollout_id=name,
         reward=reward,
         branches=list(branches),
-        **vars(own),
+        **{name: value for name, value in vars(own).items() if name != "is_history"},
     )
 
 

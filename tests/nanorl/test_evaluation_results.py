@@ -9,7 +9,7 @@ import pytest
 
 from nanorl.cli import main
 from nanorl.commands.evaluate import EvalOptions
-from nanorl.report.comparison import Comparison, comparison_text
+from nanorl.report.comparison import PairedComparison, comparison_text
 from nanorl.report.evaluation import Evaluation, TaskScore, evaluation_text
 from nanorl.types import Rollout, Task, TurnSpan
 
@@ -61,7 +61,7 @@ def test_an_evaluation_counts_by_task_and_survives_its_file(tmp_path: Path) -> N
 def test_only_common_tasks_are_compared_and_the_others_are_counted_out_loud() -> None:
     old = result({f"t{n}": float(n < 4) for n in range(12)})
     new = result({f"t{n}": float(n == 0 or n > 3) for n in range(10)} | {"u": 1.0}, "new")
-    one = Comparison.of(old, new)
+    one = PairedComparison.of(old, new)
     assert (len(one.pairs), len(one.won), len(one.lost)) == (10, 6, 3)
     assert (one.success(0).value, one.success(1).value) == (0.4, 0.7)
     assert one.difference.value == pytest.approx(0.3)
@@ -72,13 +72,13 @@ def test_only_common_tasks_are_compared_and_the_others_are_counted_out_loud() ->
     lost, won = text.index("  lost:"), text.index("  won:")
     assert lost < text.index("t1  prompt of t1") < won < text.index("t9  prompt of t9")
     with pytest.raises(ValueError, match="old and new have no task in common"):
-        Comparison.of(old, result({"z": 1.0}, "new"))
+        PairedComparison.of(old, result({"z": 1.0}, "new"))
 
 
 def test_the_worst_change_comes_first_and_long_tables_are_cut() -> None:
     old = result({f"t{n:02}": 1.0 for n in range(30)}, num_samples=4)
     new = result({f"t{n:02}": (n % 4) / 4 for n in range(30)}, "new", num_samples=4)
-    one = Comparison.of(old, new)
+    one = PairedComparison.of(old, new)
     changes = [after.share - before.share for before, after in one.lost]
     assert changes == sorted(changes) and changes[0] == -1.0
     text = comparison_text(one)

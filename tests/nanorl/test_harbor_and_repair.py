@@ -236,7 +236,6 @@ def test_only_a_repair_pays(pool: SandboxPool) -> None:
         if line.startswith("def ")
     )
     submit = ToolCall("submit", {})
-    look = ToolCall("bash", {"command": f"grep -r expected / --include=*.json; cat {name}"})
     for source, reward in (
         (task.data["right"], 1.0),
         (broken, 0.0),
@@ -244,9 +243,8 @@ def test_only_a_repair_pays(pool: SandboxPool) -> None:
         (broken + equal, 0.0),
     ):
         call = ToolCall("write", {"path": name, "text": source})
-        seen, score = play(pool, Repair(), task, [look, call, submit])
+        seen, score = play(pool, Repair(), task, [call, submit])
         assert seen[-1].is_done and score.total == reward, (source, score)
-        assert "cases" not in str(seen[0].observation)
 
 
 def test_a_workspace_without_a_sandbox_is_refused() -> None:

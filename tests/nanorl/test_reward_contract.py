@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from nanorl.rewards.base import Score, Transcript, as_reward, score_rollout
+from nanorl.rewards.load import REWARDS, load_reward
 from nanorl.rewards.rule import RuleReward
+from nanorl.rewards.weighted import WeightedReward
 from nanorl.types import InfrastructureError, Rollout, Task
 
 TASK = Task(task_id="t", kind="sum", prompt="17 + 25?", answer="42")
@@ -108,3 +110,37 @@ def test_the_rule_reads_an_answer_of_any_kind_and_refuses_a_task_without_one() -
     for absent in (None, "", " "):
         with pytest.raises(InfrastructureError, match="no answer to compare with"):
             total(absent, "None")
+
+
+def test_a_weighted_sum_records_its_parts_and_adds_turns() -> None:
+    def style() -> Score:
+        return Score(0.5, turns=[0.0, 1.0], parts={"brief": 1.0})
+
+    weighted = WeightedReward({"rule": (1.0, RuleReward()), "style": (-0.2, as_reward(style))})
+    scored = score(weighted)
+    assert scored.total == pytest.approx(0.9)
+    assert scored.turns == pytest.approx([0.0, -0.2])
+    assert scored.parts == {"rule": 1.0, "style": 0.5, "style/brief": 1.0}
+
+
+def test_one_part_that_says_nothing_fails_the_whole_sum() -> None:
+    weighted = WeightedReward({"rule": (1.0, RuleReward()), "none": (0.1, as_reward(lambda: None))})
+    with pytest.raises(InfrastructureError, match="returned None"):
+        score(weighted)
+
+
+@pytest.mark.parametrize("weight", [0.0, float("nan"), float("inf")])
+def test_weights_that_weigh_nothing_are_refused(weight: float) -> None:
+    with pytest.raises(ValueError, match="the weight of rule"):
+        WeightedReward({"rule": (weight, RuleReward())})
+    with pytest.raises(ValueError, match="at least one"):
+        WeightedReward({})
+
+
+def test_rewards_are_found_by_name_and_made_with_their_arguments() -> None:
+    assert load_reward("rule", {"ignore_case": True}) == RuleReward(ignore_case=True)
+    with pytest.raises(ValueError, match=r"rule: .*ignore_cas"):
+        load_reward("rule", {"ignore_cas": True})
+    with pytest.raises(ValueError, match="judge, math, model, rule, tests"):
+        load_reward("rool", {})
+    assert sorted(REWARDS) == ["judge", "math", "model", "rule", "tests"]

@@ -261,7 +261,7 @@ def test_a_repeated_sandbox_error_is_the_programs_failure() -> None:
 
 
 def test_a_server_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_BACKSTOP_S", 0.3)
+    monkeypatch.setattr(dispatch.Dispatcher, "backstop_s", 0.3)
     with SandboxPool(SPEC) as pool:
         first = pool._dispatcher._slots[0].worker
         assert first is not None

@@ -38,6 +38,7 @@ def test_an_id_and_a_split_that_are_given_stay() -> None:
     task = Task("p", task_id="mine", split="heldout")
     assert (task.task_id, task.split) == ("mine", "heldout")
     assert dataclasses.replace(task, answer=1).task_id == "mine"
+    assert Task("p", task_id="mine").task_id == "mine" and Task("p", split="x").split == "x"
 
 
 def test_prompts_and_answers_have_a_text_for_people() -> None:

@@ -114,7 +114,7 @@ def test_decode_is_right_and_with_a_split_size_independent_of_the_batch(heads):
 
 
 def test_shared_prefixes_equal_the_cpu_path_and_repeat_bitwise():
-    cuts, parents = [0, 500, 700, 701, 1200, 1500, 2000], [-1, 0, 0, 0, -1, 4]
+    cuts, parents = [0, 500, 700, 701, 1200, 1500, 2000], [-1, 0, 1, 2, 1, 4]
     qkv = random_qkv(2000, 2000, (8, 2, 64), torch.float32)
 
     def attend(dtype):

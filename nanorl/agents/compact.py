@@ -1,0 +1,82 @@
+"""The loop `compact`: a history that fills the context is summarised, and the policy goes on anew.
+
+    --agent compact --agent-args share=0.6
+
+Once `share` of --agent.max-context-tokens is taken, the policy reads the observation and after it
+`request`, and its next turn is the summary. A new context opens with the messages of the opening
+and, in the last of them if it is the user's, `heading` and the summary.
+
+Both token sequences are trained on. The summary was sampled in the first one and is trained there
+(a cut-off one too: it is used as far as it came); in the second one it is text that was encoded
+anew, and masked like every prompt. Turns are counted over all contexts, summaries among them.
+Left out: the observation that led to the summary is not repeated; what of it matters, the policy
+has to write down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nanoengine.model.chat_template import Message
+from nanorl.agents.episode import Episode
+from nanorl.bounds import check_number
+from nanorl.envs.base import TimeStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compact:
+    """The loop with its options."""
+
+    share: float = 0.6
+    request: str = (
+        "Your memory is nearly full. Summarise all that matters for going on; the rest "
+        "will be forgotten."
+    )
+    heading: str = "Your summary of what was done so far:"
+
+    def __post_init__(self) -> None:
+        check_number("--agent-args share=", self.share, 0.05, 0.95)
+
+    async def __call__(self, episode: Episode) -> None:
+        await episode.start()
+        while (text := await episode.turn()) is not None:
+            step = await episode.step(text)
+            if step.is_done:
+                return
+            goes_on = self._compact if self._is_due(episode) else _observe
+            if not await goes_on(episode, step):
+                return
+
+    def _is_due(self, episode: Episode) -> bool:
+        """The context is nearly full, and a turn is left after the one that summarises."""
+        context = episode.context
+        is_full = context.builder.num_tokens >= self.share * episode.limits.max_context_tokens
+        return is_full and context.turns_left >= 2
+
+    async def _compact(self, episode: Episode, step: TimeStep) -> bool:
+        """False where no room is left, and the episode should end."""
+        context = episode.context
+        request = [{"role": "user", "content": str(self.request)}]
+        if not context.observe(episode.messages_of(step), request):
+            return False
+        num_turns = context.builder.num_turns
+        await context.turn()
+        if context.builder.num_turns == num_turns:
+            return False
+        assert episode.opening is not None, "the episode has begun"
+        summary = f"{self.heading}\n{context.last_text}"
+        return episode.begin_anew(with_summary(episode.opening.messages, summary))
+
+
+async def _observe(episode: Episode, step: TimeStep) -> bool:
+    return episode.observe(step)
+
+
+def with_summary(opening: Sequence[Message], summary: str) -> list[Message]:
+    """The opening, and the summary as the end of what the user says in it: many chat templates
+    refuse two messages of the user in a row."""
+    last = opening[-1]
+    if last["role"] != "user":
+        return [*opening, {"role": "user", "content": summary}]
+    return [*opening[:-1], {**last, "content": f"{last['content']}\n\n{summary}"}]

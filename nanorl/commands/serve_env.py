@@ -1,0 +1,120 @@
+"""`nanorl serve-env ENV`: an environment over HTTP, for runs elsewhere.
+
+    nanorl serve-env guess.py --port 8900
+    nanorl train --env http://127.0.0.1:8900
+
+ENV is what `--env` takes. Exit status as of every verb. Left out: the agent and its model; the run
+that asks has them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import tyro
+
+from nanorl.config import RunConfig
+from nanorl.envs.run_kind import run_kind
+from nanorl.presets import get_preset
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeEnvOptions:
+    """How an environment is served."""
+
+    args: tuple[str, ...] = ()
+    """Its arguments, as name=value."""
+    reward: str = ""
+    """A reward in place of the environment's own."""
+    reward_args: tuple[str, ...] = ()
+    """Its arguments, as name=value."""
+    model: str = ""
+    """The model that will play, where there are tools: its chat template says how it calls them."""
+    workers: int | None = None
+    """Processes for code of yours; 0: this one; None: two, and none for what comes along."""
+    deadline_s: float = 60.0
+    """Wall-clock limit of one call in such a process."""
+    host: str = "127.0.0.1"
+    """Address to listen on; the default is this machine alone."""
+    port: int = 8900
+    """0: any free one, printed at the start."""
+    api_key_file: Path | None = None
+    """File whose content clients must send as their API key; other machines need one."""
+    max_episodes: int = 1024
+    """Episodes at a time."""
+    idle_s: float = 900.0
+    """An episode that nobody asks for this long is closed."""
+
+
+def serve_env(
+    env: tyro.conf.Positional[str],
+    /,
+    options: tyro.conf.OmitArgPrefixes[ServeEnvOptions] = ServeEnvOptions(),
+) -> None:
+    """Serve an environment over HTTP: `nanorl train --env http://...` plays in it.
+
+    Args:
+        env: A name of ours, a file, or module:Class.
+        options: The server's.
+    """
+    try:
+        import nanorl.envs.remote.server  # noqa: F401 - what it needs may be missing
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"the server needs the package {error.name}; run: pip install 'nanorl-stack[serve]'"
+        ) from None
+    config = replace(
+        get_preset("tiny").config(),
+        env=env,
+        env_args=options.args,
+        reward=options.reward,
+        reward_args=options.reward_args,
+        env_workers=options.workers,
+        env_deadline_s=options.deadline_s,
+    )
+    with ExitStack() as stack:
+        folder = _tokenizer_folder(config, options.model, stack)
+        asyncio.run(_serve(config, folder, options))
+
+
+async def _serve(config: RunConfig, folder: Path, options: ServeEnvOptions) -> None:
+    from nanorl.agents.kit import AgentKit
+    from nanorl.envs.remote.server import EnvServer, ServeLimits
+
+    limits = ServeLimits(
+        max_episodes=options.max_episodes, idle_s=options.idle_s, call_s=2 * options.deadline_s
+    )
+    key = options.api_key_file.expanduser().read_text().strip() if options.api_key_file else ""
+    if options.api_key_file and not key:
+        raise ValueError(f"--api-key-file {options.api_key_file}: is empty")
+    kit = AgentKit(config, folder)
+    try:
+        async with EnvServer(kit, limits, key).listening(options.host, options.port) as url:
+            print(f"environment {kit.kind.name} at {url}", flush=True)
+            await asyncio.Event().wait()  # Ctrl-C ends it
+    finally:
+        kit.close()
+
+
+def _tokenizer_folder(config: RunConfig, model: str, stack: ExitStack) -> Path:
+    """The folder of the model that plays; any tokenizer will do where nothing depends on it."""
+    from nanoengine.model.sources import resolve_model
+    from nanorl.tasks.tiny_model import build_tiny_model
+
+    if model:
+        return resolve_model(model, config.cache_dir.expanduser())
+    kind = run_kind(config)
+    try:
+        if kind.has_tools:
+            raise ValueError(
+                f"--model: {config.env} has tools, and how they are called is the model's; name "
+                "the one that will play: --model Qwen/Qwen3-0.6B"
+            )
+    finally:
+        kind.close()
+    scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="nanorl-serve-env-"))
+    return build_tiny_model(Path(scratch) / "model")

@@ -1,0 +1,291 @@
+"""The environment at an address, as a run knows it: `--env http://127.0.0.1:8900`.
+
+Every call is a connection of its own, with a deadline and a limit on what it may bring. A server
+that hangs, dies, floods, answers 500 or what nobody can read is infrastructure: the rollout FAILED
+and is played again, in a new episode. Opening an episode waits for a server that is away or full.
+Left out: a warm start, for which a demonstrator would have to travel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import ssl
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlencode, urlsplit
+
+from nanoengine.model.chat_template import Message
+from nanoengine.model.tokenizer import ChatTokenizer
+from nanorl.envs.base import Demonstrator, Environment, Opening, Services, TaskSet, TimeStep
+from nanorl.rewards.base import Score, Transcript
+from nanorl.types import InfrastructureError, Rollout, Task
+
+if TYPE_CHECKING:
+    import httpx
+    from pydantic import BaseModel
+
+    from nanorl.envs.remote.wire import ServerInfo, Split
+
+Reply = TypeVar("Reply", bound="BaseModel")
+_PAUSE_S = 0.2  # between two tries to open an episode
+
+
+class ServerAwayError(InfrastructureError):
+    """Nobody listens, or there is no room: another try may help."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteOptions:
+    """What `--env-args` may say of a server."""
+
+    api_key_file: str = ""
+    """File with the key that the server wants; options are printed, so the key is none."""
+    timeout_s: float = 60.0
+    """Wall-clock limit of one call."""
+    patience_s: float = 30.0
+    """How long opening an episode waits for a server that is away or full."""
+    max_bytes: int = 16 << 20
+    """The most that one answer may bring."""
+
+    def __post_init__(self) -> None:
+        for name in ("timeout_s", "patience_s", "max_bytes"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"--env-args {name}={getattr(self, name)}: must be positive")
+
+
+class RemoteKind:
+    """An environment server; `arguments` are the fields of `RemoteOptions`."""
+
+    needs_sandbox = False  # that is the server's
+    has_teacher = False
+
+    def __init__(self, address: str, arguments: Mapping[str, Any] | None = None) -> None:
+        """ValueError where no environment server answers at `address`."""
+        try:
+            options = RemoteOptions(**(arguments or {}))
+        except TypeError as error:
+            raise ValueError(
+                f"--env-args {arguments}: {address} does not take them: {error}"
+            ) from None
+        self._line = _Line(address, options)
+        info = self._ask_who()
+        self.name, self.loop, self.has_tools = info.name, info.loop, info.has_tools
+        self.defaults: Mapping[str, Any] = info.defaults
+
+    def tasks(self, seed: int) -> TaskSet:
+        return RemoteTasks(self._line, seed)
+
+    def open(self, services: Services) -> Environment:
+        return RemoteEnvironment(self._line, services.is_tool_enabled)
+
+    def demonstrator(
+        self, task: Task, rng: random.Random, tokenizer: ChatTokenizer
+    ) -> Demonstrator:
+        raise ValueError(f"{self._line.address}: nobody there shows how its tasks are played")
+
+    def close(self) -> None:
+        """Nothing is held between calls."""
+
+    def _ask_who(self) -> ServerInfo:
+        from nanorl.envs.remote.wire import ServerInfo
+
+        try:
+            return self._line.get("/health", ServerInfo)
+        except InfrastructureError as error:
+            raise ValueError(
+                f"--env {self._line.address}: no environment server answers ({error}); start one: "
+                "nanorl serve-env YOURS.py"
+            ) from None
+
+
+class RemoteTasks:
+    """The tasks that a server draws: functions of the arguments there as well."""
+
+    def __init__(self, line: _Line, seed: int) -> None:
+        self._line, self._seed = line, seed
+        self.fingerprint = self._ask("train", self._seed, n=0)[1]
+
+    def batch(self, step: int, n: int) -> list[Task]:
+        """ConnectionError where the server does not say them."""
+        return self._ask("train", self._seed, n, step)[0]
+
+    def heldout(self, n: int, seed: int) -> list[Task]:
+        """ConnectionError where the server does not say them."""
+        # The seed of the run chooses the set of tasks, that of the evaluation the ones out of it.
+        return self._ask("heldout", self._seed, n, seed)[0]
+
+    def _ask(self, split: Split, seed: int, n: int, place: int = 0) -> tuple[list[Task], str]:
+        from nanorl.envs.remote.wire import TasksReply
+
+        query = urlencode({"split": split, "seed": seed, "place": place, "n": n})
+        try:
+            reply = self._line.get(f"/tasks?{query}", TasksReply)
+        except InfrastructureError as error:
+            raise ConnectionError(f"the tasks of {self._line.address}: {error}") from error
+        return [one.task() for one in reply.tasks], reply.fingerprint
+
+
+class RemoteEnvironment:
+    """One episode there, opened at `reset`."""
+
+    def __init__(self, line: _Line, is_tool_enabled: bool) -> None:
+        self._line, self._is_tool_enabled = line, is_tool_enabled
+        self._episode = ""
+        self._read: tuple[Any, list[Message]] = (None, [])
+
+    async def reset(self, task: Task) -> Opening:
+        from nanorl.envs.remote.wire import ResetBody, ResetReply, WireTask
+
+        body = ResetBody(task=WireTask.of(task), is_tool_enabled=self._is_tool_enabled)
+        until = time.monotonic() + self._line.options.patience_s
+        while True:
+            try:
+                reply = await self._line.post("/reset", body, ResetReply)
+                break
+            except ServerAwayError:
+                if time.monotonic() > until:
+                    raise
+                await asyncio.sleep(_PAUSE_S)
+        self._episode = reply.episode
+        return reply.opening()
+
+    async def step(self, text: str) -> TimeStep:
+        from nanorl.envs.remote.wire import StepBody, StepReply
+
+        body = StepBody(episode=self._episode, text=text)
+        reply = await self._line.post("/step", body, StepReply)
+        try:
+            step = reply.time_step()
+        except ValueError as error:
+            raise InfrastructureError(f"{self._line.address}/step: {error}") from error
+        self._read = (step.observation, list(reply.messages))
+        return step
+
+    @property
+    def subject(self) -> None:
+        """It lives in the server."""
+
+    def format_observation(self, observation: str | list[Message]) -> list[Message]:
+        """As the server formats its own observations; those of others are what a user says."""
+        said, messages = self._read
+        if observation == said:
+            return messages
+        if isinstance(observation, str):
+            return [{"role": "user", "content": observation}]
+        return observation
+
+    async def score(self, rollout: Rollout, transcript: Transcript) -> Score:
+        from nanorl.envs.remote.wire import ScoreBody, ScoreReply, WireTranscript
+
+        body = ScoreBody(
+            episode=self._episode,
+            rollout=rollout.to_json(),
+            transcript=WireTranscript.of(transcript),
+        )
+        return (await self._line.post("/score", body, ScoreReply)).score()
+
+    async def close(self) -> None:
+        from nanorl.envs.remote.wire import Closed, EpisodeBody
+
+        episode, self._episode = self._episode, ""
+        if episode:
+            await self._line.post("/close", EpisodeBody(episode=episode), Closed)
+
+
+class _Line:
+    """How one server is called. InfrastructureError for whatever brings no answer of its kind."""
+
+    def __init__(self, address: str, options: RemoteOptions) -> None:
+        parts = urlsplit(address)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+            raise ValueError(f"--env {address}: an address looks like http://127.0.0.1:8900")
+        self.address, self.options = address.rstrip("/"), options
+        key_file = options.api_key_file
+        key = Path(key_file).expanduser().read_text().strip() if key_file else ""
+        self._httpx = _require_httpx()
+        self._given: dict[str, Any] = {
+            "headers": {"accept-encoding": "identity"}
+            | ({"authorization": f"Bearer {key}"} if key else {}),
+            "verify": ssl.create_default_context() if parts.scheme == "https" else False,
+            "timeout": options.timeout_s,
+            "trust_env": False,  # a proxy of the environment's cannot reach this machine
+        }
+
+    def get(self, path: str, kind: type[Reply]) -> Reply:
+        """For what a run asks before and between its rollouts."""
+        url = self.address + path
+        until = time.monotonic() + self.options.timeout_s
+        raw = bytearray()
+        try:
+            with self._httpx.Client(**self._given) as client, client.stream("GET", url) as answer:
+                for part in answer.iter_raw():
+                    self._take(raw, part, path)
+                    if time.monotonic() > until:
+                        raise InfrastructureError(f"{url} took longer than {self._limit}")
+        except self._httpx.HTTPError as error:
+            raise self._lost(url, error) from error
+        return self._read(path, answer.status_code, bytes(raw), kind)
+
+    async def post(self, path: str, body: BaseModel, kind: type[Reply]) -> Reply:
+        """For what an episode asks."""
+        url = self.address + path
+        raw = bytearray()
+        try:
+            async with (
+                asyncio.timeout(self.options.timeout_s),
+                self._httpx.AsyncClient(**self._given) as client,
+                client.stream("POST", url, json=body.model_dump()) as answer,
+            ):
+                async for part in answer.aiter_raw():
+                    self._take(raw, part, path)
+        except TimeoutError as error:
+            raise InfrastructureError(f"{url} took longer than {self._limit}") from error
+        except self._httpx.HTTPError as error:
+            raise self._lost(url, error) from error
+        return self._read(path, answer.status_code, bytes(raw), kind)
+
+    @property
+    def _limit(self) -> str:
+        return f"{self.options.timeout_s:g} s"
+
+    def _take(self, raw: bytearray, part: bytes, path: str) -> None:
+        raw += part
+        if len(raw) > self.options.max_bytes:
+            raise InfrastructureError(
+                f"{self.address}{path} answers more than {self.options.max_bytes} bytes"
+            )
+
+    def _lost(self, url: str, error: httpx.HTTPError) -> InfrastructureError:
+        kind = (
+            ServerAwayError if isinstance(error, self._httpx.ConnectError) else InfrastructureError
+        )
+        return kind(f"{url}: {type(error).__name__}: {error}")
+
+    def _read(self, path: str, status: int, raw: bytes, kind: type[Reply]) -> Reply:
+        if status == HTTPStatus.OK:
+            try:
+                return kind.model_validate_json(raw)
+            except ValueError as error:  # pydantic's is one
+                first = str(error).replace("\n", " ")[:300]
+                raise InfrastructureError(
+                    f"{self.address}{path} talks nonsense: {first}"
+                ) from error
+        message = f"{self.address}{path} answers {status}: {raw[:500].decode(errors='replace')}"
+        is_away = status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY)
+        raise (ServerAwayError if is_away else InfrastructureError)(message)
+
+
+def _require_httpx() -> Any:
+    try:
+        import httpx
+        import pydantic  # noqa: F401 - of wire.py
+    except ImportError as error:
+        raise ValueError(
+            f"an environment at an address needs {error.name}: pip install 'nanorl-stack[serve]'"
+        ) from error
+    return httpx
