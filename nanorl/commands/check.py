@@ -26,12 +26,13 @@ def check(arguments: Sequence[str] | None = None) -> int:
     import torch  # here, so that a wrong flag is answered at once
 
     from nanorl.doctor.checkup import check_run
+    from nanorl.report.metrics import to_jsonable
 
     torch.set_num_threads(1)  # of this thread: the engine's own uses several
     print("playing a few rollouts with the untrained model ...", file=sys.stderr, flush=True)
     checkup = check_run(config)
     if AS_JSON in words:
-        print(json.dumps(checkup.to_json(), indent=2))
+        print(json.dumps(to_jsonable(checkup.to_json()), indent=2))
     else:
         parts = (
             checkup.example,

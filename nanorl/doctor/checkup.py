@@ -43,7 +43,7 @@ from nanorl.report.transcript import transcript
 from nanorl.roles.player import Player
 from nanorl.sandbox.base import SandboxUnavailable
 from nanorl.sizes import activation_bytes, resident_bytes
-from nanorl.types import Rollout, Status, Task, derive_seed
+from nanorl.types import InfrastructureError, Rollout, Status, Task, derive_seed
 from nanorl.warm_start import WarmStart
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ NUM_PROMPTS = 64  # whose length is looked at
 DEADLINE_S = 120.0
 """Of a rollout, where the run's own deadline is later: a check is for people who wait."""
 FORWARD_TOKENS = 512
+_MENDABLE = (ValueError, OSError, CheckpointError, InfrastructureError, SandboxUnavailable)
 
 
 @dataclass(kw_only=True)
@@ -127,7 +128,7 @@ def check_run(
         try:
             parts = Parts(alone, env=env)
             _Examination(config, parts, checkup).run(run_to_end)
-        except (ValueError, OSError, CheckpointError, SandboxUnavailable) as error:
+        except _MENDABLE as error:
             checkup.findings.append(_not_made(error))
     checkup.findings = in_order(checkup.findings)
     return checkup
@@ -231,12 +232,13 @@ class _Examination:
         for task in tasks:
             env = player.kit.environment()
             try:
-                opening = await env.reset(task)
+                try:
+                    opening = await env.reset(task)
+                finally:
+                    await env.close()
             except Exception as error:  # a plug-in boundary
                 self.errors.append(_described(error))
                 continue
-            finally:
-                await env.close()
             if system := system_finding(tokenizer, opening.messages):
                 found.append(system)
                 return False

@@ -27,6 +27,7 @@ from nanorl.doctor.preconditions import (
     teacher_finding,
     template_findings,
 )
+from nanorl.sandbox.base import SandboxUnavailable
 from nanorl.tasks.tiny_model import build_tiny_model
 from nanorl.types import Rollout, Status, Task, TurnSpan
 
@@ -415,3 +416,17 @@ def test_check_says_what_the_run_would_end_with(
     (only,) = report["findings"]
     assert status == 1 and only["name"] == "not_made" and "none of its 1 tasks" in only["seen"]
     assert main(["check", "--fork", str(tmp_path)]) == 1
+
+
+@pytest.mark.xdist_group("doctor")
+def test_check_says_why_there_is_no_sandbox_and_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise SandboxUnavailable("bubblewrap is not installed", "install it")
+
+    monkeypatch.setattr("nanorl.agents.kit.SandboxPool", refuse)
+    monkeypatch.chdir(tmp_path)
+    status, report = report_of(["--preset", "tiny"], capsys)
+    (only,) = report["findings"]
+    assert status == 1 and (only["name"], only["remedy"]) == ("no_sandbox", "install it")
