@@ -284,6 +284,8 @@ class TurnBuilder:
     def _shorten(self, message: Message) -> Message:
         content = message["content"]
         short = shorten(self._tokenizer, content, self.limits.max_observation_tokens)
+        if short != content:
+            self.metrics["num_cut_observations"] += 1
         return {**message, "content": short}
 
 
