@@ -22,7 +22,8 @@ trainer.py              the RL loop: which rollouts may start, which groups make
 collector.py            plays the rollouts of a group
 batching.py             groups become samples with advantages and weights
 learner.py              samples become an optimizer step, and its weights the engine's
-evaluate.py, store.py   success on held-out tasks; every rollout, kept
+rehearsal.py            an episode without a model, for an environment's tests
+evaluation.py, store.py success on held-out tasks; every rollout, kept
 bounds.py, colocation.py   what a number may be; two engines on one GPU
 
 Around it: algorithms/ (advantages and losses), agents/ (one rollout), envs/ (what answers the
@@ -36,9 +37,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nanorl.api import TrainedRun, train
+    from nanorl.api import TrainedRun, evaluate, train
     from nanorl.envs.env import Env, final_answer, last_number
     from nanorl.parsers.base import ToolCall
+    from nanorl.rehearsal import Rehearsal, rehearse
     from nanorl.rewards.base import Score, Transcript
     from nanorl.rewards.judge import JudgeReward
     from nanorl.rewards.math import MathReward
@@ -59,6 +61,7 @@ _HOMES = {
     "JudgeReward": "nanorl.rewards.judge:JudgeReward",
     "MathReward": "nanorl.rewards.math:MathReward",
     "ModelReward": "nanorl.rewards.reward_model:ModelReward",
+    "Rehearsal": "nanorl.rehearsal:Rehearsal",
     "Rollout": "nanorl.types:Rollout",
     "RuleReward": "nanorl.rewards.rule:RuleReward",
     "Score": "nanorl.rewards.base:Score",
@@ -71,12 +74,14 @@ _HOMES = {
     "WeightedReward": "nanorl.rewards.weighted:WeightedReward",
     "bash": "nanorl.tools.workspace:bash",
     "edit": "nanorl.tools.workspace:edit",
+    "evaluate": "nanorl.api:evaluate",
     "final_answer": "nanorl.envs.env:final_answer",
     "last_number": "nanorl.envs.env:last_number",
     "mcp_tools": "nanorl.tools.mcp:mcp_tools",
     "python": "nanorl.tools.python:python",
     "python_session": "nanorl.tools.workspace:python_session",
     "read": "nanorl.tools.workspace:read",
+    "rehearse": "nanorl.rehearsal:rehearse",
     "submit": "nanorl.tools.workspace:submit",
     "train": "nanorl.api:train",
     "write": "nanorl.tools.workspace:write",
@@ -87,6 +92,7 @@ __all__ = [
     "JudgeReward",
     "MathReward",
     "ModelReward",
+    "Rehearsal",
     "Rollout",
     "RuleReward",
     "Score",
@@ -99,12 +105,14 @@ __all__ = [
     "WeightedReward",
     "bash",
     "edit",
+    "evaluate",
     "final_answer",
     "last_number",
     "mcp_tools",
     "python",
     "python_session",
     "read",
+    "rehearse",
     "submit",
     "train",
     "write",

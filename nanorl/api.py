@@ -4,6 +4,7 @@
 
     run = nanorl.train("smollm2", env=Guess, steps=20)
     print(run.success, run.folder)
+    print(nanorl.evaluate(run.folder, env=Guess, k=4).pass_at(4))
 
 In a notebook the run goes on in a thread of its own, since the notebook's loop is taken; Ctrl-C (or
 the stop button) saves. Anywhere else it runs in the caller's thread, so that a debugger's
@@ -13,16 +14,25 @@ breakpoints in an environment work.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import sys
 import threading
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nanorl.config import RunConfig
+from nanorl.config import RunConfig, flatten
+from nanorl.continuation import check_resume, read_config
 from nanorl.options import parse_arguments, with_options
 from nanorl.plugins import spec_of
 from nanorl.presets import PRESETS
+
+if TYPE_CHECKING:
+    from nanorl.report.evaluation import Evaluation
+
+_FIRST = ("algorithm", "out", "seed", "fork", "env", "env_args", "config")
+"""Options on which the defaults of others depend: they are read before those."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,18 +87,65 @@ def train(
     return TrainedRun(config=config, summary=summary)
 
 
+def evaluate(
+    model: Path | str = "smollm2",
+    *,
+    env: Any = None,
+    num_tasks: int = 100,
+    k: int = 1,
+    out: Path | str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Evaluation:
+    """Play held-out tasks with a model, as `nanorl eval` does.
+
+    `model` is a run's folder, a Hugging Face folder or a name; `k` how often each task is played;
+    `env` as in `train`; `options` others of that command, {"temperature": 0.7}. ValueError where
+    something is wrong with them. What comes back has `success`, `pass_at(k)` and every task's
+    score.
+    """
+    from nanorl.commands.evaluate import EvalOptions, evaluation_of
+
+    given: dict[str, Any] = dict(options or {})
+    if out is not None:
+        given["out"] = Path(out)
+    if isinstance(env, str):
+        given["env"], env = env, None
+    names = [field.name for field in dataclasses.fields(EvalOptions)]
+    if unknown := sorted(given.keys() - set(names)):
+        raise ValueError(
+            f"evaluate: no option is called {unknown[0]}; there are {', '.join(names)}"
+        )
+    chosen = EvalOptions(model=str(model), num_tasks=num_tasks, k=k, **given)
+    return evaluation_of(chosen, env=env, run_to_end=run_to_end)[0]
+
+
 def configured(model: str, env: Any, options: Mapping[str, Any]) -> tuple[RunConfig, Any]:
     """The options of a run, and the environment where it goes along as an object.
 
-    A class that other processes can find goes by its name where the run has such processes.
+    A class that other processes can find goes by its name where the run has such processes. An
+    object plays in this process; its name is kept, so that nobody takes the run for another's.
     """
     words = ["--preset", model] if model in PRESETS else []
+    given = {name.replace("-", "_"): value for name, value in flatten(dict(options)).items()}
     if isinstance(env, str):
-        words += ["--env", env]
-        env = None
-    config = with_options(parse_arguments(words, env), options, where="train")
-    if env is None or config.cluster.backend == "inline":
-        return config, env
+        given["env"], env = env, None
+    words += ["--resume"] if given.pop("resume", False) else []
+    for name in _FIRST:
+        if (value := given.pop(name, None)) is not None:
+            words += [f"--{name}", *([*map(str, value)] if name == "env_args" else [str(value)])]
+    config = with_options(parse_arguments(words, env), given, where="train")
+    config, env = _with_environment(config, env)
+    if config.resume:
+        check_resume(read_config(config.run_dir, flag="resume"), config)
+    return config, env
+
+
+def _with_environment(config: RunConfig, env: Any) -> tuple[RunConfig, Any]:
+    """Where the environment goes along as an object, or by its name."""
+    if env is None:
+        return config, None
+    if config.cluster.backend == "inline":
+        return dataclasses.replace(config, env=_name_of(env), env_workers=0), env
     name = spec_of(env)
     if name is None:
         raise ValueError(
@@ -96,6 +153,22 @@ def configured(model: str, env: Any, options: Mapping[str, Any]) -> tuple[RunCon
             "from there, or leave cluster.backend inline"
         )
     return with_options(config, {"env": name}, where="train"), None
+
+
+def _name_of(env: Any) -> str:
+    """What a run is recorded with, so that `nanorl eval RUN` and others find its environment, or
+    say that they do not: never another one.
+
+    A file goes by its path, a module of a package by its name. A script is not run once more for
+    its class: it may train again.
+    """
+    module = sys.modules.get(env.__module__)
+    name = getattr(env, "__qualname__", type(env).__qualname__)
+    file = getattr(module, "__file__", None)
+    is_alone = env.__module__ != "__main__" and "." not in env.__module__
+    if file and is_alone and "<locals>" not in name:
+        return f"{Path(file).resolve()}:{name}"
+    return f"{env.__module__}:{name}"
 
 
 def run_to_end(work: Coroutine[Any, Any, None]) -> None:

@@ -355,11 +355,26 @@ def batch_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         metrics["turns"] = sum(r.num_turns for r in rollouts) / count
         for status in (Status.TRUNCATED_TURN, Status.TRUNCATED_CONTEXT):
             metrics[f"{status}_fraction"] = sum(r.status == status for r in rollouts) / count
+    metrics |= episode_metrics(rollouts)
     groups: dict[str, set[float]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.group_id, set()).add(rollout.total_reward)
     metrics["groups_with_signal"] = float(sum(len(rewards) > 1 for rewards in groups.values()))
     return metrics
+
+
+def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """What environments counted, as env/NAME over all rollouts, and the parts of rewards, as
+    reward/NAME over those that have them."""
+    found: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, value in rollout.metrics.items():
+            found.setdefault(name, []).append(value)
+    return {
+        name if name.startswith("reward/") else f"env/{name}": sum(values)
+        / (len(values) if name.startswith("reward/") else len(rollouts))
+        for name, values in sorted(found.items())
+    }
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, float]:

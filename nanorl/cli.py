@@ -30,6 +30,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
     {
         "train": Verb("nanorl.commands.train:main", "train an agent; --env guess.py for your own"),
         "check": Verb("nanorl.commands.check:check", "what will go wrong with a run, before it"),
+        "new": Verb("nanorl.commands.new:new", "write a small environment, to begin with"),
         "eval": Verb("nanorl.commands.evaluate:evaluate_model", "how good a model is, how surely"),
         "compare": Verb("nanorl.commands.compare:compare", "which is better, task by task"),
         "chat": Verb("nanorl.commands.chat:chat", "talk to the agent of a run, its tools running"),

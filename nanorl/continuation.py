@@ -49,7 +49,16 @@ _OF_THE_PROCESS = ("out", "resume", "fork")
 # Where it is computed, what is kept and who looks on: never what is computed (another layout or
 # device: up to the order of sums).
 _AROUND = (
-    *("cache_dir", "save_every", "keep_checkpoints", "keep_rollout_steps", "threads", "device"),
+    *(
+        "env_workers",
+        "env_deadline_s",
+        "cache_dir",
+        "save_every",
+        "keep_checkpoints",
+        "keep_rollout_steps",
+        "threads",
+        "device",
+    ),
     *("tool.workers", "cluster", "learner", "rollout", "monitor", "log", "log_project"),
 )
 

@@ -26,6 +26,7 @@ from nanorl.agents.kit import run_loop
 from nanorl.agents.loops import load_loop
 from nanorl.config import RunConfig
 from nanorl.envs.base import EnvKind, TaskSet
+from nanorl.envs.code import CodeKind
 from nanorl.envs.run_kind import run_kind, run_tokenizer
 from nanorl.learner import check_reference
 from nanorl.sizes import sized
@@ -170,7 +171,10 @@ def load_tasks(config: RunConfig, kind: EnvKind) -> Tasks:
     count, seed = config.evaluation.num_tasks, config.evaluation.seed
     source: TaskSet
     if config.tasks is not None:
-        read = read_tasks(config.tasks, TaskFields.parse(config.task_fields))
+        # Whose score compares answers is known of these alone; others may need none.
+        needs_answer = isinstance(kind, CodeKind)
+        fields = TaskFields.parse(config.task_fields, needs_answer=needs_answer)
+        read = read_tasks(config.tasks, fields)
         splits: tuple[Split, ...] = ("train", "heldout") if config.rl.steps else ("heldout",)
         source = ListTasks(read, config.seed, name=config.tasks, splits=splits)
     else:

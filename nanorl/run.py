@@ -39,7 +39,7 @@ from nanoinfer.cancellation import to_the_end
 from nanorl.continuation import computes
 from nanorl.cursor import PHASES, WARMING_UP, Cursor, Phase
 from nanorl.doctor.alarms import NO_SIGNAL, RunAlarms
-from nanorl.evaluate import EvaluationResult, evaluate
+from nanorl.evaluation import EvaluationResult, evaluate
 from nanorl.history import RunHistory
 from nanorl.learner import Learner, reference_folder
 from nanorl.monitor.monitor import RunMonitor

@@ -84,13 +84,14 @@ class EvalOptions:
                 f"--temperature 0 with --k {self.k}: greedy samples are all alike; use --k 1"
             )
 
-    def run_config(self, saved: SavedModels) -> RunConfig:
-        """The options of a run that would play these tasks with the models of `saved`."""
+    def run_config(self, saved: SavedModels, env: object = None) -> RunConfig:
+        """The options of a run that would play these tasks with the models of `saved`; `env` is an
+        environment given as an object."""
         if saved.run is None:
             words = ["--preset", self.preset]
             words += ["--env", self.env] if self.env else []
             words += ["--env-args", *self.env_args] if self.env_args else []
-            config = parse_arguments(words)
+            config = parse_arguments(words, env)
         else:
             one = RunConfig()  # in one process, however the run was laid out
             config = replace(
@@ -113,6 +114,7 @@ class EvalOptions:
             evaluation=replace(config.evaluation, num_tasks=self.num_tasks, seed=seed),
             rl=replace(config.rl, steps=0),  # so no task for training is needed
             device=self.device,
+            env_workers=config.env_workers if env is None else 0,  # no other process finds it
             resume=False,
             fork="",
             out=_new_folder(self.out, self.model),
@@ -123,19 +125,9 @@ def evaluate_model(options: Annotated[EvalOptions, tyro.conf.arg(name="")]) -> i
     """Play held-out tasks with a model, or with what a run has trained."""
     from nanorl.commands.train import expected_errors
     from nanorl.report.evaluation import evaluation_text
-    from nanorl.saved_models import find_models
 
     try:
-        saved = find_models(options.model)
-        config = options.run_config(saved)
-        heat = float(options.k > 1) if options.temperature is None else options.temperature
-        with saved.folder() as folder:
-            result = run_evaluation(
-                replace(config, model=str(folder)),
-                title=options.model,
-                samples=options.k,
-                sampling=SamplingParams(temperature=heat, seed=config.evaluation.seed),
-            )
+        result, folder = evaluation_of(options)
     except tuple(expected_errors()) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -143,10 +135,31 @@ def evaluate_model(options: Annotated[EvalOptions, tyro.conf.arg(name="")]) -> i
         print(json.dumps(result.to_json(), indent=2))
         return 0
     print(
-        f"{evaluation_text(result)}\n"
-        f"look: {config.run_dir}/{RESULT}   rollouts: {config.run_dir}/rollouts.sqlite"
+        f"{evaluation_text(result)}\nlook: {folder}/{RESULT}   rollouts: {folder}/rollouts.sqlite"
     )
     return 0
+
+
+def evaluation_of(
+    options: EvalOptions, *, env: object = None, run_to_end: RunToEnd = asyncio.run
+) -> tuple[Evaluation, Path]:
+    """What the model that is named does, and the folder in which the result lies; what the verb and
+    the library share. `env` and `run_to_end` as in `run_evaluation`."""
+    from nanorl.saved_models import find_models
+
+    saved = find_models(options.model)
+    config = options.run_config(saved, env)
+    heat = float(options.k > 1) if options.temperature is None else options.temperature
+    with saved.folder() as folder:
+        result = run_evaluation(
+            replace(config, model=str(folder)),
+            title=options.model,
+            samples=options.k,
+            sampling=SamplingParams(temperature=heat, seed=config.evaluation.seed),
+            env=env,
+            run_to_end=run_to_end,
+        )
+    return result, config.run_dir
 
 
 def run_evaluation(
@@ -165,7 +178,7 @@ def run_evaluation(
     import torch  # here, so that a wrong option is answered at once
     from rich.console import Console
 
-    from nanorl.evaluate import evaluate
+    from nanorl.evaluation import evaluate
     from nanorl.parts import Parts
     from nanorl.report.evaluation import Evaluation
     from nanorl.report.live import LiveView

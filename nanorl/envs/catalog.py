@@ -28,6 +28,7 @@ PRESETS_OWN = "code"
 ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
     {
         PRESETS_OWN: "nanorl.envs.code:CodeEnv",
+        "answer": "nanorl.envs.shipped.answer:Answer",
         "alphabet_sort": "nanorl.envs.shipped.alphabet_sort:AlphabetSort",
         "guess": "nanorl.envs.shipped.guess:Guess",
         "harbor": "nanorl.envs.harbor:Harbor",

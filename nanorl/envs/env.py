@@ -131,7 +131,8 @@ class Env:
         return await context.session()
 
     def metric(self, name: str, value: float = 1.0) -> None:
-        """Count something: it is summed over the episode and averaged over a step's rollouts."""
+        """Count something: it is summed over the episode, and averaged over a step's rollouts it is
+        the curve env/NAME."""
         counted: dict[str, float] = self.__dict__.setdefault("_metrics", {})
         counted[name] = counted.get(name, 0.0) + float(value)
 

@@ -15,7 +15,7 @@ from nanoengine.model.tokenizer import ChatTokenizer
 from nanorl.envs.base import Demonstrator, Environment, Services, TaskSet
 from nanorl.envs.env import Env
 from nanorl.envs.episode import EnvEpisode
-from nanorl.parsers.base import Parser, ToolCall
+from nanorl.parsers.base import ToolCall
 from nanorl.parsers.chat import ToolChat
 from nanorl.parsers.choose import tool_chat
 from nanorl.tasks.readers import read_tasks
@@ -61,15 +61,15 @@ class ShortKind:
         return ListTasks(listed, seed, name=self.name)
 
     def open(self, services: Services) -> Environment:
-        return EnvEpisode(self._episode_env(), self.tools, self._chat(services.tokenizer), services)
+        chat = self._chat(services.tokenizer)
+        return EnvEpisode(self._episode_env(), self.tools, chat, services)
 
     def demonstrator(
         self, task: Task, rng: random.Random, tokenizer: ChatTokenizer
     ) -> Demonstrator:
         env = self._episode_env()
         env.task = task
-        chat = self._chat(tokenizer)
-        return _Shown(env, rng, None if chat is None else chat.parser)
+        return _Shown(env, rng, self._chat(tokenizer))
 
     def close(self) -> None:
         """Close what `setup` made."""
@@ -105,19 +105,23 @@ class ShortKind:
 
 
 class _Shown:
-    """A demonstrator that asks the environment's `teacher`."""
+    """A demonstrator that asks the environment's `teacher`, and writes its calls of tools."""
 
-    def __init__(self, env: Env, rng: random.Random, parser: Parser | None) -> None:
-        self._env, self._rng, self._parser = env, rng, parser
+    def __init__(self, env: Env, rng: random.Random, chat: ToolChat | None) -> None:
+        self._env, self._rng, self._chat = env, rng, chat
 
     def next_action(self, history: Sequence[str]) -> str:
-        said: Any = self._env.teacher(list(history), self._rng)  # type: ignore[attr-defined]
+        said = self._env.teacher(list(history), self._rng)  # type: ignore[attr-defined]
         if isinstance(said, str):
             return said
-        calls = [said] if isinstance(said, ToolCall) else list(said)
-        if self._parser is None:
-            raise ValueError(f"{type(self._env).__name__}.teacher calls a tool, and there is none")
-        return "\n".join(self._parser.write(call) for call in calls)
+        calls = said if isinstance(said, list | tuple) else [said]
+        name = type(self._env).__name__
+        if self._chat is None or not all(isinstance(call, ToolCall) for call in calls):
+            raise ValueError(
+                f"{name}.teacher returned {said!r}; it must return a text, or calls of tools that "
+                f"{name} has, as nanorl.ToolCall('look', {{'word': 'x'}})"
+            )
+        return "\n".join(self._chat.parser.write(call) for call in calls)
 
 
 def as_tool(given: Tool | Callable[..., Any]) -> Tool:

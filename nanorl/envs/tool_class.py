@@ -63,8 +63,8 @@ class ToolClassKind(ShortKind):
     def open(self, services: Services) -> Environment:
         env = self._episode_env()
         assert isinstance(env, ToolClassEnv)
-        env.subject = self._make_plain()
-        return EnvEpisode(env, method_tools(env.subject), self._chat(services.tokenizer), services)
+        env.plain = self._make_plain()
+        return EnvEpisode(env, method_tools(env.plain), self._chat(services.tokenizer), services)
 
     def _make_plain(self) -> Any:
         try:
@@ -76,7 +76,11 @@ class ToolClassKind(ShortKind):
 class ToolClassEnv(Env):
     """The short form around an object of such a class."""
 
-    subject: Any
+    plain: Any
+
+    @property
+    def subject(self) -> Any:
+        return self.plain
 
     def reset(self) -> list[Message]:
         fields = {"prompt": self.task.prompt, "answer": self.task.answer, **self.task.data}

@@ -1,0 +1,139 @@
+"""`rehearse`: an episode of an environment without a model, for its tests and for a first look.
+
+    played = nanorl.rehearse(Guess)                            # the teacher plays a task
+    played = nanorl.rehearse(Guess, task, turns=["10", "7"])   # or these turns are said
+    assert played.reward == 1.0
+
+It runs in this process and thread, so `breakpoint()` in the environment works. Left out: tokens and
+their limits. Calls are written as Hermes has them, or in code blocks, where the parser is "auto".
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanoengine.model.chat_template import Message
+from nanorl.api import run_to_end
+from nanorl.envs.base import EnvKind, Services
+from nanorl.envs.catalog import as_kind, load_kind
+from nanorl.rewards.base import Transcript
+from nanorl.sandbox.base import SandboxSpec
+from nanorl.sandbox.pool import SandboxPool
+from nanorl.types import Rollout, Task
+
+MOST_TURNS = 100
+_TIMEOUT_S = 10.0
+
+
+@dataclass(kw_only=True)
+class Rehearsal:
+    """What was said and earned. `reward` is the whole episode's, beside those of single turns;
+    `is_done` says whether the environment ended it."""
+
+    task: Task
+    messages: list[Message] = field(default_factory=list)
+    turns: list[str] = field(default_factory=list)
+    observations: list[str] = field(default_factory=list)
+    turn_rewards: list[float] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    reward: float = 0.0
+    is_done: bool = False
+
+
+def rehearse(
+    env: Any, task: Task | None = None, *, turns: Sequence[str] | None = None, seed: int = 0
+) -> Rehearsal:
+    """Play one episode of `env`, a class or a text as `--env` takes it.
+
+    Without `task` it is one of its training tasks. Without `turns` its teacher plays. ValueError
+    where it has none; InfrastructureError where one of its methods raises.
+    """
+    kind = load_kind(env, {}) if isinstance(env, str) else as_kind(env)
+    sandbox = SandboxPool(SandboxSpec(timeout_s=_TIMEOUT_S), 1) if kind.needs_sandbox else None
+    try:
+        played = Rehearsal(task=kind.tasks(seed).batch(0, 1)[0] if task is None else task)
+        script = _Script(kind, played.task, turns, random.Random(seed))
+        run_to_end(_play(kind, script, sandbox, played))
+        return played
+    finally:
+        if sandbox is not None:
+            sandbox.close()
+        kind.close()
+
+
+class _NoTemplate:
+    """In place of a model's tokenizer: its chat template knows no calls."""
+
+    def render(self, *messages: Any, **options: Any) -> str:
+        return ""
+
+
+_TOKENIZER: Any = _NoTemplate()
+
+
+class _Script:
+    """Who speaks in place of the policy."""
+
+    def __init__(
+        self, kind: EnvKind, task: Task, turns: Sequence[str] | None, rng: random.Random
+    ) -> None:
+        if turns is None and not kind.has_teacher:
+            raise ValueError(
+                f"rehearse: {kind.name} has no method teacher(observations, rng); give the turns, "
+                "as turns=['10', '7']"
+            )
+        self._turns = turns
+        self._teacher = kind.demonstrator(task, rng, _TOKENIZER) if turns is None else None
+
+    def next_turn(self, played: Rehearsal) -> str | None:
+        number = len(played.turns)
+        if self._teacher is not None:
+            is_over = number >= MOST_TURNS
+            return None if is_over else self._teacher.next_action(played.observations)
+        assert self._turns is not None
+        return self._turns[number] if number < len(self._turns) else None
+
+
+async def _play(kind: EnvKind, script: _Script, sandbox: Any, played: Rehearsal) -> None:
+    episode = kind.open(Services(tokenizer=_TOKENIZER, sandbox=sandbox, timeout_s=_TIMEOUT_S))
+    answer = None
+    try:
+        played.messages += (await episode.reset(played.task)).messages
+        while not played.is_done and (text := script.next_turn(played)) is not None:
+            step = await episode.step(text)
+            played.turns.append(text)
+            played.messages.append({"role": "assistant", "content": text})
+            played.turn_rewards.append(step.reward)
+            for name, value in step.metrics.items():
+                played.metrics[name] = played.metrics.get(name, 0.0) + value
+            played.is_done, answer = step.is_done, step.answer
+            if step.observation is not None:
+                said = episode.format_observation(step.observation)
+                played.messages += said
+                played.observations.append("\n".join(str(one["content"]) for one in said))
+        transcript = Transcript(
+            messages=played.messages,
+            text=played.turns[-1] if played.turns else "",
+            answer=answer,
+            is_truncated=not played.is_done,
+        )
+        played.reward = (await episode.score(_empty_rollout(played.task), transcript)).total
+    finally:
+        await episode.close()
+
+
+def _empty_rollout(task: Task) -> Rollout:
+    """What `score` finds as the rollout: one without a token."""
+    nothing: list[Any] = []
+    return Rollout(
+        task_id=task.task_id,
+        group_id="rehearsal",
+        rollout_id="rehearsal",
+        tokens=list(nothing),
+        loss_mask=list(nothing),
+        logps=list(nothing),
+        versions=list(nothing),
+    )
