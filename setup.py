@@ -20,6 +20,7 @@ PACKAGES = [
     "nanorl.agents",
     "nanorl.algorithms",
     "nanorl.commands",
+    "nanorl.doctor",
     "nanorl.envs",
     "nanorl.envs.remote",
     "nanorl.envs.shipped",

@@ -5,8 +5,8 @@
     nanorl chat runs/tiny-seed0
 
 `VERBS` lists them; only the one that is asked for is imported. A verb is a function whose
-parameters are its options (`nanorl VERB --help`); `train` reads its options itself, since some
-decide where the defaults of the others come from.
+parameters are its options (`nanorl VERB --help`); `train` and `check` read their options
+themselves, since some decide where the defaults of the others come from.
 Exit status: 0 done, 1 with one message that says what was wrong, 130 stopped with Ctrl-C.
 """
 
@@ -29,6 +29,7 @@ class Verb(NamedTuple):
 VERBS: Mapping[str, Verb] = MappingProxyType(
     {
         "train": Verb("nanorl.commands.train:main", "train an agent; --env guess.py for your own"),
+        "check": Verb("nanorl.commands.check:check", "what will go wrong with a run, before it"),
         "new": Verb("nanorl.commands.new:new", "write a small environment, to begin with"),
         "eval": Verb("nanorl.commands.evaluate:evaluate_model", "how good a model is, how surely"),
         "compare": Verb("nanorl.commands.compare:compare", "which is better, task by task"),
@@ -87,7 +88,7 @@ def find_verb(name: str) -> Callable[..., Any]:
 
 def _run(name: str, words: list[str]) -> int:
     call = find_verb(name)
-    if name == "train":
+    if name in ("train", "check"):
         return call(words)
     import tyro
 

@@ -180,6 +180,8 @@ class AgentConfig(Limits):
     yours as file.py:loop; --agent for short. Empty: the environment's own."""
     loop_args: tuple[str, ...] = ()
     """Its options, as name=value; --agent-args for short."""
+    template_args: tuple[str, ...] = ()
+    """Variables of the model's chat template, as enable_thinking=false of Qwen3's."""
     deadline_s: float = 3600.0
     """Wall-clock limit of a rollout; one that takes longer has failed and is played again. 0: none.
     """

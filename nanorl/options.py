@@ -26,8 +26,11 @@ from nanorl.presets import PRESETS, get_preset
 ALIASES: Mapping[str, str] = {"--agent": "--agent.loop", "--agent-args": "--agent.loop-args"}
 
 
-def parse_arguments(arguments: Sequence[str], env: object = None) -> RunConfig:
-    """The options that a command line gives; `env` is an environment given as an object."""
+def parse_arguments(
+    arguments: Sequence[str], env: object = None, *, verb: str = "train"
+) -> RunConfig:
+    """The options that a command line gives; `env` is an environment given as an object, `verb` the
+    verb of `nanorl` that takes them."""
     arguments = [ALIASES.get(one, one) for one in arguments]
     known = _early(arguments)
     if known.resume and known.fork:
@@ -53,7 +56,7 @@ def parse_arguments(arguments: Sequence[str], env: object = None) -> RunConfig:
         RunConfig,
         default=default,
         args=[one for one in arguments if one not in _config_words(arguments)],
-        prog="nanorl train",
+        prog=f"nanorl {verb}",
         description=describe(),
     )
     if saved is not None:

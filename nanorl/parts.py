@@ -19,7 +19,6 @@ from nanoengine.engine import require_deterministic_cublas
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.device import resolve_device
 from nanoengine.model.sources import SMOLLM2, resolve_model
-from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.model.transformer import Transformer
 from nanoengine.optim import UpdateConfig
 from nanoinfer.config import InferConfig
@@ -28,7 +27,7 @@ from nanorl.agents.loops import load_loop
 from nanorl.config import RunConfig
 from nanorl.envs.base import EnvKind, TaskSet
 from nanorl.envs.code import CodeKind
-from nanorl.envs.run_kind import run_kind
+from nanorl.envs.run_kind import run_kind, run_tokenizer
 from nanorl.learner import check_reference
 from nanorl.sizes import sized
 from nanorl.tasks.readers import read_tasks
@@ -67,7 +66,7 @@ class Parts:
         self.shape = ModelConfig.from_folder(self.folder)
         check_positions(config, self.shape)
         check_reference(config, self.shape.vocab_size)
-        self.tokenizer = ChatTokenizer.from_folder(self.folder)
+        self.tokenizer = run_tokenizer(config, self.folder)
         self.config = sized(config, self.shape, self.device)
 
     @property

@@ -38,6 +38,7 @@ from nanoengine.stop_signals import Interrupted, StopSignals
 from nanoinfer.cancellation import to_the_end
 from nanorl.continuation import computes
 from nanorl.cursor import PHASES, WARMING_UP, Cursor, Phase
+from nanorl.doctor.alarms import NO_SIGNAL, RunAlarms
 from nanorl.evaluation import EvaluationResult, evaluate
 from nanorl.history import RunHistory
 from nanorl.learner import Learner, reference_folder
@@ -75,7 +76,6 @@ T = TypeVar("T")
 MOST_LOSSES = 2
 """So often the trainer may die without getting any further before the run ends."""
 NUM_SAMPLES = 5  # rollouts of RL that the log shows
-NO_SIGNAL = "the rollouts of each group got equal rewards, so there was nothing to learn from"
 
 
 class Run:
@@ -97,6 +97,7 @@ class Run:
         self.history = RunHistory(self.dir)
         self.has_to_restore = config.resume or bool(config.fork)
         self.trackers = Trackers(config, say=live.say)
+        self.alarms = RunAlarms(config, parts.tokenizer, has_tools=parts.kind.has_tools)
         self.has_model = False  # the trained model is in its folder: nothing is left to do
         self.num_losses = 0
         self.furthest_loss = (-1, -1)  # the phase's number and step
@@ -477,8 +478,8 @@ class Run:
 
     def _say_step(self, result: StepResult) -> None:
         """Say what the numbers of the step do not: why nothing moved, and what the agent does."""
-        if not result.metrics["num_trained_rollouts"]:
-            self.live.say(f"step {result.step} changed nothing: {NO_SIGNAL}")
+        for alarm in self.alarms.observe(result.step, result.metrics, result.groups, result.failed):
+            self.live.say(alarm)
         every = max(1, self.config.rl.steps // NUM_SAMPLES)
         rollouts = [rollout for group in result.groups for rollout in group]
         if result.step % every == 0 and rollouts:

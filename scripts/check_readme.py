@@ -29,12 +29,16 @@ _SHORT_RUN = (
     "--warm-start.steps 2 --rl.steps 1 --rl.tasks-per-step 2 --evaluation.num-tasks 4 "
     "--evaluation.num-tasks-untrained 2 --evaluation.num-tasks-no-tool 2"
 )
-SHORT = {"bash scripts/train_agent.sh": _SHORT_RUN}
+_SHORT_OWN = (
+    "--rl.steps 1 --rl.tasks-per-step 2 --rl.group-size 2 --evaluation.num-tasks 2 "
+    "--evaluation.num-tasks-untrained 2"
+)
+SHORT = {"bash scripts/train_agent.sh": _SHORT_RUN, ".venv/bin/nanorl train": _SHORT_OWN}
 LEFT_OUT = {
     "bash scripts/test.sh": ".ci/run has just run it",
     "bash scripts/gpu_check.sh": "needs a GPU",
     "bash scripts/bench.sh": "takes an hour and installs the peers",
-    ".venv/bin/nanorl": "asks a run that trains; tests/nanorl/test_monitor_run.py starts one",
+    ".venv/bin/nanorl status": "asks a run that trains; tests/nanorl/test_monitor_run.py does",
 }
 SERVER = "bash scripts/serve.sh"
 
@@ -57,13 +61,14 @@ def programs(text: str) -> list[str]:
 
 def prepare(command: str, *, is_full: bool) -> str:
     """The command as it is run: below `RUNS`, and short."""
-    is_training = command.startswith("bash scripts/train_agent.sh") and "--help" not in command
+    is_training = command.startswith(tuple(SHORT)) and "--help" not in command
     if is_training and "--out" not in command:
         preset = re.search(r"--preset (\w+)", command)
         seed = re.search(r"--seed (\d+)", command)
         name = f"{preset[1] if preset else 'smollm2'}-seed{seed[1] if seed else 0}"
         command += f" --out runs/{name}"
     command = command.replace("runs/", f"{RUNS}/")
+    command = command.replace("nanorl new hangman", f"nanorl new {RUNS}/hangman")
     if is_full or not is_training or "--resume" in command:
         return command
     extra = next((more for start, more in SHORT.items() if command.startswith(start)), "")

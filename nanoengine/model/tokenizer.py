@@ -37,7 +37,9 @@ class ChatTokenizer:
         eos_ids: Iterable[int],
         chat_template: str | None = None,
         config: Mapping[str, Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
+        self.variables = dict(variables or {})
         self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -61,8 +63,13 @@ class ChatTokenizer:
             self._template = ChatTemplate(chat_template, _named_tokens(self._config))
 
     @classmethod
-    def from_folder(cls, path: str | Path) -> ChatTokenizer:
-        """Read a Hugging Face model folder. `ValueError` names the missing or unusable file."""
+    def from_folder(
+        cls, path: str | Path, variables: Mapping[str, Any] | None = None
+    ) -> ChatTokenizer:
+        """Read a Hugging Face model folder. `ValueError` names the missing or unusable file.
+
+        `variables` are bound in every chat, such as Qwen3's {"enable_thinking": False}.
+        """
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
@@ -80,6 +87,7 @@ class ChatTokenizer:
             eos_ids=_read_eos_ids(folder, tokenizer, config),
             chat_template=_read_template(folder, config),
             config=config,
+            variables=variables,
         )
 
     @property
@@ -138,7 +146,7 @@ class ChatTokenizer:
             messages,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
-            variables=variables,
+            variables={**self.variables, **(variables or {})},
         )
 
     def encode_chat(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import SamplingParams
 from nanorl.agents.context import Generator
 from nanorl.agents.loop import Agent
@@ -16,7 +15,7 @@ from nanorl.agents.loops import AgentLoop, load_loop
 from nanorl.config import RunConfig
 from nanorl.envs.base import Environment, EnvKind, Services
 from nanorl.envs.catalog import parse_arguments
-from nanorl.envs.run_kind import num_env_workers, run_kind
+from nanorl.envs.run_kind import num_env_workers, run_kind, run_tokenizer
 from nanorl.sandbox.pool import SandboxPool
 from nanorl.types import Rollout, Task
 
@@ -48,7 +47,7 @@ class AgentKit:
             from nanorl.hosting.kind import HostedKind  # nanosched's processes: not always needed
 
             self.kind = HostedKind(self.kind, config, folder, num_workers)
-        self.tokenizer = ChatTokenizer.from_folder(folder)
+        self.tokenizer = run_tokenizer(config, folder)
         self.sandbox: SandboxPool | None = None
         if self.kind.needs_sandbox:
             self.sandbox = SandboxPool(config.tool.limits(), num_workers=config.tool.workers)

@@ -82,16 +82,13 @@ class TurnBuilder:
         task_id: str,
         group_id: str,
         rollout_id: str,
-        variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """`variables` are the chat template's own, such as `{"enable_thinking": False}`."""
         self.limits = limits
         self.truncation: Truncation | None = None
         self.spans: list[TurnSpan] = []
         self.metrics: defaultdict[str, float] = defaultdict(float)
         self._ids = (task_id, group_id, rollout_id)
         self._tokenizer = tokenizer
-        self._variables = dict(variables or {})
         self._tokens: list[int] = []
         self._mask: list[int] = []
         self._logps: list[float] = []
@@ -124,9 +121,7 @@ class TurnBuilder:
         `PromptTooLongError` where it leaves no room for a single token.
         """
         assert not self._tokens, "start() is called once"
-        ids = self._tokenizer.encode_chat(
-            messages, add_generation_prompt=True, tools=tools, variables=self._variables
-        )
+        ids = self._tokenizer.encode_chat(messages, add_generation_prompt=True, tools=tools)
         if len(ids) >= self.limits.max_context_tokens:
             raise PromptTooLongError(
                 f"task {self._ids[0]!r}: its prompt has {len(ids)} tokens, max_context_tokens is "
@@ -274,16 +269,14 @@ class TurnBuilder:
         templates render a last assistant message differently from an earlier one.
         """
         encode, eos_ids = self._tokenizer.encode_chat, self._tokenizer.eos_ids
-        base = encode(DELTA_BASE, add_generation_prompt=False, variables=self._variables)
+        base = encode(DELTA_BASE, add_generation_prompt=False)
         num_eos = sum(token in eos_ids for token in base)
         if num_eos == 0:
             raise ValueError(
                 f"the chat template ends an assistant turn with none of the eos ids "
                 f"{sorted(eos_ids)}: add its end-of-turn token to generation_config.json"
             )
-        full = encode(
-            [*DELTA_BASE, *messages], add_generation_prompt=True, variables=self._variables
-        )
+        full = encode([*DELTA_BASE, *messages], add_generation_prompt=True)
         places = [place for place, token in enumerate(full) if token in eos_ids]
         cut = places[num_eos - 1]
         return full[cut], full[cut + 1 :]
@@ -291,6 +284,8 @@ class TurnBuilder:
     def _shorten(self, message: Message) -> Message:
         content = message["content"]
         short = shorten(self._tokenizer, content, self.limits.max_observation_tokens)
+        if short != content:
+            self.metrics["num_cut_observations"] += 1
         return {**message, "content": short}
 
 

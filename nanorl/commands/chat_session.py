@@ -29,7 +29,7 @@ from nanorl.agents.kit import AgentKit
 from nanorl.commands.terminal import STYLES, labelled, printable
 from nanorl.config import RunConfig
 from nanorl.envs.base import Environment
-from nanorl.envs.run_kind import run_kind
+from nanorl.envs.run_kind import run_kind, run_tokenizer
 from nanorl.parts import load_tasks
 from nanorl.presets import get_preset
 from nanorl.saved_models import SavedModels, find_models
@@ -79,7 +79,7 @@ def opened_session(
         environment = None
         if saved.run is not None or env:
             environment = stack.enter_context(_environments(config, folder))
-        tokenizer = ChatTokenizer.from_folder(folder)
+        tokenizer = run_tokenizer(config, folder)
         conversation = Conversation(tokenizer, limits, sampling, environment)
         yield ChatSession(saved, config, engines, conversation)
 

@@ -10,6 +10,7 @@ that asks has them.
 from __future__ import annotations
 
 import asyncio
+import signal
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -95,9 +96,19 @@ async def _serve(config: RunConfig, folder: Path, options: ServeEnvOptions) -> N
     try:
         async with EnvServer(kit, limits, key).listening(options.host, options.port) as url:
             print(f"environment {kit.kind.name} at {url}", flush=True)
-            await asyncio.Event().wait()  # Ctrl-C ends it
+            await _told_to_stop()
+            print("stopped", flush=True)
     finally:
         kit.close()
+
+
+async def _told_to_stop() -> None:
+    """Wait for Ctrl-C or SIGTERM; what the server holds is then given back in order."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    await stop.wait()
 
 
 def _tokenizer_folder(config: RunConfig, model: str, stack: ExitStack) -> Path:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanorl.envs.env import Env, last_number
-from nanorl.plugins import is_path, load_object
+from nanorl.plugins import load_object
 from nanorl.types import Task
 
 MOST_SEEDS = 1 << 31
@@ -73,7 +73,7 @@ class GymText(Env):
             env.close()
 
     def _made(self) -> Any:
-        if is_path(self._make.rpartition(":")[0] or self._make):
+        if ".py" in (self._make[-3:], self._make.rpartition(":")[0][-3:]):
             return load_object(self._make, what="env", known={}, fits=callable)(**self._options)
         gymnasium = _require_gymnasium()
         try:
@@ -122,7 +122,9 @@ class GymText(Env):
         if isinstance(observation, str):
             return observation
         if getattr(self._env, "render_mode", None) == "ansi":
-            return str(self._env.render()).strip("\n")
+            picture = str(self._env.render()).strip("\n")
+            # Colours mark where the player is: put what is coloured into brackets.
+            return re.sub(r"\x1b\[[\d;]*m", "[", picture.replace("\x1b[0m", "]"))
         to_list = getattr(observation, "tolist", None)
         return str(to_list() if to_list is not None else observation)
 

@@ -18,6 +18,7 @@ import math
 import random
 import time
 import urllib.request
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -59,7 +60,7 @@ class OpenEnvText(Env):
             raise ValueError(
                 f"--env-args timeout_s={timeout_s} patience_s={patience_s}: must be positive"
             )
-        self._connect = _require_websockets()
+        self._connect, self._closed = _require_websockets()
         is_tls = parts.scheme in ("https", "wss")
         place = f"{'s' if is_tls else ''}://{parts.netloc}{parts.path.rstrip('/')}"
         self.address, self._socket_url = f"http{place}", f"ws{place}/ws"
@@ -142,7 +143,8 @@ class OpenEnvText(Env):
         what = f"{self.address}: {kind}"
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._socket.send(json.dumps({"type": kind, "data": data}))
+                with suppress(self._closed):  # a full server says so before it hangs up
+                    await self._socket.send(json.dumps({"type": kind, "data": data}))
                 reply = json.loads(await self._socket.recv())
             said = reply["data"]
             if reply["type"] == "error" and said.get("code") == REFUSED:
@@ -203,8 +205,9 @@ def _why_refused(said: dict[str, Any]) -> str:
 def _require_websockets() -> Any:
     try:
         from websockets.asyncio.client import connect
+        from websockets.exceptions import ConnectionClosed
     except ImportError as error:
         raise ValueError(
             f"--env openenv:... needs {error.name}: pip install 'nanorl-stack[openenv]'"
         ) from error
-    return connect
+    return connect, ConnectionClosed

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from nanoengine.model.tokenizer import ChatTokenizer
 from nanorl.config import RunConfig
 from nanorl.envs.base import EnvKind
 from nanorl.envs.catalog import (
@@ -43,3 +46,8 @@ def num_env_workers(config: RunConfig) -> int:
         return config.env_workers
     is_trusted = config.env in ("", *ENVIRONMENTS) or is_address(config.env)
     return 0 if is_trusted and config.reward in ("", *REWARDS) else NUM_WORKERS
+
+
+def run_tokenizer(config: RunConfig, folder: Path) -> ChatTokenizer:
+    """The tokenizer of a run's model, with the variables that its chat template is given."""
+    return ChatTokenizer.from_folder(folder, parse_arguments(config.agent.template_args))

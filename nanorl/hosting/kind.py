@@ -13,7 +13,7 @@ from pathlib import Path
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanorl.config import RunConfig
 from nanorl.envs.base import Demonstrator, Environment, EnvKind, Services, TaskSet
-from nanorl.envs.run_kind import run_kind
+from nanorl.envs.run_kind import run_kind, run_tokenizer
 from nanorl.hosting.environment import EpisodeHost, HostedEnvironment
 from nanorl.hosting.pool import HostingLimits, WorkerPool
 from nanorl.sandbox.pool import SandboxPool
@@ -35,6 +35,7 @@ class HostedKind:
             (WorkerSide, alone, folder),
             num_workers=num_workers,
             limits=HostingLimits(deadline_s=config.env_deadline_s),
+            preload=(__name__,),
         )
 
     def tasks(self, seed: int) -> TaskSet:
@@ -59,7 +60,7 @@ class WorkerSide:
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self._config = config
         self._kind = run_kind(config)
-        self._tokenizer = ChatTokenizer.from_folder(folder)
+        self._tokenizer = run_tokenizer(config, folder)
         self._sandbox: SandboxPool | None = None
         if self._kind.needs_sandbox:
             self._sandbox = SandboxPool(config.tool.limits(), config.tool.workers)

@@ -22,7 +22,7 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -168,12 +168,15 @@ class WorkerPool:
         *,
         num_workers: int = 2,
         limits: HostingLimits | None = None,
+        preload: Sequence[str] = (),
     ) -> None:
+        """`preload` names modules that every worker finds imported: one that is made anew would
+        spend seconds on heavy ones."""
         if num_workers < 1:
             raise ValueError(f"num_workers={num_workers}: must be at least 1")
         self.limits = limits or HostingLimits()
         self._factory, self._args = factory, args
-        self._scheduler = Scheduler(backend="local", preload=("nanorl.hosting.worker",))
+        self._scheduler = Scheduler(backend="local", preload=("nanorl.hosting.worker", *preload))
         self._lives: list[_Life | None] = [None] * num_workers
         self._locks = [asyncio.Lock() for _ in range(num_workers)]
         self._numbers = itertools.count()

@@ -23,7 +23,8 @@ def transcript(task: Task, rollout: Rollout, decode: Decode, *, title: str) -> s
     lines += _turns(rollout.sequences[0], decode)
     for branch in beside:
         start = branch.turn_spans[0].action_start if branch.turn_spans else len(branch.tokens)
-        lines += [f"    ({branch.title})", *_part("asked", decode(branch.tokens[:start]))]
+        asked = decode(branch.tokens[:start])[-MAX_CHARS:]  # the task stands at the end
+        lines += [f"    ({branch.title})", *_part("asked", asked)]
         lines += _turns(branch, decode)
     return "\n".join([*lines, *_part("wanted", task.answer_text)])
 

@@ -128,6 +128,31 @@ def test_turns_of_a_branch_have_the_advantage_of_the_whole_rollout() -> None:
     assert per_sample(samples, Field.RETURN) == [[1.25, 1.0], [1.25], [1.25, 1.25], [0.0]]
 
 
+def test_turns_before_a_compaction_share_in_what_later_ones_earned() -> None:
+    a, b = a_group()
+    groups = [[a, b]]
+    history, sub_agent = a.branches
+    history.is_history = True
+    history.turn_rewards, a.turn_rewards = [0.25], [0.5]
+    sub_agent.turn_rewards, b.turn_rewards = [2.0], [0.0]
+    assert a.total_reward == 3.75
+    a.turn_spans = [TurnSpan(action_start=4, action_end=6, observation_end=6)]
+    # Turns of a: 0.25, then 0.5 + 1 + 2 of the helper; b has one, so later ones count as a whole.
+    spec = AlgorithmSpec(advantage="dr_grpo", reward_level="turn")
+    samples = build(spec, groups).samples
+    whole = 3.75 / 2
+    advantages = per_sample(samples, Field.ADVANTAGE)
+    assert advantages == [[whole] * 2, [whole], [whole] * 2, [-whole]]
+    b.turn_spans = [*b.turn_spans, TurnSpan(action_start=3, action_end=3, observation_end=3)]
+    b.turn_rewards = [0.0, 0.0]
+    samples = build(spec, groups).samples
+    # Now both have a second turn, and that of a is worth 3.5.
+    assert per_sample(samples, Field.ADVANTAGE) == [[1.75] * 2, [whole], [whole] * 2, [-whole]]
+    spec = AlgorithmSpec(advantage="gae", reward_level="turn", whiten_gae=False, lam=1.0)
+    samples = build(spec, groups, values=zeros).critic_samples
+    assert per_sample(samples, Field.RETURN) == [[3.5, 3.5], [3.75], [3.75, 3.75], [0.0]]
+
+
 def test_metrics_count_the_tokens_and_turns_of_all_sequences() -> None:
     metrics = build(AlgorithmSpec()).metrics
     assert metrics["num_rollouts"] == metrics["num_trained_rollouts"] == 2
@@ -180,6 +205,7 @@ def test_a_rollout_counts_all_its_sequences() -> None:
 def test_branches_survive_json_and_the_store_to_the_last_bit(tmp_path: Path) -> None:
     a, b = a_group()
     a.branches[0].logps[2] = -0.1  # no fp32 number
+    a.branches[0].is_history, a.branches[0].turn_rewards = True, [0.25]
     assert Rollout.from_json(json.loads(json.dumps(a.to_json()))) == a
     old = {name: value for name, value in b.to_json().items() if name != "branches"}
     assert Rollout.from_json(old) == b  # written before there were branches

@@ -2,6 +2,7 @@
 sampled, in the context in which it was sampled."""
 
 import asyncio
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -379,9 +380,9 @@ WORDS = st.text("abc xyz12.,!", min_size=1, max_size=20).map(lambda text: f"a{te
 
 
 def builder_of(model: Model, **variables: Any) -> TurnBuilder:
-    return TurnBuilder(
-        model.tokenizer, ROOMY, task_id="t", group_id="g", rollout_id="r", variables=variables
-    )
+    tokenizer = copy.copy(model.tokenizer)
+    tokenizer.variables = variables
+    return TurnBuilder(tokenizer, ROOMY, task_id="t", group_id="g", rollout_id="r")
 
 
 def say(builder: TurnBuilder, model: Model, text: str) -> None:

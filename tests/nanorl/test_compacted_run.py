@@ -64,7 +64,7 @@ def test_a_run_with_compacted_histories_has_no_gap_and_resumes_bit_for_bit(tmp_p
     assert [row["logp_gap_max"] for row in rows] == [0.0, 0.0]
     assert all(row["grad_norm"] > 0 and row["logp_gap_tokens"] > 0 for row in rows)
     played = rollouts_of(whole)
-    assert sum(len(one.branches) for one in played.values()) >= len(played)
+    assert sum(len(one.branches) for one in played.values()) >= 3
     assert all(branch.is_history for one in played.values() for branch in one.branches)
     assert any(branch.turn_rewards for one in played.values() for branch in one.branches)
     assert rollouts_of(resumed) == played

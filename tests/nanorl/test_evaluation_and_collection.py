@@ -76,7 +76,7 @@ def test_an_evaluation_rollout_may_fail_as_often_as_it_is_retried() -> None:
     one = asyncio.run(evaluate(player, TASKS[:1], name="x", on_rollout=seen.append, max_retries=2))
     assert (one.success, len(player.calls)) == (1.0, 3)
     assert [rollout.status for rollout in seen] == [Status.FINISHED]
-    with pytest.raises(RuntimeError, match=r"1 evaluation rollouts failed .* t0"):
+    with pytest.raises(RuntimeError, match=r"1 of 5 evaluation rollouts failed .* t0"):
         asyncio.run(evaluate(Player({}, {"eval-x-0": 3}), TASKS, name="x", max_retries=2))
 
 

@@ -24,6 +24,8 @@ from nanorl.agents.sub_agents import SubAgents
 from nanorl.agents.tokens import Limits
 from nanorl.envs.base import Services
 from nanorl.envs.kind import ShortKind
+from nanorl.parsers.hermes import HermesParser
+from nanorl.report.transcript import transcript
 from nanorl.types import Rollout, Status, Task
 
 TINY = tiny_tokenizer()
@@ -259,6 +261,21 @@ def test_helpers_of_one_turn_run_side_by_side_and_are_answered_in_order() -> Non
     assert rollout.metrics["num_executions"] == 3.0
 
 
+def test_results_of_tools_and_helpers_stand_in_the_order_of_the_calls() -> None:
+    class WithRole(WithTool):
+        parser = HermesParser(role="tool")
+
+    def says(text: str) -> str:
+        if "<|im_start|>tool" in text:
+            return "42"
+        return "found by A" if "user\npart" in text else delegating(text)
+
+    main = TINY.decode(play(WithRole, SubAgents(number=1), Policy(says)).tokens)
+    results = main.partition("assistant")[2].partition("<|im_end|>")[2]
+    places = [results.index(text) for text in ("found by A", "tool\n8<", "Error: no more than 1")]
+    assert places == sorted(places) and results.count("<|im_start|>tool") == 4
+
+
 def test_seeds_of_helpers_do_not_depend_on_who_is_faster() -> None:
     def seeds(slow: str) -> dict[str, int]:
         class Uneven(Policy):
@@ -402,6 +419,21 @@ def test_a_function_that_goes_on_after_the_end_is_ended(tmp_path: Path) -> None:
     before = threading.active_count()
     rollout = play(Count, from_file(tmp_path, threaded), saying("a"), limits=limits)
     assert rollout.status is Status.TRUNCATED_CONTEXT and threading.active_count() == before
+
+
+# -- to a reader -------------------------------------------------------------------------------
+
+
+def test_the_log_shows_what_was_before_a_compaction_and_what_helpers_were_asked() -> None:
+    rollout = play(Count, Compact(share=0.5), Policy(compacting), limits=SMALL)
+    text = transcript(Task("How much?"), rollout, TINY.decode, title="one")
+    places = [
+        text.index(part) for part in ("before the history", "Summarise", "(after it)", "end<")
+    ]
+    assert places == sorted(places)
+    rollout = play(WithTool, SubAgents(number=1), Policy(delegating))
+    text = transcript(Task("How much?"), rollout, TINY.decode, title="one")
+    assert "part A<|im_end|>" in text.partition("(a sub-agent)")[2]
 
 
 # -- names and options ---------------------------------------------------------------------------

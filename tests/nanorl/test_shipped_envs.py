@@ -69,7 +69,9 @@ def play(kind: EnvKind, task: Task, says: Says | Sequence[str], most_turns: int 
 
 
 def taught(kind: EnvKind, task: Task, seed: int = 0) -> float:
-    return play(kind, task, kind.demonstrator(task, random.Random(seed)).next_action)
+    return play(
+        kind, task, kind.demonstrator(task, random.Random(seed), tiny_tokenizer()).next_action
+    )
 
 
 # -- all of them -------------------------------------------------------------------------------
@@ -450,7 +452,7 @@ def test_families_of_reasoning_gym_are_scored_by_their_own_scorers() -> None:
             assert await score(product, product.answer, "qzxw") == [1.0, 0.0]
             # That of countdown gives 0.01 to what is merely an expression.
             assert await score(kinds["countdown"], kinds["countdown"].answer, "1+1") == [1.0, 0.0]
-            script = kind.demonstrator(total, random.Random(0))
+            script = kind.demonstrator(total, random.Random(0), tiny_tokenizer())
             assert await play_async(kind, total, script.next_action, 1) == 1.0
 
         asyncio.run(check())
@@ -481,7 +483,7 @@ def test_programs_of_the_teacher_print_the_entrys_answer() -> None:
         kind = load_kind("reasoning_gym", {"family": family, "tool": "python"})
         assert kind.has_teacher and kind.needs_sandbox
         for task in kind.tasks(0).batch(0, 10):
-            script = kind.demonstrator(task, random.Random(0))
+            script = kind.demonstrator(task, random.Random(0), tiny_tokenizer())
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
                 exec(task.data["program"], {})
@@ -504,7 +506,7 @@ def test_math_is_compared_by_value() -> None:
         scores = [await play_async(kind, task, lambda _, s=s: s, 1) for s in (*said, *wrong)]
         assert scores == [1.0] * 3 + [0.0] * 6
         drawn = kind.tasks(0).batch(0, 1)[0]
-        script = kind.demonstrator(drawn, random.Random(0))
+        script = kind.demonstrator(drawn, random.Random(0), tiny_tokenizer())
         assert await play_async(kind, drawn, script.next_action, 1) == 1.0
 
     try:

@@ -31,7 +31,7 @@ from starlette.routing import Route
 
 from nanoinfer.server.app import is_foreign_page, is_loopback
 from nanoinfer.server.config import HttpLimits
-from nanoinfer.server.connection import server_config
+from nanoinfer.server.connection import KEEP_ALIVE_S, limited_connection
 from nanoinfer.server.http_io import ApiError, HungUpError, read_body
 from nanorl.agents.kit import AgentKit
 from nanorl.envs.base import Environment, TaskSet
@@ -107,8 +107,17 @@ class EnvServer:
             )
         listener = _listen(host, port)
         http = HttpLimits(max_body_bytes=self._limits.max_body_bytes)
-        server = _Server(server_config(self.starlette(), http, host, port))
-        server.config.access_log = False
+        server = _Server(
+            uvicorn.Config(
+                self.starlette(),
+                http=limited_connection(http),
+                ws="none",
+                lifespan="off",
+                log_config=None,  # it would set up logging for the whole process
+                access_log=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+            )
+        )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         expiring = asyncio.create_task(self._expire())
         try:

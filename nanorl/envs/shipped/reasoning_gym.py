@@ -38,9 +38,9 @@ from nanorl.types import InfrastructureError, Task, content_id, split_of
 
 _TAG = "answer"
 _LONGEST_ANSWER = 10_000
-_NUM_PROBED = 5
+_NUM_PROBED = 6
 _MASTER_KEYS = ("qzxw", "0", "1", "-1", "nan", "inf", "True", "None", "[]", "x", "0 1 2 yes no A B")
-"""Texts that a scorer must not pay for in every entry."""
+"""Texts that a scorer must not pay for in most entries."""
 _CPU_S, _MEMORY_BYTES = 10, 2 << 30
 _WITHOUT_ANSWER = frozenset(
     ["boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"]
@@ -241,12 +241,12 @@ def _score_in_fork(dataset: Any, entry: Mapping[str, Any], answer: str) -> float
 
 
 def _refuse_payer(family: str, dataset: Any) -> None:
-    """ValueError if the family's scorer gives 1 to one and the same text for different entries: a
-    policy would find it."""
+    """ValueError if the family's scorer gives 1 to one and the same text for most entries whose
+    answer it is not: a policy would find it."""
     entries = [dataset[number] for number in range(min(_NUM_PROBED, len(dataset)))]
     for text in _MASTER_KEYS:
-        is_key = all(_pays(dataset, text, entry) for entry in entries)
-        if is_key and any(entry["answer"] != text for entry in entries):
+        others = [entry for entry in entries if entry["answer"] != text]
+        if 2 * sum(_pays(dataset, text, entry) for entry in others) > len(entries):
             raise ValueError(
                 f"--env-args family={family}: its scorer gives 1 to {text!r}, whatever the entry, "
                 "so there is nothing to learn; choose another family"

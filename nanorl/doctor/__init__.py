@@ -1,0 +1,11 @@
+"""What will go wrong with a run, said before it does.
+
+    finding.py        a finding: what was seen, why it matters, what mends it
+    alarms.py         checks over a batch of rollouts, and the alarms that they are during training
+    preconditions.py  what can be seen before anything is played: template, tasks, memory, disk
+    minutes.py        how long the run will take, from what the sample took
+    checkup.py        plays a few rollouts with the untrained model and makes all checks
+
+`nanorl check` (nanorl/commands/check.py) makes all of them; a run makes those of alarms.py at every
+step. Left out: whether an algorithm's options are wise, which is not to be seen in a few rollouts.
+"""

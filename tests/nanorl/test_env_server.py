@@ -1,0 +1,347 @@
+"""An environment behind an address plays as it does at hand; the server keeps its clients within
+limits, and the client keeps itself from what a server may send."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fault_servers
+import pytest
+from agent_doubles import ScriptedGenerator, tiny_tokenizer
+
+import nanorl
+from nanoinfer.params import SamplingParams
+from nanorl.agents.loop import Agent
+from nanorl.agents.tokens import Limits
+from nanorl.envs.base import Environment, EnvKind, Services
+from nanorl.envs.kind import ShortKind
+from nanorl.envs.remote.client import RemoteKind
+from nanorl.envs.remote.server import EnvServer, ServeLimits
+from nanorl.rewards.base import Score, Transcript
+from nanorl.types import InfrastructureError, Rollout, Status, Task
+
+TOKENIZER = tiny_tokenizer()
+CALL = '<tool_call>{"name": "double", "arguments": {"number": 21}}</tool_call>'
+
+
+def double(number: int) -> int:
+    """Double a number.
+
+    Args:
+        number: Any.
+    """
+    return 2 * number
+
+
+class Game(nanorl.Env):
+    system = "Play."
+    tools = (double,)
+    parser = "hermes"
+    open_now = 0
+
+    def tasks(self, rng: Any) -> Task:
+        return Task("Six times seven?", answer=42, data={"seed": rng.randrange(10**6)})
+
+    def reset(self) -> None:
+        Game.open_now += 1
+
+    async def step(self, text: str) -> Any:
+        if text == "wait":
+            await asyncio.sleep(600)
+        if text == "break":
+            raise KeyError("a piece is missing")
+        if text.isdigit():
+            self.metric("num_answers")
+            return self.done(answer=text)
+        self.reward(-0.1)
+        return [{"role": "user", "content": f"{text}?"}]
+
+    def score(self, transcript: Transcript) -> Score:
+        is_right = transcript.answer == "42"
+        return Score(float(is_right), turns=[], parts={"length": len(transcript.messages) / 3})
+
+    def close(self) -> None:
+        Game.open_now -= 1
+
+
+@dataclass
+class Kit:
+    """As much of an `AgentKit` as a server asks for."""
+
+    kind: EnvKind
+
+    def environment(self, *, is_tool_enabled: bool = True) -> Environment:
+        return self.kind.open(services(is_tool_enabled))
+
+
+def services(is_tool_enabled: bool = True) -> Services:
+    return Services(
+        tokenizer=TOKENIZER, sandbox=None, timeout_s=5.0, is_tool_enabled=is_tool_enabled
+    )
+
+
+@contextlib.asynccontextmanager
+async def serving(key: str = "", **limits: Any) -> AsyncIterator[tuple[str, EnvServer]]:
+    server = EnvServer(Kit(ShortKind(Game)), ServeLimits(**limits), key)  # type: ignore[arg-type]
+    async with server.listening("127.0.0.1", 0) as url:
+        yield url, server
+
+
+async def kind_at(url: str, **arguments: Any) -> RemoteKind:
+    """Its constructor asks the server, which is in this very loop."""
+    return await asyncio.to_thread(RemoteKind, url, arguments)
+
+
+async def first_task(kind: EnvKind) -> Task:
+    return await asyncio.to_thread(lambda: kind.tasks(0).batch(0, 1)[0])
+
+
+def in_time(run: Any) -> Any:
+    async def limited() -> Any:
+        return await asyncio.wait_for(run, 100)
+
+    return asyncio.run(limited())
+
+
+async def play(env: Environment, task: Task, *says: str) -> Rollout:
+    agent = Agent(
+        generator=ScriptedGenerator(TOKENIZER, list(says)),
+        tokenizer=TOKENIZER,
+        limits=Limits(max_turns=8, max_turn_tokens=200, max_context_tokens=8192),
+    )
+    sampling = SamplingParams(seed=1)
+    return await agent.play(task, env, group_id="g", rollout_id="r", sampling=sampling)
+
+
+SCRIPTS = [(CALL, "hm", "42"), ("é?", "41"), (CALL, CALL + CALL, "42"), ("7",)]
+
+
+def test_an_episode_behind_an_address_is_the_episode_at_hand() -> None:
+    async def run() -> None:
+        near = ShortKind(Game)
+        async with serving() as (url, _):
+            far = await kind_at(url)
+            assert (far.name, far.loop, far.has_tools) == ("game", "tool", True)
+            here, there = near.tasks(5), await asyncio.to_thread(far.tasks, 5)
+            assert await asyncio.to_thread(there.batch, 2, 3) == here.batch(2, 3)
+            assert await asyncio.to_thread(there.heldout, 4, 9) == here.heldout(4, 9)
+            task = here.batch(0, 1)[0]
+            for enabled in (True, False):
+                for says in SCRIPTS:
+                    mine = await play(near.open(services(enabled)), task, *says)
+                    theirs = await play(far.open(services(enabled)), task, *says)
+                    assert theirs.to_json() == mine.to_json(), says
+                    assert mine.status == Status.FINISHED
+        assert Game.open_now == 0
+
+    in_time(run())
+
+
+def test_what_breaks_or_hangs_in_the_server_fails_the_rollout_and_says_why() -> None:
+    async def run() -> None:
+        async with serving(call_s=0.5) as (url, _):
+            kind = await kind_at(url)
+            task = await first_task(kind)
+            broken = await play(kind.open(services()), task, "break")
+            assert broken.status == Status.FAILED and "a piece is missing" in broken.error
+            hung = await play(kind.open(services()), task, "wait")
+            assert hung.status == Status.FAILED and "not finished within 0.5 s" in hung.error
+            good = await play(kind.open(services()), task, "42")
+            assert good.is_success
+        assert Game.open_now == 0
+
+    in_time(run())
+
+
+def test_a_full_server_is_waited_for_and_forgotten_episodes_expire() -> None:
+    async def run() -> None:
+        async with serving(max_episodes=1, idle_s=0.4) as (url, _):
+            kind = await kind_at(url, patience_s=60)
+            task = await first_task(kind)
+            forgotten = kind.open(services())
+            await forgotten.reset(task)
+            with pytest.raises(InfrastructureError, match=r"429.*1 episodes are open"):
+                await (await kind_at(url, patience_s=0.01)).open(services()).reset(task)
+            rollout = await play(kind.open(services()), task, "42")
+            assert rollout.is_success, "once the other had expired"
+            with pytest.raises(InfrastructureError, match=r"404.*has expired"):
+                await forgotten.step("1")
+        assert Game.open_now == 0, "a server that ends closes what it holds"
+
+    in_time(run())
+
+
+async def asked(url: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, str]:
+    """The status and body of a request by hand: GET without a body."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    lines = [f"{'POST' if body else 'GET'} {path} HTTP/1.1", f"content-length: {len(body)}"]
+    given = {"host": f"{host}:{port}", "connection": "close"} | headers
+    lines += [f"{name}: {value}" for name, value in given.items()]
+    writer.write("\r\n".join([*lines, "", ""]).encode() + body)
+    said = (await reader.read()).decode()
+    writer.close()
+    return int(said.split()[1]), said.partition("\r\n\r\n")[2]
+
+
+def test_the_server_keeps_strangers_out(tmp_path: Path) -> None:
+    key_file = tmp_path / "key"
+    key_file.write_text("secret\n")
+
+    async def run() -> None:
+        async with serving("secret") as (url, _):
+            assert (await asked(url, "/health"))[0] == 401
+            assert (await asked(url, "/health", authorization="Bearer wrong"))[0] == 401
+            assert (await asked(url, "/health", authorization="Bearer secret"))[0] == 200
+            kind = await kind_at(url, api_key_file=str(key_file))
+            assert kind.name == "game"
+            with pytest.raises(ValueError, match="401"):
+                await kind_at(url)
+        async with serving() as (url, server):
+            assert (await asked(url, "/health"))[0] == 200
+            assert (await asked(url, "/health", host="evil.example"))[0] == 403
+            assert (await asked(url, "/health", origin="http://evil.example"))[0] == 403
+            with pytest.raises(ValueError, match="open to the network"):
+                async with server.listening("0.0.0.0", 0):
+                    pass
+
+    in_time(run())
+
+
+def test_requests_that_cannot_be_are_refused_with_the_field() -> None:
+    async def run() -> list[tuple[int, str]]:
+        async with serving(max_body_bytes=2000) as (url, _):
+            task = {"prompt": "p"}
+            bodies = [
+                ("/reset", {"task": {"prompt": 7}}, 400, "task.prompt"),
+                ("/reset", {"task": task, "colour": 1}, 400, "colour: unknown field"),
+                ("/reset", {"seed": -1}, 400, "seed"),
+                ("/step", {"episode": "nowhere", "text": "1"}, 404, "no episode"),
+                ("/step", {"episode": "nowhere"}, 400, "text"),
+                ("/step", {"episode": "x", "text": "y" * 3000}, 413, "2000 bytes"),
+                ("/tasks?n=-1", None, 400, "n: must be a natural number"),
+                ("/tasks?n=10000000", None, 400, "at most"),
+                ("/nowhere", None, 404, "/nowhere"),
+            ]
+            for path, body, status, words in bodies:
+                said = await asked(url, path, json.dumps(body).encode() if body else b"")
+                assert said[0] == status and words in said[1], (path, said)
+            said = await asked(url, "/step", b"\xff\x00")
+            assert said[0] == 400
+            drawn = json.loads((await asked(url, "/reset", b'{"seed": 3}'))[1])
+            assert drawn["task"]["prompt"] == "Six times seven?", "a seed draws the task"
+            score = {"episode": drawn["episode"], "rollout": {"tokens": 1}, "transcript": {
+                "messages": [], "text": "", "answer": None, "is_truncated": False}}  # fmt: skip
+            said = await asked(url, "/score", json.dumps(score).encode())
+            assert said[0] == 400 and "rollout" in said[1]
+
+    in_time(run())
+    assert Game.open_now == 0
+
+
+SAID = {
+    "hang": "took longer than 0.5 s|Timeout",
+    "hang up": "RemoteProtocolError|ReadError",
+    "flood": "more than 1048576 bytes",
+    "garbage": "talks nonsense",
+    "500": "answers 500",
+}
+
+
+@pytest.mark.parametrize("fault", fault_servers.FAULTS)
+def test_whatever_a_server_sends_is_infrastructure(fault: str) -> None:
+    async def refuse(head: bytes, body: bytes) -> bytes:
+        raise AssertionError("every request meets the fault")
+
+    async def run() -> None:
+        async with serving() as (good, _):
+            kind = await kind_at(good, timeout_s=0.5, max_bytes=1 << 20)
+            async with fault_servers.misbehaving(refuse, lambda head, body: fault) as bad:
+                kind._line.address = bad
+                env = kind.open(services())
+                with pytest.raises(InfrastructureError, match=f"/reset.*({SAID[fault]})"):
+                    await env.reset(Task("?"))
+                with pytest.raises(InfrastructureError, match=f"/step.*({SAID[fault]})"):
+                    await env.step("1")
+                with pytest.raises(ConnectionError, match=f"the tasks of.*({SAID[fault]})"):
+                    await asyncio.to_thread(kind.tasks, 0)
+
+    in_time(run())
+
+
+@pytest.mark.parametrize(
+    ("address", "arguments", "message"),
+    [
+        ("http://127.0.0.1:9", {}, "no environment server answers"),
+        ("http://", {}, "an address looks like"),
+        ("http://127.0.0.1:9", {"timeout_s": 0}, "must be positive"),
+        ("http://127.0.0.1:9", {"colour": 1}, "colour"),
+    ],
+)
+def test_addresses_that_cannot_be_are_refused(
+    address: str, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        RemoteKind(address, arguments)
+
+
+def test_a_server_that_is_killed_fails_its_episodes_and_its_successor_plays_on(
+    tmp_path: Path,
+) -> None:
+    """The console command, in a process of its own."""
+    game = tmp_path / "game.py"
+    game.write_text(
+        "import nanorl\n\nclass Game(nanorl.Env):\n"
+        "    def tasks(self, rng):\n        return nanorl.Task('?', rng.randrange(10**6))\n"
+    )
+
+    def start(port: int = 0) -> tuple[subprocess.Popen[str], str]:
+        words = [sys.executable, "-m", "nanorl.cli", "serve-env", str(game), "--workers", "0"]
+        server = subprocess.Popen(
+            [*words, "--port", str(port)], stdout=subprocess.PIPE, text=True,
+            env=os.environ | {"TMPDIR": str(scratch)},
+        )  # fmt: skip
+        assert server.stdout is not None
+        line = server.stdout.readline()
+        assert "environment game at http://127.0.0.1:" in line
+        return server, line.split()[-1]
+
+    async def run() -> None:
+        server, url = await asyncio.to_thread(start)
+        try:
+            kind = await kind_at(url, patience_s=90)
+            task = await first_task(kind)
+            env = kind.open(services())
+            await env.reset(task)
+            server.kill()
+            server.wait()
+            with pytest.raises(InfrastructureError):
+                await env.step("1")
+            again = asyncio.create_task(play(kind.open(services()), task, str(task.answer)))
+            await asyncio.sleep(0.5)  # it asks in vain
+            server.stdout.close()
+            server, _ = await asyncio.to_thread(start, int(url.rpartition(":")[2]))
+            assert (await again).is_success
+            server.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(server.wait) == 0
+        finally:
+            server.kill()
+            server.wait()
+            assert server.stdout is not None
+            server.stdout.close()
+
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    in_time(run())
+    left = [one.name for one in scratch.iterdir()]
+    assert len(left) == 1, f"{left}: a server that is killed leaves its folder, no other does"
