@@ -101,7 +101,7 @@ BROKEN_FILE_NAMES: dict[str, str] = {
     ),
     **dict.fromkeys(("src/stats.py", "test_stats.py", "my-task/instruction.md"), "an example's"),
     "llama.cpp": "a project",
-    **dict.fromkeys(("file.py", "mine.py", "my_rewards.py", "guess.py", "score.py"), "a user's"),
+    **dict.fromkeys(("file.py", "mine.py", "score.py"), "a user's"),
     **dict.fromkeys(("counter.py", "patient.py", "shop.py", "test_my_game.py"), "a user's"),
     **dict.fromkeys(("NAME.py", "test_NAME.py"), "what nanorl new writes"),
     "solution/solve.sh": "of a Harbor task",

@@ -24,9 +24,9 @@ class Answer(Env):
     defaults: Mapping[str, Any] = MappingProxyType(
         {
             "agent.max_turns": 1,
-            "agent.max_turn_tokens": 48,
+            "agent.max_turn_tokens": 32,
             "agent.max_context_tokens": 256,
-            "rl.temperature": 1.0,
+            "rl.temperature": 0.8,
         }
     )
 
