@@ -20,7 +20,6 @@ import fault_servers
 import plugin_faults
 import pytest
 from agent_doubles import output_of
-from nanorl.evaluate import evaluate
 from test_hosting import held, resident_bytes, sleeper
 
 from nanoengine.model.tokenizer import ChatTokenizer
@@ -32,6 +31,7 @@ from nanorl.config import RunConfig
 from nanorl.envs.catalog import load_kind
 from nanorl.envs.judged import JudgedKind
 from nanorl.envs.remote.server import EnvServer, ServeLimits
+from nanorl.evaluation import evaluate
 from nanorl.presets import get_preset
 from nanorl.rewards.base import as_reward
 from nanorl.tasks.tiny_model import build_tiny_model
