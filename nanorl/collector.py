@@ -42,8 +42,11 @@ class RolloutCollector:
         *,
         run_seed: int,
         max_retries: int = 2,
+        most_lost: int = MOST_LOST,
     ) -> None:
+        """`most_lost` is the number of rollouts that may fail for good in a row."""
         self.play = play
+        self.most_lost = most_lost
         self.run_seed = run_seed
         self.max_retries = max_retries
         self._failed: list[Rollout] = []
@@ -88,7 +91,7 @@ class RolloutCollector:
     ) -> list[Rollout]:
         """`size` rollouts of one task, ordered by member; without those that kept failing.
 
-        RolloutsFailed once there have been MOST_LOST of these in a row.
+        RolloutsFailed once there have been `most_lost` of these in a row.
         """
         members = [
             self._run_member(task, group_id, f"{group_id}-m{member}", sampling)
@@ -126,7 +129,7 @@ class RolloutCollector:
         """One task that nobody can play costs its group; when no other can be played either, there
         is nothing left to train on."""
         num_tasks = len({rollout.task_id for rollout in self._lost})
-        if len(self._lost) >= MOST_LOST and num_tasks > 1:
+        if len(self._lost) >= self.most_lost and num_tasks > 1:
             raise RolloutsFailed(
                 f"{len(self._lost)} rollouts in a row failed, each {self.max_retries + 1} times, "
                 f"the last one of: {self._lost[-1].error or 'an unknown cause'}. Mend that, and go "

@@ -41,7 +41,13 @@ class CollectorRole(RolloutCollector):
         process, where there are any; without a generator requests go to the replicas of
         `set_replicas`."""
         require_folder(folder)
-        super().__init__(self.play_task, run_seed=config.seed, max_retries=config.rl.max_retries)
+        rl = config.rl
+        super().__init__(
+            self.play_task,
+            run_seed=config.seed,
+            max_retries=rl.max_retries,
+            most_lost=2 * rl.tasks_per_step * rl.group_size,  # a bad minute may cost a batch
+        )
         self.router = Router()
         self.generator: Generator = self.router if generator is None else generator
         self.kit = AgentKit(config, folder) if kit is None else kit

@@ -145,7 +145,10 @@ def test_a_local_folder_is_used_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["no-such-folder", "./no/such", "/no/such/folder", "../x", ""])
-def test_an_unknown_source_names_the_choices(source: str, tmp_path: Path) -> None:
+def test_an_unknown_source_names_the_choices(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # not where there is an x beside
     with pytest.raises(ValueError, match=f"no such folder.*{SMOLLM2.alias}.*owner/name"):
         resolve_model(source, tmp_path)
 

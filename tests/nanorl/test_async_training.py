@@ -48,8 +48,10 @@ def says_seven(ids: list[int]) -> float:
     return float(7 in ids)
 
 
-def train(score: Score | None = says_seven, **options: Any) -> tuple[list[StepResult], Engine]:
-    """The steps of a run, and its engine; a `score` of None fails every rollout."""
+def train(
+    score: Score = says_seven, *, failing_step: int | None = None, **options: Any
+) -> tuple[list[StepResult], Engine]:
+    """The steps of a run, and its engine; every rollout of `failing_step` fails."""
     rl = RLConfig(**{"steps": 4, "tasks_per_step": 2, "group_size": 4, "lr": 1e-2, **options})
     config = RunConfig(rl=rl, agent=AgentConfig(max_turn_tokens=4, max_context_tokens=8))
     engine = Engine(make_model(), EngineConfig(dtype="fp32", lr=rl.lr))
@@ -63,6 +65,7 @@ def train(score: Score | None = says_seven, **options: Any) -> tuple[list[StepRe
                 task: Task, *, group_id: str, rollout_id: str, sampling: SamplingParams
             ) -> Rollout:
                 output = await generator.generate(PROMPT, replace(sampling, max_tokens=4))
+                has_failed = task.task_id.startswith(f"{failing_step}-")
                 return Rollout(
                     task_id=task.task_id,
                     group_id=group_id,
@@ -71,8 +74,8 @@ def train(score: Score | None = says_seven, **options: Any) -> tuple[list[StepRe
                     loss_mask=[0] * 3 + [1] * len(output.ids),
                     logps=[0.0] * 3 + output.logps,
                     versions=[-1] * 3 + output.versions,
-                    reward=0.0 if score is None else score(output.ids),
-                    status=Status.FAILED if score is None else Status.FINISHED,
+                    reward=score(output.ids),
+                    status=Status.FAILED if has_failed else Status.FINISHED,
                 )
 
             with ThreadPoolExecutor(1) as thread, Scheduler(backend="inline") as scheduler:
@@ -85,7 +88,7 @@ def train(score: Score | None = says_seven, **options: Any) -> tuple[list[StepRe
                         thread=thread,
                     ),
                     collector=scheduler.actor(RolloutCollector).remote(
-                        play, run_seed=0, max_retries=0
+                        play, run_seed=0, max_retries=0, most_lost=2 * 2 * 4
                     ),
                     task_batch=lambda step: [
                         Task(task_id=f"{step}-{i}", kind="seven", prompt="", answer="7")
@@ -162,13 +165,13 @@ def test_a_batch_without_signal_changes_nothing_and_the_run_goes_on(options: dic
 def test_a_batch_whose_rollouts_all_failed_claims_no_reward_and_the_run_goes_on(
     max_staleness: int,
 ) -> None:
-    steps, engine = train(score=None, max_staleness=max_staleness)
+    steps, engine = train(failing_step=1, max_staleness=max_staleness)
     assert [step.step for step in steps] == [0, 1, 2, 3]
-    assert engine.version == 0
-    for step in steps:
-        assert step.metrics["num_rollouts"] == 0
-        assert not {"reward", "success", "logp_gap_max"} & set(step.metrics)
-    assert sum(len(step.failed) for step in steps) == 4 * 2 * 4
+    assert engine.version == 3
+    lost = steps[1]
+    assert lost.metrics["num_rollouts"] == 0
+    assert not {"reward", "success", "logp_gap_max"} & set(lost.metrics)
+    assert sum(len(step.failed) for step in steps) == 2 * 4
 
 
 def test_no_forward_pass_is_spent_on_the_old_policy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,9 +42,12 @@ def random_group(chance: random.Random, group: str) -> list[Rollout]:
             rollout_id=f"{group}-{member}",
             reward=chance.random(),
             branches=sequences[member + count :: count],
-            **vars(sequences[member]),
+            tokens=own.tokens,
+            loss_mask=own.loss_mask,
+            logps=own.logps,
+            versions=own.versions,
         )
-        for member in range(count)
+        for member, own in enumerate(sequences[:count])
     ]
 
 
