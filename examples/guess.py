@@ -14,7 +14,7 @@ class Guess(nanorl.Env):
         self.low, self.high = 1, 20
 
     def step(self, text):
-        guess = int(nanorl.last_number(text) or -1)
+        guess = nanorl.last_number(text, default=0)
         if guess == self.task.answer:
             return self.done(reward=1.0)
         self.reward(-0.05)

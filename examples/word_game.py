@@ -1,4 +1,4 @@
-"""A word game with two tools: find the word that starts and ends with these letters.
+"""A word game with two tools: which of three words has the most letters, or the most vowels?
 
 nanorl train --env examples/word_game.py
 """
@@ -10,34 +10,33 @@ import nanorl
 WORDS = Path(__file__).with_name("words.txt").read_text().split()
 
 
-def starting(letter: str) -> str:
-    """List the words that start with a letter."""
-    return " ".join(word for word in WORDS if word.startswith(letter))
+def letters(words: list[str]) -> str:
+    """Find the word with the most letters."""
+    return max(words, key=len)
 
 
-def ending(letter: str) -> str:
-    """List the words that end with a letter."""
-    return " ".join(word for word in WORDS if word.endswith(letter))
+def vowels(words: list[str]) -> str:
+    """Find the word with the most vowels."""
+    return max(words, key=lambda word: sum(map(word.count, "aeiou")))
 
 
 class WordGame(nanorl.Env):
-    system = "Find the word. Say the word and nothing else."
-    tools = (starting, ending)
-    parser = "pythonic"  # [starting(letter='c')]: shorter than JSON
-    defaults = {"agent.max_turns": 3, "agent.max_turn_tokens": 32}  # noqa: RUF012
+    system = "Say the word and nothing else."
+    tools = (letters, vowels)
+    parser = "pythonic"  # [vowels(words=['oak', 'iron'])]: shorter than JSON
+    defaults = {  # noqa: RUF012
+        "agent.max_turns": 2,
+        "agent.max_turn_tokens": 40,
+        "warm_start.steps": 10,
+        "rl.steps": 10,
+    }
 
-    def tasks(self):
-        return [nanorl.Task(f"From {word[0]} to {word[-1]}.", answer=word) for word in WORDS]
+    def tasks(self, rng):
+        words, tool = rng.sample(WORDS, 3), rng.choice(self.tools)
+        task = f"Most {tool.__name__}: {', '.join(words)}?"
+        return nanorl.Task(task, answer=tool(words), data={"words": words})
 
-    def step(self, text):  # a turn without a call of a tool
-        if text.strip(" .\n") == self.task.answer:
-            return self.done(reward=1.0)
-        self.reward(-0.1)
-        return "No."
-
-    def teacher(self, observations, rng):  # shows the calls, and guesses wildly
-        first, last = self.task.answer[0], self.task.answer[-1]
-        if observations:
-            return rng.choice((starting(first) + " " + ending(last)).split())
-        calls = {"starting": first, "ending": last}  # both in one turn
-        return [nanorl.ToolCall(name, {"letter": one}) for name, one in calls.items()]
+    def teacher(self, observations, rng):  # shows how a tool is called, but not which one
+        if not observations:
+            return nanorl.ToolCall(rng.choice(["letters", "vowels"]), self.task.data)
+        return next(word for word in self.task.data["words"] if word in observations[0])

@@ -350,7 +350,7 @@ def batch_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "total_tokens": float(sum(r.num_tokens for r in rollouts)),
     }
     if rollouts:
-        metrics["reward"] = sum(r.reward for r in rollouts) / count
+        metrics["reward"] = sum(r.total_reward for r in rollouts) / count
         metrics["success"] = sum(r.is_success for r in rollouts) / count
         metrics["turns"] = sum(r.num_turns for r in rollouts) / count
         for status in (Status.TRUNCATED_TURN, Status.TRUNCATED_CONTEXT):

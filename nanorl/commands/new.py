@@ -51,7 +51,7 @@ class CLASS(nanorl.Env):
     def step(self, text):
         """Answer a turn that called no tool: with a text to read, or self.done(...)."""
         self.num_guesses += 1
-        if nanorl.last_number(text) == str(self.task.answer):
+        if nanorl.last_number(text) == self.task.answer:
             return self.done(reward=1.0)  # a reward of 1 or more counts as success
         self.reward(-0.1)  # for this turn alone
         self.metric("num_wrong_guesses")  # a curve in the report

@@ -7,7 +7,7 @@
             return nanorl.Task("First guess?", answer=rng.randint(1, 20))
 
         def step(self, text):
-            guess = int(nanorl.last_number(text) or -1)
+            guess = nanorl.last_number(text, default=0)
             if guess == self.task.answer:
                 return self.done(reward=1.0)
             self.reward(-0.05)
@@ -25,6 +25,7 @@ Next: episode.py (how an `Env` becomes an `Environment`), kind.py (how a run fin
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -142,10 +143,16 @@ class Env:
         return reward, self.__dict__.pop("_metrics", {})
 
 
-def last_number(text: str) -> str | None:
-    """The last decimal number in a text, as it is written; None without any."""
-    found = re.findall(r"[-+]?\d+(?:\.\d+)?", text)
-    return found[-1] if found else None
+def last_number(text: str, default: float | None = None) -> float | None:
+    """The last decimal number in a text: an `int`, or a `float` where it is written with a point.
+
+    `default` where there is none, or none that a float can hold: whatever the policy says, this
+    does not raise.
+    """
+    found = re.findall(r"[-+]?[0-9]+(?:\.[0-9]+)?", text)
+    if not found or math.isinf(float(found[-1])):
+        return default
+    return float(found[-1]) if "." in found[-1] else int(found[-1])
 
 
 def final_answer(text: str) -> str:

@@ -112,10 +112,9 @@ class GymText(Env):
             lower = [name.lower() for name in self.actions]
             return self._first + lower.index(found[-1].lower()) if found else None
         number = last_number(text)
-        if number is None or "." in number:
+        if not isinstance(number, int):
             return None
-        action = int(number)
-        return action if 0 <= action - self._first < self._num_actions else None
+        return number if 0 <= number - self._first < self._num_actions else None
 
     def _text(self, observation: Any) -> str:
         """A text as it is, else the picture of `render_mode=ansi`, else as Python writes it."""

@@ -64,7 +64,7 @@ class PythonicParser:
         return (
             "You may call functions. To do so, reply with nothing but a list of calls, as in "
             "[first(name=value, other=value), second(name=value)]. Name every argument and write "
-            f"its value as a Python literal.\n\n{list_tools(tools, indent=4)}"
+            f"its value as a Python literal.\n\n{list_tools(tools)}"
         )
 
     def observation(self, results: Sequence[str]) -> list[Message]:

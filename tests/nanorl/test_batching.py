@@ -12,7 +12,7 @@ import torch
 from nanoengine.packing import Sample, make_micro_batches
 from nanorl.algorithms.fields import Field, check_fields
 from nanorl.algorithms.spec import AlgorithmSpec
-from nanorl.batching import Scoring, build_batch, logp_gap, per_action_token
+from nanorl.batching import Scoring, batch_metrics, build_batch, logp_gap, per_action_token
 from nanorl.types import Rollout, Status, TurnSpan
 from nanorl.warm_start import sft_samples
 
@@ -262,6 +262,12 @@ def test_turn_rewards_reach_the_advantages_of_their_turn() -> None:
     assert second == pytest.approx([0, 0, 0, -0.7, 0, -0.5])
     plain = build_batch(groups, AlgorithmSpec(advantage="dr_grpo"), max_tokens=64, version=0)
     assert plain.samples[0].fields["advantage"] == pytest.approx([0, 0, 0, 0.7, 0, 0.7])
+
+
+def test_the_reward_that_is_reported_holds_the_rewards_of_turns() -> None:
+    """1 + 0.4 - 0.1 and 0."""
+    metrics = batch_metrics([two_turns(0, 1.0, [0.4, -0.1]), two_turns(1, 0.0, [])])
+    assert metrics["reward"] == pytest.approx(0.65) and metrics["success"] == 0.5
 
 
 def test_the_length_penalty_belongs_to_the_last_turn() -> None:
