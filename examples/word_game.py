@@ -29,10 +29,13 @@ class WordGame(nanorl.Env):
         "agent.max_turn_tokens": 40,
         "warm_start.steps": 10,
         "rl.steps": 10,
+        "rl.temperature": 1.0,
     }
 
     def tasks(self, rng):
         words, tool = rng.sample(WORDS, 3), rng.choice(self.tools)
+        if letters(words) == vowels(words):  # either tool would do: draw again
+            return self.tasks(rng)
         task = f"Most {tool.__name__}: {', '.join(words)}?"
         return nanorl.Task(task, answer=tool(words), data={"words": words})
 

@@ -98,6 +98,16 @@ def test_every_run_finds_what_it_names(folder: Path, words: list[str]) -> None:
         kind.close()
 
 
+@pytest.mark.parametrize(
+    "name", ["guess.py", "word_game.py", "own_reward.py", "make_harbor.py", "reasoning_gym.toml"]
+)
+def test_an_example_is_thirty_lines_at_most(name: str) -> None:
+    text = (ROOT / "examples" / name).read_text("utf-8")
+    _, _, code = text.split('"""', 2) if text.startswith('"""') else ("", "", text)
+    lines = [line for line in code.splitlines() if line.strip() and not line.startswith("#")]
+    assert 0 < len(lines) <= 30
+
+
 @pytest.mark.parametrize("name", ["shop.py", "examples/word_game.py"])
 def test_a_teacher_of_the_page_plays_its_environment(folder: Path, name: str) -> None:
     played = rehearse(str(folder / name))
