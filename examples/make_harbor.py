@@ -1,7 +1,7 @@
 """Writes small tasks in the Harbor layout into a folder, to train on:
 
 python examples/make_harbor.py my-tasks
-nanorl train --env harbor --env-args path=my-tasks tools=bash
+nanorl train --env harbor --env-args path=my-tasks tools=bash --warm-start.steps 8 --rl.steps 4
 """
 
 import itertools
