@@ -13,8 +13,8 @@ neighbours, on padding, on the piece it came in or on the number of threads, bec
   keeps tiny products from going elsewhere). Scores are rounded to bf16, as in any unfused bf16
   attention; softmax runs in fp32. (torch's fused CPU attention was not invariant: at 200 to 300
   keys the last bit moved with the padding.)
-* fp32: MKL's batched matmul is invariant given at least 4 rows a thread and a product with V cut
-  into blocks of exactly 128 keys that are added in order.
+* fp32: MKL's batched matmul is invariant given enough rows a thread (`_min_rows`) and a product
+  with V cut into blocks of exactly 128 keys that are added in order.
 * bf16 where the processor has no product of it is widened to fp32 before, and the result rounded.
 * keys are padded to `key_multiple`, masked with −inf, so they add exact zeros.
 
@@ -46,7 +46,8 @@ KEY_BLOCK = 128
 """fp32 keys are padded to this, and P·V is summed in blocks of it."""
 
 MIN_ROWS = 4
-"""Fewer fp32 rows take another MKL kernel, with other bits."""
+"""Fewer fp32 rows take another MKL kernel, with other bits: at head_dim 64 and below, see
+`_min_rows`."""
 
 _SMALL_MATRIX, _SMALL_BATCH = 400, 16**3
 """Multiplications of a product, and of a batch of them, up to which torch does without oneDNN."""
@@ -423,16 +424,22 @@ def _safe_rows(rows: int, num_matrices: int, head_dim: int, dtype: torch.dtype) 
     """The rows to compute so that a product is computed as larger ones are.
 
     Half: torch hands a product to oneDNN only from a certain size on. fp32: MKL shares the rows
-    out where there are fewer matrices than threads, and none may get fewer than 4.
+    out where there are fewer matrices than threads, and none may get fewer than `_min_rows`.
     """
     if _is_half(dtype):
         smallest = head_dim * _key_multiple(dtype)  # of one row, with the fewest keys
         at_least = _SMALL_BATCH // (num_matrices * smallest) + 1
         return max(rows, at_least, -(-_SMALL_MATRIX // smallest))
-    num_threads = torch.get_num_threads()
+    num_threads, at_least = torch.get_num_threads(), _min_rows(head_dim)
     if num_matrices < num_threads:
-        return _round_up(rows, MIN_ROWS * num_threads)
-    return max(rows, MIN_ROWS)
+        return _round_up(rows, at_least * num_threads)
+    return max(rows, at_least)
+
+
+def _min_rows(head_dim: int) -> int:
+    """Fewer fp32 rows take another MKL kernel, with other bits. An AMD EPYC was seen to need 4; an
+    Intel Xeon with AVX-512 more than head_dim / 24 (5 at 96, 6 at 128, 10 at 256)."""
+    return max(MIN_ROWS, -(-head_dim // 16))
 
 
 def _weighted_values(p_NRL: Tensor, v_NLD: Tensor, scratch: Scratch) -> Tensor:

@@ -19,7 +19,10 @@ from kernels.paged_attention import paged_attention_ref
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
 
-HEADS = [(9, 3, 64), (4, 4, 32), (8, 2, 128), (7, 1, 64), (16, 8, 128), (2, 2, 16), (20, 5, 32)]
+HEADS = [
+    *((9, 3, 64), (4, 4, 32), (8, 2, 128), (7, 1, 64), (16, 8, 128), (2, 2, 16), (20, 5, 32)),
+    *((3, 3, 96), (2, 1, 256)),
+]
 BLOCK = 16
 
 

@@ -9,6 +9,7 @@ each. Prints on how many machines each placement group lay and how the run ended
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -29,6 +30,9 @@ def start(folder: str) -> Cluster:
     ray_constants.ENABLE_RAY_CLUSTER = False  # the loopback network is enough
     common = {"num_cpus": 2, "object_store_memory": 100 << 20}
     head = {"include_dashboard": False, "temp_dir": folder, "node_ip_address": "127.0.0.1"}
+    # Cluster writes its address below Ray's own folder, which a new machine does not have.
+    os.environ["RAY_TMPDIR"] = folder
+    os.makedirs(f"{folder}/ray", exist_ok=True)
     cluster = Cluster(initialize_head=True, head_node_args={**common, **head})
     cluster.add_node(**common, node_ip_address="127.0.0.2")
     return cluster

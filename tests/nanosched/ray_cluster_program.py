@@ -6,6 +6,7 @@ python ray_cluster_program.py FOLDER
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -44,6 +45,9 @@ def start(folder: str) -> Cluster:
     ray_constants.ENABLE_RAY_CLUSTER = False  # the loopback device is enough
     common = {"num_cpus": 2, "node_ip_address": "127.0.0.1", "object_store_memory": 100 << 20}
     head = {"include_dashboard": False, "temp_dir": folder, "_system_config": NOTICE_SOON}
+    # Cluster writes its address below Ray's own folder, which a new machine does not have.
+    os.environ["RAY_TMPDIR"] = folder
+    os.makedirs(f"{folder}/ray", exist_ok=True)
     cluster = Cluster(initialize_head=True, head_node_args={**common, **head})
     cluster.add_node(**common)
     return cluster
