@@ -42,4 +42,4 @@ class WordGame(nanorl.Env):
     def teacher(self, observations, rng):  # shows how a tool is called, but not which one
         if not observations:
             return nanorl.ToolCall(rng.choice(["letters", "vowels"]), self.task.data)
-        return next(word for word in self.task.data["words"] if word in observations[0])
+        return next(word for word in self.task.data["words"] if word in observations[0].split())

@@ -46,8 +46,8 @@ KEY_BLOCK = 128
 """fp32 keys are padded to this, and P·V is summed in blocks of it."""
 
 MIN_ROWS = 4
-"""Fewer fp32 rows take another MKL kernel, with other bits: at head_dim 64 and below, see
-`_min_rows`."""
+"""Fewer fp32 rows take another MKL kernel, with other bits, at any head_dim; a large one needs more
+(`_min_rows`)."""
 
 _SMALL_MATRIX, _SMALL_BATCH = 400, 16**3
 """Multiplications of a product, and of a batch of them, up to which torch does without oneDNN."""

@@ -31,7 +31,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, overload
 
 from nanorl.parsers.base import Parser
 from nanorl.rewards.base import Score, Transcript
@@ -143,6 +143,10 @@ class Env:
         return reward, self.__dict__.pop("_metrics", {})
 
 
+@overload
+def last_number(text: str) -> float | None: ...
+@overload
+def last_number(text: str, default: float) -> float: ...
 def last_number(text: str, default: float | None = None) -> float | None:
     """The last decimal number in a text: an `int`, or a `float` where it is written with a point.
 
