@@ -29,6 +29,11 @@ class Worker:
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
+    def sleep_and_say(self, begun: str) -> None:
+        """Makes the file `begun`, then sleeps for longer than any test."""
+        Path(begun).touch()
+        time.sleep(1000)
+
     def echo(self, obj: Any) -> Any:
         return obj
 
@@ -68,11 +73,12 @@ class Caller:
         assert self.worker is not None
         return await self.worker.call(Worker.total, np.ones(size))
 
-    async def outlive(self) -> str:
-        """Waits for a call that does not end until its actor does."""
+    async def outlive(self, begun: str) -> str:
+        """Waits for a call that does not end until its actor does; the file `begun` exists as soon
+        as that call is under way."""
         assert self.worker is not None
         try:
-            await self.worker.call(Worker.sleep, 1000.0)
+            await self.worker.call(Worker.sleep_and_say, begun)
         except WorkerDied as error:
             return str(error)
         return "nothing happened"

@@ -274,13 +274,17 @@ def test_memory_is_flat_where_calls_under_way_are_capped(sched: Scheduler) -> No
         assert num_files(pid) <= files + 2
 
 
-def test_a_handle_survives_the_restart_of_its_actor(sched: Scheduler) -> None:
+def test_a_handle_survives_the_restart_of_its_actor(sched: Scheduler, tmp_path: Path) -> None:
     worker, caller = sched.actor(Worker, max_restarts=1).remote(), sched.actor(Caller).remote()
     sched.get(caller.keep.remote(worker))
     assert sched.get([caller.add.remote() for _ in range(3)]) == [1, 2, 3]
     assert sched.get(caller.send.remote(100_000)) == 100_000
     pid = sched.get(worker.pid.remote())
-    waiting = caller.outlive.remote()
+    waiting = caller.outlive.remote(str(tmp_path / "begun"))
+    deadline = time.monotonic() + LIMIT_S
+    while not (tmp_path / "begun").exists():  # earlier, the call would go to the restarted worker
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     os.kill(pid, signal.SIGKILL)
     assert "Worker died" in sched.get(waiting, timeout_s=LIMIT_S)
     assert sched.get(caller.add.remote(), timeout_s=LIMIT_S) == 1
