@@ -1,0 +1,1 @@
+"""The APIs that clients speak, each a stateless translation (`nanorl/endpoint/exchange.py`)."""
