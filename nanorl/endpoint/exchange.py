@@ -1,4 +1,4 @@
-"""What a client asks for and what it gets, in no dialect: `Call`, `Answer`; and the contract of one.
+"""What a client asks for and gets, in no dialect: `Call`, `Answer`; and the contract of a dialect.
 
 A dialect reads a body into a `Call` and writes an `Answer` back; it has no state, samples nothing
 and never touches a token. Left out: which tokens a call stands for (recording.py).
@@ -46,7 +46,7 @@ class Call:
     """The id of the answer that the conversation goes on from: `messages` are then those after it.
     """
     ignored: tuple[str, ...] = ()
-    """Names of given fields that the run decides and not the client: temperature, top_p, seed ..."""
+    """Names of given fields that the run decides, not the client: temperature, top_p, seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
