@@ -102,7 +102,7 @@ def agent_task(episode: Episode, session: Session) -> AgentTask:
 
 
 def note_failure(episode: Episode, session: Session, told: str) -> None:
-    """Count an agent that broke down after it had called. InfrastructureError where it never did."""
+    """Count an agent that broke down. InfrastructureError where it had never called."""
     if session.recording.num_calls == 0:
         raise InfrastructureError(f"{told}; it had made no call")
     episode.metrics["agent_failed"] += 1.0
@@ -110,7 +110,7 @@ def note_failure(episode: Episode, session: Session, told: str) -> None:
 
 
 async def finish(episode: Episode, session: Session, said: Any) -> None:
-    """Take what the agent said, by its return value or by HTTP, as the episode's answer or score."""
+    """Take what the agent said, by its return value or HTTP, as the answer or the score."""
     report = session.report
     episode.metrics.update(report.metrics)
     if session.recording.num_calls == 0:
