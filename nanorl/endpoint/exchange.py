@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from nanoengine.model.chat_template import Message
 from nanoinfer.params import Grammar, Output
@@ -190,4 +190,22 @@ class Dialect(Protocol):
 
     def error(self, error: ApiError) -> Json:
         """The body of an error, in the API's own form."""
+        ...
+
+
+@runtime_checkable
+class CountingDialect(Dialect, Protocol):
+    """An API that counts the tokens of a prompt, too."""
+
+    @property
+    def count_path(self) -> str:
+        """Where it does so, behind the episode's base URL."""
+        ...
+
+    def read_count(self, body: Json) -> Call:
+        """The call whose prompt is counted."""
+        ...
+
+    def write_count(self, num_tokens: int) -> Json:
+        """The body of the answer."""
         ...

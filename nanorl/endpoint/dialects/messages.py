@@ -240,12 +240,10 @@ class MessagesDialect:
         )
 
     def read_count(self, body: Json) -> Call:
-        """The call whose prompt's tokens a body at `count_path` asks for."""
         asked = read_json_body(body, Prompt)
         return Call(messages=asked.conversation(), tools=asked.specs())
 
     def write_count(self, num_tokens: int) -> Json:
-        """The answer at `count_path`."""
         return {"input_tokens": num_tokens}
 
     def write(self, call: Call, answer: Answer) -> Json:
