@@ -183,10 +183,7 @@ class RecordingServer:
                 )
             except Exception as error:
                 told = _told(error)
-                return JSONResponse(
-                    dialect.error(told), told.status, headers=dict(told.response().headers)
-                    if told.status in (401, 429) else None,
-                )  # fmt: skip
+                return JSONResponse(dialect.error(told), told.status, told.headers)
 
         return endpoint
 

@@ -4,8 +4,8 @@ A turn is a list of blocks. Results of tools, which Anthropic puts into a user's
 messages of role "tool" in their places; one with `is_error` begins with "Error: ". Texts side by
 side are joined as they are. Thinking is shown to clients that ask for it (`thinking`), signed with
 the answer's id, and left out where it comes back.
-Left out: images, documents and citations; tools that Anthropic runs or defines; answers that go on
-from a half-written one (prefill); log-probs, which this API does not have.
+Left out: images, documents and citations; tools that Anthropic runs or defines; threads; answers
+that go on from a half-written one (prefill); log-probs, which this API does not have.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ ERRORS = {
     529: "overloaded_error",
 }
 """Types of errors by their status; others are the client's below 500, the server's above."""
+
+UNTHREADED = "thread_unsupported_request"
+"""The code at which Anthropic's clients send whole conversations instead of threads."""
 
 
 def _as_blocks(content: Any) -> Any:
@@ -188,8 +191,14 @@ class Prompt(StrictBody):
     tool_choice: AnyToolChoice = AnyToolChoice()
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
+    thread: dict[str, Any] | None = None
 
     def conversation(self) -> list[Message]:
+        if self.thread is not None:
+            raise ApiError(
+                400, "thread: nothing is kept from call to call; send all messages, without it",
+                "thread", code=UNTHREADED,
+            )  # fmt: skip
         said = [message for turn in self.messages for message in turn.messages()]
         system = _joined(self.system)
         return [{"role": "system", "content": system}, *said] if system else said
@@ -274,7 +283,9 @@ class MessagesDialect:
     def error(self, error: ApiError) -> Json:
         other = "invalid_request_error" if error.status < 500 else "api_error"
         kind = ERRORS.get(error.status, other)
-        told = {"type": kind, "message": error.message}
+        told: Json = {"type": kind, "message": error.message}
+        if error.code == UNTHREADED:
+            told["details"] = {"error_code": UNTHREADED}
         return {"type": "error", "error": told, "request_id": None}
 
 
