@@ -1,11 +1,13 @@
 """Doubles for dialects of the recording endpoint: a server that says what it is told to."""
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from agent_doubles import EOS, output_of, tiny_tokenizer
+from hypothesis import strategies as st
 
 from nanoengine.model.chat_template import Message
 from nanorl.endpoint.dialects import all_dialects
@@ -26,6 +28,25 @@ def answer_of(reply: Reply) -> Answer:
     return Answer(
         id="0a1b", model="tiny", created=1700000000, num_prompt_tokens=len(PROMPT), replies=[reply]
     )
+
+
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=12)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | TEXTS | st.floats(allow_nan=False, width=32),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+ARGUMENTS = st.dictionaries(TEXTS, VALUES, max_size=3).map(json.dumps) | st.sampled_from(
+    ['{"a": NaN}', "[1, 2]", '"text"', "no JSON", '{"a": "\\ud800"}', '{"a": 1, "a": 2}', "{}"]
+)
+REPLIES = st.builds(
+    lambda text, reasoning, arguments: reply_of(
+        text,
+        *(ToolUse(id=f"call_{i}", name="add", arguments=a) for i, a in enumerate(arguments)),
+        reasoning=reasoning,
+    ),
+    TEXTS, TEXTS, st.lists(ARGUMENTS, max_size=3),
+)  # fmt: skip
 
 
 @dataclass

@@ -12,7 +12,7 @@ import pytest
 from agent_doubles import ScriptedGenerator, tiny_tokenizer
 from anthropic.types import Message as Said
 from anthropic.types import RawMessageStreamEvent
-from endpoint_doubles import PROMPT, Script, answer_of, reply_of, serving
+from endpoint_doubles import PROMPT, REPLIES, TEXTS, Script, answer_of, reply_of, serving
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter
@@ -169,24 +169,6 @@ def test_a_schema_of_pydantic_comes_back_as_its_object(way: str) -> None:
 
 
 # -- what comes back ---------------------------------------------------------------------------
-
-TEXTS = st.text(st.characters(codec="utf-8"), max_size=12)
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | TEXTS | st.floats(allow_nan=False, width=32),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
-    max_leaves=6,
-)
-ARGUMENTS = st.dictionaries(TEXTS, VALUES, max_size=3).map(json.dumps) | st.sampled_from(
-    ['{"a": NaN}', "[1, 2]", '"text"', "no JSON", '{"a": "\\ud800"}', '{"a": 1, "a": 2}', "{}"]
-)
-REPLIES = st.builds(
-    lambda text, reasoning, arguments: reply_of(
-        text,
-        *(ToolUse(id=f"call_{i}", name="add", arguments=a) for i, a in enumerate(arguments)),
-        reasoning=reasoning,
-    ),
-    TEXTS, TEXTS, st.lists(ARGUMENTS, max_size=3),
-)  # fmt: skip
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
