@@ -386,7 +386,7 @@ def _filling(item: Json) -> Iterator[Json]:
     text, kind = part["text"], f"response.{part['type']}"
     where = {"content_index": 0}
     logprobs = {name: part[name] for name in ("logprobs",) if name in part}
-    empty: Json = part | {"text": ""} | {name: [] for name in logprobs}
+    empty: Json = {**part, "text": "", **{name: [] for name in logprobs}}
     yield {"type": "response.content_part.added", **where, "part": empty}
     if text:
         yield {"type": f"{kind}.delta", **where, "delta": text, **logprobs}
