@@ -10,7 +10,7 @@ thread of its own; `task.base_url` and `task.api_key` lead any other client to t
 A text that it returns is read by the environment as the last turn; a number is the reward; None
 leaves the score to the environment. One that raises after it has called is scored as it stands,
 without an answer, and counted (`agent_failed`): the policy may have been the reason. One that never
-called has failed, and is played again.
+had an answer has failed, and is played again.
 Left out: programs of their own (command.py).
 """
 
@@ -102,9 +102,9 @@ def agent_task(episode: Episode, session: Session) -> AgentTask:
 
 
 def note_failure(episode: Episode, session: Session, told: str) -> None:
-    """Count an agent that broke down. InfrastructureError where it had never called."""
-    if session.recording.num_calls == 0:
-        raise InfrastructureError(f"{told}; it had made no call")
+    """Count an agent that broke down. InfrastructureError where it never had an answer."""
+    if session.recording.num_answers == 0:
+        raise InfrastructureError(f"{told}; no call of it was answered before")
     episode.metrics["agent_failed"] += 1.0
     LOG.warning("rollout %s: %s", episode.rollout_id, told)
 
@@ -113,8 +113,8 @@ async def finish(episode: Episode, session: Session, said: Any) -> None:
     """Take what the agent said, by its return value or HTTP, as the answer or the score."""
     report = session.report
     episode.metrics.update(report.metrics)
-    if session.recording.num_calls == 0:
-        raise InfrastructureError("the agent made no call")
+    if session.recording.num_answers == 0:
+        raise InfrastructureError("the agent ended without an answer to any call")
     if report.reward is not None:
         episode.score = Score(report.reward)
     elif isinstance(said, Real | Score) and not isinstance(said, bool):
