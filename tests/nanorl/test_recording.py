@@ -186,7 +186,7 @@ def test_a_changed_history_is_a_branch_and_not_a_guess() -> None:
             await recording.answer(call(user("x"), said, user("y")), "3"),
         ]
 
-    first, second, third = asyncio.run(talk())
+    _, second, third = asyncio.run(talk())
     main, branch = recording.tree.sequences()
     assert main.tokens == [*third.ids, *third.replies[0].output.ids]
     assert sum(main.loss_mask) == len("one") + len("three") + 2
