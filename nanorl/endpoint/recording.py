@@ -228,18 +228,19 @@ class Recording:
         return self._forms[key]
 
     def _params(self, call: Call, ids: Sequence[int]) -> SamplingParams:
-        room = self._room(ids)
         try:
-            return replace(
-                self._sampling,
-                max_tokens=room if call.max_tokens is None else min(call.max_tokens, room),
-                stop=call.stop,
-                grammar=_grammar(call),
-                top_logps=call.num_top or 0,
-                n=1,
-            )
+            grammar = _grammar(call)
         except ValueError as error:
-            raise ApiError(400, str(error)) from None
+            raise ApiError(400, str(error), "tool_choice") from None
+        room = self._room(ids)
+        return replace(
+            self._sampling,
+            max_tokens=room if call.max_tokens is None else min(call.max_tokens, room),
+            stop=call.stop,
+            grammar=grammar,
+            top_logps=call.num_top or 0,
+            n=1,
+        )
 
     def _room(self, ids: Sequence[int]) -> int:
         """Tokens that an answer may have. ApiError where a limit of the episode is reached."""
