@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from agent_doubles import EOS, output_of, tiny_tokenizer
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from nanoengine.model.chat_template import Message
@@ -30,6 +31,12 @@ def answer_of(reply: Reply) -> Answer:
     )
 
 
+CONVERSATIONS = settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=[Phase.explicit, Phase.generate],  # shrinking would start hundreds of servers
+)
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=12)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | TEXTS | st.floats(allow_nan=False, width=32),

@@ -12,8 +12,17 @@ import pytest
 from agent_doubles import ScriptedGenerator, tiny_tokenizer
 from anthropic.types import Message as Said
 from anthropic.types import RawMessageStreamEvent
-from endpoint_doubles import PROMPT, REPLIES, TEXTS, Script, answer_of, reply_of, serving
-from hypothesis import HealthCheck, given, settings
+from endpoint_doubles import (
+    CONVERSATIONS,
+    PROMPT,
+    REPLIES,
+    TEXTS,
+    Script,
+    answer_of,
+    reply_of,
+    serving,
+)
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter
 
@@ -171,7 +180,7 @@ def test_a_schema_of_pydantic_comes_back_as_its_object(way: str) -> None:
 # -- what comes back ---------------------------------------------------------------------------
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@CONVERSATIONS
 @given(st.lists(st.tuples(REPLIES, st.sampled_from(["whole", "stream"]), TEXTS), min_size=1,
                 max_size=4))  # fmt: skip
 def test_whatever_was_said_comes_back_as_it_was_said(turns: list[tuple[Reply, str, str]]) -> None:

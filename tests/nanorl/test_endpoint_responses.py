@@ -11,6 +11,7 @@ import openai
 import pytest
 from agent_doubles import EOS, ScriptedGenerator, tiny_tokenizer
 from endpoint_doubles import (
+    CONVERSATIONS,
     PROMPT,
     REPLIES,
     TEXTS,
@@ -19,7 +20,7 @@ from endpoint_doubles import (
     reply_of,
     serving,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
@@ -212,7 +213,7 @@ def test_log_probs_are_those_of_the_tokens(way: str) -> None:
 # -- what comes back ---------------------------------------------------------------------------
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@CONVERSATIONS
 @given(st.lists(st.tuples(REPLIES, st.sampled_from(["whole", "stream"]), TEXTS), min_size=1,
                 max_size=4))  # fmt: skip
 def test_whatever_was_said_comes_back_as_it_was_said(turns: list[tuple[Reply, str, str]]) -> None:

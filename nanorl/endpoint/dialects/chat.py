@@ -12,7 +12,16 @@ from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.server.http_io import ApiError, read_json_body
 from nanoinfer.server.requests import ChatCompletion
 from nanoinfer.server.responses import chat_logprobs
-from nanorl.endpoint.exchange import Answer, Call, Event, Json, Reply, ToolUse
+from nanorl.endpoint.exchange import (
+    Answer,
+    Call,
+    Event,
+    Json,
+    Reply,
+    ToolUse,
+    bearer_key,
+    forced_tool,
+)
 
 DECIDED = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "allowed_token_ids"),
@@ -30,7 +39,7 @@ class ChatDialect:
         self._tokenizer = tokenizer
 
     def key(self, headers: Mapping[str, str]) -> str:
-        return headers.get("authorization", "").removeprefix("Bearer ").strip()
+        return bearer_key(headers)
 
     def read(self, body: Json) -> Call:
         asked = read_json_body(body, ChatCompletion)
@@ -38,11 +47,8 @@ class ChatDialect:
         forced = None
         if asked.is_tool_forced:
             named = asked.tool_choice
-            forced = "" if isinstance(named, str) else named.function.name
-            if not asked.tools:
-                raise ApiError(
-                    400, "tool_choice: asks for a call, but tools is empty", "tool_choice"
-                )
+            name = None if isinstance(named, str) else named.function.name
+            forced = forced_tool(asked.tool_specs(), name)
         try:
             grammar = None if asked.is_tool_forced else asked.grammar()
         except ValueError as error:
