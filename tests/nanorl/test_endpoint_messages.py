@@ -267,7 +267,7 @@ def test_what_a_client_may_ask_for() -> None:
     call = read(
         tools=[ADD], tool_choice={"type": "auto", "disable_parallel_tool_use": True},
         stop_sequences=["END", "\n\n"], temperature=0.3, top_k=5, metadata={"user_id": "me"},
-        service_tier="auto", output_config={"effort": "low"},
+        service_tier="auto", output_config={"effort": "low"}, context_management={"edits": []},
     )  # fmt: skip
     assert call == Call(
         messages=[*USER], tools=[ADD_SPEC], max_tokens=16, stop=("END", "\n\n"),

@@ -316,7 +316,7 @@ def test_what_a_client_may_ask_for() -> None:
     call = read(
         tools=[ADD | {"strict": True}], tool_choice="auto", max_output_tokens=16, temperature=0.3,
         top_p=0.5, store=False, metadata={"a": "b"}, parallel_tool_calls=False, truncation="auto",
-        reasoning={"effort": "low"}, include=["reasoning.encrypted_content"],
+        reasoning={"effort": "low"}, context_management=[], include=["reasoning.encrypted_content"],
         previous_response_id="resp_0a1b", text={"verbosity": "low", "format": {"type": "text"}},
     )  # fmt: skip
     assert call == Call(

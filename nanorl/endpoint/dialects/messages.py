@@ -178,7 +178,7 @@ class Prompt(StrictBody):
     """What /v1/messages/count_tokens counts."""
 
     ignored = frozenset(
-        {"cache_control", "diagnostics", "inference_geo", "metadata"}
+        {"cache_control", "context_management", "diagnostics", "inference_geo", "metadata"}
         | {"service_tier", "speed", *DECIDED}
     )
     model: str

@@ -150,7 +150,14 @@ class TextConfig(StrictBody):
 
 class ResponseRequest(StrictBody):
     ignored = frozenset(
-        {"max_tool_calls", "metadata", "parallel_tool_calls", "prompt_cache_key", "reasoning"}
+        {
+            "context_management",
+            "max_tool_calls",
+            "metadata",
+            "parallel_tool_calls",
+            "prompt_cache_key",
+            "reasoning",
+        }
         | {"prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier"}
         | {"store", "stream_options", "truncation", "user", *DECIDED}
     )
