@@ -150,16 +150,9 @@ class TextConfig(StrictBody):
 
 class ResponseRequest(StrictBody):
     ignored = frozenset(
-        {
-            "context_management",
-            "max_tool_calls",
-            "metadata",
-            "parallel_tool_calls",
-            "prompt_cache_key",
-            "reasoning",
-        }
-        | {"prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier"}
-        | {"store", "stream_options", "truncation", "user", *DECIDED}
+        {"context_management", "max_tool_calls", "metadata", "parallel_tool_calls", "reasoning"}
+        | {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "service_tier"}
+        | {"safety_identifier", "store", "stream_options", "truncation", "user", *DECIDED}
     )
     model: str | None = None
     input: Annotated[list[Item], BeforeValidator(_as_items)] = Field(default_factory=list)
@@ -378,8 +371,8 @@ def _item(kind: str, item_id: str, **fields: Any) -> Json:
 
 def _emptied(item: Json) -> Json:
     """An item as its stream begins."""
-    begun = item | {"status": "in_progress"}
-    return begun | ({"arguments": ""} if item["type"] == "function_call" else {"content": []})
+    unsaid: Json = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+    return item | {"status": "in_progress"} | unsaid
 
 
 def _filling(item: Json) -> Iterator[Json]:
