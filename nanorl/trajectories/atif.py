@@ -72,9 +72,9 @@ def documents(trajectory: Trajectory, agent: AgentInfo) -> Iterator[tuple[str, J
 
 
 def _mark_copied(steps: Sequence[Json], before: Sequence[Message]) -> None:
-    """Mark what opens a continuation as it opened the part before."""
+    """Mark what opens a continuation just as it opened the part before."""
     for step, message in zip(steps, before, strict=False):
-        if step["message"] == message["content"] and step["source"] != "agent":
+        if step["message"] == message["content"]:
             step["is_copied_context"] = True
 
 
@@ -93,7 +93,7 @@ class _Writer:
         if sequence.chat.tools:
             agent["tool_definitions"] = sequence.chat.tools
         called = self._called_by(sequence)
-        steps = [*_opening_steps(sequence.chat.messages)]
+        steps = _opening_steps(sequence.chat.messages)
         for turn in sequence.turns:
             steps += self._turn_steps(sequence, turn, called)
         document = {
@@ -133,10 +133,7 @@ class _Writer:
         if turn.reasoning:
             step["reasoning_content"] = turn.reasoning
         if turn.calls:
-            step["tool_calls"] = [
-                {"tool_call_id": call.id, "function_name": call.name, "arguments": call.arguments}
-                for call in turn.calls
-            ]
+            step["tool_calls"] = [_call(one.id, one.name, one.arguments) for one in turn.calls]
         if results:
             step["observation"] = {"results": results}
         step["metrics"] = _metrics(sequence, turn)
@@ -148,17 +145,30 @@ class _Writer:
                 yield {"source": "user", "message": message["content"]}
 
 
-def _opening_steps(messages: Sequence[Message]) -> Iterator[Json]:
-    """The steps of what the policy read first. What an assistant says in it was not said here."""
+def _opening_steps(messages: Sequence[Message]) -> list[Json]:
+    """The steps of what the policy read first."""
+    steps: list[Json] = []
     for message in messages:
         role, text = message["role"], message["content"]
         if role == "assistant":
-            yield {"source": "agent", "message": text, "is_copied_context": True}
-        elif role in ("system", "developer"):
-            yield {"source": "system", "message": text}
+            steps.append({"source": "agent", "message": text, "is_copied_context": True})
+            if calls := message.get("tool_calls"):
+                steps[-1]["tool_calls"] = [_call(one["id"], **one["function"]) for one in calls]
+        elif role in ("user", "system", "developer"):
+            source = "user" if role == "user" else "system"
+            steps.append({"source": source, "message": text})
         else:
-            extra = {} if role == "user" else {"extra": {"role": role}}
-            yield {"source": "user", "message": text, **extra}
+            if not steps or steps[-1]["source"] != "agent":
+                steps.append({"source": "system", "message": ""})
+            observation = steps[-1].setdefault("observation", {"results": []})
+            source_id = message.get("tool_call_id")
+            known = {"source_call_id": source_id} if source_id else {}
+            observation["results"].append({**known, "content": text})
+    return steps
+
+
+def _call(call_id: str, name: str, arguments: Json) -> Json:
+    return {"tool_call_id": call_id, "function_name": name, "arguments": arguments}
 
 
 def _result(call: CallOfTurn, refs: Mapping[str, str]) -> Json:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 from nanoengine.model.chat_template import Message
@@ -72,14 +73,15 @@ class TrajectorySequence:
     """One token sequence of a rollout."""
 
     name: str
-    """main, history-1, history-2, ..., sub-agent-1, ..."""
+    """main, history-1, history-2, ..., branch-1, ..."""
     branch: Branch
     """The tokens."""
     chat: ReadChat
-    """What the policy read first."""
+    """What the policy read first; what an assistant says there was said in another sequence, or
+    never by this policy."""
     turns: tuple[TrajectoryTurn, ...]
     caller: tuple[str, str] | None = None
-    """Of a sub-agent: the name of the sequence that called it, and the id of the call."""
+    """Of a sub-agent's: the name of the sequence that called it, and the id of the call."""
 
     @property
     def is_history(self) -> bool:
@@ -90,32 +92,37 @@ class TrajectorySequence:
         tools, and so writes the calls, too; otherwise they are text, as the policy wrote them."""
         found = list(self.chat.messages)
         for turn in self.turns:
-            found.append(self._said(turn))
             replies = [dict(message) for message in turn.reply]
-            if "tool_calls" in found[-1]:
-                tools = [reply for reply in replies if reply["role"] != "user"]
+            if self.are_calls_listed(turn):
+                said = assistant_message(turn.content, turn.reasoning, turn.calls)
+                tools = (reply for reply in replies if reply["role"] != "user")
                 for reply, call in zip(tools, turn.calls, strict=False):
                     reply["tool_call_id"] = call.id
-            found += replies
+            else:
+                text = visible(turn.text) if turn.calls else turn.content
+                said = assistant_message(text, turn.reasoning, ())
+            found += [said, *replies]
         return found
 
-    def _said(self, turn: TrajectoryTurn) -> Message:
-        said: Json = {"role": "assistant", "content": turn.content}
-        if turn.reasoning:
-            said["reasoning_content"] = turn.reasoning
-        if not turn.calls:
-            return said
-        if not self.chat.are_tools_listed or turn.num_malformed:
-            return {**said, "content": visible(turn.text)}
+    def are_calls_listed(self, turn: TrajectoryTurn) -> bool:
+        return bool(turn.calls) and self.chat.are_tools_listed and not turn.num_malformed
+
+
+def assistant_message(content: str, reasoning: str, calls: Sequence[CallOfTurn]) -> Message:
+    """What an assistant said, as chat templates read it."""
+    said: Json = {"role": "assistant", "content": content}
+    if reasoning:
+        said["reasoning_content"] = reasoning
+    if calls:
         said["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
-            for call in turn.calls
+            for call in calls
         ]
-        return said
+    return said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +149,7 @@ class Trajectory:
 
     @property
     def beside(self) -> list[TrajectorySequence]:
-        """Those of sub-agents."""
+        """The branches that are no histories: of sub-agents, or of calls that went another way."""
         return [one for one in self.sequences[1:] if not one.is_history]
 
     def outcome(self) -> Json:
@@ -173,7 +180,7 @@ class TrajectoryReader:
         own, *branches = rollout.sequences
         names = [MAIN]
         for branch in branches:
-            kind = "history" if branch.is_history else "sub-agent"
+            kind = "history" if branch.is_history else "branch"
             names.append(f"{kind}-{sum(name.startswith(kind) for name in names) + 1}")
         is_finished = rollout.status is Status.FINISHED
         found = [self._sequence(MAIN, own, is_finished=is_finished)]
@@ -186,13 +193,33 @@ class TrajectoryReader:
     def _sequence(self, name: str, branch: Branch, *, is_finished: bool) -> TrajectorySequence:
         spans = branch.turn_spans
         start = spans[0].action_start if spans else len(branch.tokens)
-        chat = self._frames.read(branch.tokens[:start])
+        chat = self._with_calls(self._frames.read(branch.tokens[:start]))
         last = len(spans) - 1
         turns = tuple(
             self._turn(branch, number, chat, may_be_cut=number == last and not is_finished)
             for number in range(len(spans))
         )
         return TrajectorySequence(name=name, branch=branch, chat=chat, turns=turns)
+
+    def _with_calls(self, chat: ReadChat) -> ReadChat:
+        """The chat with the calls that an assistant wrote in it, as turns have theirs."""
+        if not chat.are_tools_listed:
+            return chat
+        messages: list[Message] = []
+        open_ids: list[str] = []
+        for place, message in enumerate(chat.messages):
+            if message["role"] == "assistant":
+                said = visible(message["content"])
+                parser, calls = self._calls(said)
+                found = _named(calls, f"call_0_{place}")
+                open_ids = [call.id for call in found]
+                if found and len(found) == len(calls):
+                    before = message["content"].removesuffix(said)
+                    message = assistant_message(_beside(parser, said), _reasoning(before), found)
+            elif message["role"] != "user" and open_ids:
+                message = {**message, "tool_call_id": open_ids.pop(0)}
+            messages.append(message)
+        return replace(chat, messages=messages)
 
     def _turn(
         self, branch: Branch, number: int, chat: ReadChat, *, may_be_cut: bool
@@ -207,16 +234,7 @@ class TrajectoryReader:
         said = visible(text)
         parser, calls = (None, []) if is_cut else self._calls(said)
         results, further = _results(len(calls), reply)
-        answered = [
-            CallOfTurn(
-                id=f"call_{number + 1}_{place + 1}",
-                name=plain(call.name),
-                arguments=plain(dict(call.arguments)),
-                result=result,
-            )
-            for place, (call, result) in enumerate(zip(calls, results, strict=True))
-            if isinstance(call, ToolCall)
-        ]
+        answered = _named(calls, f"call_{number + 1}", results)
         refused = [
             {"role": "tool", "content": result}
             for call, result in zip(calls, results, strict=True)
@@ -244,6 +262,22 @@ class TrajectoryReader:
             if calls := parser.read(said):
                 return parser, calls
         return None, []
+
+
+def _named(
+    calls: Sequence[ToolCall | ToolCallError], name: str, results: Sequence[str | None] = ()
+) -> list[CallOfTurn]:
+    """The well-formed ones of some calls, with their ids and results."""
+    return [
+        CallOfTurn(
+            id=f"{name}_{place}",
+            name=plain(call.name),
+            arguments=plain(dict(call.arguments)),
+            result=result,
+        )
+        for place, (call, result) in enumerate(zip_longest(calls, results), 1)
+        if isinstance(call, ToolCall)
+    ]
 
 
 def _beside(parser: Parser | None, said: str) -> str:

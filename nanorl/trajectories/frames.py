@@ -152,7 +152,9 @@ class ChatFrames:
         by_text: dict[str, list[str]] = {}
         for following in (*ROLES, OPEN_TURN):
             for text in self._between(role, following, tools):
-                roles = by_text.setdefault(_DATE_ESCAPED.sub(lambda _: _ANY_DATE, re.escape(text)), [])
+                roles = by_text.setdefault(
+                    _DATE_ESCAPED.sub(lambda _: _ANY_DATE, re.escape(text)), []
+                )
                 if following not in roles:
                     roles.append(following)
         if not by_text:
