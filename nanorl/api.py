@@ -121,10 +121,11 @@ def evaluate(
 
 
 def export(run: Path | str, to: str, **options: Any) -> Exported:
-    """Write the stored rollouts of a run as `nanorl export` does.
+    """Write the stored rollouts of a run, as `nanorl export` does.
 
-    `to` is "jsonl", "parquet", "atif" or "otel"; `options` are the others of that command, as `out="good.jsonl", min_reward=1.0`. ValueError where
-    something is wrong with them, or where the run has no such rollouts.
+    `to` is "jsonl", "parquet", "atif" or "otel"; `options` are the others of that command, as
+    `out="good.jsonl", min_reward=1.0`. ValueError where something is wrong with them, or where the
+    run has no such rollouts.
     """
     from nanorl.trajectories.export import ExportOptions, export_rollouts
 

@@ -85,7 +85,7 @@ class _Writer:
 
     def document(self, sequence: TrajectorySequence) -> Json:
         """The trajectory of one sequence, with those that it called."""
-        agent = {
+        agent: Json = {
             "name": self.agent.name,
             "version": self.agent.version,
             "model_name": self.agent.model,

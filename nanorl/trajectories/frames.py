@@ -152,9 +152,8 @@ class ChatFrames:
         by_text: dict[str, list[str]] = {}
         for following in (*ROLES, OPEN_TURN):
             for text in self._between(role, following, tools):
-                roles = by_text.setdefault(
-                    _DATE_ESCAPED.sub(lambda _: _ANY_DATE, re.escape(text)), []
-                )
+                written = _DATE_ESCAPED.sub(lambda _: _ANY_DATE, re.escape(text))
+                roles = by_text.setdefault(written, [])
                 if following not in roles:
                     roles.append(following)
         if not by_text:
@@ -208,10 +207,10 @@ class ChatFrames:
 
     def _marked(self, ids: Sequence[int]) -> str:
         """The text of ids, with a mark in place of each control token."""
-        is_control = self._tokenizer.special_ids.__contains__
         parts: list[str] = []
-        for is_marked, run in itertools.groupby(ids, key=is_control):
-            parts += map(self._mark, run) if is_marked else [self._tokenizer.decode(list(run))]
+        for is_control, run in itertools.groupby(ids, self._tokenizer.special_ids.__contains__):
+            tokens = list(run)
+            parts += map(self._mark, tokens) if is_control else [self._tokenizer.decode(tokens)]
         return "".join(parts)
 
     def _mark(self, token: int) -> str:
@@ -220,8 +219,8 @@ class ChatFrames:
 
     def _unmarked(self, text: str) -> str:
         """The text with its control tokens as they are written."""
-        names = {mark: self._tokenizer.decode([token]) for token, mark in self._marks.items()}
-        return text.translate(str.maketrans(names))
+        names = {ord(mark): self._tokenizer.decode([one]) for one, mark in self._marks.items()}
+        return text.translate(names)
 
 
 def _chat(roles: Sequence[str]) -> list[Message]:

@@ -141,11 +141,9 @@ class SpanMaker:
                 if sequence.caller is None:
                     self._sub_agent(trajectory, sequence, span)
             if reward is not None:
-                score = {
-                    "gen_ai.evaluation.name": "reward",
-                    "gen_ai.evaluation.score.value": reward,
-                }
-                span.add_event("gen_ai.evaluation.result", score, timestamp=self._now_ns)
+                about = "gen_ai.evaluation"
+                score = {f"{about}.name": "reward", f"{about}.score.value": reward}
+                span.add_event(f"{about}.result", score, timestamp=self._now_ns)
             if rollout.status is RolloutStatus.FAILED:
                 span.set_status(Status(StatusCode.ERROR, rollout.error))
         return self._ended.spans
