@@ -19,7 +19,7 @@ import tyro
 from nanorl.trajectories.export import ExportOptions, export_rollouts
 
 
-def export(options: Annotated[ExportOptions, tyro.conf.arg(name="")], /) -> None:
+def export(options: Annotated[ExportOptions, tyro.conf.arg(name="")]) -> None:
     """Write the stored rollouts of a run as ATIF, JSONL, parquet or OpenTelemetry spans."""
     done = export_rollouts(options, say=partial(print, file=sys.stderr))
     plural = "" if done.num_rollouts == 1 else "s"

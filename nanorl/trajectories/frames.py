@@ -17,7 +17,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,7 @@ _ANY_DATE = r"\d{1,2} [A-Z][a-z]+ \d{4}"
 _DATE = re.compile(_ANY_DATE)
 _DATE_ESCAPED = re.compile(_ANY_DATE.replace(" ", r"\\ "))  # as re.escape leaves it
 MOST_TOOL_SETS = 64  # whose frames are kept
+MOST_TRIES = 8  # to tell the tools that the template lists from others in a chat
 FIRST_MARK, NUM_MARKS = 0xD800, 0x800  # halves of surrogate pairs: no decoded text holds one
 DECODER = json.JSONDecoder()
 
@@ -84,13 +85,15 @@ class ChatFrames:
         text = self._marked(ids)
         if not text:
             return ReadChat(messages=[], is_exact=True)
+        for tools in _runs(_tools_in([self._unmarked(text)])):
+            listed = self._messages(text, START, tools)
+            # A template that knows of no tools makes the same text without them.
+            if listed and self._renders(listed, tools, text):
+                if self._renders(listed, [], text):
+                    break
+                return ReadChat(messages=listed, tools=tools, are_tools_listed=True, is_exact=True)
         plain = self._messages(text, START, [])
         messages = plain or [{"role": "user", "content": self._unmarked(text)}]
-        tools = _tools_in([message["content"] for message in messages[:2]])
-        if tools:
-            listed = self._messages(text, START, tools)
-            if listed and self._renders(listed, tools, text):
-                return ReadChat(messages=listed, tools=tools, are_tools_listed=True, is_exact=True)
         ours = [one["content"] for one in messages[:1] if one["role"] != "user"]
         return ReadChat(
             messages=messages,
@@ -229,6 +232,14 @@ def _chat(roles: Sequence[str]) -> list[Message]:
 
 def _content(place: int) -> str:
     return f"qz{place}zq"
+
+
+def _runs(tools: list[Json]) -> Iterator[list[Json]]:
+    """All of them, then without the last and so on, then without the first: what a user or a system
+    message holds beside those that the template lists may look like tools, too."""
+    size = len(tools)
+    yield from (tools[:end] for end in range(size, max(0, size - MOST_TRIES), -1))
+    yield from (tools[start:] for start in range(1, min(size, MOST_TRIES)))
 
 
 def _tools_in(texts: Sequence[str]) -> list[Json]:
