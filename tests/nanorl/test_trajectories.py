@@ -6,6 +6,8 @@ import asyncio
 import gzip
 import json
 import math
+import re
+import shlex
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -815,3 +817,40 @@ def test_a_large_store_is_read_one_rollout_at_a_time(
     )
     rows_of(run)
     assert seen == [f"{what} m{number}" for number in range(4) for what in ("read", "write")]
+
+
+# -- docs/trajectories.md ----------------------------------------------------------------------
+
+
+def page_blocks(language: str) -> list[str]:
+    page = (Path(__file__).parents[2] / "docs" / "trajectories.md").read_text("utf-8")
+    return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
+
+
+def test_every_command_of_the_page_works(
+    run: Path, play: Callable[..., Rollout], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("pyarrow")
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    named = tmp_path / "runs" / "tiny-seed0"
+    named.parent.mkdir()
+    run.rename(named)
+    stored(named, calling(play), step=0)
+    stored(named, calling(play), file="evaluations.sqlite", step=4)
+    monkeypatch.chdir(tmp_path)
+    commands = [shlex.split(line) for block in page_blocks("bash") for line in block.splitlines()]
+    assert len(commands) == 4
+    for words in commands:
+        assert words[0] == "nanorl" and cli.main(words[1:]) == 0
+    assert (tmp_path / "steps" / "first" / "s0-g0-m0.json").is_file()
+    (python,) = page_blocks("python")
+    exec(python, {})
+    assert len((tmp_path / "good.jsonl").read_text("utf-8").splitlines()) == 1
+
+
+def test_the_page_names_every_field_of_a_row(run: Path, play: Callable[..., Rollout]) -> None:
+    stored(run, compacted(play))
+    (row,) = rows_of(run)
+    page = (Path(__file__).parents[2] / "docs" / "trajectories.md").read_text("utf-8")
+    named = set(re.findall(r"`(\w+)`", page))
+    assert {*row, *row["branches"][0], *row["turns"][0]} <= named
