@@ -4,7 +4,7 @@ Written as ATIF-v1.7; what 1.8 adds is sound, which rollouts have none of. A his
 compacted is a file of its own, which names the one that it goes on in: ROLLOUT.json is the first,
 ROLLOUT.cont-1.json the second. Sub-agents are embedded in the file of the sequence that called
 them, and named where their result stands. The reward is in `extra`, of every file of a rollout.
-Source: the format's RFC (harbor-framework/harbor, rfcs/0001-trajectory-format.md).
+Source: RFC 0001 of harbor-framework/harbor, "Trajectory format".
 Left out: `timestamp`, which no store of rollouts knows, and costs.
 """
 

