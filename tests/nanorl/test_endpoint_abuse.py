@@ -7,7 +7,7 @@ import gc
 import json
 import re
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -324,5 +324,47 @@ def test_the_server_keeps_nothing_of_an_episode_that_has_ended() -> None:
             await asyncio.sleep(0)
         gc.collect()
         assert [one for one in kept if one() is not None] == [] and not server.sessions
+
+    serve(work)
+
+
+def test_a_call_whose_body_comes_after_the_end_of_its_episode_is_refused() -> None:
+    async def work(server: RecordingServer, client: httpx.AsyncClient) -> None:
+        record = recording_of(Echo())
+        begun, rest = asyncio.Event(), asyncio.Event()
+        body = json.dumps(body_of(CHAT, "e0c0")).encode()
+
+        async def slowly() -> AsyncIterator[bytes]:
+            yield body[:5]
+            begun.set()
+            await rest.wait()
+            yield body[5:]
+
+        async with server.episode(record) as session:
+            url, headers = session.url + CHAT, headers_of(session)
+            asked = asyncio.ensure_future(client.post(url, content=slowly(), headers=headers))
+            await begun.wait()
+            # By the time of this answer the head that was sent before it has been read.
+            answer = await client.post(url, json=body_of(CHAT, "e0c1"), headers=headers)
+            assert answer.status_code == 200
+        rest.set()
+        assert (await asked).status_code == 401
+        assert record.num_answers == 1
+
+    serve(work)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_call_under_way_ends_with_its_episode_and_is_not_recorded(path: str) -> None:
+    async def work(server: RecordingServer, client: httpx.AsyncClient) -> None:
+        echo = Echo(is_open=False)
+        record = recording_of(echo)
+        async with server.episode(record) as session:
+            asked = asyncio.ensure_future(ask(client, session, session.key, path))
+            await echo.until(lambda: echo.num_active == 1)
+        assert (echo.num_active, record.num_answers) == (0, 0), "as soon as the episode has ended"
+        answer = await asked
+        assert answer.status_code == 401
+        check_error(path, answer)
 
     serve(work)
