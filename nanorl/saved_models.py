@@ -19,8 +19,10 @@ import torch
 from nanoengine.config import DTYPES
 from nanoengine.model.hf import load_model, save_model
 from nanoengine.model.sources import resolve_model
+from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.state.checkpoint import latest_checkpoint, open_checkpoint
 from nanorl.config import RunConfig
+from nanorl.envs.run_kind import run_tokenizer
 from nanorl.parts import model_folder
 
 
@@ -94,6 +96,13 @@ def read_run(folder: Path) -> RunConfig:
         raise ValueError(f"{folder}: is not a run's folder, which has the run's config.json")
     # As a resumed run: its model is there and must not be built again.
     return replace(RunConfig.from_json(options), out=folder, resume=True)
+
+
+def read_tokenizer(folder: Path) -> ChatTokenizer:
+    """The tokenizer of a run's model, as the run has it. `ValueError` if the folder is no run's."""
+    config = read_run(folder)
+    trained = folder / "model-trained"
+    return run_tokenizer(config, trained if trained.is_dir() else model_folder(config))
 
 
 def _options(folder: Path) -> dict[str, object] | None:

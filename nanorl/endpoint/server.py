@@ -25,9 +25,10 @@ import secrets
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -50,7 +51,7 @@ from nanosched.node_address import LOOPBACK, node_address
 
 LOG = logging.getLogger("nanorl.endpoint")
 WILDCARDS = ("0.0.0.0", "::")
-Work = Callable[["Session", Request, Json], Awaitable[Response]]
+Work = Callable[["Session", Request, Json], Coroutine[Any, Any, Response]]
 
 
 @dataclass(eq=False)
@@ -64,6 +65,33 @@ class Session:
     """Of this episode alone."""
     report: EpisodeReport = field(default_factory=EpisodeReport)
     """What was said of the episode by HTTP."""
+    calls: set[asyncio.Task[Response]] = field(default_factory=set)
+    """Those under way."""
+    is_over: bool = False
+
+    async def run(self, work: Coroutine[Any, Any, Response]) -> Response:
+        """Do the work of a call; it ends with the episode, and then is an ApiError."""
+        if self.is_over:  # while the body of the call came
+            work.close()
+            raise _no_episode()
+        task = asyncio.create_task(work)
+        self.calls.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self.is_over:
+                raise _no_episode() from None
+            raise
+        finally:
+            self.calls.discard(task)
+
+    async def end(self) -> None:
+        """Abort the calls under way: when this returns, nothing is recorded any more."""
+        self.is_over = True
+        calls = list(self.calls)
+        for task in calls:
+            task.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
 
     @property
     def openai_url(self) -> str:
@@ -107,6 +135,7 @@ class RecordingServer:
             yield session
         finally:
             del self.sessions[session.key]
+            await session.end()
 
     async def close(self) -> None:
         """Stop listening; open connections are closed."""
@@ -179,7 +208,7 @@ class RecordingServer:
                     body = await read_object(request, limits.max_body_bytes, limits.body_timeout_s)
                 answering = work(session, request, body)
                 return await while_connected(
-                    request.receive, _awaited(answering), limits.request_timeout_s
+                    request.receive, session.run(answering), limits.request_timeout_s
                 )
             except Exception as error:
                 told = _told(error)
@@ -191,12 +220,7 @@ class RecordingServer:
         key = request.path_params.get("key") or dialect.key(request.headers)
         session = self.sessions.get(key)
         if session is None:
-            raise ApiError(
-                401,
-                "this API key is of no episode that is being played; use the one that the "
-                "episode was given, and not after its end",
-                code="invalid_api_key",
-            )
+            raise _no_episode()
         return session
 
     def _call(self, dialect: Dialect) -> Work:
@@ -249,8 +273,13 @@ class RecordingServer:
         return JSONResponse({"object": "list", "data": [model]})
 
 
-async def _awaited(answering: Awaitable[Response]) -> Response:
-    return await answering
+def _no_episode() -> ApiError:
+    return ApiError(
+        401,
+        "this API key is of no episode that is being played; use the one that the episode was "
+        "given, and not after its end",
+        code="invalid_api_key",
+    )
 
 
 def _told(error: Exception) -> ApiError:

@@ -55,6 +55,9 @@ class ActionFormat:
         """
         return self.programs.read(text)
 
+    def beside(self, text: str) -> str:
+        return self.programs.beside(text)
+
     def answer_in(self, text: str) -> str | None:
         """The answer that a turn gives; None without one."""
         marker = self.answer.strip()

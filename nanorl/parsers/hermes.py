@@ -22,6 +22,7 @@ from nanoinfer.server.tool_calls import CLOSE, OPEN
 from nanorl.parsers.base import ToolCall, ToolCallError
 from nanorl.parsers.reading import (
     Found,
+    beside_calls,
     call_of,
     list_tools,
     marks,
@@ -44,6 +45,9 @@ class HermesParser:
 
     def read(self, text: str) -> Found:
         return read_calls(text, MARKS, _read_one)
+
+    def beside(self, text: str) -> str:
+        return beside_calls(text, MARKS, _read_one)
 
     def write(self, call: ToolCall) -> str:
         name = json.dumps(call.name, ensure_ascii=False)

@@ -19,6 +19,7 @@ from nanoengine.model.chat_template import Message
 from nanorl.parsers.base import ToolCall, ToolCallError
 from nanorl.parsers.reading import (
     Found,
+    beside_calls,
     call_of,
     list_tools,
     marks,
@@ -42,6 +43,9 @@ class LlamaParser:
 
     def read(self, text: str) -> Found:
         return read_calls(text, MARKS, _read_one)
+
+    def beside(self, text: str) -> str:
+        return beside_calls(text, MARKS, _read_one)
 
     def write(self, call: ToolCall) -> str:
         name = json.dumps(call.name, ensure_ascii=False)

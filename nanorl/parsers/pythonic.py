@@ -21,6 +21,7 @@ from nanorl.parsers.base import ToolCall, ToolCallError
 from nanorl.parsers.reading import (
     MAX_DEPTH,
     Found,
+    beside_calls,
     checked_call,
     list_tools,
     marks,
@@ -52,6 +53,9 @@ class PythonicParser:
 
     def read(self, text: str) -> Found:
         return read_calls(text, MARKS, _read_one)
+
+    def beside(self, text: str) -> str:
+        return beside_calls(text, MARKS, _read_one)
 
     def write(self, call: ToolCall) -> str:
         """`ValueError` for a name that Python could not call."""
