@@ -98,6 +98,7 @@ class InlineRoles:
     async def close_loop(self) -> None:
         """What belongs to the running event loop; `close` ends the rest."""
         await close_store(self.store)
+        await self.kit.close_loop()
         await self.generator.close()
 
     def close(self) -> None:
