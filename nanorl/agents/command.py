@@ -6,7 +6,7 @@ It is started anew for each rollout, in an empty working folder, with
 
     OPENAI_BASE_URL, OPENAI_API_KEY         the policy, for OpenAI's clients and those like them
     ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY   the same for Anthropic's
-    NANORL_TASK                             the task as JSON: `prompt`, `messages`, `files`
+    NANORL_TASK                             `{"task_id", "prompt", "messages", "files"}` as JSON
     task.json                               the same as a file, beside the task's own files
 
 and its answer is what it leaves in answer.txt, or else the last line that it prints. The answer of
@@ -14,8 +14,9 @@ the task is never among what it is given; `data`, where some environments keep t
 with `--agent-args with_data=true`. What the policy said in the program's calls is trained on.
 
 A program that fails, or is ended at its limit, is scored as it stands, with the metric
-`agent_failed`: a policy that says nonsense may be the reason. One that fails before its first call
-says nothing of the policy; its rollout FAILED and is played again.
+`agent_failed`: a policy that says nonsense may be the reason. One that made no call says nothing of
+the policy; its rollout FAILED and is played again. NANORL_TASK is left out where it is longer than
+a variable may be.
 
     --agent-args in_sandbox=true            no network but the policy, no file but its own
     --agent-args timeout_s=600 memory_mb=4096 reads='["lib"]'
@@ -35,16 +36,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from nanoengine.model.chat_template import Message
+from nanorl.agents.api_agent import agent_task, finish, note_failure
 from nanorl.agents.episode import Episode
 from nanorl.agents.program import ProgramResult, ProgramStart, run_program
 from nanorl.bounds import check_number
-from nanorl.endpoint.server import Session
 from nanorl.sandbox.agent_box import AgentBox
-from nanorl.types import InfrastructureError, Task
+from nanorl.types import InfrastructureError
+
+if TYPE_CHECKING:
+    from nanorl.endpoint.server import Session
 
 # An environment variable may be 128 KiB long (MAX_ARG_STRLEN of execve(2)), its name included.
 MAX_VARIABLE_BYTES = 120_000
@@ -108,27 +111,29 @@ class Command:
         return [os.path.abspath(found), *files]
 
     async def __call__(self, episode: Episode) -> None:
-        opening = await episode.open()
-        async with episode.endpoint() as session:
-            result = await self.run(episode.task, opening.messages, session)
-            num_calls = session.recording.num_calls
-        if result.is_failed and num_calls == 0:
-            said = result.stderr.strip() or result.stdout.strip() or "nothing"
-            raise InfrastructureError(
-                f"the agent program {self.command!r} {result.how} before its first call; it "
-                f"said: {said[-_SAID_CHARS:]}"
-            )
-        metrics = episode.context.builder.metrics
-        metrics["agent_failed"] = float(result.is_failed)
-        if result.is_failed:
-            metrics[f"agent_{result.reason or 'exited'}"] = 1.0
-        episode.answer = answer_of(result)
+        async with episode.record() as session:
+            task = agent_task(episode, session)
+            told = {
+                "task_id": task.task_id,
+                "prompt": task.prompt,
+                "messages": task.messages,
+                "files": task.files,
+            }
+            if self.with_data:
+                told["data"] = episode.task.data
+            result = await self.run(told, session)
+            said = (result.stderr.strip() or result.stdout.strip() or "nothing")[-_SAID_CHARS:]
+            outcome = f"the agent program {self.command!r} {result.how} and said: {said}"
+            if session.recording.num_calls == 0:
+                raise InfrastructureError(f"{outcome}\nIt had made no call")
+            if result.is_failed:
+                note_failure(episode, session, outcome)
+                episode.metrics[f"agent_{result.reason or 'exited'}"] += 1.0
+            await finish(episode, session, answer_of(result))
 
-    async def run(
-        self, task: Task, messages: Sequence[Message], session: Session
-    ) -> ProgramResult:
-        """One life of the program. InfrastructureError where it cannot even be started."""
-        told = self.told(task, messages)
+    async def run(self, told: dict[str, Any], session: Session) -> ProgramResult:
+        """One life of the program, which is `told` of its task. InfrastructureError where it
+        cannot even be started."""
         text = json.dumps(told, ensure_ascii=False)
         argv, split = self.argv(), urlsplit(session.url)
         box, url = None, session.url
@@ -151,22 +156,20 @@ class Command:
         start = ProgramStart(
             argv=argv,
             environment=environment,
-            files={**checked_files(task), TASK_FILE: text},
+            files={**checked_files(told["files"]), TASK_FILE: text},
             endpoint=(split.hostname or "127.0.0.1", split.port or 80),
             box=box,
         )
         return await run_program(start, timeout_s=self.timeout_s)
 
-    def told(self, task: Task, messages: Sequence[Message]) -> dict[str, Any]:
-        """What the program is told of its task; never the answer."""
-        told = {"prompt": task.prompt, "messages": list(messages), "files": task.files}
-        return {**told, "data": task.data} if self.with_data else told
-
 
 def answer_of(result: ProgramResult) -> str | None:
-    """The answer file, or else the last line that was printed; None without either."""
+    """The answer file, or else the last line that was printed, which a program that failed never
+    meant as one. None without either."""
     if result.answer is not None:
         return result.answer.strip()
+    if result.is_failed:
+        return None
     lines = result.stdout.split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), None)
 
@@ -197,15 +200,13 @@ def boxed_environment() -> dict[str, str]:
     }
 
 
-def checked_files(task: Task) -> dict[str, str]:
+def checked_files(files: Mapping[str, str]) -> dict[str, str]:
     """The files of a task. ValueError for a name that leads out of the working folder."""
-    for name in task.files:
+    for name in files:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not path.parts:
-            raise ValueError(
-                f"task {task.task_id!r}: the file {name!r} lies outside of the working folder"
-            )
-    return dict(task.files)
+            raise ValueError(f"a task's file {name!r} lies outside of the working folder")
+    return dict(files)
 
 
 def _search_path() -> str:

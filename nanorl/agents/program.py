@@ -73,9 +73,9 @@ class ProgramResult:
             "output": f"wrote more than {MAX_OUTPUT_BYTES >> 20} MiB and was ended",
             "memory": "used too much memory and was ended",
         }
-        if self.reason in ended:
-            return ended[self.reason]
-        code = self.exit_code or 0
+        if self.exit_code is None:
+            return ended.get(self.reason, "was ended")
+        code = self.exit_code
         return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
@@ -163,7 +163,7 @@ class AgentProgram:
     async def _begin(self) -> asyncio.subprocess.Process:
         start, box, theirs = self._start, self._start.box, self._theirs
         guarded = [str(theirs.fileno())]
-        descriptors = (theirs.fileno(),)
+        descriptors: tuple[int, ...] = (theirs.fileno(),)
         if box is None:
             argv = [sys.executable, "-I", "-S", str(GUARD), *guarded]
         else:
@@ -207,10 +207,10 @@ class AgentProgram:
     async def _listener(self) -> socket.socket:
         """The listening socket that the guard opened inside."""
         loop = asyncio.get_running_loop()
-        is_there = loop.create_future()
-        loop.add_reader(self._control, lambda: is_there.done() or is_there.set_result(None))
+        is_there = asyncio.Event()
+        loop.add_reader(self._control, is_there.set)
         try:
-            await is_there
+            await is_there.wait()
         finally:
             loop.remove_reader(self._control)
         _, descriptors, _, _ = socket.recv_fds(self._control, 1, 1)
@@ -247,24 +247,29 @@ class AgentProgram:
         box = self._start.box
         if not reason and box is not None and box.is_out_of_memory:
             reason = "memory"
+        reason = reason or str(report.get("reason", ""))
+        code = report.get("exit_code")
         return ProgramResult(
-            exit_code=None if reason else report["exit_code"],
-            reason=reason or report["reason"],
-            answer=answer.decode(errors="replace") if report["has_answer"] else None,
+            exit_code=code if isinstance(code, int) and not reason else None,
+            reason=reason,
+            answer=answer.decode(errors="replace") if report.get("has_answer") else None,
             stdout=self._tails[0].text(),
             stderr=self._tails[1].text(),
         )
 
     def _report(self) -> tuple[dict[str, Any], bytes]:
+        """What the guard reports; of one that was killed, by the program or for its memory, that it
+        was."""
         data = b""
         with suppress(BlockingIOError, ConnectionError):
             while part := self._control.recv(2 * MAX_ANSWER_BYTES):
                 data += part
         head, _, answer = data.partition(b"\n")
-        if not head:  # the guard itself was killed, by the program or for its memory
-            code = self._process.returncode if self._process else None
-            return {"exit_code": code or -signal.SIGKILL, "reason": "", "has_answer": False}, b""
-        return json.loads(head), answer
+        with suppress(ValueError):
+            report = json.loads(head)
+            if isinstance(report, dict):
+                return report, answer
+        return {"exit_code": -signal.SIGKILL}, b""
 
 
 class Relay:

@@ -81,16 +81,16 @@ class AgentBox:
         bwrap = self._stack.enter_context(reachable(find_bwrap(SandboxSpec())[0]))
         descriptors: list[int] = []
         flags = wall_flags()
-        shown = []
+        size = ["--size", str(self.folder_bytes), "--tmpfs"]
+        flags += [*size, FOLDER, *size, "/tmp", "--symlink", "/tmp", "/var/tmp"]
+        flags += ["--size", str(16 * _MIB), "--tmpfs", "/dev/shm"]
+        shown = []  # after /tmp, which would hide what lies there
         for path in (*python_folders(), *self.readable):
             source = path
             if not is_readable(path):
                 source = self._place(path)
                 shown.append(f"{path}={source}")
             flags += ["--ro-bind", str(source), str(path)]
-        size = ["--size", str(self.folder_bytes), "--tmpfs"]
-        flags += [*size, FOLDER, *size, "/tmp", "--symlink", "/tmp", "/var/tmp"]
-        flags += ["--size", str(16 * _MIB), "--tmpfs", "/dev/shm"]
         usage = Path(memory.__file__).with_name("usage.py")
         data = {
             f"{_INSIDE}/guard.py": guard.read_bytes(),
@@ -140,4 +140,6 @@ def python_folders() -> list[Path]:
     real = Path(sys.executable).resolve().parent.parent
     wanted = dict.fromkeys([Path(sys.prefix), Path(sys.base_prefix), real])
     folders = [one for one in wanted if not one.is_relative_to("/usr")]
-    return [one for one in folders if not any(one != up and one.is_relative_to(up) for up in folders)]
+    return [
+        one for one in folders if not any(one != up and one.is_relative_to(up) for up in folders)
+    ]
