@@ -10,7 +10,7 @@ thread of its own; `task.base_url` and `task.api_key` lead any other client to t
 A text that it returns is read by the environment as the last turn; a number is the reward; None
 leaves the score to the environment. One that raises after it has called is scored as it stands,
 without an answer, and counted (`agent_failed`): the policy may have been the reason. One that never
-called has failed, and is played again.
+had an answer has failed, and is played again.
 Left out: programs of their own (command.py).
 """
 
@@ -64,6 +64,9 @@ class ApiLoop:
 
     function: Callable[..., Any]
 
+    def __post_init__(self) -> None:
+        _openai()  # imported, or found missing, before any work is done
+
     async def __call__(self, episode: Episode) -> None:
         async with episode.record() as session:
             try:
@@ -79,11 +82,14 @@ class ApiLoop:
     async def _play(self, task: AgentTask, session: Session) -> Any:
         openai = _openai()
         options = {"base_url": session.openai_url, "api_key": session.key, "max_retries": 0}
+        # No certificates: there is no TLS on the way, and to load them takes 20 ms a client.
+        http = {"verify": False, "trust_env": False}
         function = self.function
         if inspect.iscoroutinefunction(getattr(function, "func", function)):
-            async with openai.AsyncOpenAI(**options) as client:
+            transport = openai.DefaultAsyncHttpxClient(**http)
+            async with openai.AsyncOpenAI(**options, http_client=transport) as client:
                 return await function(task=task, client=client)
-        with openai.OpenAI(**options) as client:
+        with openai.OpenAI(**options, http_client=openai.DefaultHttpxClient(**http)) as client:
             return await in_thread(lambda: function(task=task, client=client))
 
 
@@ -102,19 +108,19 @@ def agent_task(episode: Episode, session: Session) -> AgentTask:
 
 
 def note_failure(episode: Episode, session: Session, told: str) -> None:
-    """Count an agent that broke down after it had called. InfrastructureError where it never did."""
-    if session.recording.num_calls == 0:
-        raise InfrastructureError(f"{told}; it had made no call")
+    """Count an agent that broke down. InfrastructureError where it never had an answer."""
+    if session.recording.num_answers == 0:
+        raise InfrastructureError(f"{told}; no call of it was answered before")
     episode.metrics["agent_failed"] += 1.0
     LOG.warning("rollout %s: %s", episode.rollout_id, told)
 
 
 async def finish(episode: Episode, session: Session, said: Any) -> None:
-    """Take what the agent said, by its return value or by HTTP, as the episode's answer or score."""
+    """Take what the agent said, by its return value or HTTP, as the answer or the score."""
     report = session.report
     episode.metrics.update(report.metrics)
-    if session.recording.num_calls == 0:
-        raise InfrastructureError("the agent made no call")
+    if session.recording.num_answers == 0:
+        raise InfrastructureError("the agent ended without an answer to any call")
     if report.reward is not None:
         episode.score = Score(report.reward)
     elif isinstance(said, Real | Score) and not isinstance(said, bool):

@@ -81,9 +81,9 @@ class Recording:
         self._last: _Said | None = None
 
     @property
-    def num_calls(self) -> int:
-        """Completions that were asked for, failed ones included."""
-        return self._num_calls
+    def num_answers(self) -> int:
+        """Completions that were given."""
+        return len(self.tree.nodes)
 
     def rollout(self, played: Rollout) -> Rollout:
         """`played`, which has no tokens, with those of the calls: the sequence of the last one,
@@ -110,7 +110,7 @@ class Recording:
             metrics={
                 **{name: float(count) for name, count in self.metrics.items()},
                 **played.metrics,
-                "num_calls": float(self._num_calls),
+                "num_calls": float(self.num_answers),
             },
         )
 
@@ -159,7 +159,6 @@ class Recording:
             stop=params.stop,
             stop_token_ids=params.stop_token_ids,
             top_logps=params.top_logps,
-            detokenize=True,
             n=1,
         )
         outputs = await self.sample(prompt, decided, params.n)
@@ -229,19 +228,19 @@ class Recording:
         return self._forms[key]
 
     def _params(self, call: Call, ids: Sequence[int]) -> SamplingParams:
-        room = self._room(ids)
         try:
-            return replace(
-                self._sampling,
-                max_tokens=room if call.max_tokens is None else min(call.max_tokens, room),
-                stop=call.stop,
-                grammar=_grammar(call),
-                top_logps=call.num_top or 0,
-                detokenize=True,
-                n=1,
-            )
+            grammar = _grammar(call)
         except ValueError as error:
-            raise ApiError(400, str(error)) from None
+            raise ApiError(400, str(error), "tool_choice") from None
+        room = self._room(ids)
+        return replace(
+            self._sampling,
+            max_tokens=room if call.max_tokens is None else min(call.max_tokens, room),
+            stop=call.stop,
+            grammar=grammar,
+            top_logps=call.num_top or 0,
+            n=1,
+        )
 
     def _room(self, ids: Sequence[int]) -> int:
         """Tokens that an answer may have. ApiError where a limit of the episode is reached."""

@@ -224,7 +224,7 @@ class RecordingServer:
 
     async def _report(self, session: Session, request: Request, body: Json) -> Response:
         session.report.take(read_report(body))
-        return JSONResponse({"num_calls": session.recording.num_calls})
+        return JSONResponse({"num_calls": session.recording.num_answers})
 
     async def _models(self, session: Session, request: Request, body: Json) -> Response:
         model = {
