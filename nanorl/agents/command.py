@@ -14,7 +14,7 @@ the task is never among what it is given; `data`, where some environments keep t
 with `--agent-args with_data=true`. What the policy said in the program's calls is trained on.
 
 A program that fails, or is ended at its limit, is scored as it stands, with the metric
-`agent_failed`: a policy that says nonsense may be the reason. One that made no call says nothing of
+`agent_failed`: a policy that says nonsense may be the reason. One without a call answered says nothing of
 the policy; its rollout FAILED and is played again. NANORL_TASK is left out where it is longer than
 a variable may be.
 
@@ -124,8 +124,8 @@ class Command:
             result = await self.run(told, session)
             said = (result.stderr.strip() or result.stdout.strip() or "nothing")[-_SAID_CHARS:]
             outcome = f"the agent program {self.command!r} {result.how} and said: {said}"
-            if session.recording.num_calls == 0:
-                raise InfrastructureError(f"{outcome}\nIt had made no call")
+            if session.recording.num_answers == 0:
+                raise InfrastructureError(f"{outcome}\nNo call of it had been answered")
             if result.is_failed:
                 note_failure(episode, session, outcome)
                 episode.metrics[f"agent_{result.reason or 'exited'}"] += 1.0

@@ -111,7 +111,7 @@ def test_one_that_fails_before_a_call_is_played_again(tmp_path: Path) -> None:
     assert "exit code 1" in rollout.error
     rollout = rollout_of(tmp_path, "print('hello')", [])
     assert rollout.status is Status.FAILED
-    assert "had made no call" in rollout.error and "hello" in rollout.error
+    assert "No call of it" in rollout.error and "hello" in rollout.error
 
 
 @BOTH
