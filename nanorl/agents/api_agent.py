@@ -111,7 +111,8 @@ def note_failure(episode: Episode, session: Session, told: str) -> None:
     """Count an agent that broke down. InfrastructureError where it never had an answer."""
     if session.recording.num_answers == 0:
         raise InfrastructureError(f"{told}; no call of it was answered before")
-    episode.metrics["agent_failed"] += 1.0
+    episode.metrics["agent_failed"] = 1.0
+    episode.trouble = told
     LOG.warning("rollout %s: %s", episode.rollout_id, told)
 
 

@@ -67,6 +67,8 @@ class Episode:
         self.answer: str | None = None
         self.score: Score | None = None
         """Set by a loop that scores by itself; None: the environment's score of the episode."""
+        self.trouble = ""
+        """Why an agent of the user's broke down, where it did."""
         self._generator = generator
         self._sampling = sampling
         self._names = names
@@ -212,7 +214,7 @@ class Episode:
             for name, value in context.builder.metrics.items():
                 rollout.metrics[name] = rollout.metrics.get(name, 0.0) + value
         rollout.metrics["num_turns"] = float(rollout.num_turns)
-        rollout.error = error
+        rollout.error = error or self.trouble
         if score is not None:
             rollout.reward = score.total
             turns = list(score.turns)
