@@ -14,6 +14,7 @@ ADD = {
         "type": "object",
         "properties": {"a": NUMBER, "b": NUMBER},
         "required": ["a", "b"],
+        "additionalProperties": False,
     },
 }
 

@@ -9,11 +9,15 @@ import json
 import os
 from pathlib import Path
 
-os.environ |= {"MSWEA_SILENT_STARTUP": "1", "MSWEA_GLOBAL_CONFIG_DIR": os.getcwd()}
+os.environ |= {
+    "MSWEA_SILENT_STARTUP": "1",
+    "MSWEA_GLOBAL_CONFIG_DIR": os.getcwd(),
+    "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",  # what the endpoint refuses it refuses again
+}
 
-from minisweagent.agents.default import DefaultAgent  # noqa: E402 - it reads these at once
-from minisweagent.environments.local import LocalEnvironment  # noqa: E402
-from minisweagent.models.litellm_model import LitellmModel  # noqa: E402
+from minisweagent.agents.default import DefaultAgent
+from minisweagent.environments.local import LocalEnvironment
+from minisweagent.models.litellm_model import LitellmModel
 
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo YOUR ANSWER"
 

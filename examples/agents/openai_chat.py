@@ -9,27 +9,21 @@ import os
 
 import openai
 
-ADD = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add two numbers.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "a": {"type": "integer", "minimum": 0, "maximum": 999},
-                "b": {"type": "integer", "minimum": 0, "maximum": 999},
-            },
-            "required": ["a", "b"],
-        },
-    },
+NUMBER = {"type": "integer", "minimum": 0, "maximum": 999}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": NUMBER, "b": NUMBER},
+    "required": ["a", "b"],
+    "additionalProperties": False,
 }
+ADD = {"name": "add", "description": "Add two numbers.", "parameters": PARAMETERS}
+TOOLS = [{"type": "function", "function": ADD}]
 
 client = openai.OpenAI()  # reads OPENAI_BASE_URL and OPENAI_API_KEY
 messages = json.loads(os.environ["NANORL_TASK"])["messages"]
 for choice in ("required", "auto"):  # first it must call the tool, then it may answer
     answer = client.chat.completions.create(
-        model="policy", messages=messages, tools=[ADD], tool_choice=choice
+        model="policy", messages=messages, tools=TOOLS, tool_choice=choice
     )
     message = answer.choices[0].message
     messages.append(message.model_dump(exclude_none=True))
