@@ -181,7 +181,7 @@ class AgentConfig(Limits):
     loop_args: tuple[str, ...] = ()
     """Its options, as name=value; --agent-args for short."""
     command: str = ""
-    """The program that plays with --agent command: "python my_agent.py"."""
+    """The program that plays with --agent command: "python mine.py"."""
     host: str = "127.0.0.1"
     """Where agents that call the policy through an API reach it: this machine alone, or 0.0.0.0 for
     others too. Every episode has a key of its own."""

@@ -1,6 +1,6 @@
 """The loop `command`: a program plays the rollout, through nothing but an API.
 
-    nanorl train --agent command --agent.command "python my_agent.py" --tasks questions.jsonl
+    nanorl train --agent command --agent.command "python mine.py" --tasks questions.jsonl
 
 It is started anew for each rollout, in an empty working folder, with
 
@@ -14,9 +14,9 @@ the task is never among what it is given; `data`, where some environments keep t
 with `--agent-args with_data=true`. What the policy said in the program's calls is trained on.
 
 A program that fails, or is ended at its limit, is scored as it stands, with the metric
-`agent_failed`: a policy that says nonsense may be the reason. One without a call answered says nothing of
-the policy; its rollout FAILED and is played again. NANORL_TASK is left out where it is longer than
-a variable may be.
+`agent_failed`: a policy that says nonsense may be the reason. One that had no answer to any call
+says nothing of the policy; its rollout FAILED and is played again. NANORL_TASK is left out where it
+is longer than a variable may be.
 
     --agent-args in_sandbox=true            no network but the policy, no file but its own
     --agent-args timeout_s=600 memory_mb=4096 reads='["lib"]'
@@ -100,7 +100,7 @@ class Command:
         except ValueError as error:
             raise ValueError(f"{flag}: {error}") from None
         if not words:
-            raise ValueError(f'{flag}: say what to run: --agent.command "python my_agent.py"')
+            raise ValueError(f'{flag}: say what to run: --agent.command "python mine.py"')
         found = shutil.which(words[0], path=_search_path())
         if found is None:
             raise ValueError(f"{flag}: there is no executable {words[0]!r} here or on the PATH")

@@ -1,6 +1,6 @@
 """`AgentBox`: bubblewrap around one agent program, whose only network is one port that it is given.
 
-    box = AgentBox(readable=[Path("my_agent.py")])
+    box = AgentBox(readable=[Path("mine.py")])
     argv, descriptors = box.command(GUARD, ["7"])     # what the program's guard starts as
     box.close()                                       # once it has ended
 
