@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import signal
 import socket
@@ -116,9 +117,12 @@ class AgentProgram:
         self._tails = (Tail(kept_bytes), Tail(kept_bytes))
         self._is_flooded = asyncio.Event()
         self._control, self._theirs = socket.socketpair()
-        self._control.setblocking(False)
+        self._lifeline, self._stdin = socket.socketpair()  # its end is the guard's sign to end
+        for one in (self._control, self._lifeline):
+            one.setblocking(False)
         self._folder = "" if start.box else tempfile.mkdtemp(prefix="nanorl-agent-")
         self._process: asyncio.subprocess.Process | None = None
+        self._pipes: list[asyncio.ReadTransport] = []
         self._readers: list[asyncio.Task[None]] = []
         self._relay: Relay | None = None
 
@@ -143,18 +147,19 @@ class AgentProgram:
     async def close(self) -> None:
         """End everything. Closing twice is fine."""
         process, box = self._process, self._start.box
-        if process is not None and process.stdin is not None:
-            process.stdin.close()  # at once: whoever waits below may be cancelled again
+        self._lifeline.close()  # at once: whoever waits below may be cancelled again
         try:
             if process is not None and process.returncode is None:
                 await self._end()
         finally:
             for reader in self._readers:
                 reader.cancel()
+            for pipe in self._pipes:
+                pipe.close()
             if self._relay is not None:
                 self._relay.close()
-            self._control.close()
-            self._theirs.close()
+            for one in (self._control, self._theirs, self._stdin):
+                one.close()
             if self._folder:
                 shutil.rmtree(self._folder, ignore_errors=True)
             if box is not None:
@@ -169,22 +174,25 @@ class AgentProgram:
         else:
             argv, more = box.command(GUARD, guarded)
             descriptors += more
-        pipe = asyncio.subprocess.PIPE
-        self._process = await asyncio.create_subprocess_exec(
-            *argv, stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=descriptors, env={}
-        )
+        # Pipes of its own: asyncio's would keep wait() waiting for whoever else holds them open.
+        outputs = [await self._output(tail) for tail in self._tails]
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *argv,
+                stdin=self._stdin.fileno(),
+                stdout=outputs[0],
+                stderr=outputs[1],
+                pass_fds=descriptors,
+                env={},
+            )
+        finally:
+            for descriptor in outputs:
+                os.close(descriptor)
         theirs.close()
-        streams = (self._process.stdout, self._process.stderr)
-        self._readers = [
-            asyncio.ensure_future(self._read(stream, tail))
-            for stream, tail in zip(streams, self._tails, strict=True)
-            if stream is not None
-        ]
-        stdin = self._process.stdin
-        assert stdin is not None
-        stdin.write(json.dumps(self._order()).encode() + b"\n")
+        self._stdin.close()
+        loop = asyncio.get_running_loop()
         with suppress(ConnectionError):
-            await stdin.drain()
+            await loop.sock_sendall(self._lifeline, json.dumps(self._order()).encode() + b"\n")
         if box is not None:
             self._relay = Relay(await self._listener(), start.endpoint)
             await self._relay.start()
@@ -220,6 +228,17 @@ class AgentProgram:
             raise InfrastructureError(f"the sandbox of an agent program does not start: {said}")
         return socket.socket(fileno=descriptors[0])
 
+    async def _output(self, tail: Tail) -> int:
+        """The end of a pipe to write to; what comes out of it is kept in `tail`."""
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        stream = asyncio.StreamReader()
+        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(reading, "rb", buffering=0)
+        )
+        self._pipes.append(pipe)
+        self._readers.append(asyncio.ensure_future(self._read(stream, tail)))
+        return writing
+
     async def _read(self, stream: asyncio.StreamReader, tail: Tail) -> None:
         while data := await stream.read(_CHUNK_BYTES):
             tail.add(data)
@@ -231,8 +250,7 @@ class AgentProgram:
         process = self._process
         if process is None:
             return
-        if process.stdin is not None:
-            process.stdin.close()
+        self._lifeline.close()
         try:
             async with asyncio.timeout(_END_S):
                 await process.wait()

@@ -222,6 +222,13 @@ def test_hostile_programs_end_in_the_sandbox(tmp_path: Path, body: str, reasons:
     assert sleepers() == before
 
 
+def test_a_program_that_kills_its_guard_still_ends(tmp_path: Path) -> None:
+    kept = "p = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=-1)\n"
+    body = kept + "ask('x'); os.kill(os.getppid(), 9); time.sleep(600)"
+    rollout = rollout_of(tmp_path, body, ["x"])
+    assert (rollout.status, rollout.metrics["agent_failed"]) == (Status.FINISHED, 1.0)
+
+
 PROBE = """
 import socket
 def attempt(what):
