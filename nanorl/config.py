@@ -176,10 +176,12 @@ class AgentConfig(Limits):
     max_context_tokens: int = 512
     max_observation_tokens: int = 64
     loop: str = ""
-    """Who decides when the policy speaks: tool, single_turn, feedback, compact, sub_agents, or
-    yours as file.py:loop; --agent for short. Empty: the environment's own."""
+    """Who decides when the policy speaks: tool, single_turn, feedback, compact, sub_agents,
+    command, or yours as file.py:loop; --agent for short. Empty: the environment's own."""
     loop_args: tuple[str, ...] = ()
     """Its options, as name=value; --agent-args for short."""
+    command: str = ""
+    """The program that plays with --agent command: "python mine.py"."""
     host: str = "127.0.0.1"
     """Where agents that call the policy through an API reach it: this machine alone, or 0.0.0.0 for
     others too. Every episode has a key of its own."""
@@ -206,6 +208,11 @@ class AgentConfig(Limits):
             self.max_context_tokens,
             f"larger than agent.max-turn-tokens={self.max_turn_tokens}",
         )
+        if self.command and self.loop not in ("", "command"):
+            raise ValueError(
+                f"--agent.command {self.command!r} with --agent {self.loop}: only --agent command "
+                "runs a program; leave one of them out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -208,7 +208,7 @@ class Episode:
         if self._recording is not None:
             rollout = self._recording.rollout(rollout)
         beside = [self._beside[path] for path in sorted(self._beside)]
-        rollout.branches = [one.builder.branch(is_history=True) for one in self._histories]
+        rollout.branches += [one.builder.branch(is_history=True) for one in self._histories]
         rollout.branches += [one.builder.branch() for one in beside if one.builder.num_turns]
         for context in (*self._histories, *beside):
             for name, value in context.builder.metrics.items():

@@ -29,8 +29,11 @@ if TYPE_CHECKING:
 def run_loop(config: RunConfig, kind: EnvKind) -> AgentLoop:
     """The loop that plays the tasks which name none. ValueError where it cannot be found, or does
     not take its options."""
-    arguments = parse_arguments(config.agent.loop_args, "--agent-args")
-    return load_loop(config.agent.loop or kind.loop, arguments)
+    agent = config.agent
+    arguments = parse_arguments(agent.loop_args, "--agent-args")
+    if not agent.command:
+        return load_loop(agent.loop or kind.loop, arguments)
+    return load_loop("command", {"command": agent.command, **arguments})
 
 
 class AgentKit:

@@ -5,6 +5,7 @@ single_turn   one turn, which is the answer
 feedback      a wrong answer is told so, and the policy tries again, for less reward
 compact       a history that fills the context is summarised, and the policy goes on anew
 sub_agents    the policy may hand parts of its task to agents of its own
+command       a program that calls the policy through an API
 
 `--agent NAME`, `Env.loop` and `Task.agent` choose one; `file.py:loop` is one of yours. A loop is
 
@@ -12,7 +13,7 @@ sub_agents    the policy may hand parts of its task to agents of its own
     class Loop: async def __call__(self, episode)     the options are those of the class
 
 or has the shape of queue_agent.py, or of api_agent.py: `async def agent(task, client)`.
-Next: feedback.py, compact.py, sub_agents.py.
+Next: feedback.py, compact.py, sub_agents.py, command.py.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ LOOPS: Mapping[str, str] = MappingProxyType(
         "feedback": "nanorl.agents.feedback:Feedback",
         "compact": "nanorl.agents.compact:Compact",
         "sub_agents": "nanorl.agents.sub_agents:SubAgents",
+        "command": "nanorl.agents.command:Command",
     }
 )
 
