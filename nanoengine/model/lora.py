@@ -53,7 +53,8 @@ class LoraConfig:
     """The shape of an adapter: `LoraConfig(rank=16, targets=("q_proj", "v_proj"))`."""
 
     rank: int = 0
-    """Rank of the LoRA adapter that is trained in place of the weights; 0 trains all weights."""
+    """Rank of the LoRA adapter that is trained in place of the weights; 0 trains all weights. An
+    adapter takes about ten times the learning rate."""
     alpha: float = 32.0
     """The adapter's product is scaled by alpha / rank (rslora: by the root of the rank)."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
