@@ -225,7 +225,7 @@ class Rollout:
     metrics: dict[str, float] = field(default_factory=dict)
     branches: list[Branch] = field(default_factory=list)
     error: str = ""
-    """Why it FAILED."""
+    """Why it FAILED, or why an agent of the user's broke down in it."""
 
     def __post_init__(self) -> None:
         assert self.sequences, "each has checked its lists"
