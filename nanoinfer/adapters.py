@@ -29,7 +29,14 @@ from torch import Tensor
 
 from kernels import linear, pack_weight
 from nanoengine.model.linear import PackedLinear
-from nanoengine.model.lora import Adapter, LowRank, Place, adaptable, check_adapter, read_adapter
+from nanoengine.model.lora import (
+    Adapter,
+    LowRank,
+    MatrixRows,
+    adaptable,
+    check_adapter,
+    read_adapter,
+)
 from nanoengine.model.transformer import Transformer
 
 Rows = Mapping[str, Tensor]
@@ -60,7 +67,7 @@ class _Change:
     highs: tuple[tuple[int, int, _Factor], ...]
 
     @classmethod
-    def of(cls, parts: list[tuple[Place, LowRank]]) -> _Change:
+    def of(cls, parts: list[tuple[MatrixRows, LowRank]]) -> _Change:
         weight = parts[0][0].matrix.weight
         wide = torch.promote_types(weight.dtype, torch.float32)
         lows = [change.low_RI.detach().to(weight.device, wide) for _, change in parts]
@@ -155,7 +162,7 @@ class AdapterPool:
                 "dense MLPs can be adapted; merge it (--lora)"
             )
         self._forget(name)
-        parts: dict[PackedLinear, list[tuple[Place, LowRank]]] = {}
+        parts: dict[PackedLinear, list[tuple[MatrixRows, LowRank]]] = {}
         for module, place in places.items():
             if module in adapter:
                 parts.setdefault(place.matrix, []).append((place, adapter[module]))
