@@ -98,7 +98,7 @@ class LowRank:
         """weight + scale · B·A, computed in fp32 (fp64 for fp64), not yet rounded."""
         wide = torch.promote_types(weight.dtype, torch.float32)
         low, high = (x.to(weight.device, wide) for x in (self.low_RI, self.high_OR))
-        return weight.to(wide) + self.scale * (high @ low)
+        return torch.addmm(weight.to(wide), high, low, alpha=self.scale)
 
 
 Adapter = Mapping[str, LowRank]
