@@ -172,8 +172,8 @@ class Branch:
 
     @property
     def title(self) -> str:
-        """What it is beside the rollout's own sequence, for people."""
-        return "before the history was compacted" if self.is_history else "a sub-agent"
+        """What it is to the rollout's own sequence, for people; beside it are sub-agents and forks."""
+        return "before the history was compacted" if self.is_history else "a conversation beside"
 
     @property
     def version(self) -> int:
