@@ -172,6 +172,7 @@ def test_peft_reads_our_folder_and_we_read_its(
     assert torch.equal(our_logits(back.base.model), ours)
 
 
+@pytest.mark.usefixtures("cpu_path")
 def test_adapters_on_one_base_do_not_touch_each_other(folder: Path) -> None:
     config = EngineConfig(lr=1e-2)
     kinds = [{"seed": 1}, {"seed": 2, "rank": 2, "targets": ("q_proj", "down_proj")}]

@@ -63,6 +63,7 @@ def bits(output: Output) -> tuple:
     return output.ids, output.logps, output.prompt_logps
 
 
+@pytest.mark.usefixtures("cpu_path")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("max_batch_tokens", [512, 16])
 def test_eight_adapters_in_one_batch_have_the_bits_of_each_alone(
