@@ -9,8 +9,8 @@ Rows:
                            every distinct token is forwarded once; the peer is our own engine with
                            separate rows, the bound its speed times how much less arithmetic it is
     lora-step              the same on 4 sequences of 256 tokens with an adapter of rank 16 on every
-                           linear layer in place of the weights; the peer is our own engine that
-                           trains all weights
+                           linear layer in place of the weights, by processor time; the peer is our
+                           own engine that trains all weights
     lora-memory            bytes of what a trainer keeps between steps: weights, masters, moments
                            and gradients, in GB; the peer is the same
     bubble-*               idle share of 4 pipeline processes, 8 micro-batches, sleep as compute;
@@ -351,13 +351,13 @@ def lora_rows(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[s
     for _ in range(args.runs):
         for work, found in runs.items():
             found.append(measure([*command, work, args.model, dtype, str(threads)], threads))
-    seconds = {work: median(run["seconds"] for run in found) for work, found in runs.items()}
+    seconds = {work: median(run["cpu_s"] for run in found) for work, found in runs.items()}
     kept = {work: sum(found[0]["bytes"].values()) / 1e9 for work, found in runs.items()}
     tokens, row = workload.num_tokens("even") // 2, partial(make_row, dtype=dtype, threads=threads)
     return [
         row(
             "lora-step",
-            "tokens/s",
+            "tokens/CPU-s",
             value=tokens / seconds["lora"],
             peer="full",
             peer_value=tokens / seconds["full"],
