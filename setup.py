@@ -34,6 +34,7 @@ PACKAGES = [
     "nanorl.tasks",
     "nanorl.tools",
     "nanorl.trackers",
+    "nanorl.training_service",
     "nanorl.weights",
 ]
 
