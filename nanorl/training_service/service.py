@@ -124,6 +124,8 @@ class TrainingService:
         lora = None
         if body.lora_config is not None and not self.config.full:
             lora = body.lora_config.model_dump(exclude={"type"})
+            if lora["seed"] is None:
+                lora["seed"] = uuid.uuid4().int % 2**63
         record = Record(base_model=self._base(body.base_model), lora=lora)
         return self._new_model(body.session_id, body.model_seq_id, record, None, "create_model")
 
@@ -184,10 +186,10 @@ class TrainingService:
     async def _load(self, trained: TrainedModel, path: TinkerPath, with_optimizer: bool) -> None:
         folder, saved = self.store.find(path)
         mine = trained.record
-        if (saved.base_model, saved.lora) != (mine.base_model, mine.lora):
+        if (saved.base_model, _shape(saved)) != (mine.base_model, _shape(mine)):
             raise CheckpointError(
-                f"path {path}: is of {saved.base_model} with lora={saved.lora}, not of "
-                f"{mine.base_model} with lora={mine.lora}; use create_training_client_from_state"
+                f"path {path}: is of {saved.base_model} with lora={_shape(saved)}, not of "
+                f"{mine.base_model} with {_shape(mine)}; use create_training_client_from_state"
             )
         await self._compute(lambda: trained.load_state(folder, with_optimizer=with_optimizer))
 
@@ -360,7 +362,9 @@ class TrainingService:
         session = self.touch(session_id)
         key = self.base.name
         if path is not None:
-            key = f"{path}@{self.store.find(path)[1].created}"
+            record = self.store.find(path)[1]
+            self._base(record.base_model)
+            key = f"{path}@{record.created}"  # a name may be given again after a deletion
         session.samplers.setdefault(name, Sampler(path, key, set()))
         return name
 
@@ -378,6 +382,11 @@ def lora_facts(record: Record) -> dict[str, Any]:
     """What the client is told of an adapter."""
     lora = record.lora or {}
     return {"is_lora": record.lora is not None, "lora_rank": lora.get("rank")}
+
+
+def _shape(record: Record) -> dict[str, Any] | None:
+    """What decides which tensors an adapter has: not the seed that it began with."""
+    return record.lora and {name: one for name, one in record.lora.items() if name != "seed"}
 
 
 def _path(model_id: str, kind: str, name: str) -> TinkerPath:
