@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Annotated
 
 import tyro
 
@@ -18,7 +19,7 @@ from nanorl.training_service.config import ServiceConfig, ServiceOptions
 
 def serve_training(
     model: str,
-    options: tyro.conf.OmitArgPrefixes[ServiceOptions] = ServiceOptions(),  # noqa: B008 - frozen
+    options: Annotated[ServiceOptions, tyro.conf.arg(name="")] = ServiceOptions(),  # noqa: B008
 ) -> None:
     """Train models for clients of the Tinker API, over HTTP.
 

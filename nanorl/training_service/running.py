@@ -17,7 +17,9 @@ class ServiceServer(uvicorn.Server):
 
     def __init__(self, app: ServiceApp, config: ServiceConfig) -> None:
         limits = HttpLimits(max_body_bytes=config.max_body_bytes)
-        super().__init__(server_config(app.starlette(), limits, config.host, config.port))
+        settings = server_config(app.starlette(), limits, config.host, config.port)
+        settings.access_log = False  # clients poll
+        super().__init__(settings)
         self._service = app.service
 
     @property
