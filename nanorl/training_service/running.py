@@ -17,9 +17,9 @@ class ServiceServer(uvicorn.Server):
 
     def __init__(self, app: ServiceApp, config: ServiceConfig) -> None:
         limits = HttpLimits(max_body_bytes=config.max_body_bytes)
-        settings = server_config(app.starlette(), limits, config.host, config.port)
-        settings.access_log = False  # clients poll
-        super().__init__(settings)
+        where = (config.host, config.port)
+        # No line for each request: clients poll.
+        super().__init__(server_config(app.starlette(), limits, *where, access_log=False))
         self._service = app.service
 
     @property
