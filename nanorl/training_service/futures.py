@@ -123,6 +123,11 @@ class Line:
         self._futures.start(future, lambda: self._in_turn(number, work))
         return future
 
+    def close(self) -> None:
+        """End the requests that wait for one that will not come any more."""
+        for number in self._turns:
+            self._futures.cancel(f"{self.name}:{number}")
+
     async def _in_turn(self, number: int, work: Work) -> FutureAnswer:
         if number > self.next:
             await self._turns.setdefault(number, asyncio.Event()).wait()

@@ -7,6 +7,7 @@ is set the request is refused by name.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -74,14 +75,13 @@ class AdamParams(Body):
 
     def engine_config(self, base: EngineConfig) -> EngineConfig:
         """`base` with these settings of the update. `ValueError` for one that cannot be."""
-        computing = {name: getattr(base, name) for name in ("dtype", "micro_batch_tokens")}
-        return EngineConfig(
+        return replace(
+            base,
             lr=self.learning_rate,
             betas=(self.beta1, self.beta2),
             eps=self.eps,
             weight_decay=self.weight_decay,
             max_grad_norm=max(self.grad_clip_norm, 0.0),
-            **computing,
         )
 
 

@@ -13,11 +13,13 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+
+from torch import Tensor
 
 from nanoengine.tensor_file import CheckpointError
 from nanoinfer.cancellation import to_the_end
@@ -89,6 +91,7 @@ class TrainingService:
         await self.futures.close()
         if self._samplers is not None:
             await self._samplers.close()
+        await asyncio.to_thread(self._executor.shutdown)
 
     # -- sessions ------------------------------------------------------------------------------
 
@@ -109,7 +112,7 @@ class TrainingService:
     def finish_session(self, name: str) -> None:
         """Forget the session and its models; what was saved stays."""
         for model in self.touch(name).models:
-            self._models.pop(model, None)
+            self._forget(model)
         del self._sessions[name]
 
     def _drop_silent(self) -> None:
@@ -209,7 +212,11 @@ class TrainingService:
 
     def unload(self, name: str) -> None:
         self._model(name)
-        del self._models[name]
+        self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        if (model := self._models.pop(name, None)) is not None:
+            model.line.close()
 
     def forward_backward(self, request: ForwardBackward) -> tuple[str, str]:
         model = self._model(request.model_id)
@@ -349,10 +356,14 @@ class TrainingService:
         if self._samplers is None:
             limit = self.config.max_samplers
             self._samplers = Samplers(self.base.make_sampler, self._executor, limit)
-        folder = None if sampler.path is None else self.store.folder(sampler.path)
+
+        def weights() -> Iterator[tuple[str, Tensor]]:
+            path = sampler.path
+            return self.base.weights(None if path is None else self.store.find(path)[0])
+
         return await self._samplers.sample(
             sampler.key,
-            lambda: self.base.weights(folder),
+            weights,
             ids,
             lambda room: body.params(room, seed),
         )

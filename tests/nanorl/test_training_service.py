@@ -394,6 +394,8 @@ def test_tokenizer_and_facts_come_from_the_folder(served: Served, client: Any) -
     path = model.save_state("listed").result().path
     listed = rest.list_checkpoints(model.model_id).result().checkpoints
     assert path in [one.tinker_path for one in listed]
+    facts = rest.get_weights_info_by_tinker_path(path).result()
+    assert facts.is_lora == info.is_lora and facts.base_model == info.model_data.model_name
     rest.delete_checkpoint_from_tinker_path(path).result()
     listed = rest.list_checkpoints(model.model_id).result().checkpoints
     assert path not in [one.tinker_path for one in listed]

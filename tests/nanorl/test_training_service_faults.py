@@ -355,6 +355,37 @@ def test_a_service_without_a_key_answers_this_machine_alone(folder: Path, tmp_pa
         make_app(ServiceConfig(model=folder, api_key_file=tmp_path / "key"))
 
 
+def test_a_client_asks_again_until_its_answer_is_there(folder: Path, tmp_path: Path) -> None:
+    with serve(folder, tmp_path, poll_s=0.0) as impatient:
+        model = make_model(impatient)
+        # The second request cannot have run before the first is there.
+        promise = impatient.send("forward_backward", encode(model, 2, datum()))[1]
+        asked = {"request_id": promise["request_id"]}
+        status, answer = impatient.send("retrieve_future", asked)
+        assert (status, answer["type"], answer["queue_state"]) == (408, "try_again", "active")
+        impatient.send("forward_backward", encode(model, 1, datum()))
+        assert fetch(impatient, promise["request_id"])
+        client = impatient.client()
+        trained = client.create_lora_training_client("tiny", rank=2, seed=5).result()
+        trained.forward_backward([datum()], "cross_entropy").result()
+        client.close("success").result()
+
+
+def test_dropped_snapshots_and_answers_are_gone_and_say_so(folder: Path, tmp_path: Path) -> None:
+    options = {"keep_snapshots": 1, "max_samplers": 1, "max_answer_bytes": 2000}
+    with serve(folder, tmp_path, **options) as small:
+        client = small.client()
+        model = client.create_lora_training_client("tiny", rank=2, seed=5).result()
+        samplers = [model.save_weights_and_get_sampling_client().result() for _ in range(2)]
+        asked = (types.ModelInput.from_ints([1, 2]), 1, types.SamplingParams(max_tokens=2))
+        samplers[1].sample(*asked).result()
+        with pytest.raises(tinker.RequestFailedError, match="no such checkpoint"):
+            samplers[0].sample(*asked).result()
+        first = small.send("retrieve_future", {"request_id": f"{model.model_id}:0"})
+        assert first[0] == 410 and "is not known here" in first[1]["error"]["message"]
+        client.close("success").result()
+
+
 def test_a_finished_session_gives_its_models_back(served: Served) -> None:
     client = served.client()
     model = client.create_lora_training_client("tiny", rank=2).result()
