@@ -167,7 +167,7 @@ class SampleBody(Body):
     prompt_logprobs_last_n: int | None = Field(default=None, ge=1)
     prompt_alt_tokens_k: Literal[0] = 0
     target_prompt_logprobs: None = None
-    record_stability_info: Literal[False] | None = None
+    record_stability_info: Literal[False] | None = None  # for stable_reinforce, a loss left out
     base_model: None = None
     model_path: None = None
 

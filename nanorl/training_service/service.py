@@ -110,10 +110,11 @@ class TrainingService:
         return session
 
     def finish_session(self, name: str) -> None:
-        """Forget the session and its models; what was saved stays."""
-        for model in self.touch(name).models:
+        """Forget the session and its models; what was saved stays. It may be over already, where
+        a client has to say so twice."""
+        session = self._sessions.pop(name, None)
+        for model in session.models if session is not None else ():
             self._forget(model)
-        del self._sessions[name]
 
     def _drop_silent(self) -> None:
         limit = time.monotonic() - self.config.session_timeout_s

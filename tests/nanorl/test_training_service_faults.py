@@ -393,3 +393,5 @@ def test_a_finished_session_gives_its_models_back(served: Served) -> None:
     client.close("success").result()
     status, _ = served.send("get_info", {"model_id": model.model_id})
     assert status == 404
+    session = model.model_id.split(":")[0]
+    assert served.send(f"sessions/{session}/finish", {})[0] == 204  # its answer was lost
