@@ -51,7 +51,7 @@ from nanoengine.model.lora import (
     Adapter,
     LoraConfig,
     LowRank,
-    Place,
+    MatrixRows,
     adaptable,
     check_adapter,
     choose_targets,
@@ -75,7 +75,7 @@ class LoraBase:
                 "matrices; give an adapter a model in one piece"
             )
         self.model = model
-        self.places: dict[str, Place] = adaptable(model)
+        self.places: dict[str, MatrixRows] = adaptable(model)
         self.active: LoraAdapter | None = None
         self._frozen: dict[str, Tensor] = {}  # of the matrices that an adapter has been merged into
         for parameter in model.parameters():

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from nanoengine.build import LayoutConfig
 from nanoengine.config import ComputeConfig
+from nanoengine.model.lora import LoraConfig
 from nanoengine.optim import Schedule, UpdateConfig
 from nanoinfer.config import Quantization, StepSizes
 from nanorl.agents.tokens import Limits
@@ -289,6 +290,26 @@ class EngineLimits(ComputeConfig, StepSizes):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoraOptions(LoraConfig):
+    """The adapter that the run trains, warm start and RL, in place of the model's weights."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_record(
+            self, "lora.", rank=Bound(0, 1 << 16, "a full matrix has no more"), alpha=POSITIVE
+        )
+        unread = [one.name for one in dataclasses.fields(self) if self._differs(one)]
+        if self.rank == 0 and unread:
+            raise ValueError(
+                f"--lora.{unread[0]} {getattr(self, unread[0])}: there is no adapter; set "
+                "--lora.rank too"
+            )
+
+    def _differs(self, one: dataclasses.Field[Any]) -> bool:
+        return bool(getattr(self, one.name) != one.default)
+
+
 BackendName = Literal["inline", "local", "ray"]
 Placement = Literal["separate", "colocated"]
 TransportName = Literal["auto", "shm", "cuda_ipc", "dist", "disk"]
@@ -428,6 +449,7 @@ class RunConfig:
     """Where downloaded and converted models are kept."""
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     rl: RLConfig = field(default_factory=RLConfig)
+    lora: LoraOptions = field(default_factory=LoraOptions)
     agent: AgentConfig = field(default_factory=AgentConfig)
     tool: ToolConfig = field(default_factory=ToolConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -459,6 +481,12 @@ class RunConfig:
         if self.engine.quantization != "none":
             self._check_quantization()
         self._check_processes()
+        if self.lora.rank and self.cluster.backend != "inline":
+            raise ValueError(
+                f"--lora.rank {self.lora.rank} with --cluster.backend {self.cluster.backend}: an "
+                "adapter is trained in one process; leave the backend inline, or train all weights "
+                "(--lora.rank 0)"
+            )
         buffer, most = self.rl.algorithm.overlong_buffer, self.agent.max_context_tokens
         if buffer > most:
             raise ValueError(

@@ -53,7 +53,8 @@ class LoraConfig:
     """The shape of an adapter: `LoraConfig(rank=16, targets=("q_proj", "v_proj"))`."""
 
     rank: int = 0
-    """Rank of the LoRA adapter that is trained in place of the weights; 0 trains all weights."""
+    """Rank of the LoRA adapter that is trained in place of the weights; 0 trains all weights. An
+    adapter takes about ten times the learning rate."""
     alpha: float = 32.0
     """The adapter's product is scaled by alpha / rank (rslora: by the root of the rank)."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
@@ -110,7 +111,7 @@ def scale_of(alpha: float, rank: int, *, rslora: bool) -> float:
 
 
 @dataclass(frozen=True)
-class Place:
+class MatrixRows:
     """The rows lo:hi of one of our matrices, which are a Hugging Face module's."""
 
     matrix: PackedLinear
@@ -123,16 +124,16 @@ class Place:
         return self.matrix.weight.detach()[self.lo : self.hi]
 
 
-def adaptable(model: Transformer) -> dict[str, Place]:
+def adaptable(model: Transformer) -> dict[str, MatrixRows]:
     """The modules that can be trained or served as adapters, in the order of the model: every
     matrix of attention and of dense MLPs."""
-    found: dict[str, Place] = {}
+    found: dict[str, MatrixRows] = {}
     for layer in model.layers:
         if isinstance(layer, DecoderLayer):  # others are on another pipeline stage
             for matrix, names, widths in _matrices(layer):
                 lo = 0
                 for name, width in zip(names, widths, strict=True):
-                    found[f"model.layers.{layer.index}.{name}"] = Place(matrix, lo, lo + width)
+                    found[f"model.layers.{layer.index}.{name}"] = MatrixRows(matrix, lo, lo + width)
                     lo += width
     return found
 
