@@ -139,7 +139,7 @@ class TextChunk(Body):
     tokens: list[int]
 
 
-class Prompt(Body):
+class ModelInput(Body):
     chunks: list[TextChunk]
 
     def ids(self) -> list[int]:
@@ -158,7 +158,7 @@ class SamplingBody(Body):
 class SampleBody(Body):
     sampling_session_id: str
     seq_id: int = Field(ge=0)
-    prompt: Prompt
+    prompt: ModelInput
     sampling_params: SamplingBody
     num_samples: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     prompt_logprobs: bool | None = None
