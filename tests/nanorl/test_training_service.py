@@ -262,6 +262,8 @@ def test_a_grpo_loop_samples_what_it_trains_and_equals_the_engine_alone(
         model.optim_step(adam(step)).result()
         mine = engine.train_step([one.sample(advantage) for one, advantage in pairs], loss)
         assert result.metrics["loss:sum"] == mine["loss"]
+        for theirs, logp in zip(logprobs(result), engine.last_logps, strict=True):
+            assert torch.equal(theirs, logp[1:])
     assert_equal_weights(saved_weights(served, model, "after-rl"), weights_alone(engine))
 
 
@@ -307,6 +309,25 @@ def test_prompt_log_probs_are_those_of_forward(client: Any) -> None:
         assert dict(row).get(token, float(logp)) == float(logp)
     assert [len(row) for row in whole.sequences[0].topk_logprobs] == [2]
     assert sampler.compute_logprobs(types.ModelInput.from_ints(ids)).result()[1:] == scored.tolist()
+
+
+def test_a_target_need_not_be_the_next_token(client: Any) -> None:
+    model = new_model(client)
+    ids = make_tokenizer().encode(TEXTS[0])
+    other = [(token + 7) % 200 for token in ids[1:]]
+    data = [
+        types.Datum(
+            model_input=types.ModelInput.from_ints(ids[: i + 1]),
+            loss_fn_inputs={"target_tokens": [*ids[1 : i + 1], token]},
+        )
+        for i, token in enumerate(other)
+    ]
+    whole = types.Datum(
+        model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs={"target_tokens": other}
+    )
+    (scored,) = logprobs(model.forward([whole], "cross_entropy").result())
+    one_by_one = logprobs(model.forward(data, "cross_entropy").result())
+    assert torch.equal(scored, torch.stack([logp[-1] for logp in one_by_one]))
 
 
 def test_state_goes_on_where_it_was_saved_with_its_moments_or_without(
