@@ -36,6 +36,7 @@ PACKAGES = [
     "nanorl.tasks",
     "nanorl.tools",
     "nanorl.trackers",
+    "nanorl.training_service",
     "nanorl.trajectories",
     "nanorl.weights",
 ]

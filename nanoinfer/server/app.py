@@ -99,7 +99,7 @@ def make_app(config: ServerConfig) -> HttpApp:
         llm.tokenizer,
         model_name=name,
         limits=config.limits,
-        api_key=_read_key(config.api_key_file),
+        api_key=read_key(config.api_key_file),
         weights_root=config.weights_root,
         allowed_hosts=config.allowed_hosts,
     )
@@ -119,7 +119,8 @@ def parse_adapters(given: Iterable[str], model_name: str) -> dict[str, Path]:
     return found
 
 
-def _read_key(file: Path | None) -> str | None:
+def read_key(file: Path | None) -> str | None:
+    """The key that clients must send: the only line of `file`. `ValueError` if it is not one."""
     if file is None:
         return None
     key = file.read_text(encoding="utf-8").strip()
