@@ -180,6 +180,9 @@ class AgentConfig(Limits):
     yours as file.py:loop; --agent for short. Empty: the environment's own."""
     loop_args: tuple[str, ...] = ()
     """Its options, as name=value; --agent-args for short."""
+    host: str = "127.0.0.1"
+    """Where agents that call the policy through an API reach it: this machine alone, or 0.0.0.0 for
+    others too. Every episode has a key of its own."""
     template_args: tuple[str, ...] = ()
     """Variables of the model's chat template, as enable_thinking=false of Qwen3's."""
     deadline_s: float = 3600.0

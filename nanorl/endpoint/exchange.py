@@ -6,6 +6,7 @@ and never touches a token. Left out: which tokens a call stands for (recording.p
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -42,6 +43,8 @@ class Call:
     num_top: int | None = None
     """Likeliest tokens to report at each position; None: no log-probs at all."""
     is_streamed: bool = False
+    has_usage: bool = False
+    """A stream ends with the numbers of tokens, in dialects that do so only when asked."""
     continues: str = ""
     """The id of the answer that the conversation goes on from: `messages` are then those after it.
     """
@@ -77,6 +80,29 @@ class Reply:
     def is_cut(self) -> bool:
         """A limit ended it."""
         return self.output.finish_reason == "length"
+
+
+def message_of(reply: Reply) -> Message:
+    """The message of a conversation that a reply is: `Call.messages` has it when it comes back."""
+    message: Json = {"role": "assistant", "content": reply.text}
+    if reply.calls:
+        message["tool_calls"] = [
+            {
+                "id": use.id,
+                "type": "function",
+                "function": {"name": use.name, "arguments": read_arguments(use.arguments)},
+            }
+            for use in reply.calls
+        ]
+    return message
+
+
+def read_arguments(text: str) -> Any:
+    """The arguments of a call as chat templates read them; what is no JSON stays as written."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 @dataclass(frozen=True, kw_only=True)

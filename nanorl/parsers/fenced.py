@@ -18,7 +18,7 @@ from typing import ClassVar
 from nanoengine.model.chat_template import Message
 from nanorl.parsers.base import ToolCall, ToolCallError
 from nanorl.parsers.reading import Found, marks, read_calls
-from nanorl.tools.base import Tool
+from nanorl.tools.base import Described
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class FencedParser:
             raise ValueError(f"the code holds {fence.close.strip()}, which would end its block")
         return f"{fence.open}{code}{fence.close}"
 
-    def describe(self, tools: Sequence[Tool]) -> str:
+    def describe(self, tools: Sequence[Described]) -> str:
         known = {tool.name: tool.schema["function"].get("description", "") for tool in tools}
         lines = [
             f"To call {fence.tool}, write its {fence.argument} in a block:\n"

@@ -29,7 +29,7 @@ from nanorl.parsers.reading import (
     read_json,
     results_as,
 )
-from nanorl.tools.base import Tool
+from nanorl.tools.base import Described
 
 MARKS = marks(re.escape(OPEN))
 END = re.compile(rf"\s*(?:{re.escape(CLOSE)}|(?={re.escape(OPEN)})|\Z)")
@@ -50,7 +50,7 @@ class HermesParser:
         arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
         return f'{OPEN}\n{{"name": {name}, "arguments": {arguments}}}\n{CLOSE}'
 
-    def describe(self, tools: Sequence[Tool]) -> str:
+    def describe(self, tools: Sequence[Described]) -> str:
         """The words of Qwen's chat template."""
         return (
             "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"

@@ -26,7 +26,7 @@ from nanorl.parsers.reading import (
     read_json,
     results_as,
 )
-from nanorl.tools.base import Tool
+from nanorl.tools.base import Described
 
 PYTHON_TAG = "<|python_tag|>"
 KEYS = "name|parameters|arguments|function|type"
@@ -48,7 +48,7 @@ class LlamaParser:
         arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
         return f'{{"name": {name}, "parameters": {arguments}}}'
 
-    def describe(self, tools: Sequence[Tool]) -> str:
+    def describe(self, tools: Sequence[Described]) -> str:
         """The words of Llama 3's chat template."""
         return (
             "Given the following functions, please respond with a JSON for a function call with "

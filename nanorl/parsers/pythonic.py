@@ -27,7 +27,7 @@ from nanorl.parsers.reading import (
     read_calls,
     results_as,
 )
-from nanorl.tools.base import Tool
+from nanorl.tools.base import Described
 
 MARKS = marks(r"^[ \t]*(?=\[\s*[A-Za-z_][\w.]*\s*\()")
 NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.ASCII)
@@ -60,7 +60,7 @@ class PythonicParser:
             raise ValueError(f"tool name {call.name!r}: not a name in Python; use another parser")
         return f"[{call.name}({', '.join(_written(*pair) for pair in call.arguments.items())})]"
 
-    def describe(self, tools: Sequence[Tool]) -> str:
+    def describe(self, tools: Sequence[Described]) -> str:
         return (
             "You may call functions. To do so, reply with nothing but a list of calls, as in "
             "[first(name=value, other=value), second(name=value)]. Name every argument and write "

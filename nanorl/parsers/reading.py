@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nanorl.parsers.base import ToolCall, ToolCallError
-from nanorl.tools.base import Tool
+from nanorl.tools.base import Described
 
 MAX_CALLS = 64
 """Calls that are read in one turn; more are one error in the place of the rest."""
@@ -113,7 +113,7 @@ def results_as(role: str, results: Sequence[str]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": "\n".join(texts)}]
 
 
-def list_tools(tools: Sequence[Tool], indent: int | None = None) -> str:
+def list_tools(tools: Sequence[Described], indent: int | None = None) -> str:
     """The schemas of `tools`, one after the other."""
     return "\n".join(json.dumps(tool.schema, ensure_ascii=False, indent=indent) for tool in tools)
 

@@ -50,7 +50,7 @@ class InlineRoles:
         self.engine = InlineEngine(self.trained, parts.warm_start_config())
         release_memory()
         model = load_model(parts.folder, DTYPES[config.dtype], str(parts.device))
-        self.rollout_engine = LLMEngine(model, parts.infer_config())
+        self.rollout_engine = LLMEngine(model, parts.infer_config(), tokenizer=parts.tokenizer)
         # All heavy work of a synchronous run shares one thread, and only that thread uses several
         # cores: OpenMP keeps a team of workers for every thread that ever ran a parallel loop,
         # and with more workers than cores they sleep and wake at each of thousands of small ops.
@@ -98,6 +98,7 @@ class InlineRoles:
     async def close_loop(self) -> None:
         """What belongs to the running event loop; `close` ends the rest."""
         await close_store(self.store)
+        await self.kit.close_loop()
         await self.generator.close()
 
     def close(self) -> None:
