@@ -55,6 +55,7 @@ LOOPS: Mapping[str, str] = MappingProxyType(
         "feedback": "nanorl.agents.feedback:Feedback",
         "compact": "nanorl.agents.compact:Compact",
         "sub_agents": "nanorl.agents.sub_agents:SubAgents",
+        "verifiers": "nanorl.agents.verifiers_loop:verifiers",
     }
 )
 

@@ -91,6 +91,8 @@ class Player:
         """RefusedError, or whatever the environment raises, where it cannot be loaded."""
         for folder in reversed(spec["folders"]):
             sys.path.insert(0, folder)
+        # Harnesses that are programs are started by this Python's own uv.
+        os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
         # Servers of tools are started as modules of the environment, by this Python.
         path = [*spec["folders"], os.environ.get("PYTHONPATH", "")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))

@@ -1,4 +1,4 @@
-"""A chat loop in verifiers' own process: a call of the tool, a reply, and a second one."""
+"""A chat loop in verifiers' own process: a call of the tool, if there is one, and two replies."""
 
 import json
 from contextlib import AsyncExitStack
@@ -11,8 +11,8 @@ AGAIN = "Once more, shorter."
 
 
 class WordRelayHarnessConfig(vf.HarnessConfig):
-    max_tokens: int = 24
-    has_tools: bool = True
+    max_tokens: int = 48
+    max_call_tokens: int = 256
 
 
 class WordRelayHarness(vf.Harness[WordRelayHarnessConfig]):
@@ -39,21 +39,23 @@ class WordRelayHarness(vf.Harness[WordRelayHarnessConfig]):
             AsyncExitStack() as stack,
         ):
             tools, dispatch, connections = await connect_mcp(servers, stack)
-            if self.config.has_tools:
-                said = await self.ask(client, ctx, messages, tools=tools, tool_choice="required")
+            offered = {"tools": tools} if tools else {}
+            if tools:
+                forced = {"tool_choice": "required", "max_tokens": self.config.max_call_tokens}
+                said = await self.ask(client, ctx, messages, **offered, **forced)
                 for call in said.tool_calls or []:
                     given = json.loads(call.function.arguments)
                     text = await call_mcp(connections, dispatch, call.function.name, given)
                     messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
-            said = await self.ask(client, ctx, messages)
+            await self.ask(client, ctx, messages, **offered)
             messages.append({"role": "user", "content": AGAIN})
-            await self.ask(client, ctx, messages)
+            await self.ask(client, ctx, messages, **offered)
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
     async def ask(self, client, ctx, messages, **more):
-        answer = await client.chat.completions.create(
-            model=ctx.model, messages=messages, max_tokens=self.config.max_tokens, **more
-        )
+        given = {"max_tokens": self.config.max_tokens} | more
+        answer = await client.chat.completions.create(model=ctx.model, messages=messages, **given)
         said = answer.choices[0].message
-        messages.append(said.model_dump(exclude_none=True, include={"role", "content", "tool_calls"}))
+        kept = {"role", "content", "tool_calls"}
+        messages.append(said.model_dump(exclude_none=True, include=kept))
         return said

@@ -27,6 +27,7 @@ class WordRelayTask(vf.Task[WordRelayData]):
 
 class WordRelayConfig(vf.TasksetConfig):
     num_tasks: int = 16
+    has_tools: bool = True
     tools: vf.SharedToolsetConfig = vf.SharedToolsetConfig()
 
 
@@ -46,4 +47,4 @@ class WordRelayTaskset(vf.Taskset[WordRelayTask, WordRelayConfig]):
 
     @classmethod
     def toolsets(cls, config: WordRelayConfig) -> list[vf.Toolset]:
-        return [WordRelayToolset(config.tools)]
+        return [WordRelayToolset(config.tools)] if config.has_tools else []
