@@ -21,6 +21,8 @@ PACKAGES = [
     "nanorl.algorithms",
     "nanorl.commands",
     "nanorl.doctor",
+    "nanorl.endpoint",
+    "nanorl.endpoint.dialects",
     "nanorl.envs",
     "nanorl.envs.remote",
     "nanorl.envs.shipped",

@@ -36,11 +36,14 @@ class ApiError(Exception):
         told = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": told}
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """Those that go with the status."""
+        named = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
+        return named.get(self.status, {})
+
     def response(self) -> JSONResponse:
-        headers = {"Retry-After": "1"} if self.status == 429 else None
-        if self.status == 401:
-            headers = {"WWW-Authenticate": "Bearer"}
-        return JSONResponse(self.to_json(), self.status, headers)
+        return JSONResponse(self.to_json(), self.status, self.headers)
 
 
 class HungUpError(Exception):

@@ -58,7 +58,6 @@ class Episode:
         limits: Limits,
         sampling: SamplingParams,
         names: Names,
-        open_session: OpenSession | None = None,
     ) -> None:
         self.task = task
         self.env = env
@@ -68,10 +67,13 @@ class Episode:
         self.answer: str | None = None
         self.score: Score | None = None
         """Set by a loop that scores by itself; None: the environment's score of the episode."""
+        self.trouble = ""
+        """Why an agent of the user's broke down, where it did."""
         self._generator = generator
         self._sampling = sampling
         self._names = names
-        self._open_session = open_session
+        self.open_session: OpenSession | None = None
+        """Lets an agent in that calls the policy through an API; None: there is no such way."""
         self._recording: Recording | None = None
         self._histories: list[Context] = []
         self._beside: dict[tuple[int, ...], Context] = {}
@@ -89,7 +91,7 @@ class Episode:
     async def record(self) -> AsyncIterator[Session]:
         """Reset the environment, and let somebody else call the policy through an API until the end
         of the block: what was sampled there is the rollout."""
-        if self._open_session is None:
+        if self.open_session is None:
             raise InfrastructureError("this agent has no endpoint: play it through an AgentKit")
         from nanorl.endpoint.recording import Recording  # few runs need it
 
@@ -97,7 +99,7 @@ class Episode:
         self._recording = Recording(
             self._generator, self.tokenizer, limits=self.limits, sampling=self._sampling
         )
-        async with self._open_session(self._recording) as session:
+        async with self.open_session(self._recording) as session:
             yield session
 
     async def turn(self) -> str | None:
@@ -212,7 +214,7 @@ class Episode:
             for name, value in context.builder.metrics.items():
                 rollout.metrics[name] = rollout.metrics.get(name, 0.0) + value
         rollout.metrics["num_turns"] = float(rollout.num_turns)
-        rollout.error = error
+        rollout.error = error or self.trouble
         if score is not None:
             rollout.reward = score.total
             turns = list(score.turns)

@@ -61,8 +61,8 @@ class Agent:
         episode = Episode(
             task, env, generator=self.generator, tokenizer=self.tokenizer, limits=self.limits,
             sampling=sampling, names=Names(group_id, rollout_id),
-            open_session=self.open_session,
         )  # fmt: skip
+        episode.open_session = self.open_session
         loop = load_loop(task.agent) if task.agent else self.loop
         try:
             async with asyncio.timeout(self.deadline_s):

@@ -7,9 +7,9 @@ and never touches a token. Left out: which tokens a call stands for (recording.p
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from nanoengine.model.chat_template import Message
 from nanoinfer.params import Grammar, Output
@@ -45,9 +45,14 @@ class Call:
     is_streamed: bool = False
     has_usage: bool = False
     """A stream ends with the numbers of tokens, in dialects that do so only when asked."""
+    has_reasoning: bool = True
+    """The answer shows what the model thought."""
     continues: str = ""
     """The id of the answer that the conversation goes on from: `messages` are then those after it.
     """
+    has_instructions: bool = False
+    """The first of `messages` is a system message of this call alone: a call that continues it has
+    its own, or none."""
     ignored: tuple[str, ...] = ()
     """Names of given fields that the run decides, not the client: temperature, top_p, seed."""
 
@@ -84,25 +89,53 @@ class Reply:
 
 def message_of(reply: Reply) -> Message:
     """The message of a conversation that a reply is: `Call.messages` has it when it comes back."""
-    message: Json = {"role": "assistant", "content": reply.text}
-    if reply.calls:
+    return assistant_message(reply.text, reply.calls)
+
+
+def assistant_message(text: str, calls: Sequence[ToolUse]) -> Message:
+    """What an assistant said, as chat templates read it."""
+    message: Json = {"role": "assistant", "content": text}
+    if calls:
         message["tool_calls"] = [
             {
                 "id": use.id,
                 "type": "function",
                 "function": {"name": use.name, "arguments": read_arguments(use.arguments)},
             }
-            for use in reply.calls
+            for use in calls
         ]
     return message
 
 
 def read_arguments(text: str) -> Any:
-    """The arguments of a call as chat templates read them; what is no JSON stays as written."""
+    """The arguments of a call as chat templates read them. What is no JSON stays as written, and so
+    does what no JSON answer could hold: NaN, half of a character, brackets without end."""
     try:
-        return json.loads(text)
-    except ValueError:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
         return text
+    return value
+
+
+def forced_tool(tools: Sequence[Json], name: str | None) -> str:
+    """`Call.forced_tool` where one of `tools` must be called: the one of that name, or any.
+    ApiError where there is none."""
+    names = [tool["function"]["name"] for tool in tools]
+    if not names:
+        raise ApiError(400, "tool_choice: asks for a call, but tools is empty", "tool_choice")
+    if name is not None and name not in names:
+        raise ApiError(
+            400, f"tool_choice: no tool is called {name!r}; there is {', '.join(names)}",
+            "tool_choice",
+        )  # fmt: skip
+    return name or ""
+
+
+def bearer_key(headers: Mapping[str, str]) -> str:
+    """The key of an `Authorization: Bearer KEY`; empty without one."""
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,4 +190,22 @@ class Dialect(Protocol):
 
     def error(self, error: ApiError) -> Json:
         """The body of an error, in the API's own form."""
+        ...
+
+
+@runtime_checkable
+class CountingDialect(Dialect, Protocol):
+    """An API that counts the tokens of a prompt, too."""
+
+    @property
+    def count_path(self) -> str:
+        """Where it does so, behind the episode's base URL."""
+        ...
+
+    def read_count(self, body: Json) -> Call:
+        """The call whose prompt is counted."""
+        ...
+
+    def write_count(self, num_tokens: int) -> Json:
+        """The body of the answer."""
         ...

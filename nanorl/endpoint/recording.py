@@ -43,6 +43,12 @@ class _Said:
     messages: list[Message]
     tools: list[Json]
     node: CallNode
+    has_instructions: bool
+
+    @property
+    def inherited(self) -> list[Message]:
+        """What a call that goes on from here need not send."""
+        return self.messages[1:] if self.has_instructions else self.messages
 
 
 @dataclass(frozen=True)
@@ -140,7 +146,8 @@ class Recording:
             reply = form.reply(text, output, call, stop_text)
             replies.append(reply)
             messages = [*call.messages, message_of(reply)]
-            said = _Said(messages, call.tools, self.tree.add(ids, output))
+            node = self.tree.add(ids, output)
+            said = _Said(messages, call.tools, node, call.has_instructions)
             self._said.setdefault(_digests(call.tools, messages)[-1], said)
             self._answers.setdefault(name, said)
             self._last = said
@@ -219,7 +226,9 @@ class Recording:
             raise ApiError(
                 404, f"no answer {call.continues!r} in this episode", "previous_response_id"
             )
-        return replace(call, messages=[*said.messages, *call.messages], continues="")
+        place = 1 if call.has_instructions else 0
+        own, new = call.messages[:place], call.messages[place:]
+        return replace(call, messages=[*own, *said.inherited, *new], continues="")
 
     def _form(self, tools: Sequence[Json]) -> ChatForm:
         key = json.dumps(tools, sort_keys=True)
@@ -228,18 +237,19 @@ class Recording:
         return self._forms[key]
 
     def _params(self, call: Call, ids: Sequence[int]) -> SamplingParams:
-        room = self._room(ids)
         try:
-            return replace(
-                self._sampling,
-                max_tokens=room if call.max_tokens is None else min(call.max_tokens, room),
-                stop=call.stop,
-                grammar=_grammar(call),
-                top_logps=call.num_top or 0,
-                n=1,
-            )
+            grammar = _grammar(call)
         except ValueError as error:
-            raise ApiError(400, str(error)) from None
+            raise ApiError(400, str(error), "tool_choice") from None
+        room = self._room(ids)
+        return replace(
+            self._sampling,
+            max_tokens=room if call.max_tokens is None else min(call.max_tokens, room),
+            stop=call.stop,
+            grammar=grammar,
+            top_logps=call.num_top or 0,
+            n=1,
+        )
 
     def _room(self, ids: Sequence[int]) -> int:
         """Tokens that an answer may have. ApiError where a limit of the episode is reached."""

@@ -1,6 +1,7 @@
 """`RecordingServer`: an HTTP server whose every key is an episode.
 
     POST /v1/chat/completions  /v1/responses  /v1/messages     the dialects of APIs
+    POST /v1/messages/count_tokens
     POST /inference/v1/generate                                token ids in, token ids out
     GET  /v1/models
     POST /episode                                              its answer or reward, from outside
@@ -39,7 +40,7 @@ from nanoinfer.server.config import HttpLimits
 from nanoinfer.server.connection import KEEP_ALIVE_S, limited_connection
 from nanoinfer.server.http_io import ApiError, HungUpError, read_object, while_connected
 from nanoinfer.server.in_loop import ServerInLoop, serve_in_loop
-from nanorl.endpoint.exchange import Answer, Call, Dialect, Json
+from nanorl.endpoint.exchange import Answer, Call, CountingDialect, Dialect, Json
 from nanorl.endpoint.recording import Recording
 from nanorl.endpoint.report import EpisodeReport, read_report
 from nanorl.endpoint.sse import event_stream
@@ -149,6 +150,11 @@ class RecordingServer:
             Route(one.path, self._answering(one, self._call(one)), methods=["POST"])
             for one in self._dialects
         ]
+        routes += [
+            Route(one.count_path, self._answering(one, self._count(one)), methods=["POST"])
+            for one in self._dialects
+            if isinstance(one, CountingDialect)
+        ]
         first = self._dialects[0]
         routes += [
             Route("/inference/v1/generate", self._answering(first, self._tokens), methods=["POST"]),
@@ -177,10 +183,7 @@ class RecordingServer:
                 )
             except Exception as error:
                 told = _told(error)
-                return JSONResponse(
-                    dialect.error(told), told.status, headers=dict(told.response().headers)
-                    if told.status in (401, 429) else None,
-                )  # fmt: skip
+                return JSONResponse(dialect.error(told), told.status, told.headers)
 
         return endpoint
 
@@ -204,6 +207,13 @@ class RecordingServer:
             if call.is_streamed:
                 return event_stream(dialect.events(call, answer))
             return JSONResponse(dialect.write(call, answer))
+
+        return work
+
+    def _count(self, dialect: CountingDialect) -> Work:
+        async def work(session: Session, request: Request, body: Json) -> Response:
+            ids = session.recording.prompt_ids(dialect.read_count(body))
+            return JSONResponse(dialect.write_count(len(ids)))
 
         return work
 

@@ -186,12 +186,30 @@ def test_a_changed_history_is_a_branch_and_not_a_guess() -> None:
             await recording.answer(call(user("x"), said, user("y")), "3"),
         ]
 
-    first, second, third = asyncio.run(talk())
+    _, second, third = asyncio.run(talk())
     main, branch = recording.tree.sequences()
     assert main.tokens == [*third.ids, *third.replies[0].output.ids]
     assert sum(main.loss_mask) == len("one") + len("three") + 2
     assert branch.tokens == [*second.ids, *second.replies[0].output.ids]
     assert "ONE" in tokenizer.decode(second.ids) and sum(branch.loss_mask) == len("two") + 1
+
+
+def test_with_other_tools_a_conversation_begins_anew() -> None:
+    tokenizer = tiny_tokenizer()
+    generator = ScriptedGenerator(tokenizer, ["one", "two", "three"])
+    recording = Recording(generator, tokenizer, limits=LIMITS, sampling=SamplingParams())
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+    async def talk() -> None:
+        first = await recording.answer(call(user("x"), tools=[tool]), "1")
+        said = message_of(first.replies[0])
+        await recording.answer(call(user("x"), said, user("y"), tools=[tool]), "2")
+        await recording.answer(call(user("x"), said, user("y")), "3")
+
+    asyncio.run(talk())
+    without, with_tools = recording.tree.sequences()
+    assert len(with_tools.turn_spans) == 2 and len(without.turn_spans) == 1
+    assert "add" not in tokenizer.decode(without.tokens)
 
 
 def test_a_conversation_goes_on_from_the_name_of_an_answer() -> None:
