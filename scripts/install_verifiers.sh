@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes .venv-verifiers: the Python in which environments of `verifiers` run (--env verifiers), whose
-# packages are other versions than ours. A finished one is recognised by a stamp.
-#   bash scripts/install_verifiers.sh [packages]     e.g. of your environments: ./environments/my_env
+# Makes .venv-verifiers: the Python in which environments of `verifiers` run (--env verifiers). Its
+# packages are of other versions than ours. A finished one is recognised by a stamp.
+#   bash scripts/install_verifiers.sh [your environments]     e.g. ./environments/my_env
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh

@@ -5,6 +5,7 @@ single_turn   one turn, which is the answer
 feedback      a wrong answer is told so, and the policy tries again, for less reward
 compact       a history that fills the context is summarised, and the policy goes on anew
 sub_agents    the policy may hand parts of its task to agents of its own
+verifiers     plays the environment of that name, by its own code
 
 `--agent NAME`, `Env.loop` and `Task.agent` choose one; `file.py:loop` is one of yours. A loop is
 

@@ -60,8 +60,8 @@ def make_config(vf: Any, name: str, given: Mapping[str, Any]) -> tuple[Any, str]
         harness = vf.load_harness(config.agent_harnesses()[role])
         if harness.EXECUTES_CODE:
             raise RefusedError(
-                f"{name}: its agent is the harness {harness.config.id!r}, which runs what the model "
-                f'writes; say where, as config={{"{role}": {{"runtime": {{"type": "docker"}}}}}}, '
+                f"{name}: its agent is the harness {harness.config.id!r}, which runs what the "
+                f'model writes; say where, as config={{"{role}": {{"runtime": {{"type": "docker"}}}}}}, '
                 f'or choose one that only talks: {{"{role}": {{"harness": {{"id": "null"}}}}}}'
             )
         raw[role] = {**(raw.get(role) or {}), "runtime": {"type": "subprocess"}}
@@ -84,7 +84,7 @@ def _import_verifiers() -> Any:
         ) from None
 
 
-class Player:
+class PlayedEnvironment:
     """One environment, and its episodes under way."""
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
@@ -174,7 +174,7 @@ class Worker:
     async def serve(self, requests: asyncio.StreamReader) -> None:
         """Until there are no more requests."""
         try:
-            player = Player(json.loads(await requests.readline()))
+            player = PlayedEnvironment(json.loads(await requests.readline()))
         except Exception as error:  # whatever an environment raises while it is loaded
             self.say({"refused": f"{type(error).__name__}: {error}"})
             return
@@ -188,7 +188,7 @@ class Worker:
                     one.cancel()
                 await asyncio.gather(*self._playing.values(), return_exceptions=True)
 
-    def _take(self, player: Player, request: Json) -> None:
+    def _take(self, player: PlayedEnvironment, request: Json) -> None:
         number = request["id"]
         if "tasks" in request:
             self._list(player, number, request["tasks"])
@@ -199,7 +199,7 @@ class Worker:
         elif "cancel" in request and number in self._playing:
             self._playing[number].cancel()
 
-    def _list(self, player: Player, number: int, most: int) -> None:
+    def _list(self, player: PlayedEnvironment, number: int, most: int) -> None:
         try:
             for task in player.tasks(most):
                 self.say({"id": number, "task": task})
@@ -208,7 +208,7 @@ class Worker:
         else:
             self.say({"id": number, "result": {}})
 
-    async def _play(self, player: Player, request: Json) -> None:
+    async def _play(self, player: PlayedEnvironment, request: Json) -> None:
         number = request["id"]
         try:
             self.say({"id": number, "result": await player.play(request)})

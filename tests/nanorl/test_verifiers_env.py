@@ -143,7 +143,9 @@ def run_config(**env_args: Any) -> RunConfig:
 
 
 @needs_verifiers
-def test_episodes_of_a_worker_that_dies_fail_and_those_that_a_limit_ends_are_unanswered(model: Path) -> None:
+def test_episodes_of_a_worker_that_dies_fail_and_those_that_a_limit_ends_are_unanswered(
+    model: Path,
+) -> None:
     async def play(kit: AgentKit, generator: Any) -> Rollout:
         task = kit.kind.tasks(0).batch(0, 1)[0]
         names = {"group_id": "g", "rollout_id": "r"}
@@ -271,7 +273,7 @@ def test_a_python_without_verifiers_says_how_to_get_one(tmp_path: Path) -> None:
     script.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     script.chmod(0o755)
     process = VerifiersProcess(str(script), env="any", config={}, folders=[])
-    with pytest.raises(ValueError, match="run scripts/install_verifiers.sh"):
+    with pytest.raises(ValueError, match="run scripts/install_verifiers"):
         process.tasks(1)
     with pytest.raises(ValueError, match="no/such/python"):
         VerifiersProcess("no/such/python", env="any", config={}, folders=[]).tasks(1)

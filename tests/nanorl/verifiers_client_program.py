@@ -1,6 +1,6 @@
-"""Run by the Python that has verifiers: its train client completes two conversations, prints tokens.
+"""Run by the Python that has verifiers: its train client asks twice, and prints tokens.
 
-    python -P verifiers_client_program.py BASE_URL MODEL TOKENIZER_FOLDER      (key: TEST_API_KEY)
+python -P verifiers_client_program.py BASE_URL MODEL TOKENIZER_FOLDER      (key: TEST_API_KEY)
 """
 
 import asyncio

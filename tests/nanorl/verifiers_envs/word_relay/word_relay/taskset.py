@@ -1,6 +1,7 @@
 """Tasks and their rubric: the retold word should be made of letters."""
 
 import verifiers.v1 as vf
+
 from word_relay.servers.tool import WordRelayToolset
 
 WORDS = ("harbour", "meadow", "lantern", "copper", "willow", "granite", "feather", "orchard")
