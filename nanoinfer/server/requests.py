@@ -317,8 +317,8 @@ class TokenGenerate(StrictBody):
 
 _OUR_NAMES = {"logprobs": "top_logps", "prompt_logprobs": "prompt_logps"}
 _WITHOUT_EFFECT = frozenset(
-    {"extra_args", "flat_logprobs", "output_kind", "skip_special_tokens"}
-    | {"spaces_between_special_tokens"}
+    {"extra_args", "flat_logprobs", "output_kind", "routed_experts_prompt_start"}
+    | {"skip_special_tokens", "spaces_between_special_tokens"}
 )
 
 

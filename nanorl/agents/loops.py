@@ -6,6 +6,7 @@ feedback      a wrong answer is told so, and the policy tries again, for less re
 compact       a history that fills the context is summarised, and the policy goes on anew
 sub_agents    the policy may hand parts of its task to agents of its own
 command       a program that calls the policy through an API
+verifiers     plays the environment of that name, by its own code
 
 `--agent NAME`, `Env.loop` and `Task.agent` choose one; `file.py:loop` is one of yours. A loop is
 
@@ -57,6 +58,7 @@ LOOPS: Mapping[str, str] = MappingProxyType(
         "compact": "nanorl.agents.compact:Compact",
         "sub_agents": "nanorl.agents.sub_agents:SubAgents",
         "command": "nanorl.agents.command:Command",
+        "verifiers": "nanorl.agents.verifiers_loop:verifiers",
     }
 )
 
