@@ -20,6 +20,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,7 @@ MARK = "NANORL_VERIFIERS_WORKER"
 """A variable whose value all that one worker started has in its environment."""
 START_S = 300.0  # importing an environment, and a table of tasks from a slow disk
 LETTING_GO_S = 10.0  # a worker that does not end an episode within this time hangs
+ENDING_S = 10.0  # what was killed has ended by then, unless the kernel holds it
 MAX_LINE_BYTES = 64 << 20
 _NUM_LOG_LINES = 20
 
@@ -186,8 +188,8 @@ class _Life:
             pending, self._pending = list(self._pending.values()), {}
         with suppress(ProcessLookupError):
             self._process.kill()
+        self._process.wait()  # it starts nothing more
         kill_marked(self._mark)
-        self._process.wait()
         for one in pending:
             one.end(None, f"the process of the verifiers environment ended: {self.reason}")
 
@@ -245,9 +247,27 @@ class _Life:
 
 def kill_marked(mark: str) -> None:
     """Kill every process that was started with this mark in its environment, programs that made a
-    session of their own included."""
+    session of their own included, and return when they have ended."""
     wanted = f"{MARK}={mark}".encode()
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or is another user's
-            if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                os.kill(int(entry.name), signal.SIGKILL)
+    until = time.monotonic() + ENDING_S
+    while time.monotonic() < until:
+        left = [pid for pid in _pids() if wanted in _environment(pid)]
+        if not left:
+            return
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)  # the kernel ends them in its own time
+
+
+def _pids() -> list[int]:
+    """Of all processes; none where there is no /proc."""
+    return [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
+
+
+def _environment(pid: int) -> list[bytes]:
+    """Nothing of a process that has ended, or is another user's."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []

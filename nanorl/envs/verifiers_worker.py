@@ -61,8 +61,9 @@ def make_config(vf: Any, name: str, given: Mapping[str, Any]) -> tuple[Any, str]
         if harness.EXECUTES_CODE:
             raise RefusedError(
                 f"{name}: its agent is the harness {harness.config.id!r}, which runs what the "
-                f'model writes; say where, as config={{"{role}": {{"runtime": {{"type": "docker"}}}}}}, '
-                f'or choose one that only talks: {{"{role}": {{"harness": {{"id": "null"}}}}}}'
+                f'model writes; say where, as config={{"{role}": {{"runtime": {{"type": '
+                f'"docker"}}}}}}, or choose one that only talks: {{"{role}": {{"harness": '
+                f'{{"id": "null"}}}}}}'
             )
         raw[role] = {**(raw.get(role) or {}), "runtime": {"type": "subprocess"}}
         config = vf.resolve_env_config(raw)

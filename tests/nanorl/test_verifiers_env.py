@@ -192,7 +192,7 @@ def test_what_verifiers_cannot_play_here_is_refused_with_its_reason() -> None:
 
     with pytest.raises(ValueError, match="'no_such_env' not found"):
         tasks(env="no_such_env", folders=[])
-    with pytest.raises(ValueError, match="'bash', which runs what the model writes"):
+    with pytest.raises(ValueError, match="'bash', which runs what the model writes; say where"):
         tasks(config={"agent": {"harness": {"id": "bash"}}})
 
 
