@@ -58,14 +58,7 @@ KEPT = (
     *("resume", "fork", "log", "log-project"),
     "model",
     "tasks",
-    *(
-        "task-fields",
-        "env",
-        "reward",
-        "agent.loop",
-        "agent.template-args",
-        "lora.targets",
-    ),  # somebody's own
+    *("task-fields", "env", "reward", "agent.loop", "agent.template-args"),  # somebody's own
     "cache-dir",
     "device",
     *("cluster.", "learner.", "rollout.", "monitor."),  # of more than one process

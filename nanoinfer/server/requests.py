@@ -25,9 +25,7 @@ _Text = Annotated[str, Field(min_length=1)]
 _TokenId = Annotated[int, Field(strict=True)]
 
 
-class StrictBody(BaseModel):
-    """An object that may hold its own fields, those `ignored`, and no others."""
-
+class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     ignored: ClassVar[frozenset[str]] = frozenset()
 
@@ -39,12 +37,12 @@ class StrictBody(BaseModel):
         return {k: v for k, v in given.items() if v is not None and k not in cls.ignored}
 
 
-class StreamOptions(StrictBody):
+class StreamOptions(_Strict):
     ignored = frozenset({"include_obfuscation", "continuous_usage_stats"})
     include_usage: StrictBool = False
 
 
-class Sampling(StrictBody, ABC):
+class Sampling(_Strict, ABC):
     """The fields that chat and plain completions share."""
 
     ignored = frozenset(
@@ -148,45 +146,45 @@ class Completion(Sampling):
         return self.logprobs
 
 
-class Function(StrictBody):
+class Function(_Strict):
     name: _Text
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class OfferedTool(StrictBody):
+class OfferedTool(_Strict):
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(StrictBody):
+class NamedFunction(_Strict):
     name: _Text
 
 
-class NamedTool(StrictBody):
+class NamedTool(_Strict):
     type: Literal["function"]
     function: NamedFunction
 
 
-class TextPart(StrictBody):
+class TextPart(_Strict):
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(StrictBody):
+class CalledFunction(_Strict):
     name: str
     arguments: str
 
 
-class Call(StrictBody):
+class Call(_Strict):
     ignored = frozenset({"index"})
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class ChatMessage(StrictBody):
+class ChatMessage(_Strict):
     """One message of a conversation; an earlier answer may be sent back as it was."""
 
     ignored = frozenset({"annotations", "audio", "function_call", "reasoning_content", "refusal"})
@@ -210,14 +208,14 @@ class ChatMessage(StrictBody):
         return message
 
 
-class JsonSchema(StrictBody):
+class JsonSchema(_Strict):
     name: str = ""
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(StrictBody):
+class ResponseFormat(_Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -265,7 +263,7 @@ class ChatCompletion(Sampling):
         return _only(given)
 
 
-class Generate(StrictBody):
+class Generate(_Strict):
     """/generate: token ids in, token ids out. `params` are those of `SamplingParams`, where
     grammar is {"kind": ..., "value": ..., "choices": [...]}."""
 
@@ -279,7 +277,7 @@ class Generate(StrictBody):
         return _sampling("params", self.params)
 
 
-class TokenGenerate(StrictBody):
+class TokenGenerate(_Strict):
     """/inference/v1/generate: a prompt of token ids in, choices of token ids out, as vLLM's. Names
     in `sampling_params` are vLLM's or those of `SamplingParams`."""
 
@@ -317,8 +315,8 @@ class TokenGenerate(StrictBody):
 
 _OUR_NAMES = {"logprobs": "top_logps", "prompt_logprobs": "prompt_logps"}
 _WITHOUT_EFFECT = frozenset(
-    {"extra_args", "flat_logprobs", "output_kind", "routed_experts_prompt_start"}
-    | {"skip_special_tokens", "spaces_between_special_tokens"}
+    {"extra_args", "flat_logprobs", "output_kind", "skip_special_tokens"}
+    | {"spaces_between_special_tokens"}
 )
 
 
@@ -345,7 +343,7 @@ def _sampling(where: str, given: dict[str, Any]) -> SamplingParams:
         raise ValueError(f"{where}: {error}") from error
 
 
-class Abort(StrictBody):
+class Abort(_Strict):
     """/abort: the request of that id, or all."""
 
     request_id: _Text | None = None
@@ -358,7 +356,7 @@ class Abort(StrictBody):
         return self
 
 
-class UpdateWeights(StrictBody):
+class UpdateWeights(_Strict):
     """/update_weights: safetensors of a folder on the server's machine."""
 
     path: _Text

@@ -127,7 +127,11 @@ def _matching(
 
 def _decoder(run: Path) -> Decode:
     """Ids to text without special tokens, with the tokenizer of the run's model."""
-    from nanorl.saved_models import read_tokenizer  # here: it imports torch
+    from nanoengine.model.tokenizer import ChatTokenizer  # here: these import torch
+    from nanorl.parts import model_folder
+    from nanorl.saved_models import read_run
 
-    tokenizer = read_tokenizer(run)
+    config = read_run(run)
+    trained = run / "model-trained"
+    tokenizer = ChatTokenizer.from_folder(trained if trained.is_dir() else model_folder(config))
     return lambda ids: tokenizer.decode(ids, skip_special=True)

@@ -62,11 +62,8 @@ class CodeKind:
         return GeneratedTasks(generators_of([self.family]), seed)
 
     def open(self, services: Services) -> Environment:
-        return EnvEpisode(CodeEnv(self.form), (python,), self.chat(services.tokenizer), services)
-
-    def chat(self, tokenizer: ChatTokenizer) -> ToolChat:
-        """How the tool is told of and called, by any model."""
-        return ToolChat(parser=self.form, description=self.form.system)
+        chat = ToolChat(parser=self.form, description=self.form.system)
+        return EnvEpisode(CodeEnv(self.form), (python,), chat, services)
 
     def demonstrator(
         self, task: Task, rng: random.Random, tokenizer: ChatTokenizer

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from nanoengine.model.chat_template import Message
-from nanorl.tools.base import Described
+from nanorl.tools.base import Tool
 
 
 class ToolCallError(ValueError):
@@ -44,7 +44,7 @@ class Parser(Protocol):
         """The text of one call: what a teacher says."""
         ...
 
-    def describe(self, tools: Sequence[Described]) -> str:
+    def describe(self, tools: Sequence[Tool]) -> str:
         """What the system prompt says of the tools where the chat template cannot list them."""
         ...
 

@@ -95,7 +95,6 @@ class CollectorRole(RolloutCollector):
 
     async def close(self) -> None:
         await self.stop()
-        await self.kit.close_loop()
         self.kit.close()
 
 
