@@ -438,7 +438,7 @@ def _safe_rows(rows: int, num_matrices: int, head_dim: int, dtype: torch.dtype) 
 
 def _min_rows(head_dim: int) -> int:
     """Fewer fp32 rows take another MKL kernel, with other bits. An AMD EPYC was seen to need 4; an
-    Intel Xeon with AVX-512 more than head_dim / 24 (5 at 96, 6 at 128, 10 at 256)."""
+    Intel Xeon with AVX-512 about head_dim / 24 (5 at 96, 6 at 128, 10 at 256)."""
     return max(MIN_ROWS, -(-head_dim // 16))
 
 
