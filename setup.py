@@ -21,6 +21,8 @@ PACKAGES = [
     "nanorl.algorithms",
     "nanorl.commands",
     "nanorl.doctor",
+    "nanorl.endpoint",
+    "nanorl.endpoint.dialects",
     "nanorl.envs",
     "nanorl.envs.remote",
     "nanorl.envs.shipped",
@@ -34,6 +36,8 @@ PACKAGES = [
     "nanorl.tasks",
     "nanorl.tools",
     "nanorl.trackers",
+    "nanorl.training_service",
+    "nanorl.trajectories",
     "nanorl.weights",
 ]
 
@@ -67,6 +71,17 @@ MCP = ["mcp>=2.3"]
 GYMNASIUM = ["gymnasium>=1.0"]
 JUDGE = ["openai>=1.50"]
 OPENENV = ["websockets>=15"]  # --env openenv:ADDRESS
+# Clients of the recording endpoint, and frameworks that use them (examples/agents/).
+AGENTS = [
+    "openai>=1.50",
+    "anthropic>=0.60",
+    "langgraph>=1.0",
+    "langchain-openai>=1.0",
+    "openai-agents>=0.21",
+    "pydantic-ai-slim[openai,anthropic]>=1.0",
+    "smolagents[openai]>=1.20",
+    "mini-swe-agent>=2.0",
+]
 ENVIRONMENTS = [*MATH, *GYM, *HUMANEVAL, *SEARCH, *MCP, *GYMNASIUM, *JUDGE, *OPENENV]
 WANDB = ["wandb>=0.19"]  # --log wandb
 MLFLOW = ["mlflow-skinny>=3"]
@@ -106,6 +121,7 @@ setup(
             *ALERTS,
             *DATA,
             *ENVIRONMENTS,
+            *AGENTS,
             *WANDB,
             *MLFLOW,
         ],
@@ -122,6 +138,7 @@ setup(
         "judge": JUDGE,
         "openenv": OPENENV,
         "environments": ENVIRONMENTS,  # all that the shipped ones need
+        "agents": AGENTS,  # examples/agents/
         "wandb": WANDB,
         "mlflow": MLFLOW,
         "trackio": ["trackio>=0.4"],

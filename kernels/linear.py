@@ -16,6 +16,9 @@ micro-batches in fp32.
 It may also carry `late_grads`, a list: the backward pass then computes the input's gradient alone
 and leaves (weight, dy, x) there for `finish_weight_grads`. Pipelines fill their bubbles with that.
 
+Or `take_grad`, a callable, which is then given (dy, x) in place of the weight's gradient: that of a
+low-rank change of the weight takes much less than the gradient itself (adapters, nanoengine).
+
 On a GPU the product is cuBLAS's, which chooses its algorithm by the number of rows. Where the two
 engines have to agree to the bit there too, `batch_invariant=True` asks for a Triton kernel instead
 (`triton/batch_invariant.py`): one tile and one order of the sum for every number of rows, for the
@@ -158,7 +161,10 @@ class _Linear(torch.autograd.Function):
         multiply = multiply_batch_invariant if ctx.on_triton else matmul_rows
         dx = multiply(dy_TO, weight) if needs_x else None
         late, dw = getattr(weight, "late_grads", None), None
-        if late is not None and needs_w:
+        take = getattr(weight, "take_grad", None)
+        if take is not None and needs_w:
+            take(dy_TO, x_TI)
+        elif late is not None and needs_w:
             late.append((weight, dy_TO, x_TI))
         elif needs_w:
             dw = accumulate_weight_grad(weight, weight_grad(dy_TO, x_TI))

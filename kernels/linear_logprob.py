@@ -154,7 +154,9 @@ class _LinearLogprob(torch.autograd.Function):
         dhidden = torch.empty_like(hidden)
         main_grad = getattr(weight, "main_grad", None)
         dweight = main_grad if isinstance(main_grad, Tensor) else None
-        if dweight is None:
+        if not ctx.needs_input_grad[1]:
+            dweight = None  # a frozen head: a buffer of its size would be for nothing
+        elif dweight is None:
             dweight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device)
         chunks = _ChunkLogits(hidden, head, ctx.packed, options)
         for lo in range(0, hidden.shape[0], options.chunk_size):
@@ -167,10 +169,11 @@ class _LinearLogprob(torch.autograd.Function):
                 logits, token_ids[rows], lse[rows], h_rows, grads[0], grads[1], options
             )
             dhidden[rows] = matmul_rows(dlogits, head)
-            if ctx.needs_input_grad[1]:
+            if dweight is not None:
                 _add_weight_gradient(dweight, dlogits, h)
-        returns_none = dweight is main_grad or not ctx.needs_input_grad[1]
-        return dhidden, None if returns_none else dweight.to(weight.dtype), None, None, None
+        if dweight is None or dweight is main_grad:
+            return dhidden, None, None, None, None
+        return dhidden, dweight.to(weight.dtype), None, None, None
 
 
 class _ChunkLogits:

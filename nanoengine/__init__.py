@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from nanoengine.build import SplitConfig, build_engine, build_value_engine, check_layout
     from nanoengine.config import EngineConfig
     from nanoengine.engine import Engine
+    from nanoengine.lora_adapter import LoraAdapter, LoraBase
+    from nanoengine.lora_engine import LoraEngine
     from nanoengine.model.config import ModelConfig
     from nanoengine.model.hf import load_model, save_model
+    from nanoengine.model.lora import LoraConfig
     from nanoengine.model.tokenizer import ChatTokenizer
     from nanoengine.model.transformer import Transformer
     from nanoengine.optim import AdamW, AdamWConfig
@@ -39,6 +42,10 @@ _HOMES = {
     "Engine": "engine",
     "EngineConfig": "config",
     "Layout": "parallel.mesh",
+    "LoraAdapter": "lora_adapter",
+    "LoraBase": "lora_adapter",
+    "LoraConfig": "model.lora",
+    "LoraEngine": "lora_engine",
     "Mesh": "parallel.mesh",
     "MicroBatch": "packing",
     "ModelConfig": "model.config",

@@ -125,14 +125,7 @@ class Engine:
         self.version = 0
         self.last_logps: list[Tensor] = []  # of the last train_step, before its update
         dtype = DTYPES[config.dtype]
-        self.optimizer = AdamW(
-            self.models,
-            config,
-            mesh,
-            zero=config.zero,
-            dtype=dtype,
-            bucket_bytes=config.bucket_bytes,
-        )
+        self.optimizer = self._make_optimizer(dtype)
         wide = torch.promote_types(dtype, torch.float32)
         for part in self.models:
             for buffer in part.buffers():  # rope tables: as wide as the masters
@@ -147,6 +140,17 @@ class Engine:
             activation_checkpointing=config.activation_checkpointing,
         )
         self._refresh()
+
+    def _make_optimizer(self, dtype: torch.dtype) -> AdamW:
+        """The optimizer of all that is trained; it converts the models to `dtype`."""
+        return AdamW(
+            self.models,
+            self.config,
+            self.mesh,
+            zero=self.config.zero,
+            dtype=dtype,
+            bucket_bytes=self.config.bucket_bytes,
+        )
 
     def restart(self, config: EngineConfig) -> None:
         """Another phase of training on the same weights: its own schedule, version 0, no momentum
@@ -259,11 +263,34 @@ class Engine:
                 f"weight_fn gave {weight}: must be positive; a batch without any counted token "
                 "cannot be trained on, drop it"
             )
+        self.optimizer.zero_grad()
+        loss, stats = self.forward_backward(
+            samples, loss_fn, weight, temperature=temperature, entropy=entropy
+        )
+        if not math.isfinite(loss):
+            raise NonFiniteLoss(self._explain(f"the loss is {loss}"))
+        return {"loss": loss, **self.update(), **stats}
+
+    def forward_backward(
+        self,
+        samples: Sequence[Sample],
+        loss_fn: LossFn,
+        weight: float = 1.0,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> tuple[float, dict[str, float]]:
+        """The first half of a step: add the gradient of the loss over `weight`, the same on all
+        ranks, to what `optimizer.zero_grad` left. Returns the loss and the sums of statistics, over
+        all ranks."""
         loss, stats = self._accumulate_gradients(samples, loss_fn, weight, temperature, entropy)
         if self.mesh.size(DATA_AXES) > 1:
             loss, stats = self._sum_over_ranks(loss, stats)
-        if not math.isfinite(loss):
-            raise NonFiniteLoss(self._explain(f"the loss is {loss}"))
+        return loss, stats
+
+    def update(self) -> dict[str, float]:
+        """The second half of a step: clip, update, bring every copy of the weights up to date.
+        Returns grad_norm (before clipping) and lr. Raises NonFiniteLoss as `train_step` does."""
         grad_norm = self.optimizer.grad_norm()
         if not math.isfinite(grad_norm):
             raise NonFiniteLoss(self._explain(f"the gradient norm is {grad_norm}"))
@@ -271,7 +298,7 @@ class Engine:
         self.optimizer.step(grad_norm)
         self._refresh()
         self.version += 1
-        return {"loss": loss, "grad_norm": grad_norm, "lr": lr, **stats}
+        return {"grad_norm": grad_norm, "lr": lr}
 
     def _accumulate_gradients(
         self,
@@ -281,7 +308,6 @@ class Engine:
         temperature: float,
         entropy: bool,
     ) -> tuple[float, dict[str, float]]:
-        self.optimizer.zero_grad()
         losses: list[Tensor] = []
         logps: list[Tensor] = []
         sums_of: list[Mapping[str, Tensor | float]] = []

@@ -42,13 +42,15 @@ class Sample:
     ... )
 
     `fields` are per-token numbers (advantages, rollout logps, ...), aligned with `tokens`.
-    `group` names samples that may share the forward pass of their common leading tokens.
+    `group` names samples that may share the forward pass of their common leading tokens. `targets`,
+    where given, are scored in place of `tokens`: at t the token `targets[t]`.
     """
 
     tokens: list[int]
     loss_mask: list[int]
     fields: dict[str, list[float]] = field(default_factory=dict)
     group: str | None = None
+    targets: list[int] | None = None
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
@@ -56,6 +58,8 @@ class Sample:
             raise ValueError(f"a sample has {n} token(s): it needs at least 2 (one is predicted)")
         if len(self.loss_mask) != n:
             raise ValueError(f"loss_mask has {len(self.loss_mask)} entries for {n} tokens")
+        if self.targets is not None and len(self.targets) != n:
+            raise ValueError(f"targets has {len(self.targets)} entries for {n} tokens")
         if self.loss_mask[0]:
             raise ValueError("loss_mask[0] is set: the first token has nothing to predict it from")
         for name, values in self.fields.items():
@@ -223,7 +227,7 @@ def _pack(samples: Sequence[Sample], trees: list[_Tree]) -> MicroBatch:
         return torch.tensor(flat, dtype=torch.float32)
 
     loss_mask_T = per_prediction([s.loss_mask for s in samples])
-    target_ids = [token for i in index for token in samples[i].tokens[1:]]
+    target_ids = [token for i in index for token in (samples[i].targets or samples[i].tokens)[1:]]
     counted_P = loss_mask_T.nonzero().squeeze(1)
     has_tree = any(len(tree.members) > 1 for tree in trees)
     scored_Q, copy_of_P = _distinct(counted_P, rows, target_ids) if has_tree else (None, None)

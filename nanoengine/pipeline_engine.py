@@ -117,7 +117,6 @@ class PipelineEngine(Engine):
         entropy: bool,
     ) -> tuple[float, dict[str, float]]:
         optimizer = self.optimizer
-        optimizer.zero_grad()
         micros = self._passes(samples)
         logps = zeros_like_tokens(samples)
         losses: list[float] = []

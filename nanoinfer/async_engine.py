@@ -16,12 +16,14 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as Ids
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from nanoengine.model.device import worker_thread
+from nanoengine.model.lora import Adapter
 from nanoinfer.cancellation import to_the_end
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import Output, SamplingParams
@@ -170,6 +172,18 @@ class AsyncEngine:
         async with self._between_steps:
             update = partial(self.engine.update_weights, is_finite=is_finite)
             await self._call(update, state, version)
+
+    async def load_adapter(self, name: str, source: str | Path | Adapter) -> None:
+        """`LLMEngine.load_adapter` between two steps."""
+        self._bind()
+        async with self._between_steps:
+            await self._call(self.engine.load_adapter, name, source)
+
+    async def unload_adapter(self, name: str) -> None:
+        """`LLMEngine.unload_adapter` between two steps."""
+        self._bind()
+        async with self._between_steps:
+            await self._call(self.engine.unload_adapter, name)
 
     def metrics(self) -> dict[str, float]:
         return self.engine.metrics()

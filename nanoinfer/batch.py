@@ -9,7 +9,7 @@ Legend: T tokens of the step, S sequences of the step.
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
@@ -49,6 +49,7 @@ class StepInput:
     scored: Scored | None = None
     static: StaticRows | None = None
     drawing: DeviceSampling | None = None
+    adapter_rows: dict[str, Tensor] = field(default_factory=dict)  # in T, of each adapter
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ class Batch:
             sampled=None if len(sampled) == ends[-1] else torch.from_numpy(sampled),
             sampling=self._sampling([step.seqs[i] for i in of_seq[sampled]], positions[sampled]),
             scored=_scored(step),
+            adapter_rows=_adapter_rows(step, of_seq),
         )
 
     def _refresh(self, seq: Sequence) -> None:
@@ -164,6 +166,19 @@ def _new_ids(step: Step) -> Rows[int]:
             ids += seq.ids[seq.num_computed_tokens : seq.num_computed_tokens + num_new]
             ids += seq.drafts
     return ids
+
+
+def _adapter_rows(step: Step, of_seq: np.ndarray) -> dict[str, Tensor]:
+    """The rows of each adapter in the step; `of_seq` has the sequence of each row."""
+    names = [seq.params.adapter for seq in step.seqs]
+    if not any(names):
+        return {}
+    of_row = np.array(names)[of_seq]
+    return {
+        name: torch.from_numpy(np.flatnonzero(of_row == name))
+        for name in dict.fromkeys(names)
+        if name
+    }
 
 
 def _scored(step: Step) -> Scored | None:

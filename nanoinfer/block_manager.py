@@ -8,7 +8,8 @@ block is never written again, so no write can reach a neighbour (copy on write, 
 
 A block nobody refers to keeps its content and its digest until it is needed: blocks without
 reusable content go first, then the one released longest ago. The chain starts from a salt, the
-policy version: after a weight update no old block can match, and `flush` forgets them all.
+policy version: after a weight update no old block can match, and `flush` forgets them all. A
+request with an adapter starts from the salt of that (`Sequence.adapter_key`).
 
 Left out: moving blocks to other memory, sharing between engines.
 """
@@ -109,20 +110,27 @@ class BlockManager:
 
     def digests(self, seq: Sequence, num_blocks: int) -> list[bytes]:
         """Chained digests of the first `num_blocks` blocks of `seq.ids`, all of them full."""
-        if seq.salt != self._salt:
-            seq.salt, seq.digests = self._salt, []
+        root = self._root(seq)
+        if seq.salt != root:
+            seq.salt, seq.digests = root, []
         for i in range(len(seq.digests), num_blocks):
             lo = i * self.block_size
-            parent = seq.digests[-1] if seq.digests else self._salt
+            parent = seq.digests[-1] if seq.digests else root
             seq.digests.append(_digest(parent, seq.ids[lo : lo + self.block_size]))
         return seq.digests[:num_blocks]
+
+    def _root(self, seq: Sequence) -> bytes:
+        """The start of the chain: one for each policy version and adapter."""
+        if not seq.adapter_key:
+            return self._salt
+        return hashlib.blake2b(self._salt + seq.adapter_key, digest_size=16).digest()
 
     def prompt_keys(self, seq: Sequence) -> list[bytes]:
         """Digests of all blocks that a prefill of `seq.ids` computes, the last of them not full."""
         num_full, rest = divmod(len(seq.ids), self.block_size)
         keys = self.digests(seq, num_full)
         if rest:
-            parent = keys[-1] if keys else self._salt
+            parent = keys[-1] if keys else self._root(seq)
             keys = [*keys, _digest(parent, seq.ids[-rest:])]
         return keys
 
@@ -141,7 +149,7 @@ class BlockManager:
                 break
             table.append(block_id)
         start = len(table) * self.block_size
-        parent = digests[len(table) - 1] if table else self._salt
+        parent = digests[len(table) - 1] if table else self._root(seq)
         rest = tuple(seq.ids[start : min(start + self.block_size, limit)])
         copy_from, num_copied = self._best_sibling(parent, rest)
         return Match(table, copy_from, num_copied)
@@ -167,7 +175,7 @@ class BlockManager:
         digests = self.digests(seq, seq.num_computed_tokens // size)
         for i in range(seq.num_committed_tokens // size, self.blocks_for(seq.num_computed_tokens)):
             token_ids = tuple(seq.ids[i * size : min((i + 1) * size, seq.num_computed_tokens)])
-            parent = digests[i - 1] if i else self._salt
+            parent = digests[i - 1] if i else self._root(seq)
             digest = digests[i] if i < len(digests) else None
             self._register(self._blocks[seq.block_table[i]], parent, token_ids, digest)
         seq.num_committed_tokens = seq.num_computed_tokens

@@ -23,14 +23,17 @@ import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Ids
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from torch import Tensor
 
 from kernels.checksum import all_finite
 from nanoengine.model.device import release_memory
 from nanoengine.model.hf import load_state
+from nanoengine.model.lora import Adapter
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.model.transformer import Transformer
+from nanoinfer.adapters import AdapterPool
 from nanoinfer.batch import Batch
 from nanoinfer.block_manager import BlockManager
 from nanoinfer.config import InferConfig
@@ -76,7 +79,8 @@ class LLMEngine:
         drafter = Drafter(config.speculate, config.speculate_free_rows, config.speculate_siblings)
         sizes = (config.max_batch_tokens, config.max_num_seqs)
         self._scheduler = BatchScheduler(self._blocks, *sizes, drafter)
-        self._runner = make_runner(model, config, num_blocks)
+        self._adapters = AdapterPool(model)
+        self._runner = make_runner(model, config, num_blocks, self._adapters)
         longest = self._runner.cache.blocks_per_seq
         self._batch = Batch(config.max_num_seqs, longest, config.block_size)
         self._sequences: dict[int, Sequence] = {}
@@ -112,6 +116,7 @@ class LLMEngine:
         self, ids: Ids[int], params: SamplingParams, priority: int, sampled: Output | None
     ) -> Sequence:
         seq = Sequence(self._next_handle, _integers(ids), params, self._eos_ids, priority)
+        seq.adapter_key = self._adapters.key(params.adapter)
         if params.is_edited:
             matcher = self._grammar_compiler().matcher(params.grammar) if params.grammar else None
             seq.edits = LogitEdits(seq.ids, seq.num_prompt, params, matcher)
@@ -250,6 +255,38 @@ class LLMEngine:
         self._start_version(version)
         self._metrics.update_s += time.perf_counter() - start
 
+    # -- adapters --------------------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> list[str]:
+        """The names that `SamplingParams.adapter` may give."""
+        return self._adapters.names
+
+    def load_adapter(self, name: str, source: str | Path | Adapter) -> None:
+        """Serve a LoRA adapter under `name`: a folder in PEFT's format, or tensors as
+        `LoraAdapter.changes` gives them, which are copied. A name that is taken stands for the new
+        one from now on, also for its requests in flight, whose cache is computed again; no other
+        request notices. `ValueError` for one that does not fit, and then nothing changes."""
+        pool = self._adapters
+        mine = [seq for seq in self._sequences.values() if seq.params.adapter == name]
+        pool.load(name, source)
+        self._scheduler.restart(mine)
+        for seq in mine:
+            seq.adapter_key = pool.key(name)
+            seq.prompt_logps.clear()  # the old version's scores
+            seq.prompt_top_logps.clear()
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. `ValueError` if there is none of that name, or a request in flight
+        still needs it."""
+        self._adapters.check(name)
+        count = sum(seq.params.adapter == name for seq in self._sequences.values())
+        if name and count:
+            raise ValueError(
+                f"adapter={name!r}: {count} requests in flight use it; let them end or abort them"
+            )
+        self._adapters.unload(name)
+
     def _start_version(self, version: int) -> None:
         self._scheduler.restart_all()
         for seq in self._sequences.values():
@@ -315,6 +352,7 @@ class LLMEngine:
             )
 
     def _check_params(self, params: SamplingParams) -> None:
+        self._adapters.check(params.adapter)
         params.check_ids(self.model.config.vocab_size)
         if params.wants_text:
             self._need_tokenizer("stop or detokenize")

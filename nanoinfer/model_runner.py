@@ -5,7 +5,7 @@ hidden states:
 * on a CPU one call of C++ (`kernels/cpp/decoder.h`) runs a transcript of it, held to the same bits
   by `tests/nanoinfer/test_native_decoder.py`; `make_decoder` says for which models;
 * on a GPU a step in which every sequence decodes replays a CUDA graph of it (cuda_graph.py);
-* everything else calls it.
+* everything else calls it, steps with LoRA adapters (adapters.py) among them.
 
 Only the tokens that are the last of their sequence, and drafts, go through the output head.
 Where the model is split over tensor-parallel ranks, all run the same step and each has all logits.
@@ -29,6 +29,7 @@ from nanoengine.model.layers import DecoderLayer
 from nanoengine.model.linear import embed
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.tensor_parallel import TensorParallel, vocab_parallel_logprob
+from nanoinfer.adapters import AdapterPool
 from nanoinfer.batch import Scored, StepInput
 from nanoinfer.config import InferConfig
 from nanoinfer.cuda_graph import CudaCapture, StaticDecode, can_capture
@@ -60,8 +61,9 @@ class RunnerOutput:
 
 class ModelRunner:
     """The model and its cache. `lm_head_fp32` computes logits in fp32 from a bf16 model, as a
-    trainer with `logits_dtype=torch.float32` does; `decode` takes the steps that fit it, and
-    `calibration_ids` choose the scales of an fp8 cache."""
+    trainer with `logits_dtype=torch.float32` does; `decode` takes the steps that fit it,
+    `calibration_ids` choose the scales of an fp8 cache, and `adapters` are those that steps name.
+    """
 
     def __init__(
         self,
@@ -70,9 +72,11 @@ class ModelRunner:
         lm_head_fp32: bool = False,
         decode: StaticDecode | None = None,
         calibration_ids: Sequence[int] = (),
+        adapters: AdapterPool | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
+        self.adapters = AdapterPool(model) if adapters is None else adapters
         self.decode = decode
         self._is_invariant = model.batch_invariant
         self._wants_fp32_head = lm_head_fp32 and model.dtype != torch.float32
@@ -133,7 +137,7 @@ class ModelRunner:
 
     def _sent(self, step: StepInput) -> StepInput:
         """The step on the model's device, with what only some devices need."""
-        if self.decode is not None:
+        if self.decode is not None and not step.adapter_rows:
             step = replace(step, static=self.decode.padded(step))
         if self.model.device.type != "cpu":
             vocab = self.model.config.vocab_size
@@ -146,6 +150,10 @@ class ModelRunner:
             return self.decode.run(step.static, len(step.seq_lens))
         context = PagedContext.of_step(self.cache, step, batch_invariant=self._is_invariant)
         ids_T, positions_T = step.ids_T, step.positions_T
+        if step.adapter_rows:
+            with self.adapters.applied(step.adapter_rows):
+                adapted_TE: Tensor = self.model(ids_T, positions_T, context)
+            return adapted_TE
         if self._decoder is not None and context.native is not None:
             rope = (self.model.rope_cos[positions_T], self.model.rope_sin[positions_T])
             x_TE = embed(ids_T, self.model.embedding)
@@ -258,7 +266,9 @@ def count_blocks(model: Transformer, config: InferConfig) -> int:
     return KVCache.blocks_in(config.cache_bytes, model.config, config.block_size, dtype, tp=tp)
 
 
-def make_runner(model: Transformer, config: InferConfig, num_blocks: int) -> ModelRunner:
+def make_runner(
+    model: Transformer, config: InferConfig, num_blocks: int, adapters: AdapterPool | None = None
+) -> ModelRunner:
     """The runner of an engine: a cache of that many blocks and, where decode steps can be graphs,
     one block more for their rows of padding."""
     model.batch_invariant = model.batch_invariant or config.deterministic
@@ -280,7 +290,8 @@ def make_runner(model: Transformer, config: InferConfig, num_blocks: int) -> Mod
     if is_static:
         capture = CudaCapture(model.device)
         decode = StaticDecode(model, cache, config.max_num_seqs, capture)
-    return ModelRunner(model, cache, config.lm_head_fp32, decode, config.kv_calibration_ids)
+    calibration = config.kv_calibration_ids
+    return ModelRunner(model, cache, config.lm_head_fp32, decode, calibration, adapters)
 
 
 def make_decoder(model: Transformer, cache: KVCache) -> Decoder | None:

@@ -74,6 +74,7 @@ class SamplingParams:
     top_logps: int = 0  # so many likeliest tokens are reported at each position
     prompt_logps: bool = False  # score the prompt too; it is then never taken from the cache
     logps_mode: LogpsMode = "tempered"  # what a trainer needs; "raw" reports those of temperature 1
+    adapter: str = ""  # a LoRA adapter that the engine has loaded; empty: the model alone
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "top_k", "seed", "n", "top_logps"):

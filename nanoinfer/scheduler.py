@@ -18,6 +18,7 @@ Left out: fairness between users, deadlines.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from nanoinfer.block_manager import BlockManager, Match
@@ -252,7 +253,11 @@ class BatchScheduler:
 
     def restart_all(self) -> None:
         """Send every running sequence back to the queue (the weights changed, or a step failed)."""
-        for seq in list(self.running):
+        self.restart(self.running)
+
+    def restart(self, sequences: Iterable[Sequence]) -> None:
+        """Send these sequences back to the queue, those of them that run."""
+        for seq in [seq for seq in sequences if seq.row >= 0]:
             self._stop(seq)
             insort(self.waiting, seq, key=_by_rank)
 

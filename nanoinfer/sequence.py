@@ -21,6 +21,7 @@ class Sequence:
     admission."""
 
     __slots__ = (
+        "adapter_key",
         "block_table",
         "digests",
         "drafts",
@@ -79,6 +80,7 @@ class Sequence:
         self.num_cached_tokens: int | None = (
             None  # prompt tokens found in the cache at first admission
         )
+        self.adapter_key = b""  # tells its adapter's cache from others'; set by the engine
         self.salt = b""  # what `digests` were chained from
         self.digests: list[bytes] = []  # of the leading full blocks of `ids`
         self.forget_cache()

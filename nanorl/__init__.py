@@ -29,7 +29,8 @@ bounds.py, colocation.py   what a number may be; two engines on one GPU
 Around it: algorithms/ (advantages and losses), agents/ (one rollout), envs/ (what answers the
 agent), tools/ and parsers/ (what it may call, and how calls are written), sandbox/ (where programs
 run), hosting/ (where a user's code runs), tasks/, rewards/, report/, trackers/, weights/ (how they
-reach engines in other processes) and monitor/ (who looks on).
+reach engines in other processes), monitor/ (who looks on) and trajectories/ (rollouts in formats of
+other tools).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nanorl.api import TrainedRun, evaluate, train
+    from nanorl.api import TrainedRun, evaluate, export, train
     from nanorl.envs.env import Env, final_answer, last_number
     from nanorl.parsers.base import ToolCall
     from nanorl.rehearsal import Rehearsal, rehearse
@@ -75,6 +76,7 @@ _HOMES = {
     "bash": "nanorl.tools.workspace:bash",
     "edit": "nanorl.tools.workspace:edit",
     "evaluate": "nanorl.api:evaluate",
+    "export": "nanorl.api:export",
     "final_answer": "nanorl.envs.env:final_answer",
     "last_number": "nanorl.envs.env:last_number",
     "mcp_tools": "nanorl.tools.mcp:mcp_tools",
@@ -106,6 +108,7 @@ __all__ = [
     "bash",
     "edit",
     "evaluate",
+    "export",
     "final_answer",
     "last_number",
     "mcp_tools",

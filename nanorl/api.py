@@ -20,7 +20,7 @@ import threading
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from nanorl.config import RunConfig, flatten
 from nanorl.continuation import check_resume, read_config
@@ -30,6 +30,7 @@ from nanorl.presets import PRESETS
 
 if TYPE_CHECKING:
     from nanorl.report.evaluation import Evaluation
+    from nanorl.trajectories.export import Exported
 
 _FIRST = ("algorithm", "out", "seed", "fork", "env", "env_args", "config")
 """Options on which the defaults of others depend: they are read before those."""
@@ -117,6 +118,23 @@ def evaluate(
         )
     chosen = EvalOptions(model=str(model), num_tasks=num_tasks, k=k, **given)
     return evaluation_of(chosen, env=env, run_to_end=run_to_end)[0]
+
+
+def export(run: Path | str, to: str, **options: Any) -> Exported:
+    """Write the stored rollouts of a run, as `nanorl export` does.
+
+    `to` is "jsonl", "parquet", "atif" or "otel"; `options` are the others of that command, as
+    `out="good.jsonl", min_reward=1.0`. ValueError where something is wrong with them, or where the
+    run has no such rollouts.
+    """
+    from nanorl.trajectories.export import ExportOptions, export_rollouts
+
+    names = [field.name for field in dataclasses.fields(ExportOptions)]
+    if unknown := sorted(options.keys() - set(names)):
+        raise ValueError(f"export: no option is called {unknown[0]}; there are {', '.join(names)}")
+    if options.get("out") is not None:
+        options["out"] = Path(options["out"])
+    return export_rollouts(ExportOptions(run=Path(run), to=cast(Any, to), **options))
 
 
 def configured(model: str, env: Any, options: Mapping[str, Any]) -> tuple[RunConfig, Any]:

@@ -35,7 +35,11 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "compare": Verb("nanorl.commands.compare:compare", "which is better, task by task"),
         "chat": Verb("nanorl.commands.chat:chat", "talk to the agent of a run, its tools running"),
         "view": Verb("nanorl.commands.view:view", "read the rollouts of a run"),
+        "export": Verb("nanorl.commands.export:export", "rollouts as JSONL, parquet, ATIF, spans"),
         "serve": Verb("nanorl.commands.serve:serve", "serve a run's model over HTTP, with a page"),
+        "serve-training": Verb(
+            "nanorl.commands.serve_training:serve_training", "train for clients of the Tinker API"
+        ),
         "serve-env": Verb("nanorl.commands.serve_env:serve_env", "play an environment over HTTP"),
         "status": Verb("nanorl.commands.live:status", "what a run does and how its roles are"),
         "scale": Verb("nanorl.commands.live:scale", "change the replicas of a run that goes on"),
@@ -76,7 +80,7 @@ def _mendable_errors() -> tuple[type[RuntimeError], ...]:
 
 def usage() -> str:
     """The verbs, a line each."""
-    lines = (f"  {name:<9} {verb.summary}" for name, verb in VERBS.items())
+    lines = (f"  {name:<14} {verb.summary}" for name, verb in VERBS.items())
     return "\n".join(["usage: nanorl VERB [options]; nanorl VERB --help says more", "", *lines])
 
 

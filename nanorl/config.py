@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from nanoengine.build import LayoutConfig
 from nanoengine.config import ComputeConfig
+from nanoengine.model.lora import LoraConfig
 from nanoengine.optim import Schedule, UpdateConfig
 from nanoinfer.config import Quantization, StepSizes
 from nanorl.agents.tokens import Limits
@@ -176,10 +177,15 @@ class AgentConfig(Limits):
     max_context_tokens: int = 512
     max_observation_tokens: int = 64
     loop: str = ""
-    """Who decides when the policy speaks: tool, single_turn, feedback, compact, sub_agents, or
-    yours as file.py:loop; --agent for short. Empty: the environment's own."""
+    """Who decides when the policy speaks: tool, single_turn, feedback, compact, sub_agents,
+    command, or yours as file.py:loop; --agent for short. Empty: the environment's own."""
     loop_args: tuple[str, ...] = ()
     """Its options, as name=value; --agent-args for short."""
+    command: str = ""
+    """The program that plays with --agent command: "python mine.py"."""
+    host: str = "127.0.0.1"
+    """Where agents that call the policy through an API reach it: this machine alone, or 0.0.0.0 for
+    others too. Every episode has a key of its own."""
     template_args: tuple[str, ...] = ()
     """Variables of the model's chat template, as enable_thinking=false of Qwen3's."""
     deadline_s: float = 3600.0
@@ -203,6 +209,11 @@ class AgentConfig(Limits):
             self.max_context_tokens,
             f"larger than agent.max-turn-tokens={self.max_turn_tokens}",
         )
+        if self.command and self.loop not in ("", "command"):
+            raise ValueError(
+                f"--agent.command {self.command!r} with --agent {self.loop}: only --agent command "
+                "runs a program; leave one of them out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,6 +295,26 @@ class EngineLimits(ComputeConfig, StepSizes):
             self.max_batch_tokens,
             f"at least engine.max-num-seqs={self.max_num_seqs}: a step gives each one a token",
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraOptions(LoraConfig):
+    """The adapter that the run trains, warm start and RL, in place of the model's weights."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_record(
+            self, "lora.", rank=Bound(0, 1 << 16, "a full matrix has no more"), alpha=POSITIVE
+        )
+        unread = [one.name for one in dataclasses.fields(self) if self._differs(one)]
+        if self.rank == 0 and unread:
+            raise ValueError(
+                f"--lora.{unread[0]} {getattr(self, unread[0])}: there is no adapter; set "
+                "--lora.rank too"
+            )
+
+    def _differs(self, one: dataclasses.Field[Any]) -> bool:
+        return bool(getattr(self, one.name) != one.default)
 
 
 BackendName = Literal["inline", "local", "ray"]
@@ -425,6 +456,7 @@ class RunConfig:
     """Where downloaded and converted models are kept."""
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     rl: RLConfig = field(default_factory=RLConfig)
+    lora: LoraOptions = field(default_factory=LoraOptions)
     agent: AgentConfig = field(default_factory=AgentConfig)
     tool: ToolConfig = field(default_factory=ToolConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -456,6 +488,12 @@ class RunConfig:
         if self.engine.quantization != "none":
             self._check_quantization()
         self._check_processes()
+        if self.lora.rank and self.cluster.backend != "inline":
+            raise ValueError(
+                f"--lora.rank {self.lora.rank} with --cluster.backend {self.cluster.backend}: an "
+                "adapter is trained in one process; leave the backend inline, or train all weights "
+                "(--lora.rank 0)"
+            )
         buffer, most = self.rl.algorithm.overlong_buffer, self.agent.max_context_tokens
         if buffer > most:
             raise ValueError(

@@ -18,6 +18,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.engine import require_deterministic_cublas
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.device import resolve_device
+from nanoengine.model.lora import choose_targets
 from nanoengine.model.sources import SMOLLM2, resolve_model
 from nanoengine.model.transformer import Transformer
 from nanoengine.optim import UpdateConfig
@@ -65,6 +66,7 @@ class Parts:
         self.folder = model_folder(config)
         self.shape = ModelConfig.from_folder(self.folder)
         check_positions(config, self.shape)
+        check_lora(config, self.shape)
         check_reference(config, self.shape.vocab_size)
         self.tokenizer = run_tokenizer(config, self.folder)
         self.config = sized(config, self.shape, self.device)
@@ -151,6 +153,15 @@ def check_positions(config: RunConfig, model: ModelConfig) -> None:
             f"--agent.max-context-tokens {wanted}: must be at most {most}, the positions that this "
             "model knows (max_position_embeddings)"
         )
+
+
+def check_lora(config: RunConfig, model: ModelConfig) -> None:
+    """`ValueError` for targets of an adapter that the model does not have."""
+    if config.lora.rank:
+        try:
+            choose_targets(Transformer(model, device="meta"), config.lora.targets)
+        except ValueError as error:
+            raise ValueError(f"--lora.{error}") from None
 
 
 def check_loops(config: RunConfig, kind: EnvKind, tasks: Tasks) -> None:

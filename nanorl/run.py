@@ -164,6 +164,9 @@ class Run:
     async def _write_model(self) -> None:
         target = self.dir / "model-trained"
         await self._train(self.roles.engine.write_model, target, self.parts.folder)
+        if self.config.lora.rank:
+            base = self.config.model or str(self.parts.folder.resolve())
+            await self._train(self.roles.engine.write_adapter, self.dir / "adapter-trained", base)
 
     def _count_loss(self, lost: TrainerLost) -> None:
         """Ends the run where the trainer dies again and again without getting any further."""

@@ -17,10 +17,13 @@ from pathlib import Path
 import torch
 
 from nanoengine.config import DTYPES
+from nanoengine.lora_adapter import LoraAdapter, LoraBase
 from nanoengine.model.hf import load_model, save_model
 from nanoengine.model.sources import resolve_model
+from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.state.checkpoint import latest_checkpoint, open_checkpoint
 from nanorl.config import RunConfig
+from nanorl.envs.run_kind import run_tokenizer
 from nanorl.parts import model_folder
 
 
@@ -51,9 +54,10 @@ class SavedModels:
         if not self.is_checkpoint:
             yield self.place
             return
+        assert self.run is not None, "a model that is no run's has no checkpoint"
         with tempfile.TemporaryDirectory(prefix="nanorl-model-") as scratch:
             folder = Path(scratch) / "model"
-            _export(self.place, self.base(), folder, self.dtype)
+            _export(self.place, self.base(), folder, self.run)
             yield folder
 
     def base(self) -> Path:
@@ -96,6 +100,13 @@ def read_run(folder: Path) -> RunConfig:
     return replace(RunConfig.from_json(options), out=folder, resume=True)
 
 
+def read_tokenizer(folder: Path) -> ChatTokenizer:
+    """The tokenizer of a run's model, as the run has it. `ValueError` if the folder is no run's."""
+    config = read_run(folder)
+    trained = folder / "model-trained"
+    return run_tokenizer(config, trained if trained.is_dir() else model_folder(config))
+
+
 def _options(folder: Path) -> dict[str, object] | None:
     """The options of a run, None of any other folder: a model's config.json knows no preset."""
     file = folder / "config.json"
@@ -108,12 +119,15 @@ def _options(folder: Path) -> dict[str, object] | None:
     return data if isinstance(data, dict) and "preset" in data else None
 
 
-def _export(checkpoint: Path, base: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Write the master weights of a checkpoint, rounded to `dtype` as in model-trained, around the
-    configuration and tokenizer of `base`."""
+def _export(checkpoint: Path, base: Path, folder: Path, run: RunConfig) -> None:
+    """Write the weights of a run's checkpoint in the run's dtype, as in model-trained, around the
+    configuration and tokenizer of `base`: rounded masters, or `base` with the adapter merged."""
     saved = open_checkpoint(checkpoint)
-    model = load_model(base, dtype)
+    model = load_model(base, DTYPES[run.dtype])
+    adapter = LoraAdapter(LoraBase(model), run.lora) if run.lora.rank else None
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in (adapter or model).named_parameters():
             parameter.copy_(saved.read(f"master.{name}"))
+    if adapter is not None:
+        adapter.activate()
     save_model(model, folder, base)

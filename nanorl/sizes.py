@@ -27,6 +27,7 @@ from nanoengine.footprint import (
 )
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.device import free_bytes
+from nanoengine.model.lora import adaptable, choose_targets
 from nanoengine.model.transformer import Transformer
 from nanoinfer.kv_cache import KVCache
 from nanoinfer.sizes import GPU_BATCH_TOKENS, GPU_NUM_SEQS, step_bytes
@@ -100,9 +101,21 @@ def resident_bytes(config: RunConfig, shape: ModelConfig) -> float:
     weights = num_params * WIDTH[config.dtype]
     training = weights + num_params * WIDTH["fp32"] * (4 if config.dtype == "bf16" else 3)
     spec = config.rl.algorithm
-    total = training + weights
+    trainer = lora_bytes(config, model) if config.lora.rank else training
+    total = trainer + weights
     total += training if spec.needs_critic else 0
     return total + (weights if spec.needs_reference else 0)
+
+
+def lora_bytes(config: RunConfig, model: Transformer) -> float:
+    """Add up what stays of a trainer of an adapter: the weights, the adapted ones frozen once more,
+    and master, gradient and moments of A and B."""
+    places = adaptable(model)
+    shapes = [places[name].weight.shape for name in choose_targets(model, config.lora.targets)]
+    frozen = sum(shape.numel() for shape in shapes)
+    factors = config.lora.rank * sum(sum(shape) for shape in shapes)
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    return (weights + frozen) * WIDTH[config.dtype] + 4 * factors * WIDTH["fp32"]
 
 
 def activation_bytes(config: RunConfig, shape: ModelConfig, num_tokens: int) -> float:

@@ -172,8 +172,8 @@ class Branch:
 
     @property
     def title(self) -> str:
-        """What it is beside the rollout's own sequence, for people."""
-        return "before the history was compacted" if self.is_history else "a sub-agent"
+        """What it is to the rollout's own sequence, for people; beside it are sub-agents and forks."""
+        return "before the history was compacted" if self.is_history else "a conversation beside"
 
     @property
     def version(self) -> int:
@@ -225,7 +225,7 @@ class Rollout:
     metrics: dict[str, float] = field(default_factory=dict)
     branches: list[Branch] = field(default_factory=list)
     error: str = ""
-    """Why it FAILED."""
+    """Why it FAILED, or why an agent of the user's broke down in it."""
 
     def __post_init__(self) -> None:
         assert self.sequences, "each has checked its lists"

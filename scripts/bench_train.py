@@ -8,6 +8,11 @@ Rows:
     tree-vs-rows           the same on 8 rollouts with 4 forks each, 32 sequences: as a tree, whose
                            every distinct token is forwarded once; the peer is our own engine with
                            separate rows, the bound its speed times how much less arithmetic it is
+    lora-step              the same on 4 sequences of 256 tokens with an adapter of rank 16 on every
+                           linear layer in place of the weights, by processor time; the peer is our
+                           own engine that trains all weights
+    lora-memory            bytes of what a trainer keeps between steps: weights, masters, moments
+                           and gradients, in GB; the peer is the same
     bubble-*               idle share of 4 pipeline processes, 8 micro-batches, sleep as compute;
                            the bound is the closed form (schedules.py)
     export-inproc          GB/s from one model into another by the resharding plan; the bound is
@@ -51,6 +56,7 @@ import train_workload as workload
 ROWS = {"even": "step-vs-transformers", "ragged": "step-ragged-packed"}
 BUBBLES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb_h1": 1}
 RANKS, MICROS = 4, 8
+RANK = 16  # of the adapter
 TP = 3  # SmolLM2-135M has nine heads
 
 
@@ -76,6 +82,42 @@ def run_train(
         losses.append(engine.train_step(samples, sft_loss, num_loss_tokens)["loss"])
         times.append(time.perf_counter() - begin)
     return {"seconds": min(times[1:]), "loss": losses[0], **peak()}
+
+
+def run_lora(is_full: bool, folder: str, dtype: str, threads: int) -> dict[str, Any]:
+    """A step of an adapter, or of all weights, and what the trainer keeps between two."""
+    import torch
+
+    from nanoengine.config import DTYPES
+    from nanoengine.engine import Engine, EngineConfig
+    from nanoengine.lora_adapter import LoraAdapter, LoraBase
+    from nanoengine.lora_engine import LoraEngine
+    from nanoengine.model.hf import load_model
+    from nanoengine.model.lora import LoraConfig
+    from nanoengine.packing import Sample
+    from nanoengine.sft import num_loss_tokens, sft_loss
+
+    torch.set_num_threads(threads)
+    given: Any = {"dtype": dtype, "lr": 1e-6, "micro_batch_tokens": 1024}
+    config, frozen = EngineConfig(**given), 0
+    if is_full:
+        engine = Engine(load_model(folder), config)
+    else:
+        base = LoraBase(load_model(folder, DTYPES[dtype]))
+        engine = LoraEngine(LoraAdapter(base, LoraConfig(rank=RANK)), config)
+        frozen = sum(base.places[name].weight.nbytes for name in engine.adapter.targets)
+    for step in range(2):  # the first warms up
+        half = plain_batch("even", step)[::2]
+        samples = [Sample(tokens=ids, loss_mask=mask) for ids, mask in half]
+        begin, cpu = time.perf_counter(), time.process_time()
+        loss = engine.train_step(samples, sft_loss, num_loss_tokens)["loss"]
+    taken = {"seconds": time.perf_counter() - begin, "cpu_s": time.process_time() - cpu}
+    optimizer = engine.optimizer
+    kinds = ("grad", "exp_avg", "exp_avg_sq", *["master"] * (not is_full or dtype == "bf16"))
+    trained = sum(x.nbytes for kind in kinds for _, x in optimizer.entries(kind))
+    weights = sum(parameter.nbytes for parameter in engine.model.parameters())
+    kept = {"weights": weights, "frozen": frozen, "optimizer": trained}
+    return {**taken, "loss": loss, "bytes": kept, **peak()}
 
 
 def plain_batch(name: str, step: int) -> list[tuple[list[int], list[int]]]:
@@ -134,6 +176,8 @@ WORKERS = {
     "ragged": partial(run_train, "ragged"),
     "tree": partial(run_train, "tree", share_prefix=True),
     "rows": partial(run_train, "tree"),
+    "lora": partial(run_lora, False),
+    "full": partial(run_lora, True),
     "export": run_export,
     "rate": run_rate,
 }
@@ -300,6 +344,29 @@ def tree_rows(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[s
     ]
 
 
+def lora_rows(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[str, Any]]:
+    """An adapter and all weights, in turns."""
+    command = [sys.executable, __file__, "--worker"]
+    runs: dict[str, list[dict[str, Any]]] = {"lora": [], "full": []}
+    for _ in range(args.runs):
+        for work, found in runs.items():
+            found.append(measure([*command, work, args.model, dtype, str(threads)], threads))
+    seconds = {work: median(run["cpu_s"] for run in found) for work, found in runs.items()}
+    kept = {work: sum(found[0]["bytes"].values()) / 1e9 for work, found in runs.items()}
+    tokens, row = workload.num_tokens("even") // 2, partial(make_row, dtype=dtype, threads=threads)
+    return [
+        row(
+            "lora-step",
+            "tokens/CPU-s",
+            value=tokens / seconds["lora"],
+            peer="full",
+            peer_value=tokens / seconds["full"],
+            runs={"rank": RANK} | runs,
+        ),
+        row("lora-memory", "GB", value=kept["lora"], peer="full", peer_value=kept["full"]),
+    ]
+
+
 def tree_flops(*, is_shared: bool) -> float:
     """Of a step on the tree: its rows, those that the head scores, and the pairs of attention."""
     sequences = workload.tree_batch(0)
@@ -340,6 +407,7 @@ def make_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
         for threads in args.threads:
             rows += step_rows(args, dtype, threads) if "step" in args.only else []
             rows += tree_rows(args, dtype, threads) if "tree" in args.only else []
+            rows += lora_rows(args, dtype, threads) if "lora" in args.only else []
             rows += export_rows(args, dtype, threads) if "export" in args.only else []
     return rows + (bubble_rows(args.unit_s) if "bubble" in args.only else [])
 
@@ -347,7 +415,7 @@ def make_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> int:
     parser = make_parser(__doc__, ["fp32"])
     parser.add_argument("--unit-s", type=float, default=0.2, help="sleep of one forward pass")
-    kinds = ("step", "tree", "bubble", "export")
+    kinds = ("step", "tree", "lora", "bubble", "export")
     parser.add_argument("--only", nargs="+", choices=kinds, default=kinds)
     return run_benchmark(parser.parse_args(), WORKERS, make_rows)
 

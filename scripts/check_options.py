@@ -58,7 +58,14 @@ KEPT = (
     *("resume", "fork", "log", "log-project"),
     "model",
     "tasks",
-    *("task-fields", "env", "reward", "agent.loop", "agent.template-args"),  # somebody's own
+    *(
+        "task-fields",
+        "env",
+        "reward",
+        "agent.loop",
+        "agent.template-args",
+        "lora.targets",
+    ),  # somebody's own
     "cache-dir",
     "device",
     *("cluster.", "learner.", "rollout.", "monitor."),  # of more than one process

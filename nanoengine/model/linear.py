@@ -200,6 +200,14 @@ class NoSplit:
 # -- products --------------------------------------------------------------------------------------
 
 
+class MatrixChange(Protocol):
+    """What is added to a product beside the weight: adapters that requests name."""
+
+    def add_to(self, y_TO: Tensor, x_TI: Tensor) -> Tensor:
+        """y with the changes added, which may be y itself."""
+        ...
+
+
 class PackedLinear(nn.Module):
     """x · weightᵀ + bias, with the weight's prepacked copy beside it."""
 
@@ -213,8 +221,13 @@ class PackedLinear(nn.Module):
         self.packed: Tensor | None = None
         self.batch_invariant = False  # set by `Transformer.batch_invariant`
         self.fp8: tuple[Tensor, Tensor] | None = None  # values and scales, where it was quantised
+        self.adapters: MatrixChange | None = None  # of an inference engine (nanoinfer)
 
     def forward(self, x: Tensor) -> Tensor:
+        y = self._multiply(x)
+        return y if self.adapters is None else self.adapters.add_to(y, x)
+
+    def _multiply(self, x: Tensor) -> Tensor:
         if self.fp8 is not None:
             return self._multiply_fp8(x)
         return linear(

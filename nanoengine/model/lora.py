@@ -1,9 +1,15 @@
-"""LoRA adapters in PEFT's format, merged into a model's weights: W + scale · B·A, once, at load.
+"""LoRA adapters as data: which matrices, W + scale · B·A, and PEFT's folders in and out.
 
-The product is computed in fp32 and rounded once to the model's dtype; afterwards the model is as
-fast as without an adapter. Everything is checked before the first write.
-Left out: serving several adapters at a time, DoRA, adapters of embeddings, saved whole modules.
-Source: Hu et al. 2021; file layout and scaling of the `peft` library.
+An adapter is a mapping from Hugging Face module names (`model.layers.0.self_attn.q_proj`) to
+`LowRank`s, whatever holds those matrices here: q, k and v lie in one parameter of ours, so a module
+is the rows of a parameter that `hf_views` names. Training is lora_adapter.py's, several adapters in
+one batch are nanoinfer's; here one is read, written, or merged into a model's weights for good. The
+product is computed in fp32 and rounded once to the model's dtype; afterwards the model is as fast
+as without an adapter. Everything is checked before the first write.
+
+Left out: DoRA, adapters of embeddings and experts, biases of adapters, saved whole modules.
+Source: Hu et al. 2021, arXiv 2106.09685; rank-stabilised scale: Kalajdzievski 2023, arXiv
+2312.03732; file layout and scaling of the `peft` library.
 """
 
 from __future__ import annotations
@@ -11,7 +17,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +28,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nanoengine.model.hf import hf_views
+from nanoengine.model.layers import DecoderLayer
+from nanoengine.model.linear import PackedLinear
 from nanoengine.model.transformer import Transformer
+from nanoengine.tensor_file import write_tensors
 
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
+ALL_LINEAR = "all-linear"
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"(.+)\.lora_([AB])\.weight")
 # Options that change the arithmetic, with the one value that is supported.
@@ -37,37 +48,209 @@ _PLAIN: dict[str, Any] = {
 }
 
 
-def merge_lora(model: Transformer, folder: str | Path) -> None:
-    """Add the adapter in `folder` to the weights of `model` and repack it. `ValueError` names what
-    does not fit, and then nothing was written."""
-    path = Path(folder)
-    config = _read_config(path / CONFIG_FILE)
-    pairs = _read_pairs(path / TENSOR_FILE)
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """The shape of an adapter: `LoraConfig(rank=16, targets=("q_proj", "v_proj"))`."""
+
+    rank: int = 0
+    """Rank of the LoRA adapter that is trained in place of the weights; 0 trains all weights. An
+    adapter takes about ten times the learning rate."""
+    alpha: float = 32.0
+    """The adapter's product is scaled by alpha / rank (rslora: by the root of the rank)."""
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    """Which matrices are adapted: ends of their Hugging Face names (q_proj, mlp.down_proj), regular
+    expressions of whole names, or all-linear: every linear layer but the output head."""
+    rslora: bool = False
+    """Divide alpha by the root of the rank, so that high ranks learn as fast as low ones."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ValueError(f"rank={self.rank}: must be positive, or 0 for no adapter")
+        if not (math.isfinite(self.alpha) and self.alpha > 0):
+            raise ValueError(f"alpha={self.alpha}: must be positive")
+        if isinstance(self.targets, str) or not self.targets or not all(self.targets):
+            raise ValueError(
+                f"targets={self.targets!r}: must be a tuple of names; give {ALL_LINEAR!r} for all"
+            )
+
+    @property
+    def scale(self) -> float:
+        """What B·A is multiplied by. `ValueError` without a rank."""
+        if self.rank < 1:
+            raise ValueError("rank=0: there is no adapter; give a rank")
+        return scale_of(self.alpha, self.rank, rslora=self.rslora)
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """The change scale · B·A of one matrix [out, in]: `low_RI` is A, `high_OR` is B."""
+
+    low_RI: Tensor
+    high_OR: Tensor
+    scale: float
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the matrix."""
+        return self.high_OR.shape[0], self.low_RI.shape[1]
+
+    def added_to(self, weight: Tensor) -> Tensor:
+        """weight + scale · B·A, computed in fp32 (fp64 for fp64), not yet rounded."""
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        low, high = (x.to(weight.device, wide) for x in (self.low_RI, self.high_OR))
+        return torch.addmm(weight.to(wide), high, low, alpha=self.scale)
+
+
+Adapter = Mapping[str, LowRank]
+"""By the Hugging Face name of the module, without `.weight`."""
+
+
+def scale_of(alpha: float, rank: int, *, rslora: bool) -> float:
+    """What B·A is multiplied by, as in `peft`."""
+    return float(alpha / (math.sqrt(rank) if rslora else rank))
+
+
+@dataclass(frozen=True)
+class MatrixRows:
+    """The rows lo:hi of one of our matrices, which are a Hugging Face module's."""
+
+    matrix: PackedLinear
+    lo: int
+    hi: int
+
+    @property
+    def weight(self) -> Tensor:
+        """[out, in], a view; after writing to it the matrix has to be repacked."""
+        return self.matrix.weight.detach()[self.lo : self.hi]
+
+
+def adaptable(model: Transformer) -> dict[str, MatrixRows]:
+    """The modules that can be trained or served as adapters, in the order of the model: every
+    matrix of attention and of dense MLPs."""
+    found: dict[str, MatrixRows] = {}
+    for layer in model.layers:
+        if isinstance(layer, DecoderLayer):  # others are on another pipeline stage
+            for matrix, names, widths in _matrices(layer):
+                lo = 0
+                for name, width in zip(names, widths, strict=True):
+                    found[f"model.layers.{layer.index}.{name}"] = MatrixRows(matrix, lo, lo + width)
+                    lo += width
+    return found
+
+
+def _matrices(layer: DecoderLayer) -> Iterator[tuple[PackedLinear, Sequence[str], Sequence[int]]]:
+    """Each matrix of a layer, with the modules that lie in it and the rows of each."""
+    widths = (layer.q_width, layer.kv_width, layer.kv_width)
+    yield layer.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), widths
+    yield layer.out, ("self_attn.o_proj",), (len(layer.out.weight),)
+    if layer.moe is None:
+        width = len(layer.gate_up.weight) // 2
+        yield layer.gate_up, ("mlp.gate_proj", "mlp.up_proj"), (width, width)
+        yield layer.down, ("mlp.down_proj",), (len(layer.down.weight),)
+
+
+def choose_targets(model: Transformer, targets: Iterable[str]) -> list[str]:
+    """The modules that `LoraConfig.targets` name, in the order of the model. `ValueError` for a
+    target that names none."""
+    every = list(adaptable(model))
+    chosen: set[str] = set()
+    for target in targets:
+        found = {name for name in every if _is_meant(target, name)}
+        if not found:
+            kinds = sorted({name.rpartition(".")[2] for name in every})
+            raise ValueError(
+                f"targets: {target!r} names no matrix that can be adapted; choose from "
+                f"{', '.join(kinds)}, whole names such as {every[0]}, regular expressions of them, "
+                f"or {ALL_LINEAR}"
+            )
+        chosen |= found
+    return [name for name in every if name in chosen]
+
+
+def _is_meant(target: str, name: str) -> bool:
+    if target == ALL_LINEAR or name == target or name.endswith(f".{target}"):
+        return True
+    try:
+        return re.fullmatch(target, name) is not None
+    except re.error as error:
+        raise ValueError(f"targets: {target!r} is no regular expression: {error}") from None
+
+
+def check_adapter(model: Transformer, adapter: Adapter, source: str) -> None:
+    """`ValueError`, which names `source`, where an adapter is not of this model."""
     views = hf_views(model)
-    changes = []
-    for module, pair in pairs.items():
+    for module, change in adapter.items():
         name = f"{module}.weight"
         if name not in views:
-            raise ValueError(f"{path}: adapts {module}, which the model does not have")
-        if set(pair) != {"A", "B"}:
-            raise ValueError(f"{path}: {module} has lora_{next(iter(pair))} alone; fetch it again")
-        low, high = pair["A"].float(), pair["B"].float()
+            raise ValueError(f"{source}: adapts {module}, which the model does not have")
+        low, high = change.low_RI, change.high_OR
         shape = tuple(views[name].shape)
-        if high.dim() != 2 or low.dim() != 2 or (high.shape[0], low.shape[1]) != shape:
+        if high.dim() != 2 or low.dim() != 2 or change.shape != shape:
             raise ValueError(
-                f"{path}: {module} is {shape}, but the adapter has B {tuple(high.shape)} and A "
+                f"{source}: {module} is {shape}, but the adapter has B {tuple(high.shape)} and A "
                 f"{tuple(low.shape)}: it belongs to another model"
             )
         if high.shape[1] != low.shape[0]:
             raise ValueError(
-                f"{path}: {module}: ranks {high.shape[1]} of B and {low.shape[0]} of A"
+                f"{source}: {module}: ranks {high.shape[1]} of B and {low.shape[0]} of A"
             )
-        scale = _scale(config, module, rank=low.shape[0])
-        changes.append((views[name], scale * (high @ low)))
+
+
+def merge_lora(model: Transformer, folder: str | Path) -> None:
+    """Add the adapter in `folder` to the weights of `model` and repack it. `ValueError` names what
+    does not fit, and then nothing was written."""
+    adapter = read_adapter(folder)
+    check_adapter(model, adapter, str(folder))
+    views = hf_views(model)
     with torch.no_grad():
-        for view, delta in changes:
-            view.copy_(view.float() + delta.to(view.device))
+        for module, change in adapter.items():
+            view = views[f"{module}.weight"]
+            view.copy_(change.added_to(view))
     model.repack()
+
+
+# -- PEFT's folders --------------------------------------------------------------------------------
+
+
+def read_adapter(folder: str | Path) -> dict[str, LowRank]:
+    """The adapter that `peft` or `write_adapter` saved, on the CPU in the dtype of the file.
+    `ValueError` names a file that is missing or damaged, or an option that is not supported."""
+    path = Path(folder)
+    config = _read_config(path / CONFIG_FILE)
+    adapter = {}
+    for module, pair in _read_pairs(path / TENSOR_FILE).items():
+        if set(pair) != {"A", "B"}:
+            raise ValueError(f"{path}: {module} has lora_{next(iter(pair))} alone; fetch it again")
+        adapter[module] = LowRank(pair["A"], pair["B"], _scale(config, module, len(pair["A"])))
+    return adapter
+
+
+def write_adapter(
+    folder: str | Path, adapter: Adapter, config: LoraConfig, *, targets: list[str], base: str = ""
+) -> None:
+    """A folder for `peft.PeftModel.from_pretrained`, of an adapter with the rank and the scale of
+    `config`. `targets` is the `target_modules` to write, `base` the name of the model below."""
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for module, change in adapter.items():
+        for letter, tensor in (("A", change.low_RI), ("B", change.high_OR)):
+            tensors[f"{_PREFIX}{module}.lora_{letter}.weight"] = tensor.detach().contiguous()
+    write_tensors(path / TENSOR_FILE, tensors, metadata={"format": "pt"})
+    alpha = int(config.alpha) if config.alpha == int(config.alpha) else config.alpha
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base or None,
+        "inference_mode": True,
+        "r": config.rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "use_rslora": config.rslora,
+        "target_modules": targets,
+        **_PLAIN,
+    }
+    (path / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def _read_config(file: Path) -> Mapping[str, Any]:
@@ -75,7 +258,7 @@ def _read_config(file: Path) -> Mapping[str, Any]:
         raise ValueError(f"{file} does not exist: give a folder that peft saved an adapter to")
     config = json.loads(file.read_text(encoding="utf-8"))
     if config.get("peft_type") != "LORA":
-        raise ValueError(f"{file}: peft_type={config.get('peft_type')!r}; only LORA can be merged")
+        raise ValueError(f"{file}: peft_type={config.get('peft_type')!r}; only LORA is supported")
     for name, plain in _PLAIN.items():
         if config.get(name, plain) not in (plain, [] if plain is None else plain):
             raise ValueError(f"{file}: {name}={config[name]!r} is not supported; only {plain!r}")
@@ -105,4 +288,4 @@ def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
         if re.fullmatch(rf"(.*\.)?({pattern})", module):
             alpha = value
             break
-    return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+    return scale_of(alpha, rank, rslora=bool(config.get("use_rslora")))

@@ -89,19 +89,38 @@ def make_app(config: ServerConfig) -> HttpApp:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     dtype = getattr(torch, config.dtype)
+    name = config.model_name or config.model.resolve().name
+    adapters = parse_adapters(config.adapters, name)
     llm = LLM(config.model, config.infer, dtype=dtype, device=config.device, lora=config.lora)
+    for adapter, folder in adapters.items():
+        llm.engine.load_adapter(adapter, folder)
     return HttpApp(
         AsyncEngine(llm.engine),
         llm.tokenizer,
-        model_name=config.model_name or config.model.resolve().name,
+        model_name=name,
         limits=config.limits,
-        api_key=_read_key(config.api_key_file),
+        api_key=read_key(config.api_key_file),
         weights_root=config.weights_root,
         allowed_hosts=config.allowed_hosts,
     )
 
 
-def _read_key(file: Path | None) -> str | None:
+def parse_adapters(given: Iterable[str], model_name: str) -> dict[str, Path]:
+    """Folders by the names of `--adapters name=folder`. `ValueError` for one that is none, or whose
+    name is taken."""
+    found: dict[str, Path] = {}
+    for text in given:
+        name, equals, folder = text.partition("=")
+        if not (name and equals and folder):
+            raise ValueError(f"adapters: {text!r}: must be name=folder")
+        if name in found or name == model_name:
+            raise ValueError(f"adapters: {text!r}: the name {name!r} is taken; choose another one")
+        found[name] = Path(folder).expanduser()
+    return found
+
+
+def read_key(file: Path | None) -> str | None:
+    """The key that clients must send: the only line of `file`. `ValueError` if it is not one."""
     if file is None:
         return None
     key = file.read_text(encoding="utf-8").strip()
@@ -245,23 +264,29 @@ class HttpApp:
         return [encode(p) if isinstance(p, str) else p for p in given]
 
     def _head(self, prefix: str, kind: str, body: Sampling) -> dict[str, Any]:
-        self._check_model(body.model)
+        model = self._adapter(body.model) or self._model_name
         name = body.request_id or f"{prefix}-{uuid.uuid4().hex}"
         created = int(time.time())
-        return {"id": name, "object": kind, "created": created, "model": self._model_name}
+        return {"id": name, "object": kind, "created": created, "model": model}
 
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self._model_name:
-            message = f"model {name!r} is not served; this is {self._model_name!r}"
-            raise ApiError(404, message, "model")
+    def _adapter(self, model: str | None) -> str:
+        """The adapter that a request's `model` names; empty for the model itself."""
+        if model is None or model == self._model_name:
+            return ""
+        if model in self.client.engine.adapters:
+            return model
+        served = ", ".join(repr(name) for name in [self._model_name, *self.client.engine.adapters])
+        raise ApiError(404, f"model {model!r} is not served; this is {served}", "model")
 
     async def _jobs(
         self, body: Sampling, prompts: list[list[int]], limit: int | None
     ) -> list[CompletionJob]:
         seed = uuid.uuid4().int % 2**63
 
+        adapter = self._adapter(body.model)
+
         def params(room: int) -> SamplingParams:
-            made = body.params(limit or room, seed)
+            made = replace(body.params(limit or room, seed), adapter=adapter)
             is_scored = isinstance(body, Completion) and body.echo and body.logprobs is not None
             return replace(made, prompt_logps=True) if is_scored else made
 
@@ -325,12 +350,13 @@ class HttpApp:
 
     async def generate_choices(self, request: Request) -> Response:
         body: TokenGenerate = await self._read(request, TokenGenerate)
-        self._check_model(body.model)
+        adapter = self._adapter(body.model)
         name, seed = body.request_id or uuid.uuid4().hex, uuid.uuid4().int % 2**63
         ids = body.token_ids
         with _user_errors():
             part = body.part()
             params = body.sampling(max(1, self.client.engine.room(len(ids))), seed)
+            params = replace(params, adapter=params.adapter or adapter)
             if part is not None and params.n > 1:
                 raise ValueError("sampled: is of one completion; set n to 1")
             jobs = await self._completions.admit([ids], params.n, lambda _: params, part)
@@ -389,15 +415,18 @@ class HttpApp:
         return Response(self.metrics.render(self.client.metrics()), media_type=CONTENT_TYPE)
 
     async def models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        names = ["", *self.client.engine.adapters]
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
-        if request.path_params["name"] != self._model_name:
-            raise ApiError(404, f"this server has the model {self._model_name!r} alone", "model")
-        return JSONResponse(self._card())
+        return JSONResponse(self._card(self._adapter(request.path_params["name"])))
 
-    def _card(self) -> dict[str, Any]:
-        card = {"id": self._model_name, "object": "model", "created": 0, "owned_by": "nanoinfer"}
+    def _card(self, adapter: str) -> dict[str, Any]:
+        """The model itself, or it with an adapter."""
+        name = adapter or self._model_name
+        card = {"id": name, "object": "model", "created": 0, "owned_by": "nanoinfer"}
+        if adapter:
+            card["parent"] = self._model_name
         return card | {"max_model_len": self.client.engine.room(0)}
 
     def _state(self) -> dict[str, Any]:

@@ -45,6 +45,9 @@ class ServerOptions:
     """The name clients use; default: the folder's."""
     lora: Path | None = None
     """Adapter in PEFT's format, merged into the weights at load."""
+    adapters: tuple[str, ...] = ()
+    """Adapters in PEFT's format beside the weights, as name=folder; a client names one as its
+    model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of weights and cache."""
     device: str = "auto"

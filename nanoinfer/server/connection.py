@@ -18,8 +18,11 @@ from nanoinfer.server.config import HttpLimits
 KEEP_ALIVE_S = 30
 
 
-def server_config(app: Starlette, limits: HttpLimits, host: str, port: int) -> uvicorn.Config:
-    """Put uvicorn around `app`, and `limits` on each of its connections."""
+def server_config(
+    app: Starlette, limits: HttpLimits, host: str, port: int, *, access_log: bool = True
+) -> uvicorn.Config:
+    """Put uvicorn around `app`, and `limits` on each of its connections. `access_log`: a line for
+    each request."""
     return uvicorn.Config(
         app,
         host=host,
@@ -27,6 +30,7 @@ def server_config(app: Starlette, limits: HttpLimits, host: str, port: int) -> u
         http=limited_connection(limits),
         ws="none",
         lifespan="off",
+        access_log=access_log,
         timeout_keep_alive=KEEP_ALIVE_S,
     )
 

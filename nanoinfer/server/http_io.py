@@ -24,19 +24,26 @@ Emit = Callable[[dict[str, Any]], Awaitable[None]]
 class ApiError(Exception):
     """An error that the client is told, with its HTTP status and the field at fault."""
 
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, param: str | None = None, *, code: str | None = None
+    ) -> None:
+        """`code` is a name of OpenAI's for the kind of error, where it has one."""
         super().__init__(message)
-        self.status, self.message, self.param = status, message, param
+        self.status, self.message, self.param, self.code = status, message, param, code
 
     def to_json(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": None}}
+        told = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": told}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Those that go with the status."""
+        named = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
+        return named.get(self.status, {})
 
     def response(self) -> JSONResponse:
-        headers = {"Retry-After": "1"} if self.status == 429 else None
-        if self.status == 401:
-            headers = {"WWW-Authenticate": "Bearer"}
-        return JSONResponse(self.to_json(), self.status, headers)
+        return JSONResponse(self.to_json(), self.status, self.headers)
 
 
 class HungUpError(Exception):
@@ -45,6 +52,11 @@ class HungUpError(Exception):
 
 async def read_body(request: Request, model: type[Body], max_bytes: int, limit_s: float) -> Body:
     """The JSON body as `model`."""
+    return read_json_body(await read_object(request, max_bytes, limit_s), model)
+
+
+async def read_object(request: Request, max_bytes: int, limit_s: float) -> dict[str, Any]:
+    """The JSON object of a body."""
     try:
         raw = await asyncio.wait_for(_read_bytes(request, max_bytes), limit_s)
     except TimeoutError:
@@ -54,6 +66,11 @@ async def read_body(request: Request, model: type[Body], max_bytes: int, limit_s
     value = _parse(raw)
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be a JSON object, not {type(value).__name__}")
+    return value
+
+
+def read_json_body(value: dict[str, Any], model: type[Body]) -> Body:
+    """A JSON object as `model`."""
     try:
         return model.model_validate(value)
     except ValidationError as error:

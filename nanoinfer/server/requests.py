@@ -25,7 +25,9 @@ _Text = Annotated[str, Field(min_length=1)]
 _TokenId = Annotated[int, Field(strict=True)]
 
 
-class _Strict(BaseModel):
+class StrictBody(BaseModel):
+    """An object that may hold its own fields, those `ignored`, and no others."""
+
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     ignored: ClassVar[frozenset[str]] = frozenset()
 
@@ -37,12 +39,12 @@ class _Strict(BaseModel):
         return {k: v for k, v in given.items() if v is not None and k not in cls.ignored}
 
 
-class StreamOptions(_Strict):
+class StreamOptions(StrictBody):
     ignored = frozenset({"include_obfuscation", "continuous_usage_stats"})
     include_usage: StrictBool = False
 
 
-class Sampling(_Strict, ABC):
+class Sampling(StrictBody, ABC):
     """The fields that chat and plain completions share."""
 
     ignored = frozenset(
@@ -146,45 +148,45 @@ class Completion(Sampling):
         return self.logprobs
 
 
-class Function(_Strict):
+class Function(StrictBody):
     name: _Text
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class OfferedTool(_Strict):
+class OfferedTool(StrictBody):
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(_Strict):
+class NamedFunction(StrictBody):
     name: _Text
 
 
-class NamedTool(_Strict):
+class NamedTool(StrictBody):
     type: Literal["function"]
     function: NamedFunction
 
 
-class TextPart(_Strict):
+class TextPart(StrictBody):
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(_Strict):
+class CalledFunction(StrictBody):
     name: str
     arguments: str
 
 
-class Call(_Strict):
+class Call(StrictBody):
     ignored = frozenset({"index"})
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class ChatMessage(_Strict):
+class ChatMessage(StrictBody):
     """One message of a conversation; an earlier answer may be sent back as it was."""
 
     ignored = frozenset({"annotations", "audio", "function_call", "reasoning_content", "refusal"})
@@ -208,14 +210,14 @@ class ChatMessage(_Strict):
         return message
 
 
-class JsonSchema(_Strict):
+class JsonSchema(StrictBody):
     name: str = ""
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(StrictBody):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -263,7 +265,7 @@ class ChatCompletion(Sampling):
         return _only(given)
 
 
-class Generate(_Strict):
+class Generate(StrictBody):
     """/generate: token ids in, token ids out. `params` are those of `SamplingParams`, where
     grammar is {"kind": ..., "value": ..., "choices": [...]}."""
 
@@ -277,7 +279,7 @@ class Generate(_Strict):
         return _sampling("params", self.params)
 
 
-class TokenGenerate(_Strict):
+class TokenGenerate(StrictBody):
     """/inference/v1/generate: a prompt of token ids in, choices of token ids out, as vLLM's. Names
     in `sampling_params` are vLLM's or those of `SamplingParams`."""
 
@@ -315,8 +317,8 @@ class TokenGenerate(_Strict):
 
 _OUR_NAMES = {"logprobs": "top_logps", "prompt_logprobs": "prompt_logps"}
 _WITHOUT_EFFECT = frozenset(
-    {"extra_args", "flat_logprobs", "output_kind", "skip_special_tokens"}
-    | {"spaces_between_special_tokens"}
+    {"extra_args", "flat_logprobs", "output_kind", "routed_experts_prompt_start"}
+    | {"skip_special_tokens", "spaces_between_special_tokens"}
 )
 
 
@@ -343,7 +345,7 @@ def _sampling(where: str, given: dict[str, Any]) -> SamplingParams:
         raise ValueError(f"{where}: {error}") from error
 
 
-class Abort(_Strict):
+class Abort(StrictBody):
     """/abort: the request of that id, or all."""
 
     request_id: _Text | None = None
@@ -356,7 +358,7 @@ class Abort(_Strict):
         return self
 
 
-class UpdateWeights(_Strict):
+class UpdateWeights(StrictBody):
     """/update_weights: safetensors of a folder on the server's machine."""
 
     path: _Text

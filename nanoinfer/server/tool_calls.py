@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+# As templates write calls. With free blanks a model that is unsure of the next key writes blanks to
+# the end of its turn. Read by llguidance.
+_AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 @dataclass(frozen=True)
@@ -78,4 +81,4 @@ def call_schema(tools: Sequence[Mapping[str, Any]], name: str | None) -> str:
         }
         for function in functions
     ]
-    return json.dumps({"anyOf": options})
+    return json.dumps({"anyOf": options, "x-guidance": _AS_WRITTEN})

@@ -16,9 +16,10 @@ Next: loops.py (the loops that come with the project), loop.py (`Agent`, who pla
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
@@ -27,7 +28,14 @@ from nanorl.agents.context import Context, Generator
 from nanorl.agents.tokens import Limits, PromptTooLongError, TurnBuilder
 from nanorl.envs.base import Environment, Opening, TimeStep
 from nanorl.rewards.base import Score, Transcript
-from nanorl.types import Rollout, Status, Task, derive_seed
+from nanorl.types import InfrastructureError, Rollout, Status, Task, derive_seed
+
+if TYPE_CHECKING:
+    from nanorl.endpoint.recording import Recording
+    from nanorl.endpoint.server import Session
+
+OpenSession = Callable[["Recording"], AbstractAsyncContextManager["Session"]]
+"""Lets a client into a recording."""
 
 
 class Names(NamedTuple):
@@ -59,9 +67,14 @@ class Episode:
         self.answer: str | None = None
         self.score: Score | None = None
         """Set by a loop that scores by itself; None: the environment's score of the episode."""
+        self.trouble = ""
+        """Why an agent of the user's broke down, where it did."""
         self._generator = generator
         self._sampling = sampling
         self._names = names
+        self.open_session: OpenSession | None = None
+        """Lets an agent in that calls the policy through an API; None: there is no such way."""
+        self._recording: Recording | None = None
         self._histories: list[Context] = []
         self._beside: dict[tuple[int, ...], Context] = {}
         self._lock = asyncio.Lock()  # calls of an environment come one after the other
@@ -73,6 +86,21 @@ class Episode:
         """Reset the environment and encode its opening."""
         self.opening = await self.env.reset(self.task)
         self.context.begin(self.opening.messages, self.opening.tools)
+
+    @asynccontextmanager
+    async def record(self) -> AsyncIterator[Session]:
+        """Reset the environment, and let somebody else call the policy through an API until the end
+        of the block: what was sampled there is the rollout."""
+        if self.open_session is None:
+            raise InfrastructureError("this agent has no endpoint: play it through an AgentKit")
+        from nanorl.endpoint.recording import Recording  # few runs need it
+
+        self.opening = await self.env.reset(self.task)
+        self._recording = Recording(
+            self._generator, self.tokenizer, limits=self.limits, sampling=self._sampling
+        )
+        async with self.open_session(self._recording) as session:
+            yield session
 
     async def turn(self) -> str | None:
         """The policy's next turn; None where it was cut off, and the episode should end."""
@@ -153,8 +181,19 @@ class Episode:
 
     # -- what is made of it ----------------------------------------------------------------------
 
+    @property
+    def rollout_id(self) -> str:
+        return self._names.rollout_id
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the rollout, by name."""
+        return self.context.builder.metrics
+
     def transcript(self) -> Transcript:
         """The main context as text."""
+        if self._recording is not None:
+            return self._recording.transcript(self.answer)
         said = [m["content"] for m in self.context.messages if m["role"] == "assistant"]
         return Transcript(
             messages=list(self.context.messages),
@@ -166,14 +205,16 @@ class Episode:
     def rollout(self, score: Score | None, error: str = "") -> Rollout:
         """Everything that was sampled; without a score it FAILED, for the reason `error`."""
         rollout = self.context.builder.close(0.0, Status.FAILED if score is None else None)
+        if self._recording is not None:
+            rollout = self._recording.rollout(rollout)
         beside = [self._beside[path] for path in sorted(self._beside)]
-        rollout.branches = [one.builder.branch(is_history=True) for one in self._histories]
+        rollout.branches += [one.builder.branch(is_history=True) for one in self._histories]
         rollout.branches += [one.builder.branch() for one in beside if one.builder.num_turns]
         for context in (*self._histories, *beside):
             for name, value in context.builder.metrics.items():
                 rollout.metrics[name] = rollout.metrics.get(name, 0.0) + value
         rollout.metrics["num_turns"] = float(rollout.num_turns)
-        rollout.error = error
+        rollout.error = error or self.trouble
         if score is not None:
             rollout.reward = score.total
             turns = list(score.turns)

@@ -6,7 +6,9 @@ demonstrator's script.
 
 from __future__ import annotations
 
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanoinfer.params import SamplingParams
 from nanorl.agents.context import Generator
@@ -19,12 +21,19 @@ from nanorl.envs.run_kind import num_env_workers, run_kind, run_tokenizer
 from nanorl.sandbox.pool import SandboxPool
 from nanorl.types import Rollout, Task
 
+if TYPE_CHECKING:
+    from nanorl.endpoint.recording import Recording
+    from nanorl.endpoint.server import RecordingServer, Session
+
 
 def run_loop(config: RunConfig, kind: EnvKind) -> AgentLoop:
     """The loop that plays the tasks which name none. ValueError where it cannot be found, or does
     not take its options."""
-    arguments = parse_arguments(config.agent.loop_args, "--agent-args")
-    return load_loop(config.agent.loop or kind.loop, arguments)
+    agent = config.agent
+    arguments = parse_arguments(agent.loop_args, "--agent-args")
+    if not agent.command:
+        return load_loop(agent.loop or kind.loop, arguments)
+    return load_loop("command", {"command": agent.command, **arguments})
 
 
 class AgentKit:
@@ -52,6 +61,13 @@ class AgentKit:
         if self.kind.needs_sandbox:
             self.sandbox = SandboxPool(config.tool.limits(), num_workers=config.tool.workers)
         self._loop = run_loop(config, self.kind)
+        self._model = folder.name
+        self._endpoint: RecordingServer | None = None
+
+    async def close_loop(self) -> None:
+        """What belongs to the running event loop; `close` ends the rest."""
+        if self._endpoint is not None:
+            await self._endpoint.close()
 
     def close(self) -> None:
         if self.sandbox is not None:
@@ -77,7 +93,22 @@ class AgentKit:
             limits=self.config.agent,
             loop=self._loop,
             deadline_s=self.config.agent.deadline_s or None,
+            open_session=self._open_session,
         )
+
+    def _open_session(self, recording: Recording) -> AbstractAsyncContextManager[Session]:
+        """A way in for an agent that calls the policy through an API."""
+        if self._endpoint is None:
+            from nanorl.endpoint.dialects import all_dialects  # few runs need it
+            from nanorl.endpoint.server import RecordingServer
+
+            self._endpoint = RecordingServer(
+                all_dialects(self.tokenizer),
+                model=self._model,
+                max_model_len=self.config.agent.max_context_tokens,
+                host=self.config.agent.host,
+            )
+        return self._endpoint.episode(recording)
 
     async def play(
         self,

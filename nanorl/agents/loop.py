@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import SamplingParams
 from nanorl.agents.context import Generator
-from nanorl.agents.episode import Episode, Names
+from nanorl.agents.episode import Episode, Names, OpenSession
 from nanorl.agents.loops import AgentLoop, load_loop, tool
 from nanorl.agents.tokens import Limits
 from nanorl.envs.base import Environment
@@ -40,6 +40,8 @@ class Agent:
     """Plays the tasks that name none of their own (`Task.agent`)."""
     deadline_s: float | None = None
     """Wall-clock limit of one rollout; one that takes longer FAILED."""
+    open_session: OpenSession | None = None
+    """Where agents that call the policy through an API are let in; None: there is no such place."""
 
     async def play(
         self,
@@ -60,6 +62,7 @@ class Agent:
             task, env, generator=self.generator, tokenizer=self.tokenizer, limits=self.limits,
             sampling=sampling, names=Names(group_id, rollout_id),
         )  # fmt: skip
+        episode.open_session = self.open_session
         loop = load_loop(task.agent) if task.agent else self.loop
         try:
             async with asyncio.timeout(self.deadline_s):

@@ -5,13 +5,16 @@ single_turn   one turn, which is the answer
 feedback      a wrong answer is told so, and the policy tries again, for less reward
 compact       a history that fills the context is summarised, and the policy goes on anew
 sub_agents    the policy may hand parts of its task to agents of its own
+command       a program that calls the policy through an API
+verifiers     plays the environment of that name, by its own code
 
 `--agent NAME`, `Env.loop` and `Task.agent` choose one; `file.py:loop` is one of yours. A loop is
 
     async def loop(episode, *, patience=3): ...       options by `--agent-args patience=5`
     class Loop: async def __call__(self, episode)     the options are those of the class
 
-or has the shape of queue_agent.py. Next: feedback.py, compact.py, sub_agents.py.
+or has the shape of queue_agent.py, or of api_agent.py: `async def agent(task, client)`.
+Next: feedback.py, compact.py, sub_agents.py, command.py.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from nanorl.agents.api_agent import ApiLoop, is_api_agent
 from nanorl.agents.episode import Episode
 from nanorl.agents.queue_agent import QueueLoop, is_collector
 from nanorl.plugins import load_object
@@ -53,6 +57,8 @@ LOOPS: Mapping[str, str] = MappingProxyType(
         "feedback": "nanorl.agents.feedback:Feedback",
         "compact": "nanorl.agents.compact:Compact",
         "sub_agents": "nanorl.agents.sub_agents:SubAgents",
+        "command": "nanorl.agents.command:Command",
+        "verifiers": "nanorl.agents.verifiers_loop:verifiers",
     }
 )
 
@@ -62,6 +68,9 @@ def load_loop(name: str, arguments: Mapping[str, Any] | None = None) -> AgentLoo
     it takes."""
     found = load_object(name, what="agent", known=LOOPS, fits=is_loop)
     given = dict(arguments or {})
+    if is_api_agent(found):
+        _check_arguments(name, found, given)
+        return ApiLoop(partial(found, **given) if given else found)
     if is_collector(found):
         make = found if isinstance(found, type) else partial(partial, found)
         _check_arguments(name, found, given)
@@ -71,9 +80,9 @@ def load_loop(name: str, arguments: Mapping[str, Any] | None = None) -> AgentLoo
 
 
 def is_loop(value: Any) -> bool:
-    """A coroutine function of an episode, a class whose objects are one, or what queue_agent.py
-    reads."""
-    if is_collector(value):
+    """A coroutine function of an episode, a class whose objects are one, or what queue_agent.py or
+    api_agent.py reads."""
+    if is_collector(value) or is_api_agent(value):
         return True
     call = value.__call__ if isinstance(value, type) else value
     if not inspect.iscoroutinefunction(call):

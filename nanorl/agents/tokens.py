@@ -179,7 +179,8 @@ class TurnBuilder:
         An action without an end-of-turn token gets one with mask 0: the policy did not sample it.
         """
         assert self.spans and not self._is_aborted, "an observation answers a finished action"
-        eos_id, delta = self._delta([*(self._shorten(one) for one in messages), *request])
+        said = [*(self._shorten(one) for one in messages), *request]
+        eos_id, delta = delta_ids(self._tokenizer, said)
         if not self._ends_with_eos():
             delta = [eos_id, *delta]
         if len(self._tokens) + len(delta) >= self.limits.max_context_tokens:
@@ -262,31 +263,33 @@ class TurnBuilder:
         is_empty = span.action_start == span.action_end
         return not is_empty and self._tokens[-1] in self._tokenizer.eos_ids
 
-    def _delta(self, messages: Sequence[Message]) -> tuple[int, list[int]]:
-        """The template's end-of-turn id, and all ids after it up to the next assistant turn.
-
-        The cut is found by counting end-of-turn ids, not by the length of the rendered base: some
-        templates render a last assistant message differently from an earlier one.
-        """
-        encode, eos_ids = self._tokenizer.encode_chat, self._tokenizer.eos_ids
-        base = encode(DELTA_BASE, add_generation_prompt=False)
-        num_eos = sum(token in eos_ids for token in base)
-        if num_eos == 0:
-            raise ValueError(
-                f"the chat template ends an assistant turn with none of the eos ids "
-                f"{sorted(eos_ids)}: add its end-of-turn token to generation_config.json"
-            )
-        full = encode([*DELTA_BASE, *messages], add_generation_prompt=True)
-        places = [place for place, token in enumerate(full) if token in eos_ids]
-        cut = places[num_eos - 1]
-        return full[cut], full[cut + 1 :]
-
     def _shorten(self, message: Message) -> Message:
         content = message["content"]
         short = shorten(self._tokenizer, content, self.limits.max_observation_tokens)
         if short != content:
             self.metrics["num_cut_observations"] += 1
         return {**message, "content": short}
+
+
+def delta_ids(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> tuple[int, list[int]]:
+    """The template's end-of-turn id, and all ids after it up to the next assistant turn, for
+    `messages` that follow a turn of the assistant.
+
+    The cut is found by counting end-of-turn ids, not by the length of the rendered base: some
+    templates render a last assistant message differently from an earlier one.
+    """
+    encode, eos_ids = tokenizer.encode_chat, tokenizer.eos_ids
+    base = encode(DELTA_BASE, add_generation_prompt=False)
+    num_eos = sum(token in eos_ids for token in base)
+    if num_eos == 0:
+        raise ValueError(
+            f"the chat template ends an assistant turn with none of the eos ids "
+            f"{sorted(eos_ids)}: add its end-of-turn token to generation_config.json"
+        )
+    full = encode([*DELTA_BASE, *messages], add_generation_prompt=True)
+    places = [place for place, token in enumerate(full) if token in eos_ids]
+    cut = places[num_eos - 1]
+    return full[cut], full[cut + 1 :]
 
 
 def shorten(tokenizer: ChatTokenizer, text: str, max_tokens: int) -> str:

@@ -10,5 +10,6 @@ chat.py          talk to the agent of a run, or to a model
 chat_session.py  what such a chat holds and shows
 serve.py         serve a run's model over HTTP, with a page to chat on
 view.py          read the stored rollouts of a run
+export.py        write stored rollouts in formats that other tools read
 terminal.py      what they share: text that a terminal may show
 """

@@ -127,11 +127,7 @@ def _matching(
 
 def _decoder(run: Path) -> Decode:
     """Ids to text without special tokens, with the tokenizer of the run's model."""
-    from nanoengine.model.tokenizer import ChatTokenizer  # here: these import torch
-    from nanorl.parts import model_folder
-    from nanorl.saved_models import read_run
+    from nanorl.saved_models import read_tokenizer  # here: it imports torch
 
-    config = read_run(run)
-    trained = run / "model-trained"
-    tokenizer = ChatTokenizer.from_folder(trained if trained.is_dir() else model_folder(config))
+    tokenizer = read_tokenizer(run)
     return lambda ids: tokenizer.decode(ids, skip_special=True)

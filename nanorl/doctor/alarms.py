@@ -318,6 +318,22 @@ def tool_errors(evidence: Evidence) -> Finding | None:
     )
 
 
+def agent_failures(evidence: Evidence) -> Finding | None:
+    """Agents of the user's that break down after their first call."""
+    broken = [one for one in evidence.rollouts if one.metrics.get("agent_failed")]
+    if len(broken) < max(1.0, MANY * len(evidence.rollouts)):
+        return None
+    return Finding(
+        name="agent_failures",
+        severity=Severity.WARNING,
+        seen=f"the agent broke down in {len(broken)} of {len(evidence.rollouts)} rollouts, as in "
+        f"{quoted(broken[0].error)}",
+        why="such a rollout is scored as unanswered, whoever is to blame",
+        remedy="if that is a bug, mend it; if it is the model's answer that the agent cannot read, "
+        "catch it there, and let the model try again",
+    )
+
+
 def cut_observations(evidence: Evidence) -> Finding | None:
     """Observations that lost their middle."""
     total = sum(
@@ -371,6 +387,7 @@ CHECKS: tuple[Check, ...] = (
     unread_calls,
     malformed_calls,
     tool_errors,
+    agent_failures,
     cut_observations,
     identical_rollouts,
 )

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from nanoengine.model.chat_template import Message
 from nanorl.parsers.base import ToolCall, ToolCallError
 from nanorl.parsers.fenced import Fence, FencedParser
-from nanorl.tools.base import Tool
+from nanorl.tools.base import Described
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,9 @@ class ActionFormat:
         """
         return self.programs.read(text)
 
+    def beside(self, text: str) -> str:
+        return self.programs.beside(text)
+
     def answer_in(self, text: str) -> str | None:
         """The answer that a turn gives; None without one."""
         marker = self.answer.strip()
@@ -63,7 +66,7 @@ class ActionFormat:
                 return line.rpartition(marker)[2].strip()
         return None
 
-    def describe(self, tools: Sequence[Tool]) -> str:
+    def describe(self, tools: Sequence[Described]) -> str:
         """`system` asks for the form."""
         return self.system
 

@@ -5,6 +5,7 @@ kind = as_kind(Guess)
 kind = load_kind("http://127.0.0.1:8900", {})   # an environment server: nanorl serve-env
 kind = load_kind("gymnasium:FrozenLake-v1", {"render_mode": "ansi"})
 kind = load_kind("openenv:http://127.0.0.1:8000", {})
+kind = load_kind("verifiers", {"env": "my_env"})
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
         "repair": "nanorl.envs.repair:Repair",
         "reverse_text": "nanorl.envs.shipped.reverse_text:ReverseText",
         "search": "nanorl.envs.shipped.search:SearchCorpus",
+        "verifiers": "nanorl.envs.verifiers:Verifiers",
         "wordle": "nanorl.envs.shipped.wordle:Wordle",
     }
 )

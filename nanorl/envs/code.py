@@ -62,8 +62,11 @@ class CodeKind:
         return GeneratedTasks(generators_of([self.family]), seed)
 
     def open(self, services: Services) -> Environment:
-        chat = ToolChat(parser=self.form, description=self.form.system)
-        return EnvEpisode(CodeEnv(self.form), (python,), chat, services)
+        return EnvEpisode(CodeEnv(self.form), (python,), self.chat(services.tokenizer), services)
+
+    def chat(self, tokenizer: ChatTokenizer) -> ToolChat:
+        """How the tool is told of and called, by any model."""
+        return ToolChat(parser=self.form, description=self.form.system)
 
     def demonstrator(
         self, task: Task, rng: random.Random, tokenizer: ChatTokenizer

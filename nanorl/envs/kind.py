@@ -61,15 +61,24 @@ class ShortKind:
         return ListTasks(listed, seed, name=self.name)
 
     def open(self, services: Services) -> Environment:
-        chat = self._chat(services.tokenizer)
+        chat = self.chat(services.tokenizer)
         return EnvEpisode(self._episode_env(), self.tools, chat, services)
+
+    def chat(self, tokenizer: ChatTokenizer) -> ToolChat | None:
+        """How the model of `tokenizer` is told of the tools and calls them; None without any."""
+        if not self.tools:
+            return None
+        key = id(tokenizer)
+        if key not in self._chats:
+            self._chats[key] = tool_chat(tokenizer, self.tools, self._prototype.parser)
+        return self._chats[key]
 
     def demonstrator(
         self, task: Task, rng: random.Random, tokenizer: ChatTokenizer
     ) -> Demonstrator:
         env = self._episode_env()
         env.task = task
-        return _Shown(env, rng, self._chat(tokenizer))
+        return _Shown(env, rng, self.chat(tokenizer))
 
     def close(self) -> None:
         """Close what `setup` made."""
@@ -94,14 +103,6 @@ class ShortKind:
                 f"--env-args {self.arguments}: {self.cls.__name__} does not take them: {error}"
             ) from None
         return self.cls(**self.arguments)
-
-    def _chat(self, tokenizer: ChatTokenizer) -> ToolChat | None:
-        if not self.tools:
-            return None
-        key = id(tokenizer)
-        if key not in self._chats:
-            self._chats[key] = tool_chat(tokenizer, self.tools, self._prototype.parser)
-        return self._chats[key]
 
 
 class _Shown:

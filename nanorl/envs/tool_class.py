@@ -64,7 +64,7 @@ class ToolClassKind(ShortKind):
         env = self._episode_env()
         assert isinstance(env, ToolClassEnv)
         env.plain = self._make_plain()
-        return EnvEpisode(env, method_tools(env.plain), self._chat(services.tokenizer), services)
+        return EnvEpisode(env, method_tools(env.plain), self.chat(services.tokenizer), services)
 
     def _make_plain(self) -> Any:
         try:

@@ -21,8 +21,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ from nanoinfer.server.app import is_loopback
 from nanoinfer.server.config import HttpLimits
 from nanoinfer.server.connection import KEEP_ALIVE_S, limited_connection
 from nanoinfer.server.http_io import ApiError, HungUpError, read_body
+from nanoinfer.server.in_loop import ServerInLoop, serve_in_loop
 from nanorl.monitor.access import MonitorAccess
 from nanorl.monitor.board import RunBoard
 from nanorl.monitor.config import MonitorConfig
@@ -81,13 +81,13 @@ class MonitorServer:
         self._logged: set[str] = set()
         self._token = secrets.token_urlsafe(32)
         self._access: MonitorAccess | None = None
-        self._server: _ServerInLoop | None = None
+        self._server: ServerInLoop | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> MonitorAccess:
         """Listen, and write monitor.json. `ValueError` for an address that cannot be had."""
         listener = _listen(self._config)
-        self._server = _ServerInLoop(
+        self._server = ServerInLoop(
             uvicorn.Config(
                 self.starlette(),
                 http=limited_connection(_LIMITS),
@@ -99,11 +99,7 @@ class MonitorServer:
                 timeout_graceful_shutdown=_CLOSE_S,
             )
         )
-        self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
-        while not (self._server.started or self._task.done()):
-            await asyncio.sleep(
-                0.01
-            )  # one that is told to stop before it listens leaves its socket
+        self._task = await serve_in_loop(self._server, listener)
         self._access = MonitorAccess(
             url=_url(self._config.host, listener.getsockname()[1]),
             token=self._token,
@@ -229,14 +225,6 @@ class MonitorServer:
                 409, "this run has one process; start it with --cluster.backend local or ray"
             )
         return self._readings.control
-
-
-class _ServerInLoop(uvicorn.Server):
-    """A server that leaves the process' signals alone."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def _listen(config: MonitorConfig) -> socket.socket:

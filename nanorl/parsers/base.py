@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from nanoengine.model.chat_template import Message
-from nanorl.tools.base import Tool
+from nanorl.tools.base import Described
 
 
 class ToolCallError(ValueError):
@@ -44,7 +44,7 @@ class Parser(Protocol):
         """The text of one call: what a teacher says."""
         ...
 
-    def describe(self, tools: Sequence[Tool]) -> str:
+    def describe(self, tools: Sequence[Described]) -> str:
         """What the system prompt says of the tools where the chat template cannot list them."""
         ...
 

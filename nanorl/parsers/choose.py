@@ -11,6 +11,7 @@ XML). For them, as for templates without calls, the form is described in the sys
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -22,14 +23,14 @@ from nanorl.parsers.fenced import BASH_FENCE, PYTHON_FENCE, Fence, FencedParser
 from nanorl.parsers.hermes import HermesParser
 from nanorl.parsers.llama import LlamaParser
 from nanorl.parsers.pythonic import PythonicParser
-from nanorl.tools.base import Tool
+from nanorl.tools.base import Described
 
 PROBE = ToolCall("probe_tool", {"probe_argument": 7})
 PROBE_RESULT = "probe result"
 UNKNOWN_ROLE = "qzxw"
 FENCES = {fence.tool: fence for fence in (PYTHON_FENCE, BASH_FENCE)}
 
-Make = Callable[[str, Sequence[Tool]], Parser]
+Make = Callable[[str, Sequence[Described]], Parser]
 """Makes a parser of the role that carries results and the tools that are called."""
 
 # Hermes first: a line of its calls is a call for Llama's parser too.
@@ -44,7 +45,7 @@ BY_NAME: Mapping[str, Make] = MappingProxyType(
 
 
 def tool_chat(
-    tokenizer: ChatTokenizer, tools: Sequence[Tool], parser: Parser | str = "auto"
+    tokenizer: ChatTokenizer, tools: Sequence[Described], parser: Parser | str = "auto"
 ) -> ToolChat:
     """The chat with `tools`: through `parser`, one of that name, or by "auto" the one whose calls
     the model's chat template writes.
@@ -66,6 +67,25 @@ def tool_chat(
     return ToolChat(parser=parser, description=parser.describe(tools))
 
 
+@dataclass(frozen=True)
+class ClientTool:
+    """A tool of which only the schema is known: whoever offers it runs it."""
+
+    schema: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        name: str = self.schema["function"]["name"]
+        return name
+
+
+def client_tool_chat(tokenizer: ChatTokenizer, schemas: Sequence[dict[str, Any]]) -> ToolChat:
+    """The chat with tools that a client of an API offers and runs itself. Where the template writes
+    no calls they are Hermes' even if all are code, since the client knows arguments by name."""
+    tools = [ClientTool(schema) for schema in schemas]
+    return tool_chat(tokenizer, tools, _rendered_form(tokenizer) or "hermes")
+
+
 def _rendered_form(tokenizer: ChatTokenizer) -> str | None:
     """The name of the parser that reads what the template makes of a call."""
     text = _render(tokenizer, [USER, CALLING])
@@ -73,11 +93,11 @@ def _rendered_form(tokenizer: ChatTokenizer) -> str | None:
     return next((name for name in names if BY_NAME[name]("tool", []).read(text) == [PROBE]), None)
 
 
-def _can_be_fenced(tools: Sequence[Tool]) -> bool:
+def _can_be_fenced(tools: Sequence[Described]) -> bool:
     return {tool.name for tool in tools} <= FENCES.keys()
 
 
-def _fences(tools: Sequence[Tool]) -> tuple[Fence, ...]:
+def _fences(tools: Sequence[Described]) -> tuple[Fence, ...]:
     others = [tool.name for tool in tools if tool.name not in FENCES]
     if others:
         raise ValueError(

@@ -17,8 +17,8 @@ from typing import ClassVar
 
 from nanoengine.model.chat_template import Message
 from nanorl.parsers.base import ToolCall, ToolCallError
-from nanorl.parsers.reading import Found, marks, read_calls
-from nanorl.tools.base import Tool
+from nanorl.parsers.reading import Found, ReadOne, beside_calls, marks, read_calls
+from nanorl.tools.base import Described
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +59,19 @@ class FencedParser:
             raise ValueError("fences=(): a parser without fences reads no call")
 
     def read(self, text: str) -> Found:
-        by_mark = {fence.open.strip(): fence for fence in self.fences}
-        longest_first = sorted(by_mark, key=len, reverse=True)
-        pattern = marks("|".join(map(re.escape, longest_first)))
-        found = read_calls(text, pattern, lambda text, mark: _read_one(text, mark, by_mark))
+        found = read_calls(text, *self._marks())
         if self.is_one_at_a_time and len(found) > 1:
             return [ToolCallError("more than one block, write one at a time")]
         return found
+
+    def beside(self, text: str) -> str:
+        return beside_calls(text, *self._marks())
+
+    def _marks(self) -> tuple[re.Pattern[str], ReadOne]:
+        by_mark = {fence.open.strip(): fence for fence in self.fences}
+        longest_first = sorted(by_mark, key=len, reverse=True)
+        pattern = marks("|".join(map(re.escape, longest_first)))
+        return pattern, lambda text, mark: _read_one(text, mark, by_mark)
 
     def write(self, call: ToolCall) -> str:
         """`ValueError` for a call that no fence can hold."""
@@ -78,7 +84,7 @@ class FencedParser:
             raise ValueError(f"the code holds {fence.close.strip()}, which would end its block")
         return f"{fence.open}{code}{fence.close}"
 
-    def describe(self, tools: Sequence[Tool]) -> str:
+    def describe(self, tools: Sequence[Described]) -> str:
         known = {tool.name: tool.schema["function"].get("description", "") for tool in tools}
         lines = [
             f"To call {fence.tool}, write its {fence.argument} in a block:\n"

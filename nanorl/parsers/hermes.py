@@ -22,6 +22,7 @@ from nanoinfer.server.tool_calls import CLOSE, OPEN
 from nanorl.parsers.base import ToolCall, ToolCallError
 from nanorl.parsers.reading import (
     Found,
+    beside_calls,
     call_of,
     list_tools,
     marks,
@@ -29,7 +30,7 @@ from nanorl.parsers.reading import (
     read_json,
     results_as,
 )
-from nanorl.tools.base import Tool
+from nanorl.tools.base import Described
 
 MARKS = marks(re.escape(OPEN))
 END = re.compile(rf"\s*(?:{re.escape(CLOSE)}|(?={re.escape(OPEN)})|\Z)")
@@ -45,12 +46,15 @@ class HermesParser:
     def read(self, text: str) -> Found:
         return read_calls(text, MARKS, _read_one)
 
+    def beside(self, text: str) -> str:
+        return beside_calls(text, MARKS, _read_one)
+
     def write(self, call: ToolCall) -> str:
         name = json.dumps(call.name, ensure_ascii=False)
         arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
         return f'{OPEN}\n{{"name": {name}, "arguments": {arguments}}}\n{CLOSE}'
 
-    def describe(self, tools: Sequence[Tool]) -> str:
+    def describe(self, tools: Sequence[Described]) -> str:
         """The words of Qwen's chat template."""
         return (
             "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"

@@ -19,6 +19,7 @@ from nanoengine.model.chat_template import Message
 from nanorl.parsers.base import ToolCall, ToolCallError
 from nanorl.parsers.reading import (
     Found,
+    beside_calls,
     call_of,
     list_tools,
     marks,
@@ -26,7 +27,7 @@ from nanorl.parsers.reading import (
     read_json,
     results_as,
 )
-from nanorl.tools.base import Tool
+from nanorl.tools.base import Described
 
 PYTHON_TAG = "<|python_tag|>"
 KEYS = "name|parameters|arguments|function|type"
@@ -43,12 +44,15 @@ class LlamaParser:
     def read(self, text: str) -> Found:
         return read_calls(text, MARKS, _read_one)
 
+    def beside(self, text: str) -> str:
+        return beside_calls(text, MARKS, _read_one)
+
     def write(self, call: ToolCall) -> str:
         name = json.dumps(call.name, ensure_ascii=False)
         arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
         return f'{{"name": {name}, "parameters": {arguments}}}'
 
-    def describe(self, tools: Sequence[Tool]) -> str:
+    def describe(self, tools: Sequence[Described]) -> str:
         """The words of Llama 3's chat template."""
         return (
             "Given the following functions, please respond with a JSON for a function call with "

@@ -21,13 +21,14 @@ from nanorl.parsers.base import ToolCall, ToolCallError
 from nanorl.parsers.reading import (
     MAX_DEPTH,
     Found,
+    beside_calls,
     checked_call,
     list_tools,
     marks,
     read_calls,
     results_as,
 )
-from nanorl.tools.base import Tool
+from nanorl.tools.base import Described
 
 MARKS = marks(r"^[ \t]*(?=\[\s*[A-Za-z_][\w.]*\s*\()")
 NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.ASCII)
@@ -53,6 +54,9 @@ class PythonicParser:
     def read(self, text: str) -> Found:
         return read_calls(text, MARKS, _read_one)
 
+    def beside(self, text: str) -> str:
+        return beside_calls(text, MARKS, _read_one)
+
     def write(self, call: ToolCall) -> str:
         """`ValueError` for a name that Python could not call."""
         is_name = NAME.fullmatch(call.name) is not None
@@ -60,7 +64,7 @@ class PythonicParser:
             raise ValueError(f"tool name {call.name!r}: not a name in Python; use another parser")
         return f"[{call.name}({', '.join(_written(*pair) for pair in call.arguments.items())})]"
 
-    def describe(self, tools: Sequence[Tool]) -> str:
+    def describe(self, tools: Sequence[Described]) -> str:
         return (
             "You may call functions. To do so, reply with nothing but a list of calls, as in "
             "[first(name=value, other=value), second(name=value)]. Name every argument and write "

@@ -11,10 +11,11 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from nanorl.parsers.base import ToolCall, ToolCallError
-from nanorl.tools.base import Tool
+from nanorl.tools.base import Described
 
 MAX_CALLS = 64
 """Calls that are read in one turn; more are one error in the place of the rest."""
@@ -36,8 +37,24 @@ def marks(opening: str) -> re.Pattern[str]:
 def read_calls(text: str, pattern: re.Pattern[str], read_one: ReadOne) -> Found:
     """The calls of a turn. `read_one` is given the text and the match that opens a call, and
     returns what it found there and where to go on, which lies behind the match's start."""
-    found: Found = []
-    place = 0
+    return [call for _, _, found in find_calls(text, pattern, read_one) for call in found]
+
+
+def beside_calls(text: str, pattern: re.Pattern[str], read_one: ReadOne) -> str:
+    """What a turn says before, between and behind its calls, the blanks around them left out."""
+    places = [0]
+    for start, end, _ in find_calls(text, pattern, read_one):
+        places += [start, end]
+    parts = (text[i:j].strip() for i, j in zip_longest(places[::2], places[1::2]))
+    return "\n".join(part for part in parts if part)
+
+
+def find_calls(
+    text: str, pattern: re.Pattern[str], read_one: ReadOne
+) -> list[tuple[int, int, Found]]:
+    """What `read_calls` finds, a part at a time, each with its start and end in the text."""
+    found: list[tuple[int, int, Found]] = []
+    place = num_calls = 0
     while (mark := pattern.search(text, place)) is not None:
         if mark.group() == "<think>":
             end = text.find("</think>", mark.end())
@@ -46,13 +63,17 @@ def read_calls(text: str, pattern: re.Pattern[str], read_one: ReadOne) -> Found:
             place = end + len("</think>")
         elif mark.group() == "</think>":  # the prompt opened it: all of this was reasoning
             found.clear()
-            place = mark.end()
+            place, num_calls = mark.end(), 0
         else:
             one, place = read_one(text, mark)
-            found += one
-        if len(found) > MAX_CALLS:
-            rest = ToolCallError(f"more than {MAX_CALLS} calls in one turn, the rest was not read")
-            return [*found[:MAX_CALLS], rest]
+            num_read = min(len(one), MAX_CALLS - num_calls)
+            if num_read < len(one):
+                rest = ToolCallError(
+                    f"more than {MAX_CALLS} calls in one turn, the rest was not read"
+                )
+                return [*found, (mark.start(), len(text), [*one[:num_read], rest])]
+            found.append((mark.start(), place, one))
+            num_calls += num_read
     return found
 
 
@@ -113,7 +134,7 @@ def results_as(role: str, results: Sequence[str]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": "\n".join(texts)}]
 
 
-def list_tools(tools: Sequence[Tool], indent: int | None = None) -> str:
+def list_tools(tools: Sequence[Described], indent: int | None = None) -> str:
     """The schemas of `tools`, one after the other."""
     return "\n".join(json.dumps(tool.schema, ensure_ascii=False, indent=indent) for tool in tools)
 

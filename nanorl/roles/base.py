@@ -33,6 +33,11 @@ class RunEngine(TrainingEngine, Protocol):
         """The weights as a Hugging Face folder, whole or not at all, in place of what was there."""
         ...
 
+    def write_adapter(self, folder: Path, base_name: str) -> None:
+        """The adapter as a folder in PEFT's format, in place of what was there; only where the run
+        trains one (`lora.rank`)."""
+        ...
+
 
 class RunCritic(ValueEstimator, Protocol):
     """The critic with its checkpoints."""

@@ -95,6 +95,7 @@ class CollectorRole(RolloutCollector):
 
     async def close(self) -> None:
         await self.stop()
+        await self.kit.close_loop()
         self.kit.close()
 
 

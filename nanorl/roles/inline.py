@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from nanoengine.config import DTYPES
 from nanoengine.engine import Engine
+from nanoengine.lora_adapter import LoraAdapter, LoraBase
+from nanoengine.lora_engine import LoraEngine
 from nanoengine.model.device import enter_device, release_memory, worker_thread
-from nanoengine.model.hf import load_model, replace_model
+from nanoengine.model.hf import load_model, replace_folder, replace_model
 from nanoengine.scoring import Policy
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.engine import LLMEngine
@@ -23,6 +26,7 @@ from nanorl.roles.base import RunCritic
 from nanorl.roles.collector import collector_role
 from nanorl.roles.critic import SavedCritic
 from nanorl.roles.store import close_store, store_role
+from nanorl.types import derive_seed
 from nanosched import Scheduler
 
 
@@ -32,6 +36,17 @@ class InlineEngine(Engine):
     def write_model(self, folder: Path, extra_files_from: Path | None = None) -> None:
         """The weights as a Hugging Face folder, whole or not at all."""
         replace_model(self.model, folder, extra_files_from)
+
+    def write_adapter(self, folder: Path, base_name: str) -> None:
+        raise AssertionError("this engine trains all weights")
+
+
+class InlineLoraEngine(LoraEngine, InlineEngine):
+    """The same where an adapter is trained: its weights, merged, and the adapter alone."""
+
+    def write_adapter(self, folder: Path, base_name: str) -> None:
+        """The adapter as a folder in PEFT's format, whole or not at all."""
+        replace_folder(folder, partial(self.adapter.save, base_name=base_name))
 
 
 class InlineRoles:
@@ -44,13 +59,11 @@ class InlineRoles:
         self.kit = AgentKit(
             config, parts.folder, kind=parts.kind, is_given=parts.is_env_given
         )  # first: not every machine has a sandbox
-        # Loaded in fp32: the engine keeps these values as masters and casts the model.
         enter_device(parts.device)
-        self.trained = load_model(parts.folder, torch.float32, str(parts.device))
-        self.engine = InlineEngine(self.trained, parts.warm_start_config())
+        self.engine = make_engine(parts)
         release_memory()
         model = load_model(parts.folder, DTYPES[config.dtype], str(parts.device))
-        self.rollout_engine = LLMEngine(model, parts.infer_config())
+        self.rollout_engine = LLMEngine(model, parts.infer_config(), tokenizer=parts.tokenizer)
         # All heavy work of a synchronous run shares one thread, and only that thread uses several
         # cores: OpenMP keeps a team of workers for every thread that ever ran a parallel loop,
         # and with more workers than cores they sleep and wake at each of thousands of small ops.
@@ -98,6 +111,7 @@ class InlineRoles:
     async def close_loop(self) -> None:
         """What belongs to the running event loop; `close` ends the rest."""
         await close_store(self.store)
+        await self.kit.close_loop()
         await self.generator.close()
 
     def close(self) -> None:
@@ -105,3 +119,14 @@ class InlineRoles:
         self.kit.close()
         self.compute.shutdown()
         self.optimizer_thread.shutdown()
+
+
+def make_engine(parts: Parts) -> InlineEngine:
+    """The engine that trains all weights, or the run's adapter."""
+    config, place, update = parts.config, str(parts.device), parts.warm_start_config()
+    if not config.lora.rank:
+        # Loaded in fp32: the engine keeps these values as masters and casts the model.
+        return InlineEngine(load_model(parts.folder, torch.float32, place), update)
+    base = LoraBase(load_model(parts.folder, DTYPES[config.dtype], place))
+    adapter = LoraAdapter(base, config.lora, seed=derive_seed(config.seed, "lora"))
+    return InlineLoraEngine(adapter, update)

@@ -29,7 +29,8 @@ class Player:
             model = load_model(parts.folder, DTYPES[config.dtype], str(parts.device))
             self.compute = worker_thread("compute", parts.device, num_threads(config))
             self.generator = AsyncEngine(
-                LLMEngine(model, parts.infer_config()), executor=self.compute
+                LLMEngine(model, parts.infer_config(), tokenizer=parts.tokenizer),
+                executor=self.compute,
             )
         except BaseException:
             self.kit.close()
@@ -45,6 +46,7 @@ class Player:
 
     async def close_loop(self) -> None:
         """What belongs to the running event loop; `close` ends the rest."""
+        await self.kit.close_loop()
         await self.generator.close()
 
     def close(self) -> None:

@@ -235,6 +235,9 @@ class RankedEngine:
     def write_model(self, folder: Path, extra_files_from: Path | None = None) -> None:
         self._call(PolicyRank.write_model, folder, extra_files_from)
 
+    def write_adapter(self, folder: Path, base_name: str) -> None:
+        raise AssertionError("adapters are trained in one process; the options say so")
+
     def _deal(self, samples: Sequence[Sample]) -> Deal:
         recipe = self._recipe
         return deal(samples, recipe.layout, share_prefix=recipe.config.share_prefix)

@@ -35,8 +35,9 @@ _WALLS = """
 --hostname sandbox --clearenv --setenv PATH /usr/bin:/bin --setenv HOME /tmp
 --setenv LANG C.UTF-8 --setenv PYTHONHASHSEED 0 --setenv OMP_NUM_THREADS 1
 --setenv PYTHONDONTWRITEBYTECODE 1
---cap-drop ALL --cap-add CAP_SYS_ADMIN --cap-add CAP_SETPCAP --ro-bind /usr /usr
+--cap-drop ALL --ro-bind /usr /usr
 """
+_SERVERS_CAPABILITIES = "--cap-add CAP_SYS_ADMIN --cap-add CAP_SETPCAP"
 # Not -I or -E: they ignore PYTHONHASHSEED, and workers would differ.
 _END = "--remount-ro /dev --remount-ro / --"
 _PYTHON_FLAGS = "-s -S -B"
@@ -49,27 +50,38 @@ def bwrap_arguments(
 
     `data`: paths inside, and the descriptors their read-only contents come from.
     """
-    flags = _WALLS.split()
+    flags = [*wall_flags(), *_SERVERS_CAPABILITIES.split()]
     if is_session:
         for folder in (*protocol.FOLDERS, protocol.TESTS, protocol.LOGS):
             flags += ["--dir", folder]
         for name in ("python", "python3"):
             flags += ["--symlink", str(python.path), f"{_COMMANDS}/{name}"]
         flags += ["--setenv", "PATH", f"{_COMMANDS}:/usr/bin:/bin"]
+    flags += python.bwrap_flags()
+    flags += ["--tmpfs", "/tmp", "--dir", "/run", "--symlink", "/tmp", "/var/tmp"]
+    for path_inside, descriptor in data.items():
+        flags += ["--ro-bind-data", str(descriptor), path_inside]
+    return [*flags, *_END.split(), str(python.path), *_PYTHON_FLAGS.split()]
+
+
+def wall_flags() -> list[str]:
+    """The walls, and inside of them the system's own folders, read-only, /proc and /dev."""
+    flags = _WALLS.split()
     for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
         root = Path("/", name)
         if root.is_symlink():
             flags += ["--symlink", os.readlink(root), f"/{name}"]
         elif root.is_dir():
             flags += ["--ro-bind", f"/{name}", f"/{name}"]
-    flags += python.bwrap_flags()
     for name in ("ld.so.cache", "alternatives", "localtime"):
         flags += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
-    flags += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--dir", "/run"]
-    flags += ["--symlink", "/tmp", "/var/tmp"]
-    for path_inside, descriptor in data.items():
-        flags += ["--ro-bind-data", str(descriptor), path_inside]
-    return [*flags, *_END.split(), str(python.path), *_PYTHON_FLAGS.split()]
+    return [*flags, "--proc", "/proc", "--dev", "/dev"]
+
+
+def unused_uid(index: int) -> int:
+    """A user id for the `index`-th worker of this process; -1, which keeps its own, where it is not
+    root's."""
+    return _FIRST_UID + (os.getpid() * 8 + index) % _NUM_UIDS if os.geteuid() == 0 else -1
 
 
 def worker_data() -> dict[str, bytes]:
@@ -150,7 +162,7 @@ class BwrapWorker:
     ) -> subprocess.Popen[bytes]:
         with contextlib.ExitStack() as stack:
             data = {path: stack.enter_context(_memfd(c)) for path, c in worker_data().items()}
-            uid = _FIRST_UID + (os.getpid() * 8 + index) % _NUM_UIDS if os.geteuid() == 0 else -1
+            uid = unused_uid(index)
             main = _MAIN.format("keeper" if self._is_session else "worker")
             procs = ":".join(self.cgroup.procs) if self.cgroup else "-"
             return subprocess.Popen(

@@ -75,8 +75,9 @@ KILL_PROCESS = 0x80000000
 _ERRNO = 0x00050000
 
 _NAMESPACE_FLAGS = 0x7E020000  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET}
-_AF_UNIX = 1
-_SOL_SOCKET = 1
+_AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
+_SOL_SOCKET, _IPPROTO_TCP = 1, 6
+_TCP_OPTIONS = (1, 4, 5, 6, 12, 18)  # NODELAY KEEP{IDLE,INTVL,CNT} QUICKACK USER_TIMEOUT
 _BUFFER_OPTIONS = (7, 8, 32, 33)  # SO_{SND,RCV}BUF and their FORCE forms: pretended, not done
 _SOCKET_OPTIONS = (2, 9, 13, 16, 20, 21)  # REUSEADDR KEEPALIVE LINGER PASSCRED RCVTIMEO SNDTIMEO
 # TYPE ERROR SNDBUF RCVBUF PEERCRED ACCEPTCONN PROTOCOL DOMAIN: not the cookies, which are numbered
@@ -107,8 +108,9 @@ class Instruction:
         return struct.pack("<HBBI", self.code, self.jump_true, self.jump_false, self.k)
 
 
-def assemble(machine: str) -> list[Instruction]:
-    """The filter for `machine` (`platform.machine()`), as instructions."""
+def assemble(machine: str, has_loopback: bool = False) -> list[Instruction]:
+    """The filter for `machine` (`platform.machine()`), as instructions. `has_loopback`: sockets of
+    the internet families too, for a program in a network namespace where there is nothing else."""
     if machine not in _AUDIT_ARCH:
         raise ValueError(
             f"no system-call table for {machine!r}: the sandbox knows {sorted(_AUDIT_ARCH)}; "
@@ -123,15 +125,16 @@ def assemble(machine: str) -> list[Instruction]:
     if machine == "x86_64":
         program += [Instruction(_JGE, _X32_BIT, 0, 1), _deny(errno.ENOSYS)]
     for name, number in syscall_numbers(CHECKED, machine).items():
-        body = _check(name)
+        body = _check_loopback(name) if has_loopback else []
+        body = body or _check(name)
         program += [Instruction(_JEQ, number, 0, len(body)), *body]
     program += _search(*_ranges(syscall_numbers(ALLOWED, machine).values()))
     return program
 
 
-def filter_bytes(machine: str) -> bytes:
+def filter_bytes(machine: str, has_loopback: bool = False) -> bytes:
     """The filter as the array that `struct sock_fprog` points to."""
-    return b"".join(instruction.pack() for instruction in assemble(machine))
+    return b"".join(instruction.pack() for instruction in assemble(machine, has_loopback))
 
 
 def syscall_numbers(table: str, machine: str) -> dict[str, int]:
@@ -192,6 +195,19 @@ def _check(name: str) -> list[Instruction]:
         return [_argument(1), *_one_of(_IOCTLS, _deny(errno.ENOTTY))]
     assert name == "prctl", f"no rule for {name}"
     return [_argument(0), *_one_of(_PRCTLS, _deny(errno.EPERM))]
+
+
+def _check_loopback(name: str) -> list[Instruction]:
+    """The rules that differ where there is a loopback device; empty where none does."""
+    if name == "socket":
+        families = (_AF_UNIX, _AF_INET, _AF_INET6)
+        return [_argument(0), *_one_of(families, _deny(errno.EAFNOSUPPORT))]
+    if name == "setsockopt":
+        others = _check_setsockopt()
+        options = _one_of(_TCP_OPTIONS, _deny(errno.ENOPROTOOPT))
+        is_tcp = Instruction(_JEQ, _IPPROTO_TCP, 0, 1 + len(options))
+        return [_argument(1), is_tcp, _argument(2), *options, *others]
+    return []
 
 
 def _check_setsockopt() -> list[Instruction]:

@@ -82,8 +82,8 @@ class ToolContext:
                 await session.close()
 
 
-class Tool(Protocol):
-    """Something that an agent may call."""
+class Described(Protocol):
+    """What a model is told of a tool, whoever runs it."""
 
     @property
     def name(self) -> str: ...
@@ -92,6 +92,10 @@ class Tool(Protocol):
     def schema(self) -> dict[str, Any]:
         """`{"type": "function", "function": {"name", "description", "parameters"}}`."""
         ...
+
+
+class Tool(Described, Protocol):
+    """Something that an agent may call."""
 
     async def run(self, context: ToolContext, arguments: Mapping[str, Any]) -> str:
         """Answer one call. `arguments` are what the model wrote: check them here."""

@@ -118,6 +118,10 @@ DEFECTS: dict[str, tuple[Callable[[int], Rollout], str]] = {
         ),
         "call the tool yourself",
     ),
+    "agent_failures": (
+        lambda n: replace(well(n), metrics={"agent_failed": 1.0}, error="ValueError: no number"),
+        "let the model try again",
+    ),
 }  # fmt: skip
 
 

@@ -260,7 +260,7 @@ def test_a_run_is_built_on_the_gpu_and_says_so(
     config = replace(get_preset("tiny").config(), out=tmp_path, device="cuda")
     parts = Parts(replace(config, rl=replace(config.rl, max_staleness=1)))
     roles = InlineRoles(parts)
-    assert roles.trained.device == roles.rollout_engine.model.device == GPU
+    assert roles.engine.model.device == roles.rollout_engine.model.device == GPU
     masters = roles.engine.optimizer.entries("master")
     assert all(master.device == GPU for _, master in masters)
     assert roles.rollout_engine._runner.cache.data.device == GPU

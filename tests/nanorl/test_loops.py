@@ -433,7 +433,7 @@ def test_the_log_shows_what_was_before_a_compaction_and_what_helpers_were_asked(
     assert places == sorted(places)
     rollout = play(WithTool, SubAgents(number=1), Policy(delegating))
     text = transcript(Task("How much?"), rollout, TINY.decode, title="one")
-    assert "part A<|im_end|>" in text.partition("(a sub-agent)")[2]
+    assert "part A<|im_end|>" in text.partition("(a conversation beside)")[2]
 
 
 # -- names and options ---------------------------------------------------------------------------

@@ -1,0 +1,32 @@
+"""An agent that knows OpenAI's client and one tool: it must call `add`, then answer."""
+
+import json
+
+NUMBER = {"type": "integer", "minimum": 0, "maximum": 999}
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": NUMBER, "b": NUMBER},
+            "required": ["a", "b"],
+        },
+    },
+}
+
+
+async def agent(task, client):
+    messages = list(task.messages)
+    for choice in ("required", "none"):
+        answer = await client.chat.completions.create(
+            model="policy", messages=messages, tools=[ADD], tool_choice=choice
+        )
+        said = answer.choices[0].message
+        messages.append(said)
+        for call in said.tool_calls or []:
+            given = json.loads(call.function.arguments)
+            total = str(given["a"] + given["b"])
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": total})
+    return said.content

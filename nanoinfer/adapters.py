@@ -1,0 +1,197 @@
+"""LoRA adapters that requests name: several in one batch, over one set of weights.
+
+    x · Wᵀ   for all rows of a step at once, then for each adapter in it, on its own rows,
+    y += (x · Aᵀ) · (scale · B)ᵀ
+
+The second line is in fp32 (fp64 over fp64) whatever the model's dtype, by the packed product whose
+rows do not depend on the batch, so on a CPU a request has the same bits alone and beside others.
+They are not the bits of merged weights: in fp32 the two differ by rounding, in bf16 merged weights
+are rounded once more. Training merges (nanoengine/lora_adapter.py says why); this is for serving.
+
+A step without any such request runs as ever. One with some takes the path of `Transformer.forward`:
+the transcript in C++ and CUDA graphs do not know adapters.
+
+A name may be loaded again: that is another version of it. What requests of the old one have sampled
+stays theirs, and they go on with the new one, as with new weights of the model. The prefix cache
+never mixes adapters or versions: `key` is part of every block's digest.
+Left out: models split over ranks, adapters of the output head, of embeddings and of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kernels import linear, pack_weight
+from nanoengine.model.linear import PackedLinear
+from nanoengine.model.lora import (
+    Adapter,
+    LowRank,
+    MatrixRows,
+    adaptable,
+    check_adapter,
+    read_adapter,
+)
+from nanoengine.model.transformer import Transformer
+
+Rows = Mapping[str, Tensor]
+"""The rows of a step that belong to each adapter in it, in rising order."""
+
+
+@dataclass(frozen=True)
+class _Factor:
+    """A matrix and its packed copy."""
+
+    weight: Tensor
+    packed: Tensor | None
+
+    @classmethod
+    def of(cls, weight: Tensor) -> _Factor:
+        return cls(weight, pack_weight(weight))
+
+    def times(self, x: Tensor, *, batch_invariant: bool) -> Tensor:
+        return linear(x, self.weight, packed=self.packed, batch_invariant=batch_invariant)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """One adapter's change of one of our matrices: the A of all modules in it, one below the other,
+    and for each module its output columns lo:hi and scale · B."""
+
+    low: _Factor
+    highs: tuple[tuple[int, int, _Factor], ...]
+
+    @classmethod
+    def of(cls, parts: list[tuple[MatrixRows, LowRank]]) -> _Change:
+        weight = parts[0][0].matrix.weight
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        lows = [change.low_RI.detach().to(weight.device, wide) for _, change in parts]
+        highs = [
+            (place.lo, place.hi, _Factor.of(change.high_OR.detach().to(weight.device, wide)
+                                            * change.scale))
+            for place, change in parts
+        ]  # fmt: skip
+        return cls(_Factor.of(torch.cat(lows)), tuple(highs))
+
+    def add_to(self, y_NO: Tensor, x_NI: Tensor, *, batch_invariant: bool) -> None:
+        """Add to y, which is rounded once for each module."""
+        low = self.low.times(x_NI.to(self.low.weight.dtype), batch_invariant=batch_invariant)
+        parts = low.split([factor.weight.shape[1] for *_, factor in self.highs], 1)
+        for (lo, hi, factor), part in zip(self.highs, parts, strict=True):
+            columns = y_NO[:, lo:hi]
+            change = factor.times(part.contiguous(), batch_invariant=batch_invariant)
+            columns.copy_(columns.to(change.dtype) + change)
+
+
+class _StepRows:
+    """The rows of the step under way; the matrices of a model share one."""
+
+    def __init__(self) -> None:
+        self.of: Rows = {}
+
+
+class _MatrixAdapters:
+    """What a `PackedLinear` asks after its product (its `adapters`)."""
+
+    def __init__(self, matrix: PackedLinear, step: _StepRows) -> None:
+        self._matrix, self._step = matrix, step
+        self.changes: dict[str, _Change] = {}
+
+    def add_to(self, y_TO: Tensor, x_TI: Tensor) -> Tensor:
+        """y with the changes of the step's adapters added to their rows, in place."""
+        invariant = self._matrix.batch_invariant
+        for name, rows in self._step.of.items():
+            change = self.changes.get(name)
+            if change is None:  # this adapter leaves the matrix as it is
+                continue
+            if len(rows) == len(y_TO):
+                change.add_to(y_TO, x_TI, batch_invariant=invariant)
+                continue
+            y_NO = y_TO.index_select(0, rows)
+            change.add_to(y_NO, x_TI.index_select(0, rows), batch_invariant=invariant)
+            y_TO.index_copy_(0, rows, y_NO)
+        return y_TO
+
+
+class AdapterPool:
+    """The adapters of one engine, by the names that requests give."""
+
+    def __init__(self, model: Transformer) -> None:
+        self._model = model
+        self._step = _StepRows()
+        self._keys: dict[str, bytes] = {}
+        self._num_loaded = 0  # ever
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._keys)
+
+    def check(self, name: str) -> None:
+        """`ValueError` for a name that is not loaded; the empty one is the model alone."""
+        if name and name not in self._keys:
+            loaded = ", ".join(self._keys) or "none"
+            raise ValueError(f"adapter={name!r}: is not loaded (loaded: {loaded}); load it first")
+
+    def key(self, name: str) -> bytes:
+        """What tells the cache of this adapter, in its present version, from every other; empty for
+        the model alone."""
+        return self._keys[name] if name else b""
+
+    def load(self, name: str, source: str | Path | Adapter) -> None:
+        """Load a folder in PEFT's format, or what `LoraAdapter.changes` gives, in place of what the
+        name stood for. Its numbers are copied. `ValueError` for one that is not of this model, and
+        then nothing changes."""
+        if not name:
+            raise ValueError("adapter name: is empty, which stands for the model alone; give one")
+        if self._model.split.size > 1:
+            raise ValueError(f"adapter {name!r}: not available with tp > 1; merge it, or set tp=1")
+        is_folder = isinstance(source, (str, Path))
+        adapter = read_adapter(source) if isinstance(source, (str, Path)) else source
+        where = str(source) if is_folder else f"adapter {name!r}"
+        check_adapter(self._model, adapter, where)
+        places = adaptable(self._model)
+        odd = [module for module in adapter if module not in places]
+        if odd:
+            raise ValueError(
+                f"{where}: adapts {odd[0]}; beside the weights only matrices of attention and of "
+                "dense MLPs can be adapted; merge it (--lora)"
+            )
+        self._forget(name)
+        parts: dict[PackedLinear, list[tuple[MatrixRows, LowRank]]] = {}
+        for module, place in places.items():
+            if module in adapter:
+                parts.setdefault(place.matrix, []).append((place, adapter[module]))
+        for matrix, changes in parts.items():
+            if not isinstance(matrix.adapters, _MatrixAdapters):
+                matrix.adapters = _MatrixAdapters(matrix, self._step)
+            matrix.adapters.changes[name] = _Change.of(changes)
+        self._num_loaded += 1
+        self._keys[name] = f"{name}\0{self._num_loaded}".encode()
+
+    def unload(self, name: str) -> None:
+        """`ValueError` for a name that is not loaded."""
+        if not name:
+            raise ValueError("adapter name: is empty, which stands for the model alone; give one")
+        self.check(name)
+        self._forget(name)
+        del self._keys[name]
+
+    def _forget(self, name: str) -> None:
+        for place in adaptable(self._model).values():
+            held = place.matrix.adapters
+            if isinstance(held, _MatrixAdapters) and held.changes.pop(name, None) is not None:
+                place.matrix.adapters = held if held.changes else None
+
+    @contextmanager
+    def applied(self, rows: Rows) -> Iterator[None]:
+        """Inside, the model adds the adapters to these rows of its input."""
+        self._step.of = rows
+        try:
+            yield
+        finally:
+            self._step.of = {}

@@ -1,0 +1,37 @@
+"""`nanorl serve-training --model MODEL`: a training service for the official `tinker` client.
+
+    nanorl serve-training --model smollm2
+    nanorl serve-training --model runs/tiny-seed0/model-trained --port 0 --full
+
+`python -m nanorl.serve_training` is the same. Left out: the client, which is `pip install tinker`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Annotated
+
+import tyro
+
+from nanoengine.model.sources import resolve_model
+from nanorl.training_service.config import ServiceConfig, ServiceOptions
+
+
+def serve_training(
+    model: str,
+    options: Annotated[ServiceOptions, tyro.conf.arg(name="")] = ServiceOptions(),  # noqa: B008
+) -> None:
+    """Train models for clients of the Tinker API, over HTTP.
+
+    Args:
+        model: The base model: a Hugging Face folder, smollm2, or a hub's name.
+        options: The service's.
+    """
+    try:
+        from nanorl.training_service.running import run_service
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"the service needs the package {error.name}; run: pip install 'nanorl-stack[serve]'"
+        ) from None
+    given = {field.name: getattr(options, field.name) for field in fields(ServiceOptions)}
+    run_service(ServiceConfig(model=resolve_model(model), names=(model,), **given))

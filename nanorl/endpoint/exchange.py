@@ -1,0 +1,211 @@
+"""What a client asks for and gets, in no dialect: `Call`, `Answer`; and the contract of a dialect.
+
+A dialect reads a body into a `Call` and writes an `Answer` back; it has no state, samples nothing
+and never touches a token. Left out: which tokens a call stands for (recording.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from nanoengine.model.chat_template import Message
+from nanoinfer.params import Grammar, Output
+from nanoinfer.server.http_io import ApiError
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One request of a client.
+
+    Call(messages=[{"role": "user", "content": "2+2?"}], max_tokens=16)
+    """
+
+    messages: list[Message]
+    """As chat templates read them: `content` is a text; an assistant's `tool_calls` are
+    `{"id", "type": "function", "function": {"name", "arguments": {...}}}`; a result of one is of
+    role "tool" with a `tool_call_id`. Reasoning that a client sends back is left out."""
+    tools: list[Json] = field(default_factory=list)
+    """Those offered, as `{"type": "function", "function": {"name", "description", "parameters"}}`.
+    """
+    forced_tool: str | None = None
+    """The answer must be a call of this tool, or of any where it is empty; None: as it likes."""
+    max_tokens: int | None = None
+    """None leaves it to the limits of the episode."""
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    grammar: Grammar | None = None
+    """What the answer's text must match, as a JSON schema."""
+    num_top: int | None = None
+    """Likeliest tokens to report at each position; None: no log-probs at all."""
+    is_streamed: bool = False
+    has_usage: bool = False
+    """A stream ends with the numbers of tokens, in dialects that do so only when asked."""
+    has_reasoning: bool = True
+    """The answer shows what the model thought."""
+    continues: str = ""
+    """The id of the answer that the conversation goes on from: `messages` are then those after it.
+    """
+    has_instructions: bool = False
+    """The first of `messages` is a system message of this call alone: a call that continues it has
+    its own, or none."""
+    ignored: tuple[str, ...] = ()
+    """Names of given fields that the run decides, not the client: temperature, top_p, seed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolUse:
+    """A call of a tool in an answer: `ToolUse(id="call_1", name="add", arguments='{"a": 1}')`."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON, as the model wrote it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """One choice of an answer."""
+
+    text: str
+    """What it says, without reasoning and calls; it may be empty."""
+    reasoning: str = ""
+    """The text inside of `<think>`, where the model wrote one."""
+    calls: tuple[ToolUse, ...] = ()
+    output: Output
+    """The engine's own: ids, log-probs, versions."""
+    stop_text: str | None = None
+    """The text of `Call.stop` that ended it."""
+
+    @property
+    def is_cut(self) -> bool:
+        """A limit ended it."""
+        return self.output.finish_reason == "length"
+
+
+def message_of(reply: Reply) -> Message:
+    """The message of a conversation that a reply is: `Call.messages` has it when it comes back."""
+    return assistant_message(reply.text, reply.calls)
+
+
+def assistant_message(text: str, calls: Sequence[ToolUse]) -> Message:
+    """What an assistant said, as chat templates read it."""
+    message: Json = {"role": "assistant", "content": text}
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": use.id,
+                "type": "function",
+                "function": {"name": use.name, "arguments": read_arguments(use.arguments)},
+            }
+            for use in calls
+        ]
+    return message
+
+
+def read_arguments(text: str) -> Any:
+    """The arguments of a call as chat templates read them. What is no JSON stays as written, and so
+    does what no JSON answer could hold: NaN, half of a character, brackets without end."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return text
+    return value
+
+
+def forced_tool(tools: Sequence[Json], name: str | None) -> str:
+    """`Call.forced_tool` where one of `tools` must be called: the one of that name, or any.
+    ApiError where there is none."""
+    names = [tool["function"]["name"] for tool in tools]
+    if not names:
+        raise ApiError(400, "tool_choice: asks for a call, but tools is empty", "tool_choice")
+    if name is not None and name not in names:
+        raise ApiError(
+            400, f"tool_choice: no tool is called {name!r}; there is {', '.join(names)}",
+            "tool_choice",
+        )  # fmt: skip
+    return name or ""
+
+
+def bearer_key(headers: Mapping[str, str]) -> str:
+    """The key of an `Authorization: Bearer KEY`; empty without one."""
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What the engine said to a call."""
+
+    id: str
+    """Unique, of letters and digits; a dialect puts its own prefix in front."""
+    model: str
+    created: int
+    """Unix time."""
+    num_prompt_tokens: int
+    replies: list[Reply]
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(len(reply.output.ids) for reply in self.replies)
+
+
+@dataclass(frozen=True)
+class Event:
+    """A server-sent event: `data` as JSON, or as it is where it is a text ("[DONE]")."""
+
+    data: Json | str
+    name: str | None = None
+    """Of an `event:` line; None: there is none."""
+
+
+class Dialect(Protocol):
+    """An API in which calls are made."""
+
+    @property
+    def path(self) -> str:
+        """Where it is served, behind the episode's base URL: "/v1/chat/completions"."""
+        ...
+
+    def key(self, headers: Mapping[str, str]) -> str:
+        """The API key of a request; empty without one. Names of headers are lower-case."""
+        ...
+
+    def read(self, body: Json) -> Call:
+        """The call. ApiError 400 names the field that cannot be, and what can."""
+        ...
+
+    def write(self, call: Call, answer: Answer) -> Json:
+        """The body of an answer that is not streamed."""
+        ...
+
+    def events(self, call: Call, answer: Answer) -> Iterator[Event]:
+        """The same as a stream, from its first event to its last."""
+        ...
+
+    def error(self, error: ApiError) -> Json:
+        """The body of an error, in the API's own form."""
+        ...
+
+
+@runtime_checkable
+class CountingDialect(Dialect, Protocol):
+    """An API that counts the tokens of a prompt, too."""
+
+    @property
+    def count_path(self) -> str:
+        """Where it does so, behind the episode's base URL."""
+        ...
+
+    def read_count(self, body: Json) -> Call:
+        """The call whose prompt is counted."""
+        ...
+
+    def write_count(self, num_tokens: int) -> Json:
+        """The body of the answer."""
+        ...

@@ -1,0 +1,338 @@
+"""`Recording`: answers the calls of one episode, and keeps the tokens of every answer.
+
+Whoever calls sends the whole conversation each time, as text. Where it begins with messages that
+were answered before, and says what the answer said, the ids of that answer are taken as they were
+sampled, and only what follows is encoded; text that the policy never said, in the place of an
+answer or anywhere, is text that the policy reads. So nothing that was sampled is tokenised again,
+and a history that was changed is a new branch of the tree.
+
+The run decides how tokens are drawn (temperature, seeds), since its log-probs are those of
+training; the client decides where they end: stop texts, length, a schema, a forced tool.
+Left out: prompts that end with a half-written answer; the tokens of an answer that nobody waited
+for, which the engine gives up with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nanoengine.model.chat_template import Message
+from nanoengine.model.tokenizer import ChatTokenizer
+from nanoinfer.params import Grammar, Output, SamplingParams
+from nanoinfer.server.http_io import ApiError
+from nanoinfer.server.tool_calls import call_schema
+from nanorl.agents.context import Generator
+from nanorl.agents.tokens import Limits, Truncation, delta_ids
+from nanorl.endpoint.call_tree import CallNode, CallTree
+from nanorl.endpoint.chat_form import ChatForm
+from nanorl.endpoint.exchange import Call, Json, Reply, message_of
+from nanorl.rewards.base import Transcript
+from nanorl.types import InfrastructureError, Rollout, Status, derive_seed
+
+
+@dataclass(eq=False)
+class _Said:
+    """A conversation up to an answer, and the tokens that stand for it."""
+
+    messages: list[Message]
+    tools: list[Json]
+    node: CallNode
+    has_instructions: bool
+
+    @property
+    def inherited(self) -> list[Message]:
+        """What a call that goes on from here need not send."""
+        return self.messages[1:] if self.has_instructions else self.messages
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Replies to a call, and the tokens of its prompt."""
+
+    ids: list[int]
+    replies: list[Reply]
+
+
+class Recording:
+    """The calls of one episode. Calls may come at the same time."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        tokenizer: ChatTokenizer,
+        *,
+        limits: Limits,
+        sampling: SamplingParams,
+    ) -> None:
+        """`sampling.seed` is the episode's seed; every call derives its own from its prompt."""
+        self.tree = CallTree()
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self.truncation: Truncation | None = None
+        """The limit that an answer or a call ran into last."""
+        self.metrics: Counter[str] = Counter()
+        self._generator = generator
+        self._sampling = sampling
+        self._said: dict[bytes, _Said] = {}
+        self._answers: dict[str, _Said] = {}
+        self._forms: dict[str, ChatForm] = {}
+        self._num_asked: Counter[bytes] = Counter()  # the same prompt has other seeds each time
+        self._num_calls = 0
+        self._last: _Said | None = None
+
+    @property
+    def num_answers(self) -> int:
+        """Completions that were given."""
+        return len(self.tree.nodes)
+
+    def rollout(self, played: Rollout) -> Rollout:
+        """`played`, which has no tokens, with those of the calls: the sequence of the last one,
+        the others as branches. What its turns earned, the last turn did."""
+        sequences = self.tree.sequences()
+        if not sequences:
+            return played
+        main, *branches = sequences
+        earned = sum(played.turn_rewards)
+        status = played.status
+        if status != Status.FAILED and self.truncation is not None:
+            is_turn = self.truncation == "turn"
+            status = Status.TRUNCATED_TURN if is_turn else Status.TRUNCATED_CONTEXT
+        return replace(
+            played,
+            tokens=main.tokens,
+            loss_mask=main.loss_mask,
+            logps=main.logps,
+            versions=main.versions,
+            turn_spans=main.turn_spans,
+            turn_rewards=[*[0.0] * (len(main.turn_spans) - 1), earned] if earned else [],
+            branches=branches,
+            status=status,
+            metrics={
+                **{name: float(count) for name, count in self.metrics.items()},
+                **played.metrics,
+                "num_calls": float(self.num_answers),
+            },
+        )
+
+    def transcript(self, answer: str | None) -> Transcript:
+        """The conversation of the last call as text."""
+        last = self._last
+        messages = [] if last is None else last.messages
+        return Transcript(
+            messages=messages,
+            text=str(messages[-1]["content"]) if messages else "",
+            answer=answer,
+            is_truncated=self.truncation is not None,
+        )
+
+    async def answer(self, call: Call, name: str) -> Sampled:
+        """Sample the replies to `call`; under `name` a later call may go on from it. ApiError tells
+        the client what cannot be."""
+        call = self._continued(call)
+        ids = self.prompt_ids(call)
+        form = self._form(call.tools)
+        params = self._params(call, ids)
+        self.metrics.update(f"ignored_{field}" for field in call.ignored)
+        outputs = await self.sample(ids, params, call.n)
+        replies = []
+        for output in outputs:
+            text, stop_text = self._text(output, call.stop)
+            reply = form.reply(text, output, call, stop_text)
+            replies.append(reply)
+            messages = [*call.messages, message_of(reply)]
+            node = self.tree.add(ids, output)
+            said = _Said(messages, call.tools, node, call.has_instructions)
+            self._said.setdefault(_digests(call.tools, messages)[-1], said)
+            self._answers.setdefault(name, said)
+            self._last = said
+        return Sampled(ids, replies)
+
+    async def complete(self, ids: Sequence[int], params: SamplingParams) -> list[Output]:
+        """Complete a prompt of token ids, as a client asks that renders by itself. Temperature,
+        truncation and seed of `params` are the run's."""
+        prompt = list(ids)
+        room = self._room(prompt)
+        own = self._sampling
+        decided = replace(
+            own,
+            max_tokens=min(params.max_tokens, room),
+            grammar=params.grammar,
+            stop=params.stop,
+            stop_token_ids=params.stop_token_ids,
+            top_logps=params.top_logps,
+            n=1,
+        )
+        outputs = await self.sample(prompt, decided, params.n)
+        for output in outputs:
+            self.tree.add(prompt, output)
+        return outputs
+
+    async def sample(self, ids: list[int], params: SamplingParams, n: int) -> list[Output]:
+        """`n` completions of a prompt, each with a seed of its own."""
+        key = hashlib.blake2b(repr(ids).encode(), digest_size=16).digest()
+        seeds = []
+        for _ in range(n):
+            seeds.append(derive_seed(self._sampling.seed, "call", key.hex(), self._num_asked[key]))
+            self._num_asked[key] += 1
+        self._num_calls += n
+        tasks = [self._sample_one(ids, replace(params, seed=seed)) for seed in seeds]
+        try:
+            outputs = list(await asyncio.gather(*tasks))
+        except ValueError as error:  # the engine's, of what it cannot do: a schema, a stop text
+            raise ApiError(400, str(error)) from None
+        is_cut = any(output.finish_reason == "length" for output in outputs)
+        self.truncation = "turn" if is_cut else None
+        return outputs
+
+    def prompt_ids(self, call: Call) -> list[int]:
+        """The tokens of a call's prompt: those known, then the encoding of what is new."""
+        messages = call.messages
+        if not messages:
+            raise ApiError(400, "messages: give at least one", "messages")
+        if messages[-1]["role"] == "assistant":
+            raise ApiError(
+                400, "messages: the last one is the assistant's; end with a user's or a tool's",
+                "messages",
+            )  # fmt: skip
+        form = self._form(call.tools)
+        digests = _digests(call.tools, messages)
+        try:
+            for end in range(len(messages) - 1, 0, -1):
+                said = self._said.get(digests[end - 1])
+                if said is not None:
+                    return self._go_on(said.node, form.written(messages[end:]))
+            return self.tokenizer.encode_chat(
+                form.opening(messages), add_generation_prompt=True, tools=form.schemas
+            )
+        except ValueError as error:  # the template rejects it
+            raise ApiError(400, f"messages: {error}", "messages") from None
+
+    def _go_on(self, node: CallNode, messages: Sequence[Message]) -> list[int]:
+        eos_id, delta = delta_ids(self.tokenizer, messages)
+        ids = node.ids
+        return ids + delta if ids[-1] in self.tokenizer.eos_ids else [*ids, eos_id, *delta]
+
+    def _continued(self, call: Call) -> Call:
+        if not call.continues:
+            return call
+        said = self._answers.get(call.continues)
+        if said is None:
+            raise ApiError(
+                404, f"no answer {call.continues!r} in this episode", "previous_response_id"
+            )
+        place = 1 if call.has_instructions else 0
+        own, new = call.messages[:place], call.messages[place:]
+        return replace(call, messages=[*own, *said.inherited, *new], continues="")
+
+    def _form(self, tools: Sequence[Json]) -> ChatForm:
+        key = json.dumps(tools, sort_keys=True)
+        if key not in self._forms:
+            self._forms[key] = ChatForm.of(self.tokenizer, tools)
+        return self._forms[key]
+
+    def _params(self, call: Call, ids: Sequence[int]) -> SamplingParams:
+        try:
+            grammar = _grammar(call)
+        except ValueError as error:
+            raise ApiError(400, str(error), "tool_choice") from None
+        room = self._room(ids)
+        return replace(
+            self._sampling,
+            max_tokens=room if call.max_tokens is None else min(call.max_tokens, room),
+            stop=call.stop,
+            grammar=grammar,
+            top_logps=call.num_top or 0,
+            n=1,
+        )
+
+    def _room(self, ids: Sequence[int]) -> int:
+        """Tokens that an answer may have. ApiError where a limit of the episode is reached."""
+        limits = self.limits
+        if self._num_calls >= limits.max_turns:
+            self.truncation = "context"
+            raise ApiError(
+                400, f"the episode has had its {limits.max_turns} calls (agent.max_turns)"
+            )
+        rooms = [limits.max_turn_tokens, limits.max_context_tokens - len(ids)]
+        if limits.max_response_tokens is not None:
+            sampled = sum(len(node.output.ids) for node in self.tree.nodes)
+            rooms.append(limits.max_response_tokens - sampled)
+        if min(rooms) < 1:
+            self.truncation = "context"
+            raise ApiError(
+                400,
+                f"the prompt has {len(ids)} tokens; the context length is "
+                f"{limits.max_context_tokens} (agent.max_context_tokens)",
+                "messages",
+                code="context_length_exceeded",
+            )
+        return min(rooms)
+
+    async def _sample_one(self, ids: list[int], params: SamplingParams) -> Output:
+        whole: Output | None = None
+        while True:
+            so_far = [] if whole is None else whole.ids
+            rest = replace(params, max_tokens=params.max_tokens - len(so_far))
+            output = await self._generator.generate(ids + so_far, rest)
+            whole = output if whole is None else _joined(whole, output)
+            if output.finish_reason != "abort":
+                return whole
+            if params.grammar is not None:  # it would begin again in the middle of a text
+                raise InfrastructureError("an answer with a schema was aborted")
+
+    def _text(self, output: Output, stop: Sequence[str]) -> tuple[str, str | None]:
+        """The text of an answer, and the stop text that ended it."""
+        ids = output.ids
+        if ids and ids[-1] in self.tokenizer.eos_ids:
+            ids = ids[:-1]
+        text = self.tokenizer.decode(ids)
+        places = [(text.find(one), one) for one in stop if one in text]
+        if not places:
+            return text, None
+        place, found = min(places)
+        return text[:place], found
+
+
+def _joined(first: Output, second: Output) -> Output:
+    return replace(
+        second,
+        ids=first.ids + second.ids,
+        logps=first.logps + second.logps,
+        versions=first.versions + second.versions,
+        top_logps=first.top_logps + second.top_logps,
+        sampled_logps=first.sampled_logps + second.sampled_logps,
+        num_cached_tokens=first.num_cached_tokens,
+    )
+
+
+def _grammar(call: Call) -> Grammar | None:
+    if call.forced_tool is None:
+        return call.grammar
+    return Grammar("json_schema", call_schema(call.tools, call.forced_tool or None))
+
+
+def _digests(tools: Sequence[Json], messages: Sequence[Message]) -> list[bytes]:
+    """One for each message: a hash of the tools and of all messages so far. What clients change
+    when they send an answer back does not count: ids of calls, blanks around a text, the spelling
+    of JSON."""
+    chain = hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16)
+    digests = []
+    for message in messages:
+        chain.update(json.dumps(_compared(message), sort_keys=True).encode() + b"\n")
+        digests.append(chain.digest())
+    return digests
+
+
+def _compared(message: Message) -> list[Any]:
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    return [
+        message["role"],
+        str(message["content"] or "").strip(),
+        [[function["name"], function["arguments"]] for function in calls],
+    ]

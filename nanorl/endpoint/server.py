@@ -1,0 +1,311 @@
+"""`RecordingServer`: an HTTP server whose every key is an episode.
+
+    POST /v1/chat/completions  /v1/responses  /v1/messages     the dialects of APIs
+    POST /v1/messages/count_tokens
+    POST /inference/v1/generate                                token ids in, token ids out
+    GET  /v1/models
+    POST /episode                                              its answer or reward, from outside
+
+    server = RecordingServer(model="smollm2", max_model_len=512)
+    async with server.episode(recording) as session:
+        client = AsyncOpenAI(base_url=session.openai_url, api_key=session.key)
+
+It runs as a task of the loop that plays the rollouts, and listens on the loopback unless told
+otherwise. A key is good for as long as its episode, and leads nowhere else. The same routes stand
+behind `/KEY`, for clients that cannot send one. Answers are recorded before the first byte of them
+is sent; one whose client hangs up while it is sampled is aborted.
+Left out: streams that begin before the answer ends (each arrives as a stream, all at once).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
+
+from nanoinfer.server.config import HttpLimits
+from nanoinfer.server.connection import KEEP_ALIVE_S, limited_connection
+from nanoinfer.server.http_io import ApiError, HungUpError, read_object, while_connected
+from nanoinfer.server.in_loop import ServerInLoop, serve_in_loop
+from nanorl.endpoint.exchange import Answer, Call, CountingDialect, Dialect, Json
+from nanorl.endpoint.recording import Recording
+from nanorl.endpoint.report import EpisodeReport, read_report
+from nanorl.endpoint.sse import event_stream
+from nanorl.endpoint.token_calls import read_token_call, token_answer
+from nanorl.types import InfrastructureError
+from nanosched.node_address import LOOPBACK, node_address
+
+LOG = logging.getLogger("nanorl.endpoint")
+WILDCARDS = ("0.0.0.0", "::")
+Work = Callable[["Session", Request, Json], Coroutine[Any, Any, Response]]
+
+
+@dataclass(eq=False)
+class Session:
+    """The way into one episode."""
+
+    recording: Recording
+    url: str
+    """Of the server, without a path: the base URL of Anthropic's clients."""
+    key: str
+    """Of this episode alone."""
+    report: EpisodeReport = field(default_factory=EpisodeReport)
+    """What was said of the episode by HTTP."""
+    calls: set[asyncio.Task[Response]] = field(default_factory=set)
+    """Those under way."""
+    is_over: bool = False
+
+    async def run(self, work: Coroutine[Any, Any, Response]) -> Response:
+        """Do the work of a call; it ends with the episode, and then is an ApiError."""
+        if self.is_over:  # while the body of the call came
+            work.close()
+            raise _no_episode()
+        task = asyncio.create_task(work)
+        self.calls.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self.is_over:
+                raise _no_episode() from None
+            raise
+        finally:
+            self.calls.discard(task)
+
+    async def end(self) -> None:
+        """Abort the calls under way: when this returns, nothing is recorded any more."""
+        self.is_over = True
+        calls = list(self.calls)
+        for task in calls:
+            task.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    @property
+    def openai_url(self) -> str:
+        """The base URL of OpenAI's clients."""
+        return f"{self.url}/v1"
+
+    @property
+    def keyed_url(self) -> str:
+        """A base URL that holds the key, for clients which send none."""
+        return f"{self.url}/{self.key}"
+
+
+class RecordingServer:
+    """Listens from the first episode on, until `close`."""
+
+    def __init__(
+        self,
+        dialects: Iterable[Dialect],
+        *,
+        model: str,
+        max_model_len: int,
+        host: str = LOOPBACK,
+        limits: HttpLimits | None = None,
+    ) -> None:
+        """`model` is the name that clients see; whatever name they ask for, they get it."""
+        self.sessions: dict[str, Session] = {}
+        self._dialects = list(dialects)
+        self._model, self._max_model_len, self._host = model, max_model_len, host
+        self._limits = limits or HttpLimits(request_timeout_s=3600.0)
+        self._server: ServerInLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._listener: socket.socket | None = None
+        self._starting = asyncio.Lock()
+
+    @asynccontextmanager
+    async def episode(self, recording: Recording) -> AsyncIterator[Session]:
+        """A session, whose key is good until the end of the block."""
+        session = Session(recording, await self._url(), f"nano-{secrets.token_urlsafe(24)}")
+        self.sessions[session.key] = session
+        try:
+            yield session
+        finally:
+            del self.sessions[session.key]
+            await session.end()
+
+    async def close(self) -> None:
+        """Stop listening; open connections are closed."""
+        if self._server is not None and self._task is not None:
+            self._server.should_exit = self._server.force_exit = True
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._server = self._task = self._listener = None
+
+    async def _url(self) -> str:
+        """The server's URL; it is started if it does not listen in this event loop."""
+        async with self._starting:
+            if self._task is None or self._task.done() or self._is_of_another_loop():
+                self._listener = _listen(self._host)
+                self._server = ServerInLoop(
+                    uvicorn.Config(
+                        self.starlette(),
+                        http=limited_connection(self._limits),
+                        ws="none",
+                        lifespan="off",
+                        log_config=None,
+                        access_log=False,
+                        timeout_keep_alive=KEEP_ALIVE_S,
+                        timeout_graceful_shutdown=1,
+                    )
+                )
+                self._task = await serve_in_loop(self._server, self._listener)
+        assert self._listener is not None, "it listens"
+        name = node_address() if self._host in WILDCARDS else self._host
+        shown = f"[{name}]" if ":" in name else name
+        return f"http://{shown}:{self._listener.getsockname()[1]}"
+
+    def _is_of_another_loop(self) -> bool:
+        assert self._task is not None, "it was started"
+        return self._task.get_loop() is not asyncio.get_running_loop()
+
+    # Routes
+
+    def starlette(self) -> Starlette:
+        """The application, for tests too."""
+        routes = [
+            Route(one.path, self._answering(one, self._call(one)), methods=["POST"])
+            for one in self._dialects
+        ]
+        routes += [
+            Route(one.count_path, self._answering(one, self._count(one)), methods=["POST"])
+            for one in self._dialects
+            if isinstance(one, CountingDialect)
+        ]
+        first = self._dialects[0]
+        routes += [
+            Route("/inference/v1/generate", self._answering(first, self._tokens), methods=["POST"]),
+            Route("/episode", self._answering(first, self._report), methods=["POST"]),
+            Route("/v1/models", self._answering(first, self._models), methods=["GET"]),
+            Route("/v1/models/{name:path}", self._answering(first, self._models), methods=["GET"]),
+        ]
+        return Starlette(
+            routes=[*routes, Mount("/{key}", routes=routes)],
+            exception_handlers={HTTPException: _no_route},
+        )
+
+    def _answering(self, dialect: Dialect, work: Work) -> Callable[[Request], Awaitable[Response]]:
+        """A route whose errors are told in the dialect's own form."""
+
+        async def endpoint(request: Request) -> Response:
+            try:
+                session = self._session(request, dialect)
+                limits = self._limits
+                body: Json = {}
+                if request.method == "POST":
+                    body = await read_object(request, limits.max_body_bytes, limits.body_timeout_s)
+                answering = work(session, request, body)
+                return await while_connected(
+                    request.receive, session.run(answering), limits.request_timeout_s
+                )
+            except Exception as error:
+                told = _told(error)
+                return JSONResponse(dialect.error(told), told.status, told.headers)
+
+        return endpoint
+
+    def _session(self, request: Request, dialect: Dialect) -> Session:
+        key = request.path_params.get("key") or dialect.key(request.headers)
+        session = self.sessions.get(key)
+        if session is None:
+            raise _no_episode()
+        return session
+
+    def _call(self, dialect: Dialect) -> Work:
+        async def work(session: Session, request: Request, body: Json) -> Response:
+            call = dialect.read(body)
+            name = uuid.uuid4().hex
+            answer = await self._answer(session, call, name)
+            if call.is_streamed:
+                return event_stream(dialect.events(call, answer))
+            return JSONResponse(dialect.write(call, answer))
+
+        return work
+
+    def _count(self, dialect: CountingDialect) -> Work:
+        async def work(session: Session, request: Request, body: Json) -> Response:
+            ids = session.recording.prompt_ids(dialect.read_count(body))
+            return JSONResponse(dialect.write_count(len(ids)))
+
+        return work
+
+    async def _answer(self, session: Session, call: Call, name: str) -> Answer:
+        sampled = await session.recording.answer(call, name)
+        return Answer(
+            id=name,
+            model=self._model,
+            created=int(time.time()),
+            num_prompt_tokens=len(sampled.ids),
+            replies=sampled.replies,
+        )
+
+    async def _tokens(self, session: Session, request: Request, body: Json) -> Response:
+        asked = read_token_call(body, session.recording)
+        outputs = await session.recording.complete(asked.token_ids, asked.params)
+        return JSONResponse(token_answer(asked, outputs))
+
+    async def _report(self, session: Session, request: Request, body: Json) -> Response:
+        session.report.take(read_report(body))
+        return JSONResponse({"num_calls": session.recording.num_answers})
+
+    async def _models(self, session: Session, request: Request, body: Json) -> Response:
+        model = {
+            "id": self._model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "nanorl",
+            "max_model_len": self._max_model_len,
+        }
+        if "name" in request.path_params:
+            return JSONResponse(model)
+        return JSONResponse({"object": "list", "data": [model]})
+
+
+def _no_episode() -> ApiError:
+    return ApiError(
+        401,
+        "this API key is of no episode that is being played; use the one that the episode was "
+        "given, and not after its end",
+        code="invalid_api_key",
+    )
+
+
+def _told(error: Exception) -> ApiError:
+    """What the client is told; what is not its doing is logged."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HungUpError):
+        return ApiError(499, "the client hung up")
+    LOG.error("a call failed", exc_info=error)
+    status = 503 if isinstance(error, InfrastructureError) else 500
+    return ApiError(status, f"the engine failed: {type(error).__name__}: {error}")
+
+
+def _listen(host: str) -> socket.socket:
+    try:
+        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=1024)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"--agent.host {host}: cannot listen there ({reason}); 127.0.0.1 is this machine alone"
+        ) from None
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "registered for that class"
+    return ApiError(
+        error.status_code, f"{request.method} {request.url.path}: {error.detail}"
+    ).response()

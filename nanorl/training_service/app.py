@@ -1,0 +1,295 @@
+"""The HTTP side of the training service: routes, keys, and errors that the client knows.
+
+What a client does wrong is a 4xx with one message before any work is done: 400 a bad body, 401 or
+403 a key, 404 a model, path or route that is not there, 410 what is over, 422 a number used twice.
+What can only be found out when a request's turn has come is the answer of its future, which the
+client raises as RequestFailedError. A fetch that finds no answer yet is a 408, as the client
+expects.
+Left out: TLS (put a proxy in front).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import torch
+from pydantic import BaseModel
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from nanoengine.model.device import worker_thread
+from nanoengine.tensor_file import CheckpointError
+from nanoinfer.server.app import is_foreign_page, is_loopback, read_key
+from nanoinfer.server.http_io import ApiError, HungUpError, read_body
+from nanorl.training_service import requests as bodies
+from nanorl.training_service.base_model import TrainableBase
+from nanorl.training_service.checkpoints import TinkerPath
+from nanorl.training_service.config import ServiceConfig
+from nanorl.training_service.messages import read_forward_backward
+from nanorl.training_service.service import TrainingService, lora_facts
+
+LOG = logging.getLogger("nanorl.training_service")
+KEY_PREFIX = "tml-"
+BODY_TIMEOUT_S = 60.0
+
+Handler = Callable[[Request], Awaitable[Response]]
+B = TypeVar("B", bound=BaseModel)
+
+
+def make_app(config: ServiceConfig) -> ServiceApp:
+    """Read the base model's configuration and put routes around the service. `ValueError` for
+    options that cannot be."""
+    cores = os.cpu_count() or 1
+    if config.threads is not None and not 1 <= config.threads <= 4 * cores:
+        raise ValueError(f"threads={config.threads}: must be 1 to {4 * cores}")
+    if config.api_key_file is None and not is_loopback(config.host):
+        raise ValueError(
+            f"host={config.host}: is open to the network; give api_key_file, or listen on 127.0.0.1"
+        )
+    key = read_key(config.api_key_file)
+    if key is not None and not key.startswith(KEY_PREFIX):
+        raise ValueError(
+            f"{config.api_key_file}: the client sends only keys that begin with {KEY_PREFIX}; "
+            "write such a one"
+        )
+    threads = config.threads or torch.get_num_threads()
+    executor = worker_thread("training-service", torch.device("cpu"), threads)
+    return ServiceApp(TrainingService(config, TrainableBase(config), executor), config, key)
+
+
+class ServiceApp:
+    """The routes over one service."""
+
+    def __init__(self, service: TrainingService, config: ServiceConfig, key: str | None) -> None:
+        self.service = service
+        self._config, self._key = config, key
+
+    def starlette(self) -> Starlette:
+        get: dict[str, Handler] = {
+            "healthz": self.healthz,
+            "get_server_capabilities": self.capabilities,
+            "samplers/{name}": self.sampler,
+            "checkpoints": self.checkpoints,
+            "training_runs/{run}/checkpoints": self.checkpoints,
+        }
+        post: dict[str, Handler] = {
+            "client/config": self.client_config,
+            "client/dynamic_config": self.dynamic_config,
+            "telemetry": self.telemetry,
+            "create_session": self.create_session,
+            "session_heartbeat": self.heartbeat,
+            "sessions/{name}/finish": self.finish_session,
+            "create_model": self.create_model,
+            "get_info": self.info,
+            "unload_model": self.unload_model,
+            "forward_backward": self.forward_backward,
+            "optim_step": self.optim_step,
+            "save_weights": self.save_weights,
+            "load_weights": self.load_weights,
+            "save_weights_for_sampler": self.save_weights_for_sampler,
+            "weights_info": self.weights_info,
+            "create_sampling_session": self.create_sampling_session,
+            "asample": self.sample,
+            "retrieve_future": self.retrieve_future,
+            "cancel_future": self.cancel_future,
+        }
+        routes = [self._route("GET", path, handler) for path, handler in get.items()]
+        routes += [self._route("POST", path, handler) for path, handler in post.items()]
+        one = "training_runs/{run}/checkpoints/{kind}/{name}"
+        routes.append(self._route("DELETE", one, self.delete_checkpoint))
+        return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+
+    def _route(self, method: str, path: str, handler: Handler) -> Route:
+        async def endpoint(request: Request) -> Response:
+            try:
+                if path != "healthz":
+                    self._check_key(request)
+                return await handler(request)
+            except Exception as error:
+                return _to_api_error(error).response()
+
+        return Route(f"/api/v1/{path}", endpoint, methods=[method])
+
+    def _check_key(self, request: Request) -> None:
+        if self._key is None:
+            host = request.url.hostname or ""
+            if is_foreign_page(request):
+                raise ApiError(403, "a browser's request; start the service with an API key")
+            if not is_loopback(host) and host not in self._config.allowed_hosts:
+                raise ApiError(403, f"host {host!r} is not this service's; add it to allowed_hosts")
+            return
+        given = request.headers.get("x-api-key", "").encode()
+        if not hmac.compare_digest(given, self._key.encode()):
+            raise ApiError(401, "wrong or missing API key; set TINKER_API_KEY to the service's")
+
+    async def _read(self, request: Request, model: type[B]) -> B:
+        return await read_body(request, model, self._config.max_body_bytes, BODY_TIMEOUT_S)
+
+    # -- about the service ---------------------------------------------------------------------
+
+    async def healthz(self, _: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def capabilities(self, _: Request) -> Response:
+        length = self.service.base.shape.max_position_embeddings
+        names = sorted(self.service.base.names)
+        facts = {"max_context_length": length, "trainable": True, "sampleable": True}
+        return JSONResponse({"supported_models": [{"model_name": n, **facts} for n in names]})
+
+    async def client_config(self, request: Request) -> Response:
+        await self._read(request, bodies.Anything)
+        return JSONResponse({"pjwt_auth_enabled": False, "use_pyqwest_transport": False})
+
+    async def dynamic_config(self, request: Request) -> Response:
+        await self._read(request, bodies.Anything)
+        return JSONResponse({"sample_cancel_enabled": True})
+
+    async def telemetry(self, request: Request) -> Response:
+        await self._read(request, bodies.Anything)
+        return JSONResponse({"status": "accepted"})
+
+    # -- sessions and models -------------------------------------------------------------------
+
+    async def create_session(self, request: Request) -> Response:
+        await self._read(request, bodies.CreateSession)
+        session = self.service.create_session()
+        return JSONResponse({"type": "create_session", "session_id": session})
+
+    async def heartbeat(self, request: Request) -> Response:
+        self.service.touch((await self._read(request, bodies.NamedSession)).session_id)
+        return JSONResponse({"type": "session_heartbeat"})
+
+    async def finish_session(self, request: Request) -> Response:
+        await self._read(request, bodies.Anything)
+        self.service.finish_session(request.path_params["name"])
+        return Response(status_code=204)
+
+    async def create_model(self, request: Request) -> Response:
+        return _promise(self.service.create_model(await self._read(request, bodies.CreateModel)))
+
+    async def info(self, request: Request) -> Response:
+        body = await self._read(request, bodies.NamedModel)
+        return JSONResponse(self.service.info(body.model_id))
+
+    async def unload_model(self, request: Request) -> Response:
+        body = await self._read(request, bodies.NamedModel)
+        self.service.unload(body.model_id)
+        return JSONResponse({"type": "unload_model", "model_id": body.model_id})
+
+    async def forward_backward(self, request: Request) -> Response:
+        raw = await _read_raw(request, self._config.max_body_bytes)
+        # Decoding megabytes would hold up heartbeats.
+        message = await asyncio.to_thread(read_forward_backward, raw)
+        return _promise(self.service.forward_backward(message))
+
+    async def optim_step(self, request: Request) -> Response:
+        return _promise(self.service.optim_step(await self._read(request, bodies.OptimStep)))
+
+    # -- weights -------------------------------------------------------------------------------
+
+    async def save_weights(self, request: Request) -> Response:
+        return _promise(self.service.save_weights(await self._read(request, bodies.SaveWeights)))
+
+    async def load_weights(self, request: Request) -> Response:
+        return _promise(self.service.load_weights(await self._read(request, bodies.LoadWeights)))
+
+    async def save_weights_for_sampler(self, request: Request) -> Response:
+        body = await self._read(request, bodies.SaveWeightsForSampler)
+        return _promise(self.service.save_weights_for_sampler(body))
+
+    async def weights_info(self, request: Request) -> Response:
+        body = await self._read(request, bodies.WeightsInfo)
+        _, record = self.service.store.find(TinkerPath.parse(body.tinker_path))
+        return JSONResponse({"base_model": record.base_model, **lora_facts(record)})
+
+    async def checkpoints(self, request: Request) -> Response:
+        found = self.service.store.list(request.path_params.get("run"))
+        return JSONResponse({"checkpoints": found})
+
+    async def delete_checkpoint(self, request: Request) -> Response:
+        given = request.path_params
+        path = TinkerPath.parse(f"tinker://{given['run']}/{given['kind']}/{given['name']}")
+        await asyncio.to_thread(self.service.store.delete, path)
+        return Response(status_code=204)
+
+    # -- sampling ------------------------------------------------------------------------------
+
+    async def create_sampling_session(self, request: Request) -> Response:
+        body = await self._read(request, bodies.CreateSamplingSession)
+        name = self.service.create_sampling_session(body)
+        return JSONResponse({"type": "create_sampling_session", "sampling_session_id": name})
+
+    async def sampler(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        path = self.service.sampler(name).path
+        facts = {"sampler_id": name, "base_model": self.service.base.name}
+        return JSONResponse(facts if path is None else facts | {"model_path": str(path)})
+
+    async def sample(self, request: Request) -> Response:
+        future, ids = self.service.sample(await self._read(request, bodies.SampleBody))
+        return JSONResponse({"request_id": future, "sample_sequence_ids": ids})
+
+    # -- futures -------------------------------------------------------------------------------
+
+    async def retrieve_future(self, request: Request) -> Response:
+        body = await self._read(request, bodies.RetrieveFuture)
+        answer = await self.service.futures.fetch(body.request_id, self._config.poll_s)
+        if answer is None:
+            again = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
+            return JSONResponse(again, status_code=408)
+        return Response(answer.body, media_type=answer.media_type)
+
+    async def cancel_future(self, request: Request) -> Response:
+        self.service.futures.cancel((await self._read(request, bodies.CancelFuture)).request_id)
+        return Response(status_code=204)
+
+
+def _promise(given: tuple[str, str]) -> Response:
+    future, model = given
+    return JSONResponse({"request_id": future, "model_id": model})
+
+
+async def _read_raw(request: Request, max_bytes: int) -> bytes:
+    too_long = ApiError(413, f"the body is longer than the limit of {max_bytes} bytes")
+    if request.headers.get("content-type") != "application/x-protobuf":
+        raise ApiError(400, "forward_backward: the body must be application/x-protobuf")
+    raw = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                raw += part
+                if len(raw) > max_bytes:
+                    raise too_long
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+    except ClientDisconnect:
+        raise HungUpError from None
+    return bytes(raw)
+
+
+def _to_api_error(error: Exception) -> ApiError:
+    """What the client is told. What is not its doing is logged."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HungUpError):
+        return ApiError(499, "the client hung up")
+    if isinstance(error, CheckpointError):
+        return ApiError(404, str(error))
+    if isinstance(error, ValueError):
+        return ApiError(400, str(error))
+    LOG.error("a request failed", exc_info=error)
+    return ApiError(500, f"the service failed: {type(error).__name__}: {error}")
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "registered for that class"
+    message = f"{request.method} {request.url.path}: {error.detail}; not a verb of this service"
+    return ApiError(error.status_code, message).response()

@@ -1,0 +1,149 @@
+"""Runs that train an adapter: warm start, RL, resuming, and what they leave in their folder."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import nanorl
+from nanoengine.model.hf import load_model, save_model
+from nanoengine.model.lora import merge_lora
+from nanoengine.state.checkpoint import list_checkpoints, open_checkpoint
+from nanorl.options import parse_arguments
+from nanorl.saved_models import find_models
+
+WEIGHTS = "model-trained/model.safetensors"
+OPTIONS: dict[str, Any] = {
+    **{"threads": 1, "rl.tasks_per_step": 2, "rl.group_size": 3, "rl.lr": 3e-3, "save_every": 1},
+    **{"agent.max_turns": 2, "agent.max_turn_tokens": 12, "agent.max_context_tokens": 96},
+    **{"warm_start.steps": 6, "warm_start.traces_per_step": 3, "warm_start.lr": 1e-2},
+    **{"lora.rank": 4, "lora.alpha": 8.0, "deterministic": True, "keep_checkpoints": 9},
+    "evaluation": {"num_tasks": 2, "num_tasks_untrained": 0, "num_tasks_no_tool": 0},
+}
+pytestmark = pytest.mark.xdist_group("heavy")
+
+
+class Talk(nanorl.Env):
+    """Rewards many different letters."""
+
+    def tasks(self, rng: Any) -> nanorl.Task:
+        return nanorl.Task(f"say {rng.randint(1, 999)}")
+
+    def step(self, text: str) -> str:
+        return "go on"
+
+    def score(self, transcript: Any) -> float:
+        return len(set(transcript.text)) / 100
+
+    def teacher(self, observations: Any, rng: Any) -> str:
+        return str(rng.randint(1, 999))
+
+
+def run(out: Path, steps: int, **options: Any) -> Path:
+    given = OPTIONS | {name.replace("__", "."): value for name, value in options.items()}
+    return nanorl.train("tiny", env=Talk, steps=steps, out=out, options=given).folder
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+
+
+@pytest.fixture(scope="module", params=["fp32", "bf16"])
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(tmp_path_factory.mktemp("whole") / "run", 3, dtype=request.param)
+
+
+def test_rollouts_and_training_have_the_same_bits_in_every_step(whole: Path) -> None:
+    found = rows(whole)
+    assert len(found) == 3
+    assert all(row["logp_gap_max"] == 0 and row["logp_gap_tokens"] > 0 for row in found)
+    assert all(row["grad_norm"] > 0 for row in found)
+
+
+def test_a_resumed_run_ends_with_the_same_bits(whole: Path, tmp_path: Path) -> None:
+    dtype = json.loads((whole / "config.json").read_text())["dtype"]
+    resumed = run(tmp_path / "run", 1, dtype=dtype)
+    run(tmp_path / "run", 3, dtype=dtype, resume=True)
+    for name in (WEIGHTS, "adapter-trained/adapter_model.safetensors"):
+        assert (resumed / name).read_bytes() == (whole / name).read_bytes(), name
+    assert [row["loss"] for row in rows(resumed)] == [row["loss"] for row in rows(whole)]
+
+
+def test_the_adapter_on_the_model_it_began_with_is_the_trained_model(
+    whole: Path, tmp_path: Path
+) -> None:
+    trained, began = (load_file(whole / name / "model.safetensors") for name in
+                      ("model-trained", "model"))  # fmt: skip
+    dtype = trained["model.norm.weight"].dtype
+    model = load_model(whole / "model", dtype)
+    merge_lora(model, whole / "adapter-trained")
+    save_model(model, tmp_path / "merged")
+    assert (tmp_path / "merged/model.safetensors").read_bytes() == (whole / WEIGHTS).read_bytes()
+    for name, weight in trained.items():
+        is_adapted = "_proj" in name
+        assert is_adapted != torch.equal(weight, began[name].to(dtype)), name
+
+
+def test_peft_reads_the_adapter_of_a_run(whole: Path) -> None:
+    trained = AutoModelForCausalLM.from_pretrained(whole / "model-trained", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(whole / "model", dtype=torch.float32)
+    ids = torch.tensor([[5, 17, 99, 3, 140, 7, 23, 61]])
+    with torch.no_grad():
+        plain, merged = base(ids).logits, trained(ids).logits
+        adapted = peft.PeftModel.from_pretrained(base, whole / "adapter-trained")(ids).logits
+    is_exact = json.loads((whole / "config.json").read_text())["dtype"] == "fp32"
+    atol = (1e-5 if is_exact else 3e-2) * float(merged.abs().max())  # bf16 rounds the merged ones
+    torch.testing.assert_close(adapted, merged, rtol=0, atol=atol)
+    assert float((adapted - plain).abs().max()) > 10 * atol
+
+
+def test_a_stopped_run_is_read_from_its_checkpoint(whole: Path, tmp_path: Path) -> None:
+    stopped = tmp_path / "run"
+    shutil.copytree(whole, stopped)
+    shutil.rmtree(stopped / "model-trained")
+    newest = list_checkpoints(stopped / "checkpoints")[-1]
+    names = [name for name in open_checkpoint(newest).names() if name.startswith("master.")]
+    assert names and all(name.endswith(("lora_A", "lora_B")) for name in names)
+    saved = find_models(str(stopped))
+    assert saved.is_checkpoint
+    with saved.folder() as folder:
+        theirs = (whole / WEIGHTS).read_bytes()
+        assert (folder / "model.safetensors").read_bytes() == theirs
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What the command line answers, without the box around it."""
+    with pytest.raises((ValueError, SystemExit)) as caught:
+        parse_arguments(list(words))
+    told = capsys.readouterr().err if caught.type is SystemExit else str(caught.value)
+    return " ".join(re.sub("[│─╭╮╰╯]", " ", told).split())
+
+
+def test_what_does_not_go_with_an_adapter_is_refused_before_any_work(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ("--preset", "tiny", "--out", str(tmp_path / "run"))
+    rank = ("--lora.rank", "4")
+    for words, message in (
+        (("--lora.rank", "-1"), "rank=-1: must be positive, or 0"),
+        (("--lora.alpha", "8"), "--lora.alpha 8.0: there is no adapter; set --lora.rank"),
+        ((*rank, "--lora.alpha", "0"), "alpha=0.0: must be positive"),
+        (
+            (*rank, "--cluster.backend", "local"),
+            "--lora.rank 4 with --cluster.backend local: an adapter is trained in one process",
+        ),
+        ((*rank, "--learner.tp", "2"), "--learner.tp 2: needs processes of its own"),
+    ):
+        assert message in refusal(capsys, *out, *words)
+    with pytest.raises(ValueError, match=r"--lora\.targets: 'lm_head' names no matrix"):
+        run(tmp_path / "run", 1, lora__targets=("lm_head",))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    message = "--lora.rank 4 -> 8 (the checkpoint holds the run's own adapter"
+    assert message in refusal(capsys, "--resume", "--out", str(whole), "--lora.rank", "8")

@@ -1,0 +1,260 @@
+"""Calls of an episode become a tree: every sampled token is trained on once, in its context."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+from agent_doubles import EOS, ScriptedGenerator, output_of, tiny_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoinfer.params import Output, SamplingParams
+from nanoinfer.server.http_io import ApiError
+from nanorl.agents.tokens import Limits
+from nanorl.endpoint.call_tree import CallTree
+from nanorl.endpoint.exchange import Call, message_of
+from nanorl.endpoint.recording import Recording, Sampled
+
+LIMITS = Limits(max_turns=1000, max_turn_tokens=12, max_context_tokens=4000)
+Message = dict[str, Any]
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def call(*messages: Message, **options: Any) -> Call:
+    return Call(messages=list(messages), **options)
+
+
+class Dice:
+    """Samples anything; every log-prob that it hands out is a number of its own."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+
+    async def generate(self, ids: list[int], params: SamplingParams) -> Output:
+        rng = random.Random(f"{params.seed}/{len(ids)}")
+        for _ in range(rng.randrange(4)):
+            await asyncio.sleep(0)
+        size = rng.randint(1, params.max_tokens)
+        # "a" then "b" is a token by itself where text is encoded again
+        sampled = [rng.choice([64, 65, 66, 220, 97]) for _ in range(size)]
+        is_ended = rng.random() < 0.7
+        if is_ended:
+            sampled[-1] = EOS
+        logps = [-float(self.num_tokens + i + 1) for i in range(size)]
+        self.num_tokens += size
+        return Output(
+            ids=sampled,
+            logps=logps,
+            versions=[len(ids) % 3] * size,
+            finish_reason="stop" if is_ended else "length",
+        )
+
+
+def recording_of(generator: Any, limits: Limits = LIMITS) -> Recording:
+    return Recording(generator, tiny_tokenizer(), limits=limits, sampling=SamplingParams(seed=5))
+
+
+def check_trained_once(recording: Recording, answered: list[Sampled]) -> None:
+    """Every token of an answer has mask 1 in one sequence, behind the ids that it was sampled
+    after; nothing else has."""
+    places = {}
+    for sequence in recording.tree.sequences():
+        covered = [0] * len(sequence.tokens)
+        for span in sequence.turn_spans:
+            for place in range(span.action_start, span.action_end):
+                covered[place] = 1
+        assert covered == sequence.loss_mask
+        for place, mask in enumerate(sequence.loss_mask):
+            if mask:
+                logp = sequence.logps[place]
+                assert logp not in places, "trained twice"
+                places[logp] = (sequence.tokens[: place + 1], sequence.versions[place])
+            else:
+                assert (sequence.logps[place], sequence.versions[place]) == (0.0, -1)
+    expected = {
+        output.logps[i]: ([*sampled.ids, *output.ids[: i + 1]], output.versions[i])
+        for sampled in answered
+        for output in (reply.output for reply in sampled.replies)
+        for i in range(len(output.ids))
+    }
+    assert places == expected
+
+
+class RandomClient:
+    """Goes on, forks, asks again, rewrites what was said, forgets, gives up and does it at once."""
+
+    def __init__(self, recording: Recording, rng: random.Random) -> None:
+        self.recording, self.rng = recording, rng
+        self.histories: list[list[Message]] = [[user("begin")]]
+        self.answered: list[Sampled] = []
+        self.names: dict[str, list[Message]] = {}
+
+    async def ask(self, messages: list[Message], **options: Any) -> None:
+        name = f"answer{len(self.names)}"
+        sampled = await self.recording.answer(call(*messages, **options), name)
+        self.answered.append(sampled)
+        for reply in sampled.replies:
+            said = dict(message_of(reply))
+            if self.rng.random() < 0.3:  # as clients do
+                said["content"] = f" {said['content']}\n"
+            self.histories.append([*messages, said, user(self.rng.choice(["and?", "ab", "why?"]))])
+        self.names[name] = [*messages, message_of(sampled.replies[0])]
+
+    async def act(self) -> None:
+        rng = self.rng
+        history = list(rng.choice(self.histories))
+        doing = rng.choice(["go on", "again", "rewrite", "forget", "several", "give up", "at once"])
+        if doing == "rewrite":
+            place = rng.randrange(len(history))
+            history[place] = {**history[place], "content": rng.choice(["ab", "other", "aab"])}
+        elif doing == "forget" and len(history) > 2:
+            del history[: rng.randrange(1, len(history) - 1)]
+        if doing == "several":
+            await self.ask(history, n=rng.randint(2, 3))
+        elif doing == "give up":
+            task = asyncio.ensure_future(self.ask(history))
+            for _ in range(rng.randrange(4)):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        elif doing == "at once":
+            others = [list(rng.choice(self.histories)) for _ in range(2)]
+            await asyncio.gather(*(self.ask(one) for one in (history, history, *others)))
+        else:
+            await self.ask(history)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), num_acts=st.integers(1, 12))
+def test_whatever_a_client_does_every_token_is_trained_once_in_its_context(
+    seed: int, num_acts: int
+) -> None:
+    async def play() -> None:
+        recording = recording_of(Dice())
+        client = RandomClient(recording, random.Random(seed))
+        for _ in range(num_acts):
+            await client.act()
+        check_trained_once(recording, client.answered)
+
+    asyncio.run(play())
+
+
+def test_an_answer_that_comes_back_is_never_encoded_again() -> None:
+    tokenizer = tiny_tokenizer()
+    a, b = tokenizer.encode("a")[0], tokenizer.encode("b")[0]
+    assert tokenizer.encode("ab") != [a, b], "encoding would join what was sampled apart"
+    generator = ScriptedGenerator(tokenizer, [output_of([a, b, EOS]), output_of([a, EOS])])
+    recording = Recording(generator, tokenizer, limits=LIMITS, sampling=SamplingParams())
+
+    async def talk() -> None:
+        first = await recording.answer(call(user("x")), "1")
+        said = message_of(first.replies[0])
+        assert said == {"role": "assistant", "content": "ab"}
+        await recording.answer(call(user("x"), said, user("y")), "2")
+
+    asyncio.run(talk())
+    (first, _), (second, _) = generator.calls
+    after = tokenizer.encode("\n<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n",
+                             allow_special=True)  # fmt: skip
+    assert second == [*first, a, b, EOS, *after]
+    (only,) = recording.tree.sequences()
+    assert sum(only.loss_mask) == 5
+    assert [(s.action_start, s.action_end) for s in only.turn_spans] == [
+        (len(first), len(first) + 3),
+        (len(second), len(second) + 2),
+    ]
+
+
+def test_a_changed_history_is_a_branch_and_not_a_guess() -> None:
+    tokenizer = tiny_tokenizer()
+    generator = ScriptedGenerator(tokenizer, ["one", "two", "three"])
+    recording = Recording(generator, tokenizer, limits=LIMITS, sampling=SamplingParams())
+
+    async def talk() -> list[Sampled]:
+        first = await recording.answer(call(user("x")), "1")
+        said = message_of(first.replies[0])
+        changed = {"role": "assistant", "content": "ONE"}
+        return [
+            first,
+            await recording.answer(call(user("x"), changed, user("y")), "2"),
+            await recording.answer(call(user("x"), said, user("y")), "3"),
+        ]
+
+    _, second, third = asyncio.run(talk())
+    main, branch = recording.tree.sequences()
+    assert main.tokens == [*third.ids, *third.replies[0].output.ids]
+    assert sum(main.loss_mask) == len("one") + len("three") + 2
+    assert branch.tokens == [*second.ids, *second.replies[0].output.ids]
+    assert "ONE" in tokenizer.decode(second.ids) and sum(branch.loss_mask) == len("two") + 1
+
+
+def test_with_other_tools_a_conversation_begins_anew() -> None:
+    tokenizer = tiny_tokenizer()
+    generator = ScriptedGenerator(tokenizer, ["one", "two", "three"])
+    recording = Recording(generator, tokenizer, limits=LIMITS, sampling=SamplingParams())
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+    async def talk() -> None:
+        first = await recording.answer(call(user("x"), tools=[tool]), "1")
+        said = message_of(first.replies[0])
+        await recording.answer(call(user("x"), said, user("y"), tools=[tool]), "2")
+        await recording.answer(call(user("x"), said, user("y")), "3")
+
+    asyncio.run(talk())
+    without, with_tools = recording.tree.sequences()
+    assert len(with_tools.turn_spans) == 2 and len(without.turn_spans) == 1
+    assert "add" not in tokenizer.decode(without.tokens)
+
+
+def test_a_conversation_goes_on_from_the_name_of_an_answer() -> None:
+    tokenizer = tiny_tokenizer()
+    generator = ScriptedGenerator(tokenizer, ["one", "two"])
+    recording = Recording(generator, tokenizer, limits=LIMITS, sampling=SamplingParams())
+
+    async def talk() -> None:
+        await recording.answer(call(user("x")), "first")
+        await recording.answer(call(user("y"), continues="first"), "second")
+        with pytest.raises(ApiError, match="no answer 'third' in this episode"):
+            await recording.answer(call(user("y"), continues="third"), "fourth")
+
+    asyncio.run(talk())
+    assert len(recording.tree.sequences()) == 1
+
+
+def test_limits_are_told_and_remembered() -> None:
+    limits = Limits(max_turns=2, max_turn_tokens=12, max_context_tokens=60)
+    tokenizer = tiny_tokenizer()
+    recording = Recording(
+        ScriptedGenerator(tokenizer, ["one", "two"]), tokenizer, limits=limits,
+        sampling=SamplingParams(),
+    )  # fmt: skip
+
+    async def talk() -> None:
+        with pytest.raises(ApiError, match="the context length is 60") as long:
+            await recording.answer(call(user("x" * 60)), "1")
+        assert long.value.code == "context_length_exceeded"
+        assert recording.truncation == "context"
+        await recording.answer(call(user("x")), "1")
+        assert recording.truncation is None
+        await recording.answer(call(user("x")), "2")
+        with pytest.raises(ApiError, match="has had its 2 calls"):
+            await recording.answer(call(user("x")), "3")
+
+    asyncio.run(talk())
+
+
+def test_the_order_of_branches_does_not_depend_on_who_was_faster() -> None:
+    def grown(order: list[int]) -> list[list[int]]:
+        tree = CallTree()
+        for i in order:
+            tree.add([1, 10 + i], output_of([20 + i]))
+        tree.add([1], output_of([5]))
+        return [sequence.tokens for sequence in tree.sequences()]
+
+    assert grown([0, 1, 2]) == grown([2, 0, 1]) == [[1, 5], [1, 10, 20], [1, 11, 21], [1, 12, 22]]

@@ -1,0 +1,314 @@
+"""Environments of `verifiers`, played by its own code in a Python of its own, and its train client.
+
+Those that need it are skipped where scripts/install_verifiers.sh has not been run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_text
+from agent_doubles import ScriptedGenerator, tiny_tokenizer
+
+from nanoengine.model.hf import save_model
+from nanoengine.model.transformer import Transformer
+from nanoinfer.params import Output, SamplingParams
+from nanorl.agents.kit import AgentKit
+from nanorl.agents.tokens import Limits
+from nanorl.cli import main
+from nanorl.config import RunConfig
+from nanorl.endpoint.dialects import all_dialects
+from nanorl.endpoint.recording import Recording
+from nanorl.endpoint.server import RecordingServer
+from nanorl.envs import verifiers_process
+from nanorl.envs.catalog import load_kind
+from nanorl.envs.run_kind import num_env_workers
+from nanorl.envs.verifiers import OWN_PYTHON, find_environment
+from nanorl.envs.verifiers_process import VerifiersProcess
+from nanorl.presets import get_preset
+from nanorl.store import RolloutStore
+from nanorl.types import InfrastructureError, Rollout, Status
+
+pytestmark = pytest.mark.xdist_group("heavy")
+HERE = Path(__file__).parent
+WORD_RELAY = HERE / "verifiers_envs" / "word_relay"
+WORDS = ("harbour", "meadow", "lantern", "copper", "willow", "granite", "feather", "orchard")
+TALKS = {"taskset": {"has_tools": False}}
+"""A renderer of no known model has no form for tools."""
+needs_verifiers = pytest.mark.skipif(
+    not OWN_PYTHON.exists(), reason="needs verifiers: bash scripts/install_verifiers.sh"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with room for the schema of a tool."""
+    folder = tmp_path_factory.mktemp("model")
+    shape = replace(tiny_text.make_model().config, max_position_embeddings=4096)
+    made = Transformer(shape)
+    made.init_weights(0, std=0.4)
+    save_model(made, folder)
+    tiny_text.make_tokenizer().save(folder)
+    return folder
+
+
+def marked_processes() -> list[str]:
+    """The processes that any worker of an environment has started and that live."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{verifiers_process.MARK}=".encode() in (entry / "environ").read_bytes():
+                found.append((entry / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return found
+
+
+@needs_verifiers
+@pytest.mark.parametrize("client", ["eval", "train"])
+def test_an_unchanged_environment_trains_through_verifiers_own_client(
+    client: str, model: Path, tmp_path: Path
+) -> None:
+    config = {} if client == "eval" else TALKS
+    options = f"""train --preset tiny --model {model} --dtype fp32 --threads 1 --rl.steps 3
+        --rl.tasks-per-step 2 --rl.group-size 2 --agent.max-context-tokens 2000
+        --agent.max-turn-tokens 256 --agent.max-turns 4 --evaluation.num-tasks 1
+        --evaluation.num-tasks-untrained 0 --evaluation.num-tasks-no-tool 0
+        --engine.max-num-seqs 4 --engine.cache-mb 32 --out {tmp_path / "run"} --env verifiers
+        --env-args env={WORD_RELAY} client={client}""".split()
+    main([*options, f"config={json.dumps(config)}"])
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    steps = [row for row in rows if "logp_gap_max" in row]
+    assert len(steps) == 3
+    assert [step["logp_gap_max"] for step in steps] == [0.0] * 3
+    assert all(step["logp_gap_tokens"] > 0 for step in steps)
+    with RolloutStore(tmp_path / "run" / "rollouts.sqlite") as store:
+        played = store.query()
+    finished = [one for one in played if "reward/letters" in one.metrics]
+    assert len(finished) >= 6 and all(one.status != Status.FAILED for one in played)
+    for rollout in finished:
+        check_rubric(rollout)
+    has_called = [rollout.metrics["reward/looked"] > 0 for rollout in finished]
+    assert any(has_called) == (client == "eval")
+    assert not marked_processes(), "nothing is left over"
+
+
+def check_rubric(rollout: Rollout) -> None:
+    """The reward is the rubric's, worked out here from the tokens that the engine sampled."""
+    tokenizer = tiny_text.make_tokenizer()
+    last = rollout.turn_spans[-1]
+    ids = rollout.tokens[last.action_start : last.action_end]
+    said = tokenizer.decode([token for token in ids if token not in tokenizer.eos_ids])
+    shares = [sum(one in word for one in said) / max(len(said), 1) for word in WORDS]
+    letters, looked = rollout.metrics["reward/letters"], rollout.metrics["reward/looked"]
+    assert min(abs(letters - share) for share in shares) < 1e-6
+    assert looked == 0.5 * (rollout.metrics["num_calls"] == 3)
+    assert rollout.reward == pytest.approx(letters + looked)
+    assert rollout.metrics["num_said"] == len(said)
+
+
+class Dice:
+    """Samples letters; `before` is called before every answer."""
+
+    def __init__(self, before: Callable[[], None] = lambda: None) -> None:
+        self.before = before
+
+    async def generate(self, ids: list[int], params: SamplingParams) -> Output:
+        self.before()
+        made = tiny_text.make_tokenizer()
+        said = [*made.encode("abc" * params.max_tokens)[: params.max_tokens - 1]]
+        sampled = [*said[:5], min(made.eos_ids)]
+        logps = [-1.0] * len(sampled)
+        return Output(ids=sampled, logps=logps, versions=[0] * len(sampled), finish_reason="stop")
+
+
+def run_config(**env_args: Any) -> RunConfig:
+    config = get_preset("tiny").config()
+    given = {"env": str(WORD_RELAY), "config": TALKS} | env_args
+    pairs = tuple(
+        f"{name}={value if isinstance(value, str) else json.dumps(value)}"
+        for name, value in given.items()
+    )
+    agent = replace(config.agent, max_context_tokens=2000, max_turn_tokens=64, max_turns=4)
+    return replace(config, env="verifiers", env_args=pairs, agent=agent)
+
+
+@needs_verifiers
+def test_episodes_of_a_worker_that_dies_fail_and_those_that_a_limit_ends_are_unanswered(
+    model: Path,
+) -> None:
+    async def play(kit: AgentKit, generator: Any) -> Rollout:
+        task = kit.kind.tasks(0).batch(0, 1)[0]
+        names = {"group_id": "g", "rollout_id": "r"}
+        return await kit.play(task, generator, sampling=SamplingParams(seed=1), **names)
+
+    async def work() -> None:
+        kit = AgentKit(run_config(), model)
+        killed: list[int] = []
+
+        def kill_worker() -> None:
+            if not killed:
+                process = kit.kind._shared.process._life._process  # type: ignore[attr-defined]
+                killed.append(process.pid)
+                process.kill()
+
+        try:
+            lost = await play(kit, Dice(kill_worker))
+            assert lost.status == Status.FAILED and "exit code -9" in lost.error
+            again = await play(kit, Dice())
+            assert again.status == Status.FINISHED and again.num_turns == 2
+            assert again.metrics["reward/letters"] == again.reward
+            limited = replace(kit.config, agent=replace(kit.config.agent, max_turns=1))
+            kit.config = limited
+            cut = await play(kit, Dice())
+            assert (cut.status, cut.reward) == (Status.TRUNCATED_CONTEXT, 0.0), "our own limit"
+            assert cut.num_turns == 1 and cut.num_action_tokens > 0
+        finally:
+            await kit.close_loop()
+            kit.close()
+
+    asyncio.run(work())
+    assert not marked_processes()
+
+
+@needs_verifiers
+def test_what_verifiers_cannot_play_here_is_refused_with_its_reason() -> None:
+    def tasks(**spec: Any) -> None:
+        given: dict[str, Any] = {"env": "word_relay", "config": {}, "folders": [str(WORD_RELAY)]}
+        process = VerifiersProcess(str(OWN_PYTHON), **(given | spec))
+        try:
+            process.tasks(1)
+        finally:
+            process.close()
+
+    with pytest.raises(ValueError, match="'no_such_env' not found"):
+        tasks(env="no_such_env", folders=[])
+    with pytest.raises(ValueError, match="'bash', which runs what the model writes; say where"):
+        tasks(config={"agent": {"harness": {"id": "bash"}}})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "name an environment"),
+        ({"env": "x", "client": "chat"}, "choose from eval, train"),
+        ({"env": "x", "renderer": {"name": "qwen3"}}, "is of client=train"),
+        ({"env": "x", "config": "fast"}, "must be a JSON object"),
+        ({"env": "x", "max_tasks": 0}, "must be positive"),
+        ({"env": "./nowhere"}, "no environment is there"),
+        ({"env": "x", "colour": 1}, "colour"),
+    ],
+)
+def test_wrong_arguments_are_refused_up_front(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_kind("verifiers", arguments)
+
+
+def test_an_environment_is_an_installed_name_or_a_folder() -> None:
+    assert find_environment("owner/my-env@1.0".rpartition("/")[2]) == ("my-env@1.0", [])
+    for path in (WORD_RELAY, WORD_RELAY / "word_relay"):
+        assert find_environment(str(path)) == ("word_relay", [str(WORD_RELAY)])
+    assert num_env_workers(run_config()) == 0, "its code is in a process of its own already"
+
+
+def fake_python(folder: Path, body: str) -> str:
+    """A program that is started as the Python of an environment and does what `body` says."""
+    script = folder / "python"
+    lines = ["import json, os, subprocess, sys, time", "sys.stdin.readline()", body]
+    script.write_text(f"#!{sys.executable}\n" + "\n".join(lines))
+    script.chmod(0o755)
+    return str(script)
+
+
+READY = 'print(json.dumps({"ready": {}}), flush=True)'
+CHILD = 'subprocess.Popen(["sleep", "600"], start_new_session=True)'
+FAULTS = {
+    "dies": (f'{READY}\nsys.stdin.readline(); sys.exit("no luck")', "exit code 1. no luck"),
+    "hangs": (f"{READY}\n{CHILD}\ntime.sleep(600)", "took longer than 0.2 s"),
+    "floods": (f'{READY}\n{CHILD}\nwhile True: print("x" * 4096)', "nobody can read"),
+    "is silent": ("os.close(1); time.sleep(600)", "exit code"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_worker_with_a_fault_is_ended_with_all_that_it_started(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verifiers_process, "LETTING_GO_S", 0.2)
+    body, message = FAULTS[fault]
+    python = fake_python(tmp_path, body)
+    process = VerifiersProcess(python, env="any", config={}, folders=[])
+
+    async def play() -> None:
+        await process.play({}, {}, timeout_s=0.2 if fault == "hangs" else 60.0)
+
+    with pytest.raises(InfrastructureError, match=message):
+        asyncio.run(play())
+    process.close()
+    assert not marked_processes()
+
+
+def test_a_worker_whose_log_overflows_answers_all_the_same(tmp_path: Path) -> None:
+    result = 'print(json.dumps({"id": 1, "result": {"reward": 1.0}}), flush=True)'
+    flood = 'sys.stderr.write("x" * 50_000_000)'
+    body = f"{READY}\nsys.stdin.readline()\n{flood}\n{result}\nsys.stdin.read()"
+    process = VerifiersProcess(fake_python(tmp_path, body), env="any", config={}, folders=[])
+    assert asyncio.run(process.play({}, {}, timeout_s=60.0)) == {"reward": 1.0}
+    process.close()
+    assert not marked_processes()
+
+
+def test_a_python_without_verifiers_says_how_to_get_one(tmp_path: Path) -> None:
+    # -S: without the packages of this one
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    script.chmod(0o755)
+    process = VerifiersProcess(str(script), env="any", config={}, folders=[])
+    with pytest.raises(ValueError, match="run scripts/install_verifiers"):
+        process.tasks(1)
+    with pytest.raises(ValueError, match="no/such/python"):
+        VerifiersProcess("no/such/python", env="any", config={}, folders=[]).tasks(1)
+
+
+@needs_verifiers
+def test_the_train_client_has_the_tokens_that_were_recorded(tmp_path: Path) -> None:
+    """It sends what our reader of requests did not know, and reads max_model_len."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.save(tmp_path)
+    generator = ScriptedGenerator(tokenizer, ["well ab"])
+    limits = Limits(max_turns=8, max_turn_tokens=50, max_context_tokens=4000)
+    recording = Recording(generator, tokenizer, limits=limits, sampling=SamplingParams(seed=5))
+
+    async def ask() -> dict[str, Any]:
+        server = RecordingServer(all_dialects(tokenizer), model="tiny", max_model_len=512)
+        try:
+            async with server.episode(recording) as session:
+                program = await asyncio.create_subprocess_exec(
+                    str(OWN_PYTHON), "-P", str(HERE / "verifiers_client_program.py"),
+                    session.openai_url, "tiny", str(tmp_path),
+                    env={**os.environ, "TEST_API_KEY": session.key}, stdout=subprocess.PIPE,
+                )  # fmt: skip
+                said, _ = await program.communicate()
+                return json.loads(said)
+        finally:
+            await server.close()
+
+    said = asyncio.run(ask())
+    (sequence,) = recording.tree.sequences()
+    assert said["prompt_ids"] + said["completion_ids"] == sequence.tokens
+    assert tokenizer.decode(said["prompt_ids"]) == (
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert said["logprobs"] == sequence.logps[len(said["prompt_ids"]) :]
+    assert said["finish_reason"] == "stop" and generator.calls[0][1].max_tokens == 9
+    assert said["refusal"].startswith("400 Prompt length") and "(512)" in said["refusal"]
+    assert recording.num_answers == 1, "the prompt that was too long never came"
