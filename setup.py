@@ -82,6 +82,7 @@ AGENTS = [
     "smolagents[openai]>=1.20",
     "mini-swe-agent>=2.0",
 ]
+OTEL = ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-http>=1.30"]  # nanorl export
 ENVIRONMENTS = [*MATH, *GYM, *HUMANEVAL, *SEARCH, *MCP, *GYMNASIUM, *JUDGE, *OPENENV]
 WANDB = ["wandb>=0.19"]  # --log wandb
 MLFLOW = ["mlflow-skinny>=3"]
@@ -122,8 +123,13 @@ setup(
             *DATA,
             *ENVIRONMENTS,
             *AGENTS,
+            *OTEL,
             *WANDB,
             *MLFLOW,
+            # What checks a format of ours by its own package.
+            "atif>=1.8",
+            "peft>=0.17",
+            "tinker>=0.38",
         ],
         "ray": RAY,
         "monitor": MONITOR,
@@ -139,6 +145,8 @@ setup(
         "openenv": OPENENV,
         "environments": ENVIRONMENTS,  # all that the shipped ones need
         "agents": AGENTS,  # examples/agents/
+        "otel": OTEL,  # nanorl export --to otel
+        "tinker": ["tinker>=0.38"],  # the client of nanorl serve-training
         "wandb": WANDB,
         "mlflow": MLFLOW,
         "trackio": ["trackio>=0.4"],

@@ -167,7 +167,12 @@ def check_lora(config: RunConfig, model: ModelConfig) -> None:
 def check_loops(config: RunConfig, kind: EnvKind, tasks: Tasks) -> None:
     """`ValueError` for an agent loop that does not exist: the run's own, or one that a task names,
     as far as tasks are known before they are drawn."""
-    run_loop(config, kind)
+    loop = run_loop(config, kind)
+    if config.warm_start.steps and getattr(loop, "is_behind_api", False):
+        raise ValueError(
+            f"--warm-start.steps {config.warm_start.steps}: there is no teacher for an agent that "
+            "calls an API; set --warm-start.steps 0, or --fork a run that was warmed up without it"
+        )
     train = tasks.train
     listed = train.tasks if isinstance(train, ListTasks) else ()
     for name in {task.agent for task in (*listed, *tasks.heldout) if task.agent}:

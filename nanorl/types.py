@@ -172,7 +172,7 @@ class Branch:
 
     @property
     def title(self) -> str:
-        """What it is to the rollout's own sequence, for people; beside it are sub-agents and forks."""
+        """What it is to the rollout's own sequence, in words; beside it are sub-agents, forks."""
         return "before the history was compacted" if self.is_history else "a conversation beside"
 
     @property

@@ -92,7 +92,6 @@ WITHOUT_A_USER: dict[str, str] = {
     "HostedReward": "a front door: a reward in workers, of episodes that are in none",
     "Scheduler.get_actor": "a front door: programs look up an actor that they named",
     "main": "worker.py's: the program that starts a sandbox worker is a text, and names it",
-    "Session.snapshot": "a front door: environments go back to it",
 }
 BROKEN_FILE_NAMES: dict[str, str] = {
     **dict.fromkeys(
@@ -102,7 +101,9 @@ BROKEN_FILE_NAMES: dict[str, str] = {
     **dict.fromkeys(("src/stats.py", "test_stats.py", "my-task/instruction.md"), "an example's"),
     "llama.cpp": "a project",
     **dict.fromkeys(("file.py", "mine.py", "score.py"), "a user's"),
-    **dict.fromkeys(("counter.py", "patient.py", "shop.py", "test_my_game.py"), "a user's"),
+    **dict.fromkeys(
+        ("counter.py", "my_agent.py", "patient.py", "shop.py", "test_my_game.py"), "a user's"
+    ),
     **dict.fromkeys(("NAME.py", "test_NAME.py"), "what nanorl new writes"),
     "solution/solve.sh": "of a Harbor task",
     "bench.py": "nano-vllm's",

@@ -61,9 +61,11 @@ def safe_length(text: str) -> int:
     return len(text)
 
 
-def call_schema(tools: Sequence[Mapping[str, Any]], name: str | None) -> str:
-    """The JSON schema of a call of one of `tools`, or of the one named. `ValueError` if there is
-    none of that name."""
+def call_schema(
+    tools: Sequence[Mapping[str, Any]], name: str | None = None, answer: str | None = None
+) -> str:
+    """The JSON schema of a call of one of `tools`, or of the one named; or, where `answer` is a
+    schema, of what that allows too. `ValueError` if there is no tool of that name."""
     functions = [tool["function"] for tool in tools]
     if name is not None:
         functions = [function for function in functions if function["name"] == name]
@@ -74,11 +76,29 @@ def call_schema(tools: Sequence[Mapping[str, Any]], name: str | None) -> str:
             "type": "object",
             "properties": {
                 "name": {"const": function["name"]},
-                "arguments": function.get("parameters") or {"type": "object"},
+                "arguments": _moved(
+                    function.get("parameters") or {"type": "object"},
+                    f"#/anyOf/{place}/properties/arguments",
+                ),
             },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for function in functions
+        for place, function in enumerate(functions)
     ]
+    if answer is not None:
+        options.append(_moved(json.loads(answer), f"#/anyOf/{len(options)}"))
     return json.dumps({"anyOf": options, "x-guidance": _AS_WRITTEN})
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema for use inside another, at that JSON pointer: references to its root go there."""
+    if isinstance(schema, list):
+        return [_moved(one, place) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(value, place) for key, value in schema.items()}
+    ref = schema.get("$ref")
+    if isinstance(ref, str) and ref.startswith("#"):
+        moved["$ref"] = place + ref[1:]
+    return moved

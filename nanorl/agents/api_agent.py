@@ -21,7 +21,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from nanoengine.model.chat_template import Message
 from nanorl.agents.episode import Episode
@@ -31,7 +31,7 @@ from nanorl.tools.function import in_thread
 from nanorl.types import InfrastructureError
 
 if TYPE_CHECKING:
-    from nanorl.endpoint.server import Session
+    from nanorl.endpoint.server import ApiSession
 
 LOG = logging.getLogger("nanorl.agents")
 PARAMETERS = ("task", "client")
@@ -51,6 +51,8 @@ class AgentTask:
     base_url: str
     """Of OpenAI's clients; Anthropic's take it without the "/v1" at its end."""
     api_key: str
+    keyed_url: str
+    """A base URL that holds the key, without "/v1", for clients that can send none."""
 
 
 def is_api_agent(value: Any) -> bool:
@@ -62,6 +64,7 @@ def is_api_agent(value: Any) -> bool:
 class ApiLoop:
     """The loop around a user's function."""
 
+    is_behind_api: ClassVar[bool] = True
     function: Callable[..., Any]
 
     def __post_init__(self) -> None:
@@ -79,7 +82,7 @@ class ApiLoop:
                 note_failure(episode, session, told)
             await finish(episode, session, said)
 
-    async def _play(self, task: AgentTask, session: Session) -> Any:
+    async def _play(self, task: AgentTask, session: ApiSession) -> Any:
         openai = _openai()
         options = {"base_url": session.openai_url, "api_key": session.key, "max_retries": 0}
         # No certificates: there is no TLS on the way, and to load them takes 20 ms a client.
@@ -93,7 +96,7 @@ class ApiLoop:
             return await in_thread(lambda: function(task=task, client=client))
 
 
-def agent_task(episode: Episode, session: Session) -> AgentTask:
+def agent_task(episode: Episode, session: ApiSession) -> AgentTask:
     """The task of an episode that has begun, as its agent sees it."""
     assert episode.opening is not None, "the environment was reset"
     messages = list(episode.opening.messages)
@@ -104,10 +107,11 @@ def agent_task(episode: Episode, session: Session) -> AgentTask:
         files=dict(episode.task.files),
         base_url=session.openai_url,
         api_key=session.key,
+        keyed_url=session.keyed_url,
     )
 
 
-def note_failure(episode: Episode, session: Session, told: str) -> None:
+def note_failure(episode: Episode, session: ApiSession, told: str) -> None:
     """Count an agent that broke down. InfrastructureError where it never had an answer."""
     if session.recording.num_answers == 0:
         raise InfrastructureError(f"{told}; no call of it was answered before")
@@ -116,7 +120,7 @@ def note_failure(episode: Episode, session: Session, told: str) -> None:
     LOG.warning("rollout %s: %s", episode.rollout_id, told)
 
 
-async def finish(episode: Episode, session: Session, said: Any) -> None:
+async def finish(episode: Episode, session: ApiSession, said: Any) -> None:
     """Take what the agent said, by its return value or HTTP, as the answer or the score."""
     report = session.report
     episode.metrics.update(report.metrics)

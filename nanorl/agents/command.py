@@ -36,7 +36,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
 from nanorl.agents.api_agent import agent_task, finish, note_failure
@@ -44,10 +44,12 @@ from nanorl.agents.episode import Episode
 from nanorl.agents.program import ProgramResult, ProgramStart, run_program
 from nanorl.bounds import check_number
 from nanorl.sandbox.agent_box import AgentBox
+from nanorl.sandbox.base import SandboxSpec
+from nanorl.sandbox.machine import find_bwrap
 from nanorl.types import InfrastructureError
 
 if TYPE_CHECKING:
-    from nanorl.endpoint.server import Session
+    from nanorl.endpoint.server import ApiSession
 
 # An environment variable may be 128 KiB long (MAX_ARG_STRLEN of execve(2)), its name included.
 MAX_VARIABLE_BYTES = 120_000
@@ -67,6 +69,7 @@ QUIET: Mapping[str, str] = {
 class Command:
     """The loop with its options."""
 
+    is_behind_api: ClassVar[bool] = True
     command: str = ""
     """As in a shell, without one: quotes count, pipes do not. --agent.command for short."""
     timeout_s: float = 300.0
@@ -90,6 +93,8 @@ class Command:
             if not Path(one).exists():
                 raise ValueError(f"--agent-args reads: there is no {one!r}")
         self.argv()
+        if self.in_sandbox:
+            find_bwrap(SandboxSpec())  # SandboxUnavailable before any work is done
 
     def argv(self) -> list[str]:
         """The words of the command, files and the executable by whole paths: the program runs in a
@@ -131,7 +136,7 @@ class Command:
                 episode.metrics[f"agent_{result.reason or 'exited'}"] += 1.0
             await finish(episode, session, answer_of(result))
 
-    async def run(self, told: dict[str, Any], session: Session) -> ProgramResult:
+    async def run(self, told: dict[str, Any], session: ApiSession) -> ProgramResult:
         """One life of the program, which is `told` of its task. InfrastructureError where it
         cannot even be started."""
         text = json.dumps(told, ensure_ascii=False)

@@ -32,9 +32,9 @@ from nanorl.types import InfrastructureError, Rollout, Status, Task, derive_seed
 
 if TYPE_CHECKING:
     from nanorl.endpoint.recording import Recording
-    from nanorl.endpoint.server import Session
+    from nanorl.endpoint.server import ApiSession
 
-OpenSession = Callable[["Recording"], AbstractAsyncContextManager["Session"]]
+OpenSession = Callable[["Recording"], AbstractAsyncContextManager["ApiSession"]]
 """Lets a client into a recording."""
 
 
@@ -88,7 +88,7 @@ class Episode:
         self.context.begin(self.opening.messages, self.opening.tools)
 
     @asynccontextmanager
-    async def record(self) -> AsyncIterator[Session]:
+    async def record(self) -> AsyncIterator[ApiSession]:
         """Reset the environment, and let somebody else call the policy through an API until the end
         of the block: what was sampled there is the rollout."""
         if self.open_session is None:

@@ -23,7 +23,7 @@ from nanorl.types import Rollout, Task
 
 if TYPE_CHECKING:
     from nanorl.endpoint.recording import Recording
-    from nanorl.endpoint.server import RecordingServer, Session
+    from nanorl.endpoint.server import ApiSession, RecordingServer
 
 
 def run_loop(config: RunConfig, kind: EnvKind) -> AgentLoop:
@@ -96,7 +96,7 @@ class AgentKit:
             open_session=self._open_session,
         )
 
-    def _open_session(self, recording: Recording) -> AbstractAsyncContextManager[Session]:
+    def _open_session(self, recording: Recording) -> AbstractAsyncContextManager[ApiSession]:
         """A way in for an agent that calls the policy through an API."""
         if self._endpoint is None:
             from nanorl.endpoint.dialects import all_dialects  # few runs need it

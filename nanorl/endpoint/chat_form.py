@@ -19,7 +19,7 @@ from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import Output
 from nanoinfer.server.tool_calls import OPEN, parse_call
-from nanorl.endpoint.exchange import Call, Json, Reply, ToolUse
+from nanorl.endpoint.exchange import ApiCall, ApiReply, ApiToolCall, Json
 from nanorl.parsers.base import Parser, ToolCall, ToolCallError
 from nanorl.parsers.choose import client_tool_chat
 
@@ -82,20 +82,22 @@ class ChatForm:
         content = "\n".join(part for part in (message["content"], *written) if part)
         return {"role": role, "content": content}
 
-    def reply(self, text: str, output: Output, call: Call, stop_text: str | None) -> Reply:
+    def reply(self, text: str, output: Output, call: ApiCall, stop_text: str | None) -> ApiReply:
         """A reply from the text of the sampled tokens, without the one that ended the turn."""
         reasoning, said = _without_reasoning(text)
-        uses: tuple[ToolUse, ...] = ()
-        if call.forced_tool is not None:
-            only = parse_call(said)
-            if only is not None:
+        uses: tuple[ApiToolCall, ...] = ()
+        if call.forced_tool is not None or (call.grammar is not None and call.tools):
+            only = parse_call(said)  # a grammar's calls are JSON without a frame
+            if only is not None and only.name in _names(call.tools):
                 uses, said = (_use(only.name, only.arguments),), ""
         elif call.tools:
             found = self.parser.read(said)
             if found and not any(isinstance(one, ToolCallError) for one in found):
                 uses = tuple(_written(one) for one in found if isinstance(one, ToolCall))
                 said = said.partition(OPEN)[0].rstrip() if OPEN in said else ""
-        return Reply(text=said, reasoning=reasoning, calls=uses, output=output, stop_text=stop_text)
+        return ApiReply(
+            text=said, reasoning=reasoning, calls=uses, output=output, stop_text=stop_text
+        )
 
 
 def _without_reasoning(text: str) -> tuple[str, str]:
@@ -106,15 +108,19 @@ def _without_reasoning(text: str) -> tuple[str, str]:
     return (before.strip(), after.lstrip()) if closed else ("", text)
 
 
+def _names(tools: Sequence[Json]) -> list[str]:
+    return [tool["function"]["name"] for tool in tools]
+
+
 def _as_call(call: Mapping[str, Any]) -> ToolCall:
     function = call["function"]
     arguments = function["arguments"]
     return ToolCall(function["name"], arguments if isinstance(arguments, dict) else {})
 
 
-def _written(call: ToolCall) -> ToolUse:
+def _written(call: ToolCall) -> ApiToolCall:
     return _use(call.name, json.dumps(dict(call.arguments), ensure_ascii=False))
 
 
-def _use(name: str, arguments: str) -> ToolUse:
-    return ToolUse(id=f"call_{uuid.uuid4().hex[:24]}", name=name, arguments=arguments)
+def _use(name: str, arguments: str) -> ApiToolCall:
+    return ApiToolCall(id=f"call_{uuid.uuid4().hex[:24]}", name=name, arguments=arguments)

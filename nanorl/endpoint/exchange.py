@@ -1,7 +1,7 @@
-"""What a client asks for and gets, in no dialect: `Call`, `Answer`; and the contract of a dialect.
+"""What a client asks for and gets, in no dialect: `ApiCall` and `ApiAnswer`; and what a dialect is.
 
-A dialect reads a body into a `Call` and writes an `Answer` back; it has no state, samples nothing
-and never touches a token. Left out: which tokens a call stands for (recording.py).
+A dialect reads a body into an `ApiCall` and writes an `ApiAnswer` back; it has no state, samples
+nothing and never touches a token. Left out: which tokens a call stands for (recording.py).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class ApiCall:
     """One request of a client.
 
-    Call(messages=[{"role": "user", "content": "2+2?"}], max_tokens=16)
+    ApiCall(messages=[{"role": "user", "content": "2+2?"}], max_tokens=16)
     """
 
     messages: list[Message]
@@ -58,8 +58,8 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToolUse:
-    """A call of a tool in an answer: `ToolUse(id="call_1", name="add", arguments='{"a": 1}')`."""
+class ApiToolCall:
+    """A call in an answer: `ApiToolCall(id="call_1", name="add", arguments='{"a": 1}')`."""
 
     id: str
     name: str
@@ -68,18 +68,18 @@ class ToolUse:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reply:
+class ApiReply:
     """One choice of an answer."""
 
     text: str
     """What it says, without reasoning and calls; it may be empty."""
     reasoning: str = ""
     """The text inside of `<think>`, where the model wrote one."""
-    calls: tuple[ToolUse, ...] = ()
+    calls: tuple[ApiToolCall, ...] = ()
     output: Output
     """The engine's own: ids, log-probs, versions."""
     stop_text: str | None = None
-    """The text of `Call.stop` that ended it."""
+    """The text of `ApiCall.stop` that ended it."""
 
     @property
     def is_cut(self) -> bool:
@@ -87,12 +87,12 @@ class Reply:
         return self.output.finish_reason == "length"
 
 
-def message_of(reply: Reply) -> Message:
-    """The message of a conversation that a reply is: `Call.messages` has it when it comes back."""
+def message_of(reply: ApiReply) -> Message:
+    """The message that a reply is in a conversation: `ApiCall.messages` has it later."""
     return assistant_message(reply.text, reply.calls)
 
 
-def assistant_message(text: str, calls: Sequence[ToolUse]) -> Message:
+def assistant_message(text: str, calls: Sequence[ApiToolCall]) -> Message:
     """What an assistant said, as chat templates read it."""
     message: Json = {"role": "assistant", "content": text}
     if calls:
@@ -119,7 +119,7 @@ def read_arguments(text: str) -> Any:
 
 
 def forced_tool(tools: Sequence[Json], name: str | None) -> str:
-    """`Call.forced_tool` where one of `tools` must be called: the one of that name, or any.
+    """`ApiCall.forced_tool` where one of `tools` must be called: the one of that name, or any.
     ApiError where there is none."""
     names = [tool["function"]["name"] for tool in tools]
     if not names:
@@ -139,7 +139,7 @@ def bearer_key(headers: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class ApiAnswer:
     """What the engine said to a call."""
 
     id: str
@@ -148,7 +148,7 @@ class Answer:
     created: int
     """Unix time."""
     num_prompt_tokens: int
-    replies: list[Reply]
+    replies: list[ApiReply]
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -156,7 +156,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Event:
+class ServerEvent:
     """A server-sent event: `data` as JSON, or as it is where it is a text ("[DONE]")."""
 
     data: Json | str
@@ -176,15 +176,15 @@ class Dialect(Protocol):
         """The API key of a request; empty without one. Names of headers are lower-case."""
         ...
 
-    def read(self, body: Json) -> Call:
+    def read(self, body: Json) -> ApiCall:
         """The call. ApiError 400 names the field that cannot be, and what can."""
         ...
 
-    def write(self, call: Call, answer: Answer) -> Json:
+    def write(self, call: ApiCall, answer: ApiAnswer) -> Json:
         """The body of an answer that is not streamed."""
         ...
 
-    def events(self, call: Call, answer: Answer) -> Iterator[Event]:
+    def events(self, call: ApiCall, answer: ApiAnswer) -> Iterator[ServerEvent]:
         """The same as a stream, from its first event to its last."""
         ...
 
@@ -202,7 +202,7 @@ class CountingDialect(Dialect, Protocol):
         """Where it does so, behind the episode's base URL."""
         ...
 
-    def read_count(self, body: Json) -> Call:
+    def read_count(self, body: Json) -> ApiCall:
         """The call whose prompt is counted."""
         ...
 

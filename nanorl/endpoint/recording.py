@@ -31,7 +31,7 @@ from nanorl.agents.context import Generator
 from nanorl.agents.tokens import Limits, Truncation, delta_ids
 from nanorl.endpoint.call_tree import CallNode, CallTree
 from nanorl.endpoint.chat_form import ChatForm
-from nanorl.endpoint.exchange import Call, Json, Reply, message_of
+from nanorl.endpoint.exchange import ApiCall, ApiReply, Json, message_of
 from nanorl.rewards.base import Transcript
 from nanorl.types import InfrastructureError, Rollout, Status, derive_seed
 
@@ -56,7 +56,7 @@ class Sampled:
     """Replies to a call, and the tokens of its prompt."""
 
     ids: list[int]
-    replies: list[Reply]
+    replies: list[ApiReply]
 
 
 class Recording:
@@ -131,7 +131,7 @@ class Recording:
             is_truncated=self.truncation is not None,
         )
 
-    async def answer(self, call: Call, name: str) -> Sampled:
+    async def answer(self, call: ApiCall, name: str) -> Sampled:
         """Sample the replies to `call`; under `name` a later call may go on from it. ApiError tells
         the client what cannot be."""
         call = self._continued(call)
@@ -190,7 +190,7 @@ class Recording:
         self.truncation = "turn" if is_cut else None
         return outputs
 
-    def prompt_ids(self, call: Call) -> list[int]:
+    def prompt_ids(self, call: ApiCall) -> list[int]:
         """The tokens of a call's prompt: those known, then the encoding of what is new."""
         messages = call.messages
         if not messages:
@@ -218,7 +218,7 @@ class Recording:
         ids = node.ids
         return ids + delta if ids[-1] in self.tokenizer.eos_ids else [*ids, eos_id, *delta]
 
-    def _continued(self, call: Call) -> Call:
+    def _continued(self, call: ApiCall) -> ApiCall:
         if not call.continues:
             return call
         said = self._answers.get(call.continues)
@@ -236,7 +236,7 @@ class Recording:
             self._forms[key] = ChatForm.of(self.tokenizer, tools)
         return self._forms[key]
 
-    def _params(self, call: Call, ids: Sequence[int]) -> SamplingParams:
+    def _params(self, call: ApiCall, ids: Sequence[int]) -> SamplingParams:
         try:
             grammar = _grammar(call)
         except ValueError as error:
@@ -311,10 +311,13 @@ def _joined(first: Output, second: Output) -> Output:
     )
 
 
-def _grammar(call: Call) -> Grammar | None:
-    if call.forced_tool is None:
+def _grammar(call: ApiCall) -> Grammar | None:
+    if call.forced_tool is not None:
+        return Grammar("json_schema", call_schema(call.tools, call.forced_tool or None))
+    if call.grammar is None or not call.tools:
         return call.grammar
-    return Grammar("json_schema", call_schema(call.tools, call.forced_tool or None))
+    # The schema is the answer's; before it, the model may call.
+    return Grammar("json_schema", call_schema(call.tools, answer=call.grammar.value))
 
 
 def _digests(tools: Sequence[Json], messages: Sequence[Message]) -> list[bytes]:

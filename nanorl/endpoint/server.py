@@ -41,7 +41,7 @@ from nanoinfer.server.config import HttpLimits
 from nanoinfer.server.connection import KEEP_ALIVE_S, limited_connection
 from nanoinfer.server.http_io import ApiError, HungUpError, read_object, while_connected
 from nanoinfer.server.in_loop import ServerInLoop, serve_in_loop
-from nanorl.endpoint.exchange import Answer, Call, CountingDialect, Dialect, Json
+from nanorl.endpoint.exchange import ApiAnswer, ApiCall, CountingDialect, Dialect, Json
 from nanorl.endpoint.recording import Recording
 from nanorl.endpoint.report import EpisodeReport, read_report
 from nanorl.endpoint.sse import event_stream
@@ -51,11 +51,11 @@ from nanosched.node_address import LOOPBACK, node_address
 
 LOG = logging.getLogger("nanorl.endpoint")
 WILDCARDS = ("0.0.0.0", "::")
-Work = Callable[["Session", Request, Json], Coroutine[Any, Any, Response]]
+Work = Callable[["ApiSession", Request, Json], Coroutine[Any, Any, Response]]
 
 
 @dataclass(eq=False)
-class Session:
+class ApiSession:
     """The way into one episode."""
 
     recording: Recording
@@ -117,7 +117,7 @@ class RecordingServer:
         limits: HttpLimits | None = None,
     ) -> None:
         """`model` is the name that clients see; whatever name they ask for, they get it."""
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[str, ApiSession] = {}
         self._dialects = list(dialects)
         self._model, self._max_model_len, self._host = model, max_model_len, host
         self._limits = limits or HttpLimits(request_timeout_s=3600.0)
@@ -127,9 +127,9 @@ class RecordingServer:
         self._starting = asyncio.Lock()
 
     @asynccontextmanager
-    async def episode(self, recording: Recording) -> AsyncIterator[Session]:
+    async def episode(self, recording: Recording) -> AsyncIterator[ApiSession]:
         """A session, whose key is good until the end of the block."""
-        session = Session(recording, await self._url(), f"nano-{secrets.token_urlsafe(24)}")
+        session = ApiSession(recording, await self._url(), f"nano-{secrets.token_urlsafe(24)}")
         self.sessions[session.key] = session
         try:
             yield session
@@ -216,15 +216,16 @@ class RecordingServer:
 
         return endpoint
 
-    def _session(self, request: Request, dialect: Dialect) -> Session:
-        key = request.path_params.get("key") or dialect.key(request.headers)
-        session = self.sessions.get(key)
-        if session is None:
-            raise _no_episode()
-        return session
+    def _session(self, request: Request, dialect: Dialect) -> ApiSession:
+        """The key may stand in the URL or in any API's header: some paths are of no one API."""
+        keys = [one.key(request.headers) for one in (dialect, *self._dialects)]
+        for key in (request.path_params.get("key"), *keys):
+            if key in self.sessions:
+                return self.sessions[key]
+        raise _no_episode()
 
     def _call(self, dialect: Dialect) -> Work:
-        async def work(session: Session, request: Request, body: Json) -> Response:
+        async def work(session: ApiSession, request: Request, body: Json) -> Response:
             call = dialect.read(body)
             name = uuid.uuid4().hex
             answer = await self._answer(session, call, name)
@@ -235,15 +236,15 @@ class RecordingServer:
         return work
 
     def _count(self, dialect: CountingDialect) -> Work:
-        async def work(session: Session, request: Request, body: Json) -> Response:
+        async def work(session: ApiSession, request: Request, body: Json) -> Response:
             ids = session.recording.prompt_ids(dialect.read_count(body))
             return JSONResponse(dialect.write_count(len(ids)))
 
         return work
 
-    async def _answer(self, session: Session, call: Call, name: str) -> Answer:
+    async def _answer(self, session: ApiSession, call: ApiCall, name: str) -> ApiAnswer:
         sampled = await session.recording.answer(call, name)
-        return Answer(
+        return ApiAnswer(
             id=name,
             model=self._model,
             created=int(time.time()),
@@ -251,16 +252,16 @@ class RecordingServer:
             replies=sampled.replies,
         )
 
-    async def _tokens(self, session: Session, request: Request, body: Json) -> Response:
+    async def _tokens(self, session: ApiSession, request: Request, body: Json) -> Response:
         asked = read_token_call(body, session.recording)
         outputs = await session.recording.complete(asked.token_ids, asked.params)
         return JSONResponse(token_answer(asked, outputs))
 
-    async def _report(self, session: Session, request: Request, body: Json) -> Response:
+    async def _report(self, session: ApiSession, request: Request, body: Json) -> Response:
         session.report.take(read_report(body))
         return JSONResponse({"num_calls": session.recording.num_answers})
 
-    async def _models(self, session: Session, request: Request, body: Json) -> Response:
+    async def _models(self, session: ApiSession, request: Request, body: Json) -> Response:
         model = {
             "id": self._model,
             "object": "model",

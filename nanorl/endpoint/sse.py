@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 
 from starlette.responses import Response, StreamingResponse
 
-from nanorl.endpoint.exchange import Event
+from nanorl.endpoint.exchange import ServerEvent
 
 
-def event_stream(events: Iterable[Event]) -> Response:
+def event_stream(events: Iterable[ServerEvent]) -> Response:
     """A response of these events."""
 
     def lines() -> Iterator[str]:

@@ -12,21 +12,21 @@ from hypothesis import strategies as st
 
 from nanoengine.model.chat_template import Message
 from nanorl.endpoint.dialects import all_dialects
-from nanorl.endpoint.exchange import Answer, Call, Reply, ToolUse
+from nanorl.endpoint.exchange import ApiAnswer, ApiCall, ApiReply, ApiToolCall
 from nanorl.endpoint.recording import Recording, Sampled
-from nanorl.endpoint.server import RecordingServer, Session
+from nanorl.endpoint.server import ApiSession, RecordingServer
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7]
 
 
-def reply_of(text: str = "", *calls: ToolUse, finish: str = "stop", **fields: Any) -> Reply:
+def reply_of(text: str = "", *calls: ApiToolCall, finish: str = "stop", **fields: Any) -> ApiReply:
     """A reply whose tokens are of no account: five, the first two "a" and "b"."""
     output = output_of([64, 65, 3, 4, EOS], finish)
-    return Reply(text=text, calls=calls, output=output, **fields)
+    return ApiReply(text=text, calls=calls, output=output, **fields)
 
 
-def answer_of(reply: Reply) -> Answer:
-    return Answer(
+def answer_of(reply: ApiReply) -> ApiAnswer:
+    return ApiAnswer(
         id="0a1b", model="tiny", created=1700000000, num_prompt_tokens=len(PROMPT), replies=[reply]
     )
 
@@ -49,7 +49,7 @@ ARGUMENTS = st.dictionaries(TEXTS, VALUES, max_size=3).map(json.dumps) | st.samp
 REPLIES = st.builds(
     lambda text, reasoning, arguments: reply_of(
         text,
-        *(ToolUse(id=f"call_{i}", name="add", arguments=a) for i, a in enumerate(arguments)),
+        *(ApiToolCall(id=f"call_{i}", name="add", arguments=a) for i, a in enumerate(arguments)),
         reasoning=reasoning,
     ),
     TEXTS, TEXTS, st.lists(ARGUMENTS, max_size=3),
@@ -60,11 +60,11 @@ REPLIES = st.builds(
 class Script:
     """Answers calls with what it was given, and keeps them."""
 
-    said: list[Reply | Exception]
-    calls: list[Call] = field(default_factory=list)
+    said: list[ApiReply | Exception]
+    calls: list[ApiCall] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
 
-    async def answer(self, call: Call, name: str) -> Sampled:
+    async def answer(self, call: ApiCall, name: str) -> Sampled:
         said = self.said[len(self.calls)]
         self.calls.append(call)
         self.names.append(name)
@@ -72,7 +72,7 @@ class Script:
             raise said
         return Sampled(PROMPT, [said])
 
-    def prompt_ids(self, call: Call) -> list[int]:
+    def prompt_ids(self, call: ApiCall) -> list[int]:
         self.calls.append(call)
         return PROMPT
 
@@ -83,7 +83,7 @@ class Script:
 
 
 @asynccontextmanager
-async def serving(recording: Any) -> AsyncIterator[Session]:
+async def serving(recording: Any) -> AsyncIterator[ApiSession]:
     """A server of all dialects, whose one episode `recording` answers."""
     server = RecordingServer(all_dialects(tiny_tokenizer()), model="tiny", max_model_len=512)
     try:

@@ -18,7 +18,7 @@ from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.tokens import Limits
 from nanorl.endpoint.dialects import all_dialects
 from nanorl.endpoint.recording import Recording
-from nanorl.endpoint.server import RecordingServer, Session
+from nanorl.endpoint.server import ApiSession, RecordingServer
 
 TOKENIZER = tiny_tokenizer()
 LIMITS = Limits(max_turns=1000, max_turn_tokens=40, max_context_tokens=4000)
@@ -93,7 +93,7 @@ def body_of(path: str, text: str, **more: object) -> dict[str, Any]:
     return {"model": "any", **field, **limit, **more}
 
 
-def headers_of(session: Session) -> dict[str, str]:
+def headers_of(session: ApiSession) -> dict[str, str]:
     return {"authorization": f"Bearer {session.key}", "x-api-key": session.key}
 
 
@@ -153,7 +153,9 @@ def test_two_hundred_clients_at_once_are_recorded_each_in_its_episode() -> None:
     serve(work)
 
 
-async def hang_up(session: Session, text: str, length: int | None = None) -> asyncio.StreamWriter:
+async def hang_up(
+    session: ApiSession, text: str, length: int | None = None
+) -> asyncio.StreamWriter:
     """Send a request, of which the body is `length` long where that is given, and wait for nothing;
     the connection is returned open."""
     port = int(session.url.rpartition(":")[2])
@@ -303,7 +305,9 @@ def test_no_key_but_the_episodes_own_leads_anywhere() -> None:
     serve(work)
 
 
-async def ask(client: httpx.AsyncClient, session: Session, key: str, path: str) -> httpx.Response:
+async def ask(
+    client: httpx.AsyncClient, session: ApiSession, key: str, path: str
+) -> httpx.Response:
     sent = key.encode()
     headers = [(b"authorization", b"Bearer " + sent), (b"x-api-key", sent)]
     return await client.post(session.url + path, json=body_of(path, "e0c0"), headers=headers)

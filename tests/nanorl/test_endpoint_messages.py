@@ -30,9 +30,9 @@ from nanoinfer.params import Grammar, SamplingParams
 from nanoinfer.server.http_io import ApiError
 from nanorl.agents.tokens import Limits
 from nanorl.endpoint.dialects.messages import MessagesDialect
-from nanorl.endpoint.exchange import Call, Reply, ToolUse, message_of
+from nanorl.endpoint.exchange import ApiCall, ApiReply, ApiToolCall, message_of
 from nanorl.endpoint.recording import Recording
-from nanorl.endpoint.server import Session
+from nanorl.endpoint.server import ApiSession
 
 BASE: dict[str, Any] = {"model": "any", "max_tokens": 16}
 USER = [{"role": "user", "content": "2+2?"}]
@@ -42,7 +42,7 @@ ADD_SPEC = {
     "type": "function",
     "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA},
 }
-CALL = ToolUse(id="call_1", name="add", arguments='{"a": 1}')
+CALL = ApiToolCall(id="call_1", name="add", arguments='{"a": 1}')
 DIALECT = MessagesDialect()
 
 
@@ -50,7 +50,7 @@ class Sum(BaseModel):
     total: int
 
 
-def client_of(session: Session, **options: Any) -> anthropic.AsyncAnthropic:
+def client_of(session: ApiSession, **options: Any) -> anthropic.AsyncAnthropic:
     return anthropic.AsyncAnthropic(
         base_url=session.url, api_key=session.key, max_retries=0, **options
     )
@@ -58,14 +58,14 @@ def client_of(session: Session, **options: Any) -> anthropic.AsyncAnthropic:
 
 @asynccontextmanager
 async def script(
-    *said: Reply | Exception,
+    *said: ApiReply | Exception,
 ) -> AsyncIterator[tuple[anthropic.AsyncAnthropic, Script]]:
     written = Script(list(said))
     async with serving(written) as session, client_of(session) as client:
         yield client, written
 
 
-def read(**fields: Any) -> Call:
+def read(**fields: Any) -> ApiCall:
     return DIALECT.read({**BASE, "messages": USER, **fields})
 
 
@@ -121,7 +121,7 @@ def test_thinking_is_shown_to_those_who_ask(way: str) -> None:
         (reply_of("", CALL), "tool_use", None),
     ],
 )
-def test_why_an_answer_ended(way: str, reply: Reply, reason: str, sequence: str | None) -> None:
+def test_why_an_answer_ended(way: str, reply: ApiReply, reason: str, sequence: str | None) -> None:
     async def talk() -> None:
         async with script(reply) as (client, _):
             said = await ask(client, way, USER)
@@ -183,7 +183,9 @@ def test_a_schema_of_pydantic_comes_back_as_its_object(way: str) -> None:
 @CONVERSATIONS
 @given(st.lists(st.tuples(REPLIES, st.sampled_from(["whole", "stream"]), TEXTS), min_size=1,
                 max_size=4))  # fmt: skip
-def test_whatever_was_said_comes_back_as_it_was_said(turns: list[tuple[Reply, str, str]]) -> None:
+def test_whatever_was_said_comes_back_as_it_was_said(
+    turns: list[tuple[ApiReply, str, str]],
+) -> None:
     async def talk() -> None:
         replies = [reply for reply, _, _ in turns]
         messages: list[Any] = [*USER]
@@ -269,7 +271,7 @@ def test_what_a_client_may_ask_for() -> None:
         stop_sequences=["END", "\n\n"], temperature=0.3, top_k=5, metadata={"user_id": "me"},
         service_tier="auto", output_config={"effort": "low"}, context_management={"edits": []},
     )  # fmt: skip
-    assert call == Call(
+    assert call == ApiCall(
         messages=[*USER], tools=[ADD_SPEC], max_tokens=16, stop=("END", "\n\n"),
         ignored=("temperature", "top_k"), has_reasoning=False,
     )  # fmt: skip

@@ -29,9 +29,9 @@ from nanoinfer.params import Grammar, SamplingParams
 from nanoinfer.server.http_io import ApiError
 from nanorl.agents.tokens import Limits
 from nanorl.endpoint.dialects.responses import ResponsesDialect
-from nanorl.endpoint.exchange import Call, Reply, ToolUse, message_of
+from nanorl.endpoint.exchange import ApiCall, ApiReply, ApiToolCall, message_of
 from nanorl.endpoint.recording import Recording
-from nanorl.endpoint.server import Session
+from nanorl.endpoint.server import ApiSession
 
 USER = {"role": "user", "content": "2+2?"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -40,7 +40,7 @@ ADD_SPEC = {
     "type": "function",
     "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA},
 }
-CALL = ToolUse(id="call_1", name="add", arguments='{"a": 1}')
+CALL = ApiToolCall(id="call_1", name="add", arguments='{"a": 1}')
 DIALECT = ResponsesDialect(tiny_tokenizer())
 WAYS = pytest.mark.parametrize("way", ["whole", "stream"])
 
@@ -49,19 +49,19 @@ class Sum(BaseModel):
     total: int
 
 
-def client_of(session: Session, **options: Any) -> openai.AsyncOpenAI:
+def client_of(session: ApiSession, **options: Any) -> openai.AsyncOpenAI:
     given = {"base_url": session.openai_url, "api_key": session.key, "max_retries": 0, **options}
     return openai.AsyncOpenAI(**given)
 
 
 @asynccontextmanager
-async def script(*said: Reply | Exception) -> AsyncIterator[tuple[openai.AsyncOpenAI, Script]]:
+async def script(*said: ApiReply | Exception) -> AsyncIterator[tuple[openai.AsyncOpenAI, Script]]:
     written = Script(list(said))
     async with serving(written) as session, client_of(session) as client:
         yield client, written
 
 
-def read(**fields: Any) -> Call:
+def read(**fields: Any) -> ApiCall:
     return DIALECT.read({"model": "any", "input": "2+2?", **fields})
 
 
@@ -168,7 +168,7 @@ def test_a_schema_of_pydantic_comes_back_as_its_object(way: str) -> None:
 @WAYS
 def test_a_tool_of_pydantic_is_called_with_its_object(way: str) -> None:
     async def talk() -> None:
-        use = ToolUse(id="call_1", name="Sum", arguments='{"total": 4}')
+        use = ApiToolCall(id="call_1", name="Sum", arguments='{"total": 4}')
         tools = [openai.pydantic_function_tool(Sum)["function"] | {"type": "function"}]
         async with script(reply_of("", use)) as (client, written):
             if way == "whole":
@@ -216,7 +216,9 @@ def test_log_probs_are_those_of_the_tokens(way: str) -> None:
 @CONVERSATIONS
 @given(st.lists(st.tuples(REPLIES, st.sampled_from(["whole", "stream"]), TEXTS), min_size=1,
                 max_size=4))  # fmt: skip
-def test_whatever_was_said_comes_back_as_it_was_said(turns: list[tuple[Reply, str, str]]) -> None:
+def test_whatever_was_said_comes_back_as_it_was_said(
+    turns: list[tuple[ApiReply, str, str]],
+) -> None:
     async def talk() -> None:
         items: list[Any] = [USER]
         expected: list[Any] = [USER]
@@ -280,7 +282,7 @@ def test_content_is_read_in_both_forms() -> None:
         {"role": "system", "content": "e"},
     ]
     assert call.has_instructions
-    assert read() == Call(messages=[USER])
+    assert read() == ApiCall(messages=[USER])
 
 
 def test_calls_belong_to_the_message_before_them() -> None:
@@ -319,7 +321,7 @@ def test_what_a_client_may_ask_for() -> None:
         reasoning={"effort": "low"}, context_management=[], include=["reasoning.encrypted_content"],
         previous_response_id="resp_0a1b", text={"verbosity": "low", "format": {"type": "text"}},
     )  # fmt: skip
-    assert call == Call(
+    assert call == ApiCall(
         messages=[USER], tools=[ADD_SPEC], max_tokens=16, ignored=("temperature", "top_p"),
         continues="0a1b",
     )  # fmt: skip

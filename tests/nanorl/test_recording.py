@@ -15,7 +15,7 @@ from nanoinfer.params import Output, SamplingParams
 from nanoinfer.server.http_io import ApiError
 from nanorl.agents.tokens import Limits
 from nanorl.endpoint.call_tree import CallTree
-from nanorl.endpoint.exchange import Call, message_of
+from nanorl.endpoint.exchange import ApiCall, message_of
 from nanorl.endpoint.recording import Recording, Sampled
 
 LIMITS = Limits(max_turns=1000, max_turn_tokens=12, max_context_tokens=4000)
@@ -26,8 +26,8 @@ def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def call(*messages: Message, **options: Any) -> Call:
-    return Call(messages=list(messages), **options)
+def call(*messages: Message, **options: Any) -> ApiCall:
+    return ApiCall(messages=list(messages), **options)
 
 
 class Dice:

@@ -13,12 +13,12 @@ from nanoinfer.server.http_io import ApiError, read_json_body
 from nanoinfer.server.requests import ChatCompletion
 from nanoinfer.server.responses import chat_logprobs
 from nanorl.endpoint.exchange import (
-    Answer,
-    Call,
-    Event,
+    ApiAnswer,
+    ApiCall,
+    ApiReply,
+    ApiToolCall,
     Json,
-    Reply,
-    ToolUse,
+    ServerEvent,
     bearer_key,
     forced_tool,
 )
@@ -41,7 +41,7 @@ class ChatDialect:
     def key(self, headers: Mapping[str, str]) -> str:
         return bearer_key(headers)
 
-    def read(self, body: Json) -> Call:
+    def read(self, body: Json) -> ApiCall:
         asked = read_json_body(body, ChatCompletion)
         stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
         forced = None
@@ -53,7 +53,7 @@ class ChatDialect:
             grammar = None if asked.is_tool_forced else asked.grammar()
         except ValueError as error:
             raise ApiError(400, str(error)) from None
-        return Call(
+        return ApiCall(
             messages=[message.for_template() for message in asked.messages],
             tools=asked.tool_specs(),
             forced_tool=forced,
@@ -67,18 +67,18 @@ class ChatDialect:
             ignored=tuple(name for name in DECIDED if body.get(name) is not None),
         )
 
-    def write(self, call: Call, answer: Answer) -> Json:
+    def write(self, call: ApiCall, answer: ApiAnswer) -> Json:
         return _head(answer, "chat.completion") | {
             "choices": [self._choice(call, i, one) for i, one in enumerate(answer.replies)],
             "usage": _usage(answer),
         }
 
-    def events(self, call: Call, answer: Answer) -> Iterator[Event]:
+    def events(self, call: ApiCall, answer: ApiAnswer) -> Iterator[ServerEvent]:
         head = _head(answer, "chat.completion.chunk")
 
-        def chunk(index: int, delta: Json, **more: object) -> Event:
+        def chunk(index: int, delta: Json, **more: object) -> ServerEvent:
             choice = {"index": index, "delta": delta, "finish_reason": None} | more
-            return Event(head | {"choices": [choice]})
+            return ServerEvent(head | {"choices": [choice]})
 
         for index, reply in enumerate(answer.replies):
             yield chunk(index, {"role": "assistant", "content": ""})
@@ -93,13 +93,13 @@ class ChatDialect:
                 index, {}, finish_reason=_reason(reply), logprobs=self._logprobs(call, reply)
             )
         if call.has_usage:
-            yield Event(head | {"choices": [], "usage": _usage(answer)})
-        yield Event("[DONE]")
+            yield ServerEvent(head | {"choices": [], "usage": _usage(answer)})
+        yield ServerEvent("[DONE]")
 
     def error(self, error: ApiError) -> Json:
         return error.to_json()
 
-    def _choice(self, call: Call, index: int, reply: Reply) -> Json:
+    def _choice(self, call: ApiCall, index: int, reply: ApiReply) -> Json:
         message: Json = {"role": "assistant", "content": reply.text, "refusal": None}
         if reply.reasoning:
             message["reasoning_content"] = reply.reasoning
@@ -113,14 +113,14 @@ class ChatDialect:
             "finish_reason": _reason(reply),
         }
 
-    def _logprobs(self, call: Call, reply: Reply) -> Json | None:
+    def _logprobs(self, call: ApiCall, reply: ApiReply) -> Json | None:
         if call.num_top is None:
             return None
         output = reply.output
         return chat_logprobs(self._tokenizer, output.ids, output.logps, output.top_logps)
 
 
-def _head(answer: Answer, kind: str) -> Json:
+def _head(answer: ApiAnswer, kind: str) -> Json:
     return {
         "id": f"chatcmpl-{answer.id}",
         "object": kind,
@@ -129,18 +129,18 @@ def _head(answer: Answer, kind: str) -> Json:
     }
 
 
-def _call(use: ToolUse) -> Json:
+def _call(use: ApiToolCall) -> Json:
     function = {"name": use.name, "arguments": use.arguments}
     return {"id": use.id, "type": "function", "function": function}
 
 
-def _reason(reply: Reply) -> str:
+def _reason(reply: ApiReply) -> str:
     if reply.calls:
         return "tool_calls"
     return "length" if reply.is_cut else "stop"
 
 
-def _usage(answer: Answer) -> Json:
+def _usage(answer: ApiAnswer) -> Json:
     sampled = answer.num_sampled_tokens
     return {
         "prompt_tokens": answer.num_prompt_tokens,

@@ -21,12 +21,12 @@ from nanoinfer.params import Grammar
 from nanoinfer.server.http_io import ApiError, read_json_body
 from nanoinfer.server.requests import StrictBody
 from nanorl.endpoint.exchange import (
-    Answer,
-    Call,
-    Event,
+    ApiAnswer,
+    ApiCall,
+    ApiReply,
+    ApiToolCall,
     Json,
-    Reply,
-    ToolUse,
+    ServerEvent,
     assistant_message,
     bearer_key,
     forced_tool,
@@ -86,10 +86,10 @@ class ToolUseBlock(StrictBody):
     name: str
     input: dict[str, Any]
 
-    def use(self) -> ToolUse:
+    def use(self) -> ApiToolCall:
         unread = self.input.get(UNREADABLE)
         arguments = unread if isinstance(unread, str) else json.dumps(self.input)
-        return ToolUse(id=self.id, name=self.name, arguments=arguments)
+        return ApiToolCall(id=self.id, name=self.name, arguments=arguments)
 
 
 class ThinkingBlock(StrictBody):
@@ -233,10 +233,10 @@ class MessagesDialect:
     def key(self, headers: Mapping[str, str]) -> str:
         return headers.get("x-api-key", "").strip() or bearer_key(headers)
 
-    def read(self, body: Json) -> Call:
+    def read(self, body: Json) -> ApiCall:
         asked = read_json_body(body, MessageRequest)
         forced = asked.forced()
-        return Call(
+        return ApiCall(
             messages=asked.conversation(),
             tools=asked.specs(),
             forced_tool=forced,
@@ -248,14 +248,14 @@ class MessagesDialect:
             ignored=tuple(name for name in DECIDED if body.get(name) is not None),
         )
 
-    def read_count(self, body: Json) -> Call:
+    def read_count(self, body: Json) -> ApiCall:
         asked = read_json_body(body, Prompt)
-        return Call(messages=asked.conversation(), tools=asked.specs())
+        return ApiCall(messages=asked.conversation(), tools=asked.specs())
 
     def write_count(self, num_tokens: int) -> Json:
         return {"input_tokens": num_tokens}
 
-    def write(self, call: Call, answer: Answer) -> Json:
+    def write(self, call: ApiCall, answer: ApiAnswer) -> Json:
         (reply,) = answer.replies
         return _head(answer) | {
             "content": _blocks(call, answer),
@@ -264,7 +264,7 @@ class MessagesDialect:
             "usage": _usage(answer, answer.num_sampled_tokens),
         }
 
-    def events(self, call: Call, answer: Answer) -> Iterator[Event]:
+    def events(self, call: ApiCall, answer: ApiAnswer) -> Iterator[ServerEvent]:
         (reply,) = answer.replies
         opened: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
         message = _head(answer) | opened | {"usage": _usage(answer, 0)}
@@ -293,7 +293,7 @@ def _joined(blocks: list[TextBlock]) -> str:
     return "".join(block.text for block in blocks)
 
 
-def _head(answer: Answer) -> Json:
+def _head(answer: ApiAnswer) -> Json:
     return {
         "id": f"msg_{answer.id}",
         "type": "message",
@@ -302,7 +302,7 @@ def _head(answer: Answer) -> Json:
     }
 
 
-def _blocks(call: Call, answer: Answer) -> list[Json]:
+def _blocks(call: ApiCall, answer: ApiAnswer) -> list[Json]:
     """An answer's content. Without calls there is a text, if only an empty one: clients take the
     first block for it."""
     (reply,) = answer.replies
@@ -315,7 +315,7 @@ def _blocks(call: Call, answer: Answer) -> list[Json]:
     return blocks + [_use_block(use) for use in reply.calls]
 
 
-def _use_block(use: ToolUse) -> Json:
+def _use_block(use: ApiToolCall) -> Json:
     read = read_arguments(use.arguments)
     given = read if isinstance(read, dict) else {UNREADABLE: use.arguments}
     return {"type": "tool_use", "id": use.id, "name": use.name, "input": given}
@@ -337,7 +337,7 @@ def _unfolded(block: Json) -> tuple[Json, list[Json]]:
             return block | {"input": {}}, [{"type": "input_json_delta", "partial_json": written}]
 
 
-def _stop_reason(reply: Reply) -> str:
+def _stop_reason(reply: ApiReply) -> str:
     if reply.calls:
         return "tool_use"
     if reply.stop_text is not None:
@@ -345,7 +345,7 @@ def _stop_reason(reply: Reply) -> str:
     return "max_tokens" if reply.is_cut else "end_turn"
 
 
-def _usage(answer: Answer, num_sampled: int) -> Json:
+def _usage(answer: ApiAnswer, num_sampled: int) -> Json:
     """Tokens found in the prefix cache are none of `input_tokens` in this API."""
     (reply,) = answer.replies
     cached = reply.output.num_cached_tokens
@@ -357,5 +357,5 @@ def _usage(answer: Answer, num_sampled: int) -> Json:
     }
 
 
-def _event(kind: str, **fields: Any) -> Event:
-    return Event({"type": kind, **fields}, kind)
+def _event(kind: str, **fields: Any) -> ServerEvent:
+    return ServerEvent({"type": kind, **fields}, kind)

@@ -23,12 +23,12 @@ from nanoinfer.server.http_io import ApiError, read_json_body
 from nanoinfer.server.requests import MAX_TOP_LOGPROBS, StrictBody
 from nanoinfer.server.responses import chat_logprobs
 from nanorl.endpoint.exchange import (
-    Answer,
-    Call,
-    Event,
+    ApiAnswer,
+    ApiCall,
+    ApiReply,
+    ApiToolCall,
     Json,
-    Reply,
-    ToolUse,
+    ServerEvent,
     assistant_message,
     bearer_key,
     forced_tool,
@@ -231,7 +231,7 @@ def _messages(items: list[Item]) -> list[Message]:
 def _said(turn: list[MessageItem | FunctionCallItem]) -> Message:
     text = "".join(_joined(item.content) for item in turn if isinstance(item, MessageItem))
     uses = [
-        ToolUse(id=item.call_id, name=item.name, arguments=item.arguments)
+        ApiToolCall(id=item.call_id, name=item.name, arguments=item.arguments)
         for item in turn
         if isinstance(item, FunctionCallItem)
     ]
@@ -253,14 +253,14 @@ class ResponsesDialect:
     def key(self, headers: Mapping[str, str]) -> str:
         return bearer_key(headers)
 
-    def read(self, body: Json) -> Call:
+    def read(self, body: Json) -> ApiCall:
         asked = read_json_body(body, ResponseRequest)
         continues = asked.continues()
         if not asked.input and not continues:
             raise ApiError(400, "input: give a text or at least one item", "input")
         forced = asked.forced()
         grammar = asked.grammar()
-        return Call(
+        return ApiCall(
             messages=asked.conversation(),
             tools=asked.specs(),
             forced_tool=forced,
@@ -273,7 +273,7 @@ class ResponsesDialect:
             ignored=tuple(name for name in DECIDED if body.get(name) is not None),
         )
 
-    def write(self, call: Call, answer: Answer) -> Json:
+    def write(self, call: ApiCall, answer: ApiAnswer) -> Json:
         (reply,) = answer.replies
         is_cut = reply.is_cut and not reply.calls
         return _head(call, answer) | {
@@ -283,14 +283,14 @@ class ResponsesDialect:
             "usage": _usage(answer),
         }
 
-    def events(self, call: Call, answer: Answer) -> Iterator[Event]:
+    def events(self, call: ApiCall, answer: ApiAnswer) -> Iterator[ServerEvent]:
         for number, data in enumerate(self._events(call, answer)):
-            yield Event(data | {"sequence_number": number}, data["type"])
+            yield ServerEvent(data | {"sequence_number": number}, data["type"])
 
     def error(self, error: ApiError) -> Json:
         return error.to_json()
 
-    def _events(self, call: Call, answer: Answer) -> Iterator[Json]:
+    def _events(self, call: ApiCall, answer: ApiAnswer) -> Iterator[Json]:
         known: Json = {"status": "in_progress", "incomplete_details": None}
         begun = _head(call, answer) | known | {"output": [], "usage": None}
         yield {"type": "response.created", "response": begun}
@@ -304,7 +304,7 @@ class ResponsesDialect:
             yield {"type": "response.output_item.done", **where, "item": item}
         yield {"type": f"response.{whole['status']}", "response": whole}
 
-    def _items(self, call: Call, answer: Answer) -> list[Json]:
+    def _items(self, call: ApiCall, answer: ApiAnswer) -> list[Json]:
         """What was said. Without calls there is a message, if only an empty one: clients count on
         it."""
         (reply,) = answer.replies
@@ -327,7 +327,7 @@ class ResponsesDialect:
             for use in reply.calls
         ]  # fmt: skip
 
-    def _logprobs(self, call: Call, reply: Reply) -> list[Json]:
+    def _logprobs(self, call: ApiCall, reply: ApiReply) -> list[Json]:
         if call.num_top is None:
             return []
         output = reply.output
@@ -346,7 +346,7 @@ def _with_bytes(entry: Json) -> Json:
     return entry | {"bytes": entry["bytes"] or []}
 
 
-def _head(call: Call, answer: Answer) -> Json:
+def _head(call: ApiCall, answer: ApiAnswer) -> Json:
     """What is known before the answer, with the fields that clients require."""
     named = {"type": "function", "name": call.forced_tool}
     required = "required" if call.forced_tool == "" else named
@@ -394,7 +394,7 @@ def _filling(item: Json) -> Iterator[Json]:
     yield {"type": "response.content_part.done", **where, "part": part}
 
 
-def _usage(answer: Answer) -> Json:
+def _usage(answer: ApiAnswer) -> Json:
     (reply,) = answer.replies
     cached = {"cached_tokens": reply.output.num_cached_tokens, "cache_write_tokens": 0}
     return {
