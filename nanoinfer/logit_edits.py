@@ -205,7 +205,7 @@ class GrammarCompiler:
         self._eos_ids = tuple(sorted(tokenizer.eos_ids))
         self._compiled = lru_cache(maxsize=64)(self._compile)
         self._trie = llguidance.LLTokenizer(
-            tokenizer.to_json(), n_vocab=vocab_size, eos_token=list(self._eos_ids)
+            _readable(tokenizer.to_json()), n_vocab=vocab_size, eos_token=list(self._eos_ids)
         )
 
     def matcher(self, grammar: Grammar) -> Matcher:
@@ -235,6 +235,16 @@ class GrammarCompiler:
             texts = " | ".join(json.dumps(text) for text in grammar.choices)
             return str(make.grammar_from_lark(f"start: {texts}"))
         return str(make.grammar_from_lark(grammar.value))
+
+
+def _readable(tokenizer: str) -> str:
+    """A `tokenizer.json` as llguidance reads it. It refuses those whose tokens are the text itself,
+    joined without a change; said as bytes that fall back to text, they mean the same to it."""
+    fields = json.loads(tokenizer)
+    if fields["decoder"] not in (None, {"type": "Fuse"}):
+        return tokenizer
+    fields["decoder"] = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}]}
+    return json.dumps(fields)
 
 
 def _refusal(grammar: Grammar, problem: str) -> ValueError:

@@ -1,7 +1,7 @@
 """`nanorl serve RUN`: the model of a run, or any other, over HTTP, with a page to chat on.
 
     nanorl serve runs/tiny-seed0
-    nanorl serve runs/tiny-seed0 --port 0 --infer.speculate 4
+    nanorl serve runs/tiny-seed0 --port 0 --speculate 4
 
 The server is nanoinfer.server, with all its options. Left out: the agent's tools. Whoever calls the
 server runs them; `nanorl chat` does.

@@ -7,7 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_text import make_text_engine, make_tokenizer
+from tokenizers import Tokenizer, decoders, models
 
+from nanoengine.model.tokenizer import ChatTokenizer
+from nanoinfer.logit_edits import GrammarCompiler
 from nanoinfer.params import Grammar, Output, SamplingParams
 from nanoinfer.text import TextStream
 
@@ -135,6 +138,34 @@ def test_a_regex_gives_a_full_match() -> None:
     for output in constrained(Grammar("regex", r"[a-f]{3}-\d{2}(é|😀)")):
         assert re.fullmatch(r"[a-f]{3}-\d{2}(é|😀)", output.text or "")
         assert output.finish_reason == "stop"
+
+
+def test_tokens_that_are_plain_text_walk_a_grammar() -> None:
+    """A tokenizer whose decoder only joins, as the tiny preset's; every mask by brute force."""
+    pytest.importorskip("llguidance", reason="needs the extra `grammar` (llguidance)")
+    merges = [("h", "e"), ("l", "l"), ("he", "ll"), (" ", "w"), ("o", " w")]
+    tokens = ["<eos>", *"helowrdé ", *(a + b for a, b in merges)]
+    bare = Tokenizer(models.BPE(vocab={one: i for i, one in enumerate(tokens)}, merges=merges))
+    bare.decoder = decoders.Fuse()
+    bare.add_special_tokens(["<eos>"])
+    tokenizer = ChatTokenizer(bare, eos_ids=[0])
+    choices = ("hello world", "held", "hé", "low")
+    compiler = GrammarCompiler(tokenizer, len(tokens))
+    for chosen in choices:
+        matcher = compiler.matcher(Grammar("choice", choices=choices))
+        said = ""
+        for token in [*tokenizer.encode(chosen), 0]:
+            allowed = {tokens[i] for i in matcher.allowed().nonzero().flatten().tolist()}
+            expected = {
+                one for one in tokens[1:] if any(full.startswith(said + one) for full in choices)
+            }
+            expected |= {"<eos>"} if said in choices else set()
+            following = {full[: len(said) + 1] for full in choices if full.startswith(said)}
+            # Where only one text can follow, the library takes its first token alone.
+            assert allowed == expected if len(following) > 1 else allowed <= expected
+            assert tokens[token] in allowed
+            matcher.accept(token)
+            said += tokens[token]
 
 
 def test_choices_give_one_of_them() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from typing import Any
 
@@ -11,7 +12,8 @@ from agent_doubles import EOS, ScriptedGenerator, output_of, tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoinfer.params import Output, SamplingParams
+from nanoinfer.logit_edits import GrammarCompiler
+from nanoinfer.params import Grammar, Output, SamplingParams
 from nanoinfer.server.http_io import ApiError
 from nanorl.agents.tokens import Limits
 from nanorl.endpoint.call_tree import CallTree
@@ -210,6 +212,58 @@ def test_with_other_tools_a_conversation_begins_anew() -> None:
     without, with_tools = recording.tree.sequences()
     assert len(with_tools.turn_spans) == 2 and len(without.turn_spans) == 1
     assert "add" not in tokenizer.decode(without.tokens)
+
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"where": {"$ref": "#/$defs/place"}},
+    "required": ["where"],
+    "additionalProperties": False,
+    "$defs": {"place": {"enum": ["here", "there"]}},
+}
+GO = {"type": "function", "function": {"name": "go", "description": "", "parameters": PARAMETERS}}
+ANSWER = {
+    "type": "object",
+    "properties": {"size": {"$ref": "#/$defs/size"}},
+    "required": ["size"],
+    "additionalProperties": False,
+    "$defs": {"size": {"type": "integer"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_allowed"),
+    [
+        ('{"size": 3}', True),
+        ('{"name": "go", "arguments": {"where": "there"}}', True),
+        ('{"size": "3"}', False),
+        ('{"name": "go", "arguments": {"where": "away"}}', False),
+        ('{"name": "come", "arguments": {"where": "here"}}', False),
+    ],
+)
+def test_a_schema_of_the_answer_leaves_room_for_calls(text: str, is_allowed: bool) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra `grammar` (llguidance)")
+    tokenizer = tiny_tokenizer()
+    ids = [*tokenizer.encode(text), EOS]
+    generator = ScriptedGenerator(tokenizer, [output_of(ids)])
+    recording = Recording(generator, tokenizer, limits=LIMITS, sampling=SamplingParams())
+    grammar = Grammar("json_schema", json.dumps(ANSWER))
+    asked = call(user("x"), tools=[GO], grammar=grammar, max_tokens=200)
+    (reply,) = asyncio.run(recording.answer(asked, "1")).replies
+    if "name" in text and "come" not in text:
+        (use,) = reply.calls
+        assert (use.name, reply.text) == ("go", "")
+        assert json.loads(use.arguments) == json.loads(text)["arguments"]
+    else:
+        assert (reply.calls, reply.text) == ((), text)
+    ((_, params),) = generator.calls
+    assert params.grammar is not None
+    matcher = GrammarCompiler(tokenizer, 260).matcher(params.grammar)
+    fits = []
+    for token in ids:
+        fits.append(bool(matcher.allowed()[token]))
+        matcher.accept(token)
+    assert all(fits) == is_allowed
 
 
 def test_a_conversation_goes_on_from_the_name_of_an_answer() -> None:
