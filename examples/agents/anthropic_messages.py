@@ -1,7 +1,7 @@
 """Anthropic's client and one tool, in a plain function, which runs in a thread of its own.
 
-nanorl train --env answer --tasks sums.jsonl --agent examples/agents/anthropic_messages.py:agent \
-    --agent.max-turns 2
+nanorl train --env answer --tasks examples/sums.jsonl \
+    --agent examples/agents/anthropic_messages.py:agent --agent.max-turns 2
 """
 
 import anthropic

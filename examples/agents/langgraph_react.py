@@ -1,7 +1,7 @@
 """LangGraph's ReAct agent with one tool.
 
-nanorl train --env answer --tasks sums.jsonl --agent examples/agents/langgraph_react.py:agent \
-    --agent.max-turns 4
+nanorl train --env answer --tasks examples/sums.jsonl \
+    --agent examples/agents/langgraph_react.py:agent --agent.max-turns 4
 """
 
 from langchain_openai import ChatOpenAI

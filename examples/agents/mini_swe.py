@@ -1,6 +1,6 @@
 """A program with mini-swe-agent: the policy writes bash commands, run in the working folder.
 
-nanorl train --env answer --tasks sums.jsonl --agent command \
+nanorl train --env answer --tasks examples/sums.jsonl --agent command \
     --agent.command "python examples/agents/mini_swe.py" --agent-args in_sandbox=true \
     --agent.max-turns 4 --agent.max-context-tokens 4096
 """

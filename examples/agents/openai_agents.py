@@ -1,7 +1,7 @@
 """The OpenAI Agents SDK: its runner calls the tool, then asks for the answer.
 
-nanorl train --env answer --tasks sums.jsonl --agent examples/agents/openai_agents.py:agent \
-    --agent.max-turns 4
+nanorl train --env answer --tasks examples/sums.jsonl \
+    --agent examples/agents/openai_agents.py:agent --agent.max-turns 4
 """
 
 from typing import Annotated

@@ -1,6 +1,6 @@
 """A program with OpenAI's client and one tool. It knows an API and its task, and nothing of RL.
 
-nanorl train --env answer --tasks sums.jsonl --agent command \
+nanorl train --env answer --tasks examples/sums.jsonl --agent command \
     --agent.command "python examples/agents/openai_chat.py" --agent.max-turns 4
 """
 

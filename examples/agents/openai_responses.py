@@ -1,7 +1,7 @@
 """OpenAI's Responses API, where the server remembers the conversation.
 
-nanorl train --env answer --tasks sums.jsonl --agent examples/agents/openai_responses.py:agent \
-    --agent.max-turns 2
+nanorl train --env answer --tasks examples/sums.jsonl \
+    --agent examples/agents/openai_responses.py:agent --agent.max-turns 2
 """
 
 

@@ -1,7 +1,7 @@
 """Streams from OpenAI's client: the policy proposes, then checks itself.
 
-nanorl train --env answer --tasks sums.jsonl --agent examples/agents/openai_stream.py:agent \
-    --agent.max-turns 2
+nanorl train --env answer --tasks examples/sums.jsonl \
+    --agent examples/agents/openai_stream.py:agent --agent.max-turns 2
 """
 
 

@@ -1,7 +1,7 @@
 """Pydantic AI with an answer of a given type: what is no such number, the policy is told of.
 
-nanorl train --env answer --tasks sums.jsonl --agent examples/agents/pydantic_ai_agent.py:agent \
-    --agent.max-turns 4
+nanorl train --env answer --tasks examples/sums.jsonl \
+    --agent examples/agents/pydantic_ai_agent.py:agent --agent.max-turns 4
 """
 
 from typing import Annotated

@@ -1,4 +1,9 @@
-"""An agent that knows OpenAI's client and one tool: it must call `add`, then answer."""
+"""An agent that knows OpenAI's client and one tool: it must call `add`, then answer.
+
+nanorl train --env answer --tasks examples/sums.jsonl \
+    --agent examples/agents/sum_agent.py:agent --agent.max-turns 2 --agent.max-turn-tokens 48 \
+    --agent.max-context-tokens 512 --rl.tasks-per-step 4 --rl.group-size 8 --rl.steps 6
+"""
 
 import json
 
