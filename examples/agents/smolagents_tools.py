@@ -1,7 +1,8 @@
 """smolagents' ToolCallingAgent, whose every turn is a call of a tool.
 
 nanorl train --env answer --tasks examples/sums.jsonl \
-    --agent examples/agents/smolagents_tools.py:agent --agent.max-turns 4 --agent.max-context-tokens 4096
+    --agent examples/agents/smolagents_tools.py:agent \
+    --agent.max-turns 4 --agent.max-context-tokens 4096
 """
 
 from smolagents import LogLevel, OpenAIModel, ToolCallingAgent, tool
