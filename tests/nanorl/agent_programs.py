@@ -15,6 +15,7 @@ from nanoinfer.params import SamplingParams
 from nanorl.agents.command import Command
 from nanorl.agents.context import Generator
 from nanorl.agents.loop import Agent
+from nanorl.agents.loops import AgentLoop
 from nanorl.agents.tokens import Limits
 from nanorl.endpoint.dialects import all_dialects
 from nanorl.endpoint.server import RecordingServer
@@ -56,14 +57,14 @@ def written(folder: Path, body: str) -> str:
     return f"python {path}"
 
 
-async def play(command: Command, generator: Generator, task: Task = TASK) -> Rollout:
-    """One rollout of a program in the environment `answer`."""
+async def play(loop: AgentLoop, generator: Generator, task: Task = TASK) -> Rollout:
+    """One rollout of an agent behind an API in the environment `answer`."""
     server = RecordingServer(all_dialects(TINY), model="policy", max_model_len=2000)
     agent = Agent(
         generator=generator,
         tokenizer=TINY,
         limits=Limits(max_turn_tokens=100, max_context_tokens=2000),
-        loop=command,
+        loop=loop,
         open_session=server.episode,
     )
     kind = load_kind("answer", {})
