@@ -1,4 +1,4 @@
-"""Functions of (task, client): how they answer, how they are scored, and what their failures say."""
+"""Functions of (task, client): how they answer, how they are scored, what their failures say."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_warm_start_before_an_agent_without_a_teacher_is_refused(
         get_preset("tiny").config(), {**options, "out": tmp_path / "run"}, where="test"
     )
     assert config.warm_start.steps > 0
-    with pytest.raises(ValueError, match="--warm-start.steps .* --warm-start.steps 0"):
+    with pytest.raises(ValueError, match=r"--warm-start.steps .* --warm-start.steps 0"):
         Parts(config)
 
 
