@@ -126,6 +126,9 @@ def test_a_key_is_good_for_its_episode_alone() -> None:
                 assert without.status_code == 401
                 behind = await plain.get(f"{first.keyed_url}/v1/models")
                 assert behind.json()["data"][0]["max_model_len"] == 512
+                for way in ({"x-api-key": first.key}, {"authorization": f"Bearer {first.key}"}):
+                    asked = await plain.get(f"{first.openai_url}/models", headers=way)
+                    assert asked.json() == behind.json(), "whichever API the client knows"
         assert not server.sessions
 
     serve(work)
