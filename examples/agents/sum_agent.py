@@ -2,7 +2,8 @@
 
 nanorl train --env answer --tasks examples/sums.jsonl \
     --agent examples/agents/sum_agent.py:agent --agent.max-turns 2 --agent.max-turn-tokens 48 \
-    --agent.max-context-tokens 512 --rl.tasks-per-step 4 --rl.group-size 8 --rl.steps 6
+    --agent.max-context-tokens 512 --rl.tasks-per-step 4 --rl.group-size 8 --rl.steps 6 \
+    --evaluation.num-tasks 100
 """
 
 import json
