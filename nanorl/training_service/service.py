@@ -298,6 +298,12 @@ class TrainingService:
             session.last_seen = time.monotonic()
         return model
 
+    def pass_over(self, model_id: object, number: object) -> None:
+        """A request that was refused takes its number, if it had one of a model that is here."""
+        model = self._models.get(model_id) if isinstance(model_id, str) else None
+        if model is not None and isinstance(number, int):
+            model.line.pass_over(number)
+
     def _trained(self, model: Model) -> TrainedModel:
         if model.trained is None:
             raise ValueError(f"model {model.line.name}: could not be made, see its first request")
@@ -350,6 +356,12 @@ class TrainingService:
             sampler.issued.add(body.seq_id)
             self.futures.start(future, work)
         return future, [f"{future}:{i}" for i in range(body.num_samples)]
+
+    def cancel_sample(self, future: str) -> None:
+        """End a sample that nobody waits for. A model's request goes on, whoever gives it up: the
+        ones behind count on it."""
+        if future.split(":")[1:2] == ["sample"]:
+            self.futures.cancel(future)
 
     async def _complete(
         self, sampler: Sampler, body: SampleBody, ids: list[int], seed: int

@@ -286,6 +286,43 @@ def test_what_a_loss_cannot_use_fails_its_request_and_no_other(
     client.close("success").result()
 
 
+def test_a_refused_request_does_not_hold_up_those_behind_it(served: Served) -> None:
+    client = served.client()
+    model = client.create_lora_training_client("tiny", rank=2, seed=5).result()
+    picture = types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png")])
+    image = types.Datum(model_input=picture, loss_fn_inputs={"target_tokens": [1]})
+    for refused in (
+        lambda: model.save_state("a bad name"),
+        lambda: model.save_weights_for_sampler("../x"),
+        lambda: model.forward_backward([image], "cross_entropy"),
+    ):
+        with pytest.raises(tinker.BadRequestError):
+            refused().result()
+        model.forward([datum()], "cross_entropy").result(timeout=30)
+    client.close("success").result()
+
+
+def test_a_number_that_was_refused_is_not_taken_again(served: Served) -> None:
+    model = make_model(served)
+    adam = {"model_id": model, "seq_id": 1, "adam_params": OPTIM}
+    for _ in range(2):  # as often as it is sent
+        assert served.send("optim_step", adam | {"adam_params": {"lr": 1}})[0] == 400
+    status, error = served.send("optim_step", adam)
+    assert status == 422 and "was refused, now optim_step" in error["error"]["message"]
+    assert step_count(served, model, 2) == 0
+
+
+def test_a_model_goes_on_where_a_request_that_waits_was_given_up(served: Served) -> None:
+    model = make_model(served)
+    optim = [{"model_id": model, "seq_id": n, "adam_params": OPTIM} for n in (1, 2)]
+    promise = served.send("optim_step", optim[1])[1]
+    asked = {"request_id": promise["request_id"]}
+    assert served.send("cancel_future", asked)[0] == 204
+    assert "metrics" in fetch(served, served.send("optim_step", optim[0])[1]["request_id"])
+    assert "metrics" in fetch(served, promise["request_id"])
+    assert step_count(served, model, 3) == 2
+
+
 def test_junk_bodies_are_refused_and_name_what_is_wrong(served: Served) -> None:
     model = make_model(served)
     session = model.split(":")[0]
