@@ -11,6 +11,7 @@ Next: app.py (HTTP), trained_model.py (the computing).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
@@ -169,6 +170,8 @@ class TrainingService:
         name = f"{session_id}:train:{number}"
         model = self._models.get(name)
         if model is None:
+            if name in session.models:  # a late repetition must not make it anew
+                raise ApiError(410, f"model {name!r}: was unloaded; take the next model_seq_id")
             if len(self._models) >= self.config.max_models:
                 raise ValueError(
                     f"create_model: {len(self._models)} models are here already, the most that "
@@ -265,7 +268,8 @@ class TrainingService:
                 answer["sampling_session_id"] = self._open_sampler(session_id, number, path)
                 model.snapshots.append(path)
                 while len(model.snapshots) > self.config.keep_snapshots:
-                    await asyncio.to_thread(self.store.delete, model.snapshots.pop(0))
+                    with contextlib.suppress(CheckpointError):  # the client was quicker
+                        await asyncio.to_thread(self.store.delete, model.snapshots.pop(0))
             return FutureAnswer.of(answer)
 
         return model.line.submit(body.seq_id, "save_weights_for_sampler", work), body.model_id

@@ -7,6 +7,7 @@ import http.client
 import http.server
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from tiny_text import make_tokenizer, save_folder
 from training_service import KEY, Served, serve
 
 from nanorl.training_service.app import make_app
+from nanorl.training_service.checkpoints import CheckpointStore, Record, TinkerPath
 from nanorl.training_service.config import ServiceConfig
 from nanorl.training_service.messages import read_forward_backward
 
@@ -338,6 +340,9 @@ def test_junk_bodies_are_refused_and_name_what_is_wrong(served: Served) -> None:
         ("asample", sample | {"sampling_params": {}}, 404, "is not here"),
         ("retrieve_future", {"request_id": "x"}, 410, "is not known"),
         ("nothing", {}, 404, "not a verb"),
+        ("optim_step", adam | {"adam_params": {"learning_rate": "inf"}}, 400, "learning_rate"),
+        ("weights_info", {"tinker_path": f"tinker://{'𝄞' * 99}/weights/x"}, 400, "must be tinker"),
+        ("weights_info", {"tinker_path": f"tinker://x/weights/{'é' * 128}"}, 400, "must be tinker"),
         ("save_weights", adam | {"path": "../../x"}, 400, "must be tinker://"),
         ("save_weights", adam | {"path": ".hidden"}, 400, "must be tinker://"),
         ("session_heartbeat", {"session_id": "x"}, 410, "is over"),
@@ -421,6 +426,59 @@ def test_dropped_snapshots_and_answers_are_gone_and_say_so(folder: Path, tmp_pat
         first = small.send("retrieve_future", {"request_id": f"{model.model_id}:0"})
         assert first[0] == 410 and "is not known here" in first[1]["error"]["message"]
         client.close("success").result()
+
+
+def test_a_snapshot_that_the_client_deleted_does_not_fail_the_next(
+    folder: Path, tmp_path: Path
+) -> None:
+    with serve(folder, tmp_path, keep_snapshots=1) as small:
+        client = small.client()
+        model = client.create_lora_training_client("tiny", rank=2, seed=5).result()
+        rest = tinker.RestClient(base_url=small.url, api_key=KEY)
+        model.save_weights_and_get_sampling_client().result()
+        (first,) = rest.list_checkpoints(model.model_id).result().checkpoints
+        rest.delete_checkpoint_from_tinker_path(first.tinker_path).result()
+        sampler = model.save_weights_and_get_sampling_client().result()
+        asked = (types.ModelInput.from_ints([1, 2]), 1, types.SamplingParams(max_tokens=2))
+        assert len(sampler.sample(*asked).result().sequences) == 1
+        client.close("success").result()
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_kill_while_a_checkpoint_is_replaced_leaves_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed_within(place: Path, **_: Any) -> None:
+        """The first file has gone when the process ends."""
+        if place.is_dir():
+            (place / "checkpoint.json").unlink()
+            raise Killed
+
+    store, path = CheckpointStore(tmp_path), TinkerPath.parse("tinker://run/weights/x")
+    record = Record(base_model="tiny")
+    store.save(path, record, lambda draft: None, overwrite=False)
+    monkeypatch.setattr(shutil, "rmtree", killed_within)
+    with contextlib.suppress(Killed):
+        store.save(path, record, lambda draft: None, overwrite=True)
+    assert store.find(path)[1].base_model == "tiny"
+
+
+def test_the_name_of_an_expired_checkpoint_is_free(tmp_path: Path) -> None:
+    store, path = CheckpointStore(tmp_path), TinkerPath.parse("tinker://run/weights/x")
+    store.save(path, Record(base_model="old", expires=0.0), lambda draft: None, overwrite=False)
+    store.save(path, Record(base_model="new"), lambda draft: None, overwrite=False)
+    assert store.find(path)[1].base_model == "new"
+
+
+def test_a_late_repetition_does_not_make_an_unloaded_model_anew(served: Served) -> None:
+    model = make_model(served)
+    assert served.send("unload_model", {"model_id": model})[0] == 200
+    again = {"session_id": model.split(":")[0], "model_seq_id": 0, "base_model": "tiny"}
+    status, error = served.send("create_model", again)
+    assert status == 410 and "was unloaded" in error["error"]["message"]
 
 
 def test_a_finished_session_gives_its_models_back(served: Served) -> None:
