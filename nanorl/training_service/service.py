@@ -193,7 +193,7 @@ class TrainingService:
     async def _load(self, trained: TrainedModel, path: TinkerPath, with_optimizer: bool) -> None:
         folder, saved = self.store.find(path)
         mine = trained.record
-        if (saved.base_model, _shape(saved)) != (mine.base_model, _shape(mine)):
+        if (self._base(saved.base_model), _shape(saved)) != (mine.base_model, _shape(mine)):
             raise CheckpointError(
                 f"path {path}: is of {saved.base_model} with lora={_shape(saved)}, not of "
                 f"{mine.base_model} with {_shape(mine)}; use create_training_client_from_state"

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -202,12 +203,12 @@ def test_a_client_whose_connection_breaks_at_every_verb_trains_the_same(served: 
     direct.close("success").result()
 
 
-def start(folder: Path, root: Path) -> tuple[subprocess.Popen[str], str]:
+def start(folder: Path, root: Path, **given: Any) -> tuple[subprocess.Popen[str], str]:
     """The command, as a process of its own, and where it says that it listens."""
     words = [sys.executable, "-m", "nanorl.serve_training", "--model", str(folder), "--port", "0"]
     words += ["--checkpoints", str(root), "--threads", "1", "--infer.num-blocks", "64"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment, **given)
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("training service at "):
@@ -240,6 +241,39 @@ def test_what_was_saved_survives_a_kill(folder: Path, tmp_path: Path) -> None:
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) is not None
+
+
+def test_ctrl_c_ends_a_service_that_trains_without_a_traceback(
+    folder: Path, tmp_path: Path
+) -> None:
+    process, url = start(folder, tmp_path, stderr=subprocess.PIPE)
+    client = tinker.ServiceClient(base_url=url, api_key="tml-any")
+    model = client.create_lora_training_client(base_model=str(folder), rank=2).result()
+    model.forward_backward([datum()] * 400, "cross_entropy")
+    model.optim_step(ADAM)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("port", 70000), ("max_samplers", 0), ("max_models", 0), ("poll_s", -1.0)]
+)
+def test_an_option_out_of_bounds_is_refused(folder: Path, option: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"--{option.replace('_', '-')} {value}"):
+        ServiceConfig(model=folder, **{option: value})
+
+
+def test_a_folder_that_looks_like_a_hubs_name_is_called_by_its_path(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "model").mkdir(parents=True)
+    here, hub = Path("runs/model"), ServiceConfig(model=folder, names=("owner/model",))
+    config = ServiceConfig(model=here, names=(str(here),))
+    assert config.base_name == str(tmp_path / here) and hub.base_name == "owner/model"
 
 
 def test_wrong_keys_names_and_paths_are_the_clients_own_exceptions(served: Served) -> None:
