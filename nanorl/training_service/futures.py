@@ -99,10 +99,10 @@ class Futures:
 
 
 class Line:
-    """The requests of one model, in the order of their numbers, from `first` on."""
+    """The requests of one model, in the order of their numbers, from 0 on."""
 
-    def __init__(self, name: str, futures: Futures, first: int = 0) -> None:
-        self.name, self.next = name, first
+    def __init__(self, name: str, futures: Futures) -> None:
+        self.name, self.next = name, 0
         self._futures = futures
         self._turns: dict[int, asyncio.Event] = {}
         self._verbs: dict[int, str] = {}
