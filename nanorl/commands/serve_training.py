@@ -20,7 +20,7 @@ from nanorl.training_service.config import ServiceConfig, ServiceOptions
 def serve_training(
     model: str,
     options: Annotated[ServiceOptions, tyro.conf.arg(name="")] = ServiceOptions(),  # noqa: B008
-) -> None:
+) -> int:
     """Train models for clients of the Tinker API, over HTTP.
 
     Args:
@@ -34,4 +34,9 @@ def serve_training(
             f"the service needs the package {error.name}; run: pip install 'nanorl-stack[serve]'"
         ) from None
     given = {field.name: getattr(options, field.name) for field in fields(ServiceOptions)}
-    run_service(ServiceConfig(model=resolve_model(model), names=(model,), **given))
+    config = ServiceConfig(model=resolve_model(model), names=(model,), **given)
+    try:
+        run_service(config)
+    except KeyboardInterrupt:  # uvicorn raises it once everything is closed
+        return 130
+    return 0

@@ -9,5 +9,6 @@ that API trains with this stack. `python -m nanorl.serve_training --model FOLDER
     sampling.py     inference engines that serve snapshots of the weights
     checkpoints.py  tinker:// paths and the folders they stand for
 
-Left out: images and audio, losses that the client uploads, Dimuon, billing, projects, publishing.
+Left out: images and audio, losses that the client uploads, Dimuon, billing, projects, publishing,
+lists of runs and sessions.
 """

@@ -11,6 +11,7 @@ Left out: TLS (put a proxy in front).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import os
@@ -28,12 +29,18 @@ from starlette.routing import Route
 from nanoengine.model.device import worker_thread
 from nanoengine.tensor_file import CheckpointError
 from nanoinfer.server.app import is_foreign_page, is_loopback, read_key
-from nanoinfer.server.http_io import ApiError, HungUpError, read_body
+from nanoinfer.server.http_io import (
+    ApiError,
+    HungUpError,
+    read_body,
+    read_json_body,
+    read_object,
+)
 from nanorl.training_service import requests as bodies
 from nanorl.training_service.base_model import TrainableBase
 from nanorl.training_service.checkpoints import TinkerPath
 from nanorl.training_service.config import ServiceConfig
-from nanorl.training_service.messages import read_forward_backward
+from nanorl.training_service.messages import read_address, read_forward_backward
 from nanorl.training_service.service import TrainingService, lora_facts
 
 LOG = logging.getLogger("nanorl.training_service")
@@ -133,6 +140,18 @@ class ServiceApp:
     async def _read(self, request: Request, model: type[B]) -> B:
         return await read_body(request, model, self._config.max_body_bytes, BODY_TIMEOUT_S)
 
+    async def _submit(
+        self, request: Request, model: type[B], verb: Callable[[B], tuple[str, str]]
+    ) -> Response:
+        """Hand a model's request on. One that is refused takes its number all the same: its client
+        goes on with the next, which would wait for this one."""
+        value = await read_object(request, self._config.max_body_bytes, BODY_TIMEOUT_S)
+        try:
+            return _promise(verb(read_json_body(value, model)))
+        except Exception:
+            self.service.pass_over(value.get("model_id"), value.get("seq_id"))
+            raise
+
     # -- about the service ---------------------------------------------------------------------
 
     async def healthz(self, _: Request) -> Response:
@@ -186,24 +205,29 @@ class ServiceApp:
 
     async def forward_backward(self, request: Request) -> Response:
         raw = await _read_raw(request, self._config.max_body_bytes)
-        # Decoding megabytes would hold up heartbeats.
-        message = await asyncio.to_thread(read_forward_backward, raw)
-        return _promise(self.service.forward_backward(message))
+        try:
+            # Decoding megabytes would hold up heartbeats.
+            message = await asyncio.to_thread(read_forward_backward, raw)
+            return _promise(self.service.forward_backward(message))
+        except Exception:
+            with contextlib.suppress(ValueError):
+                self.service.pass_over(*read_address(raw))
+            raise
 
     async def optim_step(self, request: Request) -> Response:
-        return _promise(self.service.optim_step(await self._read(request, bodies.OptimStep)))
+        return await self._submit(request, bodies.OptimStep, self.service.optim_step)
 
     # -- weights -------------------------------------------------------------------------------
 
     async def save_weights(self, request: Request) -> Response:
-        return _promise(self.service.save_weights(await self._read(request, bodies.SaveWeights)))
+        return await self._submit(request, bodies.SaveWeights, self.service.save_weights)
 
     async def load_weights(self, request: Request) -> Response:
-        return _promise(self.service.load_weights(await self._read(request, bodies.LoadWeights)))
+        return await self._submit(request, bodies.LoadWeights, self.service.load_weights)
 
     async def save_weights_for_sampler(self, request: Request) -> Response:
-        body = await self._read(request, bodies.SaveWeightsForSampler)
-        return _promise(self.service.save_weights_for_sampler(body))
+        save = self.service.save_weights_for_sampler
+        return await self._submit(request, bodies.SaveWeightsForSampler, save)
 
     async def weights_info(self, request: Request) -> Response:
         body = await self._read(request, bodies.WeightsInfo)
@@ -248,7 +272,7 @@ class ServiceApp:
         return Response(answer.body, media_type=answer.media_type)
 
     async def cancel_future(self, request: Request) -> Response:
-        self.service.futures.cancel((await self._read(request, bodies.CancelFuture)).request_id)
+        self.service.cancel_sample((await self._read(request, bodies.CancelFuture)).request_id)
         return Response(status_code=204)
 
 

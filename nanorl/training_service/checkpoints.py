@@ -24,7 +24,9 @@ from nanoengine.model.hf import replace_folder
 from nanoengine.tensor_file import CheckpointError
 
 Kind = Literal["weights", "sampler_weights"]
-_PATH = re.compile(r"tinker://([\w:-]{1,128})/(weights|sampler_weights)/([\w-][\w.-]{0,127})")
+_PATH = re.compile(
+    r"tinker://([\w:-]{1,128})/(weights|sampler_weights)/([\w-][\w.-]{0,127})", re.ASCII
+)
 _RECORD = "checkpoint.json"
 _TYPES = {"weights": "training", "sampler_weights": "sampler"}
 
@@ -84,6 +86,7 @@ class CheckpointStore:
     ) -> None:
         """`write` fills a folder that then is the checkpoint. `ValueError` if there is one already
         and it may not be replaced."""
+        self._drop_expired(path)
         folder = self.folder(path)
         if folder.exists() and not overwrite:
             raise ValueError(f"path {path}: exists already; choose another name, or overwrite")
@@ -95,8 +98,11 @@ class CheckpointStore:
             write(draft)
             text = json.dumps(asdict(record), indent=2) + "\n"
             (draft / _RECORD).write_text(text, encoding="utf-8")
+            if folder.exists():  # not before the new one is whole: a kill must leave one of them
+                _set_aside(folder)
 
         replace_folder(folder, fill)
+        shutil.rmtree(_aside(folder), ignore_errors=True)
 
     def find(self, path: TinkerPath) -> tuple[Path, Record]:
         """The folder of a checkpoint and what it is of. `CheckpointError` if there is none."""
@@ -136,16 +142,15 @@ class CheckpointStore:
         for path in list(self.paths(run)):
             try:
                 found.append(self.describe(path))
-            except CheckpointError:  # it has expired, or was damaged by hand
+            except (CheckpointError, FileNotFoundError):  # expired, damaged, or deleted meanwhile
                 continue
         return found
 
     def delete(self, path: TinkerPath) -> None:
         """`CheckpointError` if there is none. It goes at once: renamed first, then removed."""
         folder, _ = self.find(path)
-        gone = folder.with_name(f".gone-{os.getpid()}-{path.name}")
-        os.rename(folder, gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        _set_aside(folder)
+        shutil.rmtree(_aside(folder), ignore_errors=True)
 
     def _drop_expired(self, path: TinkerPath) -> None:
         file = self.folder(path) / _RECORD
@@ -155,6 +160,16 @@ class CheckpointStore:
             return
         if isinstance(expires, int | float) and expires < time.time():
             shutil.rmtree(file.parent, ignore_errors=True)
+
+
+def _aside(folder: Path) -> Path:
+    """Where a checkpoint waits to be removed; no path leads there."""
+    return folder.with_name(f".gone-{os.getpid()}-{folder.name}")
+
+
+def _set_aside(folder: Path) -> None:
+    shutil.rmtree(_aside(folder), ignore_errors=True)
+    os.rename(folder, _aside(folder))
 
 
 def _iso(seconds: float) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from nanoinfer.config import InferConfig
+from nanorl.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +59,25 @@ class ServiceConfig(ServiceOptions):
     names: tuple[str, ...] = ()
     """What clients may call it, besides the path of its folder."""
 
+    def __post_init__(self) -> None:
+        check_record(
+            self,
+            "",
+            port=Bound(0, 65535, "a port has 16 bits"),
+            max_models=COUNT,
+            max_samplers=COUNT,
+            keep_snapshots=COUNT,
+            session_timeout_s=POSITIVE,
+            max_body_bytes=COUNT,
+            poll_s=NATURAL,
+            max_answer_bytes=NATURAL,
+        )
+
     @property
     def base_name(self) -> str:
         """What the service calls it: a hub's name, from which clients get the tokenizer, else the
         path of the folder, from which they do as well."""
-        hub = next((name for name in self.names if name.count("/") == 1 and name[0] != "."), None)
-        return hub or str(self.model.expanduser().resolve())
+        for name in self.names:
+            if name.count("/") == 1 and not Path(name).expanduser().exists():
+                return name
+        return str(self.model.expanduser().resolve())

@@ -99,10 +99,10 @@ class Futures:
 
 
 class Line:
-    """The requests of one model, in the order of their numbers, from `first` on."""
+    """The requests of one model, in the order of their numbers, from 0 on."""
 
-    def __init__(self, name: str, futures: Futures, first: int = 0) -> None:
-        self.name, self.next = name, first
+    def __init__(self, name: str, futures: Futures) -> None:
+        self.name, self.next = name, 0
         self._futures = futures
         self._turns: dict[int, asyncio.Event] = {}
         self._verbs: dict[int, str] = {}
@@ -123,6 +123,11 @@ class Line:
         self._futures.start(future, lambda: self._in_turn(number, work))
         return future
 
+    def pass_over(self, number: int) -> None:
+        """Let the requests behind one that was refused go on; nothing where the number is taken."""
+        if number >= self.next and number not in self._verbs:
+            self.submit(number, "refused", _refused)
+
     def close(self) -> None:
         """End the requests that wait for one that will not come any more."""
         for number in self._turns:
@@ -137,6 +142,10 @@ class Line:
             self.next = number + 1
             if (turn := self._turns.pop(self.next, None)) is not None:
                 turn.set()
+
+
+async def _refused() -> FutureAnswer:
+    return FutureAnswer.failed("the request was refused when it came", "user")
 
 
 async def _answered(name: str, work: Work) -> FutureAnswer:

@@ -11,7 +11,7 @@ any mean. q is `logprobs`, the log-probs of the policy that sampled; r = exp(log
 
 `low` and `high` are `clip_low_threshold` (0.8) and `clip_high_threshold` (1.2), of the config or,
 position by position, of the data. `nanorl:NAME` is a loss of algorithms/losses.py; its config
-has the fields of `AlgorithmSpec`, its actions are where `mask` (default: advantages) is not 0.
+has `OUR_OPTIONS`, its actions are where `mask` (default: advantages) is not 0.
 Left out: gspo and stable_reinforce as Tinker has them (nanorl:gspo is the published one), and
 losses that the client uploads; its `forward_backward_custom` runs on the client over cross_entropy.
 Source: the Tinker documentation, "Loss functions".
@@ -19,8 +19,8 @@ Source: the Tinker documentation, "Loss functions".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -38,6 +38,13 @@ Columns = Mapping[str, Tensor]
 
 OURS = "nanorl:"
 TARGETS = "target_tokens"
+OUR_CHOICES = ("old_policy", "correction")
+OUR_OPTIONS = (
+    *("clip_low", "clip_high", "dual_clip", "tau_positive", "tau_negative", *OUR_CHOICES),
+    *("correction_cap", "correction_low", "correction_high", "veto_below"),
+)
+"""What a loss of ours reads of `AlgorithmSpec` without a reference policy or an entropy. How tokens
+are weighed and rewards become advantages is the client's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,10 +135,13 @@ def _our_loss(name: str, config: Config) -> Loss:
     if ours not in LOSSES or ours == "opd":  # opd reads a teacher, which no client sends
         known = ", ".join(OURS + one for one in LOSSES if one != "opd")
         raise ValueError(f"loss_fn={name!r}: choose from {known}")
-    settings = {field.name: field.default for field in fields(AlgorithmSpec)}
-    _check_names(name, config, [key for key in settings if key not in ("loss", "advantage")])
+    _check_names(name, config, OUR_OPTIONS)
+    given = {
+        key: value if key in OUR_CHOICES else _number(name, key, value)
+        for key, value in config.items()
+    }
     # The client sends one log-prob of each token: the ratio is against that.
-    spec = AlgorithmSpec(**{"old_policy": "rollout", **config, "loss": ours})  # type: ignore[arg-type]
+    spec = AlgorithmSpec(**{"old_policy": "rollout", **given, "loss": ours})  # type: ignore[arg-type]
     token_loss = make_loss(spec)
 
     def sum_of(logp_T: Tensor, micro: MicroBatch) -> Tensor:
@@ -177,7 +187,10 @@ def _sample(name: str, datum: Datum, loss: Loss, vocab_size: int, max_length: in
             raise ValueError(
                 f"{name}.loss_fn_inputs[{key!r}]: has {len(values)} entries for {n} tokens"
             )
-    targets = [int(token) for token in datum.inputs[TARGETS]]
+    given_targets = datum.inputs[TARGETS]
+    if given_targets.dtype.kind != "i":
+        raise ValueError(f"{name}.loss_fn_inputs[{TARGETS!r}]: must be int64, the ids of tokens")
+    targets = given_targets.tolist()
     for what, tokens in (("model_input", datum.tokens), (TARGETS, targets)):
         if min(tokens) < 0 or max(tokens) >= vocab_size:
             raise ValueError(f"{name}: {what} has a token outside the vocabulary of {vocab_size}")
@@ -195,7 +208,7 @@ def _sample(name: str, datum: Datum, loss: Loss, vocab_size: int, max_length: in
     )
 
 
-def _check_names(name: str, config: Config, known: Mapping[str, object] | list[str]) -> None:
+def _check_names(name: str, config: Config, known: Collection[str]) -> None:
     for key in config:
         if key not in known:
             reads = ", ".join(known) or "nothing"

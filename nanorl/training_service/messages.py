@@ -73,6 +73,12 @@ def read_forward_backward(raw: bytes) -> ForwardBackward:
         raise ValueError(f"protobuf: a text is not UTF-8 ({error})") from None
 
 
+def read_address(raw: bytes) -> tuple[str, int]:
+    """(model, number) of a request whose rest may be wrong. `ValueError` if they cannot be read."""
+    message = Fields(raw)
+    return message.text(1), message.integer(2)
+
+
 def _read_datum(i: int, message: Fields) -> Datum:
     tokens: list[int] = []
     for chunk in message.messages(1):

@@ -66,6 +66,8 @@ class NamedModel(Body):
 
 
 class AdamParams(Body):
+    model_config = ConfigDict(allow_inf_nan=False)
+
     learning_rate: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.95

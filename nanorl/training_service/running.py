@@ -39,5 +39,6 @@ class ServiceServer(uvicorn.Server):
 
 
 def run_service(config: ServiceConfig) -> None:
-    """Serve until Ctrl-C. `ValueError` for options that cannot be, before anything is loaded."""
+    """Serve until Ctrl-C, which is raised again at the end. `ValueError` for options that
+    cannot be, before anything is loaded."""
     ServiceServer(make_app(config), config).run()

@@ -11,6 +11,7 @@ Next: app.py (HTTP), trained_model.py (the computing).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
@@ -169,6 +170,8 @@ class TrainingService:
         name = f"{session_id}:train:{number}"
         model = self._models.get(name)
         if model is None:
+            if name in session.models:  # a late repetition must not make it anew
+                raise ApiError(410, f"model {name!r}: was unloaded; take the next model_seq_id")
             if len(self._models) >= self.config.max_models:
                 raise ValueError(
                     f"create_model: {len(self._models)} models are here already, the most that "
@@ -190,7 +193,7 @@ class TrainingService:
     async def _load(self, trained: TrainedModel, path: TinkerPath, with_optimizer: bool) -> None:
         folder, saved = self.store.find(path)
         mine = trained.record
-        if (saved.base_model, _shape(saved)) != (mine.base_model, _shape(mine)):
+        if (self._base(saved.base_model), _shape(saved)) != (mine.base_model, _shape(mine)):
             raise CheckpointError(
                 f"path {path}: is of {saved.base_model} with lora={_shape(saved)}, not of "
                 f"{mine.base_model} with {_shape(mine)}; use create_training_client_from_state"
@@ -265,7 +268,8 @@ class TrainingService:
                 answer["sampling_session_id"] = self._open_sampler(session_id, number, path)
                 model.snapshots.append(path)
                 while len(model.snapshots) > self.config.keep_snapshots:
-                    await asyncio.to_thread(self.store.delete, model.snapshots.pop(0))
+                    with contextlib.suppress(CheckpointError):  # the client was quicker
+                        await asyncio.to_thread(self.store.delete, model.snapshots.pop(0))
             return FutureAnswer.of(answer)
 
         return model.line.submit(body.seq_id, "save_weights_for_sampler", work), body.model_id
@@ -297,6 +301,12 @@ class TrainingService:
         if (session := self._sessions.get(name.split(":")[0])) is not None:
             session.last_seen = time.monotonic()
         return model
+
+    def pass_over(self, model_id: object, number: object) -> None:
+        """A request that was refused takes its number, if it had one of a model that is here."""
+        model = self._models.get(model_id) if isinstance(model_id, str) else None
+        if model is not None and isinstance(number, int):
+            model.line.pass_over(number)
 
     def _trained(self, model: Model) -> TrainedModel:
         if model.trained is None:
@@ -350,6 +360,12 @@ class TrainingService:
             sampler.issued.add(body.seq_id)
             self.futures.start(future, work)
         return future, [f"{future}:{i}" for i in range(body.num_samples)]
+
+    def cancel_sample(self, future: str) -> None:
+        """End a sample that nobody waits for. A model's request goes on, whoever gives it up: the
+        ones behind count on it."""
+        if future.split(":")[1:2] == ["sample"]:
+            self.futures.cancel(future)
 
     async def _complete(
         self, sampler: Sampler, body: SampleBody, ids: list[int], seed: int

@@ -7,10 +7,12 @@ import http.client
 import http.server
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from tiny_text import make_tokenizer, save_folder
 from training_service import KEY, Served, serve
 
 from nanorl.training_service.app import make_app
+from nanorl.training_service.checkpoints import CheckpointStore, Record, TinkerPath
 from nanorl.training_service.config import ServiceConfig
 from nanorl.training_service.messages import read_forward_backward
 
@@ -200,12 +203,12 @@ def test_a_client_whose_connection_breaks_at_every_verb_trains_the_same(served: 
     direct.close("success").result()
 
 
-def start(folder: Path, root: Path) -> tuple[subprocess.Popen[str], str]:
+def start(folder: Path, root: Path, **given: Any) -> tuple[subprocess.Popen[str], str]:
     """The command, as a process of its own, and where it says that it listens."""
     words = [sys.executable, "-m", "nanorl.serve_training", "--model", str(folder), "--port", "0"]
     words += ["--checkpoints", str(root), "--threads", "1", "--infer.num-blocks", "64"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment, **given)
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("training service at "):
@@ -238,6 +241,39 @@ def test_what_was_saved_survives_a_kill(folder: Path, tmp_path: Path) -> None:
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) is not None
+
+
+def test_ctrl_c_ends_a_service_that_trains_without_a_traceback(
+    folder: Path, tmp_path: Path
+) -> None:
+    process, url = start(folder, tmp_path, stderr=subprocess.PIPE)
+    client = tinker.ServiceClient(base_url=url, api_key="tml-any")
+    model = client.create_lora_training_client(base_model=str(folder), rank=2).result()
+    model.forward_backward([datum()] * 400, "cross_entropy")
+    model.optim_step(ADAM)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("port", 70000), ("max_samplers", 0), ("max_models", 0), ("poll_s", -1.0)]
+)
+def test_an_option_out_of_bounds_is_refused(folder: Path, option: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"--{option.replace('_', '-')} {value}"):
+        ServiceConfig(model=folder, **{option: value})
+
+
+def test_a_folder_that_looks_like_a_hubs_name_is_called_by_its_path(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "model").mkdir(parents=True)
+    here, hub = Path("runs/model"), ServiceConfig(model=folder, names=("owner/model",))
+    config = ServiceConfig(model=here, names=(str(here),))
+    assert config.base_name == str(tmp_path / here) and hub.base_name == "owner/model"
 
 
 def test_wrong_keys_names_and_paths_are_the_clients_own_exceptions(served: Served) -> None:
@@ -286,6 +322,43 @@ def test_what_a_loss_cannot_use_fails_its_request_and_no_other(
     client.close("success").result()
 
 
+def test_a_refused_request_does_not_hold_up_those_behind_it(served: Served) -> None:
+    client = served.client()
+    model = client.create_lora_training_client("tiny", rank=2, seed=5).result()
+    picture = types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png")])
+    image = types.Datum(model_input=picture, loss_fn_inputs={"target_tokens": [1]})
+    for refused in (
+        lambda: model.save_state("a bad name"),
+        lambda: model.save_weights_for_sampler("../x"),
+        lambda: model.forward_backward([image], "cross_entropy"),
+    ):
+        with pytest.raises(tinker.BadRequestError):
+            refused().result()
+        model.forward([datum()], "cross_entropy").result(timeout=30)
+    client.close("success").result()
+
+
+def test_a_number_that_was_refused_is_not_taken_again(served: Served) -> None:
+    model = make_model(served)
+    adam = {"model_id": model, "seq_id": 1, "adam_params": OPTIM}
+    for _ in range(2):  # as often as it is sent
+        assert served.send("optim_step", adam | {"adam_params": {"lr": 1}})[0] == 400
+    status, error = served.send("optim_step", adam)
+    assert status == 422 and "was refused, now optim_step" in error["error"]["message"]
+    assert step_count(served, model, 2) == 0
+
+
+def test_a_model_goes_on_where_a_request_that_waits_was_given_up(served: Served) -> None:
+    model = make_model(served)
+    optim = [{"model_id": model, "seq_id": n, "adam_params": OPTIM} for n in (1, 2)]
+    promise = served.send("optim_step", optim[1])[1]
+    asked = {"request_id": promise["request_id"]}
+    assert served.send("cancel_future", asked)[0] == 204
+    assert "metrics" in fetch(served, served.send("optim_step", optim[0])[1]["request_id"])
+    assert "metrics" in fetch(served, promise["request_id"])
+    assert step_count(served, model, 3) == 2
+
+
 def test_junk_bodies_are_refused_and_name_what_is_wrong(served: Served) -> None:
     model = make_model(served)
     session = model.split(":")[0]
@@ -301,6 +374,9 @@ def test_junk_bodies_are_refused_and_name_what_is_wrong(served: Served) -> None:
         ("asample", sample | {"sampling_params": {}}, 404, "is not here"),
         ("retrieve_future", {"request_id": "x"}, 410, "is not known"),
         ("nothing", {}, 404, "not a verb"),
+        ("optim_step", adam | {"adam_params": {"learning_rate": "inf"}}, 400, "learning_rate"),
+        ("weights_info", {"tinker_path": f"tinker://{'𝄞' * 99}/weights/x"}, 400, "must be tinker"),
+        ("weights_info", {"tinker_path": f"tinker://x/weights/{'é' * 128}"}, 400, "must be tinker"),
         ("save_weights", adam | {"path": "../../x"}, 400, "must be tinker://"),
         ("save_weights", adam | {"path": ".hidden"}, 400, "must be tinker://"),
         ("session_heartbeat", {"session_id": "x"}, 410, "is over"),
@@ -384,6 +460,59 @@ def test_dropped_snapshots_and_answers_are_gone_and_say_so(folder: Path, tmp_pat
         first = small.send("retrieve_future", {"request_id": f"{model.model_id}:0"})
         assert first[0] == 410 and "is not known here" in first[1]["error"]["message"]
         client.close("success").result()
+
+
+def test_a_snapshot_that_the_client_deleted_does_not_fail_the_next(
+    folder: Path, tmp_path: Path
+) -> None:
+    with serve(folder, tmp_path, keep_snapshots=1) as small:
+        client = small.client()
+        model = client.create_lora_training_client("tiny", rank=2, seed=5).result()
+        rest = tinker.RestClient(base_url=small.url, api_key=KEY)
+        model.save_weights_and_get_sampling_client().result()
+        (first,) = rest.list_checkpoints(model.model_id).result().checkpoints
+        rest.delete_checkpoint_from_tinker_path(first.tinker_path).result()
+        sampler = model.save_weights_and_get_sampling_client().result()
+        asked = (types.ModelInput.from_ints([1, 2]), 1, types.SamplingParams(max_tokens=2))
+        assert len(sampler.sample(*asked).result().sequences) == 1
+        client.close("success").result()
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_kill_while_a_checkpoint_is_replaced_leaves_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed_within(place: Path, **_: Any) -> None:
+        """The first file has gone when the process ends."""
+        if place.is_dir():
+            (place / "checkpoint.json").unlink()
+            raise Killed
+
+    store, path = CheckpointStore(tmp_path), TinkerPath.parse("tinker://run/weights/x")
+    record = Record(base_model="tiny")
+    store.save(path, record, lambda draft: None, overwrite=False)
+    monkeypatch.setattr(shutil, "rmtree", killed_within)
+    with contextlib.suppress(Killed):
+        store.save(path, record, lambda draft: None, overwrite=True)
+    assert store.find(path)[1].base_model == "tiny"
+
+
+def test_the_name_of_an_expired_checkpoint_is_free(tmp_path: Path) -> None:
+    store, path = CheckpointStore(tmp_path), TinkerPath.parse("tinker://run/weights/x")
+    store.save(path, Record(base_model="old", expires=0.0), lambda draft: None, overwrite=False)
+    store.save(path, Record(base_model="new"), lambda draft: None, overwrite=False)
+    assert store.find(path)[1].base_model == "new"
+
+
+def test_a_late_repetition_does_not_make_an_unloaded_model_anew(served: Served) -> None:
+    model = make_model(served)
+    assert served.send("unload_model", {"model_id": model})[0] == 200
+    again = {"session_id": model.split(":")[0], "model_seq_id": 0, "base_model": "tiny"}
+    status, error = served.send("create_model", again)
+    assert status == 410 and "was unloaded" in error["error"]["message"]
 
 
 def test_a_finished_session_gives_its_models_back(served: Served) -> None:

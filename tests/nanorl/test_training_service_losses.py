@@ -109,5 +109,37 @@ def test_our_losses_go_by_name_with_the_options_of_an_algorithm() -> None:
     assert got == pytest.approx(sum(terms), rel=1e-5)
     with pytest.raises(ValueError, match="choose from"):
         find_loss("nanorl:opd", {})
-    with pytest.raises(ValueError, match="does not know it"):
-        find_loss("nanorl:ppo", {"lr": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"lr": 1.0}, "does not know it"),
+        ({"kl_coef": 0.1}, "does not know it"),  # nobody sends a reference policy
+        ({"aggregation": "seq_mean_token_mean"}, "does not know it"),  # means are the client's
+        ({"clip_low": "wide"}, "needs a number"),
+        ({"correction": 2.0}, "choose one of"),
+        ({"clip_low": math.nan}, "finite"),
+    ],
+)
+def test_an_option_that_our_losses_cannot_use_is_refused(
+    config: dict[str, float | str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        find_loss("nanorl:ppo", config)
+
+
+def test_our_losses_weigh_tokens_by_how_far_the_policy_has_moved() -> None:
+    # The ratio is against the policy itself, 1; tis weighs by min(pi / q, C).
+    config: dict[str, float | str] = {"old_policy": "recomputed", "correction_cap": 1.5}
+    expected = math.fsum(-a * min(r, 1.5) for r, a in zip(RATIO, A, strict=True))
+    got, gradient = run("nanorl:ppo", RL, config)
+    assert got == pytest.approx(expected, rel=1e-6)
+    assert sum(gradient) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("target", [math.nan, math.inf, 6.5])
+def test_targets_must_be_integers(target: float) -> None:
+    given = {"target_tokens": np.array([6, 7, 8, target], np.float32)}
+    with pytest.raises(ValueError, match="must be int64"):
+        make_samples([Datum(tokens=[5, 6, 7, 8], inputs=given)], find_loss("ppo", {}), 10, 16)
