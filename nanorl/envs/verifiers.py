@@ -78,6 +78,9 @@ class Verifiers(Env):
         `timeout_s` the wall-clock limit of an episode. ValueError names what cannot be."""
         if not env:
             raise ValueError("--env verifiers: name an environment, as --env-args env=my_env")
+        for name, text in (("env", env), ("python", python)):
+            if not isinstance(text, str):
+                raise ValueError(f"--env-args {name}={text}: must be a text")
         if client not in CLIENTS:
             raise ValueError(f"--env-args client={client}: choose from {', '.join(CLIENTS)}")
         if renderer is not None and client != "train":
@@ -85,9 +88,10 @@ class Verifiers(Env):
         for name, value in (("config", config), ("renderer", renderer)):
             if not isinstance(value, Mapping | None):
                 raise ValueError(f"--env-args {name}={value}: must be a JSON object")
-        for name, number in (("max_tasks", max_tasks), ("timeout_s", timeout_s)):
-            if not number > 0:
-                raise ValueError(f"--env-args {name}={number}: must be positive")
+        if type(max_tasks) is not int or max_tasks < 1:
+            raise ValueError(f"--env-args max_tasks={max_tasks}: must be a positive whole number")
+        if type(timeout_s) not in (int, float) or not timeout_s > 0:
+            raise ValueError(f"--env-args timeout_s={timeout_s}: must be positive seconds")
         self.name, self._folders = find_environment(env)
         self._python = python or str(OWN_PYTHON if OWN_PYTHON.exists() else sys.executable)
         self._config = dict(config or {})
@@ -122,7 +126,7 @@ def find_environment(env: str) -> tuple[str, list[str]]:
         return name, [str(path.parent)]
     raise ValueError(
         f"--env-args env={env}: no environment is there; a folder holds {name}/__init__.py, as "
-        "vf-init makes it"
+        f"vf-init makes it, and one that is installed is named without a path: env={path.name}"
     )
 
 
