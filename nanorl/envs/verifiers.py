@@ -15,6 +15,7 @@ Left out: environments with several agents; versions before 0.4. See verifiers_w
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -24,11 +25,12 @@ from typing import Any
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanorl.envs.env import Env
 from nanorl.envs.verifiers_process import VerifiersProcess
-from nanorl.types import Task
+from nanorl.types import Task, split_of
 
 CLIENTS = ("eval", "train")
 OWN_PYTHON = Path(__file__).resolve().parents[2] / ".venv-verifiers" / "bin" / "python"
 """Where scripts/install_verifiers.sh puts it."""
+NAMES_OF_A_ROW = ("idx", "id", "name")
 MODEL = "policy"
 """The name by which its clients call the policy. /v1/models lists another one, so that they leave
 it to the endpoint to say that a prompt is too long: there it is noted as a limit of the episode."""
@@ -107,7 +109,13 @@ class Verifiers(Env):
 
     def tasks(self) -> list[Task]:  # type: ignore[override]
         """Its rows. ValueError where it cannot be loaded."""
-        return [_task(given) for given in self.shared.process.tasks(self._max_tasks)]
+        rows = self.shared.process.tasks(self._max_tasks)
+        if not rows:
+            raise ValueError(
+                f"--env verifiers env={self.name}: its taskset has no row; say what it is to load: "
+                """'config={"taskset": {...}}'"""
+            )
+        return [_task(given) for given in rows]
 
 
 def find_environment(env: str) -> tuple[str, list[str]]:
@@ -133,4 +141,7 @@ def find_environment(env: str) -> tuple[str, list[str]]:
 def _task(given: Mapping[str, Any]) -> Task:
     user = {"role": "user", "content": given["prompt"]}
     system = [{"role": "system", "content": given["system"]}] if given["system"] else []
-    return Task([*system, user], kind="verifiers", data={"row": given["row"]})
+    # Not by its place and names: a row that occurs twice is never trained on and held out.
+    told = {name: value for name, value in given["row"].items() if name not in NAMES_OF_A_ROW}
+    split = split_of(json.dumps(told, sort_keys=True))
+    return Task([*system, user], kind="verifiers", data={"row": given["row"]}, split=split)

@@ -60,7 +60,9 @@ def make_config(vf: Any, name: str, given: Mapping[str, Any]) -> Any:
     writes.
     """
     raw = copy.deepcopy(dict(given))
-    raw.setdefault("taskset", {}).setdefault("id", name)
+    if not isinstance(raw.setdefault("taskset", {}), dict):
+        raise RefusedError(f"config taskset={raw['taskset']!r}: must be an object, as {{...}}")
+    raw["taskset"].setdefault("id", name)
     config = vf.resolve_env_config(copy.deepcopy(raw))
     roles = [role for role, value in config if isinstance(value, vf.AgentConfig)]
     if len(roles) != 1:
@@ -191,6 +193,10 @@ class Worker:
             player = PlayedEnvironment(json.loads(await requests.readline()))
         except RefusedError as error:
             self.say({"refused": str(error)})
+            return
+        except ModuleNotFoundError as error:
+            how = "bash scripts/install_verifiers.sh NAME-OR-FOLDER"
+            self.say({"refused": f"{str(error).rstrip('.')}; install what is missing: {how}"})
             return
         except Exception as error:  # whatever an environment raises while it is loaded
             self.say({"refused": f"{type(error).__name__}: {error}"})

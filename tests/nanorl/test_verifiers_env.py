@@ -39,7 +39,7 @@ from nanorl.envs.verifiers import OWN_PYTHON, find_environment
 from nanorl.envs.verifiers_process import LETTING_GO_S, VerifiersProcess
 from nanorl.presets import get_preset
 from nanorl.store import RolloutStore
-from nanorl.types import InfrastructureError, Rollout, Status
+from nanorl.types import InfrastructureError, Rollout, Status, Task
 
 pytestmark = pytest.mark.xdist_group("heavy")
 HERE = Path(__file__).parent
@@ -183,6 +183,30 @@ def test_episodes_of_a_worker_that_dies_fail_and_those_that_a_limit_ends_are_una
     assert not marked_processes()
 
 
+def asked_in(task: Task) -> tuple[str, str]:
+    return task.prompt_text, task.data["row"]["word"]
+
+
+@needs_verifiers
+@pytest.mark.parametrize("num_tasks", [0, 80])
+def test_tasks_are_the_rows_of_the_taskset_and_equal_ones_are_in_one_split(num_tasks: int) -> None:
+    taskset = {"num_tasks": num_tasks, "num_different": 40}
+    kind = load_kind("verifiers", {"env": str(WORD_RELAY), "config": {"taskset": taskset}})
+    try:
+        if not num_tasks:
+            with pytest.raises(ValueError, match="word_relay: its taskset has no row"):
+                kind.tasks(0)
+            return
+        trained, held_out = kind.tasks(0).tasks, kind.tasks(0).heldout_tasks  # type: ignore[attr-defined]
+    finally:
+        kind.close()
+    numbers = sorted(task.data["row"]["idx"] for task in (*trained, *held_out))
+    assert numbers == list(range(num_tasks)), "every row, once"
+    asked = [{asked_in(task) for task in tasks} for tasks in (trained, held_out)]
+    assert all(asked) and not asked[0] & asked[1]
+    assert len(asked[0] | asked[1]) == 40
+
+
 @needs_verifiers
 def test_what_verifiers_cannot_play_here_is_refused_with_its_reason() -> None:
     def tasks(**spec: Any) -> None:
@@ -193,7 +217,9 @@ def test_what_verifiers_cannot_play_here_is_refused_with_its_reason() -> None:
         finally:
             process.close()
 
-    with pytest.raises(ValueError, match="'no_such_env' not found"):
+    with pytest.raises(ValueError, match="taskset='words': must be an object"):
+        tasks(config={"taskset": "words"})
+    with pytest.raises(ValueError, match=r"'no_such_env' not found.*install what is"):
         tasks(env="no_such_env", folders=[])
     with pytest.raises(ValueError, match="'bash', which runs what the model writes; say where"):
         tasks(config={"agent": {"harness": {"id": "bash"}}})
@@ -300,10 +326,11 @@ def fake_verifiers(folder: Path, body: str, version: str = "0.4.0") -> None:
     ("body", "version", "message"),
     [
         ("", "0.1.14", "verifiers 0.1.14; 0.4 or newer"),
+        ("import no_such_package", "0.4.0", "no_such_package'; install .*scripts/install_v"),
         ('raise RuntimeError(subprocess.check_output(["cat"]))', "0.4.0", "RuntimeError: b''"),
         ('print("{}", flush=True); raise RuntimeError("unheard")', "0.4.0", "RuntimeError: unhe"),
     ],
-    ids=["is too old", "reads standard input", "prints"],
+    ids=["is too old", "misses a package", "reads standard input", "prints"],
 )
 def test_a_worker_keeps_its_requests_and_answers_from_the_environment(
     body: str, version: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
