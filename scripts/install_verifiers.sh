@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Makes .venv-verifiers: the Python in which environments of `verifiers` run (--env verifiers). Its
 # packages are of other versions than ours. A finished one is recognised by a stamp.
-#   bash scripts/install_verifiers.sh [your environments]     e.g. ./environments/my_env
+#   bash scripts/install_verifiers.sh [what pip takes]     e.g. ./environments/my_env, -e ./my_env
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/setup_env.sh
-home=.venv-verifiers
-pins=scripts/verifiers_constraints.txt
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+source "$root/scripts/setup_env.sh"
+home="$root/.venv-verifiers"
+pins="$root/scripts/verifiers_constraints.txt"
 stamp="$home/.installed"
-wanted="$(cat "$pins" | cksum) $PWD"
+wanted="$(cat "$pins" | cksum) $root"
 if [ ! -x "$home/bin/python" ] || [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     rm -rf "$home"
     base="$(find_python)" || exit 1
@@ -19,4 +19,7 @@ if [ ! -x "$home/bin/python" ] || [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]
         die "pip could not install verifiers." "Check the connection to your package index."
     printf '%s' "$wanted" >"$stamp"
 fi
-[ $# = 0 ] || "$home/bin/python" -m pip install --quiet --disable-pip-version-check -c "$pins" "$@"
+[ $# = 0 ] ||
+    "$home/bin/python" -m pip install --quiet --disable-pip-version-check -c "$pins" "$@" ||
+    die "pip could not install: $*" "The lines above name the package; those of verifiers are pinned" \
+        "in scripts/verifiers_constraints.txt."

@@ -15,6 +15,7 @@ Left out: environments with several agents; versions before 0.4. See verifiers_w
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -24,11 +25,12 @@ from typing import Any
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanorl.envs.env import Env
 from nanorl.envs.verifiers_process import VerifiersProcess
-from nanorl.types import Task
+from nanorl.types import Task, split_of
 
 CLIENTS = ("eval", "train")
 OWN_PYTHON = Path(__file__).resolve().parents[2] / ".venv-verifiers" / "bin" / "python"
 """Where scripts/install_verifiers.sh puts it."""
+NAMES_OF_A_ROW = ("idx", "id", "name")
 MODEL = "policy"
 """The name by which its clients call the policy. /v1/models lists another one, so that they leave
 it to the endpoint to say that a prompt is too long: there it is noted as a limit of the episode."""
@@ -78,6 +80,9 @@ class Verifiers(Env):
         `timeout_s` the wall-clock limit of an episode. ValueError names what cannot be."""
         if not env:
             raise ValueError("--env verifiers: name an environment, as --env-args env=my_env")
+        for name, text in (("env", env), ("python", python)):
+            if not isinstance(text, str):
+                raise ValueError(f"--env-args {name}={text}: must be a text")
         if client not in CLIENTS:
             raise ValueError(f"--env-args client={client}: choose from {', '.join(CLIENTS)}")
         if renderer is not None and client != "train":
@@ -85,9 +90,10 @@ class Verifiers(Env):
         for name, value in (("config", config), ("renderer", renderer)):
             if not isinstance(value, Mapping | None):
                 raise ValueError(f"--env-args {name}={value}: must be a JSON object")
-        for name, number in (("max_tasks", max_tasks), ("timeout_s", timeout_s)):
-            if not number > 0:
-                raise ValueError(f"--env-args {name}={number}: must be positive")
+        if type(max_tasks) is not int or max_tasks < 1:
+            raise ValueError(f"--env-args max_tasks={max_tasks}: must be a positive whole number")
+        if type(timeout_s) not in (int, float) or not timeout_s > 0:
+            raise ValueError(f"--env-args timeout_s={timeout_s}: must be positive seconds")
         self.name, self._folders = find_environment(env)
         self._python = python or str(OWN_PYTHON if OWN_PYTHON.exists() else sys.executable)
         self._config = dict(config or {})
@@ -103,7 +109,13 @@ class Verifiers(Env):
 
     def tasks(self) -> list[Task]:  # type: ignore[override]
         """Its rows. ValueError where it cannot be loaded."""
-        return [_task(given) for given in self.shared.process.tasks(self._max_tasks)]
+        rows = self.shared.process.tasks(self._max_tasks)
+        if not rows:
+            raise ValueError(
+                f"--env verifiers env={self.name}: its taskset has no row; say what it is to load: "
+                """'config={"taskset": {...}}'"""
+            )
+        return [_task(given) for given in rows]
 
 
 def find_environment(env: str) -> tuple[str, list[str]]:
@@ -122,11 +134,14 @@ def find_environment(env: str) -> tuple[str, list[str]]:
         return name, [str(path.parent)]
     raise ValueError(
         f"--env-args env={env}: no environment is there; a folder holds {name}/__init__.py, as "
-        "vf-init makes it"
+        f"vf-init makes it, and one that is installed is named without a path: env={path.name}"
     )
 
 
 def _task(given: Mapping[str, Any]) -> Task:
     user = {"role": "user", "content": given["prompt"]}
     system = [{"role": "system", "content": given["system"]}] if given["system"] else []
-    return Task([*system, user], kind="verifiers", data={"row": given["row"]})
+    # Not by its place and names: a row that occurs twice is never trained on and held out.
+    told = {name: value for name, value in given["row"].items() if name not in NAMES_OF_A_ROW}
+    split = split_of(json.dumps(told, sort_keys=True))
+    return Task([*system, user], kind="verifiers", data={"row": given["row"]}, split=split)

@@ -17,10 +17,8 @@ import asyncio
 import itertools
 import json
 import os
-import signal
 import subprocess
 import threading
-import time
 import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -29,15 +27,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from nanorl.envs.verifiers_worker import LETTING_GO_S, MARK, MAX_LINE_BYTES, kill_marked
 from nanorl.types import InfrastructureError
 
 WORKER = Path(__file__).with_name("verifiers_worker.py")
-MARK = "NANORL_VERIFIERS_WORKER"
-"""A variable whose value all that one worker started has in its environment."""
 START_S = 300.0  # importing an environment, and a table of tasks from a slow disk
-LETTING_GO_S = 10.0  # a worker that does not end an episode within this time hangs
-ENDING_S = 10.0  # what was killed has ended by then, unless the kernel holds it
-MAX_LINE_BYTES = 64 << 20
 _NUM_LOG_LINES = 20
 
 Json = dict[str, Any]
@@ -76,7 +70,8 @@ class VerifiersProcess:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.wrap_future(pending.ended)
         except TimeoutError as error:
-            raise InfrastructureError(f"its episode took longer than {timeout_s:g} s") from error
+            limit = f"--env-args timeout_s={timeout_s:g}"
+            raise InfrastructureError(f"its episode took longer than {limit}") from error
         finally:
             if not pending.has_answered.is_set():
                 life.let_go(pending)
@@ -148,7 +143,7 @@ class _Life:
         except TimeoutError as error:
             self.kill(f"it was not loaded within {START_S:g} s")
             raise InfrastructureError(str(self.reason)) from error
-        except InfrastructureError:
+        except BaseException:  # Ctrl-C too: nobody else knows of the process yet
             self.kill("it was not loaded")
             raise
 
@@ -243,31 +238,3 @@ class _Life:
         assert self._process.stderr is not None
         while line := self._process.stderr.readline(1 << 12):
             self._log.append(line)
-
-
-def kill_marked(mark: str) -> None:
-    """Kill every process that was started with this mark in its environment, programs that made a
-    session of their own included, and return when they have ended."""
-    wanted = f"{MARK}={mark}".encode()
-    until = time.monotonic() + ENDING_S
-    while time.monotonic() < until:
-        left = [pid for pid in _pids() if wanted in _environment(pid)]
-        if not left:
-            return
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.005)  # the kernel ends them in its own time
-
-
-def _pids() -> list[int]:
-    """Of all processes; none where there is no /proc."""
-    return [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
-
-
-def _environment(pid: int) -> list[bytes]:
-    """Nothing of a process that has ended, or is another user's."""
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return []

@@ -4,14 +4,15 @@ Run by the Python in which `verifiers` is installed, as `python -P verifiers_wor
 nothing of this project. Lines of JSON on standard input ask, lines on the old standard output
 answer; what the environment prints goes to standard error.
 
-    {"env": "my_env", "config": {...}, "folders": [...]}      first; {"ready": {...}} or {"refused"}
+    {"env": "my_env", "config": {...}, "folders": [...]}      first; {"ready": {}} or {"refused"}
     {"id": 1, "tasks": 100}                                   a line {"id": 1, "task": {...}} each
     {"id": 2, "play": {...}, "client": {...}, "key": "..", "model": ".."}
     {"id": 2, "cancel": true}
 
 A request ends with {"id", "result"} or {"id", "error"}. The end of standard input ends the worker,
-with all that it started. Left out: environments with several agents, and those of verifiers before
-0.4, whose environments are made in another way.
+with all that it started, in an environment that hangs too: its parent may have been killed. Left
+out: environments with several agents, and those of verifiers before 0.4, which are made in another
+way.
 """
 
 from __future__ import annotations
@@ -21,13 +22,24 @@ import copy
 import importlib
 import json
 import os
+import re
+import select
 import signal
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
+OLDEST = (0, 4)  # the version of verifiers
 MAX_LINE_BYTES = 64 << 20
+MARK = "NANORL_VERIFIERS_WORKER"
+"""A variable whose value all that one worker started has in its environment."""
+LETTING_GO_S = 10.0  # a worker that does not end by itself within this time hangs
+ENDING_S = 10.0  # what was killed has ended by then, unless the kernel holds it
 KEY = "NANORL_EPISODE_API_KEY_"
 """Begins the names of variables with the episodes' keys: verifiers reads keys from variables, and
 keeps those named API_KEY from the programs that it starts."""
@@ -39,15 +51,18 @@ class RefusedError(ValueError):
     """The environment cannot be played as it is configured."""
 
 
-def make_config(vf: Any, name: str, given: Mapping[str, Any]) -> tuple[Any, str]:
-    """The environment's configuration, and the name of its one agent.
+def make_config(vf: Any, name: str, given: Mapping[str, Any]) -> Any:
+    """The environment's configuration. RefusedError where it has not one agent, or where nobody
+    says in which place that one may run what the model writes.
 
     Rollouts that failed are not played again here: the run does that, from their beginning. An
     agent whose place nobody names plays on this machine, if its program runs nothing that the model
     writes.
     """
     raw = copy.deepcopy(dict(given))
-    raw.setdefault("taskset", {}).setdefault("id", name)
+    if not isinstance(raw.setdefault("taskset", {}), dict):
+        raise RefusedError(f"config taskset={raw['taskset']!r}: must be an object, as {{...}}")
+    raw["taskset"].setdefault("id", name)
     config = vf.resolve_env_config(copy.deepcopy(raw))
     roles = [role for role, value in config if isinstance(value, vf.AgentConfig)]
     if len(roles) != 1:
@@ -61,28 +76,29 @@ def make_config(vf: Any, name: str, given: Mapping[str, Any]) -> tuple[Any, str]
         if harness.EXECUTES_CODE:
             raise RefusedError(
                 f"{name}: its agent is the harness {harness.config.id!r}, which runs what the "
-                f'model writes; say where, as config={{"{role}": {{"runtime": {{"type": '
-                f'"docker"}}}}}}, or choose one that only talks: {{"{role}": {{"harness": '
-                f'{{"id": "null"}}}}}}'
+                "model writes; say where, by the argument "
+                f'\'config={{"{role}": {{"runtime": {{"type": "docker"}}}}}}\', or choose one that '
+                f'only talks: \'config={{"{role}": {{"harness": {{"id": "null"}}}}}}\''
             )
         raw[role] = {**(raw.get(role) or {}), "runtime": {"type": "subprocess"}}
         config = vf.resolve_env_config(raw)
     once = vf.RetryConfig()
     agent = getattr(config, role).model_copy(update={"retries": once})
-    return config.model_copy(update={"retries": once, role: agent}), role
+    return config.model_copy(update={"retries": once, role: agent})
 
 
 def _import_verifiers() -> Any:
     try:
-        return importlib.import_module("verifiers.v1")
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("verifiers"):
-            raise
+        installed = metadata.version("verifiers")
+    except metadata.PackageNotFoundError:
+        installed = ""
+    if not installed or tuple(map(int, re.findall(r"\d+", installed)[:2])) < OLDEST:
         raise RefusedError(
-            f"{sys.executable} has no verifiers 0.4 or newer; it wants an environment of its own: "
-            "run scripts/install_verifiers.sh, or name the Python that has it: "
-            "--env-args python=PATH"
-        ) from None
+            f"{sys.executable} has {f'verifiers {installed}' if installed else 'no verifiers'}; "
+            "0.4 or newer wants an environment of its own: run bash scripts/install_verifiers.sh, "
+            "or name the Python that has it: --env-args python=PATH"
+        )
+    return importlib.import_module("verifiers.v1")
 
 
 class PlayedEnvironment:
@@ -98,7 +114,7 @@ class PlayedEnvironment:
         path = [*spec["folders"], os.environ.get("PYTHONPATH", "")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
         self._vf = _import_verifiers()
-        self._config, self.role = make_config(self._vf, spec["env"], spec["config"])
+        self._config = make_config(self._vf, spec["env"], spec["config"])
         self._env = self._vf.load_environment(self._config)
 
     def serving(self) -> Any:
@@ -156,7 +172,6 @@ def _outcome(episode: Any) -> Json:
         "reward": trace.reward,
         "rewards": {name: reward.value for name, reward in trace.rewards.items()},
         "metrics": {name: value for name, value in trace.metrics.items() if value is not None},
-        "stop": trace.stop_condition,
     }
 
 
@@ -176,11 +191,18 @@ class Worker:
         """Until there are no more requests."""
         try:
             player = PlayedEnvironment(json.loads(await requests.readline()))
+        except RefusedError as error:
+            self.say({"refused": str(error)})
+            return
+        except ModuleNotFoundError as error:
+            how = "bash scripts/install_verifiers.sh NAME-OR-FOLDER"
+            self.say({"refused": f"{str(error).rstrip('.')}; install what is missing: {how}"})
+            return
         except Exception as error:  # whatever an environment raises while it is loaded
             self.say({"refused": f"{type(error).__name__}: {error}"})
             return
         async with player.serving():
-            self.say({"ready": {"role": player.role}})
+            self.say({"ready": {}})
             try:
                 while line := await requests.readline():
                     self._take(player, json.loads(line))
@@ -220,13 +242,62 @@ class Worker:
             self.say({"id": number, "error": f"{type(error).__name__}: {error}"})
 
 
+def kill_marked(mark: str, *, spared: int | None = None) -> None:
+    """Kill every process but `spared` that was started with this mark in its environment, programs
+    that made a session of their own included, and return when they have ended."""
+    wanted = f"{MARK}={mark}".encode()
+    until = time.monotonic() + ENDING_S
+    while time.monotonic() < until:
+        left = [pid for pid in _pids() if wanted in _environment(pid) and pid != spared]
+        if not left:
+            return
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)  # the kernel ends them in its own time
+
+
+def _pids() -> list[int]:
+    """Of all processes; none where there is no /proc."""
+    return [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
+
+
+def _environment(pid: int) -> list[bytes]:
+    """Nothing of a process that has ended, or is another user's."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def _end_after(requests: int) -> None:
+    """End this process with all that it started, if it outlives its requests by LETTING_GO_S."""
+    poll = select.poll()
+    poll.register(requests, 0)  # only that the other end was closed, read or unread
+    poll.poll()
+    time.sleep(LETTING_GO_S)
+    kill_marked(os.environ[MARK], spared=os.getpid())
+    os._exit(1)
+
+
+def _take_pipes() -> tuple[Any, Any]:
+    """The files of requests and answers, which an environment and its programs cannot reach: they
+    find an empty standard input, and what they print goes to standard error."""
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+    os.dup2(2, 1)
+    return requests, answers
+
+
 async def main() -> None:
     """Serve standard input until it ends."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
+    source, answers = _take_pipes()
+    threading.Thread(target=_end_after, args=(source.fileno(),), daemon=True).start()
     requests = asyncio.StreamReader(limit=MAX_LINE_BYTES)
     loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(requests), sys.stdin)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(requests), source)
     serving = asyncio.ensure_future(Worker(answers).serve(requests))
     loop.add_signal_handler(signal.SIGTERM, serving.cancel)
     with suppress(asyncio.CancelledError, BrokenPipeError):

@@ -8,8 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
+import textwrap
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,10 +36,10 @@ from nanorl.envs import verifiers_process
 from nanorl.envs.catalog import load_kind
 from nanorl.envs.run_kind import num_env_workers
 from nanorl.envs.verifiers import OWN_PYTHON, find_environment
-from nanorl.envs.verifiers_process import VerifiersProcess
+from nanorl.envs.verifiers_process import LETTING_GO_S, VerifiersProcess
 from nanorl.presets import get_preset
 from nanorl.store import RolloutStore
-from nanorl.types import InfrastructureError, Rollout, Status
+from nanorl.types import InfrastructureError, Rollout, Status, Task
 
 pytestmark = pytest.mark.xdist_group("heavy")
 HERE = Path(__file__).parent
@@ -180,6 +183,30 @@ def test_episodes_of_a_worker_that_dies_fail_and_those_that_a_limit_ends_are_una
     assert not marked_processes()
 
 
+def asked_in(task: Task) -> tuple[str, str]:
+    return task.prompt_text, task.data["row"]["word"]
+
+
+@needs_verifiers
+@pytest.mark.parametrize("num_tasks", [0, 80])
+def test_tasks_are_the_rows_of_the_taskset_and_equal_ones_are_in_one_split(num_tasks: int) -> None:
+    taskset = {"num_tasks": num_tasks, "num_different": 40}
+    kind = load_kind("verifiers", {"env": str(WORD_RELAY), "config": {"taskset": taskset}})
+    try:
+        if not num_tasks:
+            with pytest.raises(ValueError, match="word_relay: its taskset has no row"):
+                kind.tasks(0)
+            return
+        trained, held_out = kind.tasks(0).tasks, kind.tasks(0).heldout_tasks  # type: ignore[attr-defined]
+    finally:
+        kind.close()
+    numbers = sorted(task.data["row"]["idx"] for task in (*trained, *held_out))
+    assert numbers == list(range(num_tasks)), "every row, once"
+    asked = [{asked_in(task) for task in tasks} for tasks in (trained, held_out)]
+    assert all(asked) and not asked[0] & asked[1]
+    assert len(asked[0] | asked[1]) == 40
+
+
 @needs_verifiers
 def test_what_verifiers_cannot_play_here_is_refused_with_its_reason() -> None:
     def tasks(**spec: Any) -> None:
@@ -190,7 +217,9 @@ def test_what_verifiers_cannot_play_here_is_refused_with_its_reason() -> None:
         finally:
             process.close()
 
-    with pytest.raises(ValueError, match="'no_such_env' not found"):
+    with pytest.raises(ValueError, match="taskset='words': must be an object"):
+        tasks(config={"taskset": "words"})
+    with pytest.raises(ValueError, match=r"'no_such_env' not found.*install what is"):
         tasks(env="no_such_env", folders=[])
     with pytest.raises(ValueError, match="'bash', which runs what the model writes; say where"):
         tasks(config={"agent": {"harness": {"id": "bash"}}})
@@ -203,8 +232,13 @@ def test_what_verifiers_cannot_play_here_is_refused_with_its_reason() -> None:
         ({"env": "x", "client": "chat"}, "choose from eval, train"),
         ({"env": "x", "renderer": {"name": "qwen3"}}, "is of client=train"),
         ({"env": "x", "config": "fast"}, "must be a JSON object"),
-        ({"env": "x", "max_tasks": 0}, "must be positive"),
+        ({"env": "x", "max_tasks": 0}, "must be a positive whole number"),
+        ({"env": "x", "max_tasks": "many"}, "must be a positive whole number"),
+        ({"env": "x", "timeout_s": "long"}, "must be positive seconds"),
+        ({"env": "x", "timeout_s": 0}, "must be positive seconds"),
+        ({"env": 5}, "env=5: must be a text"),
         ({"env": "./nowhere"}, "no environment is there"),
+        ({"env": "owner/my-env"}, "without a path: env=my-env"),
         ({"env": "x", "colour": 1}, "colour"),
     ],
 )
@@ -214,7 +248,7 @@ def test_wrong_arguments_are_refused_up_front(arguments: dict[str, Any], message
 
 
 def test_an_environment_is_an_installed_name_or_a_folder() -> None:
-    assert find_environment("owner/my-env@1.0".rpartition("/")[2]) == ("my-env@1.0", [])
+    assert find_environment("my-env") == ("my-env", [])
     for path in (WORD_RELAY, WORD_RELAY / "word_relay"):
         assert find_environment(str(path)) == ("word_relay", [str(WORD_RELAY)])
     assert num_env_workers(run_config()) == 0, "its code is in a process of its own already"
@@ -233,7 +267,7 @@ READY = 'print(json.dumps({"ready": {}}), flush=True)'
 CHILD = 'subprocess.Popen(["sleep", "600"], start_new_session=True)'
 FAULTS = {
     "dies": (f'{READY}\nsys.stdin.readline(); sys.exit("no luck")', "exit code 1. no luck"),
-    "hangs": (f"{READY}\n{CHILD}\ntime.sleep(600)", "took longer than 0.2 s"),
+    "hangs": (f"{READY}\n{CHILD}\ntime.sleep(600)", "took longer than .*timeout_s=0.2"),
     "floods": (f'{READY}\n{CHILD}\nwhile True: print("x" * 4096)', "nobody can read"),
     "is silent": ("os.close(1); time.sleep(600)", "exit code"),
 }
@@ -273,10 +307,69 @@ def test_a_python_without_verifiers_says_how_to_get_one(tmp_path: Path) -> None:
     script.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     script.chmod(0o755)
     process = VerifiersProcess(str(script), env="any", config={}, folders=[])
-    with pytest.raises(ValueError, match="run scripts/install_verifiers"):
+    with pytest.raises(ValueError, match="run bash scripts/install_verifiers"):
         process.tasks(1)
     with pytest.raises(ValueError, match="no/such/python"):
         VerifiersProcess("no/such/python", env="any", config={}, folders=[]).tasks(1)
+
+
+def fake_verifiers(folder: Path, body: str, version: str = "0.4.0") -> None:
+    """A package in `folder` that the worker takes for verifiers; importing it runs `body`."""
+    (folder / "verifiers").mkdir()
+    (folder / "verifiers" / "v1.py").write_text(f"import subprocess, time\n{body}\n")
+    (folder / f"verifiers-{version}.dist-info").mkdir()
+    about = f"Metadata-Version: 2.1\nName: verifiers\nVersion: {version}\n"
+    (folder / f"verifiers-{version}.dist-info" / "METADATA").write_text(about)
+
+
+@pytest.mark.parametrize(
+    ("body", "version", "message"),
+    [
+        ("", "0.1.14", "verifiers 0.1.14; 0.4 or newer"),
+        ("import no_such_package", "0.4.0", "no_such_package'; install .*scripts/install_v"),
+        ('raise RuntimeError(subprocess.check_output(["cat"]))', "0.4.0", "RuntimeError: b''"),
+        ('print("{}", flush=True); raise RuntimeError("unheard")', "0.4.0", "RuntimeError: unhe"),
+    ],
+    ids=["is too old", "misses a package", "reads standard input", "prints"],
+)
+def test_a_worker_keeps_its_requests_and_answers_from_the_environment(
+    body: str, version: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verifiers_process, "START_S", 5.0)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    fake_verifiers(tmp_path, body, version)
+    process = VerifiersProcess(sys.executable, env="any", config={}, folders=[])
+    with pytest.raises(ValueError, match=message):
+        process.tasks(1)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_a_worker_that_hangs_ends_with_its_parent(sent: signal.Signals, tmp_path: Path) -> None:
+    fake_verifiers(tmp_path, f"{CHILD}\ntime.sleep(600)")
+    program = """
+        import sys
+        from nanorl.envs.verifiers_process import VerifiersProcess
+        VerifiersProcess(sys.executable, env="any", config={}, folders=[]).tasks(1)
+    """
+    path = os.pathsep.join([str(tmp_path), str(HERE.parents[1])])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        wait_until(lambda: any("sleep" in one for one in marked_processes()), 60.0)
+    finally:
+        parent.send_signal(sent)
+    parent.wait(20.0)
+    grace = LETTING_GO_S + 5.0 if sent == signal.SIGKILL else 0.0
+    wait_until(lambda: not marked_processes(), grace)
+
+
+def wait_until(is_so: Callable[[], bool], within_s: float) -> None:
+    until = time.monotonic() + within_s
+    while not is_so():
+        assert time.monotonic() < until, f"not within {within_s:g} s: {marked_processes()}"
+        time.sleep(0.05)
 
 
 @needs_verifiers

@@ -28,6 +28,7 @@ class WordRelayTask(vf.Task[WordRelayData]):
 
 class WordRelayConfig(vf.TasksetConfig):
     num_tasks: int = 16
+    num_different: int = 1000
     has_tools: bool = True
     tools: vf.SharedToolsetConfig = vf.SharedToolsetConfig()
 
@@ -43,7 +44,7 @@ class WordRelayTaskset(vf.Taskset[WordRelayTask, WordRelayConfig]):
                 ),
                 self.config.task,
             )
-            for place in range(self.config.num_tasks)
+            for place in (one % self.config.num_different for one in range(self.config.num_tasks))
         ]
 
     @classmethod
