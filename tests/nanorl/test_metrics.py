@@ -137,9 +137,13 @@ def test_a_full_disk_is_one_clear_error_and_keeps_whole_lines(tmp_path):
     assert [row["step"] for row in read_metrics(path)] == acknowledged
 
 
-def test_tensorboard_holds_the_same_numbers_after_a_resume(tmp_path):
+def test_tensorboard_holds_the_same_numbers_after_a_resume(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
 
+    # Files of one second are read in the order of this number as text: a tenth file of the process
+    # would come before its ninth, and other tests have opened some.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     folder = tmp_path / "tb"
     with MetricsWriter(tmp_path / "metrics.jsonl", tensorboard_dir=folder) as writer:
         for step in range(4):
