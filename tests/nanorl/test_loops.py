@@ -442,7 +442,9 @@ def test_the_log_shows_what_was_before_a_compaction_and_what_helpers_were_asked(
 def test_a_task_names_its_own_loop() -> None:
     task = Task("How much?", answer="42", agent="feedback")
     assert play(Question, load_loop("tool"), saying("41", "42"), task).reward == 0.5
-    with pytest.raises(ValueError, match="no agent is called that; ours: command, compact, feedback"):
+    with pytest.raises(
+        ValueError, match="no agent is called that; ours: command, compact, feedback"
+    ):
         play(Question, load_loop("tool"), saying("42"), Task("?", agent="feedbak"))
 
 
