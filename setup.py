@@ -83,6 +83,7 @@ AGENTS = [
     "mini-swe-agent>=2.0",
 ]
 OTEL = ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-http>=1.30"]  # nanorl export
+TINKER = ["tinker>=0.38"]  # a client of nanorl serve-training
 ENVIRONMENTS = [*MATH, *GYM, *HUMANEVAL, *SEARCH, *MCP, *GYMNASIUM, *JUDGE, *OPENENV]
 WANDB = ["wandb>=0.19"]  # --log wandb
 MLFLOW = ["mlflow-skinny>=3"]
@@ -129,7 +130,7 @@ setup(
             # What checks a format of ours by its own package.
             "atif>=1.8",
             "peft>=0.17",
-            "tinker>=0.38",
+            *TINKER,
         ],
         "ray": RAY,
         "monitor": MONITOR,
@@ -146,7 +147,7 @@ setup(
         "environments": ENVIRONMENTS,  # all that the shipped ones need
         "agents": AGENTS,  # examples/agents/
         "otel": OTEL,  # nanorl export --to otel
-        "tinker": ["tinker>=0.38"],  # the client of nanorl serve-training
+        "tinker": TINKER,
         "wandb": WANDB,
         "mlflow": MLFLOW,
         "trackio": ["trackio>=0.4"],

@@ -241,7 +241,7 @@ def _readable(tokenizer: str) -> str:
     """A `tokenizer.json` as llguidance reads it. It refuses those whose tokens are the text itself,
     joined without a change; said as bytes that fall back to text, they mean the same to it."""
     fields = json.loads(tokenizer)
-    if fields["decoder"] not in (None, {"type": "Fuse"}):
+    if fields["decoder"] != {"type": "Fuse"}:
         return tokenizer
     fields["decoder"] = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}]}
     return json.dumps(fields)

@@ -86,8 +86,8 @@ class ChatForm:
         """A reply from the text of the sampled tokens, without the one that ended the turn."""
         reasoning, said = _without_reasoning(text)
         uses: tuple[ApiToolCall, ...] = ()
-        if call.forced_tool is not None or (call.grammar is not None and call.tools):
-            only = parse_call(said)  # a grammar's calls are JSON without a frame
+        if call.has_bare_calls:
+            only = parse_call(said)
             if only is not None and only.name in _names(call.tools):
                 uses, said = (_use(only.name, only.arguments),), ""
         elif call.tools:

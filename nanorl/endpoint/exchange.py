@@ -56,6 +56,12 @@ class ApiCall:
     ignored: tuple[str, ...] = ()
     """Names of given fields that the run decides, not the client: temperature, top_p, seed."""
 
+    @property
+    def has_bare_calls(self) -> bool:
+        """A schema rules the whole answer, so calls are JSON without the model's frame."""
+        has_schema = self.grammar is not None and self.grammar.kind == "json_schema"
+        return self.forced_tool is not None or (has_schema and bool(self.tools))
+
 
 @dataclass(frozen=True, kw_only=True)
 class ApiToolCall:

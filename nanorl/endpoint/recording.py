@@ -312,12 +312,11 @@ def _joined(first: Output, second: Output) -> Output:
 
 
 def _grammar(call: ApiCall) -> Grammar | None:
-    if call.forced_tool is not None:
-        return Grammar("json_schema", call_schema(call.tools, call.forced_tool or None))
-    if call.grammar is None or not call.tools:
+    if not call.has_bare_calls:
         return call.grammar
-    # The schema is the answer's; before it, the model may call.
-    return Grammar("json_schema", call_schema(call.tools, answer=call.grammar.value))
+    # Where no call is forced, the schema is the answer's, and before it the model may call.
+    answer = call.grammar.value if call.forced_tool is None and call.grammar else None
+    return Grammar("json_schema", call_schema(call.tools, call.forced_tool or None, answer))
 
 
 def _digests(tools: Sequence[Json], messages: Sequence[Message]) -> list[bytes]:

@@ -33,6 +33,7 @@ def score(rollout):
 '''
 # The turns that rollouts have, those in which the nonsense breaks no agent.
 CLIENTS = {
+    "sum_agent.py:agent": 2,
     "openai_stream.py:agent": 2,
     "openai_responses.py:agent": 2,
     "openai_agents.py:agent": 2,

@@ -266,6 +266,18 @@ def test_a_schema_of_the_answer_leaves_room_for_calls(text: str, is_allowed: boo
     assert all(fits) == is_allowed
 
 
+def test_a_grammar_that_is_no_schema_stays_as_it_is_beside_tools() -> None:
+    tokenizer = tiny_tokenizer()
+    generator = ScriptedGenerator(tokenizer, ["yes"])
+    recording = Recording(generator, tokenizer, limits=LIMITS, sampling=SamplingParams())
+    grammar = Grammar("choice", choices=("yes", "no"))
+    (reply,) = asyncio.run(
+        recording.answer(call(user("x"), tools=[GO], grammar=grammar), "1")
+    ).replies
+    ((_, params),) = generator.calls
+    assert (params.grammar, reply.text) == (grammar, "yes")
+
+
 def test_a_conversation_goes_on_from_the_name_of_an_answer() -> None:
     tokenizer = tiny_tokenizer()
     generator = ScriptedGenerator(tokenizer, ["one", "two"])
