@@ -71,6 +71,14 @@ class Task:
             object.__setattr__(self, "task_id", self.task_id or own)
             object.__setattr__(self, "split", self.split or split_of(own))
 
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-serialisable dict; `from_json` is its inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Task:
+        return cls(**data)
+
     def messages(self) -> list[Message]:
         """The prompt as a chat: a text is what the user says."""
         if isinstance(self.prompt, str):
@@ -118,6 +126,11 @@ def split_of(text: str) -> str:
     return "heldout" if int.from_bytes(digest[:8], "big") % HELDOUT_ONE_IN == 0 else "train"
 
 
+def kind_of(task_id: str) -> str:
+    """The task type, with which every id that `Task` makes begins."""
+    return task_id.rpartition("-")[0]
+
+
 def json_text(value: Any, name: str) -> str:
     """A text as it is, anything else as JSON with sorted keys. ValueError names the field `name`.
 
@@ -149,7 +162,7 @@ class Branch:
     wrote in one unbroken context.
 
     A sequence that goes on from the middle of another repeats its tokens, with a loss mask of 0
-    where they are trained there already. `turn_rewards` are as in `Rollout`.
+    where they are trained there already. `turn_rewards` and `turn_metrics` are as in `Rollout`.
     """
 
     tokens: list[int]
@@ -158,6 +171,7 @@ class Branch:
     versions: list[int]
     turn_spans: list[TurnSpan] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
+    turn_metrics: list[dict[str, float]] = field(default_factory=list)
     is_history: bool = False
     """The rollout went on from it in a sequence that begins anew; False: one beside, such as a
     sub-agent's. Histories come first, in their order."""
@@ -191,7 +205,8 @@ class Rollout:
 
     `reward` is the score of the answer; `turn_rewards`, one for each of `turn_spans` or none, are
     what single turns earned beside it: part of the outcome, or rewarded turn by turn
-    (`AlgorithmSpec.reward_level`). `branches` are further token sequences of the same rollout: a
+    (`AlgorithmSpec.reward_level`). `turn_metrics`, one for each of `turn_spans` or none, are what the
+    environment counted in single turns; `metrics` are of them all. `branches` are further token sequences of the same rollout: a
     history before it was compacted, a sub-agent's conversation. They share its reward and
     advantage.
     A prompt of two tokens, a program of two, its output of one, an answer of one:
@@ -223,6 +238,7 @@ class Rollout:
     turn_rewards: list[float] = field(default_factory=list)
     status: Status = Status.FINISHED
     metrics: dict[str, float] = field(default_factory=dict)
+    turn_metrics: list[dict[str, float]] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)
     error: str = ""
     """Why it FAILED, or why an agent of the user's broke down in it."""
@@ -240,6 +256,7 @@ class Rollout:
             versions=self.versions,
             turn_spans=self.turn_spans,
             turn_rewards=self.turn_rewards,
+            turn_metrics=self.turn_metrics,
         )
         return [own, *self.branches]
 
@@ -284,6 +301,24 @@ class Rollout:
         fields["branches"] = [Branch(**_with_spans(b)) for b in data.get("branches", [])]
         fields["status"] = Status(fields["status"])
         return cls(**fields)
+
+
+@dataclass(kw_only=True)
+class TokenStats:
+    """Numbers about the tokens of one rollout, by name: a list for each of `rollout.sequences`,
+    aligned with its tokens; NaN where there is none.
+
+        advantage     what the update weighed the token's log-prob with
+        trained_logp  the training engine's log-prob before the update, nats; what it differs by
+                      from `logps` is the gap between the engines
+        entropy       of the policy at that token, nats, where the step computed it
+        value         the critic's, where there is one
+        ref_logp      the reference policy's, where there is one
+
+        TokenStats(values={"advantage": [[0.0, 0.0, 0.7, 0.7]]})
+    """
+
+    values: dict[str, list[list[float]]] = field(default_factory=dict)
 
 
 def _with_spans(data: dict[str, Any]) -> dict[str, Any]:
