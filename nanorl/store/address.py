@@ -65,7 +65,9 @@ class StoreAddress:
 
 def with_run(address: str, run: str) -> str:
     """The address of a database with the name of a run, unless it has one; a file's as it is."""
-    if urlsplit(address).scheme not in POSTGRES or "run" in dict(parse_qsl(urlsplit(address).query)):
+    if urlsplit(address).scheme not in POSTGRES or "run" in dict(
+        parse_qsl(urlsplit(address).query)
+    ):
         return address
     return f"{address}{'&' if '?' in address else '?'}{urlencode({'run': run})}"
 

@@ -133,7 +133,9 @@ def _parsed(text: str) -> Condition:
         return _of_text(text, name, operator, value)
     if name not in (*NUMBERS, *OF_A_TURN):
         names = ", ".join((*NUMBERS, *TEXTS, *OF_A_TURN))
-        raise ValueError(f"where {text!r}: no rollout has a {name!r}; there are {names}; {_flags()}")
+        raise ValueError(
+            f"where {text!r}: no rollout has a {name!r}; there are {names}; {_flags()}"
+        )
     ends = _RANGE.fullmatch(value) if operator == "=" else None
     if ends is not None:
         return Condition(name, "..", (_number(text, name, ends[1]), _number(text, name, ends[2])))

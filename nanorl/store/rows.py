@@ -76,9 +76,7 @@ def to_rows(rollout: Rollout, step: int, version: int, kind: str) -> Rows:
     """The inverse is `from_content`. TypeError where `metrics` are not JSON."""
     sequences = rollout.sequences
     arrays = [_arrays(sequence) for sequence in sequences]
-    turns = [
-        (number, *row) for number, row in enumerate(_turns(in_order(sequences)), start=1)
-    ]
+    turns = [(number, *row) for number, row in enumerate(_turns(in_order(sequences)), start=1)]
     reward = None if math.isnan(rollout.reward) else rollout.reward  # NULL in any database
     entry = (
         rollout.rollout_id,
@@ -186,8 +184,7 @@ def _arrays(sequence: Branch) -> dict[str, np.ndarray]:
     """The per-token lists, as exact as they are."""
     kinds = {"logps": np.float64}
     return {
-        name: np.asarray(getattr(sequence, name), dtype=kinds.get(name, np.int64))
-        for name in LISTS
+        name: np.asarray(getattr(sequence, name), dtype=kinds.get(name, np.int64)) for name in LISTS
     }
 
 
@@ -243,7 +240,9 @@ def _to_branch(about: Mapping[str, Any], lists: Mapping[str, Any]) -> Branch:
         for start, end, observation_end in about["spans"]
     ]
     further = {
-        name: about[name] for name in ("turn_rewards", "turn_metrics", "is_history") if name in about
+        name: about[name]
+        for name in ("turn_rewards", "turn_metrics", "is_history")
+        if name in about
     }
     return Branch(turn_spans=spans, **lists, **further)
 
