@@ -295,7 +295,7 @@ class Rollout:
     def from_json(cls, data: dict[str, Any]) -> Rollout:
         given = _with_spans(data)
         given["branches"] = [Branch(**_with_spans(b)) for b in data.get("branches", [])]
-        given["status"] = Status(fields["status"])
+        given["status"] = Status(given["status"])
         return cls(**given)
 
 
