@@ -35,7 +35,6 @@ from nanorl.store.filter import EVERY, Filter
 from nanorl.store.migration import migrate
 from nanorl.store.rows import (
     ENTRY_COLUMNS,
-    TURN_COLUMNS,
     Entry,
     Rows,
     from_content,

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from nanorl.store import Filter, RolloutStore, StoreError, content_hash
 from nanorl.store.rows import from_content, to_entry, to_rows
+from nanorl.tasks.problem import make_problem
 from nanorl.types import Rollout, Status, Task, TokenStats, TurnSpan
 
 
@@ -131,8 +132,11 @@ def test_tasks_come_back_whole_and_name_the_kind_of_their_rollouts(tmp_path):
         add(store, make_rollout("r", task_id="squares-0f3a"), step=0, version=0)
     with RolloutStore(tmp_path / "r.sqlite") as store:
         assert (store.task("own"), store.task(plain.task_id)) == (chat, plain)
+        store.add_tasks([problem := make_problem("sums", "1 + 1?", 2, "print(2)")])
+        stored = store.task(problem.task_id)
+        assert type(stored) is Task and stored.answer == "2"  # what a teacher knows is not stored
         assert store.task("squares-0f3a") is None
-        assert {task.task_id for task in store.tasks()} == {"own", plain.task_id}
+        assert {task.task_id for task in store.tasks()} == {"own", plain.task_id, problem.task_id}
         kinds = {entry.rollout_id: entry.kind for entry in store.entries()}
         assert kinds == {"own": "task", plain.task_id: "sums", "r": "squares"}
 
@@ -204,7 +208,7 @@ def test_a_damaged_old_file_is_one_clear_error_and_stays_as_it_was(tmp_path):
     with sqlite3.connect(path) as db:
         db.execute("UPDATE rollouts SET tokens = x'7c75317879' WHERE step = 10")
     db.close()
-    with pytest.raises(StoreError, match="r.sqlite: rollout 's10-g0-m0': damaged token list"):
+    with pytest.raises(StoreError, match=r"r\.sqlite: rollout 's10-g0-m0': damaged token list"):
         RolloutStore(path)
     db = sqlite3.connect(path)
     assert db.execute("PRAGMA user_version").fetchone() == (1,)
@@ -258,7 +262,7 @@ def test_a_refused_group_leaves_nothing_and_the_store_goes_on(tmp_path):
             "CREATE TEMP TRIGGER refuse BEFORE INSERT ON rollouts WHEN new.rollout_id = 'b' "
             "BEGIN SELECT raise(ABORT, 'no b'); END"
         )
-        with pytest.raises(StoreError, match="cannot store rollouts of step 0.*no b"):
+        with pytest.raises(StoreError, match=r"cannot store rollouts of step 0.*no b"):
             store.add_group([make_rollout("a"), make_rollout("b")], step=0, version=0)
         assert len(store) == 0
         add(store, make_rollout("c"), step=0, version=0)
