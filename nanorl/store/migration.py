@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from nanorl.store.database import STEP_SHIFT, Database, StoreError
-from nanorl.store.rows import LISTS, insert_rows, pack_stats, to_rows
+from nanorl.store.rows import LISTS, RowMaker, Rows, insert_rows, pack_stats
 from nanorl.types import Branch, Rollout, Status, TokenStats, TurnSpan, kind_of
 
 COLUMNS = ("rollout_id", "task_id", "group_id", "step", "version", "status", "reward", "extra")
@@ -50,17 +50,18 @@ def _copy_rollouts(db: Database, kind: str) -> None:
     order = "ORDER BY step, group_id, rollout_id"
     ids = db.query(f"SELECT step, rollout_id FROM old_rollouts {order}")
     columns = ", ".join((*COLUMNS, *LISTS, kind))
+    maker = RowMaker()
     for step, found in groupby(ids, key=lambda row: row[0]):
         number, names = step << STEP_SHIFT, [name for _, name in found]
         for start in range(0, len(names), NUM_AT_ONCE):
             part = names[start : start + NUM_AT_ONCE]
             marks = ", ".join("?" * len(part))
             sql = f"SELECT {columns} FROM old_rollouts WHERE rollout_id IN ({marks}) {order}"
-            rows = [_to_new(db, row) for row in db.query(sql, part)]
+            rows = [_to_new(db, maker, row) for row in db.query(sql, part)]
             insert_rows(db, number + start, rows, [None] * len(rows))
 
 
-def _to_new(db: Database, row: tuple[Any, ...]) -> Any:
+def _to_new(db: Database, maker: RowMaker, row: tuple[Any, ...]) -> Rows:
     *values, kind = row
     fields = dict(zip((*COLUMNS, *LISTS), values, strict=True))
     try:
@@ -70,7 +71,12 @@ def _to_new(db: Database, row: tuple[Any, ...]) -> Any:
             f"{db.name}: rollout {fields['rollout_id']!r}: {error}; the file is damaged: move it "
             "away; the run can go on without it"
         ) from error
-    return to_rows(rollout, fields["step"], fields["version"], kind or kind_of(rollout.task_id))
+    return maker.rows(
+        rollout,
+        step=fields["step"],
+        version=fields["version"],
+        kind=kind or kind_of(rollout.task_id),
+    )
 
 
 def _to_rollout(fields: Mapping[str, Any]) -> Rollout:

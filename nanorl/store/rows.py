@@ -5,7 +5,7 @@
     content      everything else, one compressed blob that comes back equal to the last bit
 
 The blob is a header of JSON and the per-token lists of all sequences behind each other, each in the
-smallest numpy type that holds it exactly, then zlib: a rollout of 1,000 tokens takes a few kB
+smallest numpy type that holds it exactly, then zstd: a rollout of 1,000 tokens takes a few kB
 instead of tens as JSON. Log-probs are fp32 only where fp32 holds every one of them.
 Left out: where the rows go (store.py), files of schema 1 (migration.py).
 """
@@ -16,13 +16,14 @@ import hashlib
 import json
 import math
 import time
-import zlib
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
+import zstandard
 
 from nanorl.store.database import Database
 from nanorl.types import Branch, Rollout, Status, TokenStats, TurnSpan
@@ -72,10 +73,21 @@ class Rows(NamedTuple):
     content: bytes
 
 
-def to_rows(rollout: Rollout, step: int, version: int, kind: str) -> Rows:
-    """The inverse is `from_content`. TypeError where `metrics` are not JSON."""
+class RowMaker:
+    """Makes rows of rollouts, with a compressor of its own. Not for several threads."""
+
+    def __init__(self) -> None:
+        self._compress = zstandard.ZstdCompressor().compress
+
+    def rows(self, rollout: Rollout, *, step: int, version: int, kind: str) -> Rows:
+        """The inverse is `from_content`. TypeError where `metrics` are not JSON."""
+        entry, turns, content = _to_rows(rollout, step, version, kind)
+        return Rows(entry, turns, self._compress(content))
+
+
+def _to_rows(rollout: Rollout, step: int, version: int, kind: str) -> Rows:
     sequences = rollout.sequences
-    arrays = [_arrays(sequence) for sequence in sequences]
+    packed = [_packed(sequence) for sequence in sequences]
     turns = [(number, *row) for number, row in enumerate(_turns(in_order(sequences)), start=1)]
     reward = None if math.isnan(rollout.reward) else rollout.reward  # NULL in any database
     entry = (
@@ -87,12 +99,12 @@ def to_rows(rollout: Rollout, step: int, version: int, kind: str) -> Rows:
         version,
         rollout.status.value,
         reward,
-        sum(len(one["tokens"]) for one in arrays),
+        sum(len(one.tokens) for one in packed),
         len(turns),
         sum(row[-1] for row in turns),
-        _hash(rollout.task_id, arrays),
+        _hash(rollout.task_id, packed),
     )
-    return Rows(entry, turns, _to_content(rollout, sequences, arrays))
+    return Rows(entry, turns, _to_content(rollout, sequences, packed))
 
 
 def to_entry(row: tuple[Any, ...]) -> Entry:
@@ -107,7 +119,7 @@ def from_content(entry: Entry, content: bytes) -> Rollout:
     """The rollout of an entry and its content; ValueError if the bytes are damaged."""
     try:
         header, sequences = _unpack_content(content)
-    except (zlib.error, TypeError, KeyError, IndexError) as error:
+    except (zstandard.ZstdError, TypeError, KeyError, IndexError) as error:
         raise ValueError(f"damaged content of {len(content)} bytes: {error}") from error
     lengths = [len(sequence.tokens) for sequence in sequences]
     if sum(lengths) != entry.num_tokens:
@@ -180,36 +192,64 @@ def _turns(sequences: Iterable[Branch]) -> Iterable[tuple[int, int, float, int]]
 # -- content ---------------------------------------------------------------------------------------
 
 
-def _arrays(sequence: Branch) -> dict[str, np.ndarray]:
-    """The per-token lists, as exact as they are."""
-    kinds = {"logps": np.float64}
-    return {
-        name: np.asarray(getattr(sequence, name), dtype=kinds.get(name, np.int64)) for name in LISTS
-    }
+class _Packed(NamedTuple):
+    """The per-token lists of a sequence as arrays of their smallest types."""
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    logps: np.ndarray
+    versions: np.ndarray
 
 
-def _to_content(
-    rollout: Rollout, sequences: Sequence[Branch], arrays: Sequence[Mapping[str, np.ndarray]]
-) -> bytes:
-    small = [[_smallest(one[name]) for name in LISTS] for one in arrays]
+def _packed(sequence: Branch) -> _Packed:
+    return _Packed(
+        _small(sequence.tokens, "Hiq"),  # few vocabularies have 128 tokens
+        _small(sequence.loss_mask, "bhiq"),
+        _small_floats(sequence.logps),
+        _small(sequence.versions, "bhiq"),
+    )
+
+
+def _small(values: Sequence[int], codes: str) -> np.ndarray:
+    """In the first type that holds every one; OverflowError beyond 64 bits."""
+    for code in codes[:-1]:
+        try:
+            return np.frombuffer(array(code, values), code)  # half the time of np.asarray
+        except OverflowError:
+            continue
+    return np.frombuffer(array(codes[-1], values), codes[-1])
+
+
+def _small_floats(values: Sequence[float]) -> np.ndarray:
+    """fp32 if that is exact (as the contract of `Rollout.logps` says), else fp64."""
+    exact = np.frombuffer(array("d", values))
+    with np.errstate(over="ignore"):
+        rounded = exact.astype(np.float32)
+    return rounded if (rounded == exact).all() else exact
+
+
+def _to_content(rollout: Rollout, sequences: Sequence[Branch], packed: Sequence[_Packed]) -> bytes:
     header: dict[str, Any] = {
         "metrics": rollout.metrics,
         "error": rollout.error,
         "sequences": [
-            _about(sequence, lists) for sequence, lists in zip(sequences, small, strict=True)
+            _about(sequence, one) for sequence, one in zip(sequences, packed, strict=True)
         ],
     }
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = _ENCODER.encode(header).encode()
     length = len(text).to_bytes(NUM_LENGTH_BYTES, "little")
-    lists = (array.tobytes() for each in small for array in each)
-    return zlib.compress(b"".join([length, text, *lists]), level=1)  # a step writes a few MB
+    lists = (one.tobytes() for each in packed for one in each)
+    return b"".join([length, text, *lists])
 
 
-def _about(sequence: Branch, lists: Sequence[np.ndarray]) -> dict[str, Any]:
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
+
+
+def _about(sequence: Branch, packed: _Packed) -> dict[str, Any]:
     spans = [(one.action_start, one.action_end, one.observation_end) for one in sequence.turn_spans]
     about: dict[str, Any] = {
         "num": len(sequence.tokens),
-        "dtypes": [array.dtype.str for array in lists],
+        "dtypes": [one.dtype.str for one in packed],
         "spans": spans,
     }
     further = {
@@ -221,15 +261,15 @@ def _about(sequence: Branch, lists: Sequence[np.ndarray]) -> dict[str, Any]:
 
 
 def _unpack_content(content: bytes) -> tuple[dict[str, Any], list[Branch]]:
-    data = zlib.decompress(content)
+    data = zstandard.decompress(content)
     place = NUM_LENGTH_BYTES + int.from_bytes(data[:NUM_LENGTH_BYTES], "little")
     header = json.loads(data[NUM_LENGTH_BYTES:place])
     sequences = []
     for about in header["sequences"]:
         lists: dict[str, Any] = {}
         for name, dtype in zip(LISTS, about["dtypes"], strict=True):
-            array = np.frombuffer(data, dtype, about["num"], place)
-            lists[name], place = array.tolist(), place + array.nbytes
+            numbers = np.frombuffer(data, dtype, about["num"], place)
+            lists[name], place = numbers.tolist(), place + numbers.nbytes
         sequences.append(_to_branch(about, lists))
     return header, sequences
 
@@ -239,43 +279,26 @@ def _to_branch(about: Mapping[str, Any], lists: Mapping[str, Any]) -> Branch:
         TurnSpan(action_start=start, action_end=end, observation_end=observation_end)
         for start, end, observation_end in about["spans"]
     ]
-    further = {
-        name: about[name]
-        for name in ("turn_rewards", "turn_metrics", "is_history")
-        if name in about
-    }
+    names = ("turn_rewards", "turn_metrics", "is_history")
+    further = {name: about[name] for name in names if name in about}
     return Branch(turn_spans=spans, **lists, **further)
-
-
-# Smallest first.
-_INT_DTYPES = tuple((np.dtype(name), np.iinfo(name)) for name in ("|i1", "<u2", "<i4", "<i8"))
-
-
-def _smallest(array: np.ndarray) -> np.ndarray:
-    """The same numbers in the smallest type that holds every one."""
-    if array.dtype.kind == "f":
-        with np.errstate(over="ignore"):
-            rounded = array.astype(np.float32)
-        return rounded if np.array_equal(rounded, array, equal_nan=True) else array
-    low, high = (int(array.min()), int(array.max())) if len(array) else (0, 0)
-    return array.astype(next(d for d, info in _INT_DTYPES if info.min <= low and high <= info.max))
 
 
 def pack_stats(stats: TokenStats) -> bytes:
     """`unpack_stats` is the inverse."""
-    numbers = [number for lists in stats.values.values() for one in lists for number in one]
-    array = _smallest(np.asarray(numbers, np.float64))
+    flat = [number for lists in stats.values.values() for one in lists for number in one]
+    numbers = _small_floats(flat)
     shape = {name: [len(one) for one in lists] for name, lists in stats.values.items()}
-    text = json.dumps({"dtype": array.dtype.str, "shape": shape}).encode()
+    text = json.dumps({"dtype": numbers.dtype.str, "shape": shape}).encode()
     length = len(text).to_bytes(NUM_LENGTH_BYTES, "little")
-    return zlib.compress(b"".join([length, text, array.tobytes()]), level=1)
+    return zstandard.compress(b"".join([length, text, numbers.tobytes()]))
 
 
 def unpack_stats(content: bytes) -> TokenStats:
     """ValueError if the bytes are damaged."""
     try:
-        data = zlib.decompress(content)
-    except zlib.error as error:
+        data = zstandard.decompress(content)
+    except zstandard.ZstdError as error:
         raise ValueError(f"damaged statistics of {len(content)} bytes: {error}") from error
     place = NUM_LENGTH_BYTES + int.from_bytes(data[:NUM_LENGTH_BYTES], "little")
     header = json.loads(data[NUM_LENGTH_BYTES:place])
@@ -297,12 +320,12 @@ def content_hash(rollout: Rollout) -> str:
 
     Rewards, log-probs and timings are left out, so that a regenerated rollout can be recognised.
     """
-    return _hash(rollout.task_id, [_arrays(sequence) for sequence in rollout.sequences])
+    return _hash(rollout.task_id, [_packed(sequence) for sequence in rollout.sequences])
 
 
-def _hash(task_id: str, arrays: Sequence[Mapping[str, np.ndarray]]) -> str:
+def _hash(task_id: str, packed: Sequence[_Packed]) -> str:
     digest = hashlib.sha256(task_id.encode("utf-8") + b"\0")
-    for one in arrays:
-        digest.update(one["tokens"].astype("<i8", copy=False).tobytes())
-        digest.update(one["loss_mask"].astype("<i8", copy=False).tobytes())
+    for one in packed:
+        digest.update(one.tokens.astype("<i8").tobytes())
+        digest.update(one.loss_mask.astype("<i8").tobytes())
     return digest.hexdigest()[:HASH_CHARS]

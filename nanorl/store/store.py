@@ -36,12 +36,12 @@ from nanorl.store.migration import migrate
 from nanorl.store.rows import (
     ENTRY_COLUMNS,
     Entry,
+    RowMaker,
     Rows,
     from_content,
     insert_rows,
     pack_stats,
     to_entry,
-    to_rows,
     unpack_stats,
 )
 from nanorl.store.sqlite import SqliteDatabase
@@ -130,12 +130,13 @@ class RolloutStore:
             raise ValueError(
                 f"rollout_id {double!r} occurs twice in one group: ids must be unique in a run"
             )
+        maker = RowMaker()
         rows = [
-            to_rows(
+            maker.rows(
                 rollout,
-                step,
-                rollout.version if version is None else version,
-                self._kind(rollout.task_id),
+                step=step,
+                version=rollout.version if version is None else version,
+                kind=self._kind(rollout.task_id),
             )
             for rollout in sorted(rollouts, key=lambda one: (one.group_id, one.rollout_id))
         ]
