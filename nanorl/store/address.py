@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 OPTIONS = ("run", "blobs", "blob_bytes")
 SECRETS = ("password", "passfile", "sslpassword", "secret", "token", "key")
@@ -55,7 +55,8 @@ class StoreAddress:
             return cls(path=Path(unquote(parts.path)), **fields)
         if parts.scheme not in POSTGRES:
             raise ValueError(f"{shown}: a store is a file, sqlite:///FILE or postgresql://SERVER")
-        server = urlunsplit(("postgresql", parts.netloc, parts.path, urlencode(options), ""))
+        query = f"?{urlencode(options)}" if options else ""
+        server = f"postgresql://{parts.netloc}{parts.path}{query}"
         return cls(server=server, run=own.get("run", DEFAULT_RUN), **fields)
 
     @classmethod
