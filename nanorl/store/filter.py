@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanorl.store.database import STEP_SHIFT
 from nanorl.types import Status
@@ -61,6 +61,17 @@ class Condition:
         return f"{self.name}{self.operator}{''.join(map(_written, self.values))}"
 
 
+class Selection(NamedTuple):
+    """A part of a statement."""
+
+    source: str
+    """FROM ... WHERE ..."""
+    values: list[Any]
+    """Of its marks."""
+    number: str
+    """The column to sort by, which the index has in order."""
+
+
 @dataclass(frozen=True)
 class Filter:
     """Conditions, all of which a rollout must meet; without any it means every rollout.
@@ -93,15 +104,15 @@ class Filter:
         """Both."""
         return Filter((*self.conditions, *other.conditions))
 
-    def sql(self) -> tuple[str, list[Any]]:
-        """`FROM ... WHERE ...` of the rollouts `r`, each once, and the values of its marks."""
+    def sql(self) -> Selection:
+        """How to find the rollouts `r`, each once."""
         of_turns = [one for one in self.conditions if _is_of_a_turn(one)]
         rollouts = [_sql(one) for one in self.conditions if not _is_of_a_turn(one)]
-        source = "rollouts r"
+        source, number = "rollouts r", "r.id"
         if self._is_led_by_a_turn(of_turns):
             # The one table that knows which rollouts failed in that turn leads. Its index has them
             # in order, and SQLite would rather walk all rollouts.
-            source = "turns t CROSS JOIN rollouts r"
+            source, number = "turns t CROSS JOIN rollouts r", "t.id"
             rollouts += [("r.id = t.id", []), *(_sql(one) for one in of_turns)]
             rollouts += [_ids("t.id", one) for one in self.conditions if one.name == "step"]
         elif [one.name for one in of_turns] == [FAILED]:
@@ -110,7 +121,8 @@ class Filter:
             clauses, values = _joined([("t.id = r.id", []), *(_sql(one) for one in of_turns)])
             rollouts.append((f"EXISTS (SELECT 1 FROM turns t WHERE {clauses})", values))
         clauses, values = _joined(rollouts)
-        return f"FROM {source}" + (f" WHERE {clauses}" if clauses else ""), values
+        where = f" WHERE {clauses}" if clauses else ""
+        return Selection(f"FROM {source}{where}", values, number)
 
     def _is_led_by_a_turn(self, of_turns: Sequence[Condition]) -> bool:
         is_exact = any(one.name == "turn" and one.operator == "=" for one in of_turns)

@@ -255,9 +255,9 @@ class RolloutStore:
 
     def count(self, where: Filter = EVERY) -> int:
         """How many rollouts a slice has."""
-        source, values = where.sql()
-        sql = f"SELECT count(*) {source}"
-        return int(self._db.read(lambda: self._db.query(sql, values))[0][0])
+        chosen = where.sql()
+        sql = f"SELECT count(*) {chosen.source}"
+        return int(self._db.read(lambda: self._db.query(sql, chosen.values))[0][0])
 
     def __len__(self) -> int:
         return self.count()
@@ -426,8 +426,8 @@ class RolloutStore:
     def _select(
         self, columns: str, where: Filter, limit: int | None, *, newest_first: bool = False
     ) -> list[tuple[Any, ...]]:
-        source, values = where.sql()
-        sql = f"SELECT {columns} {source} ORDER BY r.id{' DESC' if newest_first else ''}"
+        source, values, number = where.sql()
+        sql = f"SELECT {columns} {source} ORDER BY {number}{' DESC' if newest_first else ''}"
         if limit is not None:
             sql, values = f"{sql} LIMIT ?", [*values, limit]
         return self._db.read(lambda: self._db.query(sql, values))
