@@ -1,11 +1,11 @@
 """Rollout store benchmark: inserts a second, slice queries, size on disk.
 
-    python scripts/bench_store.py [--json FILE] [--million] [--postgres]
+    python scripts/bench_store.py [--json FILE] [--million] [--postgres] [--folder FOLDER]
 
 Rollouts are like those of a small agent: 3 turns, 320 tokens on average, 8 a group, 1,024 a step,
-1,000 tasks, a tenth of the second turns failed, a log-prob for every sampled token. `inserts` is
-the rate of one `add_group` a step (1,024 rollouts and one fsync), packing included, over the last
-fifth of the store; `inserts-of-8` that of one `add_group` a group, as a run that trains on one
+1,000 tasks, a tenth of all turns failed, a log-prob for every sampled token. `inserts` is
+the rate of one `add_group` a step (1,024 rollouts and one fsync), packing included: the median over
+the last fifth of the store; `per_cpu_s` is the same by the CPU time of the process; `inserts-of-8` that of one `add_group` a group, as a run that trains on one
 group a step would do. `slice ...` is the median time of a page of 100 entries, built as objects.
 With --million the same store is measured again when it holds a million; both databases are on the
 disk of the folder given with --folder. --postgres starts a server of Debian's package.
@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import argparse
 import random
-import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from bench_output import print_rows, write_json
+from postgres_server import PostgresServer
 
 from nanorl.store import Filter, RolloutStore
 from nanorl.types import Rollout, Status, TurnSpan
@@ -46,6 +46,9 @@ SLICES = (
     "turns>=4",
 )
 NUM_REPEATS = 21
+NUM_OF_8 = 2
+"""Steps that are inserted group by group."""
+PAGE = 100
 
 
 class Source:
@@ -99,22 +102,92 @@ class Source:
         )
 
 
-def fill(store: RolloutStore, source: Source, steps: range, *, at_once: int = STEP) -> list[float]:
-    """Insert steps; the seconds of each."""
+def fill(
+    store: RolloutStore, source: Source, steps: range, *, at_once: int = STEP
+) -> list[tuple[float, float]]:
+    """Insert steps; the seconds of each, on the wall and of this process's CPU."""
     times = []
     for step in steps:
         rollouts = source.step(step)
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         for first in range(0, STEP, at_once):
             store.add_group(rollouts[first : first + at_once], step=step)
-        times.append(time.perf_counter() - start)
+        times.append((time.perf_counter() - start, time.process_time() - cpu))
     return times
 
 
-def median_s(work: Callable[[], Any]) -> float:
-    times = []
-    for _ in range(NUM_REPEATS):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+def insert_row(name: str, times: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """The median rate, the best one, and the median rate by CPU time."""
+    rates = [STEP / wall for wall, _ in times]
+    return {
+        **row(name, "rollouts/s", statistics.median(rates)),
+        "best": max(rates),
+        "per_cpu_s": statistics.median(STEP / cpu for _, cpu in times),
+        "num_steps": len(times),
+    }
+
+
+def slice_rows(store: RolloutStore, name: str) -> list[dict[str, Any]]:
+    """A row for each of SLICES, and what the whole costs by its summary."""
+    one = store.entries(limit=1, newest_first=True)[0]
+    rows = []
+    for text in SLICES:
+        where = Filter.parse(
+            text.format(task=one.task_id, group=one.group_id, hash=one.content_hash)
+        )
+        times = []
+        for _ in range(NUM_REPEATS):
+            start = time.perf_counter()
+            found = store.entries(where=where, limit=PAGE)
+            times.append((time.perf_counter() - start) * 1e3)
+        about = {"best": min(times), "num_found": len(found), "num_in_all": store.count(where)}
+        rows.append({**row(f"{name} slice {text}", "ms", statistics.median(times)), **about})
+    return rows
+
+
+def measure(address: str, name: str, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Fill a store to each size in turn, and measure there."""
+    source, rows, step = Source(), [], 0
+    with RolloutStore(address) as store:
+        for size in sizes:
+            last = size // STEP
+            times = fill(store, source, range(step, last))
+            begun = f"{name} {size // 1000}k"
+            rows.append(insert_row(f"{begun} inserts", times[-(last // 5) :]))
+            alone = range(last, last + NUM_OF_8)
+            rows.append(
+                insert_row(f"{begun} inserts-of-8", fill(store, source, alone, at_once=GROUP))
+            )
+            step = last + NUM_OF_8
+            rows += slice_rows(store, begun)
+            stats = store.stats()
+            used = stats.used_bytes / stats.num_rollouts
+            rows.append(row(f"{begun} on disk", "bytes a rollout", used))
+            print(f"  {begun}: {rows[-len(SLICES) - 3]}", file=sys.stderr, flush=True)
+    return rows
+
+
+def row(name: str, unit: str, value: float) -> dict[str, Any]:
+    return {"name": name, "value": value, "unit": unit}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--million", action="store_true", help="fill it up to a million, too")
+    parser.add_argument("--postgres", action="store_true", help="measure PostgreSQL, too")
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; default: a temporary")
+    options = parser.parse_args()
+    sizes = [SMALL, LARGE] if options.million else [SMALL]
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        rows = measure(f"{folder}/rollouts.sqlite", "sqlite", sizes)
+        if options.postgres:
+            with PostgresServer() as server:
+                rows += measure(server.address, "postgres", sizes)
+    print_rows(rows)
+    if options.json:
+        write_json(options.json, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -48,16 +48,17 @@ class StoreAddress:
         _require_no_secret(address, shown)
         _require_no_secret(options.get("blobs", ""), shown)
         own = {name: options.pop(name) for name in OPTIONS if name in options}
-        fields = {"blobs": own.get("blobs", ""), "blob_bytes": _bytes(own, shown)}
+        blobs, blob_bytes = own.get("blobs", ""), _bytes(own, shown)
         if parts.scheme == "sqlite":
             if parts.netloc or options or not parts.path.strip("/"):
                 raise ValueError(f"{shown}: write sqlite:///FOLDER/FILE?blobs=ADDRESS")
-            return cls(path=Path(unquote(parts.path)), **fields)
+            return cls(path=Path(unquote(parts.path)), blobs=blobs, blob_bytes=blob_bytes)
         if parts.scheme not in POSTGRES:
             raise ValueError(f"{shown}: a store is a file, sqlite:///FILE or postgresql://SERVER")
         query = f"?{urlencode(options)}" if options else ""
         server = f"postgresql://{parts.netloc}{parts.path}{query}"
-        return cls(server=server, run=own.get("run", DEFAULT_RUN), **fields)
+        run = own.get("run", DEFAULT_RUN)
+        return cls(server=server, run=run, blobs=blobs, blob_bytes=blob_bytes)
 
     @classmethod
     def _of_file(cls, address: str) -> StoreAddress:

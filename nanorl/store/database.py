@@ -44,6 +44,7 @@ TABLES = (
         num_failed_turns {id} NOT NULL,
         content_hash TEXT NOT NULL,
         num_bytes {id} NOT NULL,
+        worth {id} NOT NULL,
         stored_at DOUBLE PRECISION NOT NULL
     )""",
     "CREATE TABLE contents (id {id} PRIMARY KEY, content {blob}, place TEXT)",

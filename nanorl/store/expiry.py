@@ -7,14 +7,19 @@ When all take up more than they may, these go, the oldest of each kind first:
     3. all others, but
     4. rare successes, in groups of which a quarter or fewer got reward 1, go last
 
-The newest step stays. What went is still counted (the table `expired`).
+The rank is found when a group is stored (the column `worth`): later the others of its group may be
+gone. The newest step stays. What went is still counted (the table `expired`).
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
 
 from nanorl.store.database import STEP_SHIFT, Clause, Database
+from nanorl.types import Rollout, Status
 
 DAY_S = 86_400
 RARE_SHARE = 0.25
@@ -30,31 +35,43 @@ ON CONFLICT (step) DO UPDATE SET
     num_successes = expired.num_successes + excluded.num_successes
 """
 
-_BY_VALUE = """
-WITH groups_of AS (
-    SELECT group_id AS g, min(reward) AS low, max(reward) AS high,
-        avg(CASE WHEN reward >= 1 THEN 1.0 ELSE 0.0 END) AS rate
-    FROM rollouts GROUP BY group_id
-), firsts AS (
+_BY_WORTH = """
+WITH firsts AS (
     SELECT content_hash AS h, min(id) AS first FROM rollouts GROUP BY content_hash
 ), valued AS (
-    SELECT r.id AS id, r.num_bytes AS num_bytes, CASE
-        WHEN r.status = 'failed' OR r.id > f.first THEN 1
-        WHEN g.low = g.high THEN 2
-        WHEN r.reward >= 1 AND g.rate <= ? THEN 4
-        ELSE 3 END AS value
-    FROM rollouts r
-    JOIN groups_of g ON g.g = r.group_id
-    JOIN firsts f ON f.h = r.content_hash
+    SELECT r.id AS id, r.num_bytes AS num_bytes,
+        CASE WHEN r.id > f.first THEN 1 ELSE r.worth END AS worth
+    FROM rollouts r JOIN firsts f ON f.h = r.content_hash
     WHERE r.id < ?
 ), running AS (
-    SELECT id, value, sum(num_bytes + ?) OVER (
-        ORDER BY value, id ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
+    SELECT id, worth, sum(num_bytes + ?) OVER (
+        ORDER BY worth, id ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
     ) AS before
     FROM valued
 )
-SELECT id FROM running WHERE coalesce(before, 0) < ? ORDER BY value, id
+SELECT id FROM running WHERE coalesce(before, 0) < ? ORDER BY worth, id
 """
+
+
+def worths(rollouts: Sequence[Rollout]) -> dict[str, int]:
+    """What each is worth among the others of its group: a rank of the list above, without what only
+    the whole store tells."""
+    groups: defaultdict[str, list[Rollout]] = defaultdict(list)
+    for rollout in rollouts:
+        groups[rollout.group_id].append(rollout)
+    found = {}
+    for group in groups.values():
+        rewards = {one.reward for one in group if one.status is not Status.FAILED}
+        is_rare = sum(one.is_success for one in group) <= RARE_SHARE * len(group)
+        for one in group:
+            if one.status is Status.FAILED:
+                rank = 1
+            elif len(rewards) < 2:
+                rank = 2
+            else:
+                rank = 4 if is_rare and one.is_success else 3
+            found[one.rollout_id] = rank
+    return found
 
 
 def older_steps(db: Database, keep_steps: int) -> Clause:
@@ -82,10 +99,10 @@ def least_valuable(db: Database, max_bytes: int) -> list[int]:
     overhead = max(0, used - int(content_bytes)) // num  # of a rollout: its rows in the indexes
     newest = _newest_step(db) << STEP_SHIFT
     excess = used - int(ROOM * max_bytes)
-    return [row[0] for row in db.query(_BY_VALUE, (RARE_SHARE, newest, overhead, excess))]
+    return [row[0] for row in db.query(_BY_WORTH, (newest, overhead, excess))]
 
 
-def count_expired(db: Database, where: str, values: object) -> None:
+def count_expired(db: Database, where: str, values: Sequence[Any]) -> None:
     """Write down how many rollouts of each step go."""
     db.run(_COUNT.format(where=where), values)
 

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from nanorl.store.database import STEP_SHIFT, Database, StoreError
-from nanorl.store.rows import LISTS, RowMaker, Rows, insert_rows, pack_stats
+from nanorl.store.expiry import worths
+from nanorl.store.rows import LISTS, Filed, RowMaker, insert_rows, pack_stats
 from nanorl.types import Branch, Rollout, Status, TokenStats, TurnSpan, kind_of
 
 COLUMNS = ("rollout_id", "task_id", "group_id", "step", "version", "status", "reward", "extra")
@@ -51,35 +52,40 @@ def _copy_rollouts(db: Database, kind: str) -> None:
     ids = db.query(f"SELECT step, rollout_id FROM old_rollouts {order}")
     columns = ", ".join((*COLUMNS, *LISTS, kind))
     maker = RowMaker()
-    for step, found in groupby(ids, key=lambda row: row[0]):
-        number, names = step << STEP_SHIFT, [name for _, name in found]
+    for step, group in groupby(ids, key=lambda row: row[0]):
+        number, names = step << STEP_SHIFT, [name for _, name in group]
         for start in range(0, len(names), NUM_AT_ONCE):
             part = names[start : start + NUM_AT_ONCE]
             marks = ", ".join("?" * len(part))
             sql = f"SELECT {columns} FROM old_rollouts WHERE rollout_id IN ({marks}) {order}"
-            rows = [_to_new(db, maker, row) for row in db.query(sql, part)]
+            found = [_to_rollout(db, row) for row in db.query(sql, part)]
+            ranks = worths([rollout for rollout, _, _ in found])
+            rows = [
+                maker.rows(
+                    rollout,
+                    Filed(
+                        step, version, kind or kind_of(rollout.task_id), ranks[rollout.rollout_id]
+                    ),
+                )
+                for rollout, version, kind in found
+            ]
             insert_rows(db, number + start, rows, [None] * len(rows))
 
 
-def _to_new(db: Database, maker: RowMaker, row: tuple[Any, ...]) -> Rows:
+def _to_rollout(db: Database, row: tuple[Any, ...]) -> tuple[Rollout, int, str]:
+    """With its version and its kind."""
     *values, kind = row
     fields = dict(zip((*COLUMNS, *LISTS), values, strict=True))
     try:
-        rollout = _to_rollout(fields)
+        return _from_fields(fields), fields["version"], kind
     except ValueError as error:
         raise StoreError(
             f"{db.name}: rollout {fields['rollout_id']!r}: {error}; the file is damaged: move it "
             "away; the run can go on without it"
         ) from error
-    return maker.rows(
-        rollout,
-        step=fields["step"],
-        version=fields["version"],
-        kind=kind or kind_of(rollout.task_id),
-    )
 
 
-def _to_rollout(fields: Mapping[str, Any]) -> Rollout:
+def _from_fields(fields: Mapping[str, Any]) -> Rollout:
     extra = json.loads(fields["extra"])
     own = _to_sequence(fields, extra)
     branches = [

@@ -34,11 +34,11 @@ TYPES = {"id": "BIGINT", "blob": "BYTEA", "clustered": ""}
 VERSION_TABLE = "CREATE TABLE store_schema (version BIGINT NOT NULL)"
 _RUN = re.compile(r"[a-z0-9_.-]{1,63}", re.IGNORECASE)
 
-# Classes of SQLSTATE (https://www.postgresql.org/docs/current/errcodes-appendix.html).
+# SQLSTATE or its class (https://www.postgresql.org/docs/current/errcodes-appendix.html).
 _REMEDIES = {
     "28": "it refuses this user: set PGPASSWORD or ~/.pgpass, and check the server's pg_hba.conf",
     "3D": "there is no such database: create it (createdb)",
-    "42": "the user may not do that: GRANT CREATE ON DATABASE",
+    "42501": "the user may not do that: GRANT CREATE ON DATABASE",
     "53": "the server has no room left (disk, memory or connections): make some, then go on with "
     "--resume",
     "55": "another process is writing to this run's schema: stop that run, or use another run=NAME",
@@ -135,7 +135,9 @@ class PostgresDatabase:
                 copy.write_row(row)
 
     def schema_version(self) -> int:
-        if self.query("SELECT to_regclass('store_schema')")[0][0] is None:
+        # Not to_regclass: it may still believe what it saw before another process made the tables.
+        there = "SELECT 1 FROM pg_tables WHERE schemaname = ? AND tablename = 'store_schema'"
+        if not self.query(there, (self._schema,)):
             return 0
         return self.query("SELECT version FROM store_schema")[0][0]
 
@@ -168,7 +170,8 @@ class PostgresDatabase:
 
     def _error(self, action: str, error: psycopg.Error) -> StoreError:
         text = without_password(str(error)).strip().replace("\n", " ")
-        remedy = _REMEDIES.get((error.sqlstate or "")[:2])
+        state = error.sqlstate or ""
+        remedy = _REMEDIES.get(state[:2]) or _REMEDIES.get(state)
         if remedy is None and isinstance(error, psycopg.OperationalError):
             remedy = _UNREACHABLE
         return StoreError(f"cannot {action} {self.name}: {remedy or 'check the server'} ({text})")

@@ -71,6 +71,17 @@ class Rows(NamedTuple):
     entry: tuple[Any, ...]
     turns: list[tuple[Any, ...]]
     content: bytes
+    worth: int
+    """How late it goes when space is short (expiry.py)."""
+
+
+class Filed(NamedTuple):
+    """Where a rollout belongs, which it does not know itself."""
+
+    step: int
+    version: int
+    kind: str
+    worth: int
 
 
 class RowMaker:
@@ -79,32 +90,27 @@ class RowMaker:
     def __init__(self) -> None:
         self._compress = zstandard.ZstdCompressor().compress
 
-    def rows(self, rollout: Rollout, *, step: int, version: int, kind: str) -> Rows:
+    def rows(self, rollout: Rollout, filed: Filed) -> Rows:
         """The inverse is `from_content`. TypeError where `metrics` are not JSON."""
-        entry, turns, content = _to_rows(rollout, step, version, kind)
-        return Rows(entry, turns, self._compress(content))
-
-
-def _to_rows(rollout: Rollout, step: int, version: int, kind: str) -> Rows:
-    sequences = rollout.sequences
-    packed = [_packed(sequence) for sequence in sequences]
-    turns = [(number, *row) for number, row in enumerate(_turns(in_order(sequences)), start=1)]
-    reward = None if math.isnan(rollout.reward) else rollout.reward  # NULL in any database
-    entry = (
-        rollout.rollout_id,
-        rollout.task_id,
-        rollout.group_id,
-        kind,
-        step,
-        version,
-        rollout.status.value,
-        reward,
-        sum(len(one.tokens) for one in packed),
-        len(turns),
-        sum(row[-1] for row in turns),
-        _hash(rollout.task_id, packed),
-    )
-    return Rows(entry, turns, _to_content(rollout, sequences, packed))
+        sequences = rollout.sequences
+        packed = [_packed(sequence) for sequence in sequences]
+        turns = [(number, *row) for number, row in enumerate(_turns(in_order(sequences)), start=1)]
+        entry = (
+            rollout.rollout_id,
+            rollout.task_id,
+            rollout.group_id,
+            filed.kind,
+            filed.step,
+            filed.version,
+            rollout.status.value,
+            None if math.isnan(rollout.reward) else rollout.reward,  # NULL in any database
+            sum(len(one.tokens) for one in packed),
+            len(turns),
+            sum(row[-1] for row in turns),
+            _hash(rollout.task_id, packed),
+        )
+        content = self._compress(_to_content(rollout, sequences, packed))
+        return Rows(entry, turns, content, filed.worth)
 
 
 def to_entry(row: tuple[Any, ...]) -> Entry:
@@ -147,8 +153,10 @@ def insert_rows(
     """Insert rollouts as the numbers `first` and following; the content of one that has a place
     lies there."""
     now = time.time()
-    columns = ("id", *ENTRY_COLUMNS, "num_bytes", "stored_at")
-    entries = ((n, *one.entry, len(one.content), now) for n, one in enumerate(rows, first))
+    columns = ("id", *ENTRY_COLUMNS, "num_bytes", "worth", "stored_at")
+    entries = (
+        (n, *one.entry, len(one.content), one.worth, now) for n, one in enumerate(rows, first)
+    )
     db.insert("rollouts", columns, entries)
     placed = enumerate(zip(rows, places, strict=True), first)
     contents = ((n, None if place else one.content, place) for n, (one, place) in placed)

@@ -30,12 +30,13 @@ from nanorl.store.database import (
     among,
     in_parts,
 )
-from nanorl.store.expiry import count_expired, least_valuable, older_days, older_steps
+from nanorl.store.expiry import count_expired, least_valuable, older_days, older_steps, worths
 from nanorl.store.filter import EVERY, Filter
 from nanorl.store.migration import migrate
 from nanorl.store.rows import (
     ENTRY_COLUMNS,
     Entry,
+    Filed,
     RowMaker,
     Rows,
     from_content,
@@ -130,13 +131,16 @@ class RolloutStore:
             raise ValueError(
                 f"rollout_id {double!r} occurs twice in one group: ids must be unique in a run"
             )
-        maker = RowMaker()
+        maker, ranks = RowMaker(), worths(rollouts)
         rows = [
             maker.rows(
                 rollout,
-                step=step,
-                version=rollout.version if version is None else version,
-                kind=self._kind(rollout.task_id),
+                Filed(
+                    step,
+                    rollout.version if version is None else version,
+                    self._kind(rollout.task_id),
+                    ranks[rollout.rollout_id],
+                ),
             )
             for rollout in sorted(rollouts, key=lambda one: (one.group_id, one.rollout_id))
         ]
