@@ -3,12 +3,11 @@
     python scripts/bench_store.py [--json FILE] [--million] [--postgres] [--folder FOLDER]
 
 Rollouts are like those of a small agent: 3 turns, 320 tokens on average, 8 a group, 1,024 a step,
-1,000 tasks, a tenth of all turns failed, a log-prob for every sampled token. `inserts` is
-the rate of one `add_group` a step (1,024 rollouts and one fsync), packing included: the median over
-the last fifth of the store; `per_cpu_s` is the same by the CPU time of the process; `inserts-of-8` that of one `add_group` a group, as a run that trains on one
-group a step would do. `slice ...` is the median time of a page of 100 entries, built as objects.
-With --million the same store is measured again when it holds a million; both databases are on the
-disk of the folder given with --folder. --postgres starts a server of Debian's package.
+1,000 tasks, a tenth of all turns failed, log-probs of all sampled tokens. `inserts` is the rate
+of one `add_group` a step (1,024 rollouts and one fsync), packing included: the median over the last
+fifth of the store; `per_cpu_s` is the same by the CPU time of this process. `inserts-of-8` is the
+rate of one `add_group` a group. `slice ...` is the median time of a page of 100 entries (objects).
+With --million the same store is measured again when it holds a million.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from nanorl.types import Rollout, Status, TurnSpan
 
 GROUP, STEP = 8, 1_024
 NUM_TASKS = 1_000
+VOCABULARY = 49_152
 KINDS = ("sums", "squares", "words", "dates", "code")
 SMALL, LARGE = 100_000, 1_000_000
 SLICES = (
@@ -52,13 +53,16 @@ PAGE = 100
 
 
 class Source:
-    """Rollouts, each different; the arrays behind them are drawn once."""
+    """Rollouts, each different from all others by its first two tokens; the rest is of a few
+    thousand templates."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(0)
-        self._tokens = rng.zipf(1.3, 200_000) % 49_152
+        self._tokens = rng.zipf(1.3, 200_000) % VOCABULARY
         self._logps = (-rng.exponential(size=200_000)).astype(np.float32).astype(float)
         self._random = random.Random(0)
+        self._templates = [self._template() for _ in range(4_096)]
+        self._num = 0
 
     def step(self, step: int) -> list[Rollout]:
         """The groups of a step."""
@@ -70,32 +74,45 @@ class Source:
         ]
 
     def _rollout(self, step: int, group: int, member: int, task: int) -> Rollout:
+        self._num += 1
+        template = self._random.choice(self._templates)
+        return replace(
+            template,
+            task_id=f"{KINDS[task % len(KINDS)]}-{task:016x}",
+            group_id=f"s{step}-g{group}",
+            rollout_id=f"s{step}-g{group}-m{member}",
+            tokens=[self._num % VOCABULARY, self._num // VOCABULARY, *template.tokens[2:]],
+            versions=[step if one else -1 for one in template.loss_mask],
+        )
+
+    def _template(self) -> Rollout:
         draw = self._random.random
         size = 200 + int(240 * draw())
         start = self._random.randrange(len(self._tokens) - size)
         spans, place = [], size // 4
         for _ in range(3):
-            action, seen = place + size // 6, place + size // 4
+            end = place + size // 6
             spans.append(
-                TurnSpan(action_start=place, action_end=action, observation_end=min(seen, size))
+                TurnSpan(action_start=place, action_end=end, observation_end=end + size // 12)
             )
-            place = seen
+            place = spans[-1].observation_end
         mask = np.zeros(size, np.int64)
         for span in spans:
             mask[span.action_start : span.action_end] = 1
-        fails = [
-            {"num_executions": 1.0, "num_tool_errors": 1.0} if draw() < 0.1 else {} for _ in spans
-        ]
+        counted = [{"num_executions": 1.0} for _ in spans]
+        for one in counted:
+            if draw() < 0.1:
+                one["num_tool_errors"] = 1.0
         return Rollout(
-            task_id=f"{KINDS[task % len(KINDS)]}-{task:016x}",
-            group_id=f"s{step}-g{group}",
-            rollout_id=f"s{step}-g{group}-m{member}",
+            task_id="",
+            group_id="",
+            rollout_id="",
             tokens=self._tokens[start : start + size].tolist(),
             loss_mask=mask.tolist(),
             logps=np.where(mask, self._logps[start : start + size], 0.0).tolist(),
-            versions=np.where(mask, step, -1).tolist(),
+            versions=np.where(mask, 0, -1).tolist(),
             turn_spans=spans,
-            turn_metrics=fails,
+            turn_metrics=counted,
             reward=float(draw() < 0.3),
             status=Status.FAILED if draw() < 0.01 else Status.FINISHED,
             metrics={"num_turns": 3.0, "num_executions": 3.0, "tool_s": draw()},

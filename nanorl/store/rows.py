@@ -15,8 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import struct
 import time
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
@@ -79,7 +79,8 @@ class Filed(NamedTuple):
     """Where a rollout belongs, which it does not know itself."""
 
     step: int
-    version: int
+    version: int | None
+    """None: the one that began it."""
     kind: str
     worth: int
 
@@ -101,7 +102,7 @@ class RowMaker:
             rollout.group_id,
             filed.kind,
             filed.step,
-            filed.version,
+            _begun(sequences) if filed.version is None else filed.version,
             rollout.status.value,
             None if math.isnan(rollout.reward) else rollout.reward,  # NULL in any database
             sum(len(one.tokens) for one in packed),
@@ -111,6 +112,11 @@ class RowMaker:
         )
         content = self._compress(_to_content(rollout, sequences, packed))
         return Rows(entry, turns, content, filed.worth)
+
+
+def _begun(sequences: Sequence[Branch]) -> int:
+    """As `Rollout.version`."""
+    return min((one.version for one in sequences if one.version >= 0), default=-1)
 
 
 def to_entry(row: tuple[Any, ...]) -> Entry:
@@ -179,13 +185,14 @@ def in_order(sequences: Sequence[Branch]) -> list[Branch]:
 def has_failed(metrics: Mapping[str, float]) -> bool:
     """Whether a call of the turn failed, by what the environment counted in it: it could not be
     read, was refused, ended with an error, or its program ended in another way than `ok`."""
-    return any(value > 0 and _is_failure(name) for name, value in metrics.items())
+    for name, value in metrics.items():
+        if value > 0 and name.startswith(_FAILURES) and name != "num_exec_ok":
+            return True
+    return False
 
 
-def _is_failure(name: str) -> bool:
-    if name.startswith("num_exec_"):  # num_exec_timeout and so on (nanorl.sandbox.base.ExecStatus)
-        return name != "num_exec_ok"
-    return name in ("num_tool_errors", "num_refused_calls") or name.startswith("num_malformed_")
+# num_exec_timeout and so on: nanorl.sandbox.base.ExecStatus.
+_FAILURES = ("num_tool_errors", "num_refused_calls", "num_malformed_", "num_exec_")
 
 
 def _turns(sequences: Iterable[Branch]) -> Iterable[tuple[int, int, float, int]]:
@@ -219,18 +226,22 @@ def _packed(sequence: Branch) -> _Packed:
 
 
 def _small(values: Sequence[int], codes: str) -> np.ndarray:
-    """In the first type that holds every one; OverflowError beyond 64 bits."""
+    """In the first type that holds every one; struct.error beyond 64 bits."""
     for code in codes[:-1]:
         try:
-            return np.frombuffer(array(code, values), code)  # half the time of np.asarray
-        except OverflowError:
+            return _array(values, code)
+        except struct.error:
             continue
-    return np.frombuffer(array(codes[-1], values), codes[-1])
+    return _array(values, codes[-1])
+
+
+def _array(values: Sequence[float], code: str) -> np.ndarray:
+    return np.frombuffer(struct.pack(f"{len(values)}{code}", *values), code)  # asarray takes thrice
 
 
 def _small_floats(values: Sequence[float]) -> np.ndarray:
     """fp32 if that is exact (as the contract of `Rollout.logps` says), else fp64."""
-    exact = np.frombuffer(array("d", values))
+    exact = _array(values, "d")
     with np.errstate(over="ignore"):
         rounded = exact.astype(np.float32)
     return rounded if (rounded == exact).all() else exact

@@ -137,7 +137,7 @@ class RolloutStore:
                 rollout,
                 Filed(
                     step,
-                    rollout.version if version is None else version,
+                    version,
                     self._kind(rollout.task_id),
                     ranks[rollout.rollout_id],
                 ),
