@@ -192,15 +192,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--million", action="store_true", help="fill it up to a million, too")
-    parser.add_argument("--postgres", action="store_true", help="measure PostgreSQL, too")
+    parser.add_argument("--postgres", action="store_true", help="measure PostgreSQL instead")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: a temporary")
     options = parser.parse_args()
     sizes = [SMALL, LARGE] if options.million else [SMALL]
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        rows = measure(f"{folder}/rollouts.sqlite", "sqlite", sizes)
-        if options.postgres:
-            with PostgresServer() as server:
-                rows += measure(server.address, "postgres", sizes)
+    if options.postgres:
+        with PostgresServer(options.folder) as server:
+            rows = measure(server.address, "postgres", sizes)
+    else:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            rows = measure(f"{folder}/rollouts.sqlite", "sqlite", sizes)
     print_rows(rows)
     if options.json:
         write_json(options.json, rows)
