@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 OPTIONS = ("run", "blobs", "blob_bytes")
 SECRETS = ("password", "passfile", "sslpassword", "secret", "token", "key")
 POSTGRES = ("postgresql", "postgres")
-DEFAULT_RUN = "nanorl"
+_RUN = re.compile(r"[a-z0-9_.-]{1,63}", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,8 @@ class StoreAddress:
     """Of the SQLite file; None: PostgreSQL."""
     server: str = ""
     """What libpq is given."""
-    run: str = DEFAULT_RUN
-    """The schema of the run."""
+    run: str = ""
+    """The schema of the run; empty: SQLite."""
     blobs: str = ""
     """Where large contents lie; empty: in the database."""
     blob_bytes: int = 0
@@ -57,21 +57,17 @@ class StoreAddress:
             raise ValueError(f"{shown}: a store is a file, sqlite:///FILE or postgresql://SERVER")
         query = f"?{urlencode(options)}" if options else ""
         server = f"postgresql://{parts.netloc}{parts.path}{query}"
-        run = own.get("run", DEFAULT_RUN)
+        run = own.get("run", "")
+        if _RUN.fullmatch(run) is None:
+            raise ValueError(
+                f"{shown}: say which run it is, ?run=NAME: letters, digits, _, - and . alone, 63 at "
+                "most"
+            )
         return cls(server=server, run=run, blobs=blobs, blob_bytes=blob_bytes)
 
     @classmethod
     def _of_file(cls, address: str) -> StoreAddress:
         return cls(path=Path(address))
-
-
-def with_run(address: str, run: str) -> str:
-    """The address of a database with the name of a run, unless it has one; a file's as it is."""
-    if urlsplit(address).scheme not in POSTGRES or "run" in dict(
-        parse_qsl(urlsplit(address).query)
-    ):
-        return address
-    return f"{address}{'&' if '?' in address else '?'}{urlencode({'run': run})}"
 
 
 def without_password(address: str) -> str:

@@ -8,7 +8,6 @@ Needs psycopg 3, the extra `postgres`.
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +31,6 @@ RECONNECT_S = 30.0
 PAUSE_S = 0.5
 TYPES = {"id": "BIGINT", "blob": "BYTEA", "clustered": ""}
 VERSION_TABLE = "CREATE TABLE store_schema (version BIGINT NOT NULL)"
-_RUN = re.compile(r"[a-z0-9_.-]{1,63}", re.IGNORECASE)
 
 # SQLSTATE or its class (https://www.postgresql.org/docs/current/errcodes-appendix.html).
 _REMEDIES = {
@@ -48,7 +46,7 @@ _UNREACHABLE = "it does not answer: start the server, then go on with --resume"
 
 class PostgresDatabase:
     """A schema of a PostgreSQL database as a `Database`. May be used from several threads of one
-    process, one after the other. ValueError if the schema's name is no name."""
+    process, one after the other."""
 
     def __init__(
         self,
@@ -58,8 +56,6 @@ class PostgresDatabase:
         lock_timeout_s: float = 10.0,
         reconnect_s: float = RECONNECT_S,
     ) -> None:
-        if _RUN.fullmatch(schema) is None:
-            raise ValueError(f"run={schema}: letters, digits, _, - and . alone, 63 at most")
         self.name = f"{without_password(server)} (run {schema})"
         self._server, self._schema, self._reconnect_s = server, schema, reconnect_s
         self._lock_timeout_s = lock_timeout_s
