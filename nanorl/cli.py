@@ -35,6 +35,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "compare": Verb("nanorl.commands.compare:compare", "which is better, task by task"),
         "chat": Verb("nanorl.commands.chat:chat", "talk to the agent of a run, its tools running"),
         "view": Verb("nanorl.commands.view:view", "read the rollouts of a run"),
+        "store": Verb("nanorl.commands.store:store", "what rollouts a run has kept; drop some"),
         "export": Verb("nanorl.commands.export:export", "rollouts as JSONL, parquet, ATIF, spans"),
         "serve": Verb("nanorl.commands.serve:serve", "serve a run's model over HTTP, with a page"),
         "serve-training": Verb(

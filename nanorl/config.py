@@ -448,8 +448,15 @@ class RunConfig:
     """RL steps between two checkpoints; one is also written at the end of every phase."""
     keep_checkpoints: int = 2
     """Checkpoints kept on disk."""
+    store: str = ""
+    """Where the rollouts are kept: a SQLite file or postgresql://SERVER/DATABASE?run=NAME, either
+    with blobs=ADDRESS for large contents (docs/store.md); empty: rollouts.sqlite in --out."""
     keep_rollout_steps: int = 0
-    """RL steps, the newest, whose rollouts stay in rollouts.sqlite; 0 keeps every rollout."""
+    """RL steps, the newest, whose rollouts are kept; 0 keeps those of every step."""
+    keep_rollout_days: float = 0.0
+    """Days that rollouts are kept; 0: for ever."""
+    keep_rollout_mb: int = 0
+    """Size of the store, MiB, above which the rollouts of least worth go; 0: no limit."""
     log: tuple[TrackerName, ...] = ()
     """Send metrics, evaluations and some rollouts to these trackers too, each with its own settings
     (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_DIR and so on)."""
@@ -481,7 +488,10 @@ class RunConfig:
             save_every=COUNT,
             keep_checkpoints=COUNT,
             keep_rollout_steps=NATURAL,
+            keep_rollout_days=NATURAL,
+            keep_rollout_mb=NATURAL,
         )
+        self._check_store()
         if self.deterministic and self.rl.max_staleness > 0:
             raise ValueError(
                 f"--deterministic with --rl.max-staleness {self.rl.max_staleness}: with staleness "
@@ -567,6 +577,18 @@ class RunConfig:
                 f"--rollout.addresses {addresses[0]} with --cluster.transport {transport}: a "
                 "server reads its weights from files; set --cluster.transport disk"
             )
+
+    def _check_store(self) -> None:
+        """Also that nothing secret is in it: config.json keeps it."""
+        if self.store:
+            from nanorl.store.address import StoreAddress  # here: few options need numpy
+
+            StoreAddress.parse(self.store)
+
+    @property
+    def store_address(self) -> str:
+        """Of the rollouts of RL; those of the run's own evaluations are in evaluations.sqlite."""
+        return self.store or str(self.run_dir / "rollouts.sqlite")
 
     @property
     def run_dir(self) -> Path:

@@ -56,6 +56,8 @@ _AROUND = (
         "save_every",
         "keep_checkpoints",
         "keep_rollout_steps",
+        "keep_rollout_days",
+        "keep_rollout_mb",
         "threads",
         "device",
     ),

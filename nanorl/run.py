@@ -119,6 +119,7 @@ class Run:
             try:
                 async with self.monitor, self.trackers:
                     await self.roles.start()
+                    await self._require_own_store()
                     while not self.has_model:
                         await self._run_phase()
             except asyncio.CancelledError:
@@ -214,12 +215,24 @@ class Run:
 
     async def _require_nothing_done(self) -> None:
         """RL begins with a checkpoint: records of its steps without one mean that it was lost."""
-        stored = len(await self.roles.store.call(RolloutStore.entries))
+        stored = await self.roles.store.call(RolloutStore.count)
         if stored or self.metrics.last_step is not None:
             raise ValueError(
                 f"{self.checkpoints} holds no checkpoint, but {self.dir} has the records of "
                 f"{stored} rollouts, which starting over would delete: put the folder "
                 f"back, or start a new run (another --out, or rm -r {self.dir})"
+            )
+
+    async def _require_own_store(self) -> None:
+        """A new run's store is empty, wherever it is: a resumed run forgets the steps after its
+        checkpoint, and those would be another's."""
+        if not self.config.store or self.config.resume:
+            return
+        stored = await self.roles.store.call(RolloutStore.count)
+        if stored:
+            raise ValueError(
+                f"--store {self.config.store}: has {stored} rollouts of another run; name another "
+                "file, or another run=NAME"
             )
 
     def _require_same_tasks(self) -> None:
@@ -460,8 +473,7 @@ class Run:
         await store.call(RolloutStore.add_tasks, self.train_tasks(result.step))
         await store.call(RolloutStore.add_group, rollouts, step=result.step)
         await store.call(RolloutStore.add_token_stats, result.token_stats)
-        if self.config.keep_rollout_steps:
-            await self.roles.store.call(RolloutStore.expire, self.config.keep_rollout_steps)
+        await self._expire_rollouts()
         result.metrics.update(self._rollout_speed(result.metrics))
         self.metrics.write(result.step, result.metrics)
         self.trackers.log(result.step, result.metrics)
@@ -472,6 +484,17 @@ class Run:
         is_last = self.cursor.step == self.config.rl.steps  # then the phase saves at its end
         if self.cursor.step % self.config.save_every == 0 and not is_last:
             await self.save()
+
+    async def _expire_rollouts(self) -> None:
+        steps = self.config.keep_rollout_steps
+        days, mebibytes = self.config.keep_rollout_days, self.config.keep_rollout_mb
+        if steps or days or mebibytes:
+            await self.roles.store.call(
+                RolloutStore.expire,
+                steps or None,
+                days=days or None,
+                max_bytes=mebibytes << 20 or None,
+            )
 
     def _rollout_speed(self, metrics: dict[str, Any]) -> dict[str, float]:
         """What a change of the number of replicas does, step by step."""
@@ -515,7 +538,7 @@ def write_outcome(run: Run) -> dict[str, Any]:
     run.note_time()
     summary = summarise(run)
     write_summary(run.dir / "summary.json", summary)
-    with RolloutStore(run.dir / "rollouts.sqlite") as store:
+    with RolloutStore(run.config.store_address) as store:
         entries = store.entries()
         write_report(
             run.dir / "report.html",

@@ -162,7 +162,7 @@ class Branch:
     wrote in one unbroken context.
 
     A sequence that goes on from the middle of another repeats its tokens, with a loss mask of 0
-    where they are trained there already. `turn_rewards` are as in `Rollout`.
+    where they are trained there already. `turn_rewards` and `turn_metrics` are as in `Rollout`.
     """
 
     tokens: list[int]
@@ -171,6 +171,7 @@ class Branch:
     versions: list[int]
     turn_spans: list[TurnSpan] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
+    turn_metrics: list[dict[str, float]] = field(default_factory=list)
     is_history: bool = False
     """The rollout went on from it in a sequence that begins anew; False: one beside, such as a
     sub-agent's. Histories come first, in their order."""
@@ -204,9 +205,10 @@ class Rollout:
 
     `reward` is the score of the answer; `turn_rewards`, one for each of `turn_spans` or none, are
     what single turns earned beside it: part of the outcome, or rewarded turn by turn
-    (`AlgorithmSpec.reward_level`). `branches` are further token sequences of the same rollout: a
-    history before it was compacted, a sub-agent's conversation. They share its reward and
-    advantage.
+    (`AlgorithmSpec.reward_level`). `turn_metrics`, one for each of `turn_spans` or none, are what
+    the environment counted in single turns; `metrics` are of them all. `branches` are further token
+    sequences of the same rollout: a history before it was compacted, a sub-agent's conversation.
+    They share its reward and advantage.
     A prompt of two tokens, a program of two, its output of one, an answer of one:
 
         Rollout(
@@ -236,6 +238,7 @@ class Rollout:
     turn_rewards: list[float] = field(default_factory=list)
     status: Status = Status.FINISHED
     metrics: dict[str, float] = field(default_factory=dict)
+    turn_metrics: list[dict[str, float]] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)
     error: str = ""
     """Why it FAILED, or why an agent of the user's broke down in it."""
@@ -253,6 +256,7 @@ class Rollout:
             versions=self.versions,
             turn_spans=self.turn_spans,
             turn_rewards=self.turn_rewards,
+            turn_metrics=self.turn_metrics,
         )
         return [own, *self.branches]
 

@@ -95,6 +95,7 @@ class TurnBuilder:
         self._versions: list[int] = []
         self._is_aborted = False
         self._turn_rewards: list[float] = []
+        self._turn_metrics: list[dict[str, float]] = []
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -198,6 +199,8 @@ class TurnBuilder:
     def note(self, reward: float, metrics: Mapping[str, float]) -> None:
         """Record the environment's reward for the last action; metrics of the turns add up."""
         self._turn_rewards += [0.0] * (len(self.spans) - 1 - len(self._turn_rewards)) + [reward]
+        self._turn_metrics += [{} for _ in range(len(self.spans) - 1 - len(self._turn_metrics))]
+        self._turn_metrics.append(dict(metrics))
         for name, value in metrics.items():
             self.metrics[name] += value
 
@@ -211,7 +214,8 @@ class TurnBuilder:
     def close(self, reward: float, status: Status | None = None) -> Rollout:
         """The finished rollout; by default with the status that the tokens tell.
 
-        Its `turn_rewards` are empty where the environment rewarded no turn of its own.
+        Its `turn_rewards` are empty where the environment rewarded no turn of its own, and its
+        `turn_metrics` where it counted nothing.
         """
         task_id, group_id, rollout_id = self._ids
         cut = {f"truncated_{self.truncation}": 1.0} if self.truncation else {}
@@ -226,6 +230,7 @@ class TurnBuilder:
             turn_spans=list(self.spans),
             reward=reward,
             turn_rewards=self._rewards_of_turns(),
+            turn_metrics=self._metrics_of_turns(),
             status=self.status() if status is None else status,
             metrics={**self.metrics, "num_turns": float(len(self.spans)), **cut},
         )
@@ -239,12 +244,18 @@ class TurnBuilder:
             versions=list(self._versions),
             turn_spans=list(self.spans),
             turn_rewards=self._rewards_of_turns(),
+            turn_metrics=self._metrics_of_turns(),
             is_history=is_history,
         )
 
     def _rewards_of_turns(self) -> list[float]:
         rewards = self._turn_rewards + [0.0] * (len(self.spans) - len(self._turn_rewards))
         return rewards if any(rewards) else []
+
+    def _metrics_of_turns(self) -> list[dict[str, float]]:
+        metrics = [dict(one) for one in self._turn_metrics[: len(self.spans)]]
+        metrics += [{} for _ in range(len(self.spans) - len(metrics))]
+        return metrics if any(metrics) else []
 
     def _turn_room(self) -> int:
         if not self._is_aborted:

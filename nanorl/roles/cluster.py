@@ -117,7 +117,7 @@ class Cluster:
         self.optimizer_thread = ThreadPoolExecutor(1, "optimizer")
         self.store = store_role(
             self._scheduler,
-            config.run_dir / "rollouts.sqlite",
+            config.store_address,
             start_s=config.cluster.start_s,
             on_restart=self._restarted,
         )

@@ -81,7 +81,7 @@ class InlineRoles:
             self._scheduler, config, parts.folder, kit=self.kit, generator=self.generator
         )
         self.store = store_role(
-            self._scheduler, config.run_dir / "rollouts.sqlite", start_s=config.cluster.start_s
+            self._scheduler, config.store_address, start_s=config.cluster.start_s
         )
 
     @property

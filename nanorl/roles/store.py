@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from pathlib import Path
 
 from nanorl.roles.role import OnRestart, Role, getting_ready, heard
 from nanorl.store import RolloutStore
@@ -18,12 +17,12 @@ CLOSE_S = 5.0
 
 
 def store_role(
-    scheduler: Scheduler, path: Path, *, start_s: float, on_restart: OnRestart | None = None
+    scheduler: Scheduler, address: str, *, start_s: float, on_restart: OnRestart | None = None
 ) -> Role[RolloutStore]:
-    """The store of the run whose file is `path`."""
+    """The store at that address (nanorl/store/address.py)."""
 
     async def start() -> ActorHandle[RolloutStore]:
-        actor = scheduler.actor(RolloutStore, num_cpus=0).remote(path)
+        actor = scheduler.actor(RolloutStore, num_cpus=0).remote(address)
         async with getting_ready(scheduler, actor, "store", start_s) as handle:
             await handle.call(RolloutStore.heartbeat)
         return handle

@@ -29,7 +29,7 @@ from nanorl.parsers.base import Parser
 from nanorl.parsers.chat import ToolChat
 from nanorl.parsers.choose import client_tool_chat
 from nanorl.saved_models import read_run, read_tokenizer
-from nanorl.store import Entry, RolloutStore
+from nanorl.store import Entry, Filter, RolloutStore
 from nanorl.trajectories.atif import AgentInfo, write_atif
 from nanorl.trajectories.base import Trajectory, TrajectoryReader
 from nanorl.trajectories.jsonl import write_jsonl
@@ -61,6 +61,8 @@ class ExportOptions:
     """For otel: send the spans there, http://HOST:4318, in place of writing a file."""
     phase: StoredPhase = "rl"
     """Rollouts of the training, or of an evaluation that the run itself made."""
+    where: str = ""
+    """A slice of them, such as "turn=2, failed" or "step=5..9, kind=sums" (docs/store.md)."""
     step: int | None = None
     """Of that training step alone."""
     rollout: str = ""
@@ -113,19 +115,28 @@ def export_rollouts(options: ExportOptions, *, say: Callable[[str], None] = prin
     such rollouts, or where a package is missing; OSError where they cannot be written, and then
     nothing is. `say` is told what is not as it should be."""
     config = read_run(options.run)
-    file = options.run / ("rollouts.sqlite" if options.phase == "rl" else "evaluations.sqlite")
-    if not file.is_file():
-        raise ValueError(f"{options.run}: has no {file.name}: no rollout of {options.phase} yet")
+    where = Filter.parse(options.where)
+    address = _address(options, config)
     _require_packages(options)
     tokenizer = read_tokenizer(options.run)
-    with RolloutStore(file) as store:
-        entries = [one for one in store.entries(step=options.step) if options.is_chosen(one)]
+    with RolloutStore(address) as store:
+        found = store.entries(step=options.step, where=where)
+        entries = [one for one in found if options.is_chosen(one)]
         if not entries:
             raise ValueError(_why_none(options, store))
         parsers = find_parsers(config, tokenizer, say)
         reader = _Stored(store, TrajectoryReader(tokenizer, parsers), options.phase, entries)
         place = _write(options, config, iter(reader))
     return Exported(place=place, num_rollouts=reader.num_read)
+
+
+def _address(options: ExportOptions, config: RunConfig) -> str:
+    if options.phase == "rl" and config.store:
+        return config.store
+    file = options.run / ("rollouts.sqlite" if options.phase == "rl" else "evaluations.sqlite")
+    if not file.is_file():
+        raise ValueError(f"{options.run}: has no {file.name}: no rollout of {options.phase} yet")
+    return str(file)
 
 
 def find_parsers(
@@ -233,6 +244,7 @@ def _why_none(options: ExportOptions, store: RolloutStore) -> str:
         held = f"it has steps {min(steps)} to {max(steps)}" if steps else "it has none"
     asked = {
         "--phase": options.phase,
+        "--where": options.where or None,
         "--step": options.step,
         "--rollout": options.rollout or None,
         "--min-reward": options.min_reward,

@@ -13,7 +13,7 @@ from nanoengine.packing import Sample, make_micro_batches
 from nanorl.algorithms.fields import Field
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import Scoring, build_batch
-from nanorl.store import RolloutStore, content_hash, to_row
+from nanorl.store import RolloutStore, content_hash
 from nanorl.types import Branch, Rollout, TurnSpan
 from nanorl.warm_start import sft_samples
 
@@ -214,7 +214,6 @@ def test_branches_survive_json_and_the_store_to_the_last_bit(tmp_path: Path) -> 
         assert store.query(step=1) == [a, b]
         entry = store.entries(step=1)[0]
         assert (entry.num_tokens, entry.num_turns, entry.version) == (14, 3, 2)
-    assert "branches" not in json.loads(to_row(b, 1, 0)[10])
 
 
 def test_the_content_hash_covers_branches() -> None:

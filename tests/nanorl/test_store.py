@@ -10,13 +10,15 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanorl.store import RolloutStore, StoreError, content_hash, pack_floats, pack_ints, unpack
+from nanorl.store import Filter, RolloutStore, StoreError, content_hash
+from nanorl.store.rows import Filed, RowMaker, from_content, to_entry
 from nanorl.tasks.problem import make_problem
 from nanorl.types import Rollout, Status, Task, TokenStats, TurnSpan
 
@@ -52,22 +54,29 @@ def is_whole(path) -> bool:
         db.close()
 
 
-@given(st.lists(st.integers(-(2**63), 2**63 - 1)))
-def test_integers_survive_packing(values):
-    assert unpack(pack_ints(values)) == values
+def through_rows(rollout: Rollout) -> Rollout:
+    rows = RowMaker().rows(rollout, Filed(0, 0, "kind", 3))
+    return from_content(to_entry(rows.entry), rows.content)
 
 
-@given(st.lists(st.floats()))
-def test_floats_survive_packing_to_the_last_bit(values):
-    expected = np.asarray(values, dtype="<f8")
-    assert np.array_equal(np.asarray(unpack(pack_floats(values)), "<f8"), expected, equal_nan=True)
+@given(st.lists(st.integers(-(2**63), 2**63 - 1)), st.data())
+def test_any_numbers_survive_packing_to_the_last_bit(tokens, data):
+    floats = st.lists(st.floats(), min_size=len(tokens), max_size=len(tokens))
+    logps = data.draw(floats)
+    zeros = [0] * len(tokens)
+    rollout = make_rollout("r", tokens=tokens, loss_mask=zeros, logps=logps, versions=zeros)
+    back = through_rows(rollout)
+    assert back.tokens == tokens
+    assert np.array_equal(np.asarray(back.logps), np.asarray(logps, "<f8"), equal_nan=True)
 
 
 def test_packing_is_much_smaller_than_json():
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 49_152, 1000).tolist()
     logps = (-rng.exponential(size=1000)).astype(np.float32).astype(float).tolist()
-    packed = len(pack_ints(tokens)) + len(pack_floats(logps))
+    ones = [1] * 1000
+    rollout = make_rollout("r", tokens=tokens, loss_mask=ones, logps=logps, versions=ones)
+    packed = len(RowMaker().rows(rollout, Filed(0, 0, "kind", 3)).content)
     assert packed < 0.25 * len(json.dumps([tokens, logps]))
 
 
@@ -152,22 +161,59 @@ def test_numbers_about_tokens_come_back_and_go_with_their_rollouts(tmp_path):
         assert store.facts("start/") == {"start/0": ["cpu"]}
 
 
-def test_a_file_of_the_first_schema_is_read_and_gets_what_it_lacks(tmp_path):
-    path = tmp_path / "r.sqlite"
-    with RolloutStore(path) as store:
-        add(store, make_rollout("r", task_id="squares-0f3a"), step=4, version=4)
-        kept = store.get("r")
+STORES = Path(__file__).parent / "stores"
+"""What the code of schemas 1 and 2 wrote, as `sqlite3 .dump`: three rollouts, of steps 4 and 10."""
+
+
+def old_file(path: Path, schema: int) -> Path:
     with sqlite3.connect(path) as db:
-        for name in ("tasks", "token_stats", "facts"):
-            db.execute(f"DROP TABLE {name}")
-        db.execute("DROP INDEX by_kind")
-        db.execute("ALTER TABLE rollouts DROP COLUMN kind")
-        db.execute("PRAGMA user_version = 1")
+        db.executescript((STORES / f"schema_{schema}.sql").read_text())
     db.close()
+    return path
+
+
+@pytest.mark.parametrize("schema", [1, 2])
+def test_files_of_old_schemas_are_read_and_go_on(schema, tmp_path):
+    path = old_file(tmp_path / "r.sqlite", schema)
     with RolloutStore(path) as store:
-        assert store.get("r") == kept
-        assert [entry.kind for entry in store.entries()] == ["squares"]
-        store.add_tasks([Task("2 + 2?", answer="4")])
+        assert [(entry.step, entry.rollout_id) for entry in store.entries()] == [
+            (4, "s4-g0-m0"), (4, "s4-g0-m1"), (10, "s10-g0-m0"),
+        ]  # fmt: skip
+        first, failed, last = store.query()
+        assert first.tokens == [5, 6, 20, 21, 9, 22] and first.logps[2:4] == [
+            -0.30000001192092896,
+            -1.1,
+        ]
+        assert (first.turn_rewards, first.metrics) == ([0.1, 0.0], {"num_executions": 1.0})
+        assert first.turn_spans[0] == TurnSpan(action_start=2, action_end=4, observation_end=5)
+        assert failed.status is Status.FAILED and math.isnan(failed.reward)
+        assert last.branches[0].is_history and last.branches[0].tokens == [1, 2]
+        assert [entry.kind for entry in store.entries(step=10)] == [["sums", "plus"][schema - 1]]
+        assert store.entries(where=Filter.parse("turn=3"))[0].rollout_id == "s10-g0-m0"
+        add(store, make_rollout("new"), step=11, version=0)
+        if schema == 2:
+            stats = store.token_stats("s4-g0-m0")
+            assert stats is not None
+            assert stats.values == {"advantage": [[0.0, 0.0, 0.7, 0.7, 0.0, 0.7]]}
+            assert store.facts() == {"weights/5": {"sum": 3}}
+            assert store.task("sums-0f3a").prompt == "1 + 1?"
+            assert failed.error == "ToolTimeout: 3 s"
+    assert is_whole(path)
+    with RolloutStore(path) as store:
+        assert len(store) == 4
+
+
+def test_a_damaged_old_file_is_one_clear_error_and_stays_as_it_was(tmp_path):
+    path = old_file(tmp_path / "r.sqlite", 1)
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE rollouts SET tokens = x'7c75317879' WHERE step = 10")
+    db.close()
+    with pytest.raises(StoreError, match=r"r\.sqlite: rollout 's10-g0-m0': damaged token list"):
+        RolloutStore(path)
+    db = sqlite3.connect(path)
+    assert db.execute("PRAGMA user_version").fetchone() == (1,)
+    assert db.execute("SELECT count(*) FROM rollouts WHERE length(tokens) > 5").fetchone() == (2,)
+    db.close()
 
 
 def test_why_a_rollout_failed_is_kept(tmp_path):
@@ -212,10 +258,12 @@ def test_the_content_hash_sees_what_was_sampled() -> None:
 
 def test_a_refused_group_leaves_nothing_and_the_store_goes_on(tmp_path):
     with RolloutStore(tmp_path / "rollouts.sqlite") as store:
-        with pytest.raises(StoreError, match="cannot store rollouts of step 0"):
-            store.add_group(
-                [make_rollout("a"), make_rollout("b", reward=object())], step=0, version=0
-            )
+        store._db._db.execute(
+            "CREATE TEMP TRIGGER refuse BEFORE INSERT ON rollouts WHEN new.rollout_id = 'b' "
+            "BEGIN SELECT raise(ABORT, 'no b'); END"
+        )
+        with pytest.raises(StoreError, match=r"cannot store rollouts of step 0.*no b"):
+            store.add_group([make_rollout("a"), make_rollout("b")], step=0, version=0)
         assert len(store) == 0
         add(store, make_rollout("c"), step=0, version=0)
         assert [entry.rollout_id for entry in store.entries()] == ["c"]
@@ -224,15 +272,17 @@ def test_a_refused_group_leaves_nothing_and_the_store_goes_on(tmp_path):
 def test_a_stored_group_survives_a_power_loss(tmp_path):
     with RolloutStore(tmp_path / "rollouts.sqlite") as store:
         settings = [
-            store._db.execute(f"PRAGMA {n}").fetchone()[0] for n in ("synchronous", "journal_mode")
+            store._db._db.execute(f"PRAGMA {n}").fetchone()[0]
+            for n in ("synchronous", "journal_mode")
         ]
     assert settings == [2, "wal"], "FULL: one fsync a transaction (sqlite.org/pragma.html)"
 
 
 def test_rollouts_come_in_the_order_of_steps_then_groups_then_ids(tmp_path):
     with RolloutStore(tmp_path / "rollouts.sqlite") as store:
-        for name, group, step in (("a", "g", 2), ("b", "h", 1), ("d", "g", 1), ("c", "g", 1)):
-            add(store, make_rollout(name, group_id=group), step=step, version=0)
+        add(store, make_rollout("a", group_id="g"), step=2, version=0)
+        rollouts = [make_rollout(n, group_id=g) for n, g in (("b", "h"), ("d", "g"), ("c", "g"))]
+        store.add_group(rollouts, step=1)
         assert [rollout.rollout_id for rollout in store.query()] == ["c", "d", "b", "a"]
         assert [entry.rollout_id for entry in store.entries()] == ["c", "d", "b", "a"]
         assert [rollout.rollout_id for rollout in store.query(limit=2)] == ["c", "d"]
@@ -323,7 +373,7 @@ def test_a_full_disk_is_one_clear_error_and_loses_nothing(tmp_path):
     out, err = writer.communicate(timeout=120)
     last = err.decode().strip().splitlines()[-1]
     assert writer.returncode != 0
-    assert last.startswith("nanorl.store.StoreError: cannot store rollouts of step")
+    assert last.startswith("nanorl.store.database.StoreError: cannot store rollouts of step")
     assert str(path) in last
     assert "--resume" in last
     acknowledged = [int(line) for line in out.split(b"\n")[1:-1]]
@@ -360,7 +410,7 @@ def test_file_errors_name_the_file_and_the_fix(tmp_path):
     old = sqlite3.connect(tmp_path / "old.sqlite")
     old.execute("PRAGMA user_version = 99")
     old.close()
-    with pytest.raises(StoreError, match=r"old\.sqlite: rollout file of schema 99"):
+    with pytest.raises(StoreError, match=r"old\.sqlite: rollouts of schema 99"):
         RolloutStore(tmp_path / "old.sqlite")
 
 

@@ -1,0 +1,123 @@
+"""`nanorl store RUN`: how many rollouts a run has kept, of what; which; and dropping some.
+
+    nanorl store runs/tiny-seed0                                 # what there is
+    nanorl store runs/tiny-seed0 --where "turn=2, failed"        # a line for each, the newest last
+    nanorl store runs/tiny-seed0 --duplicates
+    nanorl store runs/tiny-seed0 --expire-days 30 --expire-mb 500 --vacuum
+
+docs/store.md lists what --where understands, and what goes first when space is short. While a run
+goes on, it may be read; dropping waits until it is not writing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from nanorl.commands.terminal import printable
+from nanorl.store import Entry, Filter, RolloutStore
+from nanorl.store.stats import StoreStats
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreOptions:
+    """The options of `nanorl store`."""
+
+    run: tyro.conf.Positional[Path]
+    """The run's folder, or a file of rollouts."""
+    where: str = ""
+    """List the rollouts of a slice, such as "turn=2, failed"; a line each, the newest last."""
+    most: int = 20
+    """Lines of a list, at most."""
+    duplicates: bool = False
+    """List what is there more than once."""
+    expire_steps: int | None = None
+    """Keep the newest steps, so many, and drop the others."""
+    expire_days: float | None = None
+    """Drop what was stored more than so many days ago."""
+    expire_mb: int | None = None
+    """Drop what is worth least until all take up so many MiB."""
+    vacuum: bool = False
+    """Hand free space back, and remove blobs that no rollout names."""
+
+
+def store(options: Annotated[StoreOptions, tyro.conf.arg(name="")]) -> None:
+    """Say what rollouts a run has kept, list some, or drop some."""
+    where = Filter.parse(options.where)
+    with RolloutStore(find_store(options.run)) as opened:
+        _drop(opened, options)
+        if options.where:
+            num = opened.count(where)
+            for entry in reversed(
+                opened.entries(where=where, limit=options.most, newest_first=True)
+            ):
+                print(entry_line(entry))
+            print(f"{num} rollouts: {where}")
+        elif options.duplicates:
+            for one in opened.duplicates(options.most):
+                print(f"{one.num:>6}x  {one.first}  hash={one.content_hash}")
+            print(f"{opened.stats().num_duplicates} rollouts say what an earlier one said")
+        else:
+            print(stats_text(opened.stats()))
+
+
+def find_store(run: Path) -> str:
+    """The address of a run's rollouts. ValueError if there are none."""
+    if run.is_file():
+        return str(run)
+    from nanorl.saved_models import read_run  # here: it imports torch
+
+    config = read_run(run)
+    file = run / "rollouts.sqlite"
+    if not config.store and not file.is_file():
+        raise ValueError(f"{run}: has no {file.name} yet: no rollout of it was stored")
+    return config.store or str(file)
+
+
+def _drop(opened: RolloutStore, options: StoreOptions) -> None:
+    mebibytes = options.expire_mb
+    limits = (options.expire_steps, options.expire_days, mebibytes)
+    if any(limit is not None for limit in limits):
+        num = opened.expire(
+            options.expire_steps,
+            days=options.expire_days,
+            max_bytes=None if mebibytes is None else mebibytes << 20,
+        )
+        print(f"dropped {num} rollouts")
+    if options.vacuum:
+        num = opened.vacuum()
+        print(f"handed free space back; removed {num} blobs that no rollout named")
+
+
+def entry_line(entry: Entry) -> str:
+    """An entry as a line."""
+    failed = f", {entry.num_failed_turns} failed" if entry.num_failed_turns else ""
+    return printable(
+        f"{entry.rollout_id:<16} step {entry.step:<5} reward {entry.reward:<6g} {entry.status:<17} "
+        f"{entry.num_turns} turns{failed}, {entry.num_tokens} tokens  {entry.task_id}"
+    )
+
+
+def stats_text(stats: StoreStats) -> str:
+    """A few lines."""
+    counts = {"status": stats.by_status, "type": stats.by_kind}
+    lines = [
+        f"{stats.num_rollouts} rollouts of {stats.num_steps} steps, {stats.num_tokens} tokens; "
+        f"{stats.num_tasks} tasks",
+        *(
+            f"by {name}: {', '.join(f'{value or chr(45)} {num}' for value, num in found.items())}"
+            for name, found in counts.items()
+            if found
+        ),
+        f"{stats.num_duplicates} say what an earlier one said (--duplicates)",
+        f"{stats.used_bytes / 2**20:.1f} MiB, of which contents {stats.content_bytes / 2**20:.1f}",
+    ]
+    if stats.num_expired:
+        lines.append(
+            f"{stats.num_expired} more were dropped, {stats.num_expired_successes} of them "
+            "successes"
+        )
+    return "\n".join(lines)
