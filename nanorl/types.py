@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -72,12 +72,12 @@ class Task:
             object.__setattr__(self, "split", self.split or split_of(own))
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-serialisable dict; `from_json` is its inverse."""
-        return asdict(self)
+        """A JSON-serialisable dict of what every task has; `from_json` makes a plain task of it."""
+        return {one.name: getattr(self, one.name) for one in fields(Task)}
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Task:
-        return cls(**data)
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Task:
+        return Task(**data)
 
     def messages(self) -> list[Message]:
         """The prompt as a chat: a text is what the user says."""
@@ -293,10 +293,10 @@ class Rollout:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Rollout:
-        fields = _with_spans(data)
-        fields["branches"] = [Branch(**_with_spans(b)) for b in data.get("branches", [])]
-        fields["status"] = Status(fields["status"])
-        return cls(**fields)
+        given = _with_spans(data)
+        given["branches"] = [Branch(**_with_spans(b)) for b in data.get("branches", [])]
+        given["status"] = Status(given["status"])
+        return cls(**given)
 
 
 @dataclass(kw_only=True)

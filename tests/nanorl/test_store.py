@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanorl.store import RolloutStore, StoreError, content_hash, pack_floats, pack_ints, unpack
+from nanorl.tasks.problem import make_problem
 from nanorl.types import Rollout, Status, Task, TokenStats, TurnSpan
 
 
@@ -122,8 +123,11 @@ def test_tasks_come_back_whole_and_name_the_kind_of_their_rollouts(tmp_path):
         add(store, make_rollout("r", task_id="squares-0f3a"), step=0, version=0)
     with RolloutStore(tmp_path / "r.sqlite") as store:
         assert (store.task("own"), store.task(plain.task_id)) == (chat, plain)
+        store.add_tasks([problem := make_problem("sums", "1 + 1?", 2, "print(2)")])
+        stored = store.task(problem.task_id)
+        assert type(stored) is Task and stored.answer == "2"  # what a teacher knows is not stored
         assert store.task("squares-0f3a") is None
-        assert {task.task_id for task in store.tasks()} == {"own", plain.task_id}
+        assert {task.task_id for task in store.tasks()} == {"own", plain.task_id, problem.task_id}
         kinds = {entry.rollout_id: entry.kind for entry in store.entries()}
         assert kinds == {"own": "task", plain.task_id: "sums", "r": "squares"}
 
