@@ -36,6 +36,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "chat": Verb("nanorl.commands.chat:chat", "talk to the agent of a run, its tools running"),
         "view": Verb("nanorl.commands.view:view", "read the rollouts of a run"),
         "export": Verb("nanorl.commands.export:export", "rollouts as JSONL, parquet, ATIF, spans"),
+        "replay": Verb("nanorl.commands.replay:replay", "play rollouts again: equal, or why not"),
         "serve": Verb("nanorl.commands.serve:serve", "serve a run's model over HTTP, with a page"),
         "serve-training": Verb(
             "nanorl.commands.serve_training:serve_training", "train for clients of the Tinker API"
