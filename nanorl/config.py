@@ -230,7 +230,7 @@ class ToolConfig:
     workers: int = 2
     """Warm sandbox processes."""
     python: str = ""
-    """The interpreter that runs the programs; empty: the system's, or else this one."""
+    """The interpreter that runs the programs, outside of /tmp; empty: the system's, or this one."""
 
     def limits(self) -> SandboxSpec:
         """The limits of one execution."""

@@ -4,7 +4,7 @@
     packages     Python, PyTorch and the others on which numbers or texts depend
     machine      processor, the instruction sets that PyTorch uses, threads, device
     sandbox      the walls, and the interpreter inside: path, version, hashes
-    environment  hashes of the user's own files: environment, reward, agent
+    environment  hashes of the user's own files: environment, reward, agent, algorithm
     tasks        fingerprint of a list of tasks
     model        hash of the folder that the run began with
 
@@ -111,7 +111,8 @@ def interpreter(spec: SandboxSpec) -> dict[str, str]:
 
 def environment(config: RunConfig) -> dict[str, str]:
     """The user's own files, and those of the same folders that they imported: name -> hash."""
-    specs = (config.env, config.reward, config.agent.loop)
+    algorithm = config.rl.algorithm
+    specs = (config.env, config.reward, config.agent.loop, algorithm.advantage, algorithm.loss)
     files = {file for spec in specs for file in _files_of(spec)}
     return {str(file): _hash(file.read_bytes()) for file in sorted(files)}
 

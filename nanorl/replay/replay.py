@@ -29,7 +29,7 @@ from nanorl.parts import Parts
 from nanorl.replay.causes import altered_logp, changed_parts, ranked
 from nanorl.replay.difference import Difference, first_difference
 from nanorl.replay.forced import StoredTurns, samples_of, versions_of, with_scores
-from nanorl.replay.past_run import RL, Chosen, PastRun
+from nanorl.replay.past_run import RL, UNTRAINED, Chosen, PastRun
 from nanorl.replay.result import Replayed, ReplayResult
 from nanorl.replay.tasks import TodaysTasks, changes
 from nanorl.replay.weights import PastWeights
@@ -104,7 +104,8 @@ class StretchReplay:
         try:
             for version in sorted({v for one in self._chosen for v in self._versions(one)}):
                 await weights.go_to(version, carried=carried)
-                result.weights[version] = await self._check(weights)
+                if version != UNTRAINED:  # that model is a part of the manifest
+                    result.weights[version] = await self._check(weights)
                 result.rollouts += await self._play_version(roles, version)
             result.notes += weights.damaged
             self._note_changes(result)

@@ -74,14 +74,11 @@ class ReplayResult:
         return self.num_equal == len(self.rollouts)
 
     def to_json(self) -> dict[str, Any]:
-        names = {
-            version: "model" if version == UNTRAINED else str(version) for version in self.weights
-        }
         return {
             "num_rollouts": len(self.rollouts),
             "num_equal": self.num_equal,
             "seconds": round(self.seconds, 1),
-            "weights": {names[version]: said for version, said in self.weights.items()},
+            "weights": {str(version): said for version, said in self.weights.items()},
             "changed": self.changed,
             "notes": self.notes,
             "rollouts": [one.to_json() for one in self.rollouts],
@@ -96,7 +93,7 @@ class ReplayResult:
             f"weights: {known['equal']} of {len(self.weights)} versions are those of the run"
         )
         lines += [
-            f"  {_version(one)}: {said}" for one, said in self.weights.items() if said != "equal"
+            f"  version {one}: {said}" for one, said in self.weights.items() if said != "equal"
         ][:MOST_SHOWN]
         lines += [f"not as it was: {part}: {said}" for part, said in self.changed.items()]
         differing = [one for one in self.rollouts if not one.is_equal]
@@ -109,16 +106,12 @@ class ReplayResult:
         return "\n".join([*lines, *self.notes, f"time {self.seconds:.0f} s"])
 
 
-def _version(version: int) -> str:
-    return "the model" if version == UNTRAINED else f"version {version}"
-
-
 def _shown(one: Replayed) -> list[str]:
     found = one.difference
     assert found is not None, "it is not equal"
     return [
-        f"{one.rollout_id} ({one.phase}, step {one.step}, {_version(one.version)}): differs first in "
-        f"{found.place}, {found.kind}",
+        f"{one.rollout_id} ({one.phase}, step {one.step}): differs first in {found.place}, "
+        f"{found.kind}",
         f"    then  {found.then}",
         f"    now   {found.now}",
         f"    why   {one.reason}",

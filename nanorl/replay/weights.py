@@ -53,8 +53,8 @@ class PastWeights:
         """What another `PastWeights` goes on from. ValueError where there is a critic, too."""
         if self._parts.config.rl.algorithm.needs_critic:
             raise ValueError(
-                f"{self._run.folder}: its options changed where it was resumed, and a critic cannot "
-                "be taken over such a place; replay the steps before it, or those after the next "
+                f"{self._run.folder}: its options changed where it was resumed, and a critic is "
+                "not taken over such a place; replay the steps before it, or those after the next "
                 "checkpoint, with --from-step and --to-step"
             )
         await self._call(self._roles.engine.save, folder)
