@@ -4,6 +4,7 @@
     nanorl replay runs/tiny-seed0 s5-g242-m1            # this one
     nanorl replay runs/tiny-seed0 --from-step 5         # all of step 5
     nanorl replay runs/tiny-seed0 --phase after
+    nanorl replay runs/eval-tiny-seed0                  # what nanorl eval played
 
 Exit status: 0 all are equal, 2 some differ, 1 something was wrong. docs/replay.md says what it
 takes and what it can name.
@@ -37,7 +38,7 @@ def replay(
     """Play stored rollouts of a run again and compare them with what was stored.
 
     Args:
-        run: The run's folder.
+        run: The folder of a run, or of a nanorl eval.
         rollout_ids: Only these; without any, those that the options choose.
         phase: Of RL, or of one of the evaluations.
         from_step: Of RL steps from this one on.
@@ -46,12 +47,12 @@ def replay(
         stored_tasks: Play the tasks as the run stored them, not as its source has them today.
         as_json: Print the result as JSON.
     """
-    from nanorl.replay.past_run import PastRun, choose  # here: they import torch
+    from nanorl.replay.past_run import choose, open_past  # here: they import torch
     from nanorl.replay.replay import replay as play
 
     if num < 0:
         raise ValueError(f"--num {num}: must be 0 (all) or more")
-    with PastRun(run) as past:
+    with open_past(run) as past:
         steps = (
             None if from_step is None else (from_step, from_step if to_step is None else to_step)
         )

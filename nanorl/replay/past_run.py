@@ -14,15 +14,18 @@ from typing import Any
 
 from nanoengine.state.checkpoint import list_checkpoints, read_cursor
 from nanoengine.tensor_file import CheckpointError
+from nanoinfer.params import SamplingParams
 from nanorl.config import RunConfig
 from nanorl.cursor import AFTER_RL, PHASES, WARMING_UP, Cursor
+from nanorl.evaluation import GREEDY
 from nanorl.history import RunHistory
 from nanorl.manifest import Manifest
 from nanorl.options import with_options
+from nanorl.report.evaluation import Evaluation
 from nanorl.run import START
 from nanorl.saved_models import read_run
 from nanorl.store import Entry, RolloutStore, content_hash
-from nanorl.types import Rollout, Status, Task, TokenStats
+from nanorl.types import Rollout, Status, Task, TokenStats, derive_seed
 
 Place = tuple[int, int]
 RL = PHASES.index("rl")
@@ -48,20 +51,17 @@ class Chosen:
 
     @property
     def place(self) -> Place:
-        number = PHASES.index(self.phase)
+        number = PHASES.index(self.phase) if self.phase in PHASES else 0
         return number, self.entry.step if number == RL else 0
 
 
 class PastRun:
     """The folder of a run; nothing in it is changed. Close it."""
 
-    def __init__(self, folder: Path) -> None:
-        """ValueError if it is no run's, or has no rollouts."""
+    def __init__(self, folder: Path, config: RunConfig) -> None:
+        """`config` has its options. ValueError if it has no rollouts."""
         one = RunConfig()  # in one process, however the run was laid out
-        self.saved = read_run(folder)
-        self.config = replace(
-            self.saved, cluster=one.cluster, learner=one.learner, rollout=one.rollout
-        )
+        self.config = replace(config, cluster=one.cluster, learner=one.learner, rollout=one.rollout)
         if not (folder / TRAINING_FILE).is_file():
             raise ValueError(f"{folder}: has no {TRAINING_FILE} yet: no rollout of it was stored")
         self.folder = folder
@@ -102,6 +102,13 @@ class PastRun:
     def token_stats(self, chosen: Chosen) -> TokenStats | None:
         """What the trainer's step said about its tokens, where there was one."""
         return self._store(chosen).token_stats(chosen.entry.rollout_id)
+
+    def sampling(self, chosen: Chosen, config: RunConfig) -> SamplingParams:
+        """As the collector and the evaluation seed a rollout; `config` has the options there."""
+        if chosen.phase != "rl":
+            return replace(GREEDY, seed=derive_seed(GREEDY.seed, chosen.entry.rollout_id))
+        seed = derive_seed(config.seed, "rollout", chosen.entry.rollout_id)
+        return SamplingParams(temperature=config.rl.temperature, seed=seed)
 
     def _store(self, chosen: Chosen) -> RolloutStore:
         return self._stores[0 if chosen.phase == "rl" else 1]
@@ -235,6 +242,43 @@ def _numbers(rollout_id: str) -> list[int]:
     """Those in it, so that g10 comes after g9."""
     digits = "".join(one if one.isdigit() else " " for one in rollout_id)
     return [int(one) for one in digits.split()]
+
+
+class PastEvaluation(PastRun):
+    """The folder of a `nanorl eval`: one model, which has not learned meanwhile."""
+
+    def __init__(self, folder: Path) -> None:
+        """ValueError if it has not come to its end."""
+        about = Evaluation.read(folder / "eval.json").about
+        config = RunConfig.from_json(about["options"])
+        super().__init__(folder, replace(config, out=folder, resume=True))
+        self._temperature = about["temperature"]
+
+    @cached_property
+    def entries(self) -> list[Chosen]:
+        found = [Chosen(entry=one, phase="eval") for one in self._stores[0].entries()]
+        found = [one for one in found if one.entry.status is not Status.FAILED]
+        return sorted(found, key=lambda one: _numbers(one.entry.rollout_id))
+
+    def version(self, chosen: Chosen) -> int:
+        return UNTRAINED
+
+    def sampling(self, chosen: Chosen, config: RunConfig) -> SamplingParams:
+        seed = derive_seed(config.evaluation.seed, chosen.entry.rollout_id)
+        return SamplingParams(temperature=self._temperature, seed=seed)
+
+    def manifest(self, place: Place) -> Manifest | None:
+        return self._stores[0].facts("start/0").get("start/0")
+
+    def _store(self, chosen: Chosen) -> RolloutStore:
+        return self._stores[0]
+
+
+def open_past(folder: Path) -> PastRun:
+    """Of a run's folder or an evaluation's. ValueError if it is neither."""
+    if (folder / "eval.json").is_file() and not (folder / "config.json").is_file():
+        return PastEvaluation(folder)
+    return PastRun(folder, read_run(folder))
 
 
 def choose(

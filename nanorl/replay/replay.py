@@ -20,10 +20,7 @@ from pathlib import Path
 import torch
 
 from kernels.host_memory import reuse_large_buffers
-from nanoinfer.params import SamplingParams
 from nanorl.agents.context import Generator
-from nanorl.config import RunConfig
-from nanorl.evaluation import GREEDY
 from nanorl.manifest import manifest_of
 from nanorl.parts import Parts
 from nanorl.replay.causes import altered_logp, changed_parts, ranked
@@ -35,7 +32,7 @@ from nanorl.replay.tasks import TodaysTasks, changes
 from nanorl.replay.weights import PastWeights
 from nanorl.roles.inline import InlineRoles
 from nanorl.store import content_hash
-from nanorl.types import Rollout, Status, Task, derive_seed
+from nanorl.types import Rollout, Status, Task
 
 EQUAL, UNKNOWN = "equal", "not recorded by the run"
 
@@ -207,7 +204,7 @@ class StretchReplay:
                 generator,
                 group_id=then.group_id,
                 rollout_id=then.rollout_id,
-                sampling=_sampling(one, config),
+                sampling=self._run.sampling(one, config),
                 is_tool_enabled=one.phase != "no_tool",
             )
             if rollout.status != Status.FAILED:
@@ -248,14 +245,6 @@ class StretchReplay:
 
 Scores = dict[int, list[list[float]]]
 """Version -> the log-probs of all tokens of each sequence."""
-
-
-def _sampling(one: Chosen, config: RunConfig) -> SamplingParams:
-    """As the collector and the evaluation seed a rollout."""
-    if one.phase != "rl":
-        return replace(GREEDY, seed=derive_seed(GREEDY.seed, one.entry.rollout_id))
-    seed = derive_seed(config.seed, "rollout", one.entry.rollout_id)
-    return SamplingParams(temperature=config.rl.temperature, seed=seed)
 
 
 def _write_tasks(run: PastRun, folder: Path) -> str:

@@ -365,6 +365,26 @@ def test_a_run_that_was_killed_and_resumed_with_other_options_replays(
     assert result["weights"] == {str(version): "equal" for version in range(5)}
 
 
+def test_what_an_evaluation_sampled_comes_out_equal_and_another_model_is_named(
+    probed: Probed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = probed.folder / "evaluation"
+    words = ["eval", str(probed.run), "--k", "3", "--num-tasks", "2", "--out", str(out)]
+    assert main(words) == 0
+    capsys.readouterr()
+    assert main(["replay", str(out), "--as-json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["num_equal"] == result["num_rollouts"] == 6
+    file = probed.run / "model-trained" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][0] *= 2
+    save_file(tensors, file, {"format": "pt"})
+    assert main(["replay", str(out), "--as-json"]) == 2
+    one = first(json.loads(capsys.readouterr().out))
+    assert one["difference"]["kind"] in ("logp", "token") and causes(one) == ["model"]
+    shutil.rmtree(out)
+
+
 def test_rollouts_of_several_versions_are_scored_by_each(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
