@@ -33,7 +33,7 @@ def fingerprint(tensor: Tensor) -> str:
     """8 digits of a tensor on a CPU, 16 of one on a GPU."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if flat.device.type == "cpu":
-        return f"{zlib.crc32(flat.numpy()):08x}"
+        return f"{zlib.crc32(flat.numpy().data):08x}"
     return f"{folded_sum(flat) & (1 << 64) - 1:016x}"
 
 

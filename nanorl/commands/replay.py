@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -23,41 +24,54 @@ PhaseName = Literal["any", "untrained", "before", "rl", "after", "no_tool"]
 SOME_DIFFER = 2
 
 
-def replay(
-    run: tyro.conf.Positional[Path],
-    rollout_ids: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
-    /,
-    *,
-    phase: PhaseName = "any",
-    from_step: int | None = None,
-    to_step: int | None = None,
-    num: int = 200,
-    stored_tasks: bool = False,
-    as_json: bool = False,
-) -> int:
-    """Play stored rollouts of a run again and compare them with what was stored.
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    """The options of `nanorl replay`."""
 
-    Args:
-        run: The folder of a run, or of a nanorl eval.
-        rollout_ids: Only these; without any, those that the options choose.
-        phase: Of RL, or of one of the evaluations.
-        from_step: Of RL steps from this one on.
-        to_step: To this step, itself included; without it, that one step alone.
-        num: So many at most, spread evenly; 0: all. A choice by steps or ids is played whole.
-        stored_tasks: Play the tasks as the run stored them, not as its source has them today.
-        as_json: Print the result as JSON.
-    """
+    run: tyro.conf.Positional[Path]
+    """The folder of a run, or of a nanorl eval."""
+    rollout_ids: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Only these; without any, those that the options choose."""
+    phase: PhaseName = "any"
+    """Of RL, or of one of the evaluations."""
+    from_step: int | None = None
+    """All of RL from this step on, to --to-step; without that, of this step alone."""
+    to_step: int | None = None
+    """The last of these steps."""
+    num: int = 200
+    """Without ids and steps: so many at most, spread evenly; 0: all."""
+    stored_tasks: bool = False
+    """Play the tasks as the run stored them, not as its source has them today."""
+    as_json: bool = False
+    """Print the result as JSON."""
+
+    def __post_init__(self) -> None:
+        if self.num < 0:
+            raise ValueError(f"--num {self.num}: must be 0 (all) or more")
+        if self.to_step is not None and (self.from_step or 0) > self.to_step:
+            raise ValueError(
+                f"--to-step {self.to_step}: must not be before --from-step {self.from_step}"
+            )
+
+    @property
+    def steps(self) -> tuple[int, int] | None:
+        """The first and the last; None: whatever step."""
+        if self.from_step is None and self.to_step is None:
+            return None
+        first = self.from_step or 0
+        return first, first if self.to_step is None else self.to_step
+
+
+def replay(options: Annotated[ReplayOptions, tyro.conf.arg(name="")]) -> int:
+    """Play stored rollouts of a run again and compare them with what was stored."""
     from nanorl.replay.past_run import choose, open_past  # here: they import torch
     from nanorl.replay.replay import replay as play
 
-    if num < 0:
-        raise ValueError(f"--num {num}: must be 0 (all) or more")
-    with open_past(run) as past:
-        steps = (
-            None if from_step is None else (from_step, from_step if to_step is None else to_step)
+    with open_past(options.run) as past:
+        chosen = choose(
+            past, options.rollout_ids, phase=options.phase, steps=options.steps, num=options.num
         )
-        chosen = choose(past, rollout_ids, phase=phase, steps=steps, num=num)
         print(f"playing {len(chosen)} rollouts again", file=sys.stderr)
-        result = play(past, chosen, stored_tasks=stored_tasks)
-    print(json.dumps(result.to_json(), indent=2) if as_json else result.text())
+        result = play(past, chosen, stored_tasks=options.stored_tasks)
+    print(json.dumps(result.to_json(), indent=2) if options.as_json else result.text())
     return 0 if result.is_equal else SOME_DIFFER

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from nanoengine.state.fingerprint import fingerprint, folded_sum
+from nanorl.config import RLConfig, RunConfig
+from nanorl.history import Event, RunHistory
 from nanorl.replay.causes import changed_parts, ranked
 from nanorl.replay.difference import Difference, first_difference
+from nanorl.replay.past_run import RL, PastRun, choose
 from nanorl.replay.tasks import changes
+from nanorl.store import RolloutStore
 from nanorl.types import Branch, Rollout, Status, Task, TurnSpan
 
 
@@ -144,3 +149,55 @@ def test_order_and_place_count_in_a_folded_sum() -> None:
     words = torch.tensor([1, 2, 0, 0], dtype=torch.int64)
     sums = {folded_sum(words.roll(i).view(torch.uint8)) for i in range(4)}
     assert len(sums) == 4
+
+
+def test_the_groups_of_a_step_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    names = [("s3-g10", "m9"), ("s3-g10", "m10"), ("s3-g9", "m0"), ("s3-g11", "m0")]
+    played = [
+        replace(rollout(), group_id=group, rollout_id=f"{group}-{member}")
+        for group, member in names
+    ]
+    failed = replace(rollout(), group_id="s3-g9", rollout_id="s3-g9-m1-failed0")
+    with RolloutStore(tmp_path / "rollouts.sqlite") as store:
+        store.add_group([*played, replace(failed, status=Status.FAILED)], step=3)
+    with PastRun(tmp_path, RunConfig()) as run:
+        groups = [[one.rollout_id for one in group] for group in run.groups(3)]
+        assert groups == [["s3-g9-m0"], ["s3-g10-m9", "s3-g10-m10"], ["s3-g11-m0"]]
+        with pytest.raises(ValueError, match="step 4 are not stored any more"):
+            run.groups(4)
+        assert run.entries[0].entry.rollout_id == "s3-g9-m0"
+        assert len(choose(run, num=3)) == 3 and len(choose(run, num=0)) == 4
+        with pytest.raises(ValueError, match="no stored rollout is called s9"):
+            choose(run, ["s9"])
+
+
+def test_options_belong_to_the_places_from_which_on_they_held(tmp_path: Path) -> None:
+    """A run of 4 steps, resumed at step 2 with another rate, and again when it had ended, to have 6
+    steps and another temperature."""
+    history = RunHistory(tmp_path)
+    events = [
+        ("begun", "untrained", 0, {}),
+        ("resumed", "rl", 2, {"rl.lr": (1e-5, 2e-5), "rollout.replicas": (1, 2)}),
+        ("resumed", "rl", 3, {}),
+        ("resumed", "done", 4, {"rl.steps": (4, 6), "rl.temperature": (1.0, 0.5)}),
+    ]
+    for kind, phase, step, changed in events:
+        event = Event(
+            event=kind, at="", phase=phase, step=step, changes=changed, origin="", command=""
+        )
+        history.append(event)
+    with RolloutStore(tmp_path / "rollouts.sqlite") as store:
+        for number in range(4):
+            store.put_fact(f"start/{number}", {"code": {"source": str(number)}})
+    now = RunConfig(rl=RLConfig(lr=2e-5, steps=6, temperature=0.5))
+    with PastRun(tmp_path, now) as run:
+        held = [(one.begin, one.config.rl) for one in run.stretches]
+        assert [(begin, rl.lr, rl.steps, rl.temperature) for begin, rl in held] == [
+            ((0, 0), 1e-5, 4, 1.0),
+            ((RL, 2), 2e-5, 4, 1.0),
+            ((RL, 4), 2e-5, 6, 0.5),
+        ]
+        assert run.stretch((RL, 1)) == 0 and run.stretch((RL, 3)) == 1 and run.stretch((6, 0)) == 2
+        places = [(2, 0), (RL, 2), (RL, 3), (RL, 4), (RL + 1, 0)]
+        sources = [run.manifest(place)["code"]["source"] for place in places]
+        assert sources == ["0", "1", "2", "3", "3"]
