@@ -29,6 +29,7 @@ PACKAGES = [
     "nanorl.hosting",
     "nanorl.monitor",
     "nanorl.parsers",
+    "nanorl.replay",
     "nanorl.report",
     "nanorl.rewards",
     "nanorl.roles",

@@ -56,6 +56,7 @@ from nanoengine.state.checkpoint import (
     set_rng_state,
 )
 from nanoengine.state.checkpoint_writer import CheckpointWriter
+from nanoengine.state.fingerprint import fingerprints
 from nanoengine.state.slices import Held, Piece, cut_parameter
 from nanoengine.tensor_file import CheckpointError, dtype_name
 
@@ -394,6 +395,10 @@ class Engine:
                     yield from hf.gather_expert(name, view, self.model.experts)
                     continue
                 yield name, view.clone() if comes_and_goes else view
+
+    def fingerprints(self) -> dict[str, str]:
+        """Of each tensor that `export_state` gives, by name: equal weights have equal ones."""
+        return fingerprints(self.export_state())
 
     def load_weights(self, state: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the weights (strictly, by Hugging Face name); the moments stay. Every rank takes

@@ -37,6 +37,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "view": Verb("nanorl.commands.view:view", "read the rollouts of a run"),
         "store": Verb("nanorl.commands.store:store", "what rollouts a run has kept; drop some"),
         "export": Verb("nanorl.commands.export:export", "rollouts as JSONL, parquet, ATIF, spans"),
+        "replay": Verb("nanorl.commands.replay:replay", "play rollouts again: equal, or why not"),
         "serve": Verb("nanorl.commands.serve:serve", "serve a run's model over HTTP, with a page"),
         "serve-training": Verb(
             "nanorl.commands.serve_training:serve_training", "train for clients of the Tinker API"

@@ -229,10 +229,16 @@ class ToolConfig:
     """Memory of one execution, children included."""
     workers: int = 2
     """Warm sandbox processes."""
+    python: str = ""
+    """The interpreter that runs the programs, outside of /tmp; empty: the system's, or this one."""
 
     def limits(self) -> SandboxSpec:
         """The limits of one execution."""
-        return SandboxSpec(timeout_s=self.timeout_s, memory_bytes=self.memory_mb << 20)
+        return SandboxSpec(
+            timeout_s=self.timeout_s,
+            memory_bytes=self.memory_mb << 20,
+            python=self.python or None,
+        )
 
     def __post_init__(self) -> None:
         cores = os.cpu_count() or 1
@@ -451,6 +457,10 @@ class RunConfig:
     store: str = ""
     """Where the rollouts are kept: a SQLite file or postgresql://SERVER/DATABASE?run=NAME, either
     with blobs=ADDRESS for large contents (docs/store.md); empty: rollouts.sqlite in --out."""
+    keep_start: bool = True
+    """Keep the checkpoint with which RL began as well, so that `nanorl replay` can make the weights
+    of any step again: 12 bytes a weight (SmolLM2-135M: 1.6 GB). Without a warm start the model
+    itself is all that it takes, and nothing more is kept."""
     keep_rollout_steps: int = 0
     """RL steps, the newest, whose rollouts are kept; 0 keeps those of every step."""
     keep_rollout_days: float = 0.0

@@ -33,7 +33,7 @@ import torch
 from nanoengine.packing import Sample
 from nanoengine.scoring import Policy
 from nanoengine.sft import num_loss_tokens, sft_loss
-from nanoengine.state.checkpoint import latest_checkpoint, open_checkpoint
+from nanoengine.state.checkpoint import adopt_checkpoint, latest_checkpoint, open_checkpoint
 from nanoengine.stop_signals import Interrupted, StopSignals
 from nanoinfer.cancellation import to_the_end
 from nanorl.continuation import computes
@@ -42,6 +42,7 @@ from nanorl.doctor.alarms import NO_SIGNAL, RunAlarms
 from nanorl.evaluation import EvaluationResult, evaluate
 from nanorl.history import RunHistory
 from nanorl.learner import Learner, reference_folder
+from nanorl.manifest import manifest_of
 from nanorl.monitor.monitor import RunMonitor
 from nanorl.parts import Parts, num_threads
 from nanorl.report.evaluation import Evaluation
@@ -71,6 +72,8 @@ SHOWN = (
     *("success", "reward", "groups_with_signal", "grad_norm", "clip_fraction"),
     *("logp_gap_max", "step_s"),
 )
+START = "start"
+"""The folder, as `checkpoints`, of the checkpoint with which RL began."""
 ROOT = Path(__file__).resolve().parent.parent
 T = TypeVar("T")
 MOST_LOSSES = 2
@@ -120,6 +123,7 @@ class Run:
                 async with self.monitor, self.trackers:
                     await self.roles.start()
                     await self._require_own_store()
+                    await self._note_manifest()
                     while not self.has_model:
                         await self._run_phase()
             except asyncio.CancelledError:
@@ -127,6 +131,12 @@ class Run:
                 raise Interrupted from None
             finally:
                 await self.roles.close_loop()
+
+    async def _note_manifest(self) -> None:
+        """Record what this process consists of, beside its line of history.jsonl."""
+        manifest = await self._train(manifest_of, self.parts)
+        name = f"start/{len(self.history.read()) - 1}"
+        await self.roles.store.call(RolloutStore.put_fact, name, manifest)
 
     async def _run_phase(self) -> None:
         """What comes next. Where the trainer dies, the run goes back to the newest checkpoint and
@@ -271,6 +281,22 @@ class Run:
         except TrainerLost as lost:
             self.live.say(f"{lost}: the newest checkpoint is what --resume goes on from")
 
+    def _keep_start(self) -> None:
+        """Keep the checkpoint with which RL began, or goes on in a run that kept none: only names
+        are new, until the checkpoint itself is deleted. What no warm start has changed is the
+        model's folder."""
+        config, kept = self.config, self.dir / START
+        is_model = not (config.warm_start.steps or config.fork or self.cursor.step)
+        newest = latest_checkpoint(self.checkpoints)
+        if config.keep_start and not is_model and newest and latest_checkpoint(kept) is None:
+            adopt_checkpoint(newest, kept, self.cursor.to_json())
+
+    async def _note_weights(self) -> None:
+        """Record what the policy's weights are at this step of RL."""
+        found = await self._train(self.roles.engine.fingerprints)
+        name = f"weights/{self.cursor.step}"
+        await self.roles.store.call(RolloutStore.put_fact, name, found)
+
     def note_time(self) -> None:
         now = time.perf_counter()
         self.cursor.add("wall_s", now - self.started)
@@ -410,6 +436,8 @@ class Run:
                 self.monitor.observe_step(result.step, result.metrics, rollouts)
                 self._say_step(result)
 
+            self._keep_start()
+            await self._note_weights()
             self.critic = await self._open_critic()
             reference = await self._open_reference()
             with Scheduler(backend="inline") as scheduler:
@@ -481,6 +509,7 @@ class Run:
         self.cursor.add("num_failed_rollouts", len(result.failed))
         self.cursor.add("num_steps_without_signal", not result.metrics["num_trained_rollouts"])
         self.cursor.step = result.step + 1
+        await self._note_weights()
         is_last = self.cursor.step == self.config.rl.steps  # then the phase saves at its end
         if self.cursor.step % self.config.save_every == 0 and not is_last:
             await self.save()

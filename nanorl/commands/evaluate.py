@@ -179,6 +179,7 @@ def run_evaluation(
     from rich.console import Console
 
     from nanorl.evaluation import evaluate
+    from nanorl.manifest import manifest_of
     from nanorl.parts import Parts
     from nanorl.report.evaluation import Evaluation
     from nanorl.report.live import LiveView
@@ -199,6 +200,7 @@ def run_evaluation(
             LiveView(f"evaluation of {title}", console=Console(stderr=True)) as live,
             RolloutStore(folder / "rollouts.sqlite") as store,
         ):
+            store.put_fact("start/0", manifest_of(parts))
             store.add_tasks(tasks)
             live.start_phase(PHASE, len(tasks) * samples)
 

@@ -29,6 +29,10 @@ class RunEngine(TrainingEngine, Protocol):
 
     def load(self, path: Path) -> Mapping[str, Any]: ...
 
+    def fingerprints(self) -> dict[str, str]:
+        """Of each weight by its Hugging Face name (nanoengine/state/fingerprint.py)."""
+        ...
+
     def write_model(self, folder: Path, extra_files_from: Path | None = None) -> None:
         """The weights as a Hugging Face folder, whole or not at all, in place of what was there."""
         ...

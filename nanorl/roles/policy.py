@@ -130,6 +130,10 @@ class PolicyRank:
     async def load(self, path: Path) -> dict[str, Any]:
         return await self._work.run(self.engine.load, path)
 
+    async def fingerprints(self) -> dict[str, str]:
+        """Of the whole weights; every rank takes part."""
+        return await self._work.run(self.engine.fingerprints)
+
     async def offload(self) -> None:
         """Park the optimizer's state in host memory (of a CPU: in a file) until `reload`; the
         weights stay. What needs that state refuses until then."""
@@ -235,6 +239,9 @@ class RankedEngine:
 
     def load(self, path: Path) -> Mapping[str, Any]:
         return self._call_in_turn(PolicyRank.load, path)[0]
+
+    def fingerprints(self) -> dict[str, str]:
+        return self._call_in_turn(PolicyRank.fingerprints)[0]
 
     def write_model(self, folder: Path, extra_files_from: Path | None = None) -> None:
         self._call(PolicyRank.write_model, folder, extra_files_from)

@@ -1,0 +1,60 @@
+"""A rollout whose tokens are of several policy versions, played again as far as time had no say.
+
+With staleness the clock decides which weights sample which token, so such a rollout is not sampled
+again: the stored turns are said once more in the environment, which gives its observations and its
+reward, and each sampled token is scored by the weights that sampled it.
+Left out: whether the same seed gives those tokens again; no single policy does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from nanoengine.packing import Sample
+from nanoinfer.params import Output, SamplingParams
+from nanorl.types import Branch, Rollout
+
+
+def versions_of(rollout: Rollout) -> set[int]:
+    return {version for one in rollout.sequences for version in one.versions if version >= 0}
+
+
+class StoredTurns:
+    """A generator that says what the rollout's policy said after the same tokens."""
+
+    def __init__(self, rollout: Rollout) -> None:
+        self._sequences = rollout.sequences
+
+    async def generate(self, ids: list[int], params: SamplingParams) -> Output:
+        """The stored turn. After tokens that are not stored, an output without any, which ends the
+        episode: the difference lies before it."""
+        for sequence in self._sequences:
+            begin = len(ids)
+            if begin < len(sequence.tokens) and sequence.tokens[:begin] == ids:
+                end = _end_of_turn(sequence, begin)
+                return Output(
+                    ids=sequence.tokens[begin:end],
+                    logps=sequence.logps[begin:end],
+                    versions=sequence.versions[begin:end],
+                    finish_reason="length" if end - begin == params.max_tokens else "stop",
+                )
+        return Output(ids=[], logps=[], versions=[], finish_reason="length")
+
+
+def _end_of_turn(sequence: Branch, begin: int) -> int:
+    rest = sequence.loss_mask[begin:]
+    return begin + (rest.index(0) if 0 in rest else len(rest))
+
+
+def samples_of(rollout: Rollout) -> list[Sample]:
+    """Its sequences, to be scored."""
+    return [Sample(tokens=one.tokens, loss_mask=one.loss_mask) for one in rollout.sequences]
+
+
+def with_scores(rollout: Rollout, scores: Mapping[int, Sequence[Sequence[float]]]) -> None:
+    """Put in each sampled token's log-prob by the version that sampled it; `scores` has those of
+    all tokens of each sequence, by version."""
+    for number, sequence in enumerate(rollout.sequences):
+        for place, version in enumerate(sequence.versions):
+            if version >= 0:
+                sequence.logps[place] = float(scores[version][number][place])
