@@ -124,6 +124,7 @@ class Engine:
         self.mesh = mesh
         self.version = 0
         self.last_logps: list[Tensor] = []  # of the last train_step, before its update
+        self.last_entropies: list[Tensor] = []  # likewise; empty where it was not asked for them
         dtype = DTYPES[config.dtype]
         self.optimizer = self._make_optimizer(dtype)
         wide = torch.promote_types(dtype, torch.float32)
@@ -310,6 +311,7 @@ class Engine:
     ) -> tuple[float, dict[str, float]]:
         losses: list[Tensor] = []
         logps: list[Tensor] = []
+        entropies: list[Tensor] = []
         sums_of: list[Mapping[str, Tensor | float]] = []
         micros = self._passes(samples)
         with self._kernels():
@@ -331,10 +333,13 @@ class Engine:
                     loss.backward()
                 self.optimizer.end_pass()
                 logps.append(logp_T.detach())
+                if entropy_T is not None:
+                    entropies.append(entropy_T.detach())
                 sums_of.append(sums)
         self.optimizer.finish_gradients()
         trained = [micro for micro in micros if micro.index]
         self.last_logps = collect_all(samples, trained, logps)
+        self.last_entropies = collect_all(samples, trained, entropies) if entropies else []
         return read_sums(losses, sums_of)
 
     def _sum_over_ranks(

@@ -34,14 +34,15 @@ from nanorl.algorithms.fields import Field, check_fields
 from nanorl.algorithms.losses import LossBatch, make_loss
 from nanorl.algorithms.segments import index_by_id
 from nanorl.algorithms.spec import AlgorithmSpec, is_own
-from nanorl.types import Branch, Rollout, Status
+from nanorl.types import Branch, Rollout, Status, TokenStats
 
 
 @dataclass(kw_only=True)
 class TrainBatch:
     """Holds what the engine trains on, and how the batch looked. `probe` is one group of it, to
     measure the log-prob gap on where no sample has a gradient. The critic, if there is one, learns
-    from all samples.
+    from all samples. `places` says of each of `samples` which sequence of which rollout it is,
+    `stats` has what the batch says about the tokens of every rollout that was scored.
 
         batch = build_batch(groups, AlgorithmSpec(), max_tokens=512, version=3)
         engine.train_step(batch.samples, batch.loss_fn)
@@ -52,6 +53,8 @@ class TrainBatch:
     probe: list[Sample]
     loss_fn: PolicyLoss
     metrics: dict[str, float]
+    places: list[tuple[str, int]]
+    stats: dict[str, TokenStats]
 
 
 @dataclass(frozen=True)
@@ -118,23 +121,34 @@ def build_batch(
     if spec.dynamic_sampling:
         rollouts = _with_signal(rollouts)
     scored = _scored_samples(rollouts, spec, scoring, max_tokens, version) if rollouts else []
-    owned = [
-        (sample, rollout)
-        for sample, rollout in zip(scored, _rollout_ids(rollouts).tolist(), strict=True)
-        if any(sample.loss_mask)
-    ]
+    places = [(one.rollout_id, i) for one in rollouts for i in range(len(one.sequences))]
+    owned = [pair for pair in zip(scored, places, strict=True) if any(pair[0].loss_mask)]
     samples = [sample for sample, _ in owned]
     check_fields(samples)
     if is_proportional_to_advantage(spec):
         owned = [pair for pair in owned if any(pair[0].fields[Field.ADVANTAGE])]
-    metrics["num_trained_rollouts"] = float(len({rollout for _, rollout in owned}))
+    metrics["num_trained_rollouts"] = float(len({rollout_id for _, (rollout_id, _) in owned}))
     return TrainBatch(
         samples=[sample for sample, _ in owned],
         critic_samples=samples if scoring.values is not None else [],
         probe=probe,
         loss_fn=PolicyLoss(spec),
         metrics=metrics,
+        places=[place for _, place in owned],
+        stats=_token_stats(rollouts, scored),
     )
+
+
+def _token_stats(rollouts: Sequence[Rollout], samples: Sequence[Sample]) -> dict[str, TokenStats]:
+    """What the batch says about the tokens of each rollout; 0 where the loss mask is 0."""
+    names = {Field.ADVANTAGE: "advantage", Field.VALUE: "value", Field.REF_LOGP: "ref_logp"}
+    stats = {rollout.rollout_id: TokenStats() for rollout in rollouts}
+    owners = (one.rollout_id for one in rollouts for _ in one.sequences)
+    for owner, sample in zip(owners, samples, strict=True):
+        for field, name in names.items():
+            if field in sample.fields:
+                stats[owner].values.setdefault(name, []).append(list(sample.fields[field]))
+    return stats
 
 
 def is_proportional_to_advantage(spec: AlgorithmSpec) -> bool:

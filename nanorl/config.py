@@ -77,6 +77,9 @@ class RLConfig(UpdateConfig):
     lr: float = 2e-5
     temperature: float = 1.0
     """Sampling temperature of the rollouts; log-probs are of the tempered distribution."""
+    keep_entropies: bool = False
+    """Compute and store the entropy at every trained token, for nanorl view; it costs a pass over
+    the logits. Losses with an entropy bonus have them anyway."""
     epochs: int = 1
     """Optimizer steps on one batch; from the second on, ratios and clipping matter."""
     max_staleness: int = 0

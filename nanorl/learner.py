@@ -18,6 +18,7 @@ transports of weights to other processes and machines (weights/).
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -49,7 +50,7 @@ from nanorl.batching import (
     with_field,
 )
 from nanorl.config import RunConfig
-from nanorl.types import Rollout
+from nanorl.types import Rollout, TokenStats
 
 Groups = Sequence[Sequence[Rollout]]
 
@@ -58,6 +59,7 @@ class TrainingEngine(Protocol):
     """An `Engine`, or what stands for the ranks of one in other processes."""
 
     last_logps: list[Tensor]
+    last_entropies: list[Tensor]
 
     def train_step(
         self,
@@ -116,6 +118,7 @@ class Learner:
         self.publisher = publisher
         self.thread = thread
         self.version = 0
+        self._stats: dict[str, TokenStats] = {}
 
     async def publish(self, version: int) -> float:
         """Hand the weights to the inference engines as policy `version`; returns seconds. The
@@ -131,6 +134,11 @@ class Learner:
         metrics["sync_s"] = await self.publish(version)
         return metrics
 
+    def take_token_stats(self) -> dict[str, TokenStats]:
+        """What the last batch said about the tokens of its rollouts, by their ids."""
+        stats, self._stats = self._stats, {}
+        return stats
+
     def train_on(self, groups: Groups) -> dict[str, Any]:
         """One optimizer batch (`rl.epochs` steps over it); returns the metrics of the batch."""
         rl = self.config.rl
@@ -143,6 +151,7 @@ class Learner:
             scoring=self._scoring(),
         )
         metrics: dict[str, Any] = dict(batch.metrics)
+        self._stats = batch.stats
         if batch.samples and not self._only_critic_learns():
             metrics.update(self._train_policy(batch))
         elif batch.probe:  # a batch without signal still says whether the engines agree
@@ -187,15 +196,25 @@ class Learner:
                 samples,
                 batch.loss_fn,
                 temperature=rl.temperature,
-                entropy=rl.algorithm.entropy_coef != 0,
+                entropy=rl.algorithm.entropy_coef != 0 or rl.keep_entropies,
             )
             metrics.update(per_action_token(result))
             if epoch == 0:
                 metrics.update(logp_gap(samples, self.engine.last_logps))
+                self._note_tokens(batch, "trained_logp", self.engine.last_logps)
+                self._note_tokens(batch, "entropy", self.engine.last_entropies)
             if epoch == 0 and rl.epochs > 1:
                 # The policy before the first update: what the ratios of later epochs are against.
                 samples = with_field(samples, Field.OLD_LOGP, self.engine.last_logps)
         return metrics
+
+    def _note_tokens(self, batch: TrainBatch, name: str, values: Sequence[Tensor]) -> None:
+        """Numbers of the trained samples; the other sequences of their rollouts have none."""
+        for (rollout_id, sequence), value_T in zip(batch.places, values, strict=False):
+            of_rollout = batch.stats[rollout_id].values
+            shape = of_rollout["advantage"]
+            nothing = [[math.nan] * len(one) for one in shape]
+            of_rollout.setdefault(name, nothing)[sequence] = value_T.tolist()
 
     def _train_critic(self, batch: TrainBatch) -> dict[str, float]:
         assert self.critic is not None, "it gave the values of these samples"

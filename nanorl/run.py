@@ -316,6 +316,7 @@ class Run:
         """For `nanorl compare`. The rollouts go into a file of their own: whatever reads the
         training's by step, counts them or deletes them, never meets these."""
         with RolloutStore(self.dir / "evaluations.sqlite") as store:
+            store.add_tasks([task for task, _ in result.played])
             store.add_group([rollout for _, rollout in result.played], step=PHASES.index(name))
         about = {
             "model": self.config.model or self.config.preset,
@@ -455,7 +456,10 @@ class Run:
     async def _log_step(self, result: StepResult) -> None:
         """Record a finished step, then move the cursor; every `save_every` steps, a checkpoint."""
         rollouts = [*(rollout for group in result.groups for rollout in group), *result.failed]
-        await self.roles.store.call(RolloutStore.add_group, rollouts, step=result.step)
+        store = self.roles.store
+        await store.call(RolloutStore.add_tasks, self.train_tasks(result.step))
+        await store.call(RolloutStore.add_group, rollouts, step=result.step)
+        await store.call(RolloutStore.add_token_stats, result.token_stats)
         if self.config.keep_rollout_steps:
             await self.roles.store.call(RolloutStore.expire, self.config.keep_rollout_steps)
         result.metrics.update(self._rollout_speed(result.metrics))

@@ -7,7 +7,10 @@ per-token lists are blobs, the smallest exact numpy type and then zlib: a rollou
 takes a few kB instead of tens as JSON and comes back equal to the last bit, because log-probs are
 stored as fp32 only where fp32 holds every one of them. Those of further branches, which few
 rollouts have, are the same bytes as text in the column `extra`.
-In this file: the table, `RolloutStore`, a rollout as a row, per-token lists as bytes.
+Beside the rollouts lie the tasks that they tried, whole, so that a rollout can be read and played
+again when the file of the tasks is gone; numbers about their tokens, which the trainer knows only
+after its step; and small facts of the run as JSON.
+In this file: the tables, `RolloutStore`, a rollout as a row, per-token lists as bytes.
 Left out: several writers (a second process may read while one writes).
 """
 
@@ -22,15 +25,16 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nanorl.monitor.vitals import vitals
-from nanorl.types import Branch, Rollout, Status, TurnSpan
+from nanorl.types import Branch, Rollout, Status, Task, TokenStats, TurnSpan, kind_of
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS rollouts (
@@ -48,7 +52,22 @@ CREATE TABLE IF NOT EXISTS rollouts (
     tokens BLOB NOT NULL,
     loss_mask BLOB NOT NULL,
     logps BLOB NOT NULL,
-    versions BLOB NOT NULL
+    versions BLOB NOT NULL,
+    kind TEXT NOT NULL DEFAULT ''
+);
+CREATE TABLE IF NOT EXISTS tasks (
+    task_id TEXT PRIMARY KEY,
+    kind TEXT NOT NULL,
+    content TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS token_stats (
+    rollout_id TEXT PRIMARY KEY,
+    shape TEXT NOT NULL,
+    numbers BLOB NOT NULL
+);
+CREATE TABLE IF NOT EXISTS facts (
+    name TEXT PRIMARY KEY,
+    value TEXT NOT NULL
 );
 CREATE INDEX IF NOT EXISTS by_step ON rollouts (step, group_id);
 CREATE INDEX IF NOT EXISTS by_task ON rollouts (task_id, step);
@@ -56,14 +75,19 @@ CREATE INDEX IF NOT EXISTS by_group ON rollouts (group_id);
 CREATE INDEX IF NOT EXISTS by_version ON rollouts (version);
 CREATE INDEX IF NOT EXISTS by_hash ON rollouts (content_hash);
 CREATE INDEX IF NOT EXISTS by_status ON rollouts (status);
+CREATE INDEX IF NOT EXISTS by_kind ON rollouts (kind, step);
 """
 
 ENTRY_COLUMNS = (
     *("rollout_id", "task_id", "group_id", "step", "version", "status", "reward"),
-    *("num_tokens", "num_turns", "content_hash"),
+    *("num_tokens", "num_turns", "content_hash", "kind"),
 )
 LISTS = ("tokens", "loss_mask", "logps", "versions")
 COLUMNS = (*ENTRY_COLUMNS, "extra", *LISTS)
+
+_DELETE_ORPHANS = (
+    "DELETE FROM token_stats WHERE rollout_id NOT IN (SELECT rollout_id FROM rollouts)"
+)
 
 # Primary result codes of SQLite (https://www.sqlite.org/rescode.html), each with its remedy.
 _REMEDIES = {
@@ -86,9 +110,9 @@ _REMEDIES = {
 class Entry:
     """The index columns of one stored rollout.
 
-    Entry(rollout_id="s12-t3-m1", task_id="squares-0f3a...", group_id="s12-t3", step=12,
-          version=12, status=Status.FINISHED, reward=1.0, num_tokens=143, num_turns=2,
-          content_hash="9c1d...")
+    Entry(rollout_id="s12-t3-m1", task_id="squares-0f3a...", kind="squares",
+          group_id="s12-t3", step=12, version=12, status=Status.FINISHED,
+          reward=1.0, num_tokens=143, num_turns=2, content_hash="9c1d...")
     """
 
     rollout_id: str
@@ -101,6 +125,7 @@ class Entry:
     num_tokens: int
     num_turns: int
     content_hash: str
+    kind: str
 
 
 class StoreError(RuntimeError):
@@ -122,6 +147,7 @@ class RolloutStore:
     def __init__(self, path: str | Path, *, lock_timeout_s: float = 10.0) -> None:
         self.path = Path(path)
         self._lock = threading.RLock()
+        self._kinds: dict[str, str] = {}  # of tasks, as far as they were asked for
         with self._errors("open"):
             self._db = sqlite3.connect(
                 self.path, timeout=lock_timeout_s, isolation_level=None, check_same_thread=False
@@ -135,15 +161,19 @@ class RolloutStore:
 
     def _prepare(self) -> None:
         found = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if found not in (0, SCHEMA_VERSION):
+        if found not in range(SCHEMA_VERSION + 1):
             raise StoreError(
-                f"{self.path}: rollout file of schema {found}, this program reads schema "
+                f"{self.path}: rollout file of schema {found}, this program reads schemas up to "
                 f"{SCHEMA_VERSION}: move it away, or use another --out"
             )
         self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # only takes effect in a new file
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = FULL")
         with self._transaction("create"):
+            if found == 1:
+                self._db.execute("ALTER TABLE rollouts ADD COLUMN kind TEXT NOT NULL DEFAULT ''")
+                self._db.create_function("kind_of", 1, kind_of, deterministic=True)
+                self._db.execute("UPDATE rollouts SET kind = kind_of(task_id)")
             for statement in SCHEMA.split(";"):
                 self._db.execute(statement)
             self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
@@ -162,11 +192,62 @@ class RolloutStore:
             raise ValueError(
                 f"rollout_id {double!r} occurs twice in one group: ids must be unique in a run"
             )
-        rows = [to_row(r, step, r.version if version is None else version) for r in rollouts]
+        rows = [
+            to_row(r, step, r.version if version is None else version, self._kind(r.task_id))
+            for r in rollouts
+        ]
         marks = ", ".join("?" * len(COLUMNS))
         sql = f"INSERT OR REPLACE INTO rollouts ({', '.join(COLUMNS)}) VALUES ({marks})"
         with self._transaction(f"store rollouts of step {step} in"):
             self._db.executemany(sql, rows)
+
+    def add_tasks(self, tasks: Sequence[Task]) -> None:
+        """Store tasks, whole; one whose id is there stays as it is."""
+        new = [task for task in tasks if task.task_id not in self._kinds]
+        rows = [(t.task_id, t.kind, json.dumps(t.to_json())) for t in new]
+        with self._transaction("store tasks in"):
+            self._db.executemany("INSERT OR IGNORE INTO tasks VALUES (?, ?, ?)", rows)
+        self._kinds |= {task.task_id: task.kind for task in new}
+
+    def task(self, task_id: str) -> Task | None:
+        """The task of this id, as it was when it was first played; None if it was not stored."""
+        sql = "SELECT content FROM tasks WHERE task_id = ?"
+        with self._reading():
+            row = self._db.execute(sql, (task_id,)).fetchone()
+        return None if row is None else Task.from_json(json.loads(row[0]))
+
+    def tasks(self) -> list[Task]:
+        """All tasks that were stored, in the order of their ids."""
+        with self._reading():
+            rows = self._db.execute("SELECT content FROM tasks ORDER BY task_id").fetchall()
+        return [Task.from_json(json.loads(row[0])) for row in rows]
+
+    def add_token_stats(self, stats: Mapping[str, TokenStats]) -> None:
+        """Store numbers about the tokens of rollouts, by their ids; earlier ones are replaced."""
+        rows = [(rollout_id, *_pack_stats(one)) for rollout_id, one in stats.items()]
+        with self._transaction("store numbers of tokens in"):
+            self._db.executemany("INSERT OR REPLACE INTO token_stats VALUES (?, ?, ?)", rows)
+
+    def token_stats(self, rollout_id: str) -> TokenStats | None:
+        """Numbers about the tokens of a rollout; None where no step was made of it."""
+        sql = "SELECT shape, numbers FROM token_stats WHERE rollout_id = ?"
+        with self._reading():
+            row = self._db.execute(sql, (rollout_id,)).fetchone()
+        return None if row is None else _unpack_stats(*row)
+
+    def put_fact(self, name: str, value: Any) -> None:
+        """Store something small about the run as JSON, such as what it ran on."""
+        with self._transaction("store a fact in"):
+            self._db.execute(
+                "INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, json.dumps(value))
+            )
+
+    def facts(self, prefix: str = "") -> dict[str, Any]:
+        """The facts whose names begin so, by name."""
+        sql = "SELECT name, value FROM facts WHERE substr(name, 1, ?) = ? ORDER BY name"
+        with self._reading():
+            rows = self._db.execute(sql, (len(prefix), prefix)).fetchall()
+        return {name: json.loads(value) for name, value in rows}
 
     def get(self, rollout_id: str) -> Rollout:
         """The rollout of this id; KeyError if there is none."""
@@ -209,9 +290,16 @@ class RolloutStore:
         return int(row[0])
 
     def delete_from_step(self, step: int) -> int:
-        """Forget the rollouts of `step` and later, which a resume regenerates; their number."""
+        """Forget the rollouts of `step` and later, which a resume regenerates, and what is known of
+        the weights that came of them (facts `weights/VERSION`); the number of rollouts."""
         with self._transaction("delete from"):
-            return self._db.execute("DELETE FROM rollouts WHERE step >= ?", (step,)).rowcount
+            num_deleted = self._db.execute("DELETE FROM rollouts WHERE step >= ?", (step,)).rowcount
+            self._db.execute(_DELETE_ORPHANS)
+            sql = (
+                "DELETE FROM facts WHERE name LIKE 'weights/%' AND CAST(substr(name, 9) AS INT) > ?"
+            )
+            self._db.execute(sql, (step,))
+        return num_deleted
 
     def expire(self, keep_steps: int) -> int:
         """Keep the rollouts of the newest `keep_steps` steps and drop the others; their number.
@@ -223,6 +311,7 @@ class RolloutStore:
         sql = "DELETE FROM rollouts WHERE step <= (SELECT max(step) FROM rollouts) - ?"
         with self._transaction("delete from"):
             num_dropped = self._db.execute(sql, (keep_steps,)).rowcount
+            self._db.execute(_DELETE_ORPHANS)
         with self._reading():
             # Not `execute`: that steps the statement once, and each step frees a single page.
             self._db.executescript("PRAGMA incremental_vacuum")
@@ -242,6 +331,17 @@ class RolloutStore:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _kind(self, task_id: str) -> str:
+        """The type of a task that is stored, or what its id says."""
+        if task_id not in self._kinds:
+            sql = "SELECT kind FROM tasks WHERE task_id = ?"
+            with self._reading():
+                row = self._db.execute(sql, (task_id,)).fetchone()
+            if row is None:
+                return kind_of(task_id)
+            self._kinds[task_id] = row[0]
+        return self._kinds[task_id]
 
     def _select(
         self, columns: Sequence[str], filters: dict[str, Any], limit: int | None = None
@@ -302,13 +402,15 @@ def to_entry(row: tuple[Any, ...]) -> Entry:
     return Entry(**fields)
 
 
-def to_row(rollout: Rollout, step: int, version: int) -> tuple[Any, ...]:
+def to_row(rollout: Rollout, step: int, version: int, kind: str) -> tuple[Any, ...]:
     """The values of COLUMNS, in their order."""
     extra: dict[str, Any] = {
         "turn_spans": _spans_to_lists(rollout.turn_spans),
         "turn_rewards": rollout.turn_rewards,
         "metrics": rollout.metrics,
     }
+    if rollout.error:
+        extra["error"] = rollout.error
     if rollout.branches:
         extra["branches"] = [_branch_to_text(branch) for branch in rollout.branches]
     return (
@@ -322,6 +424,7 @@ def to_row(rollout: Rollout, step: int, version: int) -> tuple[Any, ...]:
         rollout.num_tokens,
         rollout.num_turns,
         content_hash(rollout),
+        kind,
         json.dumps(extra),
         *_pack_lists(rollout.sequences[0]).values(),
     )
@@ -352,8 +455,26 @@ def from_row(row: tuple[Any, ...]) -> Rollout:
         status=Status(fields["status"]),
         metrics=extra["metrics"],
         branches=sequences[1:],
+        error=extra.get("error", ""),
         turn_spans=first.turn_spans,
         **{name: getattr(first, name) for name in LISTS},
+    )
+
+
+def _pack_stats(stats: TokenStats) -> tuple[str, bytes]:
+    """The names with the lengths of their lists as JSON, and all numbers in a row."""
+    shape = {name: [len(one) for one in lists] for name, lists in stats.values.items()}
+    numbers = [number for lists in stats.values.values() for one in lists for number in one]
+    return json.dumps(shape), pack_floats(numbers)
+
+
+def _unpack_stats(shape: str, numbers: bytes) -> TokenStats:
+    rest = iter(unpack(numbers))
+    return TokenStats(
+        values={
+            name: [list(islice(rest, length)) for length in lengths]
+            for name, lengths in json.loads(shape).items()
+        }
     )
 
 

@@ -37,7 +37,7 @@ from nanorl.config import RunConfig
 from nanorl.learner import Learner
 from nanorl.roles.collector import CollectorRole
 from nanorl.roles.role import Role
-from nanorl.types import Rollout, Task
+from nanorl.types import Rollout, Task, TokenStats
 from nanosched import ActorHandle, TaskError
 
 Group = list[Rollout]
@@ -49,13 +49,15 @@ OnStep = Callable[["StepResult"], Awaitable[None]]
 class StepResult:
     """Holds what one optimizer batch gave: its metrics and the rollouts it was made of.
 
-    StepResult(step=3, metrics={"reward": 0.6, "grad_norm": 1.2}, groups=[[...], [...]], failed=[])
+    StepResult(step=3, metrics={"reward": 0.6, "grad_norm": 1.2}, groups=[[...], [...]], failed=[],
+               token_stats={})
     """
 
     step: int
     metrics: dict[str, Any]
     groups: list[Group]
     failed: list[Rollout]  # attempts that the machine spoilt; they were repeated
+    token_stats: dict[str, TokenStats]  # by rollout_id, of those that were scored
 
 
 class Trainer:
@@ -160,7 +162,10 @@ class Trainer:
         metrics["rollout_s"] = await self.collector.call(RolloutCollector.take_busy_s)
         metrics["step_s"] = time.perf_counter() - start
         failed = await self.collector.call(RolloutCollector.take_failed)
-        await on_step(StepResult(step=step, metrics=metrics, groups=groups, failed=failed))
+        stats = await self.learner.call(Learner.take_token_stats)
+        await on_step(
+            StepResult(step=step, metrics=metrics, groups=groups, failed=failed, token_stats=stats)
+        )
 
 
 async def _first_of(wanted: Any, producer: asyncio.Task[None]) -> Any:

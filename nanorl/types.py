@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +71,14 @@ class Task:
             object.__setattr__(self, "task_id", self.task_id or own)
             object.__setattr__(self, "split", self.split or split_of(own))
 
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-serialisable dict of what every task has; `from_json` makes a plain task of it."""
+        return {one.name: getattr(self, one.name) for one in fields(Task)}
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Task:
+        return Task(**data)
+
     def messages(self) -> list[Message]:
         """The prompt as a chat: a text is what the user says."""
         if isinstance(self.prompt, str):
@@ -116,6 +124,11 @@ def split_of(text: str) -> str:
     """`train` or `heldout`, by the text alone: the same text never falls into both."""
     digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
     return "heldout" if int.from_bytes(digest[:8], "big") % HELDOUT_ONE_IN == 0 else "train"
+
+
+def kind_of(task_id: str) -> str:
+    """The task type, with which every id that `Task` makes begins."""
+    return task_id.rpartition("-")[0]
 
 
 def json_text(value: Any, name: str) -> str:
@@ -280,10 +293,28 @@ class Rollout:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Rollout:
-        fields = _with_spans(data)
-        fields["branches"] = [Branch(**_with_spans(b)) for b in data.get("branches", [])]
-        fields["status"] = Status(fields["status"])
-        return cls(**fields)
+        given = _with_spans(data)
+        given["branches"] = [Branch(**_with_spans(b)) for b in data.get("branches", [])]
+        given["status"] = Status(given["status"])
+        return cls(**given)
+
+
+@dataclass(kw_only=True)
+class TokenStats:
+    """Numbers about the tokens of one rollout, by name: a list for each of `rollout.sequences`,
+    aligned with its tokens; NaN where there is none.
+
+        advantage     what the update weighed the token's log-prob with
+        trained_logp  the training engine's log-prob before the update, nats; what it differs by
+                      from `logps` is the gap between the engines
+        entropy       of the policy at that token, nats, where the step computed it
+        value         the critic's, where there is one
+        ref_logp      the reference policy's, where there is one
+
+        TokenStats(values={"advantage": [[0.0, 0.0, 0.7, 0.7]]})
+    """
+
+    values: dict[str, list[list[float]]] = field(default_factory=dict)
 
 
 def _with_spans(data: dict[str, Any]) -> dict[str, Any]:

@@ -199,6 +199,7 @@ def run_evaluation(
             LiveView(f"evaluation of {title}", console=Console(stderr=True)) as live,
             RolloutStore(folder / "rollouts.sqlite") as store,
         ):
+            store.add_tasks(tasks)
             live.start_phase(PHASE, len(tasks) * samples)
 
             def keep(rollout: Rollout) -> None:

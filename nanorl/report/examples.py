@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from nanorl.store import Entry
-from nanorl.types import Rollout, Status, Task
+from nanorl.types import Rollout, Status, Task, kind_of
 
 NUM_STAGES = 3  # equal parts of the steps that were taken
 MAX_CELLS = 60  # of a task type in a stage: what a page of moderate size holds
@@ -40,11 +40,6 @@ class Rate:
     last: int
     num_right: int
     num: int
-
-
-def kind_of(task_id: str) -> str:
-    """The task type, with which every id begins (nanorl.tasks.problem.task_id)."""
-    return task_id.rpartition("-")[0]
 
 
 def choose(

@@ -105,8 +105,9 @@ class PolicyRank:
         weight_fn: WeightFn | None,
         temperature: float,
         entropy: bool,
-    ) -> tuple[dict[str, float], list[Tensor]]:
-        """`Engine.train_step` on this rank's share; its metrics and the share's log-probs."""
+    ) -> tuple[dict[str, float], list[Tensor], list[Tensor]]:
+        """`Engine.train_step` on this rank's share; its metrics, the share's log-probs and, where
+        they were asked for, entropies."""
         metrics = await self._work.run(
             self.engine.train_step,
             samples,
@@ -115,7 +116,7 @@ class PolicyRank:
             temperature=temperature,
             entropy=entropy,
         )
-        return metrics, self.engine.last_logps
+        return metrics, self.engine.last_logps, self.engine.last_entropies
 
     async def forward_logprobs(self, samples: Sequence[Sample], temperature: float) -> list[Tensor]:
         return await self._work.run(self.engine.forward_logprobs, samples, temperature=temperature)
@@ -190,6 +191,7 @@ class RankedEngine:
         """Optimizer steps, those that are under way too: whoever wants the weights of a version
         that was published before the last one comes too late."""
         self.last_logps: list[Tensor] = []
+        self.last_entropies: list[Tensor] = []
         self._recipe, self._loop, self._turn = recipe, loop, turn
 
     def train_step(
@@ -209,7 +211,9 @@ class RankedEngine:
         answers = self._call_each(
             PolicyRank.train_step, lambda rank: (dealt.hand(samples, rank), *options)
         )
-        self.last_logps = dealt.collect([logps for _, logps in answers])
+        self.last_logps = dealt.collect([logps for _, logps, _ in answers])
+        shares = [entropies for _, _, entropies in answers]
+        self.last_entropies = dealt.collect(shares) if any(shares) else []
         return answers[0][0]
 
     def forward_logprobs(

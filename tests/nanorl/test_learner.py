@@ -23,6 +23,7 @@ class CountingEngine:
     def __init__(self) -> None:
         self.num_updates = 0
         self.last_logps: list[Tensor] = []
+        self.last_entropies: list[Tensor] = []
 
     def forward_logprobs(self, samples: Sequence[Sample], **_: Any) -> list[Tensor]:
         return [torch.full((len(s.tokens),), -0.5 - self.num_updates) for s in samples]
@@ -94,3 +95,18 @@ def test_the_gap_is_measured_before_the_first_of_several_updates() -> None:
     metrics = learn(make_learner(epochs=2), 2)
     assert [batch["loss"] for batch in metrics] == [2.0, 4.0]
     assert [batch["logp_gap_max"] for batch in metrics] == pytest.approx([0.0, 2.0])
+
+
+def test_what_a_batch_says_about_its_tokens_is_kept_by_rollout() -> None:
+    """By hand: two rewards, 0 and 1, are one below and one above their mean; log-probs are -0.5."""
+    learner = make_learner()
+    learn(learner, 1)
+    stats = learner.take_token_stats()
+    first, second = (stats[name].values for name in sorted(stats))
+    masks = [rollout("a", member, 0.0).loss_mask for member in range(2)]
+    signs = [
+        [(value > 0) - (value < 0) for value in one["advantage"][0]] for one in (first, second)
+    ]
+    assert signs == [[-m for m in masks[0]], masks[1]]
+    assert first["trained_logp"] == [[-0.5] * len(masks[0])]
+    assert "entropy" not in first and learner.take_token_stats() == {}

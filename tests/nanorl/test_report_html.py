@@ -323,6 +323,7 @@ def entries(*rows: tuple[str, str, int, float]) -> list[Entry]:
         Entry(
             rollout_id=name, task_id=f"{kind}-0", group_id="g", step=step, version=step,
             status=Status.FINISHED, reward=reward, num_tokens=1, num_turns=1, content_hash="",
+            kind=kind,
         )
         for name, kind, step, reward in rows
     ]  # fmt: skip

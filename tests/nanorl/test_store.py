@@ -1,6 +1,7 @@
 """The rollout store: exact round trips, every rollout once, no damage by kills or full disks."""
 
 import json
+import math
 import os
 import random
 import signal
@@ -16,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanorl.store import RolloutStore, StoreError, content_hash, pack_floats, pack_ints, unpack
-from nanorl.types import Rollout, Status, TurnSpan
+from nanorl.tasks.problem import make_problem
+from nanorl.types import Rollout, Status, Task, TokenStats, TurnSpan
 
 
 def make_rollout(rollout_id: str, *, seed: int = 0, **fields) -> Rollout:
@@ -108,6 +110,71 @@ def test_rollouts_are_found_by_every_index_column(tmp_path):
         assert {entry.version for entry in store.entries(step=2)} == {1}
         with pytest.raises(KeyError, match="no rollout 'x'"):
             store.get("x")
+
+
+def test_tasks_come_back_whole_and_name_the_kind_of_their_rollouts(tmp_path):
+    chat = Task([{"role": "user", "content": "a \ud800 half"}], answer={"x": [1]}, task_id="own")
+    plain = Task("2 + 2?", answer="4", kind="sums", files={"a.py": "x = 1"}, data={"most": 3})
+    with RolloutStore(tmp_path / "r.sqlite") as store:
+        store.add_tasks([chat, plain])
+        store.add_tasks([plain, Task("another text", task_id="own")])  # the first one stays
+        for task in (chat, plain):
+            add(store, make_rollout(task.task_id, task_id=task.task_id), step=0, version=0)
+        add(store, make_rollout("r", task_id="squares-0f3a"), step=0, version=0)
+    with RolloutStore(tmp_path / "r.sqlite") as store:
+        assert (store.task("own"), store.task(plain.task_id)) == (chat, plain)
+        store.add_tasks([problem := make_problem("sums", "1 + 1?", 2, "print(2)")])
+        stored = store.task(problem.task_id)
+        assert type(stored) is Task and stored.answer == "2"  # what a teacher knows is not stored
+        assert store.task("squares-0f3a") is None
+        assert {task.task_id for task in store.tasks()} == {"own", plain.task_id, problem.task_id}
+        kinds = {entry.rollout_id: entry.kind for entry in store.entries()}
+        assert kinds == {"own": "task", plain.task_id: "sums", "r": "squares"}
+
+
+def test_numbers_about_tokens_come_back_and_go_with_their_rollouts(tmp_path):
+    stats = TokenStats(
+        values={"advantage": [[0.0, -0.1], [0.5]], "trained_logp": [[0.0, -2.5], [math.nan]]}
+    )
+    with RolloutStore(tmp_path / "r.sqlite") as store:
+        for step in range(3):
+            add(store, make_rollout(f"r{step}"), step=step, version=step)
+            store.add_token_stats({f"r{step}": stats})
+            store.put_fact(f"weights/{step + 1}", {"sum": step})
+        store.put_fact("start/0", ["cpu"])
+        back = store.token_stats("r1")
+        assert back is not None and back.values["advantage"] == stats.values["advantage"]
+        assert back.values["trained_logp"][0] == [0.0, -2.5]
+        assert math.isnan(back.values["trained_logp"][1][0])
+        assert store.delete_from_step(1) == 2
+        assert store.token_stats("r1") is None and store.token_stats("r0") is not None
+        assert store.facts() == {"start/0": ["cpu"], "weights/1": {"sum": 0}}
+        assert store.facts("start/") == {"start/0": ["cpu"]}
+
+
+def test_a_file_of_the_first_schema_is_read_and_gets_what_it_lacks(tmp_path):
+    path = tmp_path / "r.sqlite"
+    with RolloutStore(path) as store:
+        add(store, make_rollout("r", task_id="squares-0f3a"), step=4, version=4)
+        kept = store.get("r")
+    with sqlite3.connect(path) as db:
+        for name in ("tasks", "token_stats", "facts"):
+            db.execute(f"DROP TABLE {name}")
+        db.execute("DROP INDEX by_kind")
+        db.execute("ALTER TABLE rollouts DROP COLUMN kind")
+        db.execute("PRAGMA user_version = 1")
+    db.close()
+    with RolloutStore(path) as store:
+        assert store.get("r") == kept
+        assert [entry.kind for entry in store.entries()] == ["squares"]
+        store.add_tasks([Task("2 + 2?", answer="4")])
+
+
+def test_why_a_rollout_failed_is_kept(tmp_path):
+    failed = make_rollout("r", status=Status.FAILED, error="ToolTimeout: 3 s")
+    with RolloutStore(tmp_path / "r.sqlite") as store:
+        add(store, failed, step=0, version=0)
+        assert store.get("r").error == "ToolTimeout: 3 s"
 
 
 def test_a_rollout_generated_again_replaces_the_first(tmp_path):
