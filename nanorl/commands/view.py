@@ -59,9 +59,7 @@ class TerminalOptions:
         try:
             re.compile(self.text)
         except re.error as error:
-            raise ValueError(
-                f"--text {self.text}: is not a regular expression ({error})"
-            ) from None
+            raise ValueError(f"--text {self.text}: is not a regular expression ({error})") from None
 
     @property
     def is_asked_for(self) -> bool:
@@ -71,7 +69,7 @@ class TerminalOptions:
 def view(
     runs: tyro.conf.Positional[tuple[Path, ...]],
     /,
-    shown: tyro.conf.OmitArgPrefixes[TerminalOptions] = TerminalOptions(),  # noqa: B008 - frozen
+    shown: tyro.conf.OmitArgPrefixes[TerminalOptions] = TerminalOptions(),
     *,
     host: str = "127.0.0.1",
     port: int = 0,
@@ -127,8 +125,7 @@ def _show_in_terminal(runs: tuple[Path, ...], options: TerminalOptions) -> None:
         entries = [
             entry
             for entry in store.entries(step=options.step)
-            if options.task in entry.task_id
-            and (entry.status is Status.FAILED) == options.failed
+            if options.task in entry.task_id and (entry.status is Status.FAILED) == options.failed
         ]
         if options.best or options.worst:
             entries.sort(key=lambda entry: entry.reward, reverse=options.best)

@@ -198,8 +198,7 @@ def _range_of(
         value
         for place, values in enumerate(lists)
         for index, value in enumerate(values)
-        if math.isfinite(value)
-        and (rollout is None or rollout.sequences[place].loss_mask[index])
+        if math.isfinite(value) and (rollout is None or rollout.sequences[place].loss_mask[index])
     ]
     return [min(found), max(found)] if found else None
 
@@ -218,7 +217,10 @@ def stat_lists(rollout: Rollout, stats: TokenStats | None) -> dict[str, list[lis
         ]
     return {
         name: [
-            [value if mask else math.nan for value, mask in zip(one, sequence.loss_mask, strict=True)]
+            [
+                value if mask else math.nan
+                for value, mask in zip(one, sequence.loss_mask, strict=True)
+            ]
             for one, sequence in zip(lists, sequences, strict=True)
         ]
         for name, lists in values.items()

@@ -55,7 +55,9 @@ def _current_summary(run: ViewedRun) -> dict[str, Any]:
     per_type: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, result in evaluations_of(run).items():
         summary.setdefault(f"heldout_success_{name}", result.success.value)
-        summary.setdefault("heldout_n" if name == "after" else f"heldout_n_{name}", len(result.scores))
+        summary.setdefault(
+            "heldout_n" if name == "after" else f"heldout_n_{name}", len(result.scores)
+        )
         for kind, scores in result.per_kind().items():
             per_type[kind][name] = sum(score.share for score in scores) / len(scores)
             per_type[kind][f"n_{name}"] = len(scores)
@@ -189,7 +191,9 @@ def _pair_section(a: ViewedRun, b: ViewedRun, old: Evaluation, new: Evaluation) 
     try:
         pair = PairedComparison.of(old, new)
     except ValueError as error:
-        return f"<section><h2>{text(b.name)} against {text(a.name)}</h2><p>{text(error)}</p></section>"
+        return (
+            f"<section><h2>{text(b.name)} against {text(a.name)}</h2><p>{text(error)}</p></section>"
+        )
     difference = pair.difference
     said = (
         f"{100 * difference.value:+.1f} points (95 %: {100 * difference.low:+.1f} to "
@@ -214,7 +218,7 @@ def _task_links(title: str, pairs: Sequence[tuple[Any, Any]]) -> str:
     rest = len(pairs) - MOST_TASKS
     more = f"<p>and {rest} more</p>" if rest > 0 else ""
     return (
-        f"<h3>{title}</h3><div class=\"card scroll\"><table class=\"tasks\"><thead><tr>"
+        f'<h3>{title}</h3><div class="card scroll"><table class="tasks"><thead><tr>'
         '<th scope="col">Task</th><th scope="col">Type</th><th scope="col">Success</th></tr>'
         f"</thead><tbody>{rows}</tbody></table></div>{more}"
     )

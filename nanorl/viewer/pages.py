@@ -49,9 +49,7 @@ class Place:
         """A part of one of its token sequences, with the numbers."""
         with self.run.open(self.phase) as store:
             rollout, stats = store.get(self.rollout_id), store.token_stats(self.rollout_id)
-        return token_part(
-            rollout, stats, self.run.decode, place=place, start=start, end=end
-        )
+        return token_part(rollout, stats, self.run.decode, place=place, start=start, end=end)
 
 
 def run_page(run: ViewedRun) -> Json:
@@ -139,9 +137,7 @@ def attempts(runs: Sequence[ViewedRun], task_id: str) -> list[Json]:
     found = []
     for run in runs:
         for phase in run.phases():
-            selection = run.selection(
-                phase, task_id=task_id, order="oldest", limit=MOST_ATTEMPTS
-            )
+            selection = run.selection(phase, task_id=task_id, order="oldest", limit=MOST_ATTEMPTS)
             with run.open(phase) as store:
                 rows = _rows(store, store.page(selection)[0])
             where = {"run": run.name, "phase": phase, "phase_title": _title(phase)}
