@@ -125,6 +125,7 @@ def _tiles(summary: Mapping[str, Any]) -> str:
     cells = "".join(
         f"<div><dt>{name}</dt><dd>{value}{f' <small>{unit}</small>' if unit else ''}</dd></div>"
         for name, value, unit in tiles
+        if value != "–"  # of a run that goes on most are not known
     )
     return f'<dl class="tiles">{cells}</dl>'
 

@@ -188,12 +188,11 @@ def _common_curves(runs: Sequence[ViewedRun]) -> str:
 
 
 def _pair_section(a: ViewedRun, b: ViewedRun, old: Evaluation, new: Evaluation) -> str:
+    title = f"<h2>{text(b.name)} against {text(a.name)}</h2>"
     try:
         pair = PairedComparison.of(old, new)
     except ValueError as error:
-        return (
-            f"<section><h2>{text(b.name)} against {text(a.name)}</h2><p>{text(error)}</p></section>"
-        )
+        return f"<section>{title}<p>{text(error)}</p></section>"
     difference = pair.difference
     said = (
         f"{100 * difference.value:+.1f} points (95 %: {100 * difference.low:+.1f} to "
@@ -201,7 +200,7 @@ def _pair_section(a: ViewedRun, b: ViewedRun, old: Evaluation, new: Evaluation) 
         f"{len(pair.lost)} lost, p = {pair.p_value:.2g}"
     )
     return (
-        f"<section><h2>{text(b.name)} against {text(a.name)}</h2><p>{text(said)}</p>"
+        f"<section>{title}<p>{text(said)}</p>"
         f"{_task_links('Lost', pair.lost)}{_task_links('Won', pair.won)}</section>"
     )
 

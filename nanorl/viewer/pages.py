@@ -98,6 +98,8 @@ def _search(run: ViewedRun, store: StoredRollouts, selection: Selection, text: s
             offset += 1
             if wanted in _all_text(run, store, entry).casefold():
                 found.append(entry)
+            if len(found) >= selection.limit or time.monotonic() > until:
+                break
         is_over = offset >= total or not entries
         if is_over or len(found) >= selection.limit or time.monotonic() > until:
             rows = _rows(store, found)

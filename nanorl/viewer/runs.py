@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 from nanoengine.model.tokenizer import ChatTokenizer
+from nanoengine.state.run_folder import LOCK
 from nanorl.config import RunConfig
 from nanorl.cursor import PHASES
 from nanorl.envs.run_kind import run_tokenizer
@@ -126,7 +127,9 @@ class ViewedRun:
         if ended and latest <= ended + 1.0:
             return str(self.summary().get("status", "ended"))
         quiet_s = time.time() - latest
-        return "goes on" if quiet_s < _GOES_ON_S else f"no news for {_spoken(quiet_s)}"
+        if quiet_s < _GOES_ON_S or _is_locked(self.folder / LOCK):
+            return "goes on"
+        return f"no news for {_spoken(quiet_s)}"
 
     def version(self) -> str:
         """Changes whenever the run has written something that can be viewed."""
@@ -184,6 +187,16 @@ class ViewedRun:
     def _reader(self) -> TrajectoryReader:
         parsers = find_parsers(self._config, self._tokenizer, self.notes.append)
         return TrajectoryReader(self._tokenizer, parsers)
+
+
+def _is_locked(file: Path) -> bool:
+    """Whether a process that can be seen from here holds the lock of a run. Asked of the kernel's
+    list: to try the lock would hold it for a moment."""
+    try:
+        inode, held = file.stat().st_ino, Path("/proc/locks").read_text(encoding="ascii")
+    except OSError:  # no lock, or a system without that list
+        return False
+    return any(" FLOCK " in line and f":{inode} " in line for line in held.splitlines())
 
 
 def _spoken(seconds: float) -> str:

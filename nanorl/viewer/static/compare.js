@@ -91,7 +91,7 @@ async function showChanges(node, { a, b }) {
       el("del", {}, "Gone"), " and ", el("ins", {}, "new"), "."),
     found.is_same ? el("p", {}, "Word by word the same.") : "",
     ...found.parts.filter((part) => part.pieces.length > 0).map((part) =>
-      el("div", { class: `step ${part.role === "agent" ? "agent" : "tool"}` },
+      el("div", { class: `step from-${part.role}` },
         el("div", { class: "role" }, part.role),
         el("pre", { class: "said words", dir: "auto" }, part.pieces.map(([kind, text]) =>
           put(el({ same: "span", gone: "del", new: "ins" }[kind]), text))))));

@@ -52,7 +52,7 @@ export function head(doc, place, { isShort = false } = {}) {
   return el(
     "header",
     { class: "head" },
-    el("div", { class: "line" }, outcome(doc.outcome), el("span", { class: "soft" }, doc.verdict)),
+    el("div", { class: "line" }, outcome(doc.outcome), doc.outcome === "cut" || doc.outcome === "failed" ? el("span", { class: "soft" }, doc.verdict) : null),
     doc.asked && el("div", { class: "asked" }, longText(doc.asked, place)),
     el("dl", { class: "facts" }, facts.map(([name, value]) =>
       el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
@@ -119,8 +119,8 @@ function prompt(message, place, asked) {
   const isLong = message.content.length > 600 || message.role === "system";
   const isKnown = message.role === "user" && asked !== undefined && message.content.text === asked;
   const text = longText(message.content, place);
-  if (!isLong && !isKnown) return step(message.role, "read", text);
-  return step(message.role, "read", el("details", { class: "fold" },
+  if (!isLong && !isKnown) return step(message.role, "from-prompt", text);
+  return step(message.role, "from-prompt", el("details", { class: "fold" },
     el("summary", {}, isKnown ? "the question" : plural(message.content.length, "character")), text));
 }
 
@@ -136,7 +136,7 @@ function turnPart(turn, index, place, one) {
   ].filter(Boolean);
   const said = turn.content.length > 0 || (!turn.reasoning && turn.calls.length === 0);
   return el("div", { class: "turn" },
-    step("agent", "agent", [
+    step("agent", "from-agent", [
       el("p", { class: "meta" }, facts.join(" · ")),
       turn.reasoning && el("details", { class: "fold thought", open: turn.reasoning.length < 600 },
         el("summary", {}, "thought"), longText(turn.reasoning, place)),
@@ -144,8 +144,8 @@ function turnPart(turn, index, place, one) {
       turn.calls.map((call) => callPart(call, place)),
     ]),
     turn.calls.map((call) => call.result &&
-      step("tool", "tool", longText(call.result, place, "out"))),
-    turn.replies.map((reply) => step(reply.role, "tool", longText(reply.content, place, "out"))));
+      step("tool", "from-tool", longText(call.result, place, "out"))),
+    turn.replies.map((reply) => step(reply.role, "from-tool", longText(reply.content, place, "out"))));
 }
 
 function callPart(call, place) {

@@ -44,13 +44,14 @@ export function el(tag, given = {}, ...children) {
 /** Short and readable: 1,234, 0.0312, 1.5e-5. */
 export function num(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  const sign = value < 0 ? "−" : "";
   const size = Math.abs(value);
-  if (Number.isInteger(value) && size < 1e6) return value.toLocaleString("en");
-  if (size >= 1e6 || size < 1e-3) return value.toExponential(1).replace("e+", "e");
-  return size >= 1000 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(3));
+  if (Number.isSafeInteger(value)) return sign + size.toLocaleString("en");
+  if (size >= 1e6 || size < 1e-3) return sign + size.toExponential(1).replace("e+", "e");
+  return sign + (size >= 1000 ? Math.round(size).toLocaleString("en") : +size.toPrecision(3));
 }
 
-export const signed = (value) => (value > 0 ? "+" : "") + num(value).replace("-", "−");
+export const signed = (value) => (value > 0 ? "+" : "") + num(value);
 
 /** "0.7", or "−0.2 to 0.7". */
 export function range(ends, show = num) {
