@@ -1,16 +1,21 @@
-"""`nanorl view RUN`: the stored rollouts of a run as a person reads them, turn by turn.
+"""`nanorl view RUN [RUN ...]`: the stored rollouts of runs as a person reads them.
 
-    nanorl view runs/tiny-seed0 --worst
+    nanorl view runs/tiny-seed0                    # in a browser, with all that is known of them
+    nanorl view runs/a runs/b --port 8700          # two runs beside each other
+    nanorl view runs/tiny-seed0 --worst            # in the terminal, turn by turn
     nanorl view runs/tiny-seed0 --step 12 --task squares --text Traceback
 
-A run that goes on may be read, too. Left out: numbers of single tokens (report.html has them), and
-the rollouts of evaluations, which are not stored.
+A run that goes on may be read, too, and so may the folder of an evaluation, in the browser.
+nanorl/viewer is the page; this file is the terminal, which shows rollouts of training alone and no
+numbers of single tokens.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
 
@@ -27,34 +32,91 @@ MOST_SHOWN = 20
 NO_MATCH = "no rollout matches"
 
 
+@dataclass(frozen=True, kw_only=True)
+class TerminalOptions:
+    """What the terminal shows, 20 rollouts at most, the newest last. One of these options means the
+    terminal."""
+
+    terminal: bool = False
+    """Read in the terminal, without a browser."""
+    step: int | None = None
+    """Of that training step alone."""
+    task: str = ""
+    """Of tasks whose id holds this."""
+    text: str = ""
+    """Whose text, prompt and tools included, matches this regular expression."""
+    best: bool = False
+    """Those of the highest reward, the best first."""
+    worst: bool = False
+    """Those of the lowest reward, the worst first."""
+    failed: bool = False
+    """Those that the infrastructure failed; the others are left out."""
+
+    def check(self) -> None:
+        """ValueError for options that do not go together."""
+        if self.best and self.worst:
+            raise ValueError("view: --best and --worst are opposites; give one of them")
+        try:
+            re.compile(self.text)
+        except re.error as error:
+            raise ValueError(f"--text {self.text}: is not a regular expression ({error})") from None
+
+    @property
+    def is_asked_for(self) -> bool:
+        return any(getattr(self, field.name) != field.default for field in fields(self))
+
+
 def view(
-    run: tyro.conf.Positional[Path],
+    runs: tyro.conf.Positional[tuple[Path, ...]],
     /,
+    shown: tyro.conf.OmitArgPrefixes[TerminalOptions] = TerminalOptions(),
     *,
-    step: int | None = None,
-    task: str = "",
-    text: str = "",
-    best: bool = False,
-    worst: bool = False,
-    failed: bool = False,
+    host: str = "127.0.0.1",
+    port: int = 0,
 ) -> None:
-    """Read the stored rollouts of a run, 20 at most, the newest last.
+    """Read the stored rollouts of runs, in a browser or in the terminal.
 
     Args:
-        run: The run's folder.
-        step: Of that training step alone.
-        task: Of tasks whose id holds this.
-        text: Whose text, prompt and tools included, matches this regular expression.
-        best: Those of the highest reward, the best first.
-        worst: Those of the lowest reward, the worst first.
-        failed: Those that the infrastructure failed; the others are left out.
+        runs: The folders of runs, or of evaluations.
+        shown: In the terminal, 20 rollouts at most; any of them means the terminal.
+        host: Address to listen on; the default is this machine alone, others need a key.
+        port: 0: any free one, printed at the start.
     """
-    if best and worst:
-        raise ValueError("view: --best and --worst are opposites; give one of them")
+    if not runs:
+        raise ValueError("view: name a run's folder, such as runs/tiny-seed0")
+    shown.check()
+    if shown.is_asked_for:
+        _show_in_terminal(runs, shown)
+        return
     try:
-        pattern = re.compile(text)
-    except re.error as error:
-        raise ValueError(f"--text {text}: is not a regular expression ({error})") from None
+        from nanorl.viewer.server import serve_viewer
+    except ModuleNotFoundError as error:
+        if len(runs) > 1:
+            raise ValueError(
+                f"several runs are read in a browser, which needs the package {error.name}; run: "
+                "pip install 'nanorl-stack[serve]'"
+            ) from None
+        print(
+            f"reading in a browser needs the package {error.name} (pip install "
+            "'nanorl-stack[serve]'); here is the terminal's view",
+            file=sys.stderr,
+        )
+        _show_in_terminal(runs, shown)
+        return
+    from nanorl.viewer.runs import find_runs
+
+    found = find_runs(runs)
+
+    def say(address: str) -> None:
+        print(f"{', '.join(found)}: {address}   (Ctrl-C ends)", flush=True)
+
+    serve_viewer(found, host=host, port=port, say=say)
+
+
+def _show_in_terminal(runs: tuple[Path, ...], options: TerminalOptions) -> None:
+    if len(runs) > 1:
+        raise ValueError("view: the terminal shows one run; leave the options away for a browser")
+    [run] = runs
     decode = _decoder(run)
     file = run / "rollouts.sqlite"
     if not file.is_file():
@@ -62,15 +124,16 @@ def view(
     with RolloutStore(file) as store:
         entries = [
             entry
-            for entry in store.entries(step=step)
-            if task in entry.task_id and (entry.status is Status.FAILED) == failed
+            for entry in store.entries(step=options.step)
+            if options.task in entry.task_id and (entry.status is Status.FAILED) == options.failed
         ]
-        if best or worst:
-            entries.sort(key=lambda entry: entry.reward, reverse=best)
+        if options.best or options.worst:
+            entries.sort(key=lambda entry: entry.reward, reverse=options.best)
         else:
             entries.reverse()
+        pattern = re.compile(options.text)
         chosen = list(islice(_matching(store, entries, pattern, decode), MOST_SHOWN))
-    if not (best or worst):
+    if not (options.best or options.worst):
         chosen.reverse()
     shown = [readable(entry, rollout, decode) for entry, rollout in chosen]
     page(Text("\n\n").join(shown) if shown else Text(NO_MATCH))

@@ -56,10 +56,10 @@ def write_report(
     """
     sections = [
         _header(summary),
-        _outcome(summary),
-        _curves(metrics_rows),
+        outcome_section(summary),
+        curves_section(metrics_rows),
         _history(summary.get("history") or ()),
-        _per_type(summary.get("per_type") or {}),
+        types_section(summary.get("per_type") or {}),
         _Rollouts(decode).section(examples, training_rates),
         _settings(config, summary),
         _table_of_metrics(metrics_rows),
@@ -96,7 +96,8 @@ def _header(summary: Mapping[str, Any]) -> str:
     )
 
 
-def _outcome(summary: Mapping[str, Any]) -> str:
+def outcome_section(summary: Mapping[str, Any]) -> str:
+    """Success of every evaluation, and the main numbers."""
     return (
         '<section id="outcome"><h2>Held-out success</h2><p>Greedy, on tasks that were never '
         "trained on; whiskers are 95 % intervals. The warm start imitates a teacher; the rest is "
@@ -124,11 +125,13 @@ def _tiles(summary: Mapping[str, Any]) -> str:
     cells = "".join(
         f"<div><dt>{name}</dt><dd>{value}{f' <small>{unit}</small>' if unit else ''}</dd></div>"
         for name, value, unit in tiles
+        if value != "–"  # of a run that goes on most are not known
     )
     return f'<dl class="tiles">{cells}</dl>'
 
 
-def _curves(rows: Sequence[Mapping[str, Any]]) -> str:
+def curves_section(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Every number of metrics.jsonl, a point a step."""
     if not rows:
         return '<section id="curves"><h2>Curves</h2><p>No RL step was logged.</p></section>'
     main, others = build_charts(rows)
@@ -173,7 +176,8 @@ def _history(events: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _per_type(per_type: Mapping[str, Mapping[str, Any]]) -> str:
+def types_section(per_type: Mapping[str, Mapping[str, Any]]) -> str:
+    """Success by task type in every evaluation; empty where none was made."""
     if not per_type:
         return ""
     rows = []

@@ -209,7 +209,7 @@ def test_stored_rollouts_are_read_turn_by_turn_and_chosen(
     )
 
     def names(*arguments: str) -> list[str]:
-        assert cli.main(["view", str(run), *arguments]) == 0
+        assert cli.main(["view", str(run), "--terminal", *arguments]) == 0
         shown = capsys.readouterr().out
         return re.findall(r"^(\w+)  step \d", shown, re.MULTILINE)
 
@@ -231,7 +231,7 @@ def test_stored_rollouts_are_read_turn_by_turn_and_chosen(
     assert "reward 1  right  2 turns" in shown.splitlines()[0]
     assert cli.main(["view", str(run), "--text", "("]) == 1
     assert "is not a regular expression" in capsys.readouterr().err
-    assert cli.main(["view", str(run / "model")]) == 1
+    assert cli.main(["view", str(run / "model"), "--worst"]) == 1
     assert "is not a run's folder" in capsys.readouterr().err
 
 
