@@ -26,6 +26,7 @@ from nanoinfer.config import Quantization, StepSizes
 from nanorl.agents.tokens import Limits
 from nanorl.algorithms.spec import BOUNDS, AlgorithmSpec, named_spec
 from nanorl.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record
+from nanorl.http_record.config import HttpConfig
 from nanorl.monitor.config import MonitorConfig
 from nanorl.sandbox.base import SandboxSpec
 
@@ -465,6 +466,7 @@ class RunConfig:
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    http: HttpConfig = field(default_factory=HttpConfig)
 
     def __post_init__(self) -> None:
         named_spec(self.algorithm)
@@ -488,6 +490,7 @@ class RunConfig:
         if self.engine.quantization != "none":
             self._check_quantization()
         self._check_processes()
+        self._check_http()
         if self.lora.rank and self.cluster.backend != "inline":
             raise ValueError(
                 f"--lora.rank {self.lora.rank} with --cluster.backend {self.cluster.backend}: an "
@@ -545,6 +548,22 @@ class RunConfig:
                 "--rl.max-staleness 0"
             )
 
+    def _check_http(self) -> None:
+        """Refuse a recording proxy that the code of environments would not be kept to."""
+        mode = f"--http.mode {self.http.mode}"
+        if self.http.mode == "off":
+            return
+        if self.env_workers == 0:
+            raise ValueError(
+                f"{mode} with --env-workers 0: code in the run's own process cannot be led to a "
+                "proxy; leave --env-workers out"
+            )
+        if self.cluster.backend == "ray":
+            raise ValueError(
+                f"{mode} with --cluster.backend ray: the proxy answers on one machine alone; use "
+                "--cluster.backend local, or inline"
+            )
+
     def _check_transport(self) -> None:
         """Refuse ways of the weights that do not exist or do not reach all who need them."""
         transport, addresses = self.cluster.transport, self.rollout.addresses
@@ -568,6 +587,11 @@ class RunConfig:
     @property
     def run_dir(self) -> Path:
         return self.out or Path("runs") / f"{self.preset}-seed{self.seed}"
+
+    @property
+    def http_store(self) -> Path:
+        """Where recorded answers lie."""
+        return self.http.store or self.run_dir / "http.sqlite"
 
     def to_json(self) -> dict[str, Any]:
         return json.loads(json.dumps(dataclasses.asdict(self), default=str))

@@ -389,6 +389,7 @@ class Run:
 
             async def on_step(result: StepResult) -> None:
                 result.metrics.update(await self.roles.idle_shares())
+                result.metrics.update(await self._http_counts())
                 await self._log_step(result)
                 shown = {name: result.metrics[name] for name in SHOWN if name in result.metrics}
                 self.live.advance(phase, metrics=shown)
@@ -451,6 +452,12 @@ class Run:
         if self.cursor.critic:
             await self._train(critic.load, self.dir / "critic" / self.cursor.critic)
         return critic
+
+    async def _http_counts(self) -> dict[str, float]:
+        """What the recording proxy has done since the last step."""
+        if self.config.http.mode == "off":
+            return {}
+        return await self.roles.collector.call(CollectorRole.take_http_counts)
 
     async def _log_step(self, result: StepResult) -> None:
         """Record a finished step, then move the cursor; every `save_every` steps, a checkpoint."""

@@ -33,6 +33,7 @@ from nanorl.types import InfrastructureError, Rollout, Status, Task, derive_seed
 if TYPE_CHECKING:
     from nanorl.endpoint.recording import Recording
     from nanorl.endpoint.server import ApiSession
+    from nanorl.http_record.access import HttpAccess
 
 OpenSession = Callable[["Recording"], AbstractAsyncContextManager["ApiSession"]]
 """Lets a client into a recording."""
@@ -74,6 +75,8 @@ class Episode:
         self._names = names
         self.open_session: OpenSession | None = None
         """Lets an agent in that calls the policy through an API; None: there is no such way."""
+        self.http: HttpAccess | None = None
+        """The way to the run's recording proxy, where it has one."""
         self._recording: Recording | None = None
         self._histories: list[Context] = []
         self._beside: dict[tuple[int, ...], Context] = {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import SamplingParams
@@ -20,6 +21,9 @@ from nanorl.agents.loops import AgentLoop, load_loop, tool
 from nanorl.agents.tokens import Limits
 from nanorl.envs.base import Environment
 from nanorl.types import InfrastructureError, Rollout, Task
+
+if TYPE_CHECKING:
+    from nanorl.http_record.access import HttpAccess
 
 CLOSE_S = 30.0  # what an environment has to give back, it gives back within this time
 
@@ -42,6 +46,8 @@ class Agent:
     """Wall-clock limit of one rollout; one that takes longer FAILED."""
     open_session: OpenSession | None = None
     """Where agents that call the policy through an API are let in; None: there is no such place."""
+    http: HttpAccess | None = None
+    """The way to the run's recording proxy, for agents that are programs."""
 
     async def play(
         self,
@@ -62,7 +68,7 @@ class Agent:
             task, env, generator=self.generator, tokenizer=self.tokenizer, limits=self.limits,
             sampling=sampling, names=Names(group_id, rollout_id),
         )  # fmt: skip
-        episode.open_session = self.open_session
+        episode.open_session, episode.http = self.open_session, self.http
         loop = load_loop(task.agent) if task.agent else self.loop
         try:
             async with asyncio.timeout(self.deadline_s):

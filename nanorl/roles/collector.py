@@ -80,6 +80,10 @@ class CollectorRole(RolloutCollector):
         """The samples of a step of the warm start."""
         return await self._warm_start.samples(step)
 
+    async def take_http_counts(self) -> dict[str, float]:
+        """What the recording proxy has done since the last call; nothing where there is none."""
+        return self.kit.take_http_counts()
+
     async def heartbeat(self) -> dict[str, Any]:
         """Answers from the loop that plays the rollouts; with the router's counters."""
         return {
