@@ -17,6 +17,7 @@ from nanorl.envs.base import Demonstrator, Environment, EnvKind, Services, TaskS
 from nanorl.envs.run_kind import run_kind, run_tokenizer
 from nanorl.hosting.environment import EpisodeHost, HostedEnvironment
 from nanorl.hosting.pool import HostingLimits, WorkerPool
+from nanorl.http_record.config import HttpConfig
 from nanorl.sandbox.pool import SandboxPool
 from nanorl.types import Task
 
@@ -41,7 +42,8 @@ class HostedKind:
         self.name, self.loop, self.defaults = kind.name, kind.loop, kind.defaults
         self.has_tools, self.has_teacher = kind.has_tools, kind.has_teacher
         self.needs_sandbox = False  # each worker has its own
-        alone = replace(config, env_workers=0, tool=replace(config.tool, workers=1))
+        one = replace(config.tool, workers=1)
+        alone = replace(config, env_workers=0, tool=one, http=HttpConfig())
         self._pool = WorkerPool(
             EpisodeHost,
             (WorkerSide, alone, folder, http),

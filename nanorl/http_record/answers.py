@@ -22,6 +22,12 @@ from nanorl.http_record.record import DamagedRecordError, HttpRecord
 from nanorl.http_record.refusal import RefusedError, not_allowed
 from nanorl.http_record.upstream import Upstream
 
+COUNTED = (
+    *("requests", "recorded", "replayed", "passed_on"),
+    *("host_not_allowed", "not_in_record", "failed"),
+)
+"""What is counted; `passed_on` are answers of a bad minute."""
+
 
 class Answers:
     """Answers requests, and counts."""
@@ -39,22 +45,28 @@ class Answers:
                 max_bytes=int(config.max_body_mb * (1 << 20)),
             )
         self._under_way: dict[str, asyncio.Lock] = {}
-        self.counts: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
 
     async def answer(self, request: WebRequest) -> WebAnswer:
         """The answer, or the error that says why there is none."""
-        self.counts["requests"] += 1
+        self._counts["requests"] += 1
         try:
             self._check(request)
             if self._record is None:
                 return await self._ask(request)
             return await self._from_record(request, self._record)
         except RefusedError as refused:
-            self.counts[refused.kind] += 1
+            self._counts[refused.kind if refused.kind in COUNTED else "failed"] += 1
             return refused.answer(request.url)
         except (DamagedRecordError, OSError) as error:
-            self.counts["record_failed"] += 1
+            self._counts["failed"] += 1
             return RefusedError(502, "record_failed", f"has no answer: {error}").answer(request.url)
+
+    def take_counts(self) -> dict[str, int]:
+        """How often each thing happened since the last call."""
+        taken = {name: self._counts[name] for name in COUNTED}
+        self._counts.clear()
+        return taken
 
     def _check(self, request: WebRequest) -> None:
         parts = urlsplit(request.url)
@@ -69,13 +81,13 @@ class Answers:
         try:
             async with lock:
                 if (known := record.get(key)) is not None:
-                    self.counts["replayed"] += 1
+                    self._counts["replayed"] += 1
                     return known
                 answer = await self._ask(request)
                 if not answer.is_lasting:
-                    self.counts["not_recorded"] += 1
+                    self._counts["passed_on"] += 1
                     return answer
-                self.counts["recorded"] += 1
+                self._counts["recorded"] += 1
                 return record.put(key, request, answer)
         finally:
             if not lock.locked():
@@ -85,7 +97,7 @@ class Answers:
         if self._upstream is None:
             raise RefusedError(
                 504,
-                "not_recorded",
+                "not_in_record",
                 f"is not in the record ({request.method}, {len(request.body)} bytes of body); to "
                 "record it, run with --http.mode record and --http.allow "
                 f"{urlsplit(request.url).netloc}",

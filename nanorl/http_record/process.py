@@ -40,8 +40,7 @@ async def serve(order: Mapping[str, Any]) -> None:
     server = ProxyServer(answers, authority, token=order["token"], max_bytes=max_bytes)
     say({"port": await server.start(), "pem": authority.pem.decode()})
     while await asyncio.to_thread(sys.stdin.readline):
-        say(dict(answers.counts))
-        answers.counts.clear()
+        say(answers.take_counts())
     server.close()
     if record is not None:
         record.close()

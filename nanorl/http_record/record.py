@@ -53,7 +53,9 @@ class HttpRecord:
         since."""
         try:
             row = self._database.execute(
-                "SELECT status, reason, headers, body, digest FROM answers WHERE key = ?", (key,)
+                "SELECT status, reason, headers, CAST(body AS BLOB), digest FROM answers "
+                "WHERE key = ?",
+                (key,),
             ).fetchone()
         except sqlite3.DatabaseError as error:
             raise self._damage(error) from error

@@ -19,13 +19,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from nanorl.http_record.access import HttpAccess
 from nanorl.http_record.config import HttpConfig
-from nanorl.types import InfrastructureError
 
 _ROOT = Path(__file__).resolve().parents[2]
 _NEEDS = ("cryptography", "h11")
@@ -65,15 +65,21 @@ class RecordingProxy:
         ca_file.write_text(told["pem"])
         self.access = HttpAccess(port=told["port"], token=token, ca_file=ca_file)
 
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
     def take_counts(self) -> dict[str, int]:
-        """How often what happened since the last call. InfrastructureError if the proxy died."""
+        """How often what happened since the last call. ConnectionError if the proxy died."""
         return self._ask("")
 
     def close(self) -> None:
         """End it, what it has recorded being on the disk. Closing twice is fine."""
         for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+            with suppress(BrokenPipeError):  # it may have died
+                if pipe is not None:
+                    pipe.close()
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -96,7 +102,7 @@ class RecordingProxy:
             stdin.flush()
             answer: dict[str, Any] = json.loads(stdout.readline())
         except (OSError, ValueError) as error:
-            raise InfrastructureError(
+            raise ConnectionError(
                 "the recording proxy has died; what it recorded is on the disk, and --resume goes "
                 "on with it"
             ) from error
