@@ -451,6 +451,8 @@ class RunConfig:
     log: tuple[TrackerName, ...] = ()
     """Send metrics, evaluations and some rollouts to these trackers too, each with its own settings
     (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_DIR and so on)."""
+    log_rollouts: int = 32
+    """So many rollouts of each step, and of each evaluation, go to trackers as tables; 0: none."""
     log_project: str = "nanorl"
     """The project, or experiment, that the run appears in there."""
     cache_dir: Path = Path("~/.cache/nanorl")
@@ -480,6 +482,7 @@ class RunConfig:
             save_every=COUNT,
             keep_checkpoints=COUNT,
             keep_rollout_steps=NATURAL,
+            log_rollouts=Bound(0, 4096, "a tracker shows them on one page"),
         )
         if self.deterministic and self.rl.max_staleness > 0:
             raise ValueError(

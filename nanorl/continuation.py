@@ -59,7 +59,8 @@ _AROUND = (
         "threads",
         "device",
     ),
-    *("tool.workers", "cluster", "learner", "rollout", "monitor", "log", "log_project"),
+    *("tool.workers", "cluster", "learner", "rollout", "monitor"),
+    *("log", "log_rollouts", "log_project"),
 )
 
 # What may be another one from the next step on: numbers of the optimizer, the algorithm, an

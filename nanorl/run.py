@@ -21,7 +21,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -56,13 +56,17 @@ from nanorl.report.summary import (
     peak_rss_bytes,
     write_summary,
 )
+from nanorl.report.tensorboard import TensorBoardFolders
+from nanorl.report.trace import Decode
 from nanorl.report.transcript import transcript, verdict
 from nanorl.roles.base import Roles, RunCritic
 from nanorl.roles.collector import CollectorRole
 from nanorl.roles.policy import TrainerLost
 from nanorl.roles.role import RoleLost
 from nanorl.store import Entry, RolloutStore
+from nanorl.trackers.rollout_rows import rollout_rows
 from nanorl.trackers.sending import Trackers
+from nanorl.trackers.services import WARM_START
 from nanorl.trainer import StepResult, Trainer
 from nanorl.types import Rollout, Task
 from nanosched import Scheduler
@@ -91,6 +95,7 @@ class Run:
         self.metrics = MetricsWriter(
             self.dir / "metrics.jsonl", tensorboard_dir=self.dir / "tensorboard"
         )
+        self.board = TensorBoardFolders(self.dir / "tensorboard")
         self.cursor = Cursor(tasks=parts.tasks.fingerprint)
         self.critic: RunCritic | None = None
         self.saved_place: tuple[Phase, int] | None = None  # of the cursor in the last checkpoint
@@ -125,6 +130,7 @@ class Run:
                 await to_the_end(self._save_and_stop())
                 raise Interrupted from None
             finally:
+                self.board.close()
                 await self.roles.close_loop()
 
     async def _run_phase(self) -> None:
@@ -203,6 +209,7 @@ class Run:
         self.saved_place = self.cursor.place
         await self.roles.store.call(RolloutStore.delete_from_step, first)
         self.metrics.truncate_from(first)
+        self.board.begin_anew()
         await self.roles.publisher.publish(self.cursor.step)
 
     async def _train(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -330,6 +337,8 @@ class Run:
     def _record(self, name: str, result: EvaluationResult) -> None:
         self.cursor.results[name] = result.to_json()
         self.trackers.log(self.cursor.rl_steps_done, {"evaluation": {name: result.to_json()}})
+        self.board.write_evaluation(name, self.cursor.rl_steps_done, result.to_json())
+        self._log_rollouts(self.cursor.rl_steps_done, name, result.played)
         self.played[name] = result.played
         self.live.say(
             f"{EVALUATIONS[name]}: {result.success:.1%} of {result.num_tasks} held-out tasks"
@@ -341,10 +350,18 @@ class Run:
                 self._say_rollout(title, task, rollout, step=self.cursor.rl_steps_done)
 
     def _say_rollout(self, title: str, task: Task, rollout: Rollout, *, step: int) -> None:
-        decode = partial(self.parts.tokenizer.decode, skip_special=True)
-        text = transcript(task, rollout, decode, title=title)
+        text = transcript(task, rollout, self._decode, title=title)
         self.live.say(text)
-        self.trackers.log_text(step, f"{title}: {verdict(rollout)}", text)
+        self.board.write_text("rollouts", step, verdict(rollout), text)
+
+    @property
+    def _decode(self) -> Decode:
+        return partial(self.parts.tokenizer.decode, skip_special=True)
+
+    def _log_rollouts(self, step: int, part: str, played: Sequence[tuple[Task, Rollout]]) -> None:
+        if self.config.log:  # reading them takes a while
+            most = self.config.log_rollouts
+            self.trackers.log_rollouts(step, part, rollout_rows(played, self._decode, most=most))
 
     # -- warm start ------------------------------------------------------------------------------
 
@@ -374,10 +391,18 @@ class Run:
                     self.roles.engine.train_step, batch, sft_loss, num_loss_tokens
                 )
                 self.cursor.step = step + 1
+                self._log_warm_start(step, batch, result)
                 self._advance(phase, {"loss": result["loss"]})
 
             await to_the_end(finish_step())
         upcoming.cancel()
+
+    def _log_warm_start(
+        self, step: int, batch: Sequence[Sample], result: Mapping[str, float]
+    ) -> None:
+        numbers = {**result, "tokens": sum(len(sample.ids) for sample in batch)}
+        self.board.write(WARM_START, step, numbers)
+        self.trackers.log(step, {WARM_START: numbers})
 
     # -- reinforcement learning ------------------------------------------------------------------
 
@@ -468,6 +493,9 @@ class Run:
         result.metrics.update(self._rollout_speed(result.metrics))
         self.metrics.write(result.step, result.metrics)
         self.trackers.log(result.step, result.metrics)
+        tasks = self._tasks_of(result.step)
+        played = [(tasks[rollout.task_id], rollout) for rollout in rollouts]
+        self._log_rollouts(result.step, "rl", played)
         self._add_totals(result.metrics)
         self.cursor.add("num_failed_rollouts", len(result.failed))
         self.cursor.add("num_steps_without_signal", not result.metrics["num_trained_rollouts"])
@@ -494,9 +522,14 @@ class Run:
         rollouts = [rollout for group in result.groups for rollout in group]
         if result.step % every == 0 and rollouts:
             rollout = rollouts[result.step % len(rollouts)]  # any: not the best of them
-            tasks = {task.task_id: task for task in self.train_tasks(result.step)}
-            task, title = tasks[rollout.task_id], f"a rollout of step {result.step}"
+            task, title = (
+                self._tasks_of(result.step)[rollout.task_id],
+                f"a rollout of step {result.step}",
+            )
             self._say_rollout(title, task, rollout, step=result.step)
+
+    def _tasks_of(self, step: int) -> dict[str, Task]:
+        return {task.task_id: task for task in self.train_tasks(step)}
 
     def train_tasks(self, step: int) -> Sequence[Task]:
         return self.parts.tasks.train.batch(step, self.config.rl.tasks_per_step)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 from nanorl.config import RunConfig, flatten
 from nanorl.report.metrics import flatten_numbers
 from nanorl.report.summary import write_atomically
+from nanorl.trackers.rollout_rows import RolloutRow
 from nanorl.trackers.services import TrackedRun, TrackerProcess
 from nanosched import ActorHandle, Scheduler, SchedulerError
 
@@ -69,10 +70,11 @@ class Trackers:
         for line in self._lines:
             line.send(TrackerProcess.log, step, flatten_numbers(values))
 
-    def log_text(self, step: int, title: str, text: str) -> None:
-        """A rollout to read."""
-        for line in self._lines:
-            line.send(TrackerProcess.log_text, step, title, text)
+    def log_rollouts(self, step: int, part: str, rows: Iterable[RolloutRow]) -> None:
+        """Rollouts to read; `part` is rl, or the evaluation that played them."""
+        every = list(rows) if self._lines else []
+        for line in self._lines if every else ():
+            line.send(TrackerProcess.log_rollouts, step, part, every)
 
 
 class TrackerLine:

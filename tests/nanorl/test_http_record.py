@@ -442,7 +442,17 @@ class Fetching(nanorl.Env):
 @pytest.mark.sandbox
 def test_a_run_replays_its_pages_without_their_server(tmp_path: Path) -> None:
     file, kept = tmp_path / "fetching.py", tmp_path / "record" / "http.sqlite"
-    options = (*SMALL, "--rl.steps", "2", "--env", str(file), "--agent.max-context-tokens", "1024")
+    options = (
+        *SMALL,
+        "--rl.steps",
+        "2",
+        "--evaluation.num-tasks",
+        "1",
+        "--env",
+        str(file),
+        "--agent.max-context-tokens",
+        "1024",
+    )
     with web_server() as server:
         file.write_text(FETCHING.replace("SITE", f"http://{place(server)}"))
         first = run(tmp_path, "record", *options, "--http.allow", place(server))
