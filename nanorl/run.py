@@ -400,7 +400,7 @@ class Run:
     def _log_warm_start(
         self, step: int, batch: Sequence[Sample], result: Mapping[str, float]
     ) -> None:
-        numbers = {**result, "tokens": sum(len(sample.ids) for sample in batch)}
+        numbers = {**result, "tokens": sum(len(sample.tokens) for sample in batch)}
         self.board.write(WARM_START, step, numbers)
         self.trackers.log(step, {WARM_START: numbers})
 

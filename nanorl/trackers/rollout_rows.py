@@ -33,8 +33,8 @@ class RolloutRow:
 def rollout_rows(
     played: Iterable[tuple[Task, Rollout]], decode: Decode, *, most: int
 ) -> list[RolloutRow]:
-    """Rows of at most `most` rollouts; of more, so many that lie at equal distances. `decode` should
-    leave special tokens out."""
+    """Rows of at most `most` rollouts; of more, so many that lie at equal distances. `decode`
+    should leave special tokens out."""
     every = list(played)
     chosen = [every[place * len(every) // most] for place in range(most)]
     return [_row(*pair, decode) for pair in (every if len(every) <= most else chosen)]
