@@ -321,7 +321,7 @@ class LoraOptions(LoraConfig):
 BackendName = Literal["inline", "local", "ray"]
 Placement = Literal["separate", "colocated"]
 TransportName = Literal["auto", "shm", "cuda_ipc", "dist", "disk"]
-TrackerName = Literal["wandb", "mlflow", "trackio"]
+TrackerName = Literal["wandb", "mlflow", "trackio", "otel"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -449,8 +449,9 @@ class RunConfig:
     keep_rollout_steps: int = 0
     """RL steps, the newest, whose rollouts stay in rollouts.sqlite; 0 keeps every rollout."""
     log: tuple[TrackerName, ...] = ()
-    """Send metrics, evaluations and some rollouts to these trackers too, each with its own settings
-    (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_DIR and so on)."""
+    """Send metrics, evaluations and rollouts to these trackers too, each with its own settings
+    (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_DIR and so on); otel: spans of every phase, step,
+    rollout, turn and call, to an OTLP collector (OTEL_EXPORTER_OTLP_ENDPOINT)."""
     log_rollouts: int = 32
     """So many rollouts of each step, and of each evaluation, go to trackers as tables; 0: none."""
     log_project: str = "nanorl"

@@ -65,6 +65,7 @@ from nanorl.roles.policy import TrainerLost
 from nanorl.roles.role import RoleLost
 from nanorl.store import Entry, RolloutStore
 from nanorl.trackers.rollout_rows import rollout_rows
+from nanorl.trackers.run_spans import RunSpans
 from nanorl.trackers.sending import Trackers
 from nanorl.trackers.services import WARM_START
 from nanorl.trainer import StepResult, Trainer
@@ -102,6 +103,7 @@ class Run:
         self.history = RunHistory(self.dir)
         self.has_to_restore = config.resume or bool(config.fork)
         self.trackers = Trackers(config, say=live.say)
+        self.spans = RunSpans(config, parts.folder, say=live.say)
         self.alarms = RunAlarms(config, parts.tokenizer, has_tools=parts.kind.has_tools)
         self.has_model = False  # the trained model is in its folder: nothing is left to do
         self.num_losses = 0
@@ -122,7 +124,7 @@ class Run:
             say=lambda answer: loop.call_soon_threadsafe(self.live.say, answer),
         ):
             try:
-                async with self.monitor, self.trackers:
+                async with self.monitor, self.trackers, self.spans:
                     await self.roles.start()
                     while not self.has_model:
                         await self._run_phase()
@@ -279,7 +281,8 @@ class Run:
         if total:
             self.live.start_phase(name, total, num_done=done, num_lines=num_lines)
         try:
-            yield name
+            with self.spans.phase(name):
+                yield name
         finally:
             self.cursor.add(f"phase_s.{name}", time.perf_counter() - start)
 
@@ -316,7 +319,7 @@ class Run:
                     play, tasks, name=name, on_rollout=lambda _: self._advance(phase)
                 )
             self._keep_evaluation(name, result, time.perf_counter() - start)
-            self._record(name, result)
+            await self._record(name, result)
         self.cursor.next_phase()
 
     def _keep_evaluation(self, name: str, result: EvaluationResult, seconds: float) -> None:
@@ -334,11 +337,12 @@ class Run:
         kept = Evaluation.of(result.played, title=title, about=about, seconds=seconds)
         kept.write(self.dir / f"eval-{name}.json")
 
-    def _record(self, name: str, result: EvaluationResult) -> None:
+    async def _record(self, name: str, result: EvaluationResult) -> None:
         self.cursor.results[name] = result.to_json()
         self.trackers.log(self.cursor.rl_steps_done, {"evaluation": {name: result.to_json()}})
         self.board.write_evaluation(name, self.cursor.rl_steps_done, result.to_json())
         self._log_rollouts(self.cursor.rl_steps_done, name, result.played)
+        await self._span_rollouts([rollout for _, rollout in result.played], phase=name)
         self.played[name] = result.played
         self.live.say(
             f"{EVALUATIONS[name]}: {result.success:.1%} of {result.num_tasks} held-out tasks"
@@ -357,6 +361,13 @@ class Run:
     @property
     def _decode(self) -> Decode:
         return partial(self.parts.tokenizer.decode, skip_special=True)
+
+    async def _span_rollouts(
+        self, rollouts: Sequence[Rollout], *, step: int = 0, phase: str = "rl", parent: int = 0
+    ) -> None:
+        if self.spans.is_on:
+            times = await self.roles.collector.call(CollectorRole.take_times)
+            self.spans.rollouts(rollouts, times, step=step, phase=phase, parent=parent)
 
     def _log_rollouts(self, step: int, part: str, played: Sequence[tuple[Task, Rollout]]) -> None:
         if self.config.log:  # reading them takes a while
@@ -403,6 +414,7 @@ class Run:
         numbers = {**result, "tokens": sum(len(sample.tokens) for sample in batch)}
         self.board.write(WARM_START, step, numbers)
         self.trackers.log(step, {WARM_START: numbers})
+        self.spans.step(f"step {step}", numbers)
 
     # -- reinforcement learning ------------------------------------------------------------------
 
@@ -496,6 +508,8 @@ class Run:
         tasks = self._tasks_of(result.step)
         played = [(tasks[rollout.task_id], rollout) for rollout in rollouts]
         self._log_rollouts(result.step, "rl", played)
+        parent = self.spans.rl_step(result.step, result.metrics)
+        await self._span_rollouts(rollouts, step=result.step, parent=parent)
         self._add_totals(result.metrics)
         self.cursor.add("num_failed_rollouts", len(result.failed))
         self.cursor.add("num_steps_without_signal", not result.metrics["num_trained_rollouts"])

@@ -14,6 +14,7 @@ from nanoinfer.params import SamplingParams
 from nanorl.agents.context import Generator
 from nanorl.agents.loop import Agent
 from nanorl.agents.loops import AgentLoop, load_loop
+from nanorl.agents.times import TimesKept
 from nanorl.config import RunConfig
 from nanorl.envs.base import Environment, EnvKind, Services
 from nanorl.envs.catalog import parse_arguments
@@ -80,6 +81,7 @@ class AgentKit:
         self._loop = run_loop(config, self.kind)
         self._model = folder.name
         self._endpoint: RecordingServer | None = None
+        self.times = TimesKept(is_on="otel" in config.log)
 
     async def close_loop(self) -> None:
         """What belongs to the running event loop; `close` ends the rest."""
@@ -124,6 +126,7 @@ class AgentKit:
             deadline_s=self.config.agent.deadline_s or None,
             open_session=self._open_session,
             http=self._http,
+            times=self.times,
         )
 
     def _open_session(self, recording: Recording) -> AbstractAsyncContextManager[ApiSession]:

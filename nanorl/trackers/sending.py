@@ -22,7 +22,7 @@ from nanorl.config import RunConfig, flatten
 from nanorl.report.metrics import flatten_numbers
 from nanorl.report.summary import write_atomically
 from nanorl.trackers.rollout_rows import RolloutRow
-from nanorl.trackers.services import TrackedRun, TrackerProcess
+from nanorl.trackers.services import SERVICES, TrackedRun, TrackerProcess
 from nanosched import ActorHandle, Scheduler, SchedulerError
 
 FINISH_S = 20.0
@@ -42,7 +42,8 @@ class Trackers:
         self._lines: list[TrackerLine] = []
 
     async def __aenter__(self) -> Trackers:
-        if not self._config.log:
+        names = [name for name in self._config.log if name in SERVICES]
+        if not names:
             return self
         run = TrackedRun(
             project=self._config.log_project,
@@ -52,7 +53,7 @@ class Trackers:
             options=flatten(self._config.to_json()),
         )
         self._scheduler = Scheduler(backend="local")
-        for name in self._config.log:
+        for name in names:
             actor = self._scheduler.actor(TrackerProcess, num_cpus=0).remote(name, run)
             self._lines.append(TrackerLine(name, actor, self._say))
         return self

@@ -201,7 +201,8 @@ class TrackerProcess:
 def require_trackers(names: tuple[str, ...]) -> None:
     """ValueError if the package of one is missing; it names the extra."""
     for name in names:
-        if importlib.util.find_spec(name) is None:
+        package = "opentelemetry" if name == "otel" else name
+        if importlib.util.find_spec(package) is None:
             raise ValueError(
-                f"--log {name} needs the package {name}; run: pip install 'nanorl-stack[{name}]'"
+                f"--log {name} needs the package {package}; run: pip install 'nanorl-stack[{name}]'"
             )
