@@ -25,7 +25,7 @@ from nanorl.trackers.rollout_rows import RolloutRow
 from nanorl.trackers.services import SERVICES, TrackedRun, TrackerProcess
 from nanosched import ActorHandle, Scheduler, SchedulerError
 
-FINISH_S = 20.0
+FINISH_S = 60.0  # a busy machine needs half of it to import a tracker
 _MOST_WAITING = 512  # messages to one tracker; more are dropped, and that is a failure too
 
 
@@ -81,9 +81,7 @@ class Trackers:
 class TrackerLine:
     """What waits for one tracker; its process takes one message after the other."""
 
-    def __init__(
-        self, name: str, actor: ActorHandle[TrackerProcess], say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, name: str, actor: ActorHandle[Any], say: Callable[[str], None]) -> None:
         self._name, self._actor, self._say = name, actor, say
         self._waiting: set[asyncio.Task[None]] = set()
         self._has_failed = False

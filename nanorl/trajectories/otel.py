@@ -5,9 +5,10 @@
       execute_tool python          a call and its result
         invoke_agent sub-agent     the conversation that the call was answered by
 
-A run that goes on measures times (`--log otel`); a store of rollouts knows none. Then traces begin when they are exported, a millisecond after one
-another; a token takes a millisecond, and so does a call (`nanorl.timing` says so). Ids follow from
-the names of run and rollout, so what is exported twice is the same trace.
+A run that goes on measures times (`--log otel`); a store of rollouts knows none. Then traces begin
+when they are exported, a millisecond after one another; a token takes a millisecond, and so does a
+call (`nanorl.timing` says so). Ids follow from the names of run and rollout, so what is exported
+twice is the same trace.
 Source: OpenTelemetry semantic conventions, "GenAI agent spans" and "GenAI spans".
 """
 
