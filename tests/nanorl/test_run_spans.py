@@ -1,4 +1,4 @@
-"""`--log otel`: a real run's spans, received over OTLP/HTTP and decoded; collectors that are away."""
+"""`--log otel`: the spans of a real run, received over OTLP and decoded; a collector that is away."""
 
 from __future__ import annotations
 
