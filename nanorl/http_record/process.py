@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,7 +51,6 @@ def say(values: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's: it saves first
     try:
         asyncio.run(serve(json.loads(sys.stdin.readline())))
     except (ValueError, OSError) as error:

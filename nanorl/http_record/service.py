@@ -51,6 +51,7 @@ class RecordingProxy:
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": _search_path()},
             text=True,
+            start_new_session=True,  # Ctrl-C is the run's: it saves first
         )
         token = secrets.token_urlsafe(24)
         try:
@@ -103,7 +104,7 @@ class RecordingProxy:
             answer: dict[str, Any] = json.loads(stdout.readline())
         except (OSError, ValueError) as error:
             raise ConnectionError(
-                "the recording proxy has died; what it recorded is on the disk, and --resume goes "
+                f"the recording proxy, process {self.pid}, has died; what it recorded is on the disk, and --resume goes "
                 "on with it"
             ) from error
         return answer

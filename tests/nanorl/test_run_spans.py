@@ -1,4 +1,4 @@
-"""`--log otel`: the spans of a real run, received over OTLP and decoded; a collector that is away."""
+"""`--log otel`: the spans of a real run, received over OTLP and decoded; no collector at all."""
 
 from __future__ import annotations
 
@@ -133,14 +133,13 @@ def test_a_collector_that_is_away_is_said_once_and_holds_nothing(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", NOWHERE)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     config = RunConfig(preset="tiny", out=tmp_path, log=("otel",))
+    folder = build_tiny_model(tmp_path / "model", seed=0)
     said: list[str] = []
     slowest_s = 0.0
 
     async def run() -> None:
         nonlocal slowest_s
-        async with RunSpans(
-            config, build_tiny_model(tmp_path / "model", seed=0), say=said.append
-        ) as spans:
+        async with RunSpans(config, folder, say=said.append) as spans:
             for step in range(50):
                 begin = time.perf_counter()
                 with spans.phase("reinforcement learning"):
