@@ -104,8 +104,8 @@ class RecordingProxy:
             answer: dict[str, Any] = json.loads(stdout.readline())
         except (OSError, ValueError) as error:
             raise ConnectionError(
-                f"the recording proxy, process {self.pid}, has died; what it recorded is on the disk, and --resume goes "
-                "on with it"
+                f"the recording proxy, process {self.pid}, has died; what it recorded is on the "
+                "disk, and --resume goes on with it"
             ) from error
         return answer
 
