@@ -27,6 +27,7 @@ PACKAGES = [
     "nanorl.envs.remote",
     "nanorl.envs.shipped",
     "nanorl.hosting",
+    "nanorl.http_record",
     "nanorl.monitor",
     "nanorl.parsers",
     "nanorl.replay",
@@ -84,6 +85,7 @@ AGENTS = [
     "mini-swe-agent>=2.0",
 ]
 OTEL = ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-http>=1.30"]  # nanorl export
+HTTP = ["h11>=0.14", "cryptography>=42"]  # --http.mode
 TINKER = ["tinker>=0.38"]  # a client of nanorl serve-training
 ENVIRONMENTS = [*MATH, *GYM, *HUMANEVAL, *SEARCH, *MCP, *GYMNASIUM, *JUDGE, *OPENENV]
 WANDB = ["wandb>=0.19"]  # --log wandb
@@ -126,6 +128,7 @@ setup(
             *ENVIRONMENTS,
             *AGENTS,
             *OTEL,
+            *HTTP,
             *WANDB,
             *MLFLOW,
             # What checks a format of ours by its own package.
@@ -148,6 +151,7 @@ setup(
         "environments": ENVIRONMENTS,  # all that the shipped ones need
         "agents": AGENTS,  # examples/agents/
         "otel": OTEL,  # nanorl export --to otel
+        "http": HTTP,
         "tinker": TINKER,
         "wandb": WANDB,
         "mlflow": MLFLOW,

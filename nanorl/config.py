@@ -26,6 +26,7 @@ from nanoinfer.config import Quantization, StepSizes
 from nanorl.agents.tokens import Limits
 from nanorl.algorithms.spec import BOUNDS, AlgorithmSpec, named_spec
 from nanorl.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record
+from nanorl.http_record.config import HttpConfig
 from nanorl.monitor.config import MonitorConfig
 from nanorl.sandbox.base import SandboxSpec
 
@@ -329,7 +330,7 @@ class LoraOptions(LoraConfig):
 BackendName = Literal["inline", "local", "ray"]
 Placement = Literal["separate", "colocated"]
 TransportName = Literal["auto", "shm", "cuda_ipc", "dist", "disk"]
-TrackerName = Literal["wandb", "mlflow", "trackio"]
+TrackerName = Literal["wandb", "mlflow", "trackio", "otel"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -468,8 +469,11 @@ class RunConfig:
     keep_rollout_mb: int = 0
     """Size of the store, MiB, above which the rollouts of least worth go; 0: no limit."""
     log: tuple[TrackerName, ...] = ()
-    """Send metrics, evaluations and some rollouts to these trackers too, each with its own settings
-    (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_DIR and so on)."""
+    """Send metrics, evaluations and rollouts to these trackers too, each with its own settings
+    (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_DIR and so on); otel: spans of every phase, step,
+    rollout, turn and call, to an OTLP collector (OTEL_EXPORTER_OTLP_ENDPOINT)."""
+    log_rollouts: int = 32
+    """So many rollouts of each step, and of each evaluation, go to trackers as tables; 0: none."""
     log_project: str = "nanorl"
     """The project, or experiment, that the run appears in there."""
     cache_dir: Path = Path("~/.cache/nanorl")
@@ -485,6 +489,7 @@ class RunConfig:
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    http: HttpConfig = field(default_factory=HttpConfig)
 
     def __post_init__(self) -> None:
         named_spec(self.algorithm)
@@ -500,6 +505,7 @@ class RunConfig:
             keep_rollout_steps=NATURAL,
             keep_rollout_days=NATURAL,
             keep_rollout_mb=NATURAL,
+            log_rollouts=Bound(0, 4096, "a tracker shows them on one page"),
         )
         self._check_store()
         if self.deterministic and self.rl.max_staleness > 0:
@@ -511,6 +517,7 @@ class RunConfig:
         if self.engine.quantization != "none":
             self._check_quantization()
         self._check_processes()
+        self._check_http()
         if self.lora.rank and self.cluster.backend != "inline":
             raise ValueError(
                 f"--lora.rank {self.lora.rank} with --cluster.backend {self.cluster.backend}: an "
@@ -568,6 +575,22 @@ class RunConfig:
                 "--rl.max-staleness 0"
             )
 
+    def _check_http(self) -> None:
+        """Refuse a recording proxy that the code of environments would not be kept to."""
+        mode = f"--http.mode {self.http.mode}"
+        if self.http.mode == "off":
+            return
+        if self.env_workers == 0:
+            raise ValueError(
+                f"{mode} with --env-workers 0: code in the run's own process cannot be led to a "
+                "proxy; leave --env-workers out"
+            )
+        if self.cluster.backend == "ray":
+            raise ValueError(
+                f"{mode} with --cluster.backend ray: the proxy answers on one machine alone; use "
+                "--cluster.backend local, or inline"
+            )
+
     def _check_transport(self) -> None:
         """Refuse ways of the weights that do not exist or do not reach all who need them."""
         transport, addresses = self.cluster.transport, self.rollout.addresses
@@ -603,6 +626,11 @@ class RunConfig:
     @property
     def run_dir(self) -> Path:
         return self.out or Path("runs") / f"{self.preset}-seed{self.seed}"
+
+    @property
+    def http_store(self) -> Path:
+        """Where recorded answers lie."""
+        return self.http.store or self.run_dir / "http.sqlite"
 
     def to_json(self) -> dict[str, Any]:
         return json.loads(json.dumps(dataclasses.asdict(self), default=str))

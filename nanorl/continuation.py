@@ -62,12 +62,22 @@ _AROUND = (
         "threads",
         "device",
     ),
-    *("tool.workers", "cluster", "learner", "rollout", "monitor", "log", "log_project"),
+    *("tool.workers", "cluster", "learner", "rollout", "monitor"),
+    *("log", "log_rollouts", "log_project"),
 )
 
 # What may be another one from the next step on: numbers of the optimizer, the algorithm, an
 # episode, an evaluation, and of the engines.
-_FROM_HERE_ON = ("algorithm", "deterministic", "rl", "agent", "tool", "evaluation", "engine")
+_FROM_HERE_ON = (
+    "algorithm",
+    "deterministic",
+    "rl",
+    "agent",
+    "tool",
+    "evaluation",
+    "engine",
+    "http",
+)
 
 _NEW = "start a new run with another --out"
 _FORK = "--fork {run} --out ANOTHER begins a run of its own there"

@@ -21,7 +21,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -57,13 +57,18 @@ from nanorl.report.summary import (
     peak_rss_bytes,
     write_summary,
 )
+from nanorl.report.tensorboard import TensorBoardFolders
+from nanorl.report.trace import Decode
 from nanorl.report.transcript import transcript, verdict
 from nanorl.roles.base import Roles, RunCritic
 from nanorl.roles.collector import CollectorRole
 from nanorl.roles.policy import TrainerLost
 from nanorl.roles.role import RoleLost
 from nanorl.store import Entry, RolloutStore
+from nanorl.trackers.rollout_rows import rollout_rows
+from nanorl.trackers.run_spans import RunSpans
 from nanorl.trackers.sending import Trackers
+from nanorl.trackers.services import WARM_START
 from nanorl.trainer import StepResult, Trainer
 from nanorl.types import Rollout, Task
 from nanosched import Scheduler
@@ -94,12 +99,14 @@ class Run:
         self.metrics = MetricsWriter(
             self.dir / "metrics.jsonl", tensorboard_dir=self.dir / "tensorboard"
         )
+        self.board = TensorBoardFolders(self.dir / "tensorboard")
         self.cursor = Cursor(tasks=parts.tasks.fingerprint)
         self.critic: RunCritic | None = None
         self.saved_place: tuple[Phase, int] | None = None  # of the cursor in the last checkpoint
         self.history = RunHistory(self.dir)
         self.has_to_restore = config.resume or bool(config.fork)
         self.trackers = Trackers(config, say=live.say)
+        self.spans = RunSpans(config, parts.folder, say=live.say)
         self.alarms = RunAlarms(config, parts.tokenizer, has_tools=parts.kind.has_tools)
         self.has_model = False  # the trained model is in its folder: nothing is left to do
         self.num_losses = 0
@@ -120,7 +127,7 @@ class Run:
             say=lambda answer: loop.call_soon_threadsafe(self.live.say, answer),
         ):
             try:
-                async with self.monitor, self.trackers:
+                async with self.monitor, self.trackers, self.spans:
                     await self.roles.start()
                     await self._require_own_store()
                     await self._note_manifest()
@@ -130,6 +137,7 @@ class Run:
                 await to_the_end(self._save_and_stop())
                 raise Interrupted from None
             finally:
+                self.board.close()
                 await self.roles.close_loop()
 
     async def _note_manifest(self) -> None:
@@ -214,6 +222,7 @@ class Run:
         self.saved_place = self.cursor.place
         await self.roles.store.call(RolloutStore.delete_from_step, first)
         self.metrics.truncate_from(first)
+        self.board.begin_anew()
         await self.roles.publisher.publish(self.cursor.step)
 
     async def _train(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -311,7 +320,8 @@ class Run:
         if total:
             self.live.start_phase(name, total, num_done=done, num_lines=num_lines)
         try:
-            yield name
+            with self.spans.phase(name):
+                yield name
         finally:
             self.cursor.add(f"phase_s.{name}", time.perf_counter() - start)
 
@@ -348,7 +358,7 @@ class Run:
                     play, tasks, name=name, on_rollout=lambda _: self._advance(phase)
                 )
             self._keep_evaluation(name, result, time.perf_counter() - start)
-            self._record(name, result)
+            await self._record(name, result)
         self.cursor.next_phase()
 
     def _keep_evaluation(self, name: str, result: EvaluationResult, seconds: float) -> None:
@@ -367,9 +377,12 @@ class Run:
         kept = Evaluation.of(result.played, title=title, about=about, seconds=seconds)
         kept.write(self.dir / f"eval-{name}.json")
 
-    def _record(self, name: str, result: EvaluationResult) -> None:
+    async def _record(self, name: str, result: EvaluationResult) -> None:
         self.cursor.results[name] = result.to_json()
         self.trackers.log(self.cursor.rl_steps_done, {"evaluation": {name: result.to_json()}})
+        self.board.write_evaluation(name, self.cursor.rl_steps_done, result.to_json())
+        self._log_rollouts(self.cursor.rl_steps_done, name, result.played)
+        await self._span_rollouts([rollout for _, rollout in result.played], phase=name)
         self.played[name] = result.played
         self.live.say(
             f"{EVALUATIONS[name]}: {result.success:.1%} of {result.num_tasks} held-out tasks"
@@ -381,10 +394,25 @@ class Run:
                 self._say_rollout(title, task, rollout, step=self.cursor.rl_steps_done)
 
     def _say_rollout(self, title: str, task: Task, rollout: Rollout, *, step: int) -> None:
-        decode = partial(self.parts.tokenizer.decode, skip_special=True)
-        text = transcript(task, rollout, decode, title=title)
+        text = transcript(task, rollout, self._decode, title=title)
         self.live.say(text)
-        self.trackers.log_text(step, f"{title}: {verdict(rollout)}", text)
+        self.board.write_text("rollouts", step, verdict(rollout), text)
+
+    @property
+    def _decode(self) -> Decode:
+        return partial(self.parts.tokenizer.decode, skip_special=True)
+
+    async def _span_rollouts(
+        self, rollouts: Sequence[Rollout], *, step: int = 0, phase: str = "rl", parent: int = 0
+    ) -> None:
+        if self.spans.is_on:
+            times = await self.roles.collector.call(CollectorRole.take_times)
+            self.spans.rollouts(rollouts, times, step=step, phase=phase, parent=parent)
+
+    def _log_rollouts(self, step: int, part: str, played: Sequence[tuple[Task, Rollout]]) -> None:
+        if self.config.log:  # reading them takes a while
+            most = self.config.log_rollouts
+            self.trackers.log_rollouts(step, part, rollout_rows(played, self._decode, most=most))
 
     # -- warm start ------------------------------------------------------------------------------
 
@@ -414,10 +442,19 @@ class Run:
                     self.roles.engine.train_step, batch, sft_loss, num_loss_tokens
                 )
                 self.cursor.step = step + 1
+                self._log_warm_start(step, batch, result)
                 self._advance(phase, {"loss": result["loss"]})
 
             await to_the_end(finish_step())
         upcoming.cancel()
+
+    def _log_warm_start(
+        self, step: int, batch: Sequence[Sample], result: Mapping[str, float]
+    ) -> None:
+        numbers = {**result, "tokens": sum(len(sample.tokens) for sample in batch)}
+        self.board.write(WARM_START, step, numbers)
+        self.trackers.log(step, {WARM_START: numbers})
+        self.spans.step(f"step {step}", numbers)
 
     # -- reinforcement learning ------------------------------------------------------------------
 
@@ -429,6 +466,7 @@ class Run:
 
             async def on_step(result: StepResult) -> None:
                 result.metrics.update(await self.roles.idle_shares())
+                result.metrics.update(await self._http_counts())
                 await self._log_step(result)
                 shown = {name: result.metrics[name] for name in SHOWN if name in result.metrics}
                 self.live.advance(phase, metrics=shown)
@@ -494,6 +532,12 @@ class Run:
             await self._train(critic.load, self.dir / "critic" / self.cursor.critic)
         return critic
 
+    async def _http_counts(self) -> dict[str, float]:
+        """What the recording proxy has done since the last step."""
+        if self.config.http.mode == "off":
+            return {}
+        return await self.roles.collector.call(CollectorRole.take_http_counts)
+
     async def _log_step(self, result: StepResult) -> None:
         """Record a finished step, then move the cursor; every `save_every` steps, a checkpoint."""
         rollouts = [*(rollout for group in result.groups for rollout in group), *result.failed]
@@ -505,6 +549,11 @@ class Run:
         result.metrics.update(self._rollout_speed(result.metrics))
         self.metrics.write(result.step, result.metrics)
         self.trackers.log(result.step, result.metrics)
+        tasks = self._tasks_of(result.step)
+        played = [(tasks[rollout.task_id], rollout) for rollout in rollouts]
+        self._log_rollouts(result.step, "rl", played)
+        parent = self.spans.rl_step(result.step, result.metrics)
+        await self._span_rollouts(rollouts, step=result.step, parent=parent)
         self._add_totals(result.metrics)
         self.cursor.add("num_failed_rollouts", len(result.failed))
         self.cursor.add("num_steps_without_signal", not result.metrics["num_trained_rollouts"])
@@ -543,9 +592,14 @@ class Run:
         rollouts = [rollout for group in result.groups for rollout in group]
         if result.step % every == 0 and rollouts:
             rollout = rollouts[result.step % len(rollouts)]  # any: not the best of them
-            tasks = {task.task_id: task for task in self.train_tasks(result.step)}
-            task, title = tasks[rollout.task_id], f"a rollout of step {result.step}"
+            task, title = (
+                self._tasks_of(result.step)[rollout.task_id],
+                f"a rollout of step {result.step}",
+            )
             self._say_rollout(title, task, rollout, step=result.step)
+
+    def _tasks_of(self, step: int) -> dict[str, Task]:
+        return {task.task_id: task for task in self.train_tasks(step)}
 
     def train_tasks(self, step: int) -> Sequence[Task]:
         return self.parts.tasks.train.batch(step, self.config.rl.tasks_per_step)

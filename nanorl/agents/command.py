@@ -18,7 +18,8 @@ A program that fails, or is ended at its limit, is scored as it stands, with the
 says nothing of the policy; its rollout FAILED and is played again. NANORL_TASK is left out where it
 is longer than a variable may be.
 
-    --agent-args in_sandbox=true            no network but the policy, no file but its own
+    --agent-args in_sandbox=true            no network but the policy (and the recording proxy of
+                                            --http.mode, where there is one), no file but its own
     --agent-args timeout_s=600 memory_mb=4096 reads='["lib"]'
 
 A sandboxed program sees this Python environment, the files that its command names and those of
@@ -50,6 +51,7 @@ from nanorl.types import InfrastructureError
 
 if TYPE_CHECKING:
     from nanorl.endpoint.server import ApiSession
+    from nanorl.http_record.access import HttpAccess
 
 # An environment variable may be 128 KiB long (MAX_ARG_STRLEN of execve(2)), its name included.
 MAX_VARIABLE_BYTES = 120_000
@@ -126,7 +128,7 @@ class Command:
             }
             if self.with_data:
                 told["data"] = episode.task.data
-            result = await self.run(told, session)
+            result = await self.run(told, session, episode.http)
             said = (result.stderr.strip() or result.stdout.strip() or "nothing")[-_SAID_CHARS:]
             outcome = f"the agent program {self.command!r} {result.how} and said: {said}"
             if session.recording.num_answers == 0:
@@ -136,7 +138,9 @@ class Command:
                 episode.metrics[f"agent_{result.reason or 'exited'}"] += 1.0
             await finish(episode, session, answer_of(result))
 
-    async def run(self, told: dict[str, Any], session: ApiSession) -> ProgramResult:
+    async def run(
+        self, told: dict[str, Any], session: ApiSession, http: HttpAccess | None
+    ) -> ProgramResult:
         """One life of the program, which is `told` of its task. InfrastructureError where it
         cannot even be started."""
         text = json.dumps(told, ensure_ascii=False)
@@ -145,12 +149,14 @@ class Command:
         if self.in_sandbox:
             named = [Path(word) for word in argv[1:] if word.startswith("/")]
             others = [Path(one).absolute() for one in self.reads]
-            readable = [one for one in (*named, *others) if one.exists()]
+            certificates = [http.ca_file] if http else []
+            readable = [one for one in (*named, *others, *certificates) if one.exists()]
             box = AgentBox(readable=readable, memory_bytes=int(self.memory_mb) << 20)
             url = f"http://127.0.0.1:{split.port}"  # what stands for it inside
         environment = {
             **(boxed_environment() if self.in_sandbox else own_environment()),
             **QUIET,
+            **(http.environment(no_proxy=split.hostname or "127.0.0.1") if http else {}),
             "OPENAI_BASE_URL": f"{url}/v1",
             "OPENAI_API_KEY": session.key,
             "ANTHROPIC_BASE_URL": url,
@@ -162,7 +168,10 @@ class Command:
             argv=argv,
             environment=environment,
             files={**checked_files(told["files"]), TASK_FILE: text},
-            endpoint=(split.hostname or "127.0.0.1", split.port or 80),
+            endpoints=(
+                (split.hostname or "127.0.0.1", split.port or 80),
+                *([("127.0.0.1", http.port)] if http else []),
+            ),
             box=box,
         )
         return await run_program(start, timeout_s=self.timeout_s)

@@ -8,12 +8,14 @@ Left out: what a turn means, which is the environment's (episode.py).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from nanoengine.model.chat_template import Message
 from nanoinfer.params import Output, SamplingParams
+from nanorl.agents.times import TurnTimes
 from nanorl.agents.tokens import Limits, TurnBuilder
 from nanorl.types import derive_turn_seed
 
@@ -33,6 +35,7 @@ class Context:
         """`sampling.seed` is the context's seed; every turn derives its own."""
         self.builder = builder
         self.messages: list[Message] = []
+        self.times: list[TurnTimes] = []
         self._generator = generator
         self._sampling = sampling
 
@@ -48,7 +51,7 @@ class Context:
         An output that was aborted for a weight update is continued by re-prefill.
         """
         builder = self.builder
-        turn = builder.num_turns
+        turn, start_ns = builder.num_turns, time.time_ns()
         while True:
             room, kind = builder.room()
             if room == 0:
@@ -61,6 +64,7 @@ class Context:
             builder.append_action(output)
             if output.finish_reason != "abort":
                 break
+        self.times.append(TurnTimes(start_ns=start_ns, end_ns=time.time_ns()))
         text = builder.action_text()
         self.messages.append({"role": "assistant", "content": text})
         return text if builder.is_parseable else None

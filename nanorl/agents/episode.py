@@ -16,6 +16,7 @@ Next: loops.py (the loops that come with the project), loop.py (`Agent`, who pla
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
@@ -25,6 +26,7 @@ from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import SamplingParams
 from nanorl.agents.context import Context, Generator
+from nanorl.agents.times import TurnTimes
 from nanorl.agents.tokens import Limits, PromptTooLongError, TurnBuilder
 from nanorl.envs.base import Environment, Opening, TimeStep
 from nanorl.rewards.base import Score, Transcript
@@ -33,6 +35,7 @@ from nanorl.types import InfrastructureError, Rollout, Status, Task, derive_seed
 if TYPE_CHECKING:
     from nanorl.endpoint.recording import Recording
     from nanorl.endpoint.server import ApiSession
+    from nanorl.http_record.access import HttpAccess
 
 OpenSession = Callable[["Recording"], AbstractAsyncContextManager["ApiSession"]]
 """Lets a client into a recording."""
@@ -74,6 +77,8 @@ class Episode:
         self._names = names
         self.open_session: OpenSession | None = None
         """Lets an agent in that calls the policy through an API; None: there is no such way."""
+        self.http: HttpAccess | None = None
+        """The way to the run's recording proxy, where it has one."""
         self._recording: Recording | None = None
         self._histories: list[Context] = []
         self._beside: dict[tuple[int, ...], Context] = {}
@@ -116,9 +121,13 @@ class Episode:
         """The environment's reply to a turn that was taken in `context`, and the messages that
         bring its observation. What the turn earned is noted there."""
         async with self._lock:  # sub-agents may ask at the same time
+            start_ns = time.time_ns()
             step = await self.env.step(text)
             said = step.observation
             messages = [] if said is None else self.env.format_observation(said)
+            if context.times:
+                times = context.times[-1]
+                times.step_start_ns, times.step_end_ns = start_ns, time.time_ns()
         context.builder.note(step.reward, step.metrics)
         return step, messages
 
@@ -178,6 +187,12 @@ class Episode:
             rollout_id=self._names.rollout_id,
         )
         return Context(builder, self._generator, replace(self._sampling, seed=seed))
+
+    def times(self) -> list[list[TurnTimes]]:
+        """The turns of each sequence, in the order of the rollout's sequences."""
+        beside = [self._beside[path] for path in sorted(self._beside)]
+        spoke = [one for one in beside if one.builder.num_turns]
+        return [one.times for one in (self.context, *self._histories, *spoke)]
 
     # -- what is made of it ----------------------------------------------------------------------
 

@@ -5,11 +5,11 @@
 A process of its own between the run and the program. It ends the program, its children and those
 that hid in sessions of their own as soon as its stdin closes: the run has closed it, or died,
 however it died. In a sandbox it is pid 1, and the kernel ends the rest; there it also opens the
-port that stands for the endpoint, and hands the listening socket out through CONTROL_FD, so that
-a program without a network reaches one address and nothing else.
+ports that stand for the endpoint and for the recording proxy, and hands the listening sockets out
+through CONTROL_FD, so that a program without a network reaches these addresses and nothing else.
 
 The line is an object: `argv`, `environment`, `folder`, `files` (name -> text, laid into the
-folder), `answer_file`, `port` (0: none is opened), `rlimits` and `watch_bytes` (0: nobody watches).
+folder), `answer_file`, `ports` (to be opened), `rlimits` and `watch_bytes` (0: nobody watches).
 The report on CONTROL_FD is a line of JSON and the bytes of the answer file.
 Stdlib only: it runs where nothing is installed. Left out: limits of time, which the run keeps.
 """
@@ -51,9 +51,13 @@ def main() -> None:
         return  # the run ended meanwhile
     wanted: dict[str, Any] = json.loads(line)
     _lay_files(Path(wanted["folder"]), wanted["files"])
-    if wanted["port"]:
-        with socket.create_server(("127.0.0.1", wanted["port"]), backlog=64) as listener:
-            socket.send_fds(control, [b"L"], [listener.fileno()])
+    if wanted["ports"]:
+        listeners = [
+            socket.create_server(("127.0.0.1", one), backlog=64) for one in wanted["ports"]
+        ]
+        socket.send_fds(control, [b"L"], [one.fileno() for one in listeners])
+        for listener in listeners:
+            listener.close()
     pid = _start(wanted)
     report = _watch(pid, woken, wanted["watch_bytes"])
     _end_all(pid)

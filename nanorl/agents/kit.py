@@ -14,6 +14,7 @@ from nanoinfer.params import SamplingParams
 from nanorl.agents.context import Generator
 from nanorl.agents.loop import Agent
 from nanorl.agents.loops import AgentLoop, load_loop
+from nanorl.agents.times import TimesKept
 from nanorl.config import RunConfig
 from nanorl.envs.base import Environment, EnvKind, Services
 from nanorl.envs.catalog import parse_arguments
@@ -24,6 +25,8 @@ from nanorl.types import Rollout, Task
 if TYPE_CHECKING:
     from nanorl.endpoint.recording import Recording
     from nanorl.endpoint.server import ApiSession, RecordingServer
+    from nanorl.http_record.access import HttpAccess
+    from nanorl.http_record.service import RecordingProxy
 
 
 def run_loop(config: RunConfig, kind: EnvKind) -> AgentLoop:
@@ -34,6 +37,18 @@ def run_loop(config: RunConfig, kind: EnvKind) -> AgentLoop:
     if not agent.command:
         return load_loop(agent.loop or kind.loop, arguments)
     return load_loop("command", {"command": agent.command, **arguments})
+
+
+def open_proxy(config: RunConfig, *, is_given: bool) -> RecordingProxy:
+    """The recording proxy of a run. ValueError where its environment could not be led to it."""
+    if is_given:
+        raise ValueError(
+            f"--http.mode {config.http.mode} with an environment that is given as an object: it "
+            "plays in this process, which cannot be led to a proxy; name its file instead"
+        )
+    from nanorl.http_record.service import RecordingProxy  # few runs need it
+
+    return RecordingProxy(config.http, store=config.http_store)
 
 
 class AgentKit:
@@ -51,11 +66,14 @@ class AgentKit:
         already. `is_given`: it was given as an object, which other processes could not make."""
         self.config = config
         self.kind = run_kind(config) if kind is None else kind
+        self._proxy: RecordingProxy | None = None
+        if config.http.mode != "off":
+            self._proxy = open_proxy(config, is_given=is_given)
         num_workers = 0 if is_given else num_env_workers(config)
         if num_workers:
             from nanorl.hosting.kind import HostedKind  # nanosched's processes: not always needed
 
-            self.kind = HostedKind(self.kind, config, folder, num_workers)
+            self.kind = HostedKind(self.kind, config, folder, num_workers, self._http)
         self.tokenizer = run_tokenizer(config, folder)
         self.sandbox: SandboxPool | None = None
         if self.kind.needs_sandbox:
@@ -63,6 +81,7 @@ class AgentKit:
         self._loop = run_loop(config, self.kind)
         self._model = folder.name
         self._endpoint: RecordingServer | None = None
+        self.times = TimesKept(is_on="otel" in config.log)
 
     async def close_loop(self) -> None:
         """What belongs to the running event loop; `close` ends the rest."""
@@ -73,6 +92,18 @@ class AgentKit:
         if self.sandbox is not None:
             self.sandbox.close()
         self.kind.close()
+        if self._proxy is not None:
+            self._proxy.close()
+
+    @property
+    def _http(self) -> HttpAccess | None:
+        """The way to the recording proxy, where there is one."""
+        return None if self._proxy is None else self._proxy.access
+
+    def take_http_counts(self) -> dict[str, float]:
+        """What the recording proxy has done since the last call."""
+        counts = {} if self._proxy is None else self._proxy.take_counts()
+        return {f"http/{name}": float(count) for name, count in counts.items()}
 
     def environment(self, *, is_tool_enabled: bool = True) -> Environment:
         """An episode of the run's environment."""
@@ -94,6 +125,8 @@ class AgentKit:
             loop=self._loop,
             deadline_s=self.config.agent.deadline_s or None,
             open_session=self._open_session,
+            http=self._http,
+            times=self.times,
         )
 
     def _open_session(self, recording: Recording) -> AbstractAsyncContextManager[ApiSession]:

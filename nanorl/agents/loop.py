@@ -9,17 +9,23 @@ Left out: retries of failed rollouts (nanorl/collector.py).
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import SamplingParams
 from nanorl.agents.context import Generator
 from nanorl.agents.episode import Episode, Names, OpenSession
 from nanorl.agents.loops import AgentLoop, load_loop, tool
+from nanorl.agents.times import TimesKept
 from nanorl.agents.tokens import Limits
 from nanorl.envs.base import Environment
 from nanorl.types import InfrastructureError, Rollout, Task
+
+if TYPE_CHECKING:
+    from nanorl.http_record.access import HttpAccess
 
 CLOSE_S = 30.0  # what an environment has to give back, it gives back within this time
 
@@ -42,6 +48,10 @@ class Agent:
     """Wall-clock limit of one rollout; one that takes longer FAILED."""
     open_session: OpenSession | None = None
     """Where agents that call the policy through an API are let in; None: there is no such place."""
+    http: HttpAccess | None = None
+    """The way to the run's recording proxy, for agents that are programs."""
+    times: TimesKept = field(default_factory=TimesKept)
+    """Where it is noted when what happened."""
 
     async def play(
         self,
@@ -62,7 +72,8 @@ class Agent:
             task, env, generator=self.generator, tokenizer=self.tokenizer, limits=self.limits,
             sampling=sampling, names=Names(group_id, rollout_id),
         )  # fmt: skip
-        episode.open_session = self.open_session
+        episode.open_session, episode.http = self.open_session, self.http
+        start_ns = time.time_ns()
         loop = load_loop(task.agent) if task.agent else self.loop
         try:
             async with asyncio.timeout(self.deadline_s):
@@ -74,6 +85,7 @@ class Agent:
             limit = f"--agent.deadline-s {self.deadline_s:g}"
             return episode.rollout(None, f"it took longer than {limit}")
         finally:
+            self.times.add(rollout_id, start_ns, episode.times())
             with suppress(InfrastructureError, TimeoutError):  # the score stands already
                 async with asyncio.timeout(CLOSE_S):
                     await env.close()

@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,8 +43,9 @@ class ProgramStart:
     environment: Mapping[str, str]
     files: Mapping[str, str] = field(default_factory=dict)
     """Texts by their names in the working folder."""
-    endpoint: tuple[str, int] = ("127.0.0.1", 0)
-    """Host and port of the one address that a program in a box reaches."""
+    endpoints: Sequence[tuple[str, int]] = ()
+    """Host and port of each address that a program in a box reaches; inside they are ports of
+    127.0.0.1."""
     box: AgentBox | None = None
     """The sandbox; None: it runs as whoever runs this."""
 
@@ -124,7 +125,7 @@ class AgentProgram:
         self._process: asyncio.subprocess.Process | None = None
         self._pipes: list[asyncio.ReadTransport] = []
         self._readers: list[asyncio.Task[None]] = []
-        self._relay: Relay | None = None
+        self._relays: list[Relay] = []
 
     async def run(self, timeout_s: float) -> ProgramResult:
         reason = ""
@@ -156,8 +157,8 @@ class AgentProgram:
                 reader.cancel()
             for pipe in self._pipes:
                 pipe.close()
-            if self._relay is not None:
-                self._relay.close()
+            for relay in self._relays:
+                relay.close()
             for one in (self._control, self._theirs, self._stdin):
                 one.close()
             if self._folder:
@@ -194,8 +195,9 @@ class AgentProgram:
         with suppress(ConnectionError):
             await loop.sock_sendall(self._lifeline, json.dumps(self._order()).encode() + b"\n")
         if box is not None:
-            self._relay = Relay(await self._listener(), start.endpoint)
-            await self._relay.start()
+            for endpoint, listener in zip(start.endpoints, await self._listeners(), strict=True):
+                self._relays.append(Relay(listener, endpoint))
+                await self._relays[-1].start()
         return self._process
 
     def _order(self) -> dict[str, Any]:
@@ -207,13 +209,13 @@ class AgentProgram:
             "folder": box.folder if box else self._folder,
             "files": dict(start.files),
             "answer_file": ANSWER_FILE,
-            "port": start.endpoint[1] if box else 0,
+            "ports": [port for _, port in start.endpoints] if box else [],
             "rlimits": box.rlimits() if box else {},
             "watch_bytes": box.watch_bytes if box else 0,
         }
 
-    async def _listener(self) -> socket.socket:
-        """The listening socket that the guard opened inside."""
+    async def _listeners(self) -> list[socket.socket]:
+        """The listening sockets that the guard opened inside."""
         loop = asyncio.get_running_loop()
         is_there = asyncio.Event()
         loop.add_reader(self._control, is_there.set)
@@ -221,12 +223,13 @@ class AgentProgram:
             await is_there.wait()
         finally:
             loop.remove_reader(self._control)
-        _, descriptors, _, _ = socket.recv_fds(self._control, 1, 1)
+        wanted = len(self._start.endpoints)
+        _, descriptors, _, _ = socket.recv_fds(self._control, 1, wanted)
         if not descriptors:
             await self._end()
             said = self._tails[1].text().strip() or "no message"
             raise InfrastructureError(f"the sandbox of an agent program does not start: {said}")
-        return socket.socket(fileno=descriptors[0])
+        return [socket.socket(fileno=one) for one in descriptors]
 
     async def _output(self, tail: Tail) -> int:
         """The end of a pipe to write to; what comes out of it is kept in `tail`."""

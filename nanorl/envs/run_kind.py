@@ -44,6 +44,9 @@ def num_env_workers(config: RunConfig) -> int:
     """In how many processes the episodes are played; 0: in the caller's own."""
     if config.env_workers is not None:
         return config.env_workers
+    is_own = config.env in ("", PRESETS_OWN) and not config.reward
+    if config.http.mode != "off" and not is_own and not is_address(config.env):
+        return NUM_WORKERS  # what may ask for pages does so where the proxy is all it reaches
     is_trusted = config.env in ("", *ENVIRONMENTS) or is_address(config.env)
     return 0 if is_trusted and config.reward in ("", *REWARDS) else NUM_WORKERS
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanorl.config import RunConfig
@@ -16,23 +17,36 @@ from nanorl.envs.base import Demonstrator, Environment, EnvKind, Services, TaskS
 from nanorl.envs.run_kind import run_kind, run_tokenizer
 from nanorl.hosting.environment import EpisodeHost, HostedEnvironment
 from nanorl.hosting.pool import HostingLimits, WorkerPool
+from nanorl.http_record.config import HttpConfig
 from nanorl.sandbox.pool import SandboxPool
 from nanorl.types import Task
+
+if TYPE_CHECKING:
+    from nanorl.http_record.access import HttpAccess
 
 
 class HostedKind:
     """`kind`, with its episodes in `num_workers` processes."""
 
-    def __init__(self, kind: EnvKind, config: RunConfig, folder: Path, num_workers: int) -> None:
-        """`folder` is the model's, for its tokenizer."""
+    def __init__(
+        self,
+        kind: EnvKind,
+        config: RunConfig,
+        folder: Path,
+        num_workers: int,
+        http: HttpAccess | None = None,
+    ) -> None:
+        """`folder` is the model's, for its tokenizer; `http` is the way to the recording proxy, all
+        that the workers then reach."""
         self.kind = kind
         self.name, self.loop, self.defaults = kind.name, kind.loop, kind.defaults
         self.has_tools, self.has_teacher = kind.has_tools, kind.has_teacher
         self.needs_sandbox = False  # each worker has its own
-        alone = replace(config, env_workers=0, tool=replace(config.tool, workers=1))
+        one = replace(config.tool, workers=1)
+        alone = replace(config, env_workers=0, tool=one, http=HttpConfig())
         self._pool = WorkerPool(
             EpisodeHost,
-            (WorkerSide, alone, folder),
+            (WorkerSide, alone, folder, http),
             num_workers=num_workers,
             limits=HostingLimits(deadline_s=config.env_deadline_s),
             preload=(__name__,),
@@ -57,7 +71,9 @@ class HostedKind:
 class WorkerSide:
     """What a worker opens episodes with."""
 
-    def __init__(self, config: RunConfig, folder: Path) -> None:
+    def __init__(self, config: RunConfig, folder: Path, http: HttpAccess | None) -> None:
+        if http is not None:
+            http.enter()  # before any of the user's code
         self._config = config
         self._kind = run_kind(config)
         self._tokenizer = run_tokenizer(config, folder)

@@ -169,5 +169,11 @@ class TensorBoardWriter:
                 self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
+    def write_text(self, step: int, tag: str, text: str) -> None:
+        """A text, shown as it is: what a policy writes is no Markdown."""
+        shown = "\n".join(f"    {line}" for line in text.split("\n"))
+        self._writer.add_text(tag, shown, step)
+        self._writer.flush()
+
     def close(self) -> None:
         self._writer.close()

@@ -15,6 +15,7 @@ from nanoengine.packing import Sample
 from nanoinfer.params import SamplingParams
 from nanorl.agents.context import Generator
 from nanorl.agents.kit import AgentKit
+from nanorl.agents.times import RolloutTimes
 from nanorl.collector import RolloutCollector
 from nanorl.config import RunConfig
 from nanorl.monitor.vitals import vitals
@@ -79,6 +80,14 @@ class CollectorRole(RolloutCollector):
     async def teach(self, step: int) -> list[Sample]:
         """The samples of a step of the warm start."""
         return await self._warm_start.samples(step)
+
+    async def take_http_counts(self) -> dict[str, float]:
+        """What the recording proxy has done since the last call; nothing where there is none."""
+        return self.kit.take_http_counts()
+
+    async def take_times(self) -> Mapping[str, list[RolloutTimes]]:
+        """When what happened in the rollouts that have ended since the last call."""
+        return self.kit.times.take()
 
     async def heartbeat(self) -> dict[str, Any]:
         """Answers from the loop that plays the rollouts; with the router's counters."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from typing import Any
 from nanorl.config import RunConfig, flatten
 from nanorl.report.metrics import flatten_numbers
 from nanorl.report.summary import write_atomically
-from nanorl.trackers.services import TrackedRun, TrackerProcess
+from nanorl.trackers.rollout_rows import RolloutRow
+from nanorl.trackers.services import SERVICES, TrackedRun, TrackerProcess
 from nanosched import ActorHandle, Scheduler, SchedulerError
 
-FINISH_S = 20.0
+FINISH_S = 60.0  # a busy machine needs half of it to import a tracker
 _MOST_WAITING = 512  # messages to one tracker; more are dropped, and that is a failure too
 
 
@@ -41,7 +42,8 @@ class Trackers:
         self._lines: list[TrackerLine] = []
 
     async def __aenter__(self) -> Trackers:
-        if not self._config.log:
+        names = [name for name in self._config.log if name in SERVICES]
+        if not names:
             return self
         run = TrackedRun(
             project=self._config.log_project,
@@ -51,7 +53,7 @@ class Trackers:
             options=flatten(self._config.to_json()),
         )
         self._scheduler = Scheduler(backend="local")
-        for name in self._config.log:
+        for name in names:
             actor = self._scheduler.actor(TrackerProcess, num_cpus=0).remote(name, run)
             self._lines.append(TrackerLine(name, actor, self._say))
         return self
@@ -69,18 +71,17 @@ class Trackers:
         for line in self._lines:
             line.send(TrackerProcess.log, step, flatten_numbers(values))
 
-    def log_text(self, step: int, title: str, text: str) -> None:
-        """A rollout to read."""
-        for line in self._lines:
-            line.send(TrackerProcess.log_text, step, title, text)
+    def log_rollouts(self, step: int, part: str, rows: Iterable[RolloutRow]) -> None:
+        """Rollouts to read; `part` is rl, or the evaluation that played them."""
+        every = list(rows) if self._lines else []
+        for line in self._lines if every else ():
+            line.send(TrackerProcess.log_rollouts, step, part, every)
 
 
 class TrackerLine:
     """What waits for one tracker; its process takes one message after the other."""
 
-    def __init__(
-        self, name: str, actor: ActorHandle[TrackerProcess], say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, name: str, actor: ActorHandle[Any], say: Callable[[str], None]) -> None:
         self._name, self._actor, self._say = name, actor, say
         self._waiting: set[asyncio.Task[None]] = set()
         self._has_failed = False

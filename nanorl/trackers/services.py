@@ -4,23 +4,28 @@ Every tracker keeps its usual settings: WANDB_MODE=offline, MLFLOW_TRACKING_URI,
 on, and the credentials that its own log-in stored. A run has one identity, which its folder keeps,
 so a resumed run goes on in the same page; steps that it repeats are sent again.
 
-Left out: models and rollouts as artifacts; they stay in the run's folder.
+Left out: models as artifacts; they stay in the run's folder.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
-import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from nanorl.trackers.rollout_rows import RolloutRow, as_columns
+
+WARM_START = "warm_start"
+"""The part of a run whose steps are counted by themselves."""
 _MLFLOW_PARAMS = 100  # in one request: MLflow's REST API, "Log Batch"
 _MLFLOW_PARAM_CHARS = 6000
+_MLFLOW_TABLES = "mlflow.loggedArtifacts"  # the tag by which its page finds tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +46,8 @@ class Tracker(Protocol):
         """Numbers of a step."""
         ...
 
-    def log_text(self, step: int, title: str, text: str) -> None:
-        """A rollout to read."""
+    def log_rollouts(self, step: int, part: str, rows: Sequence[RolloutRow]) -> None:
+        """Rollouts to read; `part` is rl, or the evaluation that played them."""
         ...
 
     def finish(self) -> None:
@@ -58,7 +63,6 @@ class WandbTracker:
         import wandb
 
         self._wandb = wandb
-        self._rows: list[list[Any]] = []
         self._run = wandb.init(
             project=run.project,
             name=run.name,
@@ -69,14 +73,18 @@ class WandbTracker:
         )
         self._run.config.update(dict(run.options), allow_val_change=True)
         self._run.define_metric("*", step_metric="step")
+        self._run.define_metric(f"{WARM_START}/*", step_metric=f"{WARM_START}/step")
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **numbers})
+        is_warming = all(name.startswith(f"{WARM_START}/") for name in numbers)
+        axis = f"{WARM_START}/step" if is_warming else "step"
+        self._run.log({axis: step, **numbers})
 
-    def log_text(self, step: int, title: str, text: str) -> None:
-        self._rows.append([step, title, text])  # a table is replaced by the next of its name
-        table = self._wandb.Table(columns=["step", "title", "rollout"], data=self._rows)
-        self._run.log({"step": step, "rollouts": table})
+    def log_rollouts(self, step: int, part: str, rows: Sequence[RolloutRow]) -> None:
+        columns = as_columns(rows)
+        data = [list(values) for values in zip(*columns.values(), strict=True)]
+        table = self._wandb.Table(columns=list(columns), data=data)
+        self._run.log({"step": step, f"rollouts/{part}": table})
 
     def finish(self) -> None:
         self._run.finish()
@@ -98,6 +106,8 @@ class MlflowTracker:
         tags = {"nanorl.run": run.identity}
         page = runs[0] if runs else client.create_run(experiment, run_name=run.name, tags=tags)
         self._id = page.info.run_id
+        told = json.loads(page.data.tags.get(_MLFLOW_TABLES, "[]"))
+        self._tables: dict[str, Any] = {one["path"]: one for one in told}
         self._log_options(run.options, page.data.params)
 
     def _log_options(self, options: Mapping[str, Any], known: Mapping[str, str]) -> None:
@@ -122,9 +132,14 @@ class MlflowTracker:
         metrics = [Metric(name, value, now_ms, step) for name, value in numbers.items()]
         self._client.log_batch(self._id, metrics=metrics)
 
-    def log_text(self, step: int, title: str, text: str) -> None:
-        name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
-        self._client.log_text(self._id, text, f"rollouts/{step:05d}-{name}.txt")
+    def log_rollouts(self, step: int, part: str, rows: Sequence[RolloutRow]) -> None:
+        file = f"rollouts/{part}-{step:05d}.json"
+        columns = as_columns(rows)
+        data = [list(values) for values in zip(*columns.values(), strict=True)]
+        # As its log_table writes it, which appends instead where a resumed run comes again.
+        self._client.log_dict(self._id, {"columns": list(columns), "data": data}, file)
+        self._tables[file] = {"path": file, "type": "table"}
+        self._client.set_tag(self._id, _MLFLOW_TABLES, json.dumps(list(self._tables.values())))
 
     def finish(self) -> None:
         self._client.set_terminated(self._id)
@@ -148,11 +163,11 @@ class TrackioTracker:
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log(dict(numbers), step=step)
 
-    def log_text(self, step: int, title: str, text: str) -> None:
+    def log_rollouts(self, step: int, part: str, rows: Sequence[RolloutRow]) -> None:
         import pandas
 
-        frame = pandas.DataFrame({"title": [title], "rollout": [text]})
-        self._run.log({"rollouts": self._trackio.Table(dataframe=frame)}, step=step)
+        table = self._trackio.Table(dataframe=pandas.DataFrame(as_columns(rows)))
+        self._run.log({f"rollouts/{part}": table}, step=step)
 
     def finish(self) -> None:
         self._run.finish()
@@ -176,8 +191,8 @@ class TrackerProcess:
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._tracker.log(step, numbers)
 
-    def log_text(self, step: int, title: str, text: str) -> None:
-        self._tracker.log_text(step, title, text)
+    def log_rollouts(self, step: int, part: str, rows: Sequence[RolloutRow]) -> None:
+        self._tracker.log_rollouts(step, part, rows)
 
     def finish(self) -> None:
         self._tracker.finish()
@@ -186,7 +201,8 @@ class TrackerProcess:
 def require_trackers(names: tuple[str, ...]) -> None:
     """ValueError if the package of one is missing; it names the extra."""
     for name in names:
-        if importlib.util.find_spec(name) is None:
+        package = "opentelemetry" if name == "otel" else name
+        if importlib.util.find_spec(package) is None:
             raise ValueError(
-                f"--log {name} needs the package {name}; run: pip install 'nanorl-stack[{name}]'"
+                f"--log {name} needs the package {package}; run: pip install 'nanorl-stack[{name}]'"
             )

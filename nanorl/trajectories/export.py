@@ -187,11 +187,7 @@ class _Stored:
 def _write(options: ExportOptions, config: RunConfig, found: Iterator[Trajectory]) -> str:
     """Write them; where that is."""
     place, force = options.place, options.force
-    agent = AgentInfo(
-        name=config.agent.loop or config.env or config.preset,
-        version=_version(),
-        model=config.model or config.preset,
-    )
+    agent = agent_info(config)
     if options.to == "jsonl":
         write_jsonl(found, place, force=force)
     elif options.to == "atif":
@@ -209,6 +205,15 @@ def _write(options: ExportOptions, config: RunConfig, found: Iterator[Trajectory
             return options.endpoint
         write_spans(found, place, maker, force=force)
     return str(place)
+
+
+def agent_info(config: RunConfig) -> AgentInfo:
+    """Who plays in a run."""
+    return AgentInfo(
+        name=config.agent.loop or config.env or config.preset,
+        version=_version(),
+        model=config.model or config.preset,
+    )
 
 
 def _require_packages(options: ExportOptions) -> None:

@@ -5,9 +5,10 @@
       execute_tool python          a call and its result
         invoke_agent sub-agent     the conversation that the call was answered by
 
-A store of rollouts knows no times. Traces begin when they are exported, a millisecond after one
-another; a token takes a millisecond, and so does a call (`nanorl.timing` says so). Ids follow from
-the names of run and rollout, so what is exported twice is the same trace.
+A run that goes on measures times (`--log otel`); a store of rollouts knows none. Then traces begin
+when they are exported, a millisecond after one another; a token takes a millisecond, and so does a
+call (`nanorl.timing` says so). Ids follow from the names of run and rollout, so what is exported
+twice is the same trace.
 Source: OpenTelemetry semantic conventions, "GenAI agent spans" and "GenAI spans".
 """
 
@@ -33,9 +34,18 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, SpanProcessor, Tra
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace import (
+    NonRecordingSpan,
+    Span,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    set_span_in_context,
+)
 
 from nanoengine.model.chat_template import Message
+from nanorl.agents.times import RolloutTimes, TurnTimes
 from nanorl.trajectories.atif import AgentInfo
 from nanorl.trajectories.base import (
     CallOfTurn,
@@ -50,6 +60,8 @@ from nanorl.types import Status as RolloutStatus
 
 MS = 1_000_000  # nanoseconds
 TIMING = "synthetic: a millisecond for each token and each call"
+MEASURED = "measured"
+ERROR_RESULT = "Error: "  # how nanorl/tools/calls.py begins the text of a call that failed
 PATH = "/v1/traces"  # OTLP/HTTP
 ID_FIELDS = ("traceId", "spanId", "parentSpanId")  # hexadecimal in OTLP's JSON
 
@@ -124,16 +136,28 @@ class SpanMaker:
         self._tracer = provider.get_tracer("nanorl.trajectories", agent.version)
         self._start_ns = itertools.count(time.time_ns(), MS)
         self._now_ns = 0
+        self._times: Mapping[str, Sequence[TurnTimes]] = {}
 
-    def spans(self, trajectory: Trajectory) -> list[ReadableSpan]:
-        """The spans of one rollout, inner ones first."""
+    def spans(
+        self,
+        trajectory: Trajectory,
+        *,
+        parent: SpanContext | None = None,
+        times: RolloutTimes | None = None,
+    ) -> list[ReadableSpan]:
+        """The spans of one rollout, inner ones first; below `parent`, where there is one, and with
+        the times that were measured, where there are any."""
         rollout = trajectory.rollout
         self._ids.begin(f"{self._run}/{trajectory.phase}/{rollout.rollout_id}")
-        self._now_ns = next(self._start_ns)
+        self._now_ns = next(self._start_ns) if times is None else times.start_ns
+        self._times = _times_of(trajectory, times)
         self._ended.spans = []
-        with self._span(f"invoke_agent {self._agent.name}", None) as span:
+        above = None if parent is None else NonRecordingSpan(parent)
+        with self._span(f"invoke_agent {self._agent.name}", above) as span:
             _set(span, self._about_agent(trajectory, self._agent.name, trajectory.segments))
             _set(span, _outcome(trajectory))
+            if len(self._times) == len(trajectory.sequences):
+                span.set_attribute("nanorl.timing", MEASURED)
             reward = trajectory.outcome()["reward"]
             for sequence in trajectory.segments:
                 self._turns(trajectory, sequence, span)
@@ -146,6 +170,8 @@ class SpanMaker:
                 span.add_event(f"{about}.result", score, timestamp=self._now_ns)
             if rollout.status is RolloutStatus.FAILED:
                 span.set_status(Status(StatusCode.ERROR, rollout.error))
+            if times is not None:
+                self._now_ns = times.end_ns
         return self._ended.spans
 
     @contextmanager
@@ -160,17 +186,28 @@ class SpanMaker:
     def _turns(self, trajectory: Trajectory, sequence: TrajectorySequence, parent: Span) -> None:
         chat = sequence.chat.messages
         heard = list(chat)
+        measured = iter(self._times.get(sequence.name, ()))
         for turn in sequence.turns:
             if not turn.is_copied:
+                times = next(measured, None)
+                self._now_ns = times.start_ns if times else self._now_ns
                 with self._span(f"chat {self._agent.model}", parent, SpanKind.CLIENT) as span:
                     _set(span, self._about_turn(trajectory, sequence, turn, heard))
-                    self._now_ns += MS * (turn.span.action_end - turn.span.action_start)
-                for call in turn.calls:
-                    self._call(trajectory, sequence, call, parent)
+                    num_tokens = turn.span.action_end - turn.span.action_start
+                    self._now_ns = times.end_ns if times else self._now_ns + MS * num_tokens
+                for call in turn.calls:  # side by side: they share the times of the step
+                    if times is not None:
+                        self._now_ns = times.step_ns[0]
+                    self._call(trajectory, sequence, call, parent, times)
             heard += [_said(turn), *_answered(turn)]
 
     def _call(
-        self, trajectory: Trajectory, sequence: TrajectorySequence, call: CallOfTurn, parent: Span
+        self,
+        trajectory: Trajectory,
+        sequence: TrajectorySequence,
+        call: CallOfTurn,
+        parent: Span,
+        times: TurnTimes | None,
     ) -> None:
         with self._span(f"execute_tool {call.name}", parent) as span:
             _set(
@@ -184,10 +221,14 @@ class SpanMaker:
                     "gen_ai.tool.call.result": call.result,
                 },
             )
-            self._now_ns += MS
+            if (call.result or "").startswith(ERROR_RESULT):
+                span.set_status(Status(StatusCode.ERROR, call.result))
+            self._now_ns += 0 if times else MS
             for other in trajectory.beside:
                 if other.caller == (sequence.name, call.id):
                     self._sub_agent(trajectory, other, span)
+            if times is not None:
+                self._now_ns = max(self._now_ns, times.step_ns[1])
 
     def _sub_agent(
         self, trajectory: Trajectory, sequence: TrajectorySequence, parent: Span
@@ -272,6 +313,18 @@ class _Ended(SpanProcessor):
 
     def on_end(self, span: ReadableSpan) -> None:
         self.spans.append(span)
+
+
+def _times_of(trajectory: Trajectory, times: RolloutTimes | None) -> dict[str, Sequence[TurnTimes]]:
+    """The times of the turns by the sequence's name, where there is one for each turn: a recorded
+    conversation has none."""
+    if times is None or len(times.sequences) != len(trajectory.sequences):
+        return {}
+    found = {}
+    for sequence, measured in zip(trajectory.sequences, times.sequences, strict=True):
+        if len(measured) == sum(not turn.is_copied for turn in sequence.turns):
+            found[sequence.name] = measured
+    return found
 
 
 def _set(span: Span, attributes: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ from nanorl.endpoint.dialects import all_dialects
 from nanorl.endpoint.server import RecordingServer
 from nanorl.envs.base import Services
 from nanorl.envs.catalog import load_kind
+from nanorl.http_record.access import HttpAccess
 from nanorl.types import Rollout, Task
 
 TINY = tiny_tokenizer()
@@ -57,7 +58,9 @@ def written(folder: Path, body: str) -> str:
     return f"python {path}"
 
 
-async def play(loop: AgentLoop, generator: Generator, task: Task = TASK) -> Rollout:
+async def play(
+    loop: AgentLoop, generator: Generator, task: Task = TASK, http: HttpAccess | None = None
+) -> Rollout:
     """One rollout of an agent behind an API in the environment `answer`."""
     server = RecordingServer(all_dialects(TINY), model="policy", max_model_len=2000)
     agent = Agent(
@@ -66,6 +69,7 @@ async def play(loop: AgentLoop, generator: Generator, task: Task = TASK) -> Roll
         limits=Limits(max_turn_tokens=100, max_context_tokens=2000),
         loop=loop,
         open_session=server.episode,
+        http=http,
     )
     kind = load_kind("answer", {})
     env = kind.open(Services(tokenizer=TINY, sandbox=None, timeout_s=1.0))

@@ -17,6 +17,7 @@ from forked_runs import SMALL, RunProcess, rows
 
 from nanorl.config import RunConfig
 from nanorl.report.metrics import flatten_numbers
+from nanorl.store import RolloutStore
 from nanorl.trackers import services
 from nanorl.trackers.sending import Trackers, identity_of
 from nanorl.trackers.services import TrackedRun, TrackioTracker, require_trackers
@@ -63,8 +64,19 @@ def test_a_run_and_its_resumption_are_one_page_in_each_tracker(
     assert config_of["rl.lr"] == 1e-4 and config_of["preset"] == "tiny"
     after = [found for found in history_of if "evaluation/after/success" in found]
     assert [found["step"] for found in after] == [1, 2]
-    tables = list(out.glob("wandb/*/files/media/table/rollouts*.json"))
-    assert any("a task of it" in table.read_text() for table in tables)
+    warm = [found for found in history_of if "warm_start/loss" in found]
+    assert [found["warm_start/step"] for found in warm] == [0, 1, 2]
+    tables = list(out.glob("wandb/*/files/media/table/rollouts/*.json"))
+    wandb_rows = [row for table in tables for row in rows_of(table.read_text())]
+    with RolloutStore(out / "rollouts.sqlite") as store:
+        stored = {entry.rollout_id: store.get(entry.rollout_id) for entry in store.entries()}
+    shown = {row["rollout_id"]: row for row in wandb_rows}
+    assert shown.keys() > stored.keys() and "eval-after-0" in shown
+    for rollout_id, rollout in stored.items():
+        assert shown[rollout_id]["reward"] == rollout.total_reward
+        assert shown[rollout_id]["question"] and shown[rollout_id]["expected"]
+        assert f"wanted  {shown[rollout_id]['expected']}" in shown[rollout_id]["turns"]
+    board_of_the_run(out)
 
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -79,8 +91,44 @@ def test_a_run_and_its_resumption_are_one_page_in_each_tracker(
     for name in ("loss", "grad_norm"):
         points = {p.step: p.value for p in client.get_metric_history(page.info.run_id, name)}
         assert points == {row["step"]: row[name] for row in rows(out)}
-    texts = [file.path for file in client.list_artifacts(page.info.run_id, "rollouts")]
-    assert any(text.startswith("rollouts/00000-a-rollout-of-step-0-") for text in texts)
+    files = json.loads(page.data.tags["mlflow.loggedArtifacts"])
+    assert {"path": "rollouts/rl-00001.json", "type": "table"} in files
+    listed = client.list_artifacts(page.info.run_id, "rollouts")
+    assert {file["path"] for file in files} == {file.path for file in listed}
+    place = client.download_artifacts(page.info.run_id, "rollouts/rl-00001.json")
+    mlflow_rows = {row["rollout_id"]: row for row in rows_of(Path(place).read_text())}
+    assert mlflow_rows.keys() == {name for name in stored if name.startswith("s1-")}
+    assert all(mlflow_rows[name] == shown[name] for name in mlflow_rows)
+
+
+def rows_of(table: str) -> list[dict[str, Any]]:
+    """The rows of a table that is JSON in columns and data."""
+    found = json.loads(table)
+    return [dict(zip(found["columns"], row, strict=True)) for row in found["data"]]
+
+
+def board_of_the_run(out: Path) -> None:
+    """TensorBoard's own reader finds the warm start, the evaluations and some rollouts."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def scalars(part: str, tag: str) -> dict[int, float]:
+        events = EventAccumulator(str(out / "tensorboard" / part))
+        events.Reload()
+        points = [(event.step, event.value) for event in events.Scalars(f"{part}/{tag}")]
+        assert len(dict(points)) == len(points), "a step is there once"
+        return dict(points)
+
+    assert list(scalars("warm_start", "loss")) == [0, 1, 2]
+    assert all(value > 0 for value in scalars("warm_start", "tokens").values())
+    assert scalars("warm_start", "lr").keys() == {0, 1, 2}
+    summary = json.loads((out / "summary.json").read_text())
+    before = scalars("evaluation/before", "success")
+    assert before == {0: summary["heldout_success_before"]}
+    after = scalars("evaluation/after", "success")
+    assert list(after) == [1, 2] and after[2] == summary["heldout_success_after"]
+    texts = EventAccumulator(str(out / "tensorboard" / "rollouts"))
+    texts.Reload()
+    assert texts.Tags()["tensors"]
 
 
 def read_wandb(folder: Path, identity: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -125,7 +173,7 @@ class Broken:
             os._exit(3)
         raise OSError("the network is gone")
 
-    log_text = log  # type: ignore[assignment]
+    log_rollouts = log  # type: ignore[assignment]
 
     def finish(self) -> None: ...
 
