@@ -65,7 +65,6 @@ ENVIRONMENT = {
 _TICK_S = 0.05
 _BACKSTOP_S = 10.0  # the guest's own limit comes first; an emulated machine is slow to answer
 _SLACK_BYTES = 1 << 17
-_LEAVE_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +74,11 @@ class Launch:
     argv: Sequence[str]
     config: Mapping[str, Any]
     """For guest.py: `root`, `user`, `rlimits`, `filter`, `landlock`, `watch_bytes`."""
-    end: Callable[[], None] = lambda: None
-    """Ends what the process that was started leaves, and clears up. Called once it is dead."""
+    end: Callable[[bool], None] = lambda is_gone: None
+    """Ends what the process that was started leaves, and clears up. Called once it is dead; True
+    if it ended by itself."""
+    leave_s: float = 0.5
+    """So long may it take to end by itself when the host closes the pipes."""
     kill: Callable[[], None] = lambda: None
     """Ends it in a hurry, beside killing that process; must not wait."""
     num_oom_kills: Callable[[], int] = lambda: 0
@@ -95,7 +97,7 @@ class Box:
         self.launch = launch
         self.num_runs = 0
         self._closing = threading.Lock()
-        self._is_closed = False
+        self._is_closed = self._is_killed = False
         self._messages = os.memfd_create("sandbox-messages", os.MFD_CLOEXEC)
         self._process = subprocess.Popen(
             list(launch.argv),
@@ -194,6 +196,7 @@ class Box:
     def kill(self) -> None:
         """Ends it in a hurry, from any thread: whoever waits for it sees a broken box."""
         if not self._is_closed:
+            self._is_killed = True
             self.launch.kill()
             self._process.kill()
 
@@ -202,17 +205,23 @@ class Box:
         with self._closing:
             if self._is_closed:
                 return
-            self.launch.kill()
             for stream in (self._process.stdin, self._process.stdout):
                 assert stream is not None, "both are pipes"
                 stream.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_LEAVE_S)  # a guest that finds the host gone clears up first
-            self._process.kill()
-            self._process.wait()
+            is_gone = self._leave()
             self._is_closed = True
             os.close(self._messages)
-            self.launch.end()
+            self.launch.end(is_gone)
+
+    def _leave(self) -> bool:
+        """Whether it ended by itself: a guest that finds the host gone clears up first."""
+        if not self._is_killed:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(self.launch.leave_s)
+                return True
+        self._process.kill()
+        self._process.wait()
+        return False
 
 
 def _believed(body: bytes, run_id: bytes, is_oom: bool) -> Outcome:
@@ -247,6 +256,7 @@ def guest_config(spec: SandboxSpec, **differences: Any) -> dict[str, Any]:
         "filter": "",
         "landlock": None,
         "watch_bytes": spec.memory_bytes,
+        "oom_files": (),
         "environment": ENVIRONMENT,
         **differences,
     }

@@ -123,6 +123,7 @@ class GuestServer:
 
     def _do(self, order: frames.Order) -> None:
         job, start = Job(order), time.monotonic()
+        num_oom_kills = self._num_oom_kills()
         self._cpu_s, self._maxrss = 0.0, 0
         standing = _descendants() if self._repl else set()
         if order.job == protocol.REPL:
@@ -134,6 +135,8 @@ class GuestServer:
         self._clean(job, standing)
         self._pump(job)
         job.close()
+        if self._num_oom_kills() > num_oom_kills:
+            job.flags |= protocol.FLAG_MEMORY
         result = (order.run_id, job.flags, job.status, self._cpu_s)
         wall_s = time.monotonic() - start
         self._send(frames.RESULT, protocol.RESULT.pack(*result, wall_s, self._maxrss))
@@ -304,6 +307,15 @@ class GuestServer:
         if not is_too_large:
             usage.resume(standing)
         return is_too_large
+
+    def _num_oom_kills(self) -> int:
+        """The kernel's count, where it shows one: its own limit came before the watch."""
+        for path in self.config["oom_files"]:
+            with suppress(OSError), open(path) as file:
+                for line in file:
+                    if line.startswith("oom_kill "):
+                        return int(line.split()[1])
+        return 0
 
     # Cleaning up.
 

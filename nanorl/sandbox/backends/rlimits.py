@@ -120,7 +120,7 @@ class RlimitsBackend:
         """Nothing was made for all boxes together."""
 
 
-def _end(uid: int, folder: Path, group: memory.WorkerCgroup | None) -> None:
+def _end(uid: int, folder: Path, group: memory.WorkerCgroup | None, is_gone: bool) -> None:
     """Kills what the guest left, as far as it can be told from others, and removes the folder."""
     if group is not None:
         group.kill()
