@@ -33,6 +33,7 @@ PACKAGES = [
     "nanorl.rewards",
     "nanorl.roles",
     "nanorl.sandbox",
+    "nanorl.sandbox.backends",
     "nanorl.tasks",
     "nanorl.tools",
     "nanorl.trackers",

@@ -12,9 +12,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Literal, Protocol
 
 MIB = 1 << 20
+
+
+SandboxName = Literal["bwrap", "oci", "gvisor", "microvm", "wasm", "landlock", "rlimits"]
+
+UNSAFE: Mapping[str, str] = {
+    "landlock": "they see when processes live, outlive their run, and share the machine's kernel",
+    "rlimits": "they have its network, its files and its processes",
+}
+"""Back ends that isolate too little for programs that one does not trust, and what is missing."""
 
 
 class ExecStatus(StrEnum):
@@ -133,6 +142,15 @@ class Capabilities:
     isolates: frozenset[str]  # of {"fs", "net", "pid", "mem", "kernel"}
     memory: str = ""  # "cgroup-v2", "cgroup-v1" or "watcher"
     details: dict[str, str] = field(default_factory=dict)
+
+
+def check_safety(name: str, allow_unsafe: bool) -> None:
+    """ValueError for a back end that isolates too little, unless that is allowed."""
+    if name in UNSAFE and not allow_unsafe:
+        raise ValueError(
+            f"--sandbox {name} does not isolate model-written programs: {UNSAFE[name]}; use "
+            "--sandbox bwrap, or add --allow-unsafe-sandbox if you would run them yourself"
+        )
 
 
 class SandboxUnavailable(RuntimeError):  # noqa: N818 - a state of the machine

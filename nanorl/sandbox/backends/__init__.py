@@ -26,7 +26,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 
-from nanorl.sandbox.base import SandboxSpec
+from nanorl.sandbox.base import SandboxSpec, check_safety
 from nanorl.sandbox.session import WorkspaceSandbox
 
 BACKENDS: Mapping[str, str] = {
@@ -55,12 +55,8 @@ def open_sandbox(
         return SandboxPool(spec, num_workers)
     if name not in BACKENDS:
         raise ValueError(f"--sandbox {name}: must be one of bwrap, {', '.join(BACKENDS)}")
-    from nanorl.sandbox.backends.pool import UNSAFE, BoxPool
+    check_safety(name, allow_unsafe)
+    from nanorl.sandbox.backends.pool import BoxPool
 
-    if name in UNSAFE and not allow_unsafe:
-        raise ValueError(
-            f"--sandbox {name} does not isolate model-written programs: {UNSAFE[name]}; use "
-            "--sandbox bwrap, or add --allow-unsafe-sandbox if you would run them yourself"
-        )
     module = importlib.import_module(f"nanorl.sandbox.backends.{name}")
     return BoxPool(getattr(module, BACKENDS[name])(spec), spec, num_workers)

@@ -78,7 +78,9 @@ class LandlockBackend(RlimitsBackend):
     @property
     def promises(self) -> Mapping[str, Any]:
         refused = (errno.EACCES, errno.EROFS)
-        kept = {name: value for name, value in super().promises.items() if name != "held capabilities"}
+        kept = {
+            name: value for name, value in super().promises.items() if name != "held capabilities"
+        }
         return {
             **kept,
             "host's file": errno.EACCES,

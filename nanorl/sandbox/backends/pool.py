@@ -22,6 +22,7 @@ from nanorl.sandbox.backends.box import Box, BoxBrokenError
 from nanorl.sandbox.backends.supply import Backend, BoxSupply
 from nanorl.sandbox.base import (
     ISOLATED,
+    UNSAFE,
     Capabilities,
     ExecResult,
     SandboxFailure,
@@ -266,10 +267,3 @@ class BoxPool:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-UNSAFE: Mapping[str, str] = {
-    "landlock": "they see its processes, and nothing else runs under another system",
-    "rlimits": "they have its network, its files and its processes",
-}
-"""Back ends that isolate too little for programs that one does not trust, and what is missing."""
