@@ -54,7 +54,8 @@ def rehearse(
     """Play one episode of `env`, a class or a text as `--env` takes it.
 
     Without `task` it is one of its training tasks. Without `turns` its teacher plays. `sandbox`:
-    the kind in which its tools run programs (`--sandbox`). ValueError where it has no teacher; InfrastructureError where one of its methods raises.
+    the kind in which its tools run programs (`--sandbox`). ValueError where it has no teacher;
+    InfrastructureError where one of its methods raises.
     """
     kind = load_kind(env, {}) if isinstance(env, str) else as_kind(env)
     spec = SandboxSpec(timeout_s=_TIMEOUT_S)

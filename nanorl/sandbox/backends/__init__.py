@@ -30,12 +30,12 @@ from nanorl.sandbox.base import SandboxSpec, check_safety
 from nanorl.sandbox.session import WorkspaceSandbox
 
 BACKENDS: Mapping[str, str] = {
-    "oci": "OciBackend",
-    "gvisor": "GvisorBackend",
-    "microvm": "MicrovmBackend",
-    "wasm": "WasmBackend",
-    "landlock": "LandlockBackend",
-    "rlimits": "RlimitsBackend",
+    "oci": "nanorl.sandbox.backends.oci:OciBackend",
+    "gvisor": "nanorl.sandbox.backends.gvisor:GvisorBackend",
+    "microvm": "nanorl.sandbox.backends.microvm:MicrovmBackend",
+    "wasm": "nanorl.sandbox.backends.wasm:WasmBackend",
+    "landlock": "nanorl.sandbox.backends.landlock:LandlockBackend",
+    "rlimits": "nanorl.sandbox.backends.rlimits:RlimitsBackend",
 }
 """Back ends beside bwrap, and their classes, in the file of that name."""
 
@@ -58,5 +58,6 @@ def open_sandbox(
     check_safety(name, allow_unsafe)
     from nanorl.sandbox.backends.pool import BoxPool
 
-    module = importlib.import_module(f"nanorl.sandbox.backends.{name}")
-    return BoxPool(getattr(module, BACKENDS[name])(spec), spec, num_workers)
+    file, _, found = BACKENDS[name].partition(":")
+    backend = getattr(importlib.import_module(file), found)
+    return BoxPool(backend(spec), spec, num_workers)

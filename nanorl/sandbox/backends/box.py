@@ -89,7 +89,7 @@ class BoxBrokenError(Exception):
     """The box ended, or said what cannot be, while it ran a program."""
 
 
-class Box:
+class SandboxBox:
     """The process of one box and the pipes to its guest."""
 
     def __init__(self, launch: Launch) -> None:
@@ -136,7 +136,7 @@ class Box:
         self.num_runs += 1
         run_id = os.urandom(16)
         limit = execution.max_output_bytes
-        order = frames.Order(
+        order = frames.JobOrder(
             *(run_id, execution.timeout_s, execution.job, execution.argument),
             *(limit, execution.stdin, execution.payload),
         )
@@ -183,7 +183,7 @@ class Box:
                 else:
                     self._reader.fill()
             return self._reader.take()
-        except (frames.BrokenChannelError, OSError, ValueError) as error:
+        except (frames.BoxChannelError, OSError, ValueError) as error:
             raise BoxBrokenError(f"{error}. {self.messages()}") from error
 
     def messages(self) -> str:

@@ -23,11 +23,11 @@ _READ_BYTES = 1 << 16
 _LENGTHS = struct.Struct("<QI")  # output limit of each stream, bytes of stdin
 
 
-class BrokenChannelError(Exception):
+class BoxChannelError(Exception):
     """The other side is gone, or speaks another language."""
 
 
-class Order(NamedTuple):
+class JobOrder(NamedTuple):
     """What the guest is to do: protocol.GO taken apart, and the rest."""
 
     run_id: bytes
@@ -44,11 +44,12 @@ class Order(NamedTuple):
         return b"".join((go, lengths, self.stdin, self.payload))
 
     @classmethod
-    def unpack(cls, body: bytes) -> Order:
+    def unpack(cls, body: bytes) -> JobOrder:
         limit, num_stdin = _LENGTHS.unpack_from(body, protocol.GO.size)
         start = protocol.GO.size + _LENGTHS.size
         stdin, payload = body[start : start + num_stdin], body[start + num_stdin :]
-        return cls(*protocol.GO.unpack_from(body), limit, stdin, payload)
+        run_id, limit_s, job, argument = protocol.GO.unpack_from(body)
+        return cls(run_id, limit_s, job, argument, limit, stdin, payload)
 
 
 def frame(kind: int, body: bytes = b"") -> bytes:
@@ -64,15 +65,15 @@ class FrameReader:
         self._data = bytearray()
 
     def fill(self) -> None:
-        """Reads once. BrokenChannelError at the end."""
+        """Reads once. BoxChannelError at the end."""
         try:
             data = os.read(self.descriptor, _READ_BYTES)
         except BlockingIOError:
             return
         except OSError as error:
-            raise BrokenChannelError(str(error)) from error
+            raise BoxChannelError(str(error)) from error
         if not data:
-            raise BrokenChannelError("the other side is gone")
+            raise BoxChannelError("the other side is gone")
         self._data += data
 
     def take(self) -> tuple[int, bytes] | None:
@@ -81,7 +82,7 @@ class FrameReader:
             return None
         kind, length = HEADER.unpack_from(self._data)
         if self.max_bytes and length > self.max_bytes:
-            raise BrokenChannelError(f"a frame of {length} bytes")
+            raise BoxChannelError(f"a frame of {length} bytes")
         if len(self._data) < HEADER.size + length:
             return None
         body = bytes(self._data[HEADER.size : HEADER.size + length])

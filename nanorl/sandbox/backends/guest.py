@@ -45,7 +45,7 @@ _READ_BYTES = 1 << 16
 class Job:
     """A forked process, the pipes from and to it, and how much of its output has gone out."""
 
-    def __init__(self, order: frames.Order) -> None:
+    def __init__(self, order: frames.JobOrder) -> None:
         self.order = order
         self.deadline = time.monotonic() + order.limit_s
         self.outputs: dict[int, int] = {}  # descriptor -> frames.OUT or frames.ERR
@@ -112,7 +112,7 @@ class GuestServer:
         while True:
             kind, body = self._reader.wait()
             if kind == frames.GO:
-                order = frames.Order.unpack(body)
+                order = frames.JobOrder.unpack(body)
                 del body
                 self._do(order)
 
@@ -121,7 +121,7 @@ class GuestServer:
         while view:
             view = view[os.write(self._out, view) :]
 
-    def _do(self, order: frames.Order) -> None:
+    def _do(self, order: frames.JobOrder) -> None:
         job, start = Job(order), time.monotonic()
         num_oom_kills = self._num_oom_kills()
         self._cpu_s, self._maxrss = 0.0, 0
@@ -163,7 +163,7 @@ class GuestServer:
         job.hand_over()
         return pid
 
-    def _perform(self, order: frames.Order, streams: list[int]) -> None:
+    def _perform(self, order: frames.JobOrder, streams: list[int]) -> None:
         os.chdir(self.folder or self.config["root"] + "/tmp")
         _be_expendable()
         rights.lower(self.config)
@@ -213,7 +213,7 @@ class GuestServer:
         self._repl, self._talk = 0, None
         return set()
 
-    def _serve_repl(self, order: frames.Order, streams: list[int], theirs: socket.socket) -> None:
+    def _serve_repl(self, order: frames.JobOrder, streams: list[int], theirs: socket.socket) -> None:
         os.chdir(self.folder)
         _be_expendable()
         rights.lower(self.config)
@@ -418,7 +418,7 @@ def main(config: Mapping[str, Any]) -> NoReturn:
     gc.freeze()
     try:
         server.serve()
-    except frames.BrokenChannelError:  # the host is gone
+    except frames.BoxChannelError:  # the host is gone
         _end_all()
     exit_now(0)
 

@@ -1,5 +1,5 @@
-"""`landlock`: `rlimits` with the kernel's file rules and the system-call filter besides. Works where
-namespaces do not, inside a plain container. Only with `--allow-unsafe-sandbox`.
+"""`landlock`: `rlimits` with the kernel's file rules and the system-call filter besides. Works
+where namespaces do not, inside a plain container. Only with `--allow-unsafe-sandbox`.
 
 Programs can open nothing but /usr, the interpreter and their own folder, have no sockets but unix
 ones, and the filter of seccomp.py. What is left open: they see the machine's processes only as far
@@ -78,9 +78,8 @@ class LandlockBackend(RlimitsBackend):
     @property
     def promises(self) -> Mapping[str, Any]:
         refused = (errno.EACCES, errno.EROFS)
-        kept = {
-            name: value for name, value in super().promises.items() if name != "held capabilities"
-        }
+        kept = dict(super().promises)
+        kept.pop("held capabilities", None)  # one that sees no /proc cannot say
         return {
             **kept,
             "host's file": errno.EACCES,

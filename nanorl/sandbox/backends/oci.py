@@ -37,6 +37,11 @@ _REMEDY_ENGINE = "install podman (`apt install podman runc`), or start the docke
 _OVERHEAD_BYTES, _OVERHEAD_PROCESSES = 48 * MIB, 8
 # Of the user id in all containers together; engines ask for more than some hosts let them have.
 _USERS_PROCESSES = 4096
+_WALLS = """
+run --rm -i --pull=never --network none --ipc private --read-only --cap-drop ALL
+--security-opt no-new-privileges --user 1000:1000 --hostname sandbox --workdir / --shm-size 16m
+--log-driver none
+"""
 _LIMIT_S = 60
 # For the engine's own start of the process, before its first instruction.
 _STARTERS = "setuid setgid setgroups setresuid setresgid setfsuid setfsgid capset seccomp chroot"
@@ -134,9 +139,7 @@ def run_arguments(
     if not is_podman:  # podman's does not know it
         size += f",nr_inodes={spec.tmp_inodes}"
     argv = [engine, *(_podman_flags() if is_podman else [])]
-    argv += "run --rm -i --pull=never --network none --ipc private --read-only".split()
-    argv += "--cap-drop ALL --security-opt no-new-privileges --user 1000:1000".split()
-    argv += "--hostname sandbox --workdir / --shm-size 16m --log-driver none".split()
+    argv += _WALLS.split()
     argv += ["--security-opt", f"seccomp={profile}", "--memory", most, "--memory-swap", most]
     argv += ["--pids-limit", str(spec.max_processes + _OVERHEAD_PROCESSES), "--name", name]
     for path in ("/tmp", *protocol.FOLDERS, protocol.TESTS, protocol.LOGS):

@@ -18,10 +18,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from nanorl.sandbox import canary, protocol
-from nanorl.sandbox.backends.box import Box, BoxBrokenError
-from nanorl.sandbox.backends.supply import Backend, BoxSupply
+from nanorl.sandbox.backends.box import SandboxBox, BoxBrokenError
+from nanorl.sandbox.backends.supply import BoxBackend, BoxSupply
 from nanorl.sandbox.base import (
-    ISOLATED,
     UNSAFE,
     Capabilities,
     ExecResult,
@@ -45,7 +44,7 @@ class BoxLease(SessionLease):
 
     def __init__(self, is_grader: bool) -> None:
         super().__init__(is_grader)
-        self.box: Box | None = None
+        self.box: SandboxBox | None = None
         self.is_seated = False
         self.thread = ThreadPoolExecutor(1, "sandbox-session")
 
@@ -53,7 +52,7 @@ class BoxLease(SessionLease):
 class BoxRunner:
     """Runs executions in boxes, single ones and those of sessions."""
 
-    def __init__(self, backend: Backend, spec: SandboxSpec, num_workers: int) -> None:
+    def __init__(self, backend: BoxBackend, spec: SandboxSpec, num_workers: int) -> None:
         self.backend, self.spec = backend, spec
         self.supply = BoxSupply(backend, num_workers + spec.warm_sessions)
         self._threads = ThreadPoolExecutor(num_workers, "sandbox-run")
@@ -178,20 +177,20 @@ class BoxPool:
     Raises SandboxUnavailable if the back end does not run here or does not keep what it promises.
     """
 
-    def __init__(self, backend: Backend, spec: SandboxSpec, num_workers: int = 1) -> None:
+    def __init__(self, backend: BoxBackend, spec: SandboxSpec, num_workers: int = 1) -> None:
         if num_workers < 1:
             raise ValueError(f"num_workers={num_workers} must be at least 1; use one per CPU core")
         self.spec = spec
         self._runner = BoxRunner(backend, spec, num_workers)
         self._finalizer = weakref.finalize(self, self._runner.close)
         try:
-            self._probe(backend)
+            probe = self._probe(backend)
         except BaseException:
             self.close()
             raise
         self.capabilities = Capabilities(
             tier=backend.tier,
-            isolates=ISOLATED[backend.tier],
+            isolates=probe.isolates,
             memory=backend.memory,
             details=backend.details,
         )
@@ -202,7 +201,7 @@ class BoxPool:
                 *(backend.tier, UNSAFE[backend.tier]),
             )
 
-    def _probe(self, backend: Backend) -> None:
+    def _probe(self, backend: BoxBackend) -> ExecResult:
         with tempfile.TemporaryDirectory(prefix="nanorl-canary-") as folder:
             os.chmod(folder, 0o755)
             secret = Path(folder, "secret")
@@ -214,6 +213,7 @@ class BoxPool:
                 raise backend.explain(str(failure)) from failure
         if leak := canary.find_leak(result, promises=backend.promises):
             raise backend.explain(leak)
+        return result
 
     async def run(
         self,

@@ -16,13 +16,13 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from nanorl.sandbox.backends.box import Box, BoxBrokenError, Launch
+from nanorl.sandbox.backends.box import SandboxBox, BoxBrokenError, Launch
 from nanorl.sandbox.base import SandboxFailure, SandboxUnavailable
 
 _IDLE_S = 30.0
 
 
-class Backend(Protocol):
+class BoxBackend(Protocol):
     """A way to start boxes."""
 
     tier: str
@@ -54,14 +54,14 @@ class Backend(Protocol):
 class BoxSupply:
     """Starts, hands out and ends boxes. All methods may be called from any thread."""
 
-    def __init__(self, backend: Backend, most_warm: int) -> None:
+    def __init__(self, backend: BoxBackend, most_warm: int) -> None:
         self.backend = backend
         self._most_warm = most_warm
         self._wanted = 1
         self._num_starting = 0
-        self._taken: dict[Box, int] = {}  # every box that is up, and its index
+        self._taken: dict[SandboxBox, int] = {}  # every box that is up, and its index
         self._indices: set[int] = set()
-        self._ready: deque[Box] = deque()
+        self._ready: deque[SandboxBox] = deque()
         self._problem = ""
         self._last_taken = time.monotonic()
         self._is_closing = False
@@ -70,17 +70,14 @@ class BoxSupply:
         with self._changed:
             self._fill()
 
-    @property
-    def num_warm(self) -> int:
-        """Boxes that are up and wait."""
-        return len(self._ready)
-
-    def take(self) -> Box:
+    def take(self) -> SandboxBox:
         """A box that is up. SandboxFailure where none can be started."""
         with self._changed:
             now = time.monotonic()
             if now - self._last_taken > _IDLE_S:
                 self._wanted = 1
+                while len(self._ready) > 1:
+                    self._threads.submit(self._end, self._ready.popleft())
             self._last_taken = now
             if not self._ready:
                 self._wanted = min(self._wanted + 1, self._most_warm)
@@ -98,7 +95,7 @@ class BoxSupply:
                 self._fill(at_least=1)
                 self._changed.wait(1.0)
 
-    def give_back(self, box: Box) -> None:
+    def give_back(self, box: SandboxBox) -> None:
         """A box whose program has ended well: kept where it may run more, else ended."""
         with self._changed:
             is_kept = box.num_runs < self.backend.runs_per_box and box.is_well
@@ -108,22 +105,14 @@ class BoxSupply:
                 return
         self.discard(box)
 
-    def discard(self, box: Box) -> None:
+    def discard(self, box: SandboxBox) -> None:
         """Ends the box, in a thread of its own: that may take a while."""
         with contextlib.suppress(RuntimeError):  # closed: `close` ends it
             self._threads.submit(self._end, box)
 
-    def end(self, box: Box) -> None:
+    def end(self, box: SandboxBox) -> None:
         """Ends the box, and returns when nothing of it is left."""
         self._end(box)
-
-    def trim(self) -> None:
-        """Ends the boxes that nobody has wanted for a while, all but one."""
-        with self._changed:
-            if time.monotonic() - self._last_taken > _IDLE_S:
-                self._wanted = 1
-                while len(self._ready) > 1:
-                    self.discard(self._ready.popleft())
 
     def close(self) -> None:
         """Ends every box, those in use as well. May be called again."""
@@ -168,13 +157,13 @@ class BoxSupply:
         if box is not None and (problem or self._is_closing):
             self._end(box)
 
-    def _launch(self) -> Box:
+    def _launch(self) -> SandboxBox:
         with self._changed:
             self._check_open()
             index = next(n for n in range(len(self._indices) + 1) if n not in self._indices)
             self._indices.add(index)
         try:
-            box = Box(self.backend.launch(index))
+            box = SandboxBox(self.backend.launch(index))
         except BaseException:
             self._indices.discard(index)
             raise
@@ -182,7 +171,7 @@ class BoxSupply:
             self._taken[box] = index
         return box
 
-    def _end(self, box: Box) -> None:
+    def _end(self, box: SandboxBox) -> None:
         box.close()
         with self._changed:
             index = self._taken.pop(box, None)
