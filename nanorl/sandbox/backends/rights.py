@@ -41,7 +41,10 @@ def keep_for_itself() -> None:
 def lower(config: Mapping[str, Any]) -> None:
     """Gives up what `config` says, for ever. The filter comes last."""
     for name, value in config["rlimits"].items():
-        resource.setrlimit(getattr(resource, name), (value, value))
+        number = getattr(resource, name)
+        hard = resource.getrlimit(number)[1]
+        most = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(number, (most, most))
     if config["user"] >= 0:
         user = config["user"]
         os.setgroups([])
