@@ -144,16 +144,19 @@ class SandboxBox:
         num_oom_kills = self.launch.num_oom_kills()
         deadline = time.monotonic() + execution.timeout_s + _BACKSTOP_S
         outputs = {frames.OUT: bytearray(), frames.ERR: bytearray()}
-        is_cancelled = False
+        is_called_off = False
         while True:
-            if execution.future.cancelled() and not is_cancelled:
-                is_cancelled = True
+            if execution.future.cancelled() and not is_called_off:
+                is_called_off = True
                 self._outgoing += frames.frame(frames.KILL, run_id)
                 deadline = min(deadline, time.monotonic() + _BACKSTOP_S)
             if time.monotonic() >= deadline:
                 raise BoxBrokenError("no answer in time")
             found = self._next_frame(deadline)
             if found is None:
+                if self.launch.num_oom_kills() > num_oom_kills and not is_called_off:
+                    is_called_off = True  # the kernel has taken a process: the program is over
+                    self._outgoing += frames.frame(frames.KILL, run_id)
                 continue
             kind, body = found
             if kind == frames.RESULT:
