@@ -877,7 +877,11 @@ os._exit(5)
 """,
     "error",
     stdout=b"".join(
-        kind.to_bytes(1, "little") + b"\x3a\0\0\0" + bytes(58) + kind.to_bytes(1, "little") + b"\xff" * 4
+        kind.to_bytes(1, "little")
+        + b"\x3a\0\0\0"
+        + bytes(58)
+        + kind.to_bytes(1, "little")
+        + b"\xff" * 4
         for kind in range(8)
     ),
     exit_code=5,

@@ -55,8 +55,9 @@ def seen(function, *arguments):
         return function(*arguments)
     except Exception as error:
         return type(error).__name__
-def listed(path):
-    return sorted(name for name in os.listdir(path) if not name.startswith(("nanorl-", "sandbox-")))
+def listed(path):  # where the machine's own folder is seen: what programs left there
+    own = [each.name for each in os.scandir(path) if path == "." or each.stat(follow_symlinks=False).st_uid]
+    return sorted(name for name in own if not name.startswith("nanorl-"))
 print(json.dumps([
     listed("."), seen(listed, "/tmp"), seen(listed, "/dev/shm"), seen(listed, "/work"),
     json.__file__, random.random(), hash("x"), json.loads("[1]"), hasattr(builtins, "planted"),
@@ -179,6 +180,8 @@ class Examiner:
         after = self.pool.run_sync(self.probe, timeout_s=10.0)
         if after.stdout != self.clean.stdout:
             found.append(f"the next program sees {after}, not {self.clean.stdout!r}")
+            if self.is_box and after.status == "ok":
+                self.clean = after  # what one program left is that program's doing alone
         return [f"{program.name}: {line}" for line in found]
 
     def strangers(self) -> list[str]:
@@ -267,10 +270,12 @@ def applicable(programs: tuple[Program, ...]) -> list[Program]:
     return [p for p in programs if p.machine in ("", platform.machine())]
 
 
-def is_breach(violation: str) -> bool:
-    """Whether the program got something; else it only ended otherwise than it would in bwrap."""
+def is_breach(violation: str, kind: str) -> bool:
+    """Whether the program got something; else it only ended otherwise than it would in bwrap. One
+    that could fill memory or a disk until its time was over did get something."""
     got = ("escaped: ", "secret came out", "reached the host", "are alive", "next program sees")
-    return any(words in violation for words in got)
+    is_filling = kind in ("memory", "files") and "status timeout" in violation
+    return is_filling or any(words in violation for words in got)
 
 
 def main() -> int:
@@ -279,17 +284,20 @@ def main() -> int:
     parser.add_argument("--sandbox", default="bwrap", choices=("bwrap", *BACKENDS))
     parser.add_argument("--image")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--every", type=int, default=1, help="of so many programs only the first")
     arguments = parser.parse_args()
     become_subreaper()
     found, rows = [], []
     spec = replace(SPEC, image=arguments.image)
     with examination(spec, arguments.sandbox) as examiner:
-        for program in [*applicable(HOSTILE), *applicable(BENIGN)]:
+        for program in [*applicable(HOSTILE), *applicable(BENIGN)][:: arguments.every]:
             start = time.monotonic()
             seen = examiner.violations(program)
             found += seen
             kind = program.kind if program in HOSTILE else "benign"
-            answers = ["got through" if is_breach(line) else "ended otherwise" for line in seen]
+            answers = [
+                "got through" if is_breach(line, kind) else "ended otherwise" for line in seen
+            ]
             rows.append([program.name, kind, min(answers, key=ANSWERS.index, default="held"), seen])
             if arguments.v:
                 print(f"{time.monotonic() - start:.2f} {program.name} {rows[-1][2]}", flush=True)

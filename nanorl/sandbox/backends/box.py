@@ -77,6 +77,8 @@ class Launch:
     end: Callable[[bool], None] = lambda is_gone: None
     """Ends what the process that was started leaves, and clears up. Called once it is dead; True
     if it ended by itself."""
+    first: bytes = b""
+    """What is sent first, instead of the configuration: the guest has it already."""
     leave_s: float = 0.5
     """So long may it take to end by itself when the host closes the pipes."""
     kill: Callable[[], None] = lambda: None
@@ -113,7 +115,8 @@ class SandboxBox:
         os.set_blocking(self._stdin, False)
         os.set_blocking(self._process.stdout.fileno(), False)
         self._reader = frames.FrameReader(self._process.stdout.fileno(), frames.MOST_BYTES)
-        self._outgoing = bytearray(frames.frame(frames.CONFIG, _config_bytes(launch.config)))
+        first = launch.first or frames.frame(frames.CONFIG, _config_bytes(launch.config))
+        self._outgoing = bytearray(first)
 
     def wait_until_ready(self, limit_s: float) -> None:
         """Waits for the guest's word. BoxBrokenError if it does not come."""

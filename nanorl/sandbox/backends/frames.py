@@ -1,6 +1,7 @@
 """The bytes that the host and the server inside a box exchange over one pipe each way.
 
-    host -> guest    CONFIG (once, JSON), GO (an order and all that it needs), KILL (a run's id)
+    host -> guest    CONFIG (once, JSON), GO (an order and all that it needs), KILL (a run's id),
+                     WAKE (to a machine that was restored)
     guest -> host    HELLO (once), OUT and ERR (what the program prints), RESULT (protocol.RESULT)
 
 A frame is its kind, its length and its body. The host believes nothing of a guest: a frame that is
@@ -17,7 +18,9 @@ from typing import NamedTuple
 from nanorl.sandbox import protocol
 
 HEADER = struct.Struct("<BI")
-CONFIG, GO, KILL, HELLO, OUT, ERR, RESULT = range(1, 8)
+CONFIG, GO, KILL, HELLO, OUT, ERR, RESULT, WAKE = range(1, 9)
+ENTROPY_BYTES = 64
+WAKING = struct.Struct(f"<d{ENTROPY_BYTES}s")  # of WAKE: seconds since 1970, randomness
 MOST_BYTES = 1 << 20  # of a frame from the guest
 _READ_BYTES = 1 << 16
 _LENGTHS = struct.Struct("<QI")  # output limit of each stream, bytes of stdin

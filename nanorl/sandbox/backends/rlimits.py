@@ -123,13 +123,20 @@ class RlimitsBackend:
 def _end(uid: int, folder: Path, group: memory.WorkerCgroup | None, is_gone: bool) -> None:
     """Kills what the guest left, as far as it can be told from others, and removes the folder."""
     if group is not None:
-        group.kill()
-    if uid >= 0:
+        while _is_populated(group):
+            group.kill()
+    elif uid >= 0:
         while _kill_user(uid):
             pass
     shutil.rmtree(folder, ignore_errors=True)
     if group is not None:
         group.remove()
+
+
+def _is_populated(group: memory.WorkerCgroup) -> bool:
+    with suppress(OSError):
+        return any(Path(path).read_text().strip() for path in group.procs)
+    return False
 
 
 def _kill_user(uid: int) -> bool:
