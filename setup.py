@@ -35,6 +35,7 @@ PACKAGES = [
     "nanorl.rewards",
     "nanorl.roles",
     "nanorl.sandbox",
+    "nanorl.sandbox.backends",
     "nanorl.tasks",
     "nanorl.tools",
     "nanorl.trackers",

@@ -28,7 +28,7 @@ from nanorl.algorithms.spec import BOUNDS, AlgorithmSpec, named_spec
 from nanorl.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record
 from nanorl.http_record.config import HttpConfig
 from nanorl.monitor.config import MonitorConfig
-from nanorl.sandbox.base import SandboxSpec
+from nanorl.sandbox.base import SandboxName, SandboxSpec, check_safety
 
 MAX_ROLLOUTS = 1 << 16
 """A step may have so many: at some 500 tokens each, a gigabyte of Python numbers."""
@@ -240,6 +240,20 @@ class ToolConfig:
             memory_bytes=self.memory_mb << 20,
             python=self.python or None,
         )
+    sandbox: SandboxName = "bwrap"
+    """What keeps programs in (docs/sandbox.md): bwrap, oci (podman or docker), gvisor, microvm or
+    wasm; landlock and rlimits only with --allow-unsafe-sandbox. One that does not run here is
+    refused."""
+    image: str = ""
+    """The system that programs see: of oci the name of a local image, of microvm a folder; both
+    from scripts/make_sandbox_image.sh."""
+    allow_unsafe_sandbox: bool = False
+    """Permit sandboxes from which programs can reach this machine."""
+
+    def limits(self) -> SandboxSpec:
+        """The limits of one execution."""
+        memory_bytes, image = self.memory_mb << 20, self.image or None
+        return SandboxSpec(timeout_s=self.timeout_s, memory_bytes=memory_bytes, image=image)
 
     def __post_init__(self) -> None:
         cores = os.cpu_count() or 1
@@ -250,6 +264,7 @@ class ToolConfig:
             memory_mb=Bound(32, 1 << 20),
             workers=Bound(1, 16 * cores, f"16 processes for each of the {cores} cores here"),
         )
+        check_safety(self.sandbox, self.allow_unsafe_sandbox)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,13 @@ from nanorl.envs.base import EnvKind
 from nanorl.envs.run_kind import run_kind
 from nanorl.presets import PRESETS, get_preset
 
-ALIASES: Mapping[str, str] = {"--agent": "--agent.loop", "--agent-args": "--agent.loop-args"}
+ALIASES: Mapping[str, str] = {
+    "--agent": "--agent.loop",
+    "--agent-args": "--agent.loop-args",
+    "--sandbox": "--tool.sandbox",
+    "--sandbox-image": "--tool.image",
+    "--allow-unsafe-sandbox": "--tool.allow-unsafe-sandbox",
+}
 
 
 def parse_arguments(
@@ -87,8 +93,17 @@ def describe() -> str:
     """The text of --help before the options."""
     title = f"Train an agent with reinforcement learning. Presets: {', '.join(PRESETS)}."
     recipes = (f"- {name}: {recipe.summary}" for name, recipe in RECIPES.items())
-    files = "--config FILE.toml holds options by the same names; --agent is --agent.loop."
-    parts = (title, "", files, "", "Algorithms (--rl.algorithm.* changes parts of one):", *recipes)
+    files = "--config FILE.toml holds options by the same names."
+    short = "Short names: " + ", ".join(f"{name} is {whole}" for name, whole in ALIASES.items())
+    parts = (
+        title,
+        "",
+        files,
+        f"{short}.",
+        "",
+        "Algorithms (--rl.algorithm.* changes parts of one):",
+        *recipes,
+    )
     return "\n".join(parts)
 
 

@@ -20,8 +20,8 @@ from nanorl.api import run_to_end
 from nanorl.envs.base import EnvKind, Services
 from nanorl.envs.catalog import as_kind, load_kind
 from nanorl.rewards.base import Transcript
+from nanorl.sandbox.backends import open_sandbox
 from nanorl.sandbox.base import SandboxSpec
-from nanorl.sandbox.pool import SandboxPool
 from nanorl.types import Rollout, Task
 
 MOST_TURNS = 100
@@ -44,23 +44,30 @@ class Rehearsal:
 
 
 def rehearse(
-    env: Any, task: Task | None = None, *, turns: Sequence[str] | None = None, seed: int = 0
+    env: Any,
+    task: Task | None = None,
+    *,
+    turns: Sequence[str] | None = None,
+    seed: int = 0,
+    sandbox: str = "bwrap",
 ) -> Rehearsal:
     """Play one episode of `env`, a class or a text as `--env` takes it.
 
-    Without `task` it is one of its training tasks. Without `turns` its teacher plays. ValueError
-    where it has none; InfrastructureError where one of its methods raises.
+    Without `task` it is one of its training tasks. Without `turns` its teacher plays. `sandbox`:
+    the kind in which its tools run programs (`--sandbox`). ValueError where it has no teacher;
+    InfrastructureError where one of its methods raises.
     """
     kind = load_kind(env, {}) if isinstance(env, str) else as_kind(env)
-    sandbox = SandboxPool(SandboxSpec(timeout_s=_TIMEOUT_S), 1) if kind.needs_sandbox else None
+    spec = SandboxSpec(timeout_s=_TIMEOUT_S)
+    opened = open_sandbox(sandbox, spec) if kind.needs_sandbox else None
     try:
         played = Rehearsal(task=kind.tasks(seed).batch(0, 1)[0] if task is None else task)
         script = _Script(kind, played.task, turns, random.Random(seed))
-        run_to_end(_play(kind, script, sandbox, played))
+        run_to_end(_play(kind, script, opened, played))
         return played
     finally:
-        if sandbox is not None:
-            sandbox.close()
+        if opened is not None:
+            opened.close()
         kind.close()
 
 

@@ -78,7 +78,7 @@ def tiny_roles() -> Iterator[InlineRoles]:
     """The roles of a run of the tiny preset. Nothing here calls the sandbox, so machines that
     cannot isolate programs may trace too."""
     config = get_preset("tiny").config()
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(kit, "SandboxPool"):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(kit, "run_sandbox"):
         config = replace(config, out=Path(folder), device="cpu", threads=1)
         roles = InlineRoles(Parts(config))
         try:

@@ -18,8 +18,8 @@ from nanorl.agents.times import TimesKept
 from nanorl.config import RunConfig
 from nanorl.envs.base import Environment, EnvKind, Services
 from nanorl.envs.catalog import parse_arguments
-from nanorl.envs.run_kind import num_env_workers, run_kind, run_tokenizer
-from nanorl.sandbox.pool import SandboxPool
+from nanorl.envs.run_kind import num_env_workers, run_kind, run_sandbox, run_tokenizer
+from nanorl.sandbox.session import WorkspaceSandbox
 from nanorl.types import Rollout, Task
 
 if TYPE_CHECKING:
@@ -75,9 +75,9 @@ class AgentKit:
 
             self.kind = HostedKind(self.kind, config, folder, num_workers, self._http)
         self.tokenizer = run_tokenizer(config, folder)
-        self.sandbox: SandboxPool | None = None
+        self.sandbox: WorkspaceSandbox | None = None
         if self.kind.needs_sandbox:
-            self.sandbox = SandboxPool(config.tool.limits(), num_workers=config.tool.workers)
+            self.sandbox = run_sandbox(config)
         self._loop = run_loop(config, self.kind)
         self._model = folder.name
         self._endpoint: RecordingServer | None = None

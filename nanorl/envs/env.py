@@ -36,8 +36,7 @@ from typing import Any, overload
 from nanorl.parsers.base import Parser
 from nanorl.rewards.base import Score, Transcript
 from nanorl.rewards.rule import RuleReward
-from nanorl.sandbox.pool import SandboxPool
-from nanorl.sandbox.session import Session
+from nanorl.sandbox.session import Session, WorkspaceSandbox
 from nanorl.tools.base import Tool, ToolContext
 from nanorl.types import Rollout, Task
 
@@ -111,7 +110,7 @@ class Env:
         """What a reward is given as `environment`."""
         return self
 
-    async def open_session(self, sandbox: SandboxPool) -> Session:
+    async def open_session(self, sandbox: WorkspaceSandbox) -> Session:
         """Open the episode's workspace, when something first asks for it: it holds the task's
         files."""
         return await sandbox.open_session(self.task.files)

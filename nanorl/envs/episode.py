@@ -21,8 +21,7 @@ from nanorl.parsers.base import Parser, ToolCall, ToolCallError
 from nanorl.parsers.chat import ToolChat, visible
 from nanorl.plugins import where_raised
 from nanorl.rewards.base import Score, Transcript, as_score
-from nanorl.sandbox.pool import SandboxPool
-from nanorl.sandbox.session import Session
+from nanorl.sandbox.session import Session, WorkspaceSandbox
 from nanorl.tools.base import Tool, ToolContext
 from nanorl.tools.calls import answer_calls
 from nanorl.types import InfrastructureError, Rollout, Task
@@ -99,7 +98,7 @@ class EnvEpisode:
 
     async def _open_session(self) -> Session:
         sandbox = self._services.sandbox
-        if not isinstance(sandbox, SandboxPool):
+        if not isinstance(sandbox, WorkspaceSandbox):
             raise InfrastructureError(
                 "a workspace needs a sandbox, and this run has none: list a tool of "
                 "nanorl/tools/workspace.py, or set needs_sandbox"

@@ -22,8 +22,7 @@ from nanorl.parsers.base import ToolCall
 from nanorl.rewards.base import Score, Transcript
 from nanorl.sandbox.base import ExecStatus
 from nanorl.sandbox.grading import grade, verify
-from nanorl.sandbox.pool import SandboxPool
-from nanorl.sandbox.session import Session
+from nanorl.sandbox.session import Session, WorkspaceSandbox
 from nanorl.tasks.harbor import read_harbor_tasks, read_tests, read_workplace
 from nanorl.tools.workspace import bash, edit, read, submit, write
 from nanorl.types import InfrastructureError, Task
@@ -52,7 +51,7 @@ class Harbor(Env):
     def tasks(self) -> list[Task]:  # type: ignore[override]
         return read_harbor_tasks(self.path)
 
-    async def open_session(self, sandbox: SandboxPool) -> Session:
+    async def open_session(self, sandbox: WorkspaceSandbox) -> Session:
         workplace = read_workplace(self._folder)
         session = await sandbox.open_session(workplace.files, folder=workplace.folder)
         for command in workplace.commands:

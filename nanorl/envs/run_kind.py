@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanorl.config import RunConfig
@@ -19,6 +20,8 @@ from nanorl.envs.catalog import (
 from nanorl.envs.judged import JudgedKind
 from nanorl.presets import get_preset
 from nanorl.rewards.load import REWARDS, load_reward
+from nanorl.sandbox.backends import open_sandbox
+from nanorl.sandbox.session import WorkspaceSandbox
 
 NUM_WORKERS = 2
 
@@ -36,8 +39,28 @@ def run_kind(config: RunConfig, env: object = None) -> EnvKind:
     elif config.env:
         kind = load_kind(config.env, arguments)
     if config.reward:
-        kind = JudgedKind(kind, load_reward(config.reward, parse_arguments(config.reward_args)))
+        given = parse_arguments(config.reward_args)
+        kind = JudgedKind(kind, load_reward(config.reward, _sandbox_arguments(config) | given))
     return kind
+
+
+def run_sandbox(config: RunConfig) -> WorkspaceSandbox:
+    """The sandbox that a run's options name. SandboxUnavailable where it does not run here."""
+    tool = config.tool
+    return open_sandbox(
+        tool.sandbox,
+        tool.limits(),
+        num_workers=tool.workers,
+        allow_unsafe=tool.allow_unsafe_sandbox,
+    )
+
+
+def _sandbox_arguments(config: RunConfig) -> dict[str, Any]:
+    """What tells the reward that runs programs of its own where it shall run them."""
+    if config.reward != "tests":
+        return {}
+    tool = config.tool
+    return {"sandbox": tool.sandbox, "allow_unsafe_sandbox": tool.allow_unsafe_sandbox}
 
 
 def num_env_workers(config: RunConfig) -> int:

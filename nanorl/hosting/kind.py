@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanorl.config import RunConfig
 from nanorl.envs.base import Demonstrator, Environment, EnvKind, Services, TaskSet
-from nanorl.envs.run_kind import run_kind, run_tokenizer
+from nanorl.envs.run_kind import run_kind, run_sandbox, run_tokenizer
 from nanorl.hosting.environment import EpisodeHost, HostedEnvironment
 from nanorl.hosting.pool import HostingLimits, WorkerPool
 from nanorl.http_record.config import HttpConfig
 from nanorl.sandbox.pool import SandboxPool
+from nanorl.sandbox.session import WorkspaceSandbox
 from nanorl.types import Task
 
 if TYPE_CHECKING:
@@ -77,9 +78,9 @@ class WorkerSide:
         self._config = config
         self._kind = run_kind(config)
         self._tokenizer = run_tokenizer(config, folder)
-        self._sandbox: SandboxPool | None = None
+        self._sandbox: WorkspaceSandbox | None = None
         if self._kind.needs_sandbox:
-            self._sandbox = SandboxPool(config.tool.limits(), config.tool.workers)
+            self._sandbox = run_sandbox(config)
 
     def open(self, is_tool_enabled: bool) -> Environment:
         """An episode in this process."""

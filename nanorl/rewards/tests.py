@@ -20,7 +20,14 @@ from typing import Any
 
 from nanorl.rewards import inside
 from nanorl.rewards.base import Score, Transcript
-from nanorl.sandbox.base import ExecResult, ExecStatus, Sandbox, SandboxFailure, SandboxSpec
+from nanorl.sandbox.base import (
+    ExecResult,
+    ExecStatus,
+    Sandbox,
+    SandboxFailure,
+    SandboxSpec,
+    check_safety,
+)
 from nanorl.types import InfrastructureError, Rollout, Task
 
 _PROGRAM = Path(inside.__file__)
@@ -33,11 +40,20 @@ class UnitTestReward:
     `entry_point` (the function's name) and `helpers` (code that both sides may use; optional)."""
 
     def __init__(
-        self, sandbox: Sandbox | None = None, *, timeout_s: float = 10.0, max_rounds: int = 50
+        self,
+        sandbox: Sandbox | str = "bwrap",
+        *,
+        timeout_s: float = 10.0,
+        max_rounds: int = 50,
+        allow_unsafe_sandbox: bool = False,
     ) -> None:
-        """Without a sandbox it starts one of its own. `timeout_s` is one program's; code whose
-        results lead the tests to ever new calls fails after `max_rounds`."""
-        self._sandbox = sandbox
+        """`sandbox`: one that is open, or the name of the kind that it shall start for itself.
+        `timeout_s` is one program's; code whose results lead the tests to ever new calls fails
+        after `max_rounds`."""
+        self._name = sandbox if isinstance(sandbox, str) else ""
+        if self._name:
+            check_safety(self._name, allow_unsafe_sandbox)
+        self._sandbox = None if isinstance(sandbox, str) else sandbox
         self._own: Any = None
         self._timeout_s = timeout_s
         self._max_rounds = max_rounds
@@ -98,7 +114,7 @@ class UnitTestReward:
 
     async def _execute(self, given: dict[str, Any]) -> ExecResult:
         if self._sandbox is None:
-            self._sandbox = self._own = _start_sandbox(self._timeout_s)
+            self._sandbox = self._own = _start_sandbox(self._name, self._timeout_s)
         files = {inside.INPUT: json.dumps(given)}
         try:
             code = _PROGRAM.read_text()
@@ -128,7 +144,8 @@ def _test_data(task: Task) -> dict[str, str]:
     return {name: data[name] for name in ("tests", "entry_point", "helpers")}
 
 
-def _start_sandbox(timeout_s: float) -> Sandbox:
-    from nanorl.sandbox.pool import SandboxPool  # a run that brings its own starts no second one
+def _start_sandbox(name: str, timeout_s: float) -> Sandbox:
+    from nanorl.sandbox.backends import open_sandbox  # one that is given needs no second one
 
-    return SandboxPool(SandboxSpec(timeout_s=timeout_s, max_output_bytes=_OUTPUT_BYTES))
+    spec = SandboxSpec(timeout_s=timeout_s, max_output_bytes=_OUTPUT_BYTES)
+    return open_sandbox(name, spec, allow_unsafe=True)

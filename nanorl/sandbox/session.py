@@ -28,14 +28,15 @@ import math
 import tarfile
 import weakref
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from nanorl.sandbox import protocol
-from nanorl.sandbox.base import ExecResult, ExecStatus, SandboxSpec
+from nanorl.sandbox.base import Capabilities, ExecResult, ExecStatus, SandboxSpec
 from nanorl.sandbox.execution import Execution
-from nanorl.sandbox.lease import SessionDispatcher, SessionLease
+from nanorl.sandbox.lease import SessionLease
 
 _FILE_LIMIT_S = 20.0
 _PACK_LIMIT_S = 60.0
@@ -49,11 +50,29 @@ class WorkspaceError(ValueError):
     """A file operation that cannot be done; the message is written for the model."""
 
 
+class SessionHost(Protocol):
+    """Whoever holds the workers, or boxes, of sessions: lease.py's dispatcher, or a back end's."""
+
+    spec: SandboxSpec
+
+    def lease(self, is_grader: bool = False) -> SessionLease:
+        """A right to a worker, which may have to wait."""
+        ...
+
+    def submit_to(self, lease: SessionLease, execution: Execution) -> None:
+        """Has an execution done in the lease's worker, after those before it."""
+        ...
+
+    def give_back(self, lease: SessionLease) -> Future[None]:
+        """Ends everything in the session; the future is done when nothing of it is left."""
+        ...
+
+
 class Session:
     """One episode's sandbox. Made by `SandboxPool.open_session`; for one event loop at a time."""
 
     def __init__(
-        self, dispatcher: SessionDispatcher, archive: bytes, folder: str, is_grader: bool = False
+        self, dispatcher: SessionHost, archive: bytes, folder: str, is_grader: bool = False
     ) -> None:
         self.folder = folder
         self.turn = asyncio.Lock()
@@ -196,6 +215,46 @@ class Session:
         if result.status is not ExecStatus.OK:
             reason = result.stderr.decode(errors="replace").strip() or str(result.status)
             raise WorkspaceError(f"{what}: {reason}")
+
+
+@runtime_checkable
+class WorkspaceSandbox(Protocol):
+    """A sandbox of any back end: single programs, and sessions. `open_sandbox` makes one."""
+
+    spec: SandboxSpec
+    capabilities: Capabilities
+
+    async def run(
+        self,
+        code: str,
+        *,
+        files: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> ExecResult:
+        """As `SandboxPool.run` in pool.py, like all of these."""
+        ...
+
+    def run_sync(
+        self,
+        code: str,
+        *,
+        files: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> ExecResult:
+        """`run` for callers without an event loop; blocks."""
+        ...
+
+    async def open_session(
+        self, files: Mapping[str, str | bytes] | None = None, *, folder: str = "/work"
+    ) -> Session:
+        """A sandbox for one episode."""
+        ...
+
+    def close(self) -> None:
+        """Ends everything in it."""
+        ...
 
 
 def archive_of(files: Mapping[str, str | bytes], spec: SandboxSpec) -> bytes:

@@ -47,8 +47,10 @@ class Program:
     stderr_part: bytes = b""
     exit_code: int | None = None
     machine: str = ""
+    kind: str = ""
 
 
+_KIND: list[str] = []  # of the programs that come next
 _LIST: list[Program] = []
 
 
@@ -62,10 +64,12 @@ def _add(
     machine: str = "",
 ) -> None:
     text = "from attack import *\n" + code.strip() + "\n"
-    _LIST.append(Program(name, text, statuses or ("ok",), stdout, stderr_part, exit_code, machine))
+    kind = _KIND[-1]
+    expected = (statuses or ("ok",), stdout, stderr_part, exit_code, machine, kind)
+    _LIST.append(Program(name, text, *expected))
 
 
-# Memory.
+_KIND.append("memory")
 _add("memory_one_block", "x = bytearray(8 << 30)", "error", stderr_part=b"MemoryError")
 _add(
     "memory_grow",
@@ -210,7 +214,7 @@ must_fail("stdin", grow)
 """,
 )
 
-# CPU.
+_KIND.append("cpu")
 _add("cpu_spin", "while True: pass", "timeout")
 _add(
     "cpu_spin_ignoring_signals",
@@ -242,7 +246,7 @@ _add(
     "timeout",
 )
 
-# Processes.
+_KIND.append("processes")
 _add(
     "fork_bomb",
     """
@@ -345,7 +349,7 @@ if count == 20000: print("ESCAPED")
 """,
 )
 
-# Files.
+_KIND.append("files")
 _add(
     "tmp_fill",
     """
@@ -469,7 +473,7 @@ _add(
     "must_fail('link', os.link, '/usr/bin/python3', '/tmp/p'); os.symlink('@SECRET_FILE@', 'l'); must_fail('l', read, 'l')",
 )
 
-# Network.
+_KIND.append("network")
 _add("tcp", "must_fail('tcp', socket.create_connection, ('127.0.0.1', @TCP@), 1)")
 _add("tcp6", "must_fail('tcp6', socket.socket, socket.AF_INET6, socket.SOCK_STREAM)")
 _add("udp", "must_fail('udp', lambda: socket.socket(2, 2).sendto(b'x', ('127.0.0.1', @UDP@)))")
@@ -496,7 +500,7 @@ _add(
     "os.system(\"bash -c 'echo x > /dev/tcp/127.0.0.1/@TCP@ && echo ESCAPED' 2>/dev/null\")",
 )
 
-# Results.
+_KIND.append("results")
 _add(
     "write_to_every_descriptor",
     """
@@ -592,7 +596,7 @@ _add(
     stderr_part=b"E: gone",
 )
 
-# Output.
+_KIND.append("output")
 _add("endless_stdout", "while True: os.write(1, b'x' * 65536)", "output_limit")
 _add("endless_stderr", "while True: os.write(2, b'x' * 65536)", "output_limit")
 _add(
@@ -619,7 +623,7 @@ _add(
     stdout=b"fine\n",
 )
 
-# Interpreter.
+_KIND.append("interpreter")
 _add("endless_recursion", "def f(): return f()\nf()", "error", stderr_part=b"RecursionError")
 _add(
     "recursion_in_c",
@@ -645,7 +649,7 @@ _add(
     stdout=b"2\n",
 )
 
-# State for the next program.
+_KIND.append("state")
 _add(
     "planted_modules",
     """
@@ -675,7 +679,7 @@ _add(
     machine="x86_64",
 )
 
-# The kernel's surface.
+_KIND.append("kernel")
 _SYSCALLS = {
     "ptrace": "101, 0, 0, 0, 0",
     "ptrace_attach": "101, 16, 1, 0, 0",
@@ -824,6 +828,134 @@ for command in (1024, 1025, 1026, 1036, 1038, 1040): must_fail(command, fcntl.fc
 os.close(fd)
 for command, argument in ((1024, 0), (1026, 1)): must_fail(command, fcntl.fcntl, os.open("file", os.O_RDONLY), command, argument)
 """,
+)
+
+_KIND.append("server")
+_add(
+    "server_through_proc",
+    """
+frame = struct.pack("<BI", 7, 58) + bytes(58)
+for pid in [name for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]:
+    for fd in range(64):
+        must_fail((pid, fd), write, f"/proc/{pid}/fd/{fd}", frame)
+    for name in ("mem", "environ", "maps"):
+        must_fail((pid, name), lambda: read(f"/proc/{pid}/{name}") or 1 / 0)
+    must_fail((pid, "cwd"), os.listdir, f"/proc/{pid}/cwd")
+    must_fail((pid, "root"), os.listdir, f"/proc/{pid}/root")
+    must_fail((pid, "oom"), lambda: open(f"/proc/{pid}/oom_score_adj", "w").write("1000") and open(f"/proc/{pid}/oom_score_adj", "w").close())
+""",
+)
+_add(
+    "server_killed",
+    """
+for pid in (1, os.getppid(), -1):
+    for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL):
+        try: os.kill(pid, number)
+        except OSError: pass
+print("alive")
+""",
+    stdout=b"alive\n",
+)
+_add(
+    "server_traced",
+    """
+for pid in (1, os.getppid()):
+    must_fail("attach", syscall, 101, 16, pid, 0, 0)
+    must_fail("seize", syscall, 101, 0x4206, pid, 0, 0)
+    must_fail("limits", lambda: __import__("resource").prlimit(pid, 7, (0, 0)))
+    must_fail("memory", syscall, 311, pid, ctypes.create_string_buffer(16), 1, 0, 0, 0)
+""",
+    machine="x86_64",
+)
+_add(
+    "frames_on_stdout",
+    """
+for kind in range(8):
+    os.write(1, struct.pack("<BI", kind, 58) + bytes(58))
+    os.write(1, struct.pack("<BI", kind, 0xFFFFFFFF))
+os._exit(5)
+""",
+    "error",
+    stdout=b"".join(
+        kind.to_bytes(1, "little")
+        + b"\x3a\0\0\0"
+        + bytes(58)
+        + kind.to_bytes(1, "little")
+        + b"\xff" * 4
+        for kind in range(8)
+    ),
+    exit_code=5,
+)
+_add(
+    "processes_left_at_the_limit",
+    """
+for _ in range(200):
+    try:
+        if os.fork() == 0:
+            os.setsid()
+            time.sleep(60)
+    except OSError:
+        break
+os._exit(0)
+""",
+)
+_add(
+    "every_folder_filled",
+    """
+total = 0
+for folder in ("/tmp", "/work", "/app", "/repo", "/tests", "/logs", "/dev/shm", "/run", "/var/tmp", "/"):
+    try:
+        with open(folder + "/fill", "wb", buffering=0) as file:
+            for _ in range(300):
+                total += file.write(bytes(1 << 20))
+    except OSError:
+        pass
+if total > 400 << 20: print("ESCAPED", total)
+""",
+    "ok",
+    "oom",
+)
+_add(
+    "abstract_listener_left",
+    """
+if os.fork() == 0:
+    os.setsid()
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("\\0hostile-left-behind")
+    listener.listen()
+    os.closerange(0, 3)
+    time.sleep(60)
+time.sleep(0.1)
+""",
+)
+_add(
+    "enormous_arguments",
+    """
+import subprocess
+for size in (1 << 17, 1 << 21, 1 << 24):
+    try: subprocess.run(["/bin/true", "x" * size])
+    except OSError: pass
+try: os.execv("/bin/true", ["x" * 100000] * 1000)
+except OSError: pass
+print("held")
+""",
+    stdout=b"held\n",
+)
+_add("stops_itself", "os.kill(os.getpid(), signal.SIGSTOP)", "timeout")
+_add(
+    "server_starved",
+    """
+for pid in (1, os.getppid()):
+    try: os.setpriority(os.PRIO_PROCESS, pid, 19)
+    except OSError: pass
+    try: os.sched_setaffinity(pid, {0})
+    except OSError: pass
+for _ in range(30):
+    if os.fork() == 0:
+        while True: pass
+while True: pass
+""",
+    "timeout",
 )
 
 HOSTILE: tuple[Program, ...] = tuple(_LIST)

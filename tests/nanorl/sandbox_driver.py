@@ -2,14 +2,17 @@
 
 Used by the tests in process (as whoever runs them) and as a script under another user:
 `python sandbox_driver.py` prints one line for each violation and ends with their number.
+`--sandbox NAME` does so in another back end, `--json FILE` writes what it held and what it did not.
 """
 
 # ruff: noqa: E501 - programs keep their own line lengths
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
+import json
 import os
 import platform
 import socket
@@ -17,11 +20,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from hostile_programs import ATTACK_MODULE, BENIGN, CARRIERS, HOSTILE, Program
 
 from nanorl.sandbox import ExecResult, SandboxPool, SandboxSpec
+from nanorl.sandbox.backends import BACKENDS, open_sandbox
+from nanorl.sandbox.bwrap import unused_uid
+from nanorl.sandbox.session import WorkspaceSandbox
 
 SECRET = "host-secret-5b1f"
 SPEC = SandboxSpec(timeout_s=5.0, memory_bytes=192 << 20)
@@ -40,6 +47,26 @@ print(json.dumps([
     len(open("/proc/self/mountinfo").readlines()), sorted(sys.modules) == sorted(set(sys.modules)),
 ]))
 """
+# The same where the numbers of processes, the paths and the system calls are other ones.
+BOX_PROBE = r"""
+import builtins, json, os, random, sys, threading
+def seen(function, *arguments):
+    try:
+        return function(*arguments)
+    except Exception as error:
+        return type(error).__name__
+def listed(path):  # where the machine's own folder is seen: what programs left there
+    own = [each.name for each in os.scandir(path) if path == "." or each.stat(follow_symlinks=False).st_uid]
+    return sorted(name for name in own if not name.startswith("nanorl-"))
+print(json.dumps([
+    listed("."), seen(listed, "/tmp"), seen(listed, "/dev/shm"), seen(listed, "/work"),
+    json.__file__, random.random(), hash("x"), json.loads("[1]"), hasattr(builtins, "planted"),
+    sorted(os.environ.items()), threading.active_count(), seen(lambda: os.nice(0)),
+    seen(lambda: len(os.sched_getaffinity(0))), seen(lambda: len(open("/proc/sysvipc/shm").readlines())),
+]))
+"""
+_LEFT = "\0hostile-left-behind"
+ANSWERS = ("got through", "ended otherwise", "held")
 
 
 def become_subreaper() -> None:
@@ -112,6 +139,9 @@ class Host:
         with contextlib.suppress(BlockingIOError):
             self.udp.recv(1)
             reached.append("udp")
+        with socket.socket(socket.AF_UNIX) as caller, contextlib.suppress(ConnectionRefusedError):
+            caller.connect(_LEFT)
+            reached.append("a listener that was left")
         return reached
 
     def close(self) -> None:
@@ -124,10 +154,12 @@ class Host:
 class Examiner:
     """One pool, one host, and the probe's answer before any hostile program ran."""
 
-    def __init__(self, pool: SandboxPool) -> None:
+    def __init__(self, pool: WorkspaceSandbox) -> None:
         self.pool = pool
+        self.is_box = not isinstance(pool, SandboxPool)
+        self.probe = BOX_PROBE if self.is_box else PROBE
         self.host = Host()
-        self.clean = pool.run_sync(PROBE, timeout_s=5.0)
+        self.clean = pool.run_sync(self.probe, timeout_s=10.0)
         assert self.clean.status == "ok", self.clean
 
     def run(self, program: Program) -> ExecResult:
@@ -142,14 +174,29 @@ class Examiner:
         """Everything wrong that the host can see of one execution; empty when it was held."""
         result = self.run(program)
         found = outcome_violations(program, result)
-        if len(alive := self.settled()) > 4:
-            found.append(f"{len(alive)} processes are alive in the worker, 4 belong there")
+        found += self.survivors() if self.is_box else self.strangers()
         if reached := self.host.contacts():
             found.append(f"reached the host's sockets: {reached}")
-        after = self.pool.run_sync(PROBE, timeout_s=5.0)
+        after = self.pool.run_sync(self.probe, timeout_s=10.0)
         if after.stdout != self.clean.stdout:
             found.append(f"the next program sees {after}, not {self.clean.stdout!r}")
+            if self.is_box and after.status == "ok":
+                self.clean = after  # what one program left is that program's doing alone
         return [f"{program.name}: {line}" for line in found]
+
+    def strangers(self) -> list[str]:
+        alive = self.settled()
+        return [f"{len(alive)} processes are alive in the worker, 4 belong there"] * (
+            len(alive) > 4
+        )
+
+    def survivors(self) -> list[str]:
+        """What is alive of a box that is gone: more than the servers of the boxes that wait."""
+        for _ in range(100):
+            if len(found := _of_programs()) <= 2 + self.pool.spec.warm_sessions:
+                return []
+            time.sleep(0.05)
+        return [f"{len(found)} processes are alive: {found[:5]}"]
 
     def carried(self, program: Program) -> list[str]:
         """What differs when one program runs three times, each after all that it did before."""
@@ -193,35 +240,85 @@ def outcome_violations(program: Program, result: ExecResult) -> list[str]:
     return found
 
 
+def _of_programs() -> list[str]:
+    """Processes of the users that programs have, where those are nobody else's."""
+    found = []
+    users = {1000, *(unused_uid(index) for index in range(8))}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and entry.stat().st_uid in users:
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ")[:60]
+                found += [f"{entry.name} {command!r}"] * (state not in "ZX")
+    return found
+
+
 @contextlib.contextmanager
-def examination(spec: SandboxSpec = SPEC) -> Iterator[Examiner]:
-    with SandboxPool(spec) as pool:
+def examination(spec: SandboxSpec = SPEC, sandbox: str = "bwrap") -> Iterator[Examiner]:
+    pool = open_sandbox(sandbox, spec, allow_unsafe=True)
+    try:
         examiner = Examiner(pool)
         try:
             yield examiner
         finally:
             examiner.host.close()
+    finally:
+        pool.close()
 
 
 def applicable(programs: tuple[Program, ...]) -> list[Program]:
     return [p for p in programs if p.machine in ("", platform.machine())]
 
 
+def is_breach(violation: str, kind: str) -> bool:
+    """Whether the program got something; else it only ended otherwise than it would in bwrap. One
+    that could fill memory or a disk until its time was over did get something."""
+    got = ("escaped: ", "secret came out", "reached the host", "are alive", "next program sees")
+    is_filling = kind in ("memory", "files") and "status timeout" in violation
+    return is_filling or any(words in violation for words in got)
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-v", action="store_true")
+    parser.add_argument("--sandbox", default="bwrap", choices=("bwrap", *BACKENDS))
+    parser.add_argument("--image")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--every", type=int, default=1, help="of so many programs only the first")
+    arguments = parser.parse_args()
     become_subreaper()
-    found = []
-    with examination() as examiner:
-        for program in [*applicable(HOSTILE), *applicable(BENIGN)]:
+    found, rows = [], []
+    spec = replace(SPEC, image=arguments.image)
+    with examination(spec, arguments.sandbox) as examiner:
+        for program in [*applicable(HOSTILE), *applicable(BENIGN)][:: arguments.every]:
             start = time.monotonic()
-            found += examiner.violations(program)
-            if "-v" in sys.argv:
-                print(f"{time.monotonic() - start:.2f} {program.name}", flush=True)
-        for program in applicable(CARRIERS):
-            found += examiner.carried(program)
+            seen = examiner.violations(program)
+            found += seen
+            kind = program.kind if program in HOSTILE else "benign"
+            answers = [
+                "got through" if is_breach(line, kind) else "ended otherwise" for line in seen
+            ]
+            rows.append([program.name, kind, min(answers, key=ANSWERS.index, default="held"), seen])
+            if arguments.v:
+                print(f"{time.monotonic() - start:.2f} {program.name} {rows[-1][2]}", flush=True)
+        if not examiner.is_box:
+            for program in applicable(CARRIERS):
+                found += examiner.carried(program)
+        capabilities = examiner.pool.capabilities
     if alive := children(os.getpid()):
         found.append(f"alive after close: {alive}")
     print("\n".join(found))
     print(f"uid {os.geteuid()} violations {len(found)}")
+    if arguments.json:
+        report = {
+            "sandbox": arguments.sandbox,
+            "details": capabilities.details,
+            "memory": capabilities.memory,
+            "uid": os.geteuid(),
+            "machine": f"{platform.machine()}, Linux {platform.release().split('-')[0]}",
+            "programs": rows,
+        }
+        arguments.json.write_text(json.dumps(report, indent=1))
     return len(found)
 
 

@@ -256,7 +256,7 @@ def test_a_run_is_built_on_the_gpu_and_says_so(
 ) -> None:
     """The parts of `--preset tiny --device cuda`, without their sandbox: both models and the cache
     lie on the GPU, both threads work there, and the options that are saved name what was chosen."""
-    monkeypatch.setattr(kit, "SandboxPool", mock.MagicMock())
+    monkeypatch.setattr(kit, "run_sandbox", mock.MagicMock())
     config = replace(get_preset("tiny").config(), out=tmp_path, device="cuda")
     parts = Parts(replace(config, rl=replace(config.rl, max_staleness=1)))
     roles = InlineRoles(parts)

@@ -24,7 +24,7 @@ from nanorl.types import Task
 
 
 class HumanEval(Env):
-    """All problems, in their order."""
+    """All problems, in their order. `sandbox`: the kind in which answers run (`--sandbox`)."""
 
     system = "Complete the Python function. Write the whole function in one ```python block."
     evaluation_only = "a model that was trained on HumanEval cannot be measured with it"
@@ -32,9 +32,12 @@ class HumanEval(Env):
         {"agent.max_turns": 1, "agent.max_turn_tokens": 512, "agent.max_context_tokens": 1536}
     )
 
+    def __init__(self, *, sandbox: str = "bwrap") -> None:
+        self.sandbox = sandbox
+
     def setup(self) -> UnitTestReward:
         # Problem 32 makes 100 calls, each of which it makes only after it has checked the last one.
-        return UnitTestReward(max_rounds=200)
+        return UnitTestReward(self.sandbox, max_rounds=200)
 
     def tasks(self) -> Iterator[Task]:  # type: ignore[override]
         for name, problem in _read_problems().items():

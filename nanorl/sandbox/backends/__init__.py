@@ -1,0 +1,63 @@
+"""Sandboxes of other strengths behind one protocol, chosen by name (`--sandbox`).
+
+    with open_sandbox("oci", SandboxSpec(timeout_s=1.0)) as sandbox:
+        result = await sandbox.run("print(6 * 7)")
+
+    bwrap      the default: `SandboxPool`, unchanged (pool.py, one folder up)
+    oci        a container of podman or docker for every program
+    gvisor     runsc: the kernel's calls are answered by another kernel, in user space
+    microvm    a virtual machine, restored from a snapshot for every program
+    wasm       Python compiled to WebAssembly, under wasmtime
+    landlock   file rules and the system-call filter, no namespaces; unsafe
+    rlimits    limits alone; unsafe
+
+What each of them was seen to stop is in docs/sandbox.md. A back end is used only if a canary that
+really ran in it saw what it promises; otherwise `SandboxUnavailable` says why, and what to do. One
+that isolates too little needs `allow_unsafe`. Nothing is imported of those that are not asked for.
+
+    box.py        one started box, seen from the host; frames.py: what goes in and out
+    supply.py     boxes started ahead; pool.py: `BoxPool`
+    guest.py      the server inside; rights.py: what its programs give up
+    oci.py, gvisor.py, microvm.py, wasm.py, landlock.py, rlimits.py
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+
+from nanorl.sandbox.base import SandboxSpec, check_safety
+from nanorl.sandbox.session import WorkspaceSandbox
+
+BACKENDS: Mapping[str, str] = {
+    "oci": "nanorl.sandbox.backends.oci:OciBackend",
+    "gvisor": "nanorl.sandbox.backends.gvisor:GvisorBackend",
+    "microvm": "nanorl.sandbox.backends.microvm:MicrovmBackend",
+    "wasm": "nanorl.sandbox.backends.wasm:WasmBackend",
+    "landlock": "nanorl.sandbox.backends.landlock:LandlockBackend",
+    "rlimits": "nanorl.sandbox.backends.rlimits:RlimitsBackend",
+}
+"""Back ends beside bwrap, and their classes, in the file of that name."""
+
+
+def open_sandbox(
+    name: str, spec: SandboxSpec, *, num_workers: int = 1, allow_unsafe: bool = False
+) -> WorkspaceSandbox:
+    """The sandbox called `name`, `num_workers` programs at a time; close it.
+
+    Raises SandboxUnavailable, with the reason and the remedy, where it does not run here or does
+    not keep what it promises; ValueError for an unknown name, impossible settings, and a back end
+    that isolates too little without `allow_unsafe`.
+    """
+    if name == "bwrap":
+        from nanorl.sandbox.pool import SandboxPool
+
+        return SandboxPool(spec, num_workers)
+    if name not in BACKENDS:
+        raise ValueError(f"--sandbox {name}: must be one of bwrap, {', '.join(BACKENDS)}")
+    check_safety(name, allow_unsafe)
+    from nanorl.sandbox.backends.pool import BoxPool
+
+    file, _, found = BACKENDS[name].partition(":")
+    backend = getattr(importlib.import_module(file), found)
+    return BoxPool(backend(spec), spec, num_workers)
