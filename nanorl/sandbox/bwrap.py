@@ -25,7 +25,14 @@ from nanorl.sandbox.interpreter import Interpreter
 from nanorl.sandbox.machine import reachable
 
 TIER = "bwrap"
-_MAIN = "import sys; sys.path[0] = '/sbx'; from nanorl.sandbox.{} import main; main()"
+# The process that stays behind is forked before the rest is imported, and small therefore.
+_MAIN = """import sys
+sys.path[0] = '/sbx'
+from nanorl.sandbox.confine import enter_pid_namespace
+enter_pid_namespace(int(sys.argv[1]))
+from nanorl.sandbox.{} import main
+main()
+"""
 _COMMANDS = "/sbx/bin"  # of a session: `python` and `python3` are the interpreter inside
 # 60578-61183 is unused by Debian and systemd (systemd.io/UIDS-GIDS).
 _FIRST_UID, _NUM_UIDS = 61000, 184

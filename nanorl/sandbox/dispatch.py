@@ -260,7 +260,7 @@ class Dispatcher:
         assert slot.worker is not None and attempt is not None, "a busy slot has both"
         num_oom_kills = slot.worker.num_oom_kills()
         outcome = Outcome.unpack(packet, is_oom=num_oom_kills > slot.num_oom_kills)
-        if outcome.run_id != attempt.run_id or (outcome.is_broken and not outcome.is_oom):
+        if outcome.run_id != attempt.run_id:
             self._on_broken_worker(slot)
             return
         slot.num_oom_kills = num_oom_kills

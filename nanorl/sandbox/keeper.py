@@ -14,6 +14,7 @@ session's folder on its import path, so nothing that a program leaves there is r
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import sys
 import tarfile
@@ -105,11 +106,11 @@ class Keeper(Server):
         flags, status = self._wait(run_id, start + limit_s, self.talk)
         usage.stop_all()
         cpu_s = max(usage.cpu_s() - cpu_s, 0.0)
+        maxrss = 0
         if not flags & protocol.FLAG_DONE:
-            maxrss = self._end_repl()
-            flags |= FLAG_FORGOT
-        else:
-            maxrss = 0
+            own_status, reaped = self._end_repl()
+            status = own_status if status is None else status
+            flags, maxrss = flags | FLAG_FORGOT, reaped.ru_maxrss
         wall_s = time.monotonic() - start
         return RESULT.pack(run_id, flags, status, cpu_s, wall_s, maxrss)
 
@@ -120,13 +121,13 @@ class Keeper(Server):
             order = GO.pack(bytes(16), 0.0, protocol.REPL, 0)
             send(self.repl.sock, order, [theirs.fileno()])
 
-    def _end_repl(self) -> int:
-        """Ends its whole tree; returns the largest resident set of it, in KiB."""
+    def _end_repl(self) -> tuple[int, resource.struct_rusage]:
+        """Ends its whole tree; its wait status and what it used."""
         assert self.repl is not None and self.talk is not None, "there is one to end"
-        maxrss = self.repl.reap().ru_maxrss
+        ended = self.repl.reap()
         self.talk.close()
         self.repl = self.talk = None
-        return maxrss
+        return ended
 
 
 def _with_flag(result: bytes) -> bytes:

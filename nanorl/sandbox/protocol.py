@@ -3,7 +3,7 @@
 host -> server    configuration (JSON, once), GO with descriptors, KILL
 server -> host    HELLO (once), RESULT: fixed-size structs, no JSON and no pickle
 server <-> repl   a session's interpreter: GO with descriptors, then DONE
-server -> child   GO with the descriptors, unread; child -> server: READY, then a wait status
+server -> child   GO with the descriptors, unread; child -> server: READY
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ READY = b"R"
 GO = struct.Struct("<16sdBB")  # run id, wall-clock limit in seconds, a Job, its argument
 KILL = struct.Struct("<1s16s")  # b"K", run id: the host has seen enough
 RESULT = struct.Struct("<16sIiddQ")  # run id, flags, wait status, CPU s, wall s, maximal RSS in KiB
-WAIT_STATUS = struct.Struct("<i")
 DONE = struct.Struct("<16sB")  # run id, exit code: a session's interpreter has come to the end
 PAYLOAD = struct.Struct("<II")  # bytes of one file's name, bytes of its text; the program first
-FLAG_TIMEOUT, FLAG_MEMORY, FLAG_KILLED, FLAG_BROKEN = 1, 2, 4, 8
+FLAG_TIMEOUT, FLAG_MEMORY, FLAG_KILLED = 1, 2, 4
 FLAG_DONE = 16  # a session's interpreter came to the end of its code, and waits for more
 FLAG_FORGOT = 32  # the session's interpreter ended: its names are gone
 NO_STATUS = -1  # the execution was killed from outside

@@ -2,8 +2,9 @@
 
 Processes, outermost first:
     server   pid 1 of the worker; trusted; holds CAP_SYS_ADMIN of its own user namespace
-    init     pid 1 of one execution's pid, mount and ipc namespaces; trusted; reaps; no threads
-    program  its child: no capabilities, no_new_privs, resource limits, system-call filter
+    pid 1    of one execution's pid namespace: does nothing (confine.PidNamespace)
+    program  pid 2 of it, in mount and ipc namespaces of its own; the server's child: no
+             capabilities, no_new_privs, resource limits, system-call filter
 
 The next child is forked and confined ahead of time and waits for descriptors. The host sends
 [payload, stdin, stdout, stderr], stdin only if there is input, over a SEQPACKET socket; the server
@@ -32,11 +33,10 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from nanorl.sandbox import usage
-from nanorl.sandbox.confine import Confinement, close_from
+from nanorl.sandbox.confine import Confinement, close_from, pidfd_open
 from nanorl.sandbox.program import execute, exit_now, lay_files, renew_streams
 from nanorl.sandbox.protocol import (
     DONE,
-    FLAG_BROKEN,
     FLAG_DONE,
     FLAG_KILLED,
     FLAG_MEMORY,
@@ -48,7 +48,6 @@ from nanorl.sandbox.protocol import (
     PROGRAM_NAME,
     READY,
     RESULT,
-    WAIT_STATUS,
     receive,
     send,
 )
@@ -62,30 +61,36 @@ ProgramMain = Callable[[Confinement, socket.socket], None]
 
 
 class Child:
-    """One execution, spawned ahead: its init and the socket to it."""
+    """One execution, spawned ahead: its program's process, and its pid 1, which holds the rest."""
 
     def __init__(
         self, confinement: Confinement, control: socket.socket, main: ProgramMain | None = None
     ) -> None:
         """`main`: what the confined process does; None: it becomes the program that it is sent."""
+        self.namespace = confinement.new_pid_namespace()
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.pid = confinement.clone()
+        self.pid = os.fork()
         if self.pid == 0:
-            _run_or_die(
-                _init_main, confinement, theirs, (self.sock, control), main or _program_main
-            )
+            _run_or_die(_child_main, confinement, theirs, (self.sock, control), main)
         theirs.close()
+        self.end = pidfd_open(self.pid)
 
     def is_ready(self) -> bool:
         """Waits until the child has confined itself; False if it could not."""
         return self.sock.recv(8) == READY
 
-    def reap(self) -> resource.struct_rusage:
-        """Kills what is left. When this returns no process of the execution exists."""
-        os.kill(self.pid, signal.SIGKILL)
-        usage = os.wait4(self.pid, 0)[2]
+    def reap(self) -> tuple[int, resource.struct_rusage]:
+        """Kills what is left. When this returns no process of the execution exists.
+
+        Returns the wait status of the program, and what it used with the children it waited for.
+        """
+        os.kill(self.namespace.pid if self.namespace else self.pid, signal.SIGKILL)
+        _, status, usage = os.wait4(self.pid, 0)
+        if self.namespace:
+            os.waitpid(self.namespace.pid, 0)
         self.sock.close()
-        return usage
+        os.close(self.end)
+        return status, usage
 
 
 def _run_or_die(function: Any, *args: Any) -> NoReturn:
@@ -98,23 +103,16 @@ def _run_or_die(function: Any, *args: Any) -> NoReturn:
         exit_now(125)
 
 
-def _init_main(
+def _child_main(
     confinement: Confinement,
     sock: socket.socket,
     others: tuple[socket.socket, ...],
-    main: ProgramMain,
+    main: ProgramMain | None,
 ) -> None:
     for other in others:
         other.close()
     confinement.isolate()
-    pid = os.fork()
-    if pid == 0:
-        _run_or_die(main, confinement, sock)
-    while True:
-        reaped, status = os.wait()
-        if reaped == pid:
-            sock.send(WAIT_STATUS.pack(status))
-            exit_now(0)
+    (main or _program_main)(confinement, sock)
 
 
 def take_order(confinement: Confinement, sock: socket.socket) -> tuple[bytes, list[int]]:
@@ -195,9 +193,10 @@ class Server:
         cpu_s = 0.0
         if status == NO_STATUS:
             usage.stop_all()  # dozens of spinning processes would starve this one
-            # The kernel does not add the times of what dies with a pid namespace to its init.
+            # The kernel adds the times of what dies with a pid namespace to nobody's.
             cpu_s = usage.cpu_s()
-        reaped = self.child.reap()
+        own_status, reaped = self.child.reap()
+        status = own_status if status is None else status
         cpu_s = max(cpu_s, reaped.ru_utime + reaped.ru_stime)
         wall_s = time.monotonic() - start
         return RESULT.pack(run_id, flags, status, cpu_s, wall_s, reaped.ru_maxrss)
@@ -218,12 +217,13 @@ class Server:
 
     def _wait(
         self, run_id: bytes, deadline: float, talk: socket.socket | None = None
-    ) -> tuple[int, int]:
-        """(flags, wait status) of the program; NO_STATUS says that init was killed.
+    ) -> tuple[int, int | None]:
+        """(flags, wait status). None: the program has ended, and `reap` knows how. NO_STATUS: it is
+        to be killed.
 
         `talk`: where a session's interpreter says that it has come to the end of its code.
         """
-        child, control = self.child.sock.fileno(), self.control.fileno()
+        child, control = self.child.end, self.control.fileno()
         poller = select.poll()
         poller.register(child, select.POLLIN)
         poller.register(control, select.POLLIN)
@@ -236,10 +236,7 @@ class Server:
                 return FLAG_TIMEOUT, NO_STATUS
             ready = [fd for fd, _ in poller.poll(min(period_s, deadline - start) * 1000 + 1)]
             if child in ready:
-                packet = self.child.sock.recv(8)
-                if len(packet) == WAIT_STATUS.size:
-                    return 0, WAIT_STATUS.unpack(packet)[0]
-                return FLAG_BROKEN, NO_STATUS
+                return 0, None
             if control in ready:
                 packet = self.control.recv(64)
                 if not packet:
