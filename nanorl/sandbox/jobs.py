@@ -12,6 +12,7 @@ session's folder comes onto the import path only here, and only where a program 
 
 from __future__ import annotations
 
+import _socket
 import ast
 import builtins
 import io
@@ -49,15 +50,15 @@ _LEFT = b"\nthe script left processes running"
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: of every class that Python code defines
 
 
-def main(confinement: Confinement, sock: socket.socket) -> None:
+def main(confinement: Confinement, sock: _socket.socket) -> None:
     """The whole life of one confined process: takes one order and carries it out."""
     message, descriptors = take_order(confinement, sock)
     _, limit_s, job, _ = GO.unpack(message)
     if job == protocol.REPL:
-        _serve_repl(sock, descriptors[0], confinement.folder)
+        _serve_repl(descriptors[0], confinement.folder)
     limit_cpu(limit_s)
     parts = dict(read_payload(descriptors[0]))
-    connect(sock, descriptors)
+    connect(descriptors)
     perform(job, parts, confinement.folder)
 
 
@@ -116,9 +117,8 @@ def _run_shell(command: bytes) -> NoReturn:
         exit_now(126)
 
 
-def _serve_repl(sock: socket.socket, talk: int, folder: str) -> NoReturn:
+def _serve_repl(talk: int, folder: str) -> NoReturn:
     """Runs one piece of code after the other in the same `__main__`, for as long as it lives."""
-    sock.detach()
     os.dup2(talk, 3)
     close_from(4)
     channel = socket.socket(fileno=3)

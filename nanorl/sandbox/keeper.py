@@ -25,6 +25,7 @@ from contextlib import suppress
 from typing import Any
 
 from nanorl.sandbox import jobs, protocol, usage
+from nanorl.sandbox.first import HeldHooks
 from nanorl.sandbox.protocol import FLAG_FORGOT, GO, HELLO, NO_STATUS, RESULT, receive, send
 from nanorl.sandbox.worker import Child, Server, prepare
 
@@ -35,8 +36,10 @@ _FOR_JOBS = (tarfile, traceback, unittest)
 class Keeper(Server):
     """Serves the jobs of one session until the host closes the control socket."""
 
-    def __init__(self, control: socket.socket, config: dict[str, Any]) -> None:
-        super().__init__(control, config)
+    def __init__(
+        self, control: socket.socket, config: dict[str, Any], hooks: HeldHooks
+    ) -> None:
+        super().__init__(control, config, hooks)
         self.child.reap()
         self.confinement.mount_folder("/tmp")
         self.repl: Child | None = None
@@ -82,7 +85,7 @@ class Keeper(Server):
 
     def _start(self, main: Any) -> Child:
         for _ in range(2):  # the first may have died of the memory limit that it shares
-            child = Child(self.confinement, self.control, main)
+            child = Child(self, main)
             if child.is_ready():
                 return child
             child.reap()
@@ -135,6 +138,6 @@ def _with_flag(result: bytes) -> bytes:
     return RESULT.pack(run_id, flags | FLAG_FORGOT, *rest)
 
 
-def main() -> None:
+def main(hooks: HeldHooks) -> None:
     assert NO_STATUS < 0 and all(module.__name__ in sys.modules for module in _FOR_JOBS)
-    Keeper(*prepare()).serve()
+    Keeper(*prepare(hooks), hooks).serve()

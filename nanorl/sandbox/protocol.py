@@ -8,8 +8,7 @@ server -> child   GO with the descriptors, unread; child -> server: READY
 
 from __future__ import annotations
 
-import array
-import socket
+import _socket
 import struct
 from collections.abc import Sequence
 
@@ -33,11 +32,13 @@ FOLDERS = ("/work", "/app", "/workspace", "/testbed", "/repo")
 TESTS, LOGS = "/tests", "/logs"
 
 _MAX_DESCRIPTORS = 4
+_INT = struct.calcsize("i")
+_SPACE = _socket.CMSG_SPACE(_MAX_DESCRIPTORS * _INT)
 
 
-def send(sock: socket.socket, message: bytes, descriptors: list[int], flags: int = 0) -> None:
-    rights = array.array("i", descriptors)
-    sock.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], flags)
+def send(sock: _socket.socket, message: bytes, descriptors: list[int], flags: int = 0) -> None:
+    rights = struct.pack(f"{len(descriptors)}i", *descriptors)
+    sock.sendmsg([message], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, rights)], flags)
 
 
 def pack(parts: Sequence[tuple[str, bytes]]) -> bytes:
@@ -49,11 +50,10 @@ def pack(parts: Sequence[tuple[str, bytes]]) -> bytes:
     return b"".join(framed)
 
 
-def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
+def receive(sock: _socket.socket) -> tuple[bytes, list[int]]:
     """Receive a packet and its descriptors; an empty packet says that the other side is gone."""
-    size = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
-    message, ancillary, _, _ = sock.recvmsg(4096, size)
-    descriptors = array.array("i")
+    message, ancillary, _, _ = sock.recvmsg(4096, _SPACE)
+    descriptors: list[int] = []
     for _, _, data in ancillary:
-        descriptors.frombytes(data)
-    return message, list(descriptors)
+        descriptors += struct.unpack(f"{len(data) // _INT}i", data)
+    return message, descriptors

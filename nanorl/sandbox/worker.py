@@ -18,10 +18,13 @@ Next: confine.py (the rights), program.py (the program's process).
 
 from __future__ import annotations
 
+import _signal
+import _socket
 import gc
 import importlib
 import json
 import os
+import random
 import resource
 import select
 import signal
@@ -34,7 +37,8 @@ from typing import Any, NoReturn
 
 from nanorl.sandbox import usage
 from nanorl.sandbox.confine import Confinement, close_from, pidfd_open
-from nanorl.sandbox.program import execute, exit_now, lay_files, renew_streams
+from nanorl.sandbox.first import HeldHooks
+from nanorl.sandbox.program import execute, exit_now, lay_files, ready_streams, renew_streams
 from nanorl.sandbox.protocol import (
     DONE,
     FLAG_DONE,
@@ -57,21 +61,20 @@ from nanorl.sandbox.protocol import (
 _WATCH_PERIOD_S, _SHORTEST_PERIOD_S = 0.05, 0.005
 _FASTEST_BYTES_PER_S = 4 << 30
 
-ProgramMain = Callable[[Confinement, socket.socket], None]
+ProgramMain = Callable[[Confinement, _socket.socket], None]
 
 
 class Child:
     """One execution, spawned ahead: its program's process, and its pid 1, which holds the rest."""
 
-    def __init__(
-        self, confinement: Confinement, control: socket.socket, main: ProgramMain | None = None
-    ) -> None:
+    def __init__(self, server: Server, main: ProgramMain | None = None) -> None:
         """`main`: what the confined process does; None: it becomes the program that it is sent."""
-        self.namespace = confinement.new_pid_namespace()
-        self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.namespace = server.confinement.new_pid_namespace()
+        # Not the class of `socket`: made in Python, of enumerations, it costs as much as the calls.
+        self.sock, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
         self.pid = os.fork()
         if self.pid == 0:
-            _run_or_die(_child_main, confinement, theirs, (self.sock, control), main)
+            _run_or_die(_child_main, server, theirs, main or _program_main)
         theirs.close()
         self.end = pidfd_open(self.pid)
 
@@ -103,31 +106,27 @@ def _run_or_die(function: Any, *args: Any) -> NoReturn:
         exit_now(125)
 
 
-def _child_main(
-    confinement: Confinement,
-    sock: socket.socket,
-    others: tuple[socket.socket, ...],
-    main: ProgramMain | None,
-) -> None:
-    for other in others:
-        other.close()
-    confinement.isolate()
-    (main or _program_main)(confinement, sock)
+def _child_main(server: Server, sock: _socket.socket, main: ProgramMain) -> None:
+    server.hooks.register()
+    server.confinement.isolate()
+    main(server.confinement, sock)
 
 
-def take_order(confinement: Confinement, sock: socket.socket) -> tuple[bytes, list[int]]:
+def take_order(confinement: Confinement, sock: _socket.socket) -> tuple[bytes, list[int]]:
     """Gives up every right, says so, and waits for what is to be done with what descriptors."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _signal.signal(_signal.SIGINT, _signal.default_int_handler)
     confinement.confine()
     sock.send(READY)
-    return receive(sock)
+    order = receive(sock)
+    sock.detach()  # its number is closed with all others
+    return order
 
 
-def _program_main(confinement: Confinement, sock: socket.socket) -> None:
+def _program_main(confinement: Confinement, sock: _socket.socket) -> None:
     message, descriptors = take_order(confinement, sock)
     limit_cpu(GO.unpack(message)[1])
     code = lay_files(descriptors[0])
-    connect(sock, descriptors)
+    connect(descriptors)
     execute(code)
 
 
@@ -137,28 +136,34 @@ def limit_cpu(limit_s: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
 
 
-def connect(sock: socket.socket, descriptors: list[int]) -> None:
+def connect(descriptors: list[int]) -> None:
     """Makes [payload, (stdin,) stdout, stderr] the standard streams and closes all others."""
-    if len(descriptors) == 3:
+    has_input = len(descriptors) > 3
+    if not has_input:
         # An open file of its own: flags, offset and locks of a shared one would outlive the run.
         descriptors.insert(1, os.open("/dev/null", os.O_RDONLY))
     for target, descriptor in enumerate(descriptors[1:]):
         os.dup2(descriptor, target)
-    sock.detach()
     close_from(3)
-    renew_streams()
+    if has_input:
+        renew_streams()
 
 
 class Server:
     """Serves one run at a time until the host closes the control socket."""
 
-    def __init__(self, control: socket.socket, config: dict[str, Any]) -> None:
+    def __init__(
+        self, control: socket.socket, config: dict[str, Any], hooks: HeldHooks
+    ) -> None:
         self.control = control
+        self.hooks = hooks
         self.watch_bytes = config["watch_bytes"]
         self.memory = usage.MemoryWatch()
         self.confinement = Confinement(config)
         self.confinement.enter_mount_namespace()
-        self.child = Child(self.confinement, control)
+        self.confinement.give_up_for_all()
+        ready_streams()
+        self.child = Child(self)
 
     def serve(self) -> None:
         self.control.send(HELLO if self.child.is_ready() else b"broken")
@@ -173,13 +178,13 @@ class Server:
                 self._respawn()
             result = self._run(message, descriptors)
             self.control.send(result)
-            self.child = Child(self.confinement, self.control)
+            self.child = Child(self)
             is_ready = False
 
     def _respawn(self) -> None:
         """The waiting child died (say, of the memory limit): once more, then give up."""
         self.child.reap()
-        self.child = Child(self.confinement, self.control)
+        self.child = Child(self)
         if not self.child.is_ready():
             raise SystemExit("the confined child does not start")
 
@@ -271,8 +276,9 @@ def _restore_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def prepare() -> tuple[socket.socket, dict[str, Any]]:
+def prepare(hooks: HeldHooks) -> tuple[socket.socket, dict[str, Any]]:
     """The control socket and the configuration; afterwards the process is fit to be forked."""
+    hooks.release()
     _restore_signals()
     control = socket.socket(fileno=int(sys.argv[1]))
     config = json.loads(control.recv(1 << 16))
@@ -282,6 +288,7 @@ def prepare() -> tuple[socket.socket, dict[str, Any]]:
     for name in [name for name in sys.modules if name.startswith("nanorl")]:
         del sys.modules[name]  # programs have a name space of their own
     os.environ.pop("PWD", None)
+    random.seed(0)  # programs on all workers draw the same numbers
     site.setquit()  # -S leaves out exit() and quit(), which programs do call
     sys.argv[:] = [PROGRAM_NAME]
     gc.collect()
@@ -290,5 +297,5 @@ def prepare() -> tuple[socket.socket, dict[str, Any]]:
     return control, config
 
 
-def main() -> None:
-    Server(*prepare()).serve()
+def main(hooks: HeldHooks) -> None:
+    Server(*prepare(hooks), hooks).serve()
