@@ -12,8 +12,9 @@ import os
 import resource
 import signal
 import struct
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Callable, Tuple
+from typing import Any
 
 FILTER_PATH = "/sbx/filter.bpf"
 _SYS_CLOSE_RANGE = 436
@@ -40,7 +41,7 @@ _ignore_children = partial(_libc.signal, ctypes.c_int(signal.SIGCHLD), _SIG_IGN)
 _await_children = partial(_libc.signal, ctypes.c_int(signal.SIGCHLD), _SIG_DFL)
 
 
-Step = Tuple[Callable[[], int], str]
+Step = tuple[Callable[[], int], str]
 """A system call with its arguments made ready, and its name for an error."""
 
 
@@ -188,12 +189,13 @@ class Confinement:
 
 
 def pidfd_open(pid: int) -> int:
-    """A descriptor that can be read from once the process has ended; `os.pidfd_open` is of 3.9."""
+    """A descriptor that can be read from once the process has ended. Not `os.pidfd_open`, which is
+    missing where Python was built with older headers."""
     return check(syscall(_SYS_PIDFD_OPEN, ctypes.c_int(pid), ctypes.c_uint(0)), "pidfd_open")
 
 
 class PidNamespace:
-    """A new pid namespace, whose pid 1 does nothing but be there: killed, it takes all others along.
+    """A new pid namespace, whose pid 1 does nothing but be there: its end is that of all others.
 
     Runs in the server. Forking a second interpreter for pid 1 would cost as much as the program's
     own fork; this one is a process of the server's own memory on a stack of its own, in pause(2).

@@ -124,7 +124,7 @@ def _serve_repl(talk: int, folder: str) -> NoReturn:
     channel = socket.socket(fileno=3)
     sys.path[0] = folder
     namespace = new_main().__dict__
-    count = 0
+    count, streams = 0, _streams()
     while True:
         message, descriptors = receive(channel)
         if not message:
@@ -135,7 +135,9 @@ def _serve_repl(talk: int, folder: str) -> NoReturn:
         for target, descriptor in enumerate((null, *descriptors[1:])):
             os.dup2(descriptor, target)
         close_from(4)
-        renew_streams()
+        if _are_changed(streams):
+            renew_streams()
+            streams = _streams()
         count += 1
         exit_code = _run_cell(code, f"<cell {count}>", namespace)
         flush(sys.stdout)
@@ -145,6 +147,18 @@ def _serve_repl(talk: int, folder: str) -> NoReturn:
             os.dup2(null, target)
         os.close(null)
         channel.send(DONE.pack(run_id, exit_code))
+
+
+def _streams() -> tuple[Any, ...]:
+    return sys.stdin, sys.stdout, sys.stderr
+
+
+def _are_changed(streams: tuple[Any, ...]) -> bool:
+    """True if the last piece of code replaced, closed or took apart a standard stream."""
+    try:
+        return streams != _streams() or any(stream.closed for stream in streams)
+    except ValueError:  # detached
+        return True
 
 
 def _run_cell(code: bytes, name: str, namespace: dict[str, Any]) -> int:

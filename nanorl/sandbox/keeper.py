@@ -26,7 +26,17 @@ from typing import Any
 
 from nanorl.sandbox import jobs, protocol, usage
 from nanorl.sandbox.first import HeldHooks
-from nanorl.sandbox.protocol import FLAG_FORGOT, GO, HELLO, NO_STATUS, RESULT, receive, send
+from nanorl.sandbox.protocol import (
+    FLAG_FORGOT,
+    GO,
+    HELLO,
+    NO_STATUS,
+    PING,
+    PONG,
+    RESULT,
+    receive,
+    send,
+)
 from nanorl.sandbox.worker import Child, Server, prepare
 
 # Loaded once, here; a job that imported them itself would take ten times as long.
@@ -36,9 +46,7 @@ _FOR_JOBS = (tarfile, traceback, unittest)
 class Keeper(Server):
     """Serves the jobs of one session until the host closes the control socket."""
 
-    def __init__(
-        self, control: socket.socket, config: dict[str, Any], hooks: HeldHooks
-    ) -> None:
+    def __init__(self, control: socket.socket, config: dict[str, Any], hooks: HeldHooks) -> None:
         super().__init__(control, config, hooks)
         self.child.reap()
         self.confinement.mount_folder("/tmp")
@@ -51,8 +59,10 @@ class Keeper(Server):
             message, descriptors = receive(self.control)
             if not message:
                 return
+            if message == PING:
+                self.control.send(PONG)
             if len(message) != GO.size:
-                continue  # a kill for a job that has ended
+                continue  # a ping, or a kill for a job that has ended
             self.control.send(self._job(message, descriptors))
 
     def _job(self, message: bytes, descriptors: list[int]) -> bytes:
@@ -100,17 +110,18 @@ class Keeper(Server):
             self._start_repl()
         assert self.repl is not None and self.talk is not None, "both were started above"
         self.child = self.repl
-        cpu_s = usage.cpu_s()
-        usage.resume(set())
+        cpu_s = usage.cpu_of(self.repl.pid)
+        usage.resume_all()
         with suppress(OSError):  # one that does not read its orders runs into the time limit
             send(self.talk, message, descriptors, socket.MSG_DONTWAIT)
         for descriptor in descriptors:
             os.close(descriptor)
         flags, status = self._wait(run_id, start + limit_s, self.talk)
-        usage.stop_all()
-        cpu_s = max(usage.cpu_s() - cpu_s, 0.0)
+        usage.halt_all()
+        is_done = flags & protocol.FLAG_DONE  # else its children count as well
+        cpu_s = max((usage.cpu_of(self.repl.pid) if is_done else usage.cpu_s()) - cpu_s, 0.0)
         maxrss = 0
-        if not flags & protocol.FLAG_DONE:
+        if not is_done:
             own_status, reaped = self._end_repl()
             status = own_status if status is None else status
             flags, maxrss = flags | FLAG_FORGOT, reaped.ru_maxrss

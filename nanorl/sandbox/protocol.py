@@ -1,7 +1,7 @@
 """The packets that host and worker exchange over their SEQPACKET socket. Stdlib only.
 
-host -> server    configuration (JSON, once), GO with descriptors, KILL
-server -> host    HELLO (once), RESULT: fixed-size structs, no JSON and no pickle
+host -> server    configuration (JSON, once), GO with descriptors, KILL, PING
+server -> host    HELLO (once), RESULT, PONG: fixed-size structs, no JSON and no pickle
 server <-> repl   a session's interpreter: GO with descriptors, then DONE
 server -> child   GO with the descriptors, unread; child -> server: READY
 """
@@ -13,6 +13,7 @@ import struct
 from collections.abc import Sequence
 
 HELLO = b"warm"
+PING, PONG = b"P", b"p"  # of a worker that nothing runs in: is it there, and fit for the next run?
 READY = b"R"
 GO = struct.Struct("<16sdBB")  # run id, wall-clock limit in seconds, a Job, its argument
 KILL = struct.Struct("<1s16s")  # b"K", run id: the host has seen enough

@@ -12,7 +12,7 @@ passes them on unread and returns one fixed-size RESULT, so neither program text
 through memory that a later program inherits, and a program holds no descriptor on which a result
 could be written.
 
-Stdlib only: the interpreter in here need not be the host's. Runs on Python >= 3.8.
+Stdlib only: the interpreter in here need not be the host's. Runs on Python >= 3.9.
 Next: confine.py (the rights), program.py (the program's process).
 """
 
@@ -49,6 +49,8 @@ from nanorl.sandbox.protocol import (
     HELLO,
     KILL,
     NO_STATUS,
+    PING,
+    PONG,
     PROGRAM_NAME,
     READY,
     RESULT,
@@ -81,6 +83,9 @@ class Child:
     def is_ready(self) -> bool:
         """Waits until the child has confined itself; False if it could not."""
         return self.sock.recv(8) == READY
+
+    def has_ended(self) -> bool:
+        return bool(select.select([self.end], [], [], 0)[0])
 
     def reap(self) -> tuple[int, resource.struct_rusage]:
         """Kills what is left. When this returns no process of the execution exists.
@@ -152,9 +157,7 @@ def connect(descriptors: list[int]) -> None:
 class Server:
     """Serves one run at a time until the host closes the control socket."""
 
-    def __init__(
-        self, control: socket.socket, config: dict[str, Any], hooks: HeldHooks
-    ) -> None:
+    def __init__(self, control: socket.socket, config: dict[str, Any], hooks: HeldHooks) -> None:
         self.control = control
         self.hooks = hooks
         self.watch_bytes = config["watch_bytes"]
@@ -172,12 +175,17 @@ class Server:
             message, descriptors = receive(self.control)
             if not message:
                 return
-            if len(message) != GO.size:
+            if len(message) != GO.size and message != PING:
                 continue  # a kill for a run that has ended
             if not is_ready and not self.child.is_ready():
                 self._respawn()
-            result = self._run(message, descriptors)
-            self.control.send(result)
+            is_ready = True
+            if message == PING:
+                if self.child.has_ended():
+                    self._respawn()
+                self.control.send(PONG)
+                continue
+            self.control.send(self._run(message, descriptors))
             self.child = Child(self)
             is_ready = False
 
