@@ -25,7 +25,14 @@ from nanorl.sandbox.interpreter import Interpreter
 from nanorl.sandbox.machine import reachable
 
 TIER = "bwrap"
-_MAIN = "import sys; sys.path[0] = '/sbx'; from nanorl.sandbox.{} import main; main()"
+_MAIN = """import sys
+sys.path[0] = '/sbx'
+from nanorl.sandbox.first import HeldHooks, enter_pid_namespace
+enter_pid_namespace(int(sys.argv[1]))
+hooks = HeldHooks()
+from nanorl.sandbox.{} import main
+main(hooks)
+"""
 _COMMANDS = "/sbx/bin"  # of a session: `python` and `python3` are the interpreter inside
 # 60578-61183 is unused by Debian and systemd (systemd.io/UIDS-GIDS).
 _FIRST_UID, _NUM_UIDS = 61000, 184
@@ -87,7 +94,7 @@ def unused_uid(index: int) -> int:
 def worker_data() -> dict[str, bytes]:
     """The files that exist only inside, by path."""
     here = Path(__file__).parent
-    modules = ("worker", "confine", "program", "protocol", "usage", "keeper", "jobs")
+    modules = ("first", "worker", "confine", "program", "protocol", "usage", "keeper", "jobs")
     sources = {f"/sbx/nanorl/sandbox/{m}.py": (here / f"{m}.py").read_bytes() for m in modules}
     return {
         **sources,

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,9 @@ from nanorl.sandbox.outcome import Outcome, blame, judge
 
 _START_LIMIT_S = 30.0
 _MAX_STARTS = 3
+# Until then nobody looks at a program's output: what a short one prints fits into its pipes and is
+# read at its end, in one wake-up instead of four.
+_QUIET_S, _PIPE_BYTES = 0.01, 1 << 16
 
 
 class State(Enum):
@@ -37,6 +41,16 @@ class State(Enum):
     STARTING = 1
     IDLE = 2
     BUSY = 3
+
+
+@dataclass(frozen=True)
+class Size:
+    """The number of workers: `least` are always there, up to `most` while executions wait; one of
+    those ends when it has had nothing to do for `idle_s`."""
+
+    least: int
+    most: int
+    idle_s: float
 
 
 class WorkerSlot:
@@ -47,6 +61,9 @@ class WorkerSlot:
         self.state = State.DEAD
         self.worker: BwrapWorker | None = None
         self.deadline = float("inf")
+        self.watch_at = float("inf")  # when the attempt's output is to be looked at
+        self.idle_since = 0.0
+        self.is_asked = False  # whether it still is there; it has not answered yet
         self.num_runs = 0
         self.num_oom_kills = 0
         self.execution: Execution | None = None  # kept for this slot: it goes before the queue
@@ -57,22 +74,25 @@ class Dispatcher:
     """Owns the workers. `submit` and `close` may be called from any thread."""
 
     backstop_s = 2.0  # after the server's own limit: a server that does not answer is killed
+    check_s = 5.0  # how often an idle worker is asked whether it still is there
+    answer_s = 10.0  # and how long it may take to say so, on a busy machine
 
     def __init__(
         self,
         spec: SandboxSpec,
         bwrap: Path,
         python: Interpreter,
-        num_workers: int,
+        size: Size,
         ablate: frozenset[str],
     ) -> None:
         self.spec = spec
+        self.size = size
         self.bwrap = bwrap
         self.python = python
         self.ablate = ablate
         self.start_error = ""
         self.memory_tier = ""
-        self._slots = [WorkerSlot(index) for index in range(num_workers)]
+        self._slots = [WorkerSlot(index) for index in range(size.most)]
         self._queue: deque[Execution] = deque()
         self._handlers: dict[int, Callable[[], None]] = {}
         self._prepare()
@@ -141,8 +161,10 @@ class Dispatcher:
         return list(self._queue)
 
     def _left_s(self) -> float:
-        deadline = min((slot.deadline for slot in self._slots), default=float("inf"))
-        return min(max(deadline - time.monotonic(), 0.0), 3600.0)
+        next_time = float("inf")
+        for slot in self._slots:
+            next_time = min(next_time, slot.deadline, slot.watch_at)
+        return min(max(next_time - time.monotonic(), 0.0), 3600.0)
 
     def _on_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -160,9 +182,17 @@ class Dispatcher:
         for slot in self._slots:
             if slot.state is State.IDLE and (execution := self._next_execution(slot)):
                 self._begin(slot, execution)
+        starting = sum(slot.state is State.STARTING for slot in self._slots)
         for slot in self._slots:
-            if slot.state is State.DEAD and (slot.execution or self._queue or slot.num_runs == 0):
+            if slot.state is State.DEAD and self._is_wanted(slot, len(self._queue) - starting):
                 self._start(slot)
+                starting += 1
+
+    def _is_wanted(self, slot: WorkerSlot, num_waiting: int) -> bool:
+        """`num_waiting`: executions for which no worker is on its way."""
+        if slot.index < self.size.least:
+            return bool(slot.execution or self._queue or slot.num_runs == 0)
+        return slot.execution is not None or num_waiting > 0
 
     def _next_execution(self, slot: WorkerSlot) -> Execution | None:
         execution, slot.execution = slot.execution, None
@@ -204,9 +234,12 @@ class Dispatcher:
             return
         except OSError:
             packet = b""
-        if slot.state is State.STARTING:
+        if packet == protocol.PONG:
+            if slot.state is State.IDLE:
+                self._rest(slot, slot.idle_since)
+        elif slot.state is State.STARTING:
             if packet == protocol.HELLO:
-                slot.state, slot.deadline = State.IDLE, float("inf")
+                self._rest(slot, time.monotonic())
                 slot.num_oom_kills = slot.worker.num_oom_kills()
             else:
                 self._on_start_failure(slot, slot.worker.messages())
@@ -217,8 +250,27 @@ class Dispatcher:
         else:
             self._on_idle_end(slot)
 
+    def _rest(self, slot: WorkerSlot, idle_since: float) -> None:
+        """The worker has nothing to do, and is looked at again after a while."""
+        slot.state, slot.idle_since, slot.is_asked = State.IDLE, idle_since, False
+        slot.deadline = time.monotonic() + self.check_s
+        if slot.index >= self.size.least:
+            slot.deadline = min(slot.deadline, idle_since + self.size.idle_s)
+
+    def _look_at_idle(self, slot: WorkerSlot, now: float) -> None:
+        """Lets go of a worker too many, or of one that does not answer; asks any other."""
+        assert slot.worker is not None, "an idle slot has a worker"
+        if slot.index >= self.size.least and now >= slot.idle_since + self.size.idle_s:
+            self._stop(slot)
+        elif slot.is_asked:
+            self._on_idle_end(slot)
+        else:
+            slot.is_asked, slot.deadline = True, now + self.answer_s
+            with contextlib.suppress(OSError):  # a dead one shows up on its control socket
+                slot.worker.control.send(protocol.PING, socket.MSG_DONTWAIT)
+
     def _on_idle_end(self, slot: WorkerSlot) -> None:
-        """A worker ended by itself; whoever needs one gets another."""
+        """A worker ended by itself, or does not answer; whoever needs one gets another."""
         self._stop(slot)
 
     def _begin(self, slot: WorkerSlot, execution: Execution) -> None:
@@ -235,10 +287,15 @@ class Dispatcher:
             self._end_attempt(slot)
             fail(execution, SandboxFailure(f"the host cannot start a program: {error}"))
             return
-        for stream in attempt.streams:
-            self._watch(stream.descriptor, partial(self._on_output, slot, attempt, stream))
-        slot.state = State.BUSY
-        slot.deadline = time.monotonic() + execution.timeout_s + self.backstop_s
+        slot.state, now = State.BUSY, time.monotonic()
+        slot.deadline = now + execution.timeout_s + self.backstop_s
+        slot.watch_at = now + _QUIET_S if execution.max_output_bytes <= _PIPE_BYTES else now
+
+    def _watch_output(self, slot: WorkerSlot) -> None:
+        assert slot.attempt is not None, "only an attempt sets the time"
+        slot.watch_at = float("inf")
+        for stream in slot.attempt.streams:
+            self._watch(stream.descriptor, partial(self._on_output, slot, slot.attempt, stream))
 
     def _on_output(self, slot: WorkerSlot, attempt: Attempt, stream: Stream) -> None:
         stream.read()
@@ -260,7 +317,7 @@ class Dispatcher:
         assert slot.worker is not None and attempt is not None, "a busy slot has both"
         num_oom_kills = slot.worker.num_oom_kills()
         outcome = Outcome.unpack(packet, is_oom=num_oom_kills > slot.num_oom_kills)
-        if outcome.run_id != attempt.run_id or (outcome.is_broken and not outcome.is_oom):
+        if outcome.run_id != attempt.run_id:
             self._on_broken_worker(slot)
             return
         slot.num_oom_kills = num_oom_kills
@@ -268,7 +325,7 @@ class Dispatcher:
         stdout, stderr = (stream.drain(limit) for stream in attempt.streams)
         self._end_attempt(slot)
         slot.num_runs += 1
-        slot.state, slot.deadline = State.IDLE, float("inf")
+        self._rest(slot, time.monotonic())
         if slot.num_runs >= self.spec.max_runs_per_worker:
             self._stop(slot)
         succeed(attempt.execution, judge(outcome, stdout, stderr, limit, TIER))
@@ -296,16 +353,20 @@ class Dispatcher:
 
     def _enforce_deadlines(self) -> None:
         now = time.monotonic()
-        for slot in self._slots:
+        for slot in list(self._slots):
+            if now >= slot.watch_at:
+                self._watch_output(slot)
             if now < slot.deadline:
                 continue
             if slot.state is State.BUSY:
                 self._on_broken_worker(slot)
+            elif slot.state is State.IDLE:
+                self._look_at_idle(slot, now)
             else:
                 self._on_start_failure(slot, f"not ready after {_START_LIMIT_S:.0f} s")
 
     def _end_attempt(self, slot: WorkerSlot) -> None:
-        attempt, slot.attempt = slot.attempt, None
+        attempt, slot.attempt, slot.watch_at = slot.attempt, None, float("inf")
         for stream in attempt.streams if attempt else ():
             self._unwatch(stream.descriptor)
             stream.close()

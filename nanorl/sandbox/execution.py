@@ -6,7 +6,6 @@ is sealed, since a program that could grow it would have memory that no limit co
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import socket
@@ -79,28 +78,35 @@ class Attempt:
 
     def start(self, control: socket.socket) -> None:
         """Hands the program to the server at the other end of `control`. May raise OSError."""
-        with contextlib.ExitStack() as stack:
-            descriptors = [self._file(stack, "program", self.execution.payload, 0)]
+        theirs: list[int] = []
+        try:
+            theirs.append(_file("program", self.execution.payload, 0))
             if self.execution.stdin:  # otherwise the program opens a /dev/null of its own
-                descriptors.append(self._file(stack, "stdin", self.execution.stdin, _SEALS))
+                theirs.append(_file("stdin", self.execution.stdin, _SEALS))
             for _ in range(2):
                 read_end, write_end = os.pipe2(os.O_CLOEXEC)
                 self.streams.append(Stream(read_end))
-                stack.callback(os.close, write_end)
+                theirs.append(write_end)
                 os.set_blocking(read_end, False)
-                descriptors.append(write_end)
             execution = self.execution
             order = (self.run_id, execution.timeout_s, execution.job, execution.argument)
-            protocol.send(control, protocol.GO.pack(*order), descriptors)
+            protocol.send(control, protocol.GO.pack(*order), theirs)
+        finally:
+            for descriptor in theirs:
+                os.close(descriptor)
 
-    def _file(self, stack: contextlib.ExitStack, name: str, content: bytes, seals: int) -> int:
-        flags = os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if seals else 0)
-        descriptor = os.memfd_create(name, flags)
-        stack.callback(os.close, descriptor)
-        view = memoryview(content)
-        while view:
-            view = view[os.write(descriptor, view) :]
-        os.lseek(descriptor, 0, os.SEEK_SET)
+
+def _file(name: str, content: bytes, seals: int) -> int:
+    """An anonymous file with this content, at its beginning."""
+    flags = os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if seals else 0)
+    descriptor = os.memfd_create(name, flags)
+    try:
+        written = 0
+        while written < len(content):  # at a place, so that the file stays at its beginning
+            written += os.pwrite(descriptor, memoryview(content)[written:], written)
         if seals:
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-        return descriptor
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

@@ -12,6 +12,7 @@ session's folder comes onto the import path only here, and only where a program 
 
 from __future__ import annotations
 
+import _socket
 import ast
 import builtins
 import io
@@ -49,15 +50,16 @@ _LEFT = b"\nthe script left processes running"
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: of every class that Python code defines
 
 
-def main(confinement: Confinement, sock: socket.socket) -> None:
+def main(confinement: Confinement, sock: _socket.socket) -> None:
     """The whole life of one confined process: takes one order and carries it out."""
     message, descriptors = take_order(confinement, sock)
     _, limit_s, job, _ = GO.unpack(message)
     if job == protocol.REPL:
         serve_repl(sock, descriptors[0], confinement.folder)
+        _serve_repl(descriptors[0], confinement.folder)
     limit_cpu(limit_s)
     parts = dict(read_payload(descriptors[0]))
-    connect(sock, descriptors)
+    connect(descriptors)
     perform(job, parts, confinement.folder)
 
 
@@ -117,14 +119,14 @@ def _run_shell(command: bytes) -> NoReturn:
 
 
 def serve_repl(sock: socket.socket, talk: int, folder: str) -> NoReturn:
+def _serve_repl(talk: int, folder: str) -> NoReturn:
     """Runs one piece of code after the other in the same `__main__`, for as long as it lives."""
-    sock.detach()
     os.dup2(talk, 3)
     close_from(4)
     channel = socket.socket(fileno=3)
     sys.path[0] = folder
     namespace = new_main().__dict__
-    count = 0
+    count, streams = 0, _streams()
     while True:
         message, descriptors = receive(channel)
         if not message:
@@ -135,7 +137,9 @@ def serve_repl(sock: socket.socket, talk: int, folder: str) -> NoReturn:
         for target, descriptor in enumerate((null, *descriptors[1:])):
             os.dup2(descriptor, target)
         close_from(4)
-        renew_streams()
+        if _are_changed(streams):
+            renew_streams()
+            streams = _streams()
         count += 1
         exit_code = _run_cell(code, f"<cell {count}>", namespace)
         flush(sys.stdout)
@@ -145,6 +149,18 @@ def serve_repl(sock: socket.socket, talk: int, folder: str) -> NoReturn:
             os.dup2(null, target)
         os.close(null)
         channel.send(DONE.pack(run_id, exit_code))
+
+
+def _streams() -> tuple[Any, ...]:
+    return sys.stdin, sys.stdout, sys.stderr
+
+
+def _are_changed(streams: tuple[Any, ...]) -> bool:
+    """True if the last piece of code replaced, closed or took apart a standard stream."""
+    try:
+        return streams != _streams() or any(stream.closed for stream in streams)
+    except ValueError:  # detached
+        return True
 
 
 def _run_cell(code: bytes, name: str, namespace: dict[str, Any]) -> int:

@@ -14,6 +14,7 @@ session's folder on its import path, so nothing that a program leaves there is r
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import sys
 import tarfile
@@ -24,7 +25,18 @@ from contextlib import suppress
 from typing import Any
 
 from nanorl.sandbox import jobs, protocol, usage
-from nanorl.sandbox.protocol import FLAG_FORGOT, GO, HELLO, NO_STATUS, RESULT, receive, send
+from nanorl.sandbox.first import HeldHooks
+from nanorl.sandbox.protocol import (
+    FLAG_FORGOT,
+    GO,
+    HELLO,
+    NO_STATUS,
+    PING,
+    PONG,
+    RESULT,
+    receive,
+    send,
+)
 from nanorl.sandbox.worker import Child, Server, prepare
 
 # Loaded once, here; a job that imported them itself would take ten times as long.
@@ -34,8 +46,8 @@ _FOR_JOBS = (tarfile, traceback, unittest)
 class Keeper(Server):
     """Serves the jobs of one session until the host closes the control socket."""
 
-    def __init__(self, control: socket.socket, config: dict[str, Any]) -> None:
-        super().__init__(control, config)
+    def __init__(self, control: socket.socket, config: dict[str, Any], hooks: HeldHooks) -> None:
+        super().__init__(control, config, hooks)
         self.child.reap()
         self.confinement.mount_folder("/tmp")
         self.repl: Child | None = None
@@ -47,8 +59,10 @@ class Keeper(Server):
             message, descriptors = receive(self.control)
             if not message:
                 return
+            if message == PING:
+                self.control.send(PONG)
             if len(message) != GO.size:
-                continue  # a kill for a job that has ended
+                continue  # a ping, or a kill for a job that has ended
             self.control.send(self._job(message, descriptors))
 
     def _job(self, message: bytes, descriptors: list[int]) -> bytes:
@@ -81,7 +95,7 @@ class Keeper(Server):
 
     def _start(self, main: Any) -> Child:
         for _ in range(2):  # the first may have died of the memory limit that it shares
-            child = Child(self.confinement, self.control, main)
+            child = Child(self, main)
             if child.is_ready():
                 return child
             child.reap()
@@ -96,20 +110,21 @@ class Keeper(Server):
             self._start_repl()
         assert self.repl is not None and self.talk is not None, "both were started above"
         self.child = self.repl
-        cpu_s = usage.cpu_s()
-        usage.resume(set())
+        cpu_s = usage.cpu_of(self.repl.pid)
+        usage.resume_all()
         with suppress(OSError):  # one that does not read its orders runs into the time limit
             send(self.talk, message, descriptors, socket.MSG_DONTWAIT)
         for descriptor in descriptors:
             os.close(descriptor)
         flags, status = self._wait(run_id, start + limit_s, self.talk)
-        usage.stop_all()
-        cpu_s = max(usage.cpu_s() - cpu_s, 0.0)
-        if not flags & protocol.FLAG_DONE:
-            maxrss = self._end_repl()
-            flags |= FLAG_FORGOT
-        else:
-            maxrss = 0
+        usage.halt_all()
+        is_done = flags & protocol.FLAG_DONE  # else its children count as well
+        cpu_s = max((usage.cpu_of(self.repl.pid) if is_done else usage.cpu_s()) - cpu_s, 0.0)
+        maxrss = 0
+        if not is_done:
+            own_status, reaped = self._end_repl()
+            status = own_status if status is None else status
+            flags, maxrss = flags | FLAG_FORGOT, reaped.ru_maxrss
         wall_s = time.monotonic() - start
         return RESULT.pack(run_id, flags, status, cpu_s, wall_s, maxrss)
 
@@ -120,13 +135,13 @@ class Keeper(Server):
             order = GO.pack(bytes(16), 0.0, protocol.REPL, 0)
             send(self.repl.sock, order, [theirs.fileno()])
 
-    def _end_repl(self) -> int:
-        """Ends its whole tree; returns the largest resident set of it, in KiB."""
+    def _end_repl(self) -> tuple[int, resource.struct_rusage]:
+        """Ends its whole tree; its wait status and what it used."""
         assert self.repl is not None and self.talk is not None, "there is one to end"
-        maxrss = self.repl.reap().ru_maxrss
+        ended = self.repl.reap()
         self.talk.close()
         self.repl = self.talk = None
-        return maxrss
+        return ended
 
 
 def _with_flag(result: bytes) -> bytes:
@@ -134,6 +149,6 @@ def _with_flag(result: bytes) -> bytes:
     return RESULT.pack(run_id, flags | FLAG_FORGOT, *rest)
 
 
-def main() -> None:
+def main(hooks: HeldHooks) -> None:
     assert NO_STATUS < 0 and all(module.__name__ in sys.modules for module in _FOR_JOBS)
-    Keeper(*prepare()).serve()
+    Keeper(*prepare(hooks), hooks).serve()

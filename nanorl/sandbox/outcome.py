@@ -39,10 +39,6 @@ class Outcome:
         )
 
     @property
-    def is_broken(self) -> bool:
-        return bool(self.flags & protocol.FLAG_BROKEN)
-
-    @property
     def exit_code(self) -> int:
         if self.wait_status == protocol.NO_STATUS:
             return -int(signal.SIGKILL)

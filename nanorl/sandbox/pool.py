@@ -31,6 +31,8 @@ from nanorl.sandbox.base import (
 )
 from nanorl.sandbox.bwrap import TIER
 from nanorl.sandbox.dispatch import Dispatcher
+from nanorl.sandbox.dispatch import Dispatcher, Size
+from nanorl.sandbox.execution import Execution
 from nanorl.sandbox.interpreter import find_python
 from nanorl.sandbox.lease import SessionDispatcher
 from nanorl.sandbox.machine import explain, find_bwrap
@@ -44,17 +46,34 @@ _CANARY_TIMEOUT_S = 10.0
 class SandboxPool:
     """`num_workers` warm workers, each running one program at a time. Usable from any thread.
 
+    With `max_workers`, as many more as are needed while programs wait; each of those ends when it
+    has had nothing to do for `idle_s`. An idle worker that died or hangs is found and replaced.
     Raises SandboxUnavailable if this machine cannot isolate, ValueError for impossible settings.
     """
 
     # Walls to leave out, so that tests can show that they would notice. Never set it otherwise.
     ablate: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self, spec: SandboxSpec, num_workers: int = 1) -> None:
+    def __init__(
+        self,
+        spec: SandboxSpec,
+        num_workers: int = 1,
+        *,
+        max_workers: int | None = None,
+        idle_s: float = 30.0,
+    ) -> None:
         if num_workers < 1:
             raise ValueError(f"num_workers={num_workers} must be at least 1; use one per CPU core")
+        most = num_workers if max_workers is None else max_workers
+        if most < num_workers:
+            raise ValueError(
+                f"max_workers={max_workers} must be at least num_workers={num_workers}; "
+                "leave it out for a pool of fixed size"
+            )
+        if not idle_s > 0:
+            raise ValueError(f"idle_s={idle_s} must be a positive number of seconds")
         self.spec = spec
-        self._dispatcher = self._open(num_workers)
+        self._dispatcher = self._open(Size(num_workers, most, idle_s))
         self._finalizer = weakref.finalize(self, self._dispatcher.close)
         self._sessions: SessionDispatcher | None = None
         self._sessions_lock = threading.Lock()
@@ -74,7 +93,7 @@ class SandboxPool:
                 "every 50 ms, with at most 128 descriptors and 32 processes a program"
             )
 
-    def _open(self, num_workers: int) -> Dispatcher:
+    def _open(self, size: Size) -> Dispatcher:
         """The first bubblewrap in which the canary sees only walls."""
         if sys.platform != "linux":
             raise SandboxUnavailable(
@@ -89,7 +108,7 @@ class SandboxPool:
         python = find_python(self.spec)
         refusals = []
         for bwrap in find_bwrap(self.spec):
-            dispatcher = Dispatcher(self.spec, bwrap, python, num_workers, self.ablate)
+            dispatcher = Dispatcher(self.spec, bwrap, python, size, self.ablate)
             try:
                 self._probe(dispatcher)
                 return dispatcher
@@ -172,7 +191,8 @@ class SandboxPool:
                 raise SandboxFailure("the sandbox pool is closed")
             if self._sessions is None:
                 of_runs = self._dispatcher
-                arguments = (self.spec, of_runs.bwrap, of_runs.python, 0, self.ablate)
+                size = Size(0, 0, math.inf)  # it makes and ends its workers with its sessions
+                arguments = (self.spec, of_runs.bwrap, of_runs.python, size, self.ablate)
                 self._sessions = SessionDispatcher(*arguments)
                 weakref.finalize(self, self._sessions.close)
             return self._sessions

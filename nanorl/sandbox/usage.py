@@ -31,12 +31,25 @@ def cpu_s() -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def cpu_of(pid: int) -> float:
+    """CPU seconds of one process, its ended threads included; 0 if it has ended."""
+    try:
+        return time.clock_gettime((~pid << 3) | 2)  # MAKE_PROCESS_CPUCLOCK of posix-timers.h
+    except OSError:
+        return 0.0
+
+
 def stop_all() -> set[str]:
     """Makes every other process stand still; returns those that did already, for `resume`."""
     standing = {pid for pid in _other_pids() if _is_stopped(pid)}
+    halt_all()
+    return standing
+
+
+def halt_all() -> None:
+    """`stop_all` for who will not ask which of them stood still."""
     with suppress(ProcessLookupError):
         os.kill(-1, signal.SIGSTOP)
-    return standing
 
 
 def resume(standing: set[str]) -> None:
@@ -44,6 +57,12 @@ def resume(standing: set[str]) -> None:
     for pid in set(_other_pids()) - standing:
         with suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGCONT)
+
+
+def resume_all() -> None:
+    """Lets every process go on, whoever made it stand still."""
+    with suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGCONT)
 
 
 class MemoryWatch:

@@ -2,8 +2,9 @@
 
 Processes, outermost first:
     server   pid 1 of the worker; trusted; holds CAP_SYS_ADMIN of its own user namespace
-    init     pid 1 of one execution's pid, mount and ipc namespaces; trusted; reaps; no threads
-    program  its child: no capabilities, no_new_privs, resource limits, system-call filter
+    pid 1    of one execution's pid namespace: does nothing (confine.PidNamespace)
+    program  pid 2 of it, in mount and ipc namespaces of its own; the server's child: no
+             capabilities, no_new_privs, resource limits, system-call filter
 
 The next child is forked and confined ahead of time and waits for descriptors. The host sends
 [payload, stdin, stdout, stderr], stdin only if there is input, over a SEQPACKET socket; the server
@@ -11,16 +12,19 @@ passes them on unread and returns one fixed-size RESULT, so neither program text
 through memory that a later program inherits, and a program holds no descriptor on which a result
 could be written.
 
-Stdlib only: the interpreter in here need not be the host's. Runs on Python >= 3.8.
+Stdlib only: the interpreter in here need not be the host's. Runs on Python >= 3.9.
 Next: confine.py (the rights), program.py (the program's process).
 """
 
 from __future__ import annotations
 
+import _signal
+import _socket
 import gc
 import importlib
 import json
 import os
+import random
 import resource
 import select
 import signal
@@ -32,11 +36,11 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from nanorl.sandbox import usage
-from nanorl.sandbox.confine import Confinement, close_from
-from nanorl.sandbox.program import execute, exit_now, lay_files, renew_streams
+from nanorl.sandbox.confine import Confinement, close_from, pidfd_open
+from nanorl.sandbox.first import HeldHooks
+from nanorl.sandbox.program import execute, exit_now, lay_files, ready_streams, renew_streams
 from nanorl.sandbox.protocol import (
     DONE,
-    FLAG_BROKEN,
     FLAG_DONE,
     FLAG_KILLED,
     FLAG_MEMORY,
@@ -45,10 +49,11 @@ from nanorl.sandbox.protocol import (
     HELLO,
     KILL,
     NO_STATUS,
+    PING,
+    PONG,
     PROGRAM_NAME,
     READY,
     RESULT,
-    WAIT_STATUS,
     receive,
     send,
 )
@@ -58,34 +63,42 @@ from nanorl.sandbox.protocol import (
 _WATCH_PERIOD_S, _SHORTEST_PERIOD_S = 0.05, 0.005
 _FASTEST_BYTES_PER_S = 4 << 30
 
-ProgramMain = Callable[[Confinement, socket.socket], None]
+ProgramMain = Callable[[Confinement, _socket.socket], None]
 
 
 class Child:
-    """One execution, spawned ahead: its init and the socket to it."""
+    """One execution, spawned ahead: its program's process, and its pid 1, which holds the rest."""
 
-    def __init__(
-        self, confinement: Confinement, control: socket.socket, main: ProgramMain | None = None
-    ) -> None:
+    def __init__(self, server: Server, main: ProgramMain | None = None) -> None:
         """`main`: what the confined process does; None: it becomes the program that it is sent."""
-        self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.pid = confinement.clone()
+        self.namespace = server.confinement.new_pid_namespace()
+        # Not the class of `socket`: made in Python, of enumerations, it costs as much as the calls.
+        self.sock, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
+        self.pid = os.fork()
         if self.pid == 0:
-            _run_or_die(
-                _init_main, confinement, theirs, (self.sock, control), main or _program_main
-            )
+            _run_or_die(_child_main, server, theirs, main or _program_main)
         theirs.close()
+        self.end = pidfd_open(self.pid)
 
     def is_ready(self) -> bool:
         """Waits until the child has confined itself; False if it could not."""
         return self.sock.recv(8) == READY
 
-    def reap(self) -> resource.struct_rusage:
-        """Kills what is left. When this returns no process of the execution exists."""
-        os.kill(self.pid, signal.SIGKILL)
-        usage = os.wait4(self.pid, 0)[2]
+    def has_ended(self) -> bool:
+        return bool(select.select([self.end], [], [], 0)[0])
+
+    def reap(self) -> tuple[int, resource.struct_rusage]:
+        """Kills what is left. When this returns no process of the execution exists.
+
+        Returns the wait status of the program, and what it used with the children it waited for.
+        """
+        os.kill(self.namespace.pid if self.namespace else self.pid, signal.SIGKILL)
+        _, status, usage = os.wait4(self.pid, 0)
+        if self.namespace:
+            os.waitpid(self.namespace.pid, 0)
         self.sock.close()
-        return usage
+        os.close(self.end)
+        return status, usage
 
 
 def _run_or_die(function: Any, *args: Any) -> NoReturn:
@@ -98,38 +111,27 @@ def _run_or_die(function: Any, *args: Any) -> NoReturn:
         exit_now(125)
 
 
-def _init_main(
-    confinement: Confinement,
-    sock: socket.socket,
-    others: tuple[socket.socket, ...],
-    main: ProgramMain,
-) -> None:
-    for other in others:
-        other.close()
-    confinement.isolate()
-    pid = os.fork()
-    if pid == 0:
-        _run_or_die(main, confinement, sock)
-    while True:
-        reaped, status = os.wait()
-        if reaped == pid:
-            sock.send(WAIT_STATUS.pack(status))
-            exit_now(0)
+def _child_main(server: Server, sock: _socket.socket, main: ProgramMain) -> None:
+    server.hooks.register()
+    server.confinement.isolate()
+    main(server.confinement, sock)
 
 
-def take_order(confinement: Confinement, sock: socket.socket) -> tuple[bytes, list[int]]:
+def take_order(confinement: Confinement, sock: _socket.socket) -> tuple[bytes, list[int]]:
     """Gives up every right, says so, and waits for what is to be done with what descriptors."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _signal.signal(_signal.SIGINT, _signal.default_int_handler)
     confinement.confine()
     sock.send(READY)
-    return receive(sock)
+    order = receive(sock)
+    sock.detach()  # its number is closed with all others
+    return order
 
 
-def _program_main(confinement: Confinement, sock: socket.socket) -> None:
+def _program_main(confinement: Confinement, sock: _socket.socket) -> None:
     message, descriptors = take_order(confinement, sock)
     limit_cpu(GO.unpack(message)[1])
     code = lay_files(descriptors[0])
-    connect(sock, descriptors)
+    connect(descriptors)
     execute(code)
 
 
@@ -139,28 +141,32 @@ def limit_cpu(limit_s: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
 
 
-def connect(sock: socket.socket, descriptors: list[int]) -> None:
+def connect(descriptors: list[int]) -> None:
     """Makes [payload, (stdin,) stdout, stderr] the standard streams and closes all others."""
-    if len(descriptors) == 3:
+    has_input = len(descriptors) > 3
+    if not has_input:
         # An open file of its own: flags, offset and locks of a shared one would outlive the run.
         descriptors.insert(1, os.open("/dev/null", os.O_RDONLY))
     for target, descriptor in enumerate(descriptors[1:]):
         os.dup2(descriptor, target)
-    sock.detach()
     close_from(3)
-    renew_streams()
+    if has_input:
+        renew_streams()
 
 
 class Server:
     """Serves one run at a time until the host closes the control socket."""
 
-    def __init__(self, control: socket.socket, config: dict[str, Any]) -> None:
+    def __init__(self, control: socket.socket, config: dict[str, Any], hooks: HeldHooks) -> None:
         self.control = control
+        self.hooks = hooks
         self.watch_bytes = config["watch_bytes"]
         self.memory = usage.MemoryWatch()
         self.confinement = Confinement(config)
         self.confinement.enter_mount_namespace()
-        self.child = Child(self.confinement, control)
+        self.confinement.give_up_for_all()
+        ready_streams()
+        self.child = Child(self)
 
     def serve(self) -> None:
         self.control.send(HELLO if self.child.is_ready() else b"broken")
@@ -169,19 +175,24 @@ class Server:
             message, descriptors = receive(self.control)
             if not message:
                 return
-            if len(message) != GO.size:
+            if len(message) != GO.size and message != PING:
                 continue  # a kill for a run that has ended
             if not is_ready and not self.child.is_ready():
                 self._respawn()
-            result = self._run(message, descriptors)
-            self.control.send(result)
-            self.child = Child(self.confinement, self.control)
+            is_ready = True
+            if message == PING:
+                if self.child.has_ended():
+                    self._respawn()
+                self.control.send(PONG)
+                continue
+            self.control.send(self._run(message, descriptors))
+            self.child = Child(self)
             is_ready = False
 
     def _respawn(self) -> None:
         """The waiting child died (say, of the memory limit): once more, then give up."""
         self.child.reap()
-        self.child = Child(self.confinement, self.control)
+        self.child = Child(self)
         if not self.child.is_ready():
             raise SystemExit("the confined child does not start")
 
@@ -195,9 +206,10 @@ class Server:
         cpu_s = 0.0
         if status == NO_STATUS:
             usage.stop_all()  # dozens of spinning processes would starve this one
-            # The kernel does not add the times of what dies with a pid namespace to its init.
+            # The kernel adds the times of what dies with a pid namespace to nobody's.
             cpu_s = usage.cpu_s()
-        reaped = self.child.reap()
+        own_status, reaped = self.child.reap()
+        status = own_status if status is None else status
         cpu_s = max(cpu_s, reaped.ru_utime + reaped.ru_stime)
         wall_s = time.monotonic() - start
         return RESULT.pack(run_id, flags, status, cpu_s, wall_s, reaped.ru_maxrss)
@@ -218,12 +230,13 @@ class Server:
 
     def _wait(
         self, run_id: bytes, deadline: float, talk: socket.socket | None = None
-    ) -> tuple[int, int]:
-        """(flags, wait status) of the program; NO_STATUS says that init was killed.
+    ) -> tuple[int, int | None]:
+        """(flags, wait status). None: the program has ended, and `reap` knows how. NO_STATUS: it is
+        to be killed.
 
         `talk`: where a session's interpreter says that it has come to the end of its code.
         """
-        child, control = self.child.sock.fileno(), self.control.fileno()
+        child, control = self.child.end, self.control.fileno()
         poller = select.poll()
         poller.register(child, select.POLLIN)
         poller.register(control, select.POLLIN)
@@ -236,10 +249,7 @@ class Server:
                 return FLAG_TIMEOUT, NO_STATUS
             ready = [fd for fd, _ in poller.poll(min(period_s, deadline - start) * 1000 + 1)]
             if child in ready:
-                packet = self.child.sock.recv(8)
-                if len(packet) == WAIT_STATUS.size:
-                    return 0, WAIT_STATUS.unpack(packet)[0]
-                return FLAG_BROKEN, NO_STATUS
+                return 0, None
             if control in ready:
                 packet = self.control.recv(64)
                 if not packet:
@@ -274,8 +284,9 @@ def _restore_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def prepare() -> tuple[socket.socket, dict[str, Any]]:
+def prepare(hooks: HeldHooks) -> tuple[socket.socket, dict[str, Any]]:
     """The control socket and the configuration; afterwards the process is fit to be forked."""
+    hooks.release()
     _restore_signals()
     control = socket.socket(fileno=int(sys.argv[1]))
     config = json.loads(control.recv(1 << 16))
@@ -285,6 +296,7 @@ def prepare() -> tuple[socket.socket, dict[str, Any]]:
     for name in [name for name in sys.modules if name.startswith("nanorl")]:
         del sys.modules[name]  # programs have a name space of their own
     os.environ.pop("PWD", None)
+    random.seed(0)  # programs on all workers draw the same numbers
     site.setquit()  # -S leaves out exit() and quit(), which programs do call
     sys.argv[:] = [PROGRAM_NAME]
     gc.collect()
@@ -293,5 +305,5 @@ def prepare() -> tuple[socket.socket, dict[str, Any]]:
     return control, config
 
 
-def main() -> None:
-    Server(*prepare()).serve()
+def main(hooks: HeldHooks) -> None:
+    Server(*prepare(hooks), hooks).serve()

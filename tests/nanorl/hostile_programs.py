@@ -315,7 +315,12 @@ _add(
     "os.kill(1, 9); os.kill(1, signal.SIGSTOP); os.kill(1, 15); print('done')",
     stdout=b"done\n",
 )
-_add("kill_parent", "os.kill(os.getppid(), 9); time.sleep(0.05); print('done')", stdout=b"done\n")
+# The parent is outside of the namespace: its number is 0, which would mean the program's own group.
+_add(
+    "kill_parent",
+    "os.kill(os.getppid() or 1, 9); time.sleep(0.05); print('done')",
+    stdout=b"done\n",
+)
 _add(
     "kill_everyone",
     "if os.fork() == 0: time.sleep(99)\nos.kill(-1, 9); print(os.wait()[1])",

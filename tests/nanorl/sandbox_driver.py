@@ -161,6 +161,9 @@ class Examiner:
         self.host = Host()
         self.clean = pool.run_sync(self.probe, timeout_s=10.0)
         assert self.clean.status == "ok", self.clean
+        self.num_at_rest = 0
+        self.num_at_rest = len(self.settled())
+        assert self.num_at_rest <= 5, self.alive()
 
     def run(self, program: Program) -> ExecResult:
         files = {"attack.py": ATTACK_MODULE}
@@ -175,6 +178,10 @@ class Examiner:
         result = self.run(program)
         found = outcome_violations(program, result)
         found += self.survivors() if self.is_box else self.strangers()
+        if len(alive := self.settled()) > self.num_at_rest:
+            found.append(
+                f"{len(alive)} processes are alive in the worker, {self.num_at_rest} belong there"
+            )
         if reached := self.host.contacts():
             found.append(f"reached the host's sockets: {reached}")
         after = self.pool.run_sync(self.probe, timeout_s=10.0)
@@ -208,15 +215,19 @@ class Examiner:
         return [f"{program.name}: {line}" for line in found]
 
     def settled(self) -> list[int]:
-        """Processes of the pool: bubblewrap, the server, the next init, the next program."""
+        """Processes of the pool, once what has just ended is gone."""
         time.sleep(0.01)  # the next child is being forked
-        alive = children(os.getpid())
+        alive = self.alive()
         for _ in range(20):
-            if len(alive) <= 4:
+            if len(alive) <= self.num_at_rest:
                 break
             time.sleep(0.01)
-            alive = children(os.getpid())
+            alive = self.alive()
         return alive
+
+    def alive(self) -> list[int]:
+        """Bubblewrap, the process that it started, the server; the next program and its pid 1."""
+        return children(os.getpid())
 
 
 def outcome_violations(program: Program, result: ExecResult) -> list[str]:
