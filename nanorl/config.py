@@ -233,13 +233,6 @@ class ToolConfig:
     python: str = ""
     """The interpreter that runs the programs, outside of /tmp; empty: the system's, or this one."""
 
-    def limits(self) -> SandboxSpec:
-        """The limits of one execution."""
-        return SandboxSpec(
-            timeout_s=self.timeout_s,
-            memory_bytes=self.memory_mb << 20,
-            python=self.python or None,
-        )
     sandbox: SandboxName = "bwrap"
     """What keeps programs in (docs/sandbox.md): bwrap, oci (podman or docker), gvisor, microvm or
     wasm; landlock and rlimits only with --allow-unsafe-sandbox. One that does not run here is
@@ -252,8 +245,12 @@ class ToolConfig:
 
     def limits(self) -> SandboxSpec:
         """The limits of one execution."""
-        memory_bytes, image = self.memory_mb << 20, self.image or None
-        return SandboxSpec(timeout_s=self.timeout_s, memory_bytes=memory_bytes, image=image)
+        return SandboxSpec(
+            timeout_s=self.timeout_s,
+            memory_bytes=self.memory_mb << 20,
+            python=self.python or None,
+            image=self.image or None,
+        )
 
     def __post_init__(self) -> None:
         cores = os.cpu_count() or 1

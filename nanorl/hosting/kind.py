@@ -18,7 +18,6 @@ from nanorl.envs.run_kind import run_kind, run_sandbox, run_tokenizer
 from nanorl.hosting.environment import EpisodeHost, HostedEnvironment
 from nanorl.hosting.pool import HostingLimits, WorkerPool
 from nanorl.http_record.config import HttpConfig
-from nanorl.sandbox.pool import SandboxPool
 from nanorl.sandbox.session import WorkspaceSandbox
 from nanorl.types import Task
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import platform
 import sys
 import threading
@@ -30,9 +31,7 @@ from nanorl.sandbox.base import (
     SandboxUnavailable,
 )
 from nanorl.sandbox.bwrap import TIER
-from nanorl.sandbox.dispatch import Dispatcher
 from nanorl.sandbox.dispatch import Dispatcher, Size
-from nanorl.sandbox.execution import Execution
 from nanorl.sandbox.interpreter import find_python
 from nanorl.sandbox.lease import SessionDispatcher
 from nanorl.sandbox.machine import explain, find_bwrap

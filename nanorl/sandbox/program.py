@@ -25,10 +25,8 @@ def read_payload(descriptor: int) -> list[tuple[str, bytes]]:
     return parts_of(_read_all(descriptor))
 
 
-def parts_of(data: bytes) -> list[tuple[str, bytes]]:
+def parts_of(payload: bytes) -> list[tuple[str, bytes]]:
     """The named parts that `protocol.pack` framed."""
-    payload = memoryview(data)
-    payload = _read_all(descriptor)
     parts, position = [], 0
     while position < len(payload):
         name_bytes, text_bytes = PAYLOAD.unpack_from(payload, position)

@@ -178,10 +178,6 @@ class Examiner:
         result = self.run(program)
         found = outcome_violations(program, result)
         found += self.survivors() if self.is_box else self.strangers()
-        if len(alive := self.settled()) > self.num_at_rest:
-            found.append(
-                f"{len(alive)} processes are alive in the worker, {self.num_at_rest} belong there"
-            )
         if reached := self.host.contacts():
             found.append(f"reached the host's sockets: {reached}")
         after = self.pool.run_sync(self.probe, timeout_s=10.0)
@@ -192,10 +188,9 @@ class Examiner:
         return [f"{program.name}: {line}" for line in found]
 
     def strangers(self) -> list[str]:
-        alive = self.settled()
-        return [f"{len(alive)} processes are alive in the worker, 4 belong there"] * (
-            len(alive) > 4
-        )
+        if len(alive := self.settled()) <= self.num_at_rest:
+            return []
+        return [f"{len(alive)} processes are alive in the worker, {self.num_at_rest} belong there"]
 
     def survivors(self) -> list[str]:
         """What is alive of a box that is gone: more than the servers of the boxes that wait."""
