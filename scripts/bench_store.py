@@ -198,7 +198,7 @@ def main() -> None:
     sizes = [SMALL, LARGE] if options.million else [SMALL]
     if options.postgres:
         with PostgresServer(options.folder) as server:
-            rows = measure(server.address, "postgres", sizes)
+            rows = measure(f"{server.address}&run=bench", "postgres", sizes)
     else:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             rows = measure(f"{folder}/rollouts.sqlite", "sqlite", sizes)
