@@ -36,6 +36,7 @@ PACKAGES = [
     "nanorl.roles",
     "nanorl.sandbox",
     "nanorl.sandbox.backends",
+    "nanorl.store",
     "nanorl.tasks",
     "nanorl.tools",
     "nanorl.trackers",
@@ -55,6 +56,7 @@ CORE = [
     "pydantic>=2.7",  # the arguments of tools
     "docstring-parser>=0.16",
     "tensorboard>=2.16",
+    "zstandard>=0.22",  # the rollout store
     "setuptools",  # torch.utils.tensorboard and triton import it at run time
 ]
 if sys.platform.startswith("linux"):
@@ -91,6 +93,8 @@ TINKER = ["tinker>=0.38"]  # a client of nanorl serve-training
 ENVIRONMENTS = [*MATH, *GYM, *HUMANEVAL, *SEARCH, *MCP, *GYMNASIUM, *JUDGE, *OPENENV]
 WANDB = ["wandb>=0.19"]  # --log wandb
 MLFLOW = ["mlflow-skinny>=3"]
+POSTGRES = ["psycopg[binary]>=3.2"]  # --store postgresql://...
+BLOBS = ["fsspec>=2024.2"]  # --store ...?blobs=ADDRESS; s3:// needs s3fs, gs:// gcsfs and so on
 
 setup(
     name="nanorl-stack",
@@ -132,6 +136,8 @@ setup(
             *HTTP,
             *WANDB,
             *MLFLOW,
+            *POSTGRES,
+            *BLOBS,
             # What checks a format of ours by its own package.
             "atif>=1.8",
             "peft>=0.17",
@@ -156,6 +162,8 @@ setup(
         "tinker": TINKER,
         "wandb": WANDB,
         "mlflow": MLFLOW,
+        "postgres": POSTGRES,
+        "blobs": BLOBS,
         "trackio": ["trackio>=0.4"],
         "serve": SERVE,
         "grammar": GRAMMAR,

@@ -5,20 +5,23 @@
 Rollouts are like those of a small agent: 3 turns, 320 tokens on average, 8 a group, 1,024 a step,
 1,000 tasks, a tenth of all turns failed, log-probs of all sampled tokens. `inserts` is the rate
 of one `add_group` a step (1,024 rollouts and one fsync), packing included: the median over the last
-fifth of the store; `per_cpu_s` is the same by the CPU time of this process. `inserts-of-8` is the
+20 steps; `per_cpu_s` is the same by the CPU time of this process. `inserts-of-8` is the
 rate of one `add_group` a group. `slice ...` is the median time of a page of 100 entries (objects).
-With --million the same store is measured again when it holds a million.
+With --million (SQLite alone) the same file is measured again when it holds a million, of which nine
+tenths are copies under other ids and hashes.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import sqlite3
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,13 +31,14 @@ from bench_output import print_rows, write_json
 from postgres_server import PostgresServer
 
 from nanorl.store import Filter, RolloutStore
+from nanorl.store.database import STEP_SHIFT
 from nanorl.types import Rollout, Status, TurnSpan
 
 GROUP, STEP = 8, 1_024
 NUM_TASKS = 1_000
 VOCABULARY = 49_152
 KINDS = ("sums", "squares", "words", "dates", "code")
-SMALL, LARGE = 100_000, 1_000_000
+SMALL = 100_000
 SLICES = (
     "turn=2, failed",
     "step=50",
@@ -47,6 +51,7 @@ SLICES = (
     "turns>=4",
 )
 NUM_REPEATS = 21
+MOST_TIMED = 20  # steps
 NUM_OF_8 = 2
 """Steps that are inserted group by group."""
 PAGE = 100
@@ -56,11 +61,11 @@ class Source:
     """Rollouts, each different from all others by its first two tokens; the rest is of a few
     thousand templates."""
 
-    def __init__(self) -> None:
-        rng = np.random.default_rng(0)
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
         self._tokens = rng.zipf(1.3, 200_000) % VOCABULARY
         self._logps = (-rng.exponential(size=200_000)).astype(np.float32).astype(float)
-        self._random = random.Random(0)
+        self._random = random.Random(seed)
         self._templates = [self._template() for _ in range(4_096)]
         self._num = 0
 
@@ -162,25 +167,65 @@ def slice_rows(store: RolloutStore, name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def measure(address: str, name: str, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Fill a store to each size in turn, and measure there."""
-    source, rows, step = Source(), [], 0
-    with RolloutStore(address) as store:
-        for size in sizes:
-            last = size // STEP
-            times = fill(store, source, range(step, last))
-            begun = f"{name} {size // 1000}k"
-            rows.append(insert_row(f"{begun} inserts", times[-(last // 5) :]))
-            alone = range(last, last + NUM_OF_8)
-            rows.append(
-                insert_row(f"{begun} inserts-of-8", fill(store, source, alone, at_once=GROUP))
+def copy_up(path: Path, num_steps: int) -> None:
+    """Nine copies of all that is there, of `num_steps` steps, under later steps, other ids and
+    other hashes, made by SQLite itself: it is what the file looks like that counts."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("PRAGMA cache_size = -65536")
+        columns = [row[1] for row in db.execute("PRAGMA table_info(rollouts)")]
+        for copy in range(1, 10):
+            ahead = copy * num_steps
+            renamed = f"'s' || (step + {ahead}) || substr({{0}}, instr({{0}}, '-'))"
+            changed = {
+                "id": f"id + {ahead << STEP_SHIFT}",
+                "rollout_id": renamed.format("rollout_id"),
+                "group_id": renamed.format("group_id"),
+                "step": f"step + {ahead}",
+                "version": f"version + {ahead}",
+                "content_hash": "lower(hex(randomblob(16)))",
+            }
+            values = ", ".join(changed.get(name, name) for name in columns)
+            last = num_steps << STEP_SHIFT
+            rest = "turn, num_tokens, num_observation_tokens, reward, is_failed"
+            shifted = f"id + {ahead << STEP_SHIFT}"
+            db.execute("BEGIN")
+            db.execute(f"INSERT INTO rollouts SELECT {values} FROM rollouts WHERE id < {last}")
+            db.execute(
+                f"INSERT INTO contents SELECT {shifted}, content, place FROM contents "
+                f"WHERE id < {last}"
             )
-            step = last + NUM_OF_8
-            rows += slice_rows(store, begun)
-            stats = store.stats()
-            used = stats.used_bytes / stats.num_rollouts
-            rows.append(row(f"{begun} on disk", "bytes a rollout", used))
-            print(f"  {begun}: {rows[-len(SLICES) - 3]}", file=sys.stderr, flush=True)
+            db.execute(f"INSERT INTO turns SELECT {shifted}, {rest} FROM turns WHERE id < {last}")
+            db.execute("COMMIT")
+            print(f"  copy {copy}", file=sys.stderr, flush=True)
+
+
+def measure_there(store: RolloutStore, name: str, steps: range) -> list[dict[str, Any]]:
+    """Insert steps, the last two group by group, then ask."""
+    source = Source(seed=steps.start)
+    whole, alone = steps[:-NUM_OF_8], steps[-NUM_OF_8:]
+    times = fill(store, source, whole)
+    return [
+        insert_row(f"{name} inserts", times[-MOST_TIMED:]),
+        insert_row(f"{name} inserts-of-8", fill(store, source, alone, at_once=GROUP)),
+        *slice_rows(store, name),
+        row(
+            f"{name} on disk",
+            "bytes a rollout",
+            (stats := store.stats()).used_bytes / stats.num_rollouts,
+        ),
+    ]
+
+
+def measure(address: str, name: str, *, has_million: bool) -> list[dict[str, Any]]:
+    """Fill a store to 100,000, measure there; the same at a million."""
+    num_steps = SMALL // STEP
+    with RolloutStore(address) as store:
+        rows = measure_there(store, f"{name} 100k", range(num_steps))
+    if has_million:
+        copy_up(Path(address), num_steps)
+        with RolloutStore(address) as store:
+            later = range(10 * num_steps, 10 * num_steps + MOST_TIMED + NUM_OF_8)
+            rows += measure_there(store, f"{name} 1M", later)
     return rows
 
 
@@ -195,13 +240,13 @@ def main() -> None:
     parser.add_argument("--postgres", action="store_true", help="measure PostgreSQL instead")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: a temporary")
     options = parser.parse_args()
-    sizes = [SMALL, LARGE] if options.million else [SMALL]
     if options.postgres:
         with PostgresServer(options.folder) as server:
-            rows = measure(server.address, "postgres", sizes)
+            rows = measure(f"{server.address}&run=bench", "postgres", has_million=False)
     else:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            rows = measure(f"{folder}/rollouts.sqlite", "sqlite", sizes)
+            address = f"{folder}/rollouts.sqlite"
+            rows = measure(address, "sqlite", has_million=options.million)
     print_rows(rows)
     if options.json:
         write_json(options.json, rows)

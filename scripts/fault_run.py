@@ -29,7 +29,6 @@ import os
 import random
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -41,6 +40,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench_output import ROOT, write_json
+
+from nanorl.store import RolloutStore
 
 KINDS = {
     "PolicyRank": "trainer",
@@ -372,12 +373,15 @@ def weights_digest(out: Path) -> str:
 
 def stored_rollouts(out: Path) -> dict[str, str]:
     """A digest of what each stored rollout says, by its id. Times are no part of it."""
-    columns = "rollout_id, step, content_hash, reward, status, logps, versions"
-    with sqlite3.connect(out / "rollouts.sqlite") as file:
-        rows = list(file.execute(f"SELECT {columns} FROM rollouts"))
-    ids = [row[0] for row in rows]
-    assert len(set(ids)) == len(ids), "the column is a primary key"
-    return {row[0]: hashlib.sha256(repr(row).encode()).hexdigest() for row in rows}
+    with RolloutStore(out / "rollouts.sqlite") as store:
+        pairs = list(zip(store.entries(), store.query(), strict=True))
+    ids = [entry.rollout_id for entry, _ in pairs]
+    assert len(set(ids)) == len(ids), "the column is unique"
+    said = {
+        entry.rollout_id: (entry, rollout.status, rollout.logps, rollout.versions)
+        for entry, rollout in pairs
+    }
+    return {name: hashlib.sha256(repr(one).encode()).hexdigest() for name, one in said.items()}
 
 
 def expected_ids(steps: int, tasks: int = 2, members: int = 2) -> set[str]:

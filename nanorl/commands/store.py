@@ -113,7 +113,8 @@ def stats_text(stats: StoreStats) -> str:
             if found
         ),
         f"{stats.num_duplicates} say what an earlier one said (--duplicates)",
-        f"{stats.used_bytes / 2**20:.1f} MiB, of which contents {stats.content_bytes / 2**20:.1f}",
+        f"{stats.used_bytes / 2**20:.1f} MiB in the database; contents, wherever they lie: "
+        f"{stats.content_bytes / 2**20:.1f}",
     ]
     if stats.num_expired:
         lines.append(

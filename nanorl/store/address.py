@@ -60,8 +60,7 @@ class StoreAddress:
         run = own.get("run", "")
         if _RUN.fullmatch(run) is None:
             raise ValueError(
-                f"{shown}: say which run it is, ?run=NAME: letters, digits, _, - and . alone, 63 at "
-                "most"
+                f"{shown}: say which run it is, ?run=NAME: at most 63 letters, digits, _, - and ."
             )
         return cls(server=server, run=run, blobs=blobs, blob_bytes=blob_bytes)
 

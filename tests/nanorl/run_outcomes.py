@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,14 @@ import torch
 from forked_runs import rows
 from safetensors.torch import load_file
 
+from nanorl.store import RolloutStore
+
 ROLLOUT = (
     *("rollout_id", "task_id", "group_id", "step", "version", "status", "reward", "content_hash"),
     *("tokens", "loss_mask", "logps", "versions"),
 )
+OF_ENTRY = 8
+"""So many of them are columns; the others are in the rollout."""
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -25,13 +28,16 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 def rollouts(run: Path) -> dict[str, tuple[Any, ...]]:
-    """Every stored row by its id, without what was measured (its times)."""
-    db = sqlite3.connect(run / "rollouts.sqlite")
-    try:
-        found = db.execute(f"SELECT {', '.join(ROLLOUT)} FROM rollouts").fetchall()
-    finally:
-        db.close()
-    return {row[0]: row for row in found}
+    """Every stored rollout by its id, without what was measured (its times)."""
+    with RolloutStore(run / "rollouts.sqlite") as store:
+        pairs = zip(store.entries(), store.query(), strict=True)
+        return {
+            entry.rollout_id: (
+                *(getattr(entry, name) for name in ROLLOUT[:OF_ENTRY]),
+                *(getattr(rollout, name) for name in ROLLOUT[OF_ENTRY:]),
+            )
+            for entry, rollout in pairs
+        }
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

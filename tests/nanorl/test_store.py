@@ -385,17 +385,23 @@ def test_a_full_disk_is_one_clear_error_and_loses_nothing(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a tmpfs needs root")
-def test_a_full_tmpfs_is_one_clear_error(tmp_path):
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)]
+def test_a_full_tmpfs_is_one_clear_error_and_the_store_goes_on_after_it(tmp_path):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=768k", "tmpfs", str(tmp_path)]
     if subprocess.run(mount, capture_output=True).returncode != 0:
         pytest.skip("mounting is not allowed here")
     try:
+        ballast = tmp_path / "ballast"
+        ballast.write_bytes(bytes(300_000))
         with RolloutStore(tmp_path / "r.sqlite") as store:
+            num = 0
             with pytest.raises(StoreError, match=r"r\.sqlite: the disk .*full.*--resume"):
-                for step in range(10_000):
-                    add(store, make_rollout(f"r{step}"), step=step, version=0)
-            assert 0 < len(store) < 10_000
-            assert is_whole(tmp_path / "r.sqlite")
+                for num in range(10_000):
+                    add(store, make_rollout(f"r{num}"), step=num, version=0)
+            assert 0 < len(store) == num < 10_000
+            ballast.unlink()
+            add(store, make_rollout(f"r{num}"), step=num, version=0)
+            assert store.get(f"r{num}") == make_rollout(f"r{num}") and len(store) == num + 1
+        assert is_whole(tmp_path / "r.sqlite")
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
 

@@ -138,7 +138,7 @@ def test_a_server_that_stays_away_is_one_clear_error(server):
         with pytest.raises(StoreError, match=r"cannot read .*does not answer: start the server"):
             database.read(lambda: database.query("SELECT 1"))
         with pytest.raises(StoreError, match=r"cannot open .*start the server"):
-            RolloutStore(server.address)
+            RolloutStore(of_run(server, "away"))
     finally:
         server.start()
     assert database.read(lambda: database.query("SELECT 1")) == [(1,)]

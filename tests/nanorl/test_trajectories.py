@@ -760,7 +760,8 @@ def test_the_rollouts_asked_for_are_exported(
     assert names() == ["good", "bad"]
     assert names("--failed") == ["broken", "good", "bad"]
     assert names("--step", "4") == names("--rollout", "bad") == ["bad"]
-    assert names("--min-reward", "0.5") == ["good"]
+    assert names("--min-reward", "0.5") == names("--where", "success, turns=2") == ["good"]
+    assert names("--where", "reward<0.5", "--failed") == ["bad"]
     (row,) = rows_of(run, "--phase", "after")
     assert (row["rollout_id"], row["phase"], row["step"]) == ("held-out", "after", 0)
     done = nanorl.export(run, "jsonl", out=tmp_path / "by-library.jsonl", min_reward=0.5)
@@ -772,6 +773,8 @@ def test_the_rollouts_asked_for_are_exported(
     [
         (("--step", "9"), "no rollout of --phase rl --step 9: it has steps 3 to 3 (1 rollouts)"),
         (("--phase", "after"), "has no evaluations.sqlite: no rollout of after yet"),
+        (("--where", "turn=2, failed"), "no rollout of --phase rl --where turn=2, failed: it has"),
+        (("--where", "colour=red"), "no rollout has a 'colour'; there are step"),
         (("--phase", "after", "--step", "1"), "the evaluation after has no steps"),
         (("--endpoint", "http://localhost:4318"), "--endpoint is for --to otel"),
         (("--to", "otel", "--endpoint", "localhost:1"), "must be an address such as http://"),
