@@ -212,6 +212,11 @@ class PastRun:
         """The number of the stretch that the place is in."""
         return max(i for i, one in enumerate(self.stretches) if one.begin <= place)
 
+    def begin_version(self, number: int) -> int:
+        """The policy with which that stretch begins: 0 before RL."""
+        phase, step = self.stretches[number].begin
+        return step if phase == RL else (self.rl_steps_done or 0) if phase > RL else 0
+
     def manifest(self, place: Place) -> Manifest | None:
         """Of the process that played there; None of runs that recorded none."""
         facts = self._stores[0].facts("start/")

@@ -26,7 +26,7 @@ from nanorl.parts import Parts
 from nanorl.replay.causes import altered_logp, changed_parts, ranked
 from nanorl.replay.difference import Difference, first_difference
 from nanorl.replay.forced import StoredTurns, samples_of, versions_of, with_scores
-from nanorl.replay.past_run import RL, UNTRAINED, Chosen, PastRun
+from nanorl.replay.past_run import UNTRAINED, Chosen, PastRun
 from nanorl.replay.result import Replayed, ReplayResult
 from nanorl.replay.tasks import TodaysTasks, changes
 from nanorl.replay.weights import PastWeights
@@ -38,8 +38,8 @@ EQUAL, UNKNOWN = "equal", "not recorded by the run"
 
 
 def replay(run: PastRun, chosen: Sequence[Chosen], *, stored_tasks: bool = False) -> ReplayResult:
-    """Play the chosen rollouts of the run again, with today's tasks or with those that it stored.
-    ValueError where the run did not keep what that takes."""
+    """Play the chosen rollouts of the run again, one at least, with today's tasks or with those
+    that it stored. ValueError where the run did not keep what that takes."""
     reuse_large_buffers()
     torch.set_num_threads(1)  # of this thread: the engines' own uses several
     start = time.perf_counter()
@@ -47,12 +47,22 @@ def replay(run: PastRun, chosen: Sequence[Chosen], *, stored_tasks: bool = False
     numbers = [run.stretch(one.place) for one in chosen]
     with tempfile.TemporaryDirectory(prefix="nanorl-replay-") as folder:
         carried = None
-        for number in range(min(numbers), max(numbers) + 1) if numbers else ():
+        for number in range(_first_stretch(run, chosen, min(numbers)), max(numbers) + 1):
             mine = [one for one, its in zip(chosen, numbers, strict=True) if its == number]
             work = StretchReplay(run, number, mine, stored_tasks=stored_tasks, scratch=Path(folder))
             carried = work.play(carried, result, is_last=number == max(numbers))
     result.seconds = time.perf_counter() - start
     return result
+
+
+def _first_stretch(run: PastRun, chosen: Sequence[Chosen], number: int) -> int:
+    """The stretch to begin with, so that all weights can be made: `number`, the first of the chosen
+    rollouts, or an earlier one where no checkpoint lies between its begin and them."""
+    mine = (one for one in chosen if run.stretch(one.place) == number)
+    wanted = min(run.version(one) for one in mine)
+    while number and not any(run.begin_version(number) <= at <= wanted for at in run.bases):
+        number -= 1
+    return number
 
 
 class StretchReplay:
@@ -235,9 +245,8 @@ class StretchReplay:
         self, weights: PastWeights, carried: tuple[int, Path] | None
     ) -> tuple[int, Path] | None:
         """The weights with which the next stretch begins, where no checkpoint has them."""
-        number, step = self._run.stretches[self._number + 1].begin
-        version = step if number == RL else self._run.rl_steps_done
-        if number < RL or version is None or version in self._run.bases:
+        version = self._run.begin_version(self._number + 1)
+        if version == 0 or version in self._run.bases:
             return None
         await weights.go_to(version, carried=carried)
         return await weights.save(self._scratch)

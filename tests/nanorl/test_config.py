@@ -107,9 +107,11 @@ WRITTEN_TWICE = {
     "seed": "of the run, and of its held-out list",
     "algorithm": "of the run a recipe's name, of its RL phase the recipe filled in",
     "quantization": "of the rollout engine, among the sizes of both engines of a run",
-    "image": "SandboxSpec also holds what no run may choose, the walls",
     "engine": "a run has engines of two kinds; a sandbox's is the one that runs containers",
-    "timeout_s": "SandboxSpec also holds what no run may choose, the walls",
+    **dict.fromkeys(
+        ("timeout_s", "python", "image"),
+        "SandboxSpec also holds what no run may choose, the walls",
+    ),
 }
 """Options of two records, neither of which inherits from the other, and why."""
 

@@ -363,6 +363,8 @@ def test_a_run_that_was_killed_and_resumed_with_other_options_replays(
     result = json.loads(capsys.readouterr().out)
     assert result["num_equal"] == result["num_rollouts"] == 2 + 4 * 4 + 2 + 1
     assert result["weights"] == {str(version): "equal" for version in range(5)}
+    # The last step alone: its weights come of steps under the options before and after.
+    assert main(["replay", str(run), "--from-step", "3"]) == 0
 
 
 def test_what_an_evaluation_sampled_comes_out_equal_and_another_model_is_named(
@@ -412,3 +414,17 @@ def test_rollouts_of_several_versions_are_scored_by_each(
     assert main(["replay", str(run), scored[0]["rollout_id"], "--as-json"]) == 2
     (one,) = json.loads(capsys.readouterr().out)["rollouts"]
     assert one["difference"]["kind"] == "logp"
+
+
+@pytest.mark.slow
+def test_a_run_of_two_replicas_in_processes_replays_in_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    options = (*SMALL, "--cluster.backend", "local", "--rollout.replicas", "2")
+    assert main(["train", *options, "--out", str(run)]) == 0
+    capsys.readouterr()
+    assert main(["replay", str(run), "--num", "0", "--as-json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["num_equal"] == result["num_rollouts"] == 2 + 3 * 4 + 2 + 1
+    assert result["weights"] == {str(version): "equal" for version in range(4)}
