@@ -37,7 +37,8 @@ export function longText(part, place, kind = "") {
   return el("div", {}, box, more);
 }
 
-/** The head of a rollout: what was asked and wanted, what came of it, and where it belongs. */
+/** The head of a rollout: what was asked and wanted, what came of it, and where it belongs. A short
+ * one stands below a question that is shown already. */
 export function head(doc, place, { isShort = false } = {}) {
   const facts = [
     ["Reward", num(doc.reward)],
@@ -53,7 +54,7 @@ export function head(doc, place, { isShort = false } = {}) {
     "header",
     { class: "head" },
     el("div", { class: "line" }, outcome(doc.outcome), doc.outcome === "cut" || doc.outcome === "failed" ? el("span", { class: "soft" }, doc.verdict) : null),
-    doc.asked && el("div", { class: "asked" }, longText(doc.asked, place)),
+    !isShort && doc.asked && el("div", { class: "asked" }, longText(doc.asked, place)),
     el("dl", { class: "facts" }, facts.map(([name, value]) =>
       el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
     doc.answer && doc.answer.length > 0 && el("div", { class: "wanted" },
