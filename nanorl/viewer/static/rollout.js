@@ -4,7 +4,7 @@ import { here, link } from "./place.js";
 import { ask } from "./server.js";
 import { el, num, outcome, plural, put, range, signed } from "./text.js";
 
-const PART_CHARS = 100_000;
+const PART_CHARS = 250_000;
 
 /** The place of a rollout as the server wants it. */
 export const placeOf = (place) => ({ run: place.run, phase: place.phase, id: place.id });
