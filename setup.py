@@ -42,6 +42,7 @@ PACKAGES = [
     "nanorl.trackers",
     "nanorl.training_service",
     "nanorl.trajectories",
+    "nanorl.viewer",
     "nanorl.weights",
 ]
 
@@ -107,6 +108,7 @@ setup(
         "kernels.cpp": ["*.cpp", "*.h"],  # compiled on first use
         "nanoinfer.server": ["page.html"],
         "nanorl.report": ["style.css"],
+        "nanorl.viewer": ["static/*"],
     },
     install_requires=CORE,
     entry_points={"console_scripts": ["nanorl=nanorl.cli:main"]},
@@ -138,6 +140,7 @@ setup(
             *MLFLOW,
             *POSTGRES,
             *BLOBS,
+            "selenium>=4.20",  # the viewer in a browser; scripts/install_browser.sh
             # What checks a format of ours by its own package.
             "atif>=1.8",
             "peft>=0.17",

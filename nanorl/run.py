@@ -46,7 +46,7 @@ from nanorl.manifest import manifest_of
 from nanorl.monitor.monitor import RunMonitor
 from nanorl.parts import Parts, num_threads
 from nanorl.report.evaluation import Evaluation
-from nanorl.report.examples import Example, choose, choose_entries, rates_by_stage
+from nanorl.report.examples import collect_examples, rates_by_stage
 from nanorl.report.html import write_report
 from nanorl.report.live import LiveView
 from nanorl.report.metrics import MetricsWriter, read_metrics
@@ -64,7 +64,7 @@ from nanorl.roles.base import Roles, RunCritic
 from nanorl.roles.collector import CollectorRole
 from nanorl.roles.policy import TrainerLost
 from nanorl.roles.role import RoleLost
-from nanorl.store import Entry, RolloutStore
+from nanorl.store import RolloutStore
 from nanorl.trackers.rollout_rows import rollout_rows
 from nanorl.trackers.run_spans import RunSpans
 from nanorl.trackers.sending import Trackers
@@ -112,7 +112,6 @@ class Run:
         self.num_losses = 0
         self.furthest_loss = (-1, -1)  # the phase's number and step
         self.started = time.perf_counter()
-        self.played: dict[str, Sequence[tuple[Task, Rollout]]] = {}  # evaluations of this process
 
     # -- life cycle ------------------------------------------------------------------------------
 
@@ -383,7 +382,6 @@ class Run:
         self.board.write_evaluation(name, self.cursor.rl_steps_done, result.to_json())
         self._log_rollouts(self.cursor.rl_steps_done, name, result.played)
         await self._span_rollouts([rollout for _, rollout in result.played], phase=name)
-        self.played[name] = result.played
         self.live.say(
             f"{EVALUATIONS[name]}: {result.success:.1%} of {result.num_tasks} held-out tasks"
         )
@@ -622,46 +620,17 @@ def write_outcome(run: Run) -> dict[str, Any]:
     summary = summarise(run)
     write_summary(run.dir / "summary.json", summary)
     with RolloutStore(run.config.store_address) as store:
-        entries = store.entries()
-        write_report(
-            run.dir / "report.html",
-            config=run.config.to_json(),
-            summary=summary,
-            metrics_rows=read_metrics(run.metrics.path),
-            examples=[*heldout_examples(run), *training_examples(run, store, entries)],
-            training_rates=rates_by_stage(entries),
-            decode=run.parts.tokenizer.decode,
-        )
+        rates = rates_by_stage(store.entries())
+    write_report(
+        run.dir / "report.html",
+        config=run.config.to_json(),
+        summary=summary,
+        metrics_rows=read_metrics(run.metrics.path),
+        examples=collect_examples(run.dir),
+        training_rates=rates,
+        decode=run.parts.tokenizer.decode,
+    )
     return summary
-
-
-def heldout_examples(run: Run) -> list[Example]:
-    """Examples of the evaluation after RL, if this process played it."""
-    played = run.played.get("after", ())
-    return [
-        Example(rollout=rollout, task=task, when="held out")
-        for task, rollout in choose(
-            played, kind=lambda pair: pair[0].kind, is_right=lambda pair: pair[1].is_success
-        )
-    ]
-
-
-def training_examples(run: Run, store: RolloutStore, entries: Sequence[Entry]) -> list[Example]:
-    """Rollouts of each task type from each stage of RL, and attempts that failed."""
-    chosen = choose_entries(entries)
-    tasks = {
-        task.task_id: task
-        for step in {entry.step for entry in chosen}
-        for task in run.train_tasks(step)
-    }
-    return [
-        Example(
-            rollout=store.get(entry.rollout_id),
-            task=tasks.get(entry.task_id),
-            when=f"step {entry.step}",
-        )
-        for entry in chosen
-    ]
 
 
 def summarise(run: Run) -> dict[str, Any]:

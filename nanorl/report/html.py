@@ -3,7 +3,7 @@
 Whatever a model wrote is untrusted: every text passes `charts.text`, and the page's own security
 policy forbids scripts and loads, should that ever fail. The same input gives the same bytes. The
 style sheet is `style.css` beside this file; the page carries it inline.
-Left out: live updates (nanorl.report.live) and the full rollout store (rollouts.sqlite).
+Left out: live updates (nanorl.report.live) and all other rollouts (nanorl view).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from nanorl.report.charts import (
@@ -23,6 +24,7 @@ from nanorl.report.charts import (
     success_bars,
     text,
 )
+from nanorl.report.evaluation import PART
 from nanorl.report.examples import Example, Rate
 from nanorl.report.summary import EVALUATIONS, success_rates, write_atomically
 from nanorl.report.trace import Decode, Segment, TokenView, trace_rollout
@@ -36,6 +38,22 @@ SHADE_FROM_NATS = (0.05, 0.25, 0.7, 1.4, 2.5, 4.5)
 _MAX_TABLE_ROWS = 200
 _MAX_MARKED_TOKENS = 20_000  # about 80 bytes of markup each
 _MAX_CHARS = 4_000  # of one unmarked text
+_MAX_ALL_CHARS = 1_000_000  # of all of them; escaping makes some of them several times as long
+_TITLE_CHARS = 80
+_SHORT_CHARS = 200  # of one text after that
+_SECTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "outcome": "Outcome",
+        "curves": "Curves",
+        "history": "History",
+        "types": "Task types",
+        "wrong": "Still wrong",
+        "pairs": "First and last",
+        "group": "A group",
+        "rollouts": "Rollouts",
+        "settings": "Settings",
+    }
+)
 
 
 def write_report(
@@ -50,20 +68,24 @@ def write_report(
 ) -> None:
     """Write the page atomically.
 
-    `examples` are shown by task type, failures first, else in the order given; `training_rates` are
-    of all rollouts of each type. `summary` is that of nanorl.report.summary, or an incomplete one
-    while the run goes on. `decode` turns ids into text.
+    `examples` (examples.py) are shown where their `part` says, those without one by task type,
+    failures first; `training_rates` are of all rollouts of each type. `summary` is that of
+    nanorl.report.summary, or an incomplete one while the run goes on. `decode` turns ids into text.
     """
+    rollouts = _Rollouts(decode)
     sections = [
-        _header(summary),
         outcome_section(summary),
         curves_section(metrics_rows),
         _history(summary.get("history") or ()),
         types_section(summary.get("per_type") or {}),
-        _Rollouts(decode).section(examples, training_rates),
+        rollouts.wrong_section(examples, summary.get("per_type") or {}),
+        rollouts.pair_section(examples),
+        rollouts.group_section(examples),
+        rollouts.section([one for one in examples if not one.part], training_rates),
         _settings(config, summary),
         _table_of_metrics(metrics_rows),
     ]
+    body = "\n".join(section for section in sections if section)
     title = f"{text(summary.get('preset', 'run'))}, seed {text(summary.get('seed', '?'))}"
     write_atomically(
         path,
@@ -72,12 +94,13 @@ def write_report(
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>Training report: {title}</title>"
         f"<style>\n{_STYLE.read_text('utf-8')}</style></head>\n"
-        f"<body><main>\n{chr(10).join(section for section in sections if section)}\n"
+        f"<body><main>\n{_header(summary, body)}\n{body}\n"
         "</main></body></html>\n",
     )
 
 
-def _header(summary: Mapping[str, Any]) -> str:
+def _header(summary: Mapping[str, Any], body: str) -> str:
+    """The title, what was run, and links to the sections that `body` has."""
     facts = [
         f"preset {summary['preset']}" if "preset" in summary else "",
         str(summary.get("model", "")),
@@ -87,12 +110,15 @@ def _header(summary: Mapping[str, Any]) -> str:
         str(summary.get("date", "")),
         f"commit {str(summary['git_commit'])[:12]}" if summary.get("git_commit") else "",
     ]
+    links = "".join(
+        f'<a href="#{name}">{title}</a>'
+        for name, title in _SECTIONS.items()
+        if f'<section id="{name}">' in body
+    )
     return (
         "<header><h1>Training report</h1>"
         f"<p>{' · '.join(text(fact) for fact in facts if fact)}</p>"
-        '<nav aria-label="Sections"><a href="#outcome">Outcome</a><a href="#curves">Curves</a>'
-        '<a href="#types">Task types</a><a href="#rollouts">Rollouts</a>'
-        '<a href="#settings">Settings</a></nav></header>'
+        f'<nav aria-label="Sections">{links}</nav></header>'
     )
 
 
@@ -208,12 +234,89 @@ def _rate_of_type(row: Mapping[str, Any], name: str) -> str:
 
 
 class _Rollouts:
-    """The section of examples. Tokens have numbers of their own as long as `num_marked` lasts, and
-    texts are cut, so that the page stays of moderate size."""
+    """The sections of examples. Tokens have numbers of their own as long as `num_marked` lasts, and
+    texts are cut, sooner when `num_chars` are written, so that the page stays of moderate size."""
 
     def __init__(self, decode: Decode) -> None:
         self.decode = decode
         self.num_marked = _MAX_MARKED_TOKENS
+        self.num_chars = _MAX_ALL_CHARS
+
+    def wrong_section(
+        self, examples: Sequence[Example], per_type: Mapping[str, Mapping[str, Any]]
+    ) -> str:
+        """What the last evaluation found wrong, the task type that fails most first."""
+        kinds: dict[str, list[Example]] = {}
+        for example in examples:
+            if example.part == "wrong":
+                kinds.setdefault(example.kind, []).append(example)
+        if not kinds:
+            return ""
+        last = next(iter(kinds.values()))[0].when
+        failing = {kind: _num_wrong(per_type.get(kind, {})) for kind in kinds}
+        shown = "".join(
+            f'<details class="kind"><summary><b>{text(kind)}</b><span class="meta">'
+            f"{text(_of_all(failing[kind]) or f'{len(kinds[kind])} examples')}</span></summary>"
+            f'<div class="inside">{"".join(map(self._rollout, kinds[kind]))}</div></details>'
+            for kind in sorted(kinds, key=lambda kind: (-(failing[kind] or (0, 0))[0], kind))
+        )
+        return (
+            f'<section id="wrong"><h2>What it still gets wrong</h2><p>{text(last)}: examples by '
+            f"task type, the one with most failures first.</p>{shown}</section>"
+        )
+
+    def pair_section(self, examples: Sequence[Example]) -> str:
+        """The first and the last rollout of the same tasks, beside each other."""
+        pairs: dict[str, list[Example]] = {}
+        for example in examples:
+            if example.part == "pair":
+                pairs.setdefault(example.rollout.task_id, []).append(example)
+        if not pairs:
+            return ""
+        shown = "".join(
+            f"{self._question(members[0])}{self._columns(members)}" for members in pairs.values()
+        )
+        return (
+            '<section id="pairs"><h2>The same task, first and last</h2><p>What the agent did in '
+            f"the first evaluation, and in the last.</p>{shown}</section>"
+        )
+
+    def group_section(self, examples: Sequence[Example]) -> str:
+        """A whole group: what the update compared."""
+        members = [example for example in examples if example.part == "group"]
+        if not members:
+            return ""
+        return (
+            '<section id="group"><h2>A whole group, side by side</h2><p>Rollouts of one task in '
+            f"{text(members[0].when)}; an update raises the likelihood of those above the others."
+            f"</p>{self._question(members[0])}{self._columns(members)}</section>"
+        )
+
+    def _question(self, example: Example) -> str:
+        task = example.task
+        if task is None:
+            return f'<p class="wanted">{text(example.rollout.task_id)}</p>'
+        return (
+            f'<p class="wanted">question: <b>{self._cut(task.prompt_text)}</b></p>'
+            f'<p class="wanted">expected answer: <b>{self._cut(task.answer_text)}</b></p>'
+        )
+
+    def _columns(self, examples: Sequence[Example]) -> str:
+        columns = "".join(
+            f'<article class="card"><p>{_badges(example)} <b>{text(example.when)}</b></p>'
+            f'<div class="meta">{text(_facts(example))}</div>'
+            f"{self._sequence(example.rollout)}</article>"
+            for example in examples
+        )
+        return f'<div class="beside">{columns}</div>'
+
+    def _cut(self, value: str) -> str:
+        """The text, escaped; the end of a long one is left out."""
+        most = _MAX_CHARS if self.num_chars > 0 else _SHORT_CHARS
+        self.num_chars -= min(len(value), most)
+        cut = len(value) - most
+        tail = f"\n… {cut} characters more, see nanorl view"
+        return text(value[:most] + (tail if cut > 0 else ""))
 
     def section(
         self, examples: Sequence[Example], training_rates: Mapping[str, Sequence[Rate]]
@@ -257,23 +360,13 @@ class _Rollouts:
                 f"<details><summary>{text(branch.title)}</summary>"
                 f'<div class="inside">{self._sequence(branch)}</div></details>'
             )
-        status = "good" if rollout.status is Status.FINISHED else "warn"
-        metrics = " · ".join(f"{name} {number(value)}" for name, value in rollout.metrics.items())
-        wanted = ""
-        if example.task is not None:
-            wanted = (
-                f'<p class="wanted">expected answer: <b>{text(example.task.answer_text)}</b></p>'
-            )
         return (
-            f'<details class="rollout"><summary><span class="badge '
-            f'{"good" if _is_right(example) else "bad"}">reward {number(rollout.reward)}</span>'
-            f'<span class="badge {status}">{text(rollout.status.value)}</span>'
-            f"<b>{text(example.when)}</b>"
+            f'<details class="rollout"><summary>{_badges(example)}<b>{text(_title(example))}</b>'
             f'<span class="meta">{rollout.num_turns} turns · {rollout.num_action_tokens} '
             f"sampled of {rollout.num_tokens} tokens · policy version {_versions(rollout)} · "
             f"{text(rollout.rollout_id)} · {text(rollout.task_id)}</span></summary>"
-            f'<div class="inside">{wanted}<div class="meta">{text(metrics)}</div>'
-            f"{shown}</div></details>"
+            f'<div class="inside">{self._question(example)}'
+            f'<div class="meta">{text(_facts(example))}</div>{shown}</div></details>'
         )
 
     def _sequence(self, sequence: Rollout | Branch) -> str:
@@ -296,9 +389,54 @@ class _Rollouts:
         if segment.num_sampled and len(segment.tokens) <= self.num_marked:
             self.num_marked -= len(segment.tokens)
             return "".join(_token(token) for token in segment.tokens)
-        cut = len(segment.text) - _MAX_CHARS
-        tail = f"\n… {cut} characters more, in rollouts.sqlite" if cut > 0 else ""
-        return text(segment.text[:_MAX_CHARS] + tail)
+        return self._cut(segment.text)
+
+
+def _title(example: Example) -> str:
+    """Among examples of one evaluation the beginning of the question, else the place in the run."""
+    if example.part != "wrong" or example.task is None:
+        return example.when
+    question = " ".join(example.task.prompt_text.split())
+    return f"{question[:_TITLE_CHARS]}…" if len(question) > _TITLE_CHARS else question
+
+
+def _badges(example: Example) -> str:
+    rollout = example.rollout
+    status = "good" if rollout.status is Status.FINISHED else "warn"
+    return (
+        f'<span class="badge {"good" if _is_right(example) else "bad"}">reward '
+        f'{number(rollout.reward)}</span><span class="badge {status}">'
+        f"{text(rollout.status.value)}</span>"
+    )
+
+
+def _facts(example: Example) -> str:
+    """Advantage, parts of the reward, all other numbers, and the error."""
+    rollout, facts = example.rollout, []
+    if example.stats is not None:
+        lists = example.stats.values.get("advantage", [])
+        values = [value for one in lists for value in one if math.isfinite(value)]
+        if values:
+            ends = dict.fromkeys(f"{end:+.3g}" for end in (min(values), max(values)))
+            facts.append(f"advantage {' to '.join(ends)}")
+    parts = {name: one for name, one in rollout.metrics.items() if name.startswith(PART)}
+    facts += [f"{name.removeprefix(PART)} {number(one)}" for name, one in parts.items()]
+    facts += [f"{name} {number(v)}" for name, v in rollout.metrics.items() if name not in parts]
+    facts += [f"error: {rollout.error[:_MAX_CHARS]}"] if rollout.error else []
+    return " · ".join(facts)
+
+
+def _num_wrong(rates: Mapping[str, Any]) -> tuple[int, int] | None:
+    """(wrong ones, all) of a task type in the last evaluation that its row has."""
+    for name in ("after", "before", "untrained"):
+        rate, num = rates.get(name), rates.get(f"n_{name}")
+        if rate is not None and num is not None:
+            return round((1 - rate) * num), num
+    return None
+
+
+def _of_all(counts: tuple[int, int] | None) -> str:
+    return "" if counts is None else f"{counts[0]} of {counts[1]} wrong"
 
 
 def _is_right(example: Example) -> bool:

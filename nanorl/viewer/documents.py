@@ -88,7 +88,7 @@ class RolloutDocument:
             "parts": _metrics(rollout, is_part=True),
             "metrics": _metrics(rollout, is_part=False),
             "advantage": _range_of(stat_lists(rollout, self.stats).get("advantage", ())),
-            "versions": _range_of([s.versions for s in rollout.sequences], rollout),
+            "versions": _range_of([[v for v in s.versions if v >= 0] for s in rollout.sequences]),
             "num_sampled": rollout.num_action_tokens,
             "asked": None if task is None else texts.add(task.prompt_text),
             "answer": None if task is None else texts.add(task.answer_text),
@@ -190,16 +190,9 @@ def _metrics(rollout: Rollout, *, is_part: bool) -> Json:
     }
 
 
-def _range_of(
-    lists: Sequence[Sequence[float]], rollout: Rollout | None = None
-) -> list[float] | None:
-    """The least and the greatest finite number; of a rollout's sampled tokens alone, if given."""
-    found = [
-        value
-        for place, values in enumerate(lists)
-        for index, value in enumerate(values)
-        if math.isfinite(value) and (rollout is None or rollout.sequences[place].loss_mask[index])
-    ]
+def _range_of(lists: Sequence[Sequence[float]]) -> list[float] | None:
+    """The least and the greatest finite number."""
+    found = [value for values in lists for value in values if math.isfinite(value)]
     return [min(found), max(found)] if found else None
 
 

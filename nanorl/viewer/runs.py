@@ -40,7 +40,7 @@ TITLES: Mapping[str, str] = MappingProxyType(
 """Of the phases; `evaluation` is the only one of a folder of `nanorl eval`."""
 _WATCHED = (
     *("rollouts.sqlite", "rollouts.sqlite-wal", "evaluations.sqlite", "evaluations.sqlite-wal"),
-    *("metrics.jsonl", "summary.json", "eval.json"),
+    *("metrics.jsonl", "summary.json", "history.jsonl", "eval.json"),
 )
 _GOES_ON_S = 60.0
 """A run that wrote something so lately, and has not said that it ended, is taken to go on."""
@@ -121,15 +121,13 @@ class ViewedRun:
         """finished, stopped in phase rl, goes on, or that nobody knows."""
         if self.is_evaluation:
             return "finished"
-        times = self._times()
-        ended = times.pop("summary.json", 0.0)
-        latest = max(times.values(), default=0.0)
-        if ended and latest <= ended + 1.0:
-            return str(self.summary().get("status", "ended"))
-        quiet_s = time.time() - latest
-        if quiet_s < _GOES_ON_S or _is_locked(self.folder / LOCK):
+        if _is_locked(self.folder / LOCK):
             return "goes on"
-        return f"no news for {_spoken(quiet_s)}"
+        times = self._times()
+        if times.get("summary.json", 0.0) > times.get("history.jsonl", 0.0):  # not resumed since
+            return str(self.summary().get("status", "ended"))
+        quiet_s = time.time() - max(times.values(), default=0.0)
+        return "goes on" if quiet_s < _GOES_ON_S else f"no news for {_spoken(quiet_s)}"
 
     def version(self) -> str:
         """Changes whenever the run has written something that can be viewed."""

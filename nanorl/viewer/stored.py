@@ -142,6 +142,9 @@ class StoredRollouts(RolloutStore):
             for statement in _ABSENT_IN_SCHEMA_1:
                 self._db.execute(statement)
 
+    def __enter__(self) -> StoredRollouts:
+        return self
+
     def page(self, selection: Selection) -> tuple[list[Entry], int]:
         """A part of the list, and how long the whole list is."""
         where, values = selection.where()

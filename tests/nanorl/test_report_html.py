@@ -2,11 +2,13 @@
 
 import random
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from viewer_runs import TOKENIZER, small_run
 
 from nanorl.report import html
 from nanorl.report.charts import (
@@ -19,7 +21,13 @@ from nanorl.report.charts import (
     stacked_bars,
     wilson_interval,
 )
-from nanorl.report.examples import Example, Rate, choose_entries, rates_by_stage
+from nanorl.report.examples import (
+    Example,
+    Rate,
+    choose_entries,
+    collect_examples,
+    rates_by_stage,
+)
 from nanorl.report.html import SHADE_FROM_NATS, write_report
 from nanorl.report.trace import TokenView, split_text, trace_rollout
 from nanorl.store import Entry
@@ -316,6 +324,55 @@ def test_failures_come_first_and_long_pages_stay_moderate(tmp_path):
     assert page.text.index("bad") < page.text.index("good")
     assert "26000 characters more" in page.text
     assert len(html) < 100_000
+
+
+def test_what_is_still_wrong_pairs_and_a_group_have_places_of_their_own(tmp_path):
+    run = small_run(tmp_path / "run", last_is_right=False)
+    examples = collect_examples(run)
+    parts = {
+        part: [one.rollout.rollout_id for one in examples if one.part == part]
+        for part in ("wrong", "pair", "group")
+    }
+    assert parts["wrong"] == ["eval-after-0"]
+    assert parts["pair"] == ["eval-before-0", "eval-after-0"]
+    assert parts["group"] == ["s2-primes-m1", "s2-primes-m0"], "the rewards differ most there"
+    html, page = render(
+        tmp_path, examples=examples, decode=TOKENIZER.decode, training_rates={}, metrics_rows=[]
+    )
+    for name in ("wrong", "pairs", "group", "rollouts"):
+        assert f'<section id="{name}">' in html and f'<a href="#{name}">' in html
+    wrong = html.partition('<section id="wrong">')[2].partition("</section>")[0]
+    assert "A held-out question?" in wrong and "expected answer: <b>7</b>" in wrong
+    group = html.partition('<section id="group">')[2].partition("</section>")[0]
+    assert "advantage +0.5 · format 0.5 · tool_s 0.25" in group and "Which prime?" in group
+    assert group.count("<article") == 2 and "script" not in page.tags
+
+
+@pytest.mark.parametrize("part", ["wrong", "pair", "group"])
+def test_no_place_of_the_report_makes_markup_of_text(tmp_path, part):
+    _, clean_page = render(tmp_path, examples=[replace(example(make_rollout([])), part=part)])
+    for hostile in HOSTILE:
+        rollout = make_rollout([(hostile, hostile)], prompt=hostile, name=hostile, error=hostile)
+        task = Task(hostile, task_id=hostile, kind=hostile, answer=hostile, split="train")
+        shown = Example(rollout=rollout, task=task, when=hostile, part=part)
+        html, page = render(tmp_path, examples=[shown])
+        names = {name for name, _ in page.attributes}
+        assert set(page.tags) <= {*clean_page.tags, "span", "pre", "h4"}
+        assert names <= {*(name for name, _ in clean_page.attributes), "title"}
+        assert not any(character in html for character in "\x00\x1b\u202e\u2066")
+
+
+@pytest.mark.parametrize("part", ["", "wrong", "pair", "group"])
+def test_texts_are_cut_sooner_on_a_full_page(tmp_path, monkeypatch, part):
+    monkeypatch.setattr(html, "_MAX_ALL_CHARS", 20_000)
+    long = "x < y & z > 'w'\n" * 240
+    one = replace(example(make_rollout([], prompt=long)), part=part)
+    alone = len(render(tmp_path, examples=[one])[0])
+    shown, page = render(tmp_path, examples=[one] * 30)
+    # By hand: texts of 3,840 characters until 20,000 are full, then 200 of each, escaped to 2.1
+    # times their length; all of them would be 240,000.
+    assert len(shown) - alone < 2.2 * (20_000 + 3_840 + 30 * 200 * 2) + 30 * 1200
+    assert "characters more, see nanorl view" in page.text
 
 
 def entries(*rows: tuple[str, str, int, float]) -> list[Entry]:

@@ -28,7 +28,7 @@ from viewer_runs import (
 
 from nanorl import cli
 from nanorl.report.evaluation import Evaluation
-from nanorl.store import RolloutStore
+from nanorl.store import RolloutStore, StoreError
 from nanorl.types import Branch
 from nanorl.viewer.documents import MOST_CHARS
 from nanorl.viewer.runs import find_runs
@@ -260,9 +260,9 @@ def test_a_run_is_neither_locked_nor_written_to(tmp_path: Path) -> None:
         assert writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0
     finally:
         writer.close()
-    with StoredRollouts(run / "rollouts.sqlite") as store:
-        with pytest.raises(Exception, match="read-only"):
-            store.put_fact("x", 1)
+    with StoredRollouts(run / "rollouts.sqlite") as store, pytest.raises(StoreError) as refused:
+        store.put_fact("x", 1)
+    assert "read-only" in str(refused.value)
 
 
 def test_only_this_machine_is_answered_without_a_key(run: Path) -> None:

@@ -38,11 +38,11 @@ def spans_of(prompt: str, turns: Sequence[tuple[str, str]]) -> Branch:
     mask, spans = [0] * len(tokens), []
     for place, (said, read) in enumerate(turns):
         start = len(tokens)
-        tokens += TOKENIZER.encode(f"{said}<|im_end|>", allow_special=True)
+        tokens += encode(f"{said}<|im_end|>")
         end = len(tokens)
         if read or place + 1 < len(turns):
             reply = f"\n<|im_start|>tool\n{read}<|im_end|>\n<|im_start|>assistant\n"
-            tokens += TOKENIZER.encode(reply, allow_special=True)
+            tokens += encode(reply)
         mask += [1] * (end - start) + [0] * (len(tokens) - end)
         spans.append(TurnSpan(action_start=start, action_end=end, observation_end=len(tokens)))
     return Branch(
@@ -52,6 +52,13 @@ def spans_of(prompt: str, turns: Sequence[tuple[str, str]]) -> Branch:
         versions=[5 if each else -1 for each in mask],
         turn_spans=spans,
     )
+
+
+def encode(text: str) -> list[int]:
+    """Each line once, because a megabyte is much for a tokenizer."""
+    lines = text.splitlines(keepends=True)
+    ids = {line: TOKENIZER.encode(line, allow_special=True) for line in set(lines)}
+    return [token for line in lines for token in ids[line]]
 
 
 def make_rollout(

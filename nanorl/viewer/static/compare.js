@@ -14,8 +14,9 @@ export async function showGroup(node, place) {
     el("nav", { class: "actions" },
       el("a", { href: link({ view: "rollouts", run: place.run, phase: place.phase, id: place.id }) }, "‹ Back"),
       first && el("a", { href: link({ view: "task", task: first.task_id, run: place.run }) }, "Attempts at this task")),
-    el("h1", {}, `Group ${place.group}`),
-    el("p", { class: "soft" }, `${plural(docs.length, "rollout")} of one task, ${num(right)} right`),
+    el("h1", { class: "question", dir: "auto" }, first?.question ?? `Group ${place.group}`),
+    el("p", { class: "soft" },
+      `Group ${place.group}: ${plural(docs.length, "rollout")} of one task, ${num(right)} right`),
     el("div", { class: "columns" }, docs.map((doc) => {
       const at = { run: place.run, phase: place.phase, id: doc.id };
       return el("article", { class: "column", tabindex: 0, "aria-label": `rollout ${doc.id}, ${WORDS[doc.outcome]}` },

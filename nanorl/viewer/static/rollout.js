@@ -4,7 +4,7 @@ import { here, link } from "./place.js";
 import { ask } from "./server.js";
 import { el, num, outcome, plural, put, range, signed } from "./text.js";
 
-const PART_CHARS = 100_000;
+const PART_CHARS = 250_000;
 
 /** The place of a rollout as the server wants it. */
 export const placeOf = (place) => ({ run: place.run, phase: place.phase, id: place.id });
@@ -37,7 +37,8 @@ export function longText(part, place, kind = "") {
   return el("div", {}, box, more);
 }
 
-/** The head of a rollout: what was asked and wanted, what came of it, and where it belongs. */
+/** The head of a rollout: what was asked and wanted, what came of it, and where it belongs. A short
+ * one stands below a question that is shown already. */
 export function head(doc, place, { isShort = false } = {}) {
   const facts = [
     ["Reward", num(doc.reward)],
@@ -53,7 +54,7 @@ export function head(doc, place, { isShort = false } = {}) {
     "header",
     { class: "head" },
     el("div", { class: "line" }, outcome(doc.outcome), doc.outcome === "cut" || doc.outcome === "failed" ? el("span", { class: "soft" }, doc.verdict) : null),
-    doc.asked && el("div", { class: "asked" }, longText(doc.asked, place)),
+    !isShort && doc.asked && el("div", { class: "asked" }, longText(doc.asked, place)),
     el("dl", { class: "facts" }, facts.map(([name, value]) =>
       el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
     doc.answer && doc.answer.length > 0 && el("div", { class: "wanted" },
