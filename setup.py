@@ -88,7 +88,7 @@ AGENTS = [
     "smolagents[openai]>=1.20",
     "mini-swe-agent>=2.0",
 ]
-OTEL = ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-http>=1.30"]  # nanorl export
+OTEL = ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-http>=1.30"]  # --log otel
 HTTP = ["h11>=0.14", "cryptography>=42"]  # --http.mode
 TINKER = ["tinker>=0.38"]  # a client of nanorl serve-training
 ENVIRONMENTS = [*MATH, *GYM, *HUMANEVAL, *SEARCH, *MCP, *GYMNASIUM, *JUDGE, *OPENENV]

@@ -28,9 +28,9 @@ bounds.py, colocation.py   what a number may be; two engines on one GPU
 
 Around it: algorithms/ (advantages and losses), agents/ (one rollout), envs/ (what answers the
 agent), tools/ and parsers/ (what it may call, and how calls are written), sandbox/ (where programs
-run), hosting/ (where a user's code runs), tasks/, rewards/, report/, trackers/, weights/ (how they
-reach engines in other processes), monitor/ (who looks on) and trajectories/ (rollouts in formats of
-other tools).
+run), hosting/ (where a user's code runs), http_record/ (its HTTP, recorded and replayed), tasks/,
+rewards/, report/, trackers/, weights/ (how they reach engines in other processes), monitor/ (who
+looks on) and trajectories/ (rollouts in formats of other tools).
 """
 
 from __future__ import annotations

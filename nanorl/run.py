@@ -590,10 +590,8 @@ class Run:
         rollouts = [rollout for group in result.groups for rollout in group]
         if result.step % every == 0 and rollouts:
             rollout = rollouts[result.step % len(rollouts)]  # any: not the best of them
-            task, title = (
-                self._tasks_of(result.step)[rollout.task_id],
-                f"a rollout of step {result.step}",
-            )
+            task = self._tasks_of(result.step)[rollout.task_id]
+            title = f"a rollout of step {result.step}"
             self._say_rollout(title, task, rollout, step=result.step)
 
     def _tasks_of(self, step: int) -> dict[str, Task]:

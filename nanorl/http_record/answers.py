@@ -19,7 +19,7 @@ from nanorl.http_record.allow import AllowList
 from nanorl.http_record.config import HttpConfig
 from nanorl.http_record.exchange import WebAnswer, WebRequest
 from nanorl.http_record.record import DamagedRecordError, HttpRecord
-from nanorl.http_record.refusal import RefusedError, not_allowed
+from nanorl.http_record.refusal import NoAnswerError, not_allowed
 from nanorl.http_record.upstream import Upstream
 
 COUNTED = (
@@ -55,12 +55,14 @@ class Answers:
             if self._record is None:
                 return await self._ask(request)
             return await self._from_record(request, self._record)
-        except RefusedError as refused:
+        except NoAnswerError as refused:
             self._counts[refused.kind if refused.kind in COUNTED else "failed"] += 1
             return refused.answer(request.url)
         except (DamagedRecordError, OSError) as error:
             self._counts["failed"] += 1
-            return RefusedError(502, "record_failed", f"has no answer: {error}").answer(request.url)
+            return NoAnswerError(502, "record_failed", f"has no answer: {error}").answer(
+                request.url
+            )
 
     def take_counts(self) -> dict[str, int]:
         """How often each thing happened since the last call."""
@@ -95,7 +97,7 @@ class Answers:
 
     async def _ask(self, request: WebRequest) -> WebAnswer:
         if self._upstream is None:
-            raise RefusedError(
+            raise NoAnswerError(
                 504,
                 "not_in_record",
                 f"is not in the record ({request.method}, {len(request.body)} bytes of body); to "

@@ -7,7 +7,7 @@ import json
 from nanorl.http_record.exchange import WebAnswer, redacted
 
 
-class RefusedError(Exception):
+class NoAnswerError(Exception):
     """`status` and `kind` are the client's; `why` follows the URL in what it reads."""
 
     def __init__(self, status: int, kind: str, why: str) -> None:
@@ -26,11 +26,11 @@ class RefusedError(Exception):
         )
 
 
-def not_allowed(host: str, port: int, why: str, name: str) -> RefusedError:
+def not_allowed(host: str, port: int, why: str, name: str) -> NoAnswerError:
     """The host, or the address that it has, is not on the list; `name` is what would have to be."""
     bare = f"[{name}]" if ":" in name else name
     wanted = bare if port in (80, 443) else f"{bare}:{port}"
-    return RefusedError(
+    return NoAnswerError(
         403,
         "host_not_allowed",
         f"was not asked: {host} {why}; to allow it, add --http.allow {wanted}",

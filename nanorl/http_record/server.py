@@ -22,7 +22,7 @@ from nanorl.http_record.allow import split_host
 from nanorl.http_record.answers import Answers
 from nanorl.http_record.authority import RunAuthority
 from nanorl.http_record.exchange import WebAnswer, WebRequest
-from nanorl.http_record.refusal import RefusedError
+from nanorl.http_record.refusal import NoAnswerError
 from nanorl.http_record.upstream import decoded, encoded
 
 USER = "run"
@@ -71,7 +71,7 @@ class ProxyServer:
                     self._check_token(head)
                 request = await self._request(client, head)
                 answer = await self._answers.answer(request)
-            except RefusedError as refused:
+            except NoAnswerError as refused:
                 answer = refused.answer(_url(client, head))
                 client.is_last = True  # a body may be left unread
             await client.send(answer)
@@ -84,7 +84,7 @@ class ProxyServer:
                 scheme, _, secret = value.partition(b" ")
                 if hmac.compare_digest(scheme.lower() + b" " + secret.strip(), self._credentials):
                     return
-        raise RefusedError(
+        raise NoAnswerError(
             407, "token_missing", "was not asked: the proxy's token is missing or wrong"
         )
 
@@ -92,7 +92,7 @@ class ProxyServer:
         try:
             host, port = split_host(head.target.decode("ascii"))
         except ValueError:
-            raise RefusedError(400, "bad_request", "is no host to connect to") from None
+            raise NoAnswerError(400, "bad_request", "is no host to connect to") from None
         context = self._authority.context(host)
         await client.become(host, port or 443, context)
 
@@ -100,9 +100,11 @@ class ProxyServer:
         url = _url(client, head)
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise RefusedError(400, "bad_request", "is no address: a proxy is asked for whole URLs")
+            raise NoAnswerError(
+                400, "bad_request", "is no address: a proxy is asked for whole URLs"
+            )
         if any(name == b"upgrade" for name, _ in head.headers):
-            raise RefusedError(501, "no_upgrade", "was not asked: WebSockets are not recorded")
+            raise NoAnswerError(501, "no_upgrade", "was not asked: WebSockets are not recorded")
         body = await client.body(self._max_bytes)
         method = head.method.decode("ascii")
         return WebRequest(method=method, url=url, headers=decoded(head.headers), body=body)
@@ -142,7 +144,7 @@ class _Client:
         return event if isinstance(event, h11.Request) else None
 
     async def body(self, max_bytes: int) -> bytes:
-        """The body of the request whose head was read. RefusedError where it is too large."""
+        """The body of the request whose head was read. NoAnswerError where it is too large."""
         if self.connection.they_are_waiting_for_100_continue:
             self._write(h11.InformationalResponse(status_code=100, headers=[]))
         data = bytearray()
@@ -150,7 +152,7 @@ class _Client:
             data += event.data
             if len(data) > max_bytes:
                 limit = f"--http.max-body-mb {max_bytes / (1 << 20):g}"
-                raise RefusedError(
+                raise NoAnswerError(
                     413, "request_too_large", f"was not asked: its body is over {limit}"
                 )
         if not isinstance(event, h11.EndOfMessage):

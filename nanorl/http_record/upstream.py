@@ -18,7 +18,7 @@ import h11
 
 from nanorl.http_record.allow import AllowList
 from nanorl.http_record.exchange import HOP_BY_HOP, Headers, WebAnswer, WebRequest, kept_headers
-from nanorl.http_record.refusal import RefusedError, not_allowed
+from nanorl.http_record.refusal import NoAnswerError, not_allowed
 
 _CHUNK_BYTES = 1 << 16
 _HEAD_BYTES = 1 << 16
@@ -38,16 +38,16 @@ class Upstream:
         self._tls.set_alpn_protocols(["http/1.1"])
 
     async def ask(self, request: WebRequest) -> WebAnswer:
-        """The server's answer. RefusedError where it gives none that can be used."""
+        """The server's answer. NoAnswerError where it gives none that can be used."""
         parts = urlsplit(request.url)
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._ask(request, parts)
         except TimeoutError:
             limit = f"--http.timeout-s {self._timeout_s:g}"
-            raise RefusedError(504, "upstream_timeout", f"took longer than {limit}") from None
+            raise NoAnswerError(504, "upstream_timeout", f"took longer than {limit}") from None
         except (OSError, ssl.SSLError, h11.RemoteProtocolError) as error:
-            raise RefusedError(502, "upstream_failed", f"gave no answer: {error}") from error
+            raise NoAnswerError(502, "upstream_failed", f"gave no answer: {error}") from error
 
     async def _ask(self, request: WebRequest, parts: SplitResult) -> WebAnswer:
         host = parts.hostname or ""
@@ -66,7 +66,7 @@ class Upstream:
             writer.close()
 
     async def _address(self, host: str, port: int) -> str:
-        """The first address of the host. RefusedError if any of them is one that it must not
+        """The first address of the host. NoAnswerError if any of them is one that it must not
         have."""
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -89,7 +89,7 @@ class Upstream:
                 body += event.data
                 if len(body) > self._max_bytes:
                     limit = f"--http.max-body-mb {self._max_bytes / (1 << 20):g}"
-                    raise RefusedError(502, "answer_too_large", f"sent more than {limit}")
+                    raise NoAnswerError(502, "answer_too_large", f"sent more than {limit}")
             elif isinstance(event, h11.EndOfMessage):
                 assert response is not None, "h11 ends no message that has not begun"
                 return WebAnswer(

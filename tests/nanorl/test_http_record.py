@@ -31,7 +31,7 @@ from nanorl.http_record.allow import AllowList
 from nanorl.http_record.config import HttpConfig
 from nanorl.http_record.exchange import WebRequest
 from nanorl.http_record.record import DamagedRecordError, HttpRecord
-from nanorl.http_record.refusal import RefusedError
+from nanorl.http_record.refusal import NoAnswerError
 from nanorl.http_record.service import RecordingProxy
 from nanorl.http_record.upstream import Upstream
 from nanorl.store import RolloutStore
@@ -163,7 +163,7 @@ def test_a_name_is_no_way_to_a_private_address(monkeypatch: pytest.MonkeyPatch) 
     upstream = Upstream(AllowList(tuple(addresses)), ca_file=None, timeout_s=5, max_bytes=100)
     for name, shown in zip(addresses, ("127.0.0.1", "10.0.0.7"), strict=True):
         request = WebRequest(method="GET", url=f"http://{name}/", headers=(), body=b"")
-        with pytest.raises(RefusedError, match=rf"{name} has the private address .*{shown}"):
+        with pytest.raises(NoAnswerError, match=rf"{name} has the private address .*{shown}"):
             asyncio.run(upstream.ask(request))
 
 
@@ -340,7 +340,8 @@ def test_a_damaged_record_is_one_error(server: CountingServer, store: Path) -> N
     with RecordingProxy(config, store=store) as proxy:
         reply = with_httpx(proxy)(f"http://{place(server)}/a")
         assert reply[0] == 502 and "cannot be read as recorded answers" in message(reply)
-    for damage in (b"no database at all", store.read_bytes()[:5000]):
+    whole = store.read_bytes()
+    for damage in (b"no database at all", whole[:5000], whole[:-4096] + b"\xff" * 4096):
         store.write_bytes(damage)
         with pytest.raises(ValueError, match=r"http\.sqlite cannot be read as recorded answers"):
             RecordingProxy(config, store=store)

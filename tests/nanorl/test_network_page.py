@@ -31,7 +31,7 @@ def test_what_the_page_writes_is_recorded_and_replayed_by_its_commands(tmp_path:
         assert list(server.asked) == ["GET /start"]
     run(tmp_path, replay)
     first, again = (rows(tmp_path / "runs" / name) for name in ("first", "again"))
-    assert [row["reward"] for row in first] == [row["reward"] for row in again] == [1.0]
+    assert [row["reward"] for row in first] == [row["reward"] for row in again]
     assert sum(row["http/replayed"] for row in again) > 0
 
 
