@@ -67,7 +67,7 @@ def bwrap_arguments(
     flags += python.bwrap_flags()
     flags += ["--tmpfs", "/tmp", "--dir", "/run", "--symlink", "/tmp", "/var/tmp"]
     for path_inside, descriptor in data.items():
-        flags += ["--ro-bind-data", str(descriptor), path_inside]
+        flags += ["--file", str(descriptor), path_inside]
     return [*flags, *_END.split(), str(python.path), *_PYTHON_FLAGS.split()]
 
 

@@ -209,7 +209,7 @@ class PidNamespace:
     program lacks, and is not dumpable).
     """
 
-    _STACK_BYTES = 1 << 14
+    _STACK_BYTES = 1 << 13
 
     def __init__(self, own: int) -> None:
         """`own`: a descriptor of the server's own pid namespace, from which this one descends. The
@@ -218,7 +218,7 @@ class PidNamespace:
         top = (ctypes.addressof(self._stack) + self._STACK_BYTES) & ~15
         check(_libc.setns(own, _CLONE_NEWPID), "return to the own pid namespace")
         unshare_pids()
-        _ignore_children()
+        _ignore_children()  # it keeps this; a child of the server that ends meanwhile has no status
         pid = _libc.clone(_pause, ctypes.c_void_p(top), _CLONE_SHARED | signal.SIGCHLD, None)
         _await_children()
         self.pid = check(pid, "clone")

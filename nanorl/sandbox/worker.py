@@ -93,7 +93,10 @@ class Child:
         Returns the wait status of the program, and what it used with the children it waited for.
         """
         os.kill(self.namespace.pid if self.namespace else self.pid, signal.SIGKILL)
-        _, status, usage = os.wait4(self.pid, 0)
+        try:
+            _, status, usage = os.wait4(self.pid, 0)
+        except ChildProcessError:  # killed by the kernel in the moment that another one was made
+            status, usage = int(signal.SIGKILL), resource.struct_rusage([0] * 16)
         if self.namespace:
             os.waitpid(self.namespace.pid, 0)
         self.sock.close()

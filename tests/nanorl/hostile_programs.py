@@ -322,6 +322,22 @@ _add(
     stdout=b"done\n",
 )
 _add(
+    "pid_1_is_out_of_reach",
+    """
+for name in ("mem", "maps", "smaps_rollup", "environ", "auxv", "syscall", "stack", "pagemap"):
+    must_fail(name, read, f"/proc/1/{name}")
+    must_fail(name, write, f"/proc/1/{name}")
+must_fail("descriptors", os.listdir, "/proc/1/fd")
+must_fail("links", os.readlink, "/proc/1/cwd")
+must_fail("its files", os.listdir, "/proc/1/root")
+for number in [*range(1, 32), 34, 64]:
+    os.kill(1, number)
+time.sleep(0.05)
+print("done")
+""",
+    stdout=b"done\n",
+)
+_add(
     "kill_everyone",
     "if os.fork() == 0: time.sleep(99)\nos.kill(-1, 9); print(os.wait()[1])",
     stdout=b"9\n",

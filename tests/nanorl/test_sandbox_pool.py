@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import resource
 import shutil
 import signal
@@ -375,6 +376,38 @@ def test_groups_of_dead_processes_are_swept_and_those_of_the_living_stay() -> No
     assert all(folder.exists() for folder in folders)
     group.remove()
     assert not any(folder.exists() for folder in folders)
+
+
+def test_orphans_that_have_ended_count_against_no_limit(pool: SandboxPool) -> None:
+    """Pid 1 waits for nobody: the kernel must take them. 80 are more than a program may have."""
+    code = """
+import os
+for _ in range(80):
+    if os.fork() == 0:
+        if os.fork() == 0:
+            os._exit(0)
+        os._exit(0)
+    os.wait()
+print(sum(name.isdigit() for name in os.listdir("/proc")) < 20)
+"""
+    assert pool.run_sync(code, timeout_s=60).stdout == b"True\n"
+
+
+def test_a_programs_own_forks_draw_other_numbers_than_it_does(pool: SandboxPool) -> None:
+    """The hooks of `random` are held back from the server's forks, and not from a program's."""
+    code = """
+import os, random, sys
+before = random.getstate()
+if os.fork() == 0:
+    print(random.getstate() != before)
+    sys.stdout.flush()
+    os._exit(0)
+os.wait()
+print(random.random())
+"""
+    results = [pool.run_sync(code).stdout for _ in range(4)]
+    random.seed(0)
+    assert results == [f"True\n{random.random()}\n".encode()] * 4
 
 
 def test_hundreds_of_runs_leave_no_descriptor_and_no_process(pool: SandboxPool) -> None:

@@ -1,0 +1,101 @@
+"""The pool's size follows the work; an idle worker that died or hangs meets no program."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+from sandbox_driver import children
+
+from nanorl.sandbox import ExecStatus, SandboxPool, SandboxSpec
+from nanorl.sandbox.dispatch import Dispatcher, State
+
+pytestmark = pytest.mark.sandbox
+SPEC = SandboxSpec(timeout_s=20.0)
+
+
+def wait_until(is_so: Callable[[], bool], limit_s: float = 20.0) -> bool:
+    end = time.monotonic() + limit_s
+    while not is_so() and time.monotonic() < end:
+        time.sleep(0.02)
+    return is_so()
+
+
+def num_alive(pool: SandboxPool) -> int:
+    return sum(slot.state is not State.DEAD for slot in pool._dispatcher._slots)
+
+
+def worker_pid(pool: SandboxPool) -> int:
+    worker = pool._dispatcher._slots[0].worker
+    return worker.pid if worker is not None else 0
+
+
+def test_a_pool_grows_while_programs_wait_and_shrinks_when_idle() -> None:
+    """Three programs that wait for one another's length would take three times as long on one."""
+    code = "import time; time.sleep(1.5)"
+    before = set(children(os.getpid()))
+    with SandboxPool(SPEC, num_workers=1, max_workers=3, idle_s=0.5) as pool:
+        assert num_alive(pool) == 1
+        running = [pool._submit(code, None, b"", None) for _ in range(8)]
+        assert wait_until(lambda: num_alive(pool) == 3)
+        assert all(future.result().status is ExecStatus.OK for future in running)
+        assert wait_until(lambda: num_alive(pool) == 1)
+        pids = set(children(os.getpid())) - before
+        assert len(pids) <= 5, "one worker's"
+        assert pool.run_sync("print(1)").stdout == b"1\n"
+        assert num_alive(pool) == 1, "nothing waited, nothing was started"
+
+
+def test_a_pool_starts_no_more_workers_than_programs_wait() -> None:
+    with SandboxPool(SPEC, num_workers=1, max_workers=8, idle_s=60) as pool:
+        running = [pool._submit("import time; time.sleep(1)", None, b"", None) for _ in range(2)]
+        for future in running:
+            future.result()
+        assert num_alive(pool) == 2
+
+
+def test_impossible_sizes_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="max_workers=1 must be at least num_workers=2"):
+        SandboxPool(SPEC, num_workers=2, max_workers=1)
+    with pytest.raises(ValueError, match="idle_s=0"):
+        SandboxPool(SPEC, max_workers=2, idle_s=0)
+
+
+def test_an_idle_worker_that_hangs_is_replaced_before_a_program_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Dispatcher, "check_s", 0.2)
+    monkeypatch.setattr(Dispatcher, "answer_s", 1.0)
+    with SandboxPool(SPEC) as pool:
+        first = worker_pid(pool)
+        for pid in children(first):
+            os.kill(pid, signal.SIGSTOP)
+        assert wait_until(lambda: worker_pid(pool) not in (0, first))
+        assert pool.run_sync("print(1)").stdout == b"1\n"
+
+
+def test_an_idle_worker_that_answers_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Dispatcher, "check_s", 0.05)
+    with SandboxPool(SPEC) as pool:
+        first = worker_pid(pool)
+        time.sleep(1.0)
+        assert worker_pid(pool) == first
+        assert pool.run_sync("print(1)").stdout == b"1\n"
+        assert pool._dispatcher._slots[0].num_runs == 2, "the canary and one"
+
+
+def test_a_waiting_program_process_that_died_is_replaced_by_the_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As by the kernel, when memory runs out. The worker itself stays."""
+    monkeypatch.setattr(Dispatcher, "check_s", 0.2)
+    with SandboxPool(SPEC) as pool:
+        first = worker_pid(pool)
+        waiting = children(first)[-1]
+        os.kill(waiting, signal.SIGKILL)
+        assert wait_until(lambda: waiting not in children(first) and len(children(first)) == 4)
+        assert worker_pid(pool) == first
+        assert pool.run_sync("print(1)").stdout == b"1\n"
