@@ -619,12 +619,13 @@ def write_outcome(run: Run) -> dict[str, Any]:
     write_summary(run.dir / "summary.json", summary)
     with RolloutStore(run.config.store_address) as store:
         rates = rates_by_stage(store.entries())
+        examples = collect_examples(run.dir, store)
     write_report(
         run.dir / "report.html",
         config=run.config.to_json(),
         summary=summary,
         metrics_rows=read_metrics(run.metrics.path),
-        examples=collect_examples(run.dir),
+        examples=examples,
         training_rates=rates,
         decode=run.parts.tokenizer.decode,
     )

@@ -19,6 +19,7 @@ import tyro
 
 from nanorl.commands.terminal import printable
 from nanorl.store import Entry, Filter, RolloutStore
+from nanorl.store.address import training_store
 from nanorl.store.stats import StoreStats
 
 
@@ -70,11 +71,7 @@ def find_store(run: Path) -> str:
         return str(run)
     from nanorl.saved_models import read_run  # here: it imports torch
 
-    config = read_run(run)
-    file = run / "rollouts.sqlite"
-    if not config.store and not file.is_file():
-        raise ValueError(f"{run}: has no {file.name} yet: no rollout of it was stored")
-    return config.store or str(file)
+    return training_store(run, read_run(run).store)
 
 
 def _drop(opened: RolloutStore, options: StoreOptions) -> None:

@@ -25,6 +25,7 @@ from rich.text import Text
 from nanorl.commands.terminal import labelled, page
 from nanorl.report.transcript import verdict
 from nanorl.store import Entry, RolloutStore
+from nanorl.store.address import training_store
 from nanorl.types import Branch, Rollout, Status
 
 Decode = Callable[[list[int]], str]
@@ -116,12 +117,12 @@ def view(
 def _show_in_terminal(runs: tuple[Path, ...], options: TerminalOptions) -> None:
     if len(runs) > 1:
         raise ValueError("view: the terminal shows one run; leave the options away for a browser")
+    from nanorl.saved_models import read_run  # here: it imports torch
+
     [run] = runs
     decode = _decoder(run)
-    file = run / "rollouts.sqlite"
-    if not file.is_file():
-        raise ValueError(f"{run}: has no rollouts.sqlite yet: no rollout of it was stored")
-    with RolloutStore(file) as store:
+    is_run = (run / "config.json").is_file()  # not a folder of nanorl eval
+    with RolloutStore(training_store(run, read_run(run).store if is_run else "")) as store:
         entries = [
             entry
             for entry in store.entries(step=options.step)

@@ -25,13 +25,13 @@ from nanorl.report.evaluation import Evaluation
 from nanorl.run import START
 from nanorl.saved_models import read_run
 from nanorl.store import Entry, RolloutStore, content_hash
+from nanorl.store.address import EVALUATIONS_FILE, training_store
 from nanorl.types import Rollout, Status, Task, TokenStats, derive_seed
 
 Place = tuple[int, int]
 RL = PHASES.index("rl")
 UNTRAINED = -1
 """The version of the model that the run began with, before its warm start."""
-EVALUATION_FILE, TRAINING_FILE = "evaluations.sqlite", "rollouts.sqlite"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +62,12 @@ class PastRun:
         """`config` has its options. ValueError if it has no rollouts."""
         one = RunConfig()  # in one process, however the run was laid out
         self.config = replace(config, cluster=one.cluster, learner=one.learner, rollout=one.rollout)
-        if not (folder / TRAINING_FILE).is_file():
-            raise ValueError(f"{folder}: has no {TRAINING_FILE} yet: no rollout of it was stored")
+        training = training_store(folder, config.store)
         self.folder = folder
         self._history = RunHistory(folder).read()
-        self._stores = [RolloutStore(folder / TRAINING_FILE)]
-        if (folder / EVALUATION_FILE).is_file():
-            self._stores.append(RolloutStore(folder / EVALUATION_FILE))
+        self._stores = [RolloutStore(training)]
+        if (folder / EVALUATIONS_FILE).is_file():
+            self._stores.append(RolloutStore(folder / EVALUATIONS_FILE))
 
     def close(self) -> None:
         for store in self._stores:

@@ -19,6 +19,7 @@ from typing import Literal, TypeVar
 from nanorl.cursor import PHASES, Phase
 from nanorl.report.summary import EVALUATIONS
 from nanorl.store import Entry, RolloutStore
+from nanorl.store.address import EVALUATIONS_FILE
 from nanorl.types import Rollout, Status, Task, TokenStats, kind_of
 
 NUM_STAGES = 3  # equal parts of the steps that were taken
@@ -59,16 +60,13 @@ class Rate:
     num: int
 
 
-def collect_examples(folder: Path) -> list[Example]:
-    """The examples of a run's folder; [] where it has stored nothing."""
+def collect_examples(folder: Path, training: RolloutStore) -> list[Example]:
+    """The examples of a run: its evaluations lie in its folder, `training` has the others."""
     found: list[Example] = []
-    if (folder / "evaluations.sqlite").is_file():
-        with RolloutStore(folder / "evaluations.sqlite") as store:
+    if (folder / EVALUATIONS_FILE).is_file():
+        with RolloutStore(folder / EVALUATIONS_FILE) as store:
             found += _of_evaluations(store)
-    if (folder / "rollouts.sqlite").is_file():
-        with RolloutStore(folder / "rollouts.sqlite") as store:
-            found += _of_training(store)
-    return found
+    return [*found, *_of_training(training)]
 
 
 def _of_evaluations(store: RolloutStore) -> list[Example]:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
+TRAINING_FILE, EVALUATIONS_FILE = "rollouts.sqlite", "evaluations.sqlite"
+"""In a run's folder: those of RL, unless they are elsewhere, and those of its evaluations."""
 OPTIONS = ("run", "blobs", "blob_bytes")
 SECRETS = ("password", "passfile", "sslpassword", "secret", "token", "key")
 POSTGRES = ("postgresql", "postgres")
@@ -67,6 +69,15 @@ class StoreAddress:
     @classmethod
     def _of_file(cls, address: str) -> StoreAddress:
         return cls(path=Path(address))
+
+
+def training_store(folder: Path, store: str) -> str:
+    """Where the run in `folder`, whose option `store` is, keeps the rollouts of RL. ValueError if
+    none was stored yet."""
+    file = folder / TRAINING_FILE
+    if not store and not file.is_file():
+        raise ValueError(f"{folder}: has no {TRAINING_FILE} yet: no rollout of it was stored")
+    return store or str(file)
 
 
 def without_password(address: str) -> str:

@@ -80,6 +80,10 @@ class StoreError(RuntimeError):
     """The rollouts could not be read or written; the message says where and names the fix."""
 
 
+class OldSchemaError(StoreError):
+    """The tables are of an earlier version of this program, and may only be read."""
+
+
 class Database(Protocol):
     """SQL with `?` for values. `query`, `run` and `insert` belong inside `read` or `write`."""
 

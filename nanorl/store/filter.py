@@ -61,7 +61,7 @@ class Condition:
         return f"{self.name}{self.operator}{''.join(map(_written, self.values))}"
 
 
-class Selection(NamedTuple):
+class RowSource(NamedTuple):
     """A part of a statement."""
 
     source: str
@@ -104,7 +104,7 @@ class Filter:
         """Both."""
         return Filter((*self.conditions, *other.conditions))
 
-    def sql(self) -> Selection:
+    def sql(self) -> RowSource:
         """How to find the rollouts `r`, each once."""
         of_turns = [one for one in self.conditions if _is_of_a_turn(one)]
         rollouts = [_sql(one) for one in self.conditions if not _is_of_a_turn(one)]
@@ -122,7 +122,7 @@ class Filter:
             rollouts.append((f"EXISTS (SELECT 1 FROM turns t WHERE {clauses})", values))
         clauses, values = _joined(rollouts)
         where = f" WHERE {clauses}" if clauses else ""
-        return Selection(f"FROM {source}{where}", values, number)
+        return RowSource(f"FROM {source}{where}", values, number)
 
     def _is_led_by_a_turn(self, of_turns: Sequence[Condition]) -> bool:
         is_exact = any(one.name == "turn" and one.operator == "=" for one in of_turns)

@@ -41,16 +41,23 @@ _REMEDIES = {
 class SqliteDatabase:
     """A SQLite file as a `Database`. May be used from several threads of one process."""
 
-    def __init__(self, path: Path, *, lock_timeout_s: float = 10.0) -> None:
+    def __init__(
+        self, path: Path, *, lock_timeout_s: float = 10.0, is_read_only: bool = False
+    ) -> None:
         self.name = str(path)
         self._lock = threading.RLock()
         with self._errors("open"):
             self._db = sqlite3.connect(
-                path, timeout=lock_timeout_s, isolation_level=None, check_same_thread=False
+                _read_only(path) if is_read_only else path,
+                uri=is_read_only,
+                timeout=lock_timeout_s,
+                isolation_level=None,
+                check_same_thread=False,
             )
         try:
             with self._errors("open"):
-                self._set_up()
+                if not is_read_only:
+                    self._set_up()
         except BaseException:
             self._db.close()
             raise
@@ -121,3 +128,11 @@ class SqliteDatabase:
             code = getattr(error, "sqlite_errorcode", 0) & 0xFF
             remedy = _REMEDIES.get(code, "check the disk, or use another --out")
             raise StoreError(f"cannot {action} {self.name}: {remedy} ({error})") from error
+
+
+def _read_only(path: Path) -> str:
+    """The address of a file that is not to be touched. One beside which no log lies has no writer.
+    It is read as it is: to share it, SQLite would leave a log and an index beside it, which a
+    read-only disk even forbids."""
+    has_writer = path.with_name(f"{path.name}-wal").exists()
+    return f"{path.resolve().as_uri()}?mode=ro{'' if has_writer else '&immutable=1'}"

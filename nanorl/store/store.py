@@ -15,6 +15,7 @@ import json
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,12 +27,14 @@ from nanorl.store.database import (
     STEP_SHIFT,
     Clause,
     Database,
+    OldSchemaError,
     StoreError,
     among,
     in_parts,
 )
 from nanorl.store.expiry import count_expired, least_valuable, older_days, older_steps, worths
 from nanorl.store.filter import EVERY, Filter
+from nanorl.store.listing import NEWEST, Tally, count_outcomes, find_page
 from nanorl.store.migration import migrate
 from nanorl.store.rows import (
     ENTRY_COLUMNS,
@@ -73,25 +76,34 @@ class RolloutStore:
     May be used from several threads of one process. All errors of file or server are StoreError.
     """
 
-    def __init__(self, address: str | Path, *, lock_timeout_s: float = 10.0) -> None:
+    def __init__(
+        self, address: str | Path, *, lock_timeout_s: float = 10.0, is_read_only: bool = False
+    ) -> None:
+        """With `is_read_only` nothing is written: StoreError where there is no store, and
+        OldSchemaError for one of an earlier version, whose tables would have to change."""
         where = StoreAddress.parse(address)
         self._kinds: dict[str, str] = {}  # of tasks, as far as they were asked for
-        self._db = _open(where, lock_timeout_s)
+        self._db = _open(where, lock_timeout_s, is_read_only=is_read_only)
         try:
-            self._prepare()
-            self._blobs = self._open_blobs(where)
+            self._prepare(is_read_only=is_read_only)
+            self._blobs = self._open_blobs(where, is_read_only=is_read_only)
         except BaseException:
             self._db.close()
             raise
         self._blob_bytes = where.blob_bytes
         self._lock = threading.RLock()
 
-    def _prepare(self) -> None:
+    def _prepare(self, *, is_read_only: bool) -> None:
         found = self._db.read(self._db.schema_version)
         if found > SCHEMA_VERSION:
             raise StoreError(
                 f"{self._db.name}: rollouts of schema {found}, this program reads schemas up to "
                 f"{SCHEMA_VERSION}: move it away, or use another --out"
+            )
+        if is_read_only and found < SCHEMA_VERSION:
+            raise OldSchemaError(
+                f"{self._db.name}: rollouts of schema {found}, this program reads "
+                f"{SCHEMA_VERSION}: open it once to write, as nanorl store does"
             )
         if found == 0:
             self._db.write("create", self._create)
@@ -102,14 +114,14 @@ class RolloutStore:
         if self._db.schema_version() == 0:  # still: another process may have come first
             self._db.create_tables()
 
-    def _open_blobs(self, where: StoreAddress) -> BlobFolder | None:
+    def _open_blobs(self, where: StoreAddress, *, is_read_only: bool) -> BlobFolder | None:
         facts = self.facts("store/")
         address = where.blobs or facts.get(BLOBS, "")
         if not address:
             return None
         owner = facts.get(OWNER) or uuid.uuid4().hex
         folder = BlobFolder(address, owner)
-        if facts != {BLOBS: address, OWNER: owner}:
+        if facts != {BLOBS: address, OWNER: owner} and not is_read_only:
             self.put_fact(OWNER, owner)
             self.put_fact(BLOBS, address)
         return folder
@@ -256,6 +268,24 @@ class RolloutStore:
         chosen = where & Filter.of(step=step)
         rows = self._select(ENTRY, chosen, limit, newest_first=newest_first)
         return [to_entry(row) for row in rows]
+
+    def page(
+        self, where: Filter = EVERY, *, order: str = NEWEST, offset: int = 0, limit: int = 100
+    ) -> tuple[list[Entry], int]:
+        """A part of a slice in an order of listing.ORDERS, and how long all of it is."""
+        find = partial(find_page, self._db, where, order=order, offset=offset, limit=limit)
+        return self._db.read(find)
+
+    def entry(self, rollout_id: str) -> Entry:
+        """The index columns of one rollout; KeyError if there is none."""
+        found = self.entries(where=Filter.of(rollout=rollout_id), limit=1)
+        if not found:
+            raise KeyError(f"no rollout {rollout_id!r} in {self._db.name}")
+        return found[0]
+
+    def tally(self) -> list[Tally]:
+        """What came of the rollouts, by step and kind."""
+        return self._db.read(partial(count_outcomes, self._db))
 
     def count(self, where: Filter = EVERY) -> int:
         """How many rollouts a slice has."""
@@ -462,9 +492,9 @@ class RolloutStore:
             ) from error
 
 
-def _open(where: StoreAddress, lock_timeout_s: float) -> Database:
+def _open(where: StoreAddress, lock_timeout_s: float, *, is_read_only: bool) -> Database:
     if where.path is not None:
-        return SqliteDatabase(where.path, lock_timeout_s=lock_timeout_s)
+        return SqliteDatabase(where.path, lock_timeout_s=lock_timeout_s, is_read_only=is_read_only)
     from nanorl.store.postgres import PostgresDatabase  # an extra
 
     return PostgresDatabase(where.server, schema=where.run, lock_timeout_s=lock_timeout_s)

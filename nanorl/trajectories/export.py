@@ -30,6 +30,7 @@ from nanorl.parsers.chat import ToolChat
 from nanorl.parsers.choose import client_tool_chat
 from nanorl.saved_models import read_run, read_tokenizer
 from nanorl.store import Entry, Filter, RolloutStore
+from nanorl.store.address import EVALUATIONS_FILE, training_store
 from nanorl.trajectories.atif import AgentInfo, write_atif
 from nanorl.trajectories.base import Trajectory, TrajectoryReader
 from nanorl.trajectories.jsonl import write_jsonl
@@ -131,9 +132,9 @@ def export_rollouts(options: ExportOptions, *, say: Callable[[str], None] = prin
 
 
 def _address(options: ExportOptions, config: RunConfig) -> str:
-    if options.phase == "rl" and config.store:
-        return config.store
-    file = options.run / ("rollouts.sqlite" if options.phase == "rl" else "evaluations.sqlite")
+    if options.phase == "rl":
+        return training_store(options.run, config.store)
+    file = options.run / EVALUATIONS_FILE
     if not file.is_file():
         raise ValueError(f"{options.run}: has no {file.name}: no rollout of {options.phase} yet")
     return str(file)

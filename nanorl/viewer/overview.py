@@ -26,8 +26,8 @@ from nanorl.report.examples import NUM_STAGES
 from nanorl.report.html import curves_section, outcome_section, types_section
 from nanorl.report.metrics import read_metrics
 from nanorl.report.summary import EVALUATIONS
+from nanorl.store.listing import Tally
 from nanorl.viewer.runs import TRAINING, ViewedRun
-from nanorl.viewer.stored import Tally
 
 COMPARED = (("Success", "success"), ("Reward", "reward"), ("Entropy", "entropy"))
 MOST_TASKS = 50  # that two runs differ in

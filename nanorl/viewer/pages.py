@@ -18,7 +18,7 @@ from nanorl.store import Entry, RolloutStore
 from nanorl.trajectories.base import Trajectory
 from nanorl.viewer.documents import Json, RolloutDocument, entry_json, token_part
 from nanorl.viewer.runs import TITLES, ViewedRun
-from nanorl.viewer.stored import Selection, StoredRollouts
+from nanorl.viewer.stored import Selection
 
 SEARCH_S = 1.5
 _SEARCH_PAGE = 100
@@ -83,17 +83,21 @@ def list_page(run: ViewedRun, selection: Selection, phase: str, text: str = "") 
     with run.open(phase) as store:
         if text:
             return _search(run, store, selection, text)
-        entries, total = store.page(selection)
+        entries, total = _page(store, selection)
         return {"total": total, "rows": _rows(store, entries), "next": None}
 
 
-def _search(run: ViewedRun, store: StoredRollouts, selection: Selection, text: str) -> Json:
+def _page(store: RolloutStore, chosen: Selection) -> tuple[list[Entry], int]:
+    return store.page(chosen.where(), order=chosen.order, offset=chosen.offset, limit=chosen.limit)
+
+
+def _search(run: ViewedRun, store: RolloutStore, selection: Selection, text: str) -> Json:
     """Rollouts in which the text stands, upper and lower case being alike."""
     found: list[Entry] = []
     wanted, until = text.casefold(), time.monotonic() + SEARCH_S
     offset = selection.offset
     while True:
-        entries, total = store.page(replace(selection, offset=offset, limit=_SEARCH_PAGE))
+        entries, total = _page(store, replace(selection, offset=offset, limit=_SEARCH_PAGE))
         for entry in entries:
             offset += 1
             if wanted in _all_text(run, store, entry).casefold():
@@ -106,7 +110,7 @@ def _search(run: ViewedRun, store: StoredRollouts, selection: Selection, text: s
             return {"total": total, "rows": rows, "next": None if is_over else offset}
 
 
-def _all_text(run: ViewedRun, store: StoredRollouts, entry: Entry) -> str:
+def _all_text(run: ViewedRun, store: RolloutStore, entry: Entry) -> str:
     """All that can be searched: ids, what the policy read and said, the expected answer."""
     try:
         rollout = store.get(entry.rollout_id)
@@ -127,7 +131,7 @@ def group_page(run: ViewedRun, phase: str, group_id: str) -> list[Json]:
     """The rollouts of a group, whole, MOST_GROUP at most."""
     selection = run.selection(phase, group_id=group_id, order="oldest", limit=MOST_GROUP)
     with run.open(phase) as store:
-        entries, _ = store.page(selection)
+        entries, _ = _page(store, selection)
     return [
         Place(run=run, phase=phase, rollout_id=entry.rollout_id).document().build()
         for entry in entries
@@ -141,7 +145,7 @@ def attempts(runs: Sequence[ViewedRun], task_id: str) -> list[Json]:
         for phase in run.phases():
             selection = run.selection(phase, task_id=task_id, order="oldest", limit=MOST_ATTEMPTS)
             with run.open(phase) as store:
-                rows = _rows(store, store.page(selection)[0])
+                rows = _rows(store, _page(store, selection)[0])
             where = {"run": run.name, "phase": phase, "phase_title": _title(phase)}
             found += [row | where for row in rows]
     return found

@@ -27,11 +27,12 @@ from nanorl.cursor import PHASES
 from nanorl.envs.run_kind import run_tokenizer
 from nanorl.report.summary import EVALUATIONS
 from nanorl.saved_models import read_run, read_tokenizer
-from nanorl.store import StoreError
+from nanorl.store import RolloutStore, StoreError
+from nanorl.store.address import EVALUATIONS_FILE, TRAINING_FILE
 from nanorl.trajectories.base import Trajectory, TrajectoryReader
 from nanorl.trajectories.export import find_parsers
 from nanorl.types import Rollout
-from nanorl.viewer.stored import Selection, StoredRollouts
+from nanorl.viewer.stored import Selection, open_for_reading
 
 TRAINING, EVALUATION = "rl", "evaluation"
 TITLES: Mapping[str, str] = MappingProxyType(
@@ -39,7 +40,7 @@ TITLES: Mapping[str, str] = MappingProxyType(
 )
 """Of the phases; `evaluation` is the only one of a folder of `nanorl eval`."""
 _WATCHED = (
-    *("rollouts.sqlite", "rollouts.sqlite-wal", "evaluations.sqlite", "evaluations.sqlite-wal"),
+    *(TRAINING_FILE, f"{TRAINING_FILE}-wal", EVALUATIONS_FILE, f"{EVALUATIONS_FILE}-wal"),
     *("metrics.jsonl", "summary.json", "history.jsonl", "eval.json"),
 )
 _GOES_ON_S = 60.0
@@ -84,27 +85,35 @@ class ViewedRun:
         elif "about" not in self._json("eval.json"):
             raise ValueError(f"{self.folder / 'eval.json'}: nanorl eval did not write it")
 
+    @cached_property
+    def _store(self) -> str:
+        """Where its rollouts are, if not in its folder."""
+        return "" if self.is_evaluation else read_run(self.folder).store
+
     # -- what there is ---------------------------------------------------------------------------
 
     def phases(self) -> list[str]:
         """Those of which rollouts are stored, in the order in which they were played."""
         if self.is_evaluation:
             return [EVALUATION]
-        found = [TRAINING] if (self.folder / "rollouts.sqlite").is_file() else []
-        if (self.folder / "evaluations.sqlite").is_file():
-            with StoredRollouts(self.folder / "evaluations.sqlite") as store:
+        found = []
+        if self._store or (self.folder / TRAINING_FILE).is_file():
+            found.append(TRAINING)
+        if (self.folder / EVALUATIONS_FILE).is_file():
+            with open_for_reading(self.folder / EVALUATIONS_FILE) as store:
                 found += [PHASES[step] for step in {row.step for row in store.tally()}]
         return sorted(found, key=lambda phase: PHASES.index(phase))  # type: ignore[arg-type]
 
-    def open(self, phase: str) -> StoredRollouts:
+    def open(self, phase: str) -> RolloutStore:
         """The store of a phase. ValueError for a phase that there is not."""
         if phase not in TITLES or (phase == EVALUATION) != self.is_evaluation:
             raise ValueError(f"phase {phase!r}: {self.name} has {', '.join(self.phases())}")
-        name = "evaluations" if phase in EVALUATIONS else "rollouts"
-        file = self.folder / f"{name}.sqlite"
+        if phase not in EVALUATIONS and self._store:
+            return open_for_reading(self._store)
+        file = self.folder / (EVALUATIONS_FILE if phase in EVALUATIONS else TRAINING_FILE)
         if not file.is_file():
             raise StoreError(f"{file}: is not there yet: no rollout of it was stored")
-        return StoredRollouts(file)
+        return open_for_reading(file)
 
     def selection(self, phase: str, **options: Any) -> Selection:
         """Rollouts of a phase. Evaluations lie in one file, each under the number of its phase."""

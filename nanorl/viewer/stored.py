@@ -1,49 +1,33 @@
-"""`StoredRollouts`: the rollouts of a file that another process may be writing, a page at a time.
+"""Which rollouts a page shows (`Selection`), and a store that is opened for looking alone.
 
-    with StoredRollouts("runs/tiny-seed0/rollouts.sqlite") as store:
-        entries, total = store.page(Selection(outcome="wrong", order="longest", limit=100))
+    with open_for_reading("runs/tiny-seed0/rollouts.sqlite") as store:
+        chosen = Selection(outcome="wrong", order="longest", limit=100)
+        entries, total = store.page(chosen.where(), order=chosen.order, limit=chosen.limit)
 
-The file is opened for reading alone: WAL lets a reader and the writer go on beside each other, and
-every question is one short transaction, so that the writer's checkpoints are not held up. A file of
-schema 1 is read as it is, with what it lacks made up for this connection.
-Left out: searching in texts, which are tokens in the file (pages.py).
+A file is opened for reading alone: WAL lets a reader and the writer go on beside each other, and
+every question is one short transaction, so that the writer's checkpoints are not held up.
+Left out: searching in texts, which are tokens in the store (pages.py).
 """
 
 from __future__ import annotations
 
-import sqlite3
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
 
-from nanorl.store import ENTRY_COLUMNS, SCHEMA_VERSION, Entry, RolloutStore, StoreError, to_entry
-from nanorl.types import Status, kind_of
+from nanorl.store import Entry, Filter, OldSchemaError, RolloutStore
+from nanorl.store.filter import Condition
+from nanorl.store.listing import NEWEST, ORDERS
+from nanorl.types import Status
 
-ORDERS: Mapping[str, str] = MappingProxyType(
-    {
-        "newest": "step DESC, group_id DESC, rollout_id DESC",
-        "oldest": "step, group_id, rollout_id",
-        "worst": "status = 'failed', reward, step DESC, rollout_id",
-        "best": "status = 'failed', reward DESC, step DESC, rollout_id",
-        "longest": "num_tokens DESC, step DESC, rollout_id",
-    }
-)
 OUTCOMES: Mapping[str, str] = MappingProxyType(
     {
-        "right": "status = 'finished' AND reward >= 1",
-        "wrong": "status = 'finished' AND ifnull(reward, 0) < 1",
-        "cut": "status IN ('truncated_turn', 'truncated_context')",
-        "failed": "status = 'failed'",
+        "right": "status=finished, success",
+        "wrong": "status=finished, reward<1",
+        "cut": "status~truncated",
+        "failed": "status=failed",
     }
-)
-_ABSENT_IN_SCHEMA_1 = (
-    "CREATE TEMP VIEW rollouts AS SELECT *, kind_of(task_id) AS kind FROM main.rollouts",
-    "CREATE TEMP TABLE tasks (task_id, kind, content)",
-    "CREATE TEMP TABLE token_stats (rollout_id, shape, numbers)",
-    "CREATE TEMP TABLE facts (name, value)",
 )
 
 
@@ -51,7 +35,8 @@ _ABSENT_IN_SCHEMA_1 = (
 class Selection:
     """Which rollouts, in which order, and which part of that list. ValueError for unknown words.
 
-    `task` is a part of the task's id, `steps` the first and the last.
+    `task` is a part of the task's id, `steps` the first and the last; `slice` is written as for
+    `nanorl store --where`.
     """
 
     steps: tuple[int, int] | None = None
@@ -60,7 +45,8 @@ class Selection:
     task_id: str = ""
     group_id: str = ""
     outcome: str = ""
-    order: str = "newest"
+    slice: str = ""
+    order: str = NEWEST
     offset: int = 0
     limit: int = 100
 
@@ -74,106 +60,28 @@ class Selection:
                 f"offset {self.offset}, limit {self.limit}: offset must not be negative, limit "
                 "must be 1 to 1000"
             )
+        self.where()
 
-    def where(self) -> tuple[str, list[Any]]:
-        """The condition in SQL, and the values of its question marks."""
-        conditions: dict[str, list[Any]] = {}
+    def where(self) -> Filter:
+        """The rollouts, as the store is asked for them."""
+        equal = {"kind": self.kind, "task": self.task_id, "group": self.group_id}
+        chosen = Filter.parse(OUTCOMES.get(self.outcome, "")) & Filter.parse(self.slice)
+        chosen &= Filter.of(**{name: value or None for name, value in equal.items()})
         if self.steps is not None:
-            conditions["step BETWEEN ? AND ?"] = list(self.steps)
-        for name in ("kind", "task_id", "group_id"):
-            if value := getattr(self, name):
-                conditions[f"{name} = ?"] = [value]
+            chosen &= Filter((Condition("step", "..", self.steps),))
         if self.task:
-            conditions["instr(task_id, ?)"] = [self.task]
-        if self.outcome:
-            conditions[OUTCOMES[self.outcome]] = []
-        text = " AND ".join(f"({condition})" for condition in conditions) or "1"
-        return text, [value for values in conditions.values() for value in values]
+            chosen &= Filter((Condition("task", "~", (self.task,)),))
+        return chosen
 
 
-class Tally(NamedTuple):
-    """How many rollouts of a kind in a step there are, and what came of them."""
-
-    kind: str
-    step: int
-    num: int
-    num_right: int
-    num_wrong: int
-    num_cut: int
-    num_failed: int
-
-
-class StoredRollouts(RolloutStore):
-    """A RolloutStore that only reads. StoreError where the file is not there, or damaged."""
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self._lock = threading.RLock()
-        with self._errors("open"):
-            self._db = self._connected()
-        try:
-            with self._errors("read"):
-                self._prepare()
-        except BaseException:
-            self._db.close()
-            raise
-
-    def _connected(self) -> sqlite3.Connection:
-        """A file beside which no log lies has no writer. It is read as it is: to share it, SQLite
-        would leave a log and an index beside it, which a read-only disk even forbids."""
-        has_writer = self.path.with_name(f"{self.path.name}-wal").exists()
-        return sqlite3.connect(
-            f"{self.path.resolve().as_uri()}?mode=ro{'' if has_writer else '&immutable=1'}",
-            uri=True,
-            timeout=5.0,
-            isolation_level=None,
-            check_same_thread=False,
-        )
-
-    def _prepare(self) -> None:
-        found = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if found not in range(1, SCHEMA_VERSION + 1):
-            raise StoreError(
-                f"{self.path}: rollout file of schema {found}, this program reads schemas up to "
-                f"{SCHEMA_VERSION}: view it with the version that wrote it"
-            )
-        if found == 1:
-            self._db.create_function("kind_of", 1, kind_of, deterministic=True)
-            for statement in _ABSENT_IN_SCHEMA_1:
-                self._db.execute(statement)
-
-    def __enter__(self) -> StoredRollouts:
-        return self
-
-    def page(self, selection: Selection) -> tuple[list[Entry], int]:
-        """A part of the list, and how long the whole list is."""
-        where, values = selection.where()
-        sql = (
-            f"SELECT {', '.join(ENTRY_COLUMNS)} FROM rollouts WHERE {where} "
-            f"ORDER BY {ORDERS[selection.order]} LIMIT ? OFFSET ?"
-        )
-        with self._reading():
-            rows = self._db.execute(sql, [*values, selection.limit, selection.offset]).fetchall()
-            [total] = self._db.execute(
-                f"SELECT count(*) FROM rollouts WHERE {where}", values
-            ).fetchone()
-        return [to_entry(row) for row in rows], total
-
-    def entry(self, rollout_id: str) -> Entry:
-        """The index columns of one rollout. KeyError without it."""
-        sql = f"SELECT {', '.join(ENTRY_COLUMNS)} FROM rollouts WHERE rollout_id = ?"
-        with self._reading():
-            row = self._db.execute(sql, (rollout_id,)).fetchone()
-        if row is None:
-            raise KeyError(f"no rollout {rollout_id!r} in {self.path}")
-        return to_entry(row)
-
-    def tally(self) -> list[Tally]:
-        """What came of the rollouts, by kind and step."""
-        sums = ", ".join(f"sum({condition})" for condition in OUTCOMES.values())
-        sql = f"SELECT kind, step, count(*), {sums} FROM rollouts GROUP BY kind, step"
-        with self._reading():
-            return [Tally(*row) for row in self._db.execute(f"{sql} ORDER BY step, kind")]
+def open_for_reading(address: str | Path) -> RolloutStore:
+    """The store. One that an earlier version of this program wrote is brought to today's tables
+    first. StoreError where it is not there, or damaged."""
+    try:
+        return RolloutStore(address, is_read_only=True)
+    except OldSchemaError:
+        RolloutStore(address).close()
+        return RolloutStore(address, is_read_only=True)
 
 
 def outcome_of(entry: Entry) -> str:

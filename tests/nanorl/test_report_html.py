@@ -30,7 +30,7 @@ from nanorl.report.examples import (
 )
 from nanorl.report.html import SHADE_FROM_NATS, write_report
 from nanorl.report.trace import TokenView, split_text, trace_rollout
-from nanorl.store import Entry
+from nanorl.store import Entry, RolloutStore
 from nanorl.types import Rollout, Status, Task, TurnSpan
 
 HOSTILE = [
@@ -328,7 +328,8 @@ def test_failures_come_first_and_long_pages_stay_moderate(tmp_path):
 
 def test_what_is_still_wrong_pairs_and_a_group_have_places_of_their_own(tmp_path):
     run = small_run(tmp_path / "run", last_is_right=False)
-    examples = collect_examples(run)
+    with RolloutStore(run / "rollouts.sqlite") as store:
+        examples = collect_examples(run, store)
     parts = {
         part: [one.rollout.rollout_id for one in examples if one.part == part]
         for part in ("wrong", "pair", "group")
