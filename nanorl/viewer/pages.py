@@ -29,7 +29,7 @@ MOST_WORDS = 6_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RolloutPlace:
     """Where a rollout is."""
 
     run: ViewedRun
@@ -133,7 +133,7 @@ def group_page(run: ViewedRun, phase: str, group_id: str) -> list[Json]:
     with run.open(phase) as store:
         entries, _ = _page(store, selection)
     return [
-        Place(run=run, phase=phase, rollout_id=entry.rollout_id).document().build()
+        RolloutPlace(run=run, phase=phase, rollout_id=entry.rollout_id).document().build()
         for entry in entries
     ]
 
@@ -151,7 +151,7 @@ def attempts(runs: Sequence[ViewedRun], task_id: str) -> list[Json]:
     return found
 
 
-def changes(old: Place, new: Place) -> Json:
+def changes(old: RolloutPlace, new: RolloutPlace) -> Json:
     """What differs between two rollouts, turn by turn and word by word.
 
     The parts of a turn are what the policy said and what it read then; `pieces` are [kind, text]

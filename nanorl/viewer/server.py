@@ -41,7 +41,7 @@ from nanoinfer.server.app import is_loopback
 from nanorl.store import StoreError
 from nanorl.viewer.overview import comparison_html, overview_html
 from nanorl.viewer.pages import (
-    Place,
+    RolloutPlace,
     attempts,
     changes,
     facets,
@@ -130,8 +130,8 @@ class ViewerServer:
     def _run(self, query: Query, name: str = "run") -> ViewedRun:
         return self._runs[query[name]]
 
-    def _place(self, query: Query) -> Place:
-        return Place(run=self._run(query), phase=query["phase"], rollout_id=query["id"])
+    def _place(self, query: Query) -> RolloutPlace:
+        return RolloutPlace(run=self._run(query), phase=query["phase"], rollout_id=query["id"])
 
     def _rollouts(self, query: Query) -> Any:
         run, phase = self._run(query), query["phase"]
@@ -154,7 +154,7 @@ class ViewerServer:
 
     def _changes(self, query: Query) -> Any:
         old, new = (
-            Place(
+            RolloutPlace(
                 run=self._run(query, side),
                 phase=query[f"{side}_phase"],
                 rollout_id=query[f"{side}_id"],
