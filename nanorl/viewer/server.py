@@ -136,7 +136,9 @@ class ViewerServer:
     def _rollouts(self, query: Query) -> Any:
         run, phase = self._run(query), query["phase"]
         options: dict[str, Any] = {
-            name: query[name] for name in ("outcome", "kind", "task", "order") if name in query
+            name: query[name]
+            for name in ("outcome", "kind", "task", "slice", "order")
+            if name in query
         }
         options |= {name: _number(query, name) for name in ("offset", "limit") if name in query}
         if query.get("steps"):

@@ -64,6 +64,7 @@ def test_lists_are_filtered_and_ordered(client: TestClient) -> None:
     assert ids(client, outcome="failed") == ["broken"] and ids(client, outcome="cut") == ["cut"]
     right = ids(client, outcome="right", order="oldest")
     assert right == ["s0-sums-m0", "s1-sums-m0", "s2-primes-m0", "s2-sums-m0"]
+    assert ids(client, slice="step=2, success, kind=primes") == ["s2-primes-m0"]
     assert ids(client, kind="primes", steps="1") == ["s1-primes-m1", "s1-primes-m0"]
     assert len(ids(client, steps="1-2")) == 10 and len(ids(client, steps="-0")) == 4
     assert ids(client, order="worst")[-1] == "broken", "failed ones are neither good nor bad"

@@ -1,6 +1,6 @@
 // Where one is: what the address says behind its #, so that every view has a link of its own.
 
-export const FILTERS = ["phase", "outcome", "kind", "order", "steps", "task", "text"];
+export const FILTERS = ["phase", "outcome", "kind", "order", "steps", "task", "slice", "text"];
 
 /** {view, run, phase, id, ...} of the address. */
 export function here() {
