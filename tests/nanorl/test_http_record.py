@@ -468,7 +468,7 @@ def test_a_run_replays_its_pages_without_their_server(tmp_path: Path) -> None:
 def run(folder: Path, mode: str, *options: str) -> list[dict[str, Any]]:
     out = folder / mode
     process = RunProcess(folder / "log", *options, "--http.mode", mode, "--out", str(out))
-    assert process.wait() == 0, process.output()
+    assert process.wait(300) == 0, process.output()
     return rows(out)
 
 
