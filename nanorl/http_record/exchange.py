@@ -78,7 +78,10 @@ class WebAnswer:
 
 def redacted(url: str) -> str:
     """`url` with the values of its query's secrets hidden, and without a fragment."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "an address that cannot be read"
     pairs = parse_qsl(parts.query, keep_blank_values=True)
     if not any(_SECRET.search(name) for name, _ in pairs):
         return urlunsplit(parts._replace(fragment=""))

@@ -98,8 +98,7 @@ class ProxyServer:
 
     async def _request(self, client: _Client, head: h11.Request) -> WebRequest:
         url = _url(client, head)
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not _is_whole(url):
             raise NoAnswerError(
                 400, "bad_request", "is no address: a proxy is asked for whole URLs"
             )
@@ -124,6 +123,14 @@ def _url(client: _Client, head: h11.Request) -> str:
             place = name.rstrip(".") + ("" if is_default else f":{parts.port}")
             return urlunsplit(parts._replace(netloc=place, path=parts.path or "/", fragment=""))
     return target
+
+
+def _is_whole(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, half an IPv6 address
+        return False
 
 
 @dataclass

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import signal
+import socket
 import sqlite3
 import ssl
 import subprocess
@@ -220,6 +222,16 @@ def test_what_is_no_host_is_refused_before_any_work(pattern: str) -> None:
 def test_options_that_say_nothing_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         HttpConfig(**options)
+
+
+@pytest.mark.parametrize("target", ["http://a.org:x/", "http://[::1/", "ftp://a.org/", "/page"])
+def test_what_is_no_address_is_refused(store: Path, target: str) -> None:
+    with RecordingProxy(HttpConfig(mode="live", allow=("a.org",)), store=store) as proxy:
+        told = base64.b64encode(proxy.access.url[7:].partition("@")[0].encode()).decode()
+        with socket.create_connection(("127.0.0.1", proxy.access.port)) as plain:
+            head = f"GET {target} HTTP/1.1\r\nHost: a.org\r\nProxy-Authorization: Basic {told}"
+            plain.sendall(f"{head}\r\n\r\n".encode())
+            assert plain.makefile("rb").readline().startswith(b"HTTP/1.1 400 ")
 
 
 def test_replay_asks_nobody_and_names_what_is_missing(server: CountingServer, store: Path) -> None:
@@ -468,7 +480,7 @@ def test_a_run_replays_its_pages_without_their_server(tmp_path: Path) -> None:
 def run(folder: Path, mode: str, *options: str) -> list[dict[str, Any]]:
     out = folder / mode
     process = RunProcess(folder / "log", *options, "--http.mode", mode, "--out", str(out))
-    assert process.wait() == 0, process.output()
+    assert process.wait(300) == 0, process.output()
     return rows(out)
 
 

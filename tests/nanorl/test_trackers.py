@@ -53,13 +53,13 @@ def test_a_run_and_its_resumption_are_one_page_in_each_tracker(
     ):
         log = tmp_path / "log"
         process = RunProcess(log, *more, "--out", str(out), environment=environment)
-        assert process.wait() == 0, process.output()
+        assert process.wait(300) == 0, process.output()
     assert "not everything reached it" not in process.output()
     identity = identity_of(out)
 
     [history_of, config_of] = read_wandb(out / "wandb", identity)
     for row in rows(out):
-        sent = [found for found in history_of if found["step"] == row["step"] and "loss" in found]
+        sent = [found for found in history_of if "loss" in found and found["step"] == row["step"]]
         assert sent and flatten_numbers(row).items() <= sent[-1].items()
     assert config_of["rl.lr"] == 1e-4 and config_of["preset"] == "tiny"
     after = [found for found in history_of if "evaluation/after/success" in found]
