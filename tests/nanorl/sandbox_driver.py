@@ -27,7 +27,6 @@ from hostile_programs import ATTACK_MODULE, BENIGN, CARRIERS, HOSTILE, Program
 
 from nanorl.sandbox import ExecResult, SandboxPool, SandboxSpec
 from nanorl.sandbox.backends import BACKENDS, open_sandbox
-from nanorl.sandbox.bwrap import unused_uid
 from nanorl.sandbox.session import WorkspaceSandbox
 
 SECRET = "host-secret-5b1f"
@@ -192,8 +191,9 @@ class Examiner:
 
     def survivors(self) -> list[str]:
         """What is alive of a box that is gone: more than the servers of the boxes that wait."""
+        most = 2 + self.pool.spec.warm_sessions
         for _ in range(100):
-            if len(found := _of_programs()) <= 2 + self.pool.spec.warm_sessions:
+            if len(found := _of_programs(self.pool.capabilities.tier)) <= most:
                 return []
             time.sleep(0.05)
         return [f"{len(found)} processes are alive: {found[:5]}"]
@@ -240,13 +240,16 @@ def outcome_violations(program: Program, result: ExecResult) -> list[str]:
     return found
 
 
-def _of_programs() -> list[str]:
-    """Processes of the users that programs have, where those are nobody else's."""
+def _of_programs(tier: str) -> list[str]:
+    """Processes in the memory groups of our boxes, or of the user that containers have."""
     found = []
-    users = {1000, *(unused_uid(index) for index in range(8))}
+    own = f"nanorl-sandbox-{os.getpid()}-"
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            if entry.name.isdigit() and entry.stat().st_uid in users:
+            if not entry.name.isdigit():
+                continue
+            is_in_container = tier == "oci" and entry.stat().st_uid == 1000
+            if is_in_container or own in (entry / "cgroup").read_text():
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ")[:60]
                 found += [f"{entry.name} {command!r}"] * (state not in "ZX")

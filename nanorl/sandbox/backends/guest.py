@@ -373,11 +373,9 @@ def _be_expendable() -> None:
 
 
 def _descendants() -> set[int]:
-    """Every process below this one; of an init, every other process there is."""
+    """Every process below this one; of an init these are all, but for a kernel's own threads."""
     own = os.getpid()
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit() and name != str(own)]
-    if own == 1:
-        return set(pids)
     children: dict[int, list[int]] = {}
     for pid in pids:
         with suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:

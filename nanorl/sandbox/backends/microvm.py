@@ -213,7 +213,6 @@ def _migrate(control: Path, snapshot: Path) -> None:
                     return said["return"]
 
         ask("qmp_capabilities")
-        ask("stop")
         ask("migrate-set-parameters", **{"max-bandwidth": 1 << 40})
         ask("migrate", uri=f"exec:cat >{snapshot}")
         while (state := ask("query-migrate").get("status")) != "completed":
