@@ -301,7 +301,7 @@ def main() -> int:
             answers = [
                 "got through" if is_breach(line, kind) else "ended otherwise" for line in seen
             ]
-            rows.append([program.name, kind, min(answers, key=ANSWERS.index, default="held"), seen])
+            rows.append([program.name, kind, min(answers, key=ANSWERS.index, default="held")])
             if arguments.v:
                 print(f"{time.monotonic() - start:.2f} {program.name} {rows[-1][2]}", flush=True)
         if not examiner.is_box:

@@ -11,9 +11,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -365,7 +366,7 @@ def test_as_the_hosts_root_programs_read_what_nobody_may() -> None:
     class AsRoot(RlimitsBackend):
         keeps_user = True
         question = "print('{}')"  # the usual one would write to the machine's own folders
-        promises = {}  # type: ignore[assignment]
+        promises: Mapping[str, Any] = MappingProxyType({})  # type: ignore[assignment]
 
     with BoxPool(AsRoot(LIMITS), LIMITS) as pool:
         shadow = pool.run_sync("print(len(open('/etc/shadow').read()) > 0)")
