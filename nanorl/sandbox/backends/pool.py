@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from nanorl.sandbox import canary, protocol
-from nanorl.sandbox.backends.box import SandboxBox, BoxBrokenError
+from nanorl.sandbox.backends.box import BoxBrokenError, SandboxBox
 from nanorl.sandbox.backends.supply import BoxBackend, BoxSupply
 from nanorl.sandbox.base import (
     UNSAFE,

@@ -2,7 +2,7 @@
 
 The walls around the box are its back end's. These are a second row, and for `landlock` and
 `rlimits` the only one. Runs inside, in the forked child, right before the program. Stdlib only.
-Sources: landlock(7), linux/landlock.h.
+Source: landlock(7).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from nanorl.sandbox.backends.box import SandboxBox, BoxBrokenError, Launch
+from nanorl.sandbox.backends.box import BoxBrokenError, Launch, SandboxBox
 from nanorl.sandbox.base import SandboxFailure, SandboxUnavailable
 
 _IDLE_S = 30.0

