@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import errno
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 # Calls as name:x86_64/aarch64; an empty side does not exist there. Those of CHECKED pass for some
@@ -153,11 +153,10 @@ def _argument(index: int) -> Instruction:
     return Instruction(_LOAD, 16 + 8 * index)
 
 
-def _one_of(values: Iterable[int], otherwise: Instruction) -> list[Instruction]:
-    body: list[Instruction] = []
-    for value in values:
-        body += [Instruction(_JEQ, value, 0, 1), Instruction(_RET, ALLOW)]
-    return [*body, otherwise]
+def _one_of(values: Sequence[int], otherwise: Instruction) -> list[Instruction]:
+    """One comparison for each value; all lead to the same return at the end."""
+    tests = [Instruction(_JEQ, value, len(values) - i) for i, value in enumerate(values)]
+    return [*tests, otherwise, Instruction(_RET, ALLOW)]
 
 
 def _pretend(values: Iterable[int]) -> list[Instruction]:
@@ -232,11 +231,20 @@ def _ranges(numbers: Iterable[int]) -> tuple[list[int], list[int]]:
 
 
 def _search(bounds: list[int], actions: list[int]) -> list[Instruction]:
-    """A binary search tree: fewer comparisons than a list, and jumps that fit in one byte."""
-    if not bounds:
-        return [Instruction(_RET, actions[0])]
-    middle = len(bounds) // 2
-    left = _search(bounds[:middle], actions[: middle + 1])
-    right = _search(bounds[middle + 1 :], actions[middle + 1 :])
-    assert len(left) <= 255, "a jump is longer than a byte can say"
-    return [Instruction(_JGE, bounds[middle], len(left), 0), *left, *right]
+    """A binary search tree: fewer comparisons than a list. Its leaves are two shared returns, since
+    the kernel translates every instruction for every execution."""
+    answers = sorted(set(actions))
+    ends = {action: len(bounds) + i for i, action in enumerate(answers)}
+    assert len(bounds) + len(answers) <= 256, "a jump is longer than a byte can say"
+
+    def tree(low: int, high: int, at: int) -> list[Instruction]:
+        if low == high:
+            return []
+        middle = (low + high) // 2
+        left = tree(low, middle, at + 1)
+        right = tree(middle + 1, high, at + 1 + len(left))
+        if_below = 0 if left else ends[actions[middle]] - at - 1
+        if_not = len(left) if right else ends[actions[middle + 1]] - at - 1
+        return [Instruction(_JGE, bounds[middle], if_not, if_below), *left, *right]
+
+    return [*tree(0, len(bounds), 0), *(Instruction(_RET, action) for action in answers)]
