@@ -31,12 +31,11 @@ from typing import Any
 
 import torch
 
-from nanorl.config import RunConfig
+from nanorl.config import RunConfig, ToolConfig
 from nanorl.parts import Parts, num_threads
 from nanorl.plugins import is_path
 from nanorl.report.summary import git_commit
 from nanorl.sandbox.base import SandboxSpec
-from nanorl.sandbox.bwrap import TIER
 from nanorl.sandbox.interpreter import find_python
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,6 +44,7 @@ PACKAGES = ("torch", "numpy", "triton", "tokenizers", "jinja2", "safetensors", "
 _SOURCES = (".py", ".h", ".cpp")
 _QUESTION = "import sys, sysconfig; print(sys.version); print(sysconfig.get_path('stdlib'))"
 _ANSWER_S = 30
+_WITH_OUR_PYTHON = ("bwrap", "gvisor", "landlock", "rlimits")
 
 Manifest = dict[str, dict[str, Any]]
 """Part -> name -> a text or a number; a part that the run does not have is empty."""
@@ -58,7 +58,7 @@ def manifest_of(parts: Parts) -> Manifest:
         "code": {"source": _source_hash(), "commit": git_commit(ROOT) or "unknown"},
         "packages": packages(),
         "machine": machine(config),
-        "sandbox": interpreter(config.tool.limits()) if parts.kind.needs_sandbox else {},
+        "sandbox": sandbox(config.tool) if parts.kind.needs_sandbox else {},
         "environment": environment(config),
         "tasks": {"fingerprint": parts.tasks.fingerprint} if parts.tasks.fingerprint else {},
         "model": {"folder": _hash_of_files(_plain_files(parts.folder), parts.folder)},
@@ -88,8 +88,16 @@ def machine(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def interpreter(spec: SandboxSpec) -> dict[str, str]:
-    """The interpreter that runs a policy's programs: which one, and what its library is made of."""
+def sandbox(tool: ToolConfig) -> dict[str, str]:
+    """What keeps a policy's programs in, and the interpreter that runs them, where that is one of
+    this machine; otherwise it is a part of the image."""
+    walls = {"tier": tool.sandbox, "image": tool.image}
+    spec = tool.limits()
+    return walls | (_interpreter(spec) if tool.sandbox in _WITH_OUR_PYTHON else {})
+
+
+def _interpreter(spec: SandboxSpec) -> dict[str, str]:
+    """Which one it is, and what its library is made of."""
     path = find_python(spec).path
     done = subprocess.run(
         [str(path), "-I", "-S", "-B", "-c", _QUESTION],
@@ -101,7 +109,6 @@ def interpreter(spec: SandboxSpec) -> dict[str, str]:
     )
     version, library = done.stdout.strip().rsplit("\n", 1)
     return {
-        "tier": TIER,
         "python": str(path),
         "version": version,
         "binary": _hash(path.read_bytes()),
