@@ -145,7 +145,9 @@ def test_python_blocks_and_then_the_commands_about_a_run(
     for program in programs:
         exec(program.replace("steps=1,", f"steps=1, options={IN_PYTHON},"), {})
     for words in COMMANDS:
-        if words[:2] in (["nanorl", "view"], ["nanorl", "compare"]):
+        if words[:2] == ["nanorl", "view"]:
+            assert main([*words[1:], "--terminal"]) == 0  # the page: test_viewer_browser.py
+        if words[:2] == ["nanorl", "compare"]:
             assert main(words[1:]) == 0
         if words[:2] == ["nanorl", "eval"]:
             assert main([*words[1:], "--num-tasks", "2"]) == 0
