@@ -65,6 +65,9 @@ KEPT = (
         "agent.loop",
         "agent.template-args",
         "lora.targets",
+        "store",
+        *("tool.sandbox", "tool.image", "tool.python"),
+        "http.",
     ),  # somebody's own
     "cache-dir",
     "device",

@@ -236,7 +236,7 @@ def _believed(body: bytes, run_id: bytes, is_oom: bool) -> Outcome:
         raise BoxBrokenError(f"a result of {len(body)} bytes")
     outcome = Outcome.unpack(body, is_oom=is_oom)
     numbers = (outcome.cpu_s, outcome.wall_s)
-    if outcome.run_id != run_id or outcome.is_broken:
+    if outcome.run_id != run_id:
         raise BoxBrokenError("a result of another run")
     if not all(math.isfinite(n) and n >= 0 for n in numbers):
         raise BoxBrokenError(f"a run of {numbers} seconds")
