@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib
 import os
 import platform
 import resource
@@ -204,7 +205,7 @@ def rows_of(name: str, figures: Figures) -> list[dict[str, object]]:
 def other_backends() -> Iterable[tuple[str, Open]]:
     """Those of `OTHERS` that open here; why not is printed for the rest."""
     try:
-        from nanorl.sandbox.backends import open_sandbox  # type: ignore[import-not-found]
+        open_sandbox = importlib.import_module("nanorl.sandbox.backends").open_sandbox
     except ImportError:
         return
     for name in OTHERS:

@@ -34,7 +34,7 @@ def cpu_s() -> float:
 def cpu_of(pid: int) -> float:
     """CPU seconds of one process, its ended threads included; 0 if it has ended."""
     try:
-        return time.clock_gettime((~pid << 3) | 2)  # MAKE_PROCESS_CPUCLOCK of posix-timers.h
+        return time.clock_gettime((~pid << 3) | 2)  # Linux: MAKE_PROCESS_CPUCLOCK
     except OSError:
         return 0.0
 
