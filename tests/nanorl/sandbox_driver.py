@@ -25,8 +25,9 @@ from pathlib import Path
 
 from hostile_programs import ATTACK_MODULE, BENIGN, CARRIERS, HOSTILE, Program
 
-from nanorl.sandbox import ExecResult, SandboxPool, SandboxSpec
+from nanorl.sandbox import ExecResult, SandboxSpec
 from nanorl.sandbox.backends import BACKENDS, open_sandbox
+from nanorl.sandbox.backends.pool import BoxPool
 from nanorl.sandbox.session import WorkspaceSandbox
 
 SECRET = "host-secret-5b1f"
@@ -155,7 +156,8 @@ class Examiner:
 
     def __init__(self, pool: WorkspaceSandbox) -> None:
         self.pool = pool
-        self.is_box = not isinstance(pool, SandboxPool)
+        self.is_box = isinstance(pool, BoxPool)
+        self.num_before = len(_of_programs(pool.capabilities.tier)) if self.is_box else 0
         self.probe = BOX_PROBE if self.is_box else PROBE
         self.host = Host()
         self.clean = pool.run_sync(self.probe, timeout_s=10.0)
@@ -193,7 +195,7 @@ class Examiner:
 
     def survivors(self) -> list[str]:
         """What is alive of a box that is gone: more than the servers of the boxes that wait."""
-        most = 2 + self.pool.spec.warm_sessions
+        most = self.num_before + 1 + self.pool.spec.warm_sessions
         for _ in range(100):
             if len(found := _of_programs(self.pool.capabilities.tier)) <= most:
                 return []
