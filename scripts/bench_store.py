@@ -101,7 +101,7 @@ class Source:
                 TurnSpan(action_start=place, action_end=end, observation_end=end + size // 12)
             )
             place = spans[-1].observation_end
-        mask = np.zeros(size, np.int64)
+        mask: np.ndarray = np.zeros(size, np.int64)
         for span in spans:
             mask[span.action_start : span.action_end] = 1
         counted = [{"num_executions": 1.0} for _ in spans]

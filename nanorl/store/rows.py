@@ -243,7 +243,7 @@ def _small_floats(values: Sequence[float]) -> np.ndarray:
     """fp32 if that is exact (as the contract of `Rollout.logps` says), else fp64."""
     exact = _array(values, "d")
     with np.errstate(over="ignore"):
-        rounded = exact.astype(np.float32)
+        rounded: np.ndarray = exact.astype(np.float32)
     return rounded if (rounded == exact).all() else exact
 
 
