@@ -55,7 +55,7 @@ def main(confinement: Confinement, sock: _socket.socket) -> None:
     message, descriptors = take_order(confinement, sock)
     _, limit_s, job, _ = GO.unpack(message)
     if job == protocol.REPL:
-        _serve_repl(descriptors[0], confinement.folder)
+        serve_repl(descriptors[0], confinement.folder)
     limit_cpu(limit_s)
     parts = dict(read_payload(descriptors[0]))
     connect(descriptors)
@@ -117,7 +117,7 @@ def _run_shell(command: bytes) -> NoReturn:
         exit_now(126)
 
 
-def _serve_repl(talk: int, folder: str) -> NoReturn:
+def serve_repl(talk: int, folder: str) -> NoReturn:
     """Runs one piece of code after the other in the same `__main__`, for as long as it lives."""
     os.dup2(talk, 3)
     close_from(4)

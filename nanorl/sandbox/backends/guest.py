@@ -226,8 +226,7 @@ class GuestServer:
         os.chdir(self.folder)
         _be_expendable()
         rights.lower(self.config)
-        unused, _ = socket.socketpair()
-        jobs.serve_repl(unused, theirs.detach(), self.folder)
+        jobs.serve_repl(theirs.detach(), self.folder)
 
     # Waiting.
 
