@@ -94,6 +94,7 @@ def test_a_waiting_program_process_that_died_is_replaced_by_the_check(
     monkeypatch.setattr(Dispatcher, "check_s", 0.2)
     with SandboxPool(SPEC) as pool:
         first = worker_pid(pool)
+        assert wait_until(lambda: len(children(first)) == 4)  # the next one has been forked
         waiting = children(first)[-1]
         os.kill(waiting, signal.SIGKILL)
         assert wait_until(lambda: waiting not in children(first) and len(children(first)) == 4)
