@@ -141,7 +141,7 @@ setup(
             *MLFLOW,
             *POSTGRES,
             *BLOBS,
-            "selenium>=4.20",  # the viewer in a browser; scripts/install_browser.sh
+            "selenium>=4.20",  # the viewer in a browser; scripts/install_test_tools.sh
             # What checks a format of ours by its own package.
             "atif>=1.8",
             "peft>=0.17",

@@ -27,7 +27,7 @@ def find_programs() -> Path | None:
 def why_not() -> str:
     """Why no server can be started here; empty where one can."""
     if find_programs() is None:
-        return "PostgreSQL is not installed (apt-get install postgresql)"
+        return "PostgreSQL is not installed: bash scripts/install_test_tools.sh"
     if os.geteuid() == 0 and USER not in [one.pw_name for one in pwd.getpwall()]:
         return f"PostgreSQL does not run as root, and there is no user {USER}"
     return ""

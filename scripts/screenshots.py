@@ -4,7 +4,7 @@
 
 The first run, made with --rl.keep-entropies, is shown alone, both are compared. What is shown is
 chosen by rules, so other runs give pictures of the same kind. Needs chromium and its driver
-(scripts/install_browser.sh) and selenium.
+(scripts/install_test_tools.sh) and selenium.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 emulator (`native_driver.cpp`: near fp64's results, a row's bits a function of the row alone).
 
 AVX-512 is compiled only where the processor lacks it, since QEMU does not emulate it; its sixteen
-lanes run as pairs of eight. `scripts/install_emulator.sh` installs what the tests of ARM need.
+lanes run as pairs of eight. `scripts/install_test_tools.sh` installs what the tests of ARM need.
 """
 
 import platform
@@ -52,7 +52,7 @@ def skip_unless_runnable(processor: Processor) -> None:
         pytest.skip("these are made from the flags of an x86-64 compiler")
     for tool in (processor.compiler, *processor.runner):
         if shutil.which(tool) is None:
-            pytest.skip(f"{tool} is not installed: bash scripts/install_emulator.sh")
+            pytest.skip(f"{tool} is not installed: bash scripts/install_test_tools.sh")
     if processor.needs and processor.needs not in Path("/proc/cpuinfo").read_text():
         pytest.skip(f"the processor has no {processor.needs}")
 

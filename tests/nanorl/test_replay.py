@@ -15,6 +15,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,8 @@ from forked_runs import SMALL, RunProcess, Slow
 from safetensors.torch import load_file, save_file
 
 from nanorl.cli import main
-from nanorl.store import RolloutStore, pack_floats, pack_ints, unpack
+from nanorl.store import RolloutStore
+from nanorl.store.rows import Filed, RowMaker
 
 pytestmark = pytest.mark.sandbox
 ROOM = "/opt" if os.geteuid() == 0 else str(Path.home())
@@ -163,13 +165,16 @@ def test_every_rollout_of_a_run_comes_out_equal(
 def alter(run: Path, rollout_id: str, column: str, place: int, change: float) -> None:
     """Change one number of a stored rollout, behind the back of the store."""
     name = "evaluations" if rollout_id.startswith("eval") else "rollouts"
-    with sqlite3.connect(run / f"{name}.sqlite") as db:
-        sql = f"SELECT {column} FROM rollouts WHERE rollout_id = ?"
-        values = unpack(db.execute(sql, (rollout_id,)).fetchone()[0])
-        values[place] += change
-        packed = pack_floats(values) if column == "logps" else pack_ints(values)
-        sql = f"UPDATE rollouts SET {column} = ? WHERE rollout_id = ?"
-        db.execute(sql, (packed, rollout_id))
+    with RolloutStore(run / f"{name}.sqlite") as store:
+        rollout = store.get(rollout_id)
+    getattr(rollout, column)[place] += change
+    filed = Filed(step=0, version=None, kind="", worth=0)  # the content holds none of them
+    content = RowMaker().rows(rollout, filed).content
+    with closing(sqlite3.connect(run / f"{name}.sqlite")) as db, db:
+        sql = "SELECT id FROM rollouts WHERE rollout_id = ?"
+        number = db.execute(sql, (rollout_id,)).fetchone()[0]
+        changed = db.execute("UPDATE contents SET content = ? WHERE id = ?", (content, number))
+        assert changed.rowcount == 1
 
 
 def place_of_action(run: Path, rollout_id: str, number: int) -> int:

@@ -16,7 +16,7 @@ from viewer_runs import make_rollout, make_task, served, small_run, spans_of, st
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium, of the extra dev")
 pytestmark = pytest.mark.skipif(
-    not (CHROMIUM and DRIVER), reason="needs chromium and its driver: scripts/install_browser.sh"
+    not (CHROMIUM and DRIVER), reason="needs chromium and its driver: scripts/install_test_tools.sh"
 )
 from selenium.webdriver.common.keys import Keys  # noqa: E402 - after the check
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
