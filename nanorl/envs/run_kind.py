@@ -51,6 +51,7 @@ def run_sandbox(config: RunConfig) -> WorkspaceSandbox:
         tool.sandbox,
         tool.limits(),
         num_workers=tool.workers,
+        max_workers=tool.max_workers or None,
         allow_unsafe=tool.allow_unsafe_sandbox,
     )
 

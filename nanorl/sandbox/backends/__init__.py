@@ -41,9 +41,15 @@ BACKENDS: Mapping[str, str] = {
 
 
 def open_sandbox(
-    name: str, spec: SandboxSpec, *, num_workers: int = 1, allow_unsafe: bool = False
+    name: str,
+    spec: SandboxSpec,
+    *,
+    num_workers: int = 1,
+    max_workers: int | None = None,
+    allow_unsafe: bool = False,
 ) -> WorkspaceSandbox:
-    """The sandbox called `name`, `num_workers` programs at a time; close it.
+    """The sandbox called `name`, `num_workers` programs at a time, or `max_workers` while programs
+    wait; close it.
 
     Raises SandboxUnavailable, with the reason and the remedy, where it does not run here or does
     not keep what it promises; ValueError for an unknown name, impossible settings, and a back end
@@ -52,7 +58,7 @@ def open_sandbox(
     if name == "bwrap":
         from nanorl.sandbox.pool import SandboxPool
 
-        return SandboxPool(spec, num_workers)
+        return SandboxPool(spec, num_workers, max_workers=max_workers)
     if name not in BACKENDS:
         raise ValueError(f"--sandbox {name}: must be one of bwrap, {', '.join(BACKENDS)}")
     check_safety(name, allow_unsafe)
@@ -60,4 +66,4 @@ def open_sandbox(
 
     file, _, found = BACKENDS[name].partition(":")
     backend = getattr(importlib.import_module(file), found)
-    return BoxPool(backend(spec), spec, num_workers)
+    return BoxPool(backend(spec), spec, max_workers or num_workers)
