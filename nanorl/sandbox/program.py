@@ -142,8 +142,13 @@ def flush(stream: Any) -> bool:
 
 
 def _read_all(descriptor: int) -> bytes:
-    """The whole of an anonymous file. (Asking for much makes Python allocate and touch as much.)"""
-    size = os.lseek(descriptor, 0, os.SEEK_END)
+    """The whole of an anonymous file, or, in a box, of a pipe. (Asking for much makes Python
+    allocate and touch as much.)"""
+    try:
+        size = os.lseek(descriptor, 0, os.SEEK_END)
+    except OSError:
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
     chunks, position = [], 0
     while position < size:
         chunks.append(os.pread(descriptor, size - position, position))

@@ -162,6 +162,7 @@ class GuestServer:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 os.setsid()
+                random.seed(0)  # the module reseeds itself after every fork
                 main(job.order, streams, *arguments)
             except BaseException:
                 traceback.print_exc()
@@ -226,6 +227,7 @@ class GuestServer:
         os.chdir(self.folder)
         _be_expendable()
         rights.lower(self.config)
+        renew_streams()
         jobs.serve_repl(theirs.detach(), self.folder)
 
     # Waiting.
@@ -433,7 +435,6 @@ def main(config: Mapping[str, Any]) -> NoReturn:
     os.environ.clear()
     os.environ.update(config["environment"])
     site.setquit()
-    random.seed(0)
     sys.argv[:] = [protocol.PROGRAM_NAME]
     sys.path[0] = "/nonexistent"
     server = GuestServer(config, reader, out)
