@@ -153,7 +153,10 @@ def test_rollouts_are_filtered_by_every_choice(page: Page, address: str) -> None
     assert page.rows == ["s2-primes-m0"]
     page.choose("text", "")
     page.choose("order", "best")
-    page.wait(lambda: page.rows[:1] == ["s2-primes-m0"])
+    page.wait(lambda: page.rows[:1] == ["s2-sums-m0"])
+    page.choose("slice", "turns=2, success, kind=primes")
+    page.wait(lambda: page.rows == ["s2-primes-m0"])
+    page.choose("slice", "")
     page.choose("phase", "after")
     page.wait(lambda: page.rows == ["eval-after-0"])
 
@@ -161,7 +164,7 @@ def test_rollouts_are_filtered_by_every_choice(page: Page, address: str) -> None
 def test_a_rollout_opens_with_question_answer_reward_turns_and_tokens(
     page: Page, address: str
 ) -> None:
-    page.open(address, view="rollouts", run="first", order="best")
+    page.open(address, view="rollouts", run="first", order="best", kind="primes")
     page.click(".row")
     page.wait_for("#reader .head", "Which prime?")
     head = page.text("#reader .head")
