@@ -548,7 +548,9 @@ class Run:
         self.metrics.write(result.step, result.metrics)
         self.trackers.log(result.step, result.metrics)
         tasks = self._tasks_of(result.step)
-        played = [(tasks[rollout.task_id], rollout) for rollout in rollouts]
+        # An attempt that failed may be of a later step, where rollouts run ahead of the trainer.
+        known = [rollout for rollout in rollouts if rollout.task_id in tasks]
+        played = [(tasks[rollout.task_id], rollout) for rollout in known]
         self._log_rollouts(result.step, "rl", played)
         parent = self.spans.rl_step(result.step, result.metrics)
         await self._span_rollouts(rollouts, step=result.step, parent=parent)
