@@ -873,7 +873,7 @@ for pid in [name for name in os.listdir("/proc") if name.isdigit() and int(name)
 _add(
     "server_killed",
     """
-for pid in (1, os.getppid(), -1):
+for pid in (1, os.getppid() or 1, -1):
     for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL):
         try: os.kill(pid, number)
         except OSError: pass
@@ -884,7 +884,7 @@ print("alive")
 _add(
     "server_traced",
     """
-for pid in (1, os.getppid()):
+for pid in (1, os.getppid() or 1):
     must_fail("attach", syscall, 101, 16, pid, 0, 0)
     must_fail("seize", syscall, 101, 0x4206, pid, 0, 0)
     must_fail("limits", lambda: __import__("resource").prlimit(pid, 7, (0, 0)))
