@@ -970,7 +970,7 @@ _add("stops_itself", "os.kill(os.getpid(), signal.SIGSTOP)", "timeout")
 _add(
     "server_starved",
     """
-for pid in (1, os.getppid()):
+for pid in (1, os.getppid() or 1):
     try: os.setpriority(os.PRIO_PROCESS, pid, 19)
     except OSError: pass
     try: os.sched_setaffinity(pid, {0})
