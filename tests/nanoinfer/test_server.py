@@ -307,6 +307,9 @@ def test_health_models_and_metrics(served: Served) -> None:
         {"status": "ok", "version": 0, "is_paused": False, "is_asleep": False, "is_drained": False},
     )
     assert served.send("/v1/models")[1]["data"][0]["id"] == "tiny"
+    # Other tests of this server may run in another process: what is counted is asked for here.
+    question = {"model": "tiny", "messages": MESSAGES, "max_tokens": 2}
+    assert served.send("/v1/chat/completions", question)[0] == 200
     status, text = served.send("/metrics")
     assert status == 200
     line = re.compile(r"nanoinfer_\w+(\{[^{}]*\})? [-+0-9.e]+|# TYPE nanoinfer_\w+ \w+")
