@@ -8,12 +8,14 @@ of one `add_group` a step (1,024 rollouts and one fsync), packing included: the 
 20 steps; `per_cpu_s` is the same by the CPU time of this process. `inserts-of-8` is the
 rate of one `add_group` a group. `slice ...` is the median time of a page of 100 entries (objects).
 With --million (SQLite alone) the same file is measured again when it holds a million, of which nine
-tenths are copies under other ids and hashes.
+tenths are copies under other ids and hashes. The peer is what is quickly written by hand: SQLite, a
+row of JSON each, one transaction a step, no index.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sqlite3
 import statistics
@@ -54,6 +56,8 @@ NUM_REPEATS = 21
 MOST_TIMED = 20  # steps
 NUM_OF_8 = 2
 """Steps that are inserted group by group."""
+NUM_PEER = 10
+"""Steps of the peer."""
 PAGE = 100
 
 
@@ -149,6 +153,24 @@ def insert_row(name: str, times: Sequence[tuple[float, float]]) -> dict[str, Any
     }
 
 
+def json_rate(folder: Path, source: Source) -> float:
+    """Rollouts a second of the peer: the median of a few steps."""
+    rates = []
+    with closing(sqlite3.connect(folder / "peer.sqlite", isolation_level=None)) as db:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = FULL")
+        db.execute("CREATE TABLE rollouts (rollout_id TEXT PRIMARY KEY, content TEXT)")
+        for step in range(NUM_PEER):
+            rollouts = source.step(step)
+            start = time.perf_counter()
+            db.execute("BEGIN")
+            rows = ((one.rollout_id, json.dumps(vars(one), default=vars)) for one in rollouts)
+            db.executemany("INSERT INTO rollouts VALUES (?, ?)", rows)
+            db.execute("COMMIT")
+            rates.append(STEP / (time.perf_counter() - start))
+    return statistics.median(rates)
+
+
 def slice_rows(store: RolloutStore, name: str) -> list[dict[str, Any]]:
     """A row for each of SLICES, and what the whole costs by its summary."""
     one = store.entries(limit=1, newest_first=True)[0]
@@ -229,6 +251,13 @@ def measure(address: str, name: str, *, has_million: bool) -> list[dict[str, Any
     return rows
 
 
+def add_peer(rows: Sequence[dict[str, Any]], rate: float) -> None:
+    """Set the rates of whole steps beside the peer's."""
+    for one in rows:
+        if one["name"].endswith(" inserts"):
+            one |= {"peer": "rows of JSON", "peer_value": rate, "ratio": one["value"] / rate}
+
+
 def row(name: str, unit: str, value: float) -> dict[str, Any]:
     return {"name": name, "value": value, "unit": unit}
 
@@ -247,6 +276,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             address = f"{folder}/rollouts.sqlite"
             rows = measure(address, "sqlite", has_million=options.million)
+            add_peer(rows, json_rate(Path(folder), Source(seed=1)))
     print_rows(rows)
     if options.json:
         write_json(options.json, rows)

@@ -18,7 +18,7 @@ import numpy as np
 
 from nanorl.store.database import STEP_SHIFT, Database, StoreError
 from nanorl.store.expiry import worths
-from nanorl.store.rows import LISTS, Filed, RowMaker, insert_rows, pack_stats
+from nanorl.store.rows import LISTS, Filed, insert_rows, pack_stats, to_rows
 from nanorl.types import Branch, Rollout, Status, TokenStats, TurnSpan, kind_of
 
 COLUMNS = ("rollout_id", "task_id", "group_id", "step", "version", "status", "reward", "extra")
@@ -51,7 +51,6 @@ def _copy_rollouts(db: Database, kind: str) -> None:
     order = "ORDER BY step, group_id, rollout_id"
     ids = db.query(f"SELECT step, rollout_id FROM old_rollouts {order}")
     columns = ", ".join((*COLUMNS, *LISTS, kind))
-    maker = RowMaker()
     for step, group in groupby(ids, key=lambda row: row[0]):
         number, names = step << STEP_SHIFT, [name for _, name in group]
         for start in range(0, len(names), NUM_AT_ONCE):
@@ -59,16 +58,13 @@ def _copy_rollouts(db: Database, kind: str) -> None:
             marks = ", ".join("?" * len(part))
             sql = f"SELECT {columns} FROM old_rollouts WHERE rollout_id IN ({marks}) {order}"
             found = [_to_rollout(db, row) for row in db.query(sql, part)]
-            ranks = worths([rollout for rollout, _, _ in found])
-            rows = [
-                maker.rows(
-                    rollout,
-                    Filed(
-                        step, version, kind or kind_of(rollout.task_id), ranks[rollout.rollout_id]
-                    ),
-                )
-                for rollout, version, kind in found
+            rollouts = [rollout for rollout, _, _ in found]
+            ranks = worths(rollouts)
+            filed = [
+                Filed(step, version, kind or kind_of(one.task_id), ranks[one.rollout_id])
+                for one, version, kind in found
             ]
+            rows = to_rows(rollouts, filed)
             insert_rows(db, number + start, rows, [None] * len(rows))
 
 

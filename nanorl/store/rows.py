@@ -17,7 +17,7 @@ import json
 import math
 import struct
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from typing import Any, NamedTuple
@@ -32,6 +32,8 @@ LISTS = ("tokens", "loss_mask", "logps", "versions")
 HASH_CHARS = 32
 """128 bits in hexadecimal: two different ones of a million are equal once in 10**26 stores."""
 NUM_LENGTH_BYTES = 4  # of the header
+NUM_AT_ONCE = 64
+"""Rollouts whose rows are made together: so many that it pays, so few that long ones fit."""
 
 ENTRY_COLUMNS = (
     *("rollout_id", "task_id", "group_id", "kind", "step", "version", "status", "reward"),
@@ -85,33 +87,55 @@ class Filed(NamedTuple):
     worth: int
 
 
-class RowMaker:
-    """Makes rows of rollouts, with a compressor of its own. Not for several threads."""
+def to_rows(rollouts: Sequence[Rollout], filed: Sequence[Filed]) -> list[Rows]:
+    """The rows of rollouts, each with where it belongs; `from_content` is the inverse. TypeError
+    where `metrics` are not JSON."""
+    compress = zstandard.ZstdCompressor().compress
+    rows: list[Rows] = []
+    for start in range(0, len(rollouts), NUM_AT_ONCE):
+        part = slice(start, start + NUM_AT_ONCE)
+        rows += _to_rows(rollouts[part], filed[part], compress)
+    return rows
 
-    def __init__(self) -> None:
-        self._compress = zstandard.ZstdCompressor().compress
 
-    def rows(self, rollout: Rollout, filed: Filed) -> Rows:
-        """The inverse is `from_content`. TypeError where `metrics` are not JSON."""
-        sequences = rollout.sequences
-        packed = [_packed(sequence) for sequence in sequences]
-        turns = [(number, *row) for number, row in enumerate(_turns(in_order(sequences)), start=1)]
-        entry = (
-            rollout.rollout_id,
-            rollout.task_id,
-            rollout.group_id,
-            filed.kind,
-            filed.step,
-            _begun(sequences) if filed.version is None else filed.version,
-            rollout.status.value,
-            None if math.isnan(rollout.reward) else rollout.reward,  # NULL in any database
-            sum(len(one.tokens) for one in packed),
-            len(turns),
-            sum(row[-1] for row in turns),
-            _hash(rollout.task_id, packed),
-        )
-        content = self._compress(_to_content(rollout, sequences, packed))
-        return Rows(entry, turns, content, filed.worth)
+def _to_rows(
+    rollouts: Sequence[Rollout], filed: Sequence[Filed], compress: Callable[[bytes], bytes]
+) -> list[Rows]:
+    """Stage by stage for all: the code of a stage stays in the processor's cache."""
+    sequences = [one.sequences for one in rollouts]
+    packed = [[_packed(sequence) for sequence in each] for each in sequences]
+    turns = [list(_turns(in_order(each))) for each in sequences]
+    hashes = [_hash(one.task_id, arrays) for one, arrays in zip(rollouts, packed, strict=True)]
+    contents = [_to_content(*each) for each in zip(rollouts, sequences, packed, strict=True)]
+    compressed = [compress(content) for content in contents]
+    parts = zip(rollouts, filed, sequences, turns, hashes, strict=True)
+    entries = [_entry(*each) for each in parts]
+    worths = [one.worth for one in filed]
+    return [Rows(*each) for each in zip(entries, turns, compressed, worths, strict=True)]
+
+
+def _entry(
+    rollout: Rollout,
+    filed: Filed,
+    sequences: Sequence[Branch],
+    turns: Sequence[tuple[Any, ...]],
+    digest: str,
+) -> tuple[Any, ...]:
+    """The values of ENTRY_COLUMNS."""
+    return (
+        rollout.rollout_id,
+        rollout.task_id,
+        rollout.group_id,
+        filed.kind,
+        filed.step,
+        _begun(sequences) if filed.version is None else filed.version,
+        rollout.status.value,
+        None if math.isnan(rollout.reward) else rollout.reward,  # NULL in any database
+        sum(len(one.tokens) for one in sequences),
+        len(turns),
+        sum(row[-1] for row in turns),
+        digest,
+    )
 
 
 def _begun(sequences: Sequence[Branch]) -> int:
@@ -195,13 +219,16 @@ def has_failed(metrics: Mapping[str, float]) -> bool:
 _FAILURES = ("num_tool_errors", "num_refused_calls", "num_malformed_", "num_exec_")
 
 
-def _turns(sequences: Iterable[Branch]) -> Iterable[tuple[int, int, float, int]]:
+def _turns(sequences: Iterable[Branch]) -> Iterator[tuple[int, int, int, float, int]]:
+    """The values of TURN_COLUMNS."""
+    turn = 0
     for one in sequences:
         facts = zip_longest(one.turn_spans, one.turn_rewards, one.turn_metrics)
         for span, reward, metrics in list(facts)[: len(one.turn_spans)]:
+            turn += 1
             num_tokens = span.action_end - span.action_start
             num_observed = span.observation_end - span.action_end
-            yield num_tokens, num_observed, reward or 0.0, int(has_failed(metrics or {}))
+            yield turn, num_tokens, num_observed, reward or 0.0, int(has_failed(metrics or {}))
 
 
 # -- content ---------------------------------------------------------------------------------------

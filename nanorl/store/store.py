@@ -40,12 +40,12 @@ from nanorl.store.rows import (
     ENTRY_COLUMNS,
     Entry,
     Filed,
-    RowMaker,
     Rows,
     from_content,
     insert_rows,
     pack_stats,
     to_entry,
+    to_rows,
     unpack_stats,
 )
 from nanorl.store.sqlite import SqliteDatabase
@@ -143,19 +143,10 @@ class RolloutStore:
             raise ValueError(
                 f"rollout_id {double!r} occurs twice in one group: ids must be unique in a run"
             )
-        maker, ranks = RowMaker(), worths(rollouts)
-        rows = [
-            maker.rows(
-                rollout,
-                Filed(
-                    step,
-                    version,
-                    self._kind(rollout.task_id),
-                    ranks[rollout.rollout_id],
-                ),
-            )
-            for rollout in sorted(rollouts, key=lambda one: (one.group_id, one.rollout_id))
-        ]
+        ranks, kinds = worths(rollouts), self._kinds_of({one.task_id for one in rollouts})
+        ordered = sorted(rollouts, key=lambda one: (one.group_id, one.rollout_id))
+        filed = [Filed(step, version, kinds[one.task_id], ranks[one.rollout_id]) for one in ordered]
+        rows = to_rows(ordered, filed)
         with self._lock:  # no blob goes between its writing and its row's
             places = [self._place(one.content) for one in rows]
             self._changing(
@@ -447,15 +438,14 @@ class RolloutStore:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _kind(self, task_id: str) -> str:
-        """The type of a task that is stored, or what its id says."""
-        if task_id not in self._kinds:
-            sql = "SELECT kind FROM tasks WHERE task_id = ?"
-            rows = self._db.read(lambda: self._db.query(sql, (task_id,)))
-            if not rows:
-                return kind_of(task_id)
-            self._kinds[task_id] = rows[0][0]
-        return self._kinds[task_id]
+    def _kinds_of(self, task_ids: set[str]) -> dict[str, str]:
+        """The types of tasks: as they are stored, or what their ids say."""
+        for part in in_parts(list(task_ids - self._kinds.keys())):
+            where, values = among("task_id", part)
+            sql = f"SELECT task_id, kind FROM tasks WHERE {where}"
+            self._kinds |= dict(self._db.read(partial(self._db.query, sql, values)))
+        known = self._kinds
+        return {one: known[one] if one in known else kind_of(one) for one in task_ids}
 
     def _select(
         self, columns: str, where: Filter, limit: int | None, *, newest_first: bool = False

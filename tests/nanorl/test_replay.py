@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from nanorl.cli import main
 from nanorl.store import RolloutStore
-from nanorl.store.rows import Filed, RowMaker
+from nanorl.store.rows import Filed, to_rows
 
 pytestmark = pytest.mark.sandbox
 ROOM = "/opt" if os.geteuid() == 0 else str(Path.home())
@@ -169,7 +169,7 @@ def alter(run: Path, rollout_id: str, column: str, place: int, change: float) ->
         rollout = store.get(rollout_id)
     getattr(rollout, column)[place] += change
     filed = Filed(step=0, version=None, kind="", worth=0)  # the content holds none of them
-    content = RowMaker().rows(rollout, filed).content
+    content = to_rows([rollout], [filed])[0].content
     with closing(sqlite3.connect(run / f"{name}.sqlite")) as db, db:
         sql = "SELECT id FROM rollouts WHERE rollout_id = ?"
         number = db.execute(sql, (rollout_id,)).fetchone()[0]

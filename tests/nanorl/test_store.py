@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanorl.store import Filter, RolloutStore, StoreError, content_hash
-from nanorl.store.rows import Filed, RowMaker, from_content, to_entry
+from nanorl.store.rows import Filed, from_content, to_entry, to_rows
 from nanorl.tasks.problem import make_problem
 from nanorl.types import Rollout, Status, Task, TokenStats, TurnSpan
 
@@ -55,7 +55,7 @@ def is_whole(path) -> bool:
 
 
 def through_rows(rollout: Rollout) -> Rollout:
-    rows = RowMaker().rows(rollout, Filed(0, 0, "kind", 3))
+    rows = to_rows([rollout], [Filed(0, 0, "kind", 3)])[0]
     return from_content(to_entry(rows.entry), rows.content)
 
 
@@ -76,7 +76,7 @@ def test_packing_is_much_smaller_than_json():
     logps = (-rng.exponential(size=1000)).astype(np.float32).astype(float).tolist()
     ones = [1] * 1000
     rollout = make_rollout("r", tokens=tokens, loss_mask=ones, logps=logps, versions=ones)
-    packed = len(RowMaker().rows(rollout, Filed(0, 0, "kind", 3)).content)
+    packed = len(to_rows([rollout], [Filed(0, 0, "kind", 3)])[0].content)
     assert packed < 0.25 * len(json.dumps([tokens, logps]))
 
 
