@@ -1,14 +1,15 @@
 """Sandbox benchmark: warm workers against one bubblewrap for each program, on one core.
 
-    python scripts/bench_sandbox.py [--json FILE] [--rounds N] [--runs N] [--stress]
+    python scripts/bench_sandbox.py [--json FILE] [--rounds N] [--runs N] [--only NAME ...]
+    python scripts/bench_sandbox.py --stress
 
 Host and workers share one core (sched_setaffinity). Both sides of `bwrap-stateless` run the same
 trivial program behind the same walls (namespaces, system-call filter, dropped uid) and are measured
 in turns; its value is executions per CPU second of the whole process tree, host included. The other
 rows are wall-clock figures, and suffer from whatever else the machine does. `bwrap-repl` is a call
 of a session's kept interpreter, `bwrap-workdir` a fresh Python process in a session's folder, one
-after the other. Every other back end that opens on this machine gets the same rows of its own name.
-`--stress` runs 1,500 mixed programs instead, and fails on a wrong status or on growth.
+after the other. Every other back end that opens on this machine gets the same rows of its own name;
+`--only bwrap` leaves them out. `--stress` runs 1,500 mixed programs instead, and fails on a wrong status or on growth.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -202,13 +203,13 @@ def rows_of(name: str, figures: Figures) -> list[dict[str, object]]:
     return rows
 
 
-def other_backends() -> Iterable[tuple[str, Open]]:
-    """Those of `OTHERS` that open here; why not is printed for the rest."""
+def other_backends(names: Sequence[str]) -> Iterable[tuple[str, Open]]:
+    """Those of `names` that open here; why not is printed for the rest."""
     try:
         open_sandbox = importlib.import_module("nanorl.sandbox.backends").open_sandbox
     except ImportError:
         return
-    for name in OTHERS:
+    for name in names:
 
         def opened(name: str = name) -> Any:
             return open_sandbox(name, SandboxSpec(), num_workers=1, allow_unsafe=True)
@@ -221,8 +222,8 @@ def other_backends() -> Iterable[tuple[str, Open]]:
             yield name, opened
 
 
-def bench(num_rounds: int, num_runs: int) -> list[dict[str, object]]:
-    figures, others = Figures(), list(other_backends())
+def bench(num_rounds: int, num_runs: int, names: Sequence[str]) -> list[dict[str, object]]:
+    figures, others = Figures(), list(other_backends(names))
     of_others = {name: Figures() for name, _ in others}
     for _ in range(num_rounds):
         measure_round(figures, lambda: SandboxPool(SandboxSpec()), num_runs)
@@ -240,12 +241,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each side")
     parser.add_argument("--runs", type=int, default=150, help="executions in each turn")
+    everything = ("bwrap", *OTHERS)
+    parser.add_argument(
+        "--only", nargs="+", choices=everything, default=everything, help="beside bwrap"
+    )
     parser.add_argument("--stress", action="store_true", help="1,500 mixed programs instead")
     arguments = parser.parse_args()
     if arguments.stress:
         sys.exit(stress())
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    rows = bench(arguments.rounds, arguments.runs)
+    names = [name for name in arguments.only if name != "bwrap"]
+    rows = bench(arguments.rounds, arguments.runs, names)
     print_rows(rows)
     if arguments.json:
         write_json(arguments.json, rows)

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
+from backends import MACHINE, MakeScheduler, inline, local, ray
 
-from nanosched import Resources, Scheduler
+from nanosched import Scheduler
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
-MACHINE = Resources(num_cpus=3, num_gpus=4)
-
-MakeScheduler = Callable[[], Scheduler]
-
-inline = pytest.param("inline")
-local = pytest.param("local", marks=pytest.mark.xdist_group("actors"))
-ray = pytest.param("ray", marks=pytest.mark.xdist_group("ray"))
 
 
 @pytest.fixture(scope="session")

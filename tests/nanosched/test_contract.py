@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from conftest import MACHINE, MakeScheduler, local, ray
+from backends import MACHINE, MakeScheduler, local, ray
 from contract_actors import Arrays, Counter, Plain, Rank, Reporter, Stubborn
 
 from nanosched import (
