@@ -9,7 +9,8 @@ in turns; its value is executions per CPU second of the whole process tree, host
 rows are wall-clock figures, and suffer from whatever else the machine does. `bwrap-repl` is a call
 of a session's kept interpreter, `bwrap-workdir` a fresh Python process in a session's folder, one
 after the other. Every other back end that opens on this machine gets the same rows of its own name;
-`--only bwrap` leaves them out. `--stress` runs 1,500 mixed programs instead, and fails on a wrong status or on growth.
+`--only bwrap` leaves them out. `--stress` runs 1,500 mixed programs instead, and fails on a wrong
+status or on growth.
 """
 
 from __future__ import annotations

@@ -54,9 +54,13 @@ class Futures:
         self._max_bytes = max_bytes
         self._tasks: OrderedDict[str, asyncio.Task[FutureAnswer]] = OrderedDict()
         self._bytes = 0
+        self._is_closed = False
 
     def start(self, name: str, work: Work) -> asyncio.Task[FutureAnswer]:
-        """Run `work`; its answer is the future of that name."""
+        """Run `work`; its answer is the future of that name. `ApiError` 503 once it is closed:
+        connections are open a little longer."""
+        if self._is_closed:
+            raise ApiError(503, "the service is stopping; ask again when it is back")
         task = asyncio.create_task(_answered(name, work), name=name)
         self._tasks[name] = task
         task.add_done_callback(self._keep)
@@ -83,6 +87,7 @@ class Futures:
             self._tasks[name].cancel()
 
     async def close(self) -> None:
+        self._is_closed = True
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)

@@ -16,6 +16,7 @@ ROOT = HERE.parents[1]
 CHECKS = sorted(path.name for path in (HERE / "interpreter").glob("check_*.py"))
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("name", CHECKS)
 def test_triton_kernels_are_right_in_the_interpreter(name):
     command = [sys.executable, "-m", "pytest", str(HERE / "interpreter" / name)]

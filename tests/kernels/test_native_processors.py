@@ -84,6 +84,7 @@ def run(tmp_path_factory: pytest.TempPathFactory):
     return run_once
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_rows_are_fp64s_and_have_the_same_bits_in_any_batch_on(name, run):
     assert run(name).startswith(f"lanes {PROCESSORS[name].lanes}, ")

@@ -43,8 +43,8 @@ def test_a_pool_grows_while_programs_wait_and_shrinks_when_idle() -> None:
         assert wait_until(lambda: num_alive(pool) == 3)
         assert all(future.result().status is ExecStatus.OK for future in running)
         assert wait_until(lambda: num_alive(pool) == 1)
-        pids = set(children(os.getpid())) - before
-        assert len(pids) <= 5, "one worker's"
+        # One worker's; those of the others may take a moment to end.
+        assert wait_until(lambda: len(set(children(os.getpid())) - before) <= 5)
         assert pool.run_sync("print(1)").stdout == b"1\n"
         assert num_alive(pool) == 1, "nothing waited, nothing was started"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import http.server
@@ -19,11 +20,13 @@ from typing import Any
 
 import pytest
 from tiny_text import make_tokenizer, save_folder
-from training_service import KEY, Served, serve
+from training_service import KEY, Served, let_go, serve
 
+from nanoinfer.server.http_io import ApiError
 from nanorl.training_service.app import make_app
 from nanorl.training_service.checkpoints import CheckpointStore, Record, TinkerPath
 from nanorl.training_service.config import ServiceConfig
+from nanorl.training_service.futures import Futures, Line
 from nanorl.training_service.messages import read_forward_backward
 
 tinker = pytest.importorskip("tinker")
@@ -193,6 +196,7 @@ def test_a_client_whose_connection_breaks_at_every_verb_trains_the_same(served: 
         )
         broken, model = train(client)
         assert step_count(served, model.model_id, 8) == 2
+        let_go(client)
     finally:
         proxy.shutdown()
         proxy.server_close()
@@ -231,6 +235,7 @@ def test_what_was_saved_survives_a_kill(folder: Path, tmp_path: Path) -> None:
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
+    let_go(client)
     process, url = start(folder, tmp_path)
     try:
         client = tinker.ServiceClient(base_url=url, api_key="tml-any")
@@ -241,6 +246,17 @@ def test_what_was_saved_survives_a_kill(folder: Path, tmp_path: Path) -> None:
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) is not None
+
+
+def test_a_service_that_stops_takes_no_more_requests() -> None:
+    async def late() -> None:
+        futures = Futures(max_bytes=1000)
+        await futures.close()
+        with pytest.raises(ApiError, match="is stopping") as caught:
+            Line("model", futures).submit(0, "refused", pytest.fail)
+        assert caught.value.status == 503
+
+    asyncio.run(late())
 
 
 def test_ctrl_c_ends_a_service_that_trains_without_a_traceback(
@@ -255,7 +271,8 @@ def test_ctrl_c_ends_a_service_that_trains_without_a_traceback(
         process.send_signal(signal.SIGINT)
         time.sleep(0.1)
     _, told = process.communicate(timeout=60)
-    assert process.returncode == 130 and "Traceback" not in told
+    let_go(client)
+    assert process.returncode == 130 and "Traceback" not in told, told
 
 
 @pytest.mark.parametrize(

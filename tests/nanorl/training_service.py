@@ -49,6 +49,11 @@ class Served:
             return error.code, _read(error)
 
 
+def let_go(client: Any) -> None:
+    """End what a client does in the background: its service is gone, and it would ask for ever."""
+    client.holder.close()
+
+
 def _read(response: Any) -> Any:
     raw = response.read()
     is_json = raw and response.headers["content-type"] == "application/json"
