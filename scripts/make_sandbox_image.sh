@@ -23,7 +23,7 @@ done
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 skip=()
-for path in doc man locale info lintian bug perl5 zoneinfo; do
+for path in doc man locale info lintian bug zoneinfo; do # debconf needs perl5
     skip+=("--dpkgopt=path-exclude=/usr/share/$path/*")
 done
 mmdebstrap --quiet --variant=minbase --include=python3-minimal,libpython3-stdlib "${skip[@]}" \
