@@ -19,7 +19,10 @@ from typing import Any
 
 PAGE = Path(__file__).parents[1] / "docs" / "sandbox.md"
 BEGIN, END = "<!-- table: scripts/sandbox_table.py -->\n", "<!-- end of the table -->\n"
-ORDER = ("bwrap", "oci", "gvisor", "microvm", "wasm", "landlock", "rlimits")
+ORDER = (
+    *("bwrap", "oci podman", "oci docker", "gvisor", "microvm", "wasm"),
+    *("landlock", "rlimits"),
+)
 KINDS = (
     *("memory", "cpu", "processes", "files", "network", "results", "output", "interpreter"),
     *("state", "kernel", "server"),

@@ -4,13 +4,14 @@
 # hour of a quiet machine, needs root, apt and about 2 GB. What it finds goes to FOLDER; the table of
 # docs/sandbox.md is made from it. Under landlock and rlimits programs do get through, and leave files
 # in this machine's /tmp: take one that can be thrown away.
-#   bash scripts/test_sandboxes.sh FOLDER [NAME ...]    names: bwrap oci gvisor microvm wasm landlock rlimits
+#   bash scripts/test_sandboxes.sh FOLDER [NAME ...]
+#     names: bwrap podman docker gvisor microvm wasm landlock rlimits; docker needs its daemon running
 #   EVERY=3 bash scripts/test_sandboxes.sh FOLDER       of every three programs one
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder="${1:?usage: test_sandboxes.sh FOLDER [NAME ...]}"
 shift
-[ $# -gt 0 ] || set -- bwrap oci gvisor microvm wasm landlock rlimits
+[ $# -gt 0 ] || set -- bwrap podman docker gvisor microvm wasm landlock rlimits
 mkdir -p "$folder"
 folder="$(cd "$folder" && pwd)"
 python=.venv/bin/python
@@ -24,9 +25,17 @@ install() { # the packages of one back end
 prepare() { # what a back end needs; its arguments go to standard output
     case "$1" in
     bwrap) install bubblewrap ;;
-    oci)
+    podman)
         install podman runc conmon mmdebstrap
         podman image exists nanorl-sandbox || bash scripts/make_sandbox_image.sh podman >&2
+        echo --engine podman
+        ;;
+    docker)
+        install docker.io mmdebstrap
+        docker info >/dev/null 2>&1 || { echo "docker: its daemon does not run" >&2 && return 1; }
+        docker image inspect nanorl-sandbox >/dev/null 2>&1 ||
+            bash scripts/make_sandbox_image.sh docker >&2
+        echo --engine docker
         ;;
     gvisor) install runsc ;;
     microvm)
@@ -42,8 +51,10 @@ failed=()
 for name in "$@"; do
     echo "== $name"
     if arguments="$(prepare "$name")"; then
+        sandbox="$name"
+        [[ "$name" != podman && "$name" != docker ]] || sandbox=oci
         # The number of violations is its exit status: what a back end does not promise counts too.
-        PYTHONPATH="$PWD" "$python" tests/nanorl/sandbox_driver.py --sandbox "$name" $arguments \
+        PYTHONPATH="$PWD" "$python" tests/nanorl/sandbox_driver.py --sandbox "$sandbox" $arguments \
             --every "${EVERY:-1}" --json "$folder/sandbox_hostile_$name.json" >"$folder/$name.log" 2>&1 || true
         tail -1 "$folder/$name.log"
     fi

@@ -294,13 +294,14 @@ def main() -> int:
     parser.add_argument("-v", action="store_true")
     parser.add_argument("--sandbox", default="bwrap", choices=("bwrap", *BACKENDS))
     parser.add_argument("--image")
+    parser.add_argument("--engine", choices=("podman", "docker"), help="of oci")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--every", type=int, default=1, help="of so many programs only the first")
     arguments = parser.parse_args()
     become_subreaper()
     found, rows = [], []
     limit_s = 30.0 if arguments.sandbox == "microvm" else SPEC.timeout_s  # it may be emulated
-    spec = replace(SPEC, image=arguments.image, timeout_s=limit_s)
+    spec = replace(SPEC, image=arguments.image, engine=arguments.engine, timeout_s=limit_s)
     with examination(spec, arguments.sandbox) as examiner:
         for program in [*applicable(HOSTILE), *applicable(BENIGN)][:: arguments.every]:
             start = time.monotonic()
@@ -323,7 +324,7 @@ def main() -> int:
     print(f"uid {os.geteuid()} violations {len(found)}")
     if arguments.json:
         report = {
-            "sandbox": arguments.sandbox,
+            "sandbox": " ".join(filter(None, (arguments.sandbox, arguments.engine))),
             "details": capabilities.details,
             "memory": capabilities.memory,
             "uid": os.geteuid(),

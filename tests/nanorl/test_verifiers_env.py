@@ -188,7 +188,7 @@ def asked_in(task: Task) -> tuple[str, str]:
 
 
 @needs_verifiers
-@pytest.mark.parametrize("num_tasks", [0, 80])
+@pytest.mark.parametrize("num_tasks", [pytest.param(0, marks=pytest.mark.rare), 80])
 def test_tasks_are_the_rows_of_the_taskset_and_equal_ones_are_in_one_split(num_tasks: int) -> None:
     taskset = {"num_tasks": num_tasks, "num_different": 40}
     kind = load_kind("verifiers", {"env": str(WORD_RELAY), "config": {"taskset": taskset}})
@@ -208,6 +208,7 @@ def test_tasks_are_the_rows_of_the_taskset_and_equal_ones_are_in_one_split(num_t
 
 
 @needs_verifiers
+@pytest.mark.rare
 def test_what_verifiers_cannot_play_here_is_refused_with_its_reason() -> None:
     def tasks(**spec: Any) -> None:
         given: dict[str, Any] = {"env": "word_relay", "config": {}, "folders": [str(WORD_RELAY)]}
