@@ -25,6 +25,7 @@ from nanoengine.packing import MicroBatch, Sample
 from nanorl.algorithms.advantages import (
     AdvantageBatch,
     Turns,
+    choose_by_covariance,
     compute_advantages,
     has_signal,
     overlong_penalty,
@@ -77,6 +78,7 @@ class PolicyLoss:
             sequence_ids_T=micro.local_ids_T,
             num_sequences=len(micro.index),
             ref_logp_T=fields.get(Field.REF_LOGP),
+            chosen_T=fields.get(Field.CHOSEN),
             entropy_T=entropy_T,
         )
         return make_loss(self.spec)(logp_T, batch)
@@ -155,7 +157,7 @@ def is_proportional_to_advantage(spec: AlgorithmSpec) -> bool:
     """True if a sample whose advantages are all 0 has a gradient of exactly 0, so that leaving it
     out (after the weights of the whole batch are computed) changes nothing but the time."""
     terms = (spec.kl_coef, spec.entropy_coef, spec.distill_coef)
-    return spec.loss != "opd" and not is_own(spec.loss) and not any(terms)
+    return spec.loss not in ("opd", "kl_cov") and not is_own(spec.loss) and not any(terms)
 
 
 def _check_finite(rollout: Rollout) -> None:
@@ -244,6 +246,10 @@ def _scored_samples(
     samples = with_field(samples, Field.ADVANTAGE, advantage_T.split(lengths))
     if return_T is not None:
         samples = with_field(samples, Field.RETURN, return_T.split(lengths))
+    if spec.chosen_share:
+        assert batch.old_logp_T is not None, "the trainer's, or those of the rollouts"
+        chosen_T = choose_by_covariance(spec, advantage_T, batch.old_logp_T, batch.mask_T)
+        samples = with_field(samples, Field.CHOSEN, chosen_T.split(lengths))
     return with_field(samples, Field.WEIGHT, weight_T.split(lengths))
 
 

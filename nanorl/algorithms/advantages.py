@@ -5,7 +5,7 @@ in size. Suffixes: R rollouts, S token sequences, T packed tokens. `sequence_ids
 sequence a token is of; most rollouts are a single one (`AdvantageBatch.rollout_ids_S`).
 Left out: the critic that provides the values (an engine computes them).
 Sources: GRPO (arXiv 2402.03300), Dr.GRPO (2503.20783), RLOO (2402.14740), REINFORCE++
-(2501.03262), MaxRL (2602.02710), GAE (1506.02438).
+(2501.03262), MaxRL (2602.02710), OPO (2505.23585), GAE (1506.02438), covariance (2505.22617).
 """
 
 from __future__ import annotations
@@ -89,6 +89,17 @@ def maxrl(reward_R: Tensor, group_ids: Sequence[Hashable]) -> Tensor:
         )
     group = _group(reward_R, group_ids)
     return (group.centred_R / (group.mean_R + DELTA)).to(reward_R.dtype)
+
+
+def opo(reward_R: Tensor, group_ids: Sequence[Hashable], length_R: Tensor) -> Tensor:
+    """`R − Σ l·R/Σ l` over the group: the baseline of least variance where the gradient of a
+    rollout grows with the number l of its action tokens. A group without any: `R − mean_g`."""
+    group = _group(reward_R, group_ids)
+    sums = (group.index_R, group.num_groups)
+    total_g = segment_sum(length_R.double(), *sums)
+    # Of centred rewards, so that equal ones give exactly 0.
+    drift_g = segment_sum(length_R.double() * group.centred_R, *sums) / total_g.clamp(min=1)
+    return (group.centred_R - drift_g[group.index_R]).to(reward_R.dtype)
 
 
 def broadcast(advantage_R: Tensor, mask_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
@@ -287,6 +298,12 @@ def compare(estimator: GroupEstimator, spec: AlgorithmSpec, batch: AdvantageBatc
     return turn_advantages(estimator, batch, gamma=spec.gamma)
 
 
+def _opo(spec: AlgorithmSpec, batch: AdvantageBatch) -> Advantages:
+    rollouts = (batch.rollout_of_token, batch.reward_R.numel())
+    length_R = segment_sum(batch.mask_T.double(), *rollouts)
+    return compare(lambda reward_R, ids: opo(reward_R, ids, length_R), spec, batch), None
+
+
 def _reinforce_pp(spec: AlgorithmSpec, batch: AdvantageBatch) -> Advantages:
     mask_T, ids_T = batch.mask_T, batch.sequence_ids_T
     return reinforce_pp(token_rewards(spec, batch), mask_T, ids_T, gamma=spec.gamma), None
@@ -331,6 +348,7 @@ ADVANTAGES: Mapping[str, Callable[[AlgorithmSpec, AdvantageBatch], Advantages]] 
         "dr_grpo": _compared(dr_grpo),
         "rloo": _compared(rloo),
         "maxrl": _compared(maxrl),
+        "opo": _opo,
         "reinforce_pp": _reinforce_pp,
         "reinforce_pp_baseline": _reinforce_pp_baseline,
         "gae": _gae,
@@ -417,6 +435,42 @@ def _turns(batch: AdvantageBatch) -> Turns:
     if batch.turns is None:
         raise ValueError("turns is missing: reward_level='turn' reads it")
     return batch.turns
+
+
+# Tokens chosen by their covariance: (A − mean A)·(log π − mean log π), means over the batch. Where
+# it is large an update makes a likely token likelier, and entropy falls. The choice is made once,
+# over the whole optimizer batch, by the log-probs that the tokens were sampled with.
+
+
+def choose_by_covariance(
+    spec: AlgorithmSpec, advantage_T: Tensor, logp_T: Tensor, mask_T: Tensor
+) -> Tensor:
+    """fp32 [T], 1 for the tokens that clip_cov (any, of a band) or kl_cov (those with the largest)
+    chooses; at least one where there is any to choose from."""
+    is_action_T = mask_T.bool()
+    advantage_A, logp_A = advantage_T[is_action_T].double(), logp_T[is_action_T].double()
+    covariance_A = (advantage_A - advantage_A.mean()) * (logp_A - logp_A.mean())
+    rank_A = -covariance_A
+    if spec.loss == "clip_cov":
+        in_band_A = (covariance_A > spec.covariance_low) & (covariance_A < spec.covariance_high)
+        rank_A = torch.where(in_band_A, _scattered(logp_A, advantage_A), torch.inf)
+    count = max(int(spec.chosen_share * len(rank_A)), 1)
+    chosen_A = torch.zeros_like(rank_A)
+    if len(rank_A) and torch.isfinite(last := rank_A.kthvalue(min(count, len(rank_A))).values):
+        chosen_A[rank_A <= last] = 1.0
+    elif len(rank_A):
+        chosen_A[torch.isfinite(rank_A)] = 1.0
+    return torch.zeros_like(mask_T).masked_scatter(is_action_T, chosen_A.to(mask_T.dtype))
+
+
+def _scattered(*values: Tensor) -> Tensor:
+    """Numbers in 0..1 that look drawn at random, but follow from the bits of the values alone: the
+    choice may depend neither on the order of the tokens nor on a seed."""
+    mixed = torch.zeros_like(values[0], dtype=torch.int64)
+    for value in values:
+        mixed = (mixed ^ value.float().view(torch.int32).long()) * 0x9E3779B1 % 2**32
+        mixed = (mixed ^ (mixed >> 15)) * 0x85EBCA77 % 2**32
+    return (mixed ^ (mixed >> 13)).double() / 2**32
 
 
 # From per-token losses to one number: a weight for every token, then a plain sum.

@@ -45,6 +45,9 @@ class Field(StrEnum):
     """A. Written by `build_batch`; read by the losses."""
     RETURN = "return"
     """The critic's target. Written by `build_batch`; read by the critic's loss."""
+    CHOSEN = "chosen"
+    """1 for the tokens chosen by their covariance. Written by `build_batch`; read by the losses
+    clip_cov and kl_cov."""
     WEIGHT = "weight"
     """The share of the token in the loss. Written by `build_batch`; read by all losses."""
 

@@ -12,9 +12,10 @@ and for numerical differences between two engines; if the old log-probs were not
 w is 1 by definition: never apply one then. A NaN stays a NaN, so that the loss is refused: a
 comparison alone would take it for a rejection.
 Sources: PPO (arXiv 1707.06347), dual clip (1912.09729), DAPO (2503.14476), GSPO (2507.18071), SAPO
-(2511.20347), CISPO (2506.13585), decoupled PPO (2110.00641), KL estimators (schulman.me/kl-approx),
-TIS (fengyao.notion.site/off-policy-rl), MIS and geometric rejection (Liu et al. 2025, "When speed
-kills stability"), IcePop (2510.18855).
+(2511.20347), CISPO (2506.13585), decoupled PPO (2110.00641), DPPO (2602.04879), Clip-Cov and KL-Cov
+(2505.22617), KL estimators (schulman.me/kl-approx), TIS (fengyao.notion.site/off-policy-rl), MIS
+and geometric rejection (Liu et al. 2025, "When speed kills stability"), IcePop (2510.18855), KPop
+(ringtech.notion.site/kpop).
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class LossBatch:
     old_logp_T: Tensor | None = None
     """None in the first step on a batch: θ has not left o, its own log-probs are the old ones."""
     ref_logp_T: Tensor | None = None
+    chosen_T: Tensor | None = None
+    """1 for the tokens that clip_cov and kl_cov treat in their own way."""
     entropy_T: Tensor | None = None
 
     @property
@@ -101,7 +104,10 @@ def make_loss(spec: AlgorithmSpec) -> LossFn:
 def _masked(batch: LossBatch) -> LossBatch:
     """Zeros outside the mask, in the inputs: masking the loss would leave 0·inf in gradients."""
     is_action_T = batch.mask_T.bool()
-    names = ("old_logp_T", "rollout_logp_T", "advantage_T", "weight_T", "ref_logp_T", "entropy_T")
+    names = (
+        *("old_logp_T", "rollout_logp_T", "advantage_T", "weight_T", "ref_logp_T", "chosen_T"),
+        "entropy_T",
+    )
     masked: dict[str, Any] = {
         name: torch.where(is_action_T, value_T, 0.0)
         for name in names
@@ -132,12 +138,9 @@ def _stats(
         ratio_T = gspo_ratio(logp_T, old_T, *batch.segments)
     else:
         ratio_T = (logp_T - old_T).exp()
-    clip_low, clip_high = spec.clip
-    is_up_T = (ratio_T > 1 + clip_high) & (batch.advantage_T > 0)
-    is_down_T = (ratio_T < 1 - clip_low) & (batch.advantage_T < 0)
     named = {
         "ratio_sum": ratio_T,
-        "clip_fraction_sum": is_up_T | is_down_T,
+        "clip_fraction_sum": _is_clipped(spec, ratio_T, logp_T, old_T, batch),
         "old_kl_sum": kl("k3", logp_T, old_T),
         "correction_sum": correction_T,
         "rejected_fraction_sum": correction_T == 0,
@@ -152,6 +155,18 @@ def _stats(
     }
     stats["action_count"] = is_action_T.sum()
     return stats
+
+
+def _is_clipped(
+    spec: AlgorithmSpec, ratio_T: Tensor, logp_T: Tensor, old_T: Tensor, batch: LossBatch
+) -> Tensor:
+    """The tokens that have left the trust region in the direction of their advantage."""
+    if spec.loss in DIVERGENCES:
+        return dppo_mask(spec.loss, logp_T, old_T, batch.advantage_T, spec.clip) == 0
+    clip_low, clip_high = spec.clip
+    is_up_T = (ratio_T > 1 + clip_high) & (batch.advantage_T > 0)
+    is_down_T = (ratio_T < 1 - clip_low) & (batch.advantage_T < 0)
+    return is_up_T | is_down_T
 
 
 # Policy losses. None of them applies the mask, except where a sequence is reduced (GSPO).
@@ -247,6 +262,73 @@ def cispo(
     return -ratio_T * advantage_T * logp_T
 
 
+def binary_tv(logp_T: Tensor, other_logp_T: Tensor) -> Tensor:
+    """Total variation of (p, 1 − p) and (q, 1 − q), the token and all others: `|p − q|`."""
+    return (logp_T.exp() - other_logp_T.exp()).abs()
+
+
+def binary_kl(logp_T: Tensor, other_logp_T: Tensor) -> Tensor:
+    """`KL((p, 1 − p)‖(q, 1 − q))` in nats, `log p` and `log q` given; 1 − p is kept from 0."""
+    p_T, q_T = logp_T.exp(), other_logp_T.exp()
+    rest_T = torch.log((1 - p_T).clamp(min=TINY) / (1 - q_T).clamp(min=TINY))
+    return p_T * (logp_T - other_logp_T) + (1 - p_T) * rest_T
+
+
+TINY = 1e-6
+"""The least probability of all other tokens that is told from 0."""
+DIVERGENCES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType(
+    {"dppo_tv": binary_tv, "dppo_kl": binary_kl}
+)
+"""(log μ, log π_θ) -> how far they are apart at a token, by `AlgorithmSpec.loss`."""
+
+
+def dppo_mask(
+    loss: str,
+    logp_T: Tensor,
+    old_logp_T: Tensor,
+    advantage_T: Tensor,
+    clip: tuple[float, float],
+) -> Tensor:
+    """0 for tokens that are farther from the old policy than `clip` (falling, rising) and that
+    their advantage would move farther, else 1."""
+    with torch.no_grad():
+        distance_T = DIVERGENCES[loss](old_logp_T, logp_T)
+        is_up_T = (advantage_T > 0) & (logp_T > old_logp_T) & (distance_T > clip[1])
+        is_down_T = (advantage_T < 0) & (logp_T < old_logp_T) & (distance_T > clip[0])
+        return (~(is_up_T | is_down_T)).to(logp_T.dtype)
+
+
+def dppo(logp_T: Tensor, old_logp_T: Tensor, advantage_T: Tensor, mask_T: Tensor) -> Tensor:
+    """`−M·sg[min(r, 20)]·A·log π_θ`: the mask is the trust region, the ratio only weighs."""
+    ratio_T = (logp_T.detach() - old_logp_T).clamp(max=math.log(DPPO_CAP)).exp()
+    return -mask_T * ratio_T * advantage_T * logp_T
+
+
+DPPO_CAP = 20.0  # of a weight, as in the authors' code
+
+
+def clip_cov(
+    logp_T: Tensor,
+    old_logp_T: Tensor,
+    advantage_T: Tensor,
+    chosen_T: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> Tensor:
+    """PPO without the chosen tokens."""
+    ratio_T = (logp_T - old_logp_T).exp()
+    return (1 - chosen_T) * clipped(ratio_T, advantage_T, clip_low=clip_low, clip_high=clip_high)
+
+
+def kl_cov(
+    logp_T: Tensor, old_logp_T: Tensor, advantage_T: Tensor, chosen_T: Tensor, *, coef: float = 1.0
+) -> Tensor:
+    """`−r·A`, on the chosen tokens `+ coef·|log r|`, which acts from a batch's second step on."""
+    log_ratio_T = logp_T - old_logp_T
+    return -log_ratio_T.exp() * advantage_T + coef * chosen_T * log_ratio_T.abs()
+
+
 def decoupled_ppo(
     logp_T: Tensor,
     old_logp_T: Tensor,
@@ -267,6 +349,11 @@ def opd(logp_T: Tensor, rollout_logp_T: Tensor, teacher_logp_T: Tensor) -> Tenso
     """`−sg[log π_T − log π_θ]·π_θ/μ`: the expected gradient is that of KL(π_θ‖π_T)."""
     gain_T = (teacher_logp_T - logp_T).detach()
     return -gain_T * (logp_T - rollout_logp_T).exp()
+
+
+def _dppo(spec: AlgorithmSpec, logp_T: Tensor, old_T: Tensor, batch: LossBatch) -> Tensor:
+    mask_T = dppo_mask(spec.loss, logp_T, old_T, batch.advantage_T, spec.clip)
+    return dppo(logp_T, old_T, batch.advantage_T, mask_T)
 
 
 LOSSES: Mapping[str, Callable[[AlgorithmSpec, Tensor, Tensor, LossBatch], Tensor]] = (
@@ -298,6 +385,23 @@ LOSSES: Mapping[str, Callable[[AlgorithmSpec, Tensor, Tensor, LossBatch], Tensor
             ),
             "cispo": lambda spec, logp_T, old_T, batch: cispo(
                 logp_T, old_T, batch.advantage_T, clip_low=spec.clip[0], clip_high=spec.clip[1]
+            ),
+            "dppo_tv": lambda spec, logp_T, old_T, batch: _dppo(spec, logp_T, old_T, batch),
+            "dppo_kl": lambda spec, logp_T, old_T, batch: _dppo(spec, logp_T, old_T, batch),
+            "clip_cov": lambda spec, logp_T, old_T, batch: clip_cov(
+                logp_T,
+                old_T,
+                batch.advantage_T,
+                required(batch.chosen_T, "chosen_T", "loss='clip_cov'"),
+                clip_low=spec.clip[0],
+                clip_high=spec.clip[1],
+            ),
+            "kl_cov": lambda spec, logp_T, old_T, batch: kl_cov(
+                logp_T,
+                old_T,
+                batch.advantage_T,
+                required(batch.chosen_T, "chosen_T", "loss='kl_cov'"),
+                coef=spec.covariance_kl_coef,
             ),
             "decoupled_ppo": lambda spec, logp_T, old_T, batch: decoupled_ppo(
                 logp_T,
@@ -368,6 +472,14 @@ def icepop(log_w_T: Tensor, low: float, high: float) -> Tensor:
     return torch.where(is_rejected_T, -torch.inf, log_w_T).exp()
 
 
+def kpop(log_w_T: Tensor, rollout_logp_T: Tensor, most: float) -> Tensor:
+    """`w` where the binary KL between o and μ is at most φ nats in both directions, else 0."""
+    old_logp_T = rollout_logp_T + log_w_T
+    there_T = binary_kl(old_logp_T, rollout_logp_T)
+    back_T = binary_kl(rollout_logp_T, old_logp_T)
+    return torch.where((there_T > most) | (back_T > most), -torch.inf, log_w_T).exp()
+
+
 def sequence_tis(
     log_w_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor, num_sequences: int, cap: float
 ) -> Tensor:
@@ -410,6 +522,9 @@ CORRECTIONS: Mapping[str, Callable[[AlgorithmSpec, Tensor, LossBatch], Tensor]] 
         "tis": lambda spec, log_w_T, batch: tis(log_w_T, spec.correction_cap),
         "mis": lambda spec, log_w_T, batch: mis(log_w_T, spec.correction_cap),
         "icepop": lambda spec, log_w_T, batch: icepop(log_w_T, *spec.bounds),
+        "kpop": lambda spec, log_w_T, batch: kpop(
+            log_w_T, batch.rollout_logp_T, spec.correction_kl
+        ),
         "sequence_tis": lambda spec, log_w_T, batch: sequence_tis(
             log_w_T, *batch.segments, spec.correction_cap
         ),

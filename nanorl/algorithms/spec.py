@@ -37,10 +37,30 @@ from nanorl.bounds import check_number
 from nanorl.plugins import load_object
 
 Advantage = Literal[
-    "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "gae", "none"
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "opo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "maxrl",
+    "gae",
+    "none",
 ]
-Loss = Literal["reinforce", "ppo", "gspo", "sapo", "cispo", "decoupled_ppo", "opd"]
-Correction = Literal["auto", "none", "tis", "mis", "icepop", "sequence_tis", "geometric"]
+Loss = Literal[
+    "reinforce",
+    "ppo",
+    "gspo",
+    "sapo",
+    "cispo",
+    "dppo_tv",
+    "dppo_kl",
+    "clip_cov",
+    "kl_cov",
+    "decoupled_ppo",
+    "opd",
+]
+Correction = Literal["auto", "none", "tis", "mis", "icepop", "kpop", "sequence_tis", "geometric"]
 KLEstimator = Literal["k2", "k3", "rk3"]
 RewardLevel = Literal["outcome", "turn"]
 
@@ -48,6 +68,8 @@ CLIPS: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
         "gspo": (3e-4, 4e-4),  # arXiv 2507.18071: the ratio is a mean over a sequence
         "cispo": (1.0, 0.28),  # arXiv 2506.13585 has no lower bound; 0.28 is Trinity-RFT's
+        "dppo_tv": (0.15, 0.15),  # arXiv 2602.04879: distances of probabilities, not of ratios
+        "dppo_kl": (0.05, 0.05),  # nats
     }
 )
 """(clip_low, clip_high) of a loss whose paper departs from PPO's 0.2 and 0.2."""
@@ -60,11 +82,14 @@ BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
 )
 """(correction_low, correction_high) of the corrections that have them."""
 
+COVARIANCE_SHARES: Mapping[str, float] = MappingProxyType({"clip_cov": 2e-4, "kl_cov": 2e-3})
+"""The share of a batch's tokens that a loss chooses by their covariance (arXiv 2505.22617)."""
+
 Aggregation = Literal[
     "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant", "prompt_mean"
 ]
 AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
-COMPARES_MEMBERS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl")
+COMPARES_MEMBERS = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline", "maxrl")
 """Advantages of a rollout against the others of its group."""
 
 
@@ -85,15 +110,25 @@ class AlgorithmSpec:
     constant_length: int | None = None
     """Tokens that aggregation "constant" divides by; needed there and nowhere else."""
     clip_low: float | None = None
-    """The ratio is clipped below at 1 − clip_low; None: 0.2, for gspo 3e-4, for cispo 1 (not)."""
+    """The ratio is clipped below at 1 − clip_low; None: 0.2, for gspo 3e-4, for cispo 1 (not). For
+    dppo_tv and dppo_kl how far a probability may fall: 0.15, and 0.05 nats."""
     clip_high: float | None = None
-    """The ratio is clipped above at 1 + clip_high; None: 0.2, for gspo 4e-4, for cispo 0.28."""
+    """The ratio is clipped above at 1 + clip_high; None: 0.2, for gspo 4e-4, for cispo 0.28. For
+    dppo_tv and dppo_kl how far a probability may rise: 0.15, and 0.05 nats."""
     dual_clip: float | None = 3.0
     """Bound c on the loss of negative advantages (ppo only); None turns it off."""
     tau_positive: float = 1.0
     """SAPO's temperature for positive advantages."""
     tau_negative: float = 1.05
     """SAPO's temperature for the others."""
+    covariance_share: float | None = None
+    """Share of the tokens that clip_cov and kl_cov choose; None: 2e-4 and 2e-3."""
+    covariance_low: float = 1.0
+    """clip_cov chooses among tokens whose covariance is above this."""
+    covariance_high: float = 5.0
+    """clip_cov chooses among tokens whose covariance is below this."""
+    covariance_kl_coef: float = 1.0
+    """Weight of |log r| on the tokens that kl_cov chooses."""
     kl_coef: float = 0.0
     """Weight of the KL loss to the reference policy."""
     kl_estimator: KLEstimator = "k2"
@@ -117,6 +152,8 @@ class AlgorithmSpec:
     (old_policy rollout, decoupled_ppo, opd)."""
     correction_cap: float = 2.0
     """C of tis, mis and sequence_tis."""
+    correction_kl: float = 0.1
+    """φ of kpop, in nats: the most that the two policies may differ about a token."""
     correction_low: float | None = None
     """Lower bound a of w; None: 0.5 for icepop, 0.999 for geometric."""
     correction_high: float | None = None
@@ -161,6 +198,12 @@ class AlgorithmSpec:
             low if self.correction_low is None else self.correction_low,
             high if self.correction_high is None else self.correction_high,
         )
+
+    @property
+    def chosen_share(self) -> float:
+        """The share of tokens that the loss chooses by their covariance; 0: it chooses none."""
+        share = COVARIANCE_SHARES.get(self.loss, 0.0)
+        return self.covariance_share if share and self.covariance_share is not None else share
 
     @property
     def weighs_by_itself(self) -> bool:
@@ -234,6 +277,10 @@ def _check_numbers(spec: AlgorithmSpec) -> None:
     for name in ("tau_positive", "tau_negative"):
         check_number(f"{name}=", getattr(spec, name), 0, is_open=True)
     check_number("correction_cap=", spec.correction_cap, 1)
+    check_number("correction_kl=", spec.correction_kl, 0, is_open=True)
+    check_number("covariance_kl_coef=", spec.covariance_kl_coef, 0)
+    if spec.covariance_share is not None:
+        check_number("covariance_share=", spec.covariance_share, 0, 1, is_open=True)
     check_number("veto_below=", spec.veto_below, 0, 0.5, "1e-4 is usual")
     if spec.dual_clip is not None:
         check_number("dual_clip=", spec.dual_clip, 1, is_open=True)
@@ -357,6 +404,33 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "cispo": Recipe(
             "the weight is clipped, so no token loses its gradient (arXiv 2506.13585)",
             AlgorithmSpec(loss="cispo"),
+        ),
+        "opo": Recipe(
+            "REINFORCE; the baseline is the group's mean by length (arXiv 2505.23585)",
+            AlgorithmSpec(advantage="opo", loss="reinforce"),
+        ),
+        "dppo_tv": Recipe(
+            "tokens whose probability moved too far from the sampler's learn no more "
+            "(arXiv 2602.04879)",
+            AlgorithmSpec(loss="dppo_tv", old_policy="rollout"),
+        ),
+        "dppo_kl": Recipe(
+            "the same, measured in nats (arXiv 2602.04879)",
+            AlgorithmSpec(loss="dppo_kl", old_policy="rollout"),
+        ),
+        "kpop": Recipe(
+            "tokens about which trainer and sampler differ learn nothing "
+            "(ringtech.notion.site/kpop)",
+            AlgorithmSpec(correction="kpop"),
+        ),
+        "clip_cov": Recipe(
+            "tokens whose advantage agrees most with their log-prob learn nothing "
+            "(arXiv 2505.22617)",
+            AlgorithmSpec(loss="clip_cov"),
+        ),
+        "kl_cov": Recipe(
+            "such tokens may not move far (arXiv 2505.22617)",
+            AlgorithmSpec(loss="kl_cov"),
         ),
         "opd": Recipe(
             "on-policy distillation from --rl.reference, without rewards (arXiv 2306.13649)",

@@ -1,0 +1,264 @@
+"""Advantages, losses and weights of the later papers: by hand, against numpy in fp64 written from
+the papers' formulas over 200 random batches, and gradients by finite differences."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nanorl.algorithms import losses
+from nanorl.algorithms.advantages import choose_by_covariance, opo
+from nanorl.algorithms.losses import LossBatch, make_loss
+from nanorl.algorithms.spec import AlgorithmSpec, named_spec
+
+NUM_BATCHES = 200
+LOG = math.log
+
+
+def values(*numbers: float) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def same(actual: Tensor, expected: object) -> None:
+    torch.testing.assert_close(
+        actual.detach().double(), torch.as_tensor(expected).double(), rtol=0, atol=1e-6
+    )
+
+
+@dataclass
+class Drawn:
+    """A random batch: log-probs of θ, o and μ, advantages with zeros among them."""
+
+    theta: np.ndarray
+    old: np.ndarray
+    rollout: np.ndarray
+    advantage: np.ndarray
+
+
+def batches() -> Iterator[Drawn]:
+    rng = np.random.default_rng(11)
+    for _ in range(NUM_BATCHES):
+        num = rng.integers(1, 60)
+        old = -rng.exponential(rng.choice([0.01, 0.5, 4.0]), num)
+        near = [np.minimum(old + rng.normal(0, 0.4, num), 0.0) for _ in range(2)]
+        advantage = rng.normal(size=num) * rng.integers(0, 2, num)
+        yield Drawn(near[0], old, near[1], advantage)
+
+
+# -- OPO -------------------------------------------------------------------------------------------
+
+
+def test_opo_by_hand() -> None:
+    reward, length = values(1, 0, 0, 5, 1, 1), values(1, 2, 1, 9, 3, 3)
+    got = opo(reward, ["a", "a", "a", "b", "c", "c"], length)
+    same(got, [0.75, -0.25, -0.25, 0, 0, 0])  # (1·1 + 2·0 + 1·0)/4 = 1/4
+
+
+def test_opo_against_numpy() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(NUM_BATCHES):
+        num = rng.integers(1, 20)
+        ids = rng.integers(0, 4, num)
+        reward, length = rng.normal(size=num), rng.integers(1, 300, num)
+        expected = np.empty(num)
+        for one in set(ids.tolist()):
+            its = ids == one
+            expected[its] = reward[its] - np.average(reward[its], weights=length[its])
+        same(opo(torch.tensor(reward), ids.tolist(), torch.tensor(length)), expected)
+
+
+# -- DPPO ------------------------------------------------------------------------------------------
+
+
+def numpy_dppo(drawn: Drawn, kind: str, most: float) -> tuple[np.ndarray, np.ndarray]:
+    """(loss, its derivative by log π_θ) of each token; equations 11 to 14 of arXiv 2602.04879."""
+    pi, mu = np.exp(drawn.theta), np.exp(drawn.rollout)
+    if kind == "dppo_tv":
+        distance = np.abs(mu - pi)
+    else:
+        rest = np.log(np.maximum(1 - mu, 1e-6) / np.maximum(1 - pi, 1e-6))
+        distance = mu * (drawn.rollout - drawn.theta) + (1 - mu) * rest
+    leaves = ((drawn.advantage > 0) & (pi > mu)) | ((drawn.advantage < 0) & (pi < mu))
+    mask = np.where(leaves & (distance > most), 0.0, 1.0)
+    weight = mask * np.minimum(pi / mu, 20.0) * drawn.advantage
+    return -weight * drawn.theta, -weight
+
+
+@pytest.mark.parametrize(("name", "most"), [("dppo_tv", 0.15), ("dppo_kl", 0.05)])
+def test_dppo_against_numpy(name: str, most: float) -> None:
+    num_masked = 0
+    for drawn in batches():
+        theta, batch = as_loss_batch(drawn)
+        loss, _ = make_loss(named_spec(name))(theta, batch)
+        loss.backward()
+        expected, slope = numpy_dppo(drawn, name, most)
+        same(loss, expected.sum())
+        same(theta.grad, slope)
+        num_masked += int(((slope == 0) & (drawn.advantage != 0)).sum())
+    assert num_masked > 100, "the mask was never put to the test"
+
+
+def test_dppo_masks_by_hand() -> None:
+    # A likely token that gets likelier, a rare one that gets ten times likelier, one that falls.
+    old, new = values(0.5, 0.001, 0.5).log(), values(0.7, 0.01, 0.3).log()
+    up, down = values(1, 1, 1), values(-1, -1, -1)
+    both = (0.15, 0.15)
+    assert losses.dppo_mask("dppo_tv", new, old, up, both).tolist() == [0, 1, 1]
+    assert losses.dppo_mask("dppo_tv", new, old, down, both).tolist() == [1, 1, 0]
+    # KL(0.5 ‖ 0.7) = 0.5·log(0.5/0.7) + 0.5·log(0.5/0.3) = 0.0872
+    same(losses.binary_kl(old, new)[0], 0.5 * LOG(0.5 / 0.7) + 0.5 * LOG(0.5 / 0.3))
+    assert losses.dppo_mask("dppo_kl", new, old, up, (0.05, 0.05)).tolist() == [0, 1, 1]
+    assert losses.dppo_mask("dppo_kl", new, old, up, (0.05, 0.1)).tolist() == [1, 1, 1]
+
+
+# -- KPop ------------------------------------------------------------------------------------------
+
+
+def test_kpop_by_hand() -> None:
+    old, sampler = values(0.5, 0.9, 0.999999, 1.0).log(), values(0.5, 0.5, 0.5, 1.0).log()
+    got = losses.kpop(old - sampler, sampler, 0.1)
+    # KL((0.9, 0.1) ‖ (0.5, 0.5)) = 0.368 nats
+    same(got, [1, 0, 0, 1])
+    same(losses.kpop(old - sampler, sampler, 0.6), [1, 1.8, 0, 1])
+
+
+def test_kpop_against_numpy() -> None:
+    for drawn in batches():
+        p, q = np.exp(drawn.old), np.exp(drawn.rollout)
+
+        def apart(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+            rest = np.log(np.maximum(1 - a, 1e-6) / np.maximum(1 - b, 1e-6))
+            return a * np.log(a / b) + (1 - a) * rest
+
+        is_kept = (apart(p, q) <= 0.1) & (apart(q, p) <= 0.1)
+        log_w = torch.tensor(drawn.old - drawn.rollout)
+        got = losses.kpop(log_w, torch.tensor(drawn.rollout), 0.1)
+        same(got, np.where(is_kept, p / q, 0.0))
+
+
+def test_a_nan_is_no_rejection() -> None:
+    assert losses.kpop(values(math.nan), values(-1.0), 0.1).isnan().all()
+
+
+# -- Clip-Cov and KL-Cov ---------------------------------------------------------------------------
+
+KL_COV, CLIP_COV = named_spec("kl_cov"), named_spec("clip_cov")
+
+
+def test_kl_cov_chooses_the_largest_covariances() -> None:
+    rng = np.random.default_rng(2)
+    for _ in range(NUM_BATCHES):
+        num = int(rng.integers(1, 400))
+        mask = (rng.random(num) < 0.7).astype(float)
+        advantage, logp = rng.normal(size=num) * mask, -rng.exponential(size=num)
+        share = float(rng.choice([2e-3, 0.1]))
+        spec = replace(KL_COV, covariance_share=share)
+        got = choose_by_covariance(spec, *map(torch.tensor, (advantage, logp, mask)))
+        acts = mask == 1
+        if not acts.any():
+            assert not got.any()
+            continue
+        covariance = (advantage - advantage[acts].mean()) * (logp - logp[acts].mean())
+        covariance[~acts] = -np.inf
+        expected = np.zeros(num)
+        expected[np.argsort(-covariance)[: max(int(share * acts.sum()), 1)]] = 1
+        assert got.tolist() == expected.tolist()
+
+
+def test_clip_cov_chooses_so_many_of_the_band_and_none_elsewhere() -> None:
+    generator = torch.Generator().manual_seed(3)
+    spec = replace(CLIP_COV, covariance_share=0.01)
+    advantage = torch.randn(20_000, generator=generator, dtype=torch.float64)
+    logp = torch.randn(20_000, generator=generator, dtype=torch.float64)
+    ones = torch.ones(20_000, dtype=torch.float64)
+    chosen = choose_by_covariance(spec, advantage, logp, ones).bool()
+    covariance = (advantage - advantage.mean()) * (logp - logp.mean())
+    in_band = (covariance > 1) & (covariance < 5)
+    assert int(chosen.sum()) == 200 and bool(in_band[chosen].all())
+    # Any of the band: their mean is the band's, give or take four standard errors.
+    error = covariance[in_band].std() / 200**0.5
+    assert abs(covariance[chosen].mean() - covariance[in_band].mean()) < 4 * error
+    order = torch.randperm(20_000, generator=generator)
+    again = choose_by_covariance(spec, advantage[order], logp[order], ones)
+    assert torch.equal(again.bool(), chosen[order]), "the order of the tokens has no say"
+    band_is_empty = replace(spec, covariance_low=50.0, covariance_high=60.0)
+    assert not choose_by_covariance(band_is_empty, advantage, logp, ones).any()
+
+
+def as_loss_batch(drawn: Drawn, chosen: np.ndarray | None = None) -> tuple[Tensor, LossBatch]:
+    """log π_θ, which has a gradient, and the rest, every token of weight 1."""
+    num = len(drawn.theta)
+    ones = torch.ones(num, dtype=torch.float64)
+    batch = LossBatch(
+        old_logp_T=torch.tensor(drawn.old),
+        rollout_logp_T=torch.tensor(drawn.rollout),
+        advantage_T=torch.tensor(drawn.advantage),
+        mask_T=ones,
+        weight_T=ones,
+        sequence_ids_T=torch.zeros(num, dtype=torch.int64),
+        num_sequences=1,
+        chosen_T=None if chosen is None else torch.tensor(chosen),
+    )
+    return torch.tensor(drawn.theta, requires_grad=True), batch
+
+
+def numpy_clip_cov(drawn: Drawn, chosen: np.ndarray) -> np.ndarray:
+    ratio = np.exp(drawn.theta - drawn.old)
+    plain, clipped = ratio * drawn.advantage, np.clip(ratio, 0.8, 1.2) * drawn.advantage
+    return np.where(chosen == 1, 0.0, -np.minimum(plain, clipped))
+
+
+def numpy_kl_cov(drawn: Drawn, chosen: np.ndarray) -> np.ndarray:
+    log_ratio = drawn.theta - drawn.old
+    return -np.exp(log_ratio) * drawn.advantage + chosen * np.abs(log_ratio)
+
+
+@pytest.mark.parametrize(
+    ("spec", "reference"), [(CLIP_COV, numpy_clip_cov), (KL_COV, numpy_kl_cov)]
+)
+def test_the_losses_against_numpy(
+    spec: AlgorithmSpec, reference: Callable[[Drawn, np.ndarray], np.ndarray]
+) -> None:
+    rng = np.random.default_rng(4)
+    for drawn in batches():
+        chosen = (rng.random(len(drawn.theta)) < 0.2).astype(float)
+        theta, batch = as_loss_batch(drawn, chosen)
+        loss, _ = make_loss(replace(spec, correction="none"))(theta, batch)
+        same(loss, reference(drawn, chosen).sum())
+        weighed, _ = make_loss(spec)(theta, batch)
+        tis = np.minimum(np.exp(drawn.old - drawn.rollout), 2.0)
+        same(weighed, (reference(drawn, chosen) * tis).sum())
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "kpop", "opo"])
+def test_gradients_by_finite_differences(name: str) -> None:
+    drawn = next(batches())
+    rng = np.random.default_rng(5)
+    chosen = (rng.random(len(drawn.theta)) < 0.3).astype(float)
+    theta, batch = as_loss_batch(drawn, chosen)
+    token_loss = make_loss(named_spec(name))
+    assert torch.autograd.gradcheck(lambda logp: token_loss(logp, batch)[0], theta)
+
+
+def test_the_choice_reaches_the_loss_through_the_batch() -> None:
+    with pytest.raises(ValueError, match="chosen_T is missing: loss='kl_cov' reads it"):
+        theta, batch = as_loss_batch(next(batches()))
+        make_loss(KL_COV)(theta, batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"covariance_share": 0.0}, "covariance_share=0"),
+        ({"covariance_share": 1.5}, "covariance_share=1.5"),
+        ({"correction_kl": 0.0}, "correction_kl=0"),
+        ({"covariance_kl_coef": -1.0}, "covariance_kl_coef=-1"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(KL_COV, **options)
