@@ -37,6 +37,9 @@ from nanorl.algorithms.segments import index_by_id
 from nanorl.algorithms.spec import AlgorithmSpec, is_own
 from nanorl.types import Branch, Rollout, Status, TokenStats
 
+PART = "reward/"
+"""What begins the name of a part of the reward among the metrics of a rollout."""
+
 
 @dataclass(kw_only=True)
 class TrainBatch:
@@ -289,10 +292,27 @@ def _advantage_batch(
         sequence_ids_T=torch.repeat_interleave(torch.arange(len(samples)), lengths_S),
         rollout_ids_S=_rollout_ids(rollouts),
         turns=_turns(rollouts, reward_R) if is_by_turn else None,
+        reward_parts=_reward_parts(rollouts, spec) if spec.reward_parts else None,
         old_logp_T=_field(samples, Field.ROLLOUT_LOGP) if old_logp is None else old_logp,
         ref_logp_T=_field(samples, Field.REF_LOGP),
         value_T=_field(samples, Field.VALUE),
     )
+
+
+def _reward_parts(rollouts: Sequence[Rollout], spec: AlgorithmSpec) -> dict[str, Tensor]:
+    """[R] each part of the reward that the algorithm names. `ValueError` for a rollout without."""
+    found = {}
+    for name in spec.part_weights:
+        for rollout in rollouts:
+            if f"{PART}{name}" not in rollout.metrics:
+                has = [key.removeprefix(PART) for key in rollout.metrics if key.startswith(PART)]
+                raise ValueError(
+                    f"rollout {rollout.rollout_id}: its reward has no part {name!r}; there are: "
+                    f"{', '.join(sorted(has)) or 'none'}; correct --rl.algorithm.reward-parts"
+                )
+        values = [rollout.metrics[f"{PART}{name}"] for rollout in rollouts]
+        found[name] = torch.tensor(values, dtype=torch.float32)
+    return found
 
 
 def _turns(rollouts: list[Rollout], outcome_R: Tensor) -> Turns:

@@ -61,7 +61,7 @@ KEPT = (
     *(
         "task-fields",
         "env",
-        "reward",
+        *("reward", "rl.algorithm.reward-parts"),
         "agent.loop",
         "agent.template-args",
         "lora.targets",

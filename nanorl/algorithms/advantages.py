@@ -5,7 +5,8 @@ in size. Suffixes: R rollouts, S token sequences, T packed tokens. `sequence_ids
 sequence a token is of; most rollouts are a single one (`AdvantageBatch.rollout_ids_S`).
 Left out: the critic that provides the values (an engine computes them).
 Sources: GRPO (arXiv 2402.03300), Dr.GRPO (2503.20783), RLOO (2402.14740), REINFORCE++
-(2501.03262), MaxRL (2602.02710), OPO (2505.23585), GAE (1506.02438), covariance (2505.22617).
+(2501.03262), MaxRL (2602.02710), OPO (2505.23585), GDPO (2601.05242), GAE (1506.02438), covariance
+of advantage and log-prob (2505.22617).
 """
 
 from __future__ import annotations
@@ -100,6 +101,19 @@ def opo(reward_R: Tensor, group_ids: Sequence[Hashable], length_R: Tensor) -> Te
     # Of centred rewards, so that equal ones give exactly 0.
     drift_g = segment_sum(length_R.double() * group.centred_R, *sums) / total_g.clamp(min=1)
     return (group.centred_R - drift_g[group.index_R]).to(reward_R.dtype)
+
+
+def gdpo(
+    parts: Mapping[str, Tensor], weights: Mapping[str, float], group_ids: Sequence[Hashable]
+) -> Tensor:
+    """`grpo` of each part of the reward alone, summed by weight, then `(x − mean)/(std + δ)` over
+    all rollouts of the batch. Rewards that are added first would give a rare part no say beside a
+    common one of the same sum. Parts and result are [R]."""
+    apart = [weight * grpo(parts[name], group_ids).double() for name, weight in weights.items()]
+    total_R = torch.stack(apart).sum(0)
+    centred_R = total_R - total_R.mean()
+    std = (centred_R.square().sum() / max(len(total_R) - 1, 1)).sqrt()
+    return (centred_R / (std + DELTA)).to(next(iter(parts.values())).dtype)
 
 
 def broadcast(advantage_R: Tensor, mask_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
@@ -237,6 +251,8 @@ class AdvantageBatch:
     rollout_ids_S: Tensor | None = None
     """The rollout of each sequence; None: every sequence is one."""
     turns: Turns | None = None
+    reward_parts: Mapping[str, Tensor] | None = None
+    """[R] each, by name; gdpo reads them."""
     old_logp_T: Tensor | None = None
     ref_logp_T: Tensor | None = None
     value_T: Tensor | None = None
@@ -304,6 +320,13 @@ def _opo(spec: AlgorithmSpec, batch: AdvantageBatch) -> Advantages:
     return compare(lambda reward_R, ids: opo(reward_R, ids, length_R), spec, batch), None
 
 
+def _gdpo(spec: AlgorithmSpec, batch: AdvantageBatch) -> Advantages:
+    if batch.reward_parts is None:
+        raise ValueError("reward_parts is missing: advantage='gdpo' reads it")
+    advantage_R = gdpo(batch.reward_parts, spec.part_weights, batch.group_ids)
+    return broadcast(advantage_R, batch.mask_T, batch.rollout_of_token), None
+
+
 def _reinforce_pp(spec: AlgorithmSpec, batch: AdvantageBatch) -> Advantages:
     mask_T, ids_T = batch.mask_T, batch.sequence_ids_T
     return reinforce_pp(token_rewards(spec, batch), mask_T, ids_T, gamma=spec.gamma), None
@@ -349,6 +372,7 @@ ADVANTAGES: Mapping[str, Callable[[AlgorithmSpec, AdvantageBatch], Advantages]] 
         "rloo": _compared(rloo),
         "maxrl": _compared(maxrl),
         "opo": _opo,
+        "gdpo": _gdpo,
         "reinforce_pp": _reinforce_pp,
         "reinforce_pp_baseline": _reinforce_pp_baseline,
         "gae": _gae,

@@ -41,6 +41,7 @@ Advantage = Literal[
     "dr_grpo",
     "rloo",
     "opo",
+    "gdpo",
     "reinforce_pp",
     "reinforce_pp_baseline",
     "maxrl",
@@ -89,7 +90,7 @@ Aggregation = Literal[
     "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant", "prompt_mean"
 ]
 AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
-COMPARES_MEMBERS = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline", "maxrl")
+COMPARES_MEMBERS = ("grpo", "dr_grpo", "rloo", "opo", "gdpo", "reinforce_pp_baseline", "maxrl")
 """Advantages of a rollout against the others of its group."""
 
 
@@ -100,6 +101,8 @@ class AlgorithmSpec:
     advantage: Advantage | str = "grpo"
     """How rewards become advantages; "none" gives 0 (pure distillation). A function of yours as
     mine.py:name, of (reward_R, group_ids), or of the whole batch."""
+    reward_parts: tuple[str, ...] = ()
+    """The parts of the reward that gdpo normalises apart: names, or name=weight."""
     reward_level: RewardLevel = "outcome"
     """What is rewarded: the outcome alone, or also single turns (`Rollout.turn_rewards`), each with
     what came of it later."""
@@ -200,6 +203,12 @@ class AlgorithmSpec:
         )
 
     @property
+    def part_weights(self) -> dict[str, float]:
+        """`reward_parts` as weights by name; 1 where none is given."""
+        pairs = (part.partition("=") for part in self.reward_parts)
+        return {name: float(weight) if sign else 1.0 for name, sign, weight in pairs}
+
+    @property
     def chosen_share(self) -> float:
         """The share of tokens that the loss chooses by their covariance; 0: it chooses none."""
         share = COVARIANCE_SHARES.get(self.loss, 0.0)
@@ -279,6 +288,8 @@ def _check_numbers(spec: AlgorithmSpec) -> None:
     check_number("correction_cap=", spec.correction_cap, 1)
     check_number("correction_kl=", spec.correction_kl, 0, is_open=True)
     check_number("covariance_kl_coef=", spec.covariance_kl_coef, 0)
+    check_number("covariance_low=", spec.covariance_low, 0)
+    check_number("covariance_high=", spec.covariance_high, spec.covariance_low, is_open=True)
     if spec.covariance_share is not None:
         check_number("covariance_share=", spec.covariance_share, 0, 1, is_open=True)
     check_number("veto_below=", spec.veto_below, 0, 0.5, "1e-4 is usual")
@@ -309,8 +320,36 @@ def _check_bounds(spec: AlgorithmSpec) -> None:
         check_number("correction_high=", high, 1, 1.1 if is_mean else 1e6, why if is_mean else "")
 
 
+def _check_parts(spec: AlgorithmSpec) -> None:
+    """Parts of the reward, and somebody who reads them."""
+    if bool(spec.reward_parts) != (spec.advantage == "gdpo"):
+        raise ValueError(
+            f"reward_parts={', '.join(spec.reward_parts) or 'none'} with "
+            f"advantage={spec.advantage!r}: name the parts to normalise exactly with gdpo, "
+            "as reward_parts='rule short=-0.1'"
+        )
+    try:
+        weights = spec.part_weights
+    except ValueError:
+        raise ValueError(
+            f"reward_parts={' '.join(spec.reward_parts)}: a weight that is no number; write "
+            "NAME or NAME=WEIGHT"
+        ) from None
+    for name, weight in weights.items():
+        if not math.isfinite(weight) or weight == 0:
+            raise ValueError(f"reward_parts: {name}={weight:g}: it must be finite and not 0")
+    if len(weights) < len(spec.reward_parts):
+        raise ValueError(f"reward_parts={' '.join(spec.reward_parts)}: a name comes twice")
+    if spec.reward_parts and (spec.reward_level == "turn" or spec.overlong_buffer):
+        raise ValueError(
+            "advantage='gdpo' reads the parts of the outcome: set reward_level='outcome' and "
+            "overlong_buffer=0"
+        )
+
+
 def _check_sense(spec: AlgorithmSpec) -> None:
     """Refuse what would be ignored, count twice, or learn nothing."""
+    _check_parts(spec)
     if spec.old_policy == "rollout" and (
         spec.resolved_correction != "none" or spec.veto_below > 0 or spec.loss == "decoupled_ppo"
     ):

@@ -82,6 +82,18 @@ SPECS: Mapping[str, AlgorithmSpec] = {
     "opd": RECIPES["opd"].spec,
     "dapo": replace(RECIPES["dapo"].spec, overlong_buffer=16),
     "rollout": AlgorithmSpec(advantage="reinforce_pp_baseline", old_policy="rollout"),
+    "kl_cov": AlgorithmSpec(
+        advantage="opo", loss="kl_cov", covariance_share=0.2, correction="kpop", correction_kl=3e-4
+    ),
+    "clip_cov": AlgorithmSpec(
+        advantage="gdpo",
+        reward_parts=("right", "short=-0.1"),
+        loss="clip_cov",
+        covariance_share=0.2,
+        covariance_low=0.01,
+    ),
+    "dppo_kl": replace(RECIPES["dppo_kl"].spec, clip_low=1e-3, clip_high=1e-3),
+    "dppo_tv": replace(RECIPES["dppo_tv"].spec, clip_low=1e-2, clip_high=1e-2),
     "turns": AlgorithmSpec(reward_level="turn", gamma=0.9, correction="tis"),
     "ppo": AlgorithmSpec(advantage="gae", gamma=0.95, aggregation="seq_mean_token_mean"),
     "turn_gae": AlgorithmSpec(advantage="gae", reward_level="turn", kl_reward_coef=0.05),
@@ -189,6 +201,7 @@ def _rollout(dice: random.Random, group: int, member: int, prompt: list[int]) ->
         turn_spans=spans,
         reward=rewards[member],
         turn_rewards=[round(dice.random(), 2) for _ in spans],
+        metrics={"reward/right": rewards[member], "reward/short": float(len(tokens))},
     )
 
 

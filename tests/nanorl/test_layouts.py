@@ -119,12 +119,19 @@ def test_the_specs_use_every_loss_correction_aggregation_and_advantage() -> None
 def test_clips_and_rejections_act_on_the_stored_rollouts(truth: Truth) -> None:
     """What never acts is not compared."""
     found = truth["dense", "fp64"]
-    for name in ("grpo", "gspo", "veto", "dapo", "ppo"):
+    for name in ("grpo", "gspo", "veto", "dapo", "ppo", "dppo_kl", "dppo_tv"):
         assert found[name].steps[0]["clip_fraction_sum"] > 0, name
-    for name in ("geometric", "veto", "icepop"):
+    for name in ("geometric", "veto", "icepop", "kl_cov"):
         told = found[name].steps[0]
         assert 0 < told["rejected_fraction_sum"] < told["action_count"], name
     assert all(result.steps[0]["grad_norm"] > 0 for result in found.values())
+
+
+def test_tokens_are_chosen_on_the_stored_rollouts(batches: dict[str, TrainBatch]) -> None:
+    for name in ("clip_cov", "kl_cov"):
+        chosen = [sum(sample.fields["chosen"]) for sample in batches[name].samples]
+        actions = sum(sum(sample.loss_mask) for sample in batches[name].samples)
+        assert 0.05 * actions < sum(chosen) < 0.3 * actions and len(set(chosen)) > 2, name
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -4,6 +4,7 @@ the papers' formulas over 200 random batches, and gradients by finite difference
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor
 
 from nanorl.algorithms import losses
-from nanorl.algorithms.advantages import choose_by_covariance, opo
+from nanorl.algorithms.advantages import choose_by_covariance, gdpo, opo
 from nanorl.algorithms.losses import LossBatch, make_loss
 from nanorl.algorithms.spec import AlgorithmSpec, named_spec
+from nanorl.batching import build_batch
+from nanorl.types import Rollout
 
 NUM_BATCHES = 200
 LOG = math.log
@@ -69,6 +72,75 @@ def test_opo_against_numpy() -> None:
             its = ids == one
             expected[its] = reward[its] - np.average(reward[its], weights=length[its])
         same(opo(torch.tensor(reward), ids.tolist(), torch.tensor(length)), expected)
+
+
+# -- GDPO ------------------------------------------------------------------------------------------
+
+
+def test_gdpo_by_hand() -> None:
+    """Sums 1, 1, 0, 0: grpo could not tell the first two apart, one of which is rare."""
+    parts = {"right": values(1, 0, 0, 0), "form": values(0, 1, 0, 0)}
+    ids = ["g"] * 4
+    # Each part alone: mean 1/4, sample std 1/2, so 3/2 and -1/2.
+    got = gdpo(parts, {"right": 1.0, "form": 2.0}, ids)
+    total = np.array([1.5 - 1.0, -0.5 + 3.0, -1.5, -1.5])
+    same(got, (total - total.mean()) / (total.std(ddof=1) + 1e-6))
+    assert got[1] > got[0] > got[2] == got[3]
+
+
+def test_gdpo_against_numpy() -> None:
+    rng = np.random.default_rng(6)
+    for _ in range(NUM_BATCHES):
+        num = int(rng.integers(1, 24))
+        ids = rng.integers(0, 4, num)
+        parts = {name: rng.integers(0, 3, num).astype(float) for name in "abc"}
+        weights = {"a": 1.0, "b": -0.3, "c": 2.5}
+        total = np.zeros(num)
+        for name, reward in parts.items():
+            for one in set(ids.tolist()):
+                mine = reward[ids == one]
+                std = mine.std(ddof=1) if len(mine) > 1 else 0.0
+                total[ids == one] += weights[name] * (mine - mine.mean()) / (std + 1e-6)
+        std = total.std(ddof=1) if num > 1 else 0.0
+        expected = (total - total.mean()) / (std + 1e-6)
+        given = {name: torch.tensor(reward) for name, reward in parts.items()}
+        same(gdpo(given, weights, ids.tolist()), expected)
+
+
+def test_gdpo_needs_parts_that_are_there() -> None:
+    spec = AlgorithmSpec(advantage="gdpo", reward_parts=("rule", "short=-0.1"))
+    assert spec.part_weights == {"rule": 1.0, "short": -0.1}
+    rollout = Rollout(
+        task_id="t",
+        group_id="g",
+        rollout_id="s0-g0-m0",
+        tokens=[1, 2],
+        loss_mask=[0, 1],
+        logps=[0.0, -1.0],
+        versions=[-1, 0],
+        metrics={"reward/rule": 1.0},
+    )
+    with pytest.raises(ValueError, match="s0-g0-m0: its reward has no part 'short'; there are: ru"):
+        build_batch([[rollout]], spec, max_tokens=8, version=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"advantage": "gdpo"}, "reward_parts=none with advantage='gdpo'"),
+        ({"reward_parts": ("a",)}, "reward_parts=a with advantage='grpo'"),
+        ({"advantage": "gdpo", "reward_parts": ("a=x",)}, "a weight that is no number"),
+        ({"advantage": "gdpo", "reward_parts": ("a=0",)}, "a=0: it must be finite and not 0"),
+        ({"advantage": "gdpo", "reward_parts": ("a", "a=2")}, "a name comes twice"),
+        (
+            {"advantage": "gdpo", "reward_parts": ("a",), "reward_level": "turn"},
+            "set reward_level='outcome'",
+        ),
+    ],
+)
+def test_parts_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AlgorithmSpec(**options)
 
 
 # -- DPPO ------------------------------------------------------------------------------------------
