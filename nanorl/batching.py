@@ -72,11 +72,13 @@ class PolicyLoss:
         self, logp_T: Tensor, entropy_T: Tensor | None, micro: MicroBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         fields = micro.fields_T
+        mask_T, observation_T = micro.loss_mask_T, fields.get(Field.OBSERVATION)
         batch = LossBatch(
             old_logp_T=fields.get(Field.OLD_LOGP),
             rollout_logp_T=fields[Field.ROLLOUT_LOGP],
             advantage_T=fields[Field.ADVANTAGE],
-            mask_T=micro.loss_mask_T,
+            mask_T=mask_T if observation_T is None else mask_T * (observation_T == 0),
+            observation_T=observation_T,
             weight_T=fields[Field.WEIGHT],
             sequence_ids_T=micro.local_ids_T,
             num_sequences=len(micro.index),
@@ -133,8 +135,9 @@ def build_batch(
     if is_proportional_to_advantage(spec):
         owned = [pair for pair in owned if any(pair[0].fields[Field.ADVANTAGE])]
     metrics["num_trained_rollouts"] = float(len({rollout_id for _, (rollout_id, _) in owned}))
+    trained = [sample for sample, _ in owned]
     return TrainBatch(
-        samples=[sample for sample, _ in owned],
+        samples=_with_observations(rollouts, owned) if spec.observation_coef else trained,
         critic_samples=samples if scoring.values is not None else [],
         probe=probe,
         loss_fn=PolicyLoss(spec),
@@ -156,10 +159,46 @@ def _token_stats(rollouts: Sequence[Rollout], samples: Sequence[Sample]) -> dict
     return stats
 
 
+def _with_observations(
+    rollouts: Sequence[Rollout], owned: Sequence[tuple[Sample, tuple[str, int]]]
+) -> list[Sample]:
+    """The samples with the tokens of observations in their loss masks, each with the same share of
+    a cross-entropy over all of them."""
+    by_id = {rollout.rollout_id: rollout.sequences for rollout in rollouts}
+    found = [_observations(by_id[rollout_id][place]) for _, (rollout_id, place) in owned]
+    share = 1 / max(sum(map(sum, found)), 1)
+    return [
+        replace(
+            sample,
+            loss_mask=[int(m or o) for m, o in zip(sample.loss_mask, observed, strict=True)],
+            fields={**sample.fields, Field.OBSERVATION: [share * o for o in observed]},
+        )
+        for (sample, _), observed in zip(owned, found, strict=True)
+    ]
+
+
+def _observations(sequence: Branch) -> list[int]:
+    """1 for the tokens that followed a turn of the policy before its next."""
+    is_observed = [0] * len(sequence.tokens)
+    for span in sequence.turn_spans:
+        is_observed[span.action_end : span.observation_end] = [1] * (
+            span.observation_end - span.action_end
+        )
+    return [o if not m else 0 for o, m in zip(is_observed, sequence.loss_mask, strict=True)]
+
+
+def action_mask(sample: Sample) -> list[int]:
+    """1 for the tokens that the policy sampled, of a sample that may have observations too."""
+    observed = sample.fields.get(Field.OBSERVATION)
+    if observed is None:
+        return sample.loss_mask
+    return [m if not o else 0 for m, o in zip(sample.loss_mask, observed, strict=True)]
+
+
 def is_proportional_to_advantage(spec: AlgorithmSpec) -> bool:
     """True if a sample whose advantages are all 0 has a gradient of exactly 0, so that leaving it
     out (after the weights of the whole batch are computed) changes nothing but the time."""
-    terms = (spec.kl_coef, spec.entropy_coef, spec.distill_coef)
+    terms = (spec.kl_coef, spec.entropy_coef, spec.distill_coef, spec.observation_coef)
     return spec.loss not in ("opd", "kl_cov") and not is_own(spec.loss) and not any(terms)
 
 
@@ -450,7 +489,7 @@ def logp_gap(samples: Sequence[Sample], trainer_logps: Sequence[Tensor]) -> dict
     """
     differences, staleness = [], []
     for sample, trainer_logp in zip(samples, trainer_logps, strict=True):
-        is_action = torch.tensor(sample.loss_mask, dtype=torch.bool)
+        is_action = torch.tensor(action_mask(sample), dtype=torch.bool)
         rollout_logp = torch.tensor(sample.fields[Field.ROLLOUT_LOGP], dtype=torch.float32)
         differences.append((trainer_logp.float().cpu() - rollout_logp)[is_action])
         staleness.append(torch.tensor(sample.fields[Field.STALENESS])[is_action])

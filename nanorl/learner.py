@@ -44,6 +44,7 @@ from nanorl.algorithms.losses import value_loss
 from nanorl.batching import (
     Scoring,
     TrainBatch,
+    action_mask,
     build_batch,
     logp_gap,
     per_action_token,
@@ -210,11 +211,14 @@ class Learner:
 
     def _note_tokens(self, batch: TrainBatch, name: str, values: Sequence[Tensor]) -> None:
         """Numbers of the trained samples; the other sequences of their rollouts have none."""
-        for (rollout_id, sequence), value_T in zip(batch.places, values, strict=False):
+        parts = zip(batch.places, batch.samples, values, strict=False)
+        for (rollout_id, sequence), sample, value_T in parts:
             of_rollout = batch.stats[rollout_id].values
             shape = of_rollout["advantage"]
             nothing = [[math.nan] * len(one) for one in shape]
-            of_rollout.setdefault(name, nothing)[sequence] = value_T.tolist()
+            is_action = torch.tensor(action_mask(sample), dtype=torch.bool)
+            own_T = torch.where(is_action, value_T.cpu(), 0.0)
+            of_rollout.setdefault(name, nothing)[sequence] = own_T.tolist()
 
     def _train_critic(self, batch: TrainBatch) -> dict[str, float]:
         assert self.critic is not None, "it gave the values of these samples"

@@ -15,8 +15,8 @@ that this package writes and reads are these, and no others:
         },
     )
 
-Every one of them is 0 where the loss mask is 0 or is not read there. Log-probs are nats of the
-tempered distribution.
+All but OBSERVATION are 0 where the policy did not sample, or are not read there. Log-probs are nats
+of the tempered distribution.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ class Field(StrEnum):
     CHOSEN = "chosen"
     """1 for the tokens chosen by their covariance. Written by `build_batch`; read by the losses
     clip_cov and kl_cov."""
+    OBSERVATION = "observation"
+    """The share of an observation's token in the loss of ECHO, where the loss mask is 1 for it
+    too; 0 for all others. Written by `build_batch`; read by `PolicyLoss` and `logp_gap`."""
     WEIGHT = "weight"
     """The share of the token in the loss. Written by `build_batch`; read by all losses."""
 

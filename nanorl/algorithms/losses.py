@@ -6,6 +6,7 @@ All log-probs are nats of the tempered distribution. A loss of one token,
 
     weight · (correction(w) · loss(r, A) + kl_coef · KL − entropy_coef · entropy)
 
+and of one that a tool answered with, observation_coef · share · (−log π_θ),
 is summed over a micro-batch. Weights, which hold the mask, come from the whole optimizer batch
 (advantages.py), so that the sum does not depend on the split. Corrections answer for stale weights
 and for numerical differences between two engines; if the old log-probs were not recomputed (o := μ)
@@ -13,9 +14,9 @@ w is 1 by definition: never apply one then. A NaN stays a NaN, so that the loss 
 comparison alone would take it for a rejection.
 Sources: PPO (arXiv 1707.06347), dual clip (1912.09729), DAPO (2503.14476), GSPO (2507.18071), SAPO
 (2511.20347), CISPO (2506.13585), decoupled PPO (2110.00641), DPPO (2602.04879), Clip-Cov and KL-Cov
-(2505.22617), KL estimators (schulman.me/kl-approx), TIS (fengyao.notion.site/off-policy-rl), MIS
-and geometric rejection (Liu et al. 2025, "When speed kills stability"), IcePop (2510.18855), KPop
-(ringtech.notion.site/kpop).
+(2505.22617), ECHO (2605.24517), KL estimators (schulman.me/kl-approx), TIS
+(fengyao.notion.site/off-policy-rl), MIS and geometric rejection (Liu et al. 2025, "When speed kills
+stability"), IcePop (2510.18855), KPop (ringtech.notion.site/kpop).
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class LossBatch:
     old_logp_T: Tensor | None = None
     """None in the first step on a batch: θ has not left o, its own log-probs are the old ones."""
     ref_logp_T: Tensor | None = None
+    observation_T: Tensor | None = None
+    """The share of each observation's token in the loss of ECHO; those are outside the mask."""
     chosen_T: Tensor | None = None
     """1 for the tokens that clip_cov and kl_cov treat in their own way."""
     entropy_T: Tensor | None = None
@@ -80,6 +83,7 @@ def make_loss(spec: AlgorithmSpec) -> LossFn:
     """
 
     def token_loss(logp_T: Tensor, batch: LossBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        observed, told = _observed(spec, logp_T, batch)
         batch, logp_T = _masked(batch), torch.where(batch.mask_T.bool(), logp_T, 0.0)
         old_T = _old_logp(spec, logp_T, batch)
         if is_own(spec.loss):
@@ -94,11 +98,22 @@ def make_loss(spec: AlgorithmSpec) -> LossFn:
         if spec.entropy_coef:
             entropy_T = required(batch.entropy_T, "entropy_T", "entropy_coef")
             loss_T = loss_T - spec.entropy_coef * entropy_T
-        return (batch.weight_T * loss_T).sum(), _stats(
-            spec, logp_T.detach(), old_T, correction_T, batch
-        )
+        stats = _stats(spec, logp_T.detach(), old_T, correction_T, batch)
+        return (batch.weight_T * loss_T).sum() + observed, stats | told
 
     return token_loss
+
+
+def _observed(
+    spec: AlgorithmSpec, logp_T: Tensor, batch: LossBatch
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """ECHO's term, `λ·Σ share·(−log π_θ)` over the tokens of observations, and it without λ."""
+    if not spec.observation_coef:
+        return logp_T.new_zeros(()), {}
+    share_T = required(batch.observation_T, "observation_T", "observation_coef")
+    # Not a product of all: 0·inf would be NaN.
+    loss = -(share_T * torch.where(share_T > 0, logp_T, 0.0)).sum()
+    return spec.observation_coef * loss, {"observation_loss": loss.detach()}
 
 
 def _masked(batch: LossBatch) -> LossBatch:

@@ -142,6 +142,8 @@ class AlgorithmSpec:
     """λ of `A −= λ(log π_o − log π_T)`; the teacher is the reference policy."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus on action tokens."""
+    observation_coef: float = 0.0
+    """λ of ECHO: weight of the cross-entropy on what tools and environments answered."""
     gamma: float = 1.0
     """Discount per action token (reinforce_pp, gae), or per turn (reward_level turn, others)."""
     lam: float = 0.95
@@ -279,7 +281,8 @@ def load_own(name: str, value: str) -> Callable[..., Any]:
 
 
 def _check_numbers(spec: AlgorithmSpec) -> None:
-    for name in ("kl_coef", "kl_reward_coef", "distill_coef", "entropy_coef", "overlong_buffer"):
+    at_least_0 = ("kl_coef", "kl_reward_coef", "distill_coef", "entropy_coef", "overlong_buffer")
+    for name in (*at_least_0, "observation_coef"):
         check_number(f"{name}=", getattr(spec, name), 0)
     for name in ("gamma", "lam"):
         check_number(f"{name}=", getattr(spec, name), 0, 1)
@@ -383,11 +386,11 @@ def _check_sense(spec: AlgorithmSpec) -> None:
             "reward_level='turn': advantage='none' reads no rewards; choose another advantage, or "
             "reward_level='outcome'"
         )
-    terms = (spec.kl_coef, spec.distill_coef, spec.entropy_coef)
+    terms = (spec.kl_coef, spec.distill_coef, spec.entropy_coef, spec.observation_coef)
     if spec.advantage == "none" and spec.loss != "opd" and not any(terms):
         raise ValueError(
             "advantage='none': nothing is left to learn from; choose loss='opd' or set "
-            "distill_coef, kl_coef or entropy_coef"
+            "distill_coef, kl_coef, entropy_coef or observation_coef"
         )
 
 
@@ -470,6 +473,10 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "kl_cov": Recipe(
             "such tokens may not move far (arXiv 2505.22617)",
             AlgorithmSpec(loss="kl_cov"),
+        ),
+        "echo": Recipe(
+            "GRPO that also learns to foresee what tools answer (arXiv 2605.24517)",
+            AlgorithmSpec(observation_coef=0.05),
         ),
         "opd": Recipe(
             "on-policy distillation from --rl.reference, without rewards (arXiv 2306.13649)",

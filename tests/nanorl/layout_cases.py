@@ -92,6 +92,7 @@ SPECS: Mapping[str, AlgorithmSpec] = {
         covariance_share=0.2,
         covariance_low=0.01,
     ),
+    "echo": AlgorithmSpec(observation_coef=0.3, aggregation="seq_mean_token_mean"),
     "dppo_kl": replace(RECIPES["dppo_kl"].spec, clip_low=1e-3, clip_high=1e-3),
     "dppo_tv": replace(RECIPES["dppo_tv"].spec, clip_low=1e-2, clip_high=1e-2),
     "turns": AlgorithmSpec(reward_level="turn", gamma=0.9, correction="tis"),

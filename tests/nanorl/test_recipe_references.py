@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanoengine.packing import make_micro_batches
 from nanorl.algorithms import losses
 from nanorl.algorithms.advantages import choose_by_covariance, gdpo, opo
+from nanorl.algorithms.fields import Field
 from nanorl.algorithms.losses import LossBatch, make_loss
 from nanorl.algorithms.spec import AlgorithmSpec, named_spec
-from nanorl.batching import build_batch
-from nanorl.types import Rollout
+from nanorl.batching import action_mask, build_batch
+from nanorl.types import Rollout, TurnSpan
 
 NUM_BATCHES = 200
 LOG = math.log
@@ -334,3 +336,71 @@ def test_the_choice_reaches_the_loss_through_the_batch() -> None:
 def test_numbers_that_cannot_be_are_refused(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(KL_COV, **options)
+
+
+# -- ECHO ------------------------------------------------------------------------------------------
+
+
+def two_rollouts() -> list[Rollout]:
+    """The first calls a tool, which answers with three tokens; the second only answers."""
+    first = Rollout(
+        task_id="t",
+        group_id="g",
+        rollout_id="a",
+        tokens=[5, 6, 7, 8, 9, 1, 2, 3],
+        loss_mask=[0, 0, 1, 0, 0, 0, 1, 1],
+        logps=[0.0, 0.0, -0.5, 0.0, 0.0, 0.0, -0.1, -0.2],
+        versions=[-1, -1, 0, -1, -1, -1, 0, 0],
+        turn_spans=[
+            TurnSpan(action_start=2, action_end=3, observation_end=6),
+            TurnSpan(action_start=6, action_end=8, observation_end=8),
+        ],
+        reward=1.0,
+    )
+    second = Rollout(
+        task_id="t",
+        group_id="g",
+        rollout_id="b",
+        tokens=[5, 6, 4],
+        loss_mask=[0, 0, 1],
+        logps=[0.0, 0.0, -0.7],
+        versions=[-1, -1, 0],
+        turn_spans=[TurnSpan(action_start=2, action_end=3, observation_end=3)],
+        reward=0.0,
+    )
+    return [first, second]
+
+
+def engine_step(spec: AlgorithmSpec) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """(loss, its gradient by the log-probs, statistics) of both in one micro-batch, all log-probs
+    being what was sampled, or -2 for observations."""
+    batch = build_batch([two_rollouts()], spec, max_tokens=16, version=0)
+    micro = make_micro_batches(batch.samples, 64)[0]
+    logp = torch.where(
+        micro.fields_T[Field.ROLLOUT_LOGP] == 0, -2.0, micro.fields_T[Field.ROLLOUT_LOGP]
+    )
+    logp = (logp * micro.loss_mask_T).requires_grad_()
+    loss, stats = batch.loss_fn(logp, None, micro)
+    loss.backward()
+    assert logp.grad is not None
+    return loss.detach(), logp.grad, stats
+
+
+def test_echo_by_hand() -> None:
+    plain, slope, told = engine_step(AlgorithmSpec())
+    loss, both, more = engine_step(AlgorithmSpec(observation_coef=0.3))
+    same(loss - plain, 0.3 * 2.0)
+    same(more["observation_loss"], 2.0)
+    # Predictions 3 to 5 of the first are its tool's answer, each a third of the mean.
+    same(both - slope, [0, 0, -0.1, -0.1, -0.1, 0, 0, 0, 0])
+    assert {name: more[name] for name in told} == told, "it is no part of any other statistic"
+
+
+def test_echo_learns_where_rewards_say_nothing() -> None:
+    rollouts = [replace(one, reward=1.0) for one in two_rollouts()]
+    assert build_batch([rollouts], AlgorithmSpec(), max_tokens=16, version=0).samples == []
+    echo = build_batch([rollouts], named_spec("echo"), max_tokens=16, version=0)
+    assert [sum(sample.loss_mask) for sample in echo.samples] == [6, 1]
+    assert [sum(action_mask(sample)) for sample in echo.samples] == [3, 1]
+    shares = [sample.fields[Field.OBSERVATION] for sample in echo.samples]
+    assert shares == [[0, 0, 0, 1 / 3, 1 / 3, 1 / 3, 0, 0], [0, 0, 0]]
