@@ -100,6 +100,8 @@ class Scoring:
     old: ScoreFn | None = None
     """The trainer's policy before the update, where the advantages read its log-probs and it is
     not the policy that sampled; without it they read those of the rollouts."""
+    sharp: ScoreFn | None = None
+    """The same at half the temperature, where the advantages need to know how sharp it was."""
     reference: ScoreFn | None = None
     values: ScoreFn | None = None
 
@@ -299,6 +301,7 @@ def _scored(rollouts: list[Rollout], samples: list[Sample], scoring: Scoring) ->
     """The samples with the word of everybody whom the advantages or the loss depend on."""
     scorers = {
         Field.OLD_LOGP: scoring.old,
+        Field.SHARP_LOGP: scoring.sharp,
         Field.REF_LOGP: scoring.reference,
         Field.VALUE: scoring.values,
     }
@@ -333,6 +336,7 @@ def _advantage_batch(
         turns=_turns(rollouts, reward_R) if is_by_turn else None,
         reward_parts=_reward_parts(rollouts, spec) if spec.reward_parts else None,
         old_logp_T=_field(samples, Field.ROLLOUT_LOGP) if old_logp is None else old_logp,
+        sharp_logp_T=_field(samples, Field.SHARP_LOGP),
         ref_logp_T=_field(samples, Field.REF_LOGP),
         value_T=_field(samples, Field.VALUE),
     )

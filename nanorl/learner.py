@@ -179,6 +179,9 @@ class Learner:
         temperature = rl.temperature
         return Scoring(
             old=partial(self.engine.forward_logprobs, temperature=temperature) if is_old else None,
+            sharp=partial(self.engine.forward_logprobs, temperature=temperature / 2)
+            if spec.needs_sharp_logp
+            else None,
             reference=None
             if self.reference is None
             else partial(self.reference.forward_logprobs, temperature=temperature),

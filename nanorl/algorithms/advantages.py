@@ -5,8 +5,8 @@ in size. Suffixes: R rollouts, S token sequences, T packed tokens. `sequence_ids
 sequence a token is of; most rollouts are a single one (`AdvantageBatch.rollout_ids_S`).
 Left out: the critic that provides the values (an engine computes them).
 Sources: GRPO (arXiv 2402.03300), Dr.GRPO (2503.20783), RLOO (2402.14740), REINFORCE++
-(2501.03262), MaxRL (2602.02710), OPO (2505.23585), GDPO (2601.05242), GAE (1506.02438), covariance
-of advantage and log-prob (2505.22617).
+(2501.03262), MaxRL (2602.02710), OPO (2505.23585), GDPO (2601.05242), OTB (2602.07078), GAE
+(1506.02438), covariance of advantage and log-prob (2505.22617).
 """
 
 from __future__ import annotations
@@ -114,6 +114,63 @@ def gdpo(
     centred_R = total_R - total_R.mean()
     std = (centred_R.square().sum() / max(len(total_R) - 1, 1)).sqrt()
     return (centred_R / (std + DELTA)).to(next(iter(parts.values())).dtype)
+
+
+def collision(logp_T: Tensor, sharp_logp_T: Tensor) -> Tensor:
+    """Σπ² over the vocabulary, from a token's log-prob and that at half the temperature.
+
+    With logits z and temperature τ these are `z/τ − lse(z/τ)` and `2z/τ − lse(2z/τ)`, and Σπ² is
+    `exp(lse(2z/τ) − 2·lse(z/τ))`: whatever token it is, its logit cancels."""
+    return (2 * logp_T - sharp_logp_T).exp()
+
+
+def optimal_token_baseline(
+    return_T: Tensor,
+    energy_T: Tensor,
+    mask_T: Tensor,
+    sequence_ids_T: Tensor,
+    group_of_S: Sequence[Hashable],
+) -> Tensor:
+    """`G_t − Σ G_t·W_t/Σ W_t` over the sequences of a group, at each place t among their action
+    tokens; `W_t` is the sum of the energies `1 − 2π + Σπ²` up to there, what the gradient of the
+    log-probs has gathered. Where a sequence has outlived all others nothing is subtracted; a group
+    of one gives 0."""
+    is_action_T = mask_T.bool()
+    owner_A = sequence_ids_T[is_action_T]
+    group_S, num_groups = index_by_id(group_of_S)
+    group_A = group_S.to(owner_A.device)[owner_A]
+    place_A, weight_A = _places(owner_A), _sums_so_far(energy_T[is_action_T].double(), owner_A)
+    return_A = return_T[is_action_T].double()
+    width = int(place_A.max()) + 1 if len(place_A) else 1
+    cell_A, num_cells = group_A * width + place_A, num_groups * width
+    ones_A = torch.ones_like(return_A)
+    # Of what is centred, so that equal returns give exactly 0.
+    mean_A = (
+        segment_sum(return_A, cell_A, num_cells)
+        / segment_sum(ones_A, cell_A, num_cells).clamp(min=1)
+    )[cell_A]
+    total_A = segment_sum(weight_A, cell_A, num_cells)[cell_A]
+    drift_A = segment_sum(weight_A * (return_A - mean_A), cell_A, num_cells)[cell_A]
+    advantage_A = return_A - mean_A - drift_A / total_A.clamp(min=DELTA)
+    is_alone_A = segment_sum(ones_A, cell_A, num_cells)[cell_A] == 1
+    size_g = segment_sum(torch.ones(len(group_S), dtype=torch.double), group_S, num_groups)
+    has_others_A = size_g.to(owner_A.device)[group_A] > 1
+    advantage_A = torch.where(is_alone_A & has_others_A, return_A, advantage_A)
+    result_T = torch.zeros_like(return_T)
+    return result_T.masked_scatter(is_action_T, advantage_A.to(return_T.dtype))
+
+
+def _places(owner_A: Tensor) -> Tensor:
+    """The place of each token among those of its owner, whose tokens stand together."""
+    lengths = owner_A.unique_consecutive(return_counts=True)[1]
+    starts = F.pad(lengths.cumsum(0), (1, 0))[:-1]
+    return torch.arange(len(owner_A), device=owner_A.device) - starts.repeat_interleave(lengths)
+
+
+def _sums_so_far(value_A: Tensor, owner_A: Tensor) -> Tensor:
+    """The sum of an owner's values up to each token, it included."""
+    lengths = owner_A.unique_consecutive(return_counts=True)[1].tolist()
+    return torch.cat([part.cumsum(0) for part in value_A.split(lengths)] or [value_A])
 
 
 def broadcast(advantage_R: Tensor, mask_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
@@ -254,6 +311,7 @@ class AdvantageBatch:
     reward_parts: Mapping[str, Tensor] | None = None
     """[R] each, by name; gdpo reads them."""
     old_logp_T: Tensor | None = None
+    sharp_logp_T: Tensor | None = None
     ref_logp_T: Tensor | None = None
     value_T: Tensor | None = None
 
@@ -327,6 +385,22 @@ def _gdpo(spec: AlgorithmSpec, batch: AdvantageBatch) -> Advantages:
     return broadcast(advantage_R, batch.mask_T, batch.rollout_of_token), None
 
 
+def _otb(spec: AlgorithmSpec, batch: AdvantageBatch) -> Advantages:
+    old_T = required(batch.old_logp_T, "old_logp_T", "advantage='otb'")
+    sharp_T = required(batch.sharp_logp_T, "sharp_logp_T", "advantage='otb'")
+    mask_T, ids_T = batch.mask_T, batch.sequence_ids_T
+    reward_T, zero_T = token_rewards(spec, batch), torch.zeros_like(mask_T)
+    return_T, _ = gae(reward_T, zero_T, mask_T, ids_T, gamma=spec.gamma, lam=1.0)
+    energy_T = 1 - 2 * old_T.exp() + collision(old_T, sharp_T)
+    rollout_ids = (
+        range(len(batch.group_ids))
+        if batch.rollout_ids_S is None
+        else (batch.rollout_ids_S.tolist())
+    )
+    groups = [batch.group_ids[rollout] for rollout in rollout_ids]
+    return optimal_token_baseline(return_T, energy_T, mask_T, ids_T, groups), None
+
+
 def _reinforce_pp(spec: AlgorithmSpec, batch: AdvantageBatch) -> Advantages:
     mask_T, ids_T = batch.mask_T, batch.sequence_ids_T
     return reinforce_pp(token_rewards(spec, batch), mask_T, ids_T, gamma=spec.gamma), None
@@ -373,6 +447,7 @@ ADVANTAGES: Mapping[str, Callable[[AlgorithmSpec, AdvantageBatch], Advantages]] 
         "maxrl": _compared(maxrl),
         "opo": _opo,
         "gdpo": _gdpo,
+        "otb": _otb,
         "reinforce_pp": _reinforce_pp,
         "reinforce_pp_baseline": _reinforce_pp_baseline,
         "gae": _gae,

@@ -37,6 +37,9 @@ class Field(StrEnum):
     OLD_LOGP = "old_logp"
     """log π_o. Written by `Scoring.old`, or by the learner after the first step on a batch; read by
     the advantages and the losses."""
+    SHARP_LOGP = "sharp_logp"
+    """log π_o at half the temperature, of which and of log π_o follows Σπ². Written by
+    `Scoring.sharp`; read by the advantage otb."""
     REF_LOGP = "ref_logp"
     """log π_ref. Written by `Scoring.reference`; read by the advantages and the losses."""
     VALUE = "value"

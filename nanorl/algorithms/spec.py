@@ -42,6 +42,7 @@ Advantage = Literal[
     "rloo",
     "opo",
     "gdpo",
+    "otb",
     "reinforce_pp",
     "reinforce_pp_baseline",
     "maxrl",
@@ -90,7 +91,16 @@ Aggregation = Literal[
     "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant", "prompt_mean"
 ]
 AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
-COMPARES_MEMBERS = ("grpo", "dr_grpo", "rloo", "opo", "gdpo", "reinforce_pp_baseline", "maxrl")
+COMPARES_MEMBERS = (
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "opo",
+    "gdpo",
+    "otb",
+    "reinforce_pp_baseline",
+    "maxrl",
+)
 """Advantages of a rollout against the others of its group."""
 
 
@@ -145,7 +155,8 @@ class AlgorithmSpec:
     observation_coef: float = 0.0
     """λ of ECHO: weight of the cross-entropy on what tools and environments answered."""
     gamma: float = 1.0
-    """Discount per action token (reinforce_pp, gae), or per turn (reward_level turn, others)."""
+    """Discount per action token (reinforce_pp, gae, otb), or per turn (reward_level turn,
+    others)."""
     lam: float = 0.95
     """λ of generalised advantage estimation."""
     whiten_gae: bool = True
@@ -254,7 +265,12 @@ class AlgorithmSpec:
     def needs_old_logp(self) -> bool:
         """True if the advantages read the old policy's log-probs, before any loss is computed. A
         loss alone never asks for them: see `LossBatch.old_logp_T`."""
-        return self.kl_reward_coef != 0 or self.distill_coef != 0
+        return self.kl_reward_coef != 0 or self.distill_coef != 0 or self.needs_sharp_logp
+
+    @property
+    def needs_sharp_logp(self) -> bool:
+        """True if the advantages read the old policy's log-probs at half the temperature."""
+        return self.advantage == "otb"
 
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
@@ -370,10 +386,10 @@ def _check_sense(spec: AlgorithmSpec) -> None:
             f"constant_length={spec.constant_length} with aggregation={spec.aggregation!r}: "
             "give it exactly with 'constant'"
         )
-    if spec.kl_reward_coef and spec.advantage not in ("reinforce_pp", "gae"):
+    if spec.kl_reward_coef and spec.advantage not in ("reinforce_pp", "gae", "otb"):
         raise ValueError(
             f"kl_reward_coef={spec.kl_reward_coef}: advantage={spec.advantage!r} scores whole "
-            "rollouts and has no place for a penalty on tokens; choose reinforce_pp or gae, or "
+            "rollouts and has no place for a penalty on tokens; choose reinforce_pp, gae or otb, or "
             "set kl_coef, the KL in the loss"
         )
     if spec.advantage == "maxrl" and spec.overlong_buffer:
@@ -450,6 +466,11 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "opo": Recipe(
             "REINFORCE; the baseline is the group's mean by length (arXiv 2505.23585)",
             AlgorithmSpec(advantage="opo", loss="reinforce"),
+        ),
+        "otb": Recipe(
+            "REINFORCE; a baseline for each token, by what was uncertain up to it "
+            "(arXiv 2602.07078)",
+            AlgorithmSpec(advantage="otb", loss="reinforce"),
         ),
         "dppo_tv": Recipe(
             "tokens whose probability moved too far from the sampler's learn no more "

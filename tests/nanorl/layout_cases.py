@@ -92,6 +92,7 @@ SPECS: Mapping[str, AlgorithmSpec] = {
         covariance_share=0.2,
         covariance_low=0.01,
     ),
+    "otb": AlgorithmSpec(advantage="otb", loss="reinforce", kl_reward_coef=0.05),
     "echo": AlgorithmSpec(observation_coef=0.3, aggregation="seq_mean_token_mean"),
     "dppo_kl": replace(RECIPES["dppo_kl"].spec, clip_low=1e-3, clip_high=1e-3),
     "dppo_tv": replace(RECIPES["dppo_tv"].spec, clip_low=1e-2, clip_high=1e-2),
@@ -242,6 +243,9 @@ def make_batches(folder: Path, reference: Path) -> dict[str, TrainBatch]:
     def score_old(samples: Sequence[Sample]) -> list[Tensor]:
         return [torch.tensor(old[place[tuple(sample.tokens)]]) for sample in samples]
 
+    def score_sharp(samples: Sequence[Sample]) -> list[Tensor]:
+        return policy.forward_logprobs(samples, temperature=TEMPERATURE / 2, only_masked=True)
+
     def score_reference(samples: Sequence[Sample]) -> list[Tensor]:
         return teacher.forward_logprobs(samples, temperature=TEMPERATURE, only_masked=True)
 
@@ -249,6 +253,7 @@ def make_batches(folder: Path, reference: Path) -> dict[str, TrainBatch]:
     for name, spec in SPECS.items():
         scoring = Scoring(
             old=score_old,
+            sharp=score_sharp if spec.needs_sharp_logp else None,
             reference=score_reference if spec.needs_reference else None,
             values=critic.forward_values if spec.needs_critic else None,
         )

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from nanoengine.packing import make_micro_batches
 from nanorl.algorithms import losses
-from nanorl.algorithms.advantages import choose_by_covariance, gdpo, opo
+from nanorl.algorithms.advantages import (
+    choose_by_covariance,
+    collision,
+    gdpo,
+    opo,
+    optimal_token_baseline,
+)
 from nanorl.algorithms.fields import Field
 from nanorl.algorithms.losses import LossBatch, make_loss
 from nanorl.algorithms.spec import AlgorithmSpec, named_spec
@@ -143,6 +149,55 @@ def test_gdpo_needs_parts_that_are_there() -> None:
 def test_parts_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AlgorithmSpec(**options)
+
+
+# -- OTB -------------------------------------------------------------------------------------------
+
+
+def test_the_collision_probability_follows_from_two_temperatures() -> None:
+    generator = torch.Generator().manual_seed(8)
+    logits = torch.randn(5, 300, generator=generator, dtype=torch.float64) * 3
+    for temperature in (1.0, 0.7):
+        logp = torch.log_softmax(logits / temperature, -1)
+        sharp = torch.log_softmax(2 * logits / temperature, -1)
+        expected = logp.exp().square().sum(-1)
+        same(collision(logp, sharp), expected[:, None].expand_as(logp))
+
+
+def test_otb_by_hand() -> None:
+    """Two rollouts of one task, of two and three tokens, rewards 1 and 0; one alone in its group."""
+    mask = values(1, 0, 1, 1, 1, 1, 1)
+    ids = torch.tensor([0, 0, 0, 1, 1, 1, 2])
+    energy = values(0.5, 9, 0.5, 1.5, 0.5, 0.5, 1)
+    returns = values(1, 9, 1, 0, 0, 0, 1)
+    got = optimal_token_baseline(returns, energy, mask, ids, ["g", "g", "h"])
+    # First tokens: W 0.5 and 1.5, baseline 0.25. Second: W 1 and 2, baseline 1/3. Third: alone.
+    same(got, [0.75, 0, 2 / 3, -0.25, -1 / 3, 0, 0])
+    praised = optimal_token_baseline(1 - returns, energy, mask, ids, ["g", "g", "h"])
+    same(praised[5], 1.0)  # beyond all others: its return, without a baseline
+
+
+def test_otb_against_numpy() -> None:
+    rng = np.random.default_rng(9)
+    for _ in range(NUM_BATCHES):
+        lengths = rng.integers(1, 12, rng.integers(1, 8))
+        groups = rng.integers(0, 3, len(lengths)).tolist()
+        ids = np.repeat(np.arange(len(lengths)), lengths)
+        mask = (rng.random(len(ids)) < 0.7).astype(float)
+        energy, returns = rng.random(len(ids)), rng.normal(size=len(ids))
+        own = [np.flatnonzero((ids == s) & (mask == 1)) for s in range(len(lengths))]
+        expected = np.zeros(len(ids))
+        for sequence, tokens in enumerate(own):
+            others = [s for s, group in enumerate(groups) if group == groups[sequence]]
+            for place, token in enumerate(tokens):
+                there = [s for s in others if len(own[s]) > place]
+                weights = [energy[own[s][: place + 1]].sum() for s in there]
+                baseline = np.average([returns[own[s][place]] for s in there], weights=weights)
+                if len(there) == 1 and len(others) > 1:
+                    baseline = 0.0
+                expected[token] = returns[token] - baseline
+        tensors = [torch.tensor(one) for one in (returns, energy, mask, ids)]
+        same(optimal_token_baseline(*tensors, groups), expected)
 
 
 # -- DPPO ------------------------------------------------------------------------------------------
