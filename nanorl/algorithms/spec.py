@@ -389,8 +389,8 @@ def _check_sense(spec: AlgorithmSpec) -> None:
     if spec.kl_reward_coef and spec.advantage not in ("reinforce_pp", "gae", "otb"):
         raise ValueError(
             f"kl_reward_coef={spec.kl_reward_coef}: advantage={spec.advantage!r} scores whole "
-            "rollouts and has no place for a penalty on tokens; choose reinforce_pp, gae or otb, or "
-            "set kl_coef, the KL in the loss"
+            "rollouts and has no place for a penalty on tokens; choose reinforce_pp, gae or otb, "
+            "or set kl_coef, the KL in the loss"
         )
     if spec.advantage == "maxrl" and spec.overlong_buffer:
         raise ValueError(

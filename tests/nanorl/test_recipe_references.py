@@ -165,7 +165,7 @@ def test_the_collision_probability_follows_from_two_temperatures() -> None:
 
 
 def test_otb_by_hand() -> None:
-    """Two rollouts of one task, of two and three tokens, rewards 1 and 0; one alone in its group."""
+    """Two rollouts of a task, of two and three tokens, rewards 1 and 0; one alone in its group."""
     mask = values(1, 0, 1, 1, 1, 1, 1)
     ids = torch.tensor([0, 0, 0, 1, 1, 1, 2])
     energy = values(0.5, 9, 0.5, 1.5, 0.5, 0.5, 1)
