@@ -25,14 +25,15 @@ from nanoengine.packing import MicroBatch, Sample
 from nanorl.algorithms.advantages import (
     AdvantageBatch,
     Turns,
-    choose_by_covariance,
     compute_advantages,
     has_signal,
     overlong_penalty,
-    token_weights,
 )
+from nanorl.algorithms.aggregation import token_weights
+from nanorl.algorithms.covariance import choose_by_covariance
 from nanorl.algorithms.fields import Field, check_fields
-from nanorl.algorithms.losses import LossBatch, make_loss
+from nanorl.algorithms.loss_batch import LossBatch
+from nanorl.algorithms.losses import make_loss
 from nanorl.algorithms.segments import index_by_id
 from nanorl.algorithms.spec import AlgorithmSpec, is_own
 from nanorl.types import Branch, Rollout, Status, TokenStats

@@ -24,7 +24,8 @@ from nanoengine.model.lora import LoraConfig
 from nanoengine.optim import Schedule, UpdateConfig
 from nanoinfer.config import Quantization, StepSizes
 from nanorl.agents.tokens import Limits
-from nanorl.algorithms.spec import BOUNDS, AlgorithmSpec, named_spec
+from nanorl.algorithms.recipes import named_spec
+from nanorl.algorithms.spec import BOUNDS, AlgorithmSpec
 from nanorl.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record
 from nanorl.http_record.config import HttpConfig
 from nanorl.monitor.config import MonitorConfig

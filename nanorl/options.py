@@ -16,7 +16,7 @@ from typing import Any
 
 import tyro
 
-from nanorl.algorithms.spec import RECIPES
+from nanorl.algorithms.recipes import RECIPES
 from nanorl.config import RunConfig, option_names
 from nanorl.continuation import check_fork, check_resume, fork_defaults, read_config
 from nanorl.envs.base import EnvKind

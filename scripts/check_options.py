@@ -33,7 +33,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from nanorl.algorithms.spec import RECIPES
+from nanorl.algorithms.recipes import RECIPES
 from nanorl.presets import get_preset
 
 SMALLEST = {

@@ -1,8 +1,15 @@
 """The mathematics of the update, as pure functions on packed tensors. Read in this order:
 
-spec.py         `AlgorithmSpec`, which algorithm it is, and the recipes that have a name
-advantages.py   how much better than expected each token was, and its weight in the loss
-losses.py       the loss of a token, corrections for stale ones, KL
-fields.py       the numbers that travel from the one to the other
-segments.py     sums over sequences and groups
+spec.py             `AlgorithmSpec`, which algorithm it is
+recipes.py          those that have a name
+advantages.py       how much better than expected each token was
+token_baseline.py   a baseline for each token (OTB)
+aggregation.py      the weight of each token in the loss
+covariance.py       which tokens Clip-Cov and KL-Cov choose
+loss_batch.py       what a loss reads
+losses.py           the loss of a token
+corrections.py      weights for tokens that another policy sampled
+divergences.py      how far two policies are apart
+fields.py           the numbers that travel from the advantages to the losses
+segments.py         sums over sequences and groups
 """

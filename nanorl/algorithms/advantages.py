@@ -5,8 +5,7 @@ in size. Suffixes: R rollouts, S token sequences, T packed tokens. `sequence_ids
 sequence a token is of; most rollouts are a single one (`AdvantageBatch.rollout_ids_S`).
 Left out: the critic that provides the values (an engine computes them).
 Sources: GRPO (arXiv 2402.03300), Dr.GRPO (2503.20783), RLOO (2402.14740), REINFORCE++
-(2501.03262), MaxRL (2602.02710), OPO (2505.23585), GDPO (2601.05242), OTB (2602.07078), GAE
-(1506.02438), covariance of advantage and log-prob (2505.22617).
+(2501.03262), MaxRL (2602.02710), OPO (2505.23585), GDPO (2601.05242), GAE (1506.02438).
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-from nanorl.algorithms.segments import index_by_id, required, segment_sum
-from nanorl.algorithms.spec import AGGREGATIONS, AlgorithmSpec, is_own, load_own
-
-DELTA = 1e-6
+from nanorl.algorithms.segments import DELTA, index_by_id, required, segment_sum
+from nanorl.algorithms.spec import AlgorithmSpec, is_own, load_own
+from nanorl.algorithms.token_baseline import collision, optimal_token_baseline
 
 T = TypeVar("T")
 
@@ -114,63 +112,6 @@ def gdpo(
     centred_R = total_R - total_R.mean()
     std = (centred_R.square().sum() / max(len(total_R) - 1, 1)).sqrt()
     return (centred_R / (std + DELTA)).to(next(iter(parts.values())).dtype)
-
-
-def collision(logp_T: Tensor, sharp_logp_T: Tensor) -> Tensor:
-    """Σπ² over the vocabulary, from a token's log-prob and that at half the temperature.
-
-    With logits z and temperature τ these are `z/τ − lse(z/τ)` and `2z/τ − lse(2z/τ)`, and Σπ² is
-    `exp(lse(2z/τ) − 2·lse(z/τ))`: whatever token it is, its logit cancels."""
-    return (2 * logp_T - sharp_logp_T).exp()
-
-
-def optimal_token_baseline(
-    return_T: Tensor,
-    energy_T: Tensor,
-    mask_T: Tensor,
-    sequence_ids_T: Tensor,
-    group_of_S: Sequence[Hashable],
-) -> Tensor:
-    """`G_t − Σ G_t·W_t/Σ W_t` over the sequences of a group, at each place t among their action
-    tokens; `W_t` is the sum of the energies `1 − 2π + Σπ²` up to there, what the gradient of the
-    log-probs has gathered. Where a sequence has outlived all others nothing is subtracted; a group
-    of one gives 0."""
-    is_action_T = mask_T.bool()
-    owner_A = sequence_ids_T[is_action_T]
-    group_S, num_groups = index_by_id(group_of_S)
-    group_A = group_S.to(owner_A.device)[owner_A]
-    place_A, weight_A = _places(owner_A), _sums_so_far(energy_T[is_action_T].double(), owner_A)
-    return_A = return_T[is_action_T].double()
-    width = int(place_A.max()) + 1 if len(place_A) else 1
-    cell_A, num_cells = group_A * width + place_A, num_groups * width
-    ones_A = torch.ones_like(return_A)
-    # Of what is centred, so that equal returns give exactly 0.
-    mean_A = (
-        segment_sum(return_A, cell_A, num_cells)
-        / segment_sum(ones_A, cell_A, num_cells).clamp(min=1)
-    )[cell_A]
-    total_A = segment_sum(weight_A, cell_A, num_cells)[cell_A]
-    drift_A = segment_sum(weight_A * (return_A - mean_A), cell_A, num_cells)[cell_A]
-    advantage_A = return_A - mean_A - drift_A / total_A.clamp(min=DELTA)
-    is_alone_A = segment_sum(ones_A, cell_A, num_cells)[cell_A] == 1
-    size_g = segment_sum(torch.ones(len(group_S), dtype=torch.double), group_S, num_groups)
-    has_others_A = size_g.to(owner_A.device)[group_A] > 1
-    advantage_A = torch.where(is_alone_A & has_others_A, return_A, advantage_A)
-    result_T = torch.zeros_like(return_T)
-    return result_T.masked_scatter(is_action_T, advantage_A.to(return_T.dtype))
-
-
-def _places(owner_A: Tensor) -> Tensor:
-    """The place of each token among those of its owner, whose tokens stand together."""
-    lengths = owner_A.unique_consecutive(return_counts=True)[1]
-    starts = F.pad(lengths.cumsum(0), (1, 0))[:-1]
-    return torch.arange(len(owner_A), device=owner_A.device) - starts.repeat_interleave(lengths)
-
-
-def _sums_so_far(value_A: Tensor, owner_A: Tensor) -> Tensor:
-    """The sum of an owner's values up to each token, it included."""
-    lengths = owner_A.unique_consecutive(return_counts=True)[1].tolist()
-    return torch.cat([part.cumsum(0) for part in value_A.split(lengths)] or [value_A])
 
 
 def broadcast(advantage_R: Tensor, mask_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
@@ -534,102 +475,3 @@ def _turns(batch: AdvantageBatch) -> Turns:
     if batch.turns is None:
         raise ValueError("turns is missing: reward_level='turn' reads it")
     return batch.turns
-
-
-# Tokens chosen by their covariance: (A − mean A)·(log π − mean log π), means over the batch. Where
-# it is large an update makes a likely token likelier, and entropy falls. The choice is made once,
-# over the whole optimizer batch, by the log-probs that the tokens were sampled with.
-
-
-def choose_by_covariance(
-    spec: AlgorithmSpec, advantage_T: Tensor, logp_T: Tensor, mask_T: Tensor
-) -> Tensor:
-    """fp32 [T], 1 for the tokens that clip_cov (any, of a band) or kl_cov (those with the largest)
-    chooses; at least one where there is any to choose from."""
-    is_action_T = mask_T.bool()
-    advantage_A, logp_A = advantage_T[is_action_T].double(), logp_T[is_action_T].double()
-    covariance_A = (advantage_A - advantage_A.mean()) * (logp_A - logp_A.mean())
-    rank_A = -covariance_A
-    if spec.loss == "clip_cov":
-        in_band_A = (covariance_A > spec.covariance_low) & (covariance_A < spec.covariance_high)
-        rank_A = torch.where(in_band_A, _scattered(logp_A, advantage_A), torch.inf)
-    count = max(int(spec.chosen_share * len(rank_A)), 1)
-    chosen_A = torch.zeros_like(rank_A)
-    if len(rank_A) and torch.isfinite(last := rank_A.kthvalue(min(count, len(rank_A))).values):
-        chosen_A[rank_A <= last] = 1.0
-    elif len(rank_A):
-        chosen_A[torch.isfinite(rank_A)] = 1.0
-    return torch.zeros_like(mask_T).masked_scatter(is_action_T, chosen_A.to(mask_T.dtype))
-
-
-def _scattered(*values: Tensor) -> Tensor:
-    """Numbers in 0..1 that look drawn at random, but follow from the bits of the values alone: the
-    choice may depend neither on the order of the tokens nor on a seed."""
-    mixed = torch.zeros_like(values[0], dtype=torch.int64)
-    for value in values:
-        mixed = (mixed ^ value.float().view(torch.int32).long()) * 0x9E3779B1 % 2**32
-        mixed = (mixed ^ (mixed >> 15)) * 0x85EBCA77 % 2**32
-    return (mixed ^ (mixed >> 13)).double() / 2**32
-
-
-# From per-token losses to one number: a weight for every token, then a plain sum.
-#
-# Weights are computed over the *whole optimizer batch, before it is split* into micro-batches or
-# over ranks, so the gradient cannot depend on the split; a mean of means would. A rollout that
-# became several samples (forked history, sub-agent) shares one denominator: give those samples the
-# same entry in `rollout_ids_S`.
-
-
-def token_weights(
-    aggregation: str,
-    mask_T: Tensor,
-    sequence_ids_T: Tensor,
-    num_sequences: int,
-    *,
-    rollout_ids_S: Tensor | None = None,
-    prompt_ids_S: Tensor | None = None,
-    constant_length: int | None = None,
-) -> Tensor:
-    """fp32 weights [T], 0 outside the mask, so that the loss is `Σ weight·token_loss`.
-
-    token_mean            `Σmℓ/Σm`
-    seq_mean_token_mean   `(1/B)·Σ_i (Σmℓ/Σm)_i`
-    seq_mean_token_sum    `(1/B)·Σ_i (Σmℓ)_i`
-    constant              `Σmℓ/(B·constant_length)`, Dr.GRPO
-    prompt_mean           mean over prompts of the token mean of all tokens of the prompt
-
-    B counts rollouts, those without an action token included. `prompt_ids_S` (needed by
-    prompt_mean) and `rollout_ids_S` (default: every sequence is one rollout) are dense indices.
-    """
-    mask_T = mask_T.to(torch.float32)
-    rollout_ids_S, num_rollouts = _dense(rollout_ids_S, num_sequences, mask_T.device)
-    if aggregation == "token_mean":
-        return mask_T / mask_T.sum().clamp(min=1)
-    if aggregation == "seq_mean_token_mean":
-        return _mean_of_means(mask_T, rollout_ids_S[sequence_ids_T], num_rollouts)
-    if aggregation == "seq_mean_token_sum":
-        return mask_T / max(num_rollouts, 1)
-    if aggregation == "constant":
-        if constant_length is None or constant_length < 1:
-            raise ValueError(f"constant_length={constant_length}: 'constant' needs a length >= 1")
-        return mask_T / (max(num_rollouts, 1) * constant_length)
-    if aggregation == "prompt_mean":
-        if prompt_ids_S is None:
-            raise ValueError("prompt_ids_S is missing: 'prompt_mean' needs each sequence's prompt")
-        prompt_ids_S, num_prompts = _dense(prompt_ids_S, num_sequences, mask_T.device)
-        return _mean_of_means(mask_T, prompt_ids_S[sequence_ids_T], num_prompts)
-    raise ValueError(f"aggregation={aggregation!r}: choose one of {', '.join(AGGREGATIONS)}")
-
-
-def _mean_of_means(mask_T: Tensor, unit_ids_T: Tensor, num_units: int) -> Tensor:
-    count_U = segment_sum(mask_T, unit_ids_T, num_units).clamp(min=1)
-    return mask_T / (count_U[unit_ids_T] * max(num_units, 1))
-
-
-def _dense(ids_S: Tensor | None, num_sequences: int, device: torch.device) -> tuple[Tensor, int]:
-    if ids_S is None:
-        return torch.arange(num_sequences, device=device), num_sequences
-    if ids_S.numel() != num_sequences:
-        raise ValueError(f"{ids_S.numel()} ids for {num_sequences} sequences: one each")
-    unique, dense_S = torch.unique(ids_S, return_inverse=True)
-    return dense_S.to(device), unique.numel()

@@ -8,69 +8,32 @@ All log-probs are nats of the tempered distribution. A loss of one token,
 
 and of one that a tool answered with, observation_coef · share · (−log π_θ),
 is summed over a micro-batch. Weights, which hold the mask, come from the whole optimizer batch
-(advantages.py), so that the sum does not depend on the split. Corrections answer for stale weights
+(aggregation.py), so that the sum does not depend on the split. Corrections answer for stale weights
 and for numerical differences between two engines; if the old log-probs were not recomputed (o := μ)
 w is 1 by definition: never apply one then. A NaN stays a NaN, so that the loss is refused: a
 comparison alone would take it for a rejection.
 Sources: PPO (arXiv 1707.06347), dual clip (1912.09729), DAPO (2503.14476), GSPO (2507.18071), SAPO
 (2511.20347), CISPO (2506.13585), decoupled PPO (2110.00641), DPPO (2602.04879), Clip-Cov and KL-Cov
-(2505.22617), ECHO (2605.24517), KL estimators (schulman.me/kl-approx), TIS
-(fengyao.notion.site/off-policy-rl), MIS and geometric rejection (Liu et al. 2025, "When speed kills
-stability"), IcePop (2510.18855), KPop (ringtech.notion.site/kpop).
+(2505.22617), ECHO (2605.24517), KL estimators (schulman.me/kl-approx). Corrections name
+theirs (corrections.py).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanorl.algorithms.segments import required, segment_mean, segment_sum
+from nanorl.algorithms.corrections import CORRECTIONS, veto
+from nanorl.algorithms.divergences import binary_kl, binary_tv, kl
+from nanorl.algorithms.loss_batch import LossBatch
+from nanorl.algorithms.segments import required, segment_mean
 from nanorl.algorithms.spec import AlgorithmSpec, is_own, load_own
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossBatch:
-    """One micro-batch, packed. Sequences are whole; all tensors are [T] and without gradient,
-    except `entropy_T`, which is of the policy being updated. Two sequences of two tokens:
-
-        LossBatch(
-            rollout_logp_T=tensor([0.0, -0.5, 0.0, -1.2]),
-            advantage_T=tensor([0.0, 0.7, 0.0, -0.7]),
-            mask_T=tensor([0.0, 1.0, 0.0, 1.0]),
-            weight_T=tensor([0.0, 0.5, 0.0, 0.5]),
-            sequence_ids_T=tensor([0, 0, 1, 1]),
-            num_sequences=2,
-        )
-    """
-
-    rollout_logp_T: Tensor
-    advantage_T: Tensor
-    mask_T: Tensor
-    weight_T: Tensor
-    """From `token_weights` over the whole optimizer batch; it holds the mask."""
-    sequence_ids_T: Tensor
-    """0 .. num_sequences−1 within this micro-batch."""
-    num_sequences: int
-    old_logp_T: Tensor | None = None
-    """None in the first step on a batch: θ has not left o, its own log-probs are the old ones."""
-    ref_logp_T: Tensor | None = None
-    observation_T: Tensor | None = None
-    """The share of each observation's token in the loss of ECHO; those are outside the mask."""
-    chosen_T: Tensor | None = None
-    """1 for the tokens that clip_cov and kl_cov treat in their own way."""
-    entropy_T: Tensor | None = None
-
-    @property
-    def segments(self) -> tuple[Tensor, Tensor, int]:
-        """The arguments that functions of whole sequences ask for."""
-        return self.mask_T, self.sequence_ids_T, self.num_sequences
-
 
 LossFn = Callable[[Tensor, LossBatch], tuple[Tensor, dict[str, Tensor]]]
 
@@ -277,20 +240,6 @@ def cispo(
     return -ratio_T * advantage_T * logp_T
 
 
-def binary_tv(logp_T: Tensor, other_logp_T: Tensor) -> Tensor:
-    """Total variation of (p, 1 − p) and (q, 1 − q), the token and all others: `|p − q|`."""
-    return (logp_T.exp() - other_logp_T.exp()).abs()
-
-
-def binary_kl(logp_T: Tensor, other_logp_T: Tensor) -> Tensor:
-    """`KL((p, 1 − p)‖(q, 1 − q))` in nats, `log p` and `log q` given; 1 − p is kept from 0."""
-    p_T, q_T = logp_T.exp(), other_logp_T.exp()
-    rest_T = torch.log((1 - p_T).clamp(min=TINY) / (1 - q_T).clamp(min=TINY))
-    return p_T * (logp_T - other_logp_T) + (1 - p_T) * rest_T
-
-
-TINY = 1e-6
-"""The least probability of all other tokens that is told from 0."""
 DIVERGENCES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType(
     {"dppo_tv": binary_tv, "dppo_kl": binary_kl}
 )
@@ -440,112 +389,9 @@ LOSSES: Mapping[str, Callable[[AlgorithmSpec, Tensor, Tensor, LossBatch], Tensor
 # Terms beside the policy loss: KL, and the loss of the critic.
 
 
-def kl(kind: str, logp_T: Tensor, ref_logp_T: Tensor, old_logp_T: Tensor | None = None) -> Tensor:
-    """Estimators of KL(π_θ‖π_ref) from sampled tokens, `d = log π_θ − log π_ref`.
-
-    As *values*: k1 = d (unbiased), k2 = d²/2, k3 = e^{−d} − 1 + d (unbiased, not negative).
-    As *loss terms* their expected gradients differ: k1 gives 0, k2 the gradient of KL(π‖ref), k3
-    that of KL(ref‖π), and rk3 = r·k3 (needs `old_logp_T`) again that of KL(π‖ref).
-    """
-    d_T = logp_T - ref_logp_T
-    if kind == "k1":
-        return d_T
-    if kind == "k2":
-        return d_T**2 / 2
-    k3_T = torch.expm1(-d_T) + d_T
-    if kind == "k3":
-        return k3_T
-    if kind == "rk3" and old_logp_T is not None:
-        return (logp_T - old_logp_T).exp() * k3_T
-    raise ValueError(f"kind={kind!r}: choose k1, k2, k3, or rk3 with old_logp_T")
-
-
 def value_loss(
     value_T: Tensor, old_value_T: Tensor, return_T: Tensor, *, clip: float = 0.2
 ) -> Tensor:
     """`½·max((V − Ret)², (clip(V, V_o ± ε) − Ret)²)`."""
     bounded_T = torch.maximum(torch.minimum(value_T, old_value_T + clip), old_value_T - clip)
     return 0.5 * torch.maximum((value_T - return_T) ** 2, (bounded_T - return_T) ** 2)
-
-
-# Corrections: weights from w.
-
-
-def tis(log_w_T: Tensor, cap: float) -> Tensor:
-    """`min(w, C)`."""
-    return log_w_T.clamp(max=math.log(cap)).exp()
-
-
-def mis(log_w_T: Tensor, cap: float) -> Tensor:
-    """`w·1[w ≤ C]`."""
-    return torch.where(log_w_T > math.log(cap), -torch.inf, log_w_T).exp()
-
-
-def icepop(log_w_T: Tensor, low: float, high: float) -> Tensor:
-    """`w·1[a ≤ w ≤ b]`."""
-    is_rejected_T = (log_w_T < math.log(low)) | (log_w_T > math.log(high))
-    return torch.where(is_rejected_T, -torch.inf, log_w_T).exp()
-
-
-def kpop(log_w_T: Tensor, rollout_logp_T: Tensor, most: float) -> Tensor:
-    """`w` where the binary KL between o and μ is at most φ nats in both directions, else 0."""
-    old_logp_T = rollout_logp_T + log_w_T
-    there_T = binary_kl(old_logp_T, rollout_logp_T)
-    back_T = binary_kl(rollout_logp_T, old_logp_T)
-    return torch.where((there_T > most) | (back_T > most), -torch.inf, log_w_T).exp()
-
-
-def sequence_tis(
-    log_w_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor, num_sequences: int, cap: float
-) -> Tensor:
-    """`min(Π w, C)` of the token's sequence, over its action tokens."""
-    log_w_S = segment_sum(log_w_T * mask_T.to(log_w_T.dtype), sequence_ids_T, num_sequences)
-    return tis(log_w_S, cap)[sequence_ids_T]
-
-
-def geometric_rejection(
-    log_w_T: Tensor,
-    mask_T: Tensor,
-    sequence_ids_T: Tensor,
-    num_sequences: int,
-    low: float,
-    high: float,
-) -> Tensor:
-    """1 for sequences with `a ≤ exp(mean log w) ≤ b`, else 0."""
-    mean_S = segment_mean(log_w_T, mask_T, sequence_ids_T, num_sequences)
-    is_rejected_S = (mean_S < math.log(low)) | (mean_S > math.log(high))
-    kept_S = torch.where(is_rejected_S, 0.0, torch.where(mean_S.isnan(), mean_S, 1.0))
-    return kept_S[sequence_ids_T]
-
-
-def veto(
-    log_w_T: Tensor,
-    mask_T: Tensor,
-    sequence_ids_T: Tensor,
-    num_sequences: int,
-    threshold: float = 1e-4,
-) -> Tensor:
-    """0 for every token of a sequence in which any action token has `w < threshold`, else 1."""
-    is_bad_T = (log_w_T < math.log(threshold)) & mask_T.bool()
-    bad_S = segment_sum(is_bad_T.to(log_w_T.dtype), sequence_ids_T, num_sequences)
-    return (bad_S == 0).to(log_w_T.dtype)[sequence_ids_T]
-
-
-CORRECTIONS: Mapping[str, Callable[[AlgorithmSpec, Tensor, LossBatch], Tensor]] = MappingProxyType(
-    {
-        "none": lambda spec, log_w_T, batch: torch.ones_like(log_w_T),
-        "tis": lambda spec, log_w_T, batch: tis(log_w_T, spec.correction_cap),
-        "mis": lambda spec, log_w_T, batch: mis(log_w_T, spec.correction_cap),
-        "icepop": lambda spec, log_w_T, batch: icepop(log_w_T, *spec.bounds),
-        "kpop": lambda spec, log_w_T, batch: kpop(
-            log_w_T, batch.rollout_logp_T, spec.correction_kl
-        ),
-        "sequence_tis": lambda spec, log_w_T, batch: sequence_tis(
-            log_w_T, *batch.segments, spec.correction_cap
-        ),
-        "geometric": lambda spec, log_w_T, batch: geometric_rejection(
-            log_w_T, *batch.segments, *spec.bounds
-        ),
-    }
-)
-"""(spec, log w, batch) -> the weight of every token, by `AlgorithmSpec.resolved_correction`."""

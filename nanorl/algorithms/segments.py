@@ -10,6 +10,9 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
+DELTA = 1e-6
+"""What keeps a division from 0."""
+
 
 def segment_sum(value_T: Tensor, segment_ids_T: Tensor, num_segments: int) -> Tensor:
     """Sum of the values of each segment, shape [num_segments], differentiable."""

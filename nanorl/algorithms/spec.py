@@ -19,7 +19,7 @@ forward pass is needed for o: in the first step on a batch o is θ, and the late
 log-probs of the first. The other usual choice, the ratio against μ itself (`old_policy="rollout"`),
 drops every stale token that has drifted past the clip, so it learns less the staler the data.
 
-The recipes that have a name (`--algorithm gspo`) stand at the end of this file.
+The recipes that have a name (`--algorithm gspo`) are in recipes.py.
 Next: advantages.py (`compute_advantages`, once on the whole optimizer batch) and losses.py (the
 function of `make_loss(spec)`, on every micro-batch).
 """
@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import isfunction
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from nanorl.bounds import check_number
 from nanorl.plugins import load_object
@@ -408,109 +408,3 @@ def _check_sense(spec: AlgorithmSpec) -> None:
             "advantage='none': nothing is left to learn from; choose loss='opd' or set "
             "distill_coef, kl_coef, entropy_coef or observation_coef"
         )
-
-
-class Recipe(NamedTuple):
-    """A published algorithm. What its paper leaves open is this repository's choice."""
-
-    summary: str
-    spec: AlgorithmSpec
-
-
-RECIPES: Mapping[str, Recipe] = MappingProxyType(
-    {
-        "grpo": Recipe(
-            "rewards normalised in their group, PPO's clip (arXiv 2402.03300)", AlgorithmSpec()
-        ),
-        "dr_grpo": Recipe(
-            "GRPO without its two divisions, by length and by spread (arXiv 2503.20783)",
-            AlgorithmSpec(
-                advantage="dr_grpo", aggregation="constant", constant_length=1024, dual_clip=None
-            ),
-        ),
-        "rloo": Recipe(
-            "REINFORCE; the baseline is the mean of the others (arXiv 2402.14740)",
-            AlgorithmSpec(advantage="rloo", loss="reinforce"),
-        ),
-        "reinforce_pp": Recipe(
-            "REINFORCE++: returns of tokens, whitened over the batch (arXiv 2501.03262)",
-            AlgorithmSpec(advantage="reinforce_pp", kl_reward_coef=1e-3),
-        ),
-        "reinforce_pp_baseline": Recipe(
-            "REINFORCE++ less the mean of the group, KL in the loss (arXiv 2501.03262)",
-            AlgorithmSpec(advantage="reinforce_pp_baseline", kl_coef=1e-3, kl_estimator="k2"),
-        ),
-        "maxrl": Recipe(
-            "REINFORCE; rewards over the group's success rate (arXiv 2602.02710)",
-            AlgorithmSpec(advantage="maxrl", loss="reinforce"),
-        ),
-        "ppo": Recipe(
-            "a critic, GAE, and the clip (arXiv 1707.06347)", AlgorithmSpec(advantage="gae")
-        ),
-        "dapo": Recipe(
-            "GRPO with a higher clip, mixed groups only, a soft limit on length (arXiv 2503.14476)",
-            AlgorithmSpec(clip_high=0.28, dynamic_sampling=True, overlong_buffer=128),
-        ),
-        "gspo": Recipe(
-            "GRPO with one ratio for a whole sequence (arXiv 2507.18071)",
-            AlgorithmSpec(loss="gspo", aggregation="seq_mean_token_mean"),
-        ),
-        "sapo": Recipe(
-            "a soft gate instead of the clip (arXiv 2511.20347)",
-            AlgorithmSpec(loss="sapo", aggregation="seq_mean_token_mean"),
-        ),
-        "cispo": Recipe(
-            "the weight is clipped, so no token loses its gradient (arXiv 2506.13585)",
-            AlgorithmSpec(loss="cispo"),
-        ),
-        "opo": Recipe(
-            "REINFORCE; the baseline is the group's mean by length (arXiv 2505.23585)",
-            AlgorithmSpec(advantage="opo", loss="reinforce"),
-        ),
-        "otb": Recipe(
-            "REINFORCE; a baseline for each token, by what was uncertain up to it "
-            "(arXiv 2602.07078)",
-            AlgorithmSpec(advantage="otb", loss="reinforce"),
-        ),
-        "dppo_tv": Recipe(
-            "tokens whose probability moved too far from the sampler's learn no more "
-            "(arXiv 2602.04879)",
-            AlgorithmSpec(loss="dppo_tv", old_policy="rollout"),
-        ),
-        "dppo_kl": Recipe(
-            "the same, measured in nats (arXiv 2602.04879)",
-            AlgorithmSpec(loss="dppo_kl", old_policy="rollout"),
-        ),
-        "kpop": Recipe(
-            "tokens about which trainer and sampler differ learn nothing "
-            "(ringtech.notion.site/kpop)",
-            AlgorithmSpec(correction="kpop"),
-        ),
-        "clip_cov": Recipe(
-            "tokens whose advantage agrees most with their log-prob learn nothing "
-            "(arXiv 2505.22617)",
-            AlgorithmSpec(loss="clip_cov"),
-        ),
-        "kl_cov": Recipe(
-            "such tokens may not move far (arXiv 2505.22617)",
-            AlgorithmSpec(loss="kl_cov"),
-        ),
-        "echo": Recipe(
-            "GRPO that also learns to foresee what tools answer (arXiv 2605.24517)",
-            AlgorithmSpec(observation_coef=0.05),
-        ),
-        "opd": Recipe(
-            "on-policy distillation from --rl.reference, without rewards (arXiv 2306.13649)",
-            AlgorithmSpec(advantage="none", loss="opd"),
-        ),
-    }
-)
-
-
-def named_spec(name: str) -> AlgorithmSpec:
-    """A published recipe. Change parts of it with `dataclasses.replace`."""
-    if name not in RECIPES:
-        raise ValueError(
-            f"--algorithm {name}: no such algorithm; choose one of {', '.join(RECIPES)}"
-        )
-    return RECIPES[name].spec

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from nanoengine.engine import LossFn
 from nanoengine.packing import MicroBatch, Sample
-from nanorl.algorithms.losses import LOSSES, LossBatch, make_loss
+from nanorl.algorithms.loss_batch import LossBatch
+from nanorl.algorithms.losses import LOSSES, make_loss
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.training_service.messages import Datum
 

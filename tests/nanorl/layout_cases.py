@@ -34,7 +34,8 @@ from nanoengine.parallel.mesh import DATA_AXES, Layout, Mesh
 from nanorl.algorithms import losses
 from nanorl.algorithms.fields import Field
 from nanorl.algorithms.losses import value_loss
-from nanorl.algorithms.spec import RECIPES, AlgorithmSpec
+from nanorl.algorithms.recipes import RECIPES
+from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import Scoring, TrainBatch, build_batch
 from nanorl.types import Rollout, TurnSpan
 

@@ -9,7 +9,8 @@ import torch
 
 from nanorl.algorithms import advantages as adv
 from nanorl.algorithms.advantages import AdvantageBatch, compute_advantages
-from nanorl.algorithms.spec import Advantage, AlgorithmSpec, named_spec
+from nanorl.algorithms.recipes import named_spec
+from nanorl.algorithms.spec import Advantage, AlgorithmSpec
 
 # Group a: rewards 1, 0, 0, 1 interleaved with group b: 2, 4 and group c: one member.
 REWARDS = torch.tensor([1.0, 2.0, 0.0, 4.0, 0.0, 7.0, 1.0], dtype=torch.float64)
@@ -204,6 +205,8 @@ def turn_batch(rewards: Sequence[Sequence[float]]) -> AdvantageBatch:
         sequence_ids_T=torch.tensor([0, 0, 0, 0, 0, 1, 1, 1]),
         turns=adv.Turns(rewards=rewards, index_T=index),
         value_T=torch.zeros(8),
+        old_logp_T=torch.full((8,), -1.0),
+        sharp_logp_T=torch.full((8,), -0.5),
     )
 
 
@@ -251,7 +254,7 @@ def test_the_reward_of_a_turn_without_tokens_goes_to_the_turn_before() -> None:
     close(adv.turn_token_rewards(turns, torch.zeros(4, dtype=torch.long)), [0, 0, 3.0, 0])
 
 
-@pytest.mark.parametrize("advantage", sorted(set(adv.ADVANTAGES) - {"none"}))
+@pytest.mark.parametrize("advantage", sorted(set(adv.ADVANTAGES) - {"none", "gdpo"}))
 def test_a_reward_on_the_last_turn_alone_is_the_outcome_bit_for_bit(advantage: Advantage) -> None:
     batch = turn_batch([[0.0, 0.0, 0.7], [0.0, 0.3]])
     got, _ = compute_advantages(by_turn(advantage), batch)

@@ -17,7 +17,8 @@ import pytest
 
 from nanoengine.config import EngineConfig
 from nanoinfer.config import InferConfig
-from nanorl.algorithms.spec import RECIPES, AlgorithmSpec, named_spec
+from nanorl.algorithms.recipes import RECIPES, named_spec
+from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.config import (
     AgentConfig,
     EngineLimits,

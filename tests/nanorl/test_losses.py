@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanorl.algorithms import losses
-from nanorl.algorithms import losses as corrections
-from nanorl.algorithms.advantages import token_weights
-from nanorl.algorithms.losses import CORRECTIONS, LOSSES, LossBatch, make_loss
-from nanorl.algorithms.spec import AlgorithmSpec, Correction, Loss, named_spec
+from nanorl.algorithms import corrections, divergences, losses
+from nanorl.algorithms.aggregation import token_weights
+from nanorl.algorithms.corrections import CORRECTIONS
+from nanorl.algorithms.loss_batch import LossBatch
+from nanorl.algorithms.losses import LOSSES, make_loss
+from nanorl.algorithms.recipes import named_spec
+from nanorl.algorithms.spec import AlgorithmSpec, Correction, Loss
 from nanorl.batching import per_action_token
 
 generator = torch.Generator().manual_seed(3)
@@ -72,7 +74,7 @@ def test_decoupled_ppo_weighs_by_the_sampling_policy() -> None:
 def test_gradients_of_the_kl_estimators_as_losses() -> None:
     ref = torch.log_softmax(REF, -1)
     grads = {
-        kind: expected_gradient(lambda logp, kind=kind: losses.kl(kind, logp, ref, OLD))
+        kind: expected_gradient(lambda logp, kind=kind: divergences.kl(kind, logp, ref, OLD))
         for kind in ("k1", "k2", "k3", "rk3")
     }
     same(grads["k1"], torch.zeros(7, dtype=torch.float64))
@@ -85,10 +87,10 @@ def test_k1_and_k3_are_unbiased_values_and_k2_is_half_the_square() -> None:
     ref = torch.log_softmax(REF, -1)
     exact = (OLD.exp() * (OLD - ref)).sum()
     for kind in ("k1", "k3"):
-        same((OLD.exp() * losses.kl(kind, OLD, ref)).sum(), exact)
-    assert float(losses.kl("k2", torch.tensor(-1.0), torch.tensor(-3.0))) == 2.0
+        same((OLD.exp() * divergences.kl(kind, OLD, ref)).sum(), exact)
+    assert float(divergences.kl("k2", torch.tensor(-1.0), torch.tensor(-3.0))) == 2.0
     with pytest.raises(ValueError, match="kind='k9'"):
-        losses.kl("k9", OLD, ref)
+        divergences.kl("k9", OLD, ref)
 
 
 def test_the_tutorial_kl_has_the_wrong_gradient() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from forked_runs import ROOT, SMALL, RunProcess, rows
 
-from nanorl.algorithms.spec import RECIPES
+from nanorl.algorithms.recipes import RECIPES
 from nanorl.store import RolloutStore
 
 sys.path[:0] = [str(ROOT / "scripts")]

@@ -12,17 +12,15 @@ import torch
 from torch import Tensor
 
 from nanoengine.packing import make_micro_batches
-from nanorl.algorithms import losses
-from nanorl.algorithms.advantages import (
-    choose_by_covariance,
-    collision,
-    gdpo,
-    opo,
-    optimal_token_baseline,
-)
+from nanorl.algorithms import corrections, divergences, losses
+from nanorl.algorithms.advantages import gdpo, opo
+from nanorl.algorithms.covariance import choose_by_covariance
 from nanorl.algorithms.fields import Field
-from nanorl.algorithms.losses import LossBatch, make_loss
-from nanorl.algorithms.spec import AlgorithmSpec, named_spec
+from nanorl.algorithms.loss_batch import LossBatch
+from nanorl.algorithms.losses import make_loss
+from nanorl.algorithms.recipes import named_spec
+from nanorl.algorithms.spec import AlgorithmSpec
+from nanorl.algorithms.token_baseline import collision, optimal_token_baseline
 from nanorl.batching import action_mask, build_batch
 from nanorl.types import Rollout, TurnSpan
 
@@ -239,7 +237,7 @@ def test_dppo_masks_by_hand() -> None:
     assert losses.dppo_mask("dppo_tv", new, old, up, both).tolist() == [0, 1, 1]
     assert losses.dppo_mask("dppo_tv", new, old, down, both).tolist() == [1, 1, 0]
     # KL(0.5 ‖ 0.7) = 0.5·log(0.5/0.7) + 0.5·log(0.5/0.3) = 0.0872
-    same(losses.binary_kl(old, new)[0], 0.5 * LOG(0.5 / 0.7) + 0.5 * LOG(0.5 / 0.3))
+    same(divergences.binary_kl(old, new)[0], 0.5 * LOG(0.5 / 0.7) + 0.5 * LOG(0.5 / 0.3))
     assert losses.dppo_mask("dppo_kl", new, old, up, (0.05, 0.05)).tolist() == [0, 1, 1]
     assert losses.dppo_mask("dppo_kl", new, old, up, (0.05, 0.1)).tolist() == [1, 1, 1]
 
@@ -249,10 +247,10 @@ def test_dppo_masks_by_hand() -> None:
 
 def test_kpop_by_hand() -> None:
     old, sampler = values(0.5, 0.9, 0.999999, 1.0).log(), values(0.5, 0.5, 0.5, 1.0).log()
-    got = losses.kpop(old - sampler, sampler, 0.1)
+    got = corrections.kpop(old - sampler, sampler, 0.1)
     # KL((0.9, 0.1) ‖ (0.5, 0.5)) = 0.368 nats
     same(got, [1, 0, 0, 1])
-    same(losses.kpop(old - sampler, sampler, 0.6), [1, 1.8, 0, 1])
+    same(corrections.kpop(old - sampler, sampler, 0.6), [1, 1.8, 0, 1])
 
 
 def test_kpop_against_numpy() -> None:
@@ -265,12 +263,12 @@ def test_kpop_against_numpy() -> None:
 
         is_kept = (apart(p, q) <= 0.1) & (apart(q, p) <= 0.1)
         log_w = torch.tensor(drawn.old - drawn.rollout)
-        got = losses.kpop(log_w, torch.tensor(drawn.rollout), 0.1)
+        got = corrections.kpop(log_w, torch.tensor(drawn.rollout), 0.1)
         same(got, np.where(is_kept, p / q, 0.0))
 
 
 def test_a_nan_is_no_rejection() -> None:
-    assert losses.kpop(values(math.nan), values(-1.0), 0.1).isnan().all()
+    assert corrections.kpop(values(math.nan), values(-1.0), 0.1).isnan().all()
 
 
 # -- Clip-Cov and KL-Cov ---------------------------------------------------------------------------

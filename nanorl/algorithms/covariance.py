@@ -1,0 +1,44 @@
+"""Tokens chosen by their covariance, `(A − mean A)·(log π − mean log π)`, means over the batch.
+
+Where it is large an update makes a likely token likelier, and entropy falls (arXiv 2505.22617). The
+choice is made once, over the whole optimizer batch, by the log-probs that it was sampled with, and
+depends neither on the order of the tokens nor on a seed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nanorl.algorithms.spec import AlgorithmSpec
+
+
+def choose_by_covariance(
+    spec: AlgorithmSpec, advantage_T: Tensor, logp_T: Tensor, mask_T: Tensor
+) -> Tensor:
+    """fp32 [T], 1 for the tokens that clip_cov (any, of a band) or kl_cov (those with the largest)
+    chooses; at least one where there is any to choose from."""
+    is_action_T = mask_T.bool()
+    advantage_A, logp_A = advantage_T[is_action_T].double(), logp_T[is_action_T].double()
+    covariance_A = (advantage_A - advantage_A.mean()) * (logp_A - logp_A.mean())
+    rank_A = -covariance_A
+    if spec.loss == "clip_cov":
+        in_band_A = (covariance_A > spec.covariance_low) & (covariance_A < spec.covariance_high)
+        rank_A = torch.where(in_band_A, _scattered(logp_A, advantage_A), torch.inf)
+    count = max(int(spec.chosen_share * len(rank_A)), 1)
+    chosen_A = torch.zeros_like(rank_A)
+    if len(rank_A) and torch.isfinite(last := rank_A.kthvalue(min(count, len(rank_A))).values):
+        chosen_A[rank_A <= last] = 1.0
+    elif len(rank_A):
+        chosen_A[torch.isfinite(rank_A)] = 1.0
+    return torch.zeros_like(mask_T).masked_scatter(is_action_T, chosen_A.to(mask_T.dtype))
+
+
+def _scattered(*values: Tensor) -> Tensor:
+    """Numbers in 0..1 that look drawn at random, but follow from the bits of the values alone: the
+    choice may depend neither on the order of the tokens nor on a seed."""
+    mixed = torch.zeros_like(values[0], dtype=torch.int64)
+    for value in values:
+        mixed = (mixed ^ value.float().view(torch.int32).long()) * 0x9E3779B1 % 2**32
+        mixed = (mixed ^ (mixed >> 15)) * 0x85EBCA77 % 2**32
+    return (mixed ^ (mixed >> 13)).double() / 2**32
