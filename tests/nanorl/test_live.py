@@ -41,7 +41,8 @@ def test_plain_lines_tell_progress_time_left_and_metrics():
 
 def test_the_live_display_shows_phases_metrics_and_sparkline():
     out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=110)
+    terminal = {"TERM": "xterm"}  # not of whoever runs the tests
+    console = Console(file=out, force_terminal=True, width=110, _environ=terminal)
     with LiveView("nanorl tiny", console=console) as view:
         view.start_phase("warm start", 4)
         view.advance("warm start", 4)
