@@ -31,7 +31,7 @@ from nanoengine.model.hf import save_model
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import MicroBatch, Sample
 from nanoengine.parallel.mesh import DATA_AXES, Layout, Mesh
-from nanorl.algorithms import losses
+from nanorl.algorithms import corrections, losses
 from nanorl.algorithms.fields import Field
 from nanorl.algorithms.losses import value_loss
 from nanorl.algorithms.recipes import RECIPES
@@ -388,11 +388,18 @@ _segment_mean = losses.segment_mean
 
 
 @contextmanager
+def _with_half_means() -> Iterator[None]:
+    with (
+        mock.patch.object(losses, "segment_mean", _half_mean),
+        mock.patch.object(corrections, "segment_mean", _half_mean),
+    ):
+        yield
+
+
+@contextmanager
 def planted(bug: str) -> Iterator[None]:
     patches = {
-        "a ratio over a part of the sequence": lambda: mock.patch.object(
-            losses, "segment_mean", _half_mean
-        ),
+        "a ratio over a part of the sequence": _with_half_means,
         "statistics of one rank": lambda: mock.patch.object(
             Engine, "_sum_over_ranks", lambda self, loss, stats: (loss, stats)
         ),
