@@ -108,5 +108,5 @@ def test_what_a_batch_says_about_its_tokens_is_kept_by_rollout() -> None:
         [(value > 0) - (value < 0) for value in one["advantage"][0]] for one in (first, second)
     ]
     assert signs == [[-m for m in masks[0]], masks[1]]
-    assert first["trained_logp"] == [[-0.5] * len(masks[0])]
+    assert first["trained_logp"] == [[-0.5 * m for m in masks[0]]]
     assert "entropy" not in first and learner.take_token_stats() == {}
