@@ -11,20 +11,7 @@ if [ ! -f "$old/.installed" ]; then
     "$PYTHON" -m pip install --quiet --no-deps --target "$old" triton==3.6.0
     touch "$old/.installed"
 fi
-if [ $# -gt 0 ]; then # they may name one file for both
-    say "compile gate, triton of the environment"
-    "$PYTHON" scripts/kernel_gate.py "$@"
-    say "compile gate, triton 3.6.0"
-    PYTHONPATH="$old" "$PYTHON" scripts/kernel_gate.py "$@"
-    exit
-fi
-say "compile gate, triton of the environment, and 3.6.0 beside it"
-output="$(mktemp)"
-PYTHONPATH="$old" "$PYTHON" scripts/kernel_gate.py >"$output" 2>&1 &
-other=$!
-trap 'kill "$other" 2>/dev/null || true; rm -f "$output"' EXIT
-"$PYTHON" scripts/kernel_gate.py
-failed=0
-wait "$other" || failed=$?
-cat "$output"
-exit "$failed"
+say "compile gate, triton of the environment"
+"$PYTHON" scripts/kernel_gate.py "$@"
+say "compile gate, triton 3.6.0"
+PYTHONPATH="$old" "$PYTHON" scripts/kernel_gate.py "$@"

@@ -85,6 +85,8 @@ class Launch:
     """Ends it in a hurry, beside killing that process; must not wait."""
     num_oom_kills: Callable[[], int] = lambda: 0
     environment: Mapping[str, str] = field(default_factory=dict)
+    folder: str | None = None
+    """Where it is started; None: where this process is."""
 
 
 class BoxBrokenError(Exception):
@@ -108,6 +110,7 @@ class SandboxBox:
             stderr=self._messages,
             bufsize=0,
             env=dict(launch.environment),
+            cwd=launch.folder,
             start_new_session=True,
         )
         assert self._process.stdin is not None and self._process.stdout is not None

@@ -92,6 +92,7 @@ class OciBackend:
         return Launch(
             argv=run_arguments(self.engine, self.spec, self.image, name, self._profile),
             environment=dict(os.environ),  # the engine's; the container has its own
+            folder=self._folder.name,  # podman's monitor leaves a file `oom` where it was started
             config=guest_config(
                 self.spec,
                 rlimits=_rlimits(self.spec),
