@@ -12,9 +12,10 @@ Left out: several event loops at a time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from collections.abc import Sequence as Ids
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,6 +54,7 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._between_steps = asyncio.Lock()
         self._can_step = asyncio.Event()
+        self._can_add = asyncio.Event()
         self._driver: asyncio.Task[None] | None = None
 
     @property
@@ -108,6 +110,7 @@ class AsyncEngine:
         caller: asyncio.Future[Output] | TokenStream,
         sampled: Output | None = None,
     ) -> int:
+        await self._can_add.wait()
         async with self._between_steps:
             handle = self.engine.add(ids, params, priority, sampled)
             self._callers[handle] = caller
@@ -169,9 +172,21 @@ class AsyncEngine:
     ) -> None:
         """`LLMEngine.update_weights` between two steps; no pause needed."""
         self._bind()
-        async with self._between_steps:
+        async with self._answered(), self._between_steps:
             update = partial(self.engine.update_weights, is_finite=is_finite)
             await self._call(update, state, version)
+
+    @asynccontextmanager
+    async def _answered(self) -> AsyncIterator[None]:
+        """Inside, where `InferConfig.in_flight` is "wait", there is no request in flight."""
+        self._can_add.clear()
+        try:
+            can_end = self.engine.config.in_flight == "wait" and self._can_step.is_set()
+            if can_end and self._driver is not None:
+                await asyncio.wait({self._driver})  # it ends with the last of them
+            yield
+        finally:
+            self._can_add.set()
 
     async def load_adapter(self, name: str, source: str | Path | Adapter) -> None:
         """`LLMEngine.load_adapter` between two steps."""
@@ -229,6 +244,8 @@ class AsyncEngine:
         self._callers.clear()
         self._loop, self._driver = loop, None
         self._between_steps, self._can_step = asyncio.Lock(), asyncio.Event()
+        self._can_add = asyncio.Event()
+        self._can_add.set()
         if not (self.engine.is_paused or self.engine.is_asleep):
             self._can_step.set()
 

@@ -171,6 +171,8 @@ class BlockManager:
         """Tell the prefix cache of the tokens of `seq` that have been computed."""
         if not self.prefix_caching or seq.num_computed_tokens == seq.num_committed_tokens:
             return
+        if seq.keeps_old_cache:
+            return
         size = self.block_size
         digests = self.digests(seq, seq.num_computed_tokens // size)
         for i in range(seq.num_committed_tokens // size, self.blocks_for(seq.num_computed_tokens)):

@@ -12,6 +12,8 @@ from typing import Literal, get_args
 
 CacheKind = Literal["auto", "fp8"]
 """The dtype of a KV cache: the model's own (auto), or fp8."""
+InFlight = Literal["recompute", "keep", "wait"]
+"""What becomes of requests in flight when new weights come."""
 Quantization = Literal["none", "fp8"]
 """The format of the layers' matrices."""
 
@@ -67,10 +69,19 @@ class InferConfig(StepSizes):
     trainer's: for serving, not for rollouts to train on. nanorl never sets it."""
     kv_calibration_ids: tuple[int, ...] = ()
     """Token ids of a text that chooses the scales of an fp8 cache; none: scales of 1."""
+    in_flight: InFlight = "recompute"
+    """What becomes of requests in flight when new weights come. recompute: what they had cached is
+    computed again by the new weights. keep: it stays, and their next tokens are sampled by the new
+    weights after keys and values of the old. wait (AsyncEngine): the weights wait until all are
+    answered, and new requests until the weights are there."""
     cuda_graphs: bool = True
     """Replay decode steps as CUDA graphs; ignored on a CPU."""
 
     def __post_init__(self) -> None:
+        if self.in_flight not in get_args(InFlight):
+            raise ValueError(
+                f"in_flight={self.in_flight!r}: choose one of {', '.join(get_args(InFlight))}"
+            )
         if self.quantization not in get_args(Quantization):
             raise ValueError(f"quantization={self.quantization!r}: must be 'none' or 'fp8'")
         if self.quantization == "fp8" and self.deterministic:

@@ -246,7 +246,8 @@ class LLMEngine:
     def update_weights(
         self, state: Iterable[tuple[str, Tensor]], version: int, *, is_finite: bool = False
     ) -> None:
-        """Replace all weights by Hugging Face tensors, and drop every cache; works asleep and
+        """Replace all weights by Hugging Face tensors, and drop every cache, but that of requests
+        in flight where `InferConfig.in_flight` keeps it; works asleep and
         paused, too. `ValueError` names a tensor that is missing, unknown, of the wrong shape or not
         finite, and then nothing was written: the old version goes on serving. With `is_finite` the
         caller has looked at the values, which are not read once more."""
@@ -288,7 +289,10 @@ class LLMEngine:
         self._adapters.unload(name)
 
     def _start_version(self, version: int) -> None:
-        self._scheduler.restart_all()
+        if self.config.in_flight == "keep":
+            self._scheduler.keep_all()
+        else:
+            self._scheduler.restart_all()
         for seq in self._sequences.values():
             seq.prompt_logps.clear()  # the old weights' scores
             seq.prompt_top_logps.clear()

@@ -29,6 +29,7 @@ class Sequence:
         "finish_reason",
         "handle",
         "ids",
+        "keeps_old_cache",
         "logps",
         "num_blocks_in_row",
         "num_cached_tokens",
@@ -94,6 +95,7 @@ class Sequence:
         self.num_blocks_in_row = 0  # of `block_table`, how many are written to that row
         self.pending_keys: list[bytes] = []  # blocks this sequence is about to compute
         self.drafts: list[int] = []  # guesses computed after `ids` in the step under way
+        self.keeps_old_cache = False  # some of it is older weights', so nobody else may find it
         self.waits_for = -1  # handle of a running sequence that computes our prefix
 
     @property

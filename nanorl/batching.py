@@ -14,9 +14,11 @@ Suffixes: R rollouts, S samples (their sequences), T tokens.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,6 +62,15 @@ class TrainBatch:
     metrics: dict[str, float]
     places: list[tuple[str, int]]
     stats: dict[str, TokenStats]
+    minibatch_of: list[int]
+    """The minibatch of each of `samples`."""
+
+    def minibatches(self) -> list[list[int]]:
+        """The places in `samples` of each minibatch that has any: one optimizer step each."""
+        found: dict[int, list[int]] = {}
+        for place, minibatch in enumerate(self.minibatch_of):
+            found.setdefault(minibatch, []).append(place)
+        return [found[minibatch] for minibatch in sorted(found)]
 
 
 @dataclass(frozen=True)
@@ -85,6 +96,7 @@ class PolicyLoss:
             num_sequences=len(micro.index),
             ref_logp_T=fields.get(Field.REF_LOGP),
             chosen_T=fields.get(Field.CHOSEN),
+            staleness_T=fields.get(Field.STALENESS),
             entropy_T=entropy_T,
         )
         return make_loss(self.spec)(logp_T, batch)
@@ -105,6 +117,35 @@ class Scoring:
     """The same at half the temperature, where the advantages need to know how sharp it was."""
     reference: ScoreFn | None = None
     values: ScoreFn | None = None
+    known: Mapping[str, Mapping[Field, Sequence[Tensor]]] = field(default_factory=dict)
+    """What somebody has said before, by rollout_id: a tensor for each sequence of the rollout. A
+    field that is known of all rollouts of a batch is not asked for again."""
+
+    def scorers(self) -> list[tuple[Field, ScoreFn]]:
+        """Those who are there, with the field that each of them writes."""
+        scorers = {
+            Field.OLD_LOGP: self.old,
+            Field.SHARP_LOGP: self.sharp,
+            Field.REF_LOGP: self.reference,
+            Field.VALUE: self.values,
+        }
+        return [(name, score) for name, score in scorers.items() if score is not None]
+
+
+def score_group(
+    rollouts: Sequence[Rollout], version: int, scoring: Scoring
+) -> dict[str, dict[Field, list[Tensor]]]:
+    """What `scoring` says of rollouts before their batch is complete, as `Scoring.known`."""
+    samples = _scored(rollouts, _samples(rollouts, version), scoring)
+    found: dict[str, dict[Field, list[Tensor]]] = {}
+    rest = iter(samples)
+    for rollout in rollouts:
+        own = list(islice(rest, len(rollout.sequences)))
+        found[rollout.rollout_id] = {
+            name: [torch.tensor(sample.fields[name]) for sample in own]
+            for name, _ in scoring.scorers()
+        }
+    return found
 
 
 def build_batch(
@@ -114,13 +155,15 @@ def build_batch(
     max_tokens: int,
     version: int,
     scoring: Scoring | None = None,
+    num_minibatches: int = 1,
 ) -> TrainBatch:
     """Samples with advantages and weights, one for each sequence of each rollout. A rollout without
     an action token counts among the others of its group and batch, and carries no gradient itself.
 
     `max_tokens` is the length limit of a sequence (the overlong penalty ends there), `version` the
-    policy that will be updated. `ValueError` names a rollout whose reward or log-probs are not
-    finite.
+    policy that will be updated. Advantages are of the whole batch; each of `num_minibatches`, whole
+    rollouts in their order, has weights of its own. `ValueError` names a rollout whose reward or
+    log-probs are not finite.
     """
     scoring = Scoring() if scoring is None else scoring
     rollouts = [rollout for group in groups for rollout in group]
@@ -130,24 +173,56 @@ def build_batch(
     probe = _first_group(rollouts, version)
     if spec.dynamic_sampling:
         rollouts = _with_signal(rollouts)
-    scored = _scored_samples(rollouts, spec, scoring, max_tokens, version) if rollouts else []
-    places = [(one.rollout_id, i) for one in rollouts for i in range(len(one.sequences))]
-    owned = [pair for pair in zip(scored, places, strict=True) if any(pair[0].loss_mask)]
-    samples = [sample for sample, _ in owned]
+    split_R = minibatch_of_rollouts(rollouts, num_minibatches)
+    scored = (
+        _scored_samples(rollouts, spec, scoring, max_tokens, version, split_R) if rollouts else []
+    )
+    owned = [one for one in _owned(rollouts, scored, split_R) if any(one.sample.loss_mask)]
+    samples = [one.sample for one in owned]
     check_fields(samples)
     if is_proportional_to_advantage(spec):
-        owned = [pair for pair in owned if any(pair[0].fields[Field.ADVANTAGE])]
-    metrics["num_trained_rollouts"] = float(len({rollout_id for _, (rollout_id, _) in owned}))
-    trained = [sample for sample, _ in owned]
+        owned = [one for one in owned if any(one.sample.fields[Field.ADVANTAGE])]
+    metrics["num_trained_rollouts"] = float(len({one.place[0] for one in owned}))
+    trained = [one.sample for one in owned]
     return TrainBatch(
         samples=_with_observations(rollouts, owned) if spec.observation_coef else trained,
         critic_samples=samples if scoring.values is not None else [],
         probe=probe,
         loss_fn=PolicyLoss(spec),
         metrics=metrics,
-        places=[place for _, place in owned],
+        places=[one.place for one in owned],
         stats=_token_stats(rollouts, scored),
+        minibatch_of=[one.minibatch for one in owned],
     )
+
+
+def minibatch_of_rollouts(rollouts: Sequence[Rollout], num_minibatches: int) -> list[int]:
+    """The minibatch of each rollout: runs of equal length, of whole groups where there are enough
+    groups."""
+    groups = list(dict.fromkeys(rollout.group_id for rollout in rollouts))
+    if len(groups) < num_minibatches:
+        return [i * num_minibatches // len(rollouts) for i in range(len(rollouts))]
+    of_group = {group: i * num_minibatches // len(groups) for i, group in enumerate(groups)}
+    return [of_group[rollout.group_id] for rollout in rollouts]
+
+
+class _Owned(NamedTuple):
+    """A sample, which sequence of which rollout it is, and its minibatch."""
+
+    sample: Sample
+    place: tuple[str, int]
+    minibatch: int
+
+
+def _owned(
+    rollouts: Sequence[Rollout], scored: Sequence[Sample], split_R: Sequence[int]
+) -> list[_Owned]:
+    places = [
+        ((rollout.rollout_id, i), minibatch)
+        for rollout, minibatch in zip(rollouts, split_R, strict=True)
+        for i in range(len(rollout.sequences))
+    ]
+    return [_Owned(sample, *place) for sample, place in zip(scored, places, strict=True)]
 
 
 def _token_stats(rollouts: Sequence[Rollout], samples: Sequence[Sample]) -> dict[str, TokenStats]:
@@ -156,27 +231,28 @@ def _token_stats(rollouts: Sequence[Rollout], samples: Sequence[Sample]) -> dict
     stats = {rollout.rollout_id: TokenStats() for rollout in rollouts}
     owners = (one.rollout_id for one in rollouts for _ in one.sequences)
     for owner, sample in zip(owners, samples, strict=True):
-        for field, name in names.items():
-            if field in sample.fields:
-                stats[owner].values.setdefault(name, []).append(list(sample.fields[field]))
+        for written, name in names.items():
+            if written in sample.fields:
+                stats[owner].values.setdefault(name, []).append(list(sample.fields[written]))
     return stats
 
 
-def _with_observations(
-    rollouts: Sequence[Rollout], owned: Sequence[tuple[Sample, tuple[str, int]]]
-) -> list[Sample]:
+def _with_observations(rollouts: Sequence[Rollout], owned: Sequence[_Owned]) -> list[Sample]:
     """The samples with the tokens of observations in their loss masks, each with the same share of
-    a cross-entropy over all of them."""
+    a cross-entropy over all of its minibatch."""
     by_id = {rollout.rollout_id: rollout.sequences for rollout in rollouts}
-    found = [_observations(by_id[rollout_id][place]) for _, (rollout_id, place) in owned]
-    share = 1 / max(sum(map(sum, found)), 1)
+    found = [_observations(by_id[one.place[0]][one.place[1]]) for one in owned]
+    totals: Counter[int] = Counter()
+    for one, observed in zip(owned, found, strict=True):
+        totals[one.minibatch] += sum(observed)
+    shares = [1 / max(totals[one.minibatch], 1) for one in owned]
     return [
         replace(
-            sample,
-            loss_mask=[int(m or o) for m, o in zip(sample.loss_mask, observed, strict=True)],
-            fields={**sample.fields, Field.OBSERVATION: [share * o for o in observed]},
+            one.sample,
+            loss_mask=[int(m or o) for m, o in zip(one.sample.loss_mask, observed, strict=True)],
+            fields={**one.sample.fields, Field.OBSERVATION: [share * o for o in observed]},
         )
-        for (sample, _), observed in zip(owned, found, strict=True)
+        for one, observed, share in zip(owned, found, shares, strict=True)
     ]
 
 
@@ -272,22 +348,14 @@ def _scored_samples(
     scoring: Scoring,
     max_tokens: int,
     version: int,
+    split_R: Sequence[int],
 ) -> list[Sample]:
     """A sample of each sequence of each rollout, with what the loss reads."""
     samples = _scored(rollouts, _samples(rollouts, version), scoring)
     batch = _advantage_batch(rollouts, samples, spec, max_tokens)
     lengths = [len(sample.tokens) for sample in samples]
     advantage_T, return_T = compute_advantages(spec, batch)
-    rollout_ids_S = _rollout_ids(rollouts)
-    weight_T = token_weights(
-        spec.aggregation,
-        batch.mask_T,
-        batch.sequence_ids_T,
-        len(samples),
-        rollout_ids_S=index_by_id([r.rollout_id for r in rollouts])[0][rollout_ids_S],
-        prompt_ids_S=index_by_id(batch.group_ids)[0][rollout_ids_S],
-        constant_length=spec.constant_length,
-    )
+    weight_T = _token_weights(rollouts, spec, batch, split_R)
     samples = with_field(samples, Field.ADVANTAGE, advantage_T.split(lengths))
     if return_T is not None:
         samples = with_field(samples, Field.RETURN, return_T.split(lengths))
@@ -298,21 +366,49 @@ def _scored_samples(
     return with_field(samples, Field.WEIGHT, weight_T.split(lengths))
 
 
-def _scored(rollouts: list[Rollout], samples: list[Sample], scoring: Scoring) -> list[Sample]:
+def _token_weights(
+    rollouts: Sequence[Rollout],
+    spec: AlgorithmSpec,
+    batch: AdvantageBatch,
+    split_R: Sequence[int],
+) -> Tensor:
+    """[T] those of each minibatch, whose tokens are in one piece, over that minibatch."""
+    rollout_ids_S = _rollout_ids(rollouts)
+    prompt_ids_S = index_by_id(batch.group_ids)[0][rollout_ids_S]
+    own_ids_S = index_by_id([r.rollout_id for r in rollouts])[0][rollout_ids_S]
+    minibatch_S = torch.tensor(split_R)[rollout_ids_S]
+    minibatch_T = minibatch_S[batch.sequence_ids_T]
+    weights = []
+    for minibatch in minibatch_S.unique():
+        here_S, here_T = minibatch_S == minibatch, minibatch_T == minibatch
+        sequence_ids_T = batch.sequence_ids_T[here_T]
+        weights.append(
+            token_weights(
+                spec.aggregation,
+                batch.mask_T[here_T],
+                sequence_ids_T - int(here_S.nonzero()[0]),
+                int(here_S.sum()),
+                rollout_ids_S=own_ids_S[here_S],
+                prompt_ids_S=prompt_ids_S[here_S],
+                constant_length=spec.constant_length,
+            )
+        )
+    return torch.cat(weights)
+
+
+def _scored(rollouts: Sequence[Rollout], samples: list[Sample], scoring: Scoring) -> list[Sample]:
     """The samples with the word of everybody whom the advantages or the loss depend on."""
-    scorers = {
-        Field.OLD_LOGP: scoring.old,
-        Field.SHARP_LOGP: scoring.sharp,
-        Field.REF_LOGP: scoring.reference,
-        Field.VALUE: scoring.values,
-    }
-    for name, score in scorers.items():
-        if score is not None:
-            samples = with_field(samples, name, score(samples))
-            values = iter([sample.fields[name] for sample in samples])
-            for rollout in rollouts:
-                own = list(islice(values, len(rollout.sequences)))
-                _check_logps(rollout, own, f"the model behind {str(name)!r}")
+    for name, score in scoring.scorers():
+        said = [scoring.known.get(rollout.rollout_id, {}).get(name) for rollout in rollouts]
+        if all(one is not None for one in said):
+            tensors: Sequence[Tensor] = [tensor for one in said for tensor in one or ()]
+        else:
+            tensors = score(samples)
+        samples = with_field(samples, name, tensors)
+        values = iter([sample.fields[name] for sample in samples])
+        for rollout in rollouts:
+            own = list(islice(values, len(rollout.sequences)))
+            _check_logps(rollout, own, f"the model behind {str(name)!r}")
     return samples
 
 
@@ -471,6 +567,20 @@ def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, fl
         "staleness_mean": sum(ages) / len(ages),
         "staleness_max": float(max(ages)),
         "stale_fraction": sum(age > 0 for age in ages) / len(ages),
+        **{f"staleness_tokens/{age}": float(n) for age, n in sorted(Counter(ages).items())},
+    }
+
+
+def merge_steps(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The engine's results of several minibatches as those of one: sums and counts are added, all
+    else is averaged."""
+    found: dict[str, list[float]] = {}
+    for result in results:
+        for name, value in result.items():
+            found.setdefault(name, []).append(value)
+    return {
+        name: sum(values) / (1 if name.endswith(("_sum", "_count")) else len(values))
+        for name, values in found.items()
     }
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Protocol
 
@@ -51,16 +52,26 @@ class RolloutCollector:
         self.max_retries = max_retries
         self._failed: list[Rollout] = []
         self._lost: list[Rollout] = []  # those that failed for good since one succeeded
-        self._running: set[asyncio.Future[list[Rollout]]] = set()
+        self._running: dict[str, asyncio.Future[list[Rollout]]] = {}  # by group_id
+        self._cut: set[str] = set()
         self._busy_s = 0.0
         self._taken_s = 0.0
         self._busy_since = 0.0  # while a group is being played
 
     async def stop(self) -> None:
         """Cancel the groups that are being played, and wait until they have let go."""
-        for group in self._running:
+        running = list(self._running.values())
+        for group in running:
             group.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
+
+    async def cut(self, group_ids: Collection[str]) -> None:
+        """Give up these groups, and wait until they have let go: their callers get no rollout."""
+        running = [self._running[name] for name in group_ids if name in self._running]
+        self._cut |= self._running.keys() & set(group_ids)
+        for group in running:
+            group.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
     def take_failed(self) -> list[Rollout]:
         """The failed attempts since the last call, under ids of their own."""
@@ -89,7 +100,8 @@ class RolloutCollector:
     async def run_group(
         self, task: Task, *, group_id: str, size: int, sampling: SamplingParams
     ) -> list[Rollout]:
-        """`size` rollouts of one task, ordered by member; without those that kept failing.
+        """`size` rollouts of one task, ordered by member; without those that kept failing, none if
+        the group was cut.
 
         RolloutsFailed once there have been `most_lost` of these in a row.
         """
@@ -100,12 +112,17 @@ class RolloutCollector:
         group = asyncio.gather(*members)
         if not self._running:
             self._busy_since = time.perf_counter()
-        self._running.add(group)
+        self._running[group_id] = group
         try:
             rollouts = await group
+        except asyncio.CancelledError:
+            if group_id not in self._cut:
+                raise
+            rollouts = []
         finally:
             self._pass_time()
-            self._running.discard(group)
+            self._cut.discard(group_id)
+            del self._running[group_id]
         self._check_lost()
         return [rollout for rollout in rollouts if rollout.status != Status.FAILED]
 

@@ -22,11 +22,12 @@ from nanoengine.build import LayoutConfig
 from nanoengine.config import ComputeConfig
 from nanoengine.model.lora import LoraConfig
 from nanoengine.optim import Schedule, UpdateConfig
-from nanoinfer.config import Quantization, StepSizes
+from nanoinfer.config import InFlight, Quantization, StepSizes
 from nanorl.agents.tokens import Limits
 from nanorl.algorithms.recipes import named_spec
 from nanorl.algorithms.spec import BOUNDS, AlgorithmSpec
 from nanorl.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record
+from nanorl.flow.policy import BatchPolicy
 from nanorl.http_record.config import HttpConfig
 from nanorl.monitor.config import MonitorConfig
 from nanorl.sandbox.base import SandboxName, SandboxSpec, check_safety
@@ -83,7 +84,17 @@ class RLConfig(UpdateConfig):
     """Compute and store the entropy at every trained token, for nanorl view; it costs a pass over
     the logits. Losses with an entropy bonus have them anyway."""
     epochs: int = 1
-    """Optimizer steps on one batch; from the second on, ratios and clipping matter."""
+    """Passes over one batch; from the second step on, ratios and clipping matter."""
+    minibatches: int = 1
+    """Optimizer steps of one pass, each on an equal part of the batch's groups."""
+    curriculum: str = "in_order"
+    """Which task is played next: in_order, learnable (kinds that are solved about half of the
+    time), or a class of yours as mine.py:name (nanorl/flow/curriculum.py)."""
+    batch: BatchPolicy = field(default_factory=BatchPolicy)
+    """Which groups make a batch, and what becomes of those that do not fit."""
+    in_flight: InFlight = "recompute"
+    """What becomes of requests in flight when new weights come: recompute what they had cached
+    under the new ones, keep it and go on, or wait until they are answered."""
     max_staleness: int = 0
     """Policy versions a rollout may lag behind; 0 is synchronous training. Stale tokens are
     weighed by the present policy over the one that sampled them, at most 2 (algorithm.correction).
@@ -114,6 +125,7 @@ class RLConfig(UpdateConfig):
             warmup_steps=NATURAL,
             temperature=Bound(0.01, 100, "colder is greedy, hotter is noise"),
             epochs=Bound(1, 1000, "they all train on one batch"),
+            minibatches=Bound(1, 4096, "each is an optimizer step"),
             max_staleness=Bound(
                 0, 64, "so many batches wait in memory, and so old is their policy"
             ),
@@ -126,6 +138,11 @@ class RLConfig(UpdateConfig):
         )
         self._check_rollouts()
         self._check_algorithm()
+
+    @property
+    def is_on_policy(self) -> bool:
+        """True if every token is of the policy that its batch updates."""
+        return self.max_staleness == 0 and not self.batch.oversample
 
     def _check_rollouts(self) -> None:
         """Refuse batches that would be too large, or that hold nothing to learn from."""
@@ -148,15 +165,21 @@ class RLConfig(UpdateConfig):
     def _check_algorithm(self) -> None:
         """Refuse options that do not go with the algorithm, or that it would ignore."""
         spec, critic_only = self.algorithm, self.critic_warmup_steps
-        if self.epochs > 1 and spec.loss == "reinforce":
+        several = ("epochs", self.epochs) if self.epochs > 1 else ("minibatches", self.minibatches)
+        if several[1] > 1 and spec.loss == "reinforce":
             raise ValueError(
-                f"--rl.epochs {self.epochs}: --rl.algorithm.loss reinforce has no ratio, so from "
-                "the second step on it would train on another policy's tokens as if they were its "
-                "own; choose loss ppo, or 1 epoch"
+                f"--rl.{several[0]} {several[1]}: --rl.algorithm.loss reinforce has no ratio, so "
+                "from the second step on it would train on another policy's tokens as if they were its "
+                "own; choose loss ppo, or 1 of them"
             )
-        if self.max_staleness > 0 and not spec.answers_for_staleness:
+        if not self.is_on_policy and not spec.answers_for_staleness:
+            flag = (
+                f"--rl.max-staleness {self.max_staleness}"
+                if self.max_staleness
+                else f"--rl.batch.oversample {self.batch.oversample}"
+            )
             raise ValueError(
-                f"--rl.max-staleness {self.max_staleness}: nothing answers for stale tokens "
+                f"{flag}: nothing answers for stale tokens "
                 f"(--rl.algorithm.correction {spec.resolved_correction}, old-policy "
                 f"{spec.old_policy}, loss {spec.loss}), so they would count as the present "
                 "policy's own; set --rl.algorithm.correction tis, or old-policy rollout with a "
@@ -477,6 +500,9 @@ class RunConfig:
     """RL steps between two checkpoints; one is also written at the end of every phase."""
     keep_checkpoints: int = 2
     """Checkpoints kept on disk."""
+    background_saves: bool | None = None
+    """Write checkpoints while training goes on, from a copy in memory (12 bytes a weight); None:
+    where rollouts go on beside training (--rl.max-staleness)."""
     store: str = ""
     """Where the rollouts are kept: a SQLite file or postgresql://SERVER/DATABASE?run=NAME, either
     with blobs=ADDRESS for large contents (docs/store.md); empty: rollouts.sqlite in --out."""
@@ -530,11 +556,12 @@ class RunConfig:
             log_rollouts=Bound(0, 4096, "a tracker shows them on one page"),
         )
         self._check_store()
-        if self.deterministic and self.rl.max_staleness > 0:
+        if self.deterministic and not self.rl.is_on_policy:
             raise ValueError(
-                f"--deterministic with --rl.max-staleness {self.rl.max_staleness}: with staleness "
-                "the time decides which weights sample a token, so no two runs are equal; set "
-                "--rl.max-staleness 0, or leave --deterministic out"
+                f"--deterministic with --rl.max-staleness {self.rl.max_staleness} and "
+                f"--rl.batch.oversample {self.rl.batch.oversample}: with staleness the time "
+                "decides which weights sample a token, so no two runs are equal; set both to 0, or "
+                "leave --deterministic out"
             )
         if self.engine.quantization != "none":
             self._check_quantization()
@@ -552,6 +579,12 @@ class RunConfig:
                 f"--rl.algorithm.overlong-buffer {buffer}: must be at most "
                 f"--agent.max-context-tokens {most}, the limit before which the penalty grows"
             )
+
+    @property
+    def saves_in_background(self) -> bool:
+        """Whether training goes on while a checkpoint is written."""
+        chosen = self.background_saves
+        return self.rl.max_staleness > 0 if chosen is None else chosen
 
     def with_algorithm(self, name: str) -> RunConfig:
         """The same run with the published recipe `name` in place of its algorithm."""

@@ -55,6 +55,7 @@ _AROUND = (
         "cache_dir",
         "save_every",
         "keep_checkpoints",
+        "background_saves",
         "keep_start",
         "keep_rollout_steps",
         "keep_rollout_days",

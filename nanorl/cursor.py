@@ -26,6 +26,7 @@ class Cursor:
     rl_steps: int | None = None  # how many RL had when it ended; None before, and in 0.1.0
     critic: str = ""  # the critic's checkpoint, where there is a critic
     tasks: str = ""  # fingerprint of the user's task file, where there is one
+    flow: dict[str, Any] = field(default_factory=dict)  # of the trainer (trainer.py, `state`)
     results: dict[str, Any] = field(default_factory=dict)  # evaluation by phase
     totals: dict[str, float] = field(default_factory=dict)
 

@@ -20,9 +20,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,13 +48,23 @@ from nanorl.batching import (
     action_mask,
     build_batch,
     logp_gap,
+    merge_steps,
     per_action_token,
+    score_group,
     with_field,
 )
 from nanorl.config import RunConfig
 from nanorl.types import Rollout, TokenStats
 
 Groups = Sequence[Sequence[Rollout]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupScores:
+    """What was said of the rollouts of a group, by rollout_id, after so many updates."""
+
+    update: int
+    known: dict[str, dict[Field, list[Tensor]]]
 
 
 class TrainingEngine(Protocol):
@@ -120,6 +131,8 @@ class Learner:
         self.thread = thread
         self.version = 0
         self._stats: dict[str, TokenStats] = {}
+        self._first_logps: list[Tensor] = []  # before the first update of a batch
+        self._num_batches = 0  # that were trained on
 
     async def publish(self, version: int) -> float:
         """Hand the weights to the inference engines as policy `version`; returns seconds. The
@@ -127,21 +140,36 @@ class Learner:
         self.version = version
         return await self.publisher.publish(version)
 
-    async def train_and_publish(self, groups: Groups, version: int) -> dict[str, Any]:
-        """One optimizer batch, then its weights as policy `version`; the metrics of both."""
+    async def train_and_publish(
+        self, groups: Groups, version: int, scores: Sequence[GroupScores | None] = ()
+    ) -> dict[str, Any]:
+        """One optimizer batch, then its weights as policy `version`; the metrics of both. `scores`
+        are what `score` said of the groups."""
         loop = asyncio.get_running_loop()
         async with self.publisher.lent():
-            metrics = await loop.run_in_executor(self.thread, self.train_on, groups)
+            metrics = await loop.run_in_executor(self.thread, self.train_on, groups, scores)
         metrics["sync_s"] = await self.publish(version)
         return metrics
+
+    async def score(self, group: Sequence[Rollout]) -> GroupScores:
+        """What advantages and losses need to know of a group beside its rollouts, before its batch
+        is complete."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.thread, self._score, group)
+
+    def _score(self, group: Sequence[Rollout]) -> GroupScores:
+        scoring = self._scoring()
+        known = score_group(group, self.version, scoring) if group else {}
+        return GroupScores(update=self._num_batches, known=known)
 
     def take_token_stats(self) -> dict[str, TokenStats]:
         """What the last batch said about the tokens of its rollouts, by their ids."""
         stats, self._stats = self._stats, {}
         return stats
 
-    def train_on(self, groups: Groups) -> dict[str, Any]:
-        """One optimizer batch (`rl.epochs` steps over it); returns the metrics of the batch."""
+    def train_on(self, groups: Groups, scores: Sequence[GroupScores | None] = ()) -> dict[str, Any]:
+        """One optimizer batch (a step for each of its minibatches, `rl.epochs` times); returns the
+        metrics of the batch."""
         rl = self.config.rl
         start = time.perf_counter()
         batch = build_batch(
@@ -149,7 +177,8 @@ class Learner:
             rl.algorithm,
             max_tokens=self.config.agent.max_context_tokens,
             version=self.version,
-            scoring=self._scoring(),
+            scoring=self._scoring(self._still_true(scores)),
+            num_minibatches=rl.minibatches,
         )
         metrics: dict[str, Any] = dict(batch.metrics)
         self._stats = batch.stats
@@ -160,6 +189,7 @@ class Learner:
             metrics.update(logp_gap(batch.probe, logps))
         if batch.critic_samples:
             metrics.update(self._train_critic(batch))
+        self._num_batches += 1
         metrics["train_s"] = time.perf_counter() - start
         if self.config.deterministic and metrics.get("logp_gap_max", 0.0) != 0.0:
             raise RuntimeError(
@@ -170,13 +200,29 @@ class Learner:
             )
         return metrics
 
-    def _scoring(self) -> Scoring:
+    def _still_true(
+        self, scores: Sequence[GroupScores | None]
+    ) -> dict[str, dict[Field, Sequence[Tensor]]]:
+        """What was said of rollouts, but for what models said that have learnt since."""
+        known: dict[str, dict[Field, Sequence[Tensor]]] = {}
+        for one in scores:
+            for rollout_id, said in one.known.items() if one is not None else ():
+                is_new = one is not None and one.update == self._num_batches
+                known[rollout_id] = {
+                    name: tensors
+                    for name, tensors in said.items()
+                    if is_new or name == Field.REF_LOGP
+                }
+        return known
+
+    def _scoring(
+        self, known: Mapping[str, Mapping[Field, Sequence[Tensor]]] | None = None
+    ) -> Scoring:
         """Rollouts of the present policy bring its log-probs with them; stale ones do not."""
-        rl = self.config.rl
-        spec = rl.algorithm
-        is_exact = rl.max_staleness == 0 and self.config.engine.quantization == "none"
-        is_old = spec.needs_old_logp and spec.old_policy == "recomputed" and not is_exact
-        temperature = rl.temperature
+        spec = self.config.rl.algorithm
+        is_read = spec.needs_old_logp or self.config.rl.minibatches > 1
+        is_old = is_read and spec.old_policy == "recomputed" and not self._is_exact
+        temperature = self.config.rl.temperature
         return Scoring(
             old=partial(self.engine.forward_logprobs, temperature=temperature) if is_old else None,
             sharp=partial(self.engine.forward_logprobs, temperature=temperature / 2)
@@ -186,35 +232,68 @@ class Learner:
             if self.reference is None
             else partial(self.reference.forward_logprobs, temperature=temperature),
             values=None if self.critic is None else self.critic.values,
+            known={} if known is None else known,
         )
+
+    @property
+    def _is_exact(self) -> bool:
+        """True if all tokens are of the present policy, by the same numbers."""
+        return self.config.rl.is_on_policy and self.config.engine.quantization == "none"
 
     def _only_critic_learns(self) -> bool:
         return self.version < self.config.rl.critic_warmup_steps
 
     def _train_policy(self, batch: TrainBatch) -> dict[str, Any]:
+        """A step for each minibatch and epoch. The ratios of all but the very first are against
+        the policy before it: its log-probs are those of the rollouts where these are its own, or
+        were scored with the batch; in later epochs of one minibatch they are the first's."""
         rl = self.config.rl
         metrics: dict[str, Any] = {}
-        samples = batch.samples
+        samples, minibatches = batch.samples, batch.minibatches()
+        if rl.minibatches > 1 and self._is_exact:
+            old = [torch.tensor(sample.fields[Field.ROLLOUT_LOGP]) for sample in samples]
+            samples = with_field(samples, Field.OLD_LOGP, old)
         for epoch in range(rl.epochs):
-            result = self.engine.train_step(
-                samples,
-                batch.loss_fn,
-                temperature=rl.temperature,
-                entropy=rl.algorithm.entropy_coef != 0 or rl.keep_entropies,
-            )
-            metrics.update(per_action_token(result))
-            if epoch == 0:
-                metrics.update(logp_gap(samples, self.engine.last_logps))
-                self._note_tokens(batch, "trained_logp", self.engine.last_logps)
-                self._note_tokens(batch, "entropy", self.engine.last_entropies)
-            if epoch == 0 and rl.epochs > 1:
-                # The policy before the first update: what the ratios of later epochs are against.
-                samples = with_field(samples, Field.OLD_LOGP, self.engine.last_logps)
+            results = []
+            for number, places in enumerate(minibatches):
+                results.append(self._train_step([samples[i] for i in places], batch.loss_fn))
+                if epoch == number == 0:  # the weights are still those that the batch came with
+                    metrics.update(self._gap(batch, samples, places))
+            metrics.update(per_action_token(merge_steps(results)))
+            if epoch == 0 and rl.epochs > 1 and rl.minibatches == 1:
+                samples = with_field(samples, Field.OLD_LOGP, self._first_logps)
         return metrics
 
-    def _note_tokens(self, batch: TrainBatch, name: str, values: Sequence[Tensor]) -> None:
-        """Numbers of the trained samples; the other sequences of their rollouts have none."""
-        parts = zip(batch.places, batch.samples, values, strict=False)
+    def _train_step(self, samples: Sequence[Sample], loss_fn: LossFn) -> dict[str, float]:
+        rl = self.config.rl
+        return self.engine.train_step(
+            samples,
+            loss_fn,
+            temperature=rl.temperature,
+            entropy=rl.algorithm.entropy_coef != 0 or rl.keep_entropies,
+        )
+
+    def _gap(
+        self, batch: TrainBatch, samples: Sequence[Sample], places: Sequence[int]
+    ) -> dict[str, float]:
+        """What the first step says about its tokens before it changed the weights."""
+        self._first_logps = self.engine.last_logps
+        found = [batch.places[i] for i in places]
+        here = [samples[i] for i in places]
+        self._note_tokens(batch, found, here, "trained_logp", self.engine.last_logps)
+        self._note_tokens(batch, found, here, "entropy", self.engine.last_entropies)
+        return logp_gap(here, self.engine.last_logps)
+
+    def _note_tokens(
+        self,
+        batch: TrainBatch,
+        places: Sequence[tuple[str, int]],
+        samples: Sequence[Sample],
+        name: str,
+        values: Sequence[Tensor],
+    ) -> None:
+        """Numbers of trained samples; the other sequences of their rollouts have none."""
+        parts = zip(places, samples, values, strict=False)
         for (rollout_id, sequence), sample, value_T in parts:
             of_rollout = batch.stats[rollout_id].values
             shape = of_rollout["advantage"]

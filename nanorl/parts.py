@@ -83,6 +83,7 @@ class Parts:
             cache_bytes=limits.cache_mb << 20,
             eos_ids=tuple(sorted(self.tokenizer.eos_ids)),
             deterministic=self.config.deterministic,
+            in_flight=self.config.rl.in_flight,
         )
 
     def engine_config(self, update: UpdateConfig, **options: Any) -> EngineConfig:
@@ -103,7 +104,7 @@ class Parts:
 
     def rl_config(self) -> EngineConfig:
         rl = self.config.rl
-        return self.engine_config(rl, total_steps=max(rl.steps * rl.epochs, 1))
+        return self.engine_config(rl, total_steps=max(rl.steps * rl.epochs * rl.minibatches, 1))
 
     def critic_config(self) -> EngineConfig:
         """As the policy's, and one checkpoint more: the policy's last may still name the oldest."""

@@ -40,6 +40,9 @@ from nanorl.continuation import computes
 from nanorl.cursor import PHASES, WARMING_UP, Cursor, Phase
 from nanorl.doctor.alarms import NO_SIGNAL, RunAlarms
 from nanorl.evaluation import EvaluationResult, evaluate
+from nanorl.flow.curriculum import TaskChooser, load_curriculum
+from nanorl.flow.journal import Journal
+from nanorl.flow.transfer_queue import QueueCursor
 from nanorl.history import RunHistory
 from nanorl.learner import Learner, reference_folder
 from nanorl.manifest import manifest_of
@@ -108,6 +111,8 @@ class Run:
         self.trackers = Trackers(config, say=live.say)
         self.spans = RunSpans(config, parts.folder, say=live.say)
         self.alarms = RunAlarms(config, parts.tokenizer, has_tools=parts.kind.has_tools)
+        self.journal: Journal | None = None
+        self.saved_queue: QueueCursor | None = None  # of the checkpoint that is being written
         self.has_model = False  # the trained model is in its folder: nothing is left to do
         self.num_losses = 0
         self.furthest_loss = (-1, -1)  # the phase's number and step
@@ -272,20 +277,41 @@ class Run:
     def checkpoints(self) -> Path:
         return self.dir / "checkpoints"
 
-    async def save(self) -> None:
+    async def save(self, *, in_background: bool = False) -> None:
         """A checkpoint of the engine and the cursor; the critic's first, which the cursor names."""
         self.note_time()
+        await self._wait_saved()
         if self.critic is not None:
             self.cursor.critic = await self._train(self.critic.save, self.dir / "critic")
-        await self._train(self.roles.engine.save, self.checkpoints, self.cursor.to_json())
+        await self._train(
+            self.roles.engine.save,
+            self.checkpoints,
+            self.cursor.to_json(),
+            in_background=in_background,
+        )
         self.saved_place = self.cursor.place
+        if self.cursor.flow:
+            self.saved_queue = QueueCursor.from_json(self.cursor.flow["queue"])
+        if not in_background:
+            await self._wait_saved()
+
+    async def _wait_saved(self) -> None:
+        """Wait for the checkpoint that is being written. Then nobody will ask again for the groups
+        that it has learnt from."""
+        await self._train(self.roles.engine.wait_saved)
+        had, self.saved_queue = self.saved_queue, None
+        if self.journal is not None and had is not None:
+            self.journal.forget([i for i in self.journal.indices() if had.has_had(i)])
 
     async def _save_and_stop(self) -> None:
         """On the way out: without a trainer the newest checkpoint is what there is."""
-        if self.cursor.place == self.saved_place or self.has_to_restore:
-            return  # these weights are on the disk
+        if self.has_to_restore:
+            return
         try:
-            await self.save()
+            if self.cursor.place == self.saved_place:
+                await self._wait_saved()  # these weights are on the disk, or will be soon
+            else:
+                await self.save()
         except TrainerLost as lost:
             self.live.say(f"{lost}: the newest checkpoint is what --resume goes on from")
 
@@ -463,6 +489,7 @@ class Run:
         ) as phase:
 
             async def on_step(result: StepResult) -> None:
+                self.cursor.flow = trainer.state
                 result.metrics.update(await self.roles.idle_shares())
                 result.metrics.update(await self._http_counts())
                 await self._log_step(result)
@@ -474,6 +501,7 @@ class Run:
 
             self._keep_start()
             await self._note_weights()
+            self._open_journal()
             self.critic = await self._open_critic()
             reference = await self._open_reference()
             with Scheduler(backend="inline") as scheduler:
@@ -488,8 +516,11 @@ class Run:
                         critic=self.critic,
                     ),
                     collector=self.roles.collector,
-                    task_batch=self.train_tasks,
+                    tasks=self._task_chooser(),
+                    journal=self.journal,
+                    scores_early=self._scores_early(reference),
                 )
+                trainer.load(self.cursor.flow)
                 await self.roles.idle_shares()  # the first step's begin here
                 await trainer.fit(self.cursor.step, on_step)
         if num_idle := int(self.cursor.totals.get("num_steps_without_signal", 0)):
@@ -502,6 +533,24 @@ class Run:
         self.cursor.next_phase()
         await self.save()
         self.critic = None
+        if self.journal is not None:
+            self.journal.close()
+
+    def _open_journal(self) -> None:
+        """The groups that this run has played already. Those of other options are not its own."""
+        if self.journal is not None:
+            self.journal.close()
+        self.journal = Journal(self.dir / "journal.sqlite")
+        if self.is_changed or (not self.config.resume and not self.num_losses):
+            self.journal.forget_all()
+
+    def _task_chooser(self) -> TaskChooser:
+        curriculum = load_curriculum(self.config.rl.curriculum)
+        return TaskChooser(self.parts.tasks.train, curriculum, seed=self.config.seed)
+
+    def _scores_early(self, reference: Policy | None) -> bool:
+        """Whether models that score have processes of their own, which would else be idle."""
+        return self.roles.control is not None and (reference is not None or self.critic is not None)
 
     async def _open_reference(self) -> Policy | None:
         if not self.config.rl.algorithm.needs_reference:
@@ -540,17 +589,16 @@ class Run:
         """Record a finished step, then move the cursor; every `save_every` steps, a checkpoint."""
         rollouts = [*(rollout for group in result.groups for rollout in group), *result.failed]
         store = self.roles.store
-        await store.call(RolloutStore.add_tasks, self.train_tasks(result.step))
+        await store.call(RolloutStore.add_tasks, list(result.tasks.values()))
         await store.call(RolloutStore.add_group, rollouts, step=result.step)
         await store.call(RolloutStore.add_token_stats, result.token_stats)
         await self._expire_rollouts()
         result.metrics.update(self._rollout_speed(result.metrics))
         self.metrics.write(result.step, result.metrics)
         self.trackers.log(result.step, result.metrics)
-        tasks = self._tasks_of(result.step)
         # An attempt that failed may be of a later step, where rollouts run ahead of the trainer.
-        known = [rollout for rollout in rollouts if rollout.task_id in tasks]
-        played = [(tasks[rollout.task_id], rollout) for rollout in known]
+        known = [rollout for rollout in rollouts if rollout.task_id in result.tasks]
+        played = [(result.tasks[rollout.task_id], rollout) for rollout in known]
         self._log_rollouts(result.step, "rl", played)
         parent = self.spans.rl_step(result.step, result.metrics)
         await self._span_rollouts(rollouts, step=result.step, parent=parent)
@@ -561,7 +609,7 @@ class Run:
         await self._note_weights()
         is_last = self.cursor.step == self.config.rl.steps  # then the phase saves at its end
         if self.cursor.step % self.config.save_every == 0 and not is_last:
-            await self.save()
+            await self.save(in_background=self.config.saves_in_background)
 
     async def _expire_rollouts(self) -> None:
         steps = self.config.keep_rollout_steps
@@ -592,15 +640,9 @@ class Run:
         rollouts = [rollout for group in result.groups for rollout in group]
         if result.step % every == 0 and rollouts:
             rollout = rollouts[result.step % len(rollouts)]  # any: not the best of them
-            task = self._tasks_of(result.step)[rollout.task_id]
+            task = result.tasks[rollout.task_id]
             title = f"a rollout of step {result.step}"
             self._say_rollout(title, task, rollout, step=result.step)
-
-    def _tasks_of(self, step: int) -> dict[str, Task]:
-        return {task.task_id: task for task in self.train_tasks(step)}
-
-    def train_tasks(self, step: int) -> Sequence[Task]:
-        return self.parts.tasks.train.batch(step, self.config.rl.tasks_per_step)
 
     def _add_totals(self, metrics: dict[str, Any]) -> None:
         self.cursor.add("num_rollouts", metrics["num_rollouts"])

@@ -40,6 +40,7 @@ from nanorl.config import ClusterConfig, LearnerConfig, RLConfig, RolloutConfig,
 from nanorl.envs.base import Services
 from nanorl.envs.env import Env
 from nanorl.envs.episode import EnvEpisode
+from nanorl.flow.curriculum import InOrder, TaskChooser
 from nanorl.learner import Learner
 from nanorl.parts import Parts
 from nanorl.presets import get_preset
@@ -344,9 +345,7 @@ async def time_steps(parts: Parts, roles: Roles) -> dict[str, float]:
                 parts.config,
                 learner=learner,
                 collector=roles.collector,
-                task_batch=lambda step: parts.tasks.train.batch(
-                    step, parts.config.rl.tasks_per_step
-                ),
+                tasks=TaskChooser(parts.tasks.train, InOrder(), seed=parts.config.seed),
             )
             await trainer.fit(0, on_step)
     finally:

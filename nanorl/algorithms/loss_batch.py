@@ -37,6 +37,8 @@ class LossBatch:
     """The share of each observation's token in the loss of ECHO; those are outside the mask."""
     chosen_T: Tensor | None = None
     """1 for the tokens that clip_cov and kl_cov treat in their own way."""
+    staleness_T: Tensor | None = None
+    """Versions ago that a token was sampled."""
     entropy_T: Tensor | None = None
 
     @property

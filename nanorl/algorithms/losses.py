@@ -84,7 +84,7 @@ def _masked(batch: LossBatch) -> LossBatch:
     is_action_T = batch.mask_T.bool()
     names = (
         *("old_logp_T", "rollout_logp_T", "advantage_T", "weight_T", "ref_logp_T", "chosen_T"),
-        "entropy_T",
+        *("entropy_T", "staleness_T"),
     )
     masked: dict[str, Any] = {
         name: torch.where(is_action_T, value_T, 0.0)
@@ -97,7 +97,17 @@ def _masked(batch: LossBatch) -> LossBatch:
 def _old_logp(spec: AlgorithmSpec, logp_T: Tensor, batch: LossBatch) -> Tensor:
     if spec.old_policy == "rollout":
         return batch.rollout_logp_T
+    if spec.old_policy == "interpolated":
+        staleness_T = required(batch.staleness_T, "staleness_T", "old_policy='interpolated'")
+        return interpolated(logp_T.detach(), batch.rollout_logp_T, staleness_T)
     return logp_T.detach() if batch.old_logp_T is None else batch.old_logp_T
+
+
+def interpolated(logp_T: Tensor, rollout_logp_T: Tensor, staleness_T: Tensor) -> Tensor:
+    """`log π_o ≈ log μ + α(log π_θ − log μ)`, α = d/(d+1) for a token of d versions ago: o is one
+    update behind θ, μ was d behind o (A-3PO, as in AReaL's decoupled PPO)."""
+    alpha_T = staleness_T / (staleness_T + 1)
+    return rollout_logp_T + alpha_T * (logp_T - rollout_logp_T)
 
 
 def _correction(spec: AlgorithmSpec, old_T: Tensor, batch: LossBatch) -> Tensor:

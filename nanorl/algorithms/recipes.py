@@ -85,6 +85,11 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             "(ringtech.notion.site/kpop)",
             AlgorithmSpec(correction="kpop"),
         ),
+        "decoupled_ppo": Recipe(
+            "what is stale is weighed apart from the clip, whose centre is interpolated "
+            "(arXiv 2505.24298, inclusionai.github.io/AReaL/algorithms/prox_approx.html)",
+            AlgorithmSpec(loss="decoupled_ppo", old_policy="interpolated"),
+        ),
         "clip_cov": Recipe(
             "tokens whose advantage agrees most with their log-prob learn nothing "
             "(arXiv 2505.22617)",

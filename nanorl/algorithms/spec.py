@@ -87,6 +87,8 @@ BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
 COVARIANCE_SHARES: Mapping[str, float] = MappingProxyType({"clip_cov": 2e-4, "kl_cov": 2e-3})
 """The share of a batch's tokens that a loss chooses by their covariance (arXiv 2505.22617)."""
 
+OLD_POLICIES = ("recomputed", "rollout", "interpolated")
+
 Aggregation = Literal[
     "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant", "prompt_mean"
 ]
@@ -161,8 +163,9 @@ class AlgorithmSpec:
     """λ of generalised advantage estimation."""
     whiten_gae: bool = True
     """Whiten the advantages of gae over the batch, as PPO usually does."""
-    old_policy: Literal["recomputed", "rollout"] = "recomputed"
-    """Whose log-probs the ratio is against: the trainer's, or (o := μ) those of the rollout."""
+    old_policy: Literal["recomputed", "rollout", "interpolated"] = "recomputed"
+    """Whose log-probs the ratio is against: the trainer's, or (o := μ) those of the rollout, or
+    between μ and θ, the nearer to θ the staler the token, which no pass over the batch computes."""
     correction: Correction = "auto"
     """Off-policy weight from w = π_o/μ; auto: tis, or none where the loss has μ in it already
     (old_policy rollout, decoupled_ppo, opd)."""
@@ -187,7 +190,7 @@ class AlgorithmSpec:
         _check_own("loss", self.loss, get_args(Loss))
         _check_choice("aggregation", self.aggregation, AGGREGATIONS)
         _check_choice("correction", self.correction, get_args(Correction))
-        _check_choice("old_policy", self.old_policy, ("recomputed", "rollout"))
+        _check_choice("old_policy", self.old_policy, OLD_POLICIES)
         if self.kl_estimator == "k1":
             raise ValueError(
                 "kl_estimator='k1': its gradient is 0 in expectation; choose k2, k3 or rk3"

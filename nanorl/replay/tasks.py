@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import fields
 
+from nanorl.flow.curriculum import load_curriculum
 from nanorl.parts import Parts
 from nanorl.replay.past_run import Chosen
 from nanorl.types import Task
@@ -23,30 +24,24 @@ class TodaysTasks:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._drawn: dict[tuple[str, int], Sequence[Task]] = {}
+        self._drawn: dict[int, Sequence[Task]] = {}
 
     def of(self, chosen: Chosen) -> Task | None:
         """The task of the same id, or of the same place; None where nothing is drawn there."""
-        batch = self._batch(chosen)
+        number = int(chosen.entry.group_id.rpartition("-")[2].lstrip("g"))
+        if chosen.phase == "rl":
+            batch, place = self._candidates(number), 0
+        else:
+            batch, place = self._parts.tasks.heldout, number
         same = (task for task in batch if task.task_id == chosen.entry.task_id)
-        place = self._place(chosen)
         return next(same, batch[place] if place < len(batch) else None)
 
-    def _batch(self, chosen: Chosen) -> Sequence[Task]:
-        step = chosen.entry.step
-        key = (chosen.phase, step)
-        if key not in self._drawn:
-            config, tasks = self._parts.config, self._parts.tasks
-            is_rl = chosen.phase == "rl"
-            count = config.rl.tasks_per_step
-            self._drawn[key] = tasks.train.batch(step, count) if is_rl else tasks.heldout
-        return self._drawn[key]
-
-    def _place(self, chosen: Chosen) -> int:
-        """Where in the step, or in the list of the evaluation, its group stands."""
-        number = int(chosen.entry.group_id.rpartition("-")[2].lstrip("g"))
-        per_step = self._parts.config.rl.tasks_per_step
-        return number - chosen.entry.step * per_step if chosen.phase == "rl" else number
+    def _candidates(self, number: int) -> Sequence[Task]:
+        """Those among which the run chose its task of that number."""
+        if number not in self._drawn:
+            count = load_curriculum(self._parts.config.rl.curriculum).num_candidates
+            self._drawn[number] = self._parts.tasks.train.batch(number, count)
+        return self._drawn[number]
 
 
 def changes(then: Task, now: Task | None) -> str:

@@ -124,8 +124,11 @@ class PolicyRank:
     async def restart(self, config: EngineConfig) -> None:
         await self._work.run(self.engine.restart, config)
 
-    async def save(self, path: Path, cursor: Mapping[str, Any]) -> None:
-        await self._work.run(self.engine.save, path, cursor)
+    async def save(self, path: Path, cursor: Mapping[str, Any], in_background: bool) -> None:
+        await self._work.run(self.engine.save, path, cursor, in_background=in_background)
+
+    async def wait_saved(self) -> None:
+        await self._work.run(self.engine.wait_saved)
 
     async def load(self, path: Path) -> dict[str, Any]:
         return await self._work.run(self.engine.load, path)
@@ -234,8 +237,11 @@ class RankedEngine:
     def restart(self, config: EngineConfig) -> None:
         self._call_in_turn(PolicyRank.restart, config)
 
-    def save(self, path: Path, cursor: Mapping[str, Any]) -> None:
-        self._call_in_turn(PolicyRank.save, path, cursor)
+    def save(self, path: Path, cursor: Mapping[str, Any], *, in_background: bool = False) -> None:
+        self._call_in_turn(PolicyRank.save, path, cursor, in_background)
+
+    def wait_saved(self) -> None:
+        self._call(PolicyRank.wait_saved)
 
     def load(self, path: Path) -> Mapping[str, Any]:
         return self._call_in_turn(PolicyRank.load, path)[0]

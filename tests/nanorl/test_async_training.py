@@ -24,6 +24,7 @@ from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.collector import RolloutCollector
 from nanorl.colocation import InlinePublisher
 from nanorl.config import AgentConfig, RLConfig, RunConfig
+from nanorl.flow.curriculum import InOrder, TaskChooser
 from nanorl.learner import Learner
 from nanorl.trainer import StepResult, Trainer
 from nanorl.types import Rollout, Status, Task
@@ -31,6 +32,18 @@ from nanosched import Scheduler
 
 PROMPT = [1, 2, 3]
 Score = Callable[[list[int]], float]
+
+
+class Sevens:
+    """Task i of step s is called s-i."""
+
+    def __init__(self, per_step: int) -> None:
+        self.per_step = per_step
+
+    def batch(self, step: int, n: int) -> list[Task]:
+        """One task of number `step`: whoever chooses asks for n = 1."""
+        name = "{}-{}".format(*divmod(step, self.per_step))
+        return [Task(task_id=name, kind="seven", prompt="", answer="7")] * n
 
 
 def make_model() -> Transformer:
@@ -90,10 +103,7 @@ def train(
                     collector=scheduler.actor(RolloutCollector).remote(
                         play, run_seed=0, max_retries=0, most_lost=2 * 2 * 4
                     ),
-                    task_batch=lambda step: [
-                        Task(task_id=f"{step}-{i}", kind="seven", prompt="", answer="7")
-                        for i in range(rl.tasks_per_step)
-                    ],
+                    tasks=TaskChooser(Sevens(rl.tasks_per_step), InOrder(), seed=0),
                 )
 
                 async def on_step(result: StepResult) -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from nanorl.trainer import StalenessController, TransferQueue
+from nanorl.flow.staleness import StalenessController
 
 
 def test_without_staleness_no_rollout_of_the_next_batch_starts_before_the_update() -> None:
@@ -55,43 +55,3 @@ def test_a_waiting_group_is_admitted_when_the_version_advances() -> None:
 def test_staleness_refuses_impossible_values() -> None:
     with pytest.raises(ValueError, match="max_staleness=-1"):
         StalenessController(max_staleness=-1, batch=1)
-
-
-def test_groups_are_taken_in_task_order_whatever_order_they_finish_in() -> None:
-    async def scenario() -> list[list[str]]:
-        queue = TransferQueue(capacity=4)
-        for index in (3, 1, 0, 2):
-            await queue.put(index, [f"group {index}"])  # type: ignore[list-item]
-        return [*await queue.take(2), *await queue.take(2)]  # type: ignore[list-item]
-
-    assert asyncio.run(scenario()) == [[f"group {i}"] for i in range(4)]
-
-
-def test_a_full_queue_holds_the_producer_back_until_groups_are_taken() -> None:
-    async def scenario() -> list[str]:
-        queue = TransferQueue(capacity=2)
-        events = []
-
-        async def produce() -> None:
-            for index in range(3):
-                await queue.put(index, [])
-                events.append(f"put {index}")
-
-        task = asyncio.create_task(produce())
-        await asyncio.sleep(0.01)
-        events.append("take")
-        await queue.take(1)
-        await task
-        return events
-
-    assert asyncio.run(scenario()) == ["put 0", "put 1", "take", "put 2"]
-
-
-def test_a_group_is_never_accepted_twice() -> None:
-    async def scenario() -> None:
-        queue = TransferQueue(capacity=2)
-        await queue.put(0, [])
-        await queue.put(0, [])
-
-    with pytest.raises(ValueError, match="group 0 was put twice"):
-        asyncio.run(scenario())

@@ -1,0 +1,152 @@
+"""Which task is played next: `Curriculum`, and two of them.
+
+    in_order    the tasks as their source gives them, each epoch shuffled anew
+    learnable   of some candidates the one whose kind is solved about half of the time: there the
+                members of a group differ most, and differences are what is learnt from
+
+A curriculum of your own is a class in a file, `--rl.curriculum mine.py:Hardest`:
+
+    class Hardest:
+        num_candidates = 4
+        def choose(self, candidates, rng): return max(candidates, key=lambda task: len(task.prompt))
+        def observe(self, task, rewards): pass
+        def state(self): return {}
+        def load(self, state): pass
+
+A task's number is its place among all that the run plays, so a run without one that looks at
+outcomes is a function of the seed. What a curriculum has learnt goes into every checkpoint.
+Left out: held-out tasks, which nobody chooses.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from nanorl.plugins import load_object
+from nanorl.types import Task, derive_seed
+
+
+class TaskSource(Protocol):
+    """Where tasks come from (tasks/source.py): a pure function of two integers."""
+
+    def batch(self, step: int, n: int) -> Sequence[Task]: ...
+
+
+class Curriculum(Protocol):
+    """Chooses among candidates, and may learn from what came of its choices."""
+
+    num_candidates: int
+
+    def choose(self, candidates: Sequence[Task], rng: random.Random) -> Task: ...
+
+    def observe(self, task: Task, rewards: Sequence[float]) -> None:
+        """The rewards of the rollouts of a task that was chosen, in the order of training."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What it has learnt, as JSON; `load` is the inverse."""
+        ...
+
+    def load(self, state: dict[str, Any]) -> None: ...
+
+
+class InOrder:
+    """Plays the tasks as they come."""
+
+    num_candidates = 1
+
+    def choose(self, candidates: Sequence[Task], rng: random.Random) -> Task:
+        return candidates[0]
+
+    def observe(self, task: Task, rewards: Sequence[float]) -> None:
+        """It learns nothing."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """There is nothing to take over."""
+
+
+class Learnable:
+    """Prefers kinds of tasks whose rewards vary: p(1 − p) is largest where half are solved.
+
+    The success rate p of a kind is a running mean, which begins at 1/2 with the weight of two
+    rollouts. One choice in five is left to chance, so that no kind is forgotten.
+    """
+
+    num_candidates = 4
+    decay = 0.98  # of what was seen, for each further rollout: about the last fifty count
+    chance = 0.2
+
+    def __init__(self) -> None:
+        self._seen: dict[str, list[float]] = {}  # by kind: successes and rollouts, decayed
+
+    def choose(self, candidates: Sequence[Task], rng: random.Random) -> Task:
+        if rng.random() < self.chance:
+            return rng.choice(candidates)
+        return max(candidates, key=lambda task: self._variance(task.kind))  # of equals the first
+
+    def observe(self, task: Task, rewards: Sequence[float]) -> None:
+        for reward in rewards:
+            solved, count = self._seen.get(task.kind, [0.0, 0.0])
+            self._seen[task.kind] = [
+                solved * self.decay + float(reward >= 1.0),
+                count * self.decay + 1,
+            ]
+
+    def _variance(self, kind: str) -> float:
+        solved, count = self._seen.get(kind, [0.0, 0.0])
+        rate = (solved + 1) / (count + 2)
+        return rate * (1 - rate)
+
+    def state(self) -> dict[str, Any]:
+        return {"seen": self._seen}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._seen = {kind: list(pair) for kind, pair in state["seen"].items()}
+
+
+KNOWN: Mapping[str, str] = MappingProxyType(
+    {
+        "in_order": "nanorl.flow.curriculum:InOrder",
+        "learnable": "nanorl.flow.curriculum:Learnable",
+    }
+)
+
+
+def load_curriculum(name: str) -> Curriculum:
+    """One of ours, or a class of the user's. ValueError where there is none."""
+    found: Curriculum = load_object(name, what="rl.curriculum", known=KNOWN, fits=_is_curriculum)()
+    return found
+
+
+def _is_curriculum(found: Any) -> bool:
+    return isinstance(found, type) and all(
+        hasattr(found, name) for name in ("num_candidates", "choose", "observe", "state", "load")
+    )
+
+
+class TaskChooser:
+    """The task of each number of a run."""
+
+    def __init__(self, source: TaskSource, curriculum: Curriculum, *, seed: int) -> None:
+        self._source, self._curriculum, self._seed = source, curriculum, seed
+
+    def task(self, number: int) -> Task:
+        """What is played as number `number`, counted over the whole run."""
+        candidates = self._source.batch(number, self._curriculum.num_candidates)
+        rng = random.Random(derive_seed(self._seed, "curriculum", number))
+        return self._curriculum.choose(candidates, rng)
+
+    def observe(self, task: Task, rewards: Sequence[float]) -> None:
+        self._curriculum.observe(task, rewards)
+
+    def state(self) -> dict[str, Any]:
+        return self._curriculum.state()
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._curriculum.load(state)

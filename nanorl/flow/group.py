@@ -1,0 +1,56 @@
+"""`FinishedGroup`: the rollouts of one task, with what a batch has to know of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from nanorl.types import Rollout, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedGroup:
+    """All rollouts of a task that were played to their end. A group of four that lost one:
+
+    FinishedGroup(index=17, task=task, rollouts=[first, second, fourth], size=4)
+    """
+
+    index: int
+    """The number of its task, counted over the whole run."""
+    task: Task
+    rollouts: list[Rollout]
+    size: int
+    """How many rollouts it was to have."""
+
+    @property
+    def is_whole(self) -> bool:
+        """False if the machine, not the program, cost it members."""
+        return len(self.rollouts) == self.size
+
+    @property
+    def versions(self) -> range:
+        """From the oldest to the newest policy that sampled a token; empty without one."""
+        found = [v for r in self.rollouts for s in r.sequences for v in s.versions if v >= 0]
+        return range(min(found), max(found) + 1) if found else range(0)
+
+    @property
+    def num_action_tokens(self) -> int:
+        return sum(rollout.num_action_tokens for rollout in self.rollouts)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-serialisable dict; `from_json` is its inverse."""
+        return {
+            "index": self.index,
+            "task": self.task.to_json(),
+            "rollouts": [rollout.to_json() for rollout in self.rollouts],
+            "size": self.size,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> FinishedGroup:
+        return cls(
+            index=data["index"],
+            task=Task.from_json(data["task"]),
+            rollouts=[Rollout.from_json(one) for one in data["rollouts"]],
+            size=data["size"],
+        )
