@@ -26,6 +26,7 @@ PACKAGES = [
     "nanorl.envs",
     "nanorl.envs.remote",
     "nanorl.envs.shipped",
+    "nanorl.flow",
     "nanorl.hosting",
     "nanorl.http_record",
     "nanorl.monitor",

@@ -30,7 +30,18 @@ class StepSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferConfig(StepSizes):
+class WeightUpdates:
+    """How an engine takes new weights."""
+
+    in_flight: InFlight = "recompute"
+    """What becomes of requests in flight when new weights come. recompute: what they had cached is
+    computed again by the new weights. keep: it stays, and their next tokens are sampled by the new
+    weights after keys and values of the old. wait (AsyncEngine): the weights wait until all are
+    answered, and new requests until the weights are there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferConfig(StepSizes, WeightUpdates):
     """The options of one engine."""
 
     num_blocks: int | None = None
@@ -69,11 +80,6 @@ class InferConfig(StepSizes):
     trainer's: for serving, not for rollouts to train on. nanorl never sets it."""
     kv_calibration_ids: tuple[int, ...] = ()
     """Token ids of a text that chooses the scales of an fp8 cache; none: scales of 1."""
-    in_flight: InFlight = "recompute"
-    """What becomes of requests in flight when new weights come. recompute: what they had cached is
-    computed again by the new weights. keep: it stays, and their next tokens are sampled by the new
-    weights after keys and values of the old. wait (AsyncEngine): the weights wait until all are
-    answered, and new requests until the weights are there."""
     cuda_graphs: bool = True
     """Replay decode steps as CUDA graphs; ignored on a CPU."""
 

@@ -22,7 +22,7 @@ from nanoengine.build import LayoutConfig
 from nanoengine.config import ComputeConfig
 from nanoengine.model.lora import LoraConfig
 from nanoengine.optim import Schedule, UpdateConfig
-from nanoinfer.config import InFlight, Quantization, StepSizes
+from nanoinfer.config import Quantization, StepSizes, WeightUpdates
 from nanorl.agents.tokens import Limits
 from nanorl.algorithms.recipes import named_spec
 from nanorl.algorithms.spec import BOUNDS, AlgorithmSpec
@@ -92,9 +92,6 @@ class RLConfig(UpdateConfig):
     time), or a class of yours as mine.py:name (nanorl/flow/curriculum.py)."""
     batch: BatchPolicy = field(default_factory=BatchPolicy)
     """Which groups make a batch, and what becomes of those that do not fit."""
-    in_flight: InFlight = "recompute"
-    """What becomes of requests in flight when new weights come: recompute what they had cached
-    under the new ones, keep it and go on, or wait until they are answered."""
     max_staleness: int = 0
     """Policy versions a rollout may lag behind; 0 is synchronous training. Stale tokens are
     weighed by the present policy over the one that sampled them, at most 2 (algorithm.correction).
@@ -169,8 +166,8 @@ class RLConfig(UpdateConfig):
         if several[1] > 1 and spec.loss == "reinforce":
             raise ValueError(
                 f"--rl.{several[0]} {several[1]}: --rl.algorithm.loss reinforce has no ratio, so "
-                "from the second step on it would train on another policy's tokens as if they were its "
-                "own; choose loss ppo, or 1 of them"
+                "from the second step on it would train on another policy's tokens as if they were "
+                "its own; choose loss ppo, or 1 of them"
             )
         if not self.is_on_policy and not spec.answers_for_staleness:
             flag = (
@@ -323,7 +320,7 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineLimits(ComputeConfig, StepSizes):
+class EngineLimits(ComputeConfig, StepSizes, WeightUpdates):
     """Sizes of the two engines; 0: chosen for the device (sizes.py)."""
 
     micro_batch_tokens: int = 0

@@ -83,7 +83,6 @@ class Parts:
             cache_bytes=limits.cache_mb << 20,
             eos_ids=tuple(sorted(self.tokenizer.eos_ids)),
             deterministic=self.config.deterministic,
-            in_flight=self.config.rl.in_flight,
         )
 
     def engine_config(self, update: UpdateConfig, **options: Any) -> EngineConfig:

@@ -105,7 +105,8 @@ def _old_logp(spec: AlgorithmSpec, logp_T: Tensor, batch: LossBatch) -> Tensor:
 
 def interpolated(logp_T: Tensor, rollout_logp_T: Tensor, staleness_T: Tensor) -> Tensor:
     """`log π_o ≈ log μ + α(log π_θ − log μ)`, α = d/(d+1) for a token of d versions ago: o is one
-    update behind θ, μ was d behind o (A-3PO, as in AReaL's decoupled PPO)."""
+    update behind θ, μ was d behind o (inclusionai.github.io/AReaL/algorithms/prox_approx.html).
+    """
     alpha_T = staleness_T / (staleness_T + 1)
     return rollout_logp_T + alpha_T * (logp_T - rollout_logp_T)
 

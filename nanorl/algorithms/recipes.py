@@ -87,7 +87,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         ),
         "decoupled_ppo": Recipe(
             "what is stale is weighed apart from the clip, whose centre is interpolated "
-            "(arXiv 2505.24298, inclusionai.github.io/AReaL/algorithms/prox_approx.html)",
+            "(arXiv 2505.24298)",
             AlgorithmSpec(loss="decoupled_ppo", old_policy="interpolated"),
         ),
         "clip_cov": Recipe(

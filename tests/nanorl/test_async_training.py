@@ -4,9 +4,10 @@ on batches that have nothing to teach. The task: say token 7 among four."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ from nanorl.collector import RolloutCollector
 from nanorl.colocation import InlinePublisher
 from nanorl.config import AgentConfig, RLConfig, RunConfig
 from nanorl.flow.curriculum import InOrder, TaskChooser
+from nanorl.flow.journal import Journal
+from nanorl.flow.policy import BatchPolicy
 from nanorl.learner import Learner
 from nanorl.trainer import StepResult, Trainer
 from nanorl.types import Rollout, Status, Task
@@ -62,13 +65,23 @@ def says_seven(ids: list[int]) -> float:
 
 
 def train(
-    score: Score = says_seven, *, failing_step: int | None = None, **options: Any
+    score: Score = says_seven,
+    *,
+    failing_step: int | None = None,
+    journal: Journal | None = None,
+    saved: Mapping[str, Any] | None = None,
+    after: Callable[[Trainer, Engine, StepResult], None] | None = None,
+    played: list[str] | None = None,
+    **options: Any,
 ) -> tuple[list[StepResult], Engine]:
-    """The steps of a run, and its engine; every rollout of `failing_step` fails."""
+    """The steps of a run, and its engine; every rollout of `failing_step` fails. It goes on from
+    what is `saved`, if anything is, calls `after` each step, and notes what was played."""
     rl = RLConfig(**{"steps": 4, "tasks_per_step": 2, "group_size": 4, "lr": 1e-2, **options})
     config = RunConfig(rl=rl, agent=AgentConfig(max_turn_tokens=4, max_context_tokens=8))
     engine = Engine(make_model(), EngineConfig(dtype="fp32", lr=rl.lr))
     steps: list[StepResult] = []
+    if saved:
+        engine.load_weights(saved["weights"].items())
 
     async def run() -> None:
         limits = InferConfig(cache_bytes=1 << 20, max_num_seqs=16, max_batch_tokens=64)
@@ -78,6 +91,8 @@ def train(
                 task: Task, *, group_id: str, rollout_id: str, sampling: SamplingParams
             ) -> Rollout:
                 output = await generator.generate(PROMPT, replace(sampling, max_tokens=4))
+                if played is not None:
+                    played.append(rollout_id)
                 has_failed = task.task_id.startswith(f"{failing_step}-")
                 return Rollout(
                     task_id=task.task_id,
@@ -104,12 +119,17 @@ def train(
                         play, run_seed=0, max_retries=0, most_lost=2 * 2 * 4
                     ),
                     tasks=TaskChooser(Sevens(rl.tasks_per_step), InOrder(), seed=0),
+                    journal=journal,
                 )
+                if saved:
+                    trainer.load(saved["state"])
 
                 async def on_step(result: StepResult) -> None:
                     steps.append(result)
+                    if after is not None:
+                        after(trainer, engine, result)
 
-                await trainer.fit(0, on_step)
+                await trainer.fit(saved["step"] if saved else 0, on_step)
 
     asyncio.run(run())
     return steps, engine
@@ -259,3 +279,146 @@ def test_a_step_reports_the_time_of_its_rollouts_and_not_its_own_waiting(
     steps, _ = train(steps=2)
     assert [step.metrics["rollout_s"] for step in steps] == [7.0, 7.0]
     assert all(0 < step.metrics["wait_s"] <= step.metrics["step_s"] for step in steps)
+
+
+# -- batches of what has finished ------------------------------------------------------------------
+
+FINISH = BatchPolicy(order="finish")
+
+
+def test_batches_of_whatever_is_complete_are_the_same_bits_without_staleness() -> None:
+    """All groups of a step are needed, and a batch is in the order of its tasks."""
+    in_order, first = train(steps=3)
+    as_complete, second = train(steps=3, batch=FINISH)
+    for one, other in zip(in_order, as_complete, strict=True):
+        assert [r.tokens for g in one.groups for r in g] == [
+            r.tokens for g in other.groups for r in g
+        ]
+    for (name, here), (_, there) in zip(first.export_state(), second.export_state(), strict=True):
+        assert torch.equal(here, there), name
+
+
+@pytest.mark.parametrize("leftover", ["carry", "cut"])
+def test_over_sampled_groups_are_carried_over_or_given_up(leftover: Any) -> None:
+    batch = BatchPolicy(order="finish", oversample=2, leftover=leftover)
+    steps, _ = train(steps=6, batch=batch)
+    assert [step.step for step in steps] == list(range(6))
+    ids = [r.rollout_id for step in steps for group in step.groups for r in group]
+    assert len(ids) == len(set(ids)) == 6 * 2 * 4  # each is trained on once
+    assert all(len(step.groups) == 2 for step in steps)
+    oldest = max(step.metrics["staleness_max"] for step in steps)
+    assert oldest >= 1  # some began under an earlier policy
+    for step in steps:
+        of_ages = {
+            name: value for name, value in step.metrics.items() if "staleness_tokens/" in name
+        }
+        assert sum(of_ages.values()) == step.metrics["action_tokens"]
+        assert step.metrics.get("logp_gap_max", 0.0) == 0.0
+        assert ("groups_cut" in step.metrics) == (leftover == "cut")
+
+
+def test_dynamic_sampling_replaces_groups_and_the_run_is_still_reproducible() -> None:
+    def run() -> tuple[list[list[str]], list[float], Engine]:
+        spec = AlgorithmSpec(dynamic_sampling=True)
+        steps, engine = train(steps=6, tasks_per_step=3, lr=3e-2, algorithm=spec)
+        names = [sorted({r.group_id for g in step.groups for r in g}) for step in steps]
+        return names, [step.metrics["groups_replaced"] for step in steps], engine
+
+    names, replaced, engine = run()
+    again, _, other = run()
+    assert names == again and sum(replaced) > 0
+    flat = [name for step in names for name in step]
+    assert len(flat) == len(set(flat))  # nothing is played twice
+    assert [len(step) for step in names] == [3 + int(n) for n in replaced]
+    for (name, here), (_, there) in zip(engine.export_state(), other.export_state(), strict=True):
+        assert torch.equal(here, there), name
+
+
+def test_every_step_says_how_old_its_tokens_were_and_who_was_idle() -> None:
+    steps, _ = train(steps=5, max_staleness=1, batch=FINISH)
+    for step in steps:
+        metrics = step.metrics
+        ages = {name: n for name, n in metrics.items() if name.startswith("staleness_tokens/")}
+        assert sum(ages.values()) == metrics["action_tokens"] > 0
+        assert 0 <= metrics["idle_trainer"] < 1 and 0 <= metrics["idle_collector"] <= 1
+        assert metrics["wasted_tokens"] == 0
+
+
+# -- minibatches -----------------------------------------------------------------------------------
+
+
+def test_minibatches_are_steps_of_their_own_against_one_old_policy() -> None:
+    spec = AlgorithmSpec(entropy_coef=0.01)  # no sample without a gradient
+    steps, engine = train(steps=4, tasks_per_step=4, minibatches=2, epochs=2, algorithm=spec)
+    assert engine.version == 4 * 2 * 2
+    assert all(step.metrics["logp_gap_max"] == 0.0 for step in steps)
+    assert all(abs(step.metrics["ratio"] - 1) > 1e-5 for step in steps)
+
+
+def test_stale_minibatches_are_scored_once_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = 0
+    score = Engine.forward_logprobs
+
+    def count(engine: Engine, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return score(engine, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "forward_logprobs", count)
+    train(steps=3, minibatches=2)
+    assert calls == 0  # the rollouts' own log-probs are those of the old policy
+    train(steps=3, minibatches=2, max_staleness=1)
+    assert calls == 3
+    spec = AlgorithmSpec(loss="decoupled_ppo", old_policy="interpolated")
+    train(steps=3, minibatches=2, max_staleness=1, algorithm=spec)
+    assert calls == 3
+
+
+# -- a run that is killed --------------------------------------------------------------------------
+
+
+class Killed(Exception):  # noqa: N818 - named as what happened
+    """Where a process would die."""
+
+
+@pytest.mark.parametrize("order", ["task", "finish"])
+def test_a_killed_asynchronous_run_loses_no_rollout_and_trains_none_twice(
+    tmp_path: Path, order: Any
+) -> None:
+    """Checkpoints after steps 3 and 6; it dies in step 5, and again in step 8."""
+    options: dict[str, Any] = {
+        "steps": 10, "max_staleness": 2, "tasks_per_step": 2, "batch": BatchPolicy(order=order),
+    }  # fmt: skip
+    saved: dict[str, Any] = {}
+    trained: dict[int, list[str]] = {}
+    played: list[str] = []
+
+    def attempt(dies_in: int | None) -> None:
+        def after(trainer: Trainer, engine: Engine, result: StepResult) -> None:
+            if result.step == dies_in:
+                raise Killed
+            trained[result.step] = [r.rollout_id for g in result.groups for r in g]
+            if result.step in (3, 6):
+                weights = {name: value.clone() for name, value in engine.export_state()}
+                saved.update(step=result.step + 1, state=trainer.state, weights=weights)
+
+        journal = Journal(tmp_path / "journal.sqlite")
+        try:
+            train(after=after, journal=journal, saved=saved, played=played, **options)
+        except Killed:
+            pass
+        finally:
+            journal.close()
+
+    attempt(5)
+    before = len(played)
+    attempt(8)
+    attempt(None)
+    flat = [name for step in sorted(trained) for name in trained[step]]
+    assert sorted(trained) == list(range(10))
+    assert len(flat) == len(set(flat)) == 10 * 2 * 4
+    numbers = sorted({int(name.split("-g")[1].split("-")[0]) for name in flat})
+    assert numbers == list(range(20))  # every task, once
+    assert before < len(played) < 3 * 10 * 2 * 4
