@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import gc
 import io
 import json
 import re
@@ -81,6 +82,18 @@ class Sized(NamedTuple):
     is_kernel: bool  # compiled by Triton: its parameters are pointers, strides and tile sizes
 
 
+def parse(source: str, path: Path = Path("<annotation>"), mode: str = "exec") -> Any:
+    """`ast.parse` without garbage collection: in CPython 3.11 a finalizer that runs meanwhile and
+    formats a traceback, which parses too, makes it fail ("recursion depth mismatch")."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return ast.parse(source, str(path), mode)
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 @dataclass
 class Module:
     """One parsed file."""
@@ -95,7 +108,7 @@ class Module:
         parts = path.relative_to(root).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         source = path.read_text()
-        return cls(name, path, source, ast.parse(source, str(path)))
+        return cls(name, path, source, parse(source, path))
 
     @property
     def package(self) -> str:
@@ -495,7 +508,7 @@ def _walk_with_annotations(statement: ast.AST) -> Iterator[ast.AST]:
         for part in ast.walk(annotation) if annotation else ():
             if isinstance(part, ast.Constant) and isinstance(part.value, str):
                 try:
-                    yield from ast.walk(ast.parse(part.value, mode="eval"))
+                    yield from ast.walk(parse(part.value, mode="eval"))
                 except SyntaxError:  # a text of Literal["..."]
                     continue
 

@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from house import MOST_PARAMETERS, PACKAGES, House  # noqa: E402
+from house import MOST_PARAMETERS, PACKAGES, House, parse  # noqa: E402
 
 ALLOWED = {
     "kernels": set(),
@@ -30,7 +30,7 @@ ALLOWED = {
 
 
 def modules_imported(path: Path) -> set[str]:
-    tree = ast.parse(path.read_text(), str(path))
+    tree = parse(path.read_text(), path)
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -61,7 +61,7 @@ def test_kernels_is_our_package_and_not_the_unrelated_one_of_that_name() -> None
 
 
 def test_setup_lists_every_package_that_exists_and_no_other() -> None:
-    tree = ast.parse((ROOT / "setup.py").read_text())
+    tree = parse((ROOT / "setup.py").read_text(), ROOT / "setup.py")
     assigned = {
         node.targets[0].id: node.value
         for node in tree.body
