@@ -92,6 +92,9 @@ class RLConfig(UpdateConfig):
     time), or a class of yours as mine.py:name (nanorl/flow/curriculum.py)."""
     batch: BatchPolicy = field(default_factory=BatchPolicy)
     """Which groups make a batch, and what becomes of those that do not fit."""
+    concurrency: int = 0
+    """Rollouts that play at a time, the others wait; 0: as many as are let start, but fewer as soon
+    as turns find that the cache has forgotten what they had in it."""
     max_staleness: int = 0
     """Policy versions a rollout may lag behind; 0 is synchronous training. Stale tokens are
     weighed by the present policy over the one that sampled them, at most 2 (algorithm.correction).
@@ -123,6 +126,7 @@ class RLConfig(UpdateConfig):
             temperature=Bound(0.01, 100, "colder is greedy, hotter is noise"),
             epochs=Bound(1, 1000, "they all train on one batch"),
             minibatches=Bound(1, 4096, "each is an optimizer step"),
+            concurrency=NATURAL,
             max_staleness=Bound(
                 0, 64, "so many batches wait in memory, and so old is their policy"
             ),

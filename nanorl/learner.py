@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.config import DTYPES, EngineConfig
-from nanoengine.engine import LossFn, WeightFn
+from nanoengine.engine import LossFn, NonFiniteLoss, WeightFn
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import load_model
 from nanoengine.model.sources import resolve_model
@@ -256,7 +256,9 @@ class Learner:
         for epoch in range(rl.epochs):
             results = []
             for number, places in enumerate(minibatches):
-                results.append(self._train_step([samples[i] for i in places], batch.loss_fn))
+                names = [batch.places[i][0] for i in places]
+                here = [samples[i] for i in places]
+                results.append(self._train_step(here, batch.loss_fn, names))
                 if epoch == number == 0:  # the weights are still those that the batch came with
                     metrics.update(self._gap(batch, samples, places))
             metrics.update(per_action_token(merge_steps(results)))
@@ -264,14 +266,28 @@ class Learner:
                 samples = with_field(samples, Field.OLD_LOGP, self._first_logps)
         return metrics
 
-    def _train_step(self, samples: Sequence[Sample], loss_fn: LossFn) -> dict[str, float]:
+    def _train_step(
+        self, samples: Sequence[Sample], loss_fn: LossFn, names: Sequence[str]
+    ) -> dict[str, float]:
+        """One optimizer step on samples of the rollouts `names`. NonFiniteLoss, before the weights
+        change, names the one whose log-probs are not finite, if there is one."""
         rl = self.config.rl
-        return self.engine.train_step(
-            samples,
-            loss_fn,
-            temperature=rl.temperature,
-            entropy=rl.algorithm.entropy_coef != 0 or rl.keep_entropies,
-        )
+        try:
+            return self.engine.train_step(
+                samples,
+                loss_fn,
+                temperature=rl.temperature,
+                entropy=rl.algorithm.entropy_coef != 0 or rl.keep_entropies,
+            )
+        except NonFiniteLoss as error:
+            scored = zip(names, self.engine.last_logps, strict=False)
+            damaged = [name for name, logp_T in scored if not logp_T.isfinite().all()]
+            if not damaged:
+                raise
+            raise NonFiniteLoss(
+                f"rollout {damaged[0]}: the trained policy gives its tokens log-probs that are "
+                f"not finite. {error}"
+            ) from error
 
     def _gap(
         self, batch: TrainBatch, samples: Sequence[Sample], places: Sequence[int]

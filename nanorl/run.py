@@ -491,7 +491,8 @@ class Run:
             async def on_step(result: StepResult) -> None:
                 self.cursor.flow = trainer.state
                 result.metrics.update(await self.roles.idle_shares())
-                result.metrics.update(await self._http_counts())
+                playing = await self.roles.collector.call(CollectorRole.take_playing)
+                result.metrics.update(playing | await self._http_counts())
                 await self._log_step(result)
                 shown = {name: result.metrics[name] for name in SHOWN if name in result.metrics}
                 self.live.advance(phase, metrics=shown)

@@ -18,6 +18,7 @@ from nanorl.agents.kit import AgentKit
 from nanorl.agents.times import RolloutTimes
 from nanorl.collector import RolloutCollector
 from nanorl.config import RunConfig
+from nanorl.flow.concurrency import ConcurrencyLimit
 from nanorl.monitor.vitals import vitals
 from nanorl.roles.role import OnRestart, Role, getting_ready
 from nanorl.roles.router import ReplicaClient, Router
@@ -51,6 +52,7 @@ class CollectorRole(RolloutCollector):
         )
         self.router = Router()
         self.generator: Generator = self.router if generator is None else generator
+        self.concurrency = ConcurrencyLimit(rl.concurrency)
         self.kit = AgentKit(config, folder) if kit is None else kit
         self._warm_start = WarmStart(config, self.kit)
 
@@ -67,19 +69,24 @@ class CollectorRole(RolloutCollector):
         sampling: SamplingParams,
         is_tool_enabled: bool = True,
     ) -> Rollout:
-        """One rollout of the policy."""
-        return await self.kit.play(
-            task,
-            self.generator,
-            group_id=group_id,
-            rollout_id=rollout_id,
-            sampling=sampling,
-            is_tool_enabled=is_tool_enabled,
-        )
+        """One rollout of the policy, as soon as there is room for it."""
+        async with self.concurrency.place() as place:
+            return await self.kit.play(
+                task,
+                place.watch(self.generator),
+                group_id=group_id,
+                rollout_id=rollout_id,
+                sampling=sampling,
+                is_tool_enabled=is_tool_enabled,
+            )
 
     async def teach(self, step: int) -> list[Sample]:
         """The samples of a step of the warm start."""
         return await self._warm_start.samples(step)
+
+    async def take_playing(self) -> dict[str, float]:
+        """How many rollouts played at a time since the last call, and what the cache forgot."""
+        return self.concurrency.take_counts()
 
     async def take_http_counts(self) -> dict[str, float]:
         """What the recording proxy has done since the last call; nothing where there is none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,10 @@ import torch
 from test_batching import rollout
 from torch import Tensor
 
+from nanoengine.config import EngineConfig
+from nanoengine.engine import Engine, NonFiniteLoss
+from nanoengine.model.config import ModelConfig
+from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.config import RLConfig, RunConfig
@@ -38,14 +43,26 @@ class CountingCritic:
     """Stands for a Critic whose values are all 0."""
 
     def __init__(self) -> None:
-        self.num_updates = 0
+        self.num_updates = self.num_asked = 0
 
     def values(self, samples: Sequence[Sample]) -> list[Tensor]:
+        self.num_asked += 1
         return [torch.zeros(len(sample.tokens)) for sample in samples]
 
     def train_step(self, samples: Sequence[Sample]) -> dict[str, float]:
         self.num_updates += 1
         return {}
+
+
+class CountingReference:
+    """Stands for a Policy whose log-probs follow from the tokens."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def forward_logprobs(self, samples: Sequence[Sample], **_: Any) -> list[Tensor]:
+        self.num_asked += 1
+        return [-torch.tensor(sample.tokens, dtype=torch.float32) / 10 for sample in samples]
 
 
 class DeafPublisher:
@@ -55,11 +72,16 @@ class DeafPublisher:
         return 0.0
 
 
-def make_learner(critic: CountingCritic | None = None, **options: Any) -> Learner:
+def make_learner(
+    critic: CountingCritic | None = None,
+    reference: CountingReference | None = None,
+    **options: Any,
+) -> Learner:
     doubles: dict[str, Any] = {
         "engine": CountingEngine(),
         "publisher": DeafPublisher(),
         "critic": critic,
+        "reference": reference,
         "thread": None,
     }
     return Learner(RunConfig(rl=RLConfig(**options)), **doubles)
@@ -110,3 +132,46 @@ def test_what_a_batch_says_about_its_tokens_is_kept_by_rollout() -> None:
     assert signs == [[-m for m in masks[0]], masks[1]]
     assert first["trained_logp"] == [[-0.5 * m for m in masks[0]]]
     assert "entropy" not in first and learner.take_token_stats() == {}
+
+
+def test_a_policy_that_is_damaged_stops_before_the_update_and_the_rollout_is_named() -> None:
+    """Token 12 has an embedding of NaN; the second rollout has read it."""
+    shape = ModelConfig(
+        vocab_size=24, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2,
+        num_kv_heads=1, head_dim=16, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Transformer(shape)
+    model.init_weights(seed=0, std=0.1)
+    engine = Engine(model, EngineConfig(dtype="fp32"))
+    state = {name: value.clone() for name, value in engine.export_state()}
+    state["model.embed_tokens.weight"][12] = math.nan
+    engine.load_weights(state.items())
+    learner = make_learner()
+    learner.engine = engine
+    good, bad = rollout("a", 0, 1.0), rollout("a", 1, 0.0)
+    bad.tokens[-2:] = [12, 13]
+    with pytest.raises(NonFiniteLoss, match=r"rollout a-1: the trained policy .* untouched"):
+        learner.train_on([[good, bad]])
+    assert engine.version == 0
+    for name, value in engine.export_state():
+        assert torch.equal(value, state[name]) or name == "model.embed_tokens.weight", name
+
+
+def test_a_group_is_scored_before_its_batch_and_not_again() -> None:
+    """The reference's word stands; that of a critic only until it has learnt."""
+    critic, reference = CountingCritic(), CountingReference()
+    spec = AlgorithmSpec(advantage="gae", kl_coef=0.1)
+    learner = make_learner(critic, reference=reference, algorithm=spec)
+    groups = [[rollout(name, member, float(member)) for member in range(2)] for name in "ab"]
+    scores = [learner._score(group) for group in groups]
+    assert (critic.num_asked, reference.num_asked) == (2, 2)
+    first = learner.train_on(groups, scores)
+    assert (critic.num_asked, reference.num_asked) == (2, 2)
+    again = make_learner(CountingCritic(), reference=CountingReference(), algorithm=spec)
+    without = again.train_on(groups)
+    del first["train_s"], without["train_s"]
+    assert first == without
+    learner.train_on(groups, scores)  # the critic has learnt
+    assert (critic.num_asked, reference.num_asked) == (3, 2)
+    learner.train_on(groups, [scores[0], None])  # one group was not scored: the batch is
+    assert (critic.num_asked, reference.num_asked) == (4, 3)
