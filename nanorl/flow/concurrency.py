@@ -12,7 +12,8 @@ rollout had in the cache, how many the engine found.
 
 The limit is lowered by a quarter where more than a tenth is lost, and raised by one where nothing
 is (AIMD, as in congestion control); where more play than may, some wait before their next turn. It
-begins without a bound, so a run whose rollouts fit never notices. A token does not depend on how many play, so neither does what is learnt.
+begins without a bound, so a run whose rollouts fit never notices. A token does not depend on how
+many play, so neither does what is learnt.
 Left out: which rollout goes first (whoever was started first).
 """
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from nanorl.types import Rollout, Status, Task
 from nanosched import Scheduler
 
 PROMPT = [1, 2, 3]
+STRAGGLER_S = 1.0
 Score = Callable[[list[int]], float]
 
 
@@ -72,10 +74,13 @@ def train(
     saved: Mapping[str, Any] | None = None,
     after: Callable[[Trainer, Engine, StepResult], None] | None = None,
     played: list[str] | None = None,
+    straggler: str = "",
+    until_step: int = 0,
     **options: Any,
 ) -> tuple[list[StepResult], Engine]:
     """The steps of a run, and its engine; every rollout of `failing_step` fails. It goes on from
-    what is `saved`, if anything is, calls `after` each step, and notes what was played."""
+    what is `saved`, if anything is, calls `after` each step, and notes what was `played`; the task
+    `straggler` ends after so many steps, or after STRAGGLER_S if they wait for it."""
     rl = RLConfig(**{"steps": 4, "tasks_per_step": 2, "group_size": 4, "lr": 1e-2, **options})
     config = RunConfig(rl=rl, agent=AgentConfig(max_turn_tokens=4, max_context_tokens=8))
     engine = Engine(make_model(), EngineConfig(dtype="fp32", lr=rl.lr))
@@ -91,6 +96,11 @@ def train(
                 task: Task, *, group_id: str, rollout_id: str, sampling: SamplingParams
             ) -> Rollout:
                 output = await generator.generate(PROMPT, replace(sampling, max_tokens=4))
+                if task.task_id == straggler:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(STRAGGLER_S):
+                            while len(steps) < until_step:
+                                await asyncio.sleep(0.001)
                 if played is not None:
                     played.append(rollout_id)
                 has_failed = task.task_id.startswith(f"{failing_step}-")
@@ -342,6 +352,21 @@ def test_every_step_says_how_old_its_tokens_were_and_who_was_idle() -> None:
         assert sum(ages.values()) == metrics["action_tokens"] > 0
         assert 0 <= metrics["idle_trainer"] < 1 and 0 <= metrics["idle_collector"] <= 1
         assert metrics["wasted_tokens"] == 0
+
+
+def test_a_straggler_stalls_nobody_where_batches_are_made_of_what_is_complete() -> None:
+    """Task 1-0 ends after five steps, if they do not wait for it."""
+
+    def step_of_straggler(batch: BatchPolicy) -> int:
+        options: dict[str, Any] = {"steps": 6, "max_staleness": 2, "batch": batch}
+        steps, _ = train(straggler="1-0", until_step=5, **options)
+        [found] = [step.step for step in steps for g in step.groups if g[0].task_id == "1-0"]
+        return found
+
+    assert step_of_straggler(BatchPolicy()) == 1
+    assert step_of_straggler(FINISH) == 5
+    # Begun by version 0, it is to be in a batch of version 2 at the latest.
+    assert step_of_straggler(BatchPolicy(order="finish", stale="wait")) == 2
 
 
 # -- minibatches -----------------------------------------------------------------------------------
