@@ -29,6 +29,7 @@ from nanorl.config import RunConfig
 from nanorl.envs.base import EnvKind, TaskSet
 from nanorl.envs.code import CodeKind
 from nanorl.envs.run_kind import run_kind, run_tokenizer
+from nanorl.flow.curriculum import load_curriculum
 from nanorl.learner import check_reference
 from nanorl.sizes import sized
 from nanorl.tasks.readers import read_tasks
@@ -63,6 +64,7 @@ class Parts:
         self.is_env_given = env is not None
         self.tasks = load_tasks(config, self.kind)  # first: the model may have to be fetched
         check_loops(config, self.kind, self.tasks)
+        load_curriculum(config.rl.curriculum)  # refused here, before any work, if it is none
         self.folder = model_folder(config)
         self.shape = ModelConfig.from_folder(self.folder)
         check_positions(config, self.shape)

@@ -83,7 +83,8 @@ def gpu_sizes(config: RunConfig, shape: ModelConfig, free: int) -> dict[str, int
             "that are free; choose a smaller --model or --engine.micro-batch-tokens, end what "
             "else uses the GPU, or take --device cpu"
         )
-    rollouts = config.rl.tasks_per_step * config.rl.group_size * (config.rl.max_staleness + 1)
+    groups = config.rl.tasks_per_step * (config.rl.max_staleness + 1) + config.rl.batch.oversample
+    rollouts = groups * config.rl.group_size
     num_waiting = max(rollouts, config.evaluation.num_tasks, num_seqs)
     cache = min(room, num_waiting * longest * block)
     return {

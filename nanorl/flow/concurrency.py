@@ -62,9 +62,9 @@ class ConcurrencyLimit:
         return counts
 
     @asynccontextmanager
-    async def place(self) -> AsyncIterator[Place]:
+    async def place(self) -> AsyncIterator[PlayingPlace]:
         """Inside, one rollout plays."""
-        holder = Place(self)
+        holder = PlayingPlace(self)
         await holder.enter()
         try:
             yield holder
@@ -119,7 +119,7 @@ class ConcurrencyLimit:
             self._let_in()
 
 
-class Place:
+class PlayingPlace:
     """One rollout's place among those that play."""
 
     def __init__(self, limit: ConcurrencyLimit) -> None:
@@ -163,7 +163,9 @@ class Place:
 class _Watched:
     """A generator that compares what a rollout had in the cache with what its next turn finds."""
 
-    def __init__(self, generator: TurnGenerator, place: Place, limit: ConcurrencyLimit) -> None:
+    def __init__(
+        self, generator: TurnGenerator, place: PlayingPlace, limit: ConcurrencyLimit
+    ) -> None:
         self._generator, self._place, self._limit = generator, place, limit
         self._cached: list[int] = []  # what the last turn has left in the cache
         self._version = -1
