@@ -139,6 +139,7 @@ def build_batch(
         owned = [pair for pair in owned if any(pair[0].fields[Field.ADVANTAGE])]
     metrics["num_trained_rollouts"] = float(len({rollout_id for _, (rollout_id, _) in owned}))
     trained = [sample for sample, _ in owned]
+    metrics["trained_tokens"] = float(sum(sum(sample.loss_mask) for sample in trained))
     return TrainBatch(
         samples=_with_observations(rollouts, owned) if spec.observation_coef else trained,
         critic_samples=samples if scoring.values is not None else [],
