@@ -7,10 +7,11 @@
 What stands after -- goes to every run, the warm start's too. One warm start for each seed is
 shared: every variant forks from it, so all begin with equal weights. Called again with the same
 options it goes on where it was stopped, also after kill -9; runs that failed are tried again.
-It writes comparison.json, comparison.md, comparison.svg and report.html into --out, anew after each
-call, and notes.json, where a person says why a variant helps little.
+It writes comparison.json, .md and .svg and report.html into --out, anew after each call, and
+notes.json, where a person says why a variant helps little.
 
-Exit status: 0 all runs finished, 1 some failed or an option is wrong, 130 stopped with Ctrl-C.
+Exit status: 0 all runs finished, 1 some failed or could not begin, 2 an option is wrong, 130
+stopped with Ctrl-C.
 Next: comparison/ (variants.py, matrix.py, figures.py, pages.py).
 """
 
@@ -29,7 +30,7 @@ from bench_output import write_json
 from comparison.figures import Figures
 from comparison.matrix import Matrix, MatrixPlan
 from comparison.pages import html, markdown, picture
-from comparison.variants import VariantSet, read_variants
+from comparison.variants import read_variants
 
 from nanoengine.stop_signals import EXIT_STATUS
 from nanorl.presets import get_preset
@@ -83,24 +84,26 @@ def compare(options: CompareOptions, extra: Sequence[str]) -> int:
     chosen = read_variants(options.variants).chosen(options.algorithms)
     plan = options.plan(extra)
     threads = max(1, (os.cpu_count() or 1) // options.jobs)
-    matrix = Matrix(plan.jobs(chosen), num_parallel=options.jobs, threads=threads, say=say)
-    failed = matrix.run()
-    write_results(options, plan, chosen)
+    jobs = plan.jobs(chosen)
+    read_notes(options.out)  # a file that cannot be read is refused before hours of work
+    failed = Matrix(jobs, num_parallel=options.jobs, threads=threads, say=say).run()
+    notes = read_notes(options.out)
+    level, window = options.level, options.window
+    figures = Figures.read(jobs, chosen, level=level, window=window, notes=notes)
+    write_results(figures, plan)
     for job in failed:
         say(f"{job.name} failed: {job.error}; see {job.log}")
     return 1 if failed else 0
 
 
-def write_results(options: CompareOptions, plan: MatrixPlan, chosen: VariantSet) -> None:
+def write_results(figures: Figures, plan: MatrixPlan) -> None:
     """The four files, from what the finished runs left, and the notes that are wanted."""
-    out = options.out
-    notes = read_notes(out / "notes.json")
-    figures = Figures.read(plan, chosen, level=options.level, window=options.window, notes=notes)
+    out, notes = plan.out, figures.notes
     if wanted := [label for label in figures.helping_little if label not in notes]:
         text = json.dumps({**notes, **dict.fromkeys(wanted, "")}, indent=1)
         write_atomically(out / "notes.json", text + "\n")
         say(f"say in {out / 'notes.json'} why so little: {', '.join(wanted)}; then call this again")
-    rows, about = figures.rows(), about_all(options, plan, chosen)
+    rows, about = figures.rows(), about_all(figures, plan)
     about["commits"] = sorted({run["commit"] for row in rows for run in row["runs"]})
     write_json(out / "comparison.json", rows, about=about)
     write_atomically(out / "comparison.md", markdown(rows, about))
@@ -109,22 +112,23 @@ def write_results(options: CompareOptions, plan: MatrixPlan, chosen: VariantSet)
     say(markdown(rows, about) + f"\nlook: {out / 'report.html'}   data: {out / 'comparison.json'}")
 
 
-def about_all(options: CompareOptions, plan: MatrixPlan, chosen: VariantSet) -> dict[str, object]:
+def about_all(figures: Figures, plan: MatrixPlan) -> dict[str, object]:
     """What holds for all rows."""
     return {
-        "title": chosen.title,
+        "title": figures.chosen.title,
         "preset": plan.preset,
         "seeds": list(plan.seeds),
         "steps": plan.steps,
         "extra": shlex.join(plan.extra),
-        "baseline": chosen.baseline,
-        "level": options.level,
-        "window": options.window,
+        "baseline": figures.chosen.baseline,
+        "level": figures.level,
+        "window": figures.window,
     }
 
 
-def read_notes(path: Path) -> Mapping[str, str]:
+def read_notes(out: Path) -> Mapping[str, str]:
     """Why variants help little, by their labels; {} without a file."""
+    path = out / "notes.json"
     if not path.is_file():
         return {}
     try:

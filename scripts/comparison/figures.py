@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from comparison.matrix import MatrixPlan
+from comparison.matrix import RunJob
 from comparison.variants import BASE, Variant, VariantSet
 
 from nanorl.report.comparison import PairedComparison
@@ -123,7 +123,7 @@ class Figures:
     @classmethod
     def read(
         cls,
-        plan: MatrixPlan,
+        jobs: Sequence[RunJob],
         chosen: VariantSet,
         *,
         level: float,
@@ -133,12 +133,12 @@ class Figures:
         """Of every run that is recorded as finished."""
         runs: dict[str, list[RunFigures]] = {label: [] for label in chosen.variants}
         errors: dict[str, dict[int, str]] = {label: {} for label in chosen.variants}
-        for job in plan.jobs(chosen):
+        bases = {job.seed: job.folder for job in jobs if job.label == BASE}
+        for job in jobs:
             if job.label == BASE:
                 continue
             if job.is_finished:
-                base = plan.folder(BASE, job.seed)
-                runs[job.label].append(RunFigures.read(base, job.folder, job.seed))
+                runs[job.label].append(RunFigures.read(bases[job.seed], job.folder, job.seed))
             elif job.error:
                 errors[job.label][job.seed] = job.error
         return cls(chosen=chosen, runs=runs, errors=errors, level=level, window=window, notes=notes)

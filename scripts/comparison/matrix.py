@@ -106,15 +106,15 @@ class MatrixPlan:
     extra: Sequence[str]
     """Options for every run; those of a variant come after them."""
 
-    def folder(self, label: str, seed: int) -> Path:
-        return self.out / label / f"seed{seed}"
-
     def __post_init__(self) -> None:
         for word in self.extra:
             if word.partition("=")[0] in _OURS:
                 raise ValueError(
                     f"{word} after --: this script sets it for every run; leave it out"
                 )
+
+    def folder(self, label: str, seed: int) -> Path:
+        return self.out / label / f"seed{seed}"
 
     def jobs(self, chosen: VariantSet) -> list[RunJob]:
         """Base runs first, then seed by seed, so that a whole seed is there early. ValueError where
@@ -156,7 +156,7 @@ class MatrixPlan:
                 raise ValueError(f"variant {one.label}: {error}") from None
             except SystemExit:
                 raise ValueError(
-                    f"variant {one.label}: nanorl train does not know these options, see above: "
+                    f"variant {one.label}: nanorl train refuses its options, see above: "
                     f"{shlex.join(words)}"
                 ) from None
 
@@ -214,18 +214,9 @@ class Matrix:
         elif job.folder.exists():  # cut off before it was a run
             shutil.rmtree(job.folder)
         job.note("running")
-        command = [sys.executable, str(TRAIN), "--threads", str(self.threads), *words]
-        with job.log.open("ab") as log:
-            start = log.tell()
-            process = subprocess.Popen(
-                [*command, "--out", str(job.folder)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
-                start_new_session=True,  # Ctrl-C reaches this program alone, which hands it on
-                preexec_fn=partial(_die_with, os.getpid()),
-            )
+        start = job.log.stat().st_size if job.log.exists() else 0
+        words = ["--threads", str(self.threads), *words, "--out", str(job.folder)]
+        process = start_run(words, job.log)
         self.running[job] = _Running(process=process, since_s=time.monotonic(), log_start=start)
 
     def _collect(self) -> None:
@@ -250,7 +241,21 @@ class Matrix:
             one.process.wait()
 
 
-def _die_with(parent: int) -> None:
+def start_run(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    """A process of train_agent.py that ends with this one; it adds what it prints to `log`."""
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            [sys.executable, str(TRAIN), *words],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            start_new_session=True,  # Ctrl-C reaches this program alone, which hands it on
+            preexec_fn=partial(die_with, os.getpid()),
+        )
+
+
+def die_with(parent: int) -> None:
     """In the child: a run that outlived this program would hold its folder against the next."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)

@@ -118,7 +118,7 @@ def conditions(about: About) -> str:
 
 
 def markdown(rows: Sequence[Row], about: About) -> str:
-    """comparison.md."""
+    """The table, and what must be said of it, as Markdown."""
     titles = heads(about)
     lines = [f"# {about['title']}", "", conditions(about), ""]
     lines += [f"| {' | '.join(titles)} |", "|---" + "|---:" * (len(titles) - 1) + "|"]
