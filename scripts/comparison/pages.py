@@ -38,7 +38,7 @@ def heads(about: About) -> list[str]:
     baseline, level = about["baseline"], about["level"]
     return [
         "variant",
-        "held out, after",
+        "held out, before → after",
         "gain, points",
         f"× {baseline}",
         f"against {baseline}, points",
@@ -51,13 +51,14 @@ def heads(about: About) -> list[str]:
     ]
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: Row, about: About) -> list[str]:
     """One line of the table."""
-    mark = "" if row["num_seeds"] > 1 else " (one seed)"
+    num, asked = row["num_seeds"], len(about["seeds"])
+    mark = "" if num == asked else f" ({num} of {asked} seeds)"
     share, against = row["share_of_baseline"], row["against_baseline"]
     return [
         row["name"] + mark + (" ⚠" if row["is_little"] else ""),
-        _measured(row["after"], signed=False),
+        f"{100 * row['before']:.1f} → {_measured(row['after'], signed=False)}",
         _measured(row["gain"]),
         "–" if share is None else f"{share:.2f}",
         "–" if against is None else _measured(against),
@@ -85,17 +86,18 @@ def _reached(row: Row) -> str:
     return f"{row['num_reached']} of {row['num_seeds']} seeds" if row["num_reached"] else "not"
 
 
-def remarks(rows: Sequence[Row], about: About) -> list[tuple[str, str]]:
-    """(variant, what must be said of it): settings of its own, little help, and failed runs."""
+def remarks(rows: Sequence[Row], about: About) -> list[tuple[str, str, str]]:
+    """(variant, options, what must be said of it): settings of its own with their reason, little
+    help, and failed runs."""
     found = []
     for row in rows:
         name = row["name"]
         if row["reason"]:
-            found.append((name, f"`{row['options']}`: {row['reason']}"))
+            found.append((name, row["options"], row["reason"]))
         if row.get("is_little"):
-            found.append((name, row["note"] or UNEXPLAINED.format(baseline=about["baseline"])))
+            found.append((name, "", row["note"] or UNEXPLAINED.format(**about)))
         for seed, error in row["errors"].items():
-            found.append((name, f"seed {seed} failed: {error}"))
+            found.append((name, "", f"seed {seed} failed: {error}"))
     return found
 
 
@@ -107,8 +109,8 @@ def conditions(about: About) -> str:
         else "paired over the tasks: one seed says nothing of others"
     )
     return (
-        f"Preset {about['preset']}, seeds {', '.join(map(str, about['seeds']))}, {about['steps']} "
-        "RL steps each, with the settings that are named. All runs of a seed fork from one warm "
+        f"Preset {about['preset']}, {_seeds(about)}, {about['steps']} RL steps each, with the "
+        "settings that are named. All runs of a seed fork from one warm "
         "start: they begin with equal weights and meet the same tasks. Success is greedy, on "
         "held-out tasks; intervals are of 95 %, "
         f"{interval}. Tokens and seconds are of the RL steps; CPU seconds of the run's process, "
@@ -117,13 +119,21 @@ def conditions(about: About) -> str:
     )
 
 
+def _seeds(about: About) -> str:
+    seeds = ", ".join(map(str, about["seeds"]))
+    return f"seed {seeds}" if len(about["seeds"]) == 1 else f"seeds {seeds}"
+
+
 def markdown(rows: Sequence[Row], about: About) -> str:
     """The table, and what must be said of it, as Markdown."""
     titles = heads(about)
     lines = [f"# {about['title']}", "", conditions(about), ""]
     lines += [f"| {' | '.join(titles)} |", "|---" + "|---:" * (len(titles) - 1) + "|"]
-    lines += [f"| {' | '.join(cells(row))} |" for row in rows if row["runs"]]
-    said = [f"- **{name}**: {what}" for name, what in remarks(rows, about)]
+    lines += [f"| {' | '.join(cells(row, about))} |" for row in rows if row["runs"]]
+    said = [
+        f"- **{name}**{f' (`{options}`)' if options else ''}: {what}"
+        for name, options, what in remarks(rows, about)
+    ]
     lines += ["", *said] if said else []
     return "\n".join(lines) + "\n"
 
@@ -135,21 +145,22 @@ def html(rows: Sequence[Row], about: About) -> str:
         "<tr>"
         + "".join(
             f'<th scope="row">{text(cell)}</th>' if i == 0 else f"<td>{text(cell)}</td>"
-            for i, cell in enumerate(cells(row))
+            for i, cell in enumerate(cells(row, about))
         )
         + "</tr>"
         for row in rows
         if row["runs"]
     )
     said = "".join(
-        f"<li><b>{text(name)}</b>: {text(what)}</li>" for name, what in remarks(rows, about)
+        f"<p><b>{text(name)}</b> <code>{text(options)}</code> {text(what)}</p>"
+        for name, options, what in remarks(rows, about)
     )
     return page(
         about["title"],
         f"<header><h1>{text(about['title'])}</h1><p>{text(conditions(about))}</p></header>"
         '<section><h2>Held-out success and what it cost</h2><div class="card scroll"><table>'
         f"<thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div></section>"
-        + (f'<section><h2>Remarks</h2><ul class="card">{said}</ul></section>' if said else "")
+        + (f'<section><h2>Remarks</h2><div class="card">{said}</div></section>' if said else "")
         + '<section><h2>Success in training, by sampled tokens</h2><div class="card">'
         f"{picture(rows, about)}</div></section>",
     )

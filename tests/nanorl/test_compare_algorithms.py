@@ -308,15 +308,18 @@ def test_a_single_seed_has_the_interval_of_its_tasks(figures: Figures) -> None:
     a, b, _ = alone.rows()
     assert a["gain"] == paired_difference([0] * 4 + [1] * 4 + [0] * 2).to_json()
     assert b["against_baseline"] == paired_difference([0] * 5 + [-1] * 3 + [0] * 2).to_json()
-    assert cells(a)[0] == "a (one seed)"
-    assert ("b", UNEXPLAINED.format(baseline="a")) in remarks(alone.rows(), ABOUT)
+    assert cells(a, ABOUT)[0] == "a (1 of 2 seeds)"
+    assert ("b", "", UNEXPLAINED.format(baseline="a")) in remarks(alone.rows(), ABOUT)
 
 
 def test_the_pages_say_what_the_rows_say_and_why_one_helps_little(figures: Figures) -> None:
     rows = figures.rows()
     table = markdown(rows, ABOUT)
-    assert "| a | 85.0 (21.5 to 148.5) | +45.0 (-18.5 to +108.5) | 1.00 | – | 600 | 300 |" in table
-    assert "| b ⚠ | 45.0 " in table and "- **b**: it was asked to" in table
+    assert (
+        "| a | 40.0 → 85.0 (21.5 to 148.5) | +45.0 (-18.5 to +108.5) | 1.00 | – | 600 | 300 |"
+        in table
+    )
+    assert "| b ⚠ | 40.0 → 45.0 " in table and "- **b**: it was asked to" in table
     assert "- **c**: seed 0 failed: no memory" in table and "| c" not in table
     page, drawn = html(rows, ABOUT), picture(rows, ABOUT)
     assert page.count("<tr>") == 3 and drawn.count('class="own"') == 2
