@@ -32,6 +32,7 @@ from comparison.matrix import Matrix, MatrixPlan
 from comparison.pages import html, markdown, picture
 from comparison.variants import read_variants
 
+from nanoengine.state.run_folder import LOCK, take_lock
 from nanoengine.stop_signals import EXIT_STATUS
 from nanorl.presets import get_preset
 from nanorl.report.summary import write_atomically
@@ -80,13 +81,19 @@ class CompareOptions:
 
 
 def compare(options: CompareOptions, extra: Sequence[str]) -> int:
-    """Run what is missing, then write the results; the exit status."""
+    """Run what is missing, then write the results; the exit status. ValueError where something is
+    wrong, before any work, or where another process is at work in the folder."""
     chosen = read_variants(options.variants).chosen(options.algorithms)
     plan = options.plan(extra)
     threads = max(1, (os.cpu_count() or 1) // options.jobs)
     jobs = plan.jobs(chosen)
     read_notes(options.out)  # a file that cannot be read is refused before hours of work
-    failed = Matrix(jobs, num_parallel=options.jobs, threads=threads, say=say).run()
+    options.out.mkdir(parents=True, exist_ok=True)
+    lock = take_lock(options.out / LOCK)
+    try:
+        failed = Matrix(jobs, num_parallel=options.jobs, threads=threads, say=say).run()
+    finally:
+        os.close(lock)
     notes = read_notes(options.out)
     level, window = options.level, options.window
     figures = Figures.read(jobs, chosen, level=level, window=window, notes=notes)

@@ -17,6 +17,7 @@ import pytest
 from forked_runs import ROOT, SMALL, Slow, _context, _main
 from run_outcomes import rollouts, weights
 
+from nanoengine.state.run_folder import LOCK, take_lock
 from nanorl.algorithms.recipes import RECIPES
 from nanorl.report.evaluation import Evaluation, TaskScore
 from nanorl.report.statistics import mean_of_runs, paired_difference
@@ -359,10 +360,36 @@ def test_every_recipe_is_compared_and_a_factor_multiplies() -> None:
     stale = read_variants("staleness")
     assert len(stale.variants) == 6 * 5
     assert stale.variants["mis-s4"].options == "--rl.algorithm.correction mis --rl.max-staleness 4"
-    oldest = stale.chosen([label for label in stale.variants if label.endswith(("s0", "s8"))])
+    oldest = stale.chosen([label for label in stale.variants if label.endswith("s8")])
     for one in (chosen, oldest):
         plan = MatrixPlan(out=Path("nowhere"), preset="tiny", seeds=(0,), steps=2, extra=())
         assert len(plan.jobs(one)) == 1 + len(one.variants), "nanorl train takes them all"
+
+
+def test_two_comparisons_in_one_folder_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second would take the first's half-made forks for leftovers."""
+    monkeypatch.setattr(matrix, "start_run", lambda *_: pytest.fail("a run was started"))
+    lock = take_lock(tmp_path / LOCK)
+    try:
+        assert compare_algorithms.main(["--out", str(tmp_path), "--algorithms", "grpo"]) == 1
+    finally:
+        os.close(lock)
+    assert f"in use by another process (pid {os.getpid()})" in capsys.readouterr().err
+
+
+def test_the_variants_of_the_page_are_read(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    [block] = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "rates.json").write_text(block)
+    found = read_variants(str(tmp_path / "rates.json"))
+    assert list(found.variants) == ["grpo-5e-4", "grpo-1e-3", "cispo-5e-4", "cispo-1e-3"]
+    assert found.variants["cispo-1e-3"] == Variant(
+        label="cispo-1e-3",
+        options="--algorithm cispo --rl.lr 1e-3",
+        reason="is it too careful?",
+    )
 
 
 @pytest.mark.parametrize(
