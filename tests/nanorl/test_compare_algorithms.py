@@ -109,8 +109,15 @@ class Comparison:
         self.process.start()
 
     def wait(self) -> int | None:
-        self.process.join(240)
+        self.process.join(120)
         return self.process.exitcode
+
+    def __enter__(self) -> Comparison:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()  # its runs end with it
+        self.process.join()
 
 
 def result(out: Path) -> list[dict[str, Any]]:
@@ -140,20 +147,20 @@ def stamps(folder: Path) -> dict[str, int]:
 @pytest.mark.slow
 def test_a_killed_comparison_ends_as_an_undisturbed_one_and_repeats_nothing(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    undisturbed = Comparison(whole)
-    assert undisturbed.wait() == 1, "two runs failed"  # and the others went on
+    with Comparison(whole) as undisturbed:
+        assert undisturbed.wait() == 1, "two runs failed"  # and the others went on
     marker = tmp_path / "marker"
-    killed = Comparison(cut, marker=marker)
-    deadline = time.monotonic() + 200
-    while not marker.exists():
-        assert killed.process.is_alive() and time.monotonic() < deadline, killed.log.read_text()
-        time.sleep(0.02)
-    finished = stamps(cut / "first" / "seed0") | stamps(cut / "base" / "seed0")
-    os.kill(killed.process.pid, signal.SIGKILL)  # type: ignore[arg-type]
-    assert killed.wait() == -signal.SIGKILL
+    with Comparison(cut, marker=marker) as killed:
+        deadline = time.monotonic() + 120
+        while not marker.exists():
+            assert killed.process.is_alive() and time.monotonic() < deadline, killed.log.read_text()
+            time.sleep(0.02)
+        finished = stamps(cut / "first" / "seed0") | stamps(cut / "base" / "seed0")
+        os.kill(killed.process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+        assert killed.wait() == -signal.SIGKILL
     assert not (cut / "comparison.json").exists()
-    again = Comparison(cut)
-    assert again.wait() == 1, again.log.read_text()
+    with Comparison(cut) as again:
+        assert again.wait() == 1, again.log.read_text()
     said = again.log.read_text()
     assert "5 runs, 2 of them finished before" in said
     assert "first seed 0: finished" not in said.split("5 runs, 2 of")[1]
