@@ -209,14 +209,14 @@ class Matrix:
 
     def _start(self, job: RunJob) -> None:
         words = list(job.words)
+        threads = [] if "--threads" in words else ["--threads", str(self.threads)]
         if (job.folder / "config.json").is_file():
             words = ["--resume"]
         elif job.folder.exists():  # cut off before it was a run
             shutil.rmtree(job.folder)
         job.note("running")
         start = job.log.stat().st_size if job.log.exists() else 0
-        words = ["--threads", str(self.threads), *words, "--out", str(job.folder)]
-        process = start_run(words, job.log)
+        process = start_run([*threads, *words, "--out", str(job.folder)], job.log)
         self.running[job] = _Running(process=process, since_s=time.monotonic(), log_start=start)
 
     def _collect(self) -> None:
