@@ -149,6 +149,7 @@ def test_a_killed_comparison_ends_as_an_undisturbed_one_and_repeats_nothing(tmp_
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     with Comparison(whole) as undisturbed:
         assert undisturbed.wait() == 1, "two runs failed"  # and the others went on
+    _check_results(whole)
     marker = tmp_path / "marker"
     with Comparison(cut, marker=marker) as killed:
         deadline = time.monotonic() + 120
@@ -171,7 +172,6 @@ def test_a_killed_comparison_ends_as_an_undisturbed_one_and_repeats_nothing(tmp_
     history = json.loads((cut / "second/seed0/summary.json").read_text())["history"]
     assert [event["event"] for event in history] == ["forked", "resumed"]
     assert result(cut) == result(whole)
-    _check_results(whole)
 
 
 def _check_results(whole: Path) -> None:
