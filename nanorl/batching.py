@@ -184,6 +184,7 @@ def build_batch(
         owned = [one for one in owned if any(one.sample.fields[Field.ADVANTAGE])]
     metrics["num_trained_rollouts"] = float(len({one.place[0] for one in owned}))
     trained = [one.sample for one in owned]
+    metrics["trained_tokens"] = float(sum(sum(sample.loss_mask) for sample in trained))
     return TrainBatch(
         samples=_with_observations(rollouts, owned) if spec.observation_coef else trained,
         critic_samples=samples if scoring.values is not None else [],

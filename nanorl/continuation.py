@@ -294,6 +294,7 @@ def take_over(config: RunConfig) -> None:
         cursor.tasks = ""  # the run notes its own
     if any(name in changed for name in _HELDOUT):
         cursor.results.clear()
+    cursor.totals.pop("peak_rss_bytes", None)  # of that run's processes, which may be larger
     adopt_checkpoint(origin.checkpoint, target / "checkpoints", cursor.to_json())
     names = ["model", "reference"]
     if cursor.critic:

@@ -117,6 +117,7 @@ class Run:
         self.num_losses = 0
         self.furthest_loss = (-1, -1)  # the phase's number and step
         self.started = time.perf_counter()
+        self.cpu_s = 0.0  # this process's, when the last step ended
 
     # -- life cycle ------------------------------------------------------------------------------
 
@@ -523,6 +524,7 @@ class Run:
                 )
                 trainer.load(self.cursor.flow)
                 await self.roles.idle_shares()  # the first step's begin here
+                self.cpu_s = time.process_time()
                 await trainer.fit(self.cursor.step, on_step)
         if num_idle := int(self.cursor.totals.get("num_steps_without_signal", 0)):
             self.live.say(
@@ -594,7 +596,7 @@ class Run:
         await store.call(RolloutStore.add_group, rollouts, step=result.step)
         await store.call(RolloutStore.add_token_stats, result.token_stats)
         await self._expire_rollouts()
-        result.metrics.update(self._rollout_speed(result.metrics))
+        result.metrics.update(self._rollout_speed(result.metrics) | self._cpu_time())
         self.metrics.write(result.step, result.metrics)
         self.trackers.log(result.step, result.metrics)
         # An attempt that failed may be of a later step, where rollouts run ahead of the trainer.
@@ -632,6 +634,12 @@ class Run:
                 role.kind == "replica" and role.state == "ready" for role in control.roles()
             )
         return speed
+
+    def _cpu_time(self) -> dict[str, float]:
+        """Of this process alone: with the backend inline both engines and the agents; a sandbox's
+        programs never."""
+        before, self.cpu_s = self.cpu_s, time.process_time()
+        return {"cpu_s": self.cpu_s - before}
 
     def _say_step(self, result: StepResult) -> None:
         """Say what the numbers of the step do not: why nothing moved, and what the agent does."""

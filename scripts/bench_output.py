@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,10 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def write_json(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write rows under the common head."""
+def write_json(
+    path: Path, rows: Sequence[dict[str, Any]], *, about: Mapping[str, Any] | None = None
+) -> None:
+    """Write rows under the common head; `about` is what else holds for all of them."""
     script, *arguments = sys.argv
     head = {
         "date": datetime.date.today().isoformat(),
@@ -43,7 +45,7 @@ def write_json(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         "command": " ".join([Path(script).name, *arguments]),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**head, "rows": list(rows)}, indent=1) + "\n")
+    path.write_text(json.dumps({**head, **(about or {}), "rows": list(rows)}, indent=1) + "\n")
 
 
 def print_rows(rows: Sequence[dict[str, Any]]) -> None:

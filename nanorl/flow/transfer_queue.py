@@ -179,7 +179,8 @@ class TransferQueue:
                 row = self._rows[index] = Row(index=index)
             row.fields[name] = value
             self._changed.notify_all()
-        if name == GROUP and self.journal is not None:
+        # One that lost members may have lost them as the run was stopped: it is played again.
+        if name == GROUP and self.journal is not None and value.is_whole:
             await asyncio.to_thread(self.journal.put, value)
         return True
 

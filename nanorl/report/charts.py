@@ -69,7 +69,11 @@ RULES = (
         unit="nats",
     ),
     Rule(title="Entropy", names=("entropy",), unit="nats a token"),
-    Rule(title="Tokens of a batch", names=("action_tokens", "total_tokens"), unit="tokens"),
+    Rule(
+        title="Tokens of a batch",
+        names=("action_tokens", "total_tokens", "trained_tokens"),
+        unit="tokens",
+    ),
     Rule(title="Turns", names=("turns",), unit="a rollout"),
     Rule(
         title="Cut off",
@@ -78,6 +82,7 @@ RULES = (
         is_fraction=True,
     ),
     Rule(title="Time of a step", names=("wait_s", "train_s", "sync_s"), unit="s", is_stacked=True),
+    Rule(title="CPU time of a step", names=("cpu_s",), unit="s"),
     Rule(title="Rollout speed", names=("rollout_tokens_per_s",), unit="tokens/s"),
     Rule(title="Replicas", names=("num_replicas",)),
     Rule(

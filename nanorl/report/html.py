@@ -86,16 +86,19 @@ def write_report(
         _table_of_metrics(metrics_rows),
     ]
     body = "\n".join(section for section in sections if section)
-    title = f"{text(summary.get('preset', 'run'))}, seed {text(summary.get('seed', '?'))}"
-    write_atomically(
-        path,
+    title = f"Training report: {summary.get('preset', 'run')}, seed {summary.get('seed', '?')}"
+    write_atomically(path, page(title, f"{_header(summary, body)}\n{body}"))
+
+
+def page(title: str, body: str) -> str:
+    """A whole document with the reports' style and security policy; `body` is markup already."""
+    return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Training report: {title}</title>"
+        f"<title>{text(title)}</title>"
         f"<style>\n{_STYLE.read_text('utf-8')}</style></head>\n"
-        f"<body><main>\n{_header(summary, body)}\n{body}\n"
-        "</main></body></html>\n",
+        f"<body><main>\n{body}\n</main></body></html>\n"
     )
 
 

@@ -170,6 +170,7 @@ def test_a_cursor_survives_json_and_the_consumer_is_given_what_came_after_it(
         trainer = queue.consumer(order="finish")
         for index in (2, 0, 1, 4):
             await queue.put(index, GROUP, group(index))
+        await queue.put(5, GROUP, group(5, rewards=(1.0,)))  # it lost a member, perhaps just now
         await trainer.take(2)
         saved = json.dumps(trainer.cursor.to_json())  # in a checkpoint
         await trainer.take(1)  # trained on, and lost with the process

@@ -1,0 +1,171 @@
+"""Writes parts of docs/algorithms.md: settings from the specs, figures from benchmarks/.
+
+    python scripts/algorithms_page.py            # says what would change; exit status 1 if anything
+    python scripts/algorithms_page.py --write
+
+A recipe's part stands below its heading, `### NAME`, between two marks, which are put there where
+they are missing: a new recipe needs its heading and its text, no more. Figures are of the newest
+algorithms_*.json and staleness_*.json, each the comparison.json of compare_algorithms.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nanorl.algorithms.recipes import RECIPES
+from nanorl.algorithms.spec import AlgorithmSpec
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "algorithms.md"
+BENCHMARKS = ROOT / "benchmarks"
+END = "<!-- end -->\n"
+UNMEASURED = "not measured yet"
+
+
+def begin(name: str) -> str:
+    return f"<!-- {name}: scripts/algorithms_page.py -->\n"
+
+
+def newest(kind: str, folder: Path = BENCHMARKS) -> dict[str, Any] | None:
+    """The latest comparison of that kind by the date in its name; None without one."""
+    found = sorted(folder.glob(f"{kind}_*.json"))
+    return {"file": found[-1].name, **json.loads(found[-1].read_text("utf-8"))} if found else None
+
+
+def parts(measured: dict[str, Any] | None, stale: dict[str, Any] | None) -> dict[str, str]:
+    """Every generated part by its name."""
+    rows = {row["name"]: row for row in (measured or {}).get("rows", []) if row["runs"]}
+    found = {"overview": overview(rows), "conditions": _conditions(measured, "algorithms")}
+    for name, recipe in RECIPES.items():
+        own = f"`--algorithm {name}`: {settings(recipe.spec)}\n"
+        found[name] = f"{own}\n{figure(name, rows.get(name), measured)}\n"
+    return found | {"staleness": _staleness(stale)}
+
+
+def changed(spec: AlgorithmSpec) -> dict[str, Any]:
+    """The fields in which a recipe differs from the default, which is GRPO."""
+    default = AlgorithmSpec()
+    return {
+        one.name: getattr(spec, one.name)
+        for one in dataclasses.fields(spec)
+        if getattr(spec, one.name) != getattr(default, one.name)
+    }
+
+
+def settings(spec: AlgorithmSpec) -> str:
+    """What differs, and the clip where the loss has one of its own."""
+    said = [f"`{name.replace('_', '-')}` {_shown(v)}" for name, v in changed(spec).items()]
+    low, high = spec.clip
+    if (low, high) != AlgorithmSpec().clip and spec.clip_low is spec.clip_high is None:
+        said.append(f"the loss brings its bounds, {low:g} below and {high:g} above")
+    return ", ".join(said) + "." if said else "the defaults of `--rl.algorithm`."
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "off"
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+
+
+def figure(name: str, row: Mapping[str, Any] | None, measured: Mapping[str, Any] | None) -> str:
+    """Our figure of a recipe, in one or two sentences."""
+    if row is None or measured is None:
+        return f"Ours: {UNMEASURED}."
+    gain, share = row["gain"], row["share_of_baseline"]
+    baseline = measured["baseline"]
+    compared = "" if share is None or name == baseline else f", {share:.2f} of {baseline}'s"
+    seeds = "1 seed" if row["num_seeds"] == 1 else f"{row['num_seeds']} seeds"
+    own = f" With `{row['options']}`: {row['reason']}." if row["reason"] else ""
+    note = f" Why so little: {row['note']}." if row["is_little"] and row["note"] else ""
+    return (
+        f"Ours: {row['before']:.1%} → {row['after']['value']:.1%}, {100 * gain['value']:+.1f} "
+        f"points{_interval(gain)}{compared}, in {row['wall_s']:.0f} s and "
+        f"{row['sampled_tokens']:,.0f} sampled tokens ({seeds}).{own}{note}"
+    )
+
+
+def _interval(measured: Mapping[str, Any]) -> str:
+    low, high = measured["low"], measured["high"]
+    return "" if low is None else f" ({100 * low:+.1f} to {100 * high:+.1f})"
+
+
+def overview(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """The table of all recipes."""
+    lines = ["| recipe | advantage | loss | what else differs | gain, points |", "|---" * 5 + "|"]
+    for name, recipe in RECIPES.items():
+        spec, row = recipe.spec, rows.get(name)
+        others = changed(spec).keys() - {"advantage", "loss"}
+        rest = ", ".join(one.replace("_", "-") for one in changed(spec) if one in others) or "–"
+        gain = UNMEASURED if row is None else f"{row['value']:+.1f}{_interval(row['gain'])}"
+        lines.append(f"| [{name}](#{name}) | {spec.advantage} | {spec.loss} | {rest} | {gain} |")
+    return "\n".join(lines) + "\n"
+
+
+def _conditions(measured: Mapping[str, Any] | None, kind: str) -> str:
+    if measured is None:
+        return f"No comparison lies in `benchmarks/` as `{kind}_DATE.json` yet.\n"
+    return (
+        f"Measured on {measured['date']} ({measured['hardware']}): preset {measured['preset']}, "
+        f"{measured['steps']} RL steps, seeds {', '.join(map(str, measured['seeds']))}; "
+        f"[benchmarks/{measured['file']}](../benchmarks/{measured['file']}) has the runs.\n"
+    )
+
+
+def _staleness(measured: dict[str, Any] | None) -> str:
+    said = _conditions(measured, "staleness")
+    rows = [row for row in (measured or {}).get("rows", []) if row["runs"]]
+    if not rows:
+        return said
+    lines = ["", "| variant | options | gain, points |", "|---|---|---|"]
+    lines += [
+        f"| {row['name']} | `{row['options']}` | {row['value']:+.1f}{_interval(row['gain'])} |"
+        for row in rows
+    ]
+    return said + "\n".join(lines) + "\n"
+
+
+def written(page: str, found: Mapping[str, str]) -> str:
+    """The page with every part in its place. ValueError names the sections that it lacks."""
+    if missing := sections_missing(page):
+        raise ValueError(
+            f"docs/algorithms.md has no section for {', '.join(missing)}; write one under the "
+            f"heading '### {missing[0]}': idea, formula, when to use it and when not, source"
+        )
+    for name, text in found.items():
+        start = begin(name)
+        if start not in page:
+            page = page.replace(f"\n### {name}\n", f"\n### {name}\n\n{start}{END}", 1)
+        before, mark, rest = page.partition(start)
+        if not mark:
+            raise ValueError(f"docs/algorithms.md has no place for {name!r}; write {start!r} there")
+        _, _, after = rest.partition(END)
+        page = f"{before}{start}\n{text}\n{END}{after}"
+    return page
+
+
+def sections_missing(page: str) -> list[str]:
+    """The recipes without a section."""
+    heads = set(re.findall(r"^### (\S+)$", page, re.MULTILINE))
+    return [name for name in RECIPES if name not in heads]
+
+
+def main(arguments: Sequence[str]) -> int:
+    page = PAGE.read_text("utf-8")
+    new = written(page, parts(newest("algorithms"), newest("staleness")))
+    if new == page:
+        return 0
+    if "--write" in arguments:
+        PAGE.write_text(new, "utf-8")
+        return 0
+    print("docs/algorithms.md is not what the specs and benchmarks say; call this with --write")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
