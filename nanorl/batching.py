@@ -14,7 +14,7 @@ Suffixes: R rollouts, S samples (their sequences), T tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -369,6 +369,7 @@ def _turns(rollouts: list[Rollout], outcome_R: Tensor) -> Turns:
     single turn. `ValueError` for another number of turn rewards than turns.
     """
     all_rewards, index = [], []
+    states: list[list[Hashable]] = []
     for rollout, outcome in zip(rollouts, outcome_R.tolist(), strict=True):
         beside = [branch for branch in rollout.branches if not branch.is_history]
         chain = [branch for branch in rollout.branches if branch.is_history]
@@ -380,14 +381,24 @@ def _turns(rollouts: list[Rollout], outcome_R: Tensor) -> Turns:
         for one in (*chain, own):
             first[id(one)] = place
             place += max(len(one.turn_spans), 1)
+        seen = [state for one in (*chain, own) for state in _states(one)]
         for one in (own, *rollout.branches):
             if id(one) in first:
                 all_rewards.append(rewards)
+                states.append(seen)
                 index += _turn_index(one, first[id(one)])
             else:
                 all_rewards.append([sum(rewards)])
+                states.append([])
                 index += [0 if m else -1 for m in one.loss_mask]
-    return Turns(rewards=all_rewards, index_T=torch.tensor(index))
+    return Turns(rewards=all_rewards, index_T=torch.tensor(index), states=states)
+
+
+def _states(sequence: Branch) -> list[Hashable]:
+    """The tokens that the policy read before each turn and after the one before it."""
+    ends = [0, *(span.action_end for span in sequence.turn_spans)]
+    starts = [span.action_start for span in sequence.turn_spans] or [0]
+    return [tuple(sequence.tokens[end:start]) for end, start in zip(ends, starts, strict=False)]
 
 
 def _turn_rewards(sequence: Branch, rollout: Rollout) -> list[float]:

@@ -4,6 +4,7 @@ spec.py             `AlgorithmSpec`, which algorithm it is
 recipes.py          those that have a name
 advantages.py       how much better than expected each token was
 token_baseline.py   a baseline for each token (OTB)
+hierarchical.py     comparisons of turns in the same situation (HGPO)
 aggregation.py      the weight of each token in the loss
 covariance.py       which tokens Clip-Cov and KL-Cov choose
 loss_batch.py       what a loss reads

@@ -71,6 +71,10 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             "(arXiv 2602.07078)",
             AlgorithmSpec(advantage="otb", loss="reinforce"),
         ),
+        "hgpo": Recipe(
+            "GRPO among turns that were taken in the same situation (arXiv 2602.22817)",
+            AlgorithmSpec(advantage="hgpo", reward_level="turn", gamma=0.95),
+        ),
         "dppo_tv": Recipe(
             "tokens whose probability moved too far from the sampler's learn no more "
             "(arXiv 2602.04879)",

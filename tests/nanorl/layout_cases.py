@@ -98,6 +98,8 @@ SPECS: Mapping[str, AlgorithmSpec] = {
     "dppo_kl": replace(RECIPES["dppo_kl"].spec, clip_low=1e-3, clip_high=1e-3),
     "dppo_tv": replace(RECIPES["dppo_tv"].spec, clip_low=1e-2, clip_high=1e-2),
     "turns": AlgorithmSpec(reward_level="turn", gamma=0.9, correction="tis"),
+    "hgpo": RECIPES["hgpo"].spec,
+    "turn_batch": AlgorithmSpec(advantage="dr_grpo", reward_level="turn", turn_peers="batch"),
     "ppo": AlgorithmSpec(advantage="gae", gamma=0.95, aggregation="seq_mean_token_mean"),
     "turn_gae": AlgorithmSpec(advantage="gae", reward_level="turn", kl_reward_coef=0.05),
 }
