@@ -21,7 +21,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from nanoengine.packing import MicroBatch, Sample
+from nanoengine.packing import MicroBatch, Sample, TopTokens
 from nanorl.algorithms.advantages import (
     AdvantageBatch,
     Turns,
@@ -35,7 +35,13 @@ from nanorl.algorithms.fields import Field, check_fields
 from nanorl.algorithms.loss_batch import LossBatch
 from nanorl.algorithms.losses import make_loss
 from nanorl.algorithms.segments import index_by_id
-from nanorl.algorithms.spec import AlgorithmSpec, is_own
+from nanorl.algorithms.self_distillation import (
+    aligned,
+    aligned_top,
+    teacher_samples,
+    with_hindsight,
+)
+from nanorl.algorithms.spec import DISTILLS, AlgorithmSpec, is_own
 from nanorl.types import Branch, Rollout, Status, TokenStats
 
 PART = "reward/"
@@ -84,6 +90,9 @@ class PolicyLoss:
             sequence_ids_T=micro.local_ids_T,
             num_sequences=len(micro.index),
             ref_logp_T=fields.get(Field.REF_LOGP),
+            teacher_logp_T=fields.get(Field.TEACHER_LOGP),
+            top_logp_TK=micro.own_top_logp_TK,
+            teacher_top_logp_TK=micro.top_logp_TK,
             chosen_T=fields.get(Field.CHOSEN),
             entropy_T=entropy_T,
         )
@@ -92,6 +101,8 @@ class PolicyLoss:
 
 ScoreFn = Callable[[Sequence[Sample]], Sequence[Tensor]]
 """Samples to one tensor each, aligned with its tokens."""
+
+TopFn = Callable[[Sequence[Sample]], Sequence[TopTokens]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +115,10 @@ class Scoring:
     sharp: ScoreFn | None = None
     """The same at half the temperature, where the advantages need to know how sharp it was."""
     reference: ScoreFn | None = None
+    teacher: ScoreFn | None = None
+    """Whoever reads hindsight in place of the prompts, where a loss compares sampled tokens."""
+    top: TopFn | None = None
+    """The teacher, with hindsight or without, where a loss compares its likeliest tokens."""
     values: ScoreFn | None = None
 
 
@@ -130,6 +145,10 @@ def build_batch(
     probe = _first_group(rollouts, version)
     if spec.dynamic_sampling:
         rollouts = _with_signal(rollouts)
+    if spec.has_hindsight:
+        judged = with_hindsight(rollouts)
+        metrics["num_without_hindsight"] = float(len(rollouts) - len(judged))
+        rollouts = judged
     scored = _scored_samples(rollouts, spec, scoring, max_tokens, version) if rollouts else []
     places = [(one.rollout_id, i) for one in rollouts for i in range(len(one.sequences))]
     owned = [pair for pair in zip(scored, places, strict=True) if any(pair[0].loss_mask)]
@@ -152,7 +171,12 @@ def build_batch(
 
 def _token_stats(rollouts: Sequence[Rollout], samples: Sequence[Sample]) -> dict[str, TokenStats]:
     """What the batch says about the tokens of each rollout; 0 where the loss mask is 0."""
-    names = {Field.ADVANTAGE: "advantage", Field.VALUE: "value", Field.REF_LOGP: "ref_logp"}
+    names = {
+        Field.ADVANTAGE: "advantage",
+        Field.VALUE: "value",
+        Field.REF_LOGP: "ref_logp",
+        Field.TEACHER_LOGP: "teacher_logp",
+    }
     stats = {rollout.rollout_id: TokenStats() for rollout in rollouts}
     owners = (one.rollout_id for one in rollouts for _ in one.sequences)
     for owner, sample in zip(owners, samples, strict=True):
@@ -202,7 +226,7 @@ def is_proportional_to_advantage(spec: AlgorithmSpec) -> bool:
     """True if a sample whose advantages are all 0 has a gradient of exactly 0, so that leaving it
     out (after the weights of the whole batch are computed) changes nothing but the time."""
     terms = (spec.kl_coef, spec.entropy_coef, spec.distill_coef, spec.observation_coef)
-    return spec.loss not in ("opd", "kl_cov") and not is_own(spec.loss) and not any(terms)
+    return spec.loss not in (*DISTILLS, "kl_cov") and not is_own(spec.loss) and not any(terms)
 
 
 def _check_finite(rollout: Rollout) -> None:
@@ -275,6 +299,7 @@ def _scored_samples(
 ) -> list[Sample]:
     """A sample of each sequence of each rollout, with what the loss reads."""
     samples = _scored(rollouts, _samples(rollouts, version), scoring)
+    samples = _taught(rollouts, samples, spec, scoring)
     batch = _advantage_batch(rollouts, samples, spec, max_tokens)
     lengths = [len(sample.tokens) for sample in samples]
     advantage_T, return_T = compute_advantages(spec, batch)
@@ -313,6 +338,28 @@ def _scored(rollouts: list[Rollout], samples: list[Sample], scoring: Scoring) ->
             for rollout in rollouts:
                 own = list(islice(values, len(rollout.sequences)))
                 _check_logps(rollout, own, f"the model behind {str(name)!r}")
+    return samples
+
+
+def _taught(
+    rollouts: list[Rollout], samples: list[Sample], spec: AlgorithmSpec, scoring: Scoring
+) -> list[Sample]:
+    """The samples with the word of a teacher that reads hindsight, or that names its likeliest
+    tokens."""
+    if scoring.teacher is not None:
+        judged = scoring.teacher(teacher_samples(rollouts, samples))
+        values = aligned(rollouts, samples, judged)
+        samples = with_field(samples, Field.TEACHER_LOGP, values)
+        given = iter(value.tolist() for value in values)
+        for rollout in rollouts:
+            _check_logps(rollout, list(islice(given, len(rollout.sequences))), "the teacher")
+    if scoring.top is not None:
+        if spec.has_hindsight:
+            tops = scoring.top(teacher_samples(rollouts, samples))
+            tops = aligned_top(rollouts, samples, tops)
+        else:
+            tops = scoring.top(samples)
+        samples = [replace(one, top=top) for one, top in zip(samples, tops, strict=True)]
     return samples
 
 

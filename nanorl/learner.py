@@ -36,7 +36,7 @@ from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import load_model
 from nanoengine.model.sources import resolve_model
 from nanoengine.model.transformer import Transformer
-from nanoengine.packing import MicroBatch, Sample
+from nanoengine.packing import MicroBatch, Sample, TopTokens
 from nanoengine.scoring import Policy, Scorer
 from nanoengine.value_engine import ValueEngine, ValueModel
 from nanorl.algorithms.fields import Field
@@ -75,6 +75,10 @@ class TrainingEngine(Protocol):
     def forward_logprobs(
         self, samples: Sequence[Sample], *, temperature: float = 1.0
     ) -> list[Tensor]: ...
+
+    def forward_top(
+        self, samples: Sequence[Sample], k: int, *, temperature: float = 1.0
+    ) -> list[TopTokens]: ...
 
 
 class ValueEstimator(Protocol):
@@ -182,11 +186,26 @@ class Learner:
             sharp=partial(self.engine.forward_logprobs, temperature=temperature / 2)
             if spec.needs_sharp_logp
             else None,
-            reference=None
-            if self.reference is None
-            else partial(self.reference.forward_logprobs, temperature=temperature),
+            reference=partial(self.reference.forward_logprobs, temperature=temperature)
+            if self.reference is not None and spec.needs_ref_logp
+            else None,
+            teacher=partial(self._teacher().forward_logprobs, temperature=temperature)
+            if spec.loss == "opd" and spec.has_hindsight
+            else None,
+            top=partial(self._teacher().forward_top, k=spec.top_k, temperature=temperature)
+            if spec.loss == "opd_topk"
+            else None,
             values=None if self.critic is None else self.critic.values,
         )
+
+    def _teacher(self) -> Policy:
+        """Whose opinion a distillation asks for: the policy's own where hindsight is all that it
+        has more."""
+        spec = self.config.rl.algorithm
+        if spec.has_hindsight and spec.hindsight_teacher == "policy":
+            return self.engine
+        assert self.reference is not None, "the algorithm needs one, so the run has opened it"
+        return self.reference
 
     def _only_critic_learns(self) -> bool:
         return self.version < self.config.rl.critic_warmup_steps

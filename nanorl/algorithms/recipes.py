@@ -106,6 +106,19 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             "on-policy distillation from --rl.reference, without rewards (arXiv 2306.13649)",
             AlgorithmSpec(advantage="none", loss="opd"),
         ),
+        "opd_topk": Recipe(
+            "the same over the teacher's likeliest tokens at each place (arXiv 2306.13649)",
+            AlgorithmSpec(advantage="none", loss="opd_topk"),
+        ),
+        "sdft": Recipe(
+            "the policy with the task's solution in its prompt teaches itself (arXiv 2601.19897)",
+            AlgorithmSpec(advantage="none", loss="opd", hindsight="solution"),
+        ),
+        "sdpo": Recipe(
+            "the same with a success of the group, or with what a failure was answered "
+            "(arXiv 2601.20802)",
+            AlgorithmSpec(advantage="none", loss="opd_topk", hindsight="success_or_feedback"),
+        ),
     }
 )
 

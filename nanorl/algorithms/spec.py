@@ -289,15 +289,20 @@ class AlgorithmSpec:
 
     @property
     def needs_reference(self) -> bool:
-        """True if the log-probs of a reference (or teacher) policy are read."""
-        coefs = (self.kl_coef, self.kl_reward_coef, self.distill_coef)
-        return self.is_taught_by_reference or any(coef != 0 for coef in coefs)
+        """True if there is a reference (or teacher) policy, whoever reads what of it."""
+        is_own = self.has_hindsight and self.hindsight_teacher == "policy"
+        return self.needs_ref_logp or (self.loss in DISTILLS and not is_own)
 
     @property
-    def is_taught_by_reference(self) -> bool:
-        """True if the loss compares with the reference's log-probs, with hindsight or without."""
-        has_own = self.hindsight != "none" and self.hindsight_teacher == "policy"
-        return self.loss in DISTILLS and not has_own
+    def needs_ref_logp(self) -> bool:
+        """True if the reference's log-probs of the sampled tokens are read, by their own prompt."""
+        coefs = (self.kl_coef, self.kl_reward_coef, self.distill_coef)
+        return any(coef != 0 for coef in coefs) or (self.loss == "opd" and not self.has_hindsight)
+
+    @property
+    def has_hindsight(self) -> bool:
+        """True if the teacher reads more than the policy."""
+        return self.hindsight != "none"
 
     @property
     def needs_success(self) -> bool:
@@ -484,18 +489,24 @@ def _check_turns(spec: AlgorithmSpec) -> None:
 
 def _check_hindsight(spec: AlgorithmSpec) -> None:
     """A teacher that reads more than the policy, and a loss that asks it."""
-    if spec.hindsight == "none" and spec.hindsight_teacher == "reference":
+    if spec.advantage != "none" and (spec.loss == "opd_topk" or spec.has_hindsight):
+        raise ValueError(
+            f"advantage={spec.advantage!r}: loss={spec.loss!r} "
+            f"{'with hindsight ' if spec.has_hindsight else ''}reads no advantages; set "
+            "advantage='none'"
+        )
+    if not spec.has_hindsight and spec.hindsight_teacher == "reference":
         raise ValueError(
             "hindsight_teacher='reference' with hindsight='none': the reference reads what the "
             "policy does; choose what it reads beside that, as hindsight='solution', or leave "
             "hindsight_teacher out"
         )
-    if spec.hindsight != "none" and spec.loss not in DISTILLS:
+    if spec.has_hindsight and spec.loss not in DISTILLS:
         raise ValueError(
             f"hindsight={spec.hindsight!r}: loss={spec.loss!r} has no teacher to read it; choose "
             "loss='opd' or 'opd_topk', or hindsight='none'"
         )
-    if spec.hindsight != "none" and spec.dynamic_sampling:
+    if spec.has_hindsight and spec.dynamic_sampling:
         raise ValueError(
             f"dynamic_sampling with hindsight={spec.hindsight!r}: hindsight chooses the rollouts "
             "itself; set dynamic_sampling=False"

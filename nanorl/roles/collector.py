@@ -18,6 +18,7 @@ from nanorl.agents.kit import AgentKit
 from nanorl.agents.times import RolloutTimes
 from nanorl.collector import RolloutCollector
 from nanorl.config import RunConfig
+from nanorl.hindsight import HindsightWriter
 from nanorl.monitor.vitals import vitals
 from nanorl.roles.role import OnRestart, Role, getting_ready
 from nanorl.roles.router import ReplicaClient, Router
@@ -43,15 +44,19 @@ class CollectorRole(RolloutCollector):
         `set_replicas`."""
         require_folder(folder)
         rl = config.rl
+        self.kit = AgentKit(config, folder) if kit is None else kit
+        hindsight = None
+        if rl.algorithm.has_hindsight:
+            hindsight = HindsightWriter(rl.algorithm, self.kit.tokenizer)
         super().__init__(
-            self.play_task,
+            self.play_task if hindsight is None else self._play_noting,
             run_seed=config.seed,
             max_retries=rl.max_retries,
             most_lost=2 * rl.tasks_per_step * rl.group_size,  # a bad minute may cost a batch
+            hindsight=hindsight,
         )
         self.router = Router()
         self.generator: Generator = self.router if generator is None else generator
-        self.kit = AgentKit(config, folder) if kit is None else kit
         self._warm_start = WarmStart(config, self.kit)
 
     async def set_replicas(self, replicas: Mapping[str, ReplicaClient]) -> None:
@@ -75,6 +80,20 @@ class CollectorRole(RolloutCollector):
             rollout_id=rollout_id,
             sampling=sampling,
             is_tool_enabled=is_tool_enabled,
+        )
+
+    async def _play_noting(
+        self, task: Task, *, group_id: str, rollout_id: str, sampling: SamplingParams
+    ) -> Rollout:
+        """One rollout of a group, whose opening is noted for who writes its hindsight."""
+        assert self._hindsight is not None, "it is why rollouts are played so"
+        return await self.kit.play(
+            task,
+            self.generator,
+            group_id=group_id,
+            rollout_id=rollout_id,
+            sampling=sampling,
+            openings=self._hindsight.openings,
         )
 
     async def teach(self, step: int) -> list[Sample]:

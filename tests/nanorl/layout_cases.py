@@ -12,6 +12,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -81,6 +82,9 @@ SPECS: Mapping[str, AlgorithmSpec] = {
     ),
     "decoupled": AlgorithmSpec(advantage="maxrl", loss="decoupled_ppo", distill_coef=0.1),
     "opd": RECIPES["opd"].spec,
+    "opd_topk": replace(RECIPES["opd_topk"].spec, top_k=3, correction="tis"),
+    "sdft": replace(RECIPES["sdft"].spec, kl_coef=0.1),
+    "sdpo": replace(RECIPES["sdpo"].spec, top_k=4, distill_kl="forward"),
     "dapo": replace(RECIPES["dapo"].spec, overlong_buffer=16),
     "rollout": AlgorithmSpec(advantage="reinforce_pp_baseline", old_policy="rollout"),
     "kl_cov": AlgorithmSpec(
@@ -207,6 +211,7 @@ def _rollout(dice: random.Random, group: int, member: int, prompt: list[int]) ->
         reward=rewards[member],
         turn_rewards=[round(dice.random(), 2) for _ in spans],
         metrics={"reward/right": rewards[member], "reward/short": float(len(tokens))},
+        hindsight=[*prompt, member + 1, member] if member else [],
     )
 
 
@@ -252,12 +257,19 @@ def make_batches(folder: Path, reference: Path) -> dict[str, TrainBatch]:
     def score_reference(samples: Sequence[Sample]) -> list[Tensor]:
         return teacher.forward_logprobs(samples, temperature=TEMPERATURE, only_masked=True)
 
+    def score_hindsight(samples: Sequence[Sample]) -> list[Tensor]:
+        return policy.forward_logprobs(samples, temperature=TEMPERATURE, only_masked=True)
+
     batches = {}
     for name, spec in SPECS.items():
         scoring = Scoring(
             old=score_old,
             sharp=score_sharp if spec.needs_sharp_logp else None,
-            reference=score_reference if spec.needs_reference else None,
+            reference=score_reference if spec.needs_ref_logp else None,
+            teacher=score_hindsight if spec.loss == "opd" and spec.has_hindsight else None,
+            top=partial(teacher.forward_top, k=spec.top_k, temperature=TEMPERATURE)
+            if spec.loss == "opd_topk"
+            else None,
             values=critic.forward_values if spec.needs_critic else None,
         )
         batches[name] = build_batch(

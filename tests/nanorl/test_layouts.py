@@ -111,6 +111,8 @@ def test_the_specs_use_every_loss_correction_aggregation_and_advantage() -> None
         ("aggregation", spec_module.Aggregation),
         ("advantage", spec_module.Advantage),
         ("reward_level", spec_module.RewardLevel),
+        ("turn_peers", spec_module.TurnPeers),
+        ("distill_kl", spec_module.DistillKL),
     ):
         used = {getattr(spec, name) for spec in SPECS.values()}
         assert used == set(get_args(choices)) - {"auto"}, name
