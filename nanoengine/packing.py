@@ -56,7 +56,8 @@ class Sample:
     `fields` are per-token numbers (advantages, rollout logps, ...), aligned with `tokens`.
     `group` names samples that may share the forward pass of their common leading tokens. `targets`,
     where given, are scored in place of `tokens`: at t the token `targets[t]`. `top`, where given,
-    are tokens that are scored beside them.
+    are tokens that are scored beside them. `kind` is that of its task, for a scorer that asks
+    another model about each.
     """
 
     tokens: list[int]
@@ -65,6 +66,7 @@ class Sample:
     group: str | None = None
     targets: list[int] | None = None
     top: TopTokens | None = None
+    kind: str = ""
 
     def __post_init__(self) -> None:
         n = len(self.tokens)

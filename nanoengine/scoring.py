@@ -51,7 +51,7 @@ class Part:
     top_ids: Tensor | None = None  # further tokens to score at each target, [targets, K]
 
 
-class Scored(NamedTuple):
+class PartScores(NamedTuple):
     """The word of a model on the predictions of a micro-batch."""
 
     logp_T: Tensor
@@ -146,7 +146,7 @@ class Scorer:
         *,
         entropy: bool = False,
         only_masked: bool = False,
-    ) -> Scored:
+    ) -> PartScores:
         """logp_T, and entropy_T if asked for, of the micro-batch's predictions; `only_masked`
         leaves 0 where the loss mask is 0. Differentiable."""
         part = self.part(micro)
@@ -190,7 +190,7 @@ class Scorer:
         *,
         entropy: bool,
         only_masked: bool,
-    ) -> Scored:
+    ) -> PartScores:
         """logp_T and entropy_T of the micro-batch's predictions from the final hidden states."""
         rows, targets = part.rows, part.target_ids
         if part.top_ids is not None:
@@ -208,8 +208,8 @@ class Scorer:
             scored = [part.ring.gather(values) for values in scored]
         entropy_T = scored[1] if entropies is not None else None
         if part.top_ids is None:
-            return Scored(scored[0], entropy_T)
-        return Scored(scored[0][:, 0], entropy_T, scored[0][:, 1:])
+            return PartScores(scored[0], entropy_T)
+        return PartScores(scored[0][:, 0], entropy_T, scored[0][:, 1:])
 
 
 def _spread(values: Tensor, part: Part) -> Tensor:

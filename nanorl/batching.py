@@ -42,7 +42,7 @@ from nanorl.algorithms.self_distillation import (
     with_hindsight,
 )
 from nanorl.algorithms.spec import DISTILLS, AlgorithmSpec, is_own
-from nanorl.types import Branch, Rollout, Status, TokenStats
+from nanorl.types import Branch, Rollout, Status, TokenStats, kind_of
 
 PART = "reward/"
 """What begins the name of a part of the reward among the metrics of a rollout."""
@@ -266,6 +266,7 @@ def _samples(rollouts: Sequence[Rollout], version: int) -> list[Sample]:
                 Field.STALENESS: [float(version - v) if v >= 0 else 0.0 for v in sequence.versions],
             },
             group=rollout.group_id,
+            kind=kind_of(rollout.task_id),
         )
         for rollout in rollouts
         for sequence in rollout.sequences
@@ -349,18 +350,23 @@ def _taught(
     if scoring.teacher is not None:
         judged = scoring.teacher(teacher_samples(rollouts, samples))
         values = aligned(rollouts, samples, judged)
+        _check_teacher(rollouts, values)
         samples = with_field(samples, Field.TEACHER_LOGP, values)
-        given = iter(value.tolist() for value in values)
-        for rollout in rollouts:
-            _check_logps(rollout, list(islice(given, len(rollout.sequences))), "the teacher")
     if scoring.top is not None:
         if spec.has_hindsight:
             tops = scoring.top(teacher_samples(rollouts, samples))
             tops = aligned_top(rollouts, samples, tops)
         else:
             tops = scoring.top(samples)
+        _check_teacher(rollouts, [top.logps.sum(1) for top in tops])
         samples = [replace(one, top=top) for one, top in zip(samples, tops, strict=True)]
     return samples
+
+
+def _check_teacher(rollouts: Sequence[Rollout], values: Sequence[Tensor]) -> None:
+    given = iter([value.tolist() for value in values])
+    for rollout in rollouts:
+        _check_logps(rollout, list(islice(given, len(rollout.sequences))), "the teacher")
 
 
 def _advantage_batch(

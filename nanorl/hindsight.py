@@ -81,6 +81,7 @@ class HindsightWriter:
         for rollout in rollouts:
             opening = self.openings.pop(rollout.rollout_id, None)
             text = self._text(task, rollout, rollouts)
+            rollout.hindsight = []
             if opening is not None and text and self._begins_with(rollout, opening):
                 rollout.hindsight = self._encode(opening, _with_text(opening.messages, text))
 

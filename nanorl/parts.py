@@ -31,12 +31,13 @@ from nanorl.envs.code import CodeKind
 from nanorl.envs.run_kind import run_kind, run_tokenizer
 from nanorl.hindsight import check_demonstrations, most_tokens
 from nanorl.learner import check_reference
+from nanorl.references import parse_references, shares_of
 from nanorl.sizes import sized
 from nanorl.tasks.readers import read_tasks
 from nanorl.tasks.records import TaskFields
 from nanorl.tasks.source import ListTasks, Split
 from nanorl.tasks.tiny_model import build_tiny_model
-from nanorl.types import Task
+from nanorl.types import Task, kind_of
 
 
 @dataclass(kw_only=True)
@@ -71,9 +72,17 @@ class Parts:
         check_reference(config, self.shape.vocab_size)
         self.tokenizer = run_tokenizer(config, self.folder)
         check_top_k(config, self.shape)
+        if config.rl.reference and config.rl.steps:
+            self._check_kinds(config)
         if config.rl.algorithm.has_hindsight and config.rl.steps:
             self._check_hindsight(config)
         self.config = sized(config, self.shape, self.device)
+
+    def _check_kinds(self, config: RunConfig) -> None:
+        """`ValueError` for tasks of the first step that no reference is named for."""
+        names = parse_references(config.rl.reference)
+        for task in self.tasks.train.batch(0, config.rl.tasks_per_step):
+            shares_of(kind_of(task.task_id), names)
 
     def _check_hindsight(self, config: RunConfig) -> None:
         """`ValueError` for hindsight that this model, agent or these tasks have no place for."""

@@ -124,7 +124,7 @@ class TensorParallel:
 
 def _comes_again(ids_PM: Tensor) -> Tensor:
     """True for an id that stands in its row before, too."""
-    order = ids_PM.argsort(1, stable=True)
+    order = ids_PM.argsort(dim=1, stable=True)
     ordered = ids_PM.gather(1, order)
     is_same = F.pad(ordered[:, 1:] == ordered[:, :-1], (1, 0))
     return torch.zeros_like(is_same).scatter(1, order, is_same)

@@ -92,7 +92,7 @@ def _masked(batch: LossBatch) -> LossBatch:
         for name in names
         if (value_T := getattr(batch, name)) is not None
     }
-    tops = {
+    tops: dict[str, Any] = {
         name: torch.where(is_action_T.unsqueeze(1), value_TK, NO_TOKEN)
         for name in ("top_logp_TK", "teacher_top_logp_TK")
         if (value_TK := getattr(batch, name)) is not None

@@ -489,12 +489,6 @@ def _check_turns(spec: AlgorithmSpec) -> None:
 
 def _check_hindsight(spec: AlgorithmSpec) -> None:
     """A teacher that reads more than the policy, and a loss that asks it."""
-    if spec.advantage != "none" and (spec.loss == "opd_topk" or spec.has_hindsight):
-        raise ValueError(
-            f"advantage={spec.advantage!r}: loss={spec.loss!r} "
-            f"{'with hindsight ' if spec.has_hindsight else ''}reads no advantages; set "
-            "advantage='none'"
-        )
     if not spec.has_hindsight and spec.hindsight_teacher == "reference":
         raise ValueError(
             "hindsight_teacher='reference' with hindsight='none': the reference reads what the "
@@ -505,6 +499,12 @@ def _check_hindsight(spec: AlgorithmSpec) -> None:
         raise ValueError(
             f"hindsight={spec.hindsight!r}: loss={spec.loss!r} has no teacher to read it; choose "
             "loss='opd' or 'opd_topk', or hindsight='none'"
+        )
+    if spec.advantage != "none" and (spec.loss == "opd_topk" or spec.has_hindsight):
+        raise ValueError(
+            f"advantage={spec.advantage!r}: loss={spec.loss!r} "
+            f"{'with hindsight ' if spec.has_hindsight else ''}reads no advantages; set "
+            "advantage='none'"
         )
     if spec.has_hindsight and spec.dynamic_sampling:
         raise ValueError(

@@ -42,10 +42,11 @@ class _Worker:
 class ReferenceRole(_Worker):
     """The frozen policy that KL terms and distillation compare with."""
 
-    def __init__(self, config: RunConfig, folder: Path, threads: int) -> None:
-        require_folder(folder)
+    def __init__(self, config: RunConfig, folders: Sequence[Path], threads: int) -> None:
+        for folder in folders:
+            require_folder(folder)
         super().__init__(config.device, threads)
-        self._scorer = load_reference(config, folder, self.device)
+        self._scorer = load_reference(config, folders, self.device)
 
     async def forward_logprobs(self, samples: Sequence[Sample], temperature: float) -> list[Tensor]:
         return await self._work.run(self._scorer.forward_logprobs, samples, temperature=temperature)

@@ -30,7 +30,7 @@ from nanoengine.engine import Engine, LossFn
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import save_model
 from nanoengine.model.transformer import Transformer
-from nanoengine.packing import MicroBatch, Sample
+from nanoengine.packing import MicroBatch, Sample, TopTokens
 from nanoengine.parallel.mesh import DATA_AXES, Layout, Mesh
 from nanorl.algorithms import corrections, losses
 from nanorl.algorithms.fields import Field
@@ -353,6 +353,15 @@ def scores_on_rank(
     engine = build_engine(folder, setting.config, rank.mesh(setting.layout), setting.split)
     hand = deal(samples, setting.layout).hand(samples, rank.rank)
     return engine.forward_logprobs(hand, temperature=TEMPERATURE, only_masked=True)
+
+
+def tops_on_rank(
+    rank: Rank, folder: Path, setting: Setting, samples: list[Sample], k: int
+) -> list[TopTokens]:
+    """The likeliest tokens of this rank's hand."""
+    engine = build_engine(folder, setting.config, rank.mesh(setting.layout), setting.split)
+    hand = deal(samples, setting.layout).hand(samples, rank.rank)
+    return engine.forward_top(hand, k, temperature=TEMPERATURE)
 
 
 def critic_on_rank(

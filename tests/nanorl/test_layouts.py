@@ -172,6 +172,26 @@ def test_log_probs_that_ranks_found_come_back_in_the_order_of_the_batch(
         torch.testing.assert_close(mine, true, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("k", [3, cases.VOCAB])
+@pytest.mark.parametrize("name", ["dp2", "tp2", "pp2", "cp2", "dp2-shared", "dp2-zero3"])
+def test_the_likeliest_tokens_that_ranks_found_are_those_of_one_process(
+    pool: WorkerPool,
+    folders: dict[str, Path],
+    batches: dict[str, TrainBatch],
+    name: str,
+    k: int,
+) -> None:
+    """A part of the vocabulary holds fewer tokens than the largest k."""
+    setting, samples = SETTINGS[name], batches["grpo"].samples
+    engine = cases.build_engine(folders["dense"], Setting().config)
+    expected = engine.forward_top(samples, k, temperature=cases.TEMPERATURE)
+    answers = pool.run(2, cases.tops_on_rank, folders["dense"], setting, samples, k)
+    found = deal(samples, setting.layout).collect(answers)
+    for mine, true in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.logps, true.logps, rtol=0, atol=1e-6)
+        assert torch.equal(mine.ids, true.ids) and bool(true.ids.any())
+
+
 @pytest.mark.parametrize("name", ["dp2-zero3", "cp2"])
 def test_a_critic_over_ranks_gives_the_values_and_takes_the_step_of_one_process(
     pool: WorkerPool,
