@@ -26,10 +26,8 @@ from nanoengine.packing import (
     MicroBatch,
     Sample,
     TopTokens,
-    collect,
     collect_all,
     make_micro_batches,
-    zeros_like_tokens,
 )
 from nanoengine.parallel.context_parallel import ContextSplit
 from nanoengine.parallel.mesh import Mesh
@@ -230,9 +228,7 @@ def collect_top(
     micros: Sequence[MicroBatch],
     found: Sequence[tuple[Tensor, Tensor]],
 ) -> list[TopTokens]:
-    """For each sample its top tokens, of those of all micro-batches."""
-    ids, logps = zeros_like_tokens(samples), zeros_like_tokens(samples)
-    for micro, (ids_TK, logp_TK) in zip(micros, found, strict=True):
-        collect(ids, micro, ids_TK)
-        collect(logps, micro, logp_TK.float())
+    """For each sample its top tokens, of those of all micro-batches, of which there may be none."""
+    ids = collect_all(samples, micros, [ids_TK for ids_TK, _ in found])
+    logps = collect_all(samples, micros, [logp_TK.float() for _, logp_TK in found])
     return [TopTokens(*pair) for pair in zip(ids, logps, strict=True)]

@@ -192,6 +192,15 @@ def test_the_likeliest_tokens_that_ranks_found_are_those_of_one_process(
         assert torch.equal(mine.ids, true.ids) and bool(true.ids.any())
 
 
+@pytest.mark.parametrize("name", ["dp2", "dp2-zero3"])
+def test_a_rank_without_samples_finds_no_tokens(
+    pool: WorkerPool, folders: dict[str, Path], batches: dict[str, TrainBatch], name: str
+) -> None:
+    setting, samples = SETTINGS[name], batches["grpo"].samples[:1]
+    answers = pool.run(2, cases.tops_on_rank, folders["dense"], setting, samples, 3)
+    assert sorted(map(len, answers)) == [0, 1]
+
+
 @pytest.mark.parametrize("name", ["dp2-zero3", "cp2"])
 def test_a_critic_over_ranks_gives_the_values_and_takes_the_step_of_one_process(
     pool: WorkerPool,
