@@ -7,7 +7,7 @@ op. `backend="auto" | "torch" | "cpp" | "triton"`: see `backend.py`.
 
 * rows of activations: `rms_norm`, `rope`, `qk_norm_rope`, `swiglu`, `linear`, `gather_rows`;
 * attention: `attention` (training: packed sequences and trees), `paged_attention`, `kv_cache`;
-* the head: `linear_logprob` (no tokens x vocabulary tensor), `sampling`;
+* the head: `linear_logprob`, `linear_topk` (no tokens x vocabulary tensor), `sampling`;
 * the update: `gae`, `adamw`;
 * mixture of experts: `moe_routing`, `grouped_gemm`, `moe`;
 * lower precision and stricter order: `fp8`, `batch_invariant`.
@@ -26,7 +26,7 @@ from kernels.gather_rows import add_rows_, gather_rows, make_row_gather
 from kernels.grouped_gemm import grouped_gemm
 from kernels.kv_cache import make_kv_cache, reshape_and_cache
 from kernels.linear import linear, pack_weight
-from kernels.linear_logprob import linear_logprob, logits_logprob
+from kernels.linear_logprob import linear_logprob, linear_topk, logits_logprob
 from kernels.moe import fused_moe
 from kernels.moe_routing import moe_align, topk_softmax
 from kernels.paged_attention import make_paged_plan, paged_attention, paged_attention_decode
@@ -53,6 +53,7 @@ __all__ = [
     "grouped_gemm",
     "linear",
     "linear_logprob",
+    "linear_topk",
     "log_softmax_batch_invariant",
     "logits_logprob",
     "make_kv_cache",

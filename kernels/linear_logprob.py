@@ -8,6 +8,9 @@ p = softmax(z), H the entropy, and g, e the gradients by logp and H:
     logp = z_t − log Σ exp z            H = log Σ exp z − Σ p · z
     dz = g · (1_t − p) − e · p · (log p + H)
 
+Of several tokens at one place the terms by g add up; the logits are computed once for all of them.
+`linear_topk` finds the likeliest tokens of every place, from the same chunks.
+
 On a GPU the chunk's logits are one cuBLAS matmul into a buffer that all chunks share, and a Triton
 kernel reads them once (`triton/linear_logprob.py`).
 
@@ -18,7 +21,7 @@ bits.
 Source of the chunking: the memory-efficient cross-entropy of Liger and of Apple's CCE.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -140,7 +143,8 @@ class _LinearLogprob(torch.autograd.Function):
             logp, lse, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
         else:
             wide = torch.promote_types(options.dtype, torch.float32)
-            logp = lse = entropy = torch.zeros(0, dtype=wide, device=hidden.device)
+            lse = entropy = torch.zeros(0, dtype=wide, device=hidden.device)
+            logp = lse.new_zeros(token_ids.shape)
         ctx.save_for_backward(hidden, weight, token_ids, lse, entropy)
         ctx.packed, ctx.options = packed, options
         ctx.set_materialize_grads(False)
@@ -200,8 +204,26 @@ class _ChunkLogits:
         return torch.mm(hidden_CD, self.head.t(), out=out)
 
 
-def _chunk_stats(logits: Tensor, token_ids: Tensor, options: _Options) -> tuple[Tensor, ...]:
-    """logp, logsumexp and (empty unless wanted) entropy of a chunk's rows."""
+def _chunk_stats(logits: Tensor, ids_CM: Tensor, options: _Options) -> tuple[Tensor, ...]:
+    """logp [C, M], logsumexp and (empty unless wanted) entropy of a chunk's rows."""
+    logp, lse, entropy = _first_stats(logits, ids_CM[:, 0], options)
+    logp_CM = logp.unsqueeze(1)
+    if ids_CM.shape[1] > 1:
+        z = logits.gather(1, ids_CM[:, 1:]).to(logp.dtype) / options.temperature
+        logp_CM = torch.cat([logp_CM, _less(z, lse)], 1)
+    return logp_CM, lse, entropy
+
+
+def _less(z_CM: Tensor, lse: Tensor) -> Tensor:
+    """z − logsumexp, which a GPU keeps as two terms."""
+    for term in lse.unbind(1) if lse.dim() == 2 else (lse,):
+        z_CM = z_CM - term.unsqueeze(1)
+    return z_CM
+
+
+def _first_stats(logits: Tensor, token_ids: Tensor, options: _Options) -> tuple[Tensor, ...]:
+    """The same of one token for each row: the bits that the sampler's log-prob has."""
+    token_ids = token_ids.contiguous()
     if options.on_triton:
         from kernels.triton import linear_logprob as triton_ops
 
@@ -218,11 +240,7 @@ def _chunk_stats(logits: Tensor, token_ids: Tensor, options: _Options) -> tuple[
 
 def _chunk_gradient(logits, token_ids, lse, entropy, dlogp, dentropy, options) -> Tensor:
     if options.on_triton:
-        from kernels.triton import linear_logprob as triton_ops
-
-        return triton_ops.rewrite_to_gradient(
-            logits, token_ids, lse, entropy, dlogp, dentropy, options.temperature
-        )
+        return _triton_gradient(logits, token_ids, lse, entropy, dlogp, dentropy, options)
     for tile in _row_tiles(logits):
         z = logits[tile].to(lse.dtype)
         if options.temperature != 1.0:
@@ -233,6 +251,20 @@ def _chunk_gradient(logits, token_ids, lse, entropy, dlogp, dentropy, options) -
             dz.div_(options.temperature)
         logits[tile] = dz
     return logits
+
+
+def _triton_gradient(logits, token_ids, lse, entropy, dlogp, dentropy, options) -> Tensor:
+    from kernels.triton import linear_logprob as triton_ops
+
+    is_one = token_ids.shape[1] == 1
+    first = token_ids[:, 0].contiguous() if is_one else torch.full_like(token_ids[:, 0], -1)
+    total = None if dlogp is None else dlogp.sum(1)
+    dz = triton_ops.rewrite_to_gradient(
+        logits, first, lse, entropy, total, dentropy, options.temperature
+    )
+    if dlogp is not None and not is_one:  # the kernel knows one token a row, or none: -1
+        dz.scatter_add_(1, token_ids, (dlogp / options.temperature).to(dz.dtype))
+    return dz
 
 
 def _row_tiles(logits: Tensor) -> list[slice]:
@@ -256,19 +288,19 @@ def _entropy(z: Tensor, lse: Tensor) -> Tensor:
 
 
 def _dlogits(z, lse, token_ids, dlogp, dentropy, entropy) -> Tensor:
-    """Gradient by the tempered logits: dlogp · (onehot − p) − dentropy · p · (logp + entropy)."""
+    """Gradient by the tempered logits: Σ dlogp · (onehot − p) − dentropy · p · (logp + entropy)."""
     logp = z.sub_(lse.unsqueeze(1))
     if dentropy is None:
-        scale = -dlogp.unsqueeze(1)
+        scale = -dlogp.sum(1, keepdim=True)
         dz = logp.exp_().mul_(scale)
     else:
         scale = -dentropy.unsqueeze(1)
         slope = (logp + entropy.unsqueeze(1)).mul_(scale)
         if dlogp is not None:
-            slope.sub_(dlogp.unsqueeze(1))
+            slope.sub_(dlogp.sum(1, keepdim=True))
         dz = logp.exp_().mul_(slope)
     if dlogp is not None:
-        dz.scatter_add_(1, token_ids.unsqueeze(1), dlogp.unsqueeze(1).to(dz.dtype))
+        dz.scatter_add_(1, token_ids, dlogp.to(dz.dtype))
     return dz
 
 
@@ -286,6 +318,7 @@ def linear_logprob(
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """fp32 logp [T] of `token_ids`, and with `return_entropy` also the entropy [T], in nats.
+    `token_ids` [T, M] are several for each row, and so are the log-probs, [T, M].
 
     `temperature` 0 (greedy) means 1. `logits_dtype` is the dtype of the matmul, hidden's unless
     given (fp32 for an exact head over a bf16 model); `packed` is `pack_weight` of the weight in
@@ -293,25 +326,76 @@ def linear_logprob(
     """
     temperature = _valid_temperature(temperature)
     _check(hidden_TD, weight_VD, token_ids_T)
-    on_triton = use_triton(backend, hidden_TD, has_cpp=True)
-    fitting = _GPU_CHUNK if on_triton else max(64, _CHUNK_ELEMENTS // weight_VD.shape[0])
+    dtype = logits_dtype if logits_dtype is not None else hidden_TD.dtype
+    options = _options(hidden_TD, weight_VD, temperature, chunk_size, dtype, backend)
+    options = replace(
+        options,
+        wants_entropy=return_entropy,
+        batch_invariant=batch_invariant and options.on_triton,
+    )
+    ids_TM = token_ids_T.long()
+    if is_one := ids_TM.dim() == 1:
+        ids_TM = ids_TM.unsqueeze(1)
+    logp, entropy = _LinearLogprob.apply(hidden_TD, weight_VD, ids_TM, packed, options)
+    logp = logp.squeeze(1) if is_one else logp
+    return (logp, entropy) if return_entropy else logp
+
+
+@torch.no_grad()
+def linear_topk(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    k: int,
+    *,
+    temperature: float = 1.0,
+    packed: Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The k likeliest tokens of every row under softmax(hidden · weightᵀ / temperature), likeliest
+    first: (ids int64 [T, k], fp32 log-probs [T, k], nats). Without a gradient; options as in
+    `linear_logprob`. ValueError for a k that is not in 1 .. V."""
+    temperature, vocab = _valid_temperature(temperature), weight_VD.shape[0]
+    if not 1 <= k <= vocab:
+        raise ValueError(f"k={k}: must be from 1 to the vocabulary's {vocab}")
+    _check(hidden_TD, weight_VD, hidden_TD.new_zeros(len(hidden_TD), dtype=torch.int64))
+    dtype = logits_dtype if logits_dtype is not None else hidden_TD.dtype
+    options = _options(hidden_TD, weight_VD, temperature, None, dtype, backend)
+    head = weight_VD.to(dtype)
+    packed = pack_weight(head) if packed is None else packed
+    chunks = _ChunkLogits(hidden_TD, head, packed, options)
+    wide = torch.promote_types(dtype, torch.float32)
+    ids_TK = torch.zeros(len(hidden_TD), k, dtype=torch.int64, device=hidden_TD.device)
+    logp_TK = torch.zeros(len(hidden_TD), k, dtype=wide, device=hidden_TD.device)
+    for lo in range(0, len(hidden_TD), options.chunk_size):
+        rows = slice(lo, lo + options.chunk_size)
+        logits = chunks.multiply(hidden_TD[rows].to(dtype))
+        ids_TK[rows] = logits.topk(k).indices
+        logp_TK[rows] = _chunk_stats(logits, ids_TK[rows], options)[0]
+    return ids_TK, logp_TK
+
+
+def _options(
+    hidden: Tensor,
+    weight: Tensor,
+    temperature: float,
+    chunk_size: int | None,
+    dtype: torch.dtype,
+    backend: Backend,
+) -> _Options:
+    """Where the arithmetic runs, and on how many tokens at a time."""
+    on_triton = use_triton(backend, hidden, has_cpp=True)
+    fitting = _GPU_CHUNK if on_triton else max(64, _CHUNK_ELEMENTS // weight.shape[0])
     chunk = fitting if chunk_size is None else chunk_size
     if chunk < 1:
         raise ValueError(f"chunk_size={chunk_size}: must be at least 1 token")
-    dtype = logits_dtype if logits_dtype is not None else hidden_TD.dtype
     if on_triton:
         check_triton_dtype("logits_dtype", dtype)
     refusal = None
     if dtype not in NATIVE_DTYPES:
         refusal = f"logits_dtype {dtype} must be float32 or bfloat16"
-    is_native = use_native(backend, hidden_TD, refusal=refusal)
-    is_invariant = batch_invariant and on_triton
-    options = _Options(
-        temperature, chunk, dtype, return_entropy, on_triton, is_native, is_invariant
-    )
-    ids_T = token_ids_T.long()
-    logp, entropy = _LinearLogprob.apply(hidden_TD, weight_VD, ids_T, packed, options)
-    return (logp, entropy) if return_entropy else logp
+    is_native = use_native(backend, hidden, refusal=refusal)
+    return _Options(temperature, chunk, dtype, False, on_triton, is_native, False)
 
 
 def _valid_temperature(temperature: float) -> float:
@@ -326,10 +410,11 @@ def _check(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> None:
             f"hidden: shape {tuple(hidden.shape)} must be [tokens, {weight.shape[-1]}] to match "
             f"weight {tuple(weight.shape)}"
         )
-    if token_ids.shape != hidden.shape[:1]:
+    is_fitting = token_ids.dim() in (1, 2) and len(token_ids) == len(hidden)
+    if not is_fitting or 0 in token_ids.shape[1:]:
         raise ValueError(
             f"token_ids: shape {tuple(token_ids.shape)} must be one id for each of the "
-            f"{hidden.shape[0]} rows of hidden"
+            f"{hidden.shape[0]} rows of hidden, or [rows, M]"
         )
     check_tensors(hidden, "hidden", False, weight=weight, token_ids=token_ids)
     check_floating(weight=weight)

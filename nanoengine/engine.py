@@ -39,6 +39,7 @@ from nanoengine.optim import AdamW, Kind
 from nanoengine.packing import (
     MicroBatch,
     Sample,
+    TopTokens,
     add_sums,
     collect_all,
     idle_micro_batch,
@@ -47,7 +48,7 @@ from nanoengine.packing import (
 from nanoengine.parallel.expert_parallel import ExpertParallel
 from nanoengine.parallel.mesh import DATA_AXES, WORLD, Layout, Mesh
 from nanoengine.parallel.tensor_parallel import TensorParallel, gather_slice
-from nanoengine.scoring import Scorer
+from nanoengine.scoring import Scorer, collect_top
 from nanoengine.state.checkpoint import (
     Checkpoint,
     get_rng_state,
@@ -219,11 +220,23 @@ class Engine:
                 for micro in micros
             ]
         self.optimizer.release()
-        logps = collect_all(samples, micros, [logp_T for logp_T, _ in scored])
+        logps = collect_all(samples, micros, [one.logp_T for one in scored])
         if not entropy:
             return logps, []
-        entropies = [entropy_T for _, entropy_T in scored if entropy_T is not None]
+        entropies = [one.entropy_T for one in scored if one.entropy_T is not None]
         return logps, collect_all(samples, micros, entropies)
+
+    @torch.no_grad()
+    def forward_top(
+        self, samples: Sequence[Sample], k: int, *, temperature: float = 1.0
+    ) -> list[TopTokens]:
+        """For each sample the k likeliest tokens, likeliest first, in place of each token whose
+        loss mask is not 0, and their log-probs."""
+        micros = self._passes(samples)
+        with self._kernels():
+            found = [self._scorer.top(micro, k, temperature) for micro in micros]
+        self.optimizer.release()
+        return collect_top(samples, micros, found)
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         if not samples and self.mesh.size(DATA_AXES) > 1:
@@ -318,14 +331,15 @@ class Engine:
         with self._kernels():
             for i, micro in enumerate(micros):
                 self.optimizer.start_pass(is_last=i == len(micros) - 1)
-                logp_T, entropy_T = self._scorer.logprobs(
+                scored = self._scorer.logprobs(
                     micro, temperature, entropy=entropy, only_masked=True
                 )
+                logp_T, entropy_T, _ = scored
                 if not micro.index:
                     (logp_T.sum() * 0).backward()
                     self.optimizer.end_pass()
                     continue
-                loss_sum, sums = loss_fn(logp_T, entropy_T, micro)
+                loss_sum, sums = loss_fn(logp_T, entropy_T, scored.told(micro))
                 loss = loss_sum / weight
                 losses.append(loss.detach())
                 if self.optimizer.needs_equal_passes and not loss.requires_grad:

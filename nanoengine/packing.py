@@ -31,6 +31,18 @@ from kernels.transfer import to_device, to_host
 from nanoengine.prefix_tree import added_rows, cut, depth_first, lay_out
 
 
+@dataclass(frozen=True, eq=False)
+class TopTokens:
+    """At each token of a sample the k tokens that some policy, a teacher, held likeliest there, and
+    its log-probs of them in nats; all 0 where it was not asked.
+
+        TopTokens(ids=tensor([[0, 0], [8, 9]]), logps=tensor([[0.0, 0.0], [-0.1, -2.5]]))
+    """
+
+    ids: Tensor  # int64 [tokens, k]
+    logps: Tensor  # fp32 [tokens, k]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     """One sequence to train on. `loss_mask[t]` is 1 where token t was sampled by the policy.
@@ -43,7 +55,9 @@ class Sample:
 
     `fields` are per-token numbers (advantages, rollout logps, ...), aligned with `tokens`.
     `group` names samples that may share the forward pass of their common leading tokens. `targets`,
-    where given, are scored in place of `tokens`: at t the token `targets[t]`.
+    where given, are scored in place of `tokens`: at t the token `targets[t]`. `top`, where given,
+    are tokens that are scored beside them. `kind` is that of its task, for a scorer that asks
+    another model about each.
     """
 
     tokens: list[int]
@@ -51,6 +65,8 @@ class Sample:
     fields: dict[str, list[float]] = field(default_factory=dict)
     group: str | None = None
     targets: list[int] | None = None
+    top: TopTokens | None = None
+    kind: str = ""
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
@@ -60,6 +76,8 @@ class Sample:
             raise ValueError(f"loss_mask has {len(self.loss_mask)} entries for {n} tokens")
         if self.targets is not None and len(self.targets) != n:
             raise ValueError(f"targets has {len(self.targets)} entries for {n} tokens")
+        if self.top is not None and not len(self.top.ids) == len(self.top.logps) == n:
+            raise ValueError(f"top has {len(self.top.ids)} entries for {n} tokens")
         if self.loss_mask[0]:
             raise ValueError("loss_mask[0] is set: the first token has nothing to predict it from")
         for name, values in self.fields.items():
@@ -102,6 +120,9 @@ class MicroBatch:
     local_ids_T: Tensor  # the same, counted among the samples of the micro-batch
     index: list[int]
     starts: list[int]
+    top_ids_TK: Tensor | None = None  # int64, of `Sample.top`
+    top_logp_TK: Tensor | None = None  # fp32, likewise
+    own_top_logp_TK: Tensor | None = None  # the model's of the same tokens, which engines fill in
 
     @property
     def num_rows(self) -> int:
@@ -141,6 +162,9 @@ def make_micro_batches(
     for i, sample in enumerate(samples):
         if set(sample.fields) != names:
             raise ValueError(f"sample {i} has fields {sorted(sample.fields)}, not {sorted(names)}")
+    widths = {0 if sample.top is None else sample.top.ids.shape[1] for sample in samples}
+    if len(widths) > 1:
+        raise ValueError(f"samples with {sorted(widths)} top tokens: all must have as many")
     trees = list(_trees(samples, max_tokens, share_prefix))
     trees.sort(key=lambda tree: (-max(len(samples[i].tokens) for i in tree.members), tree.members))
     device = torch.device(device)
@@ -230,7 +254,10 @@ def _pack(samples: Sequence[Sample], trees: list[_Tree]) -> MicroBatch:
     target_ids = [token for i in index for token in (samples[i].targets or samples[i].tokens)[1:]]
     counted_P = loss_mask_T.nonzero().squeeze(1)
     has_tree = any(len(tree.members) > 1 for tree in trees)
-    scored_Q, copy_of_P = _distinct(counted_P, rows, target_ids) if has_tree else (None, None)
+    top_ids_TK, top_logp_TK = _top_tokens([samples[i] for i in index])
+    scored_Q, copy_of_P = None, None
+    if has_tree:
+        scored_Q, copy_of_P = _distinct(counted_P, rows, target_ids, top_ids_TK)
     place = {i: rank for rank, i in enumerate(sorted(index))}
     sequence_ids = [i for i in index for _ in samples[i].tokens[1:]]
     lengths = [end - begin for begin, end in pairwise(cu_seqlens)]
@@ -254,18 +281,30 @@ def _pack(samples: Sequence[Sample], trees: list[_Tree]) -> MicroBatch:
         local_ids_T=torch.tensor([place[i] for i in sequence_ids]),
         index=index,
         starts=starts,
+        top_ids_TK=top_ids_TK,
+        top_logp_TK=top_logp_TK,
     )
 
 
+def _top_tokens(samples: Sequence[Sample]) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """`MicroBatch.top_ids_TK` and `top_logp_TK`; nothing where the samples have none."""
+    tops = [sample.top for sample in samples if sample.top is not None]
+    if not tops:
+        return None, None
+    ids_TK = torch.cat([top.ids[1:].to(torch.int64) for top in tops])
+    return ids_TK, torch.cat([top.logps[1:].to(torch.float32) for top in tops])
+
+
 def _distinct(
-    counted_P: Tensor, rows: list[int], target_ids: list[int]
+    counted_P: Tensor, rows: list[int], target_ids: list[int], top_ids_TK: Tensor | None
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """`MicroBatch.scored_Q` and `copy_of_P`; nothing where no two counted entries are the same."""
     scored: list[int] = []
-    place: dict[tuple[int, int], int] = {}
+    place: dict[tuple[int, ...], int] = {}
     copies: list[int] = []
     for entry in counted_P.tolist():
-        prediction = rows[entry], target_ids[entry]
+        beside = () if top_ids_TK is None else top_ids_TK[entry].tolist()
+        prediction = rows[entry], target_ids[entry], *beside
         if prediction not in place:
             place[prediction] = len(scored)
             scored.append(entry)
@@ -299,7 +338,7 @@ def collect_all(
 def collect(per_sample: list[Tensor], micro: MicroBatch, values_T: Tensor) -> None:
     """Put a micro-batch's values where its samples are; the first token of each has none: 0."""
     for index, values in micro.split(values_T.cpu()):
-        per_sample[index] = torch.cat([values.new_zeros(1), values])
+        per_sample[index] = torch.cat([values.new_zeros(1, *values.shape[1:]), values])
 
 
 def read_sums(

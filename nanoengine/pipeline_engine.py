@@ -21,7 +21,14 @@ from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine, LossFn
 from nanoengine.model import hf
 from nanoengine.model.transformer import Transformer
-from nanoengine.packing import MicroBatch, Sample, add_sums, collect, zeros_like_tokens
+from nanoengine.packing import (
+    MicroBatch,
+    Sample,
+    TopTokens,
+    add_sums,
+    collect,
+    zeros_like_tokens,
+)
 from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.pipeline import PipelineRunner, StageChunk
 from nanoengine.parallel.schedules import SCHEDULES, forward_only, make_schedule
@@ -70,7 +77,7 @@ class PipelineEngine(Engine):
         micros = self._passes(samples)
 
         def score(stage: Stage, part: Part, index: int, hidden_ND: Tensor) -> Tensor:
-            logp_T, entropy_T = self._scorer.score(
+            logp_T, entropy_T, _ = self._scorer.score(
                 part, hidden_ND, temperature, entropy=entropy, only_masked=only_masked
             )
             collect(found, micros[index], logp_T)
@@ -84,6 +91,30 @@ class PipelineEngine(Engine):
             if micros:
                 runner.run(forward_only(self.mesh.size("pp"), len(micros), chunks))
         return self._tell(found), self._tell(entropies) if entropy else []
+
+    @torch.no_grad()
+    def forward_top(
+        self, samples: Sequence[Sample], k: int, *, temperature: float = 1.0
+    ) -> list[TopTokens]:
+        """Find as `Engine.forward_top` does; every rank gets the result."""
+        micros = self._passes(samples)
+        ids, logps = ([torch.zeros(len(s.tokens), k) for s in samples] for _ in range(2))
+
+        def pick(stage: Stage, part: Part, index: int, hidden_ND: Tensor) -> Tensor:
+            ids_TK, logp_TK = self._scorer.pick_top(part, hidden_ND, k, temperature)
+            collect(ids, micros[index], ids_TK.to(torch.float64))  # as numbers, to be told
+            collect(logps, micros[index], logp_TK)
+            return logp_TK
+
+        with self._kernels():
+            runner = self._runner(micros, pick, keeps=False)
+            if micros:
+                size, chunks = self.mesh.size("pp"), len(self.stages)
+                runner.run(forward_only(size, len(micros), chunks))
+        return [
+            TopTokens(ids_NK.to(torch.int64), logp_NK.float())
+            for ids_NK, logp_NK in zip(self._tell(ids), self._tell(logps), strict=True)
+        ]
 
     def _runner(self, micros: list[MicroBatch], score: Any, *, keeps: bool) -> PipelineRunner:
         """`score(stage, part, index, hidden)` is called on the last stage."""
@@ -124,12 +155,13 @@ class PipelineEngine(Engine):
 
         def score(stage: Stage, part: Part, index: int, hidden_ND: Tensor) -> Tensor:
             micro = micros[index]
-            logp_T, entropy_T = self._scorer.score(
+            scored = self._scorer.score(
                 part, hidden_ND, temperature, entropy=entropy, only_masked=True
             )
+            logp_T, entropy_T, _ = scored
             if not micro.index:
                 return logp_T.sum() * 0
-            loss_sum, sums = loss_fn(logp_T, entropy_T, micro)
+            loss_sum, sums = loss_fn(logp_T, entropy_T, scored.told(micro))
             loss = loss_sum / weight
             losses.append(float(loss.detach()))
             collect(logps, micro, logp_T.detach())
@@ -155,7 +187,7 @@ class PipelineEngine(Engine):
         if not values:
             return values
         dtype = torch.promote_types(self.model.dtype, torch.float32)
-        flat = torch.cat(values).to(self.mesh.device, dtype)
+        flat = torch.cat(values).to(self.mesh.device, dtype)  # ids fit: below 2^24
         self.mesh.broadcast("pp", flat, self.mesh.size("pp") - 1)
         return list(flat.cpu().split([len(value) for value in values]))
 

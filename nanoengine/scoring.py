@@ -6,6 +6,7 @@ log-probs are gathered so that a loss sees whole sequences; with tensor parallel
 split by vocabulary and every rank gets the same log-probs.
 
 Left out: losses, and the loop over micro-batches (engine.py).
+Of samples with `top` tokens the log-probs of those come from the same logits.
 Legend: N rows that this rank reads, P rows that reach the head (in a tree one for each distinct
 prediction that counts), T predictions of the micro-batch.
 """
@@ -13,15 +14,21 @@ prediction that counts), T predictions of the micro-batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from nanoengine.model.attention import AttentionContext, PackedContext, SharedPrefixContext
 from nanoengine.model.transformer import Transformer
-from nanoengine.packing import MicroBatch, Sample, collect_all, make_micro_batches
+from nanoengine.packing import (
+    MicroBatch,
+    Sample,
+    TopTokens,
+    collect_all,
+    make_micro_batches,
+)
 from nanoengine.parallel.context_parallel import ContextSplit
 from nanoengine.parallel.mesh import Mesh
 
@@ -39,6 +46,21 @@ class Part:
     scored: Tensor | None = None  # of those the distinct ones; None: all
     copy_of: Tensor | None = None  # which of the distinct ones each counted one is
     ring: ContextSplit | None = None
+    top_ids: Tensor | None = None  # further tokens to score at each target, [targets, K]
+
+
+class PartScores(NamedTuple):
+    """The word of a model on the predictions of a micro-batch."""
+
+    logp_T: Tensor
+    entropy_T: Tensor | None
+    top_logp_TK: Tensor | None = None
+
+    def told(self, micro: MicroBatch) -> MicroBatch:
+        """The micro-batch as a loss reads it, with the log-probs of top tokens where it has any."""
+        if self.top_logp_TK is None:
+            return micro
+        return replace(micro, own_top_logp_TK=self.top_logp_TK)
 
 
 class Policy(Protocol):
@@ -48,6 +70,12 @@ class Policy(Protocol):
         self, samples: Sequence[Sample], *, temperature: float = 1.0
     ) -> list[Tensor]:
         """For each sample a log-prob of each token given those before it; the first has 0."""
+        ...
+
+    def forward_top(
+        self, samples: Sequence[Sample], k: int, *, temperature: float = 1.0
+    ) -> list[TopTokens]:
+        """For each sample the k likeliest tokens at each place where its loss mask is not 0."""
         ...
 
 
@@ -76,8 +104,33 @@ class Scorer:
     ) -> list[Tensor]:
         """Score as `Engine.forward_logprobs` does; 0 where the loss mask of a sample is 0."""
         micros = self.micro_batches(samples)
-        scored = [self.logprobs(micro, temperature, only_masked=True)[0] for micro in micros]
+        scored = [self.logprobs(micro, temperature, only_masked=True).logp_T for micro in micros]
         return collect_all(samples, micros, scored)
+
+    @torch.no_grad()
+    def forward_top(
+        self, samples: Sequence[Sample], k: int, *, temperature: float = 1.0
+    ) -> list[TopTokens]:
+        """The k likeliest tokens at each place where the loss mask of a sample is not 0."""
+        micros = self.micro_batches(samples)
+        return collect_top(samples, micros, [self.top(micro, k, temperature) for micro in micros])
+
+    @torch.no_grad()
+    def top(self, micro: MicroBatch, k: int, temperature: float) -> tuple[Tensor, Tensor]:
+        """(ids_TK, logp_TK) of the likeliest tokens in place of each counted target, likeliest
+        first; 0 at the others."""
+        part = self.part(micro)
+        hidden_ND = self.model(part.ids_N, part.positions_N, part.context)
+        return self.pick_top(part, hidden_ND, k, temperature)
+
+    def pick_top(
+        self, part: Part, hidden_ND: Tensor, k: int, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """The same from the final hidden states."""
+        rows = part.counted if part.rows is None else part.rows[part.counted]
+        found = self.model.likeliest(hidden_ND.index_select(0, rows), k, temperature)
+        ids, logp = (_at_places(values, part) for values in found)
+        return (ids, logp) if part.ring is None else (part.ring.gather(ids), part.ring.gather(logp))
 
     def micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         return make_micro_batches(
@@ -91,7 +144,7 @@ class Scorer:
         *,
         entropy: bool = False,
         only_masked: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> PartScores:
         """logp_T, and entropy_T if asked for, of the micro-batch's predictions; `only_masked`
         leaves 0 where the loss mask is 0. Differentiable."""
         part = self.part(micro)
@@ -108,7 +161,9 @@ class Scorer:
             ring = ContextSplit(micro, self._mesh)
             ids, positions = ring.take(micro.ids_N), ring.take(micro.positions_N)
             targets, mask = ring.take(micro.target_ids_T), ring.take(micro.loss_mask_T)
-            return Part(ids, positions, ring, None, targets, mask.nonzero().squeeze(1), ring=ring)
+            top = None if micro.top_ids_TK is None else ring.take(micro.top_ids_TK)
+            counted = mask.nonzero().squeeze(1)
+            return Part(ids, positions, ring, None, targets, counted, ring=ring, top_ids=top)
         context: AttentionContext = PackedContext(
             micro.cu_seqlens, micro.max_seqlen, batch_invariant=self.model.batch_invariant
         )
@@ -116,7 +171,14 @@ class Scorer:
             context = SharedPrefixContext(micro.bounds, micro.prefix_of_S)
         predicted = (micro.rows_T, micro.target_ids_T, micro.counted_P)
         distinct = (micro.scored_Q, micro.copy_of_P)
-        return Part(micro.ids_N, micro.positions_N, context, *predicted, *distinct)
+        return Part(
+            micro.ids_N,
+            micro.positions_N,
+            context,
+            *predicted,
+            *distinct,
+            top_ids=micro.top_ids_TK,
+        )
 
     def score(
         self,
@@ -126,9 +188,11 @@ class Scorer:
         *,
         entropy: bool,
         only_masked: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> PartScores:
         """logp_T and entropy_T of the micro-batch's predictions from the final hidden states."""
         rows, targets = part.rows, part.target_ids
+        if part.top_ids is not None:
+            targets = torch.cat([targets.unsqueeze(1), part.top_ids], 1)
         if only_masked:
             picked = part.counted if part.scored is None else part.scored
             rows = picked if rows is None else rows[picked]
@@ -140,12 +204,31 @@ class Scorer:
             scored = [_spread(values, part) for values in scored]
         if part.ring is not None:
             scored = [part.ring.gather(values) for values in scored]
-        return scored[0], scored[1] if entropies is not None else None
+        entropy_T = scored[1] if entropies is not None else None
+        if part.top_ids is None:
+            return PartScores(scored[0], entropy_T)
+        return PartScores(scored[0][:, 0], entropy_T, scored[0][:, 1:])
 
 
 def _spread(values: Tensor, part: Part) -> Tensor:
     """What was scored, at every prediction that counts; 0 at the others."""
     if part.copy_of is not None:
         values = values.index_select(0, part.copy_of)
-    zeros = torch.zeros(len(part.target_ids), dtype=values.dtype, device=values.device)
+    return _at_places(values, part)
+
+
+def _at_places(values: Tensor, part: Part) -> Tensor:
+    """What counted predictions have, at their places among all; 0 at the others."""
+    zeros = values.new_zeros(len(part.target_ids), *values.shape[1:])
     return zeros.index_copy(0, part.counted, values)
+
+
+def collect_top(
+    samples: Sequence[Sample],
+    micros: Sequence[MicroBatch],
+    found: Sequence[tuple[Tensor, Tensor]],
+) -> list[TopTokens]:
+    """For each sample its top tokens, of those of all micro-batches, of which there may be none."""
+    ids = collect_all(samples, micros, [ids_TK for ids_TK, _ in found])
+    logps = collect_all(samples, micros, [logp_TK.float() for _, logp_TK in found])
+    return [TopTokens(*pair) for pair in zip(ids, logps, strict=True)]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanoengine.packing import MicroBatch, Sample
+from nanoengine.packing import MicroBatch, Sample, TopTokens
 from nanorl.algorithms.advantages import (
     AdvantageBatch,
     Turns,
@@ -37,8 +37,14 @@ from nanorl.algorithms.fields import Field, check_fields
 from nanorl.algorithms.loss_batch import LossBatch
 from nanorl.algorithms.losses import make_loss
 from nanorl.algorithms.segments import index_by_id
-from nanorl.algorithms.spec import AlgorithmSpec, is_own
-from nanorl.types import Branch, Rollout, Status, TokenStats
+from nanorl.algorithms.self_distillation import (
+    aligned,
+    aligned_top,
+    teacher_samples,
+    with_hindsight,
+)
+from nanorl.algorithms.spec import DISTILLS, AlgorithmSpec, is_own
+from nanorl.types import Branch, Rollout, Status, TokenStats, kind_of
 
 PART = "reward/"
 """What begins the name of a part of the reward among the metrics of a rollout."""
@@ -95,6 +101,9 @@ class PolicyLoss:
             sequence_ids_T=micro.local_ids_T,
             num_sequences=len(micro.index),
             ref_logp_T=fields.get(Field.REF_LOGP),
+            teacher_logp_T=fields.get(Field.TEACHER_LOGP),
+            top_logp_TK=micro.own_top_logp_TK,
+            teacher_top_logp_TK=micro.top_logp_TK,
             chosen_T=fields.get(Field.CHOSEN),
             staleness_T=fields.get(Field.STALENESS),
             entropy_T=entropy_T,
@@ -104,6 +113,8 @@ class PolicyLoss:
 
 ScoreFn = Callable[[Sequence[Sample]], Sequence[Tensor]]
 """Samples to one tensor each, aligned with its tokens."""
+
+TopFn = Callable[[Sequence[Sample]], Sequence[TopTokens]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +127,10 @@ class Scoring:
     sharp: ScoreFn | None = None
     """The same at half the temperature, where the advantages need to know how sharp it was."""
     reference: ScoreFn | None = None
+    teacher: ScoreFn | None = None
+    """Whoever reads hindsight in place of the prompts, where a loss compares sampled tokens."""
+    top: TopFn | None = None
+    """The teacher, with hindsight or without, where a loss compares its likeliest tokens."""
     values: ScoreFn | None = None
     known: Mapping[str, Mapping[Field, Sequence[Tensor]]] = field(default_factory=dict)
     """What somebody has said before, by rollout_id: a tensor for each sequence of the rollout. A
@@ -173,6 +188,10 @@ def build_batch(
     probe = _first_group(rollouts, version)
     if spec.dynamic_sampling:
         rollouts = _with_signal(rollouts)
+    if spec.has_hindsight:
+        judged = with_hindsight(rollouts)
+        metrics["num_without_hindsight"] = float(len(rollouts) - len(judged))
+        rollouts = judged
     split_R = minibatch_of_rollouts(rollouts, num_minibatches)
     scored = (
         _scored_samples(rollouts, spec, scoring, max_tokens, version, split_R) if rollouts else []
@@ -228,7 +247,12 @@ def _owned(
 
 def _token_stats(rollouts: Sequence[Rollout], samples: Sequence[Sample]) -> dict[str, TokenStats]:
     """What the batch says about the tokens of each rollout; 0 where the loss mask is 0."""
-    names = {Field.ADVANTAGE: "advantage", Field.VALUE: "value", Field.REF_LOGP: "ref_logp"}
+    names = {
+        Field.ADVANTAGE: "advantage",
+        Field.VALUE: "value",
+        Field.REF_LOGP: "ref_logp",
+        Field.TEACHER_LOGP: "teacher_logp",
+    }
     stats = {rollout.rollout_id: TokenStats() for rollout in rollouts}
     owners = (one.rollout_id for one in rollouts for _ in one.sequences)
     for owner, sample in zip(owners, samples, strict=True):
@@ -279,7 +303,7 @@ def is_proportional_to_advantage(spec: AlgorithmSpec) -> bool:
     """True if a sample whose advantages are all 0 has a gradient of exactly 0, so that leaving it
     out (after the weights of the whole batch are computed) changes nothing but the time."""
     terms = (spec.kl_coef, spec.entropy_coef, spec.distill_coef, spec.observation_coef)
-    return spec.loss not in ("opd", "kl_cov") and not is_own(spec.loss) and not any(terms)
+    return spec.loss not in (*DISTILLS, "kl_cov") and not is_own(spec.loss) and not any(terms)
 
 
 def _check_finite(rollout: Rollout) -> None:
@@ -319,6 +343,7 @@ def _samples(rollouts: Sequence[Rollout], version: int) -> list[Sample]:
                 Field.STALENESS: [float(version - v) if v >= 0 else 0.0 for v in sequence.versions],
             },
             group=rollout.group_id,
+            kind=kind_of(rollout.task_id),
         )
         for rollout in rollouts
         for sequence in rollout.sequences
@@ -353,6 +378,7 @@ def _scored_samples(
 ) -> list[Sample]:
     """A sample of each sequence of each rollout, with what the loss reads."""
     samples = _scored(rollouts, _samples(rollouts, version), scoring)
+    samples = _taught(rollouts, samples, spec, scoring)
     batch = _advantage_batch(rollouts, samples, spec, max_tokens)
     lengths = [len(sample.tokens) for sample in samples]
     advantage_T, return_T = compute_advantages(spec, batch)
@@ -413,6 +439,33 @@ def _scored(rollouts: Sequence[Rollout], samples: list[Sample], scoring: Scoring
     return samples
 
 
+def _taught(
+    rollouts: list[Rollout], samples: list[Sample], spec: AlgorithmSpec, scoring: Scoring
+) -> list[Sample]:
+    """The samples with the word of a teacher that reads hindsight, or that names its likeliest
+    tokens."""
+    if scoring.teacher is not None:
+        judged = scoring.teacher(teacher_samples(rollouts, samples))
+        values = aligned(rollouts, samples, judged)
+        _check_teacher(rollouts, values)
+        samples = with_field(samples, Field.TEACHER_LOGP, values)
+    if scoring.top is not None:
+        if spec.has_hindsight:
+            tops = scoring.top(teacher_samples(rollouts, samples))
+            tops = aligned_top(rollouts, samples, tops)
+        else:
+            tops = scoring.top(samples)
+        _check_teacher(rollouts, [top.logps.sum(1) for top in tops])
+        samples = [replace(one, top=top) for one, top in zip(samples, tops, strict=True)]
+    return samples
+
+
+def _check_teacher(rollouts: Sequence[Rollout], values: Sequence[Tensor]) -> None:
+    given = iter([value.tolist() for value in values])
+    for rollout in rollouts:
+        _check_logps(rollout, list(islice(given, len(rollout.sequences))), "the teacher")
+
+
 def _advantage_batch(
     rollouts: list[Rollout], samples: list[Sample], spec: AlgorithmSpec, max_tokens: int
 ) -> AdvantageBatch:
@@ -466,6 +519,7 @@ def _turns(rollouts: list[Rollout], outcome_R: Tensor) -> Turns:
     single turn. `ValueError` for another number of turn rewards than turns.
     """
     all_rewards, index = [], []
+    states: list[list[Hashable]] = []
     for rollout, outcome in zip(rollouts, outcome_R.tolist(), strict=True):
         beside = [branch for branch in rollout.branches if not branch.is_history]
         chain = [branch for branch in rollout.branches if branch.is_history]
@@ -477,14 +531,24 @@ def _turns(rollouts: list[Rollout], outcome_R: Tensor) -> Turns:
         for one in (*chain, own):
             first[id(one)] = place
             place += max(len(one.turn_spans), 1)
+        seen = [state for one in (*chain, own) for state in _states(one)]
         for one in (own, *rollout.branches):
             if id(one) in first:
                 all_rewards.append(rewards)
+                states.append(seen)
                 index += _turn_index(one, first[id(one)])
             else:
                 all_rewards.append([sum(rewards)])
+                states.append([])
                 index += [0 if m else -1 for m in one.loss_mask]
-    return Turns(rewards=all_rewards, index_T=torch.tensor(index))
+    return Turns(rewards=all_rewards, index_T=torch.tensor(index), states=states)
+
+
+def _states(sequence: Branch) -> list[Hashable]:
+    """The tokens that the policy read before each turn and after the one before it."""
+    ends = [0, *(span.action_end for span in sequence.turn_spans)]
+    starts = [span.action_start for span in sequence.turn_spans] or [0]
+    return [tuple(sequence.tokens[end:start]) for end, start in zip(ends, starts, strict=False)]
 
 
 def _turn_rewards(sequence: Branch, rollout: Rollout) -> list[float]:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from nanoinfer.params import SamplingParams
+from nanorl.hindsight import HindsightWriter
 from nanorl.types import Rollout, Status, Task, derive_seed
 
 MOST_LOST = 8
@@ -44,9 +45,12 @@ class RolloutCollector:
         run_seed: int,
         max_retries: int = 2,
         most_lost: int = MOST_LOST,
+        hindsight: HindsightWriter | None = None,
     ) -> None:
-        """`most_lost` is the number of rollouts that may fail for good in a row."""
+        """`most_lost` is the number of rollouts that may fail for good in a row. `hindsight` writes
+        what a teacher reads of a group that has been played."""
         self.play = play
+        self._hindsight = hindsight
         self.most_lost = most_lost
         self.run_seed = run_seed
         self.max_retries = max_retries
@@ -124,7 +128,11 @@ class RolloutCollector:
             self._cut.discard(group_id)
             del self._running[group_id]
         self._check_lost()
-        return [rollout for rollout in rollouts if rollout.status != Status.FAILED]
+        played = [rollout for rollout in rollouts if rollout.status != Status.FAILED]
+        if self._hindsight is not None:
+            self._hindsight.write(task, played)
+            self._hindsight.forget(group_id)
+        return played
 
     async def _run_member(
         self, task: Task, group_id: str, rollout_id: str, sampling: SamplingParams

@@ -30,6 +30,7 @@ from nanorl.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record
 from nanorl.flow.policy import BatchPolicy
 from nanorl.http_record.config import HttpConfig
 from nanorl.monitor.config import MonitorConfig
+from nanorl.references import check_mixture, parse_references
 from nanorl.sandbox.base import SandboxName, SandboxSpec, check_safety
 
 MAX_ROLLOUTS = 1 << 16
@@ -105,7 +106,8 @@ class RLConfig(UpdateConfig):
     """Advantages, loss, aggregation and corrections."""
     reference: str = ""
     """Hugging Face folder or name of the policy that KL terms and distillation compare with, of
-    the same vocabulary; empty: the policy as RL began."""
+    the same vocabulary; empty: the policy as RL began. Several, with commas between: NAME=WEIGHT
+    takes part in a mean of log-probs, KIND:NAME is asked about that kind of task alone."""
     critic_lr: float = 1e-5
     """Learning rate of the critic (advantage gae)."""
     critic_warmup_steps: int = 0
@@ -196,6 +198,7 @@ class RLConfig(UpdateConfig):
                 f"--rl.reference {self.reference}: nothing reads it; set --rl.algorithm.kl-coef, "
                 "kl-reward-coef or distill-coef, or loss opd"
             )
+        check_mixture(parse_references(self.reference), is_topk=spec.loss == "opd_topk")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,8 @@ others (roles/). In this file, after it:
 
     Publisher        takes the weights to whoever samples with them
     load_reference   the policy that KL terms and distillation compare with: another model of the
-                     same vocabulary (a teacher), or the policy as RL began. The latter is written
+                     same vocabulary (a teacher, or several: references.py), or the policy as RL
+                     began. The latter is written
                      into the run's folder, because a resumed run must compare with the same weights
     Critic           the values that PPO's advantages read, and its own regression to the returns
 
@@ -37,7 +38,7 @@ from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import load_model
 from nanoengine.model.sources import resolve_model
 from nanoengine.model.transformer import Transformer
-from nanoengine.packing import MicroBatch, Sample
+from nanoengine.packing import MicroBatch, Sample, TopTokens
 from nanoengine.scoring import Policy, Scorer
 from nanoengine.value_engine import ValueEngine, ValueModel
 from nanorl.algorithms.fields import Field
@@ -54,6 +55,7 @@ from nanorl.batching import (
     with_field,
 )
 from nanorl.config import RunConfig
+from nanorl.references import References, parse_references
 from nanorl.types import Rollout, TokenStats
 
 Groups = Sequence[Sequence[Rollout]]
@@ -86,6 +88,10 @@ class TrainingEngine(Protocol):
     def forward_logprobs(
         self, samples: Sequence[Sample], *, temperature: float = 1.0
     ) -> list[Tensor]: ...
+
+    def forward_top(
+        self, samples: Sequence[Sample], k: int, *, temperature: float = 1.0
+    ) -> list[TopTokens]: ...
 
 
 class ValueEstimator(Protocol):
@@ -228,9 +234,15 @@ class Learner:
             sharp=partial(self.engine.forward_logprobs, temperature=temperature / 2)
             if spec.needs_sharp_logp
             else None,
-            reference=None
-            if self.reference is None
-            else partial(self.reference.forward_logprobs, temperature=temperature),
+            reference=partial(self.reference.forward_logprobs, temperature=temperature)
+            if self.reference is not None and spec.needs_ref_logp
+            else None,
+            teacher=partial(self._teacher().forward_logprobs, temperature=temperature)
+            if spec.loss == "opd" and spec.has_hindsight
+            else None,
+            top=partial(self._teacher().forward_top, k=spec.top_k, temperature=temperature)
+            if spec.loss == "opd_topk"
+            else None,
             values=None if self.critic is None else self.critic.values,
             known={} if known is None else known,
         )
@@ -239,6 +251,15 @@ class Learner:
     def _is_exact(self) -> bool:
         """True if all tokens are of the present policy, by the same numbers."""
         return self.config.rl.is_on_policy and self.config.engine.quantization == "none"
+
+    def _teacher(self) -> Policy:
+        """Whose opinion a distillation asks for: the policy's own where hindsight is all that it
+        has more."""
+        spec = self.config.rl.algorithm
+        if spec.has_hindsight and spec.hindsight_teacher == "policy":
+            return self.engine
+        assert self.reference is not None, "the algorithm needs one, so the run has opened it"
+        return self.reference
 
     def _only_critic_learns(self) -> bool:
         return self.version < self.config.rl.critic_warmup_steps
@@ -327,34 +348,35 @@ class Learner:
 
 
 def check_reference(config: RunConfig, vocab_size: int) -> None:
-    """`ValueError` unless `rl.reference`, where it is given, is a model of the same vocabulary."""
-    if not config.rl.reference:
-        return
-    found = ModelConfig.from_folder(_resolve(config)).vocab_size
-    if found != vocab_size:
-        raise ValueError(
-            f"--rl.reference {config.rl.reference}: its vocabulary of {found} is not the policy's "
-            f"{vocab_size}; choose a model with the same tokenizer"
-        )
+    """`ValueError` unless the models of `rl.reference`, where any are given, have the same
+    vocabulary."""
+    for one in parse_references(config.rl.reference):
+        found = ModelConfig.from_folder(_resolve(one.name, config)).vocab_size
+        if found != vocab_size:
+            raise ValueError(
+                f"--rl.reference {one.name}: its vocabulary of {found} is not the policy's "
+                f"{vocab_size}; choose a model with the same tokenizer"
+            )
 
 
-def _resolve(config: RunConfig) -> Path:
+def _resolve(name: str, config: RunConfig) -> Path:
     try:
-        return resolve_model(config.rl.reference, config.cache_dir)
+        return resolve_model(name, config.cache_dir)
     except ValueError as error:
-        raise ValueError(f"--rl.reference {config.rl.reference}: {error}") from error
+        raise ValueError(f"--rl.reference {name}: {error}") from error
 
 
-def reference_folder(
+def reference_folders(
     config: RunConfig, own: Path, *, has_begun: bool, write_policy: Callable[[Path], None]
-) -> Path:
-    """The Hugging Face folder of the reference; `own` is where a run keeps the policy as RL began.
+) -> list[Path]:
+    """The Hugging Face folders of the reference, one for each entry of `rl.reference`, or `own`,
+    where a run keeps the policy as RL began.
 
     `write_policy` writes the policy as it is now, which is that one unless RL steps were taken
     (`has_begun`). `ValueError` if the run's own is missing.
     """
     if config.rl.reference:
-        return _resolve(config)
+        return [_resolve(one.name, config) for one in parse_references(config.rl.reference)]
     if not own.is_dir():
         if has_begun:
             raise ValueError(
@@ -362,11 +384,19 @@ def reference_folder(
                 "compares with; put it back, or start another run"
             )
         write_policy(own)
-    return own
+    return [own]
 
 
-def load_reference(config: RunConfig, folder: Path, device: torch.device) -> Scorer:
-    """The reference, frozen, in the run's dtype."""
+def load_reference(config: RunConfig, folders: Sequence[Path], device: torch.device) -> Policy:
+    """The reference, frozen, in the run's dtype: the model of the one folder, or those of
+    `rl.reference` together."""
+    scorers = [_load_scorer(config, folder, device) for folder in folders]
+    if len(scorers) == 1:
+        return scorers[0]
+    return References(parse_references(config.rl.reference), scorers)
+
+
+def _load_scorer(config: RunConfig, folder: Path, device: torch.device) -> Scorer:
     model = load_model(folder, DTYPES[config.dtype], str(device))
     model.batch_invariant = config.deterministic  # as the policy's: a KL to its copy starts at 0
     limits = config.engine

@@ -30,13 +30,15 @@ from nanorl.envs.base import EnvKind, TaskSet
 from nanorl.envs.code import CodeKind
 from nanorl.envs.run_kind import run_kind, run_tokenizer
 from nanorl.flow.curriculum import load_curriculum
+from nanorl.hindsight import check_demonstrations, most_tokens
 from nanorl.learner import check_reference
+from nanorl.references import parse_references, shares_of
 from nanorl.sizes import sized
 from nanorl.tasks.readers import read_tasks
 from nanorl.tasks.records import TaskFields
 from nanorl.tasks.source import ListTasks, Split
 from nanorl.tasks.tiny_model import build_tiny_model
-from nanorl.types import Task
+from nanorl.types import Task, kind_of
 
 
 @dataclass(kw_only=True)
@@ -71,7 +73,36 @@ class Parts:
         check_lora(config, self.shape)
         check_reference(config, self.shape.vocab_size)
         self.tokenizer = run_tokenizer(config, self.folder)
+        check_top_k(config, self.shape)
+        if config.rl.reference and config.rl.steps:
+            self._check_kinds(config)
+        if config.rl.algorithm.has_hindsight and config.rl.steps:
+            self._check_hindsight(config)
         self.config = sized(config, self.shape, self.device)
+
+    def _check_kinds(self, config: RunConfig) -> None:
+        """`ValueError` for tasks of the first step that no reference is named for."""
+        names = parse_references(config.rl.reference)
+        for task in self.tasks.train.batch(0, config.rl.tasks_per_step):
+            shares_of(kind_of(task.task_id), names)
+
+    def _check_hindsight(self, config: RunConfig) -> None:
+        """`ValueError` for hindsight that this model, agent or these tasks have no place for."""
+        spec, most = config.rl.algorithm, self.shape.max_position_embeddings
+        if getattr(run_loop(config, self.kind), "is_behind_api", False):
+            raise ValueError(
+                f"--rl.algorithm.hindsight {spec.hindsight}: an agent that calls an API writes "
+                "its own prompts, and a teacher would have to read others; choose another "
+                "--agent, or --rl.algorithm.hindsight none"
+            )
+        longest = config.agent.max_context_tokens + most_tokens(spec, self.tokenizer)
+        if longest > most:
+            raise ValueError(
+                f"--rl.algorithm.hindsight-tokens {spec.hindsight_tokens}: with "
+                f"--agent.max-context-tokens {config.agent.max_context_tokens} a teacher reads up "
+                f"to {longest} tokens, and this model knows {most} positions; lower one of them"
+            )
+        check_demonstrations(spec, self.tasks.train.batch(0, config.rl.tasks_per_step))
 
     @property
     def num_parameters(self) -> int:
@@ -154,6 +185,16 @@ def check_positions(config: RunConfig, model: ModelConfig) -> None:
         raise ValueError(
             f"--agent.max-context-tokens {wanted}: must be at most {most}, the positions that this "
             "model knows (max_position_embeddings)"
+        )
+
+
+def check_top_k(config: RunConfig, model: ModelConfig) -> None:
+    """`ValueError` if more tokens are to be compared than the vocabulary has."""
+    spec = config.rl.algorithm
+    if spec.loss == "opd_topk" and spec.top_k > model.vocab_size:
+        raise ValueError(
+            f"--rl.algorithm.top-k {spec.top_k}: must be at most {model.vocab_size}, the tokens of "
+            "this model's vocabulary"
         )
 
 

@@ -44,7 +44,7 @@ from nanorl.flow.curriculum import TaskChooser, load_curriculum
 from nanorl.flow.journal import Journal
 from nanorl.flow.transfer_queue import QueueCursor
 from nanorl.history import RunHistory
-from nanorl.learner import Learner, reference_folder
+from nanorl.learner import Learner, reference_folders
 from nanorl.manifest import manifest_of
 from nanorl.monitor.monitor import RunMonitor
 from nanorl.parts import Parts, num_threads
@@ -558,14 +558,14 @@ class Run:
     async def _open_reference(self) -> Policy | None:
         if not self.config.rl.algorithm.needs_reference:
             return None
-        folder = await self._train(
-            reference_folder,
+        folders = await self._train(
+            reference_folders,
             self.config,
             self.dir / "reference",
             has_begun=self.cursor.step > self._first_step(),
             write_policy=self.roles.engine.write_model,
         )
-        return await self.roles.open_reference(folder)
+        return await self.roles.open_reference(folders)
 
     def _first_step(self) -> int:
         """The RL step that this run began with: a fork's is not 0."""

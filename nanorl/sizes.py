@@ -33,6 +33,7 @@ from nanoinfer.kv_cache import KVCache
 from nanoinfer.sizes import GPU_BATCH_TOKENS, GPU_NUM_SEQS, step_bytes
 from nanorl.config import RunConfig
 from nanorl.presets import get_preset
+from nanorl.references import parse_references
 
 GPU_SHARE = 0.85
 """The share of the free memory that a run takes; CUDA's libraries, graphs and the allocator's
@@ -105,7 +106,8 @@ def resident_bytes(config: RunConfig, shape: ModelConfig) -> float:
     trainer = lora_bytes(config, model) if config.lora.rank else training
     total = trainer + weights
     total += training if spec.needs_critic else 0
-    return total + (weights if spec.needs_reference else 0)
+    num_references = max(len(parse_references(config.rl.reference)), 1)
+    return total + (num_references * weights if spec.needs_reference else 0)
 
 
 def lora_bytes(config: RunConfig, model: Transformer) -> float:

@@ -240,6 +240,8 @@ class Rollout:
     metrics: dict[str, float] = field(default_factory=dict)
     turn_metrics: list[dict[str, float]] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)
+    hindsight: list[int] = field(default_factory=list)
+    """The prompt that a teacher reads in place of its own (nanorl/hindsight.py); empty: none."""
     error: str = ""
     """Why it FAILED, or why an agent of the user's broke down in it."""
 
@@ -314,6 +316,7 @@ class TokenStats:
         entropy       of the policy at that token, nats, where the step computed it
         value         the critic's, where there is one
         ref_logp      the reference policy's, where there is one
+        teacher_logp  that of a teacher that reads hindsight, where there is one
 
         TokenStats(values={"advantage": [[0.0, 0.0, 0.7, 0.7]]})
     """

@@ -25,6 +25,7 @@ from kernels import (
     fp8_linear,
     linear,
     linear_logprob,
+    linear_topk,
     pack_weight,
     quantize_fp8,
 )
@@ -151,7 +152,15 @@ class TensorSplit(Protocol):
     def logprobs(
         self, hidden_PE: Tensor, head: OutputHead, ids_P: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """logp [P] of the ids (and entropy [P], if asked for), over the whole vocabulary."""
+        """logp [P] of the ids (and entropy [P], if asked for), over the whole vocabulary; of ids
+        [P, M], logp [P, M]."""
+        ...
+
+    def likeliest(
+        self, hidden_PE: Tensor, head: OutputHead, k: int, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """(ids [P, k], logp [P, k]) of the k likeliest tokens of the whole vocabulary, likeliest
+        first. No gradient."""
         ...
 
 
@@ -195,6 +204,18 @@ class NoSplit:
             batch_invariant=head.batch_invariant,
         )
         return scored if isinstance(scored, tuple) else (scored, None)
+
+    def likeliest(
+        self, hidden_PE: Tensor, head: OutputHead, k: int, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        return linear_topk(
+            hidden_PE,
+            head.weight_VE,
+            k,
+            temperature=temperature,
+            packed=head.packed,
+            logits_dtype=head.dtype,
+        )
 
 
 # -- products --------------------------------------------------------------------------------------

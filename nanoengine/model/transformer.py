@@ -196,16 +196,30 @@ class Transformer(nn.Module):
         self, hidden_PE: Tensor, ids_P: Tensor, temperature: float = 1.0, *, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """logp [P] of each id (nats, fp32 or wider, of the tempered distribution) given the hidden
-        state that predicts it, and the entropy [P] of that distribution if it is asked for.
-        Differentiable."""
-        head = OutputHead(
+        state that predicts it, and the entropy [P] of that distribution if it is asked for. Of
+        several ids for each state, [P, M], logp [P, M]. Differentiable."""
+        return self.split.logprobs(hidden_PE, self._output_head(), ids_P, temperature, entropy)
+
+    @torch.no_grad()
+    def likeliest(
+        self, hidden_PE: Tensor, k: int, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """(ids [P, k], logp [P, k]) of the k likeliest next tokens, likeliest first. `ValueError`
+        for a k that is larger than the vocabulary."""
+        if not 1 <= k <= self.config.vocab_size:
+            raise ValueError(
+                f"k={k}: must be from 1 to the vocabulary's {self.config.vocab_size}; lower it"
+            )
+        return self.split.likeliest(hidden_PE, self._output_head(), k, temperature)
+
+    def _output_head(self) -> OutputHead:
+        return OutputHead(
             self.lm_head_weight,
             self.lm_head_packed,
             self.head_dtype,
             self.config.vocab_size,
             self.batch_invariant,
         )
-        return self.split.logprobs(hidden_PE, head, ids_P, temperature, entropy)
 
     def repack(self) -> None:
         """Refresh the prepacked copies in place. Call it after any change to a weight: the forward

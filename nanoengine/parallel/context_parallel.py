@@ -216,11 +216,11 @@ class _GatherTokens(torch.autograd.Function):
     def forward(ctx: Any, values_N: Tensor, split: ContextSplit) -> Tensor:
         ctx.split = split
         counts = [len(rows) for rows in split.rows]
-        mine = values_N.new_zeros(max(counts))
+        mine = values_N.new_zeros(max(counts), *values_N.shape[1:])
         mine[: len(values_N)] = values_N
-        out = mine.new_empty(split.size, len(mine))
+        out = mine.new_empty(split.size, *mine.shape)
         split.mesh.all_gather("cp", out, mine)
-        whole_T = values_N.new_empty(sum(counts))
+        whole_T = values_N.new_empty(sum(counts), *values_N.shape[1:])
         for rows, part, count in zip(split.rows, out, counts, strict=True):
             whole_T[rows.to(whole_T.device)] = part[:count]
         return whole_T

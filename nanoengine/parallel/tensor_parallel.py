@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import linear, pack_weight
+from kernels import linear, linear_topk, pack_weight
 from kernels.linear import accumulate_weight_grad, linear_rows, matmul_rows, weight_grad
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.linear import OutputHead, PackedLinear, Slice, embed
@@ -98,6 +98,36 @@ class TensorParallel:
             logits_dtype=head.dtype,
         )
         return scored if isinstance(scored, tuple) else (scored, None)
+
+    def likeliest(
+        self, hidden_PE: Tensor, head: OutputHead, k: int, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """The k likeliest of each rank, and of those the k likeliest."""
+        first, end = self.run(head.vocab_size)
+        ids_PK, _ = linear_topk(
+            hidden_PE,
+            head.weight_VE,
+            min(k, end - first),
+            packed=head.packed,
+            logits_dtype=head.dtype,
+        )
+        most = min(k, -(-head.vocab_size // self.size))
+        ids_PK = F.pad(ids_PK + first, (0, most - ids_PK.shape[1]), value=first)
+        found = ids_PK.new_empty(self.size, *ids_PK.shape)
+        self.mesh.all_gather("tp", found, ids_PK.contiguous())
+        ids_PM = found.movedim(0, 1).flatten(1)
+        logp_PM, _ = self.logprobs(hidden_PE, head, ids_PM, temperature, False)
+        ranked_PM = logp_PM.masked_fill(_comes_again(ids_PM), -torch.inf)
+        place_PK = ranked_PM.topk(k).indices
+        return ids_PM.gather(1, place_PK), logp_PM.gather(1, place_PK)
+
+
+def _comes_again(ids_PM: Tensor) -> Tensor:
+    """True for an id that stands in its row before, too."""
+    order = ids_PM.argsort(dim=1, stable=True)
+    ordered = ids_PM.gather(1, order)
+    is_same = F.pad(ordered[:, 1:] == ordered[:, :-1], (1, 0))
+    return torch.zeros_like(is_same).scatter(1, order, is_same)
 
 
 def check_heads(config: ModelConfig, size: int) -> None:
@@ -218,35 +248,38 @@ class _Logprob(torch.autograd.Function):
         head = weight_VE.to(dtype)
         packed = pack_weight(head) if packed is None else packed
         wide = torch.promote_types(dtype, torch.float32)
-        stats_3T = torch.zeros(3, hidden_TE.shape[0], dtype=wide, device=hidden_TE.device)
+        ids_TM = ids_T if ids_T.dim() == 2 else ids_T.unsqueeze(1)
+        logp_TM = torch.zeros(ids_TM.shape, dtype=wide, device=hidden_TE.device)
+        stats_2T = torch.zeros(2, hidden_TE.shape[0], dtype=wide, device=hidden_TE.device)
         for rows in _chunks(hidden_TE, weight_VE):
             z = linear_rows(hidden_TE[rows].to(dtype), head, None, packed).to(wide) / temperature
             top_C = z.amax(-1)
             mesh.all_reduce("tp", top_C, "max")
             e = (z - top_C.unsqueeze(1)).exp()
-            sums_3C = torch.stack(
-                [e.sum(-1), _own_logit(z, ids_T[rows], first), top_C.new_zeros(len(top_C))]
-            )
+            sums = [e.sum(-1, keepdim=True), _own_logits(z, ids_TM[rows], first)]
             if wants_entropy:
-                sums_3C[2] = (e * z).sum(-1)
-            mesh.all_reduce("tp", sums_3C if wants_entropy else sums_3C[:2])
-            lse = top_C + sums_3C[0].log()
-            stats_3T[0, rows] = sums_3C[1] - lse
-            stats_3T[1, rows] = lse
-            stats_3T[2, rows] = lse - sums_3C[2] / sums_3C[0]  # -Σ p log p
-        logp_T, lse_T, entropy_T = stats_3T.unbind()
-        ctx.save_for_backward(hidden_TE, weight_VE, ids_T, lse_T, entropy_T)
+                sums.append((e * z).sum(-1, keepdim=True))
+            sums_CS = torch.cat(sums, 1)
+            mesh.all_reduce("tp", sums_CS)
+            lse = top_C + sums_CS[:, 0].log()
+            logp_TM[rows] = sums_CS[:, 1 : 1 + ids_TM.shape[1]] - lse.unsqueeze(1)
+            stats_2T[0, rows] = lse
+            if wants_entropy:
+                stats_2T[1, rows] = lse - sums_CS[:, -1] / sums_CS[:, 0]  # -Σ p log p
+        lse_T, entropy_T = stats_2T.unbind()
+        ctx.save_for_backward(hidden_TE, weight_VE, ids_TM, lse_T, entropy_T)
         ctx.packed, ctx.options = packed, options
         ctx.set_materialize_grads(False)
-        return logp_T.clone(), entropy_T.clone()
+        return logp_TM.view(ids_T.shape), entropy_T.clone()
 
     @staticmethod
     def backward(
         ctx: Any, dlogp_T: Tensor | None, dentropy_T: Tensor | None
     ) -> tuple[Tensor, Tensor | None, None, None, None]:
-        """dz = dlogp · (onehot − p) − dentropy · p · (logp + entropy), on this rank's columns.
+        """dz = Σ dlogp · (onehot − p) − dentropy · p · (logp + entropy), on this rank's columns.
         dhidden is this rank's term; the sum over the ranks happens where hidden entered."""
-        hidden_TE, weight_VE, ids_T, lse_T, entropy_T = ctx.saved_tensors
+        hidden_TE, weight_VE, ids_TM, lse_T, entropy_T = ctx.saved_tensors
+        dlogp_TM = None if dlogp_T is None else dlogp_T.reshape(ids_TM.shape)
         _, first, temperature, _, dtype = ctx.options
         head = weight_VE.to(dtype)
         dhidden = torch.zeros_like(hidden_TE)
@@ -259,9 +292,9 @@ class _Logprob(torch.autograd.Function):
             if dentropy_T is not None:
                 slope = logp + entropy_T[rows].unsqueeze(1)
                 dz -= slope.mul_(logp.exp()).mul_(dentropy_T[rows].unsqueeze(1))
-            if dlogp_T is not None:
-                dz -= logp.exp_().mul_(dlogp_T[rows].unsqueeze(1))
-                _add_at_own(dz, ids_T[rows], first, dlogp_T[rows])
+            if dlogp_TM is not None:
+                dz -= logp.exp_().mul_(dlogp_TM[rows].sum(1, keepdim=True))
+                _add_at_own(dz, ids_TM[rows], first, dlogp_TM[rows])
             dlogits = dz.div_(temperature).to(dtype)
             dhidden[rows] = matmul_rows(dlogits, head).to(dhidden.dtype)
             dweight += weight_grad(dlogits, h)
@@ -273,19 +306,18 @@ def _chunks(hidden_TE: Tensor, weight_VE: Tensor) -> list[slice]:
     return [slice(lo, lo + step) for lo in range(0, hidden_TE.shape[0], step)]
 
 
-def _own_logit(z_CV: Tensor, ids_C: Tensor, first: int) -> Tensor:
-    """The target's entry where it is in this rank's columns, else 0."""
-    local = ids_C - first
+def _own_logits(z_CV: Tensor, ids_CM: Tensor, first: int) -> Tensor:
+    """The targets' entries where they are in this rank's columns, else 0."""
+    local = ids_CM - first
     is_mine = (local >= 0) & (local < z_CV.shape[1])
-    found = z_CV.gather(1, local.clamp(0, z_CV.shape[1] - 1).unsqueeze(1)).squeeze(1)
-    return torch.where(is_mine, found, 0.0)
+    return torch.where(is_mine, z_CV.gather(1, local.clamp(0, z_CV.shape[1] - 1)), 0.0)
 
 
-def _add_at_own(dz_CV: Tensor, ids_C: Tensor, first: int, values_C: Tensor) -> None:
-    local = ids_C - first
+def _add_at_own(dz_CV: Tensor, ids_CM: Tensor, first: int, values_CM: Tensor) -> None:
+    local = ids_CM - first
     is_mine = (local >= 0) & (local < dz_CV.shape[1])
-    index = local.clamp(0, dz_CV.shape[1] - 1).unsqueeze(1)
-    dz_CV.scatter_add_(1, index, torch.where(is_mine, values_C, 0.0).unsqueeze(1).to(dz_CV.dtype))
+    index = local.clamp(0, dz_CV.shape[1] - 1)
+    dz_CV.scatter_add_(1, index, torch.where(is_mine, values_CM, 0.0).to(dz_CV.dtype))
 
 
 def vocab_parallel_logprob(
@@ -301,7 +333,7 @@ def vocab_parallel_logprob(
     logits_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`kernels.linear_logprob` where `weight_VE` is this rank's part of the vocabulary: logp [T]
-    (and entropy [T]) over all of it, the same on every rank."""
+    (and entropy [T]) over all of it, the same on every rank; of ids [T, M], logp [T, M]."""
     options = (
         split.mesh,
         split.run(vocab_size)[0],

@@ -16,7 +16,7 @@ from nanorl.agents.loop import Agent
 from nanorl.agents.loops import AgentLoop, load_loop
 from nanorl.agents.times import TimesKept
 from nanorl.config import RunConfig
-from nanorl.envs.base import Environment, EnvKind, Services
+from nanorl.envs.base import Environment, EnvKind, Opening, Services
 from nanorl.envs.catalog import parse_arguments
 from nanorl.envs.run_kind import num_env_workers, run_kind, run_sandbox, run_tokenizer
 from nanorl.sandbox.session import WorkspaceSandbox
@@ -116,8 +116,9 @@ class AgentKit:
             )
         )
 
-    def agent(self, generator: Generator) -> Agent:
-        """The run's agent, with the policy or a demonstrator as its `generator`."""
+    def agent(self, generator: Generator, openings: dict[str, Opening] | None = None) -> Agent:
+        """The run's agent, with the policy or a demonstrator as its `generator`; it notes in
+        `openings` what its rollouts read first."""
         return Agent(
             generator=generator,
             tokenizer=self.tokenizer,
@@ -127,6 +128,7 @@ class AgentKit:
             open_session=self._open_session,
             http=self._http,
             times=self.times,
+            openings=openings,
         )
 
     def _open_session(self, recording: Recording) -> AbstractAsyncContextManager[ApiSession]:
@@ -152,9 +154,10 @@ class AgentKit:
         rollout_id: str,
         sampling: SamplingParams,
         is_tool_enabled: bool = True,
+        openings: dict[str, Opening] | None = None,
     ) -> Rollout:
         """One rollout of the policy behind `generator`."""
-        return await self.agent(generator).play(
+        return await self.agent(generator, openings).play(
             task,
             self.environment(is_tool_enabled=is_tool_enabled),
             group_id=group_id,

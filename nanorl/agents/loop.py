@@ -21,7 +21,7 @@ from nanorl.agents.episode import Episode, Names, OpenSession
 from nanorl.agents.loops import AgentLoop, load_loop, tool
 from nanorl.agents.times import TimesKept
 from nanorl.agents.tokens import Limits
-from nanorl.envs.base import Environment
+from nanorl.envs.base import Environment, Opening
 from nanorl.types import InfrastructureError, Rollout, Task
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ class Agent:
     """The way to the run's recording proxy, for agents that are programs."""
     times: TimesKept = field(default_factory=TimesKept)
     """Where it is noted when what happened."""
+    openings: dict[str, Opening] | None = None
+    """Where it is noted what each rollout read first, by its id; None: nobody asks."""
 
     async def play(
         self,
@@ -85,6 +87,8 @@ class Agent:
             limit = f"--agent.deadline-s {self.deadline_s:g}"
             return episode.rollout(None, f"it took longer than {limit}")
         finally:
+            if self.openings is not None and episode.opening is not None:
+                self.openings[rollout_id] = episode.opening
             self.times.add(rollout_id, start_ns, episode.times())
             with suppress(InfrastructureError, TimeoutError):  # the score stands already
                 async with asyncio.timeout(CLOSE_S):

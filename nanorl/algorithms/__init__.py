@@ -4,8 +4,11 @@ spec.py             `AlgorithmSpec`, which algorithm it is
 recipes.py          those that have a name
 advantages.py       how much better than expected each token was
 token_baseline.py   a baseline for each token (OTB)
+hierarchical.py     comparisons of turns in the same situation (HGPO)
 aggregation.py      the weight of each token in the loss
 covariance.py       which tokens Clip-Cov and KL-Cov choose
+self_distillation.py  what a teacher with hindsight reads (SDFT, SDPO)
+top_k.py            the KL over a teacher's likeliest tokens
 loss_batch.py       what a loss reads
 losses.py           the loss of a token
 corrections.py      weights for tokens that another policy sampled

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
+from nanorl.algorithms.hierarchical import GroupEstimator, hgpo
 from nanorl.algorithms.segments import DELTA, index_by_id, required, segment_sum
 from nanorl.algorithms.spec import AlgorithmSpec, is_own, load_own
 from nanorl.algorithms.token_baseline import collision, optimal_token_baseline
@@ -227,6 +228,9 @@ class Turns:
     index_T: Tensor
     """int64, the turn of every action token, a place in its sequence's `rewards`; −1 for other
     tokens."""
+    states: Sequence[Sequence[Hashable]] | None = None
+    """What was observed before each turn of each sequence; none of a sequence beside. hgpo reads
+    them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,7 +295,6 @@ def compute_advantages(spec: AlgorithmSpec, batch: AdvantageBatch) -> tuple[Tens
 
 
 Advantages = tuple[Tensor, Tensor | None]
-GroupEstimator = Callable[[Tensor, Sequence[Hashable]], Tensor]
 
 
 def _compared(
@@ -310,7 +313,7 @@ def compare(estimator: GroupEstimator, spec: AlgorithmSpec, batch: AdvantageBatc
     if spec.reward_level == "outcome":
         advantage_R = estimator(batch.reward_R, batch.group_ids)
         return broadcast(advantage_R, batch.mask_T, batch.rollout_of_token)
-    return turn_advantages(estimator, batch, gamma=spec.gamma)
+    return turn_advantages(estimator, batch, gamma=spec.gamma, peers=spec.turn_peers)
 
 
 def _opo(spec: AlgorithmSpec, batch: AdvantageBatch) -> Advantages:
@@ -340,6 +343,30 @@ def _otb(spec: AlgorithmSpec, batch: AdvantageBatch) -> Advantages:
     )
     groups = [batch.group_ids[rollout] for rollout in rollout_ids]
     return optimal_token_baseline(return_T, energy_T, mask_T, ids_T, groups), None
+
+
+def _hgpo(spec: AlgorithmSpec, batch: AdvantageBatch) -> Advantages:
+    turns = _turns(batch)
+    if turns.states is None:
+        raise ValueError("turns.states is missing: advantage='hgpo' reads it")
+    rewards = batch.of_first_sequences(turns.rewards)
+    turn_N, rollout_R = hgpo(
+        grpo,
+        batch.reward_R.new_tensor([sum(one) for one in rewards], dtype=torch.float64),
+        [_returns_to_go(one, spec.gamma) for one in rewards],
+        batch.of_first_sequences(turns.states),
+        batch.group_ids,
+        depth=spec.hierarchy_depth,
+        power=spec.hierarchy_power,
+    )
+    counts = torch.tensor([len(one) for one in rewards])
+    first_T = F.pad(counts.cumsum(0), (1, 0))[batch.rollout_of_token]
+    is_beside_S = torch.tensor([not states for states in turns.states])
+    place_T = first_T + turns.index_T.clamp(min=0)
+    value_T = torch.where(
+        is_beside_S[batch.sequence_ids_T], rollout_R[batch.rollout_of_token], turn_N[place_T]
+    )
+    return torch.where(turns.index_T >= 0, value_T, 0.0).to(batch.reward_R.dtype), None
 
 
 def _reinforce_pp(spec: AlgorithmSpec, batch: AdvantageBatch) -> Advantages:
@@ -389,6 +416,7 @@ ADVANTAGES: Mapping[str, Callable[[AlgorithmSpec, AdvantageBatch], Advantages]] 
         "opo": _opo,
         "gdpo": _gdpo,
         "otb": _otb,
+        "hgpo": _hgpo,
         "reinforce_pp": _reinforce_pp,
         "reinforce_pp_baseline": _reinforce_pp_baseline,
         "gae": _gae,
@@ -417,6 +445,8 @@ def token_rewards(spec: AlgorithmSpec, batch: AdvantageBatch) -> Tensor:
 #     tokens (reinforce_pp, gae)   r_k stands on the last action token of turn k, and the estimator
 #                                  does the rest: tokens before it share in it, later ones do not
 #     groups (grpo, rloo, ...)     G_k = Σ_{j≥k} γ^(j−k)·r_j, compared with the G_k of the others
+#     batch (turn_peers="batch")   the same, compared with the G_k of all rollouts that have turn k
+#     hierarchy (hgpo)             G_k of turns that were taken in the same situation
 #
 # A turn that some member of the group does not have would be compared with the few that live so
 # long, which is biased: it gets the advantage of the whole rollout, of G_0, instead. So do the
@@ -440,13 +470,20 @@ def turn_token_rewards(turns: Turns, sequence_ids_T: Tensor) -> Tensor:
 
 
 def turn_advantages(
-    estimator: GroupEstimator, batch: AdvantageBatch, *, gamma: float = 1.0
+    estimator: GroupEstimator,
+    batch: AdvantageBatch,
+    *,
+    gamma: float = 1.0,
+    peers: str = "group",
 ) -> Tensor:
-    """The estimator on returns of turns, G_k, for the action tokens of each turn k."""
+    """The estimator on returns of turns, G_k, for the action tokens of each turn k, among the
+    members of a group or (`peers` "batch") all rollouts."""
     turns, ids_T = _turns(batch), batch.rollout_of_token
     returns = [
         _returns_to_go(rewards, gamma) for rewards in batch.of_first_sequences(turns.rewards)
     ]
+    if peers == "batch":
+        return _among_all(estimator, batch, returns)
     num_shared: dict[Hashable, int] = {}  # turns that every member of a group has
     for group, turn_returns in zip(batch.group_ids, returns, strict=True):
         num_shared[group] = min(num_shared.get(group, len(turn_returns)), len(turn_returns))
@@ -460,6 +497,20 @@ def turn_advantages(
         )
         advantage_R = estimator(compared_R, batch.group_ids)
         advantage_T = torch.where(turns.index_T == turn, advantage_R[ids_T], advantage_T)
+    return advantage_T
+
+
+def _among_all(
+    estimator: GroupEstimator, batch: AdvantageBatch, returns: Sequence[Sequence[float]]
+) -> Tensor:
+    """Turn k of all rollouts that have one as a single group, whatever their tasks."""
+    ids_T, index_T = batch.rollout_of_token, _turns(batch).index_T
+    advantage_T = batch.reward_R.new_zeros(len(ids_T))
+    for turn in range(max(map(len, returns), default=0)):
+        compared = [one[turn] if turn < len(one) else 0.0 for one in returns]
+        groups = ["all" if turn < len(one) else r for r, one in enumerate(returns)]
+        advantage_R = estimator(batch.reward_R.new_tensor(compared), groups)
+        advantage_T = torch.where(index_T == turn, advantage_R[ids_T], advantage_T)
     return advantage_T
 
 

@@ -42,6 +42,9 @@ class Field(StrEnum):
     `Scoring.sharp`; read by the advantage otb."""
     REF_LOGP = "ref_logp"
     """log π_ref. Written by `Scoring.reference`; read by the advantages and the losses."""
+    TEACHER_LOGP = "teacher_logp"
+    """log π_T of a teacher that reads hindsight beside the prompt. Written by `Scoring.teacher`;
+    read by the loss opd in place of REF_LOGP."""
     VALUE = "value"
     """V, before the update. Written by the critic; read by the advantages and the critic's loss."""
     ADVANTAGE = "advantage"

@@ -10,7 +10,8 @@ from torch import Tensor
 @dataclass(frozen=True, kw_only=True)
 class LossBatch:
     """One micro-batch, packed. Sequences are whole; all tensors are [T] and without gradient,
-    except `entropy_T`, which is of the policy being updated. Two sequences of two tokens:
+    except `entropy_T` and `top_logp_TK`, which are of the policy being updated. Two sequences of
+    two tokens:
 
         LossBatch(
             rollout_logp_T=tensor([0.0, -0.5, 0.0, -1.2]),
@@ -33,6 +34,12 @@ class LossBatch:
     old_logp_T: Tensor | None = None
     """None in the first step on a batch: θ has not left o, its own log-probs are the old ones."""
     ref_logp_T: Tensor | None = None
+    teacher_logp_T: Tensor | None = None
+    """Of a teacher that reads more than the policy; None: the reference is the teacher."""
+    top_logp_TK: Tensor | None = None
+    """log π_θ of the tokens that the teacher holds likeliest, [T, K]."""
+    teacher_top_logp_TK: Tensor | None = None
+    """The teacher's of the same tokens."""
     observation_T: Tensor | None = None
     """The share of each observation's token in the loss of ECHO; those are outside the mask."""
     chosen_T: Tensor | None = None

@@ -14,8 +14,8 @@ w is 1 by definition: never apply one then. A NaN stays a NaN, so that the loss 
 comparison alone would take it for a rejection.
 Sources: PPO (arXiv 1707.06347), dual clip (1912.09729), DAPO (2503.14476), GSPO (2507.18071), SAPO
 (2511.20347), CISPO (2506.13585), decoupled PPO (2110.00641), DPPO (2602.04879), Clip-Cov and KL-Cov
-(2505.22617), ECHO (2605.24517), KL estimators (schulman.me/kl-approx). Corrections name
-theirs (corrections.py).
+(2505.22617), ECHO (2605.24517), OPD (2306.13649), KL estimators (schulman.me/kl-approx).
+Corrections name theirs (corrections.py).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from nanorl.algorithms.divergences import binary_kl, binary_tv, kl
 from nanorl.algorithms.loss_batch import LossBatch
 from nanorl.algorithms.segments import required, segment_mean
 from nanorl.algorithms.spec import AlgorithmSpec, is_own, load_own
+from nanorl.algorithms.top_k import topk_kl
 
 LossFn = Callable[[Tensor, LossBatch], tuple[Tensor, dict[str, Tensor]]]
 
@@ -84,14 +85,22 @@ def _masked(batch: LossBatch) -> LossBatch:
     is_action_T = batch.mask_T.bool()
     names = (
         *("old_logp_T", "rollout_logp_T", "advantage_T", "weight_T", "ref_logp_T", "chosen_T"),
-        *("entropy_T", "staleness_T"),
+        *("entropy_T", "staleness_T", "teacher_logp_T"),
     )
     masked: dict[str, Any] = {
         name: torch.where(is_action_T, value_T, 0.0)
         for name in names
         if (value_T := getattr(batch, name)) is not None
     }
-    return replace(batch, **masked)
+    tops: dict[str, Any] = {
+        name: torch.where(is_action_T.unsqueeze(1), value_TK, NO_TOKEN)
+        for name in ("top_logp_TK", "teacher_top_logp_TK")
+        if (value_TK := getattr(batch, name)) is not None
+    }
+    return replace(batch, **masked, **tops)
+
+
+NO_TOKEN = -20.0  # a log-prob of which any number sum to less than 1
 
 
 def _old_logp(spec: AlgorithmSpec, logp_T: Tensor, batch: LossBatch) -> Tensor:
@@ -331,6 +340,18 @@ def _dppo(spec: AlgorithmSpec, logp_T: Tensor, old_T: Tensor, batch: LossBatch) 
     return dppo(logp_T, old_T, batch.advantage_T, mask_T)
 
 
+def _opd(spec: AlgorithmSpec, logp_T: Tensor, old_T: Tensor, batch: LossBatch) -> Tensor:
+    is_reference = batch.teacher_logp_T is None
+    teacher_T = batch.ref_logp_T if is_reference else batch.teacher_logp_T
+    return opd(logp_T, batch.rollout_logp_T, required(teacher_T, "ref_logp_T", "loss='opd'"))
+
+
+def _opd_topk(spec: AlgorithmSpec, logp_T: Tensor, old_T: Tensor, batch: LossBatch) -> Tensor:
+    own_TK = required(batch.top_logp_TK, "top_logp_TK", "loss='opd_topk'")
+    teacher_TK = required(batch.teacher_top_logp_TK, "teacher_top_logp_TK", "loss='opd_topk'")
+    return topk_kl(spec.distill_kl, own_TK, teacher_TK)
+
+
 LOSSES: Mapping[str, Callable[[AlgorithmSpec, Tensor, Tensor, LossBatch], Tensor]] = (
     MappingProxyType(
         {
@@ -386,11 +407,8 @@ LOSSES: Mapping[str, Callable[[AlgorithmSpec, Tensor, Tensor, LossBatch], Tensor
                 clip_low=spec.clip[0],
                 clip_high=spec.clip[1],
             ),
-            "opd": lambda spec, logp_T, old_T, batch: opd(
-                logp_T,
-                batch.rollout_logp_T,
-                required(batch.ref_logp_T, "ref_logp_T", "loss='opd'"),
-            ),
+            "opd": _opd,
+            "opd_topk": _opd_topk,
         }
     )
 )

@@ -71,6 +71,10 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             "(arXiv 2602.07078)",
             AlgorithmSpec(advantage="otb", loss="reinforce"),
         ),
+        "hgpo": Recipe(
+            "GRPO among turns that were taken in the same situation (arXiv 2602.22817)",
+            AlgorithmSpec(advantage="hgpo", reward_level="turn", gamma=0.95),
+        ),
         "dppo_tv": Recipe(
             "tokens whose probability moved too far from the sampler's learn no more "
             "(arXiv 2602.04879)",
@@ -106,6 +110,19 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "opd": Recipe(
             "on-policy distillation from --rl.reference, without rewards (arXiv 2306.13649)",
             AlgorithmSpec(advantage="none", loss="opd"),
+        ),
+        "opd_topk": Recipe(
+            "the same over the teacher's likeliest tokens at each place (arXiv 2306.13649)",
+            AlgorithmSpec(advantage="none", loss="opd_topk"),
+        ),
+        "sdft": Recipe(
+            "the policy with the task's solution in its prompt teaches itself (arXiv 2601.19897)",
+            AlgorithmSpec(advantage="none", loss="opd", hindsight="solution"),
+        ),
+        "sdpo": Recipe(
+            "the same with a success of the group, or with what a failure was answered "
+            "(arXiv 2601.20802)",
+            AlgorithmSpec(advantage="none", loss="opd_topk", hindsight="success_or_feedback"),
         ),
     }
 )

@@ -43,6 +43,7 @@ Advantage = Literal[
     "opo",
     "gdpo",
     "otb",
+    "hgpo",
     "reinforce_pp",
     "reinforce_pp_baseline",
     "maxrl",
@@ -61,10 +62,15 @@ Loss = Literal[
     "kl_cov",
     "decoupled_ppo",
     "opd",
+    "opd_topk",
 ]
 Correction = Literal["auto", "none", "tis", "mis", "icepop", "kpop", "sequence_tis", "geometric"]
 KLEstimator = Literal["k2", "k3", "rk3"]
 RewardLevel = Literal["outcome", "turn"]
+TurnPeers = Literal["group", "batch"]
+DistillKL = Literal["reverse", "forward"]
+Hindsight = Literal["none", "solution", "success", "feedback", "success_or_feedback"]
+HindsightTeacher = Literal["policy", "reference"]
 
 CLIPS: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
@@ -100,10 +106,17 @@ COMPARES_MEMBERS = (
     "opo",
     "gdpo",
     "otb",
+    "hgpo",
     "reinforce_pp_baseline",
     "maxrl",
 )
 """Advantages of a rollout against the others of its group."""
+
+COMPARES_TURNS = ("grpo", "dr_grpo", "rloo", "opo", "maxrl", "reinforce_pp_baseline")
+"""Those that, with rewards of turns, compare a turn with the same one of other rollouts."""
+
+DISTILLS = ("opd", "opd_topk")
+"""Losses that compare with a teacher, and with nothing else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +131,13 @@ class AlgorithmSpec:
     reward_level: RewardLevel = "outcome"
     """What is rewarded: the outcome alone, or also single turns (`Rollout.turn_rewards`), each with
     what came of it later."""
+    turn_peers: TurnPeers = "group"
+    """Whose turns a turn's return is compared with (reward_level turn): the same turn of the group,
+    or of the whole batch."""
+    hierarchy_depth: int = 2
+    """Of hgpo: so many observations back two turns may have to agree to be compared."""
+    hierarchy_power: float = 1.0
+    """α of hgpo: the comparison of depth k weighs (k + 1)^α."""
     loss: Loss | str = "ppo"
     """The per-token policy loss; a function of yours as mine.py:name, of (logp_T, batch)."""
     aggregation: Aggregation = "token_mean"
@@ -152,6 +172,18 @@ class AlgorithmSpec:
     """β of the k1 penalty inside the rewards (advantages reinforce_pp and gae)."""
     distill_coef: float = 0.0
     """λ of `A −= λ(log π_o − log π_T)`; the teacher is the reference policy."""
+    top_k: int = 20
+    """Tokens that opd_topk compares at each place: the likeliest ones of the teacher."""
+    distill_kl: DistillKL = "reverse"
+    """The divergence of opd_topk: reverse is KL(policy‖teacher), forward KL(teacher‖policy)."""
+    hindsight: Hindsight = "none"
+    """What the teacher of opd and opd_topk reads beside the prompt: the task's solution (SDFT), a
+    success of the same group, the last observation of a failure, or the latter where there is no
+    success (SDPO). Rollouts for which there is none take no part."""
+    hindsight_teacher: HindsightTeacher = "policy"
+    """Who reads it: the policy itself as it is before the update, or the reference."""
+    hindsight_tokens: int = 256
+    """The most tokens that it may have; longer ones lose their middle."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus on action tokens."""
     observation_coef: float = 0.0
@@ -187,10 +219,14 @@ class AlgorithmSpec:
     def __post_init__(self) -> None:
         _check_own("advantage", self.advantage, get_args(Advantage))
         _check_choice("reward_level", self.reward_level, get_args(RewardLevel))
+        _check_choice("turn_peers", self.turn_peers, get_args(TurnPeers))
         _check_own("loss", self.loss, get_args(Loss))
         _check_choice("aggregation", self.aggregation, AGGREGATIONS)
         _check_choice("correction", self.correction, get_args(Correction))
         _check_choice("old_policy", self.old_policy, OLD_POLICIES)
+        _check_choice("distill_kl", self.distill_kl, get_args(DistillKL))
+        _check_choice("hindsight", self.hindsight, get_args(Hindsight))
+        _check_choice("hindsight_teacher", self.hindsight_teacher, get_args(HindsightTeacher))
         if self.kl_estimator == "k1":
             raise ValueError(
                 "kl_estimator='k1': its gradient is 0 in expectation; choose k2, k3 or rk3"
@@ -251,13 +287,30 @@ class AlgorithmSpec:
     @property
     def compares_members(self) -> bool:
         """True if a group of one rollout has nothing to learn from."""
-        return self.advantage in COMPARES_MEMBERS or self.dynamic_sampling
+        is_of_group = self.turn_peers == "group" and self.advantage in COMPARES_MEMBERS
+        return is_of_group or self.needs_success or self.dynamic_sampling
 
     @property
     def needs_reference(self) -> bool:
-        """True if the log-probs of a reference (or teacher) policy are read."""
+        """True if there is a reference (or teacher) policy, whoever reads what of it."""
+        is_own = self.has_hindsight and self.hindsight_teacher == "policy"
+        return self.needs_ref_logp or (self.loss in DISTILLS and not is_own)
+
+    @property
+    def needs_ref_logp(self) -> bool:
+        """True if the reference's log-probs of the sampled tokens are read, by their own prompt."""
         coefs = (self.kl_coef, self.kl_reward_coef, self.distill_coef)
-        return self.loss == "opd" or any(coef != 0 for coef in coefs)
+        return any(coef != 0 for coef in coefs) or (self.loss == "opd" and not self.has_hindsight)
+
+    @property
+    def has_hindsight(self) -> bool:
+        """True if the teacher reads more than the policy."""
+        return self.hindsight != "none"
+
+    @property
+    def needs_success(self) -> bool:
+        """True if nothing is learnt without another rollout of the group that succeeded."""
+        return self.hindsight == "success"
 
     @property
     def needs_critic(self) -> bool:
@@ -319,6 +372,9 @@ def _check_numbers(spec: AlgorithmSpec) -> None:
         check_number("dual_clip=", spec.dual_clip, 1, is_open=True)
     if spec.constant_length is not None:
         check_number("constant_length=", spec.constant_length, 1)
+    for name in ("top_k", "hierarchy_depth", "hindsight_tokens"):
+        check_number(f"{name}=", getattr(spec, name), 1)
+    check_number("hierarchy_power=", spec.hierarchy_power, 0)
 
 
 def _check_bounds(spec: AlgorithmSpec) -> None:
@@ -406,8 +462,55 @@ def _check_sense(spec: AlgorithmSpec) -> None:
             "reward_level='outcome'"
         )
     terms = (spec.kl_coef, spec.distill_coef, spec.entropy_coef, spec.observation_coef)
-    if spec.advantage == "none" and spec.loss != "opd" and not any(terms):
+    if spec.advantage == "none" and spec.loss not in DISTILLS and not any(terms):
         raise ValueError(
             "advantage='none': nothing is left to learn from; choose loss='opd' or set "
             "distill_coef, kl_coef, entropy_coef or observation_coef"
+        )
+    _check_turns(spec)
+    _check_hindsight(spec)
+
+
+def _check_turns(spec: AlgorithmSpec) -> None:
+    """Options about turns, and an advantage that reads them."""
+    if spec.advantage == "hgpo" and spec.reward_level != "turn":
+        raise ValueError(
+            "advantage='hgpo' compares turns: set reward_level='turn' (without rewards of turns "
+            "the outcome belongs to the last one)"
+        )
+    reads_peers = spec.reward_level == "turn" and (
+        spec.advantage in COMPARES_TURNS or is_own(spec.advantage)
+    )
+    if spec.turn_peers == "batch" and not reads_peers:
+        raise ValueError(
+            f"turn_peers='batch' with reward_level={spec.reward_level!r} and "
+            f"advantage={spec.advantage!r}: nothing compares turns with those of other rollouts; "
+            f"set reward_level='turn' and one of {', '.join(COMPARES_TURNS)}, or "
+            "turn_peers='group'"
+        )
+
+
+def _check_hindsight(spec: AlgorithmSpec) -> None:
+    """A teacher that reads more than the policy, and a loss that asks it."""
+    if not spec.has_hindsight and spec.hindsight_teacher == "reference":
+        raise ValueError(
+            "hindsight_teacher='reference' with hindsight='none': the reference reads what the "
+            "policy does; choose what it reads beside that, as hindsight='solution', or leave "
+            "hindsight_teacher out"
+        )
+    if spec.has_hindsight and spec.loss not in DISTILLS:
+        raise ValueError(
+            f"hindsight={spec.hindsight!r}: loss={spec.loss!r} has no teacher to read it; choose "
+            "loss='opd' or 'opd_topk', or hindsight='none'"
+        )
+    if spec.advantage != "none" and (spec.loss == "opd_topk" or spec.has_hindsight):
+        raise ValueError(
+            f"advantage={spec.advantage!r}: loss={spec.loss!r} "
+            f"{'with hindsight ' if spec.has_hindsight else ''}reads no advantages; set "
+            "advantage='none'"
+        )
+    if spec.has_hindsight and spec.dynamic_sampling:
+        raise ValueError(
+            f"dynamic_sampling with hindsight={spec.hindsight!r}: hindsight chooses the rollouts "
+            "itself; set dynamic_sampling=False"
         )

@@ -17,7 +17,7 @@ from typing import Any
 
 from nanoengine.state.checkpoint import open_checkpoint, read_cursor
 from nanoengine.tensor_file import CheckpointError
-from nanorl.learner import Learner, reference_folder
+from nanorl.learner import Learner, reference_folders
 from nanorl.parts import Parts
 from nanorl.replay.past_run import UNTRAINED, PastRun
 from nanorl.roles.inline import InlineRoles
@@ -123,8 +123,8 @@ class PastWeights:
         if not config.rl.algorithm.needs_reference:
             return None
         own = self._run.folder / "reference"
-        folder = reference_folder(config, own, has_begun=True, write_policy=_write_nothing)
-        return await self._roles.open_reference(folder)
+        folders = reference_folders(config, own, has_begun=True, write_policy=_write_nothing)
+        return await self._roles.open_reference(folders)
 
     async def _critic(self, checkpoint: Path | None) -> Any:
         """As it was then; one that had learned needs its own checkpoint."""

@@ -6,7 +6,7 @@ Methods of the trainer's engine are plain functions that may take minutes: a run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, Protocol
@@ -89,8 +89,8 @@ class Roles(Protocol):
         """Start what belongs to the running event loop; `close_loop` ends it."""
         ...
 
-    async def open_reference(self, folder: Path) -> Policy:
-        """The reference of that Hugging Face folder."""
+    async def open_reference(self, folders: Sequence[Path]) -> Policy:
+        """The reference of that Hugging Face folder, or of several (references.py)."""
         ...
 
     async def open_critic(self, scratch: Path) -> RunCritic:

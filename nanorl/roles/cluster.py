@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
@@ -655,7 +655,7 @@ class Cluster:
 
     # -- reference and critic ------------------------------------------------------------------
 
-    async def open_reference(self, folder: Path) -> Policy:
+    async def open_reference(self, folders: Sequence[Path]) -> Policy:
         loop = asyncio.get_running_loop()
         if self._reference is not None:  # the trainer was restarted, the reference goes on
             return RemoteReference(self._reference, loop)
@@ -664,7 +664,7 @@ class Cluster:
         async def start() -> ActorHandle[ReferenceRole]:
             place = self._places.scorers["reference"]
             actor = self._scheduler.actor(ReferenceRole, **place.of_one).remote(
-                self.config, folder, threads
+                self.config, folders, threads
             )
             async with self._getting_ready(actor, "reference") as handle:
                 await handle.call(ReferenceRole.heartbeat)

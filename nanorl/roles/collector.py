@@ -19,6 +19,7 @@ from nanorl.agents.times import RolloutTimes
 from nanorl.collector import RolloutCollector
 from nanorl.config import RunConfig
 from nanorl.flow.concurrency import ConcurrencyLimit
+from nanorl.hindsight import HindsightWriter, Openings
 from nanorl.monitor.vitals import vitals
 from nanorl.roles.role import OnRestart, Role, getting_ready
 from nanorl.roles.router import ReplicaClient, Router
@@ -44,16 +45,20 @@ class CollectorRole(RolloutCollector):
         `set_replicas`."""
         require_folder(folder)
         rl = config.rl
+        self.kit = AgentKit(config, folder) if kit is None else kit
+        hindsight = None
+        if rl.algorithm.has_hindsight:
+            hindsight = HindsightWriter(rl.algorithm, self.kit.tokenizer)
         super().__init__(
-            self.play_task,
+            self.play_task if hindsight is None else self._play_noting,
             run_seed=config.seed,
             max_retries=rl.max_retries,
             most_lost=2 * rl.tasks_per_step * rl.group_size,  # a bad minute may cost a batch
+            hindsight=hindsight,
         )
         self.router = Router()
         self.generator: Generator = self.router if generator is None else generator
         self.concurrency = ConcurrencyLimit(rl.concurrency)
-        self.kit = AgentKit(config, folder) if kit is None else kit
         self._warm_start = WarmStart(config, self.kit)
 
     async def set_replicas(self, replicas: Mapping[str, ReplicaClient]) -> None:
@@ -68,8 +73,10 @@ class CollectorRole(RolloutCollector):
         rollout_id: str,
         sampling: SamplingParams,
         is_tool_enabled: bool = True,
+        openings: Openings | None = None,
     ) -> Rollout:
-        """One rollout of the policy, as soon as there is room for it."""
+        """One rollout of the policy, as soon as there is room for it; what it reads first is noted
+        in `openings`."""
         async with self.concurrency.place() as place:
             return await self.kit.play(
                 task,
@@ -78,7 +85,21 @@ class CollectorRole(RolloutCollector):
                 rollout_id=rollout_id,
                 sampling=sampling,
                 is_tool_enabled=is_tool_enabled,
+                openings=openings,
             )
+
+    async def _play_noting(
+        self, task: Task, *, group_id: str, rollout_id: str, sampling: SamplingParams
+    ) -> Rollout:
+        """One rollout of a group, whose opening is noted for who writes its hindsight."""
+        assert self._hindsight is not None, "it is why rollouts are played so"
+        return await self.play_task(
+            task,
+            group_id=group_id,
+            rollout_id=rollout_id,
+            sampling=sampling,
+            openings=self._hindsight.openings,
+        )
 
     async def teach(self, step: int) -> list[Sample]:
         """The samples of a step of the warm start."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -92,8 +92,8 @@ class InlineRoles:
         """The store is opened here, so that a bad file is found before any work is done."""
         await self.store.handle()
 
-    async def open_reference(self, folder: Path) -> Policy:
-        return load_reference(self.parts.config, folder, self.parts.device)
+    async def open_reference(self, folders: Sequence[Path]) -> Policy:
+        return load_reference(self.parts.config, folders, self.parts.device)
 
     async def open_critic(self, scratch: Path) -> RunCritic:
         config, policy = self.parts.config, self.engine.model

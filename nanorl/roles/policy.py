@@ -32,7 +32,7 @@ from nanoengine.dealing import Deal, deal
 from nanoengine.engine import Engine, LossFn, WeightFn
 from nanoengine.model.device import resolve_device
 from nanoengine.model.hf import copy_extra_files, replace_folder, replace_model
-from nanoengine.packing import Sample
+from nanoengine.packing import Sample, TopTokens
 from nanoengine.parallel.mesh import Layout
 from nanoengine.parallel.rendezvous import MeetingPoint, join_mesh, open_store
 from nanoengine.state.export import export_hf
@@ -120,6 +120,11 @@ class PolicyRank:
 
     async def forward_logprobs(self, samples: Sequence[Sample], temperature: float) -> list[Tensor]:
         return await self._work.run(self.engine.forward_logprobs, samples, temperature=temperature)
+
+    async def forward_top(
+        self, samples: Sequence[Sample], k: int, temperature: float
+    ) -> list[TopTokens]:
+        return await self._work.run(self.engine.forward_top, samples, k, temperature=temperature)
 
     async def restart(self, config: EngineConfig) -> None:
         await self._work.run(self.engine.restart, config)
@@ -231,6 +236,17 @@ class RankedEngine:
             self._call_each(
                 PolicyRank.forward_logprobs,
                 lambda rank: (dealt.hand(samples, rank), temperature),
+            )
+        )
+
+    def forward_top(
+        self, samples: Sequence[Sample], k: int, *, temperature: float = 1.0
+    ) -> list[TopTokens]:
+        dealt = self._deal(samples)
+        return dealt.collect(
+            self._call_each(
+                PolicyRank.forward_top,
+                lambda rank: (dealt.hand(samples, rank), k, temperature),
             )
         )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanoengine.config import DTYPES, EngineConfig
 from nanoengine.model.hf import load_model
-from nanoengine.packing import Sample
+from nanoengine.packing import Sample, TopTokens
 from nanorl.config import RunConfig
 from nanorl.learner import load_reference
 from nanorl.monitor.vitals import vitals
@@ -42,13 +42,19 @@ class _Worker:
 class ReferenceRole(_Worker):
     """The frozen policy that KL terms and distillation compare with."""
 
-    def __init__(self, config: RunConfig, folder: Path, threads: int) -> None:
-        require_folder(folder)
+    def __init__(self, config: RunConfig, folders: Sequence[Path], threads: int) -> None:
+        for folder in folders:
+            require_folder(folder)
         super().__init__(config.device, threads)
-        self._scorer = load_reference(config, folder, self.device)
+        self._scorer = load_reference(config, folders, self.device)
 
     async def forward_logprobs(self, samples: Sequence[Sample], temperature: float) -> list[Tensor]:
         return await self._work.run(self._scorer.forward_logprobs, samples, temperature=temperature)
+
+    async def forward_top(
+        self, samples: Sequence[Sample], k: int, temperature: float
+    ) -> list[TopTokens]:
+        return await self._work.run(self._scorer.forward_top, samples, k, temperature=temperature)
 
 
 class CriticRole(_Worker):
@@ -86,6 +92,13 @@ class RemoteReference:
     ) -> list[Tensor]:
         """Score as `Scorer.forward_logprobs` does."""
         call = self._role.call(ReferenceRole.forward_logprobs, samples, temperature)
+        return _wait(call, self._loop)
+
+    def forward_top(
+        self, samples: Sequence[Sample], k: int, *, temperature: float = 1.0
+    ) -> list[TopTokens]:
+        """Find as `Scorer.forward_top` does."""
+        call = self._role.call(ReferenceRole.forward_top, samples, k, temperature)
         return _wait(call, self._loop)
 
 

@@ -169,6 +169,7 @@ def from_content(entry: Entry, content: bytes) -> Rollout:
         status=entry.status,
         metrics=header["metrics"],
         error=header["error"],
+        hindsight=header.get("hindsight", []),
         branches=branches,
         turn_spans=own.turn_spans,
         turn_rewards=own.turn_rewards,
@@ -282,6 +283,8 @@ def _to_content(rollout: Rollout, sequences: Sequence[Branch], packed: Sequence[
             _about(sequence, one) for sequence, one in zip(sequences, packed, strict=True)
         ],
     }
+    if rollout.hindsight:
+        header["hindsight"] = rollout.hindsight
     text = _ENCODER.encode(header).encode()
     length = len(text).to_bytes(NUM_LENGTH_BYTES, "little")
     lists = (one.tobytes() for each in packed for one in each)

@@ -2,8 +2,8 @@
 
 Generators are plain functions `(rng) -> Problem`; they compute the answer themselves, never by
 running the program text, so that executing a solution is an independent check of the answer.
-Only the teacher of the warm start reads `solutions` and `habit`; the policy and the environment
-see a `Task`.
+Only the teacher of the warm start reads `habit`, and it and hindsight (nanorl/hindsight.py) read
+`solutions`; the policy and the environment see a `Task`.
 """
 
 from __future__ import annotations

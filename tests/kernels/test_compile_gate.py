@@ -107,8 +107,8 @@ def test_every_kernel_and_every_tile_is_in_the_committed_table(version):
             assert any(c.startswith(family) and c.endswith(shapes) for c in cases), (op, shapes)
 
 
-NO_TRITON = {"logits_logprob", "make_paged_plan"}
-"""They have no kernel of their own: the first launches `linear_logprob`'s, the second plans for a
+NO_TRITON = {"linear_topk", "logits_logprob", "make_paged_plan"}
+"""They have no kernel of their own: the first two launch `linear_logprob`'s, the third plans for a
 CPU."""
 
 

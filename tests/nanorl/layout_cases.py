@@ -12,6 +12,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,7 +30,7 @@ from nanoengine.engine import Engine, LossFn
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import save_model
 from nanoengine.model.transformer import Transformer
-from nanoengine.packing import MicroBatch, Sample
+from nanoengine.packing import MicroBatch, Sample, TopTokens
 from nanoengine.parallel.mesh import DATA_AXES, Layout, Mesh
 from nanorl.algorithms import corrections, losses
 from nanorl.algorithms.fields import Field
@@ -81,6 +82,9 @@ SPECS: Mapping[str, AlgorithmSpec] = {
     ),
     "decoupled": AlgorithmSpec(advantage="maxrl", loss="decoupled_ppo", distill_coef=0.1),
     "opd": RECIPES["opd"].spec,
+    "opd_topk": replace(RECIPES["opd_topk"].spec, top_k=3, correction="tis"),
+    "sdft": replace(RECIPES["sdft"].spec, kl_coef=0.1),
+    "sdpo": replace(RECIPES["sdpo"].spec, top_k=4, distill_kl="forward"),
     "dapo": replace(RECIPES["dapo"].spec, overlong_buffer=16),
     "rollout": AlgorithmSpec(advantage="reinforce_pp_baseline", old_policy="rollout"),
     "kl_cov": AlgorithmSpec(
@@ -98,6 +102,8 @@ SPECS: Mapping[str, AlgorithmSpec] = {
     "dppo_kl": replace(RECIPES["dppo_kl"].spec, clip_low=1e-3, clip_high=1e-3),
     "dppo_tv": replace(RECIPES["dppo_tv"].spec, clip_low=1e-2, clip_high=1e-2),
     "turns": AlgorithmSpec(reward_level="turn", gamma=0.9, correction="tis"),
+    "hgpo": RECIPES["hgpo"].spec,
+    "turn_batch": AlgorithmSpec(advantage="dr_grpo", reward_level="turn", turn_peers="batch"),
     "ppo": AlgorithmSpec(advantage="gae", gamma=0.95, aggregation="seq_mean_token_mean"),
     "turn_gae": AlgorithmSpec(advantage="gae", reward_level="turn", kl_reward_coef=0.05),
 }
@@ -205,6 +211,7 @@ def _rollout(dice: random.Random, group: int, member: int, prompt: list[int]) ->
         reward=rewards[member],
         turn_rewards=[round(dice.random(), 2) for _ in spans],
         metrics={"reward/right": rewards[member], "reward/short": float(len(tokens))},
+        hindsight=[*prompt, member + 1, member] if member else [],
     )
 
 
@@ -250,12 +257,19 @@ def make_batches(folder: Path, reference: Path) -> dict[str, TrainBatch]:
     def score_reference(samples: Sequence[Sample]) -> list[Tensor]:
         return teacher.forward_logprobs(samples, temperature=TEMPERATURE, only_masked=True)
 
+    def score_hindsight(samples: Sequence[Sample]) -> list[Tensor]:
+        return policy.forward_logprobs(samples, temperature=TEMPERATURE, only_masked=True)
+
     batches = {}
     for name, spec in SPECS.items():
         scoring = Scoring(
             old=score_old,
             sharp=score_sharp if spec.needs_sharp_logp else None,
-            reference=score_reference if spec.needs_reference else None,
+            reference=score_reference if spec.needs_ref_logp else None,
+            teacher=score_hindsight if spec.loss == "opd" and spec.has_hindsight else None,
+            top=partial(teacher.forward_top, k=spec.top_k, temperature=TEMPERATURE)
+            if spec.loss == "opd_topk"
+            else None,
             values=critic.forward_values if spec.needs_critic else None,
         )
         batches[name] = build_batch(
@@ -339,6 +353,15 @@ def scores_on_rank(
     engine = build_engine(folder, setting.config, rank.mesh(setting.layout), setting.split)
     hand = deal(samples, setting.layout).hand(samples, rank.rank)
     return engine.forward_logprobs(hand, temperature=TEMPERATURE, only_masked=True)
+
+
+def tops_on_rank(
+    rank: Rank, folder: Path, setting: Setting, samples: list[Sample], k: int
+) -> list[TopTokens]:
+    """The likeliest tokens of this rank's hand."""
+    engine = build_engine(folder, setting.config, rank.mesh(setting.layout), setting.split)
+    hand = deal(samples, setting.layout).hand(samples, rank.rank)
+    return engine.forward_top(hand, k, temperature=TEMPERATURE)
 
 
 def critic_on_rank(

@@ -215,7 +215,7 @@ def test_an_unknown_algorithm_is_refused_with_all_names() -> None:
         train_agent.parse_arguments(["--algorithm", "nope"])
     names = ", ".join(RECIPES)
     assert str(caught.value) == f"--algorithm nope: no such algorithm; choose one of {names}"
-    assert len(RECIPES) == 21
+    assert len(RECIPES) == 25
 
 
 def test_help_says_what_each_algorithm_is_and_where_it_was_published(

@@ -142,8 +142,9 @@ def test_a_deterministic_trainer_scores_by_the_kernels_of_a_deterministic_engine
         {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
         {"kl_coef": 0.01, "entropy_coef": 0.01},
         {"advantage": "gae", "kl_reward_coef": 0.1},
+        {"advantage": "none", "loss": "opd_topk", "top_k": 3},
     ],
-    ids=["gspo", "reference", "critic"],
+    ids=["gspo", "reference", "critic", "top-k"],
 )
 def test_other_algorithms_models_stay_on_the_gpu(gpu: FakeCuda, spec: dict[str, Any]) -> None:
     algorithm = AlgorithmSpec(**spec)

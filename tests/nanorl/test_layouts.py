@@ -111,6 +111,8 @@ def test_the_specs_use_every_loss_correction_aggregation_and_advantage() -> None
         ("aggregation", spec_module.Aggregation),
         ("advantage", spec_module.Advantage),
         ("reward_level", spec_module.RewardLevel),
+        ("turn_peers", spec_module.TurnPeers),
+        ("distill_kl", spec_module.DistillKL),
     ):
         used = {getattr(spec, name) for spec in SPECS.values()}
         assert used == set(get_args(choices)) - {"auto"}, name
@@ -168,6 +170,35 @@ def test_log_probs_that_ranks_found_come_back_in_the_order_of_the_batch(
     found = deal(samples, setting.layout).collect(answers)
     for mine, true in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, true, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("k", [3, cases.VOCAB])
+@pytest.mark.parametrize("name", ["dp2", "tp2", "pp2", "cp2", "dp2-shared", "dp2-zero3"])
+def test_the_likeliest_tokens_that_ranks_found_are_those_of_one_process(
+    pool: WorkerPool,
+    folders: dict[str, Path],
+    batches: dict[str, TrainBatch],
+    name: str,
+    k: int,
+) -> None:
+    """A part of the vocabulary holds fewer tokens than the largest k."""
+    setting, samples = SETTINGS[name], batches["grpo"].samples
+    engine = cases.build_engine(folders["dense"], Setting().config)
+    expected = engine.forward_top(samples, k, temperature=cases.TEMPERATURE)
+    answers = pool.run(2, cases.tops_on_rank, folders["dense"], setting, samples, k)
+    found = deal(samples, setting.layout).collect(answers)
+    for mine, true in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.logps, true.logps, rtol=0, atol=1e-6)
+        assert torch.equal(mine.ids, true.ids) and bool(true.ids.any())
+
+
+@pytest.mark.parametrize("name", ["dp2", "dp2-zero3"])
+def test_a_rank_without_samples_finds_no_tokens(
+    pool: WorkerPool, folders: dict[str, Path], batches: dict[str, TrainBatch], name: str
+) -> None:
+    setting, samples = SETTINGS[name], batches["grpo"].samples[:1]
+    answers = pool.run(2, cases.tops_on_rank, folders["dense"], setting, samples, 3)
+    assert sorted(map(len, answers)) == [0, 1]
 
 
 @pytest.mark.parametrize("name", ["dp2-zero3", "cp2"])

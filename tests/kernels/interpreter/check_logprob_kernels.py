@@ -6,7 +6,7 @@ import pytest
 import torch
 from guard import assert_as_good_as_plain_torch, outputs_and_gradients
 
-from kernels import linear_logprob
+from kernels import linear_logprob, linear_topk
 from kernels.linear_logprob import linear_logprob_ref
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -31,6 +31,38 @@ def test_linear_logprob(dtype, temperature, vocab, has_entropy):
 
     inputs = [torch.randn(11, 16), torch.randn(vocab, 16)]
     assert_as_good_as_plain_torch(ours, plain, inputs, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_entropy", [False, True])
+def test_several_tokens_at_each_place(dtype, has_entropy):
+    torch.manual_seed(0)
+    vocab = 4096 + 31
+    ids = torch.randint(0, vocab, (11, 4))
+    ids[0, 1], ids[1, 3], ids[2, 2] = 0, vocab - 1, ids[2, 0]
+
+    def ours(h, w):
+        options = {"temperature": 0.7, "chunk_size": 4, "backend": "triton"}
+        found = linear_logprob(h, w, ids, return_entropy=has_entropy, **options)
+        return (found[0].flatten(), found[1]) if has_entropy else found.flatten()
+
+    def plain(h, w):
+        z = (h @ w.t()).to(torch.promote_types(h.dtype, torch.float32)) / 0.7
+        whole = torch.log_softmax(z, -1)
+        logp = whole.gather(1, ids).flatten()
+        return (logp, -(whole.exp() * whole).sum(-1)) if has_entropy else logp
+
+    inputs = [torch.randn(11, 16), torch.randn(vocab, 16)]
+    assert_as_good_as_plain_torch(ours, plain, inputs, dtype)
+
+
+def test_the_likeliest_tokens():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(5, 16), torch.randn(97, 16)
+    ids, logp = linear_topk(hidden, weight, 4, temperature=0.7, backend="triton")
+    expected = torch.log_softmax(hidden.double() @ weight.double().t() / 0.7, -1).topk(4)
+    assert torch.equal(ids, expected.indices)
+    torch.testing.assert_close(logp.double(), expected.values, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1])
