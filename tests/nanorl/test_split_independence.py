@@ -26,7 +26,7 @@ from nanoengine.build import build_engine
 from nanoengine.config import EngineConfig
 from nanoengine.dealing import deal
 from nanoengine.engine import Engine
-from nanoengine.packing import Sample
+from nanoengine.packing import Sample, TopTokens
 from nanoengine.parallel.mesh import Layout
 from nanorl.algorithms.recipes import RECIPES
 from nanorl.algorithms.spec import AlgorithmSpec
@@ -89,6 +89,22 @@ def guess(salt: str, spread: float = 0.3) -> Callable[[Sequence[Sample]], list[T
     return score
 
 
+def guess_top(k: int) -> Callable[[Sequence[Sample]], list[TopTokens]]:
+    """Somebody's likeliest tokens, which have nine tenths of the probability."""
+
+    def score(samples: Sequence[Sample]) -> list[TopTokens]:
+        found = []
+        for sample in samples:
+            dice = random.Random(f"top {sample.tokens}")
+            ids = [dice.sample(range(VOCAB), k) for _ in sample.tokens]
+            shares = torch.tensor([[dice.random() + 0.1 for _ in row] for row in ids])
+            logps = (0.9 * shares / shares.sum(-1, keepdim=True)).log()
+            found.append(TopTokens(torch.tensor(ids), logps))
+        return found
+
+    return score
+
+
 def batch_of(groups: Sequence[Sequence[Rollout]], spec: AlgorithmSpec) -> TrainBatch:
     for group in groups:
         for rollout in group:
@@ -97,7 +113,9 @@ def batch_of(groups: Sequence[Sequence[Rollout]], spec: AlgorithmSpec) -> TrainB
     scoring = Scoring(
         old=guess("old", 0.2),
         sharp=guess("sharp") if spec.needs_sharp_logp else None,
-        reference=guess("reference") if spec.needs_reference else None,
+        reference=guess("reference") if spec.needs_ref_logp else None,
+        teacher=guess("teacher") if spec.loss == "opd" and spec.has_hindsight else None,
+        top=guess_top(spec.top_k) if spec.loss == "opd_topk" else None,
         values=guess("critic") if spec.needs_critic else None,
     )
     return build_batch(groups, spec, max_tokens=MAX_TOKENS, version=VERSION, scoring=scoring)
@@ -137,7 +155,13 @@ def padded(sample: Sample, dice: random.Random) -> Sample:
         tokens=[*sample.tokens, *(dice.randrange(VOCAB) for _ in range(more))],
         loss_mask=[*sample.loss_mask, *[0] * more],
         fields={name: [*values, *[0.0] * more] for name, values in sample.fields.items()},
+        top=sample.top
+        and TopTokens(_longer(sample.top.ids, more), _longer(sample.top.logps, more)),
     )
+
+
+def _longer(x_TK: Tensor, more: int) -> Tensor:
+    return torch.cat([x_TK, x_TK.new_zeros(more, x_TK.shape[1])])
 
 
 @given(spec=specs(), seed=st.integers(0, 10_000))
