@@ -92,15 +92,7 @@ def _masked(batch: LossBatch) -> LossBatch:
         for name in names
         if (value_T := getattr(batch, name)) is not None
     }
-    tops: dict[str, Any] = {
-        name: torch.where(is_action_T.unsqueeze(1), value_TK, NO_TOKEN)
-        for name in ("top_logp_TK", "teacher_top_logp_TK")
-        if (value_TK := getattr(batch, name)) is not None
-    }
-    return replace(batch, **masked, **tops)
-
-
-NO_TOKEN = -20.0  # a log-prob of which any number sum to less than 1
+    return replace(batch, **masked)
 
 
 def _old_logp(spec: AlgorithmSpec, logp_T: Tensor, batch: LossBatch) -> Tensor:

@@ -3,7 +3,7 @@
 The sampled token alone says little of where two policies differ. The k likeliest tokens of the
 teacher and one bucket for the rest are a distribution of k + 1 events, so the KL between two such
 is exact, never negative, and at most that of the whole vocabularies (data processing inequality).
-On-policy distillation: arXiv 2306.13649; the bucket: SDPO, arXiv 2601.20802, section 3.
+On-policy distillation: arXiv 2306.13649; the bucket: SDPO (arXiv 2601.20802) and its code.
 """
 
 from __future__ import annotations

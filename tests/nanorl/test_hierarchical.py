@@ -82,7 +82,12 @@ def test_a_situation_holds_all_observations_back_to_its_depth() -> None:
     rollouts = [
         played(0, "g", [(0, 0.0), (3, 0.0), (4, 0.0)], 1.0),
         played(1, "g", [(0, 0.0), (5, 0.0), (4, 0.0)], 0.0),
+        played(2, "g", [(0, 0.0), (6, 0.0), (7, 0.0)], 0.5),
     ]
+    # Outcomes: 1, −1, 0. The third turns of the first two agree at depth 1, of weight 2.
+    third = (1 + 2 * 0.5**0.5) / 3
+    found = of_actions(rollouts, replace(HGPO, gamma=1.0))
+    assert [one[2] for one in found] == pytest.approx([third, -third, 0], abs=1e-5)
     returns, states = [[1.0] * 3, [0.0] * 3], [["a", 3, 4], ["a", 5, 4]]
     got, _ = hgpo(dr_grpo, values(1, 0), returns, states, ["g", "g"], depth=3, power=1.0)
     same(got, [0.5, 0.5, 0.5, -0.5, -0.5, -0.5])
@@ -92,7 +97,6 @@ def test_a_situation_holds_all_observations_back_to_its_depth() -> None:
     got, _ = hgpo(dr_grpo, outcome, returns, states, ["g", "g"], depth=3, power=1.0)
     first = (1 * 0.1 + 2 * 0.5) / 3
     same(got, [first, 0.1, 0.1, -first, -0.1, -0.1])
-    assert of_actions(rollouts, HGPO)[0][2] > 0
 
 
 def test_a_visit_is_compared_with_another_of_the_same_rollout() -> None:
@@ -143,14 +147,15 @@ def test_hgpo_against_numpy() -> None:
 
 def test_a_conversation_beside_has_the_advantage_of_the_whole_rollout() -> None:
     rollouts = [
-        played(0, "g", [(0, 0.3), (3, 0.0)], 1.0),
+        played(0, "g", [(0, 0.5), (3, 0.0)], 1.0),
         played(1, "g", [(0, 0.0), (3, 0.0)], 0.0),
+        played(2, "g", [(0, 0.75), (3, 0.0)], 0.0),
     ]
     beside = Branch(tokens=[1, 2, 8], loss_mask=[0, 0, 1], logps=[0, 0, -1.0], versions=[-1, -1, 0])
     rollouts[0].branches = [beside]
-    batch = build_batch([rollouts], HGPO, max_tokens=64, version=0)
-    root = 0.5**0.5
-    assert batch.samples[1].fields["advantage"] == pytest.approx([0, 0, root], abs=1e-4)
+    batch = build_batch([rollouts], replace(HGPO, gamma=0.25), max_tokens=64, version=0)
+    # Outcomes 1½, 0, ¾: mean ¾, deviation ¾. By its first turn it were ¾, 0, ¾.
+    assert batch.samples[1].fields["advantage"] == pytest.approx([0, 0, 1.0], abs=1e-4)
 
 
 # -- the batch as the peers of a turn --------------------------------------------------------------

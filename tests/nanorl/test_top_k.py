@@ -19,6 +19,7 @@ from nanoengine.build import build_engine
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
 from nanoengine.packing import Sample, TopTokens, make_micro_batches
+from nanoengine.scoring import Scorer
 from nanorl.algorithms.loss_batch import LossBatch
 from nanorl.algorithms.losses import make_loss
 from nanorl.algorithms.recipes import named_spec
@@ -163,6 +164,27 @@ def test_a_k_beyond_the_vocabulary_is_refused(engines: tuple[Engine, Engine]) ->
         engines[0].forward_top(samples(), VOCAB + 1)
 
 
+def test_what_members_share_is_scored_apart_where_their_teachers_name_other_tokens(
+    engines: tuple[Engine, Engine],
+) -> None:
+    """The same tokens after the same prompt, of which a tree has one row each."""
+    policy = engines[0]
+    tokens, mask = [3, 4, 5, 6, 7], [0, 0, 1, 1, 1]
+    tops = [torch.full((5, 2), first) + torch.arange(2) for first in (8, 20)]
+    given = [
+        Sample(tokens=tokens, loss_mask=mask, group="g", top=TopTokens(top, torch.zeros(5, 2)))
+        for top in tops
+    ]
+    tree = Scorer(policy.model, share_prefix=True)
+    (micro,) = tree.micro_batches(given)
+    assert micro.rows_T is not None and micro.num_rows == 4
+    told = tree.logprobs(micro, TEMPERATURE, only_masked=True).told(micro).own_top_logp_TK
+    expected = whole(policy, given[0])[2:]
+    assert told is not None
+    for (_, own), top in zip(micro.split(told), tops, strict=True):
+        torch.testing.assert_close(own[1:].double(), expected.gather(1, top[2:]), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["reverse", "forward"])
 def test_a_step_has_the_gradient_of_the_kl(engines: tuple[Engine, Engine], kind: str) -> None:
     """Against autograd through the whole tensor of tokens x vocabulary."""
@@ -193,7 +215,7 @@ def test_a_step_has_the_gradient_of_the_kl(engines: tuple[Engine, Engine], kind:
         total = total + (mask * topk_kl(kind, logp, top.logps[1:].double())).sum()
     gradients = torch.autograd.grad(total, list(leaves.values()))
     expected = math.sqrt(sum(float(g.square().sum()) for g in gradients))
-    assert loss == pytest.approx(float(total), rel=1e-5) and loss > 0
+    assert loss == pytest.approx(float(total.detach()), rel=1e-5) and loss > 0
     assert norm == pytest.approx(expected, rel=1e-4)
 
 
