@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -43,10 +44,13 @@ class RolloutCollector:
         run_seed: int,
         max_retries: int = 2,
         most_lost: int = MOST_LOST,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`most_lost` is the number of rollouts that may fail for good in a row."""
+        """`most_lost` is the number of rollouts that may fail for good in a row, `clock` tells the
+        time in seconds."""
         self.play = play
         self.most_lost = most_lost
+        self._clock = clock
         self.run_seed = run_seed
         self.max_retries = max_retries
         self._failed: list[Rollout] = []
@@ -82,7 +86,7 @@ class RolloutCollector:
         return self._taken_s + self._busy_s
 
     def _pass_time(self) -> None:
-        now = time.perf_counter()
+        now = self._clock()
         self._busy_s += now - self._busy_since
         self._busy_since = now
 
@@ -99,7 +103,7 @@ class RolloutCollector:
         ]
         group = asyncio.gather(*members)
         if not self._running:
-            self._busy_since = time.perf_counter()
+            self._busy_since = self._clock()
         self._running.add(group)
         try:
             rollouts = await group

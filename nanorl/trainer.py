@@ -25,7 +25,6 @@ Next: run.py (the order of a whole run, checkpoints), learner.py, collector.py.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -142,8 +141,9 @@ class Trainer:
         producer: asyncio.Task[None],
         on_step: OnStep,
     ) -> None:
+        loop = asyncio.get_running_loop()
         for step in range(first_step, self.config.rl.steps):
-            start = time.perf_counter()
+            start = loop.time()
             groups = await _first_of(queue.take(self.config.rl.tasks_per_step), producer)
             # Weights, cursor and records would disagree if it were cut in two.
             await to_the_end(self._finish_step(step, groups, start, on_step))
@@ -156,11 +156,12 @@ class Trainer:
         start: float,
         on_step: OnStep,
     ) -> None:
-        wait_s = time.perf_counter() - start
+        loop = asyncio.get_running_loop()  # its clock: a simulation's (simulate/) is virtual
+        wait_s = loop.time() - start
         metrics = await self.learner.call(Learner.train_and_publish, groups, step + 1)
         metrics["wait_s"] = wait_s
         metrics["rollout_s"] = await self.collector.call(RolloutCollector.take_busy_s)
-        metrics["step_s"] = time.perf_counter() - start
+        metrics["step_s"] = loop.time() - start
         failed = await self.collector.call(RolloutCollector.take_failed)
         stats = await self.learner.call(Learner.take_token_stats)
         await on_step(
