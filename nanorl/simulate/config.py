@@ -96,6 +96,11 @@ class AnswerLengths:
                 f"{self.cap}, where answers are cut off"
             )
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest answer that may come."""
+        return round(self.mean) if self.kind == "constant" else self.cap
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -139,7 +144,7 @@ class Workload:
     @property
     def longest(self) -> int:
         """Tokens of the longest rollout, prompt and observations included."""
-        return self.prompt + self.answer.cap + (self.turns - 1) * self.observation
+        return self.prompt + self.answer.longest + (self.turns - 1) * self.observation
 
 
 @dataclass(frozen=True, kw_only=True)

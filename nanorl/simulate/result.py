@@ -26,8 +26,8 @@ class SimulatedStep:
     train_s: float
     other_s: float
     sync_s: float
-    rollout_s: float  # from the step's start to the end of its last rollout
-    tail_s: float  # of that, while at most a tenth of its rollouts went on
+    rollout_s: float  # in which rollouts went on, of any step
+    tail_s: float  # from the end of nine tenths of its own rollouts to that of the last
     num_tokens: int  # of the answers
 
 

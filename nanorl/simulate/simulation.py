@@ -169,8 +169,8 @@ class _Simulation:
         )
 
     def _step(self, index: int) -> SimulatedStep:
-        start_s = self.ends_s[index - 1] if index else 0.0
-        end_s = self.ends_s[index]
+        metrics, end_s = self.steps[index].metrics, self.ends_s[index]
+        start_s = end_s - metrics["step_s"]
         phases = {
             name: _overlap([(s.start_s, s.end_s) for s in self._phase(name)], start_s, end_s)
             for name in ("train", "other", "sync")
@@ -179,9 +179,9 @@ class _Simulation:
         ends_s = sorted(rollout.metrics[END_S] for rollout in rollouts)
         at = math.ceil(len(ends_s) * (1 - TAIL_SHARE)) - 1
         return SimulatedStep(
-            step_s=end_s - start_s,
-            wait_s=end_s - start_s - sum(phases.values()),
-            rollout_s=max(0.0, ends_s[-1] - start_s),
+            step_s=metrics["step_s"],
+            wait_s=metrics["step_s"] - sum(phases.values()),
+            rollout_s=metrics["rollout_s"],
             tail_s=ends_s[-1] - ends_s[at],
             num_tokens=sum(round(rollout.metrics[ANSWER]) for rollout in rollouts),
             **{f"{name}_s": seconds for name, seconds in phases.items()},
