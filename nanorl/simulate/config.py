@@ -122,6 +122,9 @@ class Workload:
     """Seconds of a tool call; there is one between two turns."""
     observation: int = 0
     """Tokens that a tool answers with."""
+    agent_s: float = 0.0
+    """Seconds of the collector's own work for a rollout (environment, text, reward), before its
+    first request. It does this for one rollout at a time."""
     chunk: int = 0
     """Tokens after which a request ends and is sent again, so that the router may place it anew
     (divided rollout); 0: never."""
@@ -138,6 +141,7 @@ class Workload:
             turns=Bound(1, 1000),
             tool_s=NATURAL,
             observation=NATURAL,
+            agent_s=NATURAL,
             chunk=NATURAL,
         )
 

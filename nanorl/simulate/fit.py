@@ -6,8 +6,8 @@
 A family has as many parameters as published.json lists under `fitted`, and they see only the
 figures of its runs of role "fit". They are searched one after the other, up and down by a factor
 that is halved when neither helps, for the least sum of squared logarithms of simulated / published.
-The search simulates one step with a coarse quantum; the table simulates what the configurations
-say.
+The search simulates one step of a quarter of the run, a quarter of the tasks on a quarter of the
+replicas, with twice the quantum; the table simulates what the configurations say.
 Left out: confidence of the parameters; there are hardly more figures than parameters.
 """
 
@@ -24,7 +24,9 @@ from nanorl.simulate.published import FILE, PublishedFamily, read_published
 from nanorl.simulate.result import SimulationResult
 from nanorl.simulate.simulation import simulate
 
-FIRST_FACTOR, NUM_HALVINGS = 1.25, 4
+FIRST_FACTOR, NUM_HALVINGS = 1.25, 3
+PARTS = 4
+"""The search simulates so small a part of a run; replicas are alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,15 @@ def _misses(family: PublishedFamily, values: Mapping[str, float]) -> Iterator[fl
 
 
 def _coarse(config: SimulationConfig) -> SimulationConfig:
-    return replace(config, warmup_steps=0, measured_steps=1, quantum=config.quantum * 2)
+    work, layout = config.workload, config.cluster
+    return replace(
+        config,
+        workload=replace(work, tasks_per_step=work.tasks_per_step // PARTS),
+        cluster=replace(layout, replicas=layout.replicas // PARTS),
+        warmup_steps=0,
+        measured_steps=1,
+        quantum=config.quantum * 2,
+    )
 
 
 def compare(family: PublishedFamily) -> list[Comparison]:

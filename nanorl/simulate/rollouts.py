@@ -43,12 +43,16 @@ class SimulatedAgent:
         """`sizes` is where the replicas look up what a request really holds."""
         self.workload, self.router, self.sizes = workload, router, sizes
         self.quantum, self.seed = quantum, seed
+        self._own_work = asyncio.Lock()
 
     async def __call__(
         self, task: Task, *, group_id: str, rollout_id: str, sampling: SamplingParams
     ) -> Rollout:
         loop, work = asyncio.get_running_loop(), self.workload
         begin_s = loop.time()
+        if work.agent_s:
+            async with self._own_work:
+                await asyncio.sleep(work.agent_s)
         answer = draw_length(work.answer, self.seed, task.task_id, rollout_id)
         ids, versions = self._prompt(task), [-1] * self._num_quanta(work.prompt)
         num_read = work.prompt  # real tokens

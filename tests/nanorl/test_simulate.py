@@ -352,7 +352,7 @@ def test_scaling_keeps_proportions_and_says_when_nothing_is_left() -> None:
     assert double.cluster.num_gpus == 32
     assert double.phases.train_s == pytest.approx(config.phases.train_s / 2)
     assert double.phases.sync_s == config.phases.sync_s
-    with pytest.raises(ValueError, match="--gpus 1: .* less than one of each"):
+    with pytest.raises(ValueError, match=r"--gpus 1: .* less than one of each"):
         scaled(config, 1)
 
 
