@@ -37,8 +37,8 @@ from nanorl.simulate.config import (
     EngineTimes,
     GpuLayout,
     PhaseTimes,
+    RolloutLoad,
     SimulationConfig,
-    Workload,
 )
 from nanorl.simulate.result import SimulationResult
 from nanorl.simulate.simulation import simulate
@@ -116,7 +116,7 @@ def simulated(run: Measured, phases: PhaseTimes, costs: Costs) -> SimulationResu
     """The simulated counterpart of a run."""
     config = SimulationConfig(
         cluster=GpuLayout(replicas=run.num_replicas, trainer_gpus=1, shared_cores=costs.cores),
-        workload=Workload(
+        workload=RolloutLoad(
             tasks_per_step=TASKS,
             group_size=GROUP,
             prompt=max(1, round(run.prompt)),

@@ -103,7 +103,7 @@ class AnswerLengths:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class RolloutLoad:
     """What is to be done."""
 
     tasks_per_step: int = 64
@@ -234,7 +234,7 @@ class SimulationConfig:
     """New weights reach requests in flight, which are prefilled again and go on. False: new weights
     wait until the requests in flight have ended, and nothing starts meanwhile."""
     cluster: GpuLayout = field(default_factory=GpuLayout)
-    workload: Workload = field(default_factory=Workload)
+    workload: RolloutLoad = field(default_factory=RolloutLoad)
     engine: EngineTimes = field(default_factory=EngineTimes)
     phases: PhaseTimes = field(default_factory=PhaseTimes)
     measured_steps: int = 3

@@ -19,7 +19,7 @@ from typing import Any
 from nanoinfer.params import SamplingParams
 from nanorl.collector import RolloutCollector
 from nanorl.roles.router import Router
-from nanorl.simulate.config import Workload
+from nanorl.simulate.config import RolloutLoad
 from nanorl.simulate.lengths import draw_length
 from nanorl.simulate.replica import RequestSize
 from nanorl.types import Rollout, Task, derive_seed, derive_turn_seed
@@ -33,7 +33,7 @@ class SimulatedAgent:
 
     def __init__(
         self,
-        workload: Workload,
+        workload: RolloutLoad,
         router: Router,
         sizes: dict[int, RequestSize],
         *,

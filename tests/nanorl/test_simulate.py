@@ -17,8 +17,8 @@ from nanorl.simulate.config import (
     EngineTimes,
     GpuLayout,
     PhaseTimes,
+    RolloutLoad,
     SimulationConfig,
-    Workload,
     scaled,
 )
 from nanorl.simulate.learner import minibatch_times
@@ -50,7 +50,7 @@ def make(
         **options,
     }
     return SimulationConfig(
-        workload=Workload(
+        workload=RolloutLoad(
             tasks_per_step=num_tasks,
             group_size=group_size,
             prompt=30,
@@ -328,7 +328,7 @@ def test_empirical_lengths_are_those_given_cut_at_the_cap() -> None:
 def test_a_quantum_is_chosen_by_the_size_of_the_run() -> None:
     small = make(answer=500)
     assert choose_quantum(replace(small, quantum=0)) == 1
-    work = Workload(tasks_per_step=512, group_size=16, answer=AnswerLengths(mean=3000, cap=9000))
+    work = RolloutLoad(tasks_per_step=512, group_size=16, answer=AnswerLengths(mean=3000, cap=9000))
     large = replace(small, quantum=0, workload=work)
     quantum = choose_quantum(large)
     num_tokens = 512 * 16 * 3000 * 5
