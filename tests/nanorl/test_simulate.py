@@ -4,6 +4,7 @@ hand."""
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 from typing import Any
 from xml.etree import ElementTree
@@ -11,6 +12,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from nanoinfer.params import SamplingParams
 from nanorl.simulate.clock import run_virtually
 from nanorl.simulate.config import (
     AnswerLengths,
@@ -24,6 +26,7 @@ from nanorl.simulate.config import (
 from nanorl.simulate.learner import minibatch_times
 from nanorl.simulate.lengths import clipped_mean, draw_length, mean_length
 from nanorl.simulate.picture import draw, occupancy
+from nanorl.simulate.replica import RequestSize, SharedCores, SimulatedReplica
 from nanorl.simulate.rollouts import END_S
 from nanorl.simulate.simulation import choose_quantum, simulate, with_half_quantum
 from nanorl.types import Rollout
@@ -138,10 +141,56 @@ def test_a_long_prompt_is_prefilled_in_chunks_of_the_step_budget() -> None:
 @pytest.mark.parametrize("quantum", [2, 5, 20])
 def test_a_quantum_stands_for_that_many_real_steps(quantum: int) -> None:
     """Of a lone request only the place of the prompt's last token is rounded."""
-    config = make(answer=400, engine={"kv_s": 1e-6, "seq_s": 1e-3, "prefill_s": 1e-4})
+    config = make(answer=400, engine={"kv_s": 1e-4, "seq_s": 1e-3, "prefill_s": 1e-4})
     exact = by_hand(config.engine, 30, 400)
     result = simulate(replace(config, quantum=quantum))
     assert result.mean("wait_s") == pytest.approx(exact, rel=2e-3)
+
+
+def test_a_member_that_waits_for_its_groups_prompt_loses_a_step_and_no_quantum() -> None:
+    config = make(group_size=2, answer=100, engine=ONLY_STEPS)
+    assert simulate(config).mean("wait_s") == pytest.approx(101 * 0.1, rel=NEAR)
+    wait_s = simulate(replace(config, quantum=10)).mean("wait_s")
+    assert wait_s == pytest.approx(101 * 0.1, rel=0.02)
+
+
+def ends(times: EngineTimes, quantum: int, *requests: tuple[float, int], new_at: float) -> Any:
+    """When requests of 30 tokens, given by their (second, tokens), have their answers from one
+    replica, whose weights change at `new_at`."""
+
+    async def ask(replica: SimulatedReplica, number: int, at: float) -> float:
+        await asyncio.sleep(at)
+        first = 1000 * number
+        ids = list(range(first, first + math.ceil(29 / quantum) + 1))
+        params = SamplingParams(seed=number, max_tokens=1000)
+        await replica.generate(ids, params, str(number), None)
+        return asyncio.get_running_loop().time()
+
+    async def main() -> list[float]:
+        sizes = {i: RequestSize(prompt=30, answer=n) for i, (_, n) in enumerate(requests)}
+        replica = SimulatedReplica(times, quantum, sizes, SharedCores())
+        answers = [asyncio.create_task(ask(replica, i, at)) for i, (at, _) in enumerate(requests)]
+        await asyncio.sleep(new_at)
+        await replica.load_weights(1, waits=False)
+        return await asyncio.gather(*answers)
+
+    return run_virtually(main())
+
+
+def test_new_weights_make_the_engine_read_again_what_is_in_flight() -> None:
+    """They come during the 11th step, so 11 tokens have been sampled when it ends."""
+    times = EngineTimes(**{**ONLY_STEPS, "prefill_s": 0.01})
+    first_s = 0.1 + 0.01 * 30
+    (end_s,) = ends(times, 1, (0.0, 40), new_at=first_s + 9.5 * 0.1)
+    assert end_s == pytest.approx(40 * 0.1 + 0.01 * 30 + 0.01 * (30 + 11), rel=NEAR)
+
+
+def test_a_request_that_comes_inside_a_quantum_is_not_late_by_its_rest() -> None:
+    times = EngineTimes(**ONLY_STEPS)
+    exact = ends(times, 1, (0.0, 300), (0.32, 100), new_at=0.0)
+    coarse = ends(times, 10, (0.0, 300), (0.32, 100), new_at=0.0)
+    assert exact[1] == pytest.approx(0.4 + 100 * 0.1, rel=NEAR)
+    assert coarse[1] == pytest.approx(exact[1], abs=0.5)  # half a quantum of a second
 
 
 def test_quanta_change_a_crowded_run_by_little() -> None:
