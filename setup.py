@@ -37,6 +37,7 @@ PACKAGES = [
     "nanorl.roles",
     "nanorl.sandbox",
     "nanorl.sandbox.backends",
+    "nanorl.simulate",
     "nanorl.store",
     "nanorl.tasks",
     "nanorl.tools",
@@ -110,6 +111,7 @@ setup(
         "kernels.cpp": ["*.cpp", "*.h"],  # compiled on first use
         "nanoinfer.server": ["page.html"],
         "nanorl.report": ["style.css"],
+        "nanorl.simulate": ["published.json"],
         "nanorl.viewer": ["static/*"],
     },
     install_requires=CORE,

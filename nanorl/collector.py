@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Protocol
 
@@ -46,12 +46,14 @@ class RolloutCollector:
         max_retries: int = 2,
         most_lost: int = MOST_LOST,
         hindsight: HindsightWriter | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`most_lost` is the number of rollouts that may fail for good in a row. `hindsight` writes
-        what a teacher reads of a group that has been played."""
+        what a teacher reads of a group that has been played, `clock` tells the time in seconds."""
         self.play = play
         self._hindsight = hindsight
         self.most_lost = most_lost
+        self._clock = clock
         self.run_seed = run_seed
         self.max_retries = max_retries
         self._failed: list[Rollout] = []
@@ -97,7 +99,7 @@ class RolloutCollector:
         return self._taken_s + self._busy_s
 
     def _pass_time(self) -> None:
-        now = time.perf_counter()
+        now = self._clock()
         self._busy_s += now - self._busy_since
         self._busy_since = now
 
@@ -115,7 +117,7 @@ class RolloutCollector:
         ]
         group = asyncio.gather(*members)
         if not self._running:
-            self._busy_since = time.perf_counter()
+            self._busy_since = self._clock()
         self._running[group_id] = group
         try:
             rollouts = await group

@@ -231,7 +231,7 @@ class Trainer:
     async def _step(
         self, step: int, flow: _Flow, workers: list[asyncio.Task[None]], on_step: OnStep
     ) -> None:
-        clock = asyncio.get_running_loop().time
+        clock = asyncio.get_running_loop().time  # a simulation's is virtual (simulate/)
         start = clock()
         batch = await _first_of(flow.assembler.next_batch(step), workers)
         metrics = {"wait_s": clock() - start, **batch.metrics}

@@ -228,12 +228,9 @@ def test_no_forward_pass_is_spent_on_the_old_policy(monkeypatch: pytest.MonkeyPa
     assert all(abs(ratio - 1) > 1e-5 for ratio in ratios)
 
 
-def test_rollout_time_is_when_a_group_is_played_and_not_the_time_between(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rollout_time_is_when_a_group_is_played_and_not_the_time_between() -> None:
     """Two groups overlap from 1 to 4 on the clock, a third is played from 10 to 12."""
     now = 0.0
-    monkeypatch.setattr("nanorl.collector.time.perf_counter", lambda: now)
 
     async def scenario() -> list[float]:
         nonlocal now
@@ -246,7 +243,7 @@ def test_rollout_time_is_when_a_group_is_played_and_not_the_time_between(
                 versions=[],
             )  # fmt: skip
 
-        collector = RolloutCollector(play, run_seed=0)
+        collector = RolloutCollector(play, run_seed=0, clock=lambda: now)
         found = []
 
         async def begin(name: str) -> asyncio.Task[list[Rollout]]:
