@@ -109,6 +109,7 @@ BROKEN_FILE_NAMES: dict[str, str] = {
     **dict.fromkeys(("NAME.py", "test_NAME.py"), "what nanorl new writes"),
     "solution/solve.sh": "of a Harbor task",
     "bench.py": "nano-vllm's",
+    "docs/advance/fully_async.md": "verl's",
     "flash_attn/flash_attn_interface.py": "of flash-attn",
     "hopper/flash_attn_interface.py": "of flash-attn",
     "liger_kernel/transformers/functional.py": "of Liger-Kernel",

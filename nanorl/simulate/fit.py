@@ -6,8 +6,8 @@
 A family has as many parameters as published.json lists under `fitted`, and they see only the
 figures of its runs of role "fit". They are searched one after the other, up and down by a factor
 that is halved when neither helps, for the least sum of squared logarithms of simulated / published.
-The search simulates one step of a quarter of the run, a quarter of the tasks on a quarter of the
-replicas, with twice the quantum; the table simulates what the configurations say.
+Search and table simulate a quarter of a run, a quarter of its tasks on a quarter of its replicas,
+since these are alike; the search moreover one step only, with twice the quantum.
 Left out: confidence of the parameters; there are hardly more figures than parameters.
 """
 
@@ -26,7 +26,7 @@ from nanorl.simulate.simulation import simulate
 
 FIRST_FACTOR, NUM_HALVINGS = 1.25, 3
 PARTS = 4
-"""The search simulates so small a part of a run; replicas are alike."""
+"""So small a part of a run is simulated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,21 +87,24 @@ def _misses(family: PublishedFamily, values: Mapping[str, float]) -> Iterator[fl
                     yield math.log(max(result.mean(figure), 1e-9) / published)
 
 
-def _coarse(config: SimulationConfig) -> SimulationConfig:
+def part_of(config: SimulationConfig) -> SimulationConfig:
+    """A quarter of the run; the trainer's phases take as long as on the whole."""
     work, layout = config.workload, config.cluster
     return replace(
         config,
         workload=replace(work, tasks_per_step=work.tasks_per_step // PARTS),
         cluster=replace(layout, replicas=layout.replicas // PARTS),
-        warmup_steps=0,
-        measured_steps=1,
-        quantum=config.quantum * 2,
     )
+
+
+def _coarse(config: SimulationConfig) -> SimulationConfig:
+    part = part_of(config)
+    return replace(part, warmup_steps=0, measured_steps=1, quantum=config.quantum * 2)
 
 
 def compare(family: PublishedFamily) -> list[Comparison]:
     """Every published figure of a family, with the simulated one."""
-    results = {name: simulate(run.config) for name, run in family.runs.items()}
+    results = {name: simulate(part_of(run.config)) for name, run in family.runs.items()}
     return [
         Comparison(
             run=name,
@@ -123,7 +126,8 @@ def _figure(
         return results[baseline].step_s / result.step_s
     if figure == "num_preemptions":
         config = result.config
-        return result.num_preemptions / (config.warmup_steps + config.measured_steps)
+        num_steps = config.warmup_steps + config.measured_steps
+        return PARTS * result.num_preemptions / num_steps
     return result.mean(figure)
 
 
