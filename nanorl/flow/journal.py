@@ -10,7 +10,6 @@ Left out: what follows from a group and can be computed again (log-probs of a re
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import threading
 import zlib
@@ -51,7 +50,7 @@ class Journal:
 
     def put(self, group: FinishedGroup) -> None:
         """Keep a group; one of the same index is replaced."""
-        body = zlib.compress(json.dumps(group.to_json()).encode(), 1)
+        body = zlib.compress(group.to_text().encode(), 1)
         with self._lock:
             self._database.execute(
                 "INSERT OR REPLACE INTO finished VALUES (?, ?)", (group.index, body)
@@ -61,7 +60,7 @@ class Journal:
         """All of them by index."""
         with self._lock, closing(self._database.cursor()) as cursor:
             rows = cursor.execute('SELECT body FROM finished ORDER BY "index"').fetchall()
-        return [FinishedGroup.from_json(json.loads(zlib.decompress(body))) for (body,) in rows]
+        return [FinishedGroup.from_text(zlib.decompress(body)) for (body,) in rows]
 
     def indices(self) -> list[int]:
         with self._lock:
