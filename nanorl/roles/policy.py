@@ -129,7 +129,9 @@ class PolicyRank:
     async def restart(self, config: EngineConfig) -> None:
         await self._work.run(self.engine.restart, config)
 
-    async def save(self, path: Path, cursor: Mapping[str, Any], in_background: bool) -> None:
+    async def save(
+        self, path: Path, cursor: Mapping[str, Any], in_background: bool = False
+    ) -> None:
         await self._work.run(self.engine.save, path, cursor, in_background=in_background)
 
     async def wait_saved(self) -> None:

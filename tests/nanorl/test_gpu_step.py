@@ -192,9 +192,9 @@ def test_the_cache_is_away_while_the_optimizer_works(gpu: FakeCuda) -> None:
     seen = []
 
     class Watch(Learner):
-        def train_on(self, groups: Any) -> dict[str, Any]:
+        def train_on(self, groups: Any, scores: Any = ()) -> dict[str, Any]:
             seen.append(rollout_engine._runner.cache.is_asleep)
-            return super().train_on(groups)
+            return super().train_on(groups, scores)
 
     for max_staleness in (0, 1):
         rollout_engine = LLMEngine(make_model(), InferConfig())

@@ -40,7 +40,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name for name in VARIANTS}
 
 
-OF_PROCESSES = {"idle_trainer", "idle_replicas", "idle_collector", "num_replicas"}
+OF_PROCESSES = {"idle_replicas", "num_replicas"}
 """Charts of runs with several processes: test_cluster_runs.py."""
 
 
