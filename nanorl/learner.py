@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -158,13 +158,13 @@ class Learner:
         return metrics
 
     async def score(self, group: Sequence[Rollout]) -> GroupScores:
-        """What advantages and losses need to know of a group beside its rollouts, before its batch
-        is complete."""
+        """What the reference and the critic say of a group before its batch is complete. The policy
+        itself is not asked: its device may be the rollouts' (roles/turns.py)."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.thread, self._score, group)
 
     def _score(self, group: Sequence[Rollout]) -> GroupScores:
-        scoring = self._scoring()
+        scoring = replace(self._scoring(), old=None, sharp=None)
         known = score_group(group, self.version, scoring) if group else {}
         return GroupScores(update=self._num_batches, known=known)
 

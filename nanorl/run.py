@@ -538,6 +538,7 @@ class Run:
         self.critic = None
         if self.journal is not None:
             self.journal.close()
+            self.journal = None  # later checkpoints have nothing to forget
 
     def _open_journal(self) -> None:
         """The groups that this run has played already. Those of other options are not its own."""

@@ -286,10 +286,9 @@ def played_before(
     sampled which is lost with the steps after the checkpoint are forgotten, and played again."""
     groups, lost = [], []
     for group in journal.groups():
-        versions = group.versions or range(staleness.version, staleness.version + 1)
-        is_of_now = versions[-1] <= staleness.version and not cursor.has_had(group.index)
+        is_of_now = group.newest_version <= staleness.version and not cursor.has_had(group.index)
         if is_of_now and staleness.can_admit(group.size):
-            staleness.restore(group.index, group.size, versions[0])
+            staleness.restore(group.index, group.size, group.oldest_version)
             groups.append(group)
         else:
             lost.append(group.index)

@@ -336,12 +336,8 @@ def _otb(spec: AlgorithmSpec, batch: AdvantageBatch) -> Advantages:
     reward_T, zero_T = token_rewards(spec, batch), torch.zeros_like(mask_T)
     return_T, _ = gae(reward_T, zero_T, mask_T, ids_T, gamma=spec.gamma, lam=1.0)
     energy_T = 1 - 2 * old_T.exp() + collision(old_T, sharp_T)
-    rollout_ids = (
-        range(len(batch.group_ids))
-        if batch.rollout_ids_S is None
-        else (batch.rollout_ids_S.tolist())
-    )
-    groups = [batch.group_ids[rollout] for rollout in rollout_ids]
+    ids_S = batch.rollout_ids_S
+    groups = batch.group_ids if ids_S is None else [batch.group_ids[r] for r in ids_S.tolist()]
     return optimal_token_baseline(return_T, energy_T, mask_T, ids_T, groups), None
 
 

@@ -99,16 +99,8 @@ Aggregation = Literal[
     "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant", "prompt_mean"
 ]
 AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
-COMPARES_MEMBERS = (
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "opo",
-    "gdpo",
-    "otb",
-    "hgpo",
-    "reinforce_pp_baseline",
-    "maxrl",
+COMPARES_MEMBERS = tuple(
+    name for name in get_args(Advantage) if name not in ("reinforce_pp", "gae", "none")
 )
 """Advantages of a rollout against the others of its group."""
 

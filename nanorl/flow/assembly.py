@@ -108,7 +108,8 @@ class BatchAssembler:
     def _fault_of(self, group: FinishedGroup, version: int) -> Fault | None:
         if not group.is_whole:
             return "spoilt"
-        if group.versions and version - group.versions[0] > self._staleness.max_staleness:
+        oldest = group.oldest_version
+        if oldest >= 0 and version - oldest > self._staleness.max_staleness:
             return "stale"
         if self._needs_signal and not _has_signal(group):
             return "filtered"

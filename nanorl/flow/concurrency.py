@@ -23,15 +23,9 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Protocol
 
 from nanoinfer.params import Output, SamplingParams
-
-
-class TurnGenerator(Protocol):
-    """An inference engine, as far as a limit needs it."""
-
-    async def generate(self, ids: list[int], params: SamplingParams) -> Output: ...
+from nanorl.agents.context import Generator
 
 
 class ConcurrencyLimit:
@@ -149,7 +143,7 @@ class PlayingPlace:
             self._is_held = False
             self._limit.count_out()
 
-    def watch(self, generator: TurnGenerator) -> TurnGenerator:
+    def watch(self, generator: Generator) -> Generator:
         """The generator of this rollout, whose turns say what they find in the cache."""
         return _Watched(generator, self, self._limit) if self._limit.is_adaptive else generator
 
@@ -163,9 +157,7 @@ class PlayingPlace:
 class _Watched:
     """A generator that compares what a rollout had in the cache with what its next turn finds."""
 
-    def __init__(
-        self, generator: TurnGenerator, place: PlayingPlace, limit: ConcurrencyLimit
-    ) -> None:
+    def __init__(self, generator: Generator, place: PlayingPlace, limit: ConcurrencyLimit) -> None:
         self._generator, self._place, self._limit = generator, place, limit
         self._cached: list[int] = []  # what the last turn has left in the cache
         self._version = -1

@@ -29,10 +29,16 @@ class FinishedGroup:
         return len(self.rollouts) == self.size
 
     @property
-    def versions(self) -> range:
-        """From the oldest to the newest policy that sampled a token; empty without one."""
-        found = [v for r in self.rollouts for s in r.sequences for v in s.versions if v >= 0]
-        return range(min(found), max(found) + 1) if found else range(0)
+    def oldest_version(self) -> int:
+        """The policy that sampled the first of its tokens; -1 without any."""
+        return min((r.version for r in self.rollouts if r.version >= 0), default=-1)
+
+    @property
+    def newest_version(self) -> int:
+        """The newest policy that sampled one of its tokens; -1 without any."""
+        sequences = [sequence for rollout in self.rollouts for sequence in rollout.sequences]
+        last = (next((v for v in reversed(s.versions) if v >= 0), -1) for s in sequences)
+        return max(last, default=-1)
 
     @property
     def num_action_tokens(self) -> int:

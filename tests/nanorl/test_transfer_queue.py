@@ -370,7 +370,7 @@ def test_waiting_for_stragglers_keeps_the_bound_that_order_finish_breaks() -> No
             producer = asyncio.create_task(produce())
             for version in range(5):
                 batch = await assembler.next_batch(version)
-                found += [version - one.versions[0] for one in batch.groups]
+                found += [version - one.oldest_version for one in batch.groups]
                 staleness.advance(version + 1)
             await asyncio.gather(producer, *players)
             return found
