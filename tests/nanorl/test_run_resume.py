@@ -138,14 +138,12 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
 def test_ctrl_c_in_the_last_evaluation_saves_too(tmp_path: Path) -> None:
     """What RL kept for itself is closed by then."""
     run = tmp_path / "run"
-    process = start(
-        *SMALL, "--rl.steps", "1", "--evaluation.num-tasks-no-tool", "400", "--out", str(run)
-    )
+    many = ["--evaluation.num-tasks", "200", "--evaluation.num-tasks-no-tool", "200"]
+    process = start(*SMALL, *many, "--rl.steps", "1", "--out", str(run))
     deadline = time.monotonic() + 120
     while not (run / "eval-after.json").exists():
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.01)
-    time.sleep(0.3)
     process.send_signal(signal.SIGINT)
     output = finish(process)
     assert process.returncode == 130, output
