@@ -45,8 +45,8 @@ class CompareOptions:
     preset: str = "tiny"
     """Which preset all runs are of: tiny or smollm2."""
     variants: str = "recipes"
-    """What is compared: recipes (every published algorithm), staleness, or a JSON file of yours
-    (scripts/comparison/variants.py says what is in it)."""
+    """What is compared: recipes (every published algorithm), reuse (four updates from each batch),
+    staleness, or a JSON file of yours (scripts/comparison/variants.py says what is in it)."""
     algorithms: tuple[str, ...] = ()
     """Only these of them, by their labels; empty: all."""
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -54,7 +54,8 @@ class CompareOptions:
     steps: int | None = None
     """RL steps of every run; None: the preset's."""
     out: Path = Path("runs/compare")
-    """Where runs and results go."""
+    """Where runs and results go. Other variants of the same seeds may go where a comparison lies:
+    they begin in its warm starts, and the results are then theirs."""
     jobs: int = 1
     """Runs at a time; the CPU's cores are divided among them."""
     level: float = 0.6

@@ -10,7 +10,8 @@ A file of variants is JSON:
 A variant takes one entry of every factor; its label is theirs with - in between. `{model:LABEL}`
 among the options stands for the trained model of that variant with the same seed, which is made
 first. With `"recipes": true` every recipe of nanorl/algorithms/recipes.py is a variant, and the
-only factor says what one needs beside `--algorithm NAME`, with the reason.
+only factor says what one needs beside `--algorithm NAME`, with the reason. Options in "common" go
+to every variant, before its own.
 Left out: options that depend on the seed.
 """
 
@@ -100,6 +101,7 @@ def read_variants(name: str) -> VariantSet:
 
 
 def _variant_set(data: dict[str, Any]) -> VariantSet:
+    common = str(data.get("common", ""))
     factors = [{label: _entry(one) for label, one in f.items()} for f in data["factors"]]
     if data.get("recipes", False):
         factors = [_of_recipes(*factors)]
@@ -108,7 +110,7 @@ def _variant_set(data: dict[str, Any]) -> VariantSet:
         label = "-".join(name for name, _ in entries)
         found[label] = Variant(
             label=_checked(label),
-            options=" ".join(options for _, (options, _) in entries if options),
+            options=" ".join(filter(None, [common, *(options for _, (options, _) in entries)])),
             reason="; ".join(reason for _, (_, reason) in entries if reason),
         )
     for one in found.values():

@@ -362,13 +362,15 @@ def test_students_interval_of_few_runs() -> None:
 def test_every_recipe_is_compared_and_a_factor_multiplies() -> None:
     chosen = read_variants("recipes")
     assert list(chosen.variants) == list(RECIPES) and chosen.variants["opd"].needs == ("grpo",)
-    settled = [one for one in chosen.variants.values() if one.options != f"--algorithm {one.label}"]
+    common = "--rl.minibatches 2 --algorithm"
+    settled = [one for one in chosen.variants.values() if one.options != f"{common} {one.label}"]
+    assert all(one.options.startswith(common) for one in chosen.variants.values())
     assert settled and all(one.reason for one in settled), "each departure has its reason"
     stale = read_variants("staleness")
     assert len(stale.variants) == 6 * 5
     assert stale.variants["mis-s4"].options == "--rl.algorithm.correction mis --rl.max-staleness 4"
     oldest = stale.chosen([label for label in stale.variants if label.endswith("s8")])
-    for one in (chosen, oldest):
+    for one in (chosen, oldest, read_variants("reuse")):
         plan = MatrixPlan(out=Path("nowhere"), preset="tiny", seeds=(0,), steps=2, extra=())
         assert len(plan.jobs(one)) == 1 + len(one.variants), "nanorl train takes them all"
 
@@ -404,7 +406,10 @@ def test_the_variants_of_the_page_are_read(tmp_path: Path) -> None:
     [
         (["--algorithms", "nope"], "--algorithms nope: no such variant; there are grpo"),
         (["--algorithms", "opd"], "opd reads the trained model of grpo.*add grpo"),
-        (["--variants", "gone"], "--variants gone: there is no such file.*recipes, staleness"),
+        (
+            ["--variants", "gone"],
+            "--variants gone: there is no such file.*recipes, reuse, staleness",
+        ),
         (["--seeds", "1", "1"], "--seeds 1 1: give each seed once"),
         (["--steps", "0"], "--steps 0: must be at least 1"),
         (["--level", "1.5"], "--level 1.5"),
