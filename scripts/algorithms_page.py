@@ -5,7 +5,8 @@
 
 A recipe's part stands below its heading, `### NAME`, between two marks, which are put there where
 they are missing: a new recipe needs its heading and its text, no more. Figures are of the newest
-algorithms_*.json and staleness_*.json, each the comparison.json of compare_algorithms.py.
+algorithms_*.json, reuse_*.json and staleness_*.json, each the comparison.json of
+compare_algorithms.py.
 """
 
 from __future__ import annotations
@@ -38,14 +39,20 @@ def newest(kind: str, folder: Path = BENCHMARKS) -> dict[str, Any] | None:
     return {"file": found[-1].name, **json.loads(found[-1].read_text("utf-8"))} if found else None
 
 
-def parts(measured: dict[str, Any] | None, stale: dict[str, Any] | None) -> dict[str, str]:
-    """Every generated part by its name."""
+TABLES = ("reuse", "staleness")
+"""Comparisons that are tables of their own, by what their files in benchmarks/ begin with."""
+
+
+def parts(
+    measured: dict[str, Any] | None, tables: Mapping[str, dict[str, Any] | None]
+) -> dict[str, str]:
+    """Every generated part by its name; `tables` are by the names in `TABLES`."""
     rows = {row["name"]: row for row in (measured or {}).get("rows", []) if row["runs"]}
     found = {"overview": overview(rows), "conditions": _conditions(measured, "algorithms")}
     for name, recipe in RECIPES.items():
         own = f"`--algorithm {name}`: {settings(recipe.spec)}\n"
         found[name] = f"{own}\n{figure(name, rows.get(name), measured)}\n"
-    return found | {"staleness": _staleness(stale)}
+    return found | {name: _table(name, comparison) for name, comparison in tables.items()}
 
 
 def changed(spec: AlgorithmSpec) -> dict[str, Any]:
@@ -117,17 +124,24 @@ def _conditions(measured: Mapping[str, Any] | None, kind: str) -> str:
     )
 
 
-def _staleness(measured: dict[str, Any] | None) -> str:
-    said = _conditions(measured, "staleness")
+def _table(name: str, measured: dict[str, Any] | None) -> str:
+    """A line for every variant that ran."""
+    said = _conditions(measured, name)
     rows = [row for row in (measured or {}).get("rows", []) if row["runs"]]
-    if not rows:
+    if not rows or measured is None:
         return said
-    lines = ["", "| variant | options | gain, points |", "|---|---|---|"]
+    level = f"{measured['level']:.0%}"
+    lines = ["", f"| variant | options | gain, points | s to {level} |", "|---|---|---|---:|"]
     lines += [
-        f"| {row['name']} | `{row['options']}` | {row['value']:+.1f}{_interval(row['gain'])} |"
+        f"| {row['name']} | `{row['options']}` | {row['value']:+.1f}{_interval(row['gain'])} "
+        f"| {_seconds(row['seconds_to_level'])} |"
         for row in rows
     ]
     return said + "\n".join(lines) + "\n"
+
+
+def _seconds(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0f}"
 
 
 def written(page: str, found: Mapping[str, str]) -> str:
@@ -157,7 +171,7 @@ def sections_missing(page: str) -> list[str]:
 
 def main(arguments: Sequence[str]) -> int:
     page = PAGE.read_text("utf-8")
-    new = written(page, parts(newest("algorithms"), newest("staleness")))
+    new = written(page, parts(newest("algorithms"), {name: newest(name) for name in TABLES}))
     if new == page:
         return 0
     if "--write" in arguments:

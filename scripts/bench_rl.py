@@ -15,6 +15,14 @@ and, on several threads, what roles in processes of their own change (rl_work.py
     tools-sleep          seconds of 64 rollouts whose tool sleeps 300 ms; the bound is the larger of
                          the model's seconds without the tool and of the tool's alone
 
+With --to-success, instead of all these:
+    async-to-success     seconds of RL until 60 % of the rollouts of three steps succeed, of preset
+                         tiny with staleness 2, beside the same run without (peer sync), one at a
+                         time on all cores; means over three seeds, which share their warm starts.
+                         -apart: trainer and replica in processes of their own; -slow: with a tool
+                         that takes 300 ms longer. About 40 minutes; compare_algorithms.sh
+                         --variants async is the same with curves
+
 Measurements of ours and of the peer alternate (model_bench.py), medians are compared. Rollouts are
 bench_infer.py's. The bounds are roofline.py's; a group's prompt is forwarded once. `--small` tries
 the rows of roles out with a tiny model of random weights.
@@ -23,6 +31,7 @@ the rows of roles out with a tiny model of random weights.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -33,6 +42,9 @@ from typing import Any
 
 import roofline
 from bench_infer import bound, run_agent
+from comparison.figures import Figures
+from comparison.matrix import Matrix, MatrixPlan
+from comparison.variants import read_variants
 from model_bench import (
     PEERS,
     Peer,
@@ -248,7 +260,41 @@ def compare_roles(args: argparse.Namespace, dtype: str, threads: int) -> list[di
     return [*rows, row]
 
 
+def compare_to_success(work: Path) -> list[dict[str, Any]]:
+    """The rows of `--to-success`, from runs below `work`, which are not repeated if they are there.
+    A value is None where not every seed came so far."""
+    chosen = read_variants("async")
+    plan = MatrixPlan(out=work, preset="tiny", seeds=(0, 1, 2), steps=12, extra=())
+    jobs = plan.jobs(chosen)
+    threads = len(os.sched_getaffinity(0))
+    if failed := Matrix(jobs, num_parallel=1, threads=threads, say=print).run():
+        raise SystemExit(f"{failed[0].name} failed: {failed[0].error}; see {failed[0].log}")
+    figures = Figures.read(jobs, chosen, level=0.6, window=3, notes={})
+    found = {row["name"]: row for row in figures.rows()}
+
+    def row(name: str, ours: str, peer: str) -> dict[str, Any]:
+        seconds = "seconds_to_level"
+        return make_row(
+            name,
+            "s",
+            dtype="bf16",
+            threads=threads,
+            value=found[ours][seconds],
+            peer="sync",
+            peer_value=found[peer][seconds],
+            runs={"ours": found[ours]["runs"], "sync": found[peer]["runs"]},
+        )
+
+    return [
+        row(f"async-to-success{apart}{slow}", f"{way}-{tool}", f"sync-{tool}")
+        for slow, tool in (("", "quick"), ("-slow", "slow"))
+        for apart, way in (("", "async"), ("-apart", "apart"))
+    ]
+
+
 def make_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+    if args.to_success:
+        return compare_to_success(args.to_success)
     if args.small:
         from nanorl.tasks.tiny_model import build_tiny_model
 
@@ -264,5 +310,8 @@ def make_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     parser = make_parser(__doc__, ["bf16", "fp32"])
+    parser.add_argument("--to-success", type=Path, help="only that row; the folder of its runs")
     parser.add_argument("--small", action="store_true", help="the rows of roles, on a tiny model")
-    sys.exit(run_benchmark(parser.parse_args(), WORKERS, make_rows))
+    arguments = parser.parse_args()
+    arguments.small |= arguments.to_success is not None  # neither needs the real model
+    sys.exit(run_benchmark(arguments, WORKERS, make_rows))

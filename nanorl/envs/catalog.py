@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from nanorl.envs.base import EnvKind
@@ -75,14 +75,20 @@ def as_kind(given: Any, arguments: Mapping[str, Any] | None = None) -> EnvKind:
         return ShortKind(given, arguments)
     if is_tool_class(given):
         return ToolClassKind(given, arguments)
-    if callable(getattr(given, "open", None)) and callable(getattr(given, "tasks", None)):
+    if is_kind(given):
         return given
     raise ValueError(f"{given!r} is no environment: derive a class from nanorl.Env")
 
 
 def is_environment(value: Any) -> bool:
     is_short = isinstance(value, type) and issubclass(value, Env) and value is not Env
-    return is_short or is_tool_class(value)
+    return is_short or is_tool_class(value) or is_kind(value)
+
+
+def is_kind(value: Any) -> bool:
+    """Whether it is an object that serves as an `EnvKind` as it is."""
+    methods = (getattr(value, name, None) for name in ("open", "tasks", "demonstrator"))
+    return not isinstance(value, type | ModuleType) and all(map(callable, methods))
 
 
 def parse_arguments(pairs: Sequence[str], flag: str = "--env-args") -> dict[str, Any]:

@@ -43,7 +43,8 @@ class RunFigures:
     """Of the rollouts, by step."""
     trained_tokens: float
     """Those with a gradient, in every pass over a batch."""
-    wall_s: float
+    step_s: list[float]
+    """Seconds of each step."""
     cpu_s: float
     """Of the run's own process; a sandbox's programs are not in it."""
     peak_rss_bytes: int
@@ -64,7 +65,7 @@ class RunFigures:
             sampled_tokens=list(accumulate(row["action_tokens"] for row in rows)),
             success=[row.get("success") for row in rows],
             trained_tokens=epochs * sum(row["trained_tokens"] for row in rows),
-            wall_s=sum(row["step_s"] for row in rows),
+            step_s=[row["step_s"] for row in rows],
             cpu_s=sum(row["cpu_s"] for row in rows),
             peak_rss_bytes=summary["peak_rss_bytes"],
             commit=summary["git_commit"],
@@ -76,6 +77,7 @@ class RunFigures:
 
     def to_json(self, level: float, window: int) -> dict[str, Any]:
         gain = self.gain
+        reached = step_to_level(self.success, level, window)
         return {
             "seed": self.seed,
             "before": self.before.success.to_json(),
@@ -86,10 +88,11 @@ class RunFigures:
             "num_lost": len(gain.lost),
             "sampled_tokens": self.sampled_tokens[-1] if self.sampled_tokens else 0.0,
             "trained_tokens": self.trained_tokens,
-            "wall_s": self.wall_s,
+            "wall_s": sum(self.step_s),
             "cpu_s": self.cpu_s,
             "peak_rss_bytes": self.peak_rss_bytes,
-            "step_to_level": step_to_level(self.success, level, window),
+            "step_to_level": reached,
+            "seconds_to_level": None if reached is None else sum(self.step_s[:reached]),
             "commit": self.commit,
         }
 
@@ -163,7 +166,9 @@ class Figures:
         gain = over_seeds([one["gain"]["value"] for one in of_runs], runs[0].gain.difference)
         after = over_seeds([one["after"]["value"] for one in of_runs], runs[0].after.success)
         costs = ("sampled_tokens", "trained_tokens", "wall_s", "cpu_s", "peak_rss_bytes")
-        reached = [one["step_to_level"] for one in of_runs]
+        steps, seconds = (
+            [one[name] for one in of_runs] for name in ("step_to_level", "seconds_to_level")
+        )
         return common | {
             "value": 100 * gain.value,
             "unit": "points",
@@ -176,8 +181,9 @@ class Figures:
             "is_little": label in self.helping_little,
             "note": self.notes.get(label, ""),
             **{name: fmean(one[name] for one in of_runs) for name in costs},
-            "num_reached": sum(step is not None for step in reached),
-            "step_to_level": None if None in reached else fmean(reached),
+            "num_reached": sum(step is not None for step in steps),
+            "step_to_level": None if None in steps else fmean(steps),
+            "seconds_to_level": None if None in seconds else fmean(seconds),
             "curve": self._curve(runs),
             "errors": failed,
             "runs": of_runs,

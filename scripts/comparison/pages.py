@@ -48,6 +48,7 @@ def heads(about: About) -> list[str]:
         "CPU s",
         "peak MiB",
         f"steps to {level:.0%}",
+        f"s to {level:.0%}",
     ]
 
 
@@ -68,6 +69,7 @@ def cells(row: Row, about: About) -> list[str]:
         number(round(row["cpu_s"])),
         number(round(row["peak_rss_bytes"] / 2**20)),
         _reached(row),
+        "–" if row["seconds_to_level"] is None else number(round(row["seconds_to_level"])),
     ]
 
 
@@ -114,8 +116,8 @@ def conditions(about: About) -> str:
         "start: they begin with equal weights and meet the same tasks. Success is greedy, on "
         "held-out tasks; intervals are of 95 %, "
         f"{interval}. Tokens and seconds are of the RL steps; CPU seconds of the run's process, "
-        "without the sandbox's programs. The last column is the first step at which the mean "
-        f"success of the rollouts of {about['window']} steps reached {about['level']:.0%}."
+        "without the sandbox's programs. The last columns say when the mean success of the "
+        f"rollouts of {about['window']} steps first reached {about['level']:.0%}."
     )
 
 

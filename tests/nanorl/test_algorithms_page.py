@@ -49,12 +49,12 @@ def test_every_recipe_has_a_section_of_all_its_parts() -> None:
 
 
 def test_the_page_is_what_specs_and_benchmarks_say() -> None:
-    found = page.parts(page.newest("algorithms"), page.newest("staleness"))
+    found = page.parts(page.newest("algorithms"), {name: page.newest(name) for name in page.TABLES})
     assert page.written(TEXT, found) == TEXT, "call: python scripts/algorithms_page.py --write"
 
 
 def test_a_new_section_gets_its_part_and_a_lacking_one_is_named() -> None:
-    found = page.parts(None, None)
+    found = page.parts(None, dict.fromkeys(page.TABLES))
     bare = re.sub(r"<!-- gspo: .*?<!-- end -->\n\n", "", TEXT, flags=re.DOTALL)
     assert bare != TEXT and page.written(bare, found) == page.written(TEXT, found)
     without = TEXT.replace("\n### gspo\n", "\n### gone\n")
@@ -109,6 +109,7 @@ def row(name: str, **changes: Any) -> dict[str, Any]:
     return {
         "name": name, "options": f"--algorithm {name}", "reason": "", "value": 30.0, "runs": [{}],
         "before": 0.4, "after": {"value": 0.7}, "num_seeds": 3, "note": "", "is_little": False,
+        "seconds_to_level": 12.3,
         "gain": {"value": 0.3, "low": 0.25, "high": 0.35}, "share_of_baseline": 1.0,
         "wall_s": 50.4, "sampled_tokens": 63431.0,
     } | changes  # fmt: skip
@@ -129,7 +130,8 @@ def test_figures_come_from_the_newest_comparison(tmp_path: Path) -> None:
         (tmp_path / f"algorithms_{name}.json").write_text(data)
     measured = page.newest("algorithms", tmp_path)
     assert measured is not None and page.newest("staleness", tmp_path) is None
-    found = page.parts(measured, head | {"file": "f.json", "rows": [row("tis-s0")]})
+    table = head | {"file": "f.json", "rows": [row("tis-s0")], "level": 0.6}
+    found = page.parts(measured, {"staleness": table, "reuse": None})
     grpo = "Ours: 40.0% → 70.0%, +30.0 points (+25.0 to +35.0), in 50 s and 63,431 sampled tokens"
     assert f"{grpo} (3 seeds)." in found["grpo"]
     assert "+7.5 points, 0.25 of grpo's, in 50 s" in found["gspo"] and "(1 seed)" in found["gspo"]
@@ -141,7 +143,7 @@ def test_figures_come_from_the_newest_comparison(tmp_path: Path) -> None:
         "on 2026-11-24 (a laptop): preset tiny, 12 RL steps, seeds 0, 1, 2" in found["conditions"]
     )
     assert "benchmarks/algorithms_2026-11-24.json" in found["conditions"]
-    assert "| tis-s0 | `--algorithm tis-s0` | +30.0 (+25.0 to +35.0) |" in found["staleness"]
+    assert "| tis-s0 | `--algorithm tis-s0` | +30.0 (+25.0 to +35.0) | 12 |" in found["staleness"]
 
 
 def test_settings_are_what_differs_from_the_default() -> None:

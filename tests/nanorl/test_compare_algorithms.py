@@ -3,6 +3,7 @@ made-up numbers."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -19,6 +20,9 @@ from run_outcomes import rollouts, weights
 
 from nanoengine.state.run_folder import LOCK, take_lock
 from nanorl.algorithms.recipes import RECIPES
+from nanorl.envs.base import Services
+from nanorl.envs.catalog import load_kind
+from nanorl.presets import tiny_environment
 from nanorl.report.evaluation import Evaluation, TaskScore
 from nanorl.report.statistics import mean_of_runs, paired_difference
 from nanorl.report.summary import FIELDS, NULLABLE
@@ -294,7 +298,8 @@ def test_the_figures_of_made_up_runs_are_those_of_a_calculation_by_hand(figures:
     assert (a["wall_s"], a["cpu_s"], a["peak_rss_bytes"]) == (6.0, 4.5, 2.0**30)
     # means of two steps: 0.3, 0.6 and 0.6, 0.8: after 3 steps and after 2
     assert (a["step_to_level"], a["num_reached"]) == (2.5, 2)
-    assert (b["step_to_level"], b["num_reached"]) == (None, 0)
+    assert a["seconds_to_level"] == pytest.approx((6.0 + 4.0) / 2)  # of 2 s a step
+    assert (b["step_to_level"], b["num_reached"], b["seconds_to_level"]) == (None, 0, None)
     assert a["share_of_baseline"] == 1.0 and a["against_baseline"] is None
     assert b["share_of_baseline"] == pytest.approx(0.05 / 0.45)
     # 5 - 8 and 4 - 9 tenths
@@ -356,10 +361,26 @@ def test_students_interval_of_few_runs() -> None:
     assert (alone.low, alone.high) == (-float("inf"), float("inf"))
 
 
+def test_the_slow_tool_s_environment_is_the_preset_s_and_slow() -> None:
+    slow, quick = load_kind(str(ROOT / "scripts/comparison/slow_code.py"), {}), tiny_environment()
+    task = slow.tasks(0).batch(0, 1)[0]
+    assert task == quick.tasks(0).batch(0, 1)[0]
+    services = Services(tokenizer=None, sandbox=None, timeout_s=1.0, is_tool_enabled=False)
+
+    async def play(env: Any) -> list[Any]:
+        return [await env.reset(task), await env.step("<run>1</run>"), await env.step("<ans>7")]
+
+    replies = asyncio.run(play(quick.open(services)))
+    begin = time.monotonic()
+    assert asyncio.run(play(slow.open(services))) == replies and replies[2].is_done
+    assert time.monotonic() - begin >= 0.3, "one call of the tool was answered so much later"
+
+
 # -- options ---------------------------------------------------------------------------------------
 
 
-def test_every_recipe_is_compared_and_a_factor_multiplies() -> None:
+def test_every_recipe_is_compared_and_a_factor_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # as compare_algorithms.sh does: the slow tool's file is named from it
     chosen = read_variants("recipes")
     assert list(chosen.variants) == list(RECIPES) and chosen.variants["opd"].needs == ("grpo",)
     common = "--rl.minibatches 2 --algorithm"
@@ -370,7 +391,7 @@ def test_every_recipe_is_compared_and_a_factor_multiplies() -> None:
     assert len(stale.variants) == 6 * 5
     assert stale.variants["mis-s4"].options == "--rl.algorithm.correction mis --rl.max-staleness 4"
     oldest = stale.chosen([label for label in stale.variants if label.endswith("s8")])
-    for one in (chosen, oldest, read_variants("reuse")):
+    for one in (chosen, oldest, read_variants("reuse"), read_variants("async")):
         plan = MatrixPlan(out=Path("nowhere"), preset="tiny", seeds=(0,), steps=2, extra=())
         assert len(plan.jobs(one)) == 1 + len(one.variants), "nanorl train takes them all"
 
