@@ -1,0 +1,154 @@
+"""scripts/protocols.py: what comes along is what it says, and a real run becomes a row."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_runs import ROOT, SMALL
+
+from nanorl.options import parse_arguments
+from nanorl.report.evaluation import Evaluation, TaskScore
+from nanorl.report.summary import FIELDS, NULLABLE
+
+sys.path[:0] = [str(ROOT / "scripts")]
+import protocols  # noqa: E402
+from comparison.matrix import RunJob  # noqa: E402
+
+PAGE = ROOT / "docs" / "protocols.md"
+
+
+def test_every_protocol_has_a_supervised_start_and_a_line_on_the_page() -> None:
+    jobs = protocols.jobs_of(protocols.ProtocolOptions(seeds=(4,)), ())
+    assert {job.seed for job in jobs} == {4}
+    text = PAGE.read_text("utf-8")
+    for job in jobs:
+        config = parse_arguments(list(job.words))
+        assert config.preset == "smollm2" and config.seed == 4 and config.warm_start.steps
+        assert f"\n| `{job.label}` |" in text
+
+
+def test_reverse_text_has_the_shape_of_prime_rl_s() -> None:
+    config = parse_arguments(["--config", str(protocols.FOLDER / "reverse_text.toml")])
+    assert (config.rl.steps, config.rl.tasks_per_step, config.rl.group_size) == (20, 8, 16)
+    assert config.agent.max_turn_tokens == 128
+
+
+def test_the_page_has_the_newest_figures() -> None:
+    text = PAGE.read_text("utf-8")
+    assert protocols.written(text, protocols.newest()) == text, (
+        "call: python scripts/protocols.py --page docs/protocols.md"
+    )
+
+
+# -- a real run ------------------------------------------------------------------------------------
+
+
+def as_toml(words: tuple[str, ...]) -> str:
+    """Options of a command line as lines of a file."""
+    return "".join(
+        f"{name.removeprefix('--').replace('-', '_')} = {_value(value)}\n"
+        for name, value in zip(words[::2], words[1::2], strict=True)
+    )
+
+
+def _value(text: str) -> str:
+    return text if text.replace(".", "").replace("-", "").isdigit() else json.dumps(text)
+
+
+@pytest.mark.slow
+def test_a_run_becomes_a_row_and_is_not_repeated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.toml").write_text(as_toml(SMALL))
+    words = ["--protocols", str(tmp_path / "own.toml"), "--seeds", "0"]
+    words += ["--out", str(tmp_path / "out"), "--", "--rl.steps", "1"]
+    assert protocols.main(words) == 0
+    capsys.readouterr()
+    data = json.loads((tmp_path / "out" / "protocols.json").read_text())
+    (row,) = data["rows"]
+    summary = json.loads((tmp_path / "out" / "own" / "seed0" / "summary.json").read_text())
+    assert row["after"]["success"]["value"] == summary["heldout_success_after"]
+    assert row["before"]["success"]["value"] == summary["heldout_success_before"]
+    assert row["runs"][0]["num_tasks"] == summary["heldout_n"] and row["sampled_tokens"] > 0
+    assert protocols.main(words) == 0
+    assert "1 runs, 1 of them finished before" in capsys.readouterr().out
+
+
+# -- figures of made-up runs -----------------------------------------------------------------------
+
+
+def made_up(folder: Path, seed: int, successes: dict[str, int]) -> RunJob:
+    """A finished run of ten tasks, which pay half where they fail."""
+    job = RunJob(label="made_up", seed=seed, folder=folder / "made_up" / f"seed{seed}", words=())
+    job.folder.mkdir(parents=True)
+    for stage, right in successes.items():
+        scores = [
+            TaskScore(
+                task_id=str(n), kind="a", prompt="?", num_samples=1,
+                num_successes=int(n < right), mean_reward=1.0 if n < right else 0.5,
+            )
+            for n in range(10)
+        ]  # fmt: skip
+        Evaluation(
+            title=stage,
+            about={},
+            scores=scores,
+            mean_turns=1.0,
+            mean_action_tokens=3.0,
+            seconds=1.0,
+        ).write(job.folder / f"eval-{stage}.json")
+    summary: dict[str, Any] = {
+        name: None if name in NULLABLE else types[0]() for name, types in FIELDS.items()
+    }
+    summary |= {"wall_s": 60.0 * (seed + 1), "peak_rss_bytes": 100 + seed, "heldout_n": 10}
+    (job.folder / "summary.json").write_text(json.dumps(summary))
+    rows = [{"step": step, "action_tokens": 50} for step in (0, 1)]
+    (job.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job.note("finished")
+    return job
+
+
+def test_the_figures_are_those_of_a_calculation_by_hand(tmp_path: Path) -> None:
+    jobs = [
+        made_up(tmp_path, 0, {"before": 4, "after": 8}),
+        made_up(tmp_path, 1, {"before": 2, "after": 10}),
+    ]
+    row = protocols.row_of("made_up", jobs)
+    # means of 0.8 and 1.0; Student's interval of two is 12.7062 * 0.1 to either side
+    assert row["value"] == pytest.approx(90.0) and "untrained" not in row
+    assert row["after"]["success"]["high"] == pytest.approx(0.9 + 1.27062, abs=1e-4)
+    # rewards: 0.9 and 1.0; before 0.7 and 0.6
+    assert row["after"]["reward"]["value"] == pytest.approx(0.95)
+    assert row["before"]["reward"]["value"] == pytest.approx(0.65)
+    assert (row["wall_s"], row["sampled_tokens"], row["peak_rss_bytes"]) == (90.0, 100.0, 101)
+    line = protocols.table([row]).splitlines()[-1]
+    assert line == (
+        "| made_up | – | 30.0% (0 to 100); 0.65 | 90.0% (0 to 100); 0.95 | 0, 1 | 2 | 100 |"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--protocols", "gone"],
+            "--protocols gone: no such protocol; name a TOML file, or one of",
+        ),
+        (["--seeds", "1", "1"], "--seeds 1 1: give each seed once"),
+        (["--", "--seed", "3"], "--seed after --: this script sets it for every run"),
+        (["--page", "/nowhere.md"], "/nowhere.md"),
+    ],
+)
+def test_what_is_wrong_is_refused_before_any_work(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        assert protocols.main(["--out", str(tmp_path / "out"), *words]) == 1
+    except SystemExit as end:
+        assert end.code == 2, "tyro's"
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert not (tmp_path / "out").exists()
