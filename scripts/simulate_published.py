@@ -1,6 +1,6 @@
 """Predicts the published runs and writes the errors down: a JSON, and the tables of a document.
 
-    python scripts/simulate_published.py --json benchmarks/simulation_2026-11-23.json
+    python scripts/simulate_published.py --json benchmarks/simulation_2026-11-24.json
     python scripts/simulate_published.py --page docs/simulation.md
 
 The first simulates all runs of nanorl/simulate/published.json (minutes), `--page` alone writes the
