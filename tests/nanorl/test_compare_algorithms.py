@@ -389,7 +389,8 @@ def test_every_recipe_is_compared_and_a_factor_multiplies(monkeypatch: pytest.Mo
     assert settled and all(one.reason for one in settled), "each departure has its reason"
     stale = read_variants("staleness")
     assert len(stale.variants) == 6 * 5
-    assert stale.variants["mis-s4"].options == "--rl.algorithm.correction mis --rl.max-staleness 4"
+    own = "--rl.algorithm.correction mis --rl.max-staleness 4"
+    assert stale.variants["mis-s4"].options == f"--cluster.backend local {own}"
     oldest = stale.chosen([label for label in stale.variants if label.endswith("s8")])
     for one in (chosen, oldest, read_variants("reuse"), read_variants("async")):
         plan = MatrixPlan(out=Path("nowhere"), preset="tiny", seeds=(0,), steps=2, extra=())
