@@ -46,7 +46,8 @@ class CompareOptions:
     """Which preset all runs are of: tiny or smollm2."""
     variants: str = "recipes"
     """What is compared: recipes (every published algorithm), reuse (four updates from each batch),
-    staleness, or a JSON file of yours (scripts/comparison/variants.py says what is in it)."""
+    staleness, async (wall time), distill (from a trained teacher, in fewer steps), or a JSON file
+    of yours (scripts/comparison/variants.py says what is in it)."""
     algorithms: tuple[str, ...] = ()
     """Only these of them, by their labels; empty: all."""
     seeds: tuple[int, ...] = (0, 1, 2)

@@ -392,7 +392,7 @@ def test_every_recipe_is_compared_and_a_factor_multiplies(monkeypatch: pytest.Mo
     own = "--rl.algorithm.correction mis --rl.max-staleness 4"
     assert stale.variants["mis-s4"].options == f"--cluster.backend local {own}"
     oldest = stale.chosen([label for label in stale.variants if label.endswith("s8")])
-    for one in (chosen, oldest, read_variants("reuse"), read_variants("async")):
+    for one in (chosen, oldest, *map(read_variants, ("reuse", "async", "distill"))):
         plan = MatrixPlan(out=Path("nowhere"), preset="tiny", seeds=(0,), steps=2, extra=())
         assert len(plan.jobs(one)) == 1 + len(one.variants), "nanorl train takes them all"
 
