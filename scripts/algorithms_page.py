@@ -5,8 +5,8 @@
 
 A recipe's part stands below its heading, `### NAME`, between two marks, which are put there where
 they are missing: a new recipe needs its heading and its text, no more. Figures are of the newest
-algorithms_*.json, reuse_*.json and staleness_*.json, each the comparison.json of
-compare_algorithms.py.
+algorithms_*.json and, for tables of their own, reuse_*.json, distill_*.json and staleness_*.json,
+each the comparison.json of compare_algorithms.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def newest(kind: str, folder: Path = BENCHMARKS) -> dict[str, Any] | None:
     return {"file": found[-1].name, **json.loads(found[-1].read_text("utf-8"))} if found else None
 
 
-TABLES = ("reuse", "staleness")
+TABLES = ("reuse", "distill", "staleness")
 """Comparisons that are tables of their own, by what their files in benchmarks/ begin with."""
 
 
