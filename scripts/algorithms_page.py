@@ -119,9 +119,13 @@ def _conditions(measured: Mapping[str, Any] | None, kind: str) -> str:
         return f"No comparison lies in `benchmarks/` as `{kind}_DATE.json` yet.\n"
     return (
         f"Measured on {measured['date']} ({measured['hardware']}): preset {measured['preset']}, "
-        f"{measured['steps']} RL steps, seeds {', '.join(map(str, measured['seeds']))}; "
-        f"[benchmarks/{measured['file']}](../benchmarks/{measured['file']}) has the runs.\n"
+        f"{measured['steps']} RL steps, {_seeds(measured['seeds'])}; `{measured['command']}`, "
+        f"[benchmarks/{measured['file']}](../benchmarks/{measured['file']}).\n"
     )
+
+
+def _seeds(seeds: Sequence[int]) -> str:
+    return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
 
 
 def _table(name: str, measured: dict[str, Any] | None) -> str:
@@ -131,17 +135,18 @@ def _table(name: str, measured: dict[str, Any] | None) -> str:
     if not rows or measured is None:
         return said
     level = f"{measured['level']:.0%}"
-    lines = ["", f"| variant | options | gain, points | s to {level} |", "|---|---|---|---:|"]
-    lines += [
-        f"| {row['name']} | `{row['options']}` | {row['value']:+.1f}{_interval(row['gain'])} "
-        f"| {_seconds(row['seconds_to_level'])} |"
-        for row in rows
-    ]
+    titles = ["variant", "options", "gain, points", f"× {measured['baseline']}"]
+    titles += [f"steps to {level}", f"s to {level}"]
+    lines = ["", f"| {' | '.join(titles)} |", "|---|---|---|---:|---:|---:|"]
+    for row in rows:
+        cells = [row["name"], f"`{row['options']}`", f"{row['value']:+.1f}{_interval(row['gain'])}"]
+        cells += [_number(row["share_of_baseline"], ".2f"), _number(row["step_to_level"], ".3g")]
+        lines.append(f"| {' | '.join([*cells, _number(row['seconds_to_level'], '.0f')])} |")
     return said + "\n".join(lines) + "\n"
 
 
-def _seconds(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0f}"
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
 
 
 def written(page: str, found: Mapping[str, str]) -> str:

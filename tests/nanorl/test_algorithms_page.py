@@ -109,7 +109,7 @@ def row(name: str, **changes: Any) -> dict[str, Any]:
     return {
         "name": name, "options": f"--algorithm {name}", "reason": "", "value": 30.0, "runs": [{}],
         "before": 0.4, "after": {"value": 0.7}, "num_seeds": 3, "note": "", "is_little": False,
-        "seconds_to_level": 12.3,
+        "seconds_to_level": 12.3, "step_to_level": None,
         "gain": {"value": 0.3, "low": 0.25, "high": 0.35}, "share_of_baseline": 1.0,
         "wall_s": 50.4, "sampled_tokens": 63431.0,
     } | changes  # fmt: skip
@@ -118,7 +118,7 @@ def row(name: str, **changes: Any) -> dict[str, Any]:
 def test_figures_come_from_the_newest_comparison(tmp_path: Path) -> None:
     head = {
         "date": "2026-11-24", "hardware": "a laptop", "preset": "tiny", "steps": 12,
-        "seeds": [0, 1, 2], "baseline": "grpo",
+        "seeds": [0, 1, 2], "baseline": "grpo", "command": "compare_algorithms.py --jobs 2",
     }  # fmt: skip
     little = row(
         "gspo", share_of_baseline=0.25, is_little=True, note="it was told to", reason="so",
@@ -140,10 +140,14 @@ def test_figures_come_from_the_newest_comparison(tmp_path: Path) -> None:
     assert "Ours: not measured yet." in found["ppo"] and "Ours: not measured yet." in found["opd"]
     assert "| [gspo](#gspo) | grpo | gspo | aggregation | +7.5 |" in found["overview"]
     assert (
-        "on 2026-11-24 (a laptop): preset tiny, 12 RL steps, seeds 0, 1, 2" in found["conditions"]
+        "on 2026-11-24 (a laptop): preset tiny, 12 RL steps, seeds 0, 1, 2; `compare_"
+        in found["conditions"]
     )
     assert "benchmarks/algorithms_2026-11-24.json" in found["conditions"]
-    assert "| tis-s0 | `--algorithm tis-s0` | +30.0 (+25.0 to +35.0) | 12 |" in found["staleness"]
+    assert (
+        "| tis-s0 | `--algorithm tis-s0` | +30.0 (+25.0 to +35.0) | 1.00 | – | 12 |"
+        in (found["staleness"])
+    )
 
 
 def test_settings_are_what_differs_from_the_default() -> None:
