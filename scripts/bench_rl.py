@@ -35,6 +35,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -308,10 +309,14 @@ def make_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-if __name__ == "__main__":
+def read_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = make_parser(__doc__, ["bf16", "fp32"])
     parser.add_argument("--to-success", type=Path, help="only that row; the folder of its runs")
     parser.add_argument("--small", action="store_true", help="the rows of roles, on a tiny model")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     arguments.small |= arguments.to_success is not None  # neither needs the real model
-    sys.exit(run_benchmark(arguments, WORKERS, make_rows))
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(run_benchmark(read_arguments(sys.argv[1:]), WORKERS, make_rows))

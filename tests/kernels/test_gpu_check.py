@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from host_processes import is_running
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 ROOT = Path(__file__).parents[2]
@@ -87,12 +88,6 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 open(sys.argv[1], "w").write(str(child.pid))
 time.sleep(600)
 """
-
-
-def is_running(pid):
-    """Not a zombie, which nobody may have waited for."""
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_a_hung_program_and_what_it_started_are_killed(monkeypatch, tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -24,7 +23,7 @@ def test_the_rows_of_roles_are_there_and_hold_together(monkeypatch):
     monkeypatch.setattr(bench_rl, "measure", measure)
     monkeypatch.setattr(rl_work, "TOOL_S", 0.05)
     monkeypatch.setattr(rl_work, "STEPS", 2)
-    rows = bench_rl.make_rows(SimpleNamespace(small=True, runs=1))
+    rows = bench_rl.make_rows(bench_rl.read_arguments(["--small"]))
     assert [row["name"] for row in rows] == list(bench_rl.ROWS_OF_ROLES)
     replicas, apart, tools = rows
     assert replicas["peer"] == apart["peer"] == "inline"

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from host_processes import is_running
 from sandbox_driver import children
 
 from nanorl.sandbox import (
@@ -68,13 +69,6 @@ def others() -> list[int]:
 
 def cgroups() -> list[Path]:
     return list(Path("/sys/fs/cgroup").glob(f"**/nanorl-sandbox-{os.getpid()}-*"))
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_the_same_pool_serves_one_loop_after_another(pool: SandboxPool) -> None:

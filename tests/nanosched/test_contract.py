@@ -16,6 +16,7 @@ import pytest
 import torch
 from backends import MACHINE, MakeScheduler, local, ray
 from contract_actors import Arrays, Counter, Plain, Rank, Reporter, Stubborn
+from host_processes import is_running
 
 from nanosched import (
     GetTimeout,
@@ -36,15 +37,6 @@ def eventually(is_so: Callable[[], bool]) -> bool:
     while not is_so() and time.monotonic() < deadline_s:
         time.sleep(0.02)
     return is_so()
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rsplit(")", 1)[1].split()[0] == "Z"
 
 
 # -- calls -----------------------------------------------------------------------------------------
@@ -441,7 +433,7 @@ def test_a_process_ends_with_its_last_handle_after_its_calls(sched):
         sched.get_actor("plain")
     assert sched.get(slow, timeout_s=LIMIT_S) == 0.1
     assert "last handle" in sched.get(death, timeout_s=LIMIT_S)
-    assert eventually(lambda: is_gone(pid))
+    assert eventually(lambda: not is_running(pid))
 
 
 # -- names, mistakes, several schedulers -------------------------------------------------------

@@ -17,6 +17,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from host_processes import is_running
 from local_actors import Caller, Worker, children_of
 
 from nanosched import Future, GetTimeout, Resources, Scheduler, TaskError, WorkerDied
@@ -41,15 +42,6 @@ def eventually(is_true: Callable[[], bool]) -> bool:
             return False
         time.sleep(0.01)
     return True
-
-
-def is_running(pid: int) -> bool:
-    """Zombies are not: somebody else's parent may be slow to reap them."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
 
 
 def num_files(pid: int) -> int:
