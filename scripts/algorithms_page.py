@@ -12,33 +12,20 @@ each the comparison.json of compare_algorithms.py.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from itertools import takewhile
 from typing import Any
+
+from bench_output import ROOT
+from generated_part import GeneratedPart, newest
 
 from nanorl.algorithms.recipes import RECIPES
 from nanorl.algorithms.spec import AlgorithmSpec
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "algorithms.md"
-BENCHMARKS = ROOT / "benchmarks"
-END = "<!-- end -->\n"
 UNMEASURED = "not measured yet"
-
-
-def begin(name: str) -> str:
-    return f"<!-- {name}: scripts/algorithms_page.py -->\n"
-
-
-def newest(kind: str, folder: Path = BENCHMARKS) -> dict[str, Any] | None:
-    """The latest comparison of that kind by the date in its name; None without one."""
-    found = sorted(folder.glob(f"{kind}_*.json"))
-    return {"file": found[-1].name, **json.loads(found[-1].read_text("utf-8"))} if found else None
-
-
 TABLES = ("reuse", "distill", "staleness")
 """Comparisons that are tables of their own, by what their files in benchmarks/ begin with."""
 
@@ -47,12 +34,28 @@ def parts(
     measured: dict[str, Any] | None, tables: Mapping[str, dict[str, Any] | None]
 ) -> dict[str, str]:
     """Every generated part by its name; `tables` are by the names in `TABLES`."""
-    rows = {row["name"]: row for row in (measured or {}).get("rows", []) if row["runs"]}
+    rows = {row["name"]: row for row in rows_of(measured)}
     found = {"overview": overview(rows), "conditions": _conditions(measured, "algorithms")}
     for name, recipe in RECIPES.items():
         own = f"`--algorithm {name}`: {settings(recipe.spec)}\n"
         found[name] = f"{own}\n{figure(name, rows.get(name), measured)}\n"
     return found | {name: _table(name, comparison) for name, comparison in tables.items()}
+
+
+def rows_of(measured: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """The variants that ran, their options without those that all have."""
+    rows = [row for row in (measured or {}).get("rows", []) if row["runs"]]
+    shared = len(common_words(measured))
+    return [row | {"options": " ".join(row["options"].split()[shared:])} for row in rows]
+
+
+def common_words(measured: Mapping[str, Any] | None) -> list[str]:
+    """The options with which all of several variants begin, each with its value."""
+    rows = [row["options"].split() for row in (measured or {}).get("rows", []) if row["runs"]]
+    if len(rows) < 2:
+        return []
+    words = [one[0] for one in takewhile(lambda one: len(set(one)) == 1, zip(*rows, strict=False))]
+    return words[:-1] if words and words[-1].startswith("--") else words  # its values differ
 
 
 def changed(spec: AlgorithmSpec) -> dict[str, Any]:
@@ -119,9 +122,17 @@ def _conditions(measured: Mapping[str, Any] | None, kind: str) -> str:
         return f"No comparison lies in `benchmarks/` as `{kind}_DATE.json` yet.\n"
     return (
         f"Measured on {measured['date']} ({measured['hardware']}): preset {measured['preset']}, "
-        f"{measured['steps']} RL steps, {_seeds(measured['seeds'])}; `{measured['command']}`, "
+        f"{measured['steps']} RL steps{_in_all(measured)}, {_seeds(measured['seeds'])}; "
+        f"`{measured['command']}`, "
         f"[benchmarks/{measured['file']}](../benchmarks/{measured['file']}).\n"
     )
+
+
+def _in_all(measured: Mapping[str, Any]) -> str:
+    words = common_words(measured)
+    others = any("--rl.steps" in row["options"] for row in rows_of(measured))
+    said = " (or what the options say)" if others else ""
+    return f"{said} with `{' '.join(words)}`" if words else said
 
 
 def _seeds(seeds: Sequence[int]) -> str:
@@ -131,7 +142,7 @@ def _seeds(seeds: Sequence[int]) -> str:
 def _table(name: str, measured: dict[str, Any] | None) -> str:
     """A line for every variant that ran."""
     said = _conditions(measured, name)
-    rows = [row for row in (measured or {}).get("rows", []) if row["runs"]]
+    rows = rows_of(measured)
     if not rows or measured is None:
         return said
     level = f"{measured['level']:.0%}"
@@ -157,14 +168,10 @@ def written(page: str, found: Mapping[str, str]) -> str:
             f"heading '### {missing[0]}': idea, formula, when to use it and when not, source"
         )
     for name, text in found.items():
-        start = begin(name)
-        if start not in page:
-            page = page.replace(f"\n### {name}\n", f"\n### {name}\n\n{start}{END}", 1)
-        before, mark, rest = page.partition(start)
-        if not mark:
-            raise ValueError(f"docs/algorithms.md has no place for {name!r}; write {start!r} there")
-        _, _, after = rest.partition(END)
-        page = f"{before}{start}\n{text}\n{END}{after}"
+        part = GeneratedPart(name, "algorithms_page.py")
+        if part.begin not in page:
+            page = page.replace(f"\n### {name}\n", f"\n### {name}\n\n{part.place}", 1)
+        page = part.put(page, text)
     return page
 
 

@@ -18,22 +18,19 @@ Next: comparison/ (variants.py, matrix.py, figures.py, pages.py).
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
 from bench_output import write_json
+from comparison.command import main_of, run_all, say
 from comparison.figures import Figures
-from comparison.matrix import Matrix, MatrixPlan
+from comparison.matrix import MatrixPlan
 from comparison.pages import html, markdown, picture
 from comparison.variants import read_variants
 
-from nanoengine.state.run_folder import LOCK, take_lock
-from nanoengine.stop_signals import EXIT_STATUS
 from nanorl.presets import get_preset
 from nanorl.report.summary import write_atomically
 
@@ -87,22 +84,14 @@ def compare(options: CompareOptions, extra: Sequence[str]) -> int:
     wrong, before any work, or where another process is at work in the folder."""
     chosen = read_variants(options.variants).chosen(options.algorithms)
     plan = options.plan(extra)
-    threads = max(1, (os.cpu_count() or 1) // options.jobs)
     jobs = plan.jobs(chosen)
     read_notes(options.out)  # a file that cannot be read is refused before hours of work
-    options.out.mkdir(parents=True, exist_ok=True)
-    lock = take_lock(options.out / LOCK)
-    try:
-        failed = Matrix(jobs, num_parallel=options.jobs, threads=threads, say=say).run()
-    finally:
-        os.close(lock)
+    status = run_all(jobs, options.out, num_parallel=options.jobs)
     notes = read_notes(options.out)
     level, window = options.level, options.window
     figures = Figures.read(jobs, chosen, level=level, window=window, notes=notes)
     write_results(figures, plan)
-    for job in failed:
-        say(f"{job.name} failed: {job.error}; see {job.log}")
-    return 1 if failed else 0
+    return status
 
 
 def write_results(figures: Figures, plan: MatrixPlan) -> None:
@@ -149,22 +138,8 @@ def read_notes(out: Path) -> Mapping[str, str]:
     return notes
 
 
-def say(line: str) -> None:
-    print(line, flush=True)
-
-
-def main(arguments: Sequence[str]) -> int:
-    words = list(arguments)
-    cut = words.index("--") if "--" in words else len(words)
-    try:
-        options = tyro.cli(CompareOptions, args=words[:cut], prog="compare_algorithms.sh")
-        return compare(options, words[cut + 1 :])
-    except KeyboardInterrupt:
-        print("stopped; the runs are saved: the same command goes on", file=sys.stderr)
-        return EXIT_STATUS
-    except (ValueError, OSError) as error:
-        print(f"\nerror: {error}", file=sys.stderr)
-        return 1
+def main(words: Sequence[str]) -> int:
+    return main_of(compare, CompareOptions, "compare_algorithms.sh", words)
 
 
 if __name__ == "__main__":

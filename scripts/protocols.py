@@ -15,8 +15,6 @@ Left out: comparing algorithms, which compare_algorithms.py does from shared war
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,12 +22,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import tyro
 from bench_output import ROOT, write_json
-from comparison.matrix import Matrix, RunJob
+from comparison.command import main_of, run_all, say
+from comparison.matrix import RunJob
+from generated_part import GeneratedPart, newest
 
-from nanoengine.state.run_folder import LOCK, take_lock
-from nanoengine.stop_signals import EXIT_STATUS
 from nanorl.options import parse_arguments
 from nanorl.report.evaluation import Evaluation
 from nanorl.report.metrics import read_metrics
@@ -42,7 +39,7 @@ STAGES: Mapping[str, str] = {
     "before": "after the supervised start",
     "after": "after RL",
 }
-BEGIN, END = "<!-- figures: scripts/protocols.py -->\n", "<!-- end of figures -->\n"
+PART = GeneratedPart("figures", "protocols.py")
 _OURS = ("--config", "--seed", "--out", "--resume", "--fork")
 
 
@@ -101,16 +98,10 @@ def jobs_of(options: ProtocolOptions, extra: Sequence[str]) -> list[RunJob]:
 def run(options: ProtocolOptions, extra: Sequence[str]) -> int:
     """Run what is missing, then write the results; the exit status."""
     jobs = jobs_of(options, extra)
-    options.out.mkdir(parents=True, exist_ok=True)
-    lock = take_lock(options.out / LOCK)
     try:
-        failed = Matrix(jobs, num_parallel=1, threads=os.cpu_count() or 1, say=say).run()
+        return run_all(jobs, options.out, num_parallel=1)
     finally:
-        os.close(lock)
         write_results(jobs, options.out)
-    for job in failed:
-        say(f"{job.name} failed: {job.error}; see {job.log}")
-    return 1 if failed else 0
 
 
 # -- figures ---------------------------------------------------------------------------------------
@@ -199,53 +190,28 @@ def _stage(stage: Mapping[str, Any] | None) -> str:
     return f"{success['value']:.1%}{ends}; {reward['value']:.2f}"
 
 
-def write_page(page: Path) -> None:
-    """Put the newest table of benchmarks/ between the marks of the page."""
-    page.write_text(written(page.read_text("utf-8"), newest()), "utf-8")
+def measured_text(measured: Mapping[str, Any] | None) -> str:
+    """What the page says of the newest figures."""
+    if measured is None:
+        return "No figures lie in `benchmarks/` as `protocols_DATE.json` yet."
+    return (
+        f"Measured on {measured['date']} ({measured['hardware']}), "
+        f"[benchmarks/{measured['file']}](../benchmarks/{measured['file']}). Success is a reward "
+        "of 1, greedy, on held-out tasks, with the interval of 95 % over the seeds (Student's); "
+        f"after it stands the mean reward.\n\n{table(measured['rows'])}"
+    )
 
 
-def newest(folder: Path = ROOT / "benchmarks") -> dict[str, Any] | None:
-    """The latest figures by the date in the file's name; None without any."""
-    files = sorted(folder.glob("protocols_*.json"))
-    return {"file": files[-1].name, **json.loads(files[-1].read_text("utf-8"))} if files else None
+def command(options: ProtocolOptions, extra: Sequence[str]) -> int:
+    if options.page is None:
+        return run(options, extra)
+    text = measured_text(newest("protocols"))
+    options.page.write_text(PART.put(options.page.read_text("utf-8"), text), "utf-8")
+    return 0
 
 
-def written(page: str, measured: Mapping[str, Any] | None) -> str:
-    """The page with the table of `measured`."""
-    head, begin, rest = page.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page has no place for the table; write {BEGIN!r} and {END!r} there")
-    said = "No figures lie in `benchmarks/` as `protocols_DATE.json` yet.\n"
-    if measured is not None:
-        said = (
-            f"Measured on {measured['date']} ({measured['hardware']}), "
-            f"[benchmarks/{measured['file']}](../benchmarks/{measured['file']}). Success is a "
-            "reward of 1, greedy, on held-out tasks, with the interval of 95 % over the seeds "
-            "(Student's); after it stands the mean reward.\n\n" + table(measured["rows"])
-        )
-    return f"{head}{BEGIN}\n{said}\n{END}{tail}"
-
-
-def say(line: str) -> None:
-    print(line, flush=True)
-
-
-def main(arguments: Sequence[str]) -> int:
-    words = list(arguments)
-    cut = words.index("--") if "--" in words else len(words)
-    try:
-        options = tyro.cli(ProtocolOptions, args=words[:cut], prog="protocols.sh")
-        if options.page is not None:
-            write_page(options.page)
-            return 0
-        return run(options, words[cut + 1 :])
-    except KeyboardInterrupt:
-        print("stopped; the runs are saved: the same command goes on", file=sys.stderr)
-        return EXIT_STATUS
-    except (ValueError, OSError) as error:
-        print(f"\nerror: {error}", file=sys.stderr)
-        return 1
+def main(words: Sequence[str]) -> int:
+    return main_of(command, ProtocolOptions, "protocols.sh", words)
 
 
 if __name__ == "__main__":

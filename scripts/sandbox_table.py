@@ -17,8 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from generated_part import GeneratedPart
+
 PAGE = Path(__file__).parents[1] / "docs" / "sandbox.md"
-BEGIN, END = "<!-- table: scripts/sandbox_table.py -->\n", "<!-- end of the table -->\n"
+PART = GeneratedPart("table", "sandbox_table.py")
 ORDER = (
     *("bwrap", "oci podman", "oci docker", "gvisor", "microvm", "wasm"),
     *("landlock", "rlimits"),
@@ -57,13 +59,6 @@ def _held(report: dict[str, Any], kinds: set[str]) -> str:
     return f"{len(tried) - len(_named(report, 'got through', kinds))} of {len(tried)}"
 
 
-def with_table(page: str, text: str) -> str:
-    """The page with the table between its two marks."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{text}\n{END}{after}"
-
-
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--write", action="store_true", help="put it into docs/sandbox.md")
@@ -71,7 +66,7 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     text = table([json.loads(path.read_text()) for path in options.reports])
     if options.write:
-        PAGE.write_text(with_table(PAGE.read_text(), text))
+        PAGE.write_text(PART.put(PAGE.read_text(), text))
     print(text)
 
 

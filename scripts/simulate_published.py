@@ -11,7 +11,6 @@ Left out: fitting (nanorl/simulate/fit.py).
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -20,12 +19,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench_output import ROOT, write_json
+from bench_output import write_json
+from generated_part import GeneratedPart, newest
 
 from nanorl.simulate.fit import Comparison, compare, table
 from nanorl.simulate.published import PublishedFamily, read_published
 
-BEGIN, END = "<!-- predictions -->", "<!-- end of predictions -->"
+PART = GeneratedPart("predictions", "simulate_published.py")
 
 
 def make_row(family: PublishedFamily, one: Comparison, seconds: float) -> dict[str, Any]:
@@ -72,15 +72,6 @@ def page_tables(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(parts)
 
 
-def write_page(page: Path) -> None:
-    """Put the tables between the marks of the page."""
-    newest = sorted((ROOT / "benchmarks").glob("simulation_2*.json"))[-1]
-    rows = json.loads(newest.read_text())["rows"]
-    head, rest = page.read_text().split(BEGIN)
-    tail = rest.split(END)[1]
-    page.write_text(f"{head}{BEGIN}\n{page_tables(rows)}{END}{tail}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", type=Path)
@@ -91,7 +82,9 @@ def main() -> None:
         if options.json:
             write_json(options.json, rows)
     if options.page:
-        write_page(options.page)
+        predicted = newest("simulation")
+        assert predicted is not None, "benchmarks/ comes with one"
+        options.page.write_text(PART.put(options.page.read_text(), page_tables(predicted["rows"])))
 
 
 if __name__ == "__main__":

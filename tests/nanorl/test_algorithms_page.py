@@ -3,6 +3,7 @@ benchmarks/ has them, and code that runs."""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -107,7 +108,8 @@ def test_the_numbers_in_the_formulas_are_the_code_s() -> None:
 
 def row(name: str, **changes: Any) -> dict[str, Any]:
     return {
-        "name": name, "options": f"--algorithm {name}", "reason": "", "value": 30.0, "runs": [{}],
+        "name": name, "options": f"--rl.minibatches 2 --algorithm {name}", "reason": "",
+        "value": 30.0, "runs": [{}],
         "before": 0.4, "after": {"value": 0.7}, "num_seeds": 3, "note": "", "is_little": False,
         "seconds_to_level": 12.3, "step_to_level": None,
         "gain": {"value": 0.3, "low": 0.25, "high": 0.35}, "share_of_baseline": 1.0,
@@ -126,7 +128,7 @@ def test_figures_come_from_the_newest_comparison(tmp_path: Path) -> None:
     )  # fmt: skip
     rows = [row("grpo"), little, {"name": "ppo", "value": None, "runs": []}]
     for name, of in (("2026-11-01", []), ("2026-11-24", rows)):
-        data = page.json.dumps(head | {"rows": of})
+        data = json.dumps(head | {"rows": of})
         (tmp_path / f"algorithms_{name}.json").write_text(data)
     measured = page.newest("algorithms", tmp_path)
     assert measured is not None and page.newest("staleness", tmp_path) is None
@@ -135,19 +137,15 @@ def test_figures_come_from_the_newest_comparison(tmp_path: Path) -> None:
     grpo = "Ours: 40.0% → 70.0%, +30.0 points (+25.0 to +35.0), in 50 s and 63,431 sampled tokens"
     assert f"{grpo} (3 seeds)." in found["grpo"]
     assert "+7.5 points, 0.25 of grpo's, in 50 s" in found["gspo"] and "(1 seed)" in found["gspo"]
-    assert "`--algorithm gspo`: so." in found["gspo"]
+    assert "With `--algorithm gspo`: so." in found["gspo"], "its own options alone"
     assert "Why so little: it was told to." in found["gspo"]
     assert "Ours: not measured yet." in found["ppo"] and "Ours: not measured yet." in found["opd"]
     assert "| [gspo](#gspo) | grpo | gspo | aggregation | +7.5 |" in found["overview"]
-    assert (
-        "on 2026-11-24 (a laptop): preset tiny, 12 RL steps, seeds 0, 1, 2; `compare_"
-        in found["conditions"]
-    )
+    measured_how = "preset tiny, 12 RL steps with `--rl.minibatches 2`, seeds 0, 1, 2; `compare_"
+    assert f"on 2026-11-24 (a laptop): {measured_how}" in found["conditions"]
     assert "benchmarks/algorithms_2026-11-24.json" in found["conditions"]
-    assert (
-        "| tis-s0 | `--algorithm tis-s0` | +30.0 (+25.0 to +35.0) | 1.00 | – | 12 |"
-        in (found["staleness"])
-    )
+    line = "`--rl.minibatches 2 --algorithm tis-s0` | +30.0 (+25.0 to +35.0) | 1.00 | – | 12 |"
+    assert f"| tis-s0 | {line}" in found["staleness"]
 
 
 def test_settings_are_what_differs_from_the_default() -> None:
