@@ -120,16 +120,16 @@ def _can_find(name: str) -> bool:
 
 
 def _the_only_one(module: ModuleType, what: str, fits: Fits, spec: str) -> Any:
-    own = [
-        value
+    own = {
+        name: value
         for name, value in vars(module).items()
         if not name.startswith("_")
         and getattr(value, "__module__", None) == module.__name__
         and fits(value)
-    ]
+    }
     if len(own) == 1:
-        return own[0]
-    names = ", ".join(one.__name__ for one in own) or "none"
+        return next(iter(own.values()))
+    names = ", ".join(own) or "none"
     raise ValueError(
         f"--{what} {spec}: it must define exactly one {what}, but defines {names}; "
         f"name one: {spec}:Name"

@@ -32,6 +32,7 @@ from nanorl.types import Rollout
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "scripts")]
 import algorithms_page as page  # noqa: E402
+from generated_part import GeneratedPart  # noqa: E402
 
 TEXT = page.PAGE.read_text("utf-8")
 
@@ -62,6 +63,10 @@ def test_a_new_section_gets_its_part_and_a_lacking_one_is_named() -> None:
     assert page.sections_missing(without) == ["gspo"]
     with pytest.raises(ValueError, match=r"no section for gspo; write one under .*'### gspo'"):
         page.written(without, found)
+    with pytest.raises(ValueError, match="the page has no place for 'gspo'; write '<!-- gspo: "):
+        GeneratedPart("gspo", "algorithms_page.py").put(
+            "<!-- gspo: scripts/algorithms_page.py -->", ""
+        )
 
 
 def test_what_no_recipe_has_stands_among_the_building_blocks() -> None:

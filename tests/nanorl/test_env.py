@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import nanorl
+from nanorl.envs.catalog import as_kind, load_kind
 
 GUESS = Path(__file__).resolve().parents[2] / "examples" / "guess.py"
 
@@ -36,3 +37,34 @@ def test_what_the_first_example_is_told_never_raises() -> None:
         task = nanorl.Task("First guess?", answer=7)
         played = nanorl.rehearse(str(GUESS), task, turns=[said, "7"])
         assert played.reward == 1.0, said
+
+
+# -- objects that serve as they are ----------------------------------------------------------------
+
+KIND = """
+class Kind:
+    def open(self, services): ...
+    def tasks(self, seed): ...
+    def demonstrator(self, seed): ...
+
+class NoTeacher:
+    def open(self, services): ...
+    def tasks(self, seed): ...
+
+half = NoTeacher()
+mine = Kind()
+"""
+
+
+def test_a_file_may_define_an_environment_as_an_object_with_the_three_methods(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "one.py").write_text(KIND)
+    (tmp_path / "two.py").write_text(KIND + "yours = Kind()\n")
+    mine = load_kind(str(tmp_path / "one.py"), {})
+    assert type(mine).__name__ == "Kind", "not the class, and not the object without a teacher"
+    with pytest.raises(ValueError, match="must define exactly one env, but defines mine, yours"):
+        load_kind(str(tmp_path / "two.py"), {})
+    for given in (type(mine), nanorl, object()):
+        with pytest.raises(ValueError, match=r"is no environment: derive a class from nanorl\.Env"):
+            as_kind(given)

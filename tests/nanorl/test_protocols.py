@@ -113,7 +113,7 @@ def made_up(folder: Path, seed: int, successes: dict[str, int]) -> RunJob:
 
 def test_the_figures_are_those_of_a_calculation_by_hand(tmp_path: Path) -> None:
     jobs = [
-        made_up(tmp_path, 0, {"before": 4, "after": 8}),
+        made_up(tmp_path, 0, {"untrained": 1, "before": 4, "after": 8}),  # the other was cut short
         made_up(tmp_path, 1, {"before": 2, "after": 10}),
     ]
     row = protocols.row_of("made_up", jobs)
