@@ -6,7 +6,8 @@
 
 A protocol is a file of options for `nanorl train --config`; words after -- go to every run. Called
 again with the same options it goes on where it was stopped, also after kill -9. It writes
-protocols.json and protocols.md into --out after each call.
+protocols.json and protocols.md into --out after each call. Of a finished run the trained model and
+all figures stay; its checkpoints go, 5 GB of a model of 135 M parameters.
 
 Exit status: 0 all runs finished, 1 some failed or could not begin, 2 an option is wrong, 130
 stopped with Ctrl-C.
@@ -40,6 +41,7 @@ STAGES: Mapping[str, str] = {
     "after": "after RL",
 }
 PART = GeneratedPart("figures", "protocols.py")
+_CHECKPOINTS = ("start", "checkpoints")
 _OURS = ("--config", "--seed", "--out", "--resume", "--fork")
 
 
@@ -53,6 +55,8 @@ class ProtocolOptions:
     """Every protocol runs with each."""
     out: Path = Path("runs/protocols")
     """Where runs and results go."""
+    keep_checkpoints: bool = False
+    """Keep the checkpoints of finished runs."""
     page: Path | None = None
     """Write the newest table of benchmarks/ into this page, and run nothing."""
 
@@ -89,7 +93,10 @@ def jobs_of(options: ProtocolOptions, extra: Sequence[str]) -> list[RunJob]:
             except SystemExit:
                 raise ValueError(f"{file}: nanorl train refuses its options, see above") from None
             folder = options.out / name / f"seed{seed}"
-            jobs.append(RunJob(label=name, seed=seed, folder=folder, words=words))
+            leftovers = () if options.keep_checkpoints else _CHECKPOINTS
+            jobs.append(
+                RunJob(label=name, seed=seed, folder=folder, words=words, leftovers=leftovers)
+            )
     for job in jobs:
         job.check()
     return jobs

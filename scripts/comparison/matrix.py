@@ -49,6 +49,8 @@ class RunJob:
     folder: Path
     words: tuple[str, ...]
     needs: tuple[tuple[str, int], ...] = ()
+    leftovers: tuple[str, ...] = ()
+    """Folders in `folder` that nobody needs once it is finished."""
 
     @property
     def name(self) -> str:
@@ -227,6 +229,8 @@ class Matrix:
                 continue
             del self.running[job]
             if status == 0:
+                for name in job.leftovers:
+                    shutil.rmtree(job.folder / name, ignore_errors=True)
                 job.note("finished")
             else:
                 job.note("failed", _last_words(job.log, one.log_start, status))

@@ -69,7 +69,10 @@ def test_a_run_becomes_a_row_and_is_not_repeated(
     capsys.readouterr()
     data = json.loads((tmp_path / "out" / "protocols.json").read_text())
     (row,) = data["rows"]
-    summary = json.loads((tmp_path / "out" / "own" / "seed0" / "summary.json").read_text())
+    folder = tmp_path / "out" / "own" / "seed0"
+    assert (folder / "model-trained").is_dir()
+    assert not (folder / "start").exists() and not (folder / "checkpoints").exists()
+    summary = json.loads((folder / "summary.json").read_text())
     assert row["after"]["success"]["value"] == summary["heldout_success_after"]
     assert row["before"]["success"]["value"] == summary["heldout_success_before"]
     assert row["runs"][0]["num_tasks"] == summary["heldout_n"] and row["sampled_tokens"] > 0

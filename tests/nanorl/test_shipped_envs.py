@@ -231,6 +231,23 @@ def test_a_turn_with_several_numbers_is_a_miss(form: str) -> None:
     assert play(kind, task, ["8", "9", "10", "11", "12", "7"]) == 0.0  # one guess too many
 
 
+@pytest.mark.parametrize(
+    ("name", "answer", "said", "cost"),
+    [
+        ("guess", 7, ["8"], 4 * 0.05),
+        ("guess", 7, ["8"] * 3, 2 * 0.05),
+        ("wordle", "crane", ["slate"], 5 * 0.02),
+        ("wordle", "crane", ["slate"] * 4, 2 * 0.02),
+    ],
+)
+def test_an_episode_that_is_cut_off_costs_the_guesses_that_were_left(
+    name: str, answer: object, said: list[str], cost: float
+) -> None:
+    """Where it cost nothing, a policy learned to talk past its limit, which ends the episode."""
+    task = Task("?", answer, data={"low": 1, "high": 20})
+    assert play(load_kind(name, {}), task, said) == pytest.approx(-cost)
+
+
 # -- wordle ------------------------------------------------------------------------------------
 
 

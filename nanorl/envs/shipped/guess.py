@@ -3,6 +3,7 @@
 Every task is a range and a number in it. A turn says one number; one that is not it is answered
 with a hint and costs 0.05. The number pays 1, and after the last guess the episode ends with
 nothing. A turn with no number, or with several, is a guess too, so listing them all is one miss.
+An episode that a limit cuts off costs all its guesses.
 The teacher stays in the range that is left, but does not halve it: that is for RL to find.
 
     nanorl train --env guess --env-args most=30 num_guesses=5
@@ -23,6 +24,7 @@ from nanorl.types import Task
 
 _HINT = re.compile(r"(higher|lower) than (\d+)")
 _MOST_DIGITS = 9
+_COST = 0.05
 _CARELESS = 0.1
 """How often the teacher forgets the hints."""
 
@@ -62,7 +64,7 @@ class Guess(Env):
         guess = _number_in(text)
         if guess == self.task.answer:
             return self.done(reward=1.0, answer=guess)
-        self.reward(-0.05)
+        self.reward(-_COST)
         self._num_said += 1
         if self._num_said == self.num_guesses:
             return self.done(reward=0.0, answer=guess)
@@ -71,8 +73,8 @@ class Guess(Env):
         return f"higher than {guess}" if guess < self.task.answer else f"lower than {guess}"
 
     def score(self, transcript: object) -> float:
-        """An episode that a limit cut off found nothing."""
-        return 0.0
+        """An episode that a limit cut off costs the guesses that were left."""
+        return -_COST * (self.num_guesses - self._num_said)
 
     def teacher(self, observations: Sequence[str], rng: random.Random) -> str:
         """Any number that the hints leave."""

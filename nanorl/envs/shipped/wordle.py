@@ -3,7 +3,8 @@
 A verdict is `here` (right letter, right place), `else` (the word has it elsewhere) or `no`; a
 letter that is guessed more often than the word has it is `no` the further times, as in the game.
 The word pays 1 and ends the episode; every other guess costs 0.02, and the sixth ends it with
-nothing. A turn that is not one word of five letters is a guess that says nothing.
+nothing. A turn that is not one word of five letters is a guess that says nothing. An episode that
+a limit cuts off costs all six: where giving up was cheaper, a policy learned to give up.
 The teacher says words that the verdicts leave, and forgets them now and then.
 
     nanorl train --env wordle                         # the game, over common words
@@ -29,6 +30,7 @@ from nanorl.types import Task
 
 _FIVE_LETTERS = re.compile(r"[a-zA-Z]{5}")
 _NUM_GUESSES = 6
+_COST = 0.02
 _SHOWN_OF_SHORT = 12
 _CARELESS = 0.15
 """How often the teacher forgets the verdicts."""
@@ -72,7 +74,7 @@ class Wordle(Env):
         guess = text.strip().strip(".!?\"'`*").lower()
         if guess == self.task.answer:
             return self.done(reward=1.0, answer=guess)
-        self.reward(-0.02)
+        self.reward(-_COST)
         self._num_said += 1
         if self._num_said == _NUM_GUESSES:
             return self.done(reward=0.0)
@@ -81,8 +83,8 @@ class Wordle(Env):
         return verdict(guess, self.task.answer)
 
     def score(self, transcript: object) -> float:
-        """An episode that a limit cut off found nothing."""
-        return 0.0
+        """An episode that a limit cut off costs the guesses that were left."""
+        return -_COST * (_NUM_GUESSES - self._num_said)
 
     def teacher(self, observations: Sequence[str], rng: random.Random) -> str:
         """A word that all verdicts leave."""
