@@ -8,7 +8,6 @@ Left out: engines, sandboxes and agents, which are roles (nanorl/roles/), and wh
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -39,6 +38,7 @@ from nanorl.tasks.records import TaskFields
 from nanorl.tasks.source import ListTasks, Split
 from nanorl.tasks.tiny_model import build_tiny_model
 from nanorl.types import Task, kind_of
+from nanosched.resources import Resources
 
 
 @dataclass(kw_only=True)
@@ -164,7 +164,7 @@ def shared(kind: type, *records: Any) -> dict[str, Any]:
 
 
 def num_threads(config: RunConfig) -> int:
-    return config.threads or os.cpu_count() or 1
+    return config.threads or int(Resources.of_machine().num_cpus)
 
 
 def model_folder(config: RunConfig) -> Path:

@@ -41,6 +41,7 @@ STAGES: Mapping[str, str] = {
     "after": "after RL",
 }
 PART = GeneratedPart("figures", "protocols.py")
+_WHILE_TRAINING = ("first_reward", "last_reward")
 _CHECKPOINTS = ("start", "checkpoints")
 _OURS = ("--config", "--seed", "--out", "--resume", "--fork")
 
@@ -143,21 +144,27 @@ def row_of(label: str, jobs: Sequence[RunJob]) -> dict[str, Any]:
         "unit": "%",
         "num_tasks": runs[0]["num_tasks"],
         **stages,
-        **{key: fmean(one[key] for one in runs) for key in ("wall_s", "sampled_tokens")},
+        **{
+            key: fmean(one[key] for one in runs)
+            for key in ("wall_s", "sampled_tokens", *_WHILE_TRAINING)
+        },
         "peak_rss_bytes": max(one["peak_rss_bytes"] for one in runs),
         "runs": runs,
     }
 
 
 def figures_of(job: RunJob) -> dict[str, Any]:
-    """What a finished run came to. Sampled tokens are those of its RL steps."""
+    """What a finished run came to. Sampled tokens are those of its RL steps; first and last reward
+    are the mean rewards of the rollouts, at the temperature of training, of its two first and its
+    two last steps."""
     summary = read_summary(job.folder / "summary.json")
+    steps = read_metrics(job.folder / "metrics.jsonl")
     found: dict[str, Any] = {
         "seed": job.seed,
         "wall_s": summary["wall_s"],
-        "sampled_tokens": sum(
-            row["action_tokens"] for row in read_metrics(job.folder / "metrics.jsonl")
-        ),
+        "sampled_tokens": sum(row["action_tokens"] for row in steps),
+        "first_reward": fmean(row["reward"] for row in steps[:2]),
+        "last_reward": fmean(row["reward"] for row in steps[-2:]),
         "peak_rss_bytes": summary["peak_rss_bytes"],
         "num_tasks": summary["heldout_n"],
         "logp_gap_max": summary["logp_gap_max"],
@@ -174,12 +181,20 @@ def figures_of(job: RunJob) -> dict[str, Any]:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as Markdown: success, and the mean reward in brackets."""
-    titles = ["protocol", *STAGES.values(), "seeds", "minutes a run", "sampled tokens"]
+    titles = [
+        "protocol",
+        *STAGES.values(),
+        "reward of rollouts",
+        "seeds",
+        "minutes a run",
+        "sampled tokens",
+    ]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for row in rows:
         name, file = row["name"], FOLDER / f"{row['name']}.toml"
         cells = [f"[{name}](../{file.relative_to(ROOT)})" if file.is_file() else name]
         cells += [_stage(row.get(stage)) for stage in STAGES]
+        cells.append(f"{row['first_reward']:.2f} → {row['last_reward']:.2f}")
         seeds = ", ".join(str(one["seed"]) for one in row["runs"])
         cells += [seeds, f"{row['wall_s'] / 60:.0f}", f"{row['sampled_tokens']:,.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
@@ -205,7 +220,8 @@ def measured_text(measured: Mapping[str, Any] | None) -> str:
         f"Measured on {measured['date']} ({measured['hardware']}), "
         f"[benchmarks/{measured['file']}](../benchmarks/{measured['file']}). Success is a reward "
         "of 1, greedy, on held-out tasks, with the interval of 95 % over the seeds (Student's); "
-        f"after it stands the mean reward.\n\n{table(measured['rows'])}"
+        "after it stands the mean reward. The reward of rollouts is that of the first two and of "
+        f"the last two steps of RL, sampled at temperature 1.\n\n{table(measured['rows'])}"
     )
 
 

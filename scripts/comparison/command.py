@@ -13,6 +13,7 @@ from comparison.matrix import Matrix, RunJob
 
 from nanoengine.state.run_folder import LOCK, take_lock
 from nanoengine.stop_signals import EXIT_STATUS
+from nanosched.resources import Resources
 
 Options = TypeVar("Options")
 
@@ -43,7 +44,7 @@ def run_all(jobs: Sequence[RunJob], out: Path, *, num_parallel: int) -> int:
     """Run what is not finished, holding `out` against a second such command; the CPU's cores are
     divided among the runs. Returns 1 if some failed, which are named, else 0."""
     out.mkdir(parents=True, exist_ok=True)
-    threads = max(1, (os.cpu_count() or 1) // num_parallel)
+    threads = max(1, int(Resources.of_machine().num_cpus) // num_parallel)
     lock = take_lock(out / LOCK)
     try:
         failed = Matrix(jobs, num_parallel=num_parallel, threads=threads, say=say).run()

@@ -108,7 +108,10 @@ def made_up(folder: Path, seed: int, successes: dict[str, int]) -> RunJob:
     }
     summary |= {"wall_s": 60.0 * (seed + 1), "peak_rss_bytes": 100 + seed, "heldout_n": 10}
     (job.folder / "summary.json").write_text(json.dumps(summary))
-    rows = [{"step": step, "action_tokens": 50} for step in (0, 1)]
+    rows = [
+        {"step": step, "action_tokens": 50, "reward": reward}
+        for step, reward in enumerate((0.1, 0.3, 0.5 + 0.2 * seed))
+    ]
     (job.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     job.note("finished")
     return job
@@ -126,10 +129,14 @@ def test_the_figures_are_those_of_a_calculation_by_hand(tmp_path: Path) -> None:
     # rewards: 0.9 and 1.0; before 0.7 and 0.6
     assert row["after"]["reward"]["value"] == pytest.approx(0.95)
     assert row["before"]["reward"]["value"] == pytest.approx(0.65)
-    assert (row["wall_s"], row["sampled_tokens"], row["peak_rss_bytes"]) == (90.0, 100.0, 101)
+    assert (row["wall_s"], row["sampled_tokens"], row["peak_rss_bytes"]) == (90.0, 150.0, 101)
+    # two first steps: 0.2; two last: 0.4 and 0.5
+    assert row["first_reward"] == pytest.approx(0.2)
+    assert row["last_reward"] == pytest.approx(0.45)
     line = protocols.table([row]).splitlines()[-1]
     assert line == (
-        "| made_up | – | 30.0% (0 to 100); 0.65 | 90.0% (0 to 100); 0.95 | 0, 1 | 2 | 100 |"
+        "| made_up | – | 30.0% (0 to 100); 0.65 | 90.0% (0 to 100); 0.95 | 0.20 → 0.45 "
+        "| 0, 1 | 2 | 150 |"
     )
 
 
