@@ -9,7 +9,8 @@ differentiable.
 
 Sequences are packed along the first dimension, queries and keys each with their own bounds. Causal:
 the last query of a sequence sits at its last key, so query i of n sees `num_keys − n + i + 1` keys;
-with `window=w` the last w of those. A query that sees no key gives o = 0 and lse = −inf.
+with `window=w` the last w of those, its own included. A query that sees no key gives o = 0 and
+lse = −inf.
 
 In a tree (`tree_attention`) a segment continues the one named in `prefix_of_S` (-1: none). Its
 queries see all keys of its ancestors and its own up to themselves, which is what they would see in
@@ -48,12 +49,13 @@ from kernels.backend import (
     check_integers,
     check_tensors,
     check_triton_dtype,
+    check_window,
     compute_dtype,
     ints,
     use_native,
     use_triton,
 )
-from kernels.cpp.ops import QuerySpan, QueryTiles, attend_packed, make_tiles
+from kernels.cpp.ops import AttendOptions, QuerySpan, QueryTiles, attend_packed, make_tiles
 from kernels.gather_rows import RowGather, gather_rows, make_row_gather
 from kernels.transfer import to_device
 
@@ -140,7 +142,9 @@ class VarlenPlan:
     prefix_of_S: list[int]
     scratch: Scratch = field(default_factory=Scratch, repr=False)
     _tiles: dict[int, QueryTiles] = field(default_factory=dict, repr=False)
-    _rectangles: dict[tuple[int, torch.dtype], Rectangles] = field(default_factory=dict, repr=False)
+    _rectangles: dict[tuple[int, torch.dtype, int | None], Rectangles] = field(
+        default_factory=dict, repr=False
+    )
     _segments: dict[torch.device, _Segments] = field(default_factory=dict, repr=False)
 
     @property
@@ -180,12 +184,12 @@ class VarlenPlan:
             self._tiles[group] = make_tiles(self._spans, self._flat_rows, group)
         return self._tiles[group]
 
-    def rectangles(self, num_kv: int, dtype: torch.dtype) -> Rectangles:
-        """For PyTorch, with `num_kv` key heads and queries of that dtype."""
-        if (num_kv, dtype) not in self._rectangles:
-            table = KeyTable(self._spans, self._flat_rows, 1, num_kv, dtype)
-            self._rectangles[num_kv, dtype] = packed_rectangles(table, self.scratch)
-        return self._rectangles[num_kv, dtype]
+    def rectangles(self, num_kv: int, dtype: torch.dtype, window: int | None) -> Rectangles:
+        """For PyTorch, with `num_kv` key heads, queries of that dtype and that window."""
+        if (num_kv, dtype, window) not in self._rectangles:
+            table = KeyTable(self._spans, self._flat_rows, 1, num_kv, dtype, window)
+            self._rectangles[num_kv, dtype, window] = packed_rectangles(table, self.scratch)
+        return self._rectangles[num_kv, dtype, window]
 
     def segments(self, device: torch.device) -> _Segments:
         """For Triton."""
@@ -193,8 +197,8 @@ class VarlenPlan:
             self._segments[device] = _make_segments(self.bounds, self.key_rows, device)
         return self._segments[device]
 
-    def attend_in_cpp(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return attend_packed(q, k, v, self.tiles(q.shape[1] // k.shape[1]), scale)
+    def attend_in_cpp(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
+        return attend_packed(q, k, v, self.tiles(q.shape[1] // k.shape[1]), options)
 
 
 def make_varlen_plan(
@@ -223,10 +227,13 @@ def tree_attention(
     plan: VarlenPlan,
     *,
     softmax_scale: float | None = None,
+    window: int | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """o [T, H, D] of the segments of `plan`, `make_varlen_plan(cu_seqlens, prefix_of_S)`."""
+    """o [T, H, D] of the segments of `plan`, `make_varlen_plan(cu_seqlens, prefix_of_S)`. With
+    `window=w` a query sees the last w of its keys, ancestors' and own, itself included."""
     _check_tensors(q_THD, k_THD, v_THD)
+    check_window(window)
     _check_plan(plan, q_THD, k_THD)
     scale = softmax_scale if softmax_scale is not None else q_THD.shape[-1] ** -0.5
     if use_triton(backend, q_THD, has_cpp=True):
@@ -240,16 +247,17 @@ def tree_attention(
             segments.max_seqlen_q,
             segments.max_seqlen_k,
             softmax_scale=scale,
+            window=window,
             backend=backend,
         )
         return cast(Tensor, out)
-    return _attend_planned(q_THD, k_THD, v_THD, plan, scale, backend)
+    return _attend_planned((q_THD, k_THD, v_THD), plan, AttendOptions(scale, window), backend)
 
 
 def _attend_planned(
-    q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan, scale: float, backend: Backend
+    qkv: tuple[Tensor, Tensor, Tensor], plan: VarlenPlan, options: AttendOptions, backend: Backend
 ) -> Tensor:
-    out: Tensor = PackedAttention.apply(q, k, v, plan, scale, use_native(backend, q, k, v))
+    out: Tensor = PackedAttention.apply(*qkv, plan, options, use_native(backend, *qkv))
     return out
 
 
@@ -283,8 +291,8 @@ def flash_attn_varlen(
     tensors, whose contents are not read by the host. `max_seqlen_*` bound the sequences' lengths.
     `softmax_scale` defaults to head_dim ** -0.5. `window` needs `causal`. `plan` is
     `make_varlen_plan(cu_seqlens_q)`, for a CPU and whole sequences only (equal bounds, causal, no
-    window, no lse). `batch_invariant` on a GPU gives a query the bits that
-    `paged_attention(batch_invariant=True)` gives it; on a CPU it always has them.
+    lse); one serves calls with different windows. `batch_invariant` on a GPU gives a query the bits
+    that `paged_attention(batch_invariant=True)` gives it; on a CPU it always has them.
     """
     _check_tensors(q_THD, k_SKD, v_SKD)
     if window is not None and (window < 1 or not causal):
@@ -302,7 +310,7 @@ def flash_attn_varlen(
             batch_invariant,
         )
         return (out, lse.t()) if return_lse else out
-    is_plain = causal and window is None and not return_lse and q_THD.device.type == "cpu"
+    is_plain = causal and not return_lse and q_THD.device.type == "cpu"
     if plan is None:
         check_bounds("cu_seqlens_q", cu_seqlens_q, q_THD.shape[0])
         check_bounds("cu_seqlens_k", cu_seqlens_k, k_SKD.shape[0])
@@ -316,8 +324,7 @@ def flash_attn_varlen(
             use_native(
                 backend,
                 q_THD,
-                refusal="only for causal=True, window=None, return_lse=False and keys of the "
-                "queries' lengths",
+                refusal="only for causal=True, return_lse=False and keys of the queries' lengths",
             )
             out, lse = flash_attn_varlen_ref(
                 q_THD, k_SKD, v_SKD, bounds_q, bounds_k, scale, causal=causal, window=window
@@ -326,13 +333,13 @@ def flash_attn_varlen(
         plan = make_varlen_plan(bounds_q)
     elif not is_plain or plan.is_tree:
         raise ValueError(
-            "plan: only for causal=True, window=None, return_lse=False on a CPU, without parents "
-            "(a tree's is for tree_attention)"
+            "plan: only for causal=True, return_lse=False on a CPU, without parents (a tree's is "
+            "for tree_attention)"
         )
     _check_plan(plan, q_THD, k_SKD)
     # Whole tensors, for a view would keep the fused projection that it looks into for the gradient.
     whole = q_THD.contiguous(), k_SKD.contiguous(), v_SKD.contiguous()
-    return _attend_planned(*whole, plan, scale, backend)
+    return _attend_planned(whole, plan, AttendOptions(scale, window), backend)
 
 
 def _on_triton(

@@ -16,22 +16,24 @@ neighbours, on padding, on the piece it came in or on the number of threads, bec
 * fp32: MKL's batched matmul is invariant given enough rows a thread (`_min_rows`) and a product
   with V cut into blocks of exactly 128 keys that are added in order.
 * bf16 where the processor has no product of it is widened to fp32 before, and the result rounded.
-* keys are padded to `key_multiple`, masked with −inf, so they add exact zeros.
+* keys are padded to `key_multiple`, masked with −inf, so they add exact zeros; so do those before a
+  query's window, of which whole blocks of 128 are left out where no query of a run sees them.
 
 The backward pass keeps q, k, v and o (which the output projection keeps anyway) and computes the
 probabilities again, a piece at a time. It also serves the C++ forward pass. The gradient of a key
 that several branches share is summed over them in fp32, in order.
 
-Left out: windows, other masks and lse, which only the definition in `attention.py` has.
+Left out: lse and masks that are not causal, which only the definition in `attention.py` has; to cut
+a prefill so that a window lets its pieces skip more keys.
 
 Legend: T tokens, H query heads, K key heads, G = H / K, D head_dim, C cells (queries of all
 rectangles, padding included); of a rectangle: B runs, Q padded queries, L padded keys, M masked
-keys (the last), N = B · K, R rows = G · Q.
+keys (the last; all where a window hides any), N = B · K, R rows = G · Q.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -85,12 +87,29 @@ class KeyTable:
     block_size: int  # keys of an entry
     num_kv_heads: int
     dtype: torch.dtype  # of the queries
+    window: int | None = None  # keys that a query sees, itself included; None: all before it
 
     @property
     def multiple(self) -> int:
         """The keys of a rectangle are a multiple of this: what the arithmetic wants, and whole
         blocks."""
         return math.lcm(_key_multiple(self.dtype), self.block_size)
+
+    def without_unseen(self, span: QuerySpan) -> QuerySpan:
+        """The same queries without the first blocks of `KEY_BLOCK` keys that none of them sees: the
+        others keep their places in the blocks in which they are summed."""
+        if self.window is None:
+            return span
+        first_seen = max(0, span.num_keys - span.num_queries + 1 - self.window)
+        step = math.lcm(KEY_BLOCK, self.block_size)
+        skipped = first_seen // step * step
+        first_key = span.first_key + skipped // self.block_size
+        return QuerySpan(span.query, span.num_queries, span.num_keys - skipped, first_key)
+
+    def can_hide_first(self, members: list[QuerySpan]) -> bool:
+        """True if a query of the runs does not see its run's first key, as without a window it
+        would."""
+        return self.window is not None and any(s.num_keys > self.window for s in members)
 
 
 @dataclass(frozen=True)
@@ -152,7 +171,8 @@ class Rectangles:
 def packed_rectangles(table: KeyTable, scratch: Scratch) -> Rectangles:
     """Blocks of at most 128 queries: those with like numbers of queries and of keys share a
     rectangle, up to the tile's size."""
-    spans = [piece for span in table.spans for piece in span.cut(_QUERY_BLOCK)]
+    pieces = [piece for span in table.spans for piece in span.cut(_QUERY_BLOCK)]
+    spans = [table.without_unseen(piece) for piece in pieces]
     groups = []
     for alike in _bucket_by_length([span.num_queries for span in spans], MIN_ROWS):
         longest = max(spans[i].num_queries for i in alike)
@@ -166,8 +186,9 @@ def packed_rectangles(table: KeyTable, scratch: Scratch) -> Rectangles:
 
 def paged_rectangles(table: KeyTable, scratch: Scratch) -> Rectangles:
     """Decodes apart from prefills, each by length; large enough to gather few times a layer."""
-    decodes = [span for span in table.spans if span.num_queries == 1]
-    prefills = [span for span in table.spans if span.num_queries > 1]
+    spans = [table.without_unseen(span) for span in table.spans]
+    decodes = [span for span in spans if span.num_queries == 1]
+    prefills = [span for span in spans if span.num_queries > 1]
     alike = [decodes] if decodes else []
     for members in _bucket_by_length([span.num_queries for span in prefills], 4):
         alike.append([prefills[i] for i in members])
@@ -236,9 +257,13 @@ def _rectangle(table: KeyTable, members: list[QuerySpan], first: int) -> tuple[_
     num_queries = max(s.num_queries for s in members)
     num_keys = _round_up(max(s.num_keys for s in members), table.multiple)
     seen_by_all = min(s.num_keys - s.num_queries for s in members) + 1
+    first_masked = 0 if table.can_hide_first(members) else seen_by_all
     query = torch.minimum(torch.arange(num_queries), count - 1)  # padding repeats the last
-    visible = length - count + query + 1
-    hidden = torch.arange(seen_by_all, num_keys) >= visible.unsqueeze(2)
+    visible = (length - count + query + 1).unsqueeze(2)
+    key = torch.arange(first_masked, num_keys)
+    hidden = key >= visible
+    if table.window is not None:
+        hidden |= key < visible - table.window
     mask = torch.zeros(hidden.shape, dtype=compute_dtype(table.dtype))
     mask.masked_fill_(hidden, -math.inf)
     # padded with the run's own last block: any other's keys might not be finite
@@ -251,28 +276,43 @@ def _rectangle(table: KeyTable, members: list[QuerySpan], first: int) -> tuple[_
     return rectangle, (start + query).flatten()
 
 
+class PagedRectangles:
+    """The layouts of one engine step: one for each window that its layers have, made when first
+    asked for."""
+
+    def __init__(self, table: KeyTable, scratch: Scratch) -> None:
+        self._table, self._scratch = table, scratch
+        self._made: dict[int | None, Rectangles] = {}
+
+    def of(self, window: int | None) -> Rectangles:
+        if window not in self._made:
+            table = replace(self._table, window=window)
+            self._made[window] = paged_rectangles(table, self._scratch)
+        return self._made[window]
+
+
 class PackedAttention(torch.autograd.Function):
     """`attend` of C++, or the rectangles'; the gradient is the rectangles'. Keeps q, k, v and o."""
 
     @staticmethod
-    def forward(ctx, q, k, v, plan, scale, is_native):
+    def forward(ctx, q, k, v, plan, options, is_native):
         if is_native:
-            out = plan.attend_in_cpp(q, k, v, scale)
+            out = plan.attend_in_cpp(q, k, v, options)
         else:
             wide_q, wide_k, wide_v = _for_products(q, k, v)
-            layout = plan.rectangles(k.shape[1], q.dtype)
+            layout = plan.rectangles(k.shape[1], q.dtype, options.window)
             caches = wide_k.unsqueeze(1), wide_v.unsqueeze(1)  # blocks of one key
-            out = attend_rectangles(wide_q, *caches, layout, scale).to(q.dtype)
+            out = attend_rectangles(wide_q, *caches, layout, options.scale).to(q.dtype)
         ctx.save_for_backward(q, k, v, out)
-        ctx.plan, ctx.scale = plan, scale
+        ctx.plan, ctx.options = plan, options
         return out
 
     @staticmethod
     def backward(ctx, do):
         q, k, v, out = ctx.saved_tensors
-        layout = ctx.plan.rectangles(k.shape[1], q.dtype)
+        layout = ctx.plan.rectangles(k.shape[1], q.dtype, ctx.options.window)
         wide_q, wide_k, wide_v, wide_do = _for_products(q, k, v, do)
-        grads = _gradients(wide_q, wide_k, wide_v, out, wide_do, layout, ctx.scale)
+        grads = _gradients(wide_q, wide_k, wide_v, out, wide_do, layout, ctx.options.scale)
         return *(grad.to(q.dtype) for grad in grads), None, None, None
 
 

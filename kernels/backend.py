@@ -120,6 +120,11 @@ def check_integers(**tensors: object) -> None:
             raise ValueError(f"{name}: dtype {x.dtype} must be int32 or int64")
 
 
+def check_window(window: int | None) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}: must be at least 1")
+
+
 def check_bounds(
     name: str, cu_seqlens: Tensor | Sequence[int], num_tokens: int | None = None
 ) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels.backend import Backend, check_tensors, check_triton_dtype, use_triton
-from kernels.linear import add_wide, linear_rows, matmul_rows, weight_grad
+from kernels.linear import add_weight_grad, linear_rows, matmul_rows
 
 PackedExperts = Sequence[Tensor | None]
 """`pack_weight` of each expert's matrix."""
@@ -61,7 +61,7 @@ def hand_over(w_EOI: Tensor, dw_EOI: Tensor) -> Tensor | None:
 
 
 def add_expert_grad(dw_EOI: Tensor, expert: int, dy_MO: Tensor, x_MI: Tensor) -> None:
-    add_wide(dw_EOI[expert], weight_grad(dy_MO, x_MI))
+    add_weight_grad(dw_EOI[expert], dy_MO, x_MI)
 
 
 class _GroupedGemm(torch.autograd.Function):

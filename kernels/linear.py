@@ -36,6 +36,9 @@ from kernels.backend import Backend, check_tensors, check_triton_dtype, use_trit
 from kernels.cpp import ops as cpp_ops
 from kernels.cpp.build import has_native
 
+_WORTH_PACKING = 32
+"""Rows from which on a product is worth laying its other factor out for it."""
+
 _ADD_ELEMENTS = 1 << 18  # 1 MB in fp32: stays in the processor's cache
 
 
@@ -89,18 +92,37 @@ def multiply_batch_invariant(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = No
     return triton_ops.matmul(a_MK, b_KN, out)
 
 
-def matmul_rows(a_MK: Tensor, b_KN: Tensor) -> Tensor:
-    """a · b, in their dtype."""
+def pack_columns(weight_OI: Tensor) -> Tensor | None:
+    """A copy of `weight` for `matmul_rows(…, packed=)`, where several products read it; None where
+    there is no such layout."""
+    return cpp_ops.pack_columns(weight_OI.detach()) if is_native(weight_OI) else None
+
+
+def matmul_rows(a_MK: Tensor, b_KN: Tensor, packed: Tensor | None = None) -> Tensor:
+    """a · b, in their dtype; `packed` is `pack_columns(b)`. In C++ a row's bits depend on that row
+    and on b alone."""
+    if packed is None and len(a_MK) >= _WORTH_PACKING and a_MK.dtype == b_KN.dtype:
+        packed = pack_columns(b_KN)
+    if packed is not None:
+        return cpp_ops.linear(a_MK, packed, None, b_KN.shape[1])
     return _matmul(a_MK, b_KN).to(a_MK.dtype)
 
 
-def weight_grad(dy_TO: Tensor, x_TI: Tensor) -> Tensor:
-    """dyᵀ · x, in fp32 on a GPU, and on a CPU where that is the faster way. What a product's fp32
-    sums lose when they are rounded to bf16, the fp32 sum over micro-batches would never get back.
-    """
+@torch.no_grad()
+def add_weight_grad(total_OI: Tensor, dy_TO: Tensor, x_TI: Tensor) -> None:
+    """total += dyᵀ · x. `total` is fp32 (fp64 for fp64): what a product's fp32 sums lose when they
+    are rounded to bf16, the sum over micro-batches would never get back."""
+    if total_OI.dtype == torch.float32 and total_OI.stride(1) == 1 and _is_in_cpp(dy_TO, x_TI):
+        cpp_ops.add_product(total_OI, dy_TO, x_TI)
+        return
     if dy_TO.is_cuda and dy_TO.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(dy_TO.t(), x_TI, out_dtype=torch.float32)
-    return _matmul(dy_TO.t(), x_TI)
+        total_OI.add_(torch.mm(dy_TO.t(), x_TI, out_dtype=torch.float32))
+        return
+    add_wide(total_OI, _matmul(dy_TO.t(), x_TI))
+
+
+def _is_in_cpp(*factors: Tensor) -> bool:
+    return all(is_native(x) and x.dtype == factors[0].dtype for x in factors)
 
 
 def _matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
@@ -114,6 +136,18 @@ def _is_fp32_best(dtype: torch.dtype) -> bool:
     """True if oneDNN's fp32 product is the fastest for factors of this dtype."""
     is_slow = dtype == torch.bfloat16 and not onednn.is_bf16_fast()
     return (dtype == torch.float32 or is_slow) and onednn.can_multiply(torch.float32)
+
+
+def weight_grad(weight: Tensor, dy_TO: Tensor, x_TI: Tensor) -> Tensor | None:
+    """The gradient dyᵀ · x of `weight` for autograd; None where `weight.main_grad` took it."""
+    main_grad = getattr(weight, "main_grad", None)
+    if isinstance(main_grad, Tensor):
+        add_weight_grad(main_grad, dy_TO, x_TI)
+        return None
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    total = torch.zeros(weight.shape, dtype=wide, device=weight.device)
+    add_weight_grad(total, dy_TO, x_TI)
+    return total.to(weight.dtype)
 
 
 def accumulate_weight_grad(weight: Tensor, dw: Tensor) -> Tensor | None:
@@ -130,7 +164,7 @@ def finish_weight_grads(late: list[tuple[Tensor, Tensor, Tensor]]) -> None:
     """Compute the weight gradients that a backward pass left, in its order; empties the list."""
     while late:
         weight, dy_TO, x_TI = late.pop(0)
-        dw = accumulate_weight_grad(weight, weight_grad(dy_TO, x_TI))
+        dw = weight_grad(weight, dy_TO, x_TI)
         if dw is not None:
             weight.grad = dw if weight.grad is None else weight.grad.add_(dw)
 
@@ -167,7 +201,7 @@ class _Linear(torch.autograd.Function):
         elif late is not None and needs_w:
             late.append((weight, dy_TO, x_TI))
         elif needs_w:
-            dw = accumulate_weight_grad(weight, weight_grad(dy_TO, x_TI))
+            dw = weight_grad(weight, dy_TO, x_TI)
         db = None
         if needs_b:
             db = dy_TO.sum(0, dtype=torch.promote_types(dy_TO.dtype, torch.float32)).to(dy_TO.dtype)

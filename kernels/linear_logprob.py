@@ -39,12 +39,12 @@ from kernels.backend import (
 from kernels.cpp import ops as cpp_ops
 from kernels.cpp.build import NATIVE_DTYPES
 from kernels.linear import (
-    add_wide,
+    add_weight_grad,
     linear_rows,
     matmul_rows,
     multiply_batch_invariant,
+    pack_columns,
     pack_weight,
-    weight_grad,
 )
 
 _CHUNK_ELEMENTS = 256 * 49152  # logits held at a time: 50 MB in fp32
@@ -163,6 +163,7 @@ class _LinearLogprob(torch.autograd.Function):
         elif dweight is None:
             dweight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device)
         chunks = _ChunkLogits(hidden, head, ctx.packed, options)
+        columns = pack_columns(head)
         for lo in range(0, hidden.shape[0], options.chunk_size):
             rows = slice(lo, lo + options.chunk_size)
             h = hidden[rows].to(options.dtype)
@@ -172,7 +173,7 @@ class _LinearLogprob(torch.autograd.Function):
             dlogits = _chunk_gradient(
                 logits, token_ids[rows], lse[rows], h_rows, grads[0], grads[1], options
             )
-            dhidden[rows] = matmul_rows(dlogits, head)
+            dhidden[rows] = matmul_rows(dlogits, head, columns)
             if dweight is not None:
                 _add_weight_gradient(dweight, dlogits, h)
         if dweight is None or dweight is main_grad:
@@ -279,7 +280,7 @@ def _add_weight_gradient(dweight_VD: Tensor, dlogits_CV: Tensor, hidden_CD: Tens
     """dweight += dlogitsᵀ · hidden, by runs of the vocabulary to keep the product small."""
     step = _VOCAB_TILE if dweight_VD.device.type == "cpu" else _GPU_VOCAB_TILE
     for dweight, dlogits in zip(dweight_VD.split(step), dlogits_CV.split(step, 1), strict=True):
-        add_wide(dweight, weight_grad(dlogits, hidden_CD))
+        add_weight_grad(dweight, dlogits, hidden_CD)
 
 
 def _entropy(z: Tensor, lse: Tensor) -> Tensor:

@@ -3,14 +3,15 @@ decoding in one call.
 
     o_i = softmax(scale · q_i · Kᵀ) · V,   K and V found through the sequence's block table
 
-The last query of a sequence sits at its last key: query i of n sees `seq_len − n + i + 1` keys.
-Keys and values of the new tokens are already in the cache (`reshape_and_cache`). A cache of fp8
-holds k / k_scale and v / v_scale; attention multiplies them back.
+The last query of a sequence sits at its last key: query i of n sees `seq_len − n + i + 1` keys,
+with `window=w` the last w of those, its own included; one plan serves layers with different
+windows. Keys and values of the new tokens are already in the cache (`reshape_and_cache`). A cache
+of fp8 holds k / k_scale and v / v_scale; attention multiplies them back.
 
 GPU: Triton (`triton/paged_attention.py`), with contexts split over programs where every sequence
 has one query. CPU: C++ (`cpp/attention.h`), or PyTorch (`attention_torch.py`) for a cache of fp8
 and dtypes that C++ lacks; planned once a step for all layers, and fastest over a cache that lies as
-`make_kv_cache` lays it (PyTorch copies any other whole, in every call). Left out: windows, sinks,
+`make_kv_cache` lays it (PyTorch copies any other whole, in every call). Left out: sinks,
 gradients.
 
 Legend: T new tokens, B sequences, H query heads, K key heads, D head_dim.
@@ -26,22 +27,29 @@ from torch import Tensor
 
 from kernels.attention_torch import (
     KeyTable,
-    Rectangles,
+    PagedRectangles,
     Scratch,
     attend_rectangles,
-    paged_rectangles,
 )
-from kernels.backend import Backend, check_integers, check_tensors, ints, use_native, use_triton
-from kernels.cpp.ops import QuerySpan, QueryTiles, attend_paged, paged_tiles
+from kernels.backend import (
+    Backend,
+    check_integers,
+    check_tensors,
+    check_window,
+    ints,
+    use_native,
+    use_triton,
+)
+from kernels.cpp.ops import AttendOptions, QuerySpan, QueryTiles, attend_paged, paged_tiles
 from kernels.kv_cache import check_like_order, is_cache_order
 
 
 @dataclass(frozen=True)
 class PagedPlan:
-    """Where a step's queries find their keys, for attention on a CPU."""
+    """Where a step's queries find their keys, for attention on a CPU, whatever a layer's window."""
 
     num_tokens: int
-    layout: QueryTiles | Rectangles  # for C++, for PyTorch
+    layout: QueryTiles | PagedRectangles  # for C++, for PyTorch
 
 
 def make_paged_plan(
@@ -74,7 +82,7 @@ def make_paged_plan(
         QuerySpan(lo, hi - lo, lens[i], i * width) for i, (lo, hi) in enumerate(pairwise(starts))
     ]
     table = KeyTable(spans, block_tables.flatten(), cache.shape[1], num_kv, dtype)
-    rectangles = paged_rectangles(table, Scratch() if scratch is None else scratch)
+    rectangles = PagedRectangles(table, Scratch() if scratch is None else scratch)
     return PagedPlan(starts[-1], rectangles)
 
 
@@ -105,6 +113,8 @@ def paged_attention_ref(
     seq_lens: Tensor | Sequence[int],
     block_tables: Tensor,
     softmax_scale: float,
+    *,
+    window: int | None = None,
 ) -> Tensor:
     """The definition, one sequence at a time."""
     starts, lens = ints(query_start_loc), ints(seq_lens)
@@ -117,8 +127,11 @@ def paged_attention_ref(
         v = v_cache[blocks].flatten(0, 1)[:length].transpose(0, 1).repeat_interleave(group, 0)
         scores = q_THD[lo:hi].transpose(0, 1) @ k.transpose(1, 2) * softmax_scale
         position = torch.arange(length - (hi - lo), length, device=q_THD.device).unsqueeze(1)
-        future = torch.arange(length, device=q_THD.device) > position
-        p = torch.softmax(scores.masked_fill(future, -math.inf), -1)
+        key = torch.arange(length, device=q_THD.device)
+        hidden = key > position
+        if window is not None:
+            hidden |= key <= position - window
+        p = torch.softmax(scores.masked_fill(hidden, -math.inf), -1)
         out[lo:hi] = (p @ v).transpose(0, 1)
     return out
 
@@ -134,6 +147,7 @@ def paged_attention(
     max_query_len: int,
     max_seq_len: int,
     softmax_scale: float | None = None,
+    window: int | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     split_size: int | None = None,
@@ -156,6 +170,7 @@ def paged_attention(
     """
     scales = (k_scale, v_scale)
     _check_caches(q_THD, k_cache, v_cache, scales, out)
+    check_window(window)
     if plan is None:
         check_integers(
             query_start_loc=query_start_loc, seq_lens=seq_lens, block_tables=block_tables
@@ -174,7 +189,7 @@ def paged_attention(
         is_decode = max_query_len == 1 and q_THD.shape[0] == lens.shape[0]
         if is_decode and not batch_invariant:
             _run_decode(
-                q_THD, k_cache, v_cache, tables, lens, max_seq_len, scale, scales,
+                q_THD, k_cache, v_cache, tables, lens, max_seq_len, scale, window, scales,
                 (None, split_size), out,
             )  # fmt: skip
             return out
@@ -182,14 +197,14 @@ def paged_attention(
 
         if q_THD.shape[0]:
             q = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
-            triton_ops.attend(q, k_cache, v_cache, starts, lens, tables, scale, scales, out)
+            triton_ops.attend(q, k_cache, v_cache, starts, lens, tables, scale, window, scales, out)
         return out
     if q_THD.device.type != "cpu":  # the definition, for comparison on a GPU: widens all of it
         use_native(backend, q_THD)  # C++ is refused
         wide = (_dequantised(k_cache, k_scale, q_THD), _dequantised(v_cache, v_scale, q_THD))
         return _deliver(
             paged_attention_ref(
-                q_THD, *wide, query_start_loc, seq_lens, block_tables.long(), scale
+                q_THD, *wide, query_start_loc, seq_lens, block_tables.long(), scale, window=window
             ),
             out,
         )
@@ -210,11 +225,11 @@ def paged_attention(
         raise ValueError(f"plan: made for {made_for!r}, must be made for backend={backend!r}")
     with torch.no_grad():
         if isinstance(plan.layout, QueryTiles):
-            found = attend_paged(q_THD, k_cache, v_cache, plan.layout, scale)
+            options = AttendOptions(scale, window)
+            found = attend_paged(q_THD, k_cache, v_cache, plan.layout, options)
         else:
-            found = attend_rectangles(
-                q_THD.contiguous(), k_cache, v_cache, plan.layout, scale, scales
-            )
+            layout = plan.layout.of(window)
+            found = attend_rectangles(q_THD.contiguous(), k_cache, v_cache, layout, scale, scales)
         return _deliver(found, out)
 
 
@@ -226,6 +241,7 @@ def paged_attention_decode(
     seq_lens: Tensor | Sequence[int],
     *,
     softmax_scale: float | None = None,
+    window: int | None = None,
     max_seq_len: int,
     num_splits: int | None = None,
     split_size: int | None = None,
@@ -237,9 +253,9 @@ def paged_attention_decode(
 ) -> Tensor:
     """o [B, H, D] of one query a sequence, the last; a sequence of length 0 gives 0 on a GPU.
 
-    On a GPU a context is split over programs: into `num_splits` parts, or parts of `split_size`
-    keys (rounded up to the tile), or as many as fill the GPU. Only with `split_size` is a
-    sequence's result independent of the rest of the batch, bit for bit.
+    On a GPU a context (with a window its last tiles) is split over programs: into `num_splits`
+    parts, or parts of `split_size` keys (rounded up to the tile), or as many as fill the GPU. Only
+    with `split_size` is a sequence's result independent of the rest of the batch, bit for bit.
     """
     for name, value in (("num_splits", num_splits), ("split_size", split_size)):
         if value is not None and value < 1:
@@ -251,10 +267,11 @@ def paged_attention_decode(
     if not use_triton(backend, q_BHD, has_cpp=True):
         return paged_attention(
             q_BHD, k_cache, v_cache, range(q_BHD.shape[0] + 1), seq_lens, block_tables,
-            max_query_len=1, max_seq_len=max_seq_len, softmax_scale=scale, k_scale=k_scale,
-            v_scale=v_scale, out=out, backend=backend, debug=debug,
+            max_query_len=1, max_seq_len=max_seq_len, softmax_scale=scale, window=window,
+            k_scale=k_scale, v_scale=v_scale, out=out, backend=backend, debug=debug,
         )  # fmt: skip
     _check_caches(q_BHD, k_cache, v_cache, scales, out)
+    check_window(window)
     check_integers(seq_lens=seq_lens, block_tables=block_tables)
     if debug:
         check_block_range(block_tables, seq_lens, k_cache)
@@ -263,16 +280,22 @@ def paged_attention_decode(
         raise ValueError(f"seq_lens: {lens.shape[0]} sequences, must be q's {q_BHD.shape[0]}")
     out = _out_like(q_BHD, out)
     split = (num_splits, split_size)
-    _run_decode(q_BHD, k_cache, v_cache, tables, lens, max_seq_len, scale, scales, split, out)
+    _run_decode(
+        q_BHD, k_cache, v_cache, tables, lens, max_seq_len, scale, window, scales, split, out
+    )
     return out
 
 
-def _run_decode(q, k_cache, v_cache, tables, lens, max_seq_len, scale, scales, split, out) -> None:
+def _run_decode(
+    q, k_cache, v_cache, tables, lens, max_seq_len, scale, window, scales, split, out
+) -> None:
     from kernels.triton import paged_attention as triton_ops
 
     if q.shape[0]:
         q = q if q.stride(2) == 1 else q.contiguous()
-        triton_ops.decode(q, k_cache, v_cache, tables, lens, max_seq_len, scale, scales, split, out)
+        triton_ops.decode(
+            q, k_cache, v_cache, tables, lens, max_seq_len, scale, window, scales, split, out
+        )
 
 
 def _device_step(starts, lens, tables: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,9 @@ when the engine is made and after every weight update. Nothing depends on what i
 request's tokens are the same whatever ran before it. Scales are powers of two: dividing by them is
 exact, and two versions of the weights nearly always have the same.
 
-Left out: other attention than causal; scales by head or by token, scales stored in checkpoints.
+Left out: other attention than causal and windows; freeing the blocks that have left the windows of
+all layers (a sequence keeps its blocks to its end); scales by head or by token, scales stored in
+checkpoints.
 Next: model_runner.py (who calls this), kernels/paged_attention.py (the attention itself).
 """
 
@@ -216,7 +218,16 @@ class PagedContext:
         assert self._rows is not None, "made with the plan"
         return self._rows, self._plan.layout
 
-    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+    ) -> Tensor:
         k_cache, v_cache = self._cache.layers[layer]
         scales = self._cache.layer_scales(layer)
         slots, rows = self._slots_T, self._rows
@@ -230,7 +241,8 @@ class PagedContext:
             self._tables,
             max_query_len=self._max_query_len,
             max_seq_len=self._max_seq_len,
-            softmax_scale=q_THD.shape[-1] ** -0.5,
+            softmax_scale=scale,
+            window=window,
             k_scale=scales[0],
             v_scale=scales[1],
             plan=self._plan,
@@ -245,10 +257,19 @@ class _Extremes:
         self._context = context
         self.largest = torch.zeros(num_layers, 2)  # on the host: read once a layer, not in serving
 
-    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+    ) -> Tensor:
         for i, x in enumerate((k_TKD, v_TKD)):
             self.largest[layer, i] = x.abs().amax()
-        return self._context.attend(layer, q_THD, k_TKD, v_TKD)
+        return self._context.attend(layer, q_THD, k_TKD, v_TKD, scale=scale, window=window)
 
 
 @torch.inference_mode()

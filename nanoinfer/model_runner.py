@@ -296,14 +296,16 @@ def make_runner(
 
 def make_decoder(model: Transformer, cache: KVCache) -> Decoder | None:
     """The model's layers as one call; None where a layer needs more than the C++ functions do:
-    experts, a split over ranks, an fp8 cache, a machine without a compiler. Make another one when
-    the weights or the cache are replaced; what is written to them in place counts at once."""
+    experts, a split over ranks, an fp8 cache, scales of scores that differ, a machine without a
+    compiler. Make another one when the weights or the cache are replaced; what is written to them
+    in place counts at once."""
     layers = [cast(DecoderLayer, layer) for layer in model.layers]
     is_plain = (
         not model.is_quantized
         and model.split.size == 1
         and model.experts is None
         and cache.dtype == model.dtype
+        and len({layer.scale for layer in layers}) == 1
     )
     if not is_plain or any(layer.moe is not None for layer in layers) or not can_decode(model.norm):
         return None
@@ -318,6 +320,7 @@ def make_decoder(model: Transformer, cache: KVCache) -> Decoder | None:
         head_dim=config.head_dim,
         mlp=config.intermediate_size,
         eps=config.rms_norm_eps,
+        scale=layers[0].scale,
     )
     weights = [_weights(layer) for layer in layers]
     return Decoder(shape, weights, model.norm.detach(), cache.layers)
@@ -337,4 +340,5 @@ def _weights(layer: DecoderLayer) -> LayerWeights:
         post_norm=layer.post_norm,
         gate_up=gate_up,
         down=down,
+        window=layer.window,
     )

@@ -9,11 +9,18 @@
 // by key. So it has the same bits in prefill, in decoding and in training, whatever else is in the
 // batch.
 //
+// With a window of w a query sees the last w of those keys, itself included. Keys that no query of a
+// tile sees are skipped: values from the first that is seen, scores from the multiple of LANES before
+// it, counted from the sequence's first key, so that each key stays in its lane. To a query whose
+// own window begins later the keys in between have weight 0, as those behind it have: they must be
+// finite, and change no bit.
+//
 // A tile is some queries of one sequence and all heads that share a key head: rows of queries by
 // keys. Scores of a tile stay in the processor's cache; weights, and their product with the values,
 // are fp32.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "parallel.h"
@@ -40,6 +47,7 @@ struct Problem {
   int64_t q_stride;                       // elements from token to token; o is contiguous
   int64_t k_row, v_row, k_head, v_head;  // elements from row to row, and from head to head
   float scale;
+  int64_t window;  // keys that a query sees, itself included; 0: all
 };
 
 // Rows lie where the table says, so the processor cannot guess the next one.
@@ -111,25 +119,18 @@ void multiply_values_part(float* out, const float* p, const T* v, const int32_t*
   store(out, sum);
 }
 
-// Calls f<R>() for runs of rows, at most MOST at a time.
-template <int MOST, class F>
-void by_rows(int64_t num_rows, F f) {
-  int64_t r = 0;
-  for (; r + MOST <= num_rows; r += MOST) f(r, std::integral_constant<int, MOST>());
-  if constexpr (MOST > 1)
-    if (r < num_rows) by_rows<MOST - 1>(num_rows - r, [&](int64_t i, auto n) { f(r + i, n); });
-}
-
-// In place: e^(s - max s) of the first n scores of a row, then zeros. Returns 1 / their sum.
-inline float softmax_row(float* s, int64_t n, int64_t padded) {
-  int64_t whole = n / LANES * LANES;
+// In place: zeros, e^(s - max s) of scores first..n of a row, zeros. Returns 1 / their sum.
+inline float softmax_row(float* s, int64_t first, int64_t n, int64_t padded) {
+  int64_t begin = first / LANES * LANES, whole = n / LANES * LANES;
+  for (int64_t j = 0; j < begin; j++) s[j] = 0.0f;
+  for (int64_t j = begin; j < first; j++) s[j] = -INFINITY;
   if (whole < n)
     for (int64_t j = n; j < whole + LANES; j++) s[j] = -INFINITY;
   int64_t end = whole < n ? whole + LANES : whole;
   Vec best = splat(-INFINITY);
-  for (int64_t j = 0; j < end; j += LANES) best = larger(best, load(s + j));
+  for (int64_t j = begin; j < end; j += LANES) best = larger(best, load(s + j));
   Vec highest = splat(max_lanes(best)), sum = {};
-  for (int64_t j = 0; j < end; j += LANES) {
+  for (int64_t j = begin; j < end; j += LANES) {
     Vec p = exp(load(s + j) - highest);
     sum += p;
     store(s + j, p);
@@ -148,8 +149,12 @@ void attend_tile(const Problem<T>& x, const Tile& tile, int64_t kv, Scratch& scr
   const int64_t wide_D = (D + LANES - 1) / LANES * LANES;
   // whole vectors of words; what is behind head_dim is zero
   const int64_t num_words = (D + LANES * PER_WORD<T> - 1) / (LANES * PER_WORD<T>) * LANES;
-  const int64_t padded = (tile.num_keys + KEY_TILE - 1) / KEY_TILE * KEY_TILE;
-  const int32_t* rows = x.key_rows + tile.first_key;
+  const int64_t window = x.window ? x.window : tile.num_keys;
+  const int64_t first_seen = std::max<int64_t>(0, tile.num_keys - tile.num_queries + 1 - window);
+  const int64_t skipped = first_seen / LANES * LANES;  // from here on keys are counted from there
+  const int64_t unseen = first_seen - skipped, num_keys = tile.num_keys - skipped;
+  const int64_t padded = (num_keys + KEY_TILE - 1) / KEY_TILE * KEY_TILE;
+  const int32_t* rows = x.key_rows + tile.first_key + skipped;
   scratch.q.assign(num_rows * num_words, 0.0f);
   scratch.keys.resize(KEY_TILE * num_words);
   scratch.scores.resize(num_rows * padded);
@@ -164,10 +169,10 @@ void attend_tile(const Problem<T>& x, const Tile& tile, int64_t kv, Scratch& scr
 
   const T *k = x.k + kv * x.k_head, *v = x.v + kv * x.v_head;
   for (int64_t lo = 0; lo < padded; lo += KEY_TILE) {
-    int64_t size = tile.num_keys - lo < KEY_TILE ? tile.num_keys - lo : KEY_TILE;
+    int64_t size = num_keys - lo < KEY_TILE ? num_keys - lo : KEY_TILE;
     int64_t num_blocks = (size + LANES - 1) / LANES;
     for (int64_t b = 0; b < num_blocks; b++) {
-      int64_t first = lo + b * LANES, left = tile.num_keys - first;
+      int64_t first = lo + b * LANES, left = num_keys - first;
       int64_t n = left < LANES ? left : LANES;
       int64_t ahead = left - AHEAD < 0 ? 0 : left - AHEAD < LANES ? left - AHEAD : LANES;
       transpose_keys(keys + b * LANES * num_words, k, rows + first, n, ahead, x.k_row, D);
@@ -186,22 +191,25 @@ void attend_tile(const Problem<T>& x, const Tile& tile, int64_t kv, Scratch& scr
   }
 
   for (int64_t r = 0; r < num_rows; r++) {
-    int64_t visible = tile.num_keys - tile.num_queries + 1 + r / x.group;
-    scratch.inverse[r] = softmax_row(s + r * padded, visible, padded);
+    int64_t visible = num_keys - tile.num_queries + 1 + r / x.group;
+    int64_t first = std::max<int64_t>(0, visible - window);
+    scratch.inverse[r] = softmax_row(s + r * padded, first, visible, padded);
   }
 
   float* out = scratch.out.data();
+  const int32_t* value_rows = rows + unseen;
+  const int64_t num_values = num_keys - unseen;
   by_rows<VALUE_ROWS>(num_rows, [&](int64_t r, auto R) {
-    const float* p = s + r * padded;
+    const float* p = s + r * padded + unseen;
     float* to = out + r * wide_D;
     int64_t d = 0;
     for (; d + VALUE_VECS * LANES <= D; d += VALUE_VECS * LANES)
-      multiply_values<R, VALUE_VECS>(to + d, wide_D, p, padded, v + d, rows, tile.num_keys,
+      multiply_values<R, VALUE_VECS>(to + d, wide_D, p, padded, v + d, value_rows, num_values,
                                      x.v_row);
     for (; d + LANES <= D; d += LANES)
-      multiply_values<R, 1>(to + d, wide_D, p, padded, v + d, rows, tile.num_keys, x.v_row);
+      multiply_values<R, 1>(to + d, wide_D, p, padded, v + d, value_rows, num_values, x.v_row);
     for (int64_t i = 0; d < D && i < R; i++)
-      multiply_values_part(to + i * wide_D + d, p + i * padded, v + d, rows, tile.num_keys,
+      multiply_values_part(to + i * wide_D + d, p + i * padded, v + d, value_rows, num_values,
                            x.v_row, D - d);
   });
 

@@ -144,8 +144,10 @@ def _load(path: Path) -> Kernels:
         "panel": [],
         "linear": [pointer] * 4 + [count] * 5,
         "pack": [pointer] * 2 + [count] * 3,
-        "attend": [pointer] * 6 + [count] * 9 + [number, count],
-        "decode": [pointer] * 2 + [count] + [pointer] * 4 + [number] * 2 + [count],
+        "pack_columns": [pointer] * 2 + [count] * 4,
+        "add_product": [pointer] * 3 + [count] * 7,
+        "attend": [pointer] * 6 + [count] * 9 + [number, count, count],
+        "decode": [pointer] * 3 + [count] + [pointer] * 4 + [number] * 2 + [count],
         "decode_scratch": [pointer],
     }
     kernels: Kernels = {}

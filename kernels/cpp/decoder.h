@@ -65,11 +65,12 @@ struct Buffers {
   }
 };
 
-// `x` [tokens, hidden] holds embeddings and then the layers' result after the last norm.
+// `x` [tokens, hidden] holds embeddings and then the layers' result after the last norm. `windows`:
+// each layer's, as in Problem.
 template <class T>
-void decode(T* x, const Layer<T>* layers, int64_t num_layers, const T* last_norm,
-            const Sizes& size, const Step<T>& step, T* scratch, float eps, float scale,
-            int64_t threads) {
+void decode(T* x, const Layer<T>* layers, const int64_t* windows, int64_t num_layers,
+            const T* last_norm, const Sizes& size, const Step<T>& step, T* scratch, float eps,
+            float scale, int64_t threads) {
   const int64_t N = size.tokens, E = size.hidden, D = size.head_dim;
   const int64_t q_width = size.q_heads * D, kv_width = size.k_heads * D;
   const int64_t width = q_width + 2 * kv_width;
@@ -111,7 +112,8 @@ void decode(T* x, const Layer<T>* layers, int64_t num_layers, const T* last_norm
                        size.cache_row,
                        size.cache_head,
                        size.cache_head,
-                       scale};
+                       scale,
+                       windows[i]};
     attend(problem, step.tiles, step.num_tiles, threads);
     linear(x, o, layer.out, layer.out_bias, N, q_width, E, q_width, threads);
     add_rms_norm(y, residual, rstd.data(), x, residual, layer.post_norm, N, E, eps, threads);

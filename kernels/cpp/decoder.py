@@ -23,7 +23,8 @@ from kernels.linear import is_native
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer's weights. Matrices are `pack_weight`'s; the order is that of `Layer` in C++."""
+    """One layer's weights. Matrices are `pack_weight`'s; the order is that of `Layer` in C++. A
+    query sees the last `window` keys, itself included (None: all)."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -35,9 +36,11 @@ class LayerWeights:
     post_norm: Tensor
     gate_up: Tensor
     down: Tensor
+    window: int | None = None
 
     def addresses(self) -> list[int]:
-        return [0 if x is None else x.data_ptr() for x in vars(self).values()]
+        weights = [x for name, x in vars(self).items() if name != "window"]
+        return [0 if x is None else x.data_ptr() for x in weights]
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class DecoderShape:
     head_dim: int
     mlp: int
     eps: float
+    scale: float | None = None
+    """Of the scores; None: head_dim ** -0.5."""
 
 
 class _Sizes(ctypes.Structure):
@@ -89,7 +94,10 @@ class Decoder:
         for layer, cache in zip(layers, caches, strict=True):
             addresses += layer.addresses() + [x.data_ptr() for x in cache]
         self._table = (ctypes.c_void_p * len(addresses))(*addresses)
+        windows = [layer.window or 0 for layer in layers]
+        self._windows = (ctypes.c_int64 * len(windows))(*windows)
         self._num_layers = len(layers)
+        self._scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
         self._scratch = torch.empty(0, dtype=last_norm.dtype)
         any_cache = caches[0][0]
         self._cache_strides = *cache_strides(any_cache), head_rows(any_cache)
@@ -113,8 +121,8 @@ class Decoder:
         if self._scratch.numel() < needed:
             self._scratch = torch.empty(needed, dtype=dtype)
         function("decode", dtype)(
-            x_TE.data_ptr(), self._table, self._num_layers, self._last_norm.data_ptr(),
-            ctypes.byref(sizes), ctypes.byref(step), self._scratch.data_ptr(), shape.eps,
-            shape.head_dim**-0.5, torch.get_num_threads(),
+            x_TE.data_ptr(), self._table, self._windows, self._num_layers,
+            self._last_norm.data_ptr(), ctypes.byref(sizes), ctypes.byref(step),
+            self._scratch.data_ptr(), shape.eps, self._scale, torch.get_num_threads(),
         )  # fmt: skip
         return x_TE

@@ -5,6 +5,7 @@
 #include "decoder.h"
 #include "linear.h"
 #include "logits.h"
+#include "product.h"
 #include "rows.h"
 #include "truncate.h"
 
@@ -60,6 +61,16 @@ extern "C" int64_t has_linear_bf16() {
   extern "C" void pack_##SUFFIX(float* packed, const T* weight, int64_t inputs,                 \
                                 int64_t outputs, int64_t threads) {                              \
     pack(packed, weight, inputs, outputs, threads);                                              \
+  }                                                                                              \
+  extern "C" void pack_columns_##SUFFIX(float* packed, const T* weight, int64_t rows,           \
+                                        int64_t columns, int64_t stride, int64_t threads) {      \
+    pack_columns(packed, weight, rows, columns, stride, threads);                                \
+  }                                                                                              \
+  extern "C" void add_product_##SUFFIX(float* total, const T* a, const T* b, int64_t rows,      \
+                                       int64_t m, int64_t n, int64_t a_stride,                   \
+                                       int64_t b_stride, int64_t total_stride,                   \
+                                       int64_t threads) {                                        \
+    add_product(total, a, b, rows, m, n, a_stride, b_stride, total_stride, threads);             \
   }
 
 
@@ -69,9 +80,9 @@ extern "C" int64_t has_linear_bf16() {
       T* o, const T* q, const T* k, const T* v, const int32_t* key_rows, const Tile* tiles,       \
       int64_t num_tiles, int64_t num_kv, int64_t group, int64_t head_dim, int64_t q_stride,       \
       int64_t k_row, int64_t v_row, int64_t k_head, int64_t v_head, float scale,                  \
-      int64_t threads) {                                                                          \
+      int64_t window, int64_t threads) {                                                          \
     Problem<T> problem{o,        q,     k,     v,      key_rows, num_kv, group, head_dim,         \
-                       q_stride, k_row, v_row, k_head, v_head,   scale};                          \
+                       q_stride, k_row, v_row, k_head, v_head,   scale,    window};               \
     attend(problem, tiles, num_tiles, threads);                                                   \
   }
 
@@ -103,10 +114,12 @@ extern "C" int64_t has_linear_bf16() {
   }
 
 #define DECODER(T, SUFFIX)                                                                       \
-  extern "C" void decode_##SUFFIX(T* x, const Layer<T>* layers, int64_t num_layers,              \
-                                  const T* last_norm, const Sizes* sizes, const Step<T>* step,   \
-                                  T* scratch, float eps, float scale, int64_t threads) {         \
-    decode(x, layers, num_layers, last_norm, *sizes, *step, scratch, eps, scale, threads);       \
+  extern "C" void decode_##SUFFIX(T* x, const Layer<T>* layers, const int64_t* windows,          \
+                                  int64_t num_layers, const T* last_norm, const Sizes* sizes,    \
+                                  const Step<T>* step, T* scratch, float eps, float scale,       \
+                                  int64_t threads) {                                             \
+    decode(x, layers, windows, num_layers, last_norm, *sizes, *step, scratch, eps, scale,        \
+           threads);                                                                             \
   }                                                                                              \
   extern "C" int64_t decode_scratch_##SUFFIX(const Sizes* sizes) {                               \
     Buffers<T> none{};                                                                           \

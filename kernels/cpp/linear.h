@@ -28,17 +28,13 @@ constexpr int PER_PACKED_WORD = 4 / sizeof(T);
 template <class T>
 using Input = std::conditional_t<IS_WIDENED<T>, float, T>;
 
-// R rows of x, VECS vectors of a panel's outputs. Words of x and of the weight, whatever they hold,
-// are moved as floats. Meanwhile asks memory for what lies at `ahead`, ASK lines with each step of
-// the sum.
-template <int R, int VECS, int ASK, class T>
-void multiply_panel(T* y, int64_t y_stride, int64_t num_columns, const Input<T>* x,
-                    int64_t x_stride, const float* panel, int64_t num_words, const T* bias,
-                    const float* ahead) {
+// sum += R rows of words times VECS vectors of a panel. Words of both factors, whatever they hold, are
+// moved as floats; those of a row lie STEP floats apart. Meanwhile asks memory for what lies at
+// `ahead`, ASK lines with each step of the sum.
+template <int R, int VECS, int ASK, int STEP, class T>
+inline void sum_words(Vec (&sum)[R][VECS], const float* const (&rows)[R], const float* panel,
+                      int64_t num_words, const float* ahead) {
   constexpr int lines = VECS == PANEL_VECS ? PANEL_LINES : 1;
-  Vec sum[R][VECS] = {};
-  const float* words[R];
-  for (int r = 0; r < R; r++) words[r] = (const float*)(x + r * x_stride);
   for (int64_t k = 0; k < num_words; k++) {
     const float* row = panel + k * PANEL;
     for (int i = 0; i < lines; i++) __builtin_prefetch(row + NEAR * PANEL + i * LINE);
@@ -47,11 +43,22 @@ void multiply_panel(T* y, int64_t y_stride, int64_t num_columns, const Input<T>*
       Vec w[VECS];
       for (int c = 0; c < VECS; c++) w[c] = term<T>(load(row + c * LANES), h);
       for (int r = 0; r < R; r++) {
-        Vec input = splat_word(words[r] + k * TERMS<T> + h);
+        Vec input = splat_word(rows[r] + (k * TERMS<T> + h) * STEP);
         for (int c = 0; c < VECS; c++) multiply_add(sum[r][c], w[c], input, T());
       }
     }
   }
+}
+
+// R rows of x, VECS vectors of a panel's outputs.
+template <int R, int VECS, int ASK, class T>
+void multiply_panel(T* y, int64_t y_stride, int64_t num_columns, const Input<T>* x,
+                    int64_t x_stride, const float* panel, int64_t num_words, const T* bias,
+                    const float* ahead) {
+  Vec sum[R][VECS] = {};
+  const float* words[R];
+  for (int r = 0; r < R; r++) words[r] = (const float*)(x + r * x_stride);
+  sum_words<R, VECS, ASK, 1, T>(sum, words, panel, num_words, ahead);
   for (int c = 0; c < VECS; c++) {
     int64_t n = num_columns - c * LANES;
     if (n <= 0) break;

@@ -9,6 +9,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -128,6 +129,28 @@ def linear(x_TI: Tensor, packed: Tensor, bias_O: Tensor | None, num_out: int) ->
         torch.get_num_threads(),
     )  # fmt: skip
     return y
+
+
+def pack_columns(weight_OI: Tensor) -> Tensor:
+    """A copy over which `linear` multiplies by the weight from the other side, x [T, O] · weight
+    (`num_out` is I): what gives the gradient of the input from that of the output."""
+    weight = weight_OI if weight_OI.stride(1) == 1 else weight_OI.contiguous()
+    num_rows, num_columns = weight.shape
+    packed = torch.empty(_packed_shape(num_columns, num_rows, weight.dtype), dtype=weight.dtype)
+    function("pack_columns", weight.dtype)(
+        packed.data_ptr(), weight.data_ptr(), num_rows, num_columns, weight.stride(0),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return packed
+
+
+def add_product(total_MN: Tensor, a_TM: Tensor, b_TN: Tensor) -> None:
+    """total += aᵀ · b, in place; `total` is fp32, whose rows are in one piece."""
+    a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (a_TM, b_TN))
+    function("add_product", a.dtype)(
+        total_MN.data_ptr(), a.data_ptr(), b.data_ptr(), len(a), *total_MN.shape, a.stride(0),
+        b.stride(0), total_MN.stride(0), torch.get_num_threads(),
+    )  # fmt: skip
 
 
 def score(
@@ -289,13 +312,19 @@ def _check_blocks(blocks_BN: Tensor, lens: Sequence[int], cache: Tensor) -> None
         )
 
 
+class AttendOptions(NamedTuple):
+    """What may differ between the layers of a step."""
+
+    scale: float  # of the scores
+    window: int | None = None  # keys that a query sees, the last one its own; None: all up to it
+
+
 def attend_paged(
-    q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: QueryTiles, scale: float
+    q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: QueryTiles, options: AttendOptions
 ) -> Tensor:
     """o [T, H, D] over caches as `paged_tiles` was given one."""
     row, head = cache_strides(k_cache)
-    num_kv = k_cache.shape[2]
-    return _attend(q_THD, k_cache, v_cache, tiles, scale, (row, row), (head, head), num_kv)
+    return _attend(q_THD, k_cache, v_cache, tiles, options, (row, row), (head, head))
 
 
 def cache_strides(cache: Tensor) -> tuple[int, int]:
@@ -307,13 +336,13 @@ def cache_strides(cache: Tensor) -> tuple[int, int]:
 
 
 def attend_packed(
-    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, tiles: QueryTiles, scale: float
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, tiles: QueryTiles, options: AttendOptions
 ) -> Tensor:
     """o [T, H, D]; rows are tokens."""
     k, v = dense_rows(k_TKD), dense_rows(v_TKD)
     head_dim = k.shape[2]
     rows = (k.stride(0), v.stride(0))
-    return _attend(q_THD, k, v, tiles, scale, rows, (head_dim, head_dim), k.shape[1])
+    return _attend(q_THD, k, v, tiles, options, rows, (head_dim, head_dim))
 
 
 def _attend(
@@ -321,19 +350,20 @@ def _attend(
     k: Tensor,
     v: Tensor,
     tiles: QueryTiles,
-    scale: float,
+    options: AttendOptions,
     row_strides: tuple[int, int],
     head_strides: tuple[int, int],
-    num_kv: int,
 ) -> Tensor:
-    """Strides are in elements, of k and of v."""
+    """Strides are in elements, of k and of v [..., K, D]."""
     q = dense_rows(q_THD)
     o = torch.empty(q.shape, dtype=q.dtype)
     _, num_heads, head_dim = q.shape
+    num_kv = k.shape[-2]
     function("attend", q.dtype)(
         o.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), tiles.key_rows.data_ptr(),
         tiles.tiles.data_ptr(), len(tiles.tiles), num_kv, num_heads // num_kv, head_dim,
-        q.stride(0), *row_strides, *head_strides, scale, torch.get_num_threads(),
+        q.stride(0), *row_strides, *head_strides, options.scale, options.window or 0,
+        torch.get_num_threads(),
     )  # fmt: skip
     return o
 

@@ -280,3 +280,12 @@ inline Vec term(Vec word, int h) {
   if constexpr (!IS_WIDENED<T>) return word;
   return as_floats(h == 0 ? as_bits(word) << 16 : as_bits(word) & 0xffff0000u);
 }
+
+// Calls f<R>() for runs of rows, at most MOST at a time.
+template <int MOST, class F>
+void by_rows(int64_t num_rows, F f) {
+  int64_t r = 0;
+  for (; r + MOST <= num_rows; r += MOST) f(r, std::integral_constant<int, MOST>());
+  if constexpr (MOST > 1)
+    if (r < num_rows) by_rows<MOST - 1>(num_rows - r, [&](int64_t i, auto n) { f(r + i, n); });
+}

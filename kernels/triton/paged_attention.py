@@ -20,7 +20,10 @@ owns the programs from start_i // BLOCK_Q + i on, found by bisection, so a long 
 decodes costs no empty programs and the host need not know the lengths. Only tiles on the diagonal
 are masked.
 
-Left out: windows, sinks.
+With a window (the last w keys, the query's own included) every tile is masked, and both kernels
+begin at the first tile that a query of the program sees. A decode splits what is left from there.
+
+Left out: sinks.
 
 Legend: M rows (queries x heads), N keys of a tile, D head_dim padded to a power of two.
 """
@@ -50,18 +53,29 @@ def _part_size(length, smallest, num_splits, BY_LENGTH: tl.constexpr, N: tl.cons
 
 
 @triton.jit
+def _first_tile(position, window, WINDOWED: tl.constexpr, N: tl.constexpr):
+    """The first key of the first tile of which the query at `position` sees any."""
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(0, position - window + 1) // N * N
+    return first
+
+
+@triton.jit
 def _decode_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, o_ptr, lse_ptr, len_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
     q_token, q_head, o_token, o_head, o_split, lse_seq, lse_head, table_stride, smallest, scale2,
-    IS_PART: tl.constexpr, BY_LENGTH: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr,
-    NUM_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr,
+    window, IS_PART: tl.constexpr, BY_LENGTH: tl.constexpr, SCALED: tl.constexpr,
+    WINDOWED: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     kv_head, rows = group_rows(tl.program_id(0), GROUP, M)
     split, seq = tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(len_ptr + seq)
-    size = _part_size(length, smallest, tl.num_programs(1), BY_LENGTH, N)
-    begin = (split.to(tl.int64) * size).to(tl.int32)  # of the last parts it may lie past the end
+    first = _first_tile(length - 1, window, WINDOWED, N)
+    size = _part_size(length - first, smallest, tl.num_programs(1), BY_LENGTH, N)
+    # of the last parts it may lie past the end
+    begin = (first + split.to(tl.int64) * size).to(tl.int32)
     end = tl.minimum(length, begin + size)
     if IS_PART and begin >= length:
         return
@@ -76,11 +90,12 @@ def _decode_kernel(
     top = tl.full([M], -float("inf"), dtype=tl.float32)
     total = tl.zeros([M], dtype=tl.float32)
     acc = tl.zeros([M, D], dtype=tl.float32)
-    last = tl.zeros([M], dtype=tl.int32) + (end - 1)
+    # without a window the part's own last key will do, and `length` need not stay in a register
+    last = tl.zeros([M], dtype=tl.int32) + ((length if WINDOWED else end) - 1)
     table_ptr += seq * table_stride
     acc, total, top = attend_pages(
         acc, total, top, q, k_cache_ptr, v_cache_ptr, table_ptr, begin, end, last, kv_head, scale2,
-        True, BLOCK_SIZE, NUM_KV, HEAD_DIM, D, N,
+        window, True, WINDOWED, BLOCK_SIZE, NUM_KV, HEAD_DIM, D, N,
     )  # fmt: skip
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     if SCALED:
@@ -95,8 +110,8 @@ def _decode_kernel(
 @triton.jit
 def _merge_kernel(
     part_ptr, lse_ptr, o_ptr, len_ptr, part_seq, part_head, part_split, lse_seq, lse_head, o_token,
-    o_head, smallest, num_splits, BY_LENGTH: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
-    N: tl.constexpr,
+    o_head, smallest, num_splits, window, BY_LENGTH: tl.constexpr, WINDOWED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     head, seq = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, D)
@@ -105,6 +120,7 @@ def _merge_kernel(
     top, total = -float("inf"), 0.0
     acc = tl.zeros([D], dtype=tl.float32)
     length = tl.load(len_ptr + seq)
+    length -= _first_tile(length - 1, window, WINDOWED, N)
     for split in range(0, tl.cdiv(length, _part_size(length, smallest, num_splits, BY_LENGTH, N))):
         lse = tl.load(lse_ptr + split)
         part = tl.load(part_ptr + dims, dims < HEAD_DIM, other=0.0)
@@ -146,6 +162,7 @@ def decode(
     seq_lens: Tensor,
     max_seq_len: int,
     scale: float,
+    window: int | None,
     scales: tuple[Tensor | None, Tensor | None],
     split: tuple[int | None, int | None],
     out: Tensor,
@@ -156,7 +173,8 @@ def decode(
     group, padded = num_heads // num_kv, padded_dim(head_dim)
     t = tile("paged_decode", shape_class(q_BHD.dtype, padded))
     rows = min(t.M, max(16, triton.next_power_of_2(group)))
-    limits = (num_seqs, num_kv, max_seq_len)
+    most_keys = max_seq_len if window is None else min(max_seq_len, window + t.N - 1)
+    limits = (num_seqs, num_kv, most_keys)
     num_splits, smallest, by_length = choose_split(*limits, *split, step=t.N)
     is_part = num_splits > 1
     part, lse = out, None
@@ -169,15 +187,17 @@ def decode(
         part_strides, lse_strides = part.stride()[:3], lse.stride()[:2]
     launch(_decode_kernel, (num_kv * triton.cdiv(group, rows), num_splits, num_seqs))(
         q_BHD, k_cache, v_cache, part, lse, seq_lens, block_tables, *scales, *q_BHD.stride()[:2],
-        *part_strides, *lse_strides, block_tables.stride(0), smallest, scale * LOG2_E,
-        IS_PART=is_part, BY_LENGTH=by_length, SCALED=scales[0] is not None, GROUP=group,
-        NUM_KV=num_kv, BLOCK_SIZE=k_cache.shape[1], HEAD_DIM=head_dim, D=padded,
-        M=rows, N=t.N, num_warps=t.num_warps, num_stages=t.num_stages,
+        *part_strides, *lse_strides, block_tables.stride(0), smallest, scale * LOG2_E, window or 0,
+        IS_PART=is_part, BY_LENGTH=by_length, SCALED=scales[0] is not None,
+        WINDOWED=window is not None, GROUP=group, NUM_KV=num_kv, BLOCK_SIZE=k_cache.shape[1],
+        HEAD_DIM=head_dim, D=padded, M=rows, N=t.N, num_warps=t.num_warps,
+        num_stages=t.num_stages,
     )  # fmt: skip
     if is_part:
         launch(_merge_kernel, (num_heads, num_seqs))(
             part, lse, out, seq_lens, *part_strides, *lse_strides, *out.stride()[:2], smallest,
-            num_splits, BY_LENGTH=by_length, HEAD_DIM=head_dim, D=padded, N=t.N, num_warps=1,
+            num_splits, window or 0, BY_LENGTH=by_length, WINDOWED=window is not None,
+            HEAD_DIM=head_dim, D=padded, N=t.N, num_warps=1,
         )  # fmt: skip
 
 
@@ -211,10 +231,11 @@ def load_heads(base, rows, is_row, HEAD_DIM: tl.constexpr, D: tl.constexpr):
 @triton.jit
 def attend_pages(
     acc, total, top, q, k_cache_ptr, v_cache_ptr, table_ptr, begin, end, position, kv_head, scale2,
-    MASKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr,
-    D: tl.constexpr, N: tl.constexpr,
+    window, MASKED: tl.constexpr, WINDOWED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax of the rows of q over keys begin..end; row m sees keys up to position[m]."""
+    """Online softmax of the rows of q over keys begin..end; row m sees keys up to position[m], the
+    last `window` of them if WINDOWED."""
     for at in range(begin, end, N):
         keys = at + tl.arange(0, N)
         rows = load_page_rows(keys, end, table_ptr, kv_head, BLOCK_SIZE, NUM_KV)
@@ -222,6 +243,8 @@ def attend_pages(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale2
         if MASKED:
             seen = (keys < end)[None, :] & (keys[None, :] <= position[:, None])
+            if WINDOWED:
+                seen = seen & (keys[None, :] > position[:, None] - window)
             scores = tl.where(seen, scores, -float("inf"))
         p, shrink, total, top = weigh_tile(total, top, scores, MASKED)
         v = load_heads(v_cache_ptr, rows, keys < end, HEAD_DIM, D).to(q.dtype)
@@ -244,10 +267,10 @@ def _find_sequence(start_ptr, index, num_seqs, BLOCK_Q: tl.constexpr):
 @triton.jit
 def _attention_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, o_ptr, start_ptr, len_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
-    q_token, q_head, o_token, o_head, table_stride, num_seqs, scale2,
-    SCALED: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr,
+    q_token, q_head, o_token, o_head, table_stride, num_seqs, scale2, window,
+    SCALED: tl.constexpr, WINDOWED: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
     kv_head, rows = group_rows(tl.program_id(1), BLOCK_Q * GROUP, M)
@@ -273,16 +296,19 @@ def _attention_kernel(
     total = tl.zeros([M], dtype=tl.float32)
     acc = tl.zeros([M, D], dtype=tl.float32)
     first_position = length - num_q + first
-    full = (first_position + 1) // N * N
     end = tl.minimum(length, first_position + BLOCK_Q)
     table_ptr += seq.to(tl.int64) * table_stride
+    if WINDOWED:
+        masked = _first_tile(first_position, window, WINDOWED, N)
+    else:
+        masked = (first_position + 1) // N * N
+        acc, total, top = attend_pages(
+            acc, total, top, q, k_cache_ptr, v_cache_ptr, table_ptr, 0, masked, position, kv_head,
+            scale2, window, False, WINDOWED, BLOCK_SIZE, NUM_KV, HEAD_DIM, D, N,
+        )  # fmt: skip
     acc, total, top = attend_pages(
-        acc, total, top, q, k_cache_ptr, v_cache_ptr, table_ptr, 0, full, position, kv_head, scale2,
-        False, BLOCK_SIZE, NUM_KV, HEAD_DIM, D, N,
-    )  # fmt: skip
-    acc, total, top = attend_pages(
-        acc, total, top, q, k_cache_ptr, v_cache_ptr, table_ptr, full, end, position, kv_head,
-        scale2, True, BLOCK_SIZE, NUM_KV, HEAD_DIM, D, N,
+        acc, total, top, q, k_cache_ptr, v_cache_ptr, table_ptr, masked, end, position, kv_head,
+        scale2, window, True, WINDOWED, BLOCK_SIZE, NUM_KV, HEAD_DIM, D, N,
     )  # fmt: skip
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     if SCALED:
@@ -308,6 +334,7 @@ def attend(
     seq_lens: Tensor,
     block_tables: Tensor,
     scale: float,
+    window: int | None,
     scales: tuple[Tensor | None, Tensor | None],
     out: Tensor,
 ) -> None:
@@ -321,7 +348,7 @@ def attend(
     launch(_attention_kernel, grid)(
         q_THD, k_cache, v_cache, out, query_start_loc, seq_lens, block_tables, *scales,
         *q_THD.stride()[:2], *out.stride()[:2], block_tables.stride(0), num_seqs, scale * LOG2_E,
-        SCALED=scales[0] is not None, GROUP=group, NUM_KV=num_kv, BLOCK_SIZE=k_cache.shape[1],
-        HEAD_DIM=head_dim, D=padded_dim(head_dim), BLOCK_Q=block_q, M=t.M, N=t.N,
-        num_warps=t.num_warps, num_stages=t.num_stages,
+        window or 0, SCALED=scales[0] is not None, WINDOWED=window is not None, GROUP=group,
+        NUM_KV=num_kv, BLOCK_SIZE=k_cache.shape[1], HEAD_DIM=head_dim, D=padded_dim(head_dim),
+        BLOCK_Q=block_q, M=t.M, N=t.N, num_warps=t.num_warps, num_stages=t.num_stages,
     )  # fmt: skip

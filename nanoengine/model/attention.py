@@ -6,7 +6,7 @@ which a prompt that several completions share is read once (`SharedPrefixContext
 engine brings its own context that writes to and reads from a paged cache.
 
 Shapes: T tokens of all sequences, H query heads, K key/value heads, D head dimension.
-Left out: masks other than causal.
+Left out: masks other than causal ones and windows.
 """
 
 from __future__ import annotations
@@ -25,8 +25,19 @@ from kernels.backend import Backend
 class AttentionContext(Protocol):
     """Causal attention of one forward pass, called once per layer, layers in order."""
 
-    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        """Return o_THD. Queries and keys are rotated already; v may be a strided view."""
+    def attend(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+    ) -> Tensor:
+        """Return o_THD. Queries and keys are rotated already; v may be a strided view. Scores are
+        multiplied by `scale`, by default head_dim ** -0.5. With `window=w` a token sees the last w
+        tokens up to itself, itself included; layers may have different windows."""
         ...
 
 
@@ -51,7 +62,16 @@ class PackedContext:
         ends = torch.tensor([0, *lengths]).cumsum(0)
         return cls(ends.to(device=device, dtype=torch.int32), max(lengths))
 
-    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+    ) -> Tensor:
         if self._plan is None and not q_THD.is_cuda:
             self._plan = make_varlen_plan(self.cu_seqlens)
         out = flash_attn_varlen(
@@ -62,7 +82,8 @@ class PackedContext:
             self.cu_seqlens,
             self.max_seqlen,
             self.max_seqlen,
-            softmax_scale=q_THD.shape[-1] ** -0.5,
+            softmax_scale=scale,
+            window=window,
             plan=self._plan,
             batch_invariant=self.batch_invariant,
         )
@@ -89,8 +110,25 @@ class SharedPrefixContext:
         self._plan = make_varlen_plan(cu_seqlens, prefix_of_S)
         self._backend = backend
 
-    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        return tree_attention(q_THD, k_TKD, v_TKD, self._plan, backend=self._backend)
+    def attend(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+    ) -> Tensor:
+        return tree_attention(
+            q_THD,
+            k_TKD,
+            v_TKD,
+            self._plan,
+            softmax_scale=scale,
+            window=window,
+            backend=self._backend,
+        )
 
 
 def packed_positions(lengths: Sequence[int]) -> Tensor:

@@ -76,6 +76,8 @@ class DecoderLayer(nn.Module):
         self.index = index
         self.eps = config.rms_norm_eps
         self.head_dim = config.head_dim
+        self.window: int | None = None
+        self.scale = config.head_dim**-0.5
         self.split = split
         self.q_width = config.num_heads * config.head_dim // split.size
         self.kv_width = config.num_kv_heads * config.head_dim // split.size
@@ -136,7 +138,9 @@ class DecoderLayer(nn.Module):
             q_THD, k_TKD = qk_norm_rope(q_THD, k_TKD, *norms, *rope, None, self.eps)
         else:
             q_THD, k_TKD = apply_rope(q_THD, k_TKD, *rope, None)
-        o_THD = context.attend(self.index, q_THD, k_TKD, v.view(kv_shape))
+        o_THD = context.attend(
+            self.index, q_THD, k_TKD, v.view(kv_shape), scale=self.scale, window=self.window
+        )
         return self.split.multiply_rows(self.out, o_THD.reshape(num_tokens, self.q_width))
 
     def _mark_slices(self, split: TensorSplit, mlp: int) -> None:

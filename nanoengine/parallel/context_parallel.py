@@ -8,7 +8,8 @@ a partial output and its log-sum-exp, and two partial outputs merge exactly,
 
 A sequence is cut into 2·cp runs and rank r takes runs r and 2·cp - 1 - r: one early, cheap one and
 one late, expensive one, so causal attention costs every rank the same. Two runs of a sequence are
-equal (causal mask), or one lies wholly before the other (no mask) or after (nothing to do).
+equal (causal mask), or one lies wholly before the other (no mask) or after (nothing to do). With a
+window a run of keys meets only the queries that see any of it.
 Backward the keys make the same journey and their gradients go with them, arriving at home after
 cp hops; gradients travel in fp32.
 
@@ -77,23 +78,37 @@ class ContextSplit:
         out: Tensor = _GatherTokens.apply(values_N, self)
         return out
 
-    def attend(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q_NHD: Tensor,
+        k_NKD: Tensor,
+        v_NKD: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+    ) -> Tensor:
         """An AttentionContext."""
-        out: Tensor = _RingAttention.apply(q_NHD, k_NKD, v_NKD, self)
+        scale = q_NHD.shape[-1] ** -0.5 if scale is None else scale
+        out: Tensor = _RingAttention.apply(q_NHD, k_NKD, v_NKD, self, scale, window)
         return out
 
-    def meetings(self, source: int) -> Iterator[tuple[slice, slice, int | None]]:
-        """(rows of queries, rows of rank `source`'s keys, offset of the first query among the keys
-        where the mask is causal)."""
+    def meetings(
+        self, source: int, window: int | None
+    ) -> Iterator[tuple[slice, slice, int | None]]:
+        """(rows of queries, rows of rank `source`'s keys, offset of the first query from the first
+        key where there is a mask). Every query sees at least one of the keys."""
         for own in self.runs[self.rank]:
             for other in self.runs[source]:
                 is_same = other.lo == own.lo
                 if own.sequence != other.sequence or (other.lo > own.lo and not is_same):
                     continue
-                for lo in range(0, own.hi - own.lo, QUERY_BLOCK):
-                    hi = min(lo + QUERY_BLOCK, own.hi - own.lo)
-                    queries = slice(own.begin + lo, own.begin + hi)
-                    yield queries, other.rows, lo if is_same else None
+                end = own.hi if window is None else min(own.hi, other.hi + window - 1)
+                for lo in range(own.lo, end, QUERY_BLOCK):
+                    hi = min(lo + QUERY_BLOCK, end)
+                    queries = slice(own.begin + lo - own.lo, own.begin + hi - own.lo)
+                    is_masked = is_same or window is not None
+                    yield queries, other.rows, lo - other.lo if is_masked else None
 
 
 def _runs_of(bounds: list[int], num_ranks: int, rank: int) -> list[TokenRun]:
@@ -110,13 +125,21 @@ def _runs_of(bounds: list[int], num_ranks: int, rank: int) -> list[TokenRun]:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, split: ContextSplit) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        split: ContextSplit,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros(q.shape, dtype=wide, device=q.device)
         lse = torch.full(q.shape[:2], -math.inf, dtype=wide, device=q.device)
         for source, kv in _round_the_ring(torch.stack([k, v]), split):
-            for queries, keys, offset in split.meetings(source):
-                s = _scores(q[queries], kv[0, keys], offset)
+            for queries, keys, offset in split.meetings(source, window):
+                s = _scores(q[queries], kv[0, keys], scale, offset, window)
                 part_lse = s.logsumexp(-1)  # [Q, H]
                 part = _weigh((s - part_lse.unsqueeze(-1)).exp_(), kv[1, keys])
                 total = torch.logaddexp(lse[queries], part_lse)
@@ -125,14 +148,14 @@ class _RingAttention(torch.autograd.Function):
                 lse[queries] = total
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, result, lse)
-        ctx.split = split
+        ctx.split, ctx.scale, ctx.window = split, scale, window
         return result
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         split: ContextSplit = ctx.split
-        wide, scale = lse.dtype, q.shape[-1] ** -0.5
+        wide, scale, window = lse.dtype, ctx.scale, ctx.window
         dq = torch.zeros(q.shape, dtype=wide, device=q.device)
         delta = (do.to(wide) * out).sum(-1)  # [N, H]
         home = torch.zeros(2, *k.shape, dtype=wide, device=k.device)
@@ -140,8 +163,8 @@ class _RingAttention(torch.autograd.Function):
         for source, kv in _round_the_ring(torch.stack([k, v]), split):
             if source != split.rank:
                 dkv = _pass_on(dkv, source, split)
-            for queries, keys, offset in split.meetings(source):
-                s = _scores(q[queries], kv[0, keys], offset)
+            for queries, keys, offset in split.meetings(source, window):
+                s = _scores(q[queries], kv[0, keys], scale, offset, window)
                 p = (s - lse[queries].unsqueeze(-1)).exp_()
                 do_q = do[queries].to(wide)
                 dkv[1, keys] += _into_keys(p, do_q, kv.shape[2])
@@ -149,7 +172,7 @@ class _RingAttention(torch.autograd.Function):
                 dq[queries] += _weigh(ds, kv[0, keys])
                 dkv[0, keys] += _into_keys(ds, q[queries].to(wide), kv.shape[2])
         dk, dv = _pass_on(dkv, split.rank, split)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
 def _round_the_ring(kv: Tensor, split: ContextSplit) -> Iterator[tuple[int, Tensor]]:
@@ -179,12 +202,18 @@ def _pass_on(dkv: Tensor, source: int, split: ContextSplit) -> Tensor:
     return coming
 
 
-def _scores(q_QHD: Tensor, k_LKD: Tensor, offset: int | None) -> Tensor:
-    """Scaled, masked scores [Q, H, L] in the wide dtype."""
-    s = _outer(q_QHD, k_LKD).mul_(q_QHD.shape[-1] ** -0.5)
+def _scores(
+    q_QHD: Tensor, k_LKD: Tensor, scale: float, offset: int | None, window: int | None
+) -> Tensor:
+    """Scaled, masked scores [Q, H, L] in the wide dtype; see `meetings` for `offset`."""
+    s = _outer(q_QHD, k_LKD).mul_(scale)
     if offset is not None:
         rows = torch.arange(offset, offset + s.shape[0], device=s.device).view(-1, 1, 1)
-        s.masked_fill_(torch.arange(s.shape[2], device=s.device) > rows, -math.inf)
+        keys = torch.arange(s.shape[2], device=s.device)
+        hidden = keys > rows
+        if window is not None:
+            hidden |= keys <= rows - window
+        s.masked_fill_(hidden, -math.inf)
     return s
 
 

@@ -25,7 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import linear, linear_topk, pack_weight
-from kernels.linear import accumulate_weight_grad, linear_rows, matmul_rows, weight_grad
+from kernels.linear import (
+    accumulate_weight_grad,
+    add_weight_grad,
+    linear_rows,
+    matmul_rows,
+    pack_columns,
+)
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.linear import OutputHead, PackedLinear, Slice, embed
 from nanoengine.parallel.mesh import Mesh
@@ -284,6 +290,7 @@ class _Logprob(torch.autograd.Function):
         head = weight_VE.to(dtype)
         dhidden = torch.zeros_like(hidden_TE)
         dweight = torch.zeros(weight_VE.shape, dtype=lse_T.dtype, device=lse_T.device)
+        columns = pack_columns(head)
         for rows in _chunks(hidden_TE, weight_VE):
             h = hidden_TE[rows].to(dtype)
             logp = linear_rows(h, head, None, ctx.packed).to(lse_T.dtype) / temperature
@@ -296,8 +303,8 @@ class _Logprob(torch.autograd.Function):
                 dz -= logp.exp_().mul_(dlogp_TM[rows].sum(1, keepdim=True))
                 _add_at_own(dz, ids_TM[rows], first, dlogp_TM[rows])
             dlogits = dz.div_(temperature).to(dtype)
-            dhidden[rows] = matmul_rows(dlogits, head).to(dhidden.dtype)
-            dweight += weight_grad(dlogits, h)
+            dhidden[rows] = matmul_rows(dlogits, head, columns).to(dhidden.dtype)
+            add_weight_grad(dweight, dlogits, h)
         return dhidden, accumulate_weight_grad(weight_VE, dweight), None, None, None
 
 

@@ -8,6 +8,7 @@
 
 #include "decoder.h"
 #include "logits.h"
+#include "product.h"
 
 struct Random {  // PCG's multiplier; the same numbers everywhere
   uint64_t state;
@@ -102,8 +103,50 @@ void test_linear(int64_t inputs, int64_t outputs) {
   add_to_digest(alone);
 }
 
+// dx = dy . weight and dw += dy^T . x.
 template <class T>
-void test_attention(int64_t D, int64_t group) {
+void test_products(int64_t rows, int64_t inputs, int64_t outputs) {
+  const auto x = numbers<T>(rows * inputs, 40), dy = numbers<T>(rows * outputs, 41);
+  const auto weight = numbers<T>(inputs * outputs, 42);
+  const int64_t panels = ceil_of(inputs, PANEL), words = ceil_of(outputs, PER_PACKED_WORD<T>);
+  std::vector<float> packed(panels * words * PANEL);
+  pack_columns(packed.data(), weight.data(), outputs, inputs, inputs, 2);
+  std::vector<T> dx(rows * inputs);
+  linear(dx.data(), dy.data(), packed.data(), (const T*)nullptr, rows, outputs, inputs, outputs, 3);
+  for (int64_t r = 0; r < rows; r += 37)
+    for (int64_t i = 0; i < inputs; i++) {
+      double exact = 0, size = 0;
+      for (int64_t o = 0; o < outputs; o++) {
+        double product = wide(dy[r * outputs + o]) * wide(weight[o * inputs + i]);
+        exact += product, size += std::abs(product);
+      }
+      check(is_near(dx[r * inputs + i], exact, size), "dx is fp64's", name<T>(), r, i);
+    }
+  const auto before = numbers<float>(inputs * outputs, 43);
+  auto dw = before;
+  add_product(dw.data(), dy.data(), x.data(), rows, outputs, inputs, outputs, inputs, inputs, 1);
+  for (int64_t o = 0; o < outputs; o += 7)
+    for (int64_t i = 0; i < inputs; i++) {
+      double exact = before[o * inputs + i], size = std::abs(exact);
+      for (int64_t r = 0; r < rows; r++) {
+        double product = wide(dy[r * outputs + o]) * wide(x[r * inputs + i]);
+        exact += product, size += std::abs(product);
+      }
+      check(is_near<float>(dw[o * inputs + i], exact, size), "dw is fp64's", name<T>(), o, i);
+    }
+  for (int64_t threads : {2, 5}) {
+    auto again = before;
+    add_product(again.data(), dy.data(), x.data(), rows, outputs, inputs, outputs, inputs, inputs,
+                threads);
+    check(is_same(again.data(), dw.data(), (int64_t)dw.size()), "dw has the same bits on any threads",
+          name<T>(), rows, threads);
+  }
+  add_to_digest(dx);
+  add_to_digest(dw);
+}
+
+template <class T>
+void test_attention(int64_t D, int64_t group, int64_t window) {
   const int64_t tokens = 139, kv = 2, heads = kv * group;
   const auto q = numbers<T>(tokens * heads * D, 4), k = numbers<T>(tokens * kv * D, 5);
   const auto v = numbers<T>(tokens * kv * D, 6);
@@ -112,7 +155,7 @@ void test_attention(int64_t D, int64_t group) {
   std::vector<T> o(tokens * heads * D), whole(tokens * heads * D);
   const float scale = 0.125f;
   Problem<T> problem{o.data(), q.data(), k.data(), v.data(), rows.data(), kv, group, D, heads * D,
-                     kv * D, kv * D, D, D, scale};
+                     kv * D, kv * D, D, D, scale, window};
   auto attend_by = [&](int32_t queries, int64_t threads) {
     std::vector<Tile> tiles;
     for (int32_t t = 0; t < tokens; t += queries) {
@@ -133,13 +176,14 @@ void test_attention(int64_t D, int64_t group) {
     for (int64_t h = 0; h < heads; h++) {
       std::vector<double> p(t + 1), exact(D);
       double sum = 0;
-      for (int64_t j = 0; j <= t; j++) {
+      const int64_t first = window ? std::max<int64_t>(0, t + 1 - window) : 0;
+      for (int64_t j = first; j <= t; j++) {
         for (int64_t d = 0; d < D; d++)
           p[j] += wide(q[(t * heads + h) * D + d]) * wide(k[(rows[j] * kv + h / group) * D + d]);
         sum += p[j] = std::exp(p[j] * scale);
       }
       for (int64_t d = 0; d < D; d++) {
-        for (int64_t j = 0; j <= t; j++)
+        for (int64_t j = first; j <= t; j++)
           exact[d] += p[j] / sum * wide(v[(rows[j] * kv + h / group) * D + d]);
         check(is_near(whole[(t * heads + h) * D + d], exact[d], 2), "attention is fp64's", name<T>(),
               t, d);
@@ -151,7 +195,7 @@ void test_attention(int64_t D, int64_t group) {
 // number of vectors, so that the last part of each is met as well.
 template <class T>
 void test_decoder() {
-  const int64_t E = 52, H = 6, K = 2, D = 20, F = 74, tokens = 19, num_layers = 2;
+  const int64_t E = 52, H = 6, K = 2, D = 20, F = 74, tokens = 19, num_layers = 2, windows[] = {0, 6};
   const int64_t width = (H + 2 * K) * D;
   std::vector<std::vector<T>> held;
   std::vector<std::vector<float>> matrices;
@@ -181,8 +225,8 @@ void test_decoder() {
                  1};
     Buffers<T> none{};
     std::vector<T> scratch(none.lay_out(sizes));
-    decode(&x[first * E], layers.data(), num_layers, last_norm, sizes, step, scratch.data(), 1e-5f,
-           0.25f, threads);
+    decode(&x[first * E], layers.data(), windows, num_layers, last_norm, sizes, step, scratch.data(),
+           1e-5f, 0.25f, threads);
   };
   const auto embedded = numbers<T>(tokens * E, 9);
   auto whole = embedded, apart = embedded;
@@ -271,8 +315,11 @@ template <class T>
 void test_all() {
   test_linear<T>(34, 97);
   test_linear<T>(146, 255);  // enough to be shared among threads
-  for (int64_t D : {64, 40, 7}) test_attention<T>(D, 3);
-  test_attention<T>(16, 1);
+  test_products<T>(70, 41, 98);
+  test_products<T>(1070, 61, 18);  // a second chunk of the sum
+  for (int64_t D : {64, 40, 7}) test_attention<T>(D, 3, 0);
+  test_attention<T>(16, 1, 0);
+  for (int64_t window : {1, 33, 90}) test_attention<T>(40, 2, window);
   test_decoder<T>();
   test_rows<T>();
 }

@@ -30,15 +30,17 @@ def make_caches(num_blocks, scales):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.125, 4.0)])
-def test_attention_over_fp8_equals_attention_over_its_values(dtype, scales):
+@pytest.mark.parametrize(
+    ("scales", "window"), [((1.0, 1.0), None), ((0.125, 4.0), None), ((0.125, 4.0), 19)]
+)
+def test_attention_over_fp8_equals_attention_over_its_values(dtype, scales, window):
     scale_tensors = [torch.tensor(s) for s in scales]
     low, tables = make_caches(40, scale_tensors)
     wide = [(c.float() * s).to(dtype) for c, s in zip(low, scales, strict=True)]
     q = torch.randn(sum(COUNTS), 4, 8).to(dtype)
     starts = [0, *torch.tensor(COUNTS).cumsum(0).tolist()]
     step = (starts, LENGTHS, tables)
-    limits = {"max_query_len": 20, "max_seq_len": 130}
+    limits = {"max_query_len": 20, "max_seq_len": 130, "window": window}
     plan = make_paged_plan(*step, cache=low[0], num_heads=4, dtype=dtype)
     ours = paged_attention(
         q, *low, *step, **limits, k_scale=scale_tensors[0], v_scale=scale_tensors[1], plan=plan

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.linear import accumulate_weight_grad, add_wide, finish_weight_grads, weight_grad
+from kernels.linear import add_wide, finish_weight_grads, weight_grad
 from kernels.linear_logprob import _add_weight_gradient
 
 TOKENS, NUM_IN, NUM_OUT = 6, 8, 10
@@ -40,7 +40,7 @@ def written_by(step):
 
 def test_a_linear_layers_gradient_is_added_in_fp32():
     def step(weight, dy, x):
-        assert accumulate_weight_grad(weight, weight_grad(dy, x)) is None
+        assert weight_grad(weight, dy, x) is None
 
     assert written_by(step) == {torch.float32}
 

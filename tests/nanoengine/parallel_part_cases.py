@@ -63,16 +63,22 @@ def _logprobs_over_the_vocabulary(
 
 
 def ring_attention(
-    rank: Rank, lengths: list[int], q: Tensor, k: Tensor, v: Tensor, do: Tensor
+    rank: Rank,
+    lengths: list[int],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    options: dict[str, Any],
 ) -> tuple[list[int], list[Tensor], dict[Any, Any]]:
-    """This rank's rows; its o, dq, dk, dv; the traffic."""
+    """This rank's rows; its o, dq, dk, dv; the traffic. `options` are those of `attend`."""
     mesh = rank.mesh(Layout(cp=rank.world))
     samples = [Sample(tokens=[0] * (n + 1), loss_mask=[0] * (n + 1)) for n in lengths]
     (micro,) = make_micro_batches(samples, sum(lengths))
     assert [b - a for a, b in pairwise(micro.cu_seqlens.tolist())] == lengths
     split = ContextSplit(micro, mesh)
     mine = [split.take(x).requires_grad_() for x in (q, k, v)]
-    o = split.attend(0, *mine)
+    o = split.attend(0, *mine, **options)
     o.backward(split.take(do))
     whole = split.gather(o[:, 0, 0].detach())
     assert torch.equal(split.take(whole), o[:, 0, 0])

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from parallel_cases import VOCAB, Case
 from pool import WorkerPool
 
-from kernels.attention import flash_attn_varlen_ref
 from nanoengine.engine import Engine, EngineConfig
 from nanoengine.model import hf
 from nanoengine.model.transformer import Transformer
@@ -63,17 +62,40 @@ def test_split_vocabulary_logp_entropy_and_gradients_are_those_of_torch(
     torch.testing.assert_close(dweight, w.grad, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_ring_attention_is_attention_over_packed_sequences(pool: WorkerPool, world: int) -> None:
-    # Runs of 275 (more than a block of queries) and 138 rows, and some shorter than the ranks.
+def masked_softmax(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int
+) -> torch.Tensor:
+    """One sequence: the query at p sees keys j with p - window < j <= p."""
+    group = q.shape[1] // k.shape[1]
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * scale
+    at = torch.arange(len(q))
+    seen = (at[:, None] - window < at) & (at <= at[:, None])
+    p = torch.softmax(scores.masked_fill(~seen, -math.inf), -1)
+    return torch.einsum("hqk,khd->qhd", p, v.repeat_interleave(group, 1))
+
+
+# Runs of 275 (more than a block of queries) and 138 rows, and some shorter than the ranks. Windows
+# end inside a run, just before, at and behind its first key, and reach over several.
+RING_CASES = [
+    *((2, w) for w in (None, 1, 5, 100, 274, 275, 276, 700, 5000)),
+    *((4, w) for w in (None, 1, 138, 139, 600)),
+]
+
+
+@pytest.mark.parametrize(("world", "window"), RING_CASES)
+def test_ring_attention_is_attention_over_packed_sequences(
+    pool: WorkerPool, world: int, window: int | None
+) -> None:
     lengths = [1100, 37, 8, 3, 1]
     total, heads, kv_heads, width = sum(lengths), 4, 2, 8
     q, do = normal(total, heads, width), normal(total, heads, width, seed=3)
     k, v = normal(total, kv_heads, width, seed=1), normal(total, kv_heads, width, seed=2)
-    results = pool.run(world, parallel_part_cases.ring_attention, lengths, q, k, v, do)
+    options = {} if window is None else {"window": window, "scale": 0.3}
+    results = pool.run(world, parallel_part_cases.ring_attention, lengths, q, k, v, do, options)
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    o, _ = flash_attn_varlen_ref(*inputs, bounds, bounds, width**-0.5)
+    parts = zip(*(x.split(lengths) for x in inputs), strict=True)
+    mask = options.get("scale", width**-0.5), int(options.get("window", total))
+    o = torch.cat([masked_softmax(*part, *mask) for part in parts])
     o.backward(do)
     true = [o.detach(), *(x.grad for x in inputs)]
     found = [torch.full_like(x, float("nan")) for x in true if x is not None]

@@ -139,6 +139,25 @@ def test_rollout_logps_equal_the_training_forward_pass_bit_for_bit(model: Transf
         assert [o.logps for o in outputs] == trained
 
 
+def set_windows(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers with a window, some within a prompt, beside layers without; and another scale."""
+    for i, layer in enumerate(model.layers):
+        monkeypatch.setattr(layer, "window", (20, None, 3)[i % 3])
+        monkeypatch.setattr(layer, "scale", 0.3)
+
+
+def test_rollout_logps_of_layers_with_windows_equal_the_training_forward_pass(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each = [SamplingParams(max_tokens=30, seed=i, ignore_eos=True) for i in range(10)]
+    without = trainer_logps(model, prompts(), make(model).generate(prompts(), each), 1.0)
+    set_windows(model, monkeypatch)
+    outputs = make(model, max_batch_tokens=48).generate(prompts(), each)
+    trained = trainer_logps(model, prompts(), outputs, 1.0)
+    assert [o.logps for o in outputs] == trained != without
+    assert_same(make(model, block_size=4, num_blocks=600).generate(prompts(), each), outputs)
+
+
 def test_a_multi_turn_rollout_from_the_cache_has_the_trainers_logps(model: Transformer) -> None:
     engine = make(model)
     contexts = [prompts()[6]] * 4

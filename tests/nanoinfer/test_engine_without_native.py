@@ -36,5 +36,13 @@ def test_rollout_logps_equal_the_training_forward_pass(
         torch.set_num_threads(1)
 
 
+def test_rollout_logps_of_layers_with_windows_equal_the_training_forward_pass(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exactness.test_rollout_logps_of_layers_with_windows_equal_the_training_forward_pass(
+        model, monkeypatch
+    )
+
+
 def test_a_multi_turn_rollout_has_the_trainers_logps(model: Transformer) -> None:
     exactness.test_a_multi_turn_rollout_from_the_cache_has_the_trainers_logps(model)

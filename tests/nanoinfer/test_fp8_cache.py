@@ -121,14 +121,31 @@ def test_log_probs_move_but_stay_near_the_trainers(folder: Path, dtype: torch.dt
     assert gap.max() < 1.0
 
 
+def test_calibration_measures_the_model_with_its_windows_and_scale(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, seen = load_model(folder), []
+    for layer in model.layers:
+        layer.window, layer.scale = layer.index or None, 0.3
+    attend = PackedContext.attend
+
+    def spy(self, layer, q, k, v, **options):  # type: ignore[no-untyped-def]
+        seen.append(options)
+        return attend(self, layer, q, k, v, **options)
+
+    monkeypatch.setattr(PackedContext, "attend", spy)
+    calibrated_scales(model, CALIBRATION)
+    assert seen == [{"scale": 0.3, "window": window} for window in (None, 1, 2)]
+
+
 def test_scales_are_the_powers_of_two_that_leave_room_for_four_times_the_text(folder: Path) -> None:
     model = load_model(folder)
     largest = torch.zeros(3, 2)
 
     class Spy(PackedContext):
-        def attend(self, layer, q, k, v):  # type: ignore[no-untyped-def]
+        def attend(self, layer, q, k, v, **options):  # type: ignore[no-untyped-def]
             largest[layer] = torch.stack([k.abs().max(), v.abs().max()])
-            return super().attend(layer, q, k, v)
+            return super().attend(layer, q, k, v, **options)
 
     with torch.no_grad():
         cu_seqlens = torch.tensor([0, 48], dtype=torch.int32)

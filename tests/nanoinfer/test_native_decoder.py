@@ -10,6 +10,7 @@ from tiny_models import save_reference
 from kernels.kv_cache import cache_rows
 from kernels.paged_attention import make_paged_plan
 from nanoengine.model.hf import export_state, load_model
+from nanoengine.model.layers import DecoderLayer
 from nanoengine.model.transformer import Transformer
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
@@ -52,6 +53,14 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
+def set_windows(model: Transformer, windows: tuple[int | None, ...]) -> None:
+    for i, layer in enumerate(model.layers):
+        assert isinstance(layer, DecoderLayer)
+        layer.window = windows[i % len(windows)]
+        if windows != (None,):
+            layer.scale = 0.3
+
+
 def make_cache(model: Transformer, dtype: torch.dtype | None = None) -> KVCache:
     dtype = model.dtype if dtype is None else dtype
     return KVCache(model.config, CacheLayout(num_blocks=30, block_size=16, dtype=dtype))
@@ -74,10 +83,13 @@ def steps() -> Iterator[tuple[list[int], list[int], torch.Tensor, torch.Tensor, 
         yield starts, lens, tables, torch.tensor(slots), torch.tensor(positions)
 
 
+@pytest.mark.parametrize("windows", [(None,), (5, None, 1), (17, 2, 33, 1000)], ids=str)
 @torch.inference_mode()
 def test_hidden_states_and_cache_have_the_bits_of_the_models_own_pass(
-    model: Transformer, threads: int
+    model: Transformer, threads: int, windows: tuple[int | None, ...]
 ) -> None:
+    """Each layer with a window of its own, and all with a scale, which make another model."""
+    set_windows(model, windows)
     plain, fused = make_cache(model), make_cache(model)
     decoder = make_decoder(model, fused)
     assert decoder is not None
@@ -139,6 +151,11 @@ def test_what_the_layers_in_cpp_lack_runs_op_by_op(tmp_path: Path) -> None:
     fp8 = KVCache(dense.config, layout)
     assert make_decoder(dense, fp8) is None
     assert make_decoder(load(DENSE[0], tmp_path / "wide", torch.float64), make_cache(dense)) is None
+    assert make_decoder(dense, make_cache(dense)) is not None
+    first = dense.layers[0]
+    assert isinstance(first, DecoderLayer)
+    first.scale *= 2  # the call has one scale for all layers
+    assert make_decoder(dense, make_cache(dense)) is None
 
 
 def test_a_populated_cache_reads_zero_and_gives_the_same_bits(tmp_path: Path) -> None:

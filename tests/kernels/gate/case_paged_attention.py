@@ -28,20 +28,29 @@ def query(num_tokens: int, shape: tuple[int, int, int], dtype: torch.dtype) -> t
     return torch.empty(num_tokens, shape[0], shape[2], dtype=dtype)
 
 
-def attend(shape: tuple[int, int, int], block_size: int, dtype: torch.dtype) -> None:
+def attend(
+    shape: tuple[int, int, int], block_size: int, dtype: torch.dtype, window: int | None = None
+) -> None:
     q = query(2048, shape, dtype)
     starts, lens, tables = step_indices(17)
     paged_attention(
         q, query_start_loc=starts, seq_lens=lens, block_tables=tables, max_query_len=512,
-        max_seq_len=4096, **make_caches(shape, block_size, dtype), backend="triton",
+        max_seq_len=4096, window=window, **make_caches(shape, block_size, dtype),
+        backend="triton",
     )  # fmt: skip
 
 
-def decode(shape: tuple[int, int, int], num_seqs: int, block_size: int, dtype: torch.dtype) -> None:
+def decode(
+    shape: tuple[int, int, int],
+    num_seqs: int,
+    block_size: int,
+    dtype: torch.dtype,
+    window: int | None = None,
+) -> None:
     q = query(num_seqs, shape, dtype)
     _, lens, tables = step_indices(num_seqs)
     paged_attention_decode(
-        q, seq_lens=lens, block_tables=tables, max_seq_len=4096,
+        q, seq_lens=lens, block_tables=tables, max_seq_len=4096, window=window,
         **make_caches(shape, block_size, dtype), backend="triton",
     )  # fmt: skip
 
@@ -86,6 +95,20 @@ def cases() -> Iterator[GateCase]:
         yield GateCase(
             f"paged_decode-{name}-split",
             lambda s=shape, d=dtype: decode(s, 4, 16, d),
+            need=memory,
+            need_of=merge,
+        )
+    for name, shape in ATTENTION_SHAPES.items():
+        is_fp32 = name.startswith("fp32")
+        dtype = torch.float32 if is_fp32 else torch.bfloat16
+        yield GateCase(
+            f"paged_prefill-window-{name}",
+            lambda s=shape, d=dtype: attend(s, 16, d, 1024),
+            need=memory if is_fp32 else ("wgmma", "ld128"),
+        )
+        yield GateCase(
+            f"paged_decode-window-{name}-split",
+            lambda s=shape, d=dtype: decode(s, 4, 16, d, 1024),
             need=memory,
             need_of=merge,
         )

@@ -78,37 +78,42 @@ def make_step(heads, dtype, counts, lengths, block):
     return q, *caches, bounds(counts), torch.tensor(lengths).int().cuda(), tables.cuda()
 
 
-def definition(step, kind):
+def definition(step, kind, window=None):
     q, k, v, starts, lens, tables = step
     wide = [x.to(kind) for x in (q, k, v)]
-    return paged_attention_ref(*wide, starts, lens, tables.long(), q.shape[2] ** -0.5)
+    options = {"softmax_scale": q.shape[2] ** -0.5, "window": window}
+    return paged_attention_ref(*wide, starts, lens, tables.long(), **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("block", [16, 32])
 @pytest.mark.parametrize("heads", HEADS)
-def test_paged_attention_of_a_mixed_step(heads, block, dtype):
+@pytest.mark.parametrize("window", [None, 5, 300])
+def test_paged_attention_of_a_mixed_step(heads, block, dtype, window):
     torch.manual_seed(0)
     step = make_step(heads, dtype, [1, 1, 700, 1, 33, 512], [1, 4000, 700, 65, 900, 513], block)
-    ours = paged_attention(*step, max_query_len=700, max_seq_len=4000, debug=True)
-    exact, naive = definition(step, torch.float64), definition(step, dtype)
+    limits = {"max_query_len": 700, "max_seq_len": 4000}
+    ours = paged_attention(*step, **limits, window=window, debug=True)
+    exact, naive = (definition(step, kind, window) for kind in (torch.float64, dtype))
     assert_as_good_as_plain_torch([ours], [naive], [exact])
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_decode_is_right_and_with_a_split_size_independent_of_the_batch(heads):
+@pytest.mark.parametrize("window", [None, 5, 1500])
+def test_decode_is_right_and_with_a_split_size_independent_of_the_batch(heads, window):
     torch.manual_seed(0)
     lengths = [1, 17, 4000, 1024, 333, 2049]
     step = make_step(heads, torch.bfloat16, [1] * 6, lengths, 16)
     q, k, v, _, lens, tables = step
-    exact, naive = definition(step, torch.float64), definition(step, torch.bfloat16)
+    exact, naive = (definition(step, kind, window) for kind in (torch.float64, torch.bfloat16))
     for options in ({}, {"num_splits": 7}, {"split_size": 512}):
-        ours = paged_attention_decode(q, k, v, tables, lens, max_seq_len=4000, **options)
+        options |= {"max_seq_len": 4000, "window": window}
+        ours = paged_attention_decode(q, k, v, tables, lens, **options)
         assert_as_good_as_plain_torch([ours], [naive], [exact])
     for i in range(6):
         alone = paged_attention_decode(
             q[i : i + 1], k, v, tables[i : i + 1], lens[i : i + 1], max_seq_len=lengths[i],
-            split_size=512,
+            split_size=512, window=window,
         )  # fmt: skip
         assert torch.equal(alone[0], ours[i])
 

@@ -89,6 +89,7 @@ TABLE = {
     "linear_logprob": lambda: {
         "hidden_TD": fl(3, 8), "weight_VD": fl(20, 8), "token_ids_T": ints(1, 2, 19)
     },
+    "linear_topk": lambda: {"hidden_TD": fl(3, 8), "weight_VD": fl(20, 8), "k": 2},
     "gae": lambda: {
         "rewards_T": fl(5), "values_T": fl(5), "cu_seqlens": ints(0, 2, 5), "gamma": 0.9,
         "lam": 0.9, "mask_T": torch.ones(5, dtype=torch.bool),
@@ -121,6 +122,7 @@ TABLE = {
 LAST_DIM = {("rms_norm", "x"), ("linear", "x"), ("flash_attn_varlen", "q_THD")}
 LAST_DIM |= {("tree_attention", "q_THD")}
 LAST_DIM |= {("swiglu", "gate_up_T2F"), ("linear_logprob", "weight_VD")}
+LAST_DIM |= {("linear_topk", "hidden_TD"), ("linear_topk", "weight_VD")}
 LAST_DIM |= {("fused_moe", "w13_E2FH")}
 DEVICE_OF_X = {"cu_seqlens_q", "cu_seqlens_k", "query_start_loc", "seq_lens", "block_tables"}
 FREE = {

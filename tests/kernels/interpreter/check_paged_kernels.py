@@ -42,14 +42,17 @@ def make_step(heads, dtype, counts, lengths=LENGTHS, block=16, seed=0):
     return q, *caches, bounds(counts), torch.tensor(lengths, dtype=torch.int32), tables
 
 
-def definition(step, kind):
+def definition(step, kind, window=None):
     q, k, v, starts, lens, tables = step
     wide = [x.to(kind) for x in (q, k, v)]
-    return paged_attention_ref(*wide, starts, lens, tables.long(), q.shape[2] ** -0.5).double()
+    found = paged_attention_ref(
+        *wide, starts, lens, tables.long(), q.shape[2] ** -0.5, window=window
+    )
+    return found.double()
 
 
-def assert_as_good_as_plain_torch(ours, step):
-    exact, plain = definition(step, torch.float64), definition(step, step[0].dtype)
+def assert_as_good_as_plain_torch(ours, step, window=None):
+    exact, plain = (definition(step, kind, window) for kind in (torch.float64, step[0].dtype))
     assert_as_close([ours], [plain.to(step[0].dtype)], [exact])
 
 
@@ -162,6 +165,51 @@ def test_a_sequence_divides_its_own_length_whatever_bound_the_host_knows():
     assert_as_good_as_plain_torch(decode(step, max_seq_len=100_000), step)
 
 
+@pytest.mark.parametrize(
+    ("window", "heads", "block", "dtype"),
+    [
+        (1, (2, 1, 64), 16, torch.float32),
+        (2, (4, 2, 64), 32, torch.bfloat16),
+        (50, (3, 1, 64), 16, torch.bfloat16),
+        (64, (7, 1, 80), 16, torch.float32),
+        (65, (2, 1, 64), 32, torch.float32),
+    ],
+)
+def test_a_window(window, heads, block, dtype):
+    """Short ones leave whole tiles that a query of a program does not see and its first one does;
+    and a decode begins in the middle of a context."""
+    step = make_step(heads, dtype, [1, 19, 100, 3], block=block)
+    ours = paged_attention(
+        *step, max_query_len=100, max_seq_len=130, window=window, backend="triton",
+        out=torch.full(step[0].shape, torch.nan).to(dtype),
+    )  # fmt: skip
+    assert_as_good_as_plain_torch(ours, step, window)
+    step = make_step(heads, dtype, [1, 1, 1, 1], block=block)
+    for options in ({"num_splits": 3}, {"split_size": 16}, {"max_seq_len": 100_000}):
+        assert_as_good_as_plain_torch(decode(step, window=window, **options), step, window)
+
+
+def test_a_window_as_long_as_the_context_is_none():
+    dtype = torch.bfloat16
+    step = make_step((2, 1, 64), dtype, [1, 19, 100, 3])
+    limits = {"max_query_len": 100, "max_seq_len": 130, "backend": "triton"}
+    open_ended = paged_attention(*step, **limits)
+    assert torch.equal(paged_attention(*step, **limits, window=130), open_ended)
+    assert not torch.equal(paged_attention(*step, **limits, window=129), open_ended)
+    step = make_step((2, 1, 64), dtype, [1, 1, 1, 1])
+    for options in ({"num_splits": 3}, {"split_size": 64}):
+        assert torch.equal(decode(step, window=130, **options), decode(step, **options))
+
+
+def test_what_no_window_holds_is_not_read():
+    """But for the tile in which the window begins."""
+    step = make_step((2, 1, 64), torch.float32, [1, 1, 1, 1])
+    before, tables = decode(step, window=2, num_splits=2), step[5]
+    for cache in step[1:3]:
+        cache[tables[2, :4].long()] = torch.nan  # keys 0..63 of 130
+    assert torch.equal(decode(step, window=2, num_splits=2), before)
+
+
 def test_a_cache_of_fp8_is_read_with_its_scales():
     step = make_step((4, 2, 64), torch.bfloat16, [1, 1, 3, 1])
     q, k, v, *rest = step
@@ -203,6 +251,8 @@ def test_bad_input_names_the_argument():
         "k_scale": lambda: paged_attention(q, k.to(FP8), v.to(FP8), starts, lens, tables, **limits),
         "seq_lens": lambda: decode((q[:3], k, v, None, lens, tables)),
         "split_size=0": lambda: decode(step, split_size=0),
+        "window=0": lambda: decode(step, window=0),
+        "window=-1": lambda: paged_attention(q, k, v, starts, lens, tables, **limits, window=-1),
         "give one": lambda: decode(step, split_size=64, num_splits=2),
         "out": lambda: paged_attention(q, k, v, starts, lens, tables, **limits, out=q.double()),
         "slot_mapping.1.=320": lambda: reshape_and_cache(

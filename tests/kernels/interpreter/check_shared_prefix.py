@@ -1,5 +1,7 @@
 """Shared prompts on the GPU's path, interpreted, against the definition over unshared sequences."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -17,13 +19,14 @@ def chain(segment):
     return above + list(range(BOUNDS[segment], BOUNDS[segment + 1]))
 
 
-def unshared(q, k, v):
+def unshared(q, k, v, window=None):
     """Each segment's queries over its own copy of all its keys."""
     outs = []
     for segment in range(len(PARENTS)):
         rows, own = chain(segment), range(BOUNDS[segment], BOUNDS[segment + 1])
         bounds = [0, len(own)], [0, len(rows)]
-        outs.append(flash_attn_varlen_ref(q[own], k[rows], v[rows], *bounds, 16**-0.5)[0])
+        alone = (q[own], k[rows], v[rows], *bounds)
+        outs.append(flash_attn_varlen_ref(*alone, 16**-0.5, window=window)[0])
     return torch.cat(outs)
 
 
@@ -34,16 +37,21 @@ def with_gradients(op, qkv, dtype):
     return [out, *torch.autograd.grad(out, leaves, torch.randn(out.shape).bfloat16().to(dtype))]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_output_and_gradients_are_those_of_unshared_sequences(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "window"),
+    [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, 3), (torch.float32, 30)],
+)
+def test_output_and_gradients_are_those_of_unshared_sequences(dtype, window):
     torch.manual_seed(0)
     qkv = [torch.randn(80, heads, 16).to(dtype) for heads in (4, 2, 2)]
 
     def ours(q, k, v):
-        return SharedPrefixContext(BOUNDS, PARENTS, backend="triton").attend(0, q, k, v)
+        context = SharedPrefixContext(BOUNDS, PARENTS, backend="triton")
+        return context.attend(0, q, k, v, window=window)
 
-    exact = with_gradients(unshared, qkv, torch.float64)
-    naive = with_gradients(unshared, qkv, dtype)
+    plain = partial(unshared, window=window)
+    exact = with_gradients(plain, qkv, torch.float64)
+    naive = with_gradients(plain, qkv, dtype)
     for name, a, n, e in zip("oqkv", with_gradients(ours, qkv, dtype), naive, exact, strict=True):
         assert (a - e).norm() <= 2 * (n - e).norm(), name
 
