@@ -17,7 +17,7 @@ Left out: fairness between users, deadlines.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -157,8 +157,8 @@ class BatchScheduler:
 
     def _admit(self, step: Step) -> None:
         budget = self.max_batch_tokens - step.num_tokens
-        admitted: list[Sequence] = []
-        for seq in self.waiting:
+        admitted: list[int] = []  # places in the queue
+        for place, seq in enumerate(self.waiting):
             if budget == 0 or not self._free_rows:
                 break
             if self._is_deferred(seq):
@@ -174,9 +174,9 @@ class BatchScheduler:
             self._start(seq, match, num_cached + num_new, step)
             step.add(seq, num_new)
             budget -= num_new
-            admitted.append(seq)
-        if admitted:
-            self.waiting = [s for s in self.waiting if s.row < 0]
+            admitted.append(place)
+        for place in reversed(admitted):  # the queue may be long, and these are its first
+            del self.waiting[place]
 
     def _draft(self, step: Step) -> None:
         """Lengthen decodes by guesses."""
@@ -249,7 +249,7 @@ class BatchScheduler:
         if seq.row >= 0:
             self._stop(seq)
         else:
-            self.waiting.remove(seq)
+            del self.waiting[bisect_left(self.waiting, seq.rank, key=_by_rank)]
 
     def restart_all(self) -> None:
         """Send every running sequence back to the queue (the weights changed, or a step failed)."""

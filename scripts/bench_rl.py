@@ -72,7 +72,9 @@ PEER_OF = {
 # -- our side, in a process of its own -----------------------------------------------------------
 
 
-def run_step(folder: str, dtype: str, threads: int) -> dict[str, Any]:
+def run_step(
+    folder: str, dtype: str, threads: int, group_size: int = workload.STEP_GROUP
+) -> dict[str, Any]:
     """Three GRPO steps as TRL does them; the first warms up."""
     import torch
 
@@ -95,7 +97,7 @@ def run_step(folder: str, dtype: str, threads: int) -> dict[str, Any]:
     parts: list[dict[str, float]] = []
     for step in range(3):
         begin = time.perf_counter()
-        ids = [prompt for prompt in prompts for _ in range(workload.STEP_GROUP)]
+        ids = [prompt for prompt in prompts for _ in range(group_size)]
         params = [
             SamplingParams(max_tokens=workload.STEP_COMPLETION, ignore_eos=True, seed=99 * step + i)
             for i in range(len(ids))
@@ -125,7 +127,7 @@ def make_groups(prompts: list[list[int]], outputs: list[Any]) -> list[list[Any]]
     """The rollouts of each prompt, scored as the peer scores them."""
     from nanorl.types import Rollout
 
-    size = workload.STEP_GROUP
+    size = len(outputs) // len(prompts)
     return [
         [
             Rollout(
@@ -162,23 +164,24 @@ WORKERS = {"rollouts": run_agent, "step": run_step, "rate": run_rate} | {
 # -- the comparison ------------------------------------------------------------------------------
 
 
-def step_bound(dtype: str, rates: roofline.Rates) -> float:
+def step_bound(dtype: str, rates: roofline.Rates, group_size: int = workload.STEP_GROUP) -> float:
     """The least seconds of a GRPO step: its rollouts, then forward and backward over them."""
     w, sampled = workload, workload.STEP_COMPLETION
     prompts = [len(text.split()) for text in w.step_prompts()]  # a word is at least a token
     generate_s = (
         sum(
-            roofline.group_rollouts(1, w.STEP_GROUP, prompt, 1, sampled, 0).flops()
+            roofline.group_rollouts(1, group_size, prompt, 1, sampled, 0).flops()
             for prompt in prompts
         )
         / rates["flops"]
     )
     own = [
-        w.STEP_GROUP * (roofline.causal_pairs(p + sampled) - roofline.causal_pairs(p))
+        group_size * (roofline.causal_pairs(p + sampled) - roofline.causal_pairs(p))
         for p in prompts
     ]
+    trained = len(prompts) * group_size * sampled
     pairs = sum(map(roofline.causal_pairs, prompts)) + sum(own)
-    train = roofline.training_flops(sum(prompts) + w.STEP_TOKENS, w.STEP_TOKENS, pairs)
+    train = roofline.training_flops(sum(prompts) + trained, trained, pairs)
     return generate_s + train / rates["flops"]
 
 
