@@ -17,7 +17,9 @@
 //
 // A tile is some queries of one sequence and all heads that share a key head: rows of queries by
 // keys. Scores of a tile stay in the processor's cache; weights, and their product with the values,
-// are fp32.
+// are fp32. Tiles whose sequences begin with the same keys (completions of one prompt) form a team:
+// those keys are laid out, and their values read, once for all of its rows. Each row still meets
+// its keys in its own order, so a team changes no bit.
 #pragma once
 
 #include <algorithm>
@@ -36,6 +38,8 @@ struct Tile {
   int32_t query, num_queries;
   int32_t num_keys;  // that the last query sees; the one before it sees one less
   int32_t first_key;  // in key_rows
+  int32_t team;    // tiles of the team that it leads, itself and those behind it; 0: it follows
+  int32_t shared;  // the first keys of a leader that its team has in common: whole LANES
 };
 
 template <class T>
@@ -92,11 +96,13 @@ void multiply_keys(float* s, int64_t s_stride, const float* q, int64_t num_words
     for (int b = 0; b < B; b++) store(s + r * s_stride + b * LANES, sum[r][b] * scale);
 }
 
-// sum[r] = over the keys in order, p[r][j] * v[j], for R rows and W vectors of head_dim.
+// out[r] += over the keys in order, p[r][j] * v[j], for R rows and W vectors of head_dim.
 template <int R, int W, class T>
 void multiply_values(float* out, int64_t out_stride, const float* p, int64_t p_stride, const T* v,
                      const int32_t* rows, int64_t num_keys, int64_t row_stride) {
-  Vec sum[R][W] = {};
+  Vec sum[R][W];
+  for (int r = 0; r < R; r++)
+    for (int w = 0; w < W; w++) sum[r][w] = load(out + r * out_stride + w * LANES);
   for (int64_t j = 0; j < num_keys; j++) {
     const T* row = v + rows[j] * row_stride;
     if (j + AHEAD < num_keys) ask_for(v + rows[j + AHEAD] * row_stride, W * LANES);
@@ -113,7 +119,7 @@ void multiply_values(float* out, int64_t out_stride, const float* p, int64_t p_s
 template <class T>
 void multiply_values_part(float* out, const float* p, const T* v, const int32_t* rows,
                           int64_t num_keys, int64_t row_stride, int64_t n) {
-  Vec sum = {};
+  Vec sum = load(out);
   for (int64_t j = 0; j < num_keys; j++)
     sum = fused(load_part(v + rows[j] * row_stride, n), splat(p[j]), sum);
   store(out, sum);
@@ -143,90 +149,151 @@ struct Scratch {
   std::vector<float> q, keys, scores, out, inverse;
 };
 
+// Sizes of a row in a Scratch, in floats.
+struct Widths {
+  int64_t words, out, scores;
+};
+
+// Scores of some rows and keys begin..end; begin is a multiple of LANES.
 template <class T>
-void attend_tile(const Problem<T>& x, const Tile& tile, int64_t kv, Scratch& scratch) {
-  const int64_t num_rows = tile.num_queries * x.group, D = x.head_dim;
-  const int64_t wide_D = (D + LANES - 1) / LANES * LANES;
-  // whole vectors of words; what is behind head_dim is zero
-  const int64_t num_words = (D + LANES * PER_WORD<T> - 1) / (LANES * PER_WORD<T>) * LANES;
-  const int64_t window = x.window ? x.window : tile.num_keys;
-  const int64_t first_seen = std::max<int64_t>(0, tile.num_keys - tile.num_queries + 1 - window);
-  const int64_t skipped = first_seen / LANES * LANES;  // from here on keys are counted from there
-  const int64_t unseen = first_seen - skipped, num_keys = tile.num_keys - skipped;
-  const int64_t padded = (num_keys + KEY_TILE - 1) / KEY_TILE * KEY_TILE;
-  const int32_t* rows = x.key_rows + tile.first_key + skipped;
-  scratch.q.assign(num_rows * num_words, 0.0f);
-  scratch.keys.resize(KEY_TILE * num_words);
-  scratch.scores.resize(num_rows * padded);
-  scratch.out.resize(num_rows * wide_D);
-  scratch.inverse.resize(num_rows);
-  float *q = scratch.q.data(), *keys = scratch.keys.data(), *s = scratch.scores.data();
-
-  for (int64_t i = 0; i < tile.num_queries; i++)
-    for (int64_t g = 0; g < x.group; g++)
-      copy_words(q + (i * x.group + g) * num_words,
-                 x.q + (tile.query + i) * x.q_stride + (kv * x.group + g) * D, D);
-
-  const T *k = x.k + kv * x.k_head, *v = x.v + kv * x.v_head;
-  for (int64_t lo = 0; lo < padded; lo += KEY_TILE) {
-    int64_t size = num_keys - lo < KEY_TILE ? num_keys - lo : KEY_TILE;
+void score_keys(float* s, const float* q, int64_t num_rows, const T* k, const int32_t* rows,
+                int64_t begin, int64_t end, const Problem<T>& x, Widths width, float* keys) {
+  const int64_t num_words = width.words;
+  for (int64_t lo = begin; lo < end; lo += KEY_TILE) {
+    int64_t size = end - lo < KEY_TILE ? end - lo : KEY_TILE;
     int64_t num_blocks = (size + LANES - 1) / LANES;
     for (int64_t b = 0; b < num_blocks; b++) {
-      int64_t first = lo + b * LANES, left = num_keys - first;
+      int64_t first = lo + b * LANES, left = end - first;
       int64_t n = left < LANES ? left : LANES;
       int64_t ahead = left - AHEAD < 0 ? 0 : left - AHEAD < LANES ? left - AHEAD : LANES;
-      transpose_keys(keys + b * LANES * num_words, k, rows + first, n, ahead, x.k_row, D);
+      transpose_keys(keys + b * LANES * num_words, k, rows + first, n, ahead, x.k_row, x.head_dim);
     }
     by_rows<SCORE_ROWS>(num_rows, [&](int64_t r, auto R) {
       constexpr int B = R <= FEW_ROWS ? 4 : 2;
-      float* to = s + r * padded + lo;
+      float* to = s + r * width.scores + lo;
       int64_t b = 0;
       for (; b + B <= num_blocks; b += B)
-        multiply_keys<R, B>(to + b * LANES, padded, q + r * num_words, num_words,
+        multiply_keys<R, B>(to + b * LANES, width.scores, q + r * num_words, num_words,
                             keys + b * LANES * num_words, x.scale, T());
       for (; b < num_blocks; b++)
-        multiply_keys<R, 1>(to + b * LANES, padded, q + r * num_words, num_words,
+        multiply_keys<R, 1>(to + b * LANES, width.scores, q + r * num_words, num_words,
                             keys + b * LANES * num_words, x.scale, T());
     });
   }
+}
 
-  for (int64_t r = 0; r < num_rows; r++) {
-    int64_t visible = num_keys - tile.num_queries + 1 + r / x.group;
-    int64_t first = std::max<int64_t>(0, visible - window);
-    scratch.inverse[r] = softmax_row(s + r * padded, first, visible, padded);
-  }
-
-  float* out = scratch.out.data();
-  const int32_t* value_rows = rows + unseen;
-  const int64_t num_values = num_keys - unseen;
+// The weighted values of keys begin..end, added to some rows of `out`.
+template <class T>
+void add_values(float* out, const float* p, int64_t num_rows, const T* v, const int32_t* rows,
+                int64_t begin, int64_t end, const Problem<T>& x, Widths width) {
+  const int64_t D = x.head_dim, stride = width.scores, num_keys = end - begin;
+  rows += begin, p += begin;
   by_rows<VALUE_ROWS>(num_rows, [&](int64_t r, auto R) {
-    const float* p = s + r * padded + unseen;
-    float* to = out + r * wide_D;
+    const float* weights = p + r * stride;
+    float* to = out + r * width.out;
     int64_t d = 0;
     for (; d + VALUE_VECS * LANES <= D; d += VALUE_VECS * LANES)
-      multiply_values<R, VALUE_VECS>(to + d, wide_D, p, padded, v + d, value_rows, num_values,
+      multiply_values<R, VALUE_VECS>(to + d, width.out, weights, stride, v + d, rows, num_keys,
                                      x.v_row);
     for (; d + LANES <= D; d += LANES)
-      multiply_values<R, 1>(to + d, wide_D, p, padded, v + d, value_rows, num_values, x.v_row);
+      multiply_values<R, 1>(to + d, width.out, weights, stride, v + d, rows, num_keys, x.v_row);
     for (int64_t i = 0; d < D && i < R; i++)
-      multiply_values_part(to + i * wide_D + d, p + i * padded, v + d, value_rows, num_values,
+      multiply_values_part(to + i * width.out + d, weights + i * stride, v + d, rows, num_keys,
                            x.v_row, D - d);
   });
+}
 
+// The keys of a tile that any of its queries sees, counted from `skipped`, whole LANES before.
+struct Seen {
+  int64_t skipped, first, num_keys, window;
+  const int32_t* rows;
+  Seen(const Tile& tile, const int32_t* key_rows, int64_t w) : window(w ? w : tile.num_keys) {
+    first = std::max<int64_t>(0, tile.num_keys - tile.num_queries + 1 - window);
+    skipped = first / LANES * LANES;
+    first -= skipped, num_keys = tile.num_keys - skipped;
+    rows = key_rows + tile.first_key + skipped;
+  }
+};
+
+// Calls f(query, head, row) for the rows of a tile: what they are of, and where in a Scratch.
+template <class F>
+void for_rows(const Tile& tile, int64_t group, int64_t first_row, F f) {
   for (int64_t i = 0; i < tile.num_queries; i++)
-    for (int64_t g = 0; g < x.group; g++) {
-      int64_t r = i * x.group + g;
-      T* to = x.o + ((tile.query + i) * x.num_kv * x.group + kv * x.group + g) * D;
-      for_runs(D, [&](int64_t d, int64_t n) {
-        store_run(to + d, load(out + r * wide_D + d) * scratch.inverse[r], n);
-      });
+    for (int64_t g = 0; g < group; g++) f(tile.query + i, g, first_row + i * group + g);
+}
+
+// `num_tiles` tiles that have their first `shared` keys in common, for one key head.
+template <class T>
+void attend_team(const Problem<T>& x, const Tile* tiles, int64_t num_tiles, int64_t shared,
+                 int64_t kv, Scratch& scratch) {
+  const int64_t D = x.head_dim;
+  int64_t num_rows = 0, most_keys = 0;
+  for (int64_t t = 0; t < num_tiles; t++) {
+    num_rows += tiles[t].num_queries * x.group;
+    most_keys = std::max(most_keys, Seen(tiles[t], x.key_rows, x.window).num_keys);
+  }
+  // whole vectors of words; what is behind head_dim is zero
+  const Widths width{(D + LANES * PER_WORD<T> - 1) / (LANES * PER_WORD<T>) * LANES,
+                     (D + LANES - 1) / LANES * LANES,
+                     (most_keys + KEY_TILE - 1) / KEY_TILE * KEY_TILE};
+  scratch.q.assign(num_rows * width.words, 0.0f);
+  scratch.out.assign(num_rows * width.out, 0.0f);
+  scratch.keys.resize(KEY_TILE * width.words);
+  scratch.scores.resize(num_rows * width.scores);
+  scratch.inverse.resize(num_rows);
+  float *q = scratch.q.data(), *s = scratch.scores.data(), *out = scratch.out.data();
+  const T *k = x.k + kv * x.k_head, *v = x.v + kv * x.v_head;
+  float* keys = scratch.keys.data();
+
+  auto for_tiles = [&](auto f) {  // f(tile, its keys, its first row, its rows)
+    int64_t row = 0;
+    for (int64_t t = 0; t < num_tiles; t++) {
+      const int64_t rows = tiles[t].num_queries * x.group;
+      f(tiles[t], Seen(tiles[t], x.key_rows, x.window), row, rows);
+      row += rows;
     }
+  };
+  for_tiles([&](const Tile& tile, const Seen&, int64_t first_row, int64_t) {
+    for_rows(tile, x.group, first_row, [&](int64_t query, int64_t g, int64_t r) {
+      copy_words(q + r * width.words, x.q + query * x.q_stride + (kv * x.group + g) * D, D);
+    });
+  });
+  const int32_t* common = x.key_rows + tiles[0].first_key;
+  score_keys(s, q, num_rows, k, common, 0, shared, x, width, keys);
+  for_tiles([&](const Tile& tile, const Seen& seen, int64_t first_row, int64_t rows) {
+    float* scores = s + first_row * width.scores;
+    score_keys(scores, q + first_row * width.words, rows, k, seen.rows, shared, seen.num_keys, x,
+               width, keys);
+    for (int64_t r = 0; r < rows; r++) {
+      int64_t visible = seen.num_keys - tile.num_queries + 1 + r / x.group;
+      int64_t first = std::max<int64_t>(0, visible - seen.window);
+      scratch.inverse[first_row + r] =
+          softmax_row(scores + r * width.scores, first, visible, width.scores);
+    }
+  });
+  add_values(out, s, num_rows, v, common, 0, shared, x, width);
+  for_tiles([&](const Tile& tile, const Seen& seen, int64_t first_row, int64_t rows) {
+    const int64_t first = std::max(shared, seen.first);
+    add_values(out + first_row * width.out, s + first_row * width.scores, rows, v, seen.rows, first,
+               seen.num_keys, x, width);
+    for_rows(tile, x.group, first_row, [&](int64_t query, int64_t g, int64_t r) {
+      T* to = x.o + (query * x.num_kv * x.group + kv * x.group + g) * D;
+      for_runs(D, [&](int64_t d, int64_t n) {
+        store_run(to + d, load(out + r * width.out + d) * scratch.inverse[r], n);
+      });
+    });
+  });
 }
 
 template <class T>
 void attend(const Problem<T>& x, const Tile* tiles, int64_t num_tiles, int64_t threads) {
   parallel_for_uneven(num_tiles * x.num_kv, threads, [&](int64_t i) {
     thread_local Scratch scratch;
-    attend_tile(x, tiles[i / x.num_kv], i % x.num_kv, scratch);
+    const Tile* tile = tiles + i / x.num_kv;
+    const int64_t kv = i % x.num_kv;
+    if (x.window)  // the first keys are those that are not seen
+      for (int64_t t = 0; t < tile->team; t++) attend_team(x, tile + t, 1, 0, kv, scratch);
+    else if (tile->team)
+      attend_team(x, tile, tile->team, tile->shared, kv, scratch);
   });
 }

@@ -137,10 +137,13 @@ void multiply_task(T* y, const Input<T>* x, const float* packed, const T* bias, 
   // multiplied the next one is on its way: shared out among the tiles of the first block of rows.
   const int64_t first_tiles = ceil_of(std::min(rows, cut.rows), TILE_ROWS);
   const int64_t ask = ceil_of(PANEL_LINES, first_tiles);
+  // Tiles of like height: 5 and 4 rows are quicker than 8 and a last one, whose few sums would wait
+  // for one another.
+  const int64_t height = ceil_of(end - row, ceil_of(end - row, TILE_ROWS));
   const bool has_next = cut.vecs == PANEL_VECS && row == 0 && column + PANEL < outputs;
   const float *ahead = panel + panel_size, *ahead_end = has_next ? ahead + panel_size : ahead;
-  for (int64_t r = row; r < end; r += TILE_ROWS) {
-    const int64_t num_rows = std::min<int64_t>(end - r, TILE_ROWS);
+  for (int64_t r = row; r < end; r += height) {
+    const int64_t num_rows = std::min(end - r, height);
     auto kernel = cut.vecs < PANEL_VECS
                       ? panel_kernel<TILE_ROWS, 1, 0, T>(num_rows)
                       : asking_kernel<PANEL_LINES, T>(num_rows, ahead < ahead_end ? ask : 0);

@@ -238,6 +238,9 @@ def _dense_last(x_RV: Tensor) -> Tensor:
 
 
 _TILE_ROWS = 24  # queries x heads of a group that meet the same keys
+_TEAM_ROWS = 48  # of tiles that begin with the same keys: their scores stay in a core's cache
+_WHOLE_LANES = 16  # keys that fill the vectors of any processor
+_WORTH_SHARING = 2 * _WHOLE_LANES  # keys
 
 
 @dataclass(frozen=True)
@@ -265,19 +268,27 @@ class QueryTiles:
     of them."""
 
     num_tokens: int
-    tiles: Tensor  # [tiles, 4] int32: first query, queries, keys the last one sees, first key row
+    tiles: Tensor  # [tiles, 6] int32: first query, queries, keys the last one sees, first key row;
+    # tiles of the team that it leads (0: it follows), keys that they have in common
     key_rows: Tensor  # int32, the rows of k and v, sequence by sequence
 
 
-def make_tiles(spans: Sequence[QuerySpan], key_rows: Tensor, group: int) -> QueryTiles:
-    """`group` is the number of heads that share a key head."""
+def make_tiles(
+    spans: Sequence[QuerySpan],
+    key_rows: Tensor,
+    group: int,
+    teams: Sequence[tuple[int, int]] | None = None,
+) -> QueryTiles:
+    """`group` is the number of heads that share a key head; `teams` says of each span of one query
+    how many it leads, itself included, and how many keys these have in common."""
     step = max(1, _TILE_ROWS // group)
+    teams = [(1, 0)] * len(spans) if teams is None else teams
     tiles = [
-        (piece.query, piece.num_queries, piece.num_keys, piece.first_key)
-        for span in spans
+        (piece.query, piece.num_queries, piece.num_keys, piece.first_key, *team)
+        for span, team in zip(spans, teams, strict=True)
         for piece in span.cut(step)
     ]
-    shaped = torch.tensor(tiles, dtype=torch.int32).view(-1, 4)
+    shaped = torch.tensor(tiles, dtype=torch.int32).view(-1, 6)
     return QueryTiles(sum(span.num_queries for span in spans), shaped, key_rows)
 
 
@@ -297,7 +308,33 @@ def paged_tiles(
     spans = [
         QuerySpan(lo, hi - lo, lens[i], i * length) for i, (lo, hi) in enumerate(pairwise(starts))
     ]
-    return make_tiles(spans, rows.to(torch.int32).flatten(), group)
+    # every thread has several teams to choose from, so that none is left with the last
+    tasks = len(spans) * cache.shape[2]
+    largest = min(_TEAM_ROWS // group, tasks // (4 * torch.get_num_threads()))
+    teams = _find_teams(spans, blocks_BN, block_size, largest)
+    return make_tiles(spans, rows.to(torch.int32).flatten(), group, teams)
+
+
+def _find_teams(
+    spans: Sequence[QuerySpan], blocks_BN: Tensor, block_size: int, largest: int
+) -> list[tuple[int, int]]:
+    """Teams of neighbours that decode and whose block tables begin alike, of at most `largest`. One
+    that would halve what the others have in common begins its own."""
+    teams = [(1, 0)] * len(spans)
+    if largest < 2 or len(spans) < 2:
+        return teams
+    alike = (blocks_BN[1:] == blocks_BN[:-1]).to(torch.int64).cumprod(1).sum(1) * block_size
+    leader = 0
+    for i, num_alike in enumerate(alike.tolist(), 1):
+        size, before = teams[leader]
+        common = min(num_alike, spans[i - 1].num_keys, spans[i].num_keys)
+        common = (common if size == 1 else min(common, before)) // _WHOLE_LANES * _WHOLE_LANES
+        is_decode = spans[leader].num_queries == spans[i].num_queries == 1
+        if is_decode and size < largest and common >= _WORTH_SHARING and 2 * common >= before:
+            teams[leader], teams[i] = (size + 1, common), (0, 0)
+        else:
+            leader = i
+    return teams
 
 
 def _check_blocks(blocks_BN: Tensor, lens: Sequence[int], cache: Tensor) -> None:

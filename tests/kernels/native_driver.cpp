@@ -160,7 +160,7 @@ void test_attention(int64_t D, int64_t group, int64_t window) {
     std::vector<Tile> tiles;
     for (int32_t t = 0; t < tokens; t += queries) {
       int32_t n = t + queries < tokens ? queries : (int32_t)tokens - t;
-      tiles.push_back({t, n, t + n, 0});
+      tiles.push_back({t, n, t + n, 0, 1, 0});
     }
     attend(problem, tiles.data(), (int64_t)tiles.size(), threads);
   };
@@ -172,6 +172,14 @@ void test_attention(int64_t D, int64_t group, int64_t window) {
     check(is_same(o.data(), whole.data(), (int64_t)o.size()), "a query has the same bits in any tile",
           name<T>(), D, queries);
   }
+  std::vector<Tile> team;  // each of the last queries alone, over keys that all of them see
+  const int32_t shared = 96, rest = (int32_t)tokens - shared;
+  for (int32_t t = shared; t < tokens; t++)
+    team.push_back({t, 1, t + 1, 0, t == shared ? rest : 0, t == shared ? shared : 0});
+  std::fill(o.begin(), o.end(), T());
+  attend(problem, team.data(), (int64_t)team.size(), 2);
+  check(is_same(&o[shared * heads * D], &whole[shared * heads * D], rest * heads * D),
+        "a query has the same bits in any team", name<T>(), D, window);
   for (int64_t t = 0; t < tokens; t += 46)
     for (int64_t h = 0; h < heads; h++) {
       std::vector<double> p(t + 1), exact(D);
@@ -220,7 +228,7 @@ void test_decoder() {
   for (int64_t i = 0; i < tokens; i++) cache_rows[i] = i * K, key_rows[i] = (int32_t)i;
   auto run = [&](std::vector<T>& x, int64_t first, int64_t n, int64_t threads) {
     Sizes sizes{n, E, H, K, D, F, K * D, D, 1};
-    Tile tile{0, (int32_t)n, (int32_t)(first + n), 0};
+    Tile tile{0, (int32_t)n, (int32_t)(first + n), 0, 1, 0};
     Step<T> step{&cos[first * D / 2], &sin[first * D / 2], &cache_rows[first], key_rows.data(), &tile,
                  1};
     Buffers<T> none{};

@@ -8,6 +8,7 @@ import torch
 from native_cases import DTYPES, bounds, causal_attention, shuffled_cache, split_qkv, threads
 
 from kernels import flash_attn_varlen, make_kv_cache, paged_attention
+from kernels.cpp.ops import QuerySpan, _find_teams
 from nanoengine.model.attention import SharedPrefixContext
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -103,6 +104,73 @@ def test_a_tree_has_the_bits_of_its_branches_alone(dtype, shape):
         rows = paths[-1]
         alone = train(q[rows], k[rows], v[rows], [len(rows)])
         assert torch.equal(tree[own], alone[-len(own) :])
+
+
+FAMILIES = [  # keys in common, lengths of those that share them
+    (128, [129, 128, 140, 333]), (64, [65] * 9), (16, [40, 41]), (0, [70]),
+]  # fmt: skip
+
+
+def siblings(num_kv, group, head_dim, dtype):
+    """(q, k, v, lengths, caches) of sequences whose tables begin with their first sibling's blocks;
+    what they had there themselves is spoilt."""
+    lengths = [length for _, family in FAMILIES for length in family]
+    q, k, v = split_qkv(sum(lengths), num_kv, group, head_dim, dtype)
+    starts, leader = bounds(lengths), 0
+    for shared, family in FAMILIES:
+        first = starts[leader]
+        for begin in starts[leader + 1 : leader + len(family)]:
+            for x in (k, v):
+                x[begin : begin + shared] = x[first : first + shared]
+        leader += len(family)
+    caches = shuffled_cache(k, v, lengths, 16, True)
+    tables, leader = caches[2], 0
+    for shared, family in FAMILIES:
+        num_blocks = shared // 16
+        for member in range(leader + 1, leader + len(family)):
+            caches[0][tables[member, :num_blocks].long()] = 9.0
+            tables[member, :num_blocks] = tables[leader, :num_blocks]
+        leader += len(family)
+    return q, k, v, lengths, caches
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(64, 2, 3), (40, 3, 7), (16, 12, 1)])
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_completions_of_one_prompt_have_the_bits_of_each_alone(dtype, shape, num_threads):
+    head_dim, num_kv, group = shape
+    torch.manual_seed(4)
+    q, k, v, lengths, caches = siblings(num_kv, group, head_dim, dtype)
+    trained, everyone = train(q, k, v, lengths), list(range(len(lengths)))
+    with threads(num_threads):
+        for counts in ([1] * len(lengths), [1, 1, 1, 200, *[1] * 11, 60]):
+            out, rows = attend_tail(q, caches, lengths, counts, everyone)
+            assert torch.equal(out, trained[rows])
+
+
+@pytest.mark.parametrize(
+    ("lens", "tables", "largest", "teams"),
+    [
+        # 40 keys in common, of which 32 fill vectors; the third shares too few with them
+        ([41, 60, 50], [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 7]], 8, [(3, 32), (0, 0), (0, 0)]),
+        ([41, 60, 50], [[1, 2, 3, 4], [1, 2, 3, 5], [1, 9, 6, 7]], 8, [(2, 32), (0, 0), (1, 0)]),
+        # equal entries behind the end of a sequence are none of its keys
+        ([33, 64], [[1, 2, 3, 4], [1, 2, 3, 4]], 8, [(2, 32), (0, 0)]),
+        ([31, 64], [[1, 2, 3, 4], [1, 2, 3, 4]], 8, [(1, 0), (1, 0)]),
+        # at most so many, and none that halves what the others share
+        ([64] * 3, [[1, 2, 3, 4]] * 3, 2, [(2, 64), (0, 0), (1, 0)]),
+        (
+            [96] * 4,
+            [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7], [1, 2, 8, 9, 10, 11], [1, 2, 8, 9, 10, 12]],
+            8,
+            [(2, 80), (0, 0), (2, 80), (0, 0)],
+        ),
+    ],
+)
+def test_neighbours_whose_tables_begin_alike_form_a_team(lens, tables, largest, teams):
+    spans = [QuerySpan(i, 1, length, 0) for i, length in enumerate(lens)]
+    found = _find_teams(spans, torch.tensor(tables), 16, largest)
+    assert found == teams
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
