@@ -287,7 +287,7 @@ void attend_team(const Problem<T>& x, const Tile* tiles, int64_t num_tiles, int6
 
 template <class T>
 void attend(const Problem<T>& x, const Tile* tiles, int64_t num_tiles, int64_t threads) {
-  parallel_for_uneven(num_tiles * x.num_kv, threads, [&](int64_t i) {
+  parallel_for(num_tiles * x.num_kv, threads, [&](int64_t i) {
     thread_local Scratch scratch;
     const Tile* tile = tiles + i / x.num_kv;
     const int64_t kv = i % x.num_kv;

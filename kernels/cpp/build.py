@@ -31,14 +31,8 @@ SOURCES = Path(__file__).parent
 _COMPILERS = ("g++", "clang++", "c++")
 OPTIONS = ("-O3", "-std=c++17", "-ffp-contract=off")
 _FLAGS = (*OPTIONS, "-fPIC", "-shared")
-# The first that the compiler takes: clang on ARM knew -mcpu alone for long; one without OpenMP
-# still gives one fast thread.
-_VARIANTS = (
-    ("-march=native", "-fopenmp"),
-    ("-mcpu=native", "-fopenmp"),
-    ("-march=native",),
-    ("-mcpu=native",),
-)
+# The first that the compiler takes: clang on ARM knew -mcpu alone for long.
+_VARIANTS = (("-march=native", "-pthread"), ("-mcpu=native", "-pthread"))
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 Kernels = dict[tuple[str, torch.dtype], Callable[..., Any]]
 NATIVE_DTYPES = tuple(_SUFFIX)

@@ -118,7 +118,7 @@ inline void for_ranges(int64_t num, char* const* to, const char* const* from,
   int64_t num_blocks = first[size_t(num)];
   std::vector<uint64_t> totals(size_t(num_blocks), 0);
   std::vector<char> is_bad(size_t(num_blocks), 0);
-  parallel_for_uneven(num_blocks, threads_for(all_bytes / 4, threads), [&](int64_t b) {
+  parallel_for(num_blocks, threads_for(all_bytes / 4, threads), [&](int64_t b) {
     int64_t r = std::upper_bound(first.begin(), first.end(), b) - first.begin() - 1;
     int64_t place = b - first[size_t(r)], begin = place * block_bytes;
     int64_t size = std::min(block_bytes, num_bytes[r] - begin);

@@ -1,10 +1,12 @@
 // The C++ kernels on the processor this was compiled for: near fp64's results, and a row's bits a
 // function of the row alone. Needs nothing but the compiler, so it runs in an emulator too. Prints
 // one line a claim that fails, then a digest of all results; exits with 1 if any failed.
-#include <omp.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
+#include <thread>
 
 #include "decoder.h"
 #include "logits.h"
@@ -300,17 +302,51 @@ void test_rows() {
   }
 }
 
-// A decoding step of 32 sequences keeps up to 32 threads busy: what each is really given, counted.
+// Every item is done once, whoever calls at the same time, and in a forked child.
+void test_pool() {
+  auto run_jobs = [](uint64_t seed, int64_t jobs) {
+    Random random{seed};
+    int64_t wrong = 0;
+    for (int64_t job = 0; job < jobs; job++) {
+      const int64_t items = (int64_t)((random.next() + 2) * 40), threads = 2 + job % 4;
+      std::vector<std::atomic<int>> counts(items);
+      int64_t sum = 0;  // of the caller's own, read right after the call
+      parallel_for(items, threads, [&](int64_t i) {
+        for (volatile int spin = 0; spin < (i % 7) * 20; spin = spin + 1) {}
+        counts[i]++;
+      });
+      for (auto& count : counts) sum += count == 1;
+      wrong += sum != items;
+    }
+    return wrong;
+  };
+  std::vector<int64_t> wrong(3);
+  std::vector<std::thread> callers;
+  for (int64_t c = 0; c < 3; c++)
+    callers.emplace_back([&, c] { wrong[c] = run_jobs(50 + c, 4000); });
+  for (auto& caller : callers) caller.join();
+  for (int64_t c = 0; c < 3; c++) check(wrong[c] == 0, "every item is done once", "", c, wrong[c]);
+  const pid_t child = fork();
+  if (child == 0) _exit(run_jobs(60, 200) != 0);
+  int status = 1;
+  waitpid(child, &status, 0);
+  check(status == 0, "a forked child has threads of its own", "", status, 0);
+}
+
+// A decoding step of 32 sequences keeps up to 32 threads busy: what each is given, counted.
 void test_shares() {
   const int64_t rows = 32;
   for (int64_t outputs : {576, 960, 3072})
     for (int64_t threads = 1; threads <= 32; threads++) {
       const Cut cut = choose_cut(rows, outputs, threads);
       std::vector<int64_t> shares(threads);
-      parallel_for(num_tasks(cut, rows, outputs), threads, [&](int64_t task) {
-        const Block block = block_of(task, cut, rows, outputs);
-        shares[omp_get_thread_num()] += (block.end - block.row) * block.num_columns;
-      });
+      const int64_t tasks = num_tasks(cut, rows, outputs);
+      for (int64_t share = 0; share < threads; share++)
+        for (int64_t task = ThreadPool::first_of(share, tasks, threads);
+             task < ThreadPool::first_of(share + 1, tasks, threads); task++) {
+          const Block block = block_of(task, cut, rows, outputs);
+          shares[share] += (block.end - block.row) * block.num_columns;
+        }
       int64_t most = *std::max_element(shares.begin(), shares.end()), all = 0;
       for (int64_t share : shares) all += share;
       check(all == rows * outputs, "tasks cover the product", "", outputs, threads);
@@ -333,6 +369,7 @@ void test_all() {
 }
 
 int main() {
+  test_pool();
   test_shares();
   test_all<float>();
   test_all<bf16>();

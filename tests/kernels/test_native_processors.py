@@ -72,7 +72,7 @@ def run(tmp_path_factory: pytest.TempPathFactory):
         skip_unless_runnable(processor)
         if name not in printed:
             program = str(folder / name)
-            flags = (*processor.flags, "-fopenmp")
+            flags = (*processor.flags, "-pthread")
             compile_with(flags, str(DRIVER), "-o", program, compiler=processor.compiler)
             done = subprocess.run(
                 [*processor.runner, program], capture_output=True, text=True, timeout=120
