@@ -82,10 +82,13 @@ def layer_matmul_params(config: ModelConfig) -> int:
 def layer_params(config: ModelConfig, tp: int = 1) -> int:
     """Parameters of one layer on one tensor-parallel rank; norms are on every one."""
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    whole = 2 * config.hidden_size
-    whole += 2 * config.head_dim if config.qk_norm else 0
+    whole = len(config.family.norms) * config.hidden_size
     whole += config.hidden_size if config.attention_output_bias else 0
     split = layer_matmul_params(config) + (q + 2 * kv if config.attention_bias else 0)
+    if config.family.qk_norm == "width":
+        split += q + kv
+    elif config.qk_norm:
+        whole += 2 * config.head_dim
     return whole + split // tp
 
 

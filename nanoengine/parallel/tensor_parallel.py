@@ -151,8 +151,16 @@ def check_heads(config: ModelConfig, size: int) -> None:
 
 @torch.no_grad()
 def gather_slice(mesh: Mesh, part: Tensor, where: Slice) -> Tensor:
-    """The whole tensor from the ranks' parts, on all of them. For slices of one run."""
+    """The whole tensor from the ranks' parts, on all of them. Where there are several runs, each is
+    a matrix's that is split evenly."""
     size = mesh.size("tp")
+    if len(where.runs) > 1:
+        widths = [hi - lo for lo, hi in where.runs]
+        whole = [
+            gather_slice(mesh, piece, Slice(where.dim, size * piece.shape[where.dim], ((0, 0),)))
+            for piece in part.split(widths, where.dim)
+        ]
+        return torch.cat(whole, where.dim)
     shares = [hi - lo for lo, hi in (even_run(where.whole, size, r) for r in range(size))]
     moved = part.movedim(where.dim, 0)
     padded = moved.new_zeros(max(shares), *moved.shape[1:])

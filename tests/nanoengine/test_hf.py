@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import MOE_SHAPES, SHAPES, save_reference
+from tiny_models import FAMILY_SHAPES, MOE_SHAPES, SHAPES, save_reference
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -27,7 +27,7 @@ def logits(model: Transformer, ids: Tensor) -> Tensor:
 IDS = torch.arange(30) * 7 % 211
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, *MOE_SHAPES])
+@pytest.mark.parametrize("shape", [*SHAPES, *MOE_SHAPES, *FAMILY_SHAPES])
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_transformers_loads_what_we_save(shape: str, is_sharded: bool, tmp_path: Path) -> None:
     reference = save_reference(shape, tmp_path / "theirs")
@@ -203,7 +203,11 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     [
         ({"model_type": "mixtral"}, "model_type='mixtral'.*llama, qwen2, qwen3"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'.*'silu'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'.*'llama3'"),
+        (
+            {"rope_scaling": {"rope_type": "ntk", "factor": 4.0}},
+            "rope_type='ntk'.*'yarn'.*'llama3'",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position_emb"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
@@ -239,7 +243,7 @@ def test_a_config_that_no_machine_holds_is_refused_before_anything_is_built(
             load_model(tmp_path)
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, *MOE_SHAPES])
+@pytest.mark.parametrize("shape", [*SHAPES, *MOE_SHAPES, *FAMILY_SHAPES])
 def test_the_estimate_counts_the_parameters_that_there_are(shape: str, tmp_path: Path) -> None:
     save_reference(shape, tmp_path)
     model = load_model(tmp_path)
