@@ -1,9 +1,9 @@
 """Hugging Face folders: safetensors in and out, one file or shards with an index.
 
 A Hugging Face tensor is a row slice of one of our parameters (q, k and v lie in one matrix, gate
-and up in another) or, in families that fuse them too, all of it, so `hf_views` names the slices and every other function here copies through
-those views. Loading is strict and checks all names and shapes before the first write: a refused
-load leaves the model as it was.
+and up in another) or, in families that fuse them too, all of it, so `hf_views` names the slices and
+every other function here copies through those views. Loading is strict and checks all names and
+shapes before the first write: a refused load leaves the model as it was.
 Left out: pickle files (`pytorch_model.bin` runs code when read), quantised tensors.
 Next: sources.py (where folders come from), gguf.py (folders made from a llama.cpp file).
 """
@@ -71,7 +71,7 @@ def _layer_views(layer: DecoderLayer) -> dict[str, Tensor]:
     family = layer.family
     prefix = f"model.layers.{layer.index}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    rows = (layer.q_width, layer.kv_width, layer.kv_width)
+    rows: tuple[int, ...] = (layer.q_width, layer.kv_width, layer.kv_width)
     qkv = tuple(f"{attention}.{name}_proj" for name in "qkv")
     if family.fused_qkv:
         rows, qkv = (sum(rows),), (f"{attention}.qkv_proj",)

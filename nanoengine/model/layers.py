@@ -8,8 +8,8 @@ Query, key and value share one matrix, and so do gate and up: fewer and larger p
 layer holds its share of the heads and of the MLP and calls on the split before and after them.
 
 `DecoderLayer.forward` is the definition of a layer in every family; what differs is switched by
-`config.family` (families.py) and by the fields of the config. On a CPU rollouts run its transcript in C++,
-`kernels/cpp/decoder.h`, held to the same bits by tests/nanoinfer/test_native_decoder.py.
+`config.family` (families.py) and by the fields of the config. On a CPU rollouts run its transcript
+in C++, `kernels/cpp/decoder.h`, held to the same bits by tests/nanoinfer/test_native_decoder.py.
 Left out: dropout, biases in the MLP.
 """
 

@@ -48,6 +48,14 @@ class Slice:
         parts = [whole.narrow(self.dim, lo, hi - lo) for lo, hi in self.runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
+    def single_runs(self, part: Tensor) -> list[tuple[Tensor, Slice]]:
+        """Views of this rank's `part`, one for each run, and the slice that each is."""
+        views = part.split([hi - lo for lo, hi in self.runs], self.dim)
+        return [
+            (view, Slice(self.dim, self.whole, (run,)))
+            for view, run in zip(views, self.runs, strict=True)
+        ]
+
     def whole_shape(self, shape: torch.Size) -> torch.Size:
         return torch.Size((*shape[: self.dim], self.whole, *shape[self.dim + 1 :]))
 

@@ -18,6 +18,7 @@ Shapes: T tokens, E hidden size, V vocabulary, C tokens of a chunk.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -155,12 +156,11 @@ def gather_slice(mesh: Mesh, part: Tensor, where: Slice) -> Tensor:
     a matrix's that is split evenly."""
     size = mesh.size("tp")
     if len(where.runs) > 1:
-        widths = [hi - lo for lo, hi in where.runs]
-        whole = [
-            gather_slice(mesh, piece, Slice(where.dim, size * piece.shape[where.dim], ((0, 0),)))
-            for piece in part.split(widths, where.dim)
+        matrices = [
+            gather_slice(mesh, view, replace(run, whole=size * view.shape[where.dim]))
+            for view, run in where.single_runs(part)
         ]
-        return torch.cat(whole, where.dim)
+        return torch.cat(matrices, where.dim)
     shares = [hi - lo for lo, hi in (even_run(where.whole, size, r) for r in range(size))]
     moved = part.movedim(where.dim, 0)
     padded = moved.new_zeros(max(shares), *moved.shape[1:])
