@@ -38,6 +38,10 @@ TWO = [
     pipeline("interleaved", 2, layout=Layout(pp=2), family="qwen2"),
     pipeline("zb_h1", layout=Layout(pp=2), tied=False, budget=40),
     pipeline("zb_h1", layout=Layout(pp=2), budget=40, activation_checkpointing=True),
+    pipeline("1f1b", layout=Layout(pp=2), family="granite"),
+    pipeline("interleaved", 2, layout=Layout(pp=2), tied=False, family="olmo3"),
+    pipeline("1f1b", layout=Layout(pp=2), family="gemma3_text"),
+    pipeline("gpipe", layout=Layout(pp=2), family="smollm3"),
 ]
 FOUR = [
     pipeline("1f1b", layout=Layout(pp=2, dp=2), deal="masked"),
