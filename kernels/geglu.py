@@ -18,6 +18,7 @@ from kernels.backend import compute_dtype
 _CHUNK_ELEMENTS = 1 << 18
 _SLOPE = 2 * math.sqrt(2 / math.pi)
 _CUBIC = 0.044715
+_LARGEST = 1e38  # of exp(−z): its product with σ must be 1, not infinity times 0
 
 
 def geglu_ref(gate_up_T2F: Tensor) -> Tensor:
@@ -41,8 +42,8 @@ class _GeGLU(torch.autograd.Function):
         out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
         gate_up, flat = gate_up.flatten(0, -2), out.flatten(0, -2)
         for rows in _chunks(gate_up):
-            gate, sigmoid, up = _parts(gate_up[rows])
-            flat[rows] = sigmoid.mul_(gate).mul_(up)
+            gate, e, up = _parts(gate_up[rows])
+            flat[rows] = e.add_(1).reciprocal_().mul_(gate).mul_(up)
         return out
 
     @staticmethod
@@ -51,24 +52,27 @@ class _GeGLU(torch.autograd.Function):
         grad = torch.empty_like(gate_up)
         dy, gate_up, flat = dy.flatten(0, -2), gate_up.flatten(0, -2), grad.flatten(0, -2)
         for rows in _chunks(gate_up):
-            gate, sigmoid, up = _parts(gate_up[rows])
+            gate, e, up = _parts(gate_up[rows])
+            sigmoid = (e + 1).reciprocal_()
             dgate, dup = flat[rows].chunk(2, -1)
             dy32 = dy[rows].to(gate.dtype)
             gelu = gate * sigmoid
             dup.copy_(gelu * dy32)
             z_slope = gate.square_().mul_(3 * _CUBIC * _SLOPE).add_(_SLOPE)
-            slope = gelu.mul_(1 - sigmoid).mul_(z_slope).add_(sigmoid)
+            # e·σ is 1 − σ, without the digits that a difference near 0 would lose
+            slope = gelu.mul_(e.mul_(sigmoid)).mul_(z_slope).add_(sigmoid)
             dgate.copy_(slope.mul_(up).mul_(dy32))
         return grad
 
 
 def _parts(gate_up_RC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """gate, σ and up, in fp32 (fp64). σ is written with `exp`: torch's sigmoid rounds the rest of
-    a vector differently, so that the bits of a row would depend on where it lies (swiglu.py)."""
+    """gate, exp(−z) and up, in fp32 (fp64). σ is 1 / (1 + exp(−z)): torch's own sigmoid rounds the
+    rest of a vector differently, so that the bits of a row would depend on where it lies
+    (swiglu.py)."""
     wide = compute_dtype(gate_up_RC.dtype)
     gate, up = (x.to(wide, copy=True) for x in gate_up_RC.chunk(2, -1))
     z = gate.square().mul_(_CUBIC).add_(1).mul_(gate).mul_(_SLOPE)
-    return gate, z.neg_().exp_().add_(1).reciprocal_(), up
+    return gate, z.neg_().exp_().clamp_(max=_LARGEST), up
 
 
 def _chunks(x_RC: Tensor) -> list[slice]:
