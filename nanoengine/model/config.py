@@ -210,7 +210,7 @@ class ModelConfig:
             "eos_token_id": self.eos_ids[0] if len(self.eos_ids) == 1 else list(self.eos_ids),
             "pad_token_id": self.pad_id,
             **_window_fields(self),
-            **{name: getattr(self, name) for name in family.copied},
+            **_multiplier_fields(self),
             **family.constants,
         }
         if not self.eos_ids:
@@ -286,6 +286,15 @@ def _check_family(config: ModelConfig) -> None:
         raise ValueError(
             f"partial_rotary_factor={config.partial_rotary_factor}: not supported for {name}; "
             "supported is 1.0"
+        )
+    if (config.local_rope_theta is None) != (family.local_theta is None):
+        raise ValueError(
+            f"local_rope_theta={config.local_rope_theta}: {name} has "
+            + (
+                "no such rope; leave it None"
+                if family.local_theta is None
+                else f"one for layers with a window; its default is {family.local_theta}"
+            )
         )
     for field in _MULTIPLIERS:
         value, plain = getattr(config, field), ModelConfig.__dataclass_fields__[field].default
@@ -454,6 +463,16 @@ def _read_windows(
         period = fields.get("sliding_window_pattern", family.window_period)
         layers = [layer for layer in every if (layer + 1) % period]
     return {"sliding_window": size, "window_layers": tuple(layers)} if layers else {}
+
+
+def _multiplier_fields(config: ModelConfig) -> dict[str, Any]:
+    """The fields that `ModelFamily.copied` names; None is the value that it stands for."""
+    plain = {
+        "attention_multiplier": config.attention_scale,
+        "query_pre_attn_scalar": config.head_dim,
+    }
+    values = {name: getattr(config, name) for name in config.family.copied}
+    return {name: plain[name] if value is None else value for name, value in values.items()}
 
 
 def _window_fields(config: ModelConfig) -> dict[str, Any]:

@@ -62,8 +62,7 @@ class Transformer(nn.Module):
         self.split: TensorSplit = NoSplit() if split is None else split
         self.experts = experts
         self._head_dtype = head_dtype
-        # rounded to the model's dtype, as in transformers
-        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+        self._embedding_scale = config.embedding_scale
         vocab = self.split.run(config.vocab_size)
         shape = (vocab[1] - vocab[0], config.hidden_size)
         self.embedding = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
@@ -163,7 +162,10 @@ class Transformer(nn.Module):
     def embed(self, ids_T: Tensor) -> Tensor:
         """What the first layer reads, [T, E]."""
         x_TE = self.split.embed(ids_T, self.embedding, self.config.vocab_size)
-        return x_TE if self._embedding_scale == 1.0 else x_TE * self._embedding_scale
+        if self._embedding_scale == 1.0:
+            return x_TE
+        # rounded to the model's dtype first, as in transformers
+        return x_TE * torch.tensor(self._embedding_scale, dtype=x_TE.dtype).item()
 
     def _run(
         self,

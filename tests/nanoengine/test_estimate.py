@@ -58,6 +58,7 @@ def small(family: str, tied: bool = True) -> ModelConfig:
         attention_bias=family == "qwen2",
         qk_norm=FAMILIES[family].qk_norm != "none",
         max_position_embeddings=64,
+        local_rope_theta=FAMILIES[family].local_theta,
     )
 
 
