@@ -320,6 +320,7 @@ def make_decoder(model: Transformer, cache: KVCache) -> Decoder | None:
         mlp=config.intermediate_size,
         eps=config.rms_norm_eps,
         scale=layers[0].scale,
+        multiplier=layers[0].multiplier,
     )
     weights = [_weights(layer) for layer in layers]
     return Decoder(shape, weights, model.norm.detach(), cache.layers)
@@ -328,15 +329,16 @@ def make_decoder(model: Transformer, cache: KVCache) -> Decoder | None:
 def _is_plain(layer: DecoderLayer) -> bool:
     """True for a layer whose switches (nanoengine/model/families.py) the C++ functions have."""
     family = layer.family
+    has_whole_rope = layer.rotary_dim == layer.head_dim
+    has_no_rope = layer.rotary_dim == 0 and layer.q_norm is None
     return (
         set(family.norms) == {"input_norm", "post_norm"}
         and not family.norm_offset
         and family.qk_norm != "width"
         and family.activation == "silu"
         and family.rope_pairs == "halves"
-        and layer.rotary_dim == layer.head_dim
+        and (has_whole_rope or has_no_rope)
         and not layer.has_local_rope
-        and layer.multiplier == 1.0
     )
 
 
@@ -355,4 +357,5 @@ def _weights(layer: DecoderLayer) -> LayerWeights:
         gate_up=gate_up,
         down=down,
         window=layer.window,
+        has_rope=layer.rotary_dim > 0,
     )
