@@ -1,6 +1,7 @@
 """Hugging Face folders: what we write transformers reads; what does not fit is refused whole."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from nanoengine.footprint import num_params
 from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.config import ModelConfig
+from nanoengine.model.families import FAMILIES
 from nanoengine.model.hf import (
     export_state,
     hf_views,
@@ -407,6 +409,13 @@ def test_what_a_family_cannot_express_names_the_field(
     fields = json.loads((tmp_path / "config.json").read_text())
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_hf_dict(fields | change)
+
+
+def test_the_page_about_models_lists_every_family() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert listed == ["model_type", *FAMILIES]
+    assert all(f"`{kind}`" in page for kind in ("linear", "yarn", "llama3", "dynamic", "longrope"))
 
 
 def test_factors_of_a_longrope_must_fit_the_heads(tmp_path: Path) -> None:
