@@ -232,8 +232,11 @@ def test_a_damaged_part_or_another_model_is_refused_by_all_ranks(
 # -- export --------------------------------------------------------------------------------------
 
 
-def test_a_tp2_pp2_run_is_exported_bit_equal(pool: WorkerPool, tmp_path: Path) -> None:
-    found = pool.run(4, cases.export, str(tmp_path / "hf"))
+@pytest.mark.parametrize("family", ["llama", "phi3", "olmo2"])
+def test_a_tp2_pp2_run_is_exported_bit_equal(
+    pool: WorkerPool, tmp_path: Path, family: str
+) -> None:
+    found = pool.run(4, cases.export, str(tmp_path / "hf"), family)
     expected = found[0]["exported"]
     assert all(rank["num_plans"] == 1 for rank in found)
     (full,) = found[0]["full"]
@@ -245,7 +248,7 @@ def test_a_tp2_pp2_run_is_exported_bit_equal(pool: WorkerPool, tmp_path: Path) -
     assert found[0]["bytes"] == sum(t.nbytes for t in expected.values())
     for rank in (2, 3):
         (half,) = found[rank]["halves"]
-        for name, (begin, tensor) in half.items():
+        for name, begin, tensor in half:
             where = tuple(slice(b, b + n) for b, n in zip(begin, tensor.shape, strict=True))
             assert torch.equal(tensor, expected[name][where]), name
     loaded = hf_views(load_model(tmp_path / "hf"))
