@@ -233,9 +233,7 @@ def test_a_damaged_part_or_another_model_is_refused_by_all_ranks(
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "olmo2"])
-def test_a_tp2_pp2_run_is_exported_bit_equal(
-    pool: WorkerPool, tmp_path: Path, family: str
-) -> None:
+def test_a_tp2_pp2_run_is_exported_bit_equal(pool: WorkerPool, tmp_path: Path, family: str) -> None:
     found = pool.run(4, cases.export, str(tmp_path / "hf"), family)
     expected = found[0]["exported"]
     assert all(rank["num_plans"] == 1 for rank in found)
