@@ -148,7 +148,8 @@ class ModelConfig:
         _refuse_unsupported(fields, family)
 
         def get(name: str) -> Any:
-            return fields.get(name, family.default(name))
+            value = fields.get(name)
+            return family.default(name) if value is None else value
 
         heads = _require(fields, "num_attention_heads")
         hidden = _require(fields, "hidden_size")
@@ -374,6 +375,14 @@ def _require(fields: Mapping[str, Any], name: str) -> int:
     return value
 
 
+def _count(fields: Mapping[str, Any], name: str, default: Any, *, least: int = 1) -> int:
+    """A field that is a number of tokens or of layers."""
+    value = _require({name: default} if fields.get(name) is None else fields, name)
+    if value < least:
+        raise ValueError(f"{name}={value}: must be at least {least}")
+    return value
+
+
 def _refuse_unsupported(fields: Mapping[str, Any], family: ModelFamily) -> None:
     activation = fields.get(family.activation_field, family.activation)
     if activation != family.activation:
@@ -402,7 +411,7 @@ def _read_unroped(
         return ()
     flags = fields.get("no_rope_layers")
     if flags is None:
-        period = fields.get("no_rope_layer_interval", family.default("no_rope_layer_interval"))
+        period = _count(fields, "no_rope_layer_interval", family.default("no_rope_layer_interval"))
         return tuple(layer for layer in range(num_layers) if (layer + 1) % period == 0)
     if len(flags) < num_layers:
         raise ValueError(f"no_rope_layers: has {len(flags)} flags for {num_layers} layers")
@@ -442,6 +451,7 @@ def _read_windows(
                 f"use_sliding_window={fields.get('use_sliding_window')}; give all three"
             )
         return {}
+    size = _count(fields, "sliding_window", family.default("sliding_window"))
     layers: list[int]
     if rule == "all":
         layers = list(every)
@@ -455,14 +465,14 @@ def _read_windows(
             raise ValueError(f"layer_types: has {len(kinds)} kinds for {num_layers} layers")
         layers = [layer for layer in every if kinds[layer] == "sliding_attention"]
     elif rule == "late":
-        first = fields.get("max_window_layers", family.default("max_window_layers"))
+        first = _count(fields, "max_window_layers", family.default("max_window_layers"), least=0)
         layers = [layer for layer in every if layer >= first]
     elif rule == "no_rope":
         layers = list(unroped)
     else:
-        period = fields.get("sliding_window_pattern", family.window_period)
+        period = _count(fields, "sliding_window_pattern", family.window_period)
         layers = [layer for layer in every if (layer + 1) % period]
-    return {"sliding_window": size, "window_layers": tuple(layers)} if layers else {}
+    return {"sliding_window": size, "window_layers": tuple(layers)}
 
 
 def _multiplier_fields(config: ModelConfig) -> dict[str, Any]:
@@ -482,7 +492,7 @@ def _window_fields(config: ModelConfig) -> dict[str, Any]:
         return {}
     fields: dict[str, Any] = {"sliding_window": config.sliding_window}
     if rule in ("late", "no_rope"):
-        fields["use_sliding_window"] = bool(config.window_layers)
+        fields["use_sliding_window"] = config.sliding_window is not None
     if rule != "all":
         kinds = ("full_attention", "sliding_attention")
         fields["layer_types"] = [kinds[layer in config.window_layers] for layer in every]
@@ -506,7 +516,8 @@ def _read_rope(fields: Mapping[str, Any], family: ModelFamily, longest: int) -> 
         base = fields.get("rope_local_base_freq", family.local_theta)
         found["local_rope_theta"] = float(local.get("rope_theta", base))
         new = new.get("full_attention") or {}
-    rope = {**{name: fields[name] for name in _ROPE_FIELDS if name in fields}, **old, **new}
+    rope = {**{name: fields.get(name) for name in _ROPE_FIELDS}, **old, **new}
+    rope = {name: value for name, value in rope.items() if value is not None}
     part = rope.get("partial_rotary_factor", family.default("partial_rotary_factor"))
     if part != 1.0 and not family.partial_rope:
         raise ValueError(

@@ -260,6 +260,14 @@ def test_the_estimate_counts_the_parameters_that_there_are(shape: str, tmp_path:
     assert num_params(model.config) == sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.parametrize(("shape", "head_dim"), [("qwen3-bias", 128), ("mistral-window", 8)])
+def test_a_head_dim_of_null_is_the_familys(shape: str, head_dim: int, tmp_path: Path) -> None:
+    save_reference(shape, tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    found = ModelConfig.from_hf_dict(fields | {"head_dim": None, "partial_rotary_factor": None})
+    assert found.head_dim == head_dim
+
+
 def test_both_spellings_of_rope_settings_are_read(tmp_path: Path) -> None:
     scaling = {
         "factor": 8.0,
@@ -397,6 +405,9 @@ def test_published_shapes_have_the_tensors_that_transformers_gives_them(name: st
         ("qwen2-window", {"use_sliding_window": False}, "sliding_attention, but"),
         ("granite", {"sliding_window": 9}, "use_sliding_window"),
         ("smollm3", {"no_rope_layers": [1]}, "1 flags for 3 layers"),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "interval=0: must be"),
+        ("mistral-window", {"sliding_window": "9"}, "sliding_window='9': must be an integer"),
+        ("mistral-window", {"sliding_window": 0}, "sliding_window=0: must be at least 1"),
         ("phi3-longrope", {"partial_rotary_factor": 0.5, "rope_parameters": None,
           "rope_scaling": {"type": "longrope"}}, "needs short_factor"),
         ("glm4", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "rotates 3 numbers"),
