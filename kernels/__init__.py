@@ -5,7 +5,8 @@ PyTorch (`*_ref`), its checks and its choice of back end; the back ends are `tri
 names; imported when first used, so a CPU program never pays for it), `cpp/`, and PyTorch beside the
 op. `backend="auto" | "torch" | "cpp" | "triton"`: see `backend.py`.
 
-* rows of activations: `rms_norm`, `rope`, `qk_norm_rope`, `swiglu`, `linear`, `gather_rows`;
+* rows of activations: `rms_norm`, `rope`, `qk_norm_rope`, `swiglu`, `geglu`, `linear`,
+  `gather_rows`;
 * attention: `attention` (training: packed sequences and trees), `paged_attention`, `kv_cache`;
 * the head: `linear_logprob`, `linear_topk` (no tokens x vocabulary tensor), `sampling`;
 * the update: `gae`, `adamw`;
@@ -23,6 +24,7 @@ from kernels.batch_invariant import log_softmax_batch_invariant
 from kernels.fp8 import dequantize_fp8, fp8_linear, quantize_fp8
 from kernels.gae import gae
 from kernels.gather_rows import add_rows_, gather_rows, make_row_gather
+from kernels.geglu import geglu
 from kernels.grouped_gemm import grouped_gemm
 from kernels.kv_cache import make_kv_cache, reshape_and_cache
 from kernels.linear import linear, pack_weight
@@ -50,6 +52,7 @@ __all__ = [
     "fused_moe",
     "gae",
     "gather_rows",
+    "geglu",
     "grouped_gemm",
     "linear",
     "linear_logprob",

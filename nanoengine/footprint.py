@@ -9,7 +9,8 @@ size, s = t with sequence parallel, else 1.
     bytes of gradients      4P                                                / d with ZeRO-2, 3
     bytes of optimizer      8P, and 4P masters over bf16                      / d with ZeRO-1 to 3
     activations of a layer  T (4E/s + (2Q + 2K + 3F)/t) elements and the norms' fp32 statistics;
-                            another T (Q + 2K)/t where queries and keys are normalised
+                            another T (Q + 2K)/t where queries and keys are normalised, another
+                            T · 2E/s where there are norms before and after attention and MLP
     with checkpointing      T · 2E/s elements a layer, and one layer in full
     FLOPs of a token        6N + 6·L·Q·length       N matmul weights with the head, L layers; causal
     MFU                     those FLOPs · tokens/s / (GPUs · peak)
@@ -82,10 +83,13 @@ def layer_matmul_params(config: ModelConfig) -> int:
 def layer_params(config: ModelConfig, tp: int = 1) -> int:
     """Parameters of one layer on one tensor-parallel rank; norms are on every one."""
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    whole = 2 * config.hidden_size
-    whole += 2 * config.head_dim if config.qk_norm else 0
+    whole = len(config.family.norms) * config.hidden_size
     whole += config.hidden_size if config.attention_output_bias else 0
     split = layer_matmul_params(config) + (q + 2 * kv if config.attention_bias else 0)
+    if config.family.qk_norm == "width":
+        split += q + kv
+    elif config.qk_norm:
+        whole += 2 * config.head_dim
     return whole + split // tp
 
 
@@ -116,16 +120,22 @@ def rank_params(config: ModelConfig, plan: Plan, rank: int) -> int:
 
 def layer_activation_bytes(config: ModelConfig, plan: Plan, num_tokens: int) -> float:
     """Count what autograd keeps of one layer for the rank's tokens, without checkpointing."""
+    family, hidden = config.family, config.hidden_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     split = plan.tp if plan.sequence_parallel else 1
-    wide = max(4, WIDTH[plan.dtype])
-    elements = 4 * config.hidden_size / split
-    elements += (2 * q + 2 * kv + 3 * config.intermediate_size) / plan.tp
-    statistics = 2 / split
+    width = WIDTH[plan.dtype]
+    wide = max(4, width)
+    is_widened = bool(family.norm_offset) and wide > width  # the input of a norm, to fp32
+    num_norms = len(family.norms)
+    size = (2 * width + num_norms * (wide if is_widened else width)) * hidden / split
+    size += (2 * q + 2 * kv + 3 * config.intermediate_size) / plan.tp * width
+    statistics = num_norms / split
     if config.qk_norm:  # keeps q and k as they were before, and v beside them
-        elements += (q + 2 * kv) / plan.tp
-        statistics += (config.num_heads + config.num_kv_heads) / plan.tp
-    return num_tokens * (elements * WIDTH[plan.dtype] + statistics * wide)
+        size += ((q + kv) * wide if is_widened else (q + 2 * kv) * width) / plan.tp
+        heads = config.num_heads + config.num_kv_heads
+        statistics += 2 if family.qk_norm == "width" else heads / plan.tp
+    weights = num_norms * hidden + 2 * config.head_dim if family.norm_offset else 0
+    return num_tokens * (size + statistics * wide) + weights * wide
 
 
 def head_activation_bytes(config: ModelConfig, plan: Plan, num_tokens: int) -> float:

@@ -26,7 +26,6 @@ from kernels import linear, linear_logprob, pack_weight
 from kernels.cpp.decoder import Decoder, DecoderShape, LayerWeights, can_decode
 from kernels.transfer import to_device, to_host
 from nanoengine.model.layers import DecoderLayer
-from nanoengine.model.linear import embed
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.tensor_parallel import TensorParallel, vocab_parallel_logprob
 from nanoinfer.adapters import AdapterPool
@@ -155,9 +154,8 @@ class ModelRunner:
                 adapted_TE: Tensor = self.model(ids_T, positions_T, context)
             return adapted_TE
         if self._decoder is not None and context.native is not None:
-            rope = (self.model.rope_cos[positions_T], self.model.rope_sin[positions_T])
-            x_TE = embed(ids_T, self.model.embedding)
-            return self._decoder.run(x_TE, *rope, *context.native)
+            cos, sin = self.model.rope_of(positions_T)
+            return self._decoder.run(self.model.embed(ids_T), cos, sin, *context.native)
         hidden_TE: Tensor = self.model(ids_T, positions_T, context)
         return hidden_TE
 
@@ -194,7 +192,7 @@ class ModelRunner:
         found = []
         for temperature, lo, hi in scored.spans:
             logps = score(
-                hidden_TE[scored.rows[lo:hi]],
+                self.model.scale_for_head(hidden_TE[scored.rows[lo:hi]]),
                 weight,
                 scored.ids[lo:hi],
                 temperature=temperature,
@@ -230,7 +228,7 @@ class ModelRunner:
         if self._head is None:
             return self.model.logits(hidden_SE)
         logits = linear(
-            hidden_SE.float(),
+            self.model.scale_for_head(hidden_SE).float(),
             self._head,
             packed=self._head_packed,
             batch_invariant=self._is_invariant,
@@ -296,9 +294,9 @@ def make_runner(
 
 def make_decoder(model: Transformer, cache: KVCache) -> Decoder | None:
     """The model's layers as one call; None where a layer needs more than the C++ functions do:
-    experts, a split over ranks, an fp8 cache, scales of scores that differ, a machine without a
-    compiler. Make another one when the weights or the cache are replaced; what is written to them
-    in place counts at once."""
+    experts, a split over ranks, an fp8 cache, scales of scores that differ, a switch of the family
+    that they lack, a machine without a compiler. Make another one when the weights or the cache are
+    replaced; what is written to them in place counts at once."""
     layers = [cast(DecoderLayer, layer) for layer in model.layers]
     is_plain = (
         not model.is_quantized
@@ -306,6 +304,7 @@ def make_decoder(model: Transformer, cache: KVCache) -> Decoder | None:
         and model.experts is None
         and cache.dtype == model.dtype
         and len({layer.scale for layer in layers}) == 1
+        and all(_is_plain(layer) for layer in layers)
     )
     if not is_plain or any(layer.moe is not None for layer in layers) or not can_decode(model.norm):
         return None
@@ -321,24 +320,42 @@ def make_decoder(model: Transformer, cache: KVCache) -> Decoder | None:
         mlp=config.intermediate_size,
         eps=config.rms_norm_eps,
         scale=layers[0].scale,
+        multiplier=layers[0].multiplier,
     )
     weights = [_weights(layer) for layer in layers]
     return Decoder(shape, weights, model.norm.detach(), cache.layers)
+
+
+def _is_plain(layer: DecoderLayer) -> bool:
+    """True for a layer whose switches (nanoengine/model/families.py) the C++ functions have."""
+    family = layer.family
+    has_whole_rope = layer.rotary_dim == layer.head_dim
+    has_no_rope = layer.rotary_dim == 0 and layer.q_norm is None
+    return (
+        set(family.norms) == {"input_norm", "post_norm"}
+        and not family.norm_offset
+        and family.qk_norm != "width"
+        and family.activation == "silu"
+        and family.rope_pairs == "halves"
+        and (has_whole_rope or has_no_rope)
+        and not layer.has_local_rope
+    )
 
 
 def _weights(layer: DecoderLayer) -> LayerWeights:
     packed = [layer.qkv.packed, layer.out.packed, layer.gate_up.packed, layer.down.packed]
     qkv, out, gate_up, down = [cast(Tensor, x) for x in packed]  # `can_decode`: all have this form
     return LayerWeights(
-        input_norm=layer.input_norm,
+        input_norm=cast(Tensor, layer.input_norm),
         qkv=qkv,
         qkv_bias=layer.qkv.bias,
         q_norm=layer.q_norm,
         k_norm=layer.k_norm,
         out=out,
         out_bias=layer.out.bias,
-        post_norm=layer.post_norm,
+        post_norm=cast(Tensor, layer.post_norm),
         gate_up=gate_up,
         down=down,
         window=layer.window,
+        has_rope=layer.rotary_dim > 0,
     )

@@ -23,6 +23,11 @@ struct Layer {  // addresses; a bias and the norms of heads may be null
   T *k_cache, *v_cache;
 };
 
+struct Switches {  // of one layer
+  int64_t window;    // as in Problem
+  int64_t has_rope;  // always, where heads are normalised
+};
+
 struct Sizes {
   int64_t tokens, hidden, q_heads, k_heads, head_dim, mlp;
   int64_t cache_row, cache_head, head_rows;  // as in Problem and store_kv
@@ -65,12 +70,22 @@ struct Buffers {
   }
 };
 
-// `x` [tokens, hidden] holds embeddings and then the layers' result after the last norm. `windows`:
-// each layer's, as in Problem.
 template <class T>
-void decode(T* x, const Layer<T>* layers, const int64_t* windows, int64_t num_layers,
+void multiply(T* x, float factor, int64_t rows, int64_t size, int64_t threads) {
+  if (factor == 1.0f) return;
+  parallel_for(rows, threads_for(rows * size, threads), [&](int64_t r) {
+    for_runs(size, [&](int64_t i, int64_t n) {
+      store_run(x + r * size + i, load_run(x + r * size + i, n) * splat(factor), n);
+    });
+  });
+}
+
+// `x` [tokens, hidden] holds embeddings and then the layers' result after the last norm.
+// `multiplier`: of what attention and MLP add to the residual stream.
+template <class T>
+void decode(T* x, const Layer<T>* layers, const Switches* switches, int64_t num_layers,
             const T* last_norm, const Sizes& size, const Step<T>& step, T* scratch, float eps,
-            float scale, int64_t threads) {
+            float scale, float multiplier, int64_t threads) {
   const int64_t N = size.tokens, E = size.hidden, D = size.head_dim;
   const int64_t q_width = size.q_heads * D, kv_width = size.k_heads * D;
   const int64_t width = q_width + 2 * kv_width;
@@ -95,31 +110,36 @@ void decode(T* x, const Layer<T>* layers, const int64_t* windows, int64_t num_la
       rms_norm(h, rstd.data(), k_in, layer.k_norm, N, heads[1], D, width, eps, threads);
       q_in = o, k_in = h, q_stride = q_width, k_stride = kv_width;
     }
-    rope(q, k, q_in, k_in, step.cos, step.sin, N, heads[0], heads[1], D / 2, q_stride, k_stride,
-         threads);
-    store_kv(layer.k_cache, layer.v_cache, k, v, step.rows, N, heads[1], D, kv_width, width,
+    if (switches[i].has_rope) {
+      rope(q, k, q_in, k_in, step.cos, step.sin, N, heads[0], heads[1], D / 2, q_stride, k_stride,
+           threads);
+      q_in = q, k_in = k, q_stride = q_width, k_stride = kv_width;
+    }
+    store_kv(layer.k_cache, layer.v_cache, k_in, v, step.rows, N, heads[1], D, k_stride, width,
              size.head_rows);
     Problem<T> problem{o,
-                       q,
+                       q_in,
                        layer.k_cache,
                        layer.v_cache,
                        step.key_rows,
                        heads[1],
                        heads[0] / heads[1],
                        D,
-                       q_width,
+                       q_stride,
                        size.cache_row,
                        size.cache_row,
                        size.cache_head,
                        size.cache_head,
                        scale,
-                       windows[i]};
+                       switches[i].window};
     attend(problem, step.tiles, step.num_tiles, threads);
     linear(x, o, layer.out, layer.out_bias, N, q_width, E, q_width, threads);
+    multiply(x, multiplier, N, E, threads);
     add_rms_norm(y, residual, rstd.data(), x, residual, layer.post_norm, N, E, eps, threads);
     linear<T>(gate_up, y, layer.gate_up, nullptr, N, E, 2 * size.mlp, E, threads);
     swiglu(h, gate_up, N, size.mlp, threads);
     linear<T>(x, h, layer.down, nullptr, N, size.mlp, E, size.mlp, threads);
+    multiply(x, multiplier, N, E, threads);
   }
   add_rms_norm(y, residual, rstd.data(), x, residual, last_norm, N, E, eps, threads);
   memcpy(x, y, N * E * sizeof(T));

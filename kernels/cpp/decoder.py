@@ -24,7 +24,8 @@ from kernels.linear import is_native
 @dataclass(frozen=True)
 class LayerWeights:
     """One layer's weights. Matrices are `pack_weight`'s; the order is that of `Layer` in C++. A
-    query sees the last `window` keys, itself included (None: all)."""
+    query sees the last `window` keys, itself included (None: all); without `has_rope` queries and
+    keys are not rotated."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -37,9 +38,11 @@ class LayerWeights:
     gate_up: Tensor
     down: Tensor
     window: int | None = None
+    has_rope: bool = True
 
     def addresses(self) -> list[int]:
-        weights = [x for name, x in vars(self).items() if name != "window"]
+        switches = ("window", "has_rope")
+        weights = [x for name, x in vars(self).items() if name not in switches]
         return [0 if x is None else x.data_ptr() for x in weights]
 
 
@@ -53,6 +56,8 @@ class DecoderShape:
     eps: float
     scale: float | None = None
     """Of the scores; None: head_dim ** -0.5."""
+    multiplier: float = 1.0
+    """Of what attention and MLP add to the residual stream."""
 
 
 class _Sizes(ctypes.Structure):
@@ -94,8 +99,8 @@ class Decoder:
         for layer, cache in zip(layers, caches, strict=True):
             addresses += layer.addresses() + [x.data_ptr() for x in cache]
         self._table = (ctypes.c_void_p * len(addresses))(*addresses)
-        windows = [layer.window or 0 for layer in layers]
-        self._windows = (ctypes.c_int64 * len(windows))(*windows)
+        switches = [x for layer in layers for x in (layer.window or 0, layer.has_rope)]
+        self._switches = (ctypes.c_int64 * len(switches))(*switches)
         self._num_layers = len(layers)
         self._scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
         self._scratch = torch.empty(0, dtype=last_norm.dtype)
@@ -121,8 +126,9 @@ class Decoder:
         if self._scratch.numel() < needed:
             self._scratch = torch.empty(needed, dtype=dtype)
         function("decode", dtype)(
-            x_TE.data_ptr(), self._table, self._windows, self._num_layers,
+            x_TE.data_ptr(), self._table, self._switches, self._num_layers,
             self._last_norm.data_ptr(), ctypes.byref(sizes), ctypes.byref(step),
-            self._scratch.data_ptr(), shape.eps, self._scale, torch.get_num_threads(),
+            self._scratch.data_ptr(), shape.eps, self._scale, shape.multiplier,
+            torch.get_num_threads(),
         )  # fmt: skip
         return x_TE

@@ -114,12 +114,12 @@ extern "C" int64_t has_linear_bf16() {
   }
 
 #define DECODER(T, SUFFIX)                                                                       \
-  extern "C" void decode_##SUFFIX(T* x, const Layer<T>* layers, const int64_t* windows,          \
+  extern "C" void decode_##SUFFIX(T* x, const Layer<T>* layers, const Switches* switches,        \
                                   int64_t num_layers, const T* last_norm, const Sizes* sizes,    \
                                   const Step<T>* step, T* scratch, float eps, float scale,       \
-                                  int64_t threads) {                                             \
-    decode(x, layers, windows, num_layers, last_norm, *sizes, *step, scratch, eps, scale,        \
-           threads);                                                                             \
+                                  float multiplier, int64_t threads) {                           \
+    decode(x, layers, switches, num_layers, last_norm, *sizes, *step, scratch, eps, scale,       \
+           multiplier, threads);                                                                 \
   }                                                                                              \
   extern "C" int64_t decode_scratch_##SUFFIX(const Sizes* sizes) {                               \
     Buffers<T> none{};                                                                           \

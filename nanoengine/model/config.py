@@ -1,12 +1,13 @@
 """The shape of a model: one frozen dataclass read from, and written to, a Hugging Face config.json.
 
-Llama, Qwen2/2.5 and Qwen3 are one definition that differs in three switches: a bias in the q/k/v
-projection, a bias in the output projection, and a norm on each query and key head. Qwen3-MoE is
-Qwen3 with a mixture of experts in place of the MLP of all layers but `dense_layers`.
+There is one definition of the model, and families differ in its switches; families.py has the
+table. Supported are the dense Llama, Mistral, Qwen2/2.5, Qwen3, SmolLM3, Granite, OLMo2, OLMo3,
+Phi-3/4, Gemma 3 (text) and GLM-4, and Qwen3-MoE, which is Qwen3 with a mixture of experts in place
+of the MLP of all layers but `dense_layers`; the rope scalings are those of rope.py.
 Everything the definition cannot express is refused with the field's name: running such a model
-anyway would give plausible and wrong numbers. Left out: sliding windows, rope types other than
-`default` and `llama3`, quantised weights.
-Next: transformer.py (the computation), hf.py (the tensors).
+anyway would give plausible and wrong numbers. Left out: softcapping, biases in the MLP, attention
+sinks, windows in a mixture of experts, quantised weights.
+Next: families.py (what sets families apart), transformer.py (the computation), hf.py (the tensors).
 """
 
 from __future__ import annotations
@@ -17,31 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
-"""model_type -> the `transformers` class of the same model."""
+from nanoengine.model.families import DEFAULTS, ModelFamily, family_of
+from nanoengine.model.rope import LongRope, RopeScaling, read_scaling, write_scaling
 
 MAX_LAYERS = 10_000
 """Ten times the deepest models that were ever trained: more is a damaged file."""
-
-_NORM_EPS = 1e-6  # the default of all families in transformers
-_ROPE_THETA = 10000.0  # likewise
-_MAX_POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768, "qwen3_moe": 32768}  # likewise
-_QWEN3_HEAD_DIM = 128  # likewise; the others derive it from the hidden size
-
-
-@dataclass(frozen=True, kw_only=True)
-class Llama3Rope:
-    """Llama 3.1's frequency scaling: low frequencies divided by `factor`, a ramp in between."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +37,19 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float = _NORM_EPS
-    rope_theta: float = _ROPE_THETA
-    rope_scaling: Llama3Rope | None = None
+    rms_norm_eps: float = DEFAULTS["rms_norm_eps"]
+    rope_theta: float = DEFAULTS["rope_theta"]
+    rope_scaling: RopeScaling | None = None
+    local_rope_theta: float | None = None
+    """The base of the rope of layers with a window, where they have one of their own; its
+    frequencies are not scaled."""
+    partial_rotary_factor: float = 1.0
+    """The part of each head that rotates."""
+    unroped_layers: tuple[int, ...] = ()
+    """The layers without a rope."""
+    sliding_window: int | None = None
+    """A token in one of `window_layers` sees the last so many tokens, itself included."""
+    window_layers: tuple[int, ...] = ()
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     attention_output_bias: bool = False
@@ -68,17 +59,22 @@ class ModelConfig:
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
     dense_layers: tuple[int, ...] = ()
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    """Of the scores; None: 1 / sqrt(head_dim)."""
+    query_pre_attn_scalar: float | None = None
+    """The scores are divided by its root."""
+    residual_multiplier: float = 1.0
+    """Of what attention and MLP add to the residual stream."""
+    logits_scaling: float = 1.0
+    """The logits are divided by it."""
     max_position_embeddings: int = 2048
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
 
     def __post_init__(self) -> None:
-        if self.model_type not in ARCHITECTURES:
-            raise ValueError(
-                f"model_type={self.model_type!r}: not supported; supported are "
-                f"{', '.join(ARCHITECTURES)}"
-            )
+        family_of(self.model_type)
         for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
@@ -91,7 +87,35 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim}: must be even, rope rotates pairs")
         _check_family(self)
+        _check_layers(self)
         _check_experts(self)
+
+    @property
+    def family(self) -> ModelFamily:
+        """The switches and names of all models of this `model_type`."""
+        return family_of(self.model_type)
+
+    @property
+    def rotary_dim(self) -> int:
+        """The numbers of each head that rotate."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def attention_scale(self) -> float:
+        """What the scores are multiplied by."""
+        if self.attention_multiplier is not None:
+            return self.attention_multiplier
+        divisor = self.query_pre_attn_scalar
+        return float((self.head_dim if divisor is None else divisor) ** -0.5)
+
+    @property
+    def embedding_scale(self) -> float:
+        """What the embeddings are multiplied by."""
+        return self.hidden_size**0.5 if self.family.embeds_by_root else self.embedding_multiplier
+
+    def window_of(self, index: int) -> int | None:
+        """The window of layer `index`; None where it sees everything."""
+        return self.sliding_window if index in self.window_layers else None
 
     def is_moe_layer(self, index: int) -> bool:
         """Say whether layer `index` holds a mixture of experts."""
@@ -120,37 +144,46 @@ class ModelConfig:
     @classmethod
     def from_hf_dict(cls, fields: Mapping[str, Any]) -> ModelConfig:
         """Translate the fields of a config.json, refusing what this definition cannot express."""
-        family = fields.get("model_type")
-        if family not in ARCHITECTURES:
-            raise ValueError(
-                f"model_type={family!r}: not supported; supported are {', '.join(ARCHITECTURES)}"
-            )
-        _refuse_unsupported(fields)
+        family = family_of(fields.get("model_type"))
+        _refuse_unsupported(fields, family)
+
+        def get(name: str) -> Any:
+            value = fields.get(name)
+            return family.default(name) if value is None else value
+
         heads = _require(fields, "num_attention_heads")
         hidden = _require(fields, "hidden_size")
-        head_dim = fields.get("head_dim")
+        num_layers = _require(fields, "num_hidden_layers")
+        _check_depth(num_layers)
+        head_dim = get("head_dim")
         if head_dim is None:
-            head_dim = _QWEN3_HEAD_DIM if family == "qwen3" else hidden // max(heads, 1)
-        has_bias = bool(fields.get("attention_bias", False))
-        theta, scaling = _read_rope(fields)
+            head_dim = hidden // max(heads, 1)
+        has_bias = family.bias == "qkv" or (family.bias != "none" and bool(get("attention_bias")))
+        unroped = _read_unroped(fields, family, num_layers)
+        longest = get("max_position_embeddings")
+        rope = _read_rope(fields, family, longest)
+        if isinstance(rope["rope_scaling"], LongRope):
+            longest = min(longest, rope["rope_scaling"].original_max_position_embeddings)
         return cls(
-            model_type=family,
+            model_type=fields["model_type"],
             vocab_size=_require(fields, "vocab_size"),
             hidden_size=hidden,
             intermediate_size=_require(fields, "intermediate_size"),
-            num_layers=_require(fields, "num_hidden_layers"),
+            num_layers=num_layers,
             num_heads=heads,
             num_kv_heads=fields.get("num_key_value_heads") or heads,
             head_dim=head_dim,
-            rms_norm_eps=fields.get("rms_norm_eps", _NORM_EPS),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
-            attention_bias=family == "qwen2" or has_bias,
-            attention_output_bias=family != "qwen2" and has_bias,
-            qk_norm=family in _WITH_QK_NORM,
-            **(_read_experts(fields) if family == "qwen3_moe" else {}),
-            max_position_embeddings=fields.get("max_position_embeddings", _MAX_POSITIONS[family]),
+            rms_norm_eps=get("rms_norm_eps"),
+            **rope,
+            unroped_layers=unroped,
+            **_read_windows(fields, family, num_layers, unroped),
+            tie_word_embeddings=bool(get("tie_word_embeddings")),
+            attention_bias=has_bias,
+            attention_output_bias=family.bias == "switch" and has_bias,
+            qk_norm=family.qk_norm != "none",
+            **(_read_experts(fields) if family.experts else {}),
+            **{name: get(name) for name in family.copied if get(name) is not None},
+            max_position_embeddings=longest,
             bos_id=fields.get("bos_token_id"),
             eos_ids=_read_ids(fields.get("eos_token_id")),
             pad_id=fields.get("pad_token_id"),
@@ -158,11 +191,9 @@ class ModelConfig:
 
     def to_hf_dict(self) -> dict[str, Any]:
         """The config.json from which `transformers` and `from_hf_dict` build the same model."""
-        rope: dict[str, Any] = {"rope_theta": self.rope_theta, "rope_type": "default"}
-        if self.rope_scaling is not None:
-            rope |= {"rope_type": "llama3", **vars(self.rope_scaling)}
+        family = self.family
         fields: dict[str, Any] = {
-            "architectures": [ARCHITECTURES[self.model_type]],
+            "architectures": [family.architecture],
             "model_type": self.model_type,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -171,25 +202,26 @@ class ModelConfig:
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
-            "hidden_act": "silu",
+            family.activation_field: family.activation,
             "rms_norm_eps": self.rms_norm_eps,
-            "rope_theta": self.rope_theta,  # read by transformers 4; 5 reads rope_parameters
-            "rope_parameters": rope,
+            **_rope_fields(self),
             "tie_word_embeddings": self.tie_word_embeddings,
             "max_position_embeddings": self.max_position_embeddings,
             "bos_token_id": self.bos_id,
             "eos_token_id": self.eos_ids[0] if len(self.eos_ids) == 1 else list(self.eos_ids),
             "pad_token_id": self.pad_id,
+            **_window_fields(self),
+            **_multiplier_fields(self),
+            **family.constants,
         }
         if not self.eos_ids:
             fields["eos_token_id"] = None
-        if self.rope_scaling is not None:
-            fields["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
-        if self.model_type != "qwen2":
+        if isinstance(self.rope_scaling, LongRope):
+            longest, original = "max_position_embeddings", "original_max_position_embeddings"
+            fields |= {name: getattr(self.rope_scaling, name) for name in (longest, original)}
+        if family.bias in ("switch", "qkv_switch"):
             fields["attention_bias"] = self.attention_bias
-        if self.model_type == "llama":
-            fields["mlp_bias"] = False
-        if self.model_type == "qwen3_moe":
+        if family.experts:
             fields |= {
                 "num_experts": self.num_experts,
                 "num_experts_per_tok": self.num_experts_per_token,
@@ -201,7 +233,6 @@ class ModelConfig:
         return fields
 
 
-_WITH_QK_NORM = ("qwen3", "qwen3_moe")
 _COUNTS = (
     "vocab_size",
     "hidden_size",
@@ -211,6 +242,14 @@ _COUNTS = (
     "num_kv_heads",
     "head_dim",
     "max_position_embeddings",
+)
+_ROPE_FIELDS = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+_MULTIPLIERS = (
+    "embedding_multiplier",
+    "attention_multiplier",
+    "query_pre_attn_scalar",
+    "residual_multiplier",
+    "logits_scaling",
 )
 
 
@@ -224,27 +263,76 @@ def _check_depth(num_layers: int) -> None:
 
 def _check_family(config: ModelConfig) -> None:
     """The switches must be ones that the family's config.json can carry."""
-    if config.qk_norm != (config.model_type in _WITH_QK_NORM):
+    family, name = config.family, config.model_type
+    if config.qk_norm != (family.qk_norm != "none"):
         raise ValueError(
-            f"qk_norm={config.qk_norm}: must be True for qwen3 and qwen3_moe and False for the "
-            f"other families (this is {config.model_type}); use model_type='qwen3' for a model "
-            "with query and key norms"
+            f"qk_norm={config.qk_norm}: must be {not config.qk_norm} for {name}; use "
+            "model_type='qwen3' for a model with a norm of each query and key head"
         )
-    if config.model_type == "qwen2":
-        if not config.attention_bias or config.attention_output_bias:
-            raise ValueError(
-                "attention_bias: qwen2 has it in q/k/v and not in the output; set "
-                "attention_bias=True, attention_output_bias=False"
-            )
-    elif config.attention_bias != config.attention_output_bias:
+    if family.bias == "qkv" and not config.attention_bias:
         raise ValueError(
-            f"attention_output_bias={config.attention_output_bias}: {config.model_type} has one "
+            f"attention_bias: {name} has it in q/k/v and not in the output; set "
+            "attention_bias=True, attention_output_bias=False"
+        )
+    if family.bias == "none" and config.attention_bias:
+        raise ValueError(f"attention_bias=True: {name} has no biases; set it to False")
+    if config.attention_output_bias != (family.bias == "switch" and config.attention_bias):
+        raise ValueError(
+            f"attention_output_bias={config.attention_output_bias}: {name} has one "
             "switch for all four projections; set it equal to attention_bias"
+            if family.bias == "switch"
+            else f"attention_output_bias=True: {name} has none there; set it to False"
+        )
+    if config.partial_rotary_factor != 1.0 and not family.partial_rope:
+        raise ValueError(
+            f"partial_rotary_factor={config.partial_rotary_factor}: not supported for {name}; "
+            "supported is 1.0"
+        )
+    if (config.local_rope_theta is None) != (family.local_theta is None):
+        raise ValueError(
+            f"local_rope_theta={config.local_rope_theta}: {name} has "
+            + (
+                "no such rope; leave it None"
+                if family.local_theta is None
+                else f"one for layers with a window; its default is {family.local_theta}"
+            )
+        )
+    for field in _MULTIPLIERS:
+        value, plain = getattr(config, field), ModelConfig.__dataclass_fields__[field].default
+        if value != plain and field not in family.copied:
+            raise ValueError(f"{field}={value}: {name} has none; leave it {plain}")
+
+
+def _check_layers(config: ModelConfig) -> None:
+    """Lists of layers, and what they need."""
+    family, name, every = config.family, config.model_type, range(config.num_layers)
+    if family.windows != "no_rope" and config.unroped_layers:
+        raise ValueError(f"unroped_layers: {name} has a rope in every layer; leave it empty")
+    if config.window_layers and (config.sliding_window is None or config.sliding_window < 1):
+        raise ValueError(
+            f"sliding_window={config.sliding_window}: must be at least 1 where layers have one"
+        )
+    can_have = family.windows != "none"
+    if family.windows == "all":
+        can_have = config.window_layers == tuple(every)
+    if config.window_layers and not can_have:
+        raise ValueError(
+            f"window_layers={config.window_layers}: not supported for {name}; supported is "
+            f"{'all layers' if family.windows == 'all' else 'full attention'}"
+        )
+    for field in ("unroped_layers", "window_layers", "dense_layers"):
+        outside = [layer for layer in getattr(config, field) if layer not in every]
+        if outside:
+            raise ValueError(f"{field}: {outside} are not among the {config.num_layers} layers")
+    if config.rotary_dim % 2:
+        raise ValueError(
+            f"partial_rotary_factor={config.partial_rotary_factor}: rotates {config.rotary_dim} "
+            "numbers of each head; must be even, rope rotates pairs"
         )
 
 
 def _check_experts(config: ModelConfig) -> None:
-    if config.model_type != "qwen3_moe":
+    if not config.family.experts:
         if config.num_experts:
             raise ValueError(
                 f"num_experts={config.num_experts}: must be 0 for {config.model_type}; use "
@@ -259,9 +347,6 @@ def _check_experts(config: ModelConfig) -> None:
             f"num_experts_per_token={config.num_experts_per_token}: must be from 1 to num_experts="
             f"{config.num_experts}"
         )
-    outside = [layer for layer in config.dense_layers if not 0 <= layer < config.num_layers]
-    if outside:
-        raise ValueError(f"dense_layers: {outside} are not among the {config.num_layers} layers")
 
 
 def _read_experts(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -270,7 +355,6 @@ def _read_experts(fields: Mapping[str, Any]) -> dict[str, Any]:
     if step < 1:
         raise ValueError(f"decoder_sparse_step={step}: must be at least 1")
     num_layers = _require(fields, "num_hidden_layers")
-    _check_depth(num_layers)
     dense = {layer for layer in range(num_layers) if (layer + 1) % step}
     dense |= set(fields.get("mlp_only_layers") or ())
     if "num_experts" not in fields and "num_local_experts" in fields:
@@ -291,44 +375,177 @@ def _require(fields: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
-    activation = fields.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ValueError(f"hidden_act={activation!r}: not supported; supported is 'silu'")
-    if fields.get("mlp_bias"):
-        raise ValueError("mlp_bias=true: not supported; supported is false")
+def _count(fields: Mapping[str, Any], name: str, default: Any, *, least: int = 1) -> int:
+    """A field that is a number of tokens or of layers."""
+    value = _require({name: default} if fields.get(name) is None else fields, name)
+    if value < least:
+        raise ValueError(f"{name}={value}: must be at least {least}")
+    return value
+
+
+def _refuse_unsupported(fields: Mapping[str, Any], family: ModelFamily) -> None:
+    activation = fields.get(family.activation_field, family.activation)
+    if activation != family.activation:
+        raise ValueError(
+            f"{family.activation_field}={activation!r}: not supported; supported is "
+            f"{family.activation!r}"
+        )
+    for name in ("mlp_bias", "use_bidirectional_attention"):
+        if fields.get(name):
+            raise ValueError(f"{name}=true: not supported; supported is false")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if fields.get(name) is not None:
+            raise ValueError(f"{name}={fields[name]}: not supported; supported is null")
     if fields.get("quantization_config"):
         raise ValueError(
             "quantization_config: quantised weights are not supported; use the fp32 or bf16 "
             "version of this model"
         )
-    if fields.get("use_sliding_window") or (
-        fields.get("sliding_window") and fields.get("use_sliding_window") is None
-    ):
-        raise ValueError("use_sliding_window=true: not supported; supported is full attention")
-    kinds = set(fields.get("layer_types") or ["full_attention"])
-    if kinds != {"full_attention"}:
+
+
+def _read_unroped(
+    fields: Mapping[str, Any], family: ModelFamily, num_layers: int
+) -> tuple[int, ...]:
+    """The layers without a rope: where `no_rope_layers` has a 0, or every n-th."""
+    if family.windows != "no_rope":
+        return ()
+    flags = fields.get("no_rope_layers")
+    if flags is None:
+        period = _count(fields, "no_rope_layer_interval", family.default("no_rope_layer_interval"))
+        return tuple(layer for layer in range(num_layers) if (layer + 1) % period == 0)
+    if len(flags) < num_layers:
+        raise ValueError(f"no_rope_layers: has {len(flags)} flags for {num_layers} layers")
+    return tuple(layer for layer in range(num_layers) if not flags[layer])
+
+
+def _read_windows(
+    fields: Mapping[str, Any], family: ModelFamily, num_layers: int, unroped: tuple[int, ...]
+) -> dict[str, Any]:
+    """`sliding_window` and `window_layers`: which layers have windows is `ModelFamily.windows`."""
+    rule, every = family.windows, range(num_layers)
+    kinds = fields.get("layer_types")
+    if kinds is not None and not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise ValueError(
-            f"layer_types={sorted(kinds)}: not supported; supported is full_attention in all layers"
+            f"layer_types={sorted(set(kinds))}: not supported; supported are full_attention and "
+            "sliding_attention"
         )
+    sliding = kinds is not None and "sliding_attention" in kinds
+    size = fields.get("sliding_window", family.default("sliding_window"))
+    has_switch = rule in ("late", "no_rope")
+    if rule == "none":
+        if fields.get("use_sliding_window") or (size and "use_sliding_window" not in fields):
+            raise ValueError(
+                "use_sliding_window=true: not supported for this family; supported is full "
+                "attention"
+            )
+        if sliding:
+            raise ValueError(
+                "layer_types: sliding_attention is not supported for this family; supported is "
+                "full_attention in all layers"
+            )
+        return {}
+    if size is None or (has_switch and not fields.get("use_sliding_window")):
+        if sliding:
+            raise ValueError(
+                f"layer_types: has sliding_attention, but sliding_window={size} and "
+                f"use_sliding_window={fields.get('use_sliding_window')}; give all three"
+            )
+        return {}
+    size = _count(fields, "sliding_window", family.default("sliding_window"))
+    layers: list[int]
+    if rule == "all":
+        layers = list(every)
+        if kinds is not None and set(kinds) != {"sliding_attention"}:
+            raise ValueError(
+                f"layer_types={sorted(set(kinds))}: not supported for this family; supported is "
+                "sliding_attention in all layers"
+            )
+    elif kinds is not None:
+        if len(kinds) < num_layers:
+            raise ValueError(f"layer_types: has {len(kinds)} kinds for {num_layers} layers")
+        layers = [layer for layer in every if kinds[layer] == "sliding_attention"]
+    elif rule == "late":
+        first = _count(fields, "max_window_layers", family.default("max_window_layers"), least=0)
+        layers = [layer for layer in every if layer >= first]
+    elif rule == "no_rope":
+        layers = list(unroped)
+    else:
+        period = _count(fields, "sliding_window_pattern", family.window_period)
+        layers = [layer for layer in every if (layer + 1) % period]
+    return {"sliding_window": size, "window_layers": tuple(layers)}
 
 
-def _read_rope(fields: Mapping[str, Any]) -> tuple[float, Llama3Rope | None]:
-    """Both spellings: `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling` (4)."""
-    rope = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
-    theta = float(rope.get("rope_theta", fields.get("rope_theta", _ROPE_THETA)))
-    if float(rope.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))) != 1.0:
-        raise ValueError("partial_rotary_factor: not supported; supported is 1.0")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise ValueError(f"rope_type={kind!r}: not supported; supported are 'default', 'llama3'")
-    names = Llama3Rope.__dataclass_fields__
-    missing = [name for name in names if name not in rope]
-    if missing:
-        raise ValueError(f"rope_parameters: rope_type 'llama3' needs {', '.join(missing)}")
-    return theta, Llama3Rope(**{name: rope[name] for name in names})
+def _multiplier_fields(config: ModelConfig) -> dict[str, Any]:
+    """The fields that `ModelFamily.copied` names; None is the value that it stands for."""
+    plain = {
+        "attention_multiplier": config.attention_scale,
+        "query_pre_attn_scalar": config.head_dim,
+    }
+    values = {name: getattr(config, name) for name in config.family.copied}
+    return {name: plain[name] if value is None else value for name, value in values.items()}
+
+
+def _window_fields(config: ModelConfig) -> dict[str, Any]:
+    """What `_read_unroped` and `_read_windows` read the same layers from."""
+    rule, every = config.family.windows, range(config.num_layers)
+    if rule == "none":
+        return {}
+    fields: dict[str, Any] = {"sliding_window": config.sliding_window}
+    if rule in ("late", "no_rope"):
+        fields["use_sliding_window"] = config.sliding_window is not None
+    if rule != "all":
+        kinds = ("full_attention", "sliding_attention")
+        fields["layer_types"] = [kinds[layer in config.window_layers] for layer in every]
+    if rule == "no_rope":
+        fields["no_rope_layers"] = [int(layer not in config.unroped_layers) for layer in every]
+    return fields
+
+
+def _read_rope(fields: Mapping[str, Any], family: ModelFamily, longest: int) -> dict[str, Any]:
+    """The fields of `ModelConfig` that are about the rope. Both spellings: `rope_parameters`
+    (transformers 5), one or one for each kind of layer, and `rope_theta` + `rope_scaling` (4)."""
+    new, old = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
+    found: dict[str, Any] = {}
+    if family.local_theta is not None:
+        local = new.get("sliding_attention") or {}
+        if read_scaling(local) is not None:
+            raise ValueError(
+                f"rope_parameters: sliding_attention has rope_type={local['rope_type']!r}: not "
+                "supported; supported is 'default'"
+            )
+        base = fields.get("rope_local_base_freq", family.local_theta)
+        found["local_rope_theta"] = float(local.get("rope_theta", base))
+        new = new.get("full_attention") or {}
+    rope = {**{name: fields.get(name) for name in _ROPE_FIELDS}, **old, **new}
+    rope = {name: value for name, value in rope.items() if value is not None}
+    part = rope.get("partial_rotary_factor", family.default("partial_rotary_factor"))
+    if part != 1.0 and not family.partial_rope:
+        raise ValueError(
+            f"partial_rotary_factor={part}: not supported for this family; supported is 1.0"
+        )
+    return found | {
+        "rope_theta": float(rope.get("rope_theta", family.default("rope_theta"))),
+        "rope_scaling": read_scaling({**rope, "max_position_embeddings": longest}),
+        "partial_rotary_factor": float(part),
+    }
+
+
+def _rope_fields(config: ModelConfig) -> dict[str, Any]:
+    """What `_read_rope` reads the same rope from."""
+    family, scaling = config.family, write_scaling(config.rope_scaling)
+    rope: dict[str, Any] = {"rope_theta": config.rope_theta, **scaling}
+    if family.partial_rope:
+        rope["partial_rotary_factor"] = config.partial_rotary_factor
+    if family.local_theta is not None:
+        local = {"rope_theta": config.local_rope_theta, "rope_type": "default"}
+        return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
+    fields: dict[str, Any] = {"rope_theta": config.rope_theta}  # read by transformers 4
+    if family.partial_rope:
+        fields["partial_rotary_factor"] = config.partial_rotary_factor
+    fields["rope_parameters"] = rope
+    if config.rope_scaling is not None:
+        fields["rope_scaling"] = scaling
+    return fields
 
 
 def _read_ids(value: int | list[int] | None) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
 """Hugging Face folders: safetensors in and out, one file or shards with an index.
 
 A Hugging Face tensor is a row slice of one of our parameters (q, k and v lie in one matrix, gate
-and up in another), so `hf_views` names the slices and every other function here copies through
-those views. Loading is strict and checks all names and shapes before the first write: a refused
-load leaves the model as it was.
+and up in another) or, in families that fuse them too, all of it, so `hf_views` names the slices and
+every other function here copies through those views. Loading is strict and checks all names and
+shapes before the first write: a refused load leaves the model as it was.
 Left out: pickle files (`pytorch_model.bin` runs code when read), quantised tensors.
 Next: sources.py (where folders come from), gguf.py (folders made from a llama.cpp file).
 """
@@ -25,7 +25,7 @@ from kernels.checksum import copy_large
 from nanoengine.footprint import num_params
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import DecoderLayer
-from nanoengine.model.linear import Slice, TensorSplit
+from nanoengine.model.linear import Slice, TensorSplit, side_by_side
 from nanoengine.model.moe import ExpertSplit, MoeMlp
 from nanoengine.model.transformer import Transformer
 from nanoengine.tensor_file import dtype_name, write_tensors
@@ -37,6 +37,7 @@ _COLUMN_SPLIT = tuple(
     f"{name}_proj.{kind}" for name in ("q", "k", "v", "gate", "up") for kind in ("weight", "bias")
 )
 _ROW_SPLIT = ("o_proj.weight", "down_proj.weight")
+_HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
 _EXTRA_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -67,11 +68,14 @@ def hf_views(model: Transformer) -> dict[str, Tensor]:
 
 
 def _layer_views(layer: DecoderLayer) -> dict[str, Tensor]:
+    family = layer.family
     prefix = f"model.layers.{layer.index}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    rows = (layer.q_width, layer.kv_width, layer.kv_width)
+    rows: tuple[int, ...] = (layer.q_width, layer.kv_width, layer.kv_width)
     qkv = tuple(f"{attention}.{name}_proj" for name in "qkv")
-    views = {f"{prefix}.input_layernorm.weight": layer.input_norm.detach()}
+    if family.fused_qkv:
+        rows, qkv = (sum(rows),), (f"{attention}.qkv_proj",)
+    views = _norm_views(layer, prefix, "input_norm")
     parts = layer.qkv.weight.detach().split(rows)
     views |= {f"{name}.weight": part for name, part in zip(qkv, parts, strict=True)}
     if layer.qkv.bias is not None:
@@ -83,14 +87,27 @@ def _layer_views(layer: DecoderLayer) -> dict[str, Tensor]:
     views[f"{attention}.o_proj.weight"] = layer.out.weight.detach()
     if layer.out.bias is not None:
         views[f"{attention}.o_proj.bias"] = layer.out.bias.detach()
-    views[f"{prefix}.post_attention_layernorm.weight"] = layer.post_norm.detach()
+    views |= _norm_views(layer, prefix, "attention_norm", "post_norm", "mlp_norm")
     if isinstance(layer.moe, MoeMlp):
         views[f"{mlp}.gate.weight"] = layer.moe.router.weight.detach()
         stacks = (layer.moe.gate_up.weight.detach(), layer.moe.down.weight.detach())
         for index, gate_up, down in zip(layer.moe.held, *stacks, strict=True):
             views |= _mlp_views(f"{mlp}.experts.{index}", gate_up, down)
         return views
-    return views | _mlp_views(mlp, layer.gate_up.weight.detach(), layer.down.weight.detach())
+    gate_up, down = layer.gate_up.weight.detach(), layer.down.weight.detach()
+    if family.fused_gate_up:
+        return views | {f"{mlp}.gate_up_proj.weight": gate_up, f"{mlp}.down_proj.weight": down}
+    return views | _mlp_views(mlp, gate_up, down)
+
+
+def _norm_views(layer: DecoderLayer, prefix: str, *names: str) -> dict[str, Tensor]:
+    """Those of a layer's norms that its family has."""
+    theirs = layer.family.norms
+    return {
+        f"{prefix}.{theirs[name]}.weight": getattr(layer, name).detach()
+        for name in names
+        if name in theirs
+    }
 
 
 def _mlp_views(mlp: str, gate_up: Tensor, down: Tensor) -> dict[str, Tensor]:
@@ -102,20 +119,25 @@ def _mlp_views(mlp: str, gate_up: Tensor, down: Tensor) -> dict[str, Tensor]:
 def hf_slices(model: Transformer) -> dict[str, Slice]:
     """The place of each view of a split model in the whole tensor; names that every rank holds
     whole are absent, so a model that is not split has none."""
-    split = model.split
+    split, config = model.split, model.config
     if split.size == 1:
         return {}
     found = {}
+    q, kv = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+    fused = {
+        "qkv_proj.weight": (q, kv, kv),
+        "gate_up_proj.weight": (config.intermediate_size, config.intermediate_size),
+    }
     for name, view in hf_views(model).items():
+        kind = ".".join(name.split(".")[-2:])
         if name in ("model.embed_tokens.weight", _TIED_HEAD):
-            run, dim, whole = split.run(model.config.vocab_size), 0, model.config.vocab_size
-        elif name.endswith((*_COLUMN_SPLIT, *_ROW_SPLIT)):
-            dim = 0 if name.endswith(_COLUMN_SPLIT) else 1
-            share = view.shape[dim]
-            run, whole = (split.rank * share, (split.rank + 1) * share), split.size * share
-        else:
-            continue
-        found[name] = Slice(dim, whole, (run,))
+            found[name] = Slice(0, config.vocab_size, (split.run(config.vocab_size),))
+        elif kind in fused:
+            found[name] = side_by_side(0, fused[kind], split)
+        elif kind in _COLUMN_SPLIT or (kind in _HEAD_NORMS and config.family.qk_norm == "width"):
+            found[name] = side_by_side(0, (split.size * view.shape[0],), split)
+        elif kind in _ROW_SPLIT:
+            found[name] = side_by_side(1, (split.size * view.shape[1],), split)
     return found
 
 

@@ -14,6 +14,7 @@ Shapes: T tokens, E hidden size, V vocabulary, P rows that are scored.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,6 +47,14 @@ class Slice:
         """This rank's part; a view where it is one run."""
         parts = [whole.narrow(self.dim, lo, hi - lo) for lo, hi in self.runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+    def single_runs(self, part: Tensor) -> list[tuple[Tensor, Slice]]:
+        """Views of this rank's `part`, one for each run, and the slice that each is."""
+        views = part.split([hi - lo for lo, hi in self.runs], self.dim)
+        return [
+            (view, Slice(self.dim, self.whole, (run,)))
+            for view, run in zip(views, self.runs, strict=True)
+        ]
 
     def whole_shape(self, shape: torch.Size) -> torch.Size:
         return torch.Size((*shape[: self.dim], self.whole, *shape[self.dim + 1 :]))
@@ -87,13 +96,19 @@ def mark_slice(
 ) -> None:
     """Note that several matrices of the given local widths lie side by side in `parameter`, each
     split evenly."""
-    if parameter is None or split.size == 1:
-        return
+    if parameter is not None and split.size > 1:
+        record_of(parameter).slice = side_by_side(dim, [split.size * w for w in widths], split)
+
+
+def side_by_side(dim: int, widths: Sequence[int], split: TensorSplit) -> Slice:
+    """The rank's part of matrices of the given whole widths that lie side by side, each split
+    evenly."""
     runs, begin = [], 0
     for width in widths:
-        runs.append((begin + split.rank * width, begin + (split.rank + 1) * width))
-        begin += split.size * width
-    record_of(parameter).slice = Slice(dim, begin, tuple(runs))
+        share = width // split.size
+        runs.append((begin + split.rank * share, begin + (split.rank + 1) * share))
+        begin += width
+    return Slice(dim, begin, tuple(runs))
 
 
 def mark_partial(parameter: nn.Parameter | None) -> None:

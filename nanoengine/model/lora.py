@@ -140,12 +140,18 @@ def adaptable(model: Transformer) -> dict[str, MatrixRows]:
 
 def _matrices(layer: DecoderLayer) -> Iterator[tuple[PackedLinear, Sequence[str], Sequence[int]]]:
     """Each matrix of a layer, with the modules that lie in it and the rows of each."""
-    widths = (layer.q_width, layer.kv_width, layer.kv_width)
-    yield layer.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), widths
+    if layer.family.fused_qkv:
+        yield layer.qkv, ("self_attn.qkv_proj",), (len(layer.qkv.weight),)
+    else:
+        widths = (layer.q_width, layer.kv_width, layer.kv_width)
+        yield layer.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), widths
     yield layer.out, ("self_attn.o_proj",), (len(layer.out.weight),)
     if layer.moe is None:
         width = len(layer.gate_up.weight) // 2
-        yield layer.gate_up, ("mlp.gate_proj", "mlp.up_proj"), (width, width)
+        if layer.family.fused_gate_up:
+            yield layer.gate_up, ("mlp.gate_up_proj",), (2 * width,)
+        else:
+            yield layer.gate_up, ("mlp.gate_proj", "mlp.up_proj"), (width, width)
         yield layer.down, ("mlp.down_proj",), (len(layer.down.weight),)
 
 

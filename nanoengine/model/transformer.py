@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kernels import add_rms_norm, linear
+from kernels import linear
 from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.layers import DecoderLayer, rope_tables
+from nanoengine.model.layers import DecoderLayer, Rope, add_norm_rows, rope_tables
 from nanoengine.model.linear import (
     NoSplit,
     OutputHead,
@@ -41,7 +41,7 @@ from nanoengine.model.moe import ExpertSplit, ExpertStack
 
 
 class Transformer(nn.Module):
-    """Llama, Qwen2, Qwen3 or Qwen3-MoE. Matrices start as zeros: load a folder (hf.py) or
+    """A model of any family (families.py). Matrices start as zeros: load a folder (hf.py) or
     `init_weights`."""
 
     def __init__(
@@ -62,6 +62,7 @@ class Transformer(nn.Module):
         self.split: TensorSplit = NoSplit() if split is None else split
         self.experts = experts
         self._head_dtype = head_dtype
+        self._embedding_scale = config.embedding_scale
         vocab = self.split.run(config.vocab_size)
         shape = (vocab[1] - vocab[0], config.hidden_size)
         self.embedding = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
@@ -69,7 +70,9 @@ class Transformer(nn.Module):
             DecoderLayer(config, index, dtype, device, self.split, experts)
             for index in range(config.num_layers)
         )
-        self.norm = nn.Parameter(torch.ones(config.hidden_size, dtype=dtype, device=device))
+        ones = torch.ones(config.hidden_size, dtype=dtype, device=device)
+        self._norm_offset = config.family.norm_offset
+        self.norm = nn.Parameter(ones - self._norm_offset)
         self.head: nn.Parameter | None = None
         if not config.tie_word_embeddings:
             self.head = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
@@ -82,8 +85,14 @@ class Transformer(nn.Module):
         cos, sin = rope_tables(config, dtype, device)
         self.rope_cos: Tensor
         self.rope_sin: Tensor
+        self.local_rope_cos: Tensor
+        self.local_rope_sin: Tensor
         self.register_buffer("rope_cos", cos, persistent=False)
         self.register_buffer("rope_sin", sin, persistent=False)
+        if config.local_rope_theta is not None:
+            cos, sin = rope_tables(config, dtype, device, is_local=True)
+            self.register_buffer("local_rope_cos", cos, persistent=False)
+            self.register_buffer("local_rope_sin", sin, persistent=False)
         self.lm_head_packed: Tensor | None = None
         self._wide_head: Tensor | None = None
         self._batch_invariant = False
@@ -138,19 +147,31 @@ class Transformer(nn.Module):
         `activation_checkpointing` keeps only each layer's input for the backward pass and runs
         the layer again there: the same gradients bit for bit, about a third more work.
         """
-        rope = (self.rope_cos[positions_T], self.rope_sin[positions_T])
-        x_TE = self._embed(ids_T)
+        rope = self.rope_of(positions_T)
+        x_TE = self.embed(ids_T)
         x_TE, residual_TE = self._run(self.layers, x_TE, rope, context, activation_checkpointing)
         return self._finish(x_TE, residual_TE, ids_T.shape[0])
 
-    def _embed(self, ids_T: Tensor) -> Tensor:
-        return self.split.embed(ids_T, self.embedding, self.config.vocab_size)
+    def rope_of(self, positions_T: Tensor) -> Rope:
+        """The rows of the rope tables that the layers read."""
+        tables = [self.rope_cos, self.rope_sin]
+        if self.config.local_rope_theta is not None:
+            tables += [self.local_rope_cos, self.local_rope_sin]
+        return tuple(table[positions_T] for table in tables)
+
+    def embed(self, ids_T: Tensor) -> Tensor:
+        """What the first layer reads, [T, E]."""
+        x_TE = self.split.embed(ids_T, self.embedding, self.config.vocab_size)
+        if self._embedding_scale == 1.0:
+            return x_TE
+        # rounded to the model's dtype first, as in transformers
+        return x_TE * torch.tensor(self._embedding_scale, dtype=x_TE.dtype).item()
 
     def _run(
         self,
         layers: Iterable[nn.Module],
         x_TE: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: Rope,
         context: AttentionContext,
         activation_checkpointing: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -173,8 +194,15 @@ class Transformer(nn.Module):
         return x_TE, residual_TE
 
     def _finish(self, x_TE: Tensor, residual_TE: Tensor, num_rows: int) -> Tensor:
-        y_TE = add_rms_norm(x_TE, residual_TE, self.norm, self.config.rms_norm_eps)[0]
+        eps = self.config.rms_norm_eps
+        y_TE = add_norm_rows(x_TE, residual_TE, self.norm, eps, self._norm_offset)[0]
         return self.split.enter(y_TE, num_rows)
+
+    def scale_for_head(self, hidden_TE: Tensor) -> Tensor:
+        """What the output head multiplies: hidden states divided by `logits_scaling`, so that the
+        logits are, by whichever product they come."""
+        scaling = self.config.logits_scaling
+        return hidden_TE if scaling == 1.0 else hidden_TE / scaling
 
     def logits(self, hidden_TE: Tensor) -> Tensor:
         """Logits [T, V] in `head_dtype`; `logprobs` computes from the same bits."""
@@ -185,7 +213,7 @@ class Transformer(nn.Module):
                     self._wide_head = weight.detach().to(self.head_dtype)
             weight = self._wide_head
         logits = linear(
-            hidden_TE.to(weight.dtype),
+            self.scale_for_head(hidden_TE).to(weight.dtype),
             weight,
             packed=self.lm_head_packed,
             batch_invariant=self.batch_invariant,
@@ -198,7 +226,8 @@ class Transformer(nn.Module):
         """logp [P] of each id (nats, fp32 or wider, of the tempered distribution) given the hidden
         state that predicts it, and the entropy [P] of that distribution if it is asked for. Of
         several ids for each state, [P, M], logp [P, M]. Differentiable."""
-        return self.split.logprobs(hidden_PE, self._output_head(), ids_P, temperature, entropy)
+        head, hidden_PE = self._output_head(), self.scale_for_head(hidden_PE)
+        return self.split.logprobs(hidden_PE, head, ids_P, temperature, entropy)
 
     @torch.no_grad()
     def likeliest(
@@ -210,6 +239,7 @@ class Transformer(nn.Module):
             raise ValueError(
                 f"k={k}: must be from 1 to the vocabulary's {self.config.vocab_size}; lower it"
             )
+        hidden_PE = self.scale_for_head(hidden_PE)
         return self.split.likeliest(hidden_PE, self._output_head(), k, temperature)
 
     def _output_head(self) -> OutputHead:
@@ -265,14 +295,15 @@ class Transformer(nn.Module):
 
     def init_weights(self, seed: int, std: float = 0.02) -> None:
         """Fresh normal weights; projections into the residual stream are smaller by √(2·layers),
-        as in GPT-2. Norms 1, biases 0. The same seed gives the same weights in every dtype and
-        however the model is split."""
+        as in GPT-2. Norms multiply by 1, biases are 0. The same seed gives the same weights in
+        every dtype and however the model is split."""
         generator = torch.Generator().manual_seed(seed)
         residual_std = std / (2 * self.config.num_layers) ** 0.5
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 if parameter.dim() == 1:
-                    parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                    is_bias = name.endswith("bias")
+                    parameter.fill_(0.0 if is_bias else 1.0 - self._norm_offset)
                     continue
                 scale = residual_std if name.endswith(("out.weight", "down.weight")) else std
                 part = record_of(parameter).slice

@@ -46,7 +46,9 @@ class Stage(Transformer):
     ) -> None:
         held = split_layers(config.num_layers, num_stages)[index]
         dense = (0,) if config.num_experts else ()
-        small = dataclasses.replace(config, num_layers=1, dense_layers=dense)
+        small = dataclasses.replace(
+            config, num_layers=1, dense_layers=dense, window_layers=(), unroped_layers=()
+        )
         super().__init__(small, dtype, device, head_dtype=head_dtype, split=split, experts=experts)
         self.config = config
         self.index, self.num_stages = index, num_stages
@@ -75,11 +77,11 @@ class Stage(Transformer):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.first_layer.input_norm.dtype
+        return self.first_layer.qkv.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.first_layer.input_norm.device
+        return self.first_layer.qkv.weight.device
 
     def forward(
         self,
@@ -92,8 +94,8 @@ class Stage(Transformer):
     ) -> Tensor:
         """The last stage gives the hidden states after the final norm, the others what the next
         one takes as `x_TE`. Only the first stage looks at the ids."""
-        rope = (self.rope_cos[positions_T], self.rope_sin[positions_T])
-        x_TE = self._embed(ids_T) if x_TE is None else x_TE
+        rope = self.rope_of(positions_T)
+        x_TE = self.embed(ids_T) if x_TE is None else x_TE
         layers = [self.layers[i] for i in self._held]
         x_TE, residual_TE = self._run(layers, x_TE, rope, context, activation_checkpointing)
         if self.is_last:

@@ -18,6 +18,7 @@ Shapes: T tokens, E hidden size, V vocabulary, C tokens of a chunk.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -151,8 +152,15 @@ def check_heads(config: ModelConfig, size: int) -> None:
 
 @torch.no_grad()
 def gather_slice(mesh: Mesh, part: Tensor, where: Slice) -> Tensor:
-    """The whole tensor from the ranks' parts, on all of them. For slices of one run."""
+    """The whole tensor from the ranks' parts, on all of them. Where there are several runs, each is
+    a matrix's that is split evenly."""
     size = mesh.size("tp")
+    if len(where.runs) > 1:
+        matrices = [
+            gather_slice(mesh, view, replace(run, whole=size * view.shape[where.dim]))
+            for view, run in where.single_runs(part)
+        ]
+        return torch.cat(matrices, where.dim)
     shares = [hi - lo for lo, hi in (even_run(where.whole, size, r) for r in range(size))]
     moved = part.movedim(where.dim, 0)
     padded = moved.new_zeros(max(shares), *moved.shape[1:])

@@ -36,12 +36,14 @@ _IN_FLIGHT = 2  # buckets a rank has sent and not yet seen taken
 def model_pieces(models: Sequence[Transformer]) -> Held:
     """The weights of a model, or of the stages a rank holds, under their Hugging Face names. The
     tensors are views: what is copied into them is in the model (then `repack` it)."""
-    found: dict[str, tuple[Piece, Tensor]] = {}
+    found: dict[str, Held] = {}
     for model in models:
         slices = hf_slices(model)
         for name, view in hf_views(model).items():
-            found.setdefault(name, (make_piece(name, view, slices.get(name)), view))
-    return list(found.values())
+            part = slices.get(name)
+            runs = [(view, part)] if part is None else part.single_runs(view)
+            found.setdefault(name, [(make_piece(name, x, run), x) for x, run in runs])
+    return [held for pieces in found.values() for held in pieces]
 
 
 def copy_local(copies: Iterable[Copy], held: Held, wanted: Held) -> int:

@@ -205,7 +205,8 @@ void test_attention(int64_t D, int64_t group, int64_t window) {
 // number of vectors, so that the last part of each is met as well.
 template <class T>
 void test_decoder() {
-  const int64_t E = 52, H = 6, K = 2, D = 20, F = 74, tokens = 19, num_layers = 2, windows[] = {0, 6};
+  const int64_t E = 52, H = 6, K = 2, D = 20, F = 74, tokens = 19, num_layers = 2;
+  const Switches switches[] = {{0, 1}, {6, 0}};
   const int64_t width = (H + 2 * K) * D;
   std::vector<std::vector<T>> held;
   std::vector<std::vector<float>> matrices;
@@ -235,8 +236,8 @@ void test_decoder() {
                  1};
     Buffers<T> none{};
     std::vector<T> scratch(none.lay_out(sizes));
-    decode(&x[first * E], layers.data(), windows, num_layers, last_norm, sizes, step, scratch.data(),
-           1e-5f, 0.25f, threads);
+    decode(&x[first * E], layers.data(), switches, num_layers, last_norm, sizes, step, scratch.data(),
+           1e-5f, 0.25f, 0.7f, threads);
   };
   const auto embedded = numbers<T>(tokens * E, 9);
   auto whole = embedded, apart = embedded;

@@ -1,9 +1,10 @@
-"""rms_norm, rope and swiglu: values, gradients, rows that do not depend on their batch."""
+"""rms_norm, rope, swiglu and geglu: values, gradients, rows that do not depend on their batch."""
 
 import pytest
 import torch
 
-from kernels import add_rms_norm, apply_rope, rms_norm, swiglu
+from kernels import add_rms_norm, apply_rope, geglu, rms_norm, swiglu
+from kernels.geglu import geglu_ref
 from kernels.rms_norm import rms_norm_ref
 from kernels.rope import apply_rope_ref
 from kernels.swiglu import swiglu_ref
@@ -23,6 +24,7 @@ def test_gradients_equal_finite_differences():
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-5), (x, w))
     assert torch.autograd.gradcheck(lambda x, w: add_rms_norm(x, x * 2, w, 1e-5), (x, w))
     assert torch.autograd.gradcheck(swiglu, (x,))
+    assert torch.autograd.gradcheck(geglu, (x,))
     q, k, cos, sin, positions = rope_inputs()
     leaves = (q.requires_grad_(), k.requires_grad_())
     assert torch.autograd.gradcheck(lambda q, k: apply_rope(q, k, cos, sin, positions), leaves)
@@ -54,6 +56,10 @@ def test_errors_are_at_most_twice_those_of_plain_torch(dtype):
         gate, up = x.chunk(2, -1)
         return torch.nn.functional.silu(gate) * up
 
+    def plain_geglu(x):
+        gate, up = x.chunk(2, -1)
+        return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
     def plain_rope(q, k):
         wide = torch.promote_types(q.dtype, torch.float32)
         return apply_rope_ref(q, k, cos.to(wide), sin.to(wide), positions)
@@ -61,6 +67,7 @@ def test_errors_are_at_most_twice_those_of_plain_torch(dtype):
     cases = [
         (lambda x, w: rms_norm(x, w, 1e-5), plain_norm, [x, w]),
         (swiglu, plain_swiglu, [x]),
+        (geglu, plain_geglu, [x]),
         (lambda q, k: apply_rope(q, k, cos, sin, positions), plain_rope, [q, k]),
     ]
     for ours, plain, inputs in cases:
@@ -74,6 +81,9 @@ def test_references_agree_with_independent_formulas():
     expected = torch.nn.functional.rms_norm(x, (32,), w, 1e-6)
     assert torch.allclose(rms_norm_ref(x, w, 1e-6), expected)
     assert torch.allclose(swiglu_ref(x), torch.nn.functional.silu(x[:, :16]) * x[:, 16:])
+    gate, up = x[:, :16], x[:, 16:]
+    inner = torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))
+    assert torch.allclose(geglu_ref(x), 0.5 * gate * (1 + inner) * up)
     q, k, cos, sin, positions = rope_inputs()
     pairs = torch.complex(q[..., :8], q[..., 8:])
     turned = pairs * torch.complex(cos, sin)[positions].unsqueeze(1)
@@ -90,7 +100,8 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype, num_threads, width):
     torch.manual_seed(0)
     x, w = torch.randn(301, width).to(dtype) * 3, torch.randn(width).to(dtype)
     torch.set_num_threads(1)
-    ops = [swiglu, lambda x: rms_norm(x, w, 1e-5), lambda x: add_rms_norm(x, x * 2, w, 1e-5)[0]]
+    norms = [lambda x: rms_norm(x, w, 1e-5), lambda x: add_rms_norm(x, x * 2, w, 1e-5)[0]]
+    ops = [swiglu, geglu, *norms]
     whole = [op(x) for op in ops]
     torch.set_num_threads(num_threads)
     try:
@@ -117,6 +128,7 @@ def test_rope_keeps_nothing_of_q_and_k():
         (lambda: rms_norm(torch.zeros(2, 4), torch.zeros(4), backend="cuda"), "backend"),
         (lambda: rms_norm(torch.zeros(2, 4), torch.zeros(4), backend="triton"), "backend"),
         (lambda: add_rms_norm(torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(4)), "residual"),
+        (lambda: geglu(torch.zeros(2, 5)), "gate_up"),
         (lambda: swiglu(torch.zeros(2, 5)), "gate_up"),
         (lambda: apply_rope(*[torch.zeros(2, 1, 6)] * 2, *[torch.zeros(9, 2)] * 3), "cos"),
     ],

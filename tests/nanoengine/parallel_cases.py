@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nanoengine.engine import Engine, EngineConfig
 from nanoengine.model.config import ModelConfig
+from nanoengine.model.families import FAMILIES
 from nanoengine.model.linear import Slice, record_of
 from nanoengine.model.transformer import Transformer
 from nanoengine.optim import AdamW
@@ -83,6 +84,23 @@ class Result:
     num_early: int
 
 
+_WINDOWS: Any = {"sliding_window": 6, "window_layers": (0, 2)}
+SWITCHES: Any = {
+    "smollm3": {**_WINDOWS, "unroped_layers": (0, 2)},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.3,
+        "logits_scaling": 1.5,
+    },
+    "olmo3": {**_WINDOWS, "local_rope_theta": 100.0},
+    "phi3": {"partial_rotary_factor": 0.5},
+    "gemma3_text": {**_WINDOWS, "local_rope_theta": 100.0, "query_pre_attn_scalar": 17},
+    "glm4": {"partial_rotary_factor": 0.5},
+}
+"""Fields of the families that set them."""
+
+
 def model_config(case: Case) -> ModelConfig:
     usual = ModelConfig(
         model_type=case.family,
@@ -94,11 +112,12 @@ def model_config(case: Case) -> ModelConfig:
         num_kv_heads=4,
         head_dim=8,
         tie_word_embeddings=case.tied,
-        attention_bias=case.family in ("qwen2", "llama"),
-        attention_output_bias=case.family == "llama",
-        qk_norm=case.family in ("qwen3", "qwen3_moe"),
+        attention_bias=case.family in ("qwen2", "llama", "glm4", "olmo2"),
+        attention_output_bias=case.family in ("llama", "olmo2"),
+        qk_norm=FAMILIES[case.family].qk_norm != "none",
         max_position_embeddings=128,
         **(EXPERTS if case.family == "qwen3_moe" else {}),
+        **SWITCHES.get(case.family, {}),
     )
     return replace(usual, **dict(case.shape))
 

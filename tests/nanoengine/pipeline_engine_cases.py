@@ -204,10 +204,10 @@ def load_refused(rank: Rank, run: Run, root: str) -> tuple[str, bool]:
 # -- export --------------------------------------------------------------------------------------
 
 
-def export(rank: Rank, folder: str) -> dict[str, Any]:
+def export(rank: Rank, folder: str, family: str) -> dict[str, Any]:
     """A TP2 x PP2 run: into a full model on rank 0, a TP2 inference layout on ranks 2 and 3, and a
     Hugging Face folder. Also what the engine's own iterator gives."""
-    case = Case(layout=Layout(pp=2, tp=2), dtype="fp32")
+    case = Case(layout=Layout(pp=2, tp=2), dtype="fp32", family=family)
     engine = make_engine(Run(case=case), rank.mesh(case.layout))
     steps(engine, 0, 2)
     config = engine.model.config
@@ -224,16 +224,13 @@ def export(rank: Rank, folder: str) -> dict[str, Any]:
     return {
         "num_plans": resharder.num_plans,
         "bytes": num_bytes,
-        "full": [{n: t.clone() for n, (_, t) in named(m).items()} for m in full],
+        "full": [{piece.name: t.clone() for piece, t in model_pieces([m])} for m in full],
         "halves": [
-            {n: (piece.box.begin, t.clone()) for n, (piece, t) in named(m).items()} for m in halves
+            [(piece.name, piece.box.begin, t.clone()) for piece, t in model_pieces([m])]
+            for m in halves
         ],
         "exported": {name: tensor.clone() for name, tensor in engine.export_state()},
     }
-
-
-def named(model: Transformer) -> dict[str, tuple[Any, Tensor]]:
-    return {piece.name: (piece, tensor) for piece, tensor in model_pieces([model])}
 
 
 def export_experts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import torch
 
@@ -13,9 +14,9 @@ from nanoengine.packing import Sample
 VOCAB = 60
 
 
-def make_model() -> Transformer:
+def make_model(family: str = "llama", **switches: Any) -> Transformer:
     config = ModelConfig(
-        model_type="llama",
+        model_type=family,
         vocab_size=VOCAB,
         hidden_size=24,
         intermediate_size=40,
@@ -24,6 +25,7 @@ def make_model() -> Transformer:
         num_kv_heads=2,
         head_dim=6,
         max_position_embeddings=256,
+        **switches,
     )
     model = Transformer(config, torch.float64)
     model.init_weights(seed=0, std=0.2)

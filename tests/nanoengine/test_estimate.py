@@ -28,6 +28,7 @@ from nanoengine.footprint import (
 )
 from nanoengine.model.attention import PackedContext
 from nanoengine.model.config import ModelConfig
+from nanoengine.model.families import FAMILIES
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.mesh import Layout, Mesh
 from nanoengine.parallel.stage import Stage, split_layers
@@ -55,8 +56,9 @@ def small(family: str, tied: bool = True) -> ModelConfig:
         head_dim=12,
         tie_word_embeddings=tied,
         attention_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qk_norm=FAMILIES[family].qk_norm != "none",
         max_position_embeddings=64,
+        local_rope_theta=FAMILIES[family].local_theta,
     )
 
 
@@ -65,7 +67,10 @@ def test_parameter_counts_are_the_published_ones(name: str) -> None:
     assert num_params(model_shape(name)) == PUBLISHED[name]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+DENSE = [name for name, family in FAMILIES.items() if not family.experts]
+
+
+@pytest.mark.parametrize("family", DENSE)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (1, 3), (2, 2)])
 def test_a_ranks_parameters_are_those_its_stage_has(
@@ -105,7 +110,7 @@ def saved_bytes(config: ModelConfig, dtype: torch.dtype, num_tokens: int) -> int
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", DENSE)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_activation_bytes_of_a_layer_are_those_autograd_keeps(family: str, dtype: str) -> None:
     config = small(family)

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_models import make_reference, save_reference
+from tiny_models import FAMILY_SHAPES, make_reference, save_reference
 
 from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.hf import load_model
-from nanoengine.model.lora import merge_lora
+from nanoengine.model.lora import adaptable, merge_lora
 
 SHAPE = "qwen2-untied-theta"
 MODULES = {
@@ -114,3 +114,16 @@ def test_what_cannot_be_merged_is_refused_and_the_model_is_unchanged(tmp_path: P
         refuse(message)
     file.write_bytes(b"no")
     refuse("no safetensors file")
+
+
+@pytest.mark.parametrize("shape", FAMILY_SHAPES)
+def test_adapters_can_be_of_every_matrix_that_transformers_has(shape: str, tmp_path: Path) -> None:
+    reference = save_reference(shape, tmp_path)
+    theirs = {
+        name: module.weight
+        for name, module in reference.named_modules()
+        if isinstance(module, torch.nn.Linear) and name != "lm_head"
+    }
+    ours = adaptable(load_model(tmp_path))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(place.weight, theirs[name]) for name, place in ours.items())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import MOE_SHAPES, SHAPES, save_reference
+from tiny_models import FAMILY_SHAPES, MOE_SHAPES, SHAPES, save_reference
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -14,7 +14,7 @@ from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.hf import hf_views, load_model
 from nanoengine.model.transformer import Transformer
 
-ALL_SHAPES = [*SHAPES, *MOE_SHAPES]
+ALL_SHAPES = [*SHAPES, *MOE_SHAPES, *FAMILY_SHAPES]
 
 
 def packed_hidden(model: Transformer, sequences: Sequence[Tensor], **options: bool) -> Tensor:
@@ -59,13 +59,24 @@ def greedy_reference(
     return out[:, width:].tolist()
 
 
+class ExactNorm(nn.Module):
+    """transformers computes norms in fp32 even in an fp64 model; this follows the dtype."""
+
+    def __init__(self, old: nn.Module) -> None:
+        super().__init__()
+        self.weight = old.weight
+        self.eps = old.eps if hasattr(old, "eps") else old.variance_epsilon
+        self.offset = 1.0 if type(old).__name__.startswith("Gemma") else 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        return x * rstd * (self.offset + self.weight)
+
+
 def exact_norms(module: nn.Module) -> None:
-    """transformers computes norms in fp32 even in an fp64 model; torch's own follow the dtype."""
     for name, child in module.named_children():
         if child.__class__.__name__.endswith("RMSNorm"):
-            norm = nn.RMSNorm(child.weight.shape[0], eps=child.variance_epsilon)
-            norm.weight = child.weight
-            setattr(module, name, norm)
+            setattr(module, name, ExactNorm(child))
         else:
             exact_norms(child)
 
@@ -98,6 +109,9 @@ def load_fp64_reference(folder: Path) -> PreTrainedModel:
     )
     exact_norms(reference)
     exact_routers(reference)
+    table = reference.model.embed_tokens
+    if hasattr(table, "embed_scale"):
+        table.embed_scale = torch.tensor(table.scalar_embed_scale, dtype=torch.float64)
     return reference
 
 
@@ -127,7 +141,8 @@ def test_fp32_logits_are_as_exact_as_transformers(shape: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "shape", ["llama-gqa-tied", "llama3-rope", "qwen2-tied", "qwen3-bias", "qwen3-moe"]
+    "shape",
+    ["llama-gqa-tied", "llama3-rope", "qwen2-tied", "qwen3-bias", "qwen3-moe", *FAMILY_SHAPES],
 )
 @torch.inference_mode()
 def test_packed_batch_equals_each_sequence_alone_bit_for_bit(
@@ -149,9 +164,7 @@ def summed_logps(model: Transformer, sequences: Sequence[Tensor], **options: boo
     lengths = [len(ids) for ids in sequences]
     rows = torch.cat([h[:-1] for h in hidden.split(lengths)])
     targets = torch.cat([ids[1:] for ids in sequences])
-    logps = linear_logprob(rows, model.lm_head_weight, targets, packed=model.lm_head_packed)
-    assert isinstance(logps, Tensor)
-    return logps.sum()
+    return model.logprobs(rows, targets)[0].sum()
 
 
 def reference_gradients(reference: PreTrainedModel, sequences: Sequence[Tensor]) -> dict:

@@ -279,11 +279,12 @@ def test_every_level_of_zero_gives_the_same_bits_on_two_ranks(pool: WorkerPool, 
     "case",
     [
         Case(layout=Layout(tp=2), family="qwen3", tied=False, dtype="fp32"),
+        Case(layout=Layout(tp=2), family="phi3", tied=False, dtype="fp32"),
         Case(layout=Layout(dp=2), zero=3, dtype="fp32"),
         Case(layout=Layout(dp=2), zero=3, dtype="bf16"),
         Case(layout=Layout(dp=2), zero=1, dtype="bf16"),
     ],
-    ids=["tp2", "zero3", "zero3-bf16", "zero1-bf16"],
+    ids=["tp2", "tp2-phi3", "zero3", "zero3-bf16", "zero1-bf16"],
 )
 def test_exported_weights_load_anywhere_and_score_the_same(pool: WorkerPool, case: Case) -> None:
     alone = Engine(

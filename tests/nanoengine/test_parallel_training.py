@@ -145,6 +145,17 @@ TWO = [
     Case(layout=Layout(tp=2), zero=1, family="qwen3_moe"),
     Case(layout=Layout(tp=2), sequence_parallel=True, family="qwen3_moe", tied=False),
 ]
+SWITCHED = [  # a family for each switch of families.py, its norms with sequence_parallel too
+    Case(layout=Layout(tp=2), family="granite"),
+    Case(layout=Layout(tp=2), family="olmo3", tied=False),
+    Case(layout=Layout(tp=2), family="olmo2", sequence_parallel=True),
+    Case(layout=Layout(tp=2), family="phi3", zero=1, tied=False),
+    Case(layout=Layout(tp=2), family="gemma3_text"),
+    Case(layout=Layout(tp=2), family="gemma3_text", sequence_parallel=True),
+    Case(layout=Layout(tp=2), family="glm4", sequence_parallel=True, zero=2),
+    Case(layout=Layout(cp=2), family="smollm3"),
+    Case(layout=Layout(dp=2), family="gemma3_text", zero=3),
+]
 FOUR = [
     Case(layout=Layout(dp=4), zero=2, deal="empty"),
     Case(layout=Layout(dp=2, tp=2), deal="masked"),
@@ -172,7 +183,7 @@ EIGHT = [
 ]
 
 
-@pytest.mark.parametrize("case", [*TWO, *FOUR], ids=name)
+@pytest.mark.parametrize("case", [*TWO, *SWITCHED, *FOUR], ids=name)
 def test_gradients_and_norm_equal_those_of_one_process(pool: WorkerPool, case: Case) -> None:
     check(pool, [case, replace(case, dtype="fp32")])
 

@@ -38,6 +38,10 @@ TWO = [
     pipeline("interleaved", 2, layout=Layout(pp=2), family="qwen2"),
     pipeline("zb_h1", layout=Layout(pp=2), tied=False, budget=40),
     pipeline("zb_h1", layout=Layout(pp=2), budget=40, activation_checkpointing=True),
+    pipeline("1f1b", layout=Layout(pp=2), family="granite"),
+    pipeline("interleaved", 2, layout=Layout(pp=2), tied=False, family="olmo3"),
+    pipeline("1f1b", layout=Layout(pp=2), family="gemma3_text"),
+    pipeline("gpipe", layout=Layout(pp=2), family="smollm3"),
 ]
 FOUR = [
     pipeline("1f1b", layout=Layout(pp=2, dp=2), deal="masked"),
@@ -228,8 +232,9 @@ def test_a_damaged_part_or_another_model_is_refused_by_all_ranks(
 # -- export --------------------------------------------------------------------------------------
 
 
-def test_a_tp2_pp2_run_is_exported_bit_equal(pool: WorkerPool, tmp_path: Path) -> None:
-    found = pool.run(4, cases.export, str(tmp_path / "hf"))
+@pytest.mark.parametrize("family", ["llama", "phi3", "olmo2"])
+def test_a_tp2_pp2_run_is_exported_bit_equal(pool: WorkerPool, tmp_path: Path, family: str) -> None:
+    found = pool.run(4, cases.export, str(tmp_path / "hf"), family)
     expected = found[0]["exported"]
     assert all(rank["num_plans"] == 1 for rank in found)
     (full,) = found[0]["full"]
@@ -241,7 +246,7 @@ def test_a_tp2_pp2_run_is_exported_bit_equal(pool: WorkerPool, tmp_path: Path) -
     assert found[0]["bytes"] == sum(t.nbytes for t in expected.values())
     for rank in (2, 3):
         (half,) = found[rank]["halves"]
-        for name, (begin, tensor) in half.items():
+        for name, begin, tensor in half:
             where = tuple(slice(b, b + n) for b, n in zip(begin, tensor.shape, strict=True))
             assert torch.equal(tensor, expected[name][where]), name
     loaded = hf_views(load_model(tmp_path / "hf"))

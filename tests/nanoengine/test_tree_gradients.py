@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +27,10 @@ def loss_of_tokens(
     return (token_T * micro.loss_mask_T).sum(), {}
 
 
-def gradients(samples: list[Sample], **options: object) -> dict[str, torch.Tensor]:
-    model = make_model()
+def gradients(
+    samples: list[Sample], switches: Mapping[str, Any] | None = None, **options: object
+) -> dict[str, torch.Tensor]:
+    model = make_model(**(switches or {}))
     engine = Engine(model, EngineConfig(dtype="fp64", max_grad_norm=0.0, **options))  # type: ignore[arg-type]
     engine.train_step(samples, loss_of_tokens, temperature=0.8, entropy=True)
     return {name: p.main_grad for name, p in model.named_parameters()}
@@ -39,6 +43,29 @@ def test_the_gradient_of_a_tree_is_that_of_separate_rows(step: int) -> None:
     samples = [sample for tree in trees for sample in tree]
     expected = gradients(samples, micro_batch_tokens=10_000)
     found = gradients(samples, share_prefix=True, micro_batch_tokens=BUDGETS[step % len(BUDGETS)])
+    for name, gradient in expected.items():
+        error = float((found[name] - gradient).norm() / gradient.norm())
+        assert error < 1e-10, (name, error)
+
+
+_WINDOWS = {"sliding_window": 4, "window_layers": (0,)}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 5, "window_layers": (0, 1)},
+    "smollm3": {**_WINDOWS, "unroped_layers": (0,)},
+    "granite": {"residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 1.5},
+    "olmo3": {**_WINDOWS, "qk_norm": True, "local_rope_theta": 100.0},
+    "gemma3_text": {**_WINDOWS, "qk_norm": True, "local_rope_theta": 100.0},
+    "glm4": {"partial_rotary_factor": 0.34},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_gradient_of_a_tree_is_that_of_separate_rows_in_every_family(family: str) -> None:
+    chance = random.Random(0)
+    samples = [sample for tree in range(6) for sample in random_tree(chance, str(tree))]
+    switches = {"family": family, **FAMILIES[family]}
+    expected = gradients(samples, switches, micro_batch_tokens=10_000)
+    found = gradients(samples, switches, share_prefix=True, micro_batch_tokens=160)
     for name, gradient in expected.items():
         error = float((found[name] - gradient).norm() / gradient.norm())
         assert error < 1e-10, (name, error)

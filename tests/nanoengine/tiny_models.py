@@ -4,8 +4,22 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -13,6 +27,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from nanoengine.engine import Engine, optimizer_pieces
@@ -27,6 +43,7 @@ _BASE = {
     "max_position_embeddings": 512,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "pad_token_id": None,
     "attn_implementation": "sdpa",
 }
 _LLAMA3_ROPE = {
@@ -70,7 +87,121 @@ MOE_SHAPES = {
         },
     ),
 }
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 8.0,
+}
+_LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.3, 1.4, 1.7, 2.0],
+    "long_factor": [1.0, 3.0, 5.0, 7.0, 9.0, 11.0],
+    "original_max_position_embeddings": 256,
+}
+_GRANITE = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 6.0,
+}
+_TWO_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+_TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_WINDOW = {"sliding_window": 9}
+
+FAMILY_SHAPES = {
+    "mistral-window": (MistralConfig, {**_WINDOW, "head_dim": 12}),
+    "qwen2-window": (
+        Qwen2Config,
+        {**_WINDOW, "use_sliding_window": True, "max_window_layers": 1},
+    ),
+    "llama-linear": (
+        LlamaConfig,
+        {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0}},
+    ),
+    "qwen3-yarn-window": (
+        Qwen3Config,
+        {
+            **_WINDOW,
+            **_TWO_KINDS,
+            "use_sliding_window": True,
+            "head_dim": 16,
+            "rope_parameters": _YARN,
+        },
+    ),
+    "qwen2-dynamic": (
+        Qwen2Config,
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1000.0}},
+    ),
+    "smollm3": (SmolLM3Config, {"no_rope_layer_interval": 2}),
+    "smollm3-window": (
+        SmolLM3Config,
+        {**_WINDOW, "use_sliding_window": True, "no_rope_layers": [0, 1, 0]},
+    ),
+    "granite": (GraniteConfig, {**_GRANITE, "attention_bias": True, "tie_word_embeddings": True}),
+    "olmo2": (Olmo2Config, {"attention_bias": True}),
+    "olmo3": (Olmo3Config, {**_WINDOW, **_TWO_KINDS}),
+    "olmo3-yarn": (
+        Olmo3Config,
+        {
+            **_WINDOW,
+            **_TWO_KINDS,
+            "rope_parameters": {
+                "full_attention": _YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+        },
+    ),
+    "phi3": (Phi3Config, {**_WINDOW}),
+    "phi3-longrope": (
+        Phi3Config,
+        {
+            "hidden_size": 96,
+            "rope_parameters": _LONG_ROPE,
+            "original_max_position_embeddings": 256,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma3": (
+        Gemma3TextConfig,
+        {
+            **_WINDOW,
+            **_TWO_KINDS,
+            "head_dim": 12,
+            "query_pre_attn_scalar": 17,
+            "rope_parameters": _TWO_ROPES,
+        },
+    ),
+    "glm4": (Glm4Config, {"head_dim": 12}),
+    "glm4-partial": (
+        Glm4Config,
+        {
+            "head_dim": 16,
+            "attention_bias": False,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+    ),
+}
+"""The families and scalings beside those; windows are shorter than most prompts of the tests."""
 _CLASSES = {
+    Gemma3TextConfig: Gemma3ForCausalLM,
+    Glm4Config: Glm4ForCausalLM,
+    GraniteConfig: GraniteForCausalLM,
+    MistralConfig: MistralForCausalLM,
+    Olmo2Config: Olmo2ForCausalLM,
+    Olmo3Config: Olmo3ForCausalLM,
+    Phi3Config: Phi3ForCausalLM,
+    SmolLM3Config: SmolLM3ForCausalLM,
     LlamaConfig: LlamaForCausalLM,
     Qwen2Config: Qwen2ForCausalLM,
     Qwen3Config: Qwen3ForCausalLM,
@@ -81,13 +212,14 @@ _CLASSES = {
 def make_reference(shape: str, seed: int = 0) -> PreTrainedModel:
     """A transformers model in fp32 whose every parameter, biases and norms too, is random, and
     large enough that logits differ clearly."""
-    config_class, options = {**SHAPES, **MOE_SHAPES}[shape]
+    config_class, options = {**SHAPES, **MOE_SHAPES, **FAMILY_SHAPES}[shape]
     torch.manual_seed(seed)
     model = _CLASSES[config_class](config_class(**{**_BASE, **options})).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter) * 0.15
-            parameter.copy_(1 + noise if "norm" in name else noise)
+            has_one = "norm" in name and config_class is not Gemma3TextConfig  # which adds it
+            parameter.copy_(1 + noise if has_one else noise)
     return model
 
 

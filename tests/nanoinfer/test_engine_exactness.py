@@ -1,11 +1,12 @@
 """However a request is scheduled, its tokens and log-probs are the same bits; and the trainer's."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from drafts import PlantedDrafter, plant
-from tiny_models import save_reference
+from tiny_models import FAMILY_SHAPES, save_reference
 
 from kernels import linear_logprob
 from nanoengine.model.attention import PackedContext, packed_positions
@@ -113,13 +114,7 @@ def trainer_logps(
     lengths = [len(x) for x in ids]
     flat = torch.tensor([t for x in ids for t in x])
     hidden = model(flat, packed_positions(lengths), PackedContext.from_lengths(lengths))
-    logp = linear_logprob(
-        hidden[:-1],
-        model.lm_head_weight,
-        flat[1:],
-        temperature=temperature,
-        packed=model.lm_head_packed,
-    )
+    logp, _ = model.logprobs(hidden[:-1], flat[1:], temperature)
     assert logp.requires_grad
     rows, end = [], 0
     for prompt, length in zip(prompts, lengths, strict=True):
@@ -137,6 +132,29 @@ def test_rollout_logps_equal_the_training_forward_pass_bit_for_bit(model: Transf
         outputs = make(model, max_batch_tokens=48).generate(prompts(), each)
         trained = trainer_logps(model, prompts(), outputs, temperature)
         assert [o.logps for o in outputs] == trained
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=("fp32", "bf16"))
+@pytest.mark.parametrize("shape", FAMILY_SHAPES)
+def test_rollout_logps_of_every_family_equal_the_training_forward_pass_bit_for_bit(
+    shape: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Of prompts longer than the windows, in chunks, beside decodes; with the prompts' own, and of
+    logits in fp32."""
+    save_reference(shape, tmp_path)
+    each = [
+        SamplingParams(max_tokens=20, seed=i, ignore_eos=True, prompt_logps=True) for i in range(9)
+    ]
+    for is_wide in (False, True) if dtype == torch.bfloat16 else (False,):
+        head_dtype = torch.float32 if is_wide else None
+        trainer = load_model(tmp_path, dtype, head_dtype=head_dtype)
+        engine = make(load_model(tmp_path, dtype), max_batch_tokens=48, lm_head_fp32=is_wide)
+        outputs = engine.generate(prompts(9), each)
+        assert [o.logps for o in outputs] == trainer_logps(trainer, prompts(9), outputs, 1.0)
+        starts = [[prompt[0]] for prompt in prompts(9)]
+        rests = [replace(o, ids=p[1:]) for o, p in zip(outputs, prompts(9), strict=True)]
+        told = [o.prompt_logps for o in outputs]
+        assert told == trainer_logps(trainer, starts, rests, 1.0)
 
 
 def set_windows(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:

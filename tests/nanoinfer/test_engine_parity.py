@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import MOE_SHAPES, SHAPES, save_reference
+from tiny_models import FAMILY_SHAPES, MOE_SHAPES, SHAPES, save_reference
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -41,7 +41,7 @@ def engine_greedy(folder: Path, prompts: list[list[int]], num_tokens: int) -> li
     return [o.ids for o in outputs]
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, *MOE_SHAPES])
+@pytest.mark.parametrize("shape", [*SHAPES, *MOE_SHAPES, *FAMILY_SHAPES])
 def test_greedy_equals_transformers(shape: str, tmp_path: Path) -> None:
     reference = save_reference(shape, tmp_path)
     generator = torch.Generator().manual_seed(1)

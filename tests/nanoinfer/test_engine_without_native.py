@@ -46,3 +46,13 @@ def test_rollout_logps_of_layers_with_windows_equal_the_training_forward_pass(
 
 def test_a_multi_turn_rollout_has_the_trainers_logps(model: Transformer) -> None:
     exactness.test_a_multi_turn_rollout_from_the_cache_has_the_trainers_logps(model)
+
+
+@pytest.mark.parametrize("dtype", exactness.DTYPES, ids=("fp32", "bf16"))
+@pytest.mark.parametrize("shape", ["smollm3-window", "granite", "olmo3-yarn", "phi3", "gemma3"])
+def test_rollout_logps_of_families_equal_the_training_forward_pass(
+    no_native: None, shape: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    exactness.test_rollout_logps_of_every_family_equal_the_training_forward_pass_bit_for_bit(
+        shape, dtype, tmp_path
+    )

@@ -20,6 +20,7 @@ from nanoinfer.params import Output, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("native")
 DENSE = ("llama-gqa-tied", "qwen2-untied-theta", "qwen3-untied-wide-head")
+SWITCHED = ("mistral-window", "smollm3-window", "granite", "qwen3-yarn-window")
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -35,7 +36,7 @@ def load(shape: str, folder: Path, dtype: torch.dtype) -> Transformer:
     return model
 
 
-@pytest.fixture(params=DENSE)
+@pytest.fixture(params=DENSE + SWITCHED)
 def shape(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -103,9 +104,8 @@ def test_hidden_states_and_cache_have_the_bits_of_the_models_own_pass(
             starts, lens, tables, cache=cache, num_heads=fused.num_heads, dtype=model.dtype
         )
         hidden = decoder.run(
-            model.embedding[ids],
-            model.rope_cos[positions],
-            model.rope_sin[positions],
+            model.embed(ids),
+            *model.rope_of(positions),
             cache_rows(slots, cache),
             plan.layout,  # type: ignore[arg-type]
         )
@@ -152,6 +152,9 @@ def test_what_the_layers_in_cpp_lack_runs_op_by_op(tmp_path: Path) -> None:
     assert make_decoder(dense, fp8) is None
     assert make_decoder(load(DENSE[0], tmp_path / "wide", torch.float64), make_cache(dense)) is None
     assert make_decoder(dense, make_cache(dense)) is not None
+    for family in ("olmo2", "olmo3", "phi3-longrope", "gemma3", "glm4"):
+        other = load(family, tmp_path / family, torch.float32)
+        assert make_decoder(other, make_cache(other)) is None, family
     first = dense.layers[0]
     assert isinstance(first, DecoderLayer)
     first.scale *= 2  # the call has one scale for all layers

@@ -28,7 +28,17 @@ def check(found: list[list[Output]], expected: list[Output]) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "sequence_parallel"),
-    [("llama-gqa-tied", False), ("qwen3-bias", True), ("qwen3-moe", False)],
+    [
+        ("llama-gqa-tied", False),
+        ("qwen3-bias", True),
+        ("qwen3-moe", False),
+        ("granite", False),
+        ("olmo2", False),
+        ("olmo3", True),
+        ("phi3-longrope", False),
+        ("gemma3", False),
+        ("glm4", True),
+    ],
 )
 def test_two_ranks_say_what_one_process_says(
     pool: WorkerPool, tmp_path: Path, shape: str, sequence_parallel: bool
@@ -43,8 +53,11 @@ def test_two_ranks_say_what_one_process_says(
         assert cache_elements * 200 * 2 == alone._runner.cache.data.numel() * 7
 
 
-def test_weights_are_updated_in_place_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
-    save_reference("llama-gqa-tied", tmp_path)
+@pytest.mark.parametrize("shape", ["llama-gqa-tied", "phi3"])
+def test_weights_are_updated_in_place_on_every_rank(
+    pool: WorkerPool, tmp_path: Path, shape: str
+) -> None:
+    save_reference(shape, tmp_path)
     alone = cases.make_engine(str(tmp_path), num_blocks=200)
     alone.update_weights(cases.doubled(str(tmp_path)), version=1)
     expected = cases.outputs(alone)
