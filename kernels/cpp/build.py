@@ -147,6 +147,7 @@ def _load(path: Path) -> Kernels:
         "pack_columns": [pointer] * 2 + [count] * 4,
         "add_product": [pointer] * 3 + [count] * 7,
         "attend": [pointer] * 6 + [count] * 9 + [number, count, count],
+        "differentiate_attention": [pointer] * 11 + [count] * 9 + [number, count, count],
         "decode": [pointer] * 3 + [count] + [pointer] * 4 + [number] * 2 + [count],
         "decode_scratch": [pointer],
     }

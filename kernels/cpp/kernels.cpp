@@ -1,6 +1,7 @@
 // The kernels under plain C names, one for fp32 and one for bf16. Sizes and strides count elements;
 // kernels/cpp/ops.py says what the arguments are.
 #include "attention.h"
+#include "attention_gradient.h"
 #include "checksum.h"
 #include "decoder.h"
 #include "linear.h"
@@ -84,6 +85,18 @@ extern "C" int64_t has_linear_bf16() {
     Problem<T> problem{o,        q,     k,     v,      key_rows, num_kv, group, head_dim,         \
                        q_stride, k_row, v_row, k_head, v_head,   scale,    window};               \
     attend(problem, tiles, num_tiles, threads);                                                   \
+  }                                                                                               \
+  extern "C" void differentiate_attention_##SUFFIX(                                               \
+      T* dq, T* dk, T* dv, const T* q, const T* k, const T* v, const T* o, const T* grad,         \
+      const int32_t* key_rows, const Tile* spans, const int32_t* trees, int64_t num_trees,        \
+      int64_t num_tokens, int64_t num_kv, int64_t group, int64_t head_dim, int64_t q_stride,      \
+      int64_t k_stride, int64_t v_stride, int64_t grad_stride, float scale, int64_t window,       \
+      int64_t threads) {                                                                          \
+    GradientProblem<T> problem{dq,       dk,       dv,         q,          k,        v,           \
+                               o,        grad,     key_rows,   spans,      trees,    num_trees,   \
+                               num_tokens, num_kv, group,      head_dim,   q_stride, k_stride,    \
+                               v_stride, grad_stride, scale,   window,     {},       {}};         \
+    differentiate_attention(problem, threads);                                                    \
   }
 
 

@@ -312,6 +312,34 @@ def _check_blocks(blocks_BN: Tensor, lens: Sequence[int], cache: Tensor) -> None
         )
 
 
+@dataclass(frozen=True)
+class SpanTrees:
+    """Whole segments, tree by tree: those of one tree share keys. A sequence is a tree of one."""
+
+    spans: Tensor  # [S, 4] int32: as `QueryTiles.tiles`
+    trees: Tensor  # [trees + 1] int32: bounds of each tree's spans
+    key_rows: Tensor
+
+
+def make_span_trees(
+    spans: Sequence[QuerySpan], prefix_of_S: Sequence[int], key_rows: Tensor
+) -> SpanTrees:
+    """Of segments that each continue the one named in `prefix_of_S`, which comes before (-1: none)."""
+    root_of: list[int] = []
+    for segment, parent in enumerate(prefix_of_S):
+        root_of.append(segment if parent < 0 else root_of[parent])
+    order = sorted(range(len(root_of)), key=root_of.__getitem__)  # stable: parents stay first
+    rows = [
+        (s.query, s.num_queries, s.num_keys, s.first_key) for s in (spans[i] for i in order)
+    ]
+    bounds = [i for i, segment in enumerate(order) if root_of[segment] == segment]
+    return SpanTrees(
+        torch.tensor(rows, dtype=torch.int32).view(-1, 4),
+        torch.tensor([*bounds, len(order)], dtype=torch.int32),
+        key_rows,
+    )
+
+
 class AttendOptions(NamedTuple):
     """What may differ between the layers of a step."""
 
@@ -366,6 +394,31 @@ def _attend(
         torch.get_num_threads(),
     )  # fmt: skip
     return o
+
+
+def attend_packed_gradient(
+    do_THD: Tensor,
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    o_THD: Tensor,
+    trees: SpanTrees,
+    options: AttendOptions,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient (dq, dk, dv) of `attend_packed`'s result `o` by its arguments, given that by
+    `o`."""
+    do, q, k, v = (dense_rows(x) for x in (do_THD, q_THD, k_TKD, v_TKD))
+    o = o_THD.contiguous()
+    grads = [torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv = k.shape[1]
+    function("differentiate_attention", q.dtype)(
+        *(x.data_ptr() for x in (*grads, q, k, v, o, do, trees.key_rows, trees.spans, trees.trees)),
+        len(trees.trees) - 1, num_tokens, num_kv, num_heads // num_kv, head_dim,
+        *(x.stride(0) for x in (q, k, v, do)), options.scale, options.window or 0,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return grads[0], grads[1], grads[2]
 
 
 def for_ranges(
