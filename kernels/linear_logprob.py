@@ -242,6 +242,11 @@ def _first_stats(logits: Tensor, token_ids: Tensor, options: _Options) -> tuple[
 def _chunk_gradient(logits, token_ids, lse, entropy, dlogp, dentropy, options) -> Tensor:
     if options.on_triton:
         return _triton_gradient(logits, token_ids, lse, entropy, dlogp, dentropy, options)
+    if options.is_native:
+        cpp_ops.differentiate_scores_(
+            logits, token_ids, options.temperature, lse, entropy, dlogp, dentropy
+        )
+        return logits
     for tile in _row_tiles(logits):
         z = logits[tile].to(lse.dtype)
         if options.temperature != 1.0:

@@ -134,9 +134,14 @@ def _load(path: Path) -> Kernels:
         "rms_norm": [pointer] * 4 + [count] * 4 + [number, count],
         "add_rms_norm": [pointer] * 6 + [count] * 2 + [number, count],
         "swiglu": [pointer] * 2 + [count] * 3,
+        "differentiate_rms_norm": [pointer] * 7 + [count] * 5,
+        "differentiate_swiglu": [pointer] * 3 + [count] * 3,
         "rope": [pointer] * 6 + [count] * 7,
         "store_kv": [pointer] * 5 + [count] * 6,
         "score": [pointer] + [count] * 3 + [number] + [pointer] * 4 + [count],
+        "differentiate_scores": (
+            [pointer] + [count] * 3 + [number, pointer, count] + [pointer] * 4 + [count]
+        ),
         "pick": [pointer] + [count] * 3 + [number] + [pointer] * 3 + [count],
         "pick_kept": [pointer] + [count] * 3 + [number] + [pointer] * 7 + [count],
         "likeliest": [pointer] + [count] * 3 + [number, pointer, count] + [pointer] * 2 + [count],

@@ -8,6 +8,7 @@
 #include "logits.h"
 #include "product.h"
 #include "rows.h"
+#include "rows_gradient.h"
 #include "truncate.h"
 
 #define ROW_OPS(T, SUFFIX)                                                                        \
@@ -24,6 +25,17 @@
   extern "C" void swiglu_##SUFFIX(T* y, const T* gate_up, int64_t rows, int64_t size,            \
                                   int64_t threads) {                                              \
     swiglu(y, gate_up, rows, size, threads);                                                      \
+  }                                                                                               \
+  extern "C" void differentiate_rms_norm_##SUFFIX(                                                \
+      T* dx, T* dweight, const T* dy, const T* x, const T* weight, const float* rstd,             \
+      const T* dtotal, int64_t tokens, int64_t heads, int64_t size, int64_t x_stride,             \
+      int64_t threads) {                                                                          \
+    differentiate_rms_norm(dx, dweight, dy, x, weight, rstd, dtotal, tokens, heads, size,         \
+                           x_stride, threads);                                                    \
+  }                                                                                               \
+  extern "C" void differentiate_swiglu_##SUFFIX(T* grad, const T* dy, const T* gate_up,          \
+                                                int64_t rows, int64_t size, int64_t threads) {    \
+    differentiate_swiglu(grad, dy, gate_up, rows, size, threads);                                 \
   }                                                                                               \
   extern "C" void rope_##SUFFIX(T* q_out, T* k_out, const T* q, const T* k, const float* cos,    \
                                 const float* sin, int64_t tokens, int64_t q_heads,               \
@@ -106,6 +118,13 @@ extern "C" int64_t has_linear_bf16() {
                                  float temperature, const int64_t* ids, float* logp, float* lse, \
                                  float* entropy, int64_t threads) {                              \
     score(logits, rows, size, stride, temperature, ids, logp, lse, entropy, threads);            \
+  }                                                                                              \
+  extern "C" void differentiate_scores_##SUFFIX(                                                 \
+      T* logits, int64_t rows, int64_t size, int64_t stride, float temperature,                  \
+      const int64_t* ids, int64_t num_ids, const float* lse, const float* entropy,               \
+      const float* dlogp, const float* dentropy, int64_t threads) {                              \
+    differentiate_scores(logits, rows, size, stride, temperature, ids, num_ids, lse, entropy,    \
+                         dlogp, dentropy, threads);                                              \
   }                                                                                              \
   extern "C" void pick_##SUFFIX(const T* logits, int64_t rows, int64_t size, int64_t stride,    \
                                 float temperature, const double* u, int64_t* token, float* logp, \
