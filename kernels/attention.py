@@ -19,9 +19,10 @@ group share the prompt, so the linear layers, which are nearly all of the work, 
 once instead of once a member. Packed sequences are a tree without parents.
 
 Back ends: Triton (`triton/attention.py`: tiles, online softmax, no atomics), which sees a tree as
-sequences with more keys than queries; on a CPU C++ (`cpp/attention.h`) or PyTorch
-(`attention_torch.py`), with the bits of decoding, for whole causal sequences and trees; and the
-definition below, which covers everything else on a CPU. Left out: dropout, sinks, score caps.
+sequences with more keys than queries; on a CPU C++ (`cpp/attention.h`, `cpp/attention_gradient.h`)
+or PyTorch (`attention_torch.py`), with the bits of decoding, for whole causal sequences and trees;
+and the definition below, which covers everything else on a CPU. Left out: dropout, sinks, score
+caps.
 
 Legend: T query tokens, S key tokens (of a tree: segments), H query heads, K key heads, D head_dim.
 """

@@ -20,8 +20,8 @@ neighbours, on padding, on the piece it came in or on the number of threads, bec
   query's window, of which whole blocks of 128 are left out where no query of a run sees them.
 
 The backward pass keeps q, k, v and o (which the output projection keeps anyway) and computes the
-probabilities again, a piece at a time. It also serves the C++ forward pass. The gradient of a key
-that several branches share is summed over them in fp32, in order.
+probabilities again, a piece at a time. The gradient of a key that several branches share is summed
+over them in fp32, in order.
 
 Left out: lse and masks that are not causal, which only the definition in `attention.py` has; to cut
 a prefill so that a window lets its pieces skip more keys.

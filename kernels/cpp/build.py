@@ -7,7 +7,7 @@ again, since to load it could kill the process. Where the folder cannot be writt
 compiles for itself. Where there is no compiler the ops fall back on PyTorch: slower, the same
 results up to rounding, and as exact between the engines, since both then take that path.
 
-Left out: Windows, half precision and fp64 (PyTorch's path), gradients.
+Left out: Windows, half precision and fp64 (PyTorch's path).
 """
 
 import ctypes

@@ -216,9 +216,7 @@ def differentiate_scores_(
     ids and of entropies; `lse` and `entropy` are `score`'s. All but logits and ids are fp32;
     `entropy` is needed for `dentropy` alone."""
     ids = ids_RM.contiguous()
-    rest = [
-        None if x is None else x.contiguous() for x in (lse_R, entropy_R, dlogp_RM, dentropy_R)
-    ]
+    rest = [None if x is None else x.contiguous() for x in (lse_R, entropy_R, dlogp_RM, dentropy_R)]
     num_rows, vocab = logits_RV.shape
     function("differentiate_scores", logits_RV.dtype)(
         logits_RV.data_ptr(), num_rows, vocab, logits_RV.stride(0), temperature, ids.data_ptr(),
@@ -382,14 +380,12 @@ class SpanTrees:
 def make_span_trees(
     spans: Sequence[QuerySpan], prefix_of_S: Sequence[int], key_rows: Tensor
 ) -> SpanTrees:
-    """Of segments that each continue the one named in `prefix_of_S`, which comes before (-1: none)."""
+    """The trees of segments that each continue the one named in `prefix_of_S` (-1: none)."""
     root_of: list[int] = []
     for segment, parent in enumerate(prefix_of_S):
         root_of.append(segment if parent < 0 else root_of[parent])
     order = sorted(range(len(root_of)), key=root_of.__getitem__)  # stable: parents stay first
-    rows = [
-        (s.query, s.num_queries, s.num_keys, s.first_key) for s in (spans[i] for i in order)
-    ]
+    rows = [(s.query, s.num_queries, s.num_keys, s.first_key) for s in (spans[i] for i in order)]
     bounds = [i for i, segment in enumerate(order) if root_of[segment] == segment]
     return SpanTrees(
         torch.tensor(rows, dtype=torch.int32).view(-1, 4),

@@ -36,7 +36,9 @@ def gradients(function, inputs, upstream):
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     results = function(*leaves)
     results = results if isinstance(results, tuple) else (results,)
-    torch.autograd.backward(results, [w.to(y.dtype) for w, y in zip(upstream, results, strict=True)])
+    torch.autograd.backward(
+        results, [w.to(y.dtype) for w, y in zip(upstream, results, strict=True)]
+    )
     return [x.grad for x in leaves]
 
 
@@ -131,6 +133,14 @@ def test_a_sequence_alone_has_the_gradient_it_has_among_others(dtype, num_thread
             rows = slice(lo, lo + n)
             alone = attend_gradients([x[rows] for x in case], [n], [-1], window)
             assert all(torch.equal(a, b[rows]) for a, b in zip(alone, together, strict=True))
+
+
+def test_segments_that_share_keys_are_one_task():
+    """Two threads would race for the gradient of the keys."""
+    found = make_varlen_plan(bounds(TREES[0]), TREES[1]).span_trees
+    assert found.trees.tolist() == [0, 5, 6, 8]
+    starts = bounds(TREES[0])
+    assert found.spans[:, 0].tolist() == [starts[i] for i in (0, 1, 3, 4, 6, 2, 5, 7)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
