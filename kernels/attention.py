@@ -19,9 +19,10 @@ group share the prompt, so the linear layers, which are nearly all of the work, 
 once instead of once a member. Packed sequences are a tree without parents.
 
 Back ends: Triton (`triton/attention.py`: tiles, online softmax, no atomics), which sees a tree as
-sequences with more keys than queries; on a CPU C++ (`cpp/attention.h`) or PyTorch
-(`attention_torch.py`), with the bits of decoding, for whole causal sequences and trees; and the
-definition below, which covers everything else on a CPU. Left out: dropout, sinks, score caps.
+sequences with more keys than queries; on a CPU C++ (`cpp/attention.h`, `cpp/attention_gradient.h`)
+or PyTorch (`attention_torch.py`), with the bits of decoding, for whole causal sequences and trees;
+and the definition below, which covers everything else on a CPU. Left out: dropout, sinks, score
+caps.
 
 Legend: T query tokens, S key tokens (of a tree: segments), H query heads, K key heads, D head_dim.
 """
@@ -55,7 +56,16 @@ from kernels.backend import (
     use_native,
     use_triton,
 )
-from kernels.cpp.ops import AttendOptions, QuerySpan, QueryTiles, attend_packed, make_tiles
+from kernels.cpp.ops import (
+    AttendOptions,
+    QuerySpan,
+    QueryTiles,
+    SpanTrees,
+    attend_packed,
+    attend_packed_gradient,
+    make_span_trees,
+    make_tiles,
+)
 from kernels.gather_rows import RowGather, gather_rows, make_row_gather
 from kernels.transfer import to_device
 
@@ -197,8 +207,18 @@ class VarlenPlan:
             self._segments[device] = _make_segments(self.bounds, self.key_rows, device)
         return self._segments[device]
 
+    @cached_property
+    def span_trees(self) -> SpanTrees:
+        """For the gradient in C++."""
+        return make_span_trees(self._spans, self.prefix_of_S, self._flat_rows)
+
     def attend_in_cpp(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
         return attend_packed(q, k, v, self.tiles(q.shape[1] // k.shape[1]), options)
+
+    def differentiate_in_cpp(
+        self, do: Tensor, qkvo: tuple[Tensor, Tensor, Tensor, Tensor], options: AttendOptions
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return attend_packed_gradient(do, *qkvo, self.span_trees, options)
 
 
 def make_varlen_plan(

@@ -20,8 +20,8 @@ neighbours, on padding, on the piece it came in or on the number of threads, bec
   query's window, of which whole blocks of 128 are left out where no query of a run sees them.
 
 The backward pass keeps q, k, v and o (which the output projection keeps anyway) and computes the
-probabilities again, a piece at a time. It also serves the C++ forward pass. The gradient of a key
-that several branches share is summed over them in fp32, in order.
+probabilities again, a piece at a time. The gradient of a key that several branches share is summed
+over them in fp32, in order.
 
 Left out: lse and masks that are not causal, which only the definition in `attention.py` has; to cut
 a prefill so that a window lets its pieces skip more keys.
@@ -292,7 +292,7 @@ class PagedRectangles:
 
 
 class PackedAttention(torch.autograd.Function):
-    """`attend` of C++, or the rectangles'; the gradient is the rectangles'. Keeps q, k, v and o."""
+    """`attend` of C++ and its gradient, or the rectangles'. Keeps q, k, v and o."""
 
     @staticmethod
     def forward(ctx, q, k, v, plan, options, is_native):
@@ -304,12 +304,15 @@ class PackedAttention(torch.autograd.Function):
             caches = wide_k.unsqueeze(1), wide_v.unsqueeze(1)  # blocks of one key
             out = attend_rectangles(wide_q, *caches, layout, options.scale).to(q.dtype)
         ctx.save_for_backward(q, k, v, out)
-        ctx.plan, ctx.options = plan, options
+        ctx.plan, ctx.options, ctx.is_native = plan, options, is_native
         return out
 
     @staticmethod
     def backward(ctx, do):
         q, k, v, out = ctx.saved_tensors
+        if ctx.is_native:
+            grads = ctx.plan.differentiate_in_cpp(do, (q, k, v, out), ctx.options)
+            return *grads, None, None, None
         layout = ctx.plan.rectangles(k.shape[1], q.dtype, ctx.options.window)
         wide_q, wide_k, wide_v, wide_do = _for_products(q, k, v, do)
         grads = _gradients(wide_q, wide_k, wide_v, out, wide_do, layout, ctx.options.scale)

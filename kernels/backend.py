@@ -3,7 +3,7 @@
 Every op takes `backend="auto" | "torch" | "cpp" | "triton"`. "auto" follows the device of the
 tensors: Triton on a GPU; on a CPU C++ where there is a kernel for their dtype and a compiler, else
 PyTorch. A named back end runs or raises `ValueError` with the reason; it never gives way to
-another. It names the forward pass: where that is C++, the backward pass is PyTorch's.
+another. A backward pass runs on the back end of its forward pass.
 
 The checks come before any work: a kernel would read wrong memory where PyTorch raises, and
 PyTorch's own message names no argument.

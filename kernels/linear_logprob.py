@@ -14,9 +14,9 @@ Of several tokens at one place the terms by g add up; the logits are computed on
 On a GPU the chunk's logits are one cuBLAS matmul into a buffer that all chunks share, and a Triton
 kernel reads them once (`triton/linear_logprob.py`).
 
-The arithmetic on logits that exist is one pass of C++ on a CPU (`cpp/logits.h`), else
-`softmax_parts`; the sampler uses the same, so a rollout's log-prob and the trainer's are the same
-bits.
+The arithmetic on logits that exist is one pass of C++ on a CPU (`cpp/logits.h`), as is their
+gradient, else `softmax_parts`; the sampler uses the same, so a rollout's log-prob and the trainer's
+are the same bits.
 
 Source of the chunking: the memory-efficient cross-entropy of Liger and of Apple's CCE.
 """
@@ -242,6 +242,11 @@ def _first_stats(logits: Tensor, token_ids: Tensor, options: _Options) -> tuple[
 def _chunk_gradient(logits, token_ids, lse, entropy, dlogp, dentropy, options) -> Tensor:
     if options.on_triton:
         return _triton_gradient(logits, token_ids, lse, entropy, dlogp, dentropy, options)
+    if options.is_native:
+        cpp_ops.differentiate_scores_(
+            logits, token_ids, options.temperature, lse, entropy, dlogp, dentropy
+        )
+        return logits
     for tile in _row_tiles(logits):
         z = logits[tile].to(lse.dtype)
         if options.temperature != 1.0:

@@ -7,7 +7,7 @@ With r = 1 / sqrt(mean(x²) + eps), n = x·r and g = dy·weight:
 Computed in fp32 and rounded once, at the end. `add_rms_norm` first adds the residual stream and
 returns the sum too. The backward pass keeps x and one number a row.
 
-On a CPU the forward pass is one pass of C++ (`cpp/rows.h`), or PyTorch's ops.
+On a CPU each is one pass of C++ (`cpp/rows.h`, `cpp/rows_gradient.h`), or PyTorch's ops.
 """
 
 import torch
@@ -39,12 +39,14 @@ class _RMSNorm(torch.autograd.Function):
         else:
             y, rstd = _triton_forward(x, weight, eps) if on_triton else _forward(x, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
-        ctx.on_triton = on_triton
+        ctx.on_triton, ctx.is_native = on_triton, is_native
         return y
 
     @staticmethod
     def backward(ctx, dy):
         x, weight, rstd = ctx.saved_tensors
+        if ctx.is_native:
+            return *cpp_ops.rms_norm_gradient(dy, x, weight, rstd), None, None, None
         return *_any_backward(dy, x, weight, rstd, ctx.on_triton), None, None, None
 
 
@@ -71,8 +73,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
             dx, dw = triton_ops.backward(dy, total, weight, rstd, dtotal)
         else:
-            dx, dw = _backward(dy, total, weight, rstd)
-            dx = dx.add_(dtotal)
+            dx, dw = cpp_ops.rms_norm_gradient(dy, total, weight, rstd, dtotal)
         return dx, dx, dw, None, None
 
 

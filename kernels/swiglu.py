@@ -4,7 +4,8 @@ With σ = sigmoid(gate) and s = gate·σ: y = s·up, and backwards
 
     dup = dy·s,   dgate = dy·up·(σ + s − s·σ)
 
-Computed in fp32, rounded once. The backward pass keeps `gate_up` alone.
+Computed in fp32, rounded once. The backward pass keeps `gate_up` alone. On a CPU each is one pass
+of C++ (`cpp/rows.h`, `cpp/rows_gradient.h`), or PyTorch's ops.
 """
 
 import torch
@@ -26,7 +27,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up, on_triton, overwrite, is_native):
         ctx.save_for_backward(gate_up)
-        ctx.on_triton, ctx.overwrite = on_triton, overwrite
+        ctx.on_triton, ctx.overwrite, ctx.is_native = on_triton, overwrite, is_native
         if is_native:
             return cpp_ops.swiglu(gate_up)
         if not on_triton:
@@ -38,6 +39,8 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         (gate_up,) = ctx.saved_tensors
+        if ctx.is_native:
+            return cpp_ops.swiglu_gradient(dy, gate_up), None, None, None
         if not ctx.on_triton:
             return _backward(dy, gate_up), None, None, None
         from kernels.triton import swiglu as triton_ops

@@ -60,8 +60,8 @@ inline void ask_for(const T* row, int64_t size) {
   for (int64_t i = 0; i < size; i += LINE_BYTES / sizeof(T)) __builtin_prefetch(row + i);
 }
 
-// out[w * LANES + j] = word w of the row of key j; zeros behind the last of num_keys.
-template <class T>
+// out[w * STEP + j] = word w of the row of key j; zeros behind the last of num_keys.
+template <int STEP = LANES, class T>
 void transpose_keys(float* out, const T* k, const int32_t* rows, int64_t num_keys,
                     int64_t num_ahead, int64_t row_stride, int64_t head_dim) {
   for (int64_t j = AHEAD; j < AHEAD + num_ahead; j++) ask_for(k + rows[j] * row_stride, head_dim);
@@ -75,7 +75,7 @@ void transpose_keys(float* out, const T* k, const int32_t* rows, int64_t num_key
         x[j] = load_product_words(k + rows[j] * row_stride + d, head_dim - d);
     transpose(x);
     for (int64_t i = 0; i < LANES; i++)
-      store(out + (d / PER_WORD<T> + i) * LANES, as_floats(x[i]));
+      store(out + (d / PER_WORD<T> + i) * STEP, as_floats(x[i]));
   }
 }
 

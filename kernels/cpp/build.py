@@ -7,7 +7,7 @@ again, since to load it could kill the process. Where the folder cannot be writt
 compiles for itself. Where there is no compiler the ops fall back on PyTorch: slower, the same
 results up to rounding, and as exact between the engines, since both then take that path.
 
-Left out: Windows, half precision and fp64 (PyTorch's path), gradients.
+Left out: Windows, half precision and fp64 (PyTorch's path).
 """
 
 import ctypes
@@ -128,9 +128,14 @@ def _load(path: Path) -> Kernels:
         "rms_norm": [pointer] * 4 + [count] * 4 + [number, count],
         "add_rms_norm": [pointer] * 6 + [count] * 2 + [number, count],
         "swiglu": [pointer] * 2 + [count] * 3,
+        "differentiate_rms_norm": [pointer] * 7 + [count] * 5,
+        "differentiate_swiglu": [pointer] * 3 + [count] * 3,
         "rope": [pointer] * 6 + [count] * 7,
         "store_kv": [pointer] * 5 + [count] * 6,
         "score": [pointer] + [count] * 3 + [number] + [pointer] * 4 + [count],
+        "differentiate_scores": (
+            [pointer] + [count] * 3 + [number, pointer, count] + [pointer] * 4 + [count]
+        ),
         "pick": [pointer] + [count] * 3 + [number] + [pointer] * 3 + [count],
         "pick_kept": [pointer] + [count] * 3 + [number] + [pointer] * 7 + [count],
         "likeliest": [pointer] + [count] * 3 + [number, pointer, count] + [pointer] * 2 + [count],
@@ -141,6 +146,7 @@ def _load(path: Path) -> Kernels:
         "pack_columns": [pointer] * 2 + [count] * 4,
         "add_product": [pointer] * 3 + [count] * 7,
         "attend": [pointer] * 6 + [count] * 9 + [number, count, count],
+        "differentiate_attention": [pointer] * 11 + [count] * 9 + [number, count, count],
         "decode": [pointer] * 3 + [count] + [pointer] * 4 + [number] * 3 + [count],
         "decode_scratch": [pointer],
     }

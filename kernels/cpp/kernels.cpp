@@ -1,12 +1,14 @@
 // The kernels under plain C names, one for fp32 and one for bf16. Sizes and strides count elements;
 // kernels/cpp/ops.py says what the arguments are.
 #include "attention.h"
+#include "attention_gradient.h"
 #include "checksum.h"
 #include "decoder.h"
 #include "linear.h"
 #include "logits.h"
 #include "product.h"
 #include "rows.h"
+#include "rows_gradient.h"
 #include "truncate.h"
 
 #define ROW_OPS(T, SUFFIX)                                                                        \
@@ -23,6 +25,17 @@
   extern "C" void swiglu_##SUFFIX(T* y, const T* gate_up, int64_t rows, int64_t size,            \
                                   int64_t threads) {                                              \
     swiglu(y, gate_up, rows, size, threads);                                                      \
+  }                                                                                               \
+  extern "C" void differentiate_rms_norm_##SUFFIX(                                                \
+      T* dx, T* dweight, const T* dy, const T* x, const T* weight, const float* rstd,             \
+      const T* dtotal, int64_t tokens, int64_t heads, int64_t size, int64_t x_stride,             \
+      int64_t threads) {                                                                          \
+    differentiate_rms_norm(dx, dweight, dy, x, weight, rstd, dtotal, tokens, heads, size,         \
+                           x_stride, threads);                                                    \
+  }                                                                                               \
+  extern "C" void differentiate_swiglu_##SUFFIX(T* grad, const T* dy, const T* gate_up,          \
+                                                int64_t rows, int64_t size, int64_t threads) {    \
+    differentiate_swiglu(grad, dy, gate_up, rows, size, threads);                                 \
   }                                                                                               \
   extern "C" void rope_##SUFFIX(T* q_out, T* k_out, const T* q, const T* k, const float* cos,    \
                                 const float* sin, int64_t tokens, int64_t q_heads,               \
@@ -84,6 +97,18 @@ extern "C" int64_t has_linear_bf16() {
     Problem<T> problem{o,        q,     k,     v,      key_rows, num_kv, group, head_dim,         \
                        q_stride, k_row, v_row, k_head, v_head,   scale,    window};               \
     attend(problem, tiles, num_tiles, threads);                                                   \
+  }                                                                                               \
+  extern "C" void differentiate_attention_##SUFFIX(                                               \
+      T* dq, T* dk, T* dv, const T* q, const T* k, const T* v, const T* o, const T* grad,         \
+      const int32_t* key_rows, const Tile* spans, const int32_t* trees, int64_t num_trees,        \
+      int64_t num_tokens, int64_t num_kv, int64_t group, int64_t head_dim, int64_t q_stride,      \
+      int64_t k_stride, int64_t v_stride, int64_t grad_stride, float scale, int64_t window,       \
+      int64_t threads) {                                                                          \
+    GradientProblem<T> problem{dq,       dk,       dv,         q,          k,        v,           \
+                               o,        grad,     key_rows,   spans,      trees,    num_trees,   \
+                               num_tokens, num_kv, group,      head_dim,   q_stride, k_stride,    \
+                               v_stride, grad_stride, scale,   window,     {},       {}};         \
+    differentiate_attention(problem, threads);                                                    \
   }
 
 
@@ -93,6 +118,13 @@ extern "C" int64_t has_linear_bf16() {
                                  float temperature, const int64_t* ids, float* logp, float* lse, \
                                  float* entropy, int64_t threads) {                              \
     score(logits, rows, size, stride, temperature, ids, logp, lse, entropy, threads);            \
+  }                                                                                              \
+  extern "C" void differentiate_scores_##SUFFIX(                                                 \
+      T* logits, int64_t rows, int64_t size, int64_t stride, float temperature,                  \
+      const int64_t* ids, int64_t num_ids, const float* lse, const float* entropy,               \
+      const float* dlogp, const float* dentropy, int64_t threads) {                              \
+    differentiate_scores(logits, rows, size, stride, temperature, ids, num_ids, lse, entropy,    \
+                         dlogp, dentropy, threads);                                              \
   }                                                                                              \
   extern "C" void pick_##SUFFIX(const T* logits, int64_t rows, int64_t size, int64_t stride,    \
                                 float temperature, const double* u, int64_t* token, float* logp, \

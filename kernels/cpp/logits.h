@@ -132,6 +132,38 @@ void score(const T* logits, int64_t rows, int64_t size, int64_t stride, float te
   });
 }
 
+// In place, from logits to the gradient by them, of log-probs of `num_ids` tokens a row and of the
+// row's entropy: (sum of dlogp * (onehot - p) - dentropy * p * (log p + entropy)) / temperature. The
+// gradients by log-probs [rows, num_ids] and by entropies [rows] may be null.
+template <class T>
+void differentiate_scores(T* logits, int64_t rows, int64_t size, int64_t stride, float temperature,
+                          const int64_t* ids, int64_t num_ids, const float* lse,
+                          const float* entropy, const float* dlogp, const float* dentropy,
+                          int64_t threads) {
+  const float factor = 1.0f / temperature;
+  parallel_for(rows, threads_for(rows * size, threads), [&](int64_t r) {
+    T* at = logits + r * stride;
+    Row<T> row{at, size, temperature};
+    float total = 0.0f;
+    for (int64_t m = 0; dlogp && m < num_ids; m++) total += dlogp[r * num_ids + m];
+    const float e = dentropy ? dentropy[r] : 0.0f, constant = dentropy ? entropy[r] : 0.0f;
+    // tokens are added before the one rounding
+    thread_local std::vector<float> wide;
+    if (sizeof(T) < sizeof(float)) wide.resize(size);
+    float* to = sizeof(T) < sizeof(float) ? wide.data() : (float*)at;
+    for_runs(size, [&](int64_t i, int64_t n) {
+      Vec log_p = row.z(i, n) - lse[r], p = exp(log_p);
+      Vec slope = splat(-total);
+      if (dentropy) slope = choose(p > 0.0f, slope - (log_p + constant) * e, splat(0.0f));
+      store_run(to + i, p * slope * factor, n);
+    });
+    for (int64_t m = 0; dlogp && m < num_ids; m++)
+      to[ids[r * num_ids + m]] += dlogp[r * num_ids + m] * factor;
+    if (sizeof(T) < sizeof(float))
+      for_runs(size, [&](int64_t i, int64_t n) { store_run(at + i, load_run(to + i, n), n); });
+  });
+}
+
 // u null: the likeliest token, of equals the first.
 template <class T>
 void pick(const T* logits, int64_t rows, int64_t size, int64_t stride, float temperature,

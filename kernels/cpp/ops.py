@@ -52,6 +52,28 @@ def add_rms_norm(
     return y, total, rstd
 
 
+def rms_norm_gradient(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dtotal: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(dx, dweight) from what `rms_norm` was given and returned, or `add_rms_norm`: x is then the
+    sum, and `dtotal` the gradient by it."""
+    if not (x.is_contiguous() or (x.dim() == 3 and x[0].is_contiguous())):
+        x = x.contiguous()
+    dy, weight = dy.contiguous(), weight.contiguous()
+    dtotal = None if dtotal is None else dtotal.contiguous()
+    size = x.shape[-1]
+    heads = x.shape[1] if x.dim() == 3 else 1
+    num_rows = x.numel() // size if size else 0
+    stride = x.stride(0) if x.dim() == 3 else size
+    dx, dweight = torch.empty(x.shape, dtype=x.dtype), torch.empty_like(weight)
+    function("differentiate_rms_norm", x.dtype)(
+        dx.data_ptr(), dweight.data_ptr(), dy.data_ptr(), x.data_ptr(), weight.data_ptr(),
+        rstd.data_ptr(), None if dtotal is None else dtotal.data_ptr(),
+        num_rows // heads if heads else 0, heads, size, stride, torch.get_num_threads(),
+    )  # fmt: skip
+    return dx, dweight
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     gate_up = gate_up.contiguous()
     size = gate_up.shape[-1] // 2
@@ -61,6 +83,18 @@ def swiglu(gate_up: Tensor) -> Tensor:
         y.data_ptr(), gate_up.data_ptr(), num_rows, size, torch.get_num_threads()
     )
     return y
+
+
+def swiglu_gradient(dy: Tensor, gate_up: Tensor) -> Tensor:
+    """The gradient by `swiglu`'s argument."""
+    dy, gate_up = dy.contiguous(), gate_up.contiguous()
+    size = dy.shape[-1]
+    grad = torch.empty_like(gate_up)
+    num_rows = dy.numel() // size if size else 0
+    function("differentiate_swiglu", dy.dtype)(
+        grad.data_ptr(), dy.data_ptr(), gate_up.data_ptr(), num_rows, size, torch.get_num_threads()
+    )
+    return grad
 
 
 def rope(q_THD: Tensor, k_TKD: Tensor, cos_TD2: Tensor, sin_TD2: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,6 +201,28 @@ def score(
         torch.get_num_threads(),
     )  # fmt: skip
     return logp, lse, entropy
+
+
+def differentiate_scores_(
+    logits_RV: Tensor,
+    ids_RM: Tensor,
+    temperature: float,
+    lse_R: Tensor,
+    entropy_R: Tensor | None,
+    dlogp_RM: Tensor | None,
+    dentropy_R: Tensor | None,
+) -> None:
+    """Rewrites logits, of one row after the other, to the gradient by them of log-probs of their
+    ids and of entropies; `lse` and `entropy` are `score`'s. All but logits and ids are fp32;
+    `entropy` is needed for `dentropy` alone."""
+    ids = ids_RM.contiguous()
+    rest = [None if x is None else x.contiguous() for x in (lse_R, entropy_R, dlogp_RM, dentropy_R)]
+    num_rows, vocab = logits_RV.shape
+    function("differentiate_scores", logits_RV.dtype)(
+        logits_RV.data_ptr(), num_rows, vocab, logits_RV.stride(0), temperature, ids.data_ptr(),
+        ids.shape[1], *(None if x is None else x.data_ptr() for x in rest),
+        torch.get_num_threads(),
+    )  # fmt: skip
 
 
 def pick(logits_RV: Tensor, temperature: float, u_R: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -349,6 +405,33 @@ def _check_blocks(blocks_BN: Tensor, lens: Sequence[int], cache: Tensor) -> None
         )
 
 
+@dataclass(frozen=True)
+class SpanTrees:
+    """Whole segments, tree by tree: those of one tree share keys. A sequence is a tree of one."""
+
+    spans: Tensor  # [S, 6] int32: as `QueryTiles.tiles`
+    trees: Tensor  # [trees + 1] int32: bounds of each tree's spans
+    key_rows: Tensor
+
+
+def make_span_trees(
+    spans: Sequence[QuerySpan], prefix_of_S: Sequence[int], key_rows: Tensor
+) -> SpanTrees:
+    """The trees of segments that each continue the one named in `prefix_of_S` (-1: none)."""
+    root_of: list[int] = []
+    for segment, parent in enumerate(prefix_of_S):
+        root_of.append(segment if parent < 0 else root_of[parent])
+    order = sorted(range(len(root_of)), key=root_of.__getitem__)  # stable: parents stay first
+    ordered = (spans[i] for i in order)
+    rows = [(s.query, s.num_queries, s.num_keys, s.first_key, 1, 0) for s in ordered]
+    bounds = [i for i, segment in enumerate(order) if root_of[segment] == segment]
+    return SpanTrees(
+        torch.tensor(rows, dtype=torch.int32).view(-1, 6),
+        torch.tensor([*bounds, len(order)], dtype=torch.int32),
+        key_rows,
+    )
+
+
 class AttendOptions(NamedTuple):
     """What may differ between the layers of a step."""
 
@@ -403,6 +486,31 @@ def _attend(
         torch.get_num_threads(),
     )  # fmt: skip
     return o
+
+
+def attend_packed_gradient(
+    do_THD: Tensor,
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    o_THD: Tensor,
+    trees: SpanTrees,
+    options: AttendOptions,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient (dq, dk, dv) of `attend_packed`'s result `o` by its arguments, given that by
+    `o`."""
+    do, q, k, v = (dense_rows(x) for x in (do_THD, q_THD, k_TKD, v_TKD))
+    o = o_THD.contiguous()
+    grads = [torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv = k.shape[1]
+    function("differentiate_attention", q.dtype)(
+        *(x.data_ptr() for x in (*grads, q, k, v, o, do, trees.key_rows, trees.spans, trees.trees)),
+        len(trees.trees) - 1, num_tokens, num_kv, num_heads // num_kv, head_dim,
+        *(x.stride(0) for x in (q, k, v, do)), options.scale, options.window or 0,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return grads[0], grads[1], grads[2]
 
 
 def for_ranges(

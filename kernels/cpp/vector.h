@@ -56,7 +56,7 @@ inline Vec splat(float x) { return x - Vec{}; }  // 0 + x would be computed: it 
 inline Vec as_floats(BitsVec x) { return (Vec)x; }
 inline BitsVec as_bits(Vec x) { return (BitsVec)x; }
 inline Vec choose(IntVec mask, Vec yes, Vec no) {
-  return (Vec)(((IntVec)yes & mask) | ((IntVec)no & ~mask));
+  return mask ? yes : no;  // lane by lane; one instruction where masks by bits are three
 }
 inline Vec larger(Vec a, Vec b) { return choose(a > b, a, b); }
 
@@ -115,6 +115,11 @@ inline Vec load(const bf16* p) {
   memcpy(&half, p, sizeof half);
   return as_floats(widen(half) << 16);
 }
+// Words of two bf16, from low and from high.
+inline Vec pair_halves(HalfVec low, HalfVec high) {
+  return as_floats(widen(low) | widen(high) << 16);
+}
+
 inline void store(bf16* p, Vec x) {
   BitsVec bits = as_bits(x);
   BitsVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -253,6 +258,34 @@ inline void multiply_add(Vec& sum, Vec a, Vec b, bf16) {
 #else
   sum = fused(a, b, sum);
 #endif
+}
+
+// x rounded to what a product takes of it; the same as store()'s rounding but for numbers below
+// fp32's normal ones, which may become zero.
+inline HalfVec to_halves(Vec x) {
+#ifdef HAS_BF16_PRODUCT
+  return (HalfVec)_mm512_cvtneps_pbh((__m512)x);
+#else
+  HalfVec half;
+  bf16 rounded[LANES];
+  store(rounded, x);
+  memcpy(&half, rounded, sizeof half);
+  return half;
+#endif
+}
+
+// Words of PER_WORD rows, element by element: what a product that sums over rows takes.
+template <class T>
+inline void interleave_rows(float* to, const T* const (&rows)[PER_WORD<T>], int64_t size) {
+  for_runs(size, [&](int64_t i, int64_t n) {
+    if constexpr (PER_WORD<T> == 1) {
+      store_run(to + i, load_run(rows[0] + i, n), n);
+    } else {  // a bf16 is the upper half of its fp32
+      BitsVec low = as_bits(load_run(rows[0] + i, n)) >> 16;
+      BitsVec high = rows[1] ? as_bits(load_run(rows[1] + i, n)) : BitsVec{};
+      store_run(to + i, as_floats(low | high), n);
+    }
+  });
 }
 
 // `size` elements as a product takes them.

@@ -8,9 +8,11 @@
 #include <cstdio>
 #include <thread>
 
+#include "attention_gradient.h"
 #include "decoder.h"
 #include "logits.h"
 #include "product.h"
+#include "rows_gradient.h"
 
 struct Random {  // PCG's multiplier; the same numbers everywhere
   uint64_t state;
@@ -201,6 +203,143 @@ void test_attention(int64_t D, int64_t group, int64_t window) {
     }
 }
 
+// Of a tree of three segments, the last two of which continue the first, and of a sequence beside it.
+template <class T>
+void test_attention_gradient(int64_t D, int64_t group, int64_t window) {
+  const int64_t tokens = 139, kv = 2, heads = kv * group;
+  const Tile segments[] = {{0, 37, 37, 0}, {37, 70, 107, 37}, {107, 9, 46, 144}, {116, 23, 23, 190}};
+  const int32_t trees[] = {0, 3, 4};
+  std::vector<int32_t> rows;
+  for (const Tile& s : segments) {
+    for (int32_t i = 0; i < s.num_keys - s.num_queries; i++) rows.push_back(i);
+    for (int32_t i = 0; i < s.num_queries; i++) rows.push_back(s.query + i);
+  }
+  const auto q = numbers<T>(tokens * heads * D, 44), k = numbers<T>(tokens * kv * D, 45);
+  const auto v = numbers<T>(tokens * kv * D, 46), grad = numbers<T>(tokens * heads * D, 47);
+  std::vector<T> o(tokens * heads * D), dq(o.size()), dk(k.size()), dv(v.size());
+  const float scale = 0.125f;
+  Problem<T> forward{o.data(), q.data(), k.data(), v.data(), rows.data(), kv, group, D, heads * D,
+                     kv * D, kv * D, D, D, scale, window};
+  attend(forward, segments, 4, 1);
+  GradientProblem<T> problem{dq.data(), dk.data(), dv.data(), q.data(), k.data(), v.data(), o.data(),
+                             grad.data(), rows.data(), segments, trees, 2, tokens, kv, group, D,
+                             heads * D, kv * D, kv * D, heads * D, scale, window, nullptr, nullptr};
+  differentiate_attention(problem, 1);
+  std::vector<double> exact_q(dq.size()), exact_k(dk.size()), exact_v(dv.size());
+  for (const Tile& s : segments)
+    for (int64_t i = 0; i < s.num_queries; i++)
+      for (int64_t h = 0; h < heads; h++) {
+        const int64_t end = s.num_keys - s.num_queries + i + 1, at = ((s.query + i) * heads + h) * D;
+        const int64_t first = window ? std::max<int64_t>(0, end - window) : 0;
+        auto key = [&](int64_t j) { return (rows[s.first_key + j] * kv + h / group) * D; };
+        std::vector<double> p(end), dp(end);
+        double sum = 0, delta = 0;
+        for (int64_t j = first; j < end; j++) {
+          for (int64_t d = 0; d < D; d++) {
+            p[j] += wide(q[at + d]) * wide(k[key(j) + d]) * scale;
+            dp[j] += wide(grad[at + d]) * wide(v[key(j) + d]);
+          }
+          sum += p[j] = std::exp(p[j]);
+        }
+        for (int64_t j = first; j < end; j++) delta += (p[j] /= sum) * dp[j];
+        for (int64_t j = first; j < end; j++)
+          for (int64_t d = 0; d < D; d++) {
+            const double ds = p[j] * (dp[j] - delta) * scale;
+            exact_q[at + d] += ds * wide(k[key(j) + d]);
+            exact_k[key(j) + d] += ds * wide(q[at + d]);
+            exact_v[key(j) + d] += p[j] * wide(grad[at + d]);
+          }
+      }
+  auto check_near = [&](const std::vector<T>& ours, const std::vector<double>& exact) {
+    double largest = 0;
+    for (double x : exact) largest = std::max(largest, std::abs(x));
+    const double limit = IS_HALF<T> ? 1.0 / 64 : 1e-5;  // o, and P and dS where pairs are multiplied
+    for (size_t i = 0; i < exact.size(); i++)
+      check(std::abs(wide(ours[i]) - exact[i]) <= limit * largest, "attention's gradient is fp64's",
+            name<T>(), D, (int64_t)i);
+  };
+  check_near(dq, exact_q), check_near(dk, exact_k), check_near(dv, exact_v);
+  add_to_digest(dq), add_to_digest(dk), add_to_digest(dv);
+  const auto whole_q = dq, whole_k = dk, whole_v = dv;
+  auto check_same = [&](const char* claim, int64_t from, int64_t by) {
+    check(is_same(&dq[from * heads * D], &whole_q[from * heads * D], (tokens - from) * heads * D) &&
+              is_same(&dk[from * kv * D], &whole_k[from * kv * D], (tokens - from) * kv * D) &&
+              is_same(&dv[from * kv * D], &whole_v[from * kv * D], (tokens - from) * kv * D),
+          claim, name<T>(), D, by);
+  };
+  for (int64_t threads : {2, 3, 7}) {
+    differentiate_attention(problem, threads);
+    check_same("a gradient has the same bits on any threads", 0, threads);
+  }
+  for (auto* x : {&dq, &dk, &dv}) memset(x->data(), 0, x->size() * sizeof(T));
+  problem.trees = trees + 1, problem.num_trees = 1;
+  differentiate_attention(problem, 1);
+  check_same("a sequence alone has the gradient it has beside a tree", 116, 0);
+}
+
+template <class T>
+void test_row_gradients() {
+  const int64_t rows = 71, size = 37;
+  const auto x = numbers<T>(rows * size, 50), dy = numbers<T>(rows * size, 51);
+  const auto dtotal = numbers<T>(rows * size, 52), weight = numbers<T>(size, 53);
+  const auto gate_up = numbers<T>(rows * 2 * size, 54);
+  std::vector<T> y(rows * size), dx(rows * size), dweight(size), dgate_up(2 * rows * size);
+  std::vector<float> rstd(rows);
+  rms_norm(y.data(), rstd.data(), x.data(), weight.data(), rows, 1, size, size, 1e-5f, 1);
+  differentiate_rms_norm(dx.data(), dweight.data(), dy.data(), x.data(), weight.data(), rstd.data(),
+                         dtotal.data(), rows, 1, size, size, 1);
+  differentiate_swiglu(dgate_up.data(), dy.data(), gate_up.data(), rows, size, 1);
+  std::vector<double> exact_weight(size);
+  for (int64_t r = 0; r < rows; r++) {
+    double sum = 0, mean = 0;
+    for (int64_t i = r * size; i < (r + 1) * size; i++) sum += wide(x[i]) * wide(x[i]);
+    const double scale = 1 / std::sqrt(sum / size + 1e-5);
+    for (int64_t i = 0; i < size; i++)
+      mean += wide(dy[r * size + i]) * wide(weight[i]) * wide(x[r * size + i]) * scale / size;
+    for (int64_t i = 0; i < size; i++) {
+      const double normed = wide(x[r * size + i]) * scale, up = wide(dy[r * size + i]);
+      const double exact = scale * (up * wide(weight[i]) - normed * mean) + wide(dtotal[r * size + i]);
+      check(is_near(dx[r * size + i], exact, 10), "a norm's gradient is fp64's", name<T>(), r, i);
+      exact_weight[i] += up * normed;
+      const double gate = wide(gate_up[2 * r * size + i]), sigmoid = 1 / (1 + std::exp(-gate));
+      const double linear = wide(gate_up[(2 * r + 1) * size + i]);
+      const double slope = sigmoid * (1 + gate * (1 - sigmoid));
+      check(is_near(dgate_up[2 * r * size + i], up * linear * slope, 4) &&
+                is_near(dgate_up[(2 * r + 1) * size + i], up * gate * sigmoid, 4),
+            "swiglu's gradient is fp64's", name<T>(), r, i);
+    }
+  }
+  for (int64_t i = 0; i < size; i++)
+    check(is_near(dweight[i], exact_weight[i], 4.0 * rows), "a norm's weight has fp64's gradient",
+          name<T>(), 0, i);
+  add_to_digest(dx), add_to_digest(dweight), add_to_digest(dgate_up);
+
+  const int64_t vocab = 203, num_ids = 3, places = 5;
+  auto logits = numbers<T>(places * vocab, 55);
+  const auto before = logits;
+  const std::vector<int64_t> ids{5, 202, 5, 0, 1, 2, 7, 7, 7, 16, 15, 100, 31, 32, 33};
+  const auto dlogp = numbers<float>(places * num_ids, 56), dentropy = numbers<float>(places, 57);
+  std::vector<float> logp(places), lse(places), entropy(places);
+  score(logits.data(), places, vocab, vocab, 0.7f, ids.data(), logp.data(), lse.data(),
+        entropy.data(), 1);
+  differentiate_scores(logits.data(), places, vocab, vocab, 0.7f, ids.data(), num_ids, lse.data(),
+                       entropy.data(), dlogp.data(), dentropy.data(), 1);
+  for (int64_t r = 0; r < places; r++) {
+    double sum = 0, exact_entropy = 0, total = 0;
+    for (int64_t i = 0; i < vocab; i++) sum += std::exp(wide(before[r * vocab + i]) / 0.7);
+    auto log_p = [&](int64_t i) { return wide(before[r * vocab + i]) / 0.7 - std::log(sum); };
+    for (int64_t i = 0; i < vocab; i++) exact_entropy -= std::exp(log_p(i)) * log_p(i);
+    for (int64_t m = 0; m < num_ids; m++) total += dlogp[r * num_ids + m];
+    for (int64_t i = 0; i < vocab; i++) {
+      double exact = std::exp(log_p(i)) * (-total - dentropy[r] * (log_p(i) + exact_entropy));
+      for (int64_t m = 0; m < num_ids; m++)
+        if (ids[r * num_ids + m] == i) exact += dlogp[r * num_ids + m];
+      check(is_near(logits[r * vocab + i], exact / 0.7, 4), "a logit's gradient is fp64's",
+            name<T>(), r, i);
+    }
+  }
+}
+
 // Tokens one at a time, through a cache, have the bits of all of them at once. Rows have no whole
 // number of vectors, so that the last part of each is met as well.
 template <class T>
@@ -365,8 +504,12 @@ void test_all() {
   for (int64_t D : {64, 40, 7}) test_attention<T>(D, 3, 0);
   test_attention<T>(16, 1, 0);
   for (int64_t window : {1, 33, 90}) test_attention<T>(40, 2, window);
+  for (int64_t D : {64, 40, 7}) test_attention_gradient<T>(D, 3, 0);
+  test_attention_gradient<T>(16, 1, 0);
+  for (int64_t window : {5, 33}) test_attention_gradient<T>(40, 2, window);
   test_decoder<T>();
   test_rows<T>();
+  test_row_gradients<T>();
 }
 
 int main() {

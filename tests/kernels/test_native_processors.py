@@ -19,12 +19,14 @@ from kernels.cpp import build as cpp_build
 DRIVER = Path(__file__).with_name("native_driver.cpp")
 INCLUDES = ("-I", str(cpp_build.SOURCES), "-Wall", "-Wno-psabi")
 LOOPS = """
-#include "attention.h"
+#include "attention_gradient.h"
 #include "linear.h"
 template void multiply_panel<TILE_ROWS, PANEL_VECS, PANEL_LINES>(
     T*, int64_t, int64_t, const Input<T>*, int64_t, const float*, int64_t, const T*, const float*);
 template void multiply_keys<SCORE_ROWS, 2>(
     float*, int64_t, const float*, int64_t, const float*, float, T);
+template void multiply_words<MOST_ROWS, MOST_VECS>(
+    float* const*, bool, float, const float*, int64_t, int64_t, const float*, int64_t, int64_t, T);
 """
 
 
@@ -102,11 +104,10 @@ def test_the_sums_of_a_tile_stay_in_registers(march, register, dtype, tmp_path):
     if platform.machine() != "x86_64" or shutil.which("g++") is None:
         pytest.skip("needs g++ for x86-64")
     source, assembly = tmp_path / "loops.cpp", tmp_path / "loops.s"
-    source.write_text(LOOPS.replace("T*", f"{dtype}*").replace("<T>", f"<{dtype}>").replace(
-        "float, T)", f"float, {dtype})"))  # fmt: skip
+    source.write_text(re.sub(r"\bT\b", dtype, LOOPS))
     compile_with((f"-march={march}", "-S"), str(source), "-o", str(assembly))
     loops = hot_loops(assembly.read_text())
-    assert len(loops) == 2
+    assert len(loops) == 3
     for loop in loops:
         assert f"%{register}" in loop
         stored = re.findall(rf"vmov\w+\s+%{register}\d+, .*\(%r[sb]p\)", loop)
