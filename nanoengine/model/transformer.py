@@ -85,6 +85,8 @@ class Transformer(nn.Module):
         self.register_buffer("rope_cos", cos, persistent=False)
         self.register_buffer("rope_sin", sin, persistent=False)
         self.lm_head_packed: Tensor | None = None
+        self.num_repacks = 0
+        """Counts the changes of the weights, for engines that read a model which others train."""
         self._wide_head: Tensor | None = None
         self._batch_invariant = False
 
@@ -224,6 +226,7 @@ class Transformer(nn.Module):
     def repack(self) -> None:
         """Refresh the prepacked copies in place. Call it after any change to a weight: the forward
         pass reads the copies, so without it the old weights keep answering."""
+        self.num_repacks += 1  # first: whoever looks on may not miss one that was cut off
         for module in self.modules():
             if isinstance(module, (PackedLinear, ExpertStack)):
                 module.repack()
