@@ -79,7 +79,8 @@ def make_kv_cache(shape: Sequence[int], dtype: torch.dtype, device: torch.device
     if torch.device(device).type != "cpu":
         return torch.zeros(tuple(shape), dtype=index_dtype(dtype), device=device).view(dtype)
     *before, block_size, num_kv, head_dim = shape
-    data = fresh_pages(math.prod(shape) * dtype.itemsize).view(dtype).view(*before, num_kv, block_size, head_dim)
+    raw = fresh_pages(math.prod(shape) * dtype.itemsize)
+    data = raw.view(dtype).view(*before, num_kv, block_size, head_dim)
     return data.transpose(-3, -2)
 
 

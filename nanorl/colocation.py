@@ -1,4 +1,4 @@
-"""Two engines of one process: the weights go from one to the other, and on one device they take turns.
+"""Two engines of one process: weights go from one to the other, and on one device they take turns.
 
 In a synchronous run nobody decodes during an optimizer step, so the memory of the rollouts' cache,
 and of the CUDA graphs that read it by address, is free for activations. Afterwards the cache is

@@ -10,7 +10,8 @@ tokens x vocabulary tensor, and for `logits`, which the sampler reads; the model
 which dtype the head is computed, where its prepacked copy lies and over which ranks it is split.
 
 Memory of a model of N linear and embedding weights on a CPU: N parameters and N prepacked copies
-of the same dtype (a tied head is packed too), 0.54 GB for 135 M parameters in bf16.
+of the same dtype (a tied head is packed too), 0.54 GB for 135 M parameters in bf16. A run of one
+process in which rollouts and training take turns has one model (nanorl/colocation.py).
 Left out: how parameters are split over devices (nanoengine.parallel), optimizer state.
 Next: layers.py, moe.py, attention.py, hf.py.
 """
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kernels import add_rms_norm, linear
+from kernels import add_rms_norm, linear, pack_weight
 from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import DecoderLayer, rope_tables
@@ -35,7 +36,6 @@ from nanoengine.model.linear import (
     TensorSplit,
     mark_partial,
     record_of,
-    refresh_packed,
 )
 from nanoengine.model.moe import ExpertSplit, ExpertStack
 
@@ -235,7 +235,7 @@ class Transformer(nn.Module):
     def _repack_head(self) -> None:
         self._wide_head = None
         head = self.lm_head_weight.detach().to(self.head_dtype)
-        self.lm_head_packed = refresh_packed(self.lm_head_packed, head)
+        self.lm_head_packed = pack_weight(head, self.lm_head_packed)
 
     def forget_packed(self) -> None:
         """Drop every prepacked copy: products make them on the fly, for weights that come and go

@@ -125,7 +125,7 @@ def test_weights_that_are_not_finite_are_not_served() -> None:
     with torch.no_grad():
         trainer.model.norm[3] = torch.nan
     trainer.model.repack()
-    with pytest.raises(ValueError, match="'model.norm.weight' holds NaN"):
+    with pytest.raises(ValueError, match=r"'model\.norm\.weight' holds NaN"):
         engine.adopt_weights(1)
     engine.add(PROMPT, SamplingParams(max_tokens=3))
     with pytest.raises(RuntimeError, match="adopt_weights"):
@@ -176,8 +176,8 @@ def make_copy(trainer: Engine) -> Engine:
 
 
 def score(engine: Engine, output: Output) -> Tensor:
-    tokens = PROMPT + output.ids
-    (logps,) = engine.forward_logprobs([Sample(tokens=tokens, loss_mask=[0] + [1] * (len(tokens) - 1))])
+    mask = [0] * len(PROMPT) + [1] * len(output.ids)
+    (logps,) = engine.forward_logprobs([Sample(tokens=PROMPT + output.ids, loss_mask=mask)])
     return logps
 
 
