@@ -1,4 +1,4 @@
-"""One call for a program's first lines: keep large host buffers instead of returning them.
+"""Keeps large host buffers instead of returning them, or takes pages past the allocator.
 
 glibc gives every tensor beyond 32 MB, and at first beyond 128 KB, pages of its own from the kernel
 and hands them back when the tensor dies; the next one pays a page fault for every 4 KB. In a CPU
@@ -7,7 +7,11 @@ setting is the whole process's, so the program decides.
 """
 
 import ctypes
+import mmap
 import sys
+
+import torch
+from torch import Tensor
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _KEEP_BYTES = 2**31 - 1
@@ -36,3 +40,13 @@ def release_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
+
+
+def fresh_pages(num_bytes: int) -> Tensor:
+    """Zeros, uint8, that take memory as they are first written to, and give all of it back when the
+    tensor dies, however the allocator is set: for a buffer that comes and goes, such as a cache.
+    (From memory that the allocator has kept, `torch.zeros` would be written out at once.)"""
+    pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes)

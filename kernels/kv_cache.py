@@ -7,12 +7,12 @@ s // block_size. `make_kv_cache` allocates it in the order that its device's ker
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.backend import Backend, check_tensors, use_native, use_triton
 from kernels.cpp import ops as cpp_ops
+from kernels.host_memory import fresh_pages
 
 
 def reshape_and_cache_ref(
@@ -79,8 +79,8 @@ def make_kv_cache(shape: Sequence[int], dtype: torch.dtype, device: torch.device
     if torch.device(device).type != "cpu":
         return torch.zeros(tuple(shape), dtype=index_dtype(dtype), device=device).view(dtype)
     *before, block_size, num_kv, head_dim = shape
-    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    data = torch.from_numpy(raw).view(dtype).view(*before, num_kv, block_size, head_dim)
+    raw = fresh_pages(math.prod(shape) * dtype.itemsize)
+    data = raw.view(dtype).view(*before, num_kv, block_size, head_dim)
     return data.transpose(-3, -2)
 
 

@@ -56,12 +56,16 @@ def is_native(weight: Tensor) -> bool:
     return cpp_ops.has_linear(weight.dtype) or not onednn.can_multiply(weight.dtype)
 
 
-def pack_weight(weight: Tensor) -> Tensor | None:
+def pack_weight(weight: Tensor, out: Tensor | None = None) -> Tensor | None:
     """A copy of `weight` in the layout of the processor's fastest product, for `packed=`; None
-    where there is none."""
+    where there is none. It is written into `out`, an earlier copy, where that fits."""
     if not is_packable(weight):
         return None
-    return cpp_ops.pack(weight.detach()) if is_native(weight) else onednn.pack(weight)
+    if is_native(weight):
+        return cpp_ops.pack(weight.detach(), None if out is None or out.is_mkldnn else out)
+    fresh = onednn.pack(weight)
+    is_fitting = out is not None and out.is_mkldnn and out.dtype == fresh.dtype
+    return out.copy_(fresh) if out is not None and is_fitting else fresh
 
 
 def linear_rows(

@@ -351,6 +351,7 @@ class Engine:
                 if entropy_T is not None:
                     entropies.append(entropy_T.detach())
                 sums_of.append(sums)
+                del scored, logp_T, entropy_T, loss_sum, loss  # and what the backward pass kept
         self.optimizer.finish_gradients()
         trained = [micro for micro in micros if micro.index]
         self.last_logps = collect_all(samples, trained, logps)

@@ -176,6 +176,13 @@ class AsyncEngine:
             update = partial(self.engine.update_weights, is_finite=is_finite)
             await self._call(update, state, version)
 
+    async def adopt_weights(self, version: int) -> None:
+        """`LLMEngine.adopt_weights` between two steps; wakes an engine that slept meanwhile."""
+        self._bind()
+        async with self._between_steps:
+            await self._call(self.engine.adopt_weights, version)
+        await self.wake()
+
     @asynccontextmanager
     async def _answered(self) -> AsyncIterator[None]:
         """Inside, where `InferConfig.in_flight` is "wait", there is no request in flight."""

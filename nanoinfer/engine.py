@@ -5,7 +5,10 @@
 The engine has no thread and no globals; whoever owns it calls `step` (async_engine.py does so from
 an event loop). Weights change between steps only. A request that is in flight then keeps the
 tokens, log-probs and versions it has; its cache is dropped and computed again by the new weights.
-`update_weights` copies tensors that somebody brings, all or nothing.
+`update_weights` copies tensors that somebody brings, all or nothing. Of a model that is trained in
+this process there need be no copy: the trainer writes into the very model (and repacks it), and
+`adopt_weights` gives the new weights their version. Until then the engine refuses to run a step, so
+no token is ever sampled by weights that have none.
 `sleep` gives the cache's memory to somebody else (a trainer on the same device) until `wake`.
 
 A draft counts if it is the very token that was sampled at its position, and the sample after the
@@ -29,7 +32,7 @@ from torch import Tensor
 
 from kernels.checksum import all_finite
 from nanoengine.model.device import release_memory
-from nanoengine.model.hf import load_state
+from nanoengine.model.hf import export_state, load_state
 from nanoengine.model.lora import Adapter
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.model.transformer import Transformer
@@ -87,6 +90,7 @@ class LLMEngine:
         self._ready: list[tuple[int, Output]] = []  # finished, not yet returned by `step`
         self._next_handle = 0
         self._metrics = Metrics()
+        self._num_repacks = model.num_repacks  # when `version` began
 
     def add(
         self,
@@ -143,8 +147,10 @@ class LLMEngine:
 
     def step(self) -> list[tuple[int, Output]]:
         """Run one step; returns the requests that finished, with their handles. Does nothing
-        while paused or asleep."""
+        while paused or asleep. `RuntimeError` where the model's owner has changed the weights and
+        `adopt_weights` was not called."""
         if not (self.is_paused or self.is_asleep):
+            self._require_current()
             start = time.perf_counter()
             try:
                 step = self._scheduler.schedule()
@@ -256,6 +262,29 @@ class LLMEngine:
         self._start_version(version)
         self._metrics.update_s += time.perf_counter() - start
 
+    def adopt_weights(self, version: int) -> None:
+        """The model's owner, a trainer of this process, has written new weights into it and
+        repacked it: they are policy `version` from now on; otherwise as `update_weights`.
+        `ValueError` names a tensor that is not finite. The old weights are gone then, so nothing is
+        served until the owner brings better ones."""
+        start = time.perf_counter()
+        self._num_repacks = -1
+        _finite(export_state(self.model), "no token is sampled by such weights")
+        self._start_version(version)
+        self._metrics.update_s += time.perf_counter() - start
+
+    @property
+    def is_current(self) -> bool:
+        """True if the model holds the weights of `version`: nobody has changed them since."""
+        return self.model.num_repacks == self._num_repacks
+
+    def _require_current(self) -> None:
+        if not self.is_current:
+            raise RuntimeError(
+                f"version {self.version}: the model's owner has changed its weights since; call "
+                "adopt_weights(version) when the change is complete"
+            )
+
     # -- adapters --------------------------------------------------------------------------------
 
     @property
@@ -298,6 +327,7 @@ class LLMEngine:
             seq.prompt_top_logps.clear()
         self._blocks.flush(version)
         self.version = version
+        self._num_repacks = self.model.num_repacks
         self._metrics.num_weight_updates += 1
         self._runner.refresh()  # last: if it fails, the version and the cache are true
 
@@ -432,11 +462,13 @@ class Metrics:
         return {name: float(value) for name, value in asdict(self).items()}
 
 
-def _finite(state: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+def _finite(
+    state: Iterable[tuple[str, Tensor]], outcome: str = "nothing was loaded"
+) -> list[tuple[str, Tensor]]:
     """All of `state`, if it is finite. Without this an engine would go on sampling from NaN without
     an error."""
     state = list(state)
     for (name, _), is_finite in zip(state, all_finite([x for _, x in state]), strict=True):
         if not is_finite:
-            raise ValueError(f"tensor {name!r} holds NaN or infinity; nothing was loaded")
+            raise ValueError(f"tensor {name!r} holds NaN or infinity; {outcome}")
     return state

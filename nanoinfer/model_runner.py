@@ -78,7 +78,8 @@ class ModelRunner:
         self.adapters = AdapterPool(model) if adapters is None else adapters
         self.decode = decode
         self._is_invariant = model.batch_invariant
-        self._wants_fp32_head = lm_head_fp32 and model.dtype != torch.float32
+        # a model that it shares with a trainer may have that head already
+        self._wants_fp32_head = lm_head_fp32 and model.head_dtype != torch.float32
         self._calibration_ids = calibration_ids
         if calibration_ids and cache.scales is None:
             raise ValueError("kv_calibration_ids: chooses scales; set kv_cache_dtype='fp8' too")

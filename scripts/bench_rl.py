@@ -75,7 +75,8 @@ PEER_OF = {
 def run_step(
     folder: str, dtype: str, threads: int, group_size: int = workload.STEP_GROUP
 ) -> dict[str, Any]:
-    """Three GRPO steps as TRL does them; the first warms up."""
+    """Three GRPO steps as TRL does them; the first warms up. As in a run of one process, both
+    engines read the trainer's weights and take turns (nanorl/colocation.py)."""
     import torch
 
     from nanoengine.engine import Engine, EngineConfig
@@ -88,11 +89,10 @@ def run_step(
     from nanorl.batching import build_batch, logp_gap
 
     torch.set_num_threads(threads)
-    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     tokenizer = ChatTokenizer.from_folder(folder)
-    rollout_engine = LLMEngine(load_model(folder, kind), InferConfig(cache_bytes=64 << 20))
     config: Any = {"dtype": dtype, "lr": 1e-6, "share_prefix": True, "micro_batch_tokens": 1024}
-    trainer = Engine(load_model(folder, torch.float32), EngineConfig(**config))
+    trainer = Engine(load_model(folder, packs=False), EngineConfig(**config))
+    rollout_engine = LLMEngine(trainer.model, InferConfig(cache_bytes=64 << 20))
     prompts = [tokenizer.encode(text) for text in workload.step_prompts()]
     parts: list[dict[str, float]] = []
     for step in range(3):
@@ -106,9 +106,11 @@ def run_step(
         generated = time.perf_counter()
         groups = make_groups(prompts, outputs)
         batch = build_batch(groups, AlgorithmSpec(), max_tokens=512, version=step)
+        rollout_engine.sleep()
         trainer.train_step(batch.samples, batch.loss_fn)
         trained = time.perf_counter()
-        rollout_engine.update_weights(trainer.export_state(), step + 1)
+        rollout_engine.adopt_weights(step + 1)
+        rollout_engine.wake()
         end = time.perf_counter()
         parts.append(
             {

@@ -127,11 +127,14 @@ def has_linear(dtype: torch.dtype) -> bool:
     return bool(function("has_linear", dtype)())
 
 
-def pack(weight_OI: Tensor) -> Tensor:
-    """A copy in the order in which `linear` reads it: panels of outputs."""
+def pack(weight_OI: Tensor, out: Tensor | None = None) -> Tensor:
+    """A copy in the order in which `linear` reads it: panels of outputs; in the memory of `out`,
+    an earlier one, where that has its shape and dtype."""
     weight = weight_OI.contiguous()
     num_out, num_in = weight.shape
-    packed = torch.empty(_packed_shape(num_out, num_in, weight.dtype), dtype=weight.dtype)
+    shape = _packed_shape(num_out, num_in, weight.dtype)
+    is_fitting = out is not None and out.shape == shape and out.dtype == weight.dtype
+    packed = out if out is not None and is_fitting else torch.empty(shape, dtype=weight.dtype)
     function("pack", weight.dtype)(
         packed.data_ptr(), weight.data_ptr(), num_in, num_out, torch.get_num_threads()
     )

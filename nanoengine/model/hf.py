@@ -166,8 +166,10 @@ def export_state(
         yield name, view if dtype is None else view.to(dtype)
 
 
-def load_state(model: Transformer, state: Iterable[tuple[str, Tensor]]) -> None:
-    """Write Hugging Face tensors into the model and repack it.
+def load_state(
+    model: Transformer, state: Iterable[tuple[str, Tensor]], *, packs: bool = True
+) -> None:
+    """Write Hugging Face tensors into the model and repack it (unless the caller does, `packs`).
 
     `ValueError` names missing, unknown, repeated and wrong-shaped tensors, and then nothing was
     written. A tied model may also be given `lm_head.weight`, if it equals the embedding. A split
@@ -184,7 +186,8 @@ def load_state(model: Transformer, state: Iterable[tuple[str, Tensor]]) -> None:
             tensors[name] = part.take(tensors[name])
     check_state(views, tensors)
     copy_large(list(views.values()), [tensors[name] for name in views])
-    model.repack()
+    if packs:
+        model.repack()
 
 
 def load_stages(stages: Sequence[Transformer], state: Iterable[tuple[str, Tensor]]) -> None:
@@ -259,9 +262,12 @@ def load_model(
     *,
     head_dtype: torch.dtype | None = None,
     split: TensorSplit | None = None,
+    packs: bool = True,
 ) -> Transformer:
     """Read config.json and the tensors of a Hugging Face folder; with `split`, this rank's part of
-    them. `ValueError` names the file that is missing or damaged and what to do."""
+    them. `packs` False leaves the prepacked copies to the trainer that the model is for: in the
+    dtype of the folder they would double what loading takes. `ValueError` names the file that is
+    missing or damaged and what to do."""
     path = Path(folder)
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder: give a Hugging Face model folder")
@@ -270,7 +276,7 @@ def load_model(
     state = read_state(path)
     model = Transformer(config, dtype, device, head_dtype=head_dtype, split=split)
     try:
-        load_state(model, state)
+        load_state(model, state, packs=packs)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return model

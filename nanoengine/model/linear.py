@@ -291,20 +291,11 @@ class PackedLinear(nn.Module):
     def repack(self) -> None:
         """The weight has changed: renew the copy that `forward` reads, in its place."""
         if self.fp8 is None:
-            self.packed = refresh_packed(self.packed, self.weight)
+            self.packed = pack_weight(self.weight, self.packed)
             return
         fresh = quantize_fp8(self.weight.detach(), (GROUP, GROUP))
         for old, new in zip(self.fp8, fresh, strict=True):
             old.copy_(new)
-
-
-def refresh_packed(packed: Tensor | None, weight: Tensor) -> Tensor | None:
-    """The prepacked copy of `weight`, written into `packed` where that fits, so that holders of
-    the old copy see the new values; None where there is no such layout (fp64, GPU)."""
-    fresh = pack_weight(weight.detach())
-    if packed is None or fresh is None or packed.dtype != fresh.dtype:
-        return fresh
-    return packed.copy_(fresh)
 
 
 class _Embedding(torch.autograd.Function):

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from kernels import fused_moe, topk_softmax
+from kernels import fused_moe, pack_weight, topk_softmax
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.linear import (
     PackedLinear,
@@ -28,7 +28,6 @@ from nanoengine.model.linear import (
     mark_partial,
     mark_slice,
     record_of,
-    refresh_packed,
 )
 
 
@@ -62,7 +61,7 @@ class ExpertStack(nn.Module):
 
     def repack(self) -> None:
         pairs = zip(self.packed, self.weight, strict=True)
-        self.packed = [refresh_packed(old, weight) for old, weight in pairs]
+        self.packed = [pack_weight(weight, old) for old, weight in pairs]
 
 
 class MoeMlp(nn.Module):

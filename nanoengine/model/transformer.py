@@ -10,7 +10,8 @@ tokens x vocabulary tensor, and for `logits`, which the sampler reads; the model
 which dtype the head is computed, where its prepacked copy lies and over which ranks it is split.
 
 Memory of a model of N linear and embedding weights on a CPU: N parameters and N prepacked copies
-of the same dtype (a tied head is packed too), 0.54 GB for 135 M parameters in bf16.
+of the same dtype (a tied head is packed too), 0.54 GB for 135 M parameters in bf16. A run of one
+process in which rollouts and training take turns has one model (nanorl/colocation.py).
 Left out: how parameters are split over devices (nanoengine.parallel), optimizer state.
 Next: layers.py, moe.py, attention.py, hf.py.
 """
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kernels import linear
+from kernels import linear, pack_weight
 from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import DecoderLayer, Rope, add_norm_rows, rope_tables
@@ -35,7 +36,6 @@ from nanoengine.model.linear import (
     TensorSplit,
     mark_partial,
     record_of,
-    refresh_packed,
 )
 from nanoengine.model.moe import ExpertSplit, ExpertStack
 
@@ -94,6 +94,8 @@ class Transformer(nn.Module):
             self.register_buffer("local_rope_cos", cos, persistent=False)
             self.register_buffer("local_rope_sin", sin, persistent=False)
         self.lm_head_packed: Tensor | None = None
+        self.num_repacks = 0
+        """Counts the changes of the weights, for engines that read a model which others train."""
         self._wide_head: Tensor | None = None
         self._batch_invariant = False
 
@@ -254,6 +256,7 @@ class Transformer(nn.Module):
     def repack(self) -> None:
         """Refresh the prepacked copies in place. Call it after any change to a weight: the forward
         pass reads the copies, so without it the old weights keep answering."""
+        self.num_repacks += 1  # first: whoever looks on may not miss one that was cut off
         for module in self.modules():
             if isinstance(module, (PackedLinear, ExpertStack)):
                 module.repack()
@@ -262,7 +265,7 @@ class Transformer(nn.Module):
     def _repack_head(self) -> None:
         self._wide_head = None
         head = self.lm_head_weight.detach().to(self.head_dtype)
-        self.lm_head_packed = refresh_packed(self.lm_head_packed, head)
+        self.lm_head_packed = pack_weight(head, self.lm_head_packed)
 
     def forget_packed(self) -> None:
         """Drop every prepacked copy: products make them on the fly, for weights that come and go

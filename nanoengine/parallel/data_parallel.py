@@ -154,7 +154,11 @@ class BucketState:
         else:
             whole = torch.zeros_like(bucket.grad)
         for slot in bucket.slots:
-            slot.view(whole).copy_(slot.param.data)
+            given = slot.param.data
+            slot.view(whole).copy_(given)
+            # Its memory is free for the next buffers; the shape stays until the weights are there.
+            slot.param.data = given.new_empty(()).expand(given.shape)
+            del given
         self.weights = whole.to(dtype)  # the same memory where no rounding is needed
         self.master = bucket.mine(whole) if own_master is None else own_master
         if self.master is not whole:

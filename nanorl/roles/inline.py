@@ -15,11 +15,12 @@ from nanoengine.lora_adapter import LoraAdapter, LoraBase
 from nanoengine.lora_engine import LoraEngine
 from nanoengine.model.device import enter_device, release_memory, worker_thread
 from nanoengine.model.hf import load_model, replace_folder, replace_model
+from nanoengine.model.transformer import Transformer
 from nanoengine.scoring import Policy
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.engine import LLMEngine
 from nanorl.agents.kit import AgentKit
-from nanorl.colocation import InlinePublisher
+from nanorl.colocation import InlinePublisher, can_share_weights
 from nanorl.learner import load_reference
 from nanorl.parts import Parts, num_threads
 from nanorl.roles.base import RunCritic
@@ -62,7 +63,9 @@ class InlineRoles:
         enter_device(parts.device)
         self.engine = make_engine(parts)
         release_memory()
-        model = load_model(parts.folder, DTYPES[config.dtype], str(parts.device))
+        model: Transformer = self.engine.model
+        if not can_share_weights(config, parts.device):
+            model = load_model(parts.folder, DTYPES[config.dtype], str(parts.device))
         self.rollout_engine = LLMEngine(model, parts.infer_config(), tokenizer=parts.tokenizer)
         # All heavy work of a synchronous run shares one thread, and only that thread uses several
         # cores: OpenMP keeps a team of workers for every thread that ever ran a parallel loop,
@@ -126,7 +129,7 @@ def make_engine(parts: Parts) -> InlineEngine:
     config, place, update = parts.config, str(parts.device), parts.warm_start_config()
     if not config.lora.rank:
         # Loaded in fp32: the engine keeps these values as masters and casts the model.
-        return InlineEngine(load_model(parts.folder, torch.float32, place), update)
+        return InlineEngine(load_model(parts.folder, torch.float32, place, packs=False), update)
     base = LoraBase(load_model(parts.folder, DTYPES[config.dtype], place))
     adapter = LoraAdapter(base, config.lora, seed=derive_seed(config.seed, "lora"))
     return InlineLoraEngine(adapter, update)

@@ -207,7 +207,10 @@ void test_attention(int64_t D, int64_t group, int64_t window) {
 template <class T>
 void test_attention_gradient(int64_t D, int64_t group, int64_t window) {
   const int64_t tokens = 139, kv = 2, heads = kv * group;
-  const Tile segments[] = {{0, 37, 37, 0}, {37, 70, 107, 37}, {107, 9, 46, 144}, {116, 23, 23, 190}};
+  const Tile segments[] = {{0, 37, 37, 0, 1, 0},
+                           {37, 70, 107, 37, 1, 0},
+                           {107, 9, 46, 144, 1, 0},
+                           {116, 23, 23, 190, 1, 0}};
   const int32_t trees[] = {0, 3, 4};
   std::vector<int32_t> rows;
   for (const Tile& s : segments) {
