@@ -26,8 +26,8 @@ struct GradientProblem {
   T *dq, *dk, *dv;                // contiguous, as is o
   const T *q, *k, *v, *o, *grad;  // `grad`: of o
   const int32_t* key_rows;
-  const Tile* spans;     // whole segments, tree by tree
-  const int32_t* trees;  // of tree i: spans trees[i] to trees[i + 1]
+  const Tile* spans;              // whole segments, tree by tree
+  const int32_t* trees;           // tree i's are spans trees[i] to trees[i + 1]
   int64_t num_trees, num_tokens, num_kv, group, head_dim;
   int64_t q_stride, k_stride, v_stride, grad_stride;  // elements from token to token
   float scale;
@@ -71,11 +71,11 @@ struct Run {
 
 // Some queries of a segment, and the keys that they see.
 struct QueryBlock {
-  int64_t query;           // the token of the first
+  int64_t query;  // the token of the first
   int64_t num_queries;
-  int64_t position;        // of the first among the segment's keys: the last key that it sees
+  int64_t position;  // of the first among the segment's keys: the last key that it sees
   int64_t window;
-  int64_t first_key;       // that any of them sees
+  int64_t first_key;  // that any of them sees
 
   int64_t num_keys() const { return position + num_queries; }
   int64_t first_block() const { return first_key / BLOCK; }
