@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 from bench_output import print_rows, write_json
 from roofline import best_of, measure_rates
 
+import nanorl  # noqa: F401  (what threads of PyTorch do is said before it is loaded)
+
 SCRIPTS = Path(__file__).resolve().parent
 PEERS = SCRIPTS / "peers"
 

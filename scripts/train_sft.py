@@ -14,6 +14,7 @@ from typing import Any
 
 import tyro
 
+import nanorl  # noqa: F401  (what threads of PyTorch do is said before it is loaded)
 from nanoengine.sft_run import SftConfig, SftRank, SftRun, check_model
 
 
