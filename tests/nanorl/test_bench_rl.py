@@ -31,7 +31,8 @@ def test_the_rows_of_roles_are_there_and_hold_together(monkeypatch):
     (run,) = replicas["runs"]["ours"]
     assert run["busy_0"] > 0 and run["busy_1"] > 0, "both replicas have worked"
     for (run,) in apart["runs"].values():
-        assert 0 <= run["idle_learner"] < 1 and 0 <= run["idle_engine"] < 1
+        # two small steps may pass between two heartbeats, which say how long the engine has worked
+        assert 0 <= run["idle_learner"] < 1 and 0 <= run["idle_engine"] <= 1
         assert run["tokens_per_step"] > 0
     (run,) = tools["runs"]["ours"]
     assert run["num_calls"] > run["num_rollouts"], "there was more than one turn"
