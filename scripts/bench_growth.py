@@ -180,9 +180,10 @@ def bound_of(name: str, dtype: str, rates: roofline.Rates) -> float | None:
     if kind == "prefill":
         return PAIR * n / roofline.requests([n] * PAIR, [1] * PAIR).seconds(rates, element)
     if kind == "context":
-        prefill_s = roofline.requests([n] * PAIR, [1] * PAIR).seconds(rates, element)
-        all_s = roofline.requests([n] * PAIR, [SAMPLED + 1] * PAIR).seconds(rates, element)
-        return PAIR * SAMPLED / (all_s - prefill_s)
+        lengths = range(n, n + SAMPLED)  # keys that a row sees
+        steps = [roofline.DecodeStep(PAIR, PAIR * length, PAIR * length) for length in lengths]
+        work = roofline.Generation(PAIR * SAMPLED, 0, 0, steps)
+        return work.num_sampled / work.seconds(rates, element)
     if kind == "group":
         sampled = len(workload.step_prompts()) * workload.STEP_COMPLETION * n
         return 1e3 * step_bound(dtype, rates, n) / sampled
