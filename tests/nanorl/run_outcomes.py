@@ -41,12 +41,15 @@ def rollouts(run: Path) -> dict[str, tuple[Any, ...]]:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """The rows without times and idle shares, and without how many replicas there were."""
+    """The rows without times and idle shares, without how many replicas there were, and without how
+    many rollouts played at a time and what the cache forgot meanwhile, which is a matter of time.
+    """
     return [
         {
             name: value
             for name, value in row.items()
-            if not name.endswith(("_s", "num_replicas")) and not name.startswith("idle_")
+            if not name.endswith(("_s", "num_replicas", "playing_max", "cache_lost"))
+            and not name.startswith("idle_")
         }
         for row in rows(run)
     ]
