@@ -68,8 +68,8 @@ class InlineRoles:
             model = load_model(parts.folder, DTYPES[config.dtype], str(parts.device))
         self.rollout_engine = LLMEngine(model, parts.infer_config(), tokenizer=parts.tokenizer)
         # All heavy work of a synchronous run shares one thread, and only that thread uses several
-        # cores: OpenMP keeps a team of workers for every thread that ever ran a parallel loop,
-        # and with more workers than cores they sleep and wake at each of thousands of small ops.
+        # cores: for PyTorch's operations OpenMP keeps a team of workers for every thread that ever
+        # ran a parallel loop, and the C++ kernels' threads serve one caller at a time.
         threads = num_threads(config)
         self.compute = worker_thread("compute", parts.device, threads)
         self.optimizer_thread = self.compute
