@@ -2,8 +2,9 @@
 
 A tokens x vocabulary tensor is never held: tokens go in chunks, and the backward pass computes
 each chunk's logits again, rewrites them in place to their gradient, and adds the weight's
-gradient into one fp32 buffer (`weight.main_grad` where there is one). With z = h · Wᵀ / τ,
-p = softmax(z), H the entropy, and g, e the gradients by logp and H:
+gradient into one fp32 buffer (`weight.main_grad` where there is one). A caller who can tell the
+gradient by the log-probs beforehand saves that second product: `expected_grad`. With
+z = h · Wᵀ / τ, p = softmax(z), H the entropy, and g, e the gradients by logp and H:
 
     logp = z_t − log Σ exp z            H = log Σ exp z − Σ p · z
     dz = g · (1_t − p) − e · p · (log p + H)
@@ -130,55 +131,89 @@ def linear_logprob_ref(
 
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, token_ids, packed, options):
+    def forward(ctx, hidden, weight, token_ids, packed, expected, options):
         head = weight.to(options.dtype)
         packed = pack_weight(head) if packed is None else packed
         parts = []
         chunks = _ChunkLogits(hidden, head, packed, options)
+        ctx.sums = None
+        if expected is not None and any(ctx.needs_input_grad):
+            ctx.sums = _Gradients(hidden, weight, head, options, ctx.needs_input_grad[1])
         for lo in range(0, hidden.shape[0], options.chunk_size):
             rows = slice(lo, lo + options.chunk_size)
-            logits = chunks.multiply(hidden[rows].to(options.dtype))
+            h = hidden[rows].to(options.dtype)
+            logits = chunks.multiply(h)
             parts.append(_chunk_stats(logits, token_ids[rows], options))
+            if ctx.sums is not None:  # while the logits are there
+                lse = parts[-1][1]
+                dlogits = _chunk_gradient(
+                    logits, token_ids[rows], lse, None, expected[rows], None, options
+                )
+                ctx.sums.add(rows, dlogits, h)
         if parts:
             logp, lse, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
         else:
             wide = torch.promote_types(options.dtype, torch.float32)
             lse = entropy = torch.zeros(0, dtype=wide, device=hidden.device)
             logp = lse.new_zeros(token_ids.shape)
-        ctx.save_for_backward(hidden, weight, token_ids, lse, entropy)
+        ctx.save_for_backward(hidden, weight, token_ids, lse, entropy, expected)
         ctx.packed, ctx.options = packed, options
         ctx.set_materialize_grads(False)
         return logp, entropy
 
     @staticmethod
     def backward(ctx, dlogp, dentropy):
-        hidden, weight, token_ids, lse, entropy = ctx.saved_tensors
+        hidden, weight, token_ids, lse, entropy, expected = ctx.saved_tensors
         options = ctx.options
         head = weight.to(options.dtype)
-        dhidden = torch.empty_like(hidden)
-        main_grad = getattr(weight, "main_grad", None)
-        dweight = main_grad if isinstance(main_grad, Tensor) else None
-        if not ctx.needs_input_grad[1]:
-            dweight = None  # a frozen head: a buffer of its size would be for nothing
-        elif dweight is None:
-            dweight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device)
+        sums, ctx.sums = ctx.sums, None  # a second backward pass starts from nothing
+        if sums is None:
+            sums = _Gradients(hidden, weight, head, options, ctx.needs_input_grad[1])
+        else:  # what the forward pass has not added yet: nothing, where it expected the truth
+            dlogp = -expected if dlogp is None else dlogp - expected
         chunks = _ChunkLogits(hidden, head, ctx.packed, options)
-        columns = pack_columns(head)
         for lo in range(0, hidden.shape[0], options.chunk_size):
             rows = slice(lo, lo + options.chunk_size)
+            by_logp, by_entropy = (None if g is None else g[rows] for g in (dlogp, dentropy))
+            if expected is not None and (by_logp is None or not by_logp.any()):
+                continue
             h = hidden[rows].to(options.dtype)
-            logits = chunks.multiply(h)
-            grads = [None if g is None else g[rows] for g in (dlogp, dentropy)]
             h_rows = entropy[rows] if options.wants_entropy else None
+            logits = chunks.multiply(h)
             dlogits = _chunk_gradient(
-                logits, token_ids[rows], lse[rows], h_rows, grads[0], grads[1], options
+                logits, token_ids[rows], lse[rows], h_rows, by_logp, by_entropy, options
             )
-            dhidden[rows] = matmul_rows(dlogits, head, columns)
-            if dweight is not None:
-                _add_weight_gradient(dweight, dlogits, h)
-        if dweight is None or dweight is main_grad:
-            return dhidden, None, None, None, None
-        return dhidden, dweight.to(weight.dtype), None, None, None
+            sums.add(rows, dlogits, h)
+        return sums.dhidden, sums.of_weight(), None, None, None, None
+
+
+class _Gradients:
+    """The sums by the hidden states, and by the weight where `needs_weight`: in its `main_grad` if
+    it has one, else in a buffer."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, head: Tensor, options: _Options, needs_weight: bool
+    ) -> None:
+        self.dhidden = torch.zeros_like(hidden)
+        self._weight, self._head, self._columns = weight, head, pack_columns(head)
+        self._dweight: Tensor | None = None  # of a frozen head: its size would be for nothing
+        if needs_weight:
+            wide = torch.promote_types(options.dtype, torch.float32)
+            main_grad = getattr(weight, "main_grad", None)
+            self._is_main = isinstance(main_grad, Tensor)
+            self._dweight = main_grad if self._is_main else torch.zeros_like(weight, dtype=wide)
+
+    def add(self, rows: slice, dlogits_CV: Tensor, hidden_CD: Tensor) -> None:
+        """Add what a chunk's gradient by its logits gives."""
+        self.dhidden[rows] += matmul_rows(dlogits_CV, self._head, self._columns)
+        if self._dweight is not None:
+            _add_weight_gradient(self._dweight, dlogits_CV, hidden_CD)
+
+    def of_weight(self) -> Tensor | None:
+        """The weight's gradient for autograd; None where `main_grad` took it."""
+        if self._dweight is None or self._is_main:
+            return None
+        return self._dweight.to(self._weight.dtype)
 
 
 class _ChunkLogits:
@@ -320,6 +355,7 @@ def linear_logprob(
     chunk_size: int | None = None,
     packed: Tensor | None = None,
     logits_dtype: torch.dtype | None = None,
+    expected_grad: Tensor | None = None,
     batch_invariant: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -329,9 +365,16 @@ def linear_logprob(
     `temperature` 0 (greedy) means 1. `logits_dtype` is the dtype of the matmul, hidden's unless
     given (fp32 for an exact head over a bf16 model); `packed` is `pack_weight` of the weight in
     that dtype. `chunk_size` is tokens a chunk. `batch_invariant`: see `linear`.
+
+    `expected_grad` [T] is what the backward pass will bring as the gradient by logp: that of the
+    hidden states and of the weight is then taken while the logits are there (and `main_grad`
+    grows with the forward pass). Where it brings something else the difference is added, so that a
+    wrong guess costs time, not truth. For one token a row and no entropy.
     """
     temperature = _valid_temperature(temperature)
     _check(hidden_TD, weight_VD, token_ids_T)
+    if expected_grad is not None:
+        _check_expected(expected_grad, token_ids_T, return_entropy)
     dtype = logits_dtype if logits_dtype is not None else hidden_TD.dtype
     options = _options(hidden_TD, weight_VD, temperature, chunk_size, dtype, backend)
     options = replace(
@@ -342,7 +385,8 @@ def linear_logprob(
     ids_TM = token_ids_T.long()
     if is_one := ids_TM.dim() == 1:
         ids_TM = ids_TM.unsqueeze(1)
-    logp, entropy = _LinearLogprob.apply(hidden_TD, weight_VD, ids_TM, packed, options)
+    expected = None if expected_grad is None else expected_grad.detach().unsqueeze(1)
+    logp, entropy = _LinearLogprob.apply(hidden_TD, weight_VD, ids_TM, packed, expected, options)
     logp = logp.squeeze(1) if is_one else logp
     return (logp, entropy) if return_entropy else logp
 
@@ -408,6 +452,16 @@ def _valid_temperature(temperature: float) -> float:
     if temperature < 0:
         raise ValueError(f"temperature={temperature}: must be 0 (greedy, scored at 1) or more")
     return temperature if temperature > 0 else 1.0
+
+
+def _check_expected(expected: Tensor, token_ids: Tensor, wants_entropy: bool) -> None:
+    if token_ids.dim() != 1 or wants_entropy:
+        raise ValueError("expected_grad: of one token a row and without entropy; leave it out")
+    if expected.shape != token_ids.shape:
+        raise ValueError(
+            f"expected_grad: shape {tuple(expected.shape)} must be one number for each of the "
+            f"{len(token_ids)} tokens"
+        )
 
 
 def _check(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> None:

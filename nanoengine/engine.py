@@ -25,7 +25,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, Protocol, overload, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ from nanoengine.packing import (
 from nanoengine.parallel.expert_parallel import ExpertParallel
 from nanoengine.parallel.mesh import DATA_AXES, WORLD, Layout, Mesh
 from nanoengine.parallel.tensor_parallel import TensorParallel, gather_slice
-from nanoengine.scoring import Scorer, collect_top
+from nanoengine.scoring import Foresight, Scorer, collect_top
 from nanoengine.state.checkpoint import (
     Checkpoint,
     get_rng_state,
@@ -65,6 +65,21 @@ LossFn = Callable[[Tensor, Tensor | None, MicroBatch], tuple[Tensor, Mapping[str
 """(logp_T, entropy_T or None, micro-batch) -> (sum over tokens, {name: sum of a statistic}).
 
 Entries whose loss_mask_T is 0 hold logp 0 and entropy 0."""
+
+
+@runtime_checkable
+class ForeseeingLoss(Protocol):
+    """A `LossFn` that can tell the log-probs it will meet, or ones at which its gradient is the
+    same: a step then needs one product of the head less. A wrong guess changes nothing else."""
+
+    def __call__(
+        self, logp_T: Tensor, entropy_T: Tensor | None, micro: MicroBatch
+    ) -> tuple[Tensor, Mapping[str, Tensor | float]]: ...
+
+    def foreseen_logp(self, micro: MicroBatch) -> Tensor | None:
+        """logp_T, or None where it cannot tell."""
+        ...
+
 
 WeightFn = Callable[[Sequence[Sample]], float]
 
@@ -332,7 +347,11 @@ class Engine:
             for i, micro in enumerate(micros):
                 self.optimizer.start_pass(is_last=i == len(micros) - 1)
                 scored = self._scorer.logprobs(
-                    micro, temperature, entropy=entropy, only_masked=True
+                    micro,
+                    temperature,
+                    entropy=entropy,
+                    only_masked=True,
+                    foresight=None if entropy else _foresight(loss_fn, micro, weight),
                 )
                 logp_T, entropy_T, _ = scored
                 if not micro.index:
@@ -500,6 +519,15 @@ class Engine:
             lambda name: checkpoint.read(name.replace("rng.", prefix, 1)),
             values,
         )
+
+
+def _foresight(loss_fn: LossFn, micro: MicroBatch, weight: float) -> Foresight | None:
+    if not (micro.index and isinstance(loss_fn, ForeseeingLoss)):
+        return None
+    logp_T = loss_fn.foreseen_logp(micro)
+    if logp_T is None:
+        return None
+    return Foresight(logp_T, lambda logp_T: loss_fn(logp_T, None, micro)[0] / weight)
 
 
 def _check_mesh(model: Transformer, config: EngineConfig, mesh: Mesh, *, is_pipeline: bool) -> None:

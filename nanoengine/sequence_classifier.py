@@ -43,7 +43,13 @@ class SequenceClassifier(Transformer):
         """There are no logits."""
 
     def logprobs(
-        self, hidden_PE: Tensor, ids_P: Tensor, temperature: float = 1.0, *, entropy: bool = False
+        self,
+        hidden_PE: Tensor,
+        ids_P: Tensor,
+        temperature: float = 1.0,
+        *,
+        entropy: bool = False,
+        expected_grad: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Scores in the place of log-probs: of the sequence that ends before each id."""
         wide = torch.promote_types(hidden_PE.dtype, torch.float32)

@@ -28,14 +28,23 @@ from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.packing import MicroBatch, Sample
 
 
-def sft_loss(
-    logp_T: Tensor, entropy_T: Tensor | None, micro: MicroBatch
-) -> tuple[Tensor, dict[str, Tensor]]:
+class SftLoss:
     """Sum of -logp * mask * weight; the stat `num_tokens` counts the masked tokens."""
-    weight_T = micro.loss_mask_T
-    if "weight" in micro.fields_T:
-        weight_T = weight_T * micro.fields_T["weight"]
-    return -(logp_T * weight_T).sum(), {"num_tokens": torch.count_nonzero(micro.loss_mask_T)}
+
+    def __call__(
+        self, logp_T: Tensor, entropy_T: Tensor | None, micro: MicroBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        weight_T = micro.loss_mask_T
+        if "weight" in micro.fields_T:
+            weight_T = weight_T * micro.fields_T["weight"]
+        return -(logp_T * weight_T).sum(), {"num_tokens": torch.count_nonzero(micro.loss_mask_T)}
+
+    def foreseen_logp(self, micro: MicroBatch) -> Tensor:
+        """Any: the gradient is the same at all of them."""
+        return torch.zeros_like(micro.loss_mask_T)
+
+
+sft_loss = SftLoss()
 
 
 def num_loss_tokens(samples: Sequence[Sample]) -> float:

@@ -42,7 +42,13 @@ class ValueModel(Transformer):
         """There are no logits."""
 
     def logprobs(
-        self, hidden_PE: Tensor, ids_P: Tensor, temperature: float = 1.0, *, entropy: bool = False
+        self,
+        hidden_PE: Tensor,
+        ids_P: Tensor,
+        temperature: float = 1.0,
+        *,
+        entropy: bool = False,
+        expected_grad: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Values in the place of log-probs: of the state that each id was chosen in."""
         wide = torch.promote_types(hidden_PE.dtype, torch.float32)

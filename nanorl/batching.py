@@ -85,6 +85,16 @@ class PolicyLoss:
     holds nothing but the spec, so it travels to the ranks of an engine."""
 
     spec: AlgorithmSpec
+    is_exact: bool = False
+    """The policy is expected to say of the tokens what it said when it sampled them, bit for bit:
+    the step that follows a rollout on the same processor."""
+
+    def foreseen_logp(self, micro: MicroBatch) -> Tensor | None:
+        """The log-probs of the rollouts, where they are those of the policy (ForeseeingLoss): on a
+        CPU. A loss of the user's own is called once."""
+        if not self.is_exact or micro.ids_N.device.type != "cpu" or is_own(self.spec.loss):
+            return None
+        return micro.fields_T[Field.ROLLOUT_LOGP]
 
     def __call__(
         self, logp_T: Tensor, entropy_T: Tensor | None, micro: MicroBatch

@@ -279,8 +279,10 @@ class Learner:
             for number, places in enumerate(minibatches):
                 names = [batch.places[i][0] for i in places]
                 here = [samples[i] for i in places]
-                results.append(self._train_step(here, batch.loss_fn, names))
-                if epoch == number == 0:  # the weights are still those that the batch came with
+                is_first = epoch == number == 0  # of weights that the batch came with
+                loss_fn = replace(batch.loss_fn, is_exact=is_first and self._is_exact)
+                results.append(self._train_step(here, loss_fn, names))
+                if is_first:
                     metrics.update(self._gap(batch, samples, places))
             metrics.update(per_action_token(merge_steps(results)))
             if epoch == 0 and rl.epochs > 1 and rl.minibatches == 1:

@@ -165,10 +165,16 @@ class TensorSplit(Protocol):
         ...
 
     def logprobs(
-        self, hidden_PE: Tensor, head: OutputHead, ids_P: Tensor, temperature: float, entropy: bool
+        self,
+        hidden_PE: Tensor,
+        head: OutputHead,
+        ids_P: Tensor,
+        temperature: float,
+        entropy: bool,
+        expected_grad: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """logp [P] of the ids (and entropy [P], if asked for), over the whole vocabulary; of ids
-        [P, M], logp [P, M]."""
+        [P, M], logp [P, M]. `expected_grad` may save time (kernels/linear_logprob.py)."""
         ...
 
     def likeliest(
@@ -206,7 +212,13 @@ class NoSplit:
         return x
 
     def logprobs(
-        self, hidden_PE: Tensor, head: OutputHead, ids_P: Tensor, temperature: float, entropy: bool
+        self,
+        hidden_PE: Tensor,
+        head: OutputHead,
+        ids_P: Tensor,
+        temperature: float,
+        entropy: bool,
+        expected_grad: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         scored = linear_logprob(
             hidden_PE,
@@ -216,6 +228,7 @@ class NoSplit:
             return_entropy=entropy,
             packed=head.packed,
             logits_dtype=head.dtype,
+            expected_grad=expected_grad,
             batch_invariant=head.batch_invariant,
         )
         return scored if isinstance(scored, tuple) else (scored, None)

@@ -223,13 +223,20 @@ class Transformer(nn.Module):
         return self.split.gather_columns(logits, self.config.vocab_size)
 
     def logprobs(
-        self, hidden_PE: Tensor, ids_P: Tensor, temperature: float = 1.0, *, entropy: bool = False
+        self,
+        hidden_PE: Tensor,
+        ids_P: Tensor,
+        temperature: float = 1.0,
+        *,
+        entropy: bool = False,
+        expected_grad: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """logp [P] of each id (nats, fp32 or wider, of the tempered distribution) given the hidden
         state that predicts it, and the entropy [P] of that distribution if it is asked for. Of
-        several ids for each state, [P, M], logp [P, M]. Differentiable."""
+        several ids for each state, [P, M], logp [P, M]. Differentiable; who knows the gradient by
+        logp [P] beforehand may say so (`expected_grad`, kernels/linear_logprob.py)."""
         head, hidden_PE = self._output_head(), self.scale_for_head(hidden_PE)
-        return self.split.logprobs(hidden_PE, head, ids_P, temperature, entropy)
+        return self.split.logprobs(hidden_PE, head, ids_P, temperature, entropy, expected_grad)
 
     @torch.no_grad()
     def likeliest(

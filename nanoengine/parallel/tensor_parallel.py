@@ -91,8 +91,15 @@ class TensorParallel:
         return gather_slice(self.mesh, x, Slice(x.dim() - 1, whole, (self.run(whole),)))
 
     def logprobs(
-        self, hidden_PE: Tensor, head: OutputHead, ids_P: Tensor, temperature: float, entropy: bool
+        self,
+        hidden_PE: Tensor,
+        head: OutputHead,
+        ids_P: Tensor,
+        temperature: float,
+        entropy: bool,
+        expected_grad: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
+        """As `Split.logprobs`; the gradient is taken in the backward pass in any case."""
         scored = vocab_parallel_logprob(
             hidden_PE,
             head.weight_VE,

@@ -5,7 +5,7 @@ import torch
 from largest_tensor import LargestTensor
 
 from kernels import linear, linear_logprob, logits_logprob, pack_weight
-from kernels.linear_logprob import linear_logprob_ref
+from kernels.linear_logprob import _ChunkLogits, linear_logprob_ref
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
 
@@ -143,3 +143,92 @@ def test_log_probs_of_no_rows_have_the_dtype_of_those_of_some():
         ids = torch.zeros(0, dtype=torch.int64)
         found = linear_logprob(hidden, weight, ids, return_entropy=True)
         assert [values.dtype for values in found] == [wide, wide]
+
+
+class ProductsCounter:
+    """How many chunks of logits the head multiplied."""
+
+    def __init__(self, monkeypatch):
+        self.count, real = 0, _ChunkLogits.multiply
+
+        def multiply(chunks, hidden_CD):
+            self.count += 1
+            return real(chunks, hidden_CD)
+
+        monkeypatch.setattr(_ChunkLogits, "multiply", multiply)
+
+
+def gradients_of(slope, expected, dtype, *, has_main_grad=False, is_frozen=False, seed_grad=0.0):
+    """[dhidden, dweight] of Σ logp · slope; `main_grad` starts from `seed_grad`."""
+    hidden, weight, ids = (x.clone() for x in inputs(dtype))
+    hidden.requires_grad_()
+    weight.requires_grad_(not is_frozen)
+    if has_main_grad:
+        wide = torch.promote_types(dtype, torch.float32)
+        weight.main_grad = torch.full_like(weight, seed_grad, dtype=wide)
+    logp = linear_logprob(
+        hidden, weight, ids, temperature=0.7, chunk_size=32, expected_grad=expected
+    )
+    (logp * slope).sum().backward()
+    return [hidden.grad, weight.main_grad if has_main_grad else weight.grad]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"has_main_grad": True, "seed_grad": 0.5}])
+def test_a_gradient_that_is_told_beforehand_has_the_same_bits_and_takes_one_product_less(
+    dtype, options, monkeypatch
+):
+    wide = torch.promote_types(dtype, torch.float32)
+    slope = torch.linspace(-1, 1, 70, dtype=wide)
+    counter = ProductsCounter(monkeypatch)
+    plain = gradients_of(slope, None, dtype, **options)
+    assert counter.count == 2 * 3  # 70 tokens in chunks of 32, forward and backward
+    told = gradients_of(slope, slope.clone(), dtype, **options)
+    assert counter.count == 3 * 3
+    for a, b in zip(plain, told, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_wrong_guess_of_the_gradient_costs_time_not_truth(dtype, monkeypatch):
+    wide = torch.promote_types(dtype, torch.float32)
+    slope = torch.linspace(-1, 1, 70, dtype=wide)
+    exact = gradients_of(slope.double(), None, torch.float64)
+    plain = gradients_of(slope, None, dtype)
+    right_but_for_a_chunk = slope.clone()
+    right_but_for_a_chunk[40] += 2.0
+    counter = ProductsCounter(monkeypatch)
+    for guess, chunks in ((right_but_for_a_chunk, 1), (torch.zeros_like(slope), 3), (-slope, 3)):
+        counter.count = 0
+        for is_main in (False, True):
+            found = gradients_of(slope, guess, dtype, has_main_grad=is_main)
+            for f, p, e in zip(found, plain, exact, strict=True):
+                error = (f.double() - e).abs().max()
+                floor = 1e-6 * e.abs().max() if dtype == torch.float32 else 1e-11
+                assert error <= 4 * (p.double() - e).abs().max() + floor
+        assert counter.count == 2 * (3 + chunks)
+
+
+def test_a_frozen_head_and_a_second_backward_pass_know_what_was_told():
+    slope = torch.linspace(-1, 1, 70)
+    plain = gradients_of(slope, None, torch.float32, is_frozen=True)
+    told = gradients_of(slope, slope, torch.float32, is_frozen=True)
+    assert torch.equal(plain[0], told[0])
+    assert told[1] is None
+    hidden, weight, ids = inputs(torch.float32)
+    leaves = [x.requires_grad_() for x in (hidden, weight)]
+    loss = (linear_logprob(hidden, weight, ids, expected_grad=slope) * slope).sum()
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    again = torch.autograd.grad(2 * loss, leaves)
+    for a, b in zip(first, again, strict=True):
+        torch.testing.assert_close(b, 2 * a)
+
+
+def test_a_gradient_cannot_be_told_for_what_the_head_does_not_take_it_of():
+    hidden, weight, ids = inputs(torch.float32)
+    with pytest.raises(ValueError, match=r"expected_grad: shape .* each of the 70 tokens"):
+        linear_logprob(hidden, weight, ids, expected_grad=torch.zeros(69))
+    with pytest.raises(ValueError, match="without entropy"):
+        linear_logprob(hidden, weight, ids, expected_grad=torch.zeros(70), return_entropy=True)
+    with pytest.raises(ValueError, match="one token a row"):
+        linear_logprob(hidden, weight, ids.unsqueeze(1), expected_grad=torch.zeros(70))

@@ -386,3 +386,59 @@ def test_sft_loss_counts_masked_tokens_alone_and_weighs_them_by_hand() -> None:
     assert float(loss) == 0.5 * 3 + 2.0 * 4
     assert stats["num_tokens"] == 2
     assert num_loss_tokens([sample]) == 2.5
+
+
+class Foreseeing:
+    """A loss that says which log-probs it expects: those of another engine, or wrong ones."""
+
+    def __init__(self, logps: Sequence[torch.Tensor]) -> None:
+        self.logps, self.num_calls = logps, 0
+
+    def __call__(
+        self, logp_T: torch.Tensor, entropy_T: torch.Tensor | None, micro: MicroBatch
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        self.num_calls += 1
+        ratio_T = (logp_T * 0.3).exp()  # its gradient depends on the log-probs
+        loss_T = -ratio_T * micro.fields_T["advantage"] * micro.loss_mask_T
+        return loss_T.sum(), {}
+
+    def foreseen_logp(self, micro: MicroBatch) -> torch.Tensor | None:
+        return torch.cat([self.logps[i][1:] for i in micro.index])
+
+
+def masters_after(loss: object, dtype: str, *, share_prefix: bool) -> dict[str, torch.Tensor]:
+    config = EngineConfig(dtype=dtype, lr=1e-2, micro_batch_tokens=100, share_prefix=share_prefix)
+    engine = Engine(make_model(), config)
+    engine.train_step(make_samples(), loss, num_loss_tokens)  # type: ignore[arg-type]
+    return optimizer_state(engine)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("share_prefix", [False, True])
+def test_a_loss_that_foresees_its_log_probs_gives_the_same_bits(
+    dtype: str, share_prefix: bool
+) -> None:
+    engine = Engine(make_model(), EngineConfig(dtype=dtype, share_prefix=share_prefix))
+    loss = Foreseeing(engine.forward_logprobs(make_samples()))
+    plain = masters_after(functools.partial(loss), dtype, share_prefix=share_prefix)
+    num_micros = loss.num_calls
+    told = masters_after(loss, dtype, share_prefix=share_prefix)
+    assert loss.num_calls == 3 * num_micros
+    assert all(torch.equal(told[name], tensor) for name, tensor in plain.items())
+    sft = masters_after(sft_loss, dtype, share_prefix=share_prefix)
+    plain = masters_after(functools.partial(sft_loss), dtype, share_prefix=share_prefix)
+    assert all(torch.equal(sft[name], tensor) for name, tensor in plain.items())
+
+
+def test_a_loss_that_foresees_wrongly_has_the_same_gradient() -> None:
+    samples = make_samples()
+    loss = Foreseeing([torch.full((len(sample.tokens),), -9.0) for sample in samples])
+
+    def found(loss_fn: object) -> dict[str, torch.Tensor]:
+        engine = Engine(make_model(torch.float64), EngineConfig(dtype="fp64", max_grad_norm=0.0))
+        engine.train_step(samples, loss_fn, num_loss_tokens)  # type: ignore[arg-type]
+        return gradients(engine)
+
+    plain, told = found(functools.partial(loss)), found(loss)
+    for name, gradient in plain.items():
+        torch.testing.assert_close(told[name], gradient, rtol=1e-10, atol=1e-12)

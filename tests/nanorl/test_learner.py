@@ -16,8 +16,9 @@ from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine, NonFiniteLoss
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
-from nanoengine.packing import Sample
+from nanoengine.packing import Sample, make_micro_batches
 from nanorl.algorithms.spec import AlgorithmSpec
+from nanorl.batching import PolicyLoss
 from nanorl.config import RLConfig, RunConfig
 from nanorl.learner import Learner
 
@@ -29,11 +30,19 @@ class CountingEngine:
         self.num_updates = 0
         self.last_logps: list[Tensor] = []
         self.last_entropies: list[Tensor] = []
+        self.foreseen: list[bool] = []  # of each update
 
     def forward_logprobs(self, samples: Sequence[Sample], **_: Any) -> list[Tensor]:
         return [torch.full((len(s.tokens),), -0.5 - self.num_updates) for s in samples]
 
-    def train_step(self, samples: Sequence[Sample], *_: Any, **__: Any) -> dict[str, float]:
+    def train_step(
+        self, samples: Sequence[Sample], loss_fn: PolicyLoss, **_: Any
+    ) -> dict[str, float]:
+        (micro,) = make_micro_batches(samples, 1000)
+        told = loss_fn.foreseen_logp(micro)
+        self.foreseen.append(told is not None)
+        if told is not None:
+            assert torch.equal(told, micro.loss_mask_T * -0.5)
         self.last_logps = self.forward_logprobs(samples)
         self.num_updates += 1
         return {"loss": float(self.num_updates)}
@@ -117,6 +126,22 @@ def test_the_gap_is_measured_before_the_first_of_several_updates() -> None:
     metrics = learn(make_learner(epochs=2), 2)
     assert [batch["loss"] for batch in metrics] == [2.0, 4.0]
     assert [batch["logp_gap_max"] for batch in metrics] == pytest.approx([0.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("options", "foreseen"),
+    [
+        ({}, [True, True]),
+        ({"epochs": 2}, [True, False, True, False]),
+        ({"max_staleness": 1, "algorithm": AlgorithmSpec(correction="tis")}, [False, False]),
+    ],
+)
+def test_only_a_step_by_the_policy_that_sampled_expects_the_log_probs_of_the_rollouts(
+    options: dict[str, Any], foreseen: list[bool]
+) -> None:
+    learner = make_learner(**options)
+    learn(learner, 2)
+    assert learner.engine.foreseen == foreseen  # type: ignore[attr-defined]
 
 
 def test_what_a_batch_says_about_its_tokens_is_kept_by_rollout() -> None:
