@@ -470,7 +470,7 @@ class RunConfig:
     """Begin at a checkpoint of another run, RUN, RUN@7 (after 7 RL steps) or RUN@done, with its
     options and those given here. That run stays as it is."""
     model: str | None = None
-    """A Hugging Face folder or hub id instead of the preset's model."""
+    """A Hugging Face folder, a .gguf file or a hub id instead of the preset's model."""
     env: str = ""
     """Your own environment: a file (guess.py), module:Class, or one of those that come along;
     empty: programs that solve the preset's tasks. See docs/environments.md."""

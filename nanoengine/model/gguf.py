@@ -1,10 +1,11 @@
-"""A Llama-architecture GGUF file (llama.cpp) turned into a Hugging Face folder, once.
+"""A GGUF file (llama.cpp) of a Llama, Qwen2 or Qwen3 turned into a Hugging Face folder, once.
 
-Weights are dequantised to fp32. llama.cpp stores the rows of the query and key projections
-interleaved (its rope rotates neighbours, ours rotates halves); that is undone. The tokenizer is
-rebuilt from the vocabulary, merges and pre-tokenizer inside the file.
-Left out: other architectures, rope scaling, SentencePiece vocabularies, writing GGUF. Each is
-refused by name. Needs the package `gguf`, imported only when a file is converted.
+Weights are dequantised to fp32. Of a Llama llama.cpp stores the rows of the query and key
+projections interleaved (its rope rotates neighbours, ours rotates halves); that is undone. The
+tokenizer is rebuilt from the vocabulary, merges and pre-tokenizer inside the file.
+Left out: other architectures, mixtures of experts, rope scaling, SentencePiece vocabularies, and
+writing GGUF. Each is refused by name. Needs the package `gguf`, imported only when a file is
+converted.
 """
 
 from __future__ import annotations
@@ -12,13 +13,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+)
 from torch import Tensor
 
 from nanoengine.model.config import ModelConfig
@@ -28,16 +39,18 @@ from nanoengine.model.transformer import Transformer
 GgufFields = dict[str, Any]
 
 _LAYER_TENSORS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
 }
+_BIASES = {f"attn_{part}.bias": f"self_attn.{part}_proj.bias" for part in "qkv"}
+_HEAD_NORMS = {f"attn_{part}_norm.weight": f"self_attn.{part}_norm.weight" for part in "qk"}
 _GLOBAL_TENSORS = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -46,8 +59,39 @@ _GLOBAL_TENSORS = {
 _CONTROL, _USER_DEFINED = 3, 4  # llama.cpp's token types
 
 
+@dataclass(frozen=True)
+class _Architecture:
+    """How llama.cpp keeps a family; its `general.architecture` is our `model_type`."""
+
+    is_interleaved: bool = False
+    """The rows of a query or key head come in pairs."""
+    more_tensors: Mapping[str, str] = field(default_factory=dict)
+    """Tensors of a layer beside those that every family has."""
+
+
+_ARCHITECTURES = {
+    "llama": _Architecture(is_interleaved=True),
+    "qwen2": _Architecture(more_tensors=_BIASES),
+    "qwen3": _Architecture(more_tensors=_HEAD_NORMS),
+}
+
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_QWEN_WORDS = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3_WORDS = _QWEN_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+
+
 def _byte_level() -> Any:
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _words_then_bytes(pattern: str) -> Any:
+    words = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    return pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
 
 
 def _digits_then_bytes() -> Any:
@@ -60,7 +104,11 @@ _PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
     "smollm": _digits_then_bytes,
     "starcoder": _digits_then_bytes,
     "refact": _digits_then_bytes,
+    "qwen2": partial(_words_then_bytes, _QWEN_WORDS),
+    "llama-bpe": partial(_words_then_bytes, _LLAMA3_WORDS),
 }
+_NORMALISED = ("qwen2",)  # texts, to NFC, before they are cut
+_WHOLE_WORDS = ("llama-bpe",)  # a word that is a token is one, whatever the merges say
 
 
 def convert_gguf(file: str | Path, folder: str | Path) -> None:
@@ -118,58 +166,65 @@ def _get(fields: GgufFields, name: str) -> Any:
 
 
 def _config(fields: GgufFields, *, has_head: bool) -> ModelConfig:
-    architecture = _get(fields, "general.architecture")
-    if architecture != "llama":
-        raise ValueError(f"general.architecture={architecture!r}: not supported; use 'llama'")
-    scaling = fields.get("llama.rope.scaling.type", "none")
+    name = _get(fields, "general.architecture")
+    if name not in _ARCHITECTURES:
+        supported = ", ".join(repr(known) for known in _ARCHITECTURES)
+        raise ValueError(f"general.architecture={name!r}: not supported; supported are {supported}")
+    scaling = fields.get(f"{name}.rope.scaling.type", "none")
     if scaling != "none":
-        raise ValueError(f"llama.rope.scaling.type={scaling!r}: not supported; use 'none'")
-    if fields.get("llama.expert_count", 0):
-        raise ValueError("llama.expert_count: mixtures of experts are not supported")
-    hidden = _get(fields, "llama.embedding_length")
-    heads = _get(fields, "llama.attention.head_count")
-    eos = fields.get("tokenizer.ggml.eos_token_id")
-    return ModelConfig(
-        model_type="llama",
-        vocab_size=len(_get(fields, "tokenizer.ggml.tokens")),
-        hidden_size=hidden,
-        intermediate_size=_get(fields, "llama.feed_forward_length"),
-        num_layers=_get(fields, "llama.block_count"),
-        num_heads=heads,
-        num_kv_heads=fields.get("llama.attention.head_count_kv", heads),
-        head_dim=fields.get("llama.attention.key_length", hidden // heads),
-        # stored as fp32; six digits give back the 1e-05 of the original config
-        rms_norm_eps=float(f"{_get(fields, 'llama.attention.layer_norm_rms_epsilon'):.6g}"),
-        rope_theta=float(fields.get("llama.rope.freq_base", 10000.0)),
-        tie_word_embeddings=not has_head,
-        max_position_embeddings=_get(fields, "llama.context_length"),
-        bos_id=fields.get("tokenizer.ggml.bos_token_id"),
-        eos_ids=() if eos is None else (eos,),
-        pad_id=fields.get("tokenizer.ggml.padding_token_id"),
+        raise ValueError(f"{name}.rope.scaling.type={scaling!r}: not supported; use 'none'")
+    if fields.get(f"{name}.expert_count", 0):
+        raise ValueError(f"{name}.expert_count: mixtures of experts are not supported")
+    heads = _get(fields, f"{name}.attention.head_count")
+    hidden = _get(fields, f"{name}.embedding_length")
+    return ModelConfig.from_hf_dict(
+        {
+            "model_type": name,
+            "vocab_size": len(_get(fields, "tokenizer.ggml.tokens")),
+            "hidden_size": hidden,
+            "intermediate_size": _get(fields, f"{name}.feed_forward_length"),
+            "num_hidden_layers": _get(fields, f"{name}.block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": fields.get(f"{name}.attention.head_count_kv", heads),
+            "head_dim": fields.get(f"{name}.attention.key_length", hidden // max(heads, 1)),
+            # stored as fp32; six digits give back the 1e-05 of the original config
+            "rms_norm_eps": float(
+                f"{_get(fields, f'{name}.attention.layer_norm_rms_epsilon'):.6g}"
+            ),
+            "rope_theta": float(fields.get(f"{name}.rope.freq_base", 10000.0)),
+            "tie_word_embeddings": not has_head,
+            "max_position_embeddings": _get(fields, f"{name}.context_length"),
+            "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": fields.get("tokenizer.ggml.eos_token_id"),
+            "pad_token_id": fields.get("tokenizer.ggml.padding_token_id"),
+        }
     )
 
 
 def _to_hf(config: ModelConfig, tensors: list[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
     from gguf.quants import dequantize
 
-    num_heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
+    num_heads = {}
+    if _ARCHITECTURES[config.model_type].is_interleaved:
+        num_heads = {"attn_q.weight": config.num_heads, "attn_k.weight": config.num_kv_heads}
     for name, tensor in tensors:
-        hf_name, part = _translate(name)
+        hf_name, part = _translate(name, config.model_type)
         values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
         if part in num_heads:
             values = uninterleave(values, num_heads[part])
         yield hf_name, torch.from_numpy(np.array(values, order="C", copy=True))
 
 
-def _translate(name: str) -> tuple[str, str]:
+def _translate(name: str, architecture: str) -> tuple[str, str]:
+    """The name in Hugging Face's model, and what it is in a layer, or ""."""
     if name in _GLOBAL_TENSORS:
         return _GLOBAL_TENSORS[name], ""
-    pieces = name.split(".")
-    if len(pieces) == 4 and pieces[0] == "blk" and pieces[3] == "weight":
-        part = _LAYER_TENSORS.get(pieces[2])
-        if part is not None:
-            return f"model.layers.{pieces[1]}.{part}.weight", pieces[2]
-    raise ValueError(f"tensor {name!r}: not supported in a llama model")
+    block, _, rest = name.partition(".")
+    index, _, part = rest.partition(".")
+    known = {**_LAYER_TENSORS, **_ARCHITECTURES[architecture].more_tensors}
+    if block == "blk" and part in known:
+        return f"model.layers.{index}.{known[part]}", part
+    raise ValueError(f"tensor {name!r}: not supported in a {architecture} model")
 
 
 def uninterleave(rows: np.ndarray, num_heads: int) -> np.ndarray:
@@ -190,7 +245,10 @@ def _tokenizer(fields: GgufFields) -> Tokenizer:
     tokens = _get(fields, "tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in _get(fields, "tokenizer.ggml.merges")]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False))
+    model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _WHOLE_WORDS)
+    tokenizer = Tokenizer(model)
+    if pre in _NORMALISED:
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
     tokenizer.decoder = decoders.ByteLevel()
     types = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
@@ -214,7 +272,7 @@ def _tokenizer_config(fields: GgufFields) -> dict[str, Any]:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": fields["llama.context_length"],
+        "model_max_length": fields[f"{fields['general.architecture']}.context_length"],
     }
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
         index = fields.get(f"tokenizer.ggml.{theirs}_token_id")

