@@ -174,7 +174,7 @@ def test_a_real_tokenizer_is_the_same_after_it_was_kept_in_a_gguf(package: str, 
         }
     )
     cut = [HARD_TEXT[i:] for i in range(0, len(HARD_TEXT), 7)]
-    words = original.decode_batch([[index] for index in by_id])
+    words = original.decode_batch([[index] for index in range(0, len(by_id), 8)])
     ids, found = (
         [one.ids for one in tokenizer.encode_batch([*cut, *words], add_special_tokens=False)]
         for tokenizer in (original, again)
