@@ -23,6 +23,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "parallel.h"
@@ -52,7 +53,12 @@ struct Problem {
   int64_t k_row, v_row, k_head, v_head;  // elements from row to row, and from head to head
   float scale;
   int64_t window;  // keys that a query sees, itself included; 0: all
+  int64_t has_key_runs;  // k is a cache that `store_key` filled; rows begin at whole runs in it
 };
+
+// How the keys of such a cache lie in memory; laid out here they are words.
+template <class T>
+using CachedKey = std::conditional_t<IS_WIDENED<T>, T, float>;
 
 // Rows lie where the table says, so the processor cannot guess the next one.
 template <class T>
@@ -79,16 +85,20 @@ void transpose_keys(float* out, const T* k, const int32_t* rows, int64_t num_key
   }
 }
 
-// Scores of R rows and B blocks of LANES keys.
-template <int R, int B, class T>
-void multiply_keys(float* s, int64_t s_stride, const float* q, int64_t num_words,
-                   const float* keys, float scale, T) {
+// Scores of R rows and B runs of LANES keys. From a cache it asks memory for the `next` runs.
+template <int R, int B, bool IS_CACHED, class Key, class T>
+void multiply_keys(float* s, int64_t s_stride, const float* q, int64_t q_stride,
+                   int64_t num_words, const Key* const* runs, const Key* const* next, float scale,
+                   T) {
   Vec sum[R][B] = {};
   for (int64_t w = 0; w < num_words; w++) {
     Vec k[B];
-    for (int b = 0; b < B; b++) k[b] = load(keys + (b * num_words + w) * LANES);
+    for (int b = 0; b < B; b++) {
+      k[b] = load(runs[b] + w * LANES);
+      if constexpr (IS_CACHED) __builtin_prefetch(next[b] + w * LANES);
+    }
     for (int r = 0; r < R; r++) {
-      Vec query = splat_word(q + r * num_words + w);
+      Vec query = splat_word(q + r * q_stride + w);
       for (int b = 0; b < B; b++) multiply_add(sum[r][b], k[b], query, T());
     }
   }
@@ -154,31 +164,53 @@ struct Widths {
   int64_t words, out, scores;
 };
 
+// Scores of some rows and a tile of runs.
+template <bool IS_CACHED, class Key, class T>
+void score_runs(float* s, const float* q, int64_t num_rows, const Key* const* runs,
+                const Key* const* next, int64_t num_runs, const Problem<T>& x, Widths width) {
+  const int64_t num_words = (x.head_dim + PER_WORD<T> - 1) / PER_WORD<T>;
+  by_rows<SCORE_ROWS>(num_rows, [&](int64_t r, auto R) {
+    constexpr int B = R <= FEW_ROWS ? 4 : 2;
+    const float* row = q + r * width.words;
+    float* to = s + r * width.scores;
+    int64_t b = 0;
+    for (; b + B <= num_runs; b += B)
+      multiply_keys<R, B, IS_CACHED>(to + b * LANES, width.scores, row, width.words, num_words,
+                                     runs + b, next + b, x.scale, T());
+    for (; b < num_runs; b++)
+      multiply_keys<R, 1, IS_CACHED>(to + b * LANES, width.scores, row, width.words, num_words,
+                                     runs + b, next + b, x.scale, T());
+  });
+}
+
 // Scores of some rows and keys begin..end; begin is a multiple of LANES.
 template <class T>
 void score_keys(float* s, const float* q, int64_t num_rows, const T* k, const int32_t* rows,
                 int64_t begin, int64_t end, const Problem<T>& x, Widths width, float* keys) {
-  const int64_t num_words = width.words;
+  constexpr int64_t MOST = KEY_TILE / LANES;
   for (int64_t lo = begin; lo < end; lo += KEY_TILE) {
-    int64_t size = end - lo < KEY_TILE ? end - lo : KEY_TILE;
-    int64_t num_blocks = (size + LANES - 1) / LANES;
-    for (int64_t b = 0; b < num_blocks; b++) {
-      int64_t first = lo + b * LANES, left = end - first;
-      int64_t n = left < LANES ? left : LANES;
-      int64_t ahead = left - AHEAD < 0 ? 0 : left - AHEAD < LANES ? left - AHEAD : LANES;
-      transpose_keys(keys + b * LANES * num_words, k, rows + first, n, ahead, x.k_row, x.head_dim);
+    const int64_t num_runs = std::min((end - lo + LANES - 1) / LANES, MOST);
+    if (x.has_key_runs) {
+      const CachedKey<T>*runs[MOST], *next[MOST];
+      const int64_t last = (end - 1) / LANES * LANES;
+      for (int64_t b = 0; b < num_runs; b++) {
+        const int64_t first = lo + b * LANES, ahead = std::min(first + KEY_TILE, last);
+        runs[b] = (const CachedKey<T>*)(k + rows[first] * x.k_row);
+        next[b] = (const CachedKey<T>*)(k + rows[ahead] * x.k_row);
+      }
+      score_runs<true>(s + lo, q, num_rows, runs, next, num_runs, x, width);
+      continue;
     }
-    by_rows<SCORE_ROWS>(num_rows, [&](int64_t r, auto R) {
-      constexpr int B = R <= FEW_ROWS ? 4 : 2;
-      float* to = s + r * width.scores + lo;
-      int64_t b = 0;
-      for (; b + B <= num_blocks; b += B)
-        multiply_keys<R, B>(to + b * LANES, width.scores, q + r * num_words, num_words,
-                            keys + b * LANES * num_words, x.scale, T());
-      for (; b < num_blocks; b++)
-        multiply_keys<R, 1>(to + b * LANES, width.scores, q + r * num_words, num_words,
-                            keys + b * LANES * num_words, x.scale, T());
-    });
+    const float* runs[MOST];
+    for (int64_t b = 0; b < num_runs; b++) {
+      const int64_t first = lo + b * LANES, left = end - first;
+      const int64_t n = std::min<int64_t>(left, LANES);
+      const int64_t ahead = std::clamp<int64_t>(left - AHEAD, 0, LANES);
+      float* to = keys + b * LANES * width.words;
+      transpose_keys(to, k, rows + first, n, ahead, x.k_row, x.head_dim);
+      runs[b] = to;
+    }
+    score_runs<false>(s + lo, q, num_rows, runs, runs, num_runs, x, width);
   }
 }
 

@@ -114,11 +114,11 @@ def store_kv(
     k_cache: Tensor, v_cache: Tensor, k_TKD: Tensor, v_TKD: Tensor, rows_T: Tensor, head_rows: int
 ) -> None:
     """Head h of token t to row rows[t] + h · head_rows of the caches, seen as rows of D. int64
-    rows."""
+    rows. Keys may lie in runs."""
     k, v = dense_rows(k_TKD), dense_rows(v_TKD)
     function("store_kv", k.dtype)(
         k_cache.data_ptr(), v_cache.data_ptr(), k.data_ptr(), v.data_ptr(), rows_T.data_ptr(),
-        *k.shape, k.stride(0), v.stride(0), head_rows,
+        *k.shape, k.stride(0), v.stride(0), head_rows, has_key_runs(k_cache),
     )  # fmt: skip
 
 
@@ -354,8 +354,8 @@ def make_tiles(
 def paged_tiles(
     starts: Sequence[int], lens: Sequence[int], block_tables: Tensor, cache: Tensor, group: int
 ) -> QueryTiles:
-    """The last `starts[i + 1] - starts[i]` of the `lens[i]` tokens of each sequence, whose keys
-    lie in blocks of a cache [blocks, block_size, K, D]. Entries past a sequence's end are not
+    """The last `starts[i + 1] - starts[i]` of the `lens[i]` tokens of each sequence, whose values
+    lie in blocks of a cache [blocks, block_size, K, D], and keys in one alike or in runs. Entries past a sequence's end are not
     read. `ValueError` for a block that the cache does not have."""
     block_size = cache.shape[1]
     num_blocks = -(-max(lens, default=0) // block_size)
@@ -445,9 +445,22 @@ class AttendOptions(NamedTuple):
 def attend_paged(
     q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: QueryTiles, options: AttendOptions
 ) -> Tensor:
-    """o [T, H, D] over caches as `paged_tiles` was given one."""
-    row, head = cache_strides(k_cache)
-    return _attend(q_THD, k_cache, v_cache, tiles, options, (row, row), (head, head))
+    """o [T, H, D] over caches as `paged_tiles` was given one; keys may lie in runs."""
+    row, head = cache_strides(v_cache)
+    runs = has_key_runs(k_cache)
+    return _attend(q_THD, k_cache, v_cache, tiles, options, (row, row), (head, head), runs)
+
+
+def run_shape(dtype: torch.dtype) -> tuple[int, int]:
+    """(keys of a run, elements of a word) of caches of this dtype whose keys lie in runs
+    (`kv_cache.keys_in_runs`), which depend on the processor. Ask only where `has_native`."""
+    return function("run_keys", dtype)(), function("run_word", dtype)()
+
+
+def has_key_runs(k_cache: Tensor) -> bool:
+    """True if its keys lie in runs, not in rows: [blocks, K, runs, words, keys of a run, elements
+    of a word], where rows are [blocks, block_size, K, D]."""
+    return k_cache.dim() == 6
 
 
 def cache_strides(cache: Tensor) -> tuple[int, int]:
@@ -476,16 +489,18 @@ def _attend(
     options: AttendOptions,
     row_strides: tuple[int, int],
     head_strides: tuple[int, int],
+    runs: bool = False,
 ) -> Tensor:
-    """Strides are in elements, of k and of v [..., K, D]."""
+    """Strides are in elements, of k and of v [..., K, D]; `runs`: keys lie in runs, k is not of
+    that shape, and its strides are those of the rows in their place."""
     q = dense_rows(q_THD)
     o = torch.empty(q.shape, dtype=q.dtype)
     _, num_heads, head_dim = q.shape
-    num_kv = k.shape[-2]
+    num_kv = v.shape[-2]
     function("attend", q.dtype)(
         o.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), tiles.key_rows.data_ptr(),
         tiles.tiles.data_ptr(), len(tiles.tiles), num_kv, num_heads // num_kv, head_dim,
-        q.stride(0), *row_strides, *head_strides, options.scale, options.window or 0,
+        q.stride(0), *row_strides, *head_strides, options.scale, options.window or 0, runs,
         torch.get_num_threads(),
     )  # fmt: skip
     return o
