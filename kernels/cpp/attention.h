@@ -30,7 +30,8 @@
 #include "vector.h"
 
 constexpr int KEY_TILE = 64;  // keys transposed at a time: 8 KB of bf16 pairs at head_dim 64
-constexpr int AHEAD = 32;  // keys between the row in use and the one asked of memory
+constexpr int AHEAD = 32;  // keys between the one laid out and the one asked of memory
+constexpr int VALUES_AHEAD = KEY_TILE;  // behind the keys of a cache come as many values
 // Rows and blocks of keys, rows and vectors of values, whose sums stay in registers.
 constexpr int SCORE_ROWS = REGISTERS == 32 ? 8 : 6, FEW_ROWS = REGISTERS == 32 ? 3 : 2;
 constexpr int VALUE_ROWS = 6, VALUE_VECS = REGISTERS == 32 ? 4 : 2;
@@ -115,7 +116,7 @@ void multiply_values(float* out, int64_t out_stride, const float* p, int64_t p_s
     for (int w = 0; w < W; w++) sum[r][w] = load(out + r * out_stride + w * LANES);
   for (int64_t j = 0; j < num_keys; j++) {
     const T* row = v + rows[j] * row_stride;
-    if (j + AHEAD < num_keys) ask_for(v + rows[j + AHEAD] * row_stride, W * LANES);
+    if (j + VALUES_AHEAD < num_keys) ask_for(v + rows[j + VALUES_AHEAD] * row_stride, W * LANES);
     Vec x[W];
     for (int w = 0; w < W; w++) x[w] = load(row + w * LANES);
     for (int r = 0; r < R; r++)
@@ -183,10 +184,11 @@ void score_runs(float* s, const float* q, int64_t num_rows, const Key* const* ru
   });
 }
 
-// Scores of some rows and keys begin..end; begin is a multiple of LANES.
+// Scores of some rows and keys begin..end; begin is a multiple of LANES. `v` is for what comes next.
 template <class T>
-void score_keys(float* s, const float* q, int64_t num_rows, const T* k, const int32_t* rows,
-                int64_t begin, int64_t end, const Problem<T>& x, Widths width, float* keys) {
+void score_keys(float* s, const float* q, int64_t num_rows, const T* k, const T* v,
+                const int32_t* rows, int64_t begin, int64_t end, const Problem<T>& x, Widths width,
+                float* keys) {
   constexpr int64_t MOST = KEY_TILE / LANES;
   for (int64_t lo = begin; lo < end; lo += KEY_TILE) {
     const int64_t num_runs = std::min((end - lo + LANES - 1) / LANES, MOST);
@@ -194,9 +196,11 @@ void score_keys(float* s, const float* q, int64_t num_rows, const T* k, const in
       const CachedKey<T>*runs[MOST], *next[MOST];
       const int64_t last = (end - 1) / LANES * LANES;
       for (int64_t b = 0; b < num_runs; b++) {
-        const int64_t first = lo + b * LANES, ahead = std::min(first + KEY_TILE, last);
+        const int64_t first = lo + b * LANES, ahead = first + KEY_TILE;
+        const int64_t value = std::min(begin + ahead - LANES - last, last);
         runs[b] = (const CachedKey<T>*)(k + rows[first] * x.k_row);
-        next[b] = (const CachedKey<T>*)(k + rows[ahead] * x.k_row);
+        next[b] = (const CachedKey<T>*)(ahead < end ? k + rows[ahead] * x.k_row
+                                                    : v + rows[value] * x.v_row);
       }
       score_runs<true>(s + lo, q, num_rows, runs, next, num_runs, x, width);
       continue;
@@ -291,11 +295,11 @@ void attend_team(const Problem<T>& x, const Tile* tiles, int64_t num_tiles, int6
     });
   });
   const int32_t* common = x.key_rows + tiles[0].first_key;
-  score_keys(s, q, num_rows, k, common, 0, shared, x, width, keys);
+  score_keys(s, q, num_rows, k, v, common, 0, shared, x, width, keys);
   for_tiles([&](const Tile& tile, const Seen& seen, int64_t first_row, int64_t rows) {
     float* scores = s + first_row * width.scores;
-    score_keys(scores, q + first_row * width.words, rows, k, seen.rows, shared, seen.num_keys, x,
-               width, keys);
+    score_keys(scores, q + first_row * width.words, rows, k, v, seen.rows, shared,
+               seen.num_keys, x, width, keys);
     for (int64_t r = 0; r < rows; r++) {
       int64_t visible = seen.num_keys - tile.num_queries + 1 + r / x.group;
       int64_t first = std::max<int64_t>(0, visible - seen.window);
