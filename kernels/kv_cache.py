@@ -113,7 +113,8 @@ def key_rows(k_cache: Tensor) -> Tensor:
     """Keys as [blocks, block_size, K, D], heads first; a copy of all where they lie in runs."""
     if not has_key_runs(k_cache):
         return k_cache
-    return _keys_of_runs(k_cache).flatten(4).flatten(2, 3).transpose(1, 2)
+    rows = _keys_of_runs(k_cache).contiguous()
+    return rows.flatten(4).flatten(2, 3).transpose(1, 2)
 
 
 def _keys_of_runs(k_cache: Tensor) -> Tensor:
