@@ -2,9 +2,9 @@
 
 A cache is [blocks, block_size, key heads, head_dim]; slot s is row s % block_size of block
 s // block_size. `make_kv_cache` allocates it in the order that its device's kernels read fastest.
-Where C++ attends, `keys_in_runs` says how that cache's memory is to hold keys: as scoring multiplies
-them, so that no step lays them out again. Values stay rows. Rows are counted in the cache of values,
-and every function here takes keys of either order; `key_rows` reads them as rows.
+Where C++ attends, `keys_in_runs` says how that memory is to hold keys: as scoring multiplies them,
+so that no step lays them out again. Values stay rows, and rows are counted in their cache. Every
+function takes keys of either order; `key_rows` reads them as rows.
 """
 
 import math
@@ -93,9 +93,9 @@ def make_kv_cache(shape: Sequence[int], dtype: torch.dtype, device: torch.device
 
 
 def keys_in_runs(cache: Tensor) -> Tensor:
-    """A layer's cache, not yet written, as one of keys that lie as C++ multiplies them, the same
-    memory: [blocks, K, runs, words, keys of a run, elements of a word]. A run is as many consecutive
-    keys as the processor has lanes, a word the elements that it multiplies at once.
+    """The memory of a layer's cache, not yet written, for keys that lie as C++ multiplies them:
+    [blocks, K, runs, words, keys of a run, elements of a word]. A run is as many consecutive keys
+    as the processor has lanes, a word the elements that it multiplies at once.
 
     The cache itself where keys stay rows: another dtype than C++'s or no compiler, another device,
     an order other than `make_kv_cache`'s, blocks that are not whole runs, heads not whole words."""
@@ -151,8 +151,8 @@ def check_like(k_cache: Tensor, v_cache: Tensor) -> None:
         expected = keys_in_runs(v_cache).shape
         if k_cache.shape != expected or not k_cache.is_contiguous():
             raise ValueError(
-                f"k_cache: runs of keys {tuple(k_cache.shape)} are not keys_in_runs of a cache like "
-                f"v_cache, {tuple(expected)}"
+                f"k_cache: keys in runs {tuple(k_cache.shape)} must be keys_in_runs of a cache "
+                f"like v_cache, {tuple(expected)}"
             )
         return
     if k_cache.dim() != 4 or k_cache.shape != v_cache.shape:

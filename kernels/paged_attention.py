@@ -68,7 +68,8 @@ def make_paged_plan(
     `query_start_loc` [sequences + 1], `seq_lens` [sequences] (keys, new tokens included),
     `block_tables` [sequences, blocks]; entries past a sequence's end are not read. `cache` is any
     layer's values (its keys, where those do not lie in runs): its shape, dtype and order in memory
-    count. `num_heads` and `dtype` are those of the queries. `scratch` is memory that outlives the plan.
+    count. `num_heads` and `dtype` are those of the queries. `scratch` is memory that outlives the
+    plan.
     """
     check_rows(cache)
     starts, lens = ints(query_start_loc), ints(seq_lens)

@@ -18,8 +18,11 @@
 // A tile is some queries of one sequence and all heads that share a key head: rows of queries by
 // keys. Scores of a tile stay in the processor's cache; weights, and their product with the values,
 // are fp32. Tiles whose sequences begin with the same keys (completions of one prompt) form a team:
-// those keys are laid out, and their values read, once for all of its rows. Each row still meets
-// its keys in its own order, so a team changes no bit.
+// those keys and their values are read once for all of its rows. Each row still meets its keys in
+// its own order, so a team changes no bit.
+//
+// Products take keys in runs: word by word, LANES keys side by side. Keys that lie in rows are laid
+// out so, tile by tile; a cache may hold them so (store_key in rows.h).
 #pragma once
 
 #include <algorithm>
@@ -29,10 +32,10 @@
 #include "parallel.h"
 #include "vector.h"
 
-constexpr int KEY_TILE = 64;  // keys transposed at a time: 8 KB of bf16 pairs at head_dim 64
+constexpr int KEY_TILE = 64;  // keys multiplied at a time: 8 KB of bf16 pairs at head_dim 64
 constexpr int AHEAD = 32;  // keys between the one laid out and the one asked of memory
 constexpr int VALUES_AHEAD = KEY_TILE;  // behind the keys of a cache come as many values
-// Rows and blocks of keys, rows and vectors of values, whose sums stay in registers.
+// Rows and runs of keys, rows and vectors of values, whose sums stay in registers.
 constexpr int SCORE_ROWS = REGISTERS == 32 ? 8 : 6, FEW_ROWS = REGISTERS == 32 ? 3 : 2;
 constexpr int VALUE_ROWS = 6, VALUE_VECS = REGISTERS == 32 ? 4 : 2;
 

@@ -355,8 +355,8 @@ def paged_tiles(
     starts: Sequence[int], lens: Sequence[int], block_tables: Tensor, cache: Tensor, group: int
 ) -> QueryTiles:
     """The last `starts[i + 1] - starts[i]` of the `lens[i]` tokens of each sequence, whose values
-    lie in blocks of a cache [blocks, block_size, K, D], and keys in one alike or in runs. Entries past a sequence's end are not
-    read. `ValueError` for a block that the cache does not have."""
+    lie in blocks of a cache [blocks, block_size, K, D], and keys in one alike or in runs. Entries
+    past a sequence's end are not read. `ValueError` for a block that the cache does not have."""
     block_size = cache.shape[1]
     num_blocks = -(-max(lens, default=0) // block_size)
     blocks_BN = block_tables[:, :num_blocks].to(torch.int64)

@@ -1,5 +1,5 @@
-"""A cache whose keys lie in runs, as C++ multiplies them: it holds the keys of one with rows, PyTorch
-reads and writes it too, and where keys cannot lie so they stay rows."""
+"""A cache whose keys lie in runs, as C++ multiplies them: it holds what one with rows holds,
+PyTorch reads and writes it too, and where keys cannot lie so they stay rows."""
 
 import pytest
 import torch
@@ -99,11 +99,11 @@ def test_rows_are_counted_in_values_and_runs_must_be_theirs():
     limits = {"max_query_len": 1, "max_seq_len": 1}
     assert not paged_attention(q, keys, values, [0, 1], [1], table, **limits).any()
     for bad in (keys[:2], keys.transpose(3, 4), keys.flatten(4).unsqueeze(4)):
-        with pytest.raises(ValueError, match="k_cache: runs of keys .* are not keys_in_runs of"):
+        with pytest.raises(ValueError, match=r"k_cache: keys in runs .* must be keys_in_runs of"):
             paged_attention(q, bad, values, [0, 1], [1], table, **limits)
-        with pytest.raises(ValueError, match="k_cache: runs of keys .* are not keys_in_runs of"):
+        with pytest.raises(ValueError, match=r"k_cache: keys in runs .* must be keys_in_runs of"):
             reshape_and_cache(q, q, bad, values, torch.tensor([0]))
-    with pytest.raises(ValueError, match="k_cache: runs of keys .* are not keys_in_runs of"):
+    with pytest.raises(ValueError, match=r"k_cache: keys in runs .* must be keys_in_runs of"):
         paged_attention(q, keys, values.contiguous(), [0, 1], [1], table, **limits)
 
 

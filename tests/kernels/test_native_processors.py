@@ -24,8 +24,8 @@ LOOPS = """
 template void multiply_panel<TILE_ROWS, PANEL_VECS, PANEL_LINES>(
     T*, int64_t, int64_t, const Input<T>*, int64_t, const float*, int64_t, const T*, const float*);
 template void multiply_keys<SCORE_ROWS, 2, false>(
-    float*, int64_t, const float*, int64_t, int64_t, const float* const*, const float* const*, float,
-    T);
+    float*, int64_t, const float*, int64_t, int64_t, const float* const*, const float* const*,
+    float, T);
 template void multiply_keys<FEW_ROWS, 4, true>(
     float*, int64_t, const float*, int64_t, int64_t, const CachedKey<T>* const*,
     const CachedKey<T>* const*, float, T);
