@@ -447,8 +447,8 @@ def attend_paged(
 ) -> Tensor:
     """o [T, H, D] over caches as `paged_tiles` was given one; keys may lie in runs."""
     row, head = cache_strides(v_cache)
-    runs = has_key_runs(k_cache)
-    return _attend(q_THD, k_cache, v_cache, tiles, options, (row, row), (head, head), runs)
+    order = _Order(row, row, head, head, has_key_runs(k_cache))
+    return _attend(q_THD, k_cache, v_cache, tiles, options, order)
 
 
 def run_shape(dtype: torch.dtype) -> tuple[int, int]:
@@ -477,8 +477,19 @@ def attend_packed(
     """o [T, H, D]; rows are tokens."""
     k, v = dense_rows(k_TKD), dense_rows(v_TKD)
     head_dim = k.shape[2]
-    rows = (k.stride(0), v.stride(0))
-    return _attend(q_THD, k, v, tiles, options, rows, (head_dim, head_dim))
+    order = _Order(k.stride(0), v.stride(0), head_dim, head_dim, False)
+    return _attend(q_THD, k, v, tiles, options, order)
+
+
+class _Order(NamedTuple):
+    """How keys and values lie: elements from row to row and from head to head. Keys in runs take
+    the place of rows, and have their strides."""
+
+    k_row: int
+    v_row: int
+    k_head: int
+    v_head: int
+    has_key_runs: bool
 
 
 def _attend(
@@ -487,20 +498,18 @@ def _attend(
     v: Tensor,
     tiles: QueryTiles,
     options: AttendOptions,
-    row_strides: tuple[int, int],
-    head_strides: tuple[int, int],
-    runs: bool = False,
+    order: _Order,
 ) -> Tensor:
-    """Strides are in elements, of k and of v [..., K, D]; `runs`: keys lie in runs, k is not of
-    that shape, and its strides are those of the rows in their place."""
+    """v is [..., K, D], and k but for its runs."""
     q = dense_rows(q_THD)
     o = torch.empty(q.shape, dtype=q.dtype)
     _, num_heads, head_dim = q.shape
     num_kv = v.shape[-2]
+    *strides, runs = order
     function("attend", q.dtype)(
         o.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), tiles.key_rows.data_ptr(),
         tiles.tiles.data_ptr(), len(tiles.tiles), num_kv, num_heads // num_kv, head_dim,
-        q.stride(0), *row_strides, *head_strides, options.scale, options.window or 0, runs,
+        q.stride(0), *strides, options.scale, options.window or 0, runs,
         torch.get_num_threads(),
     )  # fmt: skip
     return o
