@@ -141,17 +141,20 @@ void multiply_values_part(float* out, const float* p, const T* v, const int32_t*
 
 // In place: zeros, e^(s - max s) of scores first..n of a row, zeros. Returns 1 / their sum.
 inline float softmax_row(float* s, int64_t first, int64_t n, int64_t padded) {
-  int64_t begin = first / LANES * LANES, whole = n / LANES * LANES;
+  const int64_t begin = first / LANES * LANES, end = (n + LANES - 1) / LANES * LANES;
   for (int64_t j = 0; j < begin; j++) s[j] = 0.0f;
-  for (int64_t j = begin; j < first; j++) s[j] = -INFINITY;
-  if (whole < n)
-    for (int64_t j = n; j < whole + LANES; j++) s[j] = -INFINITY;
-  int64_t end = whole < n ? whole + LANES : whole;
+  // whole vectors, since a load of what was stored in parts has to wait for it
+  const Vec nothing = splat(-INFINITY);
+  if (begin < first) store(s + begin, choose(first_lanes(first - begin), nothing, load(s + begin)));
+  if (n < end) {
+    float* last = s + end - LANES;
+    store(last, choose(first_lanes(n - end + LANES), load(last), nothing));
+  }
   Vec best = splat(-INFINITY);
   for (int64_t j = begin; j < end; j += LANES) best = larger(best, load(s + j));
   Vec highest = splat(max_lanes(best)), sum = {};
   for (int64_t j = begin; j < end; j += LANES) {
-    Vec p = exp(load(s + j) - highest);
+    Vec p = exp_below(load(s + j) - highest);
     sum += p;
     store(s + j, p);
   }
