@@ -2,6 +2,9 @@
 
 A cache is [blocks, block_size, key heads, head_dim]; slot s is row s % block_size of block
 s // block_size. `make_kv_cache` allocates it in the order that its device's kernels read fastest.
+Where C++ attends, `keys_in_runs` says how that memory is to hold keys: as scoring multiplies them,
+so that no step lays them out again. Values stay rows, and rows are counted in their cache. Every
+function takes keys of either order; `key_rows` reads them as rows.
 """
 
 import math
@@ -12,6 +15,8 @@ from torch import Tensor
 
 from kernels.backend import Backend, check_tensors, use_native, use_triton
 from kernels.cpp import ops as cpp_ops
+from kernels.cpp.build import has_native
+from kernels.cpp.ops import has_key_runs
 from kernels.host_memory import fresh_pages
 
 
@@ -48,19 +53,22 @@ def reshape_and_cache(
     """
     _check(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T, k_scale, v_scale)
     if debug:
-        _check_slots(slot_mapping_T, k_cache, lowest=-1)
+        _check_slots(slot_mapping_T, v_cache, lowest=-1)
     if use_triton(backend, k_TKD, has_cpp=True):
         from kernels.triton import kv_cache as triton_ops
 
         triton_ops.store(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T, k_scale, v_scale)
         return
     with torch.no_grad():
-        rows = cache_rows(slot_mapping_T, k_cache) if rows is None else rows
+        rows = cache_rows(slot_mapping_T, v_cache) if rows is None else rows
         if use_native(backend, k_TKD, v_TKD, k_cache, v_cache):
-            cpp_ops.store_kv(k_cache, v_cache, k_TKD, v_TKD, rows, head_rows(k_cache))
+            cpp_ops.store_kv(k_cache, v_cache, k_TKD, v_TKD, rows, head_rows(v_cache))
             return
-        rows = (rows.unsqueeze(1) + torch.arange(k_TKD.shape[1]) * head_rows(k_cache)).flatten()
+        rows = (rows.unsqueeze(1) + torch.arange(k_TKD.shape[1]) * head_rows(v_cache)).flatten()
         for x_TKD, cache, scale in ((k_TKD, k_cache, k_scale), (v_TKD, v_cache, v_scale)):
+            if has_key_runs(cache):
+                _store_in_runs(cache, rows, x_TKD.flatten(0, 1))
+                continue
             if scale is not None:
                 bits = index_dtype(cache.dtype)
                 x_TKD = quantised(x_TKD, scale, cache.dtype).view(bits)
@@ -84,6 +92,42 @@ def make_kv_cache(shape: Sequence[int], dtype: torch.dtype, device: torch.device
     return data.transpose(-3, -2)
 
 
+def keys_in_runs(cache: Tensor) -> Tensor:
+    """The memory of a layer's cache, not yet written, for keys that lie as C++ multiplies them:
+    [blocks, K, runs, words, keys of a run, elements of a word]. A run is as many consecutive keys
+    as the processor has lanes, a word the elements that it multiplies at once.
+
+    The cache itself where keys stay rows: another dtype than C++'s or no compiler, another device,
+    an order other than `make_kv_cache`'s, blocks that are not whole runs, heads not whole words."""
+    if not has_native(cache) or not heads_first(cache).is_contiguous():
+        return cache
+    num_blocks, block_size, num_kv, head_dim = cache.shape
+    num_keys, per_word = cpp_ops.run_shape(cache.dtype)
+    if block_size % num_keys or head_dim % per_word:
+        return cache
+    runs, words = block_size // num_keys, head_dim // per_word
+    return heads_first(cache).view(num_blocks, num_kv, runs, words, num_keys, per_word)
+
+
+def key_rows(k_cache: Tensor) -> Tensor:
+    """Keys as [blocks, block_size, K, D], heads first; a copy of all where they lie in runs."""
+    if not has_key_runs(k_cache):
+        return k_cache
+    rows = _keys_of_runs(k_cache).contiguous()
+    return rows.flatten(4).flatten(2, 3).transpose(1, 2)
+
+
+def _keys_of_runs(k_cache: Tensor) -> Tensor:
+    """The same memory as [blocks, K, runs, keys of a run, words, elements of a word]."""
+    return k_cache.transpose(3, 4)
+
+
+def _store_in_runs(k_cache: Tensor, rows: Tensor, keys: Tensor) -> None:
+    """Keys [N, D] to those rows, counted heads first."""
+    places = _keys_of_runs(k_cache)
+    places[torch.unravel_index(rows, places.shape[:4])] = keys.view(-1, *places.shape[4:])
+
+
 def index_dtype(dtype: torch.dtype) -> torch.dtype:
     """As what elements are filled and copied: PyTorch lacks such ops of fp8, so that as bytes."""
     return torch.uint8 if dtype.itemsize == 1 else dtype
@@ -101,9 +145,29 @@ def is_cache_order(cache: Tensor) -> bool:
     )
 
 
-def check_like_order(k_cache: Tensor, v_cache: Tensor) -> None:
+def check_like(k_cache: Tensor, v_cache: Tensor) -> None:
+    """Raises unless two caches hold as much, in one order, keys in runs or not."""
+    if has_key_runs(k_cache):
+        expected = keys_in_runs(v_cache).shape
+        if k_cache.shape != expected or not k_cache.is_contiguous():
+            raise ValueError(
+                f"k_cache: keys in runs {tuple(k_cache.shape)} must be keys_in_runs of a cache "
+                f"like v_cache, {tuple(expected)}"
+            )
+        return
+    if k_cache.dim() != 4 or k_cache.shape != v_cache.shape:
+        raise ValueError(
+            f"k_cache: shape {tuple(k_cache.shape)} must be v_cache's {tuple(v_cache.shape)}, "
+            "[blocks, size, heads, head_dim]"
+        )
     if k_cache.is_contiguous() != v_cache.is_contiguous():
         raise ValueError("v_cache: must lie in memory in k_cache's order; see make_kv_cache")
+
+
+def check_rows(cache: Tensor) -> None:
+    """Raises for a cache of keys in runs where rows are to be counted."""
+    if has_key_runs(cache):
+        raise ValueError("cache: keys in runs have no rows; give the layer's cache of values")
 
 
 def head_rows(cache: Tensor) -> int:
@@ -112,7 +176,9 @@ def head_rows(cache: Tensor) -> int:
 
 
 def cache_rows(slots_T: Tensor, cache: Tensor) -> Tensor:
-    """Where each token's first head lies in a CPU's cache seen as rows of D, [T] int64."""
+    """Where each token's first head lies in a CPU's cache seen as rows of D, [T] int64. `cache` is
+    any layer's values; where keys do not lie in runs, any layer's keys do as well."""
+    check_rows(cache)
     _check_slots(slots_T, cache)
     block_size, num_kv = cache.shape[1:3]
     slots_T = slots_T.to(torch.int64)
@@ -142,17 +208,16 @@ def _check(
             f"slot_mapping: shape {tuple(slots.shape)} must be the tokens of k {tuple(k.shape)} "
             f"and v {tuple(v.shape)}"
         )
-    if k_cache.shape != v_cache.shape or k_cache.shape[2:] != k.shape[1:]:
+    check_like(k_cache, v_cache)
+    if v_cache.shape[2:] != k.shape[1:]:
         raise ValueError(
-            f"k_cache: shape {tuple(k_cache.shape)} must be v_cache's {tuple(v_cache.shape)} and "
-            f"end in k's {tuple(k.shape[1:])}"
+            f"k_cache: shape {tuple(v_cache.shape)} must end in k's {tuple(k.shape[1:])}"
         )
     check_tensors(k, "k", False, v=v, k_scale=k_scale, v_scale=v_scale)
     if v.dtype != k.dtype:
         raise ValueError(f"v: dtype {v.dtype} must be k's {k.dtype}")
     if slots.device != k.device or slots.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"slot_mapping: {slots.dtype} on {slots.device}; integers on {k.device}")
-    check_like_order(k_cache, v_cache)
     is_fp8 = k_cache.dtype.itemsize == 1
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.device != k.device or not is_cache_order(cache):

@@ -41,7 +41,7 @@ from kernels.backend import (
     use_triton,
 )
 from kernels.cpp.ops import AttendOptions, QuerySpan, QueryTiles, attend_paged, paged_tiles
-from kernels.kv_cache import check_like_order, is_cache_order
+from kernels.kv_cache import check_like, check_rows, is_cache_order, key_rows
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,11 @@ def make_paged_plan(
 
     `query_start_loc` [sequences + 1], `seq_lens` [sequences] (keys, new tokens included),
     `block_tables` [sequences, blocks]; entries past a sequence's end are not read. `cache` is any
-    layer's keys or values: its shape, dtype and order in memory count. `num_heads` and `dtype` are
-    those of the queries. `scratch` is memory that outlives the plan.
+    layer's values (its keys, where those do not lie in runs): its shape, dtype and order in memory
+    count. `num_heads` and `dtype` are those of the queries. `scratch` is memory that outlives the
+    plan.
     """
+    check_rows(cache)
     starts, lens = ints(query_start_loc), ints(seq_lens)
     num_kv = cache.shape[2]
     _check_step(starts, lens, block_tables, cache.shape[1])
@@ -177,7 +179,7 @@ def paged_attention(
         )
     scale = softmax_scale if softmax_scale is not None else q_THD.shape[-1] ** -0.5
     if debug:
-        check_block_range(block_tables, seq_lens, k_cache)
+        check_block_range(block_tables, seq_lens, v_cache)
     if use_triton(backend, q_THD, has_cpp=True):
         starts, lens, tables = _device_step(query_start_loc, seq_lens, block_tables, q_THD)
         if starts.shape[0] != lens.shape[0] + 1:
@@ -213,7 +215,7 @@ def paged_attention(
             query_start_loc,
             seq_lens,
             block_tables,
-            cache=k_cache,
+            cache=v_cache,
             num_heads=q_THD.shape[1],
             dtype=q_THD.dtype,
             backend=backend,
@@ -229,7 +231,8 @@ def paged_attention(
             found = attend_paged(q_THD, k_cache, v_cache, plan.layout, options)
         else:
             layout = plan.layout.of(window)
-            found = attend_rectangles(q_THD.contiguous(), k_cache, v_cache, layout, scale, scales)
+            keys = key_rows(k_cache)
+            found = attend_rectangles(q_THD.contiguous(), keys, v_cache, layout, scale, scales)
         return _deliver(found, out)
 
 
@@ -330,10 +333,10 @@ def _dequantised(cache: Tensor, scale: Tensor | None, q: Tensor) -> Tensor:
 
 
 def check_block_range(
-    block_tables: Tensor, seq_lens: Tensor | Sequence[int], k_cache: Tensor
+    block_tables: Tensor, seq_lens: Tensor | Sequence[int], cache: Tensor
 ) -> None:
     """Raises where a sequence's blocks are too few or outside the cache. Reads the indices back."""
-    num_blocks, block_size = k_cache.shape[:2]
+    num_blocks, block_size = cache.shape[:2]
     for i, length in enumerate(ints(seq_lens)):
         used = block_tables[i, : -(-length // block_size)].tolist()
         if len(used) * block_size < length:
@@ -353,18 +356,18 @@ def _check_caches(
     scales: tuple[Tensor | None, Tensor | None],
     out: Tensor | None,
 ) -> None:
-    if q.dim() != 3 or k_cache.dim() != 4 or k_cache.shape != v_cache.shape:
+    if q.dim() != 3 or v_cache.dim() != 4:
         raise ValueError(
-            "q: must be [tokens, heads, head_dim], k_cache and v_cache [blocks, size, heads, "
-            f"head_dim], got {tuple(q.shape)}, {tuple(k_cache.shape)}, {tuple(v_cache.shape)}"
+            "q: must be [tokens, heads, head_dim], v_cache [blocks, size, heads, head_dim], got "
+            f"{tuple(q.shape)}, {tuple(v_cache.shape)}"
         )
-    if q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[2]:
+    check_like(k_cache, v_cache)
+    if q.shape[2] != v_cache.shape[3] or q.shape[1] % v_cache.shape[2]:
         raise ValueError(
             f"q: heads and head_dim {tuple(q.shape[1:])} do not fit caches of "
-            f"{tuple(k_cache.shape[2:])}"
+            f"{tuple(v_cache.shape[2:])}"
         )
     check_tensors(q, "q", False, k_scale=scales[0], v_scale=scales[1], out=out)
-    check_like_order(k_cache, v_cache)
     is_fp8 = k_cache.dtype.itemsize == 1
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.device != q.device or not is_cache_order(cache):

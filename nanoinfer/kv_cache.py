@@ -33,7 +33,7 @@ from torch import Tensor
 from kernels import make_kv_cache, make_paged_plan, paged_attention, reshape_and_cache
 from kernels.attention_torch import Scratch
 from kernels.cpp.ops import QueryTiles
-from kernels.kv_cache import cache_rows, index_dtype
+from kernels.kv_cache import cache_rows, index_dtype, keys_in_runs
 from kernels.paged_attention import PagedPlan
 from nanoengine.model.attention import AttentionContext, PackedContext, packed_positions
 from nanoengine.model.config import ModelConfig
@@ -77,7 +77,8 @@ class CacheLayout:
 
 
 class KVCache:
-    """Keys and values of all layers, [layers, 2, blocks, block_size, key heads, head_dim].
+    """Keys and values of all layers, [layers, 2, blocks, block_size, key heads, head_dim]. What
+    `data` holds of a block's keys may lie in another order: `layers` says how they are read.
 
     A cache of fp8 holds k / scale and v / scale, `scales` [layers, 2] in fp32; they are read by
     address (CUDA graphs), so change them in place, and only while no block is in use.
@@ -108,7 +109,9 @@ class KVCache:
         self.data = make_kv_cache(self._shape, self.dtype, self._device)
         if self._populate:
             self.data.view(index_dtype(self.dtype)).zero_()
-        self.layers: list[tuple[Tensor, Tensor]] = [(kv[0], kv[1]) for kv in self.data]
+        self.layers: list[tuple[Tensor, Tensor]] = [
+            (keys_in_runs(kv[0]), kv[1]) for kv in self.data
+        ]
         self.scratch = Scratch()
 
     def release(self) -> None:
@@ -184,17 +187,17 @@ class PagedContext:
         self._slots_T, self._tables = slots_T, block_tables
         self._starts, self._lens = query_starts, seq_lens
         if cache.data.device.type == "cpu":
-            any_layer = cache.layers[0][0]
+            _, values = cache.layers[0]
             self._plan = make_paged_plan(
                 query_starts,
                 seq_lens,
                 block_tables,
-                cache=any_layer,
+                cache=values,
                 num_heads=cache.num_heads,
                 dtype=cache.model_dtype,
                 scratch=cache.scratch,
             )
-            self._rows = cache_rows(slots_T, any_layer)
+            self._rows = cache_rows(slots_T, values)
 
     @classmethod
     def of_step(

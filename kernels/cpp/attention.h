@@ -18,19 +18,24 @@
 // A tile is some queries of one sequence and all heads that share a key head: rows of queries by
 // keys. Scores of a tile stay in the processor's cache; weights, and their product with the values,
 // are fp32. Tiles whose sequences begin with the same keys (completions of one prompt) form a team:
-// those keys are laid out, and their values read, once for all of its rows. Each row still meets
-// its keys in its own order, so a team changes no bit.
+// those keys and their values are read once for all of its rows. Each row still meets its keys in
+// its own order, so a team changes no bit.
+//
+// Products take keys in runs: word by word, LANES keys side by side. Keys that lie in rows are laid
+// out so, tile by tile; a cache may hold them so (store_key in rows.h).
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "parallel.h"
 #include "vector.h"
 
-constexpr int KEY_TILE = 64;  // keys transposed at a time: 8 KB of bf16 pairs at head_dim 64
-constexpr int AHEAD = 32;  // keys between the row in use and the one asked of memory
-// Rows and blocks of keys, rows and vectors of values, whose sums stay in registers.
+constexpr int KEY_TILE = 64;  // keys multiplied at a time: 8 KB of bf16 pairs at head_dim 64
+constexpr int AHEAD = 32;  // keys between the one laid out and the one asked of memory
+constexpr int VALUES_AHEAD = KEY_TILE;  // behind the keys of a cache come as many values
+// Rows and runs of keys, rows and vectors of values, whose sums stay in registers.
 constexpr int SCORE_ROWS = REGISTERS == 32 ? 8 : 6, FEW_ROWS = REGISTERS == 32 ? 3 : 2;
 constexpr int VALUE_ROWS = 6, VALUE_VECS = REGISTERS == 32 ? 4 : 2;
 
@@ -52,7 +57,12 @@ struct Problem {
   int64_t k_row, v_row, k_head, v_head;  // elements from row to row, and from head to head
   float scale;
   int64_t window;  // keys that a query sees, itself included; 0: all
+  int64_t has_key_runs;  // k is a cache that `store_key` filled; rows begin at whole runs in it
 };
+
+// How the keys of such a cache lie in memory; laid out here they are words.
+template <class T>
+using CachedKey = std::conditional_t<IS_WIDENED<T>, T, float>;
 
 // Rows lie where the table says, so the processor cannot guess the next one.
 template <class T>
@@ -79,16 +89,20 @@ void transpose_keys(float* out, const T* k, const int32_t* rows, int64_t num_key
   }
 }
 
-// Scores of R rows and B blocks of LANES keys.
-template <int R, int B, class T>
-void multiply_keys(float* s, int64_t s_stride, const float* q, int64_t num_words,
-                   const float* keys, float scale, T) {
+// Scores of R rows and B runs of LANES keys. From a cache it asks memory for the `next` runs.
+template <int R, int B, bool IS_CACHED, class Key, class T>
+void multiply_keys(float* s, int64_t s_stride, const float* q, int64_t q_stride,
+                   int64_t num_words, const Key* const* runs, const Key* const* next, float scale,
+                   T) {
   Vec sum[R][B] = {};
   for (int64_t w = 0; w < num_words; w++) {
     Vec k[B];
-    for (int b = 0; b < B; b++) k[b] = load(keys + (b * num_words + w) * LANES);
+    for (int b = 0; b < B; b++) {
+      k[b] = load(runs[b] + w * LANES);
+      if constexpr (IS_CACHED) __builtin_prefetch(next[b] + w * LANES);
+    }
     for (int r = 0; r < R; r++) {
-      Vec query = splat_word(q + r * num_words + w);
+      Vec query = splat_word(q + r * q_stride + w);
       for (int b = 0; b < B; b++) multiply_add(sum[r][b], k[b], query, T());
     }
   }
@@ -105,7 +119,7 @@ void multiply_values(float* out, int64_t out_stride, const float* p, int64_t p_s
     for (int w = 0; w < W; w++) sum[r][w] = load(out + r * out_stride + w * LANES);
   for (int64_t j = 0; j < num_keys; j++) {
     const T* row = v + rows[j] * row_stride;
-    if (j + AHEAD < num_keys) ask_for(v + rows[j + AHEAD] * row_stride, W * LANES);
+    if (j + VALUES_AHEAD < num_keys) ask_for(v + rows[j + VALUES_AHEAD] * row_stride, W * LANES);
     Vec x[W];
     for (int w = 0; w < W; w++) x[w] = load(row + w * LANES);
     for (int r = 0; r < R; r++)
@@ -127,17 +141,20 @@ void multiply_values_part(float* out, const float* p, const T* v, const int32_t*
 
 // In place: zeros, e^(s - max s) of scores first..n of a row, zeros. Returns 1 / their sum.
 inline float softmax_row(float* s, int64_t first, int64_t n, int64_t padded) {
-  int64_t begin = first / LANES * LANES, whole = n / LANES * LANES;
+  const int64_t begin = first / LANES * LANES, end = (n + LANES - 1) / LANES * LANES;
   for (int64_t j = 0; j < begin; j++) s[j] = 0.0f;
-  for (int64_t j = begin; j < first; j++) s[j] = -INFINITY;
-  if (whole < n)
-    for (int64_t j = n; j < whole + LANES; j++) s[j] = -INFINITY;
-  int64_t end = whole < n ? whole + LANES : whole;
+  // whole vectors, since a load of what was stored in parts has to wait for it
+  const Vec nothing = splat(-INFINITY);
+  if (begin < first) store(s + begin, choose(first_lanes(first - begin), nothing, load(s + begin)));
+  if (n < end) {
+    float* last = s + end - LANES;
+    store(last, choose(first_lanes(n - end + LANES), load(last), nothing));
+  }
   Vec best = splat(-INFINITY);
   for (int64_t j = begin; j < end; j += LANES) best = larger(best, load(s + j));
   Vec highest = splat(max_lanes(best)), sum = {};
   for (int64_t j = begin; j < end; j += LANES) {
-    Vec p = exp(load(s + j) - highest);
+    Vec p = exp_below(load(s + j) - highest);
     sum += p;
     store(s + j, p);
   }
@@ -154,31 +171,56 @@ struct Widths {
   int64_t words, out, scores;
 };
 
-// Scores of some rows and keys begin..end; begin is a multiple of LANES.
+// Scores of some rows and a tile of runs.
+template <bool IS_CACHED, class Key, class T>
+void score_runs(float* s, const float* q, int64_t num_rows, const Key* const* runs,
+                const Key* const* next, int64_t num_runs, const Problem<T>& x, Widths width) {
+  const int64_t num_words = (x.head_dim + PER_WORD<T> - 1) / PER_WORD<T>;
+  by_rows<SCORE_ROWS>(num_rows, [&](int64_t r, auto R) {
+    constexpr int B = R <= FEW_ROWS ? 4 : 2;
+    const float* row = q + r * width.words;
+    float* to = s + r * width.scores;
+    int64_t b = 0;
+    for (; b + B <= num_runs; b += B)
+      multiply_keys<R, B, IS_CACHED>(to + b * LANES, width.scores, row, width.words, num_words,
+                                     runs + b, next + b, x.scale, T());
+    for (; b < num_runs; b++)
+      multiply_keys<R, 1, IS_CACHED>(to + b * LANES, width.scores, row, width.words, num_words,
+                                     runs + b, next + b, x.scale, T());
+  });
+}
+
+// Scores of some rows and keys begin..end; begin is a multiple of LANES. `v` is for what comes next.
 template <class T>
-void score_keys(float* s, const float* q, int64_t num_rows, const T* k, const int32_t* rows,
-                int64_t begin, int64_t end, const Problem<T>& x, Widths width, float* keys) {
-  const int64_t num_words = width.words;
+void score_keys(float* s, const float* q, int64_t num_rows, const T* k, const T* v,
+                const int32_t* rows, int64_t begin, int64_t end, const Problem<T>& x, Widths width,
+                float* keys) {
+  constexpr int64_t MOST = KEY_TILE / LANES;
   for (int64_t lo = begin; lo < end; lo += KEY_TILE) {
-    int64_t size = end - lo < KEY_TILE ? end - lo : KEY_TILE;
-    int64_t num_blocks = (size + LANES - 1) / LANES;
-    for (int64_t b = 0; b < num_blocks; b++) {
-      int64_t first = lo + b * LANES, left = end - first;
-      int64_t n = left < LANES ? left : LANES;
-      int64_t ahead = left - AHEAD < 0 ? 0 : left - AHEAD < LANES ? left - AHEAD : LANES;
-      transpose_keys(keys + b * LANES * num_words, k, rows + first, n, ahead, x.k_row, x.head_dim);
+    const int64_t num_runs = std::min((end - lo + LANES - 1) / LANES, MOST);
+    if (x.has_key_runs) {
+      const CachedKey<T>*runs[MOST], *next[MOST];
+      const int64_t last = (end - 1) / LANES * LANES;
+      for (int64_t b = 0; b < num_runs; b++) {
+        const int64_t first = lo + b * LANES, ahead = first + KEY_TILE;
+        const int64_t value = std::min(begin + ahead - LANES - last, last);
+        runs[b] = (const CachedKey<T>*)(k + rows[first] * x.k_row);
+        next[b] = (const CachedKey<T>*)(ahead < end ? k + rows[ahead] * x.k_row
+                                                    : v + rows[value] * x.v_row);
+      }
+      score_runs<true>(s + lo, q, num_rows, runs, next, num_runs, x, width);
+      continue;
     }
-    by_rows<SCORE_ROWS>(num_rows, [&](int64_t r, auto R) {
-      constexpr int B = R <= FEW_ROWS ? 4 : 2;
-      float* to = s + r * width.scores + lo;
-      int64_t b = 0;
-      for (; b + B <= num_blocks; b += B)
-        multiply_keys<R, B>(to + b * LANES, width.scores, q + r * num_words, num_words,
-                            keys + b * LANES * num_words, x.scale, T());
-      for (; b < num_blocks; b++)
-        multiply_keys<R, 1>(to + b * LANES, width.scores, q + r * num_words, num_words,
-                            keys + b * LANES * num_words, x.scale, T());
-    });
+    const float* runs[MOST];
+    for (int64_t b = 0; b < num_runs; b++) {
+      const int64_t first = lo + b * LANES, left = end - first;
+      const int64_t n = std::min<int64_t>(left, LANES);
+      const int64_t ahead = std::clamp<int64_t>(left - AHEAD, 0, LANES);
+      float* to = keys + b * LANES * width.words;
+      transpose_keys(to, k, rows + first, n, ahead, x.k_row, x.head_dim);
+      runs[b] = to;
+    }
+    score_runs<false>(s + lo, q, num_rows, runs, runs, num_runs, x, width);
   }
 }
 
@@ -259,11 +301,11 @@ void attend_team(const Problem<T>& x, const Tile* tiles, int64_t num_tiles, int6
     });
   });
   const int32_t* common = x.key_rows + tiles[0].first_key;
-  score_keys(s, q, num_rows, k, common, 0, shared, x, width, keys);
+  score_keys(s, q, num_rows, k, v, common, 0, shared, x, width, keys);
   for_tiles([&](const Tile& tile, const Seen& seen, int64_t first_row, int64_t rows) {
     float* scores = s + first_row * width.scores;
-    score_keys(scores, q + first_row * width.words, rows, k, seen.rows, shared, seen.num_keys, x,
-               width, keys);
+    score_keys(scores, q + first_row * width.words, rows, k, v, seen.rows, shared,
+               seen.num_keys, x, width, keys);
     for (int64_t r = 0; r < rows; r++) {
       int64_t visible = seen.num_keys - tile.num_queries + 1 + r / x.group;
       int64_t first = std::max<int64_t>(0, visible - seen.window);

@@ -38,7 +38,8 @@ Kernels = dict[tuple[str, torch.dtype], Callable[..., Any]]
 NATIVE_DTYPES = tuple(_SUFFIX)
 _COMPILE_LIMIT_S = 300
 _SEAL_BYTES = 32
-_COUNTS = ("has_linear", "panel", "decode_scratch")  # the kernels that return one
+# the kernels that return one
+_COUNTS = ("has_linear", "panel", "run_keys", "run_word", "decode_scratch")
 
 
 def has_native(*tensors: Tensor) -> bool:
@@ -131,7 +132,7 @@ def _load(path: Path) -> Kernels:
         "differentiate_rms_norm": [pointer] * 7 + [count] * 5,
         "differentiate_swiglu": [pointer] * 3 + [count] * 3,
         "rope": [pointer] * 6 + [count] * 7,
-        "store_kv": [pointer] * 5 + [count] * 6,
+        "store_kv": [pointer] * 5 + [count] * 7,
         "score": [pointer] + [count] * 3 + [number] + [pointer] * 4 + [count],
         "differentiate_scores": (
             [pointer] + [count] * 3 + [number, pointer, count] + [pointer] * 4 + [count]
@@ -145,7 +146,9 @@ def _load(path: Path) -> Kernels:
         "pack": [pointer] * 2 + [count] * 3,
         "pack_columns": [pointer] * 2 + [count] * 4,
         "add_product": [pointer] * 3 + [count] * 7,
-        "attend": [pointer] * 6 + [count] * 9 + [number, count, count],
+        "attend": [pointer] * 6 + [count] * 9 + [number, count, count, count],
+        "run_keys": [],
+        "run_word": [],
         "differentiate_attention": [pointer] * 11 + [count] * 9 + [number, count, count],
         "decode": [pointer] * 3 + [count] + [pointer] * 4 + [number] * 3 + [count],
         "decode_scratch": [pointer],

@@ -30,7 +30,7 @@ struct Switches {  // of one layer
 
 struct Sizes {
   int64_t tokens, hidden, q_heads, k_heads, head_dim, mlp;
-  int64_t cache_row, cache_head, head_rows;  // as in Problem and store_kv
+  int64_t cache_row, cache_head, head_rows, has_key_runs;  // as in Problem and store_kv
 };
 
 template <class T>
@@ -116,7 +116,7 @@ void decode(T* x, const Layer<T>* layers, const Switches* switches, int64_t num_
       q_in = q, k_in = k, q_stride = q_width, k_stride = kv_width;
     }
     store_kv(layer.k_cache, layer.v_cache, k_in, v, step.rows, N, heads[1], D, k_stride, width,
-             size.head_rows);
+             size.head_rows, size.has_key_runs);
     Problem<T> problem{o,
                        q_in,
                        layer.k_cache,
@@ -131,7 +131,8 @@ void decode(T* x, const Layer<T>* layers, const Switches* switches, int64_t num_
                        size.cache_head,
                        size.cache_head,
                        scale,
-                       switches[i].window};
+                       switches[i].window,
+                       size.has_key_runs};
     attend(problem, step.tiles, step.num_tiles, threads);
     linear(x, o, layer.out, layer.out_bias, N, q_width, E, q_width, threads);
     multiply(x, multiplier, N, E, threads);

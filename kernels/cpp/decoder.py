@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpp.build import function
-from kernels.cpp.ops import QueryTiles, cache_strides
+from kernels.cpp.ops import QueryTiles, cache_strides, has_key_runs
 from kernels.kv_cache import head_rows
 from kernels.linear import is_native
 
@@ -65,7 +65,7 @@ class _Sizes(ctypes.Structure):
         (name, ctypes.c_int64)
         for name in (
             "tokens", "hidden", "q_heads", "k_heads", "head_dim", "mlp", "cache_row", "cache_head",
-            "head_rows",
+            "head_rows", "has_key_runs",
         )
     ]  # fmt: skip
 
@@ -104,8 +104,8 @@ class Decoder:
         self._num_layers = len(layers)
         self._scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
         self._scratch = torch.empty(0, dtype=last_norm.dtype)
-        any_cache = caches[0][0]
-        self._cache_strides = *cache_strides(any_cache), head_rows(any_cache)
+        keys, values = caches[0]
+        self._cache_order = *cache_strides(values), head_rows(values), has_key_runs(keys)
 
     def run(
         self, x_TE: Tensor, cos_TD2: Tensor, sin_TD2: Tensor, rows_T: Tensor, tiles: QueryTiles
@@ -115,7 +115,7 @@ class Decoder:
         shape = self._shape
         sizes = _Sizes(
             len(x_TE), shape.hidden, shape.num_heads, shape.num_kv_heads, shape.head_dim,
-            shape.mlp, *self._cache_strides,
+            shape.mlp, *self._cache_order,
         )  # fmt: skip
         step = _Step(
             cos_TD2.data_ptr(), sin_TD2.data_ptr(), rows_T.data_ptr(), tiles.key_rows.data_ptr(),

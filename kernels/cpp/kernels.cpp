@@ -47,8 +47,9 @@
   extern "C" void store_kv_##SUFFIX(T* k_cache, T* v_cache, const T* k, const T* v,              \
                                     const int64_t* rows, int64_t tokens, int64_t heads,          \
                                     int64_t size, int64_t k_stride, int64_t v_stride,            \
-                                    int64_t head_rows) {                                          \
-    store_kv(k_cache, v_cache, k, v, rows, tokens, heads, size, k_stride, v_stride, head_rows);   \
+                                    int64_t head_rows, int64_t has_key_runs) {                    \
+    store_kv(k_cache, v_cache, k, v, rows, tokens, heads, size, k_stride, v_stride, head_rows,    \
+             has_key_runs);                                                                       \
   }
 
 
@@ -93,11 +94,13 @@ extern "C" int64_t has_linear_bf16() {
       T* o, const T* q, const T* k, const T* v, const int32_t* key_rows, const Tile* tiles,       \
       int64_t num_tiles, int64_t num_kv, int64_t group, int64_t head_dim, int64_t q_stride,       \
       int64_t k_row, int64_t v_row, int64_t k_head, int64_t v_head, float scale,                  \
-      int64_t window, int64_t threads) {                                                          \
-    Problem<T> problem{o,        q,     k,     v,      key_rows, num_kv, group, head_dim,         \
-                       q_stride, k_row, v_row, k_head, v_head,   scale,    window};               \
+      int64_t window, int64_t has_key_runs, int64_t threads) {                                    \
+    Problem<T> problem{o,        q,     k,     v,      key_rows, num_kv, group,  head_dim,        \
+                       q_stride, k_row, v_row, k_head, v_head,   scale,  window, has_key_runs};   \
     attend(problem, tiles, num_tiles, threads);                                                   \
   }                                                                                               \
+  extern "C" int64_t run_keys_##SUFFIX() { return LANES; }                                        \
+  extern "C" int64_t run_word_##SUFFIX() { return PER_WORD<T>; }                                  \
   extern "C" void differentiate_attention_##SUFFIX(                                               \
       T* dq, T* dk, T* dv, const T* q, const T* k, const T* v, const T* o, const T* grad,         \
       const int32_t* key_rows, const Tile* spans, const int32_t* trees, int64_t num_trees,        \

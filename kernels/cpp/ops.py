@@ -114,11 +114,11 @@ def store_kv(
     k_cache: Tensor, v_cache: Tensor, k_TKD: Tensor, v_TKD: Tensor, rows_T: Tensor, head_rows: int
 ) -> None:
     """Head h of token t to row rows[t] + h · head_rows of the caches, seen as rows of D. int64
-    rows."""
+    rows. Keys may lie in runs."""
     k, v = dense_rows(k_TKD), dense_rows(v_TKD)
     function("store_kv", k.dtype)(
         k_cache.data_ptr(), v_cache.data_ptr(), k.data_ptr(), v.data_ptr(), rows_T.data_ptr(),
-        *k.shape, k.stride(0), v.stride(0), head_rows,
+        *k.shape, k.stride(0), v.stride(0), head_rows, has_key_runs(k_cache),
     )  # fmt: skip
 
 
@@ -354,9 +354,9 @@ def make_tiles(
 def paged_tiles(
     starts: Sequence[int], lens: Sequence[int], block_tables: Tensor, cache: Tensor, group: int
 ) -> QueryTiles:
-    """The last `starts[i + 1] - starts[i]` of the `lens[i]` tokens of each sequence, whose keys
-    lie in blocks of a cache [blocks, block_size, K, D]. Entries past a sequence's end are not
-    read. `ValueError` for a block that the cache does not have."""
+    """The last `starts[i + 1] - starts[i]` of the `lens[i]` tokens of each sequence, whose values
+    lie in blocks of a cache [blocks, block_size, K, D], and keys in one alike or in runs. Entries
+    past a sequence's end are not read. `ValueError` for a block that the cache does not have."""
     block_size = cache.shape[1]
     num_blocks = -(-max(lens, default=0) // block_size)
     blocks_BN = block_tables[:, :num_blocks].to(torch.int64)
@@ -445,9 +445,22 @@ class AttendOptions(NamedTuple):
 def attend_paged(
     q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: QueryTiles, options: AttendOptions
 ) -> Tensor:
-    """o [T, H, D] over caches as `paged_tiles` was given one."""
-    row, head = cache_strides(k_cache)
-    return _attend(q_THD, k_cache, v_cache, tiles, options, (row, row), (head, head))
+    """o [T, H, D] over caches as `paged_tiles` was given one; keys may lie in runs."""
+    row, head = cache_strides(v_cache)
+    order = _Order(row, row, head, head, has_key_runs(k_cache))
+    return _attend(q_THD, k_cache, v_cache, tiles, options, order)
+
+
+def run_shape(dtype: torch.dtype) -> tuple[int, int]:
+    """(keys of a run, elements of a word) of caches of this dtype whose keys lie in runs
+    (`kv_cache.keys_in_runs`), which depend on the processor. Ask only where `has_native`."""
+    return function("run_keys", dtype)(), function("run_word", dtype)()
+
+
+def has_key_runs(k_cache: Tensor) -> bool:
+    """True if its keys lie in runs, not in rows: [blocks, K, runs, words, keys of a run, elements
+    of a word], where rows are [blocks, block_size, K, D]."""
+    return k_cache.dim() == 6
 
 
 def cache_strides(cache: Tensor) -> tuple[int, int]:
@@ -464,8 +477,19 @@ def attend_packed(
     """o [T, H, D]; rows are tokens."""
     k, v = dense_rows(k_TKD), dense_rows(v_TKD)
     head_dim = k.shape[2]
-    rows = (k.stride(0), v.stride(0))
-    return _attend(q_THD, k, v, tiles, options, rows, (head_dim, head_dim))
+    order = _Order(k.stride(0), v.stride(0), head_dim, head_dim, False)
+    return _attend(q_THD, k, v, tiles, options, order)
+
+
+class _Order(NamedTuple):
+    """How keys and values lie: elements from row to row and from head to head. Keys in runs take
+    the place of rows, and have their strides."""
+
+    k_row: int
+    v_row: int
+    k_head: int
+    v_head: int
+    has_key_runs: bool
 
 
 def _attend(
@@ -474,18 +498,18 @@ def _attend(
     v: Tensor,
     tiles: QueryTiles,
     options: AttendOptions,
-    row_strides: tuple[int, int],
-    head_strides: tuple[int, int],
+    order: _Order,
 ) -> Tensor:
-    """Strides are in elements, of k and of v [..., K, D]."""
+    """v is [..., K, D], and k but for its runs."""
     q = dense_rows(q_THD)
     o = torch.empty(q.shape, dtype=q.dtype)
     _, num_heads, head_dim = q.shape
-    num_kv = k.shape[-2]
+    num_kv = v.shape[-2]
+    *strides, runs = order
     function("attend", q.dtype)(
         o.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), tiles.key_rows.data_ptr(),
         tiles.tiles.data_ptr(), len(tiles.tiles), num_kv, num_heads // num_kv, head_dim,
-        q.stride(0), *row_strides, *head_strides, options.scale, options.window or 0,
+        q.stride(0), *strides, options.scale, options.window or 0, runs,
         torch.get_num_threads(),
     )  # fmt: skip
     return o

@@ -93,15 +93,28 @@ void rope(T* q_out, T* k_out, const T* q, const T* k, const float* cos, const fl
   });
 }
 
+// A key at a row of a cache whose keys lie in runs, as attention multiplies them: word w of LANES
+// keys side by side, [words of a key][LANES]. A run takes the place of its keys' rows.
+template <class T>
+void store_key(T* cache, const T* key, int64_t row, int64_t size) {
+  constexpr int64_t P = PER_WORD<T>;
+  T* to = cache + row / LANES * LANES * size + row % LANES * P;
+  for (int64_t d = 0; d < size; d += P) memcpy(to + d * LANES, key + d, P * sizeof(T));
+}
+
 // Token t's head h goes to row rows[t] + h * head_rows of each cache, rows of `size` elements.
 template <class T>
 void store_kv(T* k_cache, T* v_cache, const T* k, const T* v, const int64_t* rows, int64_t tokens,
-              int64_t heads, int64_t size, int64_t k_stride, int64_t v_stride,
-              int64_t head_rows) {
+              int64_t heads, int64_t size, int64_t k_stride, int64_t v_stride, int64_t head_rows,
+              int64_t has_key_runs) {
   for (int64_t t = 0; t < tokens; t++)
     for (int64_t h = 0; h < heads; h++) {
-      const int64_t to = (rows[t] + h * head_rows) * size;
-      memcpy(k_cache + to, k + t * k_stride + h * size, size * sizeof(T));
-      memcpy(v_cache + to, v + t * v_stride + h * size, size * sizeof(T));
+      const int64_t row = rows[t] + h * head_rows;
+      const T* key = k + t * k_stride + h * size;
+      if (has_key_runs)
+        store_key(k_cache, key, row, size);
+      else
+        memcpy(k_cache + row * size, key, size * sizeof(T));
+      memcpy(v_cache + row * size, v + t * v_stride + h * size, size * sizeof(T));
     }
 }

@@ -58,6 +58,12 @@ inline BitsVec as_bits(Vec x) { return (BitsVec)x; }
 inline Vec choose(IntVec mask, Vec yes, Vec no) {
   return mask ? yes : no;  // lane by lane; one instruction where masks by bits are three
 }
+// A mask of the first n lanes.
+inline IntVec first_lanes(int64_t n) {
+  IntVec lane;
+  for (int i = 0; i < LANES; i++) lane[i] = i;
+  return lane < (int32_t)n;
+}
 inline Vec larger(Vec a, Vec b) { return choose(a > b, a, b); }
 
 // a * b + c, rounded once where the processor can. Written out, and contraction is switched off:
@@ -186,14 +192,13 @@ inline float max_lanes(Vec x) {
   return x[0];
 }
 
-// e^x within 2 units in the last place; 0 below -87.3, where fp32 has no normal number; inf above
-// 88.7; NaN stays. Cody and Waite's reduction, Cephes' polynomial.
-inline Vec exp(Vec x) {
-  const Vec low = splat(-87.33654f), high = splat(88.72283f);
-  Vec clamped = choose(x < low, low, choose(x > high, high, x));
+constexpr float LOWEST_EXP = -87.33654f, HIGHEST_EXP = 88.72283f;  // what has a normal number
+
+// p of e^x = p * 2^exponent, of an x between them. Cody and Waite's reduction, Cephes' polynomial.
+inline Vec exp_parts(Vec x, IntVec& exponent) {
   const Vec round = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  Vec n = fused(clamped, splat(1.44269504f), round) - round;
-  Vec r = fused(n, splat(-0.693359375f), clamped);
+  Vec n = fused(x, splat(1.44269504f), round) - round;
+  Vec r = fused(n, splat(-0.693359375f), x);
   r = fused(n, splat(2.12194440e-4f), r);
   Vec p = splat(1.9875691500e-4f);
   p = fused(p, r, splat(1.3981999507e-3f));
@@ -201,14 +206,30 @@ inline Vec exp(Vec x) {
   p = fused(p, r, splat(4.1665795894e-2f));
   p = fused(p, r, splat(1.6666665459e-1f));
   p = fused(p, r, splat(5.0000001201e-1f));
-  p = fused(p * r, r, r) + splat(1.0f);
-  IntVec exponent = __builtin_convertvector(n, IntVec);
+  exponent = __builtin_convertvector(n, IntVec);
+  return fused(p * r, r, r) + splat(1.0f);
+}
+
+// e^x within 2 units in the last place; 0 below -87.3, where fp32 has no normal number; inf above
+// 88.7; NaN stays.
+inline Vec exp(Vec x) {
+  const Vec low = splat(LOWEST_EXP), high = splat(HIGHEST_EXP);
+  IntVec exponent;
+  Vec p = exp_parts(choose(x < low, low, choose(x > high, high, x)), exponent);
   // in two steps: 2^128 is no number, but e^88.7 is
   IntVec half = exponent >> 1;
   p = p * (Vec)((half + 127) << 23) * (Vec)((exponent - half + 127) << 23);
   p = choose(x < low, splat(0.0f), p);
   p = choose(x > high, splat(INFINITY), p);
   return choose(x == x, p, x);
+}
+
+// The same of x up to 0, which softmax takes, for fewer instructions.
+inline Vec exp_below(Vec x) {
+  const Vec low = splat(LOWEST_EXP);
+  IntVec exponent;
+  Vec p = exp_parts(choose(x < low, low, x), exponent);
+  return choose(x < low, splat(0.0f), p * (Vec)((exponent + 127) << 23));
 }
 
 template <int D>

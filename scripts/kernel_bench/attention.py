@@ -24,7 +24,7 @@ from kernels import (
     reshape_and_cache,
     tree_attention,
 )
-from kernels.kv_cache import make_kv_cache
+from kernels.kv_cache import keys_in_runs, make_kv_cache
 from kernels.paged_attention import PagedPlan
 
 BLOCK = 16
@@ -160,6 +160,7 @@ def _paged(name: str, model: ModelShape, device: str) -> Iterator[BenchCase]:
     width = context // BLOCK
     shape = (size * width, BLOCK, model.kv_heads, model.head_dim)
     caches = [make_kv_cache(shape, dtype, device).normal_() for _ in "kv"]
+    served = [keys_in_runs(caches[0]), caches[1]]  # as an engine's; the memory is random anyway
     row_bytes = model.kv_heads * model.head_dim * dtype.itemsize
     tables = torch.randperm(size * width, device=device, dtype=torch.int32).view(size, width)
     lens = torch.full((size,), context, dtype=torch.int32, device=device)
@@ -172,17 +173,17 @@ def _paged(name: str, model: ModelShape, device: str) -> Iterator[BenchCase]:
         for x, cache in zip((k, v), caches, strict=True):
             cache[slots // BLOCK, slots % BLOCK] = x
 
-    steps: Steps = {"ours": lambda: reshape_and_cache(k, v, *caches, slots), "eager": eager_store}
+    steps: Steps = {"ours": lambda: reshape_and_cache(k, v, *served, slots), "eager": eager_store}
     label = f"{name} N={tokens}"
     yield _case("store-kv", "reshape_and_cache", label, dtype, steps, moved=4 * tokens * row_bytes)
 
     q = torch.randn(size, model.heads, model.head_dim, device=device, dtype=dtype)
     plan = None
     if device == "cpu":  # as the engine does: planned once a step, for all layers
-        plan = _plan(q, range(size + 1), lens, tables, caches[0])
+        plan = _plan(q, range(size + 1), lens, tables, caches[1])
     dense = [x.reshape(size, context, *shape[2:]).transpose(1, 2) for x in caches]
     steps = {
-        "ours": _decode(q, caches, tables, lens, context, plan),
+        "ours": _decode(q, served, tables, lens, context, plan),
         "sdpa-dense": lambda: F.scaled_dot_product_attention(
             q.unsqueeze(2), *dense, enable_gqa=True
         ),
@@ -199,11 +200,11 @@ def _paged(name: str, model: ModelShape, device: str) -> Iterator[BenchCase]:
     dense = [x[:members] for x in dense]
     q_batch = _batched(q, members)
     if device == "cpu":
-        plan = _plan(q, starts, lens[:members], tables[:members], caches[0])
+        plan = _plan(q, starts, lens[:members], tables[:members], caches[1])
     mask = torch.ones(chunk, context, dtype=torch.bool, device=device).tril(context - chunk)
     steps = {
         "ours": lambda: paged_attention(
-            q, *caches, starts, lens[:members], tables[:members], max_query_len=chunk,
+            q, *served, starts, lens[:members], tables[:members], max_query_len=chunk,
             max_seq_len=context, plan=plan,
         ),
         "sdpa-dense": lambda: F.scaled_dot_product_attention(

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from kernels import reshape_and_cache
+from kernels.kv_cache import keys_in_runs
 
 DTYPES = [torch.float32, torch.bfloat16]
+ORDERS = ("tokens first", "heads first", "runs")
+"""Of a paged cache in memory; "runs": heads first, keys in runs."""
 HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 """Of a rounding to nearest, relative to the result (fp32: 2 ** -24)."""
 
@@ -63,22 +66,25 @@ def causal_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, lengths: Seque
 
 
 def shuffled_cache(
-    k_TKD: Tensor, v_TKD: Tensor, lengths: Sequence[int], block_size: int, is_heads_first: bool
+    k_TKD: Tensor, v_TKD: Tensor, lengths: Sequence[int], block_size: int, order: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(k cache, v cache, block tables). What is not written is NaN: to read it shows."""
+    """(k cache, v cache, block tables) in one of ORDERS; keys in runs where blocks are whole runs.
+    What is not written is NaN: to read it shows."""
     _, num_kv, head_dim = k_TKD.shape
     counts = [-(-n // block_size) for n in lengths]
     shape = [sum(counts) + 2, block_size, num_kv, head_dim]
-    if is_heads_first:
+    if order != "tokens first":
         shape[1], shape[2] = shape[2], shape[1]
     caches = [torch.full(shape, math.nan, dtype=k_TKD.dtype) for _ in "kv"]
-    if is_heads_first:
+    if order != "tokens first":
         caches = [cache.transpose(1, 2) for cache in caches]
-    order = torch.randperm(shape[0]).tolist()
+    if order == "runs":
+        caches[0] = keys_in_runs(caches[0])
+    free = torch.randperm(shape[0]).tolist()
     tables = torch.full((len(lengths), max(counts)), -1)
     slots = []
     for i, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-        tables[i, :count] = torch.tensor([order.pop() for _ in range(count)])
+        tables[i, :count] = torch.tensor([free.pop() for _ in range(count)])
         slots += [
             int(tables[i, t // block_size]) * block_size + t % block_size for t in range(length)
         ]

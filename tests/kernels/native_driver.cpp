@@ -149,6 +149,19 @@ void test_products(int64_t rows, int64_t inputs, int64_t outputs) {
   add_to_digest(dw);
 }
 
+// A cache of blocks of LANES tokens, heads first, whose keys lie in runs. What is not written is NaN.
+template <class T>
+struct RunCache {
+  int64_t kv, D, blocks;
+  std::vector<T> k, v;
+  RunCache(int64_t tokens, int64_t kv, int64_t D)
+      : kv(kv), D(D), blocks(ceil_of(tokens, LANES)), k(blocks * LANES * kv * D), v(k.size()) {
+    memset(k.data(), 0xff, k.size() * sizeof(T)), memset(v.data(), 0xff, v.size() * sizeof(T));
+  }
+  // The row of a sequence's token, whose first block is the last.
+  int64_t row(int64_t i) const { return (blocks - 1 - i / LANES) * kv * LANES + i % LANES; }
+};
+
 template <class T>
 void test_attention(int64_t D, int64_t group, int64_t window) {
   const int64_t tokens = 139, kv = 2, heads = kv * group;
@@ -184,6 +197,28 @@ void test_attention(int64_t D, int64_t group, int64_t window) {
   attend(problem, team.data(), (int64_t)team.size(), 2);
   check(is_same(&o[shared * heads * D], &whole[shared * heads * D], rest * heads * D),
         "a query has the same bits in any team", name<T>(), D, window);
+  if (D % PER_WORD<T> == 0) {
+    RunCache<T> cache(tokens, kv, D);
+    std::vector<int64_t> stored(tokens);
+    for (int64_t i = 0; i < tokens; i++) stored[rows[i]] = cache.row(i);
+    store_kv(cache.k.data(), cache.v.data(), k.data(), v.data(), stored.data(), tokens, kv, D,
+             kv * D, kv * D, LANES, 1);
+    for (int64_t i = 0; i < tokens; i++) rows[i] = (int32_t)cache.row(i);
+    const Problem<T> packed = problem;
+    problem = {o.data(), q.data(), cache.k.data(), cache.v.data(), rows.data(), kv, group, D,
+               heads * D, D, D, LANES * D, LANES * D, scale, window, 1};
+    for (int32_t queries : {1, 3, 24}) {
+      attend_by(queries, queries == 3 ? 2 : 1);
+      check(is_same(o.data(), whole.data(), (int64_t)o.size()),
+            "a query has the same bits over keys in runs", name<T>(), D, queries);
+    }
+    std::fill(o.begin(), o.end(), T());
+    attend(problem, team.data(), (int64_t)team.size(), 2);
+    check(is_same(&o[shared * heads * D], &whole[shared * heads * D], rest * heads * D),
+          "a team has the same bits over keys in runs", name<T>(), D, window);
+    problem = packed;
+    for (int64_t i = 0; i < tokens; i++) rows[i] = (int32_t)(tokens - 1 - i);
+  }
   for (int64_t t = 0; t < tokens; t += 46)
     for (int64_t h = 0; h < heads; h++) {
       std::vector<double> p(t + 1), exact(D);
@@ -371,8 +406,11 @@ void test_decoder() {
   std::vector<int64_t> cache_rows(tokens);
   std::vector<int32_t> key_rows(tokens);
   for (int64_t i = 0; i < tokens; i++) cache_rows[i] = i * K, key_rows[i] = (int32_t)i;
+  struct Order {
+    int64_t row, head, head_rows, has_key_runs;
+  } order{K * D, D, 1, 0};
   auto run = [&](std::vector<T>& x, int64_t first, int64_t n, int64_t threads) {
-    Sizes sizes{n, E, H, K, D, F, K * D, D, 1};
+    Sizes sizes{n, E, H, K, D, F, order.row, order.head, order.head_rows, order.has_key_runs};
     Tile tile{0, (int32_t)n, (int32_t)(first + n), 0, 1, 0};
     Step<T> step{&cos[first * D / 2], &sin[first * D / 2], &cache_rows[first], key_rows.data(), &tile,
                  1};
@@ -393,6 +431,17 @@ void test_decoder() {
   check(is_same(whole.data(), chunked.data(), tokens * E), "a chunk has the bits of the whole",
         name<T>(), 0, 0);
   for (const T& value : whole) check(std::isfinite(wide(value)), "finite", name<T>(), 0, 0);
+  std::vector<RunCache<T>> caches(num_layers, RunCache<T>(tokens, K, D));
+  for (int64_t i = 0; i < num_layers; i++)
+    layers[i].k_cache = caches[i].k.data(), layers[i].v_cache = caches[i].v.data();
+  for (int64_t i = 0; i < tokens; i++)
+    cache_rows[i] = caches[0].row(i), key_rows[i] = (int32_t)cache_rows[i];
+  order = {D, LANES * D, LANES, 1};
+  apart = embedded;
+  run(apart, 0, 5, 2);
+  for (int64_t t = 5; t < tokens; t++) run(apart, t, 1, 1);
+  check(is_same(whole.data(), apart.data(), tokens * E), "keys in runs have the bits of rows",
+        name<T>(), 0, 0);
   add_to_digest(whole);
 }
 

@@ -5,7 +5,15 @@ import random
 
 import pytest
 import torch
-from native_cases import DTYPES, bounds, causal_attention, shuffled_cache, split_qkv, threads
+from native_cases import (
+    DTYPES,
+    ORDERS,
+    bounds,
+    causal_attention,
+    shuffled_cache,
+    split_qkv,
+    threads,
+)
 
 from kernels import flash_attn_varlen, make_kv_cache, paged_attention
 from kernels.cpp.ops import QuerySpan, _find_teams
@@ -52,17 +60,17 @@ def test_attention_is_fp64s_rounded_once(dtype, shape):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("is_heads_first", [False, True])
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_query_has_the_bits_of_training_however_it_is_served(dtype, is_heads_first, shape):
+def test_a_query_has_the_bits_of_training_however_it_is_served(dtype, order, shape):
     head_dim, num_kv, group = shape
     rng = random.Random(str((shape, dtype)))
     torch.manual_seed(1)
     q, k, v = split_qkv(sum(LENGTHS), num_kv, group, head_dim, dtype)
     trained = train(q, k, v, LENGTHS)
     everyone = list(range(len(LENGTHS)))
-    for block_size in (16, 3):
-        caches = shuffled_cache(k, v, LENGTHS, block_size, is_heads_first)
+    for block_size in (16, 48, 3):
+        caches = shuffled_cache(k, v, LENGTHS, block_size, order)
         for most in (1, 2, 9, 200):
             counts = [min(n, most) for n in LENGTHS]
             out, rows = attend_tail(q, caches, LENGTHS, counts, everyone)
@@ -111,7 +119,7 @@ FAMILIES = [  # keys in common, lengths of those that share them
 ]  # fmt: skip
 
 
-def siblings(num_kv, group, head_dim, dtype):
+def siblings(num_kv, group, head_dim, dtype, order):
     """(q, k, v, lengths, caches) of sequences whose tables begin with their first sibling's blocks;
     what they had there themselves is spoilt."""
     lengths = [length for _, family in FAMILIES for length in family]
@@ -123,7 +131,7 @@ def siblings(num_kv, group, head_dim, dtype):
             for x in (k, v):
                 x[begin : begin + shared] = x[first : first + shared]
         leader += len(family)
-    caches = shuffled_cache(k, v, lengths, 16, True)
+    caches = shuffled_cache(k, v, lengths, 16, order)
     tables, leader = caches[2], 0
     for shared, family in FAMILIES:
         num_blocks = shared // 16
@@ -137,10 +145,11 @@ def siblings(num_kv, group, head_dim, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(64, 2, 3), (40, 3, 7), (16, 12, 1)])
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_completions_of_one_prompt_have_the_bits_of_each_alone(dtype, shape, num_threads):
+@pytest.mark.parametrize("order", ORDERS[1:])
+def test_completions_of_one_prompt_have_the_bits_of_each_alone(dtype, shape, num_threads, order):
     head_dim, num_kv, group = shape
     torch.manual_seed(4)
-    q, k, v, lengths, caches = siblings(num_kv, group, head_dim, dtype)
+    q, k, v, lengths, caches = siblings(num_kv, group, head_dim, dtype, order)
     trained, everyone = train(q, k, v, lengths), list(range(len(lengths)))
     with threads(num_threads):
         for counts in ([1] * len(lengths), [1, 1, 1, 200, *[1] * 11, 60]):
@@ -201,10 +210,11 @@ def test_a_key_far_above_the_others_takes_all_the_weight(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_steps_without_queries_or_sequences_are_empty(dtype):
+@pytest.mark.parametrize("order", ORDERS)
+def test_steps_without_queries_or_sequences_are_empty(dtype, order):
     lengths, counts = [20, 0, 33, 7], [3, 0, 0, 1]
     q, k, v = split_qkv(sum(lengths), 2, 2, 32, dtype)
-    caches = shuffled_cache(k, v, lengths, 16, True)
+    caches = shuffled_cache(k, v, lengths, 16, order)
     out, rows = attend_tail(q, caches, lengths, counts, [0, 1, 2, 3])
     assert torch.equal(out, train(q, k, v, lengths)[rows])
     none = torch.zeros(0, 2, dtype=torch.int64)

@@ -3,9 +3,10 @@ rounding; a row's bits depend on the row alone."""
 
 import pytest
 import torch
-from native_cases import DTYPES, assert_close, bounds, shuffled_cache, split_qkv, threads
+from native_cases import DTYPES, ORDERS, assert_close, bounds, shuffled_cache, split_qkv, threads
 
 from kernels import add_rms_norm, apply_rope, qk_norm_rope, rms_norm, swiglu
+from kernels.kv_cache import key_rows
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -136,15 +137,16 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype, num_threads, width):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("is_heads_first", [False, True])
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("num_kv", [1, 3])
-def test_keys_and_values_of_a_split_product_lie_in_their_slots(dtype, is_heads_first, num_kv):
+def test_keys_and_values_of_a_split_product_lie_in_their_slots(dtype, order, num_kv):
     torch.manual_seed(0)
-    lengths, block_size = [1, 7, 20], 5
+    lengths, block_size = [1, 7, 40], 32 if order == "runs" else 5
     _, k, v = split_qkv(sum(lengths), num_kv, 2, 6, dtype)
     k = k.contiguous()  # as rotated keys are: v alone lies apart
-    *caches, tables = shuffled_cache(k, v, lengths, block_size, is_heads_first)
-    for cache, x in zip(caches, (k, v), strict=True):
+    k_cache, v_cache, tables = shuffled_cache(k, v, lengths, block_size, order)
+    assert (k_cache.dim() == 6) == (order == "runs")
+    for cache, x in ((key_rows(k_cache), k), (v_cache, v)):
         written = torch.zeros(cache.shape[:2], dtype=torch.bool)
         for i, lo in enumerate(bounds(lengths)[:-1]):
             for t in range(lengths[i]):

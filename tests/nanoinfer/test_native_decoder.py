@@ -99,7 +99,7 @@ def test_hidden_states_and_cache_have_the_bits_of_the_models_own_pass(
         ids = torch.randint(3, 211, (starts[-1],), generator=generator)
         context = PagedContext(plain, slots, starts, lens, tables, max(lens), max(lens))
         expected = model(ids, positions, context)
-        cache = fused.layers[0][0]
+        _, cache = fused.layers[0]
         plan = make_paged_plan(
             starts, lens, tables, cache=cache, num_heads=fused.num_heads, dtype=model.dtype
         )
