@@ -145,6 +145,7 @@ def _load(path: Path) -> Kernels:
         "pack": [pointer] * 2 + [count] * 3,
         "pack_columns": [pointer] * 2 + [count] * 4,
         "add_product": [pointer] * 3 + [count] * 7,
+        "adamw": [pointer] * 5 + [count, pointer, count],
         "attend": [pointer] * 6 + [count] * 9 + [number, count, count],
         "differentiate_attention": [pointer] * 11 + [count] * 9 + [number, count, count],
         "decode": [pointer] * 3 + [count] + [pointer] * 4 + [number] * 3 + [count],

@@ -543,3 +543,31 @@ def for_ranges(
         torch.get_num_threads(),
     )
     return list(sums) if has_sums else [], [bool(one) for one in is_finite] if has_finite else []
+
+
+class AdamWFactors(ctypes.Structure):
+    """The numbers of one step of AdamW, computed in fp64 and rounded once."""
+
+    _fields_ = [
+        (name, ctypes.c_float)
+        for name in (
+            "scale", "decay", "rest1", "beta2", "rest2", "root_scale", "eps", "step_size",
+        )
+    ]  # fmt: skip
+
+
+def adamw_(
+    weight: Tensor,
+    remainder: Tensor | None,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    factors: AdamWFactors,
+) -> None:
+    """One step in place of contiguous tensors of one size: `weight` is bf16 with the int16 that
+    completes its master, or an fp32 master itself; the others are fp32."""
+    rest = None if remainder is None else remainder.data_ptr()
+    function("adamw", weight.dtype)(
+        weight.data_ptr(), rest, grad.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(),
+        weight.numel(), ctypes.byref(factors), torch.get_num_threads(),
+    )  # fmt: skip
