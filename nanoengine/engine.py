@@ -470,10 +470,9 @@ class Engine:
         bit-equal to a run that was never interrupted (of another layout: equal but for the order
         of sums). Returns the cursor. On CheckpointError nothing has changed, on any rank."""
         self.wait_saved()
-        wanted = optimizer_pieces(self.optimizer)
         checkpoint = _open_together(Path(path), self.mesh)
-        _check(checkpoint, [piece for piece, _ in wanted], self.mesh)
-        for piece, tensor in wanted:
+        _check(checkpoint, [piece for piece, _ in _pieces(self.optimizer)], self.mesh)
+        for piece, tensor in _pieces(self.optimizer):
             checkpoint.read_box(piece.name, piece.box, tensor)
         meta = checkpoint.meta
         self.optimizer.step_count = meta["step_count"]
@@ -525,11 +524,12 @@ def _check_mesh(model: Transformer, config: EngineConfig, mesh: Mesh, *, is_pipe
 
 def optimizer_pieces(optimizer: AdamW) -> Held:
     """Masters and moments that this rank owns, by the names of the whole model's parameters
-    (`master.layers.0.qkv.weight`). Writing to the tensors restores them."""
+    (`master.layers.0.qkv.weight`)."""
     return list(_pieces(optimizer))
 
 
 def _pieces(optimizer: AdamW) -> Iterator[tuple[Piece, Tensor]]:
+    """The same one by one; writing to a tensor before the next is taken restores it."""
     kinds: tuple[Kind, ...] = ("master", "exp_avg", "exp_avg_sq")
     for kind in kinds:
         for entry, values in optimizer.entries(kind):
