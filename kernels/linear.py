@@ -45,6 +45,9 @@ from kernels.cpp.build import has_native
 _WORTH_PACKING = 32
 """Rows from which on a product is worth laying its other factor out for it."""
 
+_SCRATCH_BYTES = 1 << 25
+"""Largest weight that is laid out in memory which the C++ keeps for the next one."""
+
 _ADD_ELEMENTS = 1 << 18  # 1 MB in fp32: stays in the processor's cache
 
 
@@ -96,6 +99,8 @@ def linear_rows(
         return y_TO if bias is None else y_TO.add_(bias)
     if not is_packable(weight_OI) or x_TI.dtype != weight_OI.dtype:
         return F.linear(x_TI, weight_OI, bias)
+    if packed is None and is_native(weight_OI) and weight_OI.nbytes <= _SCRATCH_BYTES:
+        return cpp_ops.linear_unpacked(x_TI, weight_OI, bias)
     packed = pack_weight(weight_OI) if packed is None else packed
     assert packed is not None, "packable weights have a packed form"
     if packed.is_mkldnn:

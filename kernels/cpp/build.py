@@ -142,6 +142,7 @@ def _load(path: Path) -> Kernels:
         "has_linear": [],
         "panel": [],
         "linear": [pointer] * 4 + [count] * 5,
+        "linear_unpacked": [pointer] * 4 + [count] * 5,
         "pack": [pointer] * 2 + [count] * 3,
         "pack_columns": [pointer] * 2 + [count] * 4,
         "add_product": [pointer] * 3 + [count] * 7,

@@ -71,6 +71,11 @@ extern "C" int64_t has_linear_bf16() {
                                   int64_t x_stride, int64_t threads) {                           \
     linear(y, x, packed, bias, rows, inputs, outputs, x_stride, threads);                        \
   }                                                                                              \
+  extern "C" void linear_unpacked_##SUFFIX(T* y, const T* x, const T* weight, const T* bias,    \
+                                           int64_t rows, int64_t inputs, int64_t outputs,        \
+                                           int64_t x_stride, int64_t threads) {                  \
+    linear_unpacked(y, x, weight, bias, rows, inputs, outputs, x_stride, threads);               \
+  }                                                                                              \
   extern "C" int64_t panel_##SUFFIX() { return PANEL; }                                         \
   extern "C" void pack_##SUFFIX(float* packed, const T* weight, int64_t inputs,                 \
                                 int64_t outputs, int64_t threads) {                              \

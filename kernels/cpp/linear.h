@@ -205,3 +205,15 @@ void pack(float* packed, const T* weight, int64_t inputs, int64_t outputs, int64
       }
   });
 }
+
+// The same product over a weight as it is, [outputs, inputs], for rows that are many: what laying it
+// out takes, they take many times.
+template <class T>
+void linear_unpacked(T* y, const T* x, const T* weight, const T* bias, int64_t rows, int64_t inputs,
+                     int64_t outputs, int64_t x_stride, int64_t threads) {
+  thread_local std::vector<float> packed;  // of the calling thread, kept as in linear()
+  packed.resize(ceil_of(outputs, PANEL) * ceil_of(inputs, PER_PACKED_WORD<T>) * PANEL + LINE);
+  const uintptr_t begin = ((uintptr_t)packed.data() + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
+  pack((float*)begin, weight, inputs, outputs, threads);
+  linear(y, x, (const float*)begin, bias, rows, inputs, outputs, x_stride, threads);
+}
