@@ -16,13 +16,16 @@ import torch
 from torch import Tensor
 
 _MOST = 2**15 - 1
+_PIECE = 1 << 19  # elements: what is computed on the way stays in the processor's cache
 
 
 def split_master_(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
-    """Writes `master` (fp32) to `weight` (bf16) and `remainder` (int16), of its shape."""
-    weight.copy_(master)
-    left = master.view(torch.int32) - _high(weight)
-    remainder.copy_(left.clamp_(-_MOST - 1, _MOST))
+    """Writes `master` (fp32) to `weight` (bf16) and `remainder` (int16), all of one size, 1-d."""
+    pieces = (x.split(_PIECE) for x in (weight, remainder, master))
+    for rounded, rest, whole in zip(*pieces, strict=True):
+        rounded.copy_(whole)
+        left = _high(rounded).neg_().add_(whole.view(torch.int32))
+        rest.copy_(left.clamp_(-_MOST - 1, _MOST))
 
 
 def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
@@ -31,4 +34,4 @@ def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
 
 
 def _high(weight: Tensor) -> Tensor:
-    return weight.view(torch.int16).to(torch.int32) << 16
+    return weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)

@@ -30,6 +30,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -39,6 +40,7 @@ from torch import Tensor, nn
 from kernels import fused_adamw_
 from kernels.adamw import make_tensor_table
 from kernels.tensor_table import TensorTable
+from nanoengine.model.device import release_memory
 from nanoengine.model.linear import record_of
 from nanoengine.parallel.data_parallel import Bucket, BucketState, GradientReducer, ShardEntry
 from nanoengine.parallel.mesh import REPLICA_AXES, WORLD, Layout, Mesh
@@ -166,14 +168,18 @@ class AdamW:
             for layers, named, axes in cut_into_buckets(models, mesh, self.zero, bucket_bytes, wide)
         ]
         size = sum(bucket.share for bucket in self.buckets)
-        self.exp_avg, self.exp_avg_sq = (
-            torch.zeros(size, dtype=wide, device=first.device) for _ in range(2)
-        )
+        flat = partial(torch.zeros, size, device=first.device)
         is_split = dtype == torch.bfloat16 and first.device.type == "cpu"
         keeps_masters = (self.has_working_copy or self.zero == 3) and not is_split
-        self._own_masters = torch.zeros_like(self.exp_avg) if keeps_masters else None
-        self._remainders = torch.zeros_like(self.exp_avg, dtype=torch.int16) if is_split else None
+        self._own_masters = flat(dtype=wide) if keeps_masters else None
+        self._remainders = flat(dtype=torch.int16) if is_split else None
         self._states = list(self._make_states(dtype))
+        release_memory()  # of the parameters as they were: before the moments, or it comes on top
+        self.exp_avg, self.exp_avg_sq = flat(dtype=wide), flat(dtype=wide)
+        shares = [state.bucket.share for state in self._states]
+        moments = self.exp_avg.split(shares), self.exp_avg_sq.split(shares)
+        for state, mean, square in zip(self._states, *moments, strict=True):
+            state.exp_avg, state.exp_avg_sq = mean, square
         self._decayed, self._spared = self._halves()
         self._plans: list[TensorTable | None] = []  # made at the first step, and after `reload`
         self._parked: Parked | None = None
@@ -191,11 +197,8 @@ class AdamW:
             part = slice(begin, begin + bucket.share)
             begin += bucket.share
             own, rest = (x if x is None else x[part] for x in (self._own_masters, self._remainders))
-            moments = self.exp_avg[part], self.exp_avg_sq[part]
             is_resident = self.zero < 3
-            yield BucketState(
-                bucket, dtype, own, *moments, remainder=rest, is_resident=is_resident
-            )
+            yield BucketState(bucket, dtype, own, remainder=rest, is_resident=is_resident)
 
     def _halves(self) -> tuple[list[Flats], list[Flats]]:
         """The buffers of decayed parameters and of those that are spared."""

@@ -137,22 +137,23 @@ class Bucket:
 class BucketState:
     """A bucket's weights, masters and moments. What this rank owns of the masters is a buffer of
     its own, or the weights themselves where they are as wide, or the weights and their remainders
-    (kernels/split_master.py)."""
+    (kernels/split_master.py). Whoever makes one gives it its moments."""
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
 
     def __init__(
         self,
         bucket: Bucket,
         dtype: torch.dtype,
         own_master: Tensor | None,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
         *,
         remainder: Tensor | None = None,
         is_resident: bool,
     ) -> None:
         self.bucket = bucket
         self.is_resident = is_resident or bucket.num_shards == 1  # whole weights are always here
-        self.exp_avg, self.exp_avg_sq, self.remainder = exp_avg, exp_avg_sq, remainder
+        self.remainder = remainder
         if own_master is not None and bucket.num_shards == 1:
             whole = own_master  # the master is the whole: no second copy is made on the way
         else:
