@@ -279,12 +279,25 @@ class Engine:
                 "cannot be trained on, drop it"
             )
         self.optimizer.zero_grad()
-        loss, stats = self.forward_backward(
-            samples, loss_fn, weight, temperature=temperature, entropy=entropy
-        )
-        if not math.isfinite(loss):
-            raise NonFiniteLoss(self._explain(f"the loss is {loss}"))
-        return {"loss": loss, **self.update(), **stats}
+        with self._packed_lent():
+            loss, stats = self.forward_backward(
+                samples, loss_fn, weight, temperature=temperature, entropy=entropy
+            )
+            if not math.isfinite(loss):
+                raise NonFiniteLoss(self._explain(f"the loss is {loss}"))
+            return {"loss": loss, **self.update(), **stats}
+
+    @contextmanager
+    def _packed_lent(self) -> Iterator[None]:
+        """Inside, until the update, activations have the memory of the prepacked copies."""
+        for part in self.models:
+            part.lend_packed()
+        try:
+            yield
+        except BaseException:
+            for part in self.models:
+                part.restore_packed()
+            raise
 
     def forward_backward(
         self,

@@ -249,8 +249,8 @@ def test_offload_returns_the_memory_to_the_system() -> None:
         check=True,
     ).stdout
     dropped, returned = map(float, output.split())
-    # MB, of 3 buffers of 40 and remainders of 20; the gradient returns unread
-    assert dropped > 110 and returned > 70
+    # MB, of 3 buffers of 40; remainders of 20 the allocator may keep; the gradient returns unread
+    assert dropped > 95 and returned > 70
 
 
 def test_load_weights_also_replaces_the_masters() -> None:
