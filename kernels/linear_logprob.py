@@ -139,6 +139,7 @@ class _LinearLogprob(torch.autograd.Function):
             rows = slice(lo, lo + options.chunk_size)
             logits = chunks.multiply(hidden[rows].to(options.dtype))
             parts.append(_chunk_stats(logits, token_ids[rows], options))
+            del logits  # before the next ones are there
         if parts:
             logp, lse, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
         else:
@@ -176,6 +177,7 @@ class _LinearLogprob(torch.autograd.Function):
             dhidden[rows] = matmul_rows(dlogits, head, columns)
             if dweight is not None:
                 _add_weight_gradient(dweight, dlogits, h)
+            del logits, dlogits
         if dweight is None or dweight is main_grad:
             return dhidden, None, None, None, None
         return dhidden, dweight.to(weight.dtype), None, None, None
