@@ -8,7 +8,9 @@ waits for it), t the step from 1, and w the fp32 master of p:
 
 On a GPU one launch over a table of int64 addresses, cut into chunks of equal size; the table
 is a plan to build once and keep, because tensors of a training run stay where they are. On a CPU
-PyTorch's own one-pass kernel; what it cannot read as it is (bf16 gradients, a clip factor) goes
+one pass in C++ (`cpp/adamw.h`), over fp32 weights or over bf16 ones and the remainders that make
+them masters (split_master.py). Everything else there goes to PyTorch's own one-pass kernel, whose
+bits the C++ has; what that cannot read as it is (bf16 gradients, a clip factor, remainders) goes
 through it piece by piece, so that widened copies never leave the cache.
 
 Left out: amsgrad and maximize; the gradient's norm, which the engine sums over its shards in fp64.
@@ -21,7 +23,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.backend import Backend, check_floating, use_triton
+from kernels.backend import Backend, check_floating, use_native, use_triton
+from kernels.cpp import ops as cpp_ops
+from kernels.split_master import join_master, split_master_
 from kernels.tensor_table import CHUNK, TensorTable
 
 _PIECE = 1 << 19  # elements a CPU widens at a time; whole cache lines, so a tensor's only odd end
@@ -129,11 +133,13 @@ def fused_adamw_(
     weight_decay: float,
     step: int,
     grad_scale: Tensor | float = 1.0,
+    remainders: Tensors | None = None,
     plan: TensorTable | None = None,
     backend: Backend = "auto",
 ) -> None:
     """One AdamW step in place: `params` (bf16, or anything), `grads` (read only), fp32 moments and
-    masters. Without `master` the params are fp32 and their own masters. `step` counts from 1.
+    masters. Without `master` the params are fp32 and their own masters, or bf16 and halves of them,
+    whose `remainders` (int16, on a CPU) are the others. `step` counts from 1.
 
     `plan` is `make_tensor_table(params, grads, exp_avgs, exp_avg_sqs, master)` (params for the
     master where there is none); without it the table is built and copied at every call.
@@ -142,53 +148,97 @@ def fused_adamw_(
         raise ValueError(f"step={step}: counts from 1")
     wide = params if master is None else master
     lists = (params, grads, exp_avgs, exp_avg_sqs, wide)
-    on_triton = use_triton(backend, params[0]) if params else False
+    on_triton = use_triton(backend, params[0], has_cpp=True) if params else False
     if plan is None or not on_triton:
         _check_lists(lists, ("params", "grads", "exp_avgs", "exp_avg_sqs", "master"))
+    if remainders is not None:
+        _check_remainders(params, remainders, master, on_triton)
+        wide = exp_avgs
     for name, tensors in (("master", wide), ("exp_avgs", exp_avgs), ("exp_avg_sqs", exp_avg_sqs)):
         if tensors[0].dtype != wide[0].dtype or wide[0].dtype not in _WIDE:
             raise ValueError(f"{name}: must be float32 (bfloat16 params need a master)")
     _check_scale(grad_scale, params[0].device)
-    if not on_triton:
-        update = partial(
-            torch._fused_adamw_, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps,
-            weight_decay=weight_decay, amsgrad=False, maximize=False,
-        )  # fmt: skip
-        _torch_step(update, step, lists, grad_scale, master is not None)
-        return
-    from kernels.triton import adamw as triton_ops
+    if on_triton:
+        from kernels.triton import adamw as triton_ops
 
-    table = _table_for(plan, lists)
-    if torch.float64 in table.dtypes:
-        raise ValueError("params: float64 would be updated in float32; use backend='torch'")
-    scale = _device_scale(grad_scale, params[0].device)
-    triton_ops.step(table, scale, lr, betas, eps, weight_decay, step, has_master=master is not None)
+        table = _table_for(plan, lists)
+        if torch.float64 in table.dtypes:
+            raise ValueError("params: float64 would be updated in float32; use backend='torch'")
+        scale = _device_scale(grad_scale, params[0].device)
+        has_master = master is not None
+        triton_ops.step(table, scale, lr, betas, eps, weight_decay, step, has_master=has_master)
+        return
+    refusal = None if master is None else "masters are params, or params and remainders"
+    if use_native(backend, *wide, *grads, *exp_avgs, *exp_avg_sqs, refusal=refusal):
+        factors = cpp_ops.AdamWFactors(
+            scale=float(grad_scale),
+            decay=1 - lr * weight_decay,
+            rest1=1 - betas[0],
+            beta2=betas[1],
+            rest2=1 - betas[1],
+            root_scale=(1 - betas[1] ** step) ** 0.5,
+            eps=eps,
+            step_size=lr / (1 - betas[0] ** step),
+        )
+        rests = [None] * len(params) if remainders is None else remainders
+        for p, r, g, m, v in zip(params, rests, grads, exp_avgs, exp_avg_sqs, strict=True):
+            cpp_ops.adamw_(p, r, g, m, v, factors)
+        return
+    update = partial(
+        torch._fused_adamw_, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps,
+        weight_decay=weight_decay, amsgrad=False, maximize=False,
+    )  # fmt: skip
+    _torch_step(update, step, lists, remainders, grad_scale, has_master=master is not None)
 
 
 def _torch_step(
     update: Callable[..., None],
     step: int,
     lists: tuple[Tensors, Tensors, Tensors, Tensors, Tensors],
+    remainders: Tensors | None,
     scale: Tensor | float,
+    *,
     has_master: bool,
 ) -> None:
-    """`update` over whole tensors where it can read the gradients as they are, else by pieces."""
+    """`update` over whole tensors where it can read everything as it is, else by pieces."""
     params, grads, exp_avgs, exp_avg_sqs, wide = (list(tensors) for tensors in lists)
     steps = [torch.tensor(float(step), device=params[0].device)] * len(params)
     is_scaled = isinstance(scale, Tensor) or scale != 1.0
-    if not has_master and not is_scaled and grads[0].dtype == wide[0].dtype:
+    is_split = remainders is not None
+    if not (is_scaled or has_master or is_split) and grads[0].dtype == wide[0].dtype:
         update(wide, grads, exp_avgs, exp_avg_sqs, [], steps)
         return
     size = _piece_size(params)
-    scratch = torch.empty(size, dtype=wide[0].dtype, device=params[0].device)
-    for tensors in zip(*lists, strict=True):
-        for p, g, m, v, w in zip(*(x.view(-1).split(size) for x in tensors), strict=True):
+    scratch = torch.empty(size, dtype=exp_avgs[0].dtype, device=params[0].device)
+    rests = params if remainders is None else remainders
+    for tensors in zip(*lists, rests, strict=True):
+        for p, g, m, v, w, rest in zip(*(x.view(-1).split(size) for x in tensors), strict=True):
             wide_g = scratch[: len(g)].copy_(g)
             if is_scaled:
                 wide_g.mul_(scale)
-            update([w], [wide_g], [m], [v], [], steps[:1])
-            if has_master:
+            master = join_master(p, rest) if is_split else w
+            update([master], [wide_g], [m], [v], [], steps[:1])
+            if is_split:
+                split_master_(p, rest, master)
+            elif has_master:
                 p.copy_(w)
+
+
+def _check_remainders(
+    params: Tensors, remainders: Tensors, master: Tensors | None, on_triton: bool
+) -> None:
+    if master is not None:
+        raise ValueError("remainders: masters are given too; one of the two")
+    if on_triton or params[0].device.type != "cpu":
+        raise ValueError("remainders: on a CPU only; give fp32 masters instead")
+    if params[0].dtype != torch.bfloat16:
+        raise ValueError(f"remainders: complete bfloat16 params, not {params[0].dtype} ones")
+    for i, (p, r) in enumerate(zip(params, remainders, strict=True)):
+        if r.dtype != torch.int16 or r.numel() != p.numel() or not r.is_contiguous():
+            raise ValueError(
+                f"remainders[{i}]: {r.dtype} of {r.numel()} elements must be contiguous int16 of "
+                f"the {p.numel()} of params[{i}]"
+            )
 
 
 def _check_scale(scale: Tensor | float, device: torch.device) -> None:

@@ -19,6 +19,9 @@ and leaves (weight, dy, x) there for `finish_weight_grads`. Pipelines fill their
 Or `take_grad`, a callable, which is then given (dy, x) in place of the weight's gradient: that of a
 low-rank change of the weight takes much less than the gradient itself (adapters, nanoengine).
 
+A product keeps its input for the gradient of the weight, unless the caller gives a `Recipe`: the
+backward pass then makes the input again, from tensors that others keep anyway.
+
 On a GPU the product is cuBLAS's, which chooses its algorithm by the number of rows. Where the two
 engines have to agree to the bit there too, `batch_invariant=True` asks for a Triton kernel instead
 (`triton/batch_invariant.py`): one tile and one order of the sum for every number of rows, for the
@@ -26,6 +29,9 @@ output and for the input's gradient.
 
 Left out: quantised weights (fp8.py).
 """
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +45,19 @@ from kernels.cpp.build import has_native
 _WORTH_PACKING = 32
 """Rows from which on a product is worth laying its other factor out for it."""
 
+_SCRATCH_BYTES = 1 << 25
+"""Largest weight that is laid out in memory which the C++ keeps for the next one."""
+
 _ADD_ELEMENTS = 1 << 18  # 1 MB in fp32: stays in the processor's cache
+
+
+class Recipe(NamedTuple):
+    """Says how the input of a product is made again for its backward pass: `make(*sources)`, which
+    gives the same bits every time and takes much less than the product. Worth it where somebody
+    else keeps the sources."""
+
+    make: Callable[..., Tensor]
+    sources: tuple[Tensor, ...]
 
 
 def is_packable(weight: Tensor) -> bool:
@@ -81,6 +99,8 @@ def linear_rows(
         return y_TO if bias is None else y_TO.add_(bias)
     if not is_packable(weight_OI) or x_TI.dtype != weight_OI.dtype:
         return F.linear(x_TI, weight_OI, bias)
+    if packed is None and is_native(weight_OI) and weight_OI.nbytes <= _SCRATCH_BYTES:
+        return cpp_ops.linear_unpacked(x_TI, weight_OI, bias)
     packed = pack_weight(weight_OI) if packed is None else packed
     assert packed is not None, "packable weights have a packed form"
     if packed.is_mkldnn:
@@ -186,19 +206,22 @@ def add_wide(total: Tensor, part: Tensor) -> None:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TI, weight, bias, packed, on_triton):
-        ctx.save_for_backward(x_TI)
+    def forward(ctx, x_TI, weight, bias, packed, on_triton, recipe):
+        ctx.make = None if recipe is None else recipe.make
+        ctx.save_for_backward(*(recipe.sources if recipe is not None else (x_TI,)))
         ctx.weight = weight  # itself: activation checkpointing gives back copies without main_grad
         ctx.on_triton = on_triton
         return linear_rows(x_TI, weight, bias, packed, on_triton)
 
     @staticmethod
     def backward(ctx, dy_TO):
-        (x_TI,), weight = ctx.saved_tensors, ctx.weight
+        sources, weight = ctx.saved_tensors, ctx.weight
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
         multiply = multiply_batch_invariant if ctx.on_triton else matmul_rows
         dx = multiply(dy_TO, weight) if needs_x else None
-        late, dw = getattr(weight, "late_grads", None), None
+        late, dw, x_TI = getattr(weight, "late_grads", None), None, sources[0]
+        if ctx.make is not None and needs_w:
+            x_TI = ctx.make(*sources).flatten(0, -2)
         take = getattr(weight, "take_grad", None)
         if take is not None and needs_w:
             take(dy_TO, x_TI)
@@ -209,7 +232,7 @@ class _Linear(torch.autograd.Function):
         db = None
         if needs_b:
             db = dy_TO.sum(0, dtype=torch.promote_types(dy_TO.dtype, torch.float32)).to(dy_TO.dtype)
-        return dx, dw, db, None, None
+        return dx, dw, db, None, None, None
 
 
 def linear(
@@ -218,11 +241,13 @@ def linear(
     bias: Tensor | None = None,
     packed: Tensor | None = None,
     *,
+    recipe: Recipe | None = None,
     batch_invariant: bool = False,
     backend: Backend = "auto",
 ) -> Tensor:
     """x [..., in] · weight [out, in]ᵀ + bias [out]. `packed` is `pack_weight(weight)`, kept fresh
-    by the caller; without it the weight is packed on every call.
+    by the caller; without it the weight is packed on every call. With `recipe` x is not kept for
+    the backward pass, but made again.
 
     A row's bits never depend on the other rows on a CPU; on a GPU with `batch_invariant` alone,
     where they cost time. Without it there is no Triton kernel, and `backend` says nothing.
@@ -245,7 +270,7 @@ def linear(
     if on_triton:
         check_triton_dtype("x", x.dtype)
     if torch.is_grad_enabled():
-        y_TO = _Linear.apply(x_TI, weight, bias, packed, on_triton)
+        y_TO = _Linear.apply(x_TI, weight, bias, packed, on_triton, recipe)
     else:
         y_TO = linear_rows(x_TI, weight, bias, packed, on_triton)
     return y_TO.view(*x.shape[:-1], weight.shape[0])

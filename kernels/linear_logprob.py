@@ -150,6 +150,10 @@ class _LinearLogprob(torch.autograd.Function):
                     logits, token_ids[rows], lse, None, expected[rows], None, options
                 )
                 ctx.sums.add(rows, dlogits, h)
+                del dlogits
+            del logits  # before the next ones are there
+        if ctx.sums is not None:
+            ctx.sums.rest()
         if parts:
             logp, lse, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
         else:
@@ -184,6 +188,7 @@ class _LinearLogprob(torch.autograd.Function):
                 logits, token_ids[rows], lse[rows], h_rows, by_logp, by_entropy, options
             )
             sums.add(rows, dlogits, h)
+            del logits, dlogits
         return sums.dhidden, sums.of_weight(), None, None, None, None
 
 
@@ -195,7 +200,8 @@ class _Gradients:
         self, hidden: Tensor, weight: Tensor, head: Tensor, options: _Options, needs_weight: bool
     ) -> None:
         self.dhidden = torch.zeros_like(hidden)
-        self._weight, self._head, self._columns = weight, head, pack_columns(head)
+        self._weight, self._head = weight, head
+        self._columns: Tensor | None = None
         self._dweight: Tensor | None = None  # of a frozen head: its size would be for nothing
         if needs_weight:
             wide = torch.promote_types(options.dtype, torch.float32)
@@ -205,9 +211,15 @@ class _Gradients:
 
     def add(self, rows: slice, dlogits_CV: Tensor, hidden_CD: Tensor) -> None:
         """Add what a chunk's gradient by its logits gives."""
+        if self._columns is None:
+            self._columns = pack_columns(self._head)
         self.dhidden[rows] += matmul_rows(dlogits_CV, self._head, self._columns)
         if self._dweight is not None:
             _add_weight_gradient(self._dweight, dlogits_CV, hidden_CD)
+
+    def rest(self) -> None:
+        """Nothing is expected to be added: drop what only `add` reads."""
+        self._columns = None
 
     def of_weight(self) -> Tensor | None:
         """The weight's gradient for autograd; None where `main_grad` took it."""

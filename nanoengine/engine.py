@@ -294,12 +294,25 @@ class Engine:
                 "cannot be trained on, drop it"
             )
         self.optimizer.zero_grad()
-        loss, stats = self.forward_backward(
-            samples, loss_fn, weight, temperature=temperature, entropy=entropy
-        )
-        if not math.isfinite(loss):
-            raise NonFiniteLoss(self._explain(f"the loss is {loss}"))
-        return {"loss": loss, **self.update(), **stats}
+        with self._packed_lent():
+            loss, stats = self.forward_backward(
+                samples, loss_fn, weight, temperature=temperature, entropy=entropy
+            )
+            if not math.isfinite(loss):
+                raise NonFiniteLoss(self._explain(f"the loss is {loss}"))
+            return {"loss": loss, **self.update(), **stats}
+
+    @contextmanager
+    def _packed_lent(self) -> Iterator[None]:
+        """Inside, until the update, activations have the memory of the prepacked copies."""
+        for part in self.models:
+            part.lend_packed()
+        try:
+            yield
+        except BaseException:
+            for part in self.models:
+                part.restore_packed()
+            raise
 
     def forward_backward(
         self,
@@ -489,10 +502,9 @@ class Engine:
         bit-equal to a run that was never interrupted (of another layout: equal but for the order
         of sums). Returns the cursor. On CheckpointError nothing has changed, on any rank."""
         self.wait_saved()
-        wanted = optimizer_pieces(self.optimizer)
         checkpoint = _open_together(Path(path), self.mesh)
-        _check(checkpoint, [piece for piece, _ in wanted], self.mesh)
-        for piece, tensor in wanted:
+        _check(checkpoint, [piece for piece, _ in _pieces(self.optimizer)], self.mesh)
+        for piece, tensor in _pieces(self.optimizer):
             checkpoint.read_box(piece.name, piece.box, tensor)
         meta = checkpoint.meta
         self.optimizer.step_count = meta["step_count"]
@@ -553,11 +565,12 @@ def _check_mesh(model: Transformer, config: EngineConfig, mesh: Mesh, *, is_pipe
 
 def optimizer_pieces(optimizer: AdamW) -> Held:
     """Masters and moments that this rank owns, by the names of the whole model's parameters
-    (`master.layers.0.qkv.weight`). Writing to the tensors restores them."""
+    (`master.layers.0.qkv.weight`)."""
     return list(_pieces(optimizer))
 
 
 def _pieces(optimizer: AdamW) -> Iterator[tuple[Piece, Tensor]]:
+    """The same one by one; writing to a tensor before the next is taken restores it."""
     kinds: tuple[Kind, ...] = ("master", "exp_avg", "exp_avg_sq")
     for kind in kinds:
         for entry, values in optimizer.entries(kind):

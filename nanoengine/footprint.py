@@ -7,10 +7,11 @@ size, s = t with sequence parallel, else 1.
 
     bytes of parameters     2P (bf16) or 4P (fp32, which is its own master)   / d with ZeRO-3
     bytes of gradients      4P                                                / d with ZeRO-2, 3
-    bytes of optimizer      8P, and 4P masters over bf16                      / d with ZeRO-1 to 3
-    activations of a layer  T (4E/s + (2Q + 2K + 3F)/t) elements and the norms' fp32 statistics;
+    bytes of optimizer      8P, and 4P masters over bf16, 2P on a CPU         / d with ZeRO-1 to 3
+    activations of a layer  T (4E/s + (2Q + 2K + 2F)/t) elements and the norms' fp32 statistics;
                             another T (Q + 2K)/t where queries and keys are normalised, another
-                            T · 2E/s where there are norms before and after attention and MLP
+                            T · 2E/s where there are norms before and after attention and MLP;
+                            2E less on a CPU, which makes what a norm gave again if t is 1
     with checkpointing      T · 2E/s elements a layer, and one layer in full
     FLOPs of a token        6N + 6·L·Q·length       N matmul weights with the head, L layers; causal
     MFU                     those FLOPs · tokens/s / (GPUs · peak)
@@ -42,6 +43,7 @@ class Plan(Layout):
     schedule: str = "1f1b"
     chunks: int = 1
     dtype: str = "bf16"
+    on_cpu: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,8 +129,10 @@ def layer_activation_bytes(config: ModelConfig, plan: Plan, num_tokens: int) -> 
     wide = max(4, width)
     is_widened = bool(family.norm_offset) and wide > width  # the input of a norm, to fp32
     num_norms = len(family.norms)
-    size = (2 * width + num_norms * (wide if is_widened else width)) * hidden / split
-    size += (2 * q + 2 * kv + 3 * config.intermediate_size) / plan.tp * width
+    is_remade = plan.on_cpu and plan.tp == 1 and not family.norm_offset
+    num_inputs = 2 - is_remade * len({"input_norm", "post_norm"} & set(family.norms))  # of products
+    size = (num_inputs * width + num_norms * (wide if is_widened else width)) * hidden / split
+    size += (2 * q + 2 * kv + 2 * config.intermediate_size) / plan.tp * width
     statistics = num_norms / split
     if config.qk_norm:  # keeps q and k as they were before, and v beside them
         size += ((q + kv) * wide if is_widened else (q + 2 * kv) * width) / plan.tp
@@ -166,7 +170,7 @@ def rank_memory(
     params = rank_params(config, plan, rank)
     shards = plan.dp * plan.cp
     wide = max(4, WIDTH[plan.dtype])
-    has_master = WIDTH[plan.dtype] < 4
+    master = 0 if WIDTH[plan.dtype] >= 4 else 2 if plan.on_cpu else 4
     tokens = micro_tokens // plan.cp
     num_layers = len(split_layers(config.num_layers, plan.pp * plan.chunks)[rank])
     layer = layer_activation_bytes(config, plan, tokens)
@@ -181,7 +185,7 @@ def rank_memory(
     return Memory(
         params=params * WIDTH[plan.dtype] / (shards if plan.zero == 3 else 1),
         grads=params * wide / (shards if plan.zero >= 2 and plan.pp == 1 else 1),
-        optimizer=params * wide * (3 if has_master else 2) / (shards if plan.zero else 1),
+        optimizer=params * (2 * wide + master) / (shards if plan.zero else 1),
         activations=activations,
     )
 

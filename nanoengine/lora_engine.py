@@ -13,6 +13,7 @@ Next: lora_adapter.py, which says why the weights are merged.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -42,6 +43,11 @@ class LoraEngine(Engine):
     def _make_optimizer(self, dtype: torch.dtype) -> AdamW:
         wide = torch.promote_types(dtype, torch.float32)
         return AdamW([self.adapter], self.config, self.mesh, dtype=wide)
+
+    @contextmanager
+    def _packed_lent(self) -> Iterator[None]:
+        """The copies are the base's, which other adapters read too."""
+        yield
 
     def _refresh(self) -> None:
         self.adapter.is_stale = True

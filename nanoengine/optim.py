@@ -1,9 +1,10 @@
 """AdamW over flat buffers with fp32 masters, clipping by the global norm, learning-rate schedules.
 
 All parameters lie in flat buckets: masters beside two moments and one gradient of the same size,
-so that an optimizer step is a handful of passes over memory whatever the model looks like. Where
-the model computes in bf16, `param.data` is a working copy rounded from the master; in fp32 and
-fp64 the parameter *is* its slice of the master and no copy exists.
+so that an optimizer step is a handful of passes over memory whatever the model looks like. In fp32
+and fp64 the parameter *is* its slice of the master and no copy exists. Where the model computes in
+bf16, `param.data` is rounded from the master: on a GPU a working copy beside it, on a CPU one half
+of the master, whose other half is a 16-bit remainder (kernels/split_master.py).
 
 Gradients collect in `param.main_grad` (fp32; fp64 for fp64 models): kernels that know it add there
 directly, everything else goes through a hook that adds autograd's gradient and drops it.
@@ -29,6 +30,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -38,6 +40,7 @@ from torch import Tensor, nn
 from kernels import fused_adamw_
 from kernels.adamw import make_tensor_table
 from kernels.tensor_table import TensorTable
+from nanoengine.model.device import release_memory
 from nanoengine.model.linear import record_of
 from nanoengine.parallel.data_parallel import Bucket, BucketState, GradientReducer, ShardEntry
 from nanoengine.parallel.mesh import REPLICA_AXES, WORLD, Layout, Mesh
@@ -46,8 +49,9 @@ from nanoengine.tensor_file import read_tensor, tensor_bytes
 
 Schedule = Literal["constant", "cosine", "linear"]
 Kind = Literal["master", "exp_avg", "exp_avg_sq", "grad"]
-Flats = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Master, gradient, first and second moment: 1-d tensors of one size."""
+Flats = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+"""Master, gradient, first and second moment, and of masters that are bf16 weights the remainder:
+1-d tensors of one size."""
 
 NORM_ROW = 4096  # elements summed in one piece: the result is the same for every thread count
 
@@ -164,12 +168,18 @@ class AdamW:
             for layers, named, axes in cut_into_buckets(models, mesh, self.zero, bucket_bytes, wide)
         ]
         size = sum(bucket.share for bucket in self.buckets)
-        self.exp_avg, self.exp_avg_sq = (
-            torch.zeros(size, dtype=wide, device=first.device) for _ in range(2)
-        )
-        keeps_masters = self.has_working_copy or self.zero == 3
-        self._own_masters = torch.zeros_like(self.exp_avg) if keeps_masters else None
+        flat = partial(torch.zeros, size, device=first.device)
+        is_split = dtype == torch.bfloat16 and first.device.type == "cpu"
+        keeps_masters = (self.has_working_copy or self.zero == 3) and not is_split
+        self._own_masters = flat(dtype=wide) if keeps_masters else None
+        self._remainders = flat(dtype=torch.int16) if is_split else None
         self._states = list(self._make_states(dtype))
+        release_memory()  # of the parameters as they were: before the moments, or it comes on top
+        self.exp_avg, self.exp_avg_sq = flat(dtype=wide), flat(dtype=wide)
+        shares = [state.bucket.share for state in self._states]
+        moments = self.exp_avg.split(shares), self.exp_avg_sq.split(shares)
+        for state, mean, square in zip(self._states, *moments, strict=True):
+            state.exp_avg, state.exp_avg_sq = mean, square
         self._decayed, self._spared = self._halves()
         self._plans: list[TensorTable | None] = []  # made at the first step, and after `reload`
         self._parked: Parked | None = None
@@ -186,9 +196,9 @@ class AdamW:
         for bucket in self.buckets:
             part = slice(begin, begin + bucket.share)
             begin += bucket.share
-            own = None if self._own_masters is None else self._own_masters[part]
-            moments = self.exp_avg[part], self.exp_avg_sq[part]
-            yield BucketState(bucket, dtype, own, *moments, is_resident=self.zero < 3)
+            own, rest = (x if x is None else x[part] for x in (self._own_masters, self._remainders))
+            is_resident = self.zero < 3
+            yield BucketState(bucket, dtype, own, remainder=rest, is_resident=is_resident)
 
     def _halves(self) -> tuple[list[Flats], list[Flats]]:
         """The buffers of decayed parameters and of those that are spared."""
@@ -196,9 +206,10 @@ class AdamW:
         for state in self._states:
             bucket = state.bucket
             a, b, c, d = state.master, bucket.grad_shard, state.exp_avg, state.exp_avg_sq
+            r = state.remainder
             cut = min(max(bucket.decay_end - bucket.begin, 0), bucket.share)
-            decayed.append((a[:cut], b[:cut], c[:cut], d[:cut]))
-            spared.append((a[cut:], b[cut:], c[cut:], d[cut:]))
+            decayed.append((a[:cut], b[:cut], c[:cut], d[:cut], None if r is None else r[:cut]))
+            spared.append((a[cut:], b[cut:], c[cut:], d[cut:], None if r is None else r[cut:]))
         return decayed, spared
 
     @property
@@ -264,21 +275,20 @@ class AdamW:
 
     def step(self, grad_norm: float) -> None:
         """Clip to `max_grad_norm` given the norm just measured, update this rank's masters and
-        moments, and give all ranks the new weights. The gradient is the clipped one afterwards.
+        moments, and give all ranks the new weights. The gradient stays as it is.
 
             m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) g^2
             w = w (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
         """
         lr = self.lr()
         self.step_count += 1
-        for bucket in self.buckets:
-            clip(bucket.grad_shard, self.config, grad_norm)
+        scale = clip_factor(self.config, grad_norm)
         halves = (self._decayed, self._spared)
         if not self._plans:
             self._plans = [table_of(parts) for parts in halves]
         decays = (self.config.weight_decay, 0.0)
         for parts, decay, plan in zip(halves, decays, self._plans, strict=True):
-            update(parts, self.config, self.step_count, lr, decay, plan)
+            update(parts, self.config, self.step_count, lr, decay, scale, plan)
         self.write_back()
 
     def write_back(self) -> None:
@@ -320,9 +330,13 @@ class AdamW:
 
     def entries(self, kind: Kind) -> Iterator[tuple[ShardEntry, Tensor]]:
         """Yield what this rank owns: elements lo:hi of each (flattened, tensor-parallel part of a)
-        parameter with their values, 1-d views. Writing to them restores; then `write_back`."""
+        parameter with their values, 1-d. Writing to the values before the next ones are taken
+        restores them; then `write_back`."""
         self._require_loaded()
         for state in self._states:
+            if kind == "master":
+                yield from state.masters()
+                continue
             shard = state.bucket.grad_shard if kind == "grad" else getattr(state, kind)
             for entry in state.bucket.entries():
                 yield entry, entry.of(shard)
@@ -334,6 +348,8 @@ class AdamW:
             buffers = [self.exp_avg, self.exp_avg_sq]
             if self._own_masters is not None and (self.zero < 3 or self.has_working_copy):
                 buffers.append(self._own_masters)
+            if self._remainders is not None:
+                buffers.append(self._remainders)
             scratch = {id(t): t for b in self.buckets for t in (b.grad, b.grad_shard)}
             whole = [t for t in scratch.values() if t.untyped_storage().nbytes()]
             self._parked = Parked(buffers, whole, folder)
@@ -349,10 +365,12 @@ class AdamW:
             raise ValueError("the optimizer is offloaded: call reload() first")
 
 
-def clip(grad: Tensor, config: AdamWConfig, grad_norm: float) -> None:
-    """Scale to `max_grad_norm` where the norm exceeds it, as torch's clip_grad_norm_ does."""
+def clip_factor(config: AdamWConfig, grad_norm: float) -> float:
+    """Return what scales the gradient to `max_grad_norm` where the norm exceeds it, as torch's
+    clip_grad_norm_ does; else 1."""
     if 0 < config.max_grad_norm < grad_norm:
-        grad.mul_(config.max_grad_norm / (grad_norm + 1e-6))
+        return config.max_grad_norm / (grad_norm + 1e-6)
+    return 1.0
 
 
 def update(
@@ -361,27 +379,27 @@ def update(
     step: int,
     lr: float,
     weight_decay: float,
+    grad_scale: float = 1.0,
     plan: TensorTable | None = None,
 ) -> None:
-    """One AdamW update, in place, of flat (master, gradient, first moment, second moment). `plan`
-    is `table_of(parts)`, for parts that come again at every step."""
+    """One AdamW update, in place, of flat buffers and with their gradients times `grad_scale`.
+    `plan` is `table_of(parts)`, for parts that come again at every step."""
     parts = [part for part in parts if part[0].numel()]
     if not parts:
         return
-    masters, grads, exp_avgs, exp_avg_sqs = (list(column) for column in zip(*parts, strict=True))
-    # On a CPU PyTorch's one-pass kernel: elementwise over cache-line units, so the result does
-    # not depend on the number of threads. Three times faster than tensor ops.
+    rests = [part[4] for part in parts if part[4] is not None]
+    # On a CPU one pass, elementwise over whole cache lines: the result does not depend on the
+    # number of threads.
     fused_adamw_(
-        masters,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
+        *_columns(parts),
         None,
+        remainders=rests or None,
         lr=lr,
         betas=config.betas,
         eps=config.eps,
         weight_decay=weight_decay,
         step=step,
+        grad_scale=grad_scale,
         plan=plan,
     )
 
@@ -391,8 +409,14 @@ def table_of(parts: list[Flats]) -> TensorTable | None:
     parts = [part for part in parts if part[0].numel()]
     if not parts or parts[0][0].device.type == "cpu":
         return None
-    masters, grads, exp_avgs, exp_avg_sqs = (list(column) for column in zip(*parts, strict=True))
-    return make_tensor_table(masters, grads, exp_avgs, exp_avg_sqs, masters)
+    masters, *others = _columns(parts)
+    return make_tensor_table(masters, *others, masters)
+
+
+def _columns(parts: list[Flats]) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    """The masters, gradients, first and second moments of all parts."""
+    masters, grads, exp_avgs, exp_avg_sqs, _ = zip(*parts, strict=True)
+    return list(masters), list(grads), list(exp_avgs), list(exp_avg_sqs)
 
 
 def sum_of_squares(flat: Tensor) -> float:

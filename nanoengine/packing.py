@@ -147,9 +147,12 @@ def make_micro_batches(
     max_tokens: int,
     *,
     share_prefix: bool = False,
+    fill_tokens: int | None = None,
     device: torch.device | str = "cpu",
 ) -> list[MicroBatch]:
-    """Pack `samples` into micro-batches of at most `max_tokens` rows, longest first.
+    """Pack `samples` into micro-batches of at most `max_tokens` rows, longest first. Nothing is put
+    beside what then makes more than `fill_tokens` rows, if that is less; trees are cut at
+    `max_tokens` alone, because every part reads its leading rows again.
 
     Sorting by length puts like with like, so that attention pads little; ties keep the order of
     the batch. The result is a function of the arguments alone.
@@ -168,7 +171,7 @@ def make_micro_batches(
     trees = list(_trees(samples, max_tokens, share_prefix))
     trees.sort(key=lambda tree: (-max(len(samples[i].tokens) for i in tree.members), tree.members))
     device = torch.device(device)
-    bins = _fill(trees, max_tokens)
+    bins = _fill(trees, max_tokens if fill_tokens is None else min(fill_tokens, max_tokens))
     return [to_device(_pack(samples, trees), device) for trees in bins]
 
 

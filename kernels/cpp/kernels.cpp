@@ -1,5 +1,6 @@
 // The kernels under plain C names, one for fp32 and one for bf16. Sizes and strides count elements;
 // kernels/cpp/ops.py says what the arguments are.
+#include "adamw.h"
 #include "attention.h"
 #include "attention_gradient.h"
 #include "checksum.h"
@@ -70,6 +71,11 @@ extern "C" int64_t has_linear_bf16() {
                                   int64_t rows, int64_t inputs, int64_t outputs,                 \
                                   int64_t x_stride, int64_t threads) {                           \
     linear(y, x, packed, bias, rows, inputs, outputs, x_stride, threads);                        \
+  }                                                                                              \
+  extern "C" void linear_unpacked_##SUFFIX(T* y, const T* x, const T* weight, const T* bias,    \
+                                           int64_t rows, int64_t inputs, int64_t outputs,        \
+                                           int64_t x_stride, int64_t threads) {                  \
+    linear_unpacked(y, x, weight, bias, rows, inputs, outputs, x_stride, threads);               \
   }                                                                                              \
   extern "C" int64_t panel_##SUFFIX() { return PANEL; }                                         \
   extern "C" void pack_##SUFFIX(float* packed, const T* weight, int64_t inputs,                 \
@@ -148,6 +154,12 @@ extern "C" int64_t has_linear_bf16() {
     likeliest(logits, rows, size, stride, temperature, counts, width, ids, logp, threads);       \
   }
 
+#define UPDATE(T, SUFFIX)                                                                        \
+  extern "C" void adamw_##SUFFIX(T* weight, Remainder* rest, const float* grad, float* mean,     \
+                                 float* square, int64_t size, const AdamW* by, int64_t threads) {\
+    adamw(weight, rest, grad, mean, square, size, *by, threads);                                 \
+  }
+
 #define DECODER(T, SUFFIX)                                                                       \
   extern "C" void decode_##SUFFIX(T* x, const Layer<T>* layers, const Switches* switches,        \
                                   int64_t num_layers, const T* last_norm, const Sizes* sizes,    \
@@ -169,6 +181,8 @@ ATTENTION(float, f32)
 ATTENTION(bf16, bf16)
 LOGIT_OPS(float, f32)
 LOGIT_OPS(bf16, bf16)
+UPDATE(float, f32)
+UPDATE(bf16, bf16)
 DECODER(float, f32)
 DECODER(bf16, bf16)
 

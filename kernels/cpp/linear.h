@@ -185,11 +185,18 @@ void pack(float* packed, const T* weight, int64_t inputs, int64_t outputs, int64
   const int64_t panels = (outputs + PANEL - 1) / PANEL;
   parallel_for(panels, threads_for(inputs * outputs, threads), [&](int64_t p) {
     float* to = packed + p * words * PANEL;
+    // Rows are read a line at a time, all of a panel's by turns, and written likewise, neither of which
+    // the processor foresees: asks for the next panel's rows, which have as many lines, one after the
+    // other, and for where the next words go.
+    const char* ahead = (const char*)(weight + std::min((p + 1) * PANEL, outputs) * inputs);
+    const char* end = (const char*)(weight + std::min((p + 2) * PANEL, outputs) * inputs);
     for (int64_t k = 0; k < words; k += LANES)
       for (int64_t c = 0; c < PANEL; c += LANES) {
         BitsVec x[LANES] = {};
-        for (int64_t j = 0; j < LANES; j++) {
+        for (int64_t j = 0; j < LANES; j++, ahead += 4 * LANES) {
           int64_t out = p * PANEL + c + j, in = k * per_word;
+          if (ahead < end) __builtin_prefetch(ahead, 0, 2);
+          if (k + LANES + j < words) __builtin_prefetch(to + (k + LANES + j) * PANEL + c, 1);
           if (out < outputs) x[j] = load_words(weight + out * inputs + in, inputs - in);
         }
         transpose(x);
@@ -197,4 +204,16 @@ void pack(float* packed, const T* weight, int64_t inputs, int64_t outputs, int64
           store(to + (k + j) * PANEL + c, as_floats(x[j]));
       }
   });
+}
+
+// The same product over a weight as it is, [outputs, inputs], for rows that are many: what laying it
+// out takes, they take many times.
+template <class T>
+void linear_unpacked(T* y, const T* x, const T* weight, const T* bias, int64_t rows, int64_t inputs,
+                     int64_t outputs, int64_t x_stride, int64_t threads) {
+  thread_local std::vector<float> packed;  // of the calling thread, kept as in linear()
+  packed.resize(ceil_of(outputs, PANEL) * ceil_of(inputs, PER_PACKED_WORD<T>) * PANEL + LINE);
+  const uintptr_t begin = ((uintptr_t)packed.data() + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
+  pack((float*)begin, weight, inputs, outputs, threads);
+  linear(y, x, (const float*)begin, bias, rows, inputs, outputs, x_stride, threads);
 }

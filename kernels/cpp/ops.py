@@ -154,14 +154,25 @@ def linear(x_TI: Tensor, packed: Tensor, bias_O: Tensor | None, num_out: int) ->
             f"packed: {packed.dtype} {tuple(packed.shape)} is not pack_weight of a {x_TI.dtype} "
             f"weight [{num_out}, {x_TI.shape[1]}]"
         )
+    return _multiply("linear", x_TI, packed, bias_O, num_out)
+
+
+def linear_unpacked(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """The same from the weight itself, for many rows."""
+    return _multiply("linear_unpacked", x_TI, weight_OI.contiguous(), bias_O, len(weight_OI))
+
+
+def _multiply(
+    name: str, x_TI: Tensor, weight: Tensor, bias_O: Tensor | None, num_out: int
+) -> Tensor:
     if x_TI.shape[1] * x_TI.itemsize % 4:  # the kernel reads whole words
         x_TI = F.pad(x_TI, (0, 1))
     x = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
     bias = None if bias_O is None else bias_O.contiguous()
     num_rows, num_in = x.shape
     y = torch.empty((num_rows, num_out), dtype=x.dtype)
-    function("linear", x.dtype)(
-        y.data_ptr(), x.data_ptr(), packed.data_ptr(),
+    function(name, x.dtype)(
+        y.data_ptr(), x.data_ptr(), weight.data_ptr(),
         None if bias is None else bias.data_ptr(), num_rows, num_in, num_out, x.stride(0),
         torch.get_num_threads(),
     )  # fmt: skip
@@ -567,3 +578,31 @@ def for_ranges(
         torch.get_num_threads(),
     )
     return list(sums) if has_sums else [], [bool(one) for one in is_finite] if has_finite else []
+
+
+class AdamWFactors(ctypes.Structure):
+    """The numbers of one step of AdamW, computed in fp64 and rounded once."""
+
+    _fields_ = [
+        (name, ctypes.c_float)
+        for name in (
+            "scale", "decay", "rest1", "beta2", "rest2", "root_scale", "eps", "step_size",
+        )
+    ]  # fmt: skip
+
+
+def adamw_(
+    weight: Tensor,
+    remainder: Tensor | None,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    factors: AdamWFactors,
+) -> None:
+    """One step in place of contiguous tensors of one size: `weight` is bf16 with the int16 that
+    completes its master, or an fp32 master itself; the others are fp32."""
+    rest = None if remainder is None else remainder.data_ptr()
+    function("adamw", weight.dtype)(
+        weight.data_ptr(), rest, grad.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(),
+        weight.numel(), ctypes.byref(factors), torch.get_num_threads(),
+    )  # fmt: skip

@@ -84,6 +84,15 @@ inline Vec fused(Vec a, Vec b, Vec c) {
 #endif
 }
 
+inline Vec square_root(Vec x) {
+#if defined(HAS_AVX512)
+  return (Vec)_mm512_sqrt_ps((__m512)x);
+#else
+  for (int i = 0; i < LANES; i++) x[i] = std::sqrt(x[i]);
+  return x;
+#endif
+}
+
 // All lanes hold the 32 bits at p, whatever they mean.
 inline Vec splat_word(const float* p) {
   uint32_t word;
@@ -126,11 +135,15 @@ inline Vec pair_halves(HalfVec low, HalfVec high) {
   return as_floats(widen(low) | widen(high) << 16);
 }
 
-inline void store(bf16* p, Vec x) {
+// x rounded to bf16, in the lower half of each lane.
+inline BitsVec round_to_bf16(Vec x) {
   BitsVec bits = as_bits(x);
   BitsVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   BitsVec nan = (BitsVec)(x != x);
-  HalfVec half = narrow((rounded & ~nan) | (nan & 0x7fc0));
+  return (rounded & ~nan) | (nan & 0x7fc0);
+}
+inline void store(bf16* p, Vec x) {
+  HalfVec half = narrow(round_to_bf16(x));
   memcpy(p, &half, sizeof half);
 }
 

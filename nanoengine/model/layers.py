@@ -16,6 +16,7 @@ Left out: dropout, biases in the MLP.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +31,7 @@ from kernels import (
     rms_norm,
     swiglu,
 )
+from kernels.linear import Recipe
 from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.linear import PackedLinear, TensorSplit, mark_partial, mark_slice
@@ -159,9 +161,11 @@ class DecoderLayer(nn.Module):
         """`x` is not yet added to `residual` (None before the first layer), nor is the result:
         the next norm adds and normalises at once. `rope` has a row for each token."""
         y_TE, residual_TE = self._read(x_TE, residual_TE, self.input_norm)
-        x_TE = self._written(self._attend(y_TE, rope, context), self.attention_norm)
+        recipe = self._recipe(residual_TE, self.input_norm)
+        x_TE = self._written(self._attend(y_TE, recipe, rope, context), self.attention_norm)
         y_TE, residual_TE = self._read(x_TE, residual_TE, self.post_norm)
-        return self._written(self._mlp(y_TE, rope[0].shape[0]), self.mlp_norm), residual_TE
+        recipe = self._recipe(residual_TE, self.post_norm)
+        return self._written(self._mlp(y_TE, recipe, rope[0].shape[0]), self.mlp_norm), residual_TE
 
     def _read(
         self, x_TE: Tensor, residual_TE: Tensor | None, norm: Tensor | None
@@ -175,24 +179,34 @@ class DecoderLayer(nn.Module):
             return residual_TE, residual_TE
         return add_norm_rows(x_TE, residual_TE, norm, self.eps, offset)
 
+    def _recipe(self, residual_TE: Tensor, norm: Tensor | None) -> Recipe | None:
+        """How what `_read` returned is made again for the backward pass. With an offset the norm
+        keeps a wide copy of its input instead; on a GPU the fused norm reads the sum before it is
+        rounded; and ranks that share matrices gather the rows."""
+        if norm is None or self.family.norm_offset or residual_TE.is_cuda or self.split.size > 1:
+            return None
+        return Recipe(partial(rms_norm, eps=self.eps), (residual_TE, norm))
+
     def _written(self, x_TE: Tensor, norm: Tensor | None) -> Tensor:
         """What is added to the residual stream."""
         if norm is not None:
             x_TE = norm_rows(x_TE, norm, self.eps, self.family.norm_offset)
         return x_TE if self.multiplier == 1.0 else x_TE * self.multiplier
 
-    def _mlp(self, y_TE: Tensor, num_rows: int) -> Tensor:
+    def _mlp(self, y_TE: Tensor, recipe: Recipe | None, num_rows: int) -> Tensor:
         if self.moe is not None:
             out: Tensor = self.moe(y_TE, num_rows)
             return out
-        hidden_TF = _ACTIVATIONS[self.family.activation](
-            self.gate_up(self.split.enter(y_TE, num_rows))
-        )
-        return self.split.multiply_rows(self.down, hidden_TF)
+        activate = _ACTIVATIONS[self.family.activation]
+        gate_up_T2F = self.gate_up(self.split.enter(y_TE, num_rows), recipe)
+        hidden_TF = activate(gate_up_T2F)
+        return self.split.multiply_rows(self.down, hidden_TF, Recipe(activate, (gate_up_T2F,)))
 
-    def _attend(self, y_TE: Tensor, rope: Rope, context: AttentionContext) -> Tensor:
+    def _attend(
+        self, y_TE: Tensor, recipe: Recipe | None, rope: Rope, context: AttentionContext
+    ) -> Tensor:
         y_TE = self.split.enter(y_TE, rope[0].shape[0])
-        q, k, v = self.qkv(y_TE).split((self.q_width, self.kv_width, self.kv_width), -1)
+        q, k, v = self.qkv(y_TE, recipe).split((self.q_width, self.kv_width, self.kv_width), -1)
         num_tokens, head_dim = y_TE.shape[0], self.head_dim
         kv_shape = (num_tokens, self.kv_width // head_dim, head_dim)
         if self.family.qk_norm == "width":

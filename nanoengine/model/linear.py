@@ -31,6 +31,7 @@ from kernels import (
     quantize_fp8,
 )
 from kernels.fp8 import GROUP
+from kernels.linear import Recipe
 
 # -- what is known about a parameter ---------------------------------------------------------------
 
@@ -154,7 +155,9 @@ class TensorSplit(Protocol):
         """Return the sum over the ranks, after matrices split by rows."""
         ...
 
-    def multiply_rows(self, matrix: PackedLinear, x: Tensor) -> Tensor:
+    def multiply_rows(
+        self, matrix: PackedLinear, x: Tensor, recipe: Recipe | None = None
+    ) -> Tensor:
         """The product with a matrix split by rows, bias included, summed over the ranks."""
         ...
 
@@ -201,8 +204,10 @@ class NoSplit:
     def leave(self, x: Tensor) -> Tensor:
         return x
 
-    def multiply_rows(self, matrix: PackedLinear, x: Tensor) -> Tensor:
-        out: Tensor = matrix(x)
+    def multiply_rows(
+        self, matrix: PackedLinear, x: Tensor, recipe: Recipe | None = None
+    ) -> Tensor:
+        out: Tensor = matrix(x, recipe)
         return out
 
     def embed(self, ids_T: Tensor, weight_VE: Tensor, vocab_size: int) -> Tensor:
@@ -272,11 +277,12 @@ class PackedLinear(nn.Module):
         self.fp8: tuple[Tensor, Tensor] | None = None  # values and scales, where it was quantised
         self.adapters: MatrixChange | None = None  # of an inference engine (nanoinfer)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self._multiply(x)
+    def forward(self, x: Tensor, recipe: Recipe | None = None) -> Tensor:
+        """With `recipe` the backward pass makes x again."""
+        y = self._multiply(x, recipe)
         return y if self.adapters is None else self.adapters.add_to(y, x)
 
-    def _multiply(self, x: Tensor) -> Tensor:
+    def _multiply(self, x: Tensor, recipe: Recipe | None) -> Tensor:
         if self.fp8 is not None:
             return self._multiply_fp8(x)
         return linear(
@@ -284,6 +290,7 @@ class PackedLinear(nn.Module):
             self.weight,
             self.bias,
             packed=self.packed,
+            recipe=recipe,
             batch_invariant=self.batch_invariant,
         )
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kernels import linear, pack_weight
+from kernels.linear import is_native
 from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import DecoderLayer, Rope, add_norm_rows, rope_tables
@@ -273,6 +274,24 @@ class Transformer(nn.Module):
         self._wide_head = None
         head = self.lm_head_weight.detach().to(self.head_dtype)
         self.lm_head_packed = pack_weight(head, self.lm_head_packed)
+
+    def lend_packed(self) -> None:
+        """Free the prepacked copies of the layers' matrices for as long as products have so many
+        rows that each lays its weight out for itself in no more time, as in training; where that is
+        in C++. `repack` brings them back, and `restore_packed`."""
+        for module in self._packed_linears():
+            module.packed = None
+
+    def restore_packed(self) -> None:
+        """Bring back what `lend_packed` freed, of weights that are as they were."""
+        for module in self._packed_linears():
+            if module.packed is None:
+                module.repack()
+
+    def _packed_linears(self) -> list[PackedLinear]:
+        """Those whose copies come and go cheaply."""
+        found = [module for module in self.modules() if isinstance(module, PackedLinear)]
+        return [one for one in found if one.fp8 is None and is_native(one.weight)]
 
     def forget_packed(self) -> None:
         """Drop every prepacked copy: products make them on the fly, for weights that come and go

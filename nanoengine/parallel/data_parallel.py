@@ -26,6 +26,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from kernels.split_master import join_master, split_master_
 from nanoengine.model.linear import record_of
 from nanoengine.parallel.mesh import REPLICA_AXES, Handle, Mesh
 
@@ -134,40 +135,64 @@ class Bucket:
 
 
 class BucketState:
-    """A bucket's weights, masters and moments."""
+    """A bucket's weights, masters and moments. What this rank owns of the masters is a buffer of
+    its own, or the weights themselves where they are as wide, or the weights and their remainders
+    (kernels/split_master.py). Whoever makes one gives it its moments."""
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
 
     def __init__(
         self,
         bucket: Bucket,
         dtype: torch.dtype,
         own_master: Tensor | None,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
         *,
+        remainder: Tensor | None = None,
         is_resident: bool,
     ) -> None:
         self.bucket = bucket
         self.is_resident = is_resident or bucket.num_shards == 1  # whole weights are always here
-        self.exp_avg, self.exp_avg_sq = exp_avg, exp_avg_sq
+        self.remainder = remainder
         if own_master is not None and bucket.num_shards == 1:
             whole = own_master  # the master is the whole: no second copy is made on the way
         else:
-            whole = torch.zeros_like(bucket.grad)
+            whole = torch.zeros_like(bucket.grad, dtype=dtype if remainder is not None else None)
+        owned = {id(entry.slot): entry for entry in bucket.entries()}
         for slot in bucket.slots:
             given = slot.param.data
             slot.view(whole).copy_(given)
+            if remainder is not None and id(slot) in owned:
+                entry = owned[id(slot)]
+                part = given.flatten()[entry.lo : entry.hi].float()
+                split_master_(entry.of(bucket.mine(whole)), entry.of(remainder), part)
             # Its memory is free for the next buffers; the shape stays until the weights are there.
             slot.param.data = given.new_empty(()).expand(given.shape)
             del given
         self.weights = whole.to(dtype)  # the same memory where no rounding is needed
-        self.master = bucket.mine(whole) if own_master is None else own_master
-        if self.master is not whole:
-            self.master.copy_(bucket.mine(whole))
         self.shard = bucket.mine(self.weights)  # what the other ranks gather
-        if not self.is_resident:
-            self.shard = self.master if dtype == whole.dtype else self.shard.clone()
+        if remainder is not None:
+            self.master = self.shard = self.shard if self.is_resident else self.shard.clone()
+        else:
+            self.master = bucket.mine(whole) if own_master is None else own_master
+            if self.master is not whole:
+                self.master.copy_(bucket.mine(whole))
+            if not self.is_resident:
+                self.shard = self.master if dtype == whole.dtype else self.shard.clone()
         for slot in bucket.slots:
             slot.param.data = slot.view(self.weights)
+
+    def masters(self) -> Iterator[tuple[ShardEntry, Tensor]]:
+        """Yield what this rank owns of each parameter in full width; what is written to it before
+        the next one is asked for stays."""
+        for entry in self.bucket.entries():
+            if self.remainder is None:
+                yield entry, entry.of(self.master)
+                continue
+            halves = entry.of(self.shard), entry.of(self.remainder)
+            whole = join_master(*halves)
+            yield entry, whole
+            split_master_(*halves, whole)
 
     @torch.no_grad()
     def round(self) -> None:
@@ -180,6 +205,8 @@ class BucketState:
         for target in (self.master, self.shard):
             if target.data_ptr() != mine.data_ptr():
                 target.copy_(mine)
+        if self.remainder is not None:
+            self.remainder.zero_()
 
     def gather(self, mesh: Mesh) -> Handle:
         if self.bucket.num_shards == 1:

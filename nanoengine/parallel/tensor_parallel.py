@@ -27,6 +27,7 @@ from torch import Tensor
 
 from kernels import linear, linear_topk, pack_weight
 from kernels.linear import (
+    Recipe,
     accumulate_weight_grad,
     add_weight_grad,
     linear_rows,
@@ -72,9 +73,15 @@ class TensorParallel:
         out: Tensor = function.apply(x, self.mesh)
         return out
 
-    def multiply_rows(self, matrix: PackedLinear, x: Tensor) -> Tensor:
+    def multiply_rows(
+        self, matrix: PackedLinear, x: Tensor, recipe: Recipe | None = None
+    ) -> Tensor:
         product = linear(
-            x, matrix.weight, packed=matrix.packed, batch_invariant=matrix.batch_invariant
+            x,
+            matrix.weight,
+            packed=matrix.packed,
+            recipe=recipe,
+            batch_invariant=matrix.batch_invariant,
         )
         out = self.leave(product)
         return out if matrix.bias is None else out + matrix.bias  # once, not on every rank

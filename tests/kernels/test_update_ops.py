@@ -13,6 +13,7 @@ from kernels import (
 )
 from kernels.adamw import _PIECE
 from kernels.gae import gae_ref
+from kernels.split_master import join_master, split_master_
 from nanorl.algorithms.advantages import gae as gae_of_nanorl
 
 
@@ -67,6 +68,76 @@ def test_adamw_is_torch_adamw_on_clipped_gradients(dtype):
     for p, w, t in zip(params, master, theirs, strict=True):
         torch.testing.assert_close(w, t.data, rtol=1e-6, atol=1e-6)
         assert torch.equal(p, w.to(dtype))
+
+
+OPTIONS = {"lr": 0.02, "betas": (0.9, 0.97), "eps": 1e-6, "weight_decay": 0.2}
+
+
+def step_in_fp64(w, m, v, g, step, scale):
+    """AdamW written out, its moments in place; returns the new w."""
+    lr, (b1, b2) = OPTIONS["lr"], OPTIONS["betas"]
+    g = g.double() * scale
+    m.mul_(b1).add_((1 - b1) * g)
+    v.mul_(b2).add_((1 - b2) * g * g)
+    root = (v / (1 - b2**step)).sqrt() + OPTIONS["eps"]
+    return w * (1 - lr * OPTIONS["weight_decay"]) - lr * (m / (1 - b1**step)) / root
+
+
+def split_of(master):
+    weight, remainder = master.bfloat16(), torch.empty(len(master), dtype=torch.int16)
+    split_master_(weight, remainder, master)
+    return weight, remainder
+
+
+@pytest.mark.usefixtures("cpu_path")
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_adamw_is_fp64s_and_torchs_over_masters_of_either_kind(is_split, scale):
+    torch.manual_seed(0)
+    size = 3000
+    start = torch.randn(size)
+    theirs = torch.nn.Parameter(start.clone())
+    reference = torch.optim.AdamW([theirs], **OPTIONS)
+    exact, m, v = start.double(), *torch.zeros(2, size, dtype=torch.float64)
+    ours, remainder = split_of(start) if is_split else (start.clone(), None)
+    moments = [torch.zeros(size)], [torch.zeros(size)]
+    for step in range(1, 7):
+        g = torch.randn(size) * 10.0 ** (step % 3)
+        exact = step_in_fp64(exact, m, v, g, step, scale)
+        theirs.grad = g * scale
+        reference.step()
+        rests = [remainder] if is_split else None
+        fused_adamw_(
+            [ours], [g], *moments, None, remainders=rests, step=step, grad_scale=scale, **OPTIONS
+        )
+    master = join_master(ours, remainder) if is_split else ours
+    torch.testing.assert_close(master.double(), exact, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(master, theirs.data, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(moments[1][0].double(), v, rtol=1e-6, atol=0)
+    assert not is_split or torch.equal(ours, master.bfloat16())
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("beta1", [0.9, 0.3])
+def test_adamw_in_cpp_has_pytorchs_bits_on_any_number_of_threads(is_split, beta1):
+    torch.manual_seed(0)
+    size, found = (1 << 17) + 64, []
+    start, options = torch.randn(size), OPTIONS | {"betas": (beta1, 0.97)}
+    for backend, threads in (("torch", 1), ("cpp", 1), ("cpp", 2)):
+        torch.set_num_threads(threads)
+        ours, remainder = split_of(start) if is_split else (start.clone(), None)
+        m, v = torch.zeros(2, size)
+        for step in range(1, 4):
+            g = torch.randn(size, generator=torch.Generator().manual_seed(step))
+            fused_adamw_(
+                [ours], [g], [m], [v], None, remainders=[remainder] if is_split else None,
+                step=step, grad_scale=0.3, backend=backend, **options,
+            )  # fmt: skip
+        found.append([ours, m, v, *([remainder] if is_split else [])])
+    torch.set_num_threads(1)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -130,6 +201,8 @@ CU = torch.tensor([0, 4], dtype=torch.int32)
         (lambda: adamw([torch.zeros(2)], step=0), "step=0"),
         (lambda: adamw([torch.zeros(2, dtype=torch.bfloat16)]), "master"),
         (lambda: adamw([torch.zeros(2)], [torch.zeros(3)]), "elements"),
+        (lambda: adamw([torch.zeros(2)], remainders=[torch.zeros(2)]), "remainders: complete"),
+        (lambda: adamw([torch.zeros(2).bfloat16()], remainders=[torch.zeros(2)]), "int16"),
         (lambda: make_tensor_table([torch.zeros(4, 4).t()]), "contiguous"),
         (lambda: make_tensor_table([torch.zeros(2)], []), "lists of"),
         (lambda: gae(torch.zeros(3), torch.zeros(4), CU, 1.0, 1.0), "rewards"),

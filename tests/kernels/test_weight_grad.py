@@ -3,11 +3,13 @@
 No GPU is needed: fake tensors of a GPU note which products are taken, and of what dtype.
 """
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.linear import add_wide, finish_weight_grads, weight_grad
+from kernels import linear, swiglu
+from kernels.linear import Recipe, add_wide, finish_weight_grads, weight_grad
 from kernels.linear_logprob import _add_weight_gradient
 
 TOKENS, NUM_IN, NUM_OUT = 6, 8, 10
@@ -61,3 +63,27 @@ def test_rounding_on_the_way_would_be_seen():
         add_wide(weight.main_grad, dy.t() @ x)
 
     assert written_by(step) == {torch.bfloat16, torch.float32}
+
+
+@pytest.mark.usefixtures("cpu_path")
+def test_a_product_with_a_recipe_has_the_same_gradients_and_does_not_keep_its_input():
+    torch.manual_seed(0)
+    weight = torch.randn(NUM_OUT, NUM_IN).bfloat16().requires_grad_()
+    gate_up = torch.randn(TOKENS, 2 * NUM_IN).bfloat16().requires_grad_()
+    found, inputs = [], []
+    for recipe in (None, Recipe(swiglu, (gate_up,))):
+        kept = set()
+
+        def keep(tensor, kept=kept):
+            kept.add(tensor.data_ptr())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            x = swiglu(gate_up)
+            y = linear(x, weight, recipe=recipe)
+        inputs.append(x.data_ptr() in kept)
+        y.square().sum().backward()
+        found.append((y.detach(), weight.grad, gate_up.grad))
+        weight.grad = gate_up.grad = None
+    assert inputs == [True, False]
+    assert all(map(torch.equal, *found))

@@ -208,10 +208,11 @@ def test_offload_frees_the_memory_and_reload_gives_the_same_bits(
             train(engine, 1)
             if parks:
                 optimizer = engine.optimizer
-                optimizer_masters = next(optimizer.entries("master"))[1]
+                halves = [s.remainder for s in optimizer._states if s.remainder is not None]
                 engine.offload(tmp_path)
                 parked = [optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.buckets[0].grad]
-                parked += [optimizer_masters] if dtype == "bf16" else []
+                parked += halves
+                assert len(halves) == (dtype == "bf16")
                 assert all(buffer.untyped_storage().nbytes() == 0 for buffer in parked)
                 engine.forward_logprobs([Sample(tokens=[1, 2], loss_mask=[0, 1])])  # still works
                 with pytest.raises(ValueError, match="reload"):
@@ -248,7 +249,8 @@ def test_offload_returns_the_memory_to_the_system() -> None:
         check=True,
     ).stdout
     dropped, returned = map(float, output.split())
-    assert dropped > 120 and returned > 80  # MB, of 4 buffers of 40; the gradient returns unread
+    # MB, of 3 buffers of 40; remainders of 20 the allocator may keep; the gradient returns unread
+    assert dropped > 95 and returned > 70
 
 
 def test_load_weights_also_replaces_the_masters() -> None:

@@ -180,3 +180,13 @@ def test_balanced_parts_by_hand() -> None:
 def test_the_examples_in_the_docstrings_hold() -> None:
     found = doctest.testmod(packing)
     assert found.attempted >= 2 and not found.failed
+
+
+def test_micro_batches_are_filled_to_less_than_a_tree_may_have() -> None:
+    """Rows by hand: a tree of 4 + 2 · 3 rows stays whole beyond the 6 that the others fill."""
+    tree = [sample([1, 2, 3, 4, 10 * i + 5, 10 * i + 6, 10 * i + 7, 0], group="a") for i in (1, 2)]
+    alone = [sample([1, 2, 3, 4]) for _ in range(5)]
+    samples = [*tree, *alone]
+    micros = make_micro_batches(samples, 10, share_prefix=True, fill_tokens=6)
+    assert [micro.num_rows for micro in micros] == [10, 6, 6, 3]
+    check_against_definition(samples, micros)
