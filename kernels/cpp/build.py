@@ -38,7 +38,7 @@ Kernels = dict[tuple[str, torch.dtype], Callable[..., Any]]
 NATIVE_DTYPES = tuple(_SUFFIX)
 _COMPILE_LIMIT_S = 300
 _SEAL_BYTES = 32
-_COUNTS = ("has_linear", "panel", "decode_scratch")  # the kernels that return one
+_COUNTS = ("has_linear", "panel", "int8_word", "decode_scratch")  # the kernels that return one
 
 
 def has_native(*tensors: Tensor) -> bool:
@@ -142,6 +142,11 @@ def _load(path: Path) -> Kernels:
         "has_linear": [],
         "panel": [],
         "linear": [pointer] * 4 + [count] * 5,
+        "linear_int8": [pointer] * 5 + [count] * 5,
+        "int8_word": [],
+        "pack_int8": [pointer] * 2 + [count] * 3,
+        "unpack_int8": [pointer] * 2 + [count] * 3,
+        "transpose_int8": [pointer] * 2 + [count] * 3,
         "pack": [pointer] * 2 + [count] * 3,
         "pack_columns": [pointer] * 2 + [count] * 4,
         "add_product": [pointer] * 3 + [count] * 7,

@@ -22,7 +22,11 @@ LOOPS = """
 #include "attention_gradient.h"
 #include "linear.h"
 template void multiply_panel<TILE_ROWS, PANEL_VECS, PANEL_LINES>(
-    T*, int64_t, int64_t, const Input<T>*, int64_t, const float*, int64_t, const T*, const float*);
+    T*, int64_t, int64_t, const Input<T>*, int64_t, const float*, int64_t, const float*, const T*,
+    const char*);
+template void multiply_panel<TILE_ROWS, PANEL_VECS, 1>(
+    T*, int64_t, int64_t, const Input<T>*, int64_t, const int8_t*, int64_t, const float*, const T*,
+    const char*);
 template void multiply_keys<SCORE_ROWS, 2>(
     float*, int64_t, const float*, int64_t, const float*, float, T);
 template void multiply_words<MOST_ROWS, MOST_VECS>(
@@ -107,7 +111,7 @@ def test_the_sums_of_a_tile_stay_in_registers(march, register, dtype, tmp_path):
     source.write_text(re.sub(r"\bT\b", dtype, LOOPS))
     compile_with((f"-march={march}", "-S"), str(source), "-o", str(assembly))
     loops = hot_loops(assembly.read_text())
-    assert len(loops) == 3
+    assert len(loops) == 4
     for loop in loops:
         assert f"%{register}" in loop
         stored = re.findall(rf"vmov\w+\s+%{register}\d+, .*\(%r[sb]p\)", loop)
