@@ -108,7 +108,7 @@ class Engine:
         for `PipelineEngine`: all parts that this rank holds, `model` among them."""
         if config.share_prefix and not supports_shared_prefix(model.device):
             raise ValueError(f"share_prefix=True: not available on {model.device}; set it to False")
-        if model.is_quantized:
+        if model.quantization:
             raise ValueError(
                 "model: its matrices are quantised, and those have no gradient; give the trainer a "
                 "model of its own"

@@ -51,13 +51,12 @@ from nanoengine.model.lora import (
     Adapter,
     LoraConfig,
     LowRank,
-    MatrixRows,
-    adaptable,
     check_adapter,
     choose_targets,
     read_adapter,
     write_adapter,
 )
+from nanoengine.model.matrices import MatrixRows, adaptable
 from nanoengine.model.transformer import Transformer
 
 
@@ -69,7 +68,7 @@ class LoraBase:
     def __init__(self, model: Transformer, dtype: torch.dtype | None = None) -> None:
         """`dtype` is what the weights are converted to; None keeps theirs. `ValueError` for a model
         that is quantised or split over ranks."""
-        if model.is_quantized or model.split.size > 1 or model.experts is not None:
+        if model.quantization or model.split.size > 1 or model.experts is not None:
             raise ValueError(
                 "model: is quantised or split over ranks, and an adapter is merged into whole "
                 "matrices; give an adapter a model in one piece"

@@ -32,11 +32,10 @@ from nanoengine.model.linear import PackedLinear
 from nanoengine.model.lora import (
     Adapter,
     LowRank,
-    MatrixRows,
-    adaptable,
     check_adapter,
     read_adapter,
 )
+from nanoengine.model.matrices import MatrixRows, adaptable
 from nanoengine.model.transformer import Transformer
 
 Rows = Mapping[str, Tensor]
@@ -70,9 +69,10 @@ class _Change:
     def of(cls, parts: list[tuple[MatrixRows, LowRank]]) -> _Change:
         weight = parts[0][0].matrix.weight
         wide = torch.promote_types(weight.dtype, torch.float32)
-        lows = [change.low_RI.detach().to(weight.device, wide) for _, change in parts]
+        device = parts[0][0].matrix.device
+        lows = [change.low_RI.detach().to(device, wide) for _, change in parts]
         highs = [
-            (place.lo, place.hi, _Factor.of(change.high_OR.detach().to(weight.device, wide)
+            (place.lo, place.hi, _Factor.of(change.high_OR.detach().to(device, wide)
                                             * change.scale))
             for place, change in parts
         ]  # fmt: skip

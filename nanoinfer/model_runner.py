@@ -23,9 +23,16 @@ import torch
 from torch import Tensor
 
 from kernels import linear, linear_logprob, pack_weight
-from kernels.cpp.decoder import Decoder, DecoderShape, LayerWeights, can_decode
+from kernels.cpp.decoder import (
+    Decoder,
+    DecoderMatrix,
+    DecoderShape,
+    LayerWeights,
+    can_decode,
+)
 from kernels.transfer import to_device, to_host
 from nanoengine.model.layers import DecoderLayer
+from nanoengine.model.linear import PackedLinear
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.tensor_parallel import TensorParallel, vocab_parallel_logprob
 from nanoinfer.adapters import AdapterPool
@@ -271,8 +278,8 @@ def make_runner(
     """The runner of an engine: a cache of that many blocks and, where decode steps can be graphs,
     one block more for their rows of padding."""
     model.batch_invariant = model.batch_invariant or config.deterministic
-    if config.quantization == "fp8":
-        model.quantize()
+    if config.quantization not in ("none", model.quantization):
+        model.quantize(config.quantization)
     is_static = config.cuda_graphs and can_capture(model)
     layout = CacheLayout(
         num_blocks=num_blocks,
@@ -295,19 +302,22 @@ def make_runner(
 
 def make_decoder(model: Transformer, cache: KVCache) -> Decoder | None:
     """The model's layers as one call; None where a layer needs more than the C++ functions do:
-    experts, a split over ranks, an fp8 cache, scales of scores that differ, a switch of the family
-    that they lack, a machine without a compiler. Make another one when the weights or the cache are
+    experts, a split over ranks, fp8, an adapter over int8, scales of scores that differ, a switch of
+    the family that they lack, a machine without a compiler. Make another one when the weights or the cache are
     replaced; what is written to them in place counts at once."""
     layers = [cast(DecoderLayer, layer) for layer in model.layers]
     is_plain = (
-        not model.is_quantized
+        model.quantization != "fp8"
         and model.split.size == 1
         and model.experts is None
         and cache.dtype == model.dtype
         and len({layer.scale for layer in layers}) == 1
         and all(_is_plain(layer) for layer in layers)
     )
-    if not is_plain or any(layer.moe is not None for layer in layers) or not can_decode(model.norm):
+    is_int8 = model.quantization == "int8"
+    if not is_plain or any(layer.moe is not None for layer in layers):
+        return None
+    if not can_decode(model.norm, is_int8=is_int8):
         return None
     config = model.config
     widths = (config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
@@ -340,23 +350,28 @@ def _is_plain(layer: DecoderLayer) -> bool:
         and family.rope_pairs == "halves"
         and (has_whole_rope or has_no_rope)
         and not layer.has_local_rope
+        and layer.qkv.change is layer.out.change is None
+        and (layer.moe is not None or layer.gate_up.change is layer.down.change is None)
     )
 
 
 def _weights(layer: DecoderLayer) -> LayerWeights:
-    packed = [layer.qkv.packed, layer.out.packed, layer.gate_up.packed, layer.down.packed]
-    qkv, out, gate_up, down = [cast(Tensor, x) for x in packed]  # `can_decode`: all have this form
     return LayerWeights(
         input_norm=cast(Tensor, layer.input_norm),
-        qkv=qkv,
-        qkv_bias=layer.qkv.bias,
+        qkv=_matrix(layer.qkv),
         q_norm=layer.q_norm,
         k_norm=layer.k_norm,
-        out=out,
-        out_bias=layer.out.bias,
+        out=_matrix(layer.out),
         post_norm=cast(Tensor, layer.post_norm),
-        gate_up=gate_up,
-        down=down,
+        gate_up=_matrix(layer.gate_up),
+        down=_matrix(layer.down),
         window=layer.window,
         has_rope=layer.rotary_dim > 0,
     )
+
+
+def _matrix(matrix: PackedLinear) -> DecoderMatrix:
+    if matrix.int8 is not None:
+        return DecoderMatrix(matrix.int8.values, matrix.int8.scale_O, matrix.bias)
+    # `can_decode`: all have this form
+    return DecoderMatrix(cast(Tensor, matrix.packed), None, matrix.bias)

@@ -58,7 +58,7 @@ def test_new_weights_are_quantised_again_in_place() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="quantization='int4': must be 'none' or 'fp8'"):
+    with pytest.raises(ValueError, match="quantization='int4': must be 'none', 'fp8' or 'int8'"):
         make_engine(quantization="int4")
     with pytest.raises(ValueError, match="quantization='fp8' with deterministic=True"):
         make_engine(quantization="fp8", deterministic=True)
