@@ -11,7 +11,8 @@ In C++ (`cpp/int8.h`) the values lie in panels and nowhere else; without a compi
 the sum. Either way a weight is frozen: the backward pass gives the input's gradient alone, by the
 same product over the transposed panels, which are made for one call.
 
-Left out: GPUs, groups of inputs (a scale a row moves SmolLM2 by 0.01 nats), int8 inputs.
+Left out: GPUs, int8 inputs, a scale for each group of inputs (with one for each output SmolLM2's
+next-token distributions move by 0.005 nats, where bf16 alone moves them by 0.001).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Int8Weight:
     def nbytes(self) -> int:
         return self.values.nbytes + self.scale_O.nbytes
 
-    def values_OI(self) -> Tensor:
+    def unpacked(self) -> Tensor:
         """The int8 values, [out, in]; a copy where they lie in panels."""
         if self.values.dim() == 2:
             return self.values
@@ -58,7 +59,7 @@ class Int8Weight:
     def dequantized(self, rows: slice = slice(None)) -> Tensor:
         """Those outputs of q · scale, in fp32 (fp64 where inputs are)."""
         wide = compute_dtype(self.dtype)
-        return self.values_OI()[rows].to(wide) * self.scale_O[rows, None].to(wide)
+        return self.unpacked()[rows].to(wide) * self.scale_O[rows, None].to(wide)
 
 
 def quantize_int8(weight_OI: Tensor) -> tuple[Tensor, Tensor]:

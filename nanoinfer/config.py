@@ -91,11 +91,9 @@ class InferConfig(StepSizes, WeightUpdates):
                 f"in_flight={self.in_flight!r}: choose one of {', '.join(get_args(InFlight))}"
             )
         if self.quantization not in get_args(Quantization):
-            raise ValueError(
-                f"quantization={self.quantization!r}: must be 'none', 'fp8' or 'int8'"
-            )
+            raise ValueError(f"quantization={self.quantization!r}: must be 'none', 'fp8' or 'int8'")
         if self.quantization != "none" and self.deterministic:
             raise ValueError(
-                f"quantization={self.quantization!r} with deterministic=True: the log-probs of quantised matrices "
-                "are not the trainer's; leave one of them out"
+                f"quantization={self.quantization!r} with deterministic=True: the log-probs of "
+                "quantised matrices are not the trainer's; leave one of them out"
             )

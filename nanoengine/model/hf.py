@@ -175,6 +175,17 @@ def export_state(
         yield name, view if dtype is None else view.to(dtype)
 
 
+def held_state(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+    """What the values of `export_state` come from, without a copy: the same views, and of int8
+    matrices, which are finite, the changes."""
+    for name, view in hf_views(model).items():
+        if not view.is_meta:
+            yield name, view
+    for name, place in _int8_places(model).items():
+        if place.matrix.change is not None:
+            yield from ((name, tensor) for tensor in place.matrix.change.tensors())
+
+
 def _int8_places(model: Transformer) -> dict[str, MatrixRows]:
     """Where the tensors lie that have no view."""
     places = adaptable(model).items()

@@ -8,14 +8,14 @@ second copy is no parameter and in no state dict; whoever changes a weight calls
 The layers ask their `split` before and after their matrices, and never whether there is one: for a
 model in one piece it is `NoSplit`, else parallel/tensor_parallel.py.
 
-Quantised matrices: fp8 for sampling on a GPU, a copy beside the parameter, which updates are written
-to; int8 on a CPU, where the values are all there is and `weight` is a shape without memory.
+Quantised matrices: fp8 for sampling on a GPU, a copy beside the parameter, which updates are
+written to; int8 on a CPU, where the values are all there is and `weight` a shape without memory.
 Shapes: T tokens, E hidden size, V vocabulary, P rows that are scored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -257,6 +257,10 @@ class WeightChange(MatrixChange, Protocol):
 
     def merge_into(self, weight_OI: Tensor) -> None:
         """Add the change to a wide copy of the weight."""
+        ...
+
+    def tensors(self) -> Iterable[Tensor]:
+        """What it is made of."""
         ...
 
 

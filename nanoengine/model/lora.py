@@ -28,8 +28,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nanoengine.model.hf import hf_views
-from nanoengine.model.linear import PackedLinear
-from nanoengine.model.matrices import MatrixRows, adaptable
+from nanoengine.model.matrices import adaptable
 from nanoengine.model.transformer import Transformer
 from nanoengine.tensor_file import write_tensors
 
@@ -160,6 +159,11 @@ def check_adapter(model: Transformer, adapter: Adapter, source: str) -> None:
 def merge_lora(model: Transformer, folder: str | Path) -> None:
     """Add the adapter in `folder` to the weights of `model` and repack it. `ValueError` names what
     does not fit, and then nothing was written."""
+    if model.quantization == "int8":
+        raise ValueError(
+            f"{folder}: an adapter is merged into whole matrices, and these are int8; merge it, "
+            "then quantise"
+        )
     adapter = read_adapter(folder)
     check_adapter(model, adapter, str(folder))
     views = hf_views(model)

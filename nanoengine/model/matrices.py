@@ -1,5 +1,5 @@
-"""Which Hugging Face modules lie in which of our matrices: q, k and v are rows of one, gate and up of
-another. These are the matrices that adapters change and that are quantised.
+"""Which Hugging Face modules lie in which of our matrices: q, k and v are rows of one, gate and up
+of another. These are the matrices that adapters change and that are quantised.
 
 Left out: embedding, output head, routers and experts.
 """
@@ -26,8 +26,8 @@ class MatrixRows:
 
     @property
     def weight(self) -> Tensor:
-        """[out, in], a view; after writing to it the matrix has to be repacked. Of an int8 matrix on
-        the meta device: a shape without numbers."""
+        """[out, in], a view; after writing to it the matrix has to be repacked. Of an int8 matrix
+        on the meta device: a shape without numbers."""
         return self.matrix.weight.detach()[self.lo : self.hi]
 
 
