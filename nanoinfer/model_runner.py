@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kernels import linear, linear_logprob, pack_weight
+from kernels import linear, linear_logprob, logits_logprob, pack_weight
 from kernels.cpp.decoder import (
     Decoder,
     DecoderMatrix,
@@ -47,6 +47,9 @@ from nanoinfer.device_sampler import (
 )
 from nanoinfer.kv_cache import CacheLayout, KVCache, PagedContext, cache_dtype, calibrated_scales
 from nanoinfer.sampler import likeliest, sample, top_logps
+
+_SCORED_ROWS = 64
+"""Rows whose logits are in memory at a time where they are needed as a whole."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +193,11 @@ class ModelRunner:
         """Log-probs of given tokens by the trainer's own function, a tensor for each span."""
         if scored is None:
             return []
+        if self.model.int8_head is not None:
+            return [
+                self._score_logits(hidden_TE, scored.rows[lo:hi], scored.ids[lo:hi], temperature)
+                for temperature, lo, hi in scored.spans
+            ]
         weight: Tensor = self.model.lm_head_weight
         packed = self.model.lm_head_packed
         dtype = self.model.head_dtype
@@ -211,6 +219,14 @@ class ModelRunner:
             assert isinstance(logps, Tensor), "no entropy was asked for"
             found.append(logps.float())
         return found
+
+    def _score_logits(
+        self, hidden_TE: Tensor, rows_P: Tensor, ids_P: Tensor, temperature: float
+    ) -> Tensor:
+        """Log-probs of ids from the logits that tokens are drawn from, some rows at a time."""
+        parts = zip(rows_P.split(_SCORED_ROWS), ids_P.split(_SCORED_ROWS), strict=True)
+        logits = ((self._logits(hidden_TE.index_select(0, rows)), ids) for rows, ids in parts)
+        return torch.cat([logits_logprob(one, ids, temperature) for one, ids in logits])
 
     def _rank(self, hidden_TE: Tensor, scored: Scored | None) -> list[Tensor]:
         """Ids and log-probs of the likeliest tokens where they were asked for, two tensors for each
@@ -280,6 +296,9 @@ def make_runner(
     model.batch_invariant = model.batch_invariant or config.deterministic
     if config.quantization not in ("none", model.quantization):
         model.quantize(config.quantization)
+    if config.quantization == "int8":
+        model.head_dtype = torch.float32 if config.lm_head_fp32 else model.head_dtype
+        model.quantize_head()
     is_static = config.cuda_graphs and can_capture(model)
     layout = CacheLayout(
         num_blocks=num_blocks,

@@ -379,8 +379,8 @@ class LoraOptions(LoraConfig):
         unread = [one.name for one in dataclasses.fields(self) if self._differs(one)]
         if self.rank == 0 and unread:
             raise ValueError(
-                f"--lora.{unread[0]} {getattr(self, unread[0])}: there is no adapter; set "
-                "--lora.rank too"
+                f"--lora.{unread[0].replace('_', '-')} {getattr(self, unread[0])}: there is no "
+                "adapter; set --lora.rank too"
             )
 
     @property

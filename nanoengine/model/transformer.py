@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kernels import linear, pack_weight
+from kernels import Int8Weight, int8_linear, linear, pack_int8, pack_weight
 from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import DecoderLayer, Rope, add_norm_rows, rope_tables
@@ -97,6 +97,8 @@ class Transformer(nn.Module):
             self.register_buffer("local_rope_cos", cos, persistent=False)
             self.register_buffer("local_rope_sin", sin, persistent=False)
         self.lm_head_packed: Tensor | None = None
+        self.int8_head: Int8Weight | None = None
+        """In place of `lm_head_packed`, for sampling (`quantize_head`)."""
         self.num_repacks = 0
         """Counts the changes of the weights, for engines that read a model which others train."""
         self._wide_head: Tensor | None = None
@@ -220,6 +222,9 @@ class Transformer(nn.Module):
 
     def logits(self, hidden_TE: Tensor) -> Tensor:
         """Logits [T, V] in `head_dtype`; `logprobs` computes from the same bits."""
+        if self.int8_head is not None:
+            hidden_TE = self.scale_for_head(hidden_TE).to(self.head_dtype)
+            return int8_linear(hidden_TE, self.int8_head)
         weight: Tensor = self.lm_head_weight
         if self.head_dtype != self.dtype:
             if self._wide_head is None:  # made here and kept until `repack`: a trainer never asks
@@ -257,6 +262,7 @@ class Transformer(nn.Module):
         return self.split.likeliest(hidden_PE, self._output_head(), k, temperature)
 
     def _output_head(self) -> OutputHead:
+        assert self.int8_head is None, "a trainer's head, or a scorer's, is not quantised"
         return OutputHead(
             self.lm_head_weight,
             self.lm_head_packed,
@@ -276,6 +282,9 @@ class Transformer(nn.Module):
 
     def _repack_head(self) -> None:
         self._wide_head = None
+        if self.int8_head is not None:
+            pack_int8(self.lm_head_weight.detach(), self.head_dtype, self.int8_head)
+            return
         head = self.lm_head_weight.detach().to(self.head_dtype)
         self.lm_head_packed = pack_weight(head, self.lm_head_packed)
 
@@ -304,10 +313,17 @@ class Transformer(nn.Module):
         """Multiply by the matrices of attention and of dense MLPs in 8 bits from now on; they are
         frozen (`PackedLinear.quantize`). fp8: for sampling only; `repack` quantises them again.
         int8: on a CPU; a trainer may read them, for adapters. Router, experts and output head stay
-        as they are."""
+        as they are (but see `quantize_head`)."""
         self._check_quantizable(kind, self.device)
         for layer in self.layers:
             _quantize(layer, kind)
+
+    def quantize_head(self) -> None:
+        """Compute logits from an int8 copy of the output head, for sampling only; `repack` renews
+        it. The embedding, tied or not, stays."""
+        self._check_quantizable("int8", self.device)
+        self.lm_head_packed = None
+        self.int8_head = pack_int8(self.lm_head_weight.detach(), self.head_dtype)
 
     def _check_quantizable(self, kind: QuantizedFormat, device: torch.device) -> None:
         if self.split.size > 1 or self.experts is not None:

@@ -184,7 +184,7 @@ def test_what_cannot_be_is_refused(folder: Path, tmp_path: Path) -> None:
     model = load_model(folder, is_int8=True)
     with pytest.raises(ValueError, match="quantised, and those have no gradient"):
         Engine(model, EngineConfig())
-    with pytest.raises(ValueError, match="int8 matrices are packed for torch.float32"):
+    with pytest.raises(ValueError, match=r"int8 matrices are packed for torch\.float32"):
         LoraBase(model, torch.bfloat16)
     make_adapter(LoraBase(load_model(folder))).save(tmp_path / "adapter")
     with pytest.raises(ValueError, match="and these are int8; merge it, then quantise"):
