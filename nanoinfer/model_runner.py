@@ -294,9 +294,10 @@ def make_runner(
     """The runner of an engine: a cache of that many blocks and, where decode steps can be graphs,
     one block more for their rows of padding."""
     model.batch_invariant = model.batch_invariant or config.deterministic
-    if config.quantization not in ("none", model.quantization):
-        model.quantize(config.quantization)
-    if config.quantization == "int8":
+    kind = config.quantization
+    if kind != "none" and kind != model.quantization:
+        model.quantize(kind)
+    if kind == "int8":
         model.head_dtype = torch.float32 if config.lm_head_fp32 else model.head_dtype
         model.quantize_head()
     is_static = config.cuda_graphs and can_capture(model)

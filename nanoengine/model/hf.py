@@ -188,6 +188,8 @@ def held_state(model: Transformer) -> Iterator[tuple[str, Tensor]]:
 
 def _int8_places(model: Transformer) -> dict[str, MatrixRows]:
     """Where the tensors lie that have no view."""
+    if model.quantization != "int8":
+        return {}
     places = adaptable(model).items()
     return {f"{name}.weight": place for name, place in places if place.matrix.int8 is not None}
 

@@ -1,4 +1,4 @@
-"""Matrices in 8 bits while sampling: near the exact model, renewed with the weights, not trained."""
+"""Matrices in 8 bits while sampling: near the exact model, renewed with the weights, untrained."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -86,7 +86,7 @@ def test_new_weights_are_quantised_again_in_place(kind: str) -> None:
 def test_logits_of_int8_are_off_by_hundredths_of_their_spread(
     dtype: torch.dtype, bound: float
 ) -> None:
-    """A weight is off by at most 1/254 of its output's largest; in bf16 the roundings differ too."""
+    """A weight is off by at most 1/254 of its output's largest; bf16 rounds other sums besides."""
     exact, rounded = make_model(dtype=dtype), make_model(dtype=dtype)
     rounded.quantize("int8")
     rounded.quantize_head()
