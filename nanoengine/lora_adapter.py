@@ -52,6 +52,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from kernels.cpp.ops import LowRankTable
 from kernels.linear import accumulate_weight_grad, matmul_rows
 from nanoengine.model.linear import PackedLinear
 from nanoengine.model.lora import (
@@ -179,6 +180,10 @@ class _TrainedChange:
         dx_TI = torch.zeros(x_TI.shape, dtype=wide) if wants_dx else None
         _add_gradients(self._parts, dy_TO, x_TI, dx_TI)
         return None if dx_TI is None else dx_TI.to(x_TI.dtype)
+
+    @property
+    def table(self) -> LowRankTable | None:
+        return self._added.table
 
     def tensors(self) -> Iterable[Tensor]:
         return [x.detach() for part in self._parts for x in (part.low_RI, part.high_OR)]

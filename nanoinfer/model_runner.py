@@ -322,8 +322,8 @@ def make_runner(
 
 def make_decoder(model: Transformer, cache: KVCache) -> Decoder | None:
     """The model's layers as one call; None where a layer needs more than the C++ functions do:
-    experts, a split over ranks, fp8, an adapter over int8, scales of scores that differ, a switch
-    of the family that they lack, a machine without a compiler. Make another one when the weights or
+    experts, a split over ranks, fp8, scales of scores that differ, a switch of the family that they
+    lack, a machine without a compiler. Make another one when the weights, an adapter over them or
     the cache are replaced; what is written to them in place counts at once."""
     layers = [cast(DecoderLayer, layer) for layer in model.layers]
     is_plain = (
@@ -370,8 +370,6 @@ def _is_plain(layer: DecoderLayer) -> bool:
         and family.rope_pairs == "halves"
         and (has_whole_rope or has_no_rope)
         and not layer.has_local_rope
-        and layer.qkv.change is layer.out.change is None
-        and (layer.moe is not None or layer.gate_up.change is layer.down.change is None)
     )
 
 
@@ -392,6 +390,7 @@ def _weights(layer: DecoderLayer) -> LayerWeights:
 
 def _matrix(matrix: PackedLinear) -> DecoderMatrix:
     if matrix.int8 is not None:
-        return DecoderMatrix(matrix.int8.values, matrix.int8.scale_O, matrix.bias)
+        change = None if matrix.change is None else matrix.change.table
+        return DecoderMatrix(matrix.int8.values, matrix.int8.scale_O, matrix.bias, change)
     # `can_decode`: all have this form
     return DecoderMatrix(cast(Tensor, matrix.packed), None, matrix.bias)

@@ -143,6 +143,7 @@ def _load(path: Path) -> Kernels:
         "panel": [],
         "linear": [pointer] * 4 + [count] * 5,
         "linear_int8": [pointer] * 5 + [count] * 5,
+        "add_low_rank": [pointer] * 3 + [count] * 5,
         "int8_word": [],
         "pack_int8": [pointer] * 2 + [count] * 3,
         "unpack_int8": [pointer] * 2 + [count] * 3,

@@ -8,6 +8,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "low_rank.h"
 #include "rows.h"
 
 template <class T>

@@ -16,19 +16,20 @@ import torch
 from torch import Tensor
 
 from kernels.cpp.build import function, has_native
-from kernels.cpp.ops import QueryTiles, cache_strides
+from kernels.cpp.ops import LowRankTable, QueryTiles, cache_strides
 from kernels.kv_cache import head_rows
 from kernels.linear import is_native
 
 
 @dataclass(frozen=True)
 class DecoderMatrix:
-    """`panels` are `pack_weight`'s, or the values of an `Int8Weight` with their scales. The order
-    is that of `Matrix` in C++."""
+    """`panels` are `pack_weight`'s, or the values of an `Int8Weight` with their scales; `change` is
+    added to the product. The order is that of `Matrix` in C++."""
 
     panels: Tensor
     scale: Tensor | None = None
     bias: Tensor | None = None
+    change: LowRankTable | None = None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@
 #include "int8.h"
 #include "linear.h"
 #include "logits.h"
+#include "low_rank.h"
 #include "product.h"
 #include "rows.h"
 #include "rows_gradient.h"
@@ -78,6 +79,11 @@ extern "C" int64_t has_linear_bf16() {
                                        int64_t threads) {                                        \
     linear(y, x, PackedWeight<T, int8_t>{packed, scale, bias}, rows, inputs, outputs, x_stride,  \
            threads);                                                                             \
+  }                                                                                              \
+  extern "C" void add_low_rank_##SUFFIX(T* y, const T* x, const LowRank* change, int64_t rows,  \
+                                        int64_t inputs, int64_t outputs, int64_t x_stride,       \
+                                        int64_t threads) {                                       \
+    add_low_rank(y, x, *change, rows, inputs, outputs, x_stride, threads);                       \
   }                                                                                              \
   extern "C" int64_t int8_word_##SUFFIX() { return PER_WORD<T>; }                               \
   extern "C" void pack_int8_##SUFFIX(int8_t* packed, const int8_t* weight, int64_t inputs,      \

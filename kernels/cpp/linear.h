@@ -216,25 +216,6 @@ void linear(T* y, const T* x, const PackedWeight<T, P>& weight, int64_t rows, in
   });
 }
 
-// A weight of either kind, as a table of addresses holds it: of int8 where it has a scale.
-template <class T>
-struct Matrix {
-  const void* panels;
-  const float* scale;
-  const T* bias;
-};
-template <class T>
-void linear(T* y, const T* x, const Matrix<T>& weight, int64_t rows, int64_t inputs, int64_t outputs,
-            int64_t x_stride, int64_t threads) {
-  const auto [panels, scale, bias] = weight;
-  if (scale)
-    linear(y, x, PackedWeight<T, int8_t>{(const int8_t*)panels, scale, bias}, rows, inputs, outputs,
-           x_stride, threads);
-  else
-    linear(y, x, PackedWeight<T, float>{(const float*)panels, nullptr, bias}, rows, inputs, outputs,
-           x_stride, threads);
-}
-
 template <class T>
 void pack(float* packed, const T* weight, int64_t inputs, int64_t outputs, int64_t threads) {
   constexpr int64_t per_word = PER_PACKED_WORD<T>;

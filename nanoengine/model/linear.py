@@ -34,6 +34,7 @@ from kernels import (
     pack_weight,
     quantize_fp8,
 )
+from kernels.cpp.ops import LowRankTable
 from kernels.fp8 import GROUP
 
 # -- what is known about a parameter ---------------------------------------------------------------
@@ -261,6 +262,11 @@ class WeightChange(MatrixChange, Protocol):
 
     def tensors(self) -> Iterable[Tensor]:
         """What it is made of."""
+        ...
+
+    @property
+    def table(self) -> LowRankTable | None:
+        """What the decoder in C++ adds, where it can."""
         ...
 
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from kernels import linear, pack_weight
+from kernels.cpp.build import has_native
+from kernels.cpp.ops import LowRankTable, add_low_rank_
 from nanoengine.model.linear import PackedLinear
 from nanoengine.model.lora import LowRank
 
@@ -41,6 +43,8 @@ class AddedChange:
 
     low: _Factor
     highs: tuple[tuple[int, int, _Factor], ...]
+    table: LowRankTable | None
+    """The same for C++, where the model's dtype has its kernels."""
 
     @classmethod
     @torch.no_grad()
@@ -52,14 +56,33 @@ class AddedChange:
             (lo, hi, _Factor.of(change.high_OR.detach().to(matrix.device, wide) * change.scale))
             for lo, hi, change in parts
         ]
-        return cls(_Factor.of(torch.cat(lows)), tuple(highs))
+        low = _Factor.of(torch.cat(lows))
+        return cls(low, tuple(highs), _make_table(matrix, low, highs))
 
     @torch.no_grad()
     def add_to(self, y_NO: Tensor, x_NI: Tensor, *, batch_invariant: bool) -> None:
         """Add to y, which is rounded once for each module."""
+        if self.table is not None and x_NI.dim() == 2 and y_NO.is_contiguous():
+            add_low_rank_(y_NO, x_NI, self.table)
+            return
         low = self.low.times(x_NI.to(self.low.weight.dtype), batch_invariant=batch_invariant)
         parts = low.split([factor.weight.shape[1] for *_, factor in self.highs], 1)
         for (lo, hi, factor), part in zip(self.highs, parts, strict=True):
             columns = y_NO[:, lo:hi]
             change = factor.times(part.contiguous(), batch_invariant=batch_invariant)
             columns.copy_(columns.to(change.dtype) + change)
+
+
+def _make_table(
+    matrix: PackedLinear, low: _Factor, highs: Sequence[tuple[int, int, _Factor]]
+) -> LowRankTable | None:
+    factors = [low, *(factor for *_, factor in highs)]
+    packed = [x.packed for x in factors if x.packed is not None and not x.packed.is_mkldnn]
+    has_all = has_native(torch.empty(0, dtype=matrix.weight.dtype)) and len(packed) == len(factors)
+    if not has_all or matrix.device.type != "cpu":
+        return None
+    parts = [
+        (high, lo, hi - lo, factor.weight.shape[1])
+        for high, (lo, hi, factor) in zip(packed[1:], highs, strict=True)
+    ]
+    return LowRankTable(packed[0], len(low.weight), parts)

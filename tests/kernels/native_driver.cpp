@@ -422,9 +422,9 @@ void test_decoder() {
   held.reserve(64), matrices.reserve(64);
   std::vector<Layer<T>> layers;
   for (int64_t i = 0; i < num_layers; i++)
-    layers.push_back({vector_of(E), {matrix_of(E, width), nullptr, vector_of(width)}, vector_of(D),
-                      vector_of(D), {matrix_of(H * D, E), nullptr, nullptr}, vector_of(E),
-                      {matrix_of(E, 2 * F), nullptr, nullptr}, {matrix_of(F, E), nullptr, nullptr},
+    layers.push_back({vector_of(E), {matrix_of(E, width), nullptr, vector_of(width), nullptr}, vector_of(D),
+                      vector_of(D), {matrix_of(H * D, E), nullptr, nullptr, nullptr}, vector_of(E),
+                      {matrix_of(E, 2 * F), nullptr, nullptr, nullptr}, {matrix_of(F, E), nullptr, nullptr, nullptr},
                       vector_of(tokens * K * D), vector_of(tokens * K * D)});
   const T* last_norm = vector_of(E);
   const auto cos = numbers<float>(tokens * D / 2, 7), sin = numbers<float>(tokens * D / 2, 8);
