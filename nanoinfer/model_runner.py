@@ -370,6 +370,11 @@ def _is_plain(layer: DecoderLayer) -> bool:
         and family.rope_pairs == "halves"
         and (has_whole_rope or has_no_rope)
         and not layer.has_local_rope
+        and all(
+            module.change is None or module.change.table is not None
+            for module in layer.modules()
+            if isinstance(module, PackedLinear)
+        )
     )
 
 

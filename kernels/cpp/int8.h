@@ -17,26 +17,16 @@ struct Int8Panels {
   }
 };
 
-// Writes panel after panel: value(o, i) is asked for where there is an output o and an input i.
-template <class T, class F>
-void fill_int8_panels(int8_t* packed, int64_t inputs, int64_t outputs, int64_t threads, F value) {
-  const Int8Panels<T> panels(inputs);
-  parallel_for(ceil_of(outputs, PANEL), threads_for(inputs * outputs, threads), [&](int64_t p) {
-    int8_t* to = packed + p * panels.words * PANEL * PER_WORD<T>;
-    for (int64_t k = 0; k < panels.words; k++)
-      for (int64_t j = 0; j < PANEL; j++)
-        for (int64_t h = 0; h < PER_WORD<T>; h++) {
-          const int64_t o = p * PANEL + j, i = k * PER_WORD<T> + h;
-          *to++ = o < outputs && i < inputs ? value(o, i) : 0;
-        }
-  });
-}
-
 template <class T>
 void pack_int8(int8_t* packed, const int8_t* weight, int64_t inputs, int64_t outputs,
                int64_t threads) {
-  fill_int8_panels<T>(packed, inputs, outputs, threads,
-                      [&](int64_t o, int64_t i) { return weight[o * inputs + i]; });
+  const Int8Panels<T> panels(inputs);
+  parallel_for(ceil_of(outputs, PANEL), threads_for(inputs * outputs, threads), [&](int64_t p) {
+    int8_t* to = packed + p * panels.words * PANEL * PER_WORD<T>;
+    memset(to, 0, panels.words * PANEL * PER_WORD<T>);
+    for (int64_t o = p * PANEL; o < std::min(outputs, (p + 1) * PANEL); o++)
+      for (int64_t i = 0; i < inputs; i++) packed[panels.place(o, i)] = weight[o * inputs + i];
+  });
 }
 
 // The weight [outputs, inputs] that was packed.
@@ -53,7 +43,18 @@ void unpack_int8(int8_t* weight, const int8_t* packed, int64_t inputs, int64_t o
 template <class T>
 void transpose_int8(int8_t* columns, const int8_t* packed, int64_t inputs, int64_t outputs,
                     int64_t threads) {
+  constexpr int64_t per_word = PER_WORD<T>, step = PANEL * per_word;
   const Int8Panels<T> panels(inputs);
-  fill_int8_panels<T>(columns, outputs, inputs, threads,
-                      [&](int64_t i, int64_t o) { return packed[panels.place(o, i)]; });
+  const int64_t words = ceil_of(outputs, per_word);
+  parallel_for(ceil_of(inputs, PANEL), threads_for(inputs * outputs, threads), [&](int64_t p) {
+    const int64_t num_inputs = std::min<int64_t>(PANEL, inputs - p * PANEL);
+    int8_t* to = columns + p * words * step;
+    memset(to, 0, words * step);
+    for (int64_t o = 0; o < outputs; o++) {
+      const int8_t* from = packed + panels.place(o, p * PANEL);
+      int8_t* row = to + o / per_word * step + o % per_word;
+      for (int64_t j = 0; j < num_inputs; j++)
+        row[j * per_word] = from[j / per_word * step + j % per_word];
+    }
+  });
 }

@@ -251,8 +251,8 @@ class LowRankTable:
     ) -> None:
         """`pack`ed fp32: low [rank, in], and for each part (high [width, its rank], the matrix's
         output it begins at, width, its rank)."""
-        self._held = low, parts
         found = (_LowRankPart * len(parts))(*((x.data_ptr(), *sizes) for x, *sizes in parts))
+        self._held = low, parts, found
         self._struct = _LowRank(low.data_ptr(), rank, found, len(parts))
 
     def data_ptr(self) -> int:

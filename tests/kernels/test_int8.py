@@ -29,6 +29,7 @@ def test_a_product_is_fp64s_within_the_bound_of_an_fp32_sum(dtype, size, has_bia
     weight, bias = pack_int8(plain.to(dtype), dtype), torch.randn(num_out).to(dtype)
     q, scale = quantize_int8(plain.to(dtype))
     wide = q.double() * scale[:, None].double()
+    assert int(weight.values.count_nonzero()) == int(q.count_nonzero())  # zeros beside them
     assert torch.equal(weight.unpacked(), q) and torch.equal(weight.scale_O, scale)
     assert torch.equal(weight.dequantized().double(), wide.to(weight.dequantized().dtype).double())
     for num_rows in ROWS:
