@@ -165,6 +165,46 @@ void test_int8(int64_t inputs, int64_t outputs) {
     }
 }
 
+// A change of two of a matrix' modules, the first of rank 3 and the second of rank 5.
+template <class T>
+void test_low_rank() {
+  const int64_t rows = 37, inputs = 34, outputs = 97, rank = 8;
+  const auto x = numbers<T>(rows * inputs, 70), base = numbers<T>(rows * outputs, 71);
+  const auto low = numbers<float>(rank * inputs, 72);
+  const auto first = numbers<float>(50 * 3, 73), second = numbers<float>(40 * 5, 74);
+  auto packed = [](const std::vector<float>& weight, int64_t num_in, int64_t num_out) {
+    std::vector<float> panels(ceil_of(num_out, PANEL) * num_in * PANEL);
+    pack(panels.data(), weight.data(), num_in, num_out, 1);
+    return panels;
+  };
+  const auto a = packed(low, inputs, rank), b = packed(first, 3, 50), c = packed(second, 5, 40);
+  const LowRankPart parts[] = {{b.data(), 2, 50, 3}, {c.data(), 55, 40, 5}};
+  const LowRank change{a.data(), rank, parts, 2};
+  auto whole = base;
+  add_low_rank(whole.data(), x.data(), change, rows, inputs, outputs, inputs, 3);
+  auto alone = base;
+  for (int64_t r = 0; r < rows; r++)
+    add_low_rank(&alone[r * outputs], &x[r * inputs], change, 1, inputs, outputs, inputs, 1);
+  check(is_same(whole.data(), alone.data(), rows * outputs),
+        "a row with a low-rank change has the same bits in any batch", name<T>(), 0, 0);
+  for (int64_t r = 0; r < rows; r += 6)
+    for (int64_t o = 0; o < outputs; o++) {
+      double exact = wide(base[r * outputs + o]), size = std::abs(exact);
+      for (int64_t p = 0, k = 0; p < 2; k += parts[p++].rank)
+        for (int64_t j = 0; j < parts[p].rank; j++) {
+          const int64_t at = o - parts[p].begin;
+          if (at < 0 || at >= parts[p].width) continue;
+          const double high = (p == 0 ? first : second)[at * parts[p].rank + j];
+          for (int64_t i = 0; i < inputs; i++) {
+            const double product = wide(x[r * inputs + i]) * low[(k + j) * inputs + i] * high;
+            exact += product, size += std::abs(product);
+          }
+        }
+      check(is_near(whole[r * outputs + o], exact, 3 * size), "a low-rank change is fp64's", name<T>(), r, o);
+    }
+  add_to_digest(whole);
+}
+
 // dx = dy . weight and dw += dy^T . x.
 template <class T>
 void test_products(int64_t rows, int64_t inputs, int64_t outputs) {
@@ -566,6 +606,7 @@ void test_all() {
   test_linear<T>(146, 255);  // enough to be shared among threads
   test_int8<T>(33, 97);
   test_int8<T>(146, 255);
+  test_low_rank<T>();
   test_products<T>(70, 41, 98);
   test_products<T>(1070, 61, 18);  // a second chunk of the sum
   for (int64_t D : {64, 40, 7}) test_attention<T>(D, 3, 0);
