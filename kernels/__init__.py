@@ -11,7 +11,7 @@ op. `backend="auto" | "torch" | "cpp" | "triton"`: see `backend.py`.
 * the head: `linear_logprob`, `linear_topk` (no tokens x vocabulary tensor), `sampling`;
 * the update: `gae`, `adamw`;
 * mixture of experts: `moe_routing`, `grouped_gemm`, `moe`;
-* lower precision and stricter order: `fp8`, `batch_invariant`.
+* lower precision and stricter order: `fp8`, `int8`, `batch_invariant`.
 
 On a CPU a result depends on its own row or sequence only, never on what else is in the batch, on
 padding or on the number of threads: that is what makes rollout and trainer log-probs equal bit for
@@ -26,6 +26,7 @@ from kernels.gae import gae
 from kernels.gather_rows import add_rows_, gather_rows, make_row_gather
 from kernels.geglu import geglu
 from kernels.grouped_gemm import grouped_gemm
+from kernels.int8 import Int8Weight, int8_linear, pack_int8
 from kernels.kv_cache import make_kv_cache, reshape_and_cache
 from kernels.linear import linear, pack_weight
 from kernels.linear_logprob import linear_logprob, linear_topk, logits_logprob
@@ -39,6 +40,7 @@ from kernels.sampling import SampleOutput, apply_penalties_, apply_token_bitmask
 from kernels.swiglu import swiglu
 
 __all__ = [
+    "Int8Weight",
     "SampleOutput",
     "add_rms_norm",
     "add_rows_",
@@ -54,6 +56,7 @@ __all__ = [
     "gather_rows",
     "geglu",
     "grouped_gemm",
+    "int8_linear",
     "linear",
     "linear_logprob",
     "linear_topk",
@@ -65,6 +68,7 @@ __all__ = [
     "make_tensor_table",
     "make_varlen_plan",
     "moe_align",
+    "pack_int8",
     "pack_weight",
     "paged_attention",
     "paged_attention_decode",

@@ -123,11 +123,7 @@ class Engine:
         for `PipelineEngine`: all parts that this rank holds, `model` among them."""
         if config.share_prefix and not supports_shared_prefix(model.device):
             raise ValueError(f"share_prefix=True: not available on {model.device}; set it to False")
-        if model.is_quantized:
-            raise ValueError(
-                "model: its matrices are quantised, and those have no gradient; give the trainer a "
-                "model of its own"
-            )
+        self._check_model(model)
         if config.deterministic and model.device.type == "cuda":
             require_deterministic_cublas()
         mesh = Mesh(Layout()) if mesh is None else mesh
@@ -158,6 +154,14 @@ class Engine:
             activation_checkpointing=config.activation_checkpointing,
         )
         self._refresh()
+
+    def _check_model(self, model: Transformer) -> None:
+        """`ValueError` for a model that cannot be trained."""
+        if model.quantization is not None:
+            raise ValueError(
+                "model: its matrices are quantised, and those have no gradient; give the trainer a "
+                "model of its own, or train an adapter over int8 (LoraEngine)"
+            )
 
     def _make_optimizer(self, dtype: torch.dtype) -> AdamW:
         """The optimizer of all that is trained; it converts the models to `dtype`."""

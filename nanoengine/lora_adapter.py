@@ -18,6 +18,11 @@ The price is a frozen copy of the adapted matrices beside their effective form, 
 model moves only where the change is at least half a step of bf16. A merged adapter of any trainer
 has that limit; here training sees it too, since its log-probs are those of the rounded weights.
 
+**An int8 base** (`load_model(folder, dtype, is_int8=True)`; kernels/int8.py) takes a byte a weight
+and nothing beside it, but its coarse steps would swallow the change. There the adapter is added, as
+(x·Aᵀ)·(scale·B)ᵀ in fp32 (model/low_rank.py), and the rollout engine runs the trainer's own model:
+the same lines, hence again the same bits. Embedding, norms and output head keep their dtype.
+
 **The backward pass** never forms the gradient of a weight. With y = x·Wₑᵀ and dW = dyᵀ·x,
 
     dB = scale · dW·Aᵀ = scale · dyᵀ·(x·Aᵀ)        dA = scale · Bᵀ·dW = scale · (dy·B)ᵀ·x
@@ -29,6 +34,8 @@ of Wₑ counts as the identity, as that of masters to bf16 does in full training
 So a trainer in bf16 keeps 4 bytes for each adapted weight, 2 for each other one, and 16 for each
 number of A and B, where full training keeps 18 for each weight.
 
+Over int8, dx = (dy·scale)·q by the same product, beside the adapter's part.
+
 Left out: dropout (sampling has none, so log-probs would differ), models that are split over ranks,
 experts, output head and embedding.
 Next: lora_engine.py; model/lora.py for folders.
@@ -37,7 +44,7 @@ Next: lora_engine.py; model/lora.py for folders.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,19 +52,20 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from kernels.cpp.ops import LowRankTable
 from kernels.linear import accumulate_weight_grad, matmul_rows
 from nanoengine.model.linear import PackedLinear
 from nanoengine.model.lora import (
     Adapter,
     LoraConfig,
     LowRank,
-    MatrixRows,
-    adaptable,
     check_adapter,
     choose_targets,
     read_adapter,
     write_adapter,
 )
+from nanoengine.model.low_rank import AddedChange
+from nanoengine.model.matrices import MatrixRows, adaptable
 from nanoengine.model.transformer import Transformer
 
 
@@ -68,11 +76,17 @@ class LoraBase:
 
     def __init__(self, model: Transformer, dtype: torch.dtype | None = None) -> None:
         """`dtype` is what the weights are converted to; None keeps theirs. `ValueError` for a model
-        that is quantised or split over ranks."""
-        if model.is_quantized or model.split.size > 1 or model.experts is not None:
+        that is in fp8 or split over ranks, or int8 and packed for another dtype."""
+        if model.quantization == "fp8" or model.split.size > 1 or model.experts is not None:
             raise ValueError(
-                "model: is quantised or split over ranks, and an adapter is merged into whole "
+                "model: is in fp8 or split over ranks, and an adapter is merged into whole "
                 "matrices; give an adapter a model in one piece"
+            )
+        self.is_int8 = model.quantization == "int8"
+        if self.is_int8 and dtype not in (None, model.dtype):
+            raise ValueError(
+                f"dtype={dtype}: the model's int8 matrices are packed for {model.dtype}; load it "
+                "in the dtype that is wanted"
             )
         self.model = model
         self.places: dict[str, MatrixRows] = adaptable(model)
@@ -89,6 +103,9 @@ class LoraBase:
         None: as the base alone. Costs nothing where that is so already."""
         before = self.active
         if before is adapter and (adapter is None or not adapter.is_stale):
+            return
+        if self.is_int8:
+            self._add(before, adapter)
             return
         if before is not None and before is not adapter:
             for matrix in before.matrices:
@@ -112,6 +129,17 @@ class LoraBase:
         for matrix in dict.fromkeys(changed):
             matrix.repack()
 
+    def _add(self, before: LoraAdapter | None, adapter: LoraAdapter | None) -> None:
+        """`activate` over an int8 base."""
+        for matrix in before.matrices if before is not None else ():
+            matrix.change = None
+        self.active = adapter
+        if adapter is not None:
+            for matrix, parts in adapter.matrices.items():
+                matrix.change = _TrainedChange(matrix, parts)
+            adapter.is_stale = False
+        self.model.num_repacks += 1  # whoever reads this model has to learn of it
+
 
 @dataclass(frozen=True)
 class _Part:
@@ -122,6 +150,74 @@ class _Part:
     low_RI: nn.Parameter
     high_OR: nn.Parameter
     scale: float
+
+
+class _TrainedChange:
+    """The adapter of one int8 matrix, as its product adds it."""
+
+    def __init__(self, matrix: PackedLinear, parts: Sequence[_Part]) -> None:
+        self._parts = parts
+        self._is_invariant = matrix.batch_invariant
+        changes = [(p.lo, p.hi, LowRank(p.low_RI, p.high_OR, p.scale)) for p in parts]
+        self._added = AddedChange.of(matrix, changes)
+
+    def add_to(self, y_TO: Tensor, x_TI: Tensor) -> Tensor:
+        """y with the change, the same bits with and without gradients."""
+        if torch.is_grad_enabled():
+            out: Tensor = _AddedProduct.apply(y_TO, x_TI, self, self._parts[0].low_RI)
+            return out
+        self._added.add_to(y_TO, x_TI, batch_invariant=self._is_invariant)
+        return y_TO
+
+    def sum_of(self, y_TO: Tensor, x_TI: Tensor) -> Tensor:
+        y_TO = y_TO.clone()
+        self._added.add_to(y_TO, x_TI, batch_invariant=self._is_invariant)
+        return y_TO
+
+    def take_gradient(self, dy_TO: Tensor, x_TI: Tensor, wants_dx: bool) -> Tensor | None:
+        """Add the gradients of A and B to theirs; the part of the input's, if it is wanted."""
+        wide = self._parts[0].low_RI.dtype
+        dx_TI = torch.zeros(x_TI.shape, dtype=wide) if wants_dx else None
+        _add_gradients(self._parts, dy_TO, x_TI, dx_TI)
+        return None if dx_TI is None else dx_TI.to(x_TI.dtype)
+
+    @property
+    def table(self) -> LowRankTable | None:
+        return self._added.table
+
+    def tensors(self) -> Iterable[Tensor]:
+        return [x.detach() for part in self._parts for x in (part.low_RI, part.high_OR)]
+
+    def merge_into(self, weight_OI: Tensor) -> None:
+        """Add scale · B·A to a wide copy of the weight."""
+        for part in self._parts:
+            change = LowRank(part.low_RI.detach(), part.high_OR.detach(), part.scale)
+            weight_OI[part.lo : part.hi] = change.added_to(weight_OI[part.lo : part.hi])
+
+
+class _AddedProduct(torch.autograd.Function):
+    """y + the change; the last argument, one of the adapter's parameters, ties it to them where
+    neither y nor x has a gradient, as in the first layer."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        y_TO: Tensor,
+        x_TI: Tensor,
+        change: _TrainedChange,
+        _: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(x_TI)
+        ctx.change = change  # type: ignore[attr-defined]
+        return change.sum_of(y_TO, x_TI)
+
+    @staticmethod
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, dy_TO: Tensor
+    ) -> tuple[Tensor, Tensor | None, None, None]:
+        (x_TI,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        wants_dx = ctx.needs_input_grad[1]  # type: ignore[attr-defined]
+        return dy_TO, ctx.change.take_gradient(dy_TO, x_TI, wants_dx), None, None  # type: ignore[attr-defined]
 
 
 class LoraAdapter(nn.Module):
@@ -215,9 +311,12 @@ def _home(root: nn.Module, path: str) -> nn.Module:
 
 
 @torch.no_grad()
-def _add_gradients(parts: Sequence[_Part], dy_TO: Tensor, x_TI: Tensor) -> None:
+def _add_gradients(
+    parts: Sequence[_Part], dy_TO: Tensor, x_TI: Tensor, dx_TI: Tensor | None = None
+) -> None:
     """The gradients of A and B of one matrix, whose input was x and whose output's gradient is dy:
-    into `main_grad` where an optimizer put it, else into `grad`."""
+    into `main_grad` where an optimizer put it, else into `grad`. What the change alone gives to the
+    gradient of x is added to `dx`, where that is given."""
     wide = parts[0].low_RI.dtype
     x_TI = x_TI.to(wide)
     for part in parts:
@@ -226,6 +325,8 @@ def _add_gradients(parts: Sequence[_Part], dy_TO: Tensor, x_TI: Tensor) -> None:
         high_TR = matmul_rows(dy, part.high_OR).mul_(part.scale)
         _add(part.high_OR, matmul_rows(dy.t(), low_TR))
         _add(part.low_RI, matmul_rows(high_TR.t(), x_TI))
+        if dx_TI is not None:
+            dx_TI += matmul_rows(high_TR, part.low_RI)
 
 
 def _add(parameter: nn.Parameter, gradient: Tensor) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from nanoengine.config import DTYPES, EngineConfig
 from nanoengine.engine import Engine, LossFn
 from nanoengine.lora_adapter import LoraAdapter
+from nanoengine.model.transformer import Transformer
 from nanoengine.optim import AdamW
 from nanoengine.packing import Sample
 
@@ -39,6 +40,9 @@ class LoraEngine(Engine):
         self.adapter = adapter
         super().__init__(adapter.base.model, config)
         self.model.repack()  # the head may be another dtype's now
+
+    def _check_model(self, model: Transformer) -> None:
+        """`LoraBase` has."""
 
     def _make_optimizer(self, dtype: torch.dtype) -> AdamW:
         wide = torch.promote_types(dtype, torch.float32)

@@ -1,12 +1,12 @@
 """LoRA adapters that requests name: several in one batch, over one set of weights.
 
     x · Wᵀ   for all rows of a step at once, then for each adapter in it, on its own rows,
-    y += (x · Aᵀ) · (scale · B)ᵀ
+    y += (x · Aᵀ) · (scale · B)ᵀ      (nanoengine/model/low_rank.py)
 
-The second line is in fp32 (fp64 over fp64) whatever the model's dtype, by the packed product whose
-rows do not depend on the batch, so on a CPU a request has the same bits alone and beside others.
-They are not the bits of merged weights: in fp32 the two differ by rounding, in bf16 merged weights
-are rounded once more. Training merges (nanoengine/lora_adapter.py says why); this is for serving.
+The rows of either do not depend on the batch, so on a CPU a request has the same bits alone and
+beside others. They are not the bits of merged weights: in fp32 the two differ by rounding, in bf16
+merged weights are rounded once more. Training merges (nanoengine/lora_adapter.py says why); this is
+for serving.
 
 A step without any such request runs as ever. One with some takes the path of `Transformer.forward`:
 the transcript in C++ and CUDA graphs do not know adapters.
@@ -21,71 +21,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from kernels import linear, pack_weight
 from nanoengine.model.linear import PackedLinear
 from nanoengine.model.lora import (
     Adapter,
     LowRank,
-    MatrixRows,
-    adaptable,
     check_adapter,
     read_adapter,
 )
+from nanoengine.model.low_rank import AddedChange
+from nanoengine.model.matrices import adaptable
 from nanoengine.model.transformer import Transformer
 
 Rows = Mapping[str, Tensor]
 """The rows of a step that belong to each adapter in it, in rising order."""
-
-
-@dataclass(frozen=True)
-class _Factor:
-    """A matrix and its packed copy."""
-
-    weight: Tensor
-    packed: Tensor | None
-
-    @classmethod
-    def of(cls, weight: Tensor) -> _Factor:
-        return cls(weight, pack_weight(weight))
-
-    def times(self, x: Tensor, *, batch_invariant: bool) -> Tensor:
-        return linear(x, self.weight, packed=self.packed, batch_invariant=batch_invariant)
-
-
-@dataclass(frozen=True)
-class _Change:
-    """One adapter's change of one of our matrices: the A of all modules in it, one below the other,
-    and for each module its output columns lo:hi and scale · B."""
-
-    low: _Factor
-    highs: tuple[tuple[int, int, _Factor], ...]
-
-    @classmethod
-    def of(cls, parts: list[tuple[MatrixRows, LowRank]]) -> _Change:
-        weight = parts[0][0].matrix.weight
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        lows = [change.low_RI.detach().to(weight.device, wide) for _, change in parts]
-        highs = [
-            (place.lo, place.hi, _Factor.of(change.high_OR.detach().to(weight.device, wide)
-                                            * change.scale))
-            for place, change in parts
-        ]  # fmt: skip
-        return cls(_Factor.of(torch.cat(lows)), tuple(highs))
-
-    def add_to(self, y_NO: Tensor, x_NI: Tensor, *, batch_invariant: bool) -> None:
-        """Add to y, which is rounded once for each module."""
-        low = self.low.times(x_NI.to(self.low.weight.dtype), batch_invariant=batch_invariant)
-        parts = low.split([factor.weight.shape[1] for *_, factor in self.highs], 1)
-        for (lo, hi, factor), part in zip(self.highs, parts, strict=True):
-            columns = y_NO[:, lo:hi]
-            change = factor.times(part.contiguous(), batch_invariant=batch_invariant)
-            columns.copy_(columns.to(change.dtype) + change)
 
 
 class _StepRows:
@@ -100,7 +52,7 @@ class _MatrixAdapters:
 
     def __init__(self, matrix: PackedLinear, step: _StepRows) -> None:
         self._matrix, self._step = matrix, step
-        self.changes: dict[str, _Change] = {}
+        self.changes: dict[str, AddedChange] = {}
 
     def add_to(self, y_TO: Tensor, x_TI: Tensor) -> Tensor:
         """y with the changes of the step's adapters added to their rows, in place."""
@@ -162,14 +114,15 @@ class AdapterPool:
                 "dense MLPs can be adapted; merge it (--lora)"
             )
         self._forget(name)
-        parts: dict[PackedLinear, list[tuple[MatrixRows, LowRank]]] = {}
+        parts: dict[PackedLinear, list[tuple[int, int, LowRank]]] = {}
         for module, place in places.items():
             if module in adapter:
-                parts.setdefault(place.matrix, []).append((place, adapter[module]))
+                here = (place.lo, place.hi, adapter[module])
+                parts.setdefault(place.matrix, []).append(here)
         for matrix, changes in parts.items():
             if not isinstance(matrix.adapters, _MatrixAdapters):
                 matrix.adapters = _MatrixAdapters(matrix, self._step)
-            matrix.adapters.changes[name] = _Change.of(changes)
+            matrix.adapters.changes[name] = AddedChange.of(matrix, changes)
         self._num_loaded += 1
         self._keys[name] = f"{name}\0{self._num_loaded}".encode()
 

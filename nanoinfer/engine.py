@@ -32,7 +32,7 @@ from torch import Tensor
 
 from kernels.checksum import all_finite
 from nanoengine.model.device import release_memory
-from nanoengine.model.hf import export_state, load_state
+from nanoengine.model.hf import held_state, load_state
 from nanoengine.model.lora import Adapter
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.model.transformer import Transformer
@@ -269,7 +269,7 @@ class LLMEngine:
         served until the owner brings better ones."""
         start = time.perf_counter()
         self._num_repacks = -1
-        _finite(export_state(self.model), "no token is sampled by such weights")
+        _finite(held_state(self.model), "no token is sampled by such weights")
         self._start_version(version)
         self._metrics.update_s += time.perf_counter() - start
 

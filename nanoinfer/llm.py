@@ -53,10 +53,13 @@ class LLM:
             split = TensorParallel.of(mesh, ModelConfig.from_folder(Path(folder)))
         if split is not None and lora is not None:
             raise ValueError(f"lora={lora}: is merged into whole matrices only; set tp=1")
-        model = load_model(folder, dtype, str(place), split=split)
+        config = config or InferConfig()
+        # an adapter is merged into whole matrices, which are quantised after that
+        is_int8 = config.quantization == "int8" and lora is None
+        model = load_model(folder, dtype, str(place), split=split, is_int8=is_int8)
         if lora is not None:
             merge_lora(model, lora)
-        self.engine = LLMEngine(model, config or InferConfig(), tokenizer=self.tokenizer)
+        self.engine = LLMEngine(model, config, tokenizer=self.tokenizer)
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Output]:
         """Complete texts or token ids; `params.n` outputs a prompt, their texts filled in. A text

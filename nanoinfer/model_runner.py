@@ -22,10 +22,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kernels import linear, linear_logprob, pack_weight
-from kernels.cpp.decoder import Decoder, DecoderShape, LayerWeights, can_decode
+from kernels import linear, linear_logprob, logits_logprob, pack_weight
+from kernels.cpp.decoder import (
+    Decoder,
+    DecoderMatrix,
+    DecoderShape,
+    LayerWeights,
+    can_decode,
+)
 from kernels.transfer import to_device, to_host
 from nanoengine.model.layers import DecoderLayer
+from nanoengine.model.linear import PackedLinear
 from nanoengine.model.transformer import Transformer
 from nanoengine.parallel.tensor_parallel import TensorParallel, vocab_parallel_logprob
 from nanoinfer.adapters import AdapterPool
@@ -40,6 +47,9 @@ from nanoinfer.device_sampler import (
 )
 from nanoinfer.kv_cache import CacheLayout, KVCache, PagedContext, cache_dtype, calibrated_scales
 from nanoinfer.sampler import likeliest, sample, top_logps
+
+_SCORED_ROWS = 64
+"""Rows whose logits are in memory at a time where they are needed as a whole."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +193,11 @@ class ModelRunner:
         """Log-probs of given tokens by the trainer's own function, a tensor for each span."""
         if scored is None:
             return []
+        if self.model.int8_head is not None:
+            return [
+                self._score_logits(hidden_TE, scored.rows[lo:hi], scored.ids[lo:hi], temperature)
+                for temperature, lo, hi in scored.spans
+            ]
         weight: Tensor = self.model.lm_head_weight
         packed = self.model.lm_head_packed
         dtype = self.model.head_dtype
@@ -204,6 +219,14 @@ class ModelRunner:
             assert isinstance(logps, Tensor), "no entropy was asked for"
             found.append(logps.float())
         return found
+
+    def _score_logits(
+        self, hidden_TE: Tensor, rows_P: Tensor, ids_P: Tensor, temperature: float
+    ) -> Tensor:
+        """Log-probs of ids from the logits that tokens are drawn from, some rows at a time."""
+        parts = zip(rows_P.split(_SCORED_ROWS), ids_P.split(_SCORED_ROWS), strict=True)
+        logits = ((self._logits(hidden_TE.index_select(0, rows)), ids) for rows, ids in parts)
+        return torch.cat([logits_logprob(one, ids, temperature) for one, ids in logits])
 
     def _rank(self, hidden_TE: Tensor, scored: Scored | None) -> list[Tensor]:
         """Ids and log-probs of the likeliest tokens where they were asked for, two tensors for each
@@ -271,8 +294,12 @@ def make_runner(
     """The runner of an engine: a cache of that many blocks and, where decode steps can be graphs,
     one block more for their rows of padding."""
     model.batch_invariant = model.batch_invariant or config.deterministic
-    if config.quantization == "fp8":
-        model.quantize()
+    kind = config.quantization
+    if kind != "none" and kind != model.quantization:
+        model.quantize(kind)
+    if kind == "int8":
+        model.head_dtype = torch.float32 if config.lm_head_fp32 else model.head_dtype
+        model.quantize_head()
     is_static = config.cuda_graphs and can_capture(model)
     layout = CacheLayout(
         num_blocks=num_blocks,
@@ -295,19 +322,22 @@ def make_runner(
 
 def make_decoder(model: Transformer, cache: KVCache) -> Decoder | None:
     """The model's layers as one call; None where a layer needs more than the C++ functions do:
-    experts, a split over ranks, an fp8 cache, scales of scores that differ, a switch of the family
-    that they lack, a machine without a compiler. Make another one when the weights or the cache are
-    replaced; what is written to them in place counts at once."""
+    experts, a split over ranks, fp8, scales of scores that differ, a switch of the family that they
+    lack, a machine without a compiler. Make another one when the weights, an adapter over them or
+    the cache are replaced; what is written to them in place counts at once."""
     layers = [cast(DecoderLayer, layer) for layer in model.layers]
     is_plain = (
-        not model.is_quantized
+        model.quantization != "fp8"
         and model.split.size == 1
         and model.experts is None
         and cache.dtype == model.dtype
         and len({layer.scale for layer in layers}) == 1
         and all(_is_plain(layer) for layer in layers)
     )
-    if not is_plain or any(layer.moe is not None for layer in layers) or not can_decode(model.norm):
+    is_int8 = model.quantization == "int8"
+    if not is_plain or any(layer.moe is not None for layer in layers):
+        return None
+    if not can_decode(model.norm, is_int8=is_int8):
         return None
     config = model.config
     widths = (config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
@@ -340,23 +370,32 @@ def _is_plain(layer: DecoderLayer) -> bool:
         and family.rope_pairs == "halves"
         and (has_whole_rope or has_no_rope)
         and not layer.has_local_rope
+        and all(
+            module.change is None or module.change.table is not None
+            for module in layer.modules()
+            if isinstance(module, PackedLinear)
+        )
     )
 
 
 def _weights(layer: DecoderLayer) -> LayerWeights:
-    packed = [layer.qkv.packed, layer.out.packed, layer.gate_up.packed, layer.down.packed]
-    qkv, out, gate_up, down = [cast(Tensor, x) for x in packed]  # `can_decode`: all have this form
     return LayerWeights(
         input_norm=cast(Tensor, layer.input_norm),
-        qkv=qkv,
-        qkv_bias=layer.qkv.bias,
+        qkv=_matrix(layer.qkv),
         q_norm=layer.q_norm,
         k_norm=layer.k_norm,
-        out=out,
-        out_bias=layer.out.bias,
+        out=_matrix(layer.out),
         post_norm=cast(Tensor, layer.post_norm),
-        gate_up=gate_up,
-        down=down,
+        gate_up=_matrix(layer.gate_up),
+        down=_matrix(layer.down),
         window=layer.window,
         has_rope=layer.rotary_dim > 0,
     )
+
+
+def _matrix(matrix: PackedLinear) -> DecoderMatrix:
+    if matrix.int8 is not None:
+        change = None if matrix.change is None else matrix.change.table
+        return DecoderMatrix(matrix.int8.values, matrix.int8.scale_O, matrix.bias, change)
+    # `can_decode`: all have this form
+    return DecoderMatrix(cast(Tensor, matrix.packed), None, matrix.bias)

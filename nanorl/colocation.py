@@ -28,13 +28,14 @@ from nanorl.config import RunConfig
 def can_share_weights(config: RunConfig, device: torch.device) -> bool:
     """Say whether both engines of this process may read one set of weights: they take turns in one
     thread, no request waits for its end before an update, and rollouts read what the trainer
-    trains (not a quantised copy, nor a base and an adapter, whose trainer merges as it likes)."""
+    trains (not a quantised copy, nor a base and an adapter, whose trainer merges as it likes; over
+    an int8 base it adds, and the rollout engine with it)."""
     return (
         device.type == "cpu"
         and config.rl.max_staleness == 0
         and config.engine.in_flight != "wait"
         and config.engine.quantization == "none"
-        and not config.lora.rank
+        and (not config.lora.rank or config.lora.is_int8)
     )
 
 

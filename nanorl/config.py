@@ -16,7 +16,7 @@ import os
 import typing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from nanoengine.build import LayoutConfig
 from nanoengine.config import ComputeConfig
@@ -333,7 +333,8 @@ class EngineLimits(ComputeConfig, StepSizes, WeightUpdates):
     micro_batch_tokens: int = 0
     """Tokens of one training micro-batch, rows of the model in a forward and a backward pass."""
     quantization: Quantization = "none"
-    """fp8: rollouts multiply in 8 bits, training does not. Needs an off-policy correction."""
+    """fp8, or int8 on a CPU: rollouts multiply in 8 bits, training does not. Needs an off-policy
+    correction; for an int8 base of an adapter, which needs none, see --lora.base-dtype."""
     share_prefix: bool = True
     cache_mb: int = 0
     """Memory of the paged KV cache."""
@@ -356,21 +357,35 @@ class EngineLimits(ComputeConfig, StepSizes, WeightUpdates):
         )
 
 
+BaseDtype = Literal["auto", "int8"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoraOptions(LoraConfig):
     """The adapter that the run trains, warm start and RL, in place of the model's weights."""
+
+    base_dtype: BaseDtype = "auto"
+    """The dtype of the frozen matrices below the adapter. auto: the run's own, and rollouts read a
+    merged copy. int8, on a CPU: a byte a weight and no copy; both engines add the adapter to the
+    same products, so log-probs stay equal bit for bit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_record(
             self, "lora.", rank=Bound(0, 1 << 16, "a full matrix has no more"), alpha=POSITIVE
         )
+        if self.base_dtype not in get_args(BaseDtype):
+            raise ValueError(f"--lora.base-dtype {self.base_dtype}: must be auto or int8")
         unread = [one.name for one in dataclasses.fields(self) if self._differs(one)]
         if self.rank == 0 and unread:
             raise ValueError(
-                f"--lora.{unread[0]} {getattr(self, unread[0])}: there is no adapter; set "
-                "--lora.rank too"
+                f"--lora.{unread[0].replace('_', '-')} {getattr(self, unread[0])}: there is no "
+                "adapter; set --lora.rank too"
             )
+
+    @property
+    def is_int8(self) -> bool:
+        return self.base_dtype == "int8"
 
     def _differs(self, one: dataclasses.Field[Any]) -> bool:
         return bool(getattr(self, one.name) != one.default)
@@ -577,6 +592,8 @@ class RunConfig:
                 "adapter is trained in one process; leave the backend inline, or train all weights "
                 "(--lora.rank 0)"
             )
+        if self.lora.is_int8:
+            self._check_int8_base()
         buffer, most = self.rl.algorithm.overlong_buffer, self.agent.max_context_tokens
         if buffer > most:
             raise ValueError(
@@ -606,6 +623,22 @@ class RunConfig:
                 f"{flag} with --rl.algorithm.correction {self.rl.algorithm.correction}: rollouts "
                 "come from another policy than the trained one, and nothing would weigh them for "
                 "it; set --rl.algorithm.correction tis"
+            )
+
+    def _check_int8_base(self) -> None:
+        """Refuse what an int8 base cannot do: both engines read it, and it has no gradient."""
+        flags = {
+            f"--rl.max-staleness {self.rl.max_staleness}": self.rl.max_staleness > 0,
+            f"--engine.in-flight {self.engine.in_flight}": self.engine.in_flight == "wait",
+            f"--engine.quantization {self.engine.quantization}": self.engine.quantization != "none",
+            f"--device {self.device}": self.device.startswith("cuda"),
+            f"--algorithm {self.algorithm}, which trains a critic": self.rl.algorithm.needs_critic,
+        }
+        refused = next((flag for flag, is_set in flags.items() if is_set), None)
+        if refused is not None:
+            raise ValueError(
+                f"--lora.base-dtype int8 with {refused}: rollouts and training take turns at one "
+                "frozen base in a CPU's memory; leave that out, or --lora.base-dtype auto"
             )
 
     def _check_processes(self) -> None:

@@ -88,7 +88,7 @@ KEPT: Mapping[str, tuple[str, str]] = MappingProxyType(
         "preset": ("model and sizes come from it", _NEW),
         "model": ("the checkpoint holds the weights of the run's own model", _NEW),
         **dict.fromkeys(
-            ("lora.rank", "lora.alpha", "lora.targets", "lora.rslora"),
+            ("lora.rank", "lora.alpha", "lora.targets", "lora.rslora", "lora.base_dtype"),
             ("the checkpoint holds the run's own adapter, or all weights", _NEW),
         ),
         "dtype": ("the steps so far were computed in the other", _FORK),

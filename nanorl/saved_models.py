@@ -123,7 +123,7 @@ def _export(checkpoint: Path, base: Path, folder: Path, run: RunConfig) -> None:
     """Write the weights of a run's checkpoint in the run's dtype, as in model-trained, around the
     configuration and tokenizer of `base`: rounded masters, or `base` with the adapter merged."""
     saved = open_checkpoint(checkpoint)
-    model = load_model(base, DTYPES[run.dtype])
+    model = load_model(base, DTYPES[run.dtype], is_int8=run.lora.is_int8)
     adapter = LoraAdapter(LoraBase(model), run.lora) if run.lora.rank else None
     with torch.no_grad():
         for name, parameter in (adapter or model).named_parameters():

@@ -27,7 +27,8 @@ from nanoengine.footprint import (
 )
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.device import free_bytes
-from nanoengine.model.lora import adaptable, choose_targets
+from nanoengine.model.lora import choose_targets
+from nanoengine.model.matrices import adaptable
 from nanoengine.model.transformer import Transformer
 from nanoinfer.kv_cache import KVCache
 from nanoinfer.sizes import GPU_BATCH_TOKENS, GPU_NUM_SEQS, step_bytes

@@ -5,6 +5,7 @@
 
 Rows, one for each size N:
     batch-N      sampled tokens/s of N requests at once, prompts of 64 tokens, 32 sampled each
+    int8-N       the same with int8 matrices
     prefill-N    prompt tokens/s of two requests of N tokens
     context-N    sampled tokens/s of two requests, 32 tokens after a context of N that is cached
     waiting-N    microseconds in which the scheduler chooses a step and commits it, 32 requests
@@ -61,7 +62,7 @@ def prompts_of(count: int, length: int) -> list[list[int]]:
     return found
 
 
-def make_engine(folder: str, dtype: str, threads: int, **sizes: int) -> Any:
+def make_engine(folder: str, dtype: str, threads: int, **options: Any) -> Any:
     import torch
 
     from nanoengine.config import DTYPES
@@ -71,7 +72,7 @@ def make_engine(folder: str, dtype: str, threads: int, **sizes: int) -> Any:
     from nanoinfer.params import SamplingParams
 
     torch.set_num_threads(threads)
-    engine = LLMEngine(load_model(folder, DTYPES[dtype]), InferConfig(**sizes))
+    engine = LLMEngine(load_model(folder, DTYPES[dtype]), InferConfig(**options))
     engine.generate(prompts_of(2, 32), SamplingParams(max_tokens=8, ignore_eos=True))
     return engine
 
@@ -89,12 +90,20 @@ def sample(engine: Any, prompts: Sequence[list[int]], num_tokens: int) -> tuple[
 
 
 def run_batch(folder: str, dtype: str, threads: int) -> Points:
-    engine = make_engine(folder, dtype, threads, max_num_seqs=max(BATCHES))
+    return measure_batches("batch", make_engine(folder, dtype, threads, max_num_seqs=max(BATCHES)))
+
+
+def run_int8(folder: str, dtype: str, threads: int) -> Points:
+    options = {"max_num_seqs": max(BATCHES), "quantization": "int8"}
+    return measure_batches("int8", make_engine(folder, dtype, threads, **options))
+
+
+def measure_batches(kind: str, engine: Any) -> Points:
     points = {}
     for size in BATCHES:
         repeats = max(1, 16 // size)
         seconds = [sample(engine, prompts_of(size, PROMPT + i), SAMPLED)[0] for i in range(repeats)]
-        points[f"batch-{size}"] = size * SAMPLED / median(seconds)
+        points[f"{kind}-{size}"] = size * SAMPLED / median(seconds)
     return points
 
 
@@ -152,6 +161,7 @@ def run_groups(folder: str, dtype: str, threads: int) -> Points:
 
 WORKERS: Mapping[str, Callable[[str, str, int], dict[str, Any]]] = {
     "batch": run_batch,
+    "int8": run_int8,
     "context": run_context,
     "waiting": run_waiting,
     "group": run_groups,
@@ -160,6 +170,7 @@ WORKERS: Mapping[str, Callable[[str, str, int], dict[str, Any]]] = {
 KINDS = tuple(WORKERS)[:-1]
 UNITS = {
     "batch": "tokens/s",
+    "int8": "tokens/s",
     "prefill": "tokens/s",
     "context": "tokens/s",
     "waiting": "us",

@@ -39,7 +39,7 @@ NATIVE_DTYPES = tuple(_SUFFIX)
 _COMPILE_LIMIT_S = 300
 _SEAL_BYTES = 32
 # the kernels that return one
-_COUNTS = ("has_linear", "panel", "run_keys", "run_word", "decode_scratch")
+_COUNTS = ("has_linear", "panel", "int8_word", "run_keys", "run_word", "decode_scratch")
 
 
 def has_native(*tensors: Tensor) -> bool:
@@ -144,6 +144,12 @@ def _load(path: Path) -> Kernels:
         "panel": [],
         "linear": [pointer] * 4 + [count] * 5,
         "linear_unpacked": [pointer] * 4 + [count] * 5,
+        "linear_int8": [pointer] * 5 + [count] * 5,
+        "add_low_rank": [pointer] * 3 + [count] * 5,
+        "int8_word": [],
+        "pack_int8": [pointer] * 2 + [count] * 3,
+        "unpack_int8": [pointer] * 2 + [count] * 3,
+        "transpose_int8": [pointer] * 2 + [count] * 3,
         "pack": [pointer] * 2 + [count] * 3,
         "pack_columns": [pointer] * 2 + [count] * 4,
         "add_product": [pointer] * 3 + [count] * 7,

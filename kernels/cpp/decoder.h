@@ -8,18 +8,17 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "low_rank.h"
 #include "rows.h"
 
 template <class T>
-struct Layer {  // addresses; a bias and the norms of heads may be null
+struct Layer {  // addresses; a scale, a bias and the norms of heads may be null
   const T* input_norm;
-  const float* qkv;
-  const T* qkv_bias;
+  Matrix<T> qkv;
   const T *q_norm, *k_norm;
-  const float* out;
-  const T* out_bias;
+  Matrix<T> out;
   const T* post_norm;
-  const float *gate_up, *down;
+  Matrix<T> gate_up, down;
   T *k_cache, *v_cache;
 };
 
@@ -102,7 +101,7 @@ void decode(T* x, const Layer<T>* layers, const Switches* switches, int64_t num_
       rms_norm(y, rstd.data(), x, layer.input_norm, N, 1, E, E, eps, threads);
     else
       add_rms_norm(y, residual, rstd.data(), x, residual, layer.input_norm, N, E, eps, threads);
-    linear(qkv, y, layer.qkv, layer.qkv_bias, N, E, width, E, threads);
+    linear(qkv, y, layer.qkv, N, E, width, E, threads);
     const T *q_in = qkv, *k_in = qkv + q_width, *v = k_in + kv_width;
     int64_t q_stride = width, k_stride = width;
     if (layer.q_norm) {  // into o and h, which are free until later
@@ -134,12 +133,12 @@ void decode(T* x, const Layer<T>* layers, const Switches* switches, int64_t num_
                        switches[i].window,
                        size.has_key_runs};
     attend(problem, step.tiles, step.num_tiles, threads);
-    linear(x, o, layer.out, layer.out_bias, N, q_width, E, q_width, threads);
+    linear(x, o, layer.out, N, q_width, E, q_width, threads);
     multiply(x, multiplier, N, E, threads);
     add_rms_norm(y, residual, rstd.data(), x, residual, layer.post_norm, N, E, eps, threads);
-    linear<T>(gate_up, y, layer.gate_up, nullptr, N, E, 2 * size.mlp, E, threads);
+    linear(gate_up, y, layer.gate_up, N, E, 2 * size.mlp, E, threads);
     swiglu(h, gate_up, N, size.mlp, threads);
-    linear<T>(x, h, layer.down, nullptr, N, size.mlp, E, size.mlp, threads);
+    linear(x, h, layer.down, N, size.mlp, E, size.mlp, threads);
     multiply(x, multiplier, N, E, threads);
   }
   add_rms_norm(y, residual, rstd.data(), x, residual, last_norm, N, E, eps, threads);

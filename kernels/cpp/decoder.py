@@ -15,35 +15,46 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.cpp.build import function
-from kernels.cpp.ops import QueryTiles, cache_strides, has_key_runs
+from kernels.cpp.build import function, has_native
+from kernels.cpp.ops import LowRankTable, QueryTiles, cache_strides, has_key_runs
 from kernels.kv_cache import head_rows
 from kernels.linear import is_native
 
 
 @dataclass(frozen=True)
+class DecoderMatrix:
+    """`panels` are `pack_weight`'s, or the values of an `Int8Weight` with their scales; `change` is
+    added to the product. The order is that of `Matrix` in C++."""
+
+    panels: Tensor
+    scale: Tensor | None = None
+    bias: Tensor | None = None
+    change: LowRankTable | None = None
+
+
+@dataclass(frozen=True)
 class LayerWeights:
-    """One layer's weights. Matrices are `pack_weight`'s; the order is that of `Layer` in C++. A
-    query sees the last `window` keys, itself included (None: all); without `has_rope` queries and
-    keys are not rotated."""
+    """One layer's weights; the order is that of `Layer` in C++. A query sees the last `window`
+    keys, itself included (None: all); without `has_rope` queries and keys are not rotated."""
 
     input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
+    qkv: DecoderMatrix
     q_norm: Tensor | None
     k_norm: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
+    out: DecoderMatrix
     post_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: DecoderMatrix
+    down: DecoderMatrix
     window: int | None = None
     has_rope: bool = True
 
     def addresses(self) -> list[int]:
-        switches = ("window", "has_rope")
-        weights = [x for name, x in vars(self).items() if name not in switches]
-        return [0 if x is None else x.data_ptr() for x in weights]
+        found: list[int] = []
+        for name, one in vars(self).items():
+            if name not in ("window", "has_rope"):
+                parts = vars(one).values() if isinstance(one, DecoderMatrix) else [one]
+                found += [0 if x is None else x.data_ptr() for x in parts]
+        return found
 
 
 @dataclass(frozen=True)
@@ -77,9 +88,10 @@ class _Step(ctypes.Structure):
     ]
 
 
-def can_decode(weight: Tensor) -> bool:
-    """True if a model with matrices like this one has all its ops in C++."""
-    return is_native(weight)
+def can_decode(weight: Tensor, *, is_int8: bool = False) -> bool:
+    """True if a model with matrices like this one, or int8 for inputs like it, has all its ops in
+    C++."""
+    return has_native(weight) if is_int8 else is_native(weight)
 
 
 class Decoder:

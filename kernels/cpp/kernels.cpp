@@ -5,8 +5,10 @@
 #include "attention_gradient.h"
 #include "checksum.h"
 #include "decoder.h"
+#include "int8.h"
 #include "linear.h"
 #include "logits.h"
+#include "low_rank.h"
 #include "product.h"
 #include "rows.h"
 #include "rows_gradient.h"
@@ -70,7 +72,33 @@ extern "C" int64_t has_linear_bf16() {
   extern "C" void linear_##SUFFIX(T* y, const T* x, const float* packed, const T* bias,         \
                                   int64_t rows, int64_t inputs, int64_t outputs,                 \
                                   int64_t x_stride, int64_t threads) {                           \
-    linear(y, x, packed, bias, rows, inputs, outputs, x_stride, threads);                        \
+    linear(y, x, PackedWeight<T, float>{packed, nullptr, bias}, rows, inputs, outputs,           \
+           x_stride, threads);                                                                   \
+  }                                                                                              \
+  extern "C" void linear_int8_##SUFFIX(T* y, const T* x, const int8_t* packed,                  \
+                                       const float* scale, const T* bias, int64_t rows,          \
+                                       int64_t inputs, int64_t outputs, int64_t x_stride,        \
+                                       int64_t threads) {                                        \
+    linear(y, x, PackedWeight<T, int8_t>{packed, scale, bias}, rows, inputs, outputs, x_stride,  \
+           threads);                                                                             \
+  }                                                                                              \
+  extern "C" void add_low_rank_##SUFFIX(T* y, const T* x, const LowRank* change, int64_t rows,  \
+                                        int64_t inputs, int64_t outputs, int64_t x_stride,       \
+                                        int64_t threads) {                                       \
+    add_low_rank(y, x, *change, rows, inputs, outputs, x_stride, threads);                       \
+  }                                                                                              \
+  extern "C" int64_t int8_word_##SUFFIX() { return PER_WORD<T>; }                               \
+  extern "C" void pack_int8_##SUFFIX(int8_t* packed, const int8_t* weight, int64_t inputs,      \
+                                     int64_t outputs, int64_t threads) {                         \
+    pack_int8<T>(packed, weight, inputs, outputs, threads);                                      \
+  }                                                                                              \
+  extern "C" void unpack_int8_##SUFFIX(int8_t* weight, const int8_t* packed, int64_t inputs,    \
+                                       int64_t outputs, int64_t threads) {                       \
+    unpack_int8<T>(weight, packed, inputs, outputs, threads);                                    \
+  }                                                                                              \
+  extern "C" void transpose_int8_##SUFFIX(int8_t* columns, const int8_t* packed,                \
+                                          int64_t inputs, int64_t outputs, int64_t threads) {    \
+    transpose_int8<T>(columns, packed, inputs, outputs, threads);                                \
   }                                                                                              \
   extern "C" void linear_unpacked_##SUFFIX(T* y, const T* x, const T* weight, const T* bias,    \
                                            int64_t rows, int64_t inputs, int64_t outputs,        \

@@ -1,9 +1,12 @@
-// y = x . weight^T + bias over a packed weight, any number of rows.
+// y = (x . weight^T) * scale + bias over a packed weight, any number of rows.
 //
 // A weight lies in panels of outputs, [panels][inputs][PANEL] (bf16: pairs of inputs, as AVX-512's
 // dot product takes them), so that one panel is read once, in order, for a tile of rows. A result is
 // summed over the inputs in order: it has the same bits whatever rows come with it, and however the
 // work is cut. Few rows are bound by the reading of the weight, many by the multiply-adds.
+//
+// A panel holds words of x's type, or int8 (int8.h packs it): half the bytes of bf16. Those are widened
+// to what is multiplied, which is exact, and their sums are multiplied by the scale of each output.
 #pragma once
 
 #include <algorithm>
@@ -24,37 +27,60 @@ constexpr int LINE = LINE_BYTES / 4, PANEL_LINES = (PANEL + LINE - 1) / LINE;  /
 
 template <class T>
 constexpr int PER_PACKED_WORD = 4 / sizeof(T);
+// Of a panel of P's, floats that hold words or int8: P's in one output's word, inputs in it, terms of
+// the sum in it, lines of the processor's cache that a panel takes for a word of each output.
+template <class T, class P>
+constexpr int WORD_SIZE = sizeof(P) == 1 ? PER_WORD<T> : 1;
+template <class T, class P>
+constexpr int WORD_INPUTS = sizeof(P) == 1 ? PER_WORD<T> : PER_PACKED_WORD<T>;
+template <class T, class P>
+constexpr int WORD_TERMS = sizeof(P) == 1 ? 1 : TERMS<T>;
+template <class T, class P>
+constexpr int WORD_LINES =
+    sizeof(P) == 1 ? (PANEL * PER_WORD<T> + LINE_BYTES - 1) / LINE_BYTES : PANEL_LINES;
 // What x is read as: words of it, or the elements widened.
 template <class T>
 using Input = std::conditional_t<IS_WIDENED<T>, float, T>;
 
+// Term h of the words at p of LANES outputs.
+template <class T>
+inline Vec load_term(const float* p, int h) {
+  return term<T>(load(p), h);
+}
+template <class T>
+inline Vec load_term(const int8_t* p, int) {
+  return widen_words<T>(p);
+}
+
 // sum += R rows of words times VECS vectors of a panel. Words of both factors, whatever they hold, are
 // moved as floats; those of a row lie STEP floats apart. Meanwhile asks memory for what lies at
 // `ahead`, ASK lines with each step of the sum.
-template <int R, int VECS, int ASK, int STEP, class T>
-inline void sum_words(Vec (&sum)[R][VECS], const float* const (&rows)[R], const float* panel,
-                      int64_t num_words, const float* ahead) {
-  constexpr int lines = VECS == PANEL_VECS ? PANEL_LINES : 1;
+template <int R, int VECS, int ASK, int STEP, class T, class P>
+inline void sum_words(Vec (&sum)[R][VECS], const float* const (&rows)[R], const P* panel,
+                      int64_t num_words, const char* ahead) {
+  constexpr int lines = VECS == PANEL_VECS ? WORD_LINES<T, P> : 1;
+  constexpr int size = WORD_SIZE<T, P>, terms = WORD_TERMS<T, P>;
   for (int64_t k = 0; k < num_words; k++) {
-    const float* row = panel + k * PANEL;
-    for (int i = 0; i < lines; i++) __builtin_prefetch(row + NEAR * PANEL + i * LINE);
-    for (int a = 0; a < ASK; a++) __builtin_prefetch(ahead + (k * ASK + a) * LINE, 0, 2);
-    for (int h = 0; h < TERMS<T>; h++) {
+    const P* row = panel + k * PANEL * size;
+    for (int i = 0; i < lines; i++)
+      __builtin_prefetch((const char*)(row + NEAR * PANEL * size) + i * LINE_BYTES);
+    for (int a = 0; a < ASK; a++) __builtin_prefetch(ahead + (k * ASK + a) * LINE_BYTES, 0, 2);
+    for (int h = 0; h < terms; h++) {
       Vec w[VECS];
-      for (int c = 0; c < VECS; c++) w[c] = term<T>(load(row + c * LANES), h);
+      for (int c = 0; c < VECS; c++) w[c] = load_term<T>(row + c * LANES * size, h);
       for (int r = 0; r < R; r++) {
-        Vec input = splat_word(rows[r] + (k * TERMS<T> + h) * STEP);
+        Vec input = splat_word(rows[r] + (k * terms + h) * STEP);
         for (int c = 0; c < VECS; c++) multiply_add(sum[r][c], w[c], input, T());
       }
     }
   }
 }
 
-// R rows of x, VECS vectors of a panel's outputs.
-template <int R, int VECS, int ASK, class T>
+// R rows of x, VECS vectors of a panel's outputs. `scale` and `bias` may be null.
+template <int R, int VECS, int ASK, class T, class P>
 void multiply_panel(T* y, int64_t y_stride, int64_t num_columns, const Input<T>* x,
-                    int64_t x_stride, const float* panel, int64_t num_words, const T* bias,
-                    const float* ahead) {
+                    int64_t x_stride, const P* panel, int64_t num_words, const float* scale,
+                    const T* bias, const char* ahead) {
   Vec sum[R][VECS] = {};
   const float* words[R];
   for (int r = 0; r < R; r++) words[r] = (const float*)(x + r * x_stride);
@@ -63,25 +89,26 @@ void multiply_panel(T* y, int64_t y_stride, int64_t num_columns, const Input<T>*
     int64_t n = num_columns - c * LANES;
     if (n <= 0) break;
     if (n > LANES) n = LANES;
+    Vec s = scale ? load_run(scale + c * LANES, n) : splat(1.0f);
     Vec b = bias ? load_run(bias + c * LANES, n) : Vec{};
-    for (int r = 0; r < R; r++) store_run(y + r * y_stride + c * LANES, sum[r][c] + b, n);
+    for (int r = 0; r < R; r++) store_run(y + r * y_stride + c * LANES, sum[r][c] * s + b, n);
   }
 }
 
 // The kernel for `rows` of at most R rows.
-template <int R, int VECS, int ASK, class T>
+template <int R, int VECS, int ASK, class T, class P>
 auto panel_kernel(int64_t rows) {
   if constexpr (R > 1)
-    if (rows < R) return panel_kernel<R - 1, VECS, ASK, T>(rows);
-  return multiply_panel<R, VECS, ASK, T>;
+    if (rows < R) return panel_kernel<R - 1, VECS, ASK, T, P>(rows);
+  return multiply_panel<R, VECS, ASK, T, P>;
 }
 
 // The kernel that asks for `ask` of at most ASK lines.
-template <int ASK, class T>
+template <int ASK, class T, class P>
 auto asking_kernel(int64_t rows, int64_t ask) {
   if constexpr (ASK > 0)
-    if (ask < ASK) return asking_kernel<ASK - 1, T>(rows, ask);
-  return panel_kernel<TILE_ROWS, PANEL_VECS, ASK, T>(rows);
+    if (ask < ASK) return asking_kernel<ASK - 1, T, P>(rows, ask);
+  return panel_kernel<TILE_ROWS, PANEL_VECS, ASK, T, P>(rows);
 }
 
 // How the work is cut into tasks, each of which one thread does: so many vectors of outputs (a panel
@@ -127,38 +154,49 @@ inline Block block_of(int64_t task, Cut cut, int64_t rows, int64_t outputs) {
   return {row, std::min(row + cut.rows, rows), column, std::min(width, outputs - column)};
 }
 
-template <class T>
-void multiply_task(T* y, const Input<T>* x, const float* packed, const T* bias, int64_t rows,
+// A weight as products read it: panels, the scales of int8 (else null), bias (may be null).
+template <class T, class P>
+struct PackedWeight {
+  const P* panels;
+  const float* scale;
+  const T* bias;
+};
+
+template <class T, class P>
+void multiply_task(T* y, const Input<T>* x, const PackedWeight<T, P>& weight, int64_t rows,
                    int64_t outputs, int64_t words, int64_t x_stride, Cut cut, int64_t task) {
   const auto [row, end, column, num_columns] = block_of(task, cut, rows, outputs);
-  const int64_t panel_size = words * PANEL;
-  const float* panel = packed + column / PANEL * panel_size + column % PANEL;
+  const int64_t panel_size = words * PANEL * WORD_SIZE<T, P>;
+  const P* panel = weight.panels + column / PANEL * panel_size + column % PANEL * WORD_SIZE<T, P>;
   // A panel meets all rows before the next one, so it is read from memory once, and while it is
   // multiplied the next one is on its way: shared out among the tiles of the first block of rows.
   const int64_t first_tiles = ceil_of(std::min(rows, cut.rows), TILE_ROWS);
-  const int64_t ask = ceil_of(PANEL_LINES, first_tiles);
+  const int64_t ask = ceil_of(WORD_LINES<T, P>, first_tiles);
   // Tiles of like height: 5 and 4 rows are quicker than 8 and a last one, whose few sums would wait
   // for one another.
   const int64_t height = ceil_of(end - row, ceil_of(end - row, TILE_ROWS));
   const bool has_next = cut.vecs == PANEL_VECS && row == 0 && column + PANEL < outputs;
-  const float *ahead = panel + panel_size, *ahead_end = has_next ? ahead + panel_size : ahead;
+  const char* ahead = (const char*)(panel + panel_size);
+  const char* ahead_end = has_next ? (const char*)(panel + 2 * panel_size) : ahead;
   for (int64_t r = row; r < end; r += height) {
     const int64_t num_rows = std::min(end - r, height);
-    auto kernel = cut.vecs < PANEL_VECS
-                      ? panel_kernel<TILE_ROWS, 1, 0, T>(num_rows)
-                      : asking_kernel<PANEL_LINES, T>(num_rows, ahead < ahead_end ? ask : 0);
-    kernel(y + r * outputs + column, outputs, num_columns, x + r * x_stride, x_stride, panel,
-           words, bias ? bias + column : nullptr, ahead);
-    ahead += ask * words * LINE;
+    auto kernel =
+        cut.vecs < PANEL_VECS
+            ? panel_kernel<TILE_ROWS, 1, 0, T, P>(num_rows)
+            : asking_kernel<WORD_LINES<T, P>, T, P>(num_rows, ahead < ahead_end ? ask : 0);
+    kernel(y + r * outputs + column, outputs, num_columns, x + r * x_stride, x_stride, panel, words,
+           weight.scale ? weight.scale + column : nullptr,
+           weight.bias ? weight.bias + column : nullptr, ahead);
+    ahead += ask * words * LINE_BYTES;
   }
 }
 
 // `inputs` is a multiple of PER_PACKED_WORD (the caller pads x where it is not).
-template <class T>
-void linear(T* y, const T* x, const float* packed, const T* bias, int64_t rows, int64_t inputs,
+template <class T, class P>
+void linear(T* y, const T* x, const PackedWeight<T, P>& weight, int64_t rows, int64_t inputs,
             int64_t outputs, int64_t x_stride, int64_t threads) {
   if (rows == 0) return;
-  const int64_t words = inputs / PER_PACKED_WORD<T>;
+  const int64_t words = inputs / WORD_INPUTS<T, P>;
   const int64_t work = outputs * words * (rows < READ_ROWS ? 1 : rows / READ_ROWS);
   const int64_t num_threads = threads_for(work, threads);
   const Cut cut = choose_cut(rows, outputs, num_threads);
@@ -174,7 +212,7 @@ void linear(T* y, const T* x, const float* packed, const T* bias, int64_t rows, 
     input = x;
   }
   parallel_for(num_tasks(cut, rows, outputs), num_threads, [&](int64_t task) {
-    multiply_task(y, input, packed, bias, rows, outputs, words, x_stride, cut, task);
+    multiply_task(y, input, weight, rows, outputs, words, x_stride, cut, task);
   });
 }
 

@@ -179,6 +179,106 @@ def _multiply(
     return y
 
 
+def pack_int8(weight_OI: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """int8 values in the order in which `linear_int8` reads them for inputs of `dtype`; in the
+    memory of `out`, an earlier copy, where that has the shape."""
+    weight = weight_OI.contiguous()
+    num_out, num_in = weight.shape
+    shape = _int8_shape(num_out, num_in, dtype)
+    is_fitting = out is not None and out.shape == shape
+    packed = out if out is not None and is_fitting else torch.empty(shape, dtype=torch.int8)
+    function("pack_int8", dtype)(
+        packed.data_ptr(), weight.data_ptr(), num_in, num_out, torch.get_num_threads()
+    )
+    return packed
+
+
+def unpack_int8(packed: Tensor, num_out: int, num_in: int, dtype: torch.dtype) -> Tensor:
+    """The values [out, in] that `pack_int8` was given."""
+    weight = torch.empty((num_out, num_in), dtype=torch.int8)
+    function("unpack_int8", dtype)(
+        weight.data_ptr(), packed.data_ptr(), num_in, num_out, torch.get_num_threads()
+    )
+    return weight
+
+
+def transpose_int8(packed: Tensor, num_out: int, num_in: int, dtype: torch.dtype) -> Tensor:
+    """`pack_int8` of the transposed weight."""
+    columns = torch.empty(_int8_shape(num_in, num_out, dtype), dtype=torch.int8)
+    function("transpose_int8", dtype)(
+        columns.data_ptr(), packed.data_ptr(), num_in, num_out, torch.get_num_threads()
+    )
+    return columns
+
+
+def _int8_shape(num_out: int, num_in: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    panel, per_word = function("panel", dtype)(), function("int8_word", dtype)()
+    return -(-num_out // panel), -(-num_in // per_word), panel * per_word
+
+
+def linear_int8(
+    x_TI: Tensor, packed: Tensor, scale_O: Tensor | None, bias_O: Tensor | None, num_out: int
+) -> Tensor:
+    """(x · valuesᵀ) · scale + bias from `pack_int8(values)`; the scale of each output is fp32."""
+    expected = _int8_shape(num_out, x_TI.shape[1], x_TI.dtype)
+    if packed.shape != expected or packed.dtype != torch.int8:
+        raise ValueError(
+            f"packed: {packed.dtype} {tuple(packed.shape)} is not int8 values [{num_out}, "
+            f"{x_TI.shape[1]}] packed for {x_TI.dtype}"
+        )
+    if x_TI.shape[1] * x_TI.itemsize % 4:  # the kernel reads whole words
+        x_TI = F.pad(x_TI, (0, 1))
+    x = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
+    num_rows, num_in = x.shape
+    y = torch.empty((num_rows, num_out), dtype=x.dtype)
+    scale, bias = (None if one is None else one.contiguous() for one in (scale_O, bias_O))
+    function("linear_int8", x.dtype)(
+        y.data_ptr(), x.data_ptr(), packed.data_ptr(), None if scale is None else scale.data_ptr(),
+        None if bias is None else bias.data_ptr(), num_rows, num_in, num_out, x.stride(0),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
+class _LowRankPart(ctypes.Structure):
+    _fields_ = [
+        ("high", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("begin", "width", "rank")),
+    ]
+
+
+class _LowRank(ctypes.Structure):
+    _fields_ = [
+        ("low", ctypes.c_void_p), ("rank", ctypes.c_int64),
+        ("parts", ctypes.POINTER(_LowRankPart)), ("num_parts", ctypes.c_int64),
+    ]  # fmt: skip
+
+
+class LowRankTable:
+    """A low-rank change of a matrix as C++ reads it, and the tensors that it points to."""
+
+    def __init__(
+        self, low: Tensor, rank: int, parts: Sequence[tuple[Tensor, int, int, int]]
+    ) -> None:
+        """`pack`ed fp32: low [rank, in], and for each part (high [width, its rank], the matrix's
+        output it begins at, width, its rank)."""
+        found = (_LowRankPart * len(parts))(*((x.data_ptr(), *sizes) for x, *sizes in parts))
+        self._held = low, parts, found
+        self._struct = _LowRank(low.data_ptr(), rank, found, len(parts))
+
+    def data_ptr(self) -> int:
+        return ctypes.addressof(self._struct)
+
+
+def add_low_rank_(y_TO: Tensor, x_TI: Tensor, table: LowRankTable) -> None:
+    """y += the change's product with x, in place; y is in one piece."""
+    x = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
+    function("add_low_rank", x.dtype)(
+        y_TO.data_ptr(), x.data_ptr(), table.data_ptr(), *x.shape, y_TO.shape[1], x.stride(0),
+        torch.get_num_threads(),
+    )  # fmt: skip
+
+
 def pack_columns(weight_OI: Tensor) -> Tensor:
     """A copy over which `linear` multiplies by the weight from the other side, x [T, O] · weight
     (`num_out` is I): what gives the gradient of the input from that of the output."""

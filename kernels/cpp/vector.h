@@ -47,6 +47,7 @@ typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t IntVec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t BitsVec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t HalfVec __attribute__((vector_size(2 * LANES)));
+typedef int8_t ByteVec __attribute__((vector_size(LANES)));
 
 struct bf16 {
   uint16_t bits;
@@ -346,6 +347,28 @@ template <class T>
 inline Vec term(Vec word, int h) {
   if constexpr (!IS_WIDENED<T>) return word;
   return as_floats(h == 0 ? as_bits(word) << 16 : as_bits(word) & 0xffff0000u);
+}
+
+// int8 as fp32.
+inline Vec load(const int8_t* p) {
+#if defined(HAS_AVX512)
+  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__) && VECTOR_LANES == 8
+  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+  ByteVec bytes;
+  memcpy(&bytes, p, sizeof bytes);
+  return __builtin_convertvector(__builtin_convertvector(bytes, IntVec), Vec);
+#endif
+}
+// PER_WORD int8 of each of LANES words as a product of T takes them: bf16 holds them exactly.
+template <class T>
+inline Vec widen_words(const int8_t* p) {
+#ifdef HAS_BF16_PRODUCT
+  if constexpr (PER_WORD<T> == 2)
+    return (Vec)_mm512_cvtne2ps_pbh((__m512)load(p + LANES), (__m512)load(p));
+#endif
+  return load(p);
 }
 
 // Calls f<R>() for runs of rows, at most MOST at a time.

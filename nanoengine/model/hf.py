@@ -25,7 +25,8 @@ from kernels.checksum import copy_large
 from nanoengine.footprint import num_params
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import DecoderLayer
-from nanoengine.model.linear import Slice, TensorSplit, side_by_side
+from nanoengine.model.linear import PackedLinear, Slice, TensorSplit, side_by_side
+from nanoengine.model.matrices import MatrixRows, adaptable
 from nanoengine.model.moe import ExpertSplit, MoeMlp
 from nanoengine.model.transformer import Transformer
 from nanoengine.tensor_file import dtype_name, write_tensors
@@ -53,7 +54,8 @@ _EXTRA_FILES = (
 def hf_views(model: Transformer) -> dict[str, Tensor]:
     """Every Hugging Face name with the view of our parameter that holds it; writing to the view
     writes to the model (then call `repack`). A tied head appears once, as the embedding. A pipeline
-    stage has the names it holds."""
+    stage has the names it holds. The view of an int8 matrix has a shape and no numbers (meta):
+    `export_state` and `load_state` know what to do."""
     views = {}
     if model.embedding is not None:
         views["model.embed_tokens.weight"] = model.embedding.detach()
@@ -161,9 +163,35 @@ def export_state(
     model: Transformer, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Each Hugging Face tensor once, as a view where `dtype` is the model's own (the default):
-    read it before the weights change."""
+    read it before the weights change. An int8 matrix as what it stands for, a fresh tensor."""
+    places = _int8_places(model)
+    last: tuple[PackedLinear, Tensor] | None = None
     for name, view in hf_views(model).items():
+        place = places.get(name)
+        if place is not None:
+            if last is None or last[0] is not place.matrix:  # q, k and v lie in one
+                last = place.matrix, place.matrix.dequantized()
+            view = last[1][place.lo : place.hi].to(view.dtype)
         yield name, view if dtype is None else view.to(dtype)
+
+
+def held_state(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+    """What the values of `export_state` come from, without a copy: the same views, and of int8
+    matrices, which are finite, the changes."""
+    for name, view in hf_views(model).items():
+        if not view.is_meta:
+            yield name, view
+    for name, place in _int8_places(model).items():
+        if place.matrix.change is not None:
+            yield from ((name, tensor) for tensor in place.matrix.change.tensors())
+
+
+def _int8_places(model: Transformer) -> dict[str, MatrixRows]:
+    """Where the tensors lie that have no view."""
+    if model.quantization != "int8":
+        return {}
+    places = adaptable(model).items()
+    return {f"{name}.weight": place for name, place in places if place.matrix.int8 is not None}
 
 
 def load_state(
@@ -185,7 +213,13 @@ def load_state(
         if name in tensors and tensors[name].shape == part.whole_shape(views[name].shape):
             tensors[name] = part.take(tensors[name])
     check_state(views, tensors)
-    copy_large(list(views.values()), [tensors[name] for name in views])
+    plain = {name: view for name, view in views.items() if not view.is_meta}
+    copy_large(list(plain.values()), [tensors[name] for name in plain])
+    parts: dict[PackedLinear, list[Tensor]] = {}
+    for name, place in _int8_places(model).items():
+        parts.setdefault(place.matrix, []).append(tensors[name])
+    for matrix, theirs in parts.items():
+        matrix.write_int8(torch.cat([part.to(matrix.weight.dtype) for part in theirs]))
     if packs:
         model.repack()
 
@@ -263,18 +297,20 @@ def load_model(
     head_dtype: torch.dtype | None = None,
     split: TensorSplit | None = None,
     packs: bool = True,
+    is_int8: bool = False,
 ) -> Transformer:
     """Read config.json and the tensors of a Hugging Face folder; with `split`, this rank's part of
     them. `packs` False leaves the prepacked copies to the trainer that the model is for: in the
-    dtype of the folder they would double what loading takes. `ValueError` names the file that is
-    missing or damaged and what to do."""
+    dtype of the folder they would double what loading takes. `is_int8` quantises matrix by matrix
+    (`Transformer.quantize`): no two of them are in memory in another format. `ValueError` names the
+    file that is missing or damaged and what to do."""
     path = Path(folder)
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder: give a Hugging Face model folder")
     config = ModelConfig.from_folder(path)
     check_memory(config, dtype, device, num_parts=1 if split is None else split.size)
     state = read_state(path)
-    model = Transformer(config, dtype, device, head_dtype=head_dtype, split=split)
+    model = Transformer(config, dtype, device, head_dtype=head_dtype, split=split, is_int8=is_int8)
     try:
         load_state(model, state, packs=packs)
     except ValueError as error:

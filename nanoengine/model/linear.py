@@ -8,28 +8,33 @@ second copy is no parameter and in no state dict; whoever changes a weight calls
 The layers ask their `split` before and after their matrices, and never whether there is one: for a
 model in one piece it is `NoSplit`, else parallel/tensor_parallel.py.
 
-Left out: quantised weights.
+Quantised matrices: fp8 for sampling on a GPU, a copy beside the parameter, which updates are
+written to; int8 on a CPU, where the values are all there is and `weight` a shape without memory.
 Shapes: T tokens, E hidden size, V vocabulary, P rows that are scored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from kernels import (
+    Int8Weight,
     add_rows_,
     fp8_linear,
+    int8_linear,
     linear,
     linear_logprob,
     linear_topk,
+    pack_int8,
     pack_weight,
     quantize_fp8,
 )
+from kernels.cpp.ops import LowRankTable
 from kernels.fp8 import GROUP
 from kernels.linear import Recipe
 
@@ -254,11 +259,32 @@ class NoSplit:
 # -- products --------------------------------------------------------------------------------------
 
 
+QuantizedFormat = Literal["fp8", "int8"]
+
+
 class MatrixChange(Protocol):
     """What is added to a product beside the weight: adapters that requests name."""
 
     def add_to(self, y_TO: Tensor, x_TI: Tensor) -> Tensor:
         """y with the changes added, which may be y itself."""
+        ...
+
+
+class WeightChange(MatrixChange, Protocol):
+    """A change that is part of the weight for every row: of an adapter over an int8 matrix, which
+    it cannot be merged into."""
+
+    def merge_into(self, weight_OI: Tensor) -> None:
+        """Add the change to a wide copy of the weight."""
+        ...
+
+    def tensors(self) -> Iterable[Tensor]:
+        """What it is made of."""
+        ...
+
+    @property
+    def table(self) -> LowRankTable | None:
+        """What the decoder in C++ adds, where it can."""
         ...
 
 
@@ -275,14 +301,25 @@ class PackedLinear(nn.Module):
         self.packed: Tensor | None = None
         self.batch_invariant = False  # set by `Transformer.batch_invariant`
         self.fp8: tuple[Tensor, Tensor] | None = None  # values and scales, where it was quantised
+        self.int8: Int8Weight | None = None  # likewise; `weight` is then on the meta device
+        self.change: WeightChange | None = None
         self.adapters: MatrixChange | None = None  # of an inference engine (nanoinfer)
 
     def forward(self, x: Tensor, recipe: Recipe | None = None) -> Tensor:
         """With `recipe` the backward pass makes x again."""
         y = self._multiply(x, recipe)
+        if self.change is not None:
+            y = self.change.add_to(y, x)
         return y if self.adapters is None else self.adapters.add_to(y, x)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the numbers are."""
+        return self.weight.device if self.int8 is None else self.int8.values.device
+
     def _multiply(self, x: Tensor, recipe: Recipe | None) -> Tensor:
+        if self.int8 is not None:
+            return int8_linear(x, self.int8, self.bias)
         if self.fp8 is not None:
             return self._multiply_fp8(x)
         return linear(
@@ -302,14 +339,35 @@ class PackedLinear(nn.Module):
         y = y if self.bias is None else y.add_(self.bias)
         return y.view(*x.shape[:-1], y.shape[1])
 
-    def quantize(self) -> None:
-        """From now on multiply by the weight in fp8, a scale for each block of 128 x 128, and the
-        input a scale for each 128 of a row. Forward only; `weight` stays, to be written to."""
-        self.fp8 = quantize_fp8(self.weight.detach(), (GROUP, GROUP))
+    def quantize(self, kind: QuantizedFormat) -> None:
+        """From now on multiply by the weight in 8 bits. fp8: a scale for each block of 128 x 128,
+        and for each 128 of a row of the input; forward only; `weight` stays, to be written to.
+        int8: a scale for each output (kernels/int8.py); `weight` is frozen and its memory freed."""
         self.packed = None
+        if kind == "fp8":
+            self.fp8 = quantize_fp8(self.weight.detach(), (GROUP, GROUP))
+            return
+        self.int8 = pack_int8(self.weight.detach(), self.weight.dtype)
+        self.weight = nn.Parameter(self.weight.detach().to("meta"), requires_grad=False)
+
+    def write_int8(self, weight_OI: Tensor) -> None:
+        """Quantise another weight of this shape into the place of the int8 values."""
+        assert self.int8 is not None, "the caller has seen it"
+        pack_int8(weight_OI, self.weight.dtype, self.int8)
+
+    def dequantized(self) -> Tensor:
+        """What an int8 matrix stands for, in fp32 (fp64), with its change merged into it."""
+        assert self.int8 is not None, "the caller has seen it"
+        weight_OI = self.int8.dequantized()
+        if self.change is not None:
+            self.change.merge_into(weight_OI)
+        return weight_OI
 
     def repack(self) -> None:
-        """The weight has changed: renew the copy that `forward` reads, in its place."""
+        """The weight has changed: renew the copy that `forward` reads, in its place. Nothing to do
+        for int8, which is no copy."""
+        if self.int8 is not None:
+            return
         if self.fp8 is None:
             self.packed = pack_weight(self.weight, self.packed)
             return

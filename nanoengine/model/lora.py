@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nanoengine.model.hf import hf_views
-from nanoengine.model.layers import DecoderLayer
-from nanoengine.model.linear import PackedLinear
+from nanoengine.model.matrices import adaptable
 from nanoengine.model.transformer import Transformer
 from nanoengine.tensor_file import write_tensors
 
@@ -110,51 +109,6 @@ def scale_of(alpha: float, rank: int, *, rslora: bool) -> float:
     return float(alpha / (math.sqrt(rank) if rslora else rank))
 
 
-@dataclass(frozen=True)
-class MatrixRows:
-    """The rows lo:hi of one of our matrices, which are a Hugging Face module's."""
-
-    matrix: PackedLinear
-    lo: int
-    hi: int
-
-    @property
-    def weight(self) -> Tensor:
-        """[out, in], a view; after writing to it the matrix has to be repacked."""
-        return self.matrix.weight.detach()[self.lo : self.hi]
-
-
-def adaptable(model: Transformer) -> dict[str, MatrixRows]:
-    """The modules that can be trained or served as adapters, in the order of the model: every
-    matrix of attention and of dense MLPs."""
-    found: dict[str, MatrixRows] = {}
-    for layer in model.layers:
-        if isinstance(layer, DecoderLayer):  # others are on another pipeline stage
-            for matrix, names, widths in _matrices(layer):
-                lo = 0
-                for name, width in zip(names, widths, strict=True):
-                    found[f"model.layers.{layer.index}.{name}"] = MatrixRows(matrix, lo, lo + width)
-                    lo += width
-    return found
-
-
-def _matrices(layer: DecoderLayer) -> Iterator[tuple[PackedLinear, Sequence[str], Sequence[int]]]:
-    """Each matrix of a layer, with the modules that lie in it and the rows of each."""
-    if layer.family.fused_qkv:
-        yield layer.qkv, ("self_attn.qkv_proj",), (len(layer.qkv.weight),)
-    else:
-        widths = (layer.q_width, layer.kv_width, layer.kv_width)
-        yield layer.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), widths
-    yield layer.out, ("self_attn.o_proj",), (len(layer.out.weight),)
-    if layer.moe is None:
-        width = len(layer.gate_up.weight) // 2
-        if layer.family.fused_gate_up:
-            yield layer.gate_up, ("mlp.gate_up_proj",), (2 * width,)
-        else:
-            yield layer.gate_up, ("mlp.gate_proj", "mlp.up_proj"), (width, width)
-        yield layer.down, ("mlp.down_proj",), (len(layer.down.weight),)
-
-
 def choose_targets(model: Transformer, targets: Iterable[str]) -> list[str]:
     """The modules that `LoraConfig.targets` name, in the order of the model. `ValueError` for a
     target that names none."""
@@ -205,6 +159,11 @@ def check_adapter(model: Transformer, adapter: Adapter, source: str) -> None:
 def merge_lora(model: Transformer, folder: str | Path) -> None:
     """Add the adapter in `folder` to the weights of `model` and repack it. `ValueError` names what
     does not fit, and then nothing was written."""
+    if model.quantization == "int8":
+        raise ValueError(
+            f"{folder}: an adapter is merged into whole matrices, and these are int8; merge it, "
+            "then quantise"
+        )
     adapter = read_adapter(folder)
     check_adapter(model, adapter, str(folder))
     views = hf_views(model)

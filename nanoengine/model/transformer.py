@@ -10,7 +10,8 @@ tokens x vocabulary tensor, and for `logits`, which the sampler reads; the model
 which dtype the head is computed, where its prepacked copy lies and over which ranks it is split.
 
 Memory of a model of N linear and embedding weights on a CPU: N parameters and N prepacked copies
-of the same dtype (a tied head is packed too), 0.54 GB for 135 M parameters in bf16. A run of one
+of the same dtype (a tied head is packed too), 0.54 GB for 135 M parameters in bf16; the matrices of
+layers take a byte a weight in int8, with nothing beside them: 0.22 GB. A run of one
 process in which rollouts and training take turns has one model (nanorl/colocation.py).
 Left out: how parameters are split over devices (nanoengine.parallel), optimizer state.
 Next: layers.py, moe.py, attention.py, hf.py.
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kernels import linear, pack_weight
+from kernels import Int8Weight, int8_linear, linear, pack_int8, pack_weight
 from kernels.linear import is_native
 from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import ModelConfig
@@ -33,6 +34,7 @@ from nanoengine.model.linear import (
     NoSplit,
     OutputHead,
     PackedLinear,
+    QuantizedFormat,
     Slice,
     TensorSplit,
     mark_partial,
@@ -54,10 +56,12 @@ class Transformer(nn.Module):
         head_dtype: torch.dtype | None = None,
         split: TensorSplit | None = None,
         experts: ExpertSplit | None = None,
+        is_int8: bool = False,
     ) -> None:
         """`head_dtype` float32 over a bf16 model computes logits from an fp32 copy of the head:
         bf16 logits move a token's probability by up to 5 %. With `split` or `experts` this is one
-        rank's part of the model; `config` stays that of the whole."""
+        rank's part of the model; `config` stays that of the whole. `is_int8` as after
+        `quantize("int8")`, without the memory that it takes to get there."""
         super().__init__()
         self.config = config
         self.split: TensorSplit = NoSplit() if split is None else split
@@ -68,8 +72,7 @@ class Transformer(nn.Module):
         shape = (vocab[1] - vocab[0], config.hidden_size)
         self.embedding = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index, dtype, device, self.split, experts)
-            for index in range(config.num_layers)
+            self._make_layer(index, dtype, device, is_int8) for index in range(config.num_layers)
         )
         ones = torch.ones(config.hidden_size, dtype=dtype, device=device)
         self._norm_offset = config.family.norm_offset
@@ -95,10 +98,21 @@ class Transformer(nn.Module):
             self.register_buffer("local_rope_cos", cos, persistent=False)
             self.register_buffer("local_rope_sin", sin, persistent=False)
         self.lm_head_packed: Tensor | None = None
+        self.int8_head: Int8Weight | None = None
+        """In place of `lm_head_packed`, for sampling (`quantize_head`)."""
         self.num_repacks = 0
         """Counts the changes of the weights, for engines that read a model which others train."""
         self._wide_head: Tensor | None = None
         self._batch_invariant = False
+
+    def _make_layer(
+        self, index: int, dtype: torch.dtype, device: str, is_int8: bool
+    ) -> DecoderLayer:
+        layer = DecoderLayer(self.config, index, dtype, device, self.split, self.experts)
+        if is_int8:  # now: the parameters of all layers are never there together
+            self._check_quantizable("int8", torch.device(device))
+            _quantize(layer, "int8")
+        return layer
 
     @property
     def lm_head_weight(self) -> nn.Parameter:
@@ -209,6 +223,9 @@ class Transformer(nn.Module):
 
     def logits(self, hidden_TE: Tensor) -> Tensor:
         """Logits [T, V] in `head_dtype`; `logprobs` computes from the same bits."""
+        if self.int8_head is not None:
+            hidden_TE = self.scale_for_head(hidden_TE).to(self.head_dtype)
+            return int8_linear(hidden_TE, self.int8_head)
         weight: Tensor = self.lm_head_weight
         if self.head_dtype != self.dtype:
             if self._wide_head is None:  # made here and kept until `repack`: a trainer never asks
@@ -253,6 +270,7 @@ class Transformer(nn.Module):
         return self.split.likeliest(hidden_PE, self._output_head(), k, temperature)
 
     def _output_head(self) -> OutputHead:
+        assert self.int8_head is None, "a trainer's head, or a scorer's, is not quantised"
         return OutputHead(
             self.lm_head_weight,
             self.lm_head_packed,
@@ -272,6 +290,9 @@ class Transformer(nn.Module):
 
     def _repack_head(self) -> None:
         self._wide_head = None
+        if self.int8_head is not None:
+            pack_int8(self.lm_head_weight.detach(), self.head_dtype, self.int8_head)
+            return
         head = self.lm_head_weight.detach().to(self.head_dtype)
         self.lm_head_packed = pack_weight(head, self.lm_head_packed)
 
@@ -304,28 +325,49 @@ class Transformer(nn.Module):
         self.lm_head_packed = self._wide_head = None
 
     @property
-    def is_quantized(self) -> bool:
-        """True once `quantize` was called."""
-        return any(isinstance(m, PackedLinear) and m.fp8 is not None for m in self.modules())
+    def quantization(self) -> QuantizedFormat | None:
+        """What `quantize` was called with."""
+        for module in self.modules():
+            if isinstance(module, PackedLinear):
+                if module.int8 is not None:
+                    return "int8"
+                if module.fp8 is not None:
+                    return "fp8"
+        return None
 
-    def quantize(self) -> None:
-        """Multiply by the matrices of attention and of dense MLPs in fp8 from now on, for sampling
-        only. `repack` quantises them again. Router, experts and output head stay as they are."""
+    def quantize(self, kind: QuantizedFormat) -> None:
+        """Multiply by the matrices of attention and of dense MLPs in 8 bits from now on; they are
+        frozen (`PackedLinear.quantize`). fp8: for sampling only; `repack` quantises them again.
+        int8: on a CPU; a trainer may read them, for adapters. Router, experts and output head stay
+        as they are (but see `quantize_head`)."""
+        self._check_quantizable(kind, self.device)
+        for layer in self.layers:
+            _quantize(layer, kind)
+
+    def quantize_head(self) -> None:
+        """Compute logits from an int8 copy of the output head, for sampling only; `repack` renews
+        it. The embedding, tied or not, stays."""
+        self._check_quantizable("int8", self.device)
+        self.lm_head_packed = None
+        self.int8_head = pack_int8(self.lm_head_weight.detach(), self.head_dtype)
+
+    def _check_quantizable(self, kind: QuantizedFormat, device: torch.device) -> None:
         if self.split.size > 1 or self.experts is not None:
             raise ValueError(
-                "quantization='fp8': this model is split over ranks, and blocks of 128 would be "
-                "cut apart; use one rank, or leave quantization out"
+                f"quantization={kind!r}: this model is split over ranks, and what shares a scale "
+                "would be cut apart; use one rank, or leave quantization out"
             )
-        for layer in self.layers:
-            for name in ("qkv", "out", "gate_up", "down"):
-                module = getattr(layer, name, None)
-                if isinstance(module, PackedLinear):
-                    module.quantize()
+        if kind == "int8" and device.type != "cpu":
+            raise ValueError(
+                f"quantization='int8': the model is on {device}, and the product is a CPU's; use "
+                "quantization='fp8' there, or device='cpu'"
+            )
 
     def init_weights(self, seed: int, std: float = 0.02) -> None:
         """Fresh normal weights; projections into the residual stream are smaller by √(2·layers),
         as in GPT-2. Norms multiply by 1, biases are 0. The same seed gives the same weights in
-        every dtype and however the model is split."""
+        every dtype and however the model is split. Not of int8 matrices: quantise afterwards."""
+        assert self.quantization != "int8", "their parameters have no memory"
         generator = torch.Generator().manual_seed(seed)
         residual_std = std / (2 * self.config.num_layers) ** 0.5
         with torch.no_grad():
@@ -340,3 +382,10 @@ class Transformer(nn.Module):
                 fresh = torch.randn(shape, generator=generator) * scale
                 parameter.copy_(fresh if part is None else part.take(fresh))
         self.repack()
+
+
+def _quantize(layer: nn.Module, kind: QuantizedFormat) -> None:
+    for name in ("qkv", "out", "gate_up", "down"):
+        module = getattr(layer, name, None)
+        if isinstance(module, PackedLinear):
+            module.quantize(kind)

@@ -130,6 +130,7 @@ def make_engine(parts: Parts) -> InlineEngine:
     if not config.lora.rank:
         # Loaded in fp32: the engine keeps these values as masters and casts the model.
         return InlineEngine(load_model(parts.folder, torch.float32, place, packs=False), update)
-    base = LoraBase(load_model(parts.folder, DTYPES[config.dtype], place))
+    model = load_model(parts.folder, DTYPES[config.dtype], place, is_int8=config.lora.is_int8)
+    base = LoraBase(model)
     adapter = LoraAdapter(base, config.lora, seed=derive_seed(config.seed, "lora"))
     return InlineLoraEngine(adapter, update)

@@ -10,6 +10,7 @@
 
 #include "attention_gradient.h"
 #include "decoder.h"
+#include "int8.h"
 #include "logits.h"
 #include "product.h"
 #include "rows_gradient.h"
@@ -78,6 +79,11 @@ bool is_near(T ours, double exact, double size) {
 }
 
 template <class T>
+PackedWeight<T, float> weight_of(const std::vector<float>& packed, const std::vector<T>& bias) {
+  return {packed.data(), nullptr, bias.data()};
+}
+
+template <class T>
 void test_linear(int64_t inputs, int64_t outputs) {
   const int64_t most = 70;
   const auto x = numbers<T>(most * inputs, 1), weight = numbers<T>(inputs * outputs, 2);
@@ -87,8 +93,8 @@ void test_linear(int64_t inputs, int64_t outputs) {
   pack(packed.data(), weight.data(), inputs, outputs, 1);
   std::vector<T> alone(most * outputs), y(most * outputs);
   for (int64_t r = 0; r < most; r++)
-    linear(&alone[r * outputs], &x[r * inputs], packed.data(), bias.data(), 1, inputs, outputs,
-           inputs, 1);
+    linear(&alone[r * outputs], &x[r * inputs], weight_of(packed, bias), 1, inputs, outputs, inputs,
+           1);
   for (int64_t r = 0; r < most; r += 23)
     for (int64_t o = 0; o < outputs; o++) {
       double exact = wide(bias[o]), size = 0;
@@ -100,11 +106,103 @@ void test_linear(int64_t inputs, int64_t outputs) {
     }
   for (int64_t rows : {2, 3, 5, 8, 9, 31, 70})
     for (int64_t threads : {1, 2, 3, 7, 16}) {
-      linear(y.data(), x.data(), packed.data(), bias.data(), rows, inputs, outputs, inputs, threads);
+      linear(y.data(), x.data(), weight_of(packed, bias), rows, inputs, outputs, inputs, threads);
       check(is_same(y.data(), alone.data(), rows * outputs), "a row has the same bits in any batch",
             name<T>(), rows, threads);
     }
   add_to_digest(alone);
+}
+
+// Weights of int8, and the same turned round for dx = (dy * scale) . weight.
+template <class T>
+void test_int8(int64_t inputs, int64_t outputs) {
+  const int64_t most = 70, words = ceil_of(inputs, PER_WORD<T>), width = words * PER_WORD<T>;
+  const auto x = numbers<T>(most * width, 60), bias = numbers<T>(outputs, 61);
+  auto scale = numbers<float>(outputs, 62);
+  std::vector<int8_t> weight(inputs * outputs), back(inputs * outputs);
+  for (size_t i = 0; i < weight.size(); i++) weight[i] = (int8_t)((int64_t)i * 37 % 255 - 127);
+  std::vector<int8_t> packed(ceil_of(outputs, PANEL) * PANEL * width, 99);
+  pack_int8<T>(packed.data(), weight.data(), inputs, outputs, 2);
+  unpack_int8<T>(back.data(), packed.data(), inputs, outputs, 2);
+  check(back == weight, "a weight is what was packed", name<T>(), inputs, outputs);
+  const PackedWeight<T, int8_t> matrix{packed.data(), scale.data(), bias.data()};
+  std::vector<T> alone(most * outputs), y(most * outputs);
+  for (int64_t r = 0; r < most; r++)
+    linear(&alone[r * outputs], &x[r * width], matrix, 1, width, outputs, width, 1);
+  auto is_exact = [&](T ours, const T* input, int64_t step, int64_t count, auto factor, double b) {
+    double exact = b, size = std::abs(b);
+    for (int64_t i = 0; i < count; i++) {
+      const double product = wide(input[i * step]) * factor(i);
+      exact += product, size += std::abs(product);
+    }
+    return is_near(ours, exact, size);
+  };
+  for (int64_t r = 0; r < most; r += 23)
+    for (int64_t o = 0; o < outputs; o++) {
+      auto value = [&](int64_t i) { return weight[o * inputs + i] * (double)scale[o]; };
+      check(is_exact(alone[r * outputs + o], &x[r * width], 1, inputs, value, wide(bias[o])),
+            "a product with int8 is fp64's", name<T>(), r, o);
+    }
+  for (int64_t rows : {2, 3, 5, 8, 9, 31, 70})
+    for (int64_t threads : {1, 2, 3, 7, 16}) {
+      linear(y.data(), x.data(), matrix, rows, width, outputs, width, threads);
+      check(is_same(y.data(), alone.data(), rows * outputs),
+            "a row of a product with int8 has the same bits in any batch", name<T>(), rows, threads);
+    }
+  add_to_digest(alone);
+  const int64_t height = ceil_of(outputs, PER_WORD<T>) * PER_WORD<T>;
+  const auto dy = numbers<T>(most * height, 63);
+  std::vector<int8_t> columns(ceil_of(inputs, PANEL) * PANEL * height, 99);
+  transpose_int8<T>(columns.data(), packed.data(), inputs, outputs, 3);
+  std::vector<T> dx(most * inputs);
+  linear(dx.data(), dy.data(), PackedWeight<T, int8_t>{columns.data(), nullptr, nullptr}, most, height,
+         inputs, height, 3);
+  for (int64_t r = 0; r < most; r += 23)
+    for (int64_t i = 0; i < inputs; i++) {
+      auto value = [&](int64_t o) { return (double)weight[o * inputs + i]; };
+      check(is_exact(dx[r * inputs + i], &dy[r * height], 1, outputs, value, 0),
+            "a product with int8 turned round is fp64's", name<T>(), r, i);
+    }
+}
+
+// A change of two of a matrix' modules, the first of rank 3 and the second of rank 5.
+template <class T>
+void test_low_rank() {
+  const int64_t rows = 37, inputs = 34, outputs = 97, rank = 8;
+  const auto x = numbers<T>(rows * inputs, 70), base = numbers<T>(rows * outputs, 71);
+  const auto low = numbers<float>(rank * inputs, 72);
+  const auto first = numbers<float>(50 * 3, 73), second = numbers<float>(40 * 5, 74);
+  auto packed = [](const std::vector<float>& weight, int64_t num_in, int64_t num_out) {
+    std::vector<float> panels(ceil_of(num_out, PANEL) * num_in * PANEL);
+    pack(panels.data(), weight.data(), num_in, num_out, 1);
+    return panels;
+  };
+  const auto a = packed(low, inputs, rank), b = packed(first, 3, 50), c = packed(second, 5, 40);
+  const LowRankPart parts[] = {{b.data(), 2, 50, 3}, {c.data(), 55, 40, 5}};
+  const LowRank change{a.data(), rank, parts, 2};
+  auto whole = base;
+  add_low_rank(whole.data(), x.data(), change, rows, inputs, outputs, inputs, 3);
+  auto alone = base;
+  for (int64_t r = 0; r < rows; r++)
+    add_low_rank(&alone[r * outputs], &x[r * inputs], change, 1, inputs, outputs, inputs, 1);
+  check(is_same(whole.data(), alone.data(), rows * outputs),
+        "a row with a low-rank change has the same bits in any batch", name<T>(), 0, 0);
+  for (int64_t r = 0; r < rows; r += 6)
+    for (int64_t o = 0; o < outputs; o++) {
+      double exact = wide(base[r * outputs + o]), size = std::abs(exact);
+      for (int64_t p = 0, k = 0; p < 2; k += parts[p++].rank)
+        for (int64_t j = 0; j < parts[p].rank; j++) {
+          const int64_t at = o - parts[p].begin;
+          if (at < 0 || at >= parts[p].width) continue;
+          const double high = (p == 0 ? first : second)[at * parts[p].rank + j];
+          for (int64_t i = 0; i < inputs; i++) {
+            const double product = wide(x[r * inputs + i]) * low[(k + j) * inputs + i] * high;
+            exact += product, size += std::abs(product);
+          }
+        }
+      check(is_near(whole[r * outputs + o], exact, 3 * size), "a low-rank change is fp64's", name<T>(), r, o);
+    }
+  add_to_digest(whole);
 }
 
 // dx = dy . weight and dw += dy^T . x.
@@ -116,7 +214,8 @@ void test_products(int64_t rows, int64_t inputs, int64_t outputs) {
   std::vector<float> packed(panels * words * PANEL);
   pack_columns(packed.data(), weight.data(), outputs, inputs, inputs, 2);
   std::vector<T> dx(rows * inputs);
-  linear(dx.data(), dy.data(), packed.data(), (const T*)nullptr, rows, outputs, inputs, outputs, 3);
+  linear(dx.data(), dy.data(), PackedWeight<T, float>{packed.data(), nullptr, nullptr}, rows, outputs,
+         inputs, outputs, 3);
   for (int64_t r = 0; r < rows; r += 37)
     for (int64_t i = 0; i < inputs; i++) {
       double exact = 0, size = 0;
@@ -398,8 +497,9 @@ void test_decoder() {
   held.reserve(64), matrices.reserve(64);
   std::vector<Layer<T>> layers;
   for (int64_t i = 0; i < num_layers; i++)
-    layers.push_back({vector_of(E), matrix_of(E, width), vector_of(width), vector_of(D), vector_of(D),
-                      matrix_of(H * D, E), nullptr, vector_of(E), matrix_of(E, 2 * F), matrix_of(F, E),
+    layers.push_back({vector_of(E), {matrix_of(E, width), nullptr, vector_of(width), nullptr}, vector_of(D),
+                      vector_of(D), {matrix_of(H * D, E), nullptr, nullptr, nullptr}, vector_of(E),
+                      {matrix_of(E, 2 * F), nullptr, nullptr, nullptr}, {matrix_of(F, E), nullptr, nullptr, nullptr},
                       vector_of(tokens * K * D), vector_of(tokens * K * D)});
   const T* last_norm = vector_of(E);
   const auto cos = numbers<float>(tokens * D / 2, 7), sin = numbers<float>(tokens * D / 2, 8);
@@ -553,6 +653,9 @@ template <class T>
 void test_all() {
   test_linear<T>(34, 97);
   test_linear<T>(146, 255);  // enough to be shared among threads
+  test_int8<T>(33, 97);
+  test_int8<T>(146, 255);
+  test_low_rank<T>();
   test_products<T>(70, 41, 98);
   test_products<T>(1070, 61, 18);  // a second chunk of the sum
   for (int64_t D : {64, 40, 7}) test_attention<T>(D, 3, 0);

@@ -22,7 +22,11 @@ LOOPS = """
 #include "attention_gradient.h"
 #include "linear.h"
 template void multiply_panel<TILE_ROWS, PANEL_VECS, PANEL_LINES>(
-    T*, int64_t, int64_t, const Input<T>*, int64_t, const float*, int64_t, const T*, const float*);
+    T*, int64_t, int64_t, const Input<T>*, int64_t, const float*, int64_t, const float*, const T*,
+    const char*);
+template void multiply_panel<TILE_ROWS, PANEL_VECS, 1>(
+    T*, int64_t, int64_t, const Input<T>*, int64_t, const int8_t*, int64_t, const float*, const T*,
+    const char*);
 template void multiply_keys<SCORE_ROWS, 2, false>(
     float*, int64_t, const float*, int64_t, int64_t, const float* const*, const float* const*,
     float, T);

@@ -10,7 +10,8 @@ from tiny_models import FAMILY_SHAPES, make_reference, save_reference
 
 from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.hf import load_model
-from nanoengine.model.lora import adaptable, merge_lora
+from nanoengine.model.lora import merge_lora
+from nanoengine.model.matrices import adaptable
 
 SHAPE = "qwen2-untied-theta"
 MODULES = {

@@ -41,9 +41,16 @@ def shape(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=DTYPES, ids=("fp32", "bf16"))
+KINDS = [(dtype, is_int8) for dtype in DTYPES for is_int8 in (False, True)]
+
+
+@pytest.fixture(params=KINDS, ids=("fp32", "fp32-int8", "bf16", "bf16-int8"))
 def model(shape: str, request: pytest.FixtureRequest, tmp_path: Path) -> Transformer:
-    return load(shape, tmp_path, request.param)
+    dtype, is_int8 = request.param
+    model = load(shape, tmp_path, dtype)
+    if is_int8:
+        model.quantize("int8")
+    return model
 
 
 @pytest.fixture(params=[1, 2])

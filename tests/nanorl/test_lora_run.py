@@ -118,6 +118,28 @@ def test_a_stopped_run_is_read_from_its_checkpoint(whole: Path, tmp_path: Path) 
         assert (folder / "model.safetensors").read_bytes() == theirs
 
 
+def test_a_run_over_an_int8_base_is_exact_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    """Rollouts read the trainer's own model, and what is left is what it stood for, merged."""
+    options = {"dtype": "bf16", "lora.base_dtype": "int8"}
+    whole = run(tmp_path / "whole", 3, **options)
+    found = rows(whole)
+    assert len(found) == 3
+    assert all(row["logp_gap_max"] == 0 and row["logp_gap_tokens"] > 0 for row in found)
+    assert all(row["grad_norm"] > 0 for row in found)
+    resumed = run(tmp_path / "resumed", 1, **options)
+    run(tmp_path / "resumed", 3, **options, resume=True)
+    for name in (WEIGHTS, "adapter-trained/adapter_model.safetensors"):
+        assert (resumed / name).read_bytes() == (whole / name).read_bytes(), name
+    trained, began = (load_file(whole / name / "model.safetensors") for name in
+                      ("model-trained", "model"))  # fmt: skip
+    for name, weight in trained.items():
+        assert ("_proj" in name) != torch.equal(weight, began[name].bfloat16()), name
+    shutil.rmtree(whole / "model-trained")
+    with find_models(str(whole)).folder() as folder:
+        theirs = (resumed / WEIGHTS).read_bytes()
+        assert (folder / "model.safetensors").read_bytes() == theirs
+
+
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """What the command line answers, without the box around it."""
     with pytest.raises((ValueError, SystemExit)) as caught:
@@ -138,6 +160,23 @@ def test_what_does_not_go_with_an_adapter_is_refused_before_any_work(
         (
             (*rank, "--cluster.backend", "local"),
             "--lora.rank 4 with --cluster.backend local: an adapter is trained in one process",
+        ),
+        (("--lora.base-dtype", "int8"), "--lora.base-dtype int8: there is no adapter"),
+        (
+            (*rank, "--lora.base-dtype", "int8", "--rl.max-staleness", "1"),
+            "--lora.base-dtype int8 with --rl.max-staleness 1: rollouts and training take turns",
+        ),
+        (
+            (*rank, "--lora.base-dtype", "int8", "--engine.quantization", "fp8"),
+            "--lora.base-dtype int8 with --engine.quantization fp8",
+        ),
+        (
+            (*rank, "--lora.base-dtype", "int8", "--algorithm", "ppo"),
+            "--lora.base-dtype int8 with --algorithm ppo, which trains a critic",
+        ),
+        (
+            (*rank, "--lora.base-dtype", "int8", "--device", "cuda"),
+            "--lora.base-dtype int8 with --device cuda",
         ),
         ((*rank, "--learner.tp", "2"), "--learner.tp 2: needs processes of its own"),
     ):
