@@ -40,10 +40,15 @@ def runs(bounds: Sequence[int]) -> Iterator[tuple[int, slice]]:
 
 
 def rows_times_expert(
-    x_MI: Tensor, w_EOI: Tensor, expert: int, packed: PackedExperts | None
+    x_MI: Tensor,
+    w_EOI: Tensor,
+    expert: int,
+    packed: PackedExperts | None,
+    bias_EO: Tensor | None = None,
 ) -> Tensor:
-    """x · w[expert]ᵀ, row-invariant on a CPU."""
-    return linear_rows(x_MI, w_EOI[expert], None, None if packed is None else packed[expert])
+    """x · w[expert]ᵀ + bias[expert], row-invariant on a CPU."""
+    bias = None if bias_EO is None else bias_EO[expert]
+    return linear_rows(x_MI, w_EOI[expert], bias, None if packed is None else packed[expert])
 
 
 def weight_grad_buffer(w_EOI: Tensor) -> Tensor:

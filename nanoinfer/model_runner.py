@@ -340,6 +340,7 @@ def _is_plain(layer: DecoderLayer) -> bool:
         and family.rope_pairs == "halves"
         and (has_whole_rope or has_no_rope)
         and not layer.has_local_rope
+        and not family.sinks
     )
 
 

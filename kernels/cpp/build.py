@@ -145,8 +145,10 @@ def _load(path: Path) -> Kernels:
         "pack": [pointer] * 2 + [count] * 3,
         "pack_columns": [pointer] * 2 + [count] * 4,
         "add_product": [pointer] * 3 + [count] * 7,
-        "attend": [pointer] * 6 + [count] * 9 + [number, count, count],
-        "differentiate_attention": [pointer] * 11 + [count] * 9 + [number, count, count],
+        "attend": [pointer] * 6 + [count] * 9 + [number, count, pointer, count],
+        "differentiate_attention": (
+            [pointer] * 11 + [count] * 9 + [number, count, pointer, pointer, count]
+        ),
         "decode": [pointer] * 3 + [count] + [pointer] * 4 + [number] * 3 + [count],
         "decode_scratch": [pointer],
     }
