@@ -404,11 +404,11 @@ class Engine:
         comes_and_goes = self.optimizer.zero == 3
         with self.optimizer.gathered():
             for name, view in hf.export_state(self.model, dtype):
-                if name in slices:
-                    view = gather_slice(self.mesh, view, slices[name])
                 if self.model.experts is not None and hf.is_expert(name):
                     yield from hf.gather_expert(name, view, self.model.experts)
                     continue
+                if name in slices:
+                    view = gather_slice(self.mesh, view, slices[name])
                 yield name, view.clone() if comes_and_goes else view
 
     def fingerprints(self) -> dict[str, str]:
