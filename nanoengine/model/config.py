@@ -222,6 +222,11 @@ class ModelConfig:
         if family.bias in ("switch", "qkv_switch"):
             fields["attention_bias"] = self.attention_bias
         if family.experts == "stacked":
+            if self.dense_layers:
+                raise ValueError(
+                    f"dense_layers={self.dense_layers}: the config.json of {self.model_type} cannot "
+                    "say so; every layer has experts"
+                )
             fields |= {
                 "num_local_experts": self.num_experts,
                 "num_experts_per_tok": self.num_experts_per_token,
@@ -349,11 +354,7 @@ def _check_experts(config: ModelConfig) -> None:
         if getattr(config, field) < 1:
             raise ValueError(f"{field}={getattr(config, field)}: must be at least 1 for {name}")
     if config.family.experts == "stacked":
-        fixed = {
-            "moe_intermediate_size": config.intermediate_size,
-            "norm_topk_prob": True,
-            "dense_layers": (),
-        }
+        fixed = {"moe_intermediate_size": config.intermediate_size, "norm_topk_prob": True}
         for field, value in fixed.items():
             if getattr(config, field) != value:
                 raise ValueError(f"{field}={getattr(config, field)}: must be {value} for {name}")
