@@ -1,5 +1,5 @@
-"""The clamped SwiGLU of gpt-oss, where one matmul produced gate and up by turns (`[tokens, 2F]`: gate
-0, up 0, gate 1, up 1, ...).
+"""The clamped SwiGLU of gpt-oss, where one matmul produced gate and up by turns (`[tokens, 2F]`:
+gate 0, up 0, gate 1, up 1, ...).
 
 With g = min(gate, limit), u = up within ±limit and σ = sigmoid(α·g): y = (u + 1)·g·σ, and backwards
 

@@ -171,9 +171,7 @@ def _activate_and_gradient(
 
 class _TritonMoe(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, x, w13, w2, weights, ids, b13, b2, keeps_h, batch_invariant, activation
-    ):
+    def forward(ctx, x, w13, w2, weights, ids, b13, b2, keeps_h, batch_invariant, activation):
         from kernels.triton import moe as triton_ops
 
         is_clamped = activation == "clamped_swiglu"

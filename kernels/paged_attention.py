@@ -216,9 +216,15 @@ def paged_attention(
         wide = (_dequantised(k_cache, k_scale, q_THD), _dequantised(v_cache, v_scale, q_THD))
         return _deliver(
             paged_attention_ref(
-                q_THD, *wide, query_start_loc, seq_lens, block_tables.long(), scale, window=window,
+                q_THD,
+                *wide,
+                query_start_loc,
+                seq_lens,
+                block_tables.long(),
+                scale,
+                window=window,
                 sinks=sinks,
-            ),  # fmt: skip
+            ),
             out,
         )
     if plan is None:

@@ -9,8 +9,8 @@
 sorting rows by expert costs no pass of its own. With SWIGLU a program multiplies by the same
 columns of both halves of w[e] (gate and up) and writes silu(gate) · up; the halves themselves go
 to `h` where a backward pass will want them. With CLAMPED gate and up are neighbours in w[e] and h
-instead of halves, and the activation is `clamped_swiglu`. The weight's gradient is one program a tile of dw[e],
-over the expert's rows in order.
+instead of halves, and the activation is `clamped_swiglu`. The weight's gradient is one program a
+tile of dw[e], over the expert's rows in order.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _rows_kernel(
         if CLAMPED:
             acc = tl.minimum(acc, LIMIT)
             up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-            acc = acc * tl.sigmoid(ALPHA * acc) * (up + 1.0)
+            acc = acc * tl.sigmoid(acc * ALPHA) * (up + 1.0)
         else:
             acc = acc * tl.sigmoid(acc) * up
     y_tile = y_ptr + target.to(tl.int64)[:, None] * num_out + out[None, :]

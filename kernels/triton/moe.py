@@ -74,9 +74,9 @@ def _act_backward_kernel(
             dact_up = tl.where(tl.abs(up) > LIMIT, 0.0, dact)
             gate = tl.minimum(gate, LIMIT)
             up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
-            sigmoid = tl.sigmoid(ALPHA * gate)
+            sigmoid = tl.sigmoid(gate * ALPHA)
             silu = gate * sigmoid
-            dgate = dact_gate * up * (sigmoid + ALPHA * silu * (1.0 - sigmoid))
+            dgate = dact_gate * up * (sigmoid + silu * ALPHA * (1.0 - sigmoid))
         else:
             dact_up = dact
             sigmoid = tl.sigmoid(gate)
@@ -120,9 +120,7 @@ def forward(
     alignment = moe_align(ids, w13.shape[0], block_m, backend="triton")
     tiles = ExpertTiles(alignment.offsets, alignment.tile_experts, alignment.tile_starts, block_m)
     gather = Route(alignment.slots, k, gather=True)
-    act, h = rows_by_weight_swiglu(
-        x, w13, biases[0], tiles, num_slots, gather, keeps_h, is_clamped
-    )
+    act, h = rows_by_weight_swiglu(x, w13, biases[0], tiles, num_slots, gather, keeps_h, is_clamped)
     scatter = Route(alignment.slots, k, scatter=True)
     y_SH = rows_by_weight(act, w2, tiles, num_slots, scatter, biases[1])
     return sum_choices(y_SH, weights.contiguous(), num_tokens, k), h, tiles, alignment.slots
@@ -141,9 +139,7 @@ def backward(
     needs: Sequence[bool],
     b2: Tensor | None,
     is_clamped: bool,
-) -> tuple[
-    Tensor | None, Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None
-]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None]:
     """Gradients by x, w13, w2, the weights and, where there are some, the biases."""
     num_tokens, k = weights.shape
     offsets = tiles.offsets

@@ -194,7 +194,8 @@ def decode(
         part_strides, lse_strides = part.stride()[:3], lse.stride()[:2]
     launch(_decode_kernel, (num_kv * triton.cdiv(group, rows), num_splits, num_seqs))(
         q_BHD, k_cache, v_cache, sinks, part, lse, seq_lens, block_tables, *scales,
-        *q_BHD.stride()[:2], *part_strides, *lse_strides, block_tables.stride(0), smallest, scale * LOG2_E, window or 0,
+        *q_BHD.stride()[:2], *part_strides, *lse_strides, block_tables.stride(0), smallest,
+        scale * LOG2_E, window or 0,
         IS_PART=is_part, BY_LENGTH=by_length, SCALED=scales[0] is not None,
         WINDOWED=window is not None, HAS_SINKS=sinks is not None, GROUP=group, NUM_KV=num_kv,
         BLOCK_SIZE=k_cache.shape[1], HEAD_DIM=head_dim, D=padded, M=rows, N=t.N,

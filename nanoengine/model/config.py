@@ -224,8 +224,8 @@ class ModelConfig:
         if family.experts == "stacked":
             if self.dense_layers:
                 raise ValueError(
-                    f"dense_layers={self.dense_layers}: the config.json of {self.model_type} cannot "
-                    "say so; every layer has experts"
+                    f"dense_layers={self.dense_layers}: must be (), the config.json of "
+                    f"{self.model_type} cannot say so"
                 )
             fields |= {
                 "num_local_experts": self.num_experts,

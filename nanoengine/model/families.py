@@ -43,9 +43,9 @@ class ModelFamily:
     sinks: bool = False
     """Each query head has a learnt score that takes part in its softmax and has no value."""
     experts: Literal["separate", "stacked"] | None = None
-    """The MLP is a mixture of experts: SwiGLU, of tensors for each expert; or with biases in router
-    and experts and a clamped SwiGLU, of tensors [experts, in, out] that hold them all, in which gate
-    and up alternate."""
+    """The MLP is a mixture of experts: of SwiGLU and with tensors for each expert; or of a clamped
+    SwiGLU, with biases in router and experts and with tensors [experts, in, out] that hold all of
+    them, in which gate and up alternate."""
 
     # -- the tensors
     fused_qkv: bool = False

@@ -58,5 +58,6 @@ def widened(state: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]
     if waiting:
         stem, found = next(iter(waiting.items()))
         raise ValueError(
-            f"{stem}: has {stem}{next(iter(found))} alone, MXFP4 needs both {' and '.join(_ENDINGS)}"
+            f"{stem}{next(iter(found))} alone, MXFP4 needs both {' and '.join(_ENDINGS)}; fetch "
+            "the model again"
         )

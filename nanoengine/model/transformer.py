@@ -298,8 +298,8 @@ class Transformer(nn.Module):
 
     def init_weights(self, seed: int, std: float = 0.02) -> None:
         """Fresh normal weights; projections into the residual stream are smaller by √(2·layers),
-        as in GPT-2. Norms multiply by 1, biases and sinks are 0. The same seed gives the same weights in
-        every dtype and however the model is split."""
+        as in GPT-2. Norms multiply by 1, biases and sinks are 0. The same seed gives the same
+        weights in every dtype and however the model is split."""
         generator = torch.Generator().manual_seed(seed)
         residual_std = std / (2 * self.config.num_layers) ** 0.5
         with torch.no_grad():

@@ -1,5 +1,5 @@
-"""gpt-oss beside what the tests of all families say: what published checkpoints hold, configurations
-that it cannot be, and that each of its peculiarities is felt."""
+"""gpt-oss beside what the tests of all families say: what published checkpoints hold,
+configurations that it cannot be, and that each of its peculiarities is felt."""
 
 from __future__ import annotations
 
