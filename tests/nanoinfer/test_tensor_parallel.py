@@ -38,7 +38,7 @@ def check(found: list[list[Output]], expected: list[Output]) -> None:
         ("phi3-longrope", False),
         ("gemma3", False),
         ("glm4", True),
-        ("gpt-oss", False),
+        ("gpt-oss-full", False),
         ("gpt-oss-windows", True),
     ],
 )
