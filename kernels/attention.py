@@ -42,6 +42,7 @@ from torch import Tensor
 from kernels.attention_torch import (
     KeyTable,
     PackedAttention,
+    PackedCall,
     Rectangles,
     Scratch,
     packed_rectangles,
@@ -295,7 +296,8 @@ def _attend_planned(
     qkv: tuple[Tensor, Tensor, Tensor], plan: VarlenPlan, options: AttendOptions, backend: Backend
 ) -> Tensor:
     sinks = wide_sinks(options.sinks, qkv[0])
-    out: Tensor = PackedAttention.apply(*qkv, sinks, plan, options, use_native(backend, *qkv))
+    call = PackedCall(plan, options, use_native(backend, *qkv))
+    out: Tensor = PackedAttention.apply(*qkv, sinks, call)
     return out
 
 
@@ -346,9 +348,7 @@ def flash_attn_varlen(
             (cu_seqlens_q, cu_seqlens_k),
             (max_seqlen_q, max_seqlen_k),
             causal,
-            scale,
-            window,
-            sinks,
+            AttendOptions(scale, window, sinks),
             batch_invariant,
         )
         return (out, lse.t()) if return_lse else out
@@ -386,7 +386,7 @@ def flash_attn_varlen(
 
 
 def _on_triton(
-    qkv, cu_seqlens, limits, causal, scale, window, sinks, batch_invariant
+    qkv, cu_seqlens, limits, causal, options: AttendOptions, batch_invariant
 ) -> tuple[Tensor, Tensor]:
     from kernels.triton.attention import TritonAttention
 
@@ -406,8 +406,8 @@ def _on_triton(
     for name, limit in zip(("max_seqlen_q", "max_seqlen_k"), limits, strict=True):
         if limit < 0 or (limit == 0 and q.shape[0] and k.shape[0]):
             raise ValueError(f"{name}={limit}: must be the length of the longest sequence")
-    options = (causal, scale, window, batch_invariant)
-    return TritonAttention.apply(q, k, v, wide_sinks(sinks, q), *bounds, *limits, *options)
+    rest = (causal, options.scale, options.window, batch_invariant)
+    return TritonAttention.apply(q, k, v, wide_sinks(options.sinks, q), *bounds, *limits, *rest)
 
 
 def _device_bounds(name: str, cu_seqlens: Tensor | Sequence[int], x: Tensor) -> Tensor:

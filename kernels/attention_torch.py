@@ -34,6 +34,7 @@ keys (the last; all where a window hides any), N = B · K, R rows = G · Q.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -291,12 +292,21 @@ class PagedRectangles:
         return self._made[window]
 
 
+class PackedCall(NamedTuple):
+    """All about a call of `PackedAttention` but its tensors."""
+
+    plan: Any  # attention.VarlenPlan
+    options: AttendOptions
+    is_native: bool
+
+
 class PackedAttention(torch.autograd.Function):
     """`attend` of C++ and its gradient, or the rectangles'. Keeps q, k, v and o. `sinks` are in the
     dtype of the softmax; those of `options` are not read."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, plan, options, is_native):
+    def forward(ctx, q, k, v, sinks, call):
+        plan, options, is_native = call
         options = options._replace(sinks=None if sinks is None else sinks.detach())
         if is_native:
             out = plan.attend_in_cpp(q, k, v, options)
@@ -315,11 +325,11 @@ class PackedAttention(torch.autograd.Function):
         q, k, v, out = ctx.saved_tensors
         if ctx.is_native:
             grads = ctx.plan.differentiate_in_cpp(do, (q, k, v, out), ctx.options)
-            return *grads, None, None, None
+            return *grads, None
         layout = ctx.plan.rectangles(k.shape[1], q.dtype, ctx.options.window)
         wide_q, wide_k, wide_v, wide_do = _for_products(q, k, v, do)
         *grads, dsinks = _gradients(wide_q, wide_k, wide_v, out, wide_do, layout, ctx.options)
-        return *(grad.to(q.dtype) for grad in grads), dsinks, None, None, None
+        return *(grad.to(q.dtype) for grad in grads), dsinks, None
 
 
 def attend_rectangles(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,15 @@ from kernels.linear import add_weight_grad, linear_rows, matmul_rows
 
 PackedExperts = Sequence[Tensor | None]
 """`pack_weight` of each expert's matrix."""
+
+
+class ExpertMatrices(NamedTuple):
+    """Those of a mixture of gated experts, and their biases where they have some."""
+
+    w13: Tensor  # [experts, 2 * width, hidden]: gate and up
+    w2: Tensor  # [experts, hidden, width]: down
+    b13: Tensor | None  # [experts, 2 * width]
+    b2: Tensor | None  # [experts, hidden]
 
 
 def grouped_gemm_ref(x_MI: Tensor, w_EOI: Tensor, expert_offsets: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ Left out: expert parallelism (who owns which expert is the engine's matter), fp8
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from kernels.backend import (
 )
 from kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_gradient, clamped_swiglu_ref
 from kernels.grouped_gemm import (
+    ExpertMatrices,
     PackedExperts,
     add_expert_grad,
     hand_over,
@@ -85,32 +86,42 @@ def fused_moe_ref(
     return torch.stack(rows) if rows else x_NH.clone()
 
 
+class _Call(NamedTuple):
+    """All about a call but the tensors that it is differentiable by."""
+
+    ids: Tensor
+    activation: Activation
+    packed: PackedPair | None
+    batch_invariant: bool
+    has_backward: bool
+
+
 class _FusedMoe(torch.autograd.Function):
     """The CPU path: expert by expert, each over the rows the sort gave it."""
 
     @staticmethod
-    def forward(ctx, x, w13, w2, weights, ids, b13, b2, packed, activation):
-        k = ids.shape[1]
-        packed13, packed2 = (None, None) if packed is None else packed
-        alignment = moe_align(ids, w13.shape[0], 1, backend="torch")
+    def forward(ctx, call, x, weights, *experts):
+        (w13, w2, b13, b2), k = experts, call.ids.shape[1]
+        packed13, packed2 = (None, None) if call.packed is None else call.packed
+        alignment = moe_align(call.ids, w13.shape[0], 1, backend="torch")
         slots, bounds = alignment.slots.long(), alignment.offsets.tolist()
         h_S2F = x.new_empty(len(slots), w13.shape[1])
         y_SH = x.new_empty(len(slots), w2.shape[1])  # one row a slot, in slot order
         for expert, rows in runs(bounds):
             x_rows = x.index_select(0, slots[rows] // k)
             h_S2F[rows] = rows_times_expert(x_rows, w13, expert, packed13, b13)
-            act = _activate(h_S2F[rows], activation)
+            act = _activate(h_S2F[rows], call.activation)
             y_SH[slots[rows]] = rows_times_expert(act, w2, expert, packed2, b2)
         ctx.save_for_backward(x, weights, slots, h_S2F, b2)
         ctx.w = w13, w2  # as in grouped_gemm
-        ctx.bounds, ctx.activation = bounds, activation
+        ctx.bounds, ctx.activation = bounds, call.activation
         return sum_of_choices(y_SH.view(-1, k, w2.shape[1]), weights)
 
     @staticmethod
     def backward(ctx, dy):
         (x, weights, slots, h_S2F, b2), (w13, w2) = ctx.saved_tensors, ctx.w
         k = weights.shape[1]
-        needs_x, needs_13, needs_2, needs_t = ctx.needs_input_grad[:4]
+        needs_x, needs_t, needs_13, needs_2 = ctx.needs_input_grad[1:5]
         db13 = h_S2F.new_zeros(w13.shape[:2], dtype=weights.dtype) if b2 is not None else None
         db2 = h_S2F.new_zeros(w2.shape[:2], dtype=weights.dtype) if b2 is not None else None
         dw13 = weight_grad_buffer(w13) if needs_13 else None
@@ -138,7 +149,7 @@ class _FusedMoe(torch.autograd.Function):
         dw13, dw2 = (None if dw is None else hand_over(w, dw) for w, dw in ((w13, dw13), (w2, dw2)))
         dt = dt_S.view(weights.shape) if needs_t else None
         db13, db2 = (None if db is None else db.to(x.dtype) for db in (db13, db2))
-        return dx, dw13, dw2, dt, None, db13, db2, None, None
+        return None, dx, dt, dw13, dw2, db13, db2
 
 
 def sum_of_choices(y_NKH: Tensor, weights_NK: Tensor | None) -> Tensor:
@@ -171,15 +182,16 @@ def _activate_and_gradient(
 
 class _TritonMoe(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w13, w2, weights, ids, b13, b2, keeps_h, batch_invariant, activation):
+    def forward(ctx, call, x, weights, *experts):
         from kernels.triton import moe as triton_ops
 
-        is_clamped = activation == "clamped_swiglu"
+        matrices = ExpertMatrices(*experts)
+        is_clamped = call.activation == "clamped_swiglu"
         y, h_S2F, tiles, slots = triton_ops.forward(
-            x, w13, w2, weights, ids, (b13, b2), is_clamped, keeps_h, batch_invariant
+            x, matrices, weights, call.ids, is_clamped, call.has_backward, call.batch_invariant
         )
-        ctx.save_for_backward(x, weights, ids, h_S2F, b2)
-        ctx.w = w13, w2  # as in grouped_gemm
+        ctx.save_for_backward(x, weights, call.ids, h_S2F)
+        ctx.experts = matrices  # themselves: as in grouped_gemm
         ctx.tiles, ctx.slots, ctx.is_clamped = tiles, slots, is_clamped
         return y
 
@@ -187,13 +199,15 @@ class _TritonMoe(torch.autograd.Function):
     def backward(ctx, dy):
         from kernels.triton import moe as triton_ops
 
-        (x, weights, ids, h_S2F, b2), (w13, w2) = ctx.saved_tensors, ctx.w
-        dx, dw13, dw2, dt, db13, db2 = triton_ops.backward(
-            dy, x, w13, w2, weights, ids, h_S2F, ctx.tiles, ctx.slots, ctx.needs_input_grad[:4], b2,
+        x, weights, ids, h_S2F = ctx.saved_tensors
+        needs_x, _, *needs = ctx.needs_input_grad[1:5]
+        dx, dt, *dws, db13, db2 = triton_ops.backward(
+            dy, x, ctx.experts, weights, ids, h_S2F, ctx.tiles, ctx.slots, (needs_x, *needs),
             ctx.is_clamped,
         )  # fmt: skip
-        dw13, dw2 = (None if dw is None else hand_over(w, dw) for w, dw in ((w13, dw13), (w2, dw2)))
-        return dx, dw13, dw2, dt, None, db13, db2, None, None, None
+        pairs = zip(ctx.experts[:2], dws, strict=True)
+        dw13, dw2 = (None if dw is None else hand_over(w, dw) for w, dw in pairs)
+        return None, dx, dt, dw13, dw2, db13, db2
 
 
 def fused_moe(
@@ -217,16 +231,17 @@ def fused_moe(
     _check(x_NH, w13_E2FH, w2_EHF, topk_weights_NK, topk_ids_NK)
     _check_biases(biases, w13_E2FH, w2_EHF)
     b13, b2 = (None, None) if biases is None else biases
-    arguments = (x_NH, w13_E2FH, w2_EHF, topk_weights_NK, topk_ids_NK, b13, b2)
+    arguments = (x_NH, topk_weights_NK, w13_E2FH, w2_EHF, b13, b2)
+    has_backward = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in arguments
+    )
+    call = _Call(topk_ids_NK, activation, packed, batch_invariant, has_backward)
     y_NH: Tensor
     if use_triton(backend, x_NH):
         check_triton_dtype("x", x_NH.dtype)
-        has_backward = torch.is_grad_enabled() and any(
-            t is not None and t.requires_grad for t in arguments
-        )
-        y_NH = _TritonMoe.apply(*arguments, has_backward, batch_invariant, activation)
+        y_NH = _TritonMoe.apply(call, *arguments)
     else:
-        y_NH = _FusedMoe.apply(*arguments, packed, activation)
+        y_NH = _FusedMoe.apply(call, *arguments)
     return y_NH
 
 

@@ -195,13 +195,13 @@ def rows_by_weight_swiglu(
     w_EOI: Tensor,
     bias_EO: Tensor | None,
     tiles: ExpertTiles,
-    num_rows: int,
     route: Route,
     keeps_h: bool,
     is_clamped: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """(silu(gate) · up [num_rows, O / 2], and where wanted gate and up side by side). `is_clamped`:
     of `clamped_swiglu`, by turns."""
+    num_rows = route.slots.shape[0]
     y = x.new_empty(num_rows, w_EOI.shape[1] // 2)
     h = x.new_empty(num_rows, w_EOI.shape[1]) if keeps_h else None
     tile = _table(x.dtype)[tiles.rows_a_tile]

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.grouped_gemm import ExpertMatrices
 from kernels.moe_routing import moe_align
 from kernels.triton.grouped_gemm import (
     ALPHA,
@@ -104,44 +105,42 @@ def sum_choices(y_SH: Tensor, weights_NK: Tensor | None, num_tokens: int, k: int
 
 def forward(
     x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
+    experts: ExpertMatrices,
     weights: Tensor,
     ids: Tensor,
-    biases: tuple[Tensor | None, Tensor | None],
     is_clamped: bool,
     keeps_h: bool,
     batch_invariant: bool,
 ) -> tuple[Tensor, Tensor | None, ExpertTiles, Tensor]:
     """(y, h in expert order where it is kept, tiles and slots of that order)."""
+    w13, w2, b13, b2 = experts
     num_tokens, k = ids.shape
     num_slots = num_tokens * k
     block_m = rows_a_tile(num_slots, w13.shape[0], x.dtype, batch_invariant)
     alignment = moe_align(ids, w13.shape[0], block_m, backend="triton")
     tiles = ExpertTiles(alignment.offsets, alignment.tile_experts, alignment.tile_starts, block_m)
     gather = Route(alignment.slots, k, gather=True)
-    act, h = rows_by_weight_swiglu(x, w13, biases[0], tiles, num_slots, gather, keeps_h, is_clamped)
+    act, h = rows_by_weight_swiglu(x, w13, b13, tiles, gather, keeps_h, is_clamped)
     scatter = Route(alignment.slots, k, scatter=True)
-    y_SH = rows_by_weight(act, w2, tiles, num_slots, scatter, biases[1])
+    y_SH = rows_by_weight(act, w2, tiles, num_slots, scatter, b2)
     return sum_choices(y_SH, weights.contiguous(), num_tokens, k), h, tiles, alignment.slots
 
 
 def backward(
     dy: Tensor,
     x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
+    experts: ExpertMatrices,
     weights: Tensor,
     ids: Tensor,
     h: Tensor,
     tiles: ExpertTiles,
     slots: Tensor,
     needs: Sequence[bool],
-    b2: Tensor | None,
     is_clamped: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None]:
-    """Gradients by x, w13, w2, the weights and, where there are some, the biases."""
-    num_tokens, k = weights.shape
+) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients by x, the weights, w13, w2 and, where there are some, the biases. `needs`: whether
+    x, w13 and w2 want theirs."""
+    (w13, w2, _, b2), (num_tokens, k) = experts, weights.shape
     offsets = tiles.offsets
     num_slots, width = h.shape[0], w2.shape[2]
     gather, scatter = Route(slots, k, gather=True), Route(slots, k, scatter=True)
@@ -167,4 +166,4 @@ def backward(
     if needs[0]:
         dx_SH = rows_by_weight(dh, w13.transpose(1, 2), tiles, num_slots, scatter)
         dx = sum_choices(dx_SH, None, num_tokens, k)
-    return dx, dw13, dw2, dweights, db13, db2
+    return dx, dweights, dw13, dw2, db13, db2

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from kernels.backend import wide_sinks
+from kernels.cpp.ops import AttendOptions
 from nanoengine.packing import MicroBatch
 from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.tensor_parallel import even_run
@@ -94,7 +95,8 @@ class ContextSplit:
         """An AttentionContext."""
         scale = q_NHD.shape[-1] ** -0.5 if scale is None else scale
         sinks_H = wide_sinks(sinks, q_NHD)
-        out: Tensor = _RingAttention.apply(q_NHD, k_NKD, v_NKD, sinks_H, self, scale, window)
+        options = AttendOptions(scale, window)
+        out: Tensor = _RingAttention.apply(q_NHD, k_NKD, v_NKD, sinks_H, self, options)
         return out
 
     def meetings(
@@ -136,9 +138,9 @@ class _RingAttention(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         split: ContextSplit,
-        scale: float,
-        window: int | None,
+        options: AttendOptions,
     ) -> Tensor:
+        scale, window = options.scale, options.window
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros(q.shape, dtype=wide, device=q.device)
         lse = torch.full(q.shape[:2], -math.inf, dtype=wide, device=q.device)
@@ -159,9 +161,7 @@ class _RingAttention(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(
-        ctx: Any, do: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         split: ContextSplit = ctx.split
         wide, scale, window = lse.dtype, ctx.scale, ctx.window
@@ -182,7 +182,7 @@ class _RingAttention(torch.autograd.Function):
                 dkv[0, keys] += _into_keys(ds, q[queries].to(wide), kv.shape[2])
         dk, dv = _pass_on(dkv, split.rank, split)
         dsinks = None if sinks is None else -((sinks - lse).exp_() * delta).sum(0)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None
 
 
 def _round_the_ring(kv: Tensor, split: ContextSplit) -> Iterator[tuple[int, Tensor]]:

@@ -203,7 +203,7 @@ FAMILY_SHAPES = {
             **_GPT_OSS,
             "layer_types": ["full_attention"] * 3,
             "num_experts_per_tok": 2,
-            "num_key_value_heads": 3,
+            "num_key_value_heads": 6,
             "head_dim": 10,
             "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
         },
