@@ -395,7 +395,7 @@ def _gradients(
             p = p[:, : q_NRD.shape[1]]
             if dsinks is not None and of_sinks is not None:  # which have no value: dp is 0
                 dsink_NR = of_sinks.mul_(delta_NR1.squeeze(-1))
-                dsinks -= dsink_NR.view(r.num_seqs, sinks.numel(), -1).sum((0, 2))
+                dsinks -= dsink_NR.view(r.num_seqs, dsinks.numel(), -1).sum((0, 2))
             ds = _score_gradient(p, do_NRD, delta_NR1, v_NLD, dv_NLD, scratch)
             dk_NLD += torch.bmm(ds.transpose(1, 2), q_NRD)
             block = cells[3][:, :, :, queries]

@@ -147,9 +147,9 @@ class _FusedMoe(torch.autograd.Function):
                 dx_SH[slots[rows]] = matmul_rows(dh, w13[expert])
         dx = None if dx_SH is None else sum_of_choices(dx_SH.view(-1, k, x.shape[1]), None)
         dw13, dw2 = (None if dw is None else hand_over(w, dw) for w, dw in ((w13, dw13), (w2, dw2)))
-        dt = dt_S.view(weights.shape) if needs_t else None
         db13, db2 = (None if db is None else db.to(x.dtype) for db in (db13, db2))
-        return None, dx, dt, dw13, dw2, db13, db2
+        dweights = dt_S.view(weights.shape) if needs_t else None
+        return None, dx, dweights, dw13, dw2, db13, db2
 
 
 def sum_of_choices(y_NKH: Tensor, weights_NK: Tensor | None) -> Tensor:

@@ -92,7 +92,7 @@ def _rows_kernel(
     mask = is_row[:, None] & is_out[None, :]
     kind = y_ptr.dtype.element_ty
     if HAS_BIAS:
-        bias_row = bias_ptr + expert * (2 * num_out if SWIGLU else num_out) + gate_row
+        bias_row = bias_ptr + expert.to(tl.int64) * (2 * num_out if SWIGLU else num_out) + gate_row
         acc += tl.load(bias_row, is_out, other=0.0).to(tl.float32)[None, :]
         if SWIGLU:
             up += tl.load(bias_row + apart, is_out, other=0.0).to(tl.float32)[None, :]
