@@ -196,3 +196,16 @@ def test_sinks_of_another_number_of_heads_are_refused():
     x = torch.randn(3, 2, 8)
     with pytest.raises(ValueError, match=r"sinks: shape \(3,\).*q's 2 heads"):
         train(x, x, x, torch.zeros(3), [3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sinks_far_above_and_below_all_scores_overflow_nothing(dtype):
+    """One takes all of the weight, to the last bit of fp32, one takes none."""
+    torch.manual_seed(0)
+    qkv = split_qkv(40, 1, 3, 16, dtype)
+    sinks = torch.tensor([500.0, -1e4, 1e30], dtype=dtype)
+    out, *grads = with_gradients(lambda *x: train(*x, [40]), [*qkv, sinks], dtype)
+    assert all(torch.isfinite(x).all() for x in (out, *grads))
+    assert not out[:, ::2].any() and not grads[3].any()
+    plain = train(*qkv, None, [40])
+    assert torch.equal(out[:, 1], plain[:, 1])
