@@ -12,6 +12,9 @@ the last query of a sequence sits at its last key, so query i of n sees `num_key
 with `window=w` the last w of those, its own included. A query that sees no key gives o = 0 and
 lse = −inf.
 
+With `sinks` [H] each head has one more score, z, that takes part in the softmax of every query and
+has no value: lse_i = log(e^z + Σ_j exp(S_ij)), and dz = −Σ_i exp(z − lse_i) · delta_i.
+
 In a tree (`tree_attention`) a segment continues the one named in `prefix_of_S` (-1: none). Its
 queries see all keys of its ancestors and its own up to themselves, which is what they would see in
 a sequence of their own, in that order, hence with the same bits on a CPU. In GRPO all members of a
@@ -21,8 +24,7 @@ once instead of once a member. Packed sequences are a tree without parents.
 Back ends: Triton (`triton/attention.py`: tiles, online softmax, no atomics), which sees a tree as
 sequences with more keys than queries; on a CPU C++ (`cpp/attention.h`, `cpp/attention_gradient.h`)
 or PyTorch (`attention_torch.py`), with the bits of decoding, for whole causal sequences and trees;
-and the definition below, which covers everything else on a CPU. Left out: dropout, sinks, score
-caps.
+and the definition below, which covers everything else on a CPU. Left out: dropout, score caps.
 
 Legend: T query tokens, S key tokens (of a tree: segments), H query heads, K key heads, D head_dim.
 """
@@ -40,6 +42,7 @@ from torch import Tensor
 from kernels.attention_torch import (
     KeyTable,
     PackedAttention,
+    PackedCall,
     Rectangles,
     Scratch,
     packed_rectangles,
@@ -48,6 +51,7 @@ from kernels.backend import (
     Backend,
     check_bounds,
     check_integers,
+    check_sinks,
     check_tensors,
     check_triton_dtype,
     check_window,
@@ -55,6 +59,7 @@ from kernels.backend import (
     ints,
     use_native,
     use_triton,
+    wide_sinks,
 )
 from kernels.cpp.ops import (
     AttendOptions,
@@ -82,6 +87,7 @@ def flash_attn_varlen_ref(
     *,
     causal: bool = True,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The definition, one sequence at a time, differentiable by autograd alone: (o, lse [T, H])."""
     group = q_THD.shape[1] // k_SKD.shape[1]
@@ -94,6 +100,13 @@ def flash_attn_varlen_ref(
         v = v_SKD[k_lo:k_hi].transpose(0, 1).repeat_interleave(group, 0)
         hidden = _hidden(q_hi - q_lo, k_hi - k_lo, causal, window, q.device)
         scores = (q @ k.transpose(1, 2) * softmax_scale).masked_fill(hidden, -math.inf)
+        if sinks is not None:
+            column = sinks.to(scores.dtype)[:, None, None].expand(-1, q_hi - q_lo, 1)
+            scores = torch.cat([scores, column], -1)
+            p = torch.softmax(scores, -1)[:, :, :-1]
+            outs.append((p @ v).transpose(0, 1))
+            lses.append(scores.to(compute_dtype(scores.dtype)).logsumexp(-1).T)
+            continue
         blind = hidden.all(-1)[:, None]
         p = torch.softmax(scores.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
         outs.append((p @ v).transpose(0, 1))
@@ -217,7 +230,7 @@ class VarlenPlan:
 
     def differentiate_in_cpp(
         self, do: Tensor, qkvo: tuple[Tensor, Tensor, Tensor, Tensor], options: AttendOptions
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         return attend_packed_gradient(do, *qkvo, self.span_trees, options)
 
 
@@ -248,11 +261,14 @@ def tree_attention(
     *,
     softmax_scale: float | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """o [T, H, D] of the segments of `plan`, `make_varlen_plan(cu_seqlens, prefix_of_S)`. With
-    `window=w` a query sees the last w of its keys, ancestors' and own, itself included."""
+    `window=w` a query sees the last w of its keys, ancestors' and own, itself included. `sinks` [H]
+    as in `flash_attn_varlen`."""
     _check_tensors(q_THD, k_THD, v_THD)
+    check_sinks(sinks, q_THD)
     check_window(window)
     _check_plan(plan, q_THD, k_THD)
     scale = softmax_scale if softmax_scale is not None else q_THD.shape[-1] ** -0.5
@@ -268,16 +284,20 @@ def tree_attention(
             segments.max_seqlen_k,
             softmax_scale=scale,
             window=window,
+            sinks=sinks,
             backend=backend,
         )
         return cast(Tensor, out)
-    return _attend_planned((q_THD, k_THD, v_THD), plan, AttendOptions(scale, window), backend)
+    options = AttendOptions(scale, window, sinks)
+    return _attend_planned((q_THD, k_THD, v_THD), plan, options, backend)
 
 
 def _attend_planned(
     qkv: tuple[Tensor, Tensor, Tensor], plan: VarlenPlan, options: AttendOptions, backend: Backend
 ) -> Tensor:
-    out: Tensor = PackedAttention.apply(*qkv, plan, options, use_native(backend, *qkv))
+    sinks = wide_sinks(options.sinks, qkv[0])
+    call = PackedCall(plan, options, use_native(backend, *qkv))
+    out: Tensor = PackedAttention.apply(*qkv, sinks, call)
     return out
 
 
@@ -300,6 +320,7 @@ def flash_attn_varlen(
     causal: bool = True,
     softmax_scale: float | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     plan: VarlenPlan | None = None,
     batch_invariant: bool = False,
@@ -309,12 +330,14 @@ def flash_attn_varlen(
 
     `cu_seqlens_*` [sequences + 1] start at 0, never decrease and end at T and S; on a GPU int32
     tensors, whose contents are not read by the host. `max_seqlen_*` bound the sequences' lengths.
-    `softmax_scale` defaults to head_dim ** -0.5. `window` needs `causal`. `plan` is
+    `softmax_scale` defaults to head_dim ** -0.5. `window` needs `causal`. `sinks` [H] are scores
+    without a value, one a head, differentiable and not multiplied by the scale. `plan` is
     `make_varlen_plan(cu_seqlens_q)`, for a CPU and whole sequences only (equal bounds, causal, no
     lse); one serves calls with different windows. `batch_invariant` on a GPU gives a query the bits
     that `paged_attention(batch_invariant=True)` gives it; on a CPU it always has them.
     """
     _check_tensors(q_THD, k_SKD, v_SKD)
+    check_sinks(sinks, q_THD)
     if window is not None and (window < 1 or not causal):
         raise ValueError(f"window={window}: must be at least 1, with causal=True")
     check_integers(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
@@ -325,8 +348,7 @@ def flash_attn_varlen(
             (cu_seqlens_q, cu_seqlens_k),
             (max_seqlen_q, max_seqlen_k),
             causal,
-            scale,
-            window,
+            AttendOptions(scale, window, sinks),
             batch_invariant,
         )
         return (out, lse.t()) if return_lse else out
@@ -347,8 +369,9 @@ def flash_attn_varlen(
                 refusal="only for causal=True, return_lse=False and keys of the queries' lengths",
             )
             out, lse = flash_attn_varlen_ref(
-                q_THD, k_SKD, v_SKD, bounds_q, bounds_k, scale, causal=causal, window=window
-            )
+                q_THD, k_SKD, v_SKD, bounds_q, bounds_k, scale, causal=causal, window=window,
+                sinks=sinks,
+            )  # fmt: skip
             return (out, lse) if return_lse else out
         plan = make_varlen_plan(bounds_q)
     elif not is_plain or plan.is_tree:
@@ -359,11 +382,11 @@ def flash_attn_varlen(
     _check_plan(plan, q_THD, k_SKD)
     # Whole tensors, for a view would keep the fused projection that it looks into for the gradient.
     whole = q_THD.contiguous(), k_SKD.contiguous(), v_SKD.contiguous()
-    return _attend_planned(whole, plan, AttendOptions(scale, window), backend)
+    return _attend_planned(whole, plan, AttendOptions(scale, window, sinks), backend)
 
 
 def _on_triton(
-    qkv, cu_seqlens, limits, causal, scale, window, batch_invariant
+    qkv, cu_seqlens, limits, causal, options: AttendOptions, batch_invariant
 ) -> tuple[Tensor, Tensor]:
     from kernels.triton.attention import TritonAttention
 
@@ -383,8 +406,8 @@ def _on_triton(
     for name, limit in zip(("max_seqlen_q", "max_seqlen_k"), limits, strict=True):
         if limit < 0 or (limit == 0 and q.shape[0] and k.shape[0]):
             raise ValueError(f"{name}={limit}: must be the length of the longest sequence")
-    options = (causal, scale, window, batch_invariant)
-    return TritonAttention.apply(q, k, v, *bounds, *limits, *options)
+    rest = (causal, options.scale, options.window, batch_invariant)
+    return TritonAttention.apply(q, k, v, wide_sinks(options.sinks, q), *bounds, *limits, *rest)
 
 
 def _device_bounds(name: str, cu_seqlens: Tensor | Sequence[int], x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """PyTorch's attention on a CPU: packed sequences, trees of segments and the paged cache.
 
-    o = softmax(scale · q · Kᵀ + mask) · V
+    o = softmax(scale · q · Kᵀ + mask) · V,   where heads have sinks over them too
 
 All three are runs of queries (`QuerySpan`) whose keys are found through one table: of rows of k
 and v in training, of blocks of a cache in inference (a row is a block of one key). Runs of like
@@ -34,13 +34,14 @@ keys (the last; all where a window hides any), N = B · K, R rows = G · Q.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backend import compute_dtype
-from kernels.cpp.ops import QuerySpan
+from kernels.cpp.ops import AttendOptions, QuerySpan
 from kernels.kv_cache import heads_first, index_dtype
 from kernels.onednn import is_bf16_fast
 
@@ -291,18 +292,30 @@ class PagedRectangles:
         return self._made[window]
 
 
+class PackedCall(NamedTuple):
+    """All about a call of `PackedAttention` but its tensors."""
+
+    plan: Any  # attention.VarlenPlan
+    options: AttendOptions
+    is_native: bool
+
+
 class PackedAttention(torch.autograd.Function):
-    """`attend` of C++ and its gradient, or the rectangles'. Keeps q, k, v and o."""
+    """`attend` of C++ and its gradient, or the rectangles'. Keeps q, k, v and o. `sinks` are in the
+    dtype of the softmax; those of `options` are not read."""
 
     @staticmethod
-    def forward(ctx, q, k, v, plan, options, is_native):
+    def forward(ctx, q, k, v, sinks, call):
+        plan, options, is_native = call
+        options = options._replace(sinks=None if sinks is None else sinks.detach())
         if is_native:
             out = plan.attend_in_cpp(q, k, v, options)
         else:
             wide_q, wide_k, wide_v = _for_products(q, k, v)
             layout = plan.rectangles(k.shape[1], q.dtype, options.window)
             caches = wide_k.unsqueeze(1), wide_v.unsqueeze(1)  # blocks of one key
-            out = attend_rectangles(wide_q, *caches, layout, options.scale).to(q.dtype)
+            found = attend_rectangles(wide_q, *caches, layout, options.scale, sinks=options.sinks)
+            out = found.to(q.dtype)
         ctx.save_for_backward(q, k, v, out)
         ctx.plan, ctx.options, ctx.is_native = plan, options, is_native
         return out
@@ -312,11 +325,11 @@ class PackedAttention(torch.autograd.Function):
         q, k, v, out = ctx.saved_tensors
         if ctx.is_native:
             grads = ctx.plan.differentiate_in_cpp(do, (q, k, v, out), ctx.options)
-            return *grads, None, None, None
+            return *grads, None
         layout = ctx.plan.rectangles(k.shape[1], q.dtype, ctx.options.window)
         wide_q, wide_k, wide_v, wide_do = _for_products(q, k, v, do)
-        grads = _gradients(wide_q, wide_k, wide_v, out, wide_do, layout, ctx.options.scale)
-        return *(grad.to(q.dtype) for grad in grads), None, None, None
+        *grads, dsinks = _gradients(wide_q, wide_k, wide_v, out, wide_do, layout, ctx.options)
+        return *(grad.to(q.dtype) for grad in grads), dsinks, None
 
 
 def attend_rectangles(
@@ -326,6 +339,7 @@ def attend_rectangles(
     plan: Rectangles,
     scale: float,
     scales: tuple[Tensor | None, Tensor | None] = (None, None),
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """o of the plan's queries over caches [blocks, block_size, K, D]. `scales` (of k, of v) are
     those of a cache in fp8."""
@@ -342,17 +356,26 @@ def attend_rectangles(
         o = r.heads(o_CHD, num_kv)
         for queries, mask in r.pieces(num * q.shape[2], k_NLD.shape[1]):
             q_NRD, block = _rows(q, queries), o[:, :, :, queries]
-            p = _probabilities(q_NRD, k_NLD, mask, scale, scratch)
+            of_rows = _sinks_of_rows(sinks, r.num_seqs, num_kv, q_NRD.shape[1])
+            p, _ = _probabilities(q_NRD, k_NLD, mask, scale, scratch, of_rows)
             part = _weighted_values(p, v_NLD, scratch)[:, : q_NRD.shape[1]]
             block.copy_(part.reshape(block.shape))
     return plan.from_cells(o_CHD)
 
 
 def _gradients(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, do: Tensor, plan: Rectangles, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv; dk and dv in fp32 (fp64)."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    do: Tensor,
+    plan: Rectangles,
+    options: AttendOptions,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv, dsinks; all but dq in fp32 (fp64)."""
     num_kv, scratch, wide = k.shape[1], plan.scratch, compute_dtype(q.dtype)
+    scale, sinks = options.scale, options.sinks
+    dsinks = None if sinks is None else torch.zeros_like(sinks)
     delta_TH1 = (do.to(wide) * out).sum(-1, keepdim=True)
     q_CHD, do_CHD = plan.to_cells("q", q), plan.to_cells_or_zero("do", do)
     delta_CH1 = plan.to_cells_or_zero("delta", delta_TH1)
@@ -367,14 +390,19 @@ def _gradients(
         cells = [r.heads(x, num_kv) for x in (q_CHD, do_CHD, delta_CH1, dq_CHD)]
         for queries, mask in r.pieces(num * cells[0].shape[2], k_NLD.shape[1]):
             q_NRD, do_NRD, delta_NR1 = (_rows(x, queries) for x in cells[:3])
-            p = _probabilities(q_NRD, k_NLD, mask, scale, scratch)[:, : q_NRD.shape[1]]
+            of_rows = _sinks_of_rows(sinks, r.num_seqs, num_kv, q_NRD.shape[1])
+            p, of_sinks = _probabilities(q_NRD, k_NLD, mask, scale, scratch, of_rows)
+            p = p[:, : q_NRD.shape[1]]
+            if dsinks is not None and of_sinks is not None:  # which have no value: dp is 0
+                dsink_NR = of_sinks.mul_(delta_NR1.squeeze(-1))
+                dsinks -= dsink_NR.view(r.num_seqs, dsinks.numel(), -1).sum((0, 2))
             ds = _score_gradient(p, do_NRD, delta_NR1, v_NLD, dv_NLD, scratch)
             dk_NLD += torch.bmm(ds.transpose(1, 2), q_NRD)
             block = cells[3][:, :, :, queries]
             block.copy_(torch.bmm(ds, k_NLD).mul_(scale).reshape(block.shape))
         for grad, part in ((dk, dk_NLD.mul_(scale)), (dv, dv_NLD)):
             grad.flatten(0, 1).index_add_(0, r.blocks, part.flatten(0, 1))
-    return plan.from_cells(dq_CHD), dk, dv
+    return plan.from_cells(dq_CHD), dk, dv, dsinks
 
 
 def _score_gradient(
@@ -443,9 +471,15 @@ def widen_fp8(low: Tensor, factor: float, out: Tensor, scratch: Scratch) -> None
 
 
 def _probabilities(
-    q_NRD: Tensor, k_NLD: Tensor, mask_B1QM: Tensor, scale: float, scratch: Scratch
-) -> Tensor:
-    """softmax(scale · q · Kᵀ + mask) in fp32 (fp64), [N, R or more, L]: see `_safe_rows`."""
+    q_NRD: Tensor,
+    k_NLD: Tensor,
+    mask_B1QM: Tensor,
+    scale: float,
+    scratch: Scratch,
+    sinks_NR: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """softmax(scale · q · Kᵀ + mask) in fp32 (fp64), [N, R or more, L]: see `_safe_rows`; and the
+    weights of the sinks [N, R], where there are some."""
     rows, num_keys = q_NRD.shape[1], k_NLD.shape[1]
     padded = _safe_rows(rows, q_NRD.shape[0], q_NRD.shape[2], q_NRD.dtype)
     if padded > rows:
@@ -460,7 +494,26 @@ def _probabilities(
     if num_masked:
         grid = wide[:, :rows, num_keys - num_masked :].unflatten(0, (num_seqs, -1))
         grid.unflatten(2, (-1, num_queries)).add_(mask_B1QM.unsqueeze(1))
-    return torch.softmax(wide, -1, out=scratch.take("p", shape, wide.dtype))
+    p = torch.softmax(wide, -1, out=scratch.take("p", shape, wide.dtype))
+    if sinks_NR is None:
+        return p, None
+    # the heaviest key's weight is 1 / Σ e^(s - top), so this is e^sink / Σ e^s, and a maximum has
+    # the same bits whatever keys pad the row
+    real = p[:, :rows]
+    ratio_NR = (sinks_NR - wide[:, :rows].amax(-1)).exp_().mul_(real.amax(-1))
+    real.mul_(ratio_NR.add(1).reciprocal_().unsqueeze(-1))
+    return p, ratio_NR.reciprocal_().add_(1).reciprocal_()
+
+
+def _sinks_of_rows(
+    sinks_H: Tensor | None, num_seqs: int, num_kv: int, num_rows: int
+) -> Tensor | None:
+    """The sink of each row of scores, [N, R]: a row's head is one of its key head's group."""
+    if sinks_H is None:
+        return None
+    sinks_KG1 = sinks_H.view(num_kv, -1, 1)
+    shape = (num_seqs, num_kv, sinks_KG1.shape[1], num_rows // sinks_KG1.shape[1])
+    return sinks_KG1.expand(shape).reshape(num_seqs * num_kv, num_rows)
 
 
 def _safe_rows(rows: int, num_matrices: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -125,6 +125,24 @@ def check_window(window: int | None) -> None:
         raise ValueError(f"window={window}: must be at least 1")
 
 
+def check_sinks(sinks: Tensor | None, q_THD: Tensor) -> None:
+    """One number for each query head, beside the queries."""
+    if sinks is None:
+        return
+    if sinks.shape != q_THD.shape[1:2]:
+        raise ValueError(
+            f"sinks: shape {tuple(sinks.shape)} must be one number for each of q's "
+            f"{q_THD.shape[1]} heads"
+        )
+    check_tensors(q_THD, "q", False, sinks=sinks)
+    check_floating(sinks=sinks)
+
+
+def wide_sinks(sinks: Tensor | None, q_THD: Tensor) -> Tensor | None:
+    """The sinks in the dtype of the softmax, contiguous."""
+    return None if sinks is None else sinks.to(compute_dtype(q_THD.dtype)).contiguous()
+
+
 def check_bounds(
     name: str, cu_seqlens: Tensor | Sequence[int], num_tokens: int | None = None
 ) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,15 @@ from kernels.linear import add_weight_grad, linear_rows, matmul_rows
 
 PackedExperts = Sequence[Tensor | None]
 """`pack_weight` of each expert's matrix."""
+
+
+class ExpertMatrices(NamedTuple):
+    """Those of a mixture of gated experts, and their biases where they have some."""
+
+    w13: Tensor  # [experts, 2 * width, hidden]: gate and up
+    w2: Tensor  # [experts, hidden, width]: down
+    b13: Tensor | None  # [experts, 2 * width]
+    b2: Tensor | None  # [experts, hidden]
 
 
 def grouped_gemm_ref(x_MI: Tensor, w_EOI: Tensor, expert_offsets: Tensor) -> Tensor:
@@ -40,10 +50,15 @@ def runs(bounds: Sequence[int]) -> Iterator[tuple[int, slice]]:
 
 
 def rows_times_expert(
-    x_MI: Tensor, w_EOI: Tensor, expert: int, packed: PackedExperts | None
+    x_MI: Tensor,
+    w_EOI: Tensor,
+    expert: int,
+    packed: PackedExperts | None,
+    bias_EO: Tensor | None = None,
 ) -> Tensor:
-    """x · w[expert]ᵀ, row-invariant on a CPU."""
-    return linear_rows(x_MI, w_EOI[expert], None, None if packed is None else packed[expert])
+    """x · w[expert]ᵀ + bias[expert], row-invariant on a CPU."""
+    bias = None if bias_EO is None else bias_EO[expert]
+    return linear_rows(x_MI, w_EOI[expert], bias, None if packed is None else packed[expert])
 
 
 def weight_grad_buffer(w_EOI: Tensor) -> Tensor:

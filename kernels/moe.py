@@ -1,4 +1,4 @@
-"""Mixture of experts: each token through k SwiGLU experts, summed with the router's weights.
+"""Mixture of experts: each token through k gated experts, summed with the router's weights.
 
     h_s = x_n · w13[e]ᵀ      a_s = silu(first half of h_s) · second half     (slot s = n · k + j)
     y_n = Σ_j t_nj · a_s · w2[e]ᵀ
@@ -7,6 +7,11 @@ Backward, with g_s = dy_n · w2[e] (the gradient by a_s before the weight t):
 
     dt_nj = g_s · a_s        dh_s = swiglu'(h_s) · t_nj · g_s
     dw2[e] = Σ dy_nᵀ · (t_nj · a_s)      dw13[e] = Σ dh_sᵀ · x_n      dx_n = Σ_j dh_s · w13[e]
+
+With biases h_s = x_n · w13[e]ᵀ + b13[e], and each choice gives a_s · w2[e]ᵀ + b2[e] before its
+weight, so dt_nj has dy_n · b2[e] too, db13[e] = Σ dh_s and db2[e] = Σ t_nj · dy_n. The activation
+is SwiGLU of the two halves of h, or the clamped one of gpt-oss, in which gate and up alternate
+(clamped_swiglu.py).
 
 Slots are sorted by expert, so each expert is one matmul over its run of rows. The k contributions
 of a token are summed in fp32 in the order of its choices, whatever place the sort gave its slots:
@@ -19,6 +24,8 @@ Left out: expert parallelism (who owns which expert is the engine's matter), fp8
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -30,7 +37,9 @@ from kernels.backend import (
     check_triton_dtype,
     use_triton,
 )
+from kernels.clamped_swiglu import clamped_swiglu, clamped_swiglu_gradient, clamped_swiglu_ref
 from kernels.grouped_gemm import (
+    ExpertMatrices,
     PackedExperts,
     add_expert_grad,
     hand_over,
@@ -40,54 +49,81 @@ from kernels.grouped_gemm import (
 )
 from kernels.linear import matmul_rows
 from kernels.moe_routing import check_expert_ids, moe_align
-from kernels.swiglu import swiglu
+from kernels.swiglu import swiglu, swiglu_ref
 
 PackedPair = tuple[PackedExperts, PackedExperts]
 """Packed w13 and packed w2."""
 
+BiasPair = tuple[Tensor, Tensor]
+"""b13 [experts, 2 * width] and b2 [experts, hidden]."""
+
+Activation = Literal["swiglu", "clamped_swiglu"]
+
 
 def fused_moe_ref(
-    x_NH: Tensor, w13_E2FH: Tensor, w2_EHF: Tensor, topk_weights_NK: Tensor, topk_ids_NK: Tensor
+    x_NH: Tensor,
+    w13_E2FH: Tensor,
+    w2_EHF: Tensor,
+    topk_weights_NK: Tensor,
+    topk_ids_NK: Tensor,
+    *,
+    biases: BiasPair | None = None,
+    activation: Activation = "swiglu",
 ) -> Tensor:
     """The definition, token by token and differentiable by autograd alone."""
+    act_of = swiglu_ref if activation == "swiglu" else clamped_swiglu_ref
     wide = torch.promote_types(x_NH.dtype, torch.float32)
     rows = []
     for x, weights, experts in zip(x_NH, topk_weights_NK, topk_ids_NK.tolist(), strict=True):
         y = torch.zeros_like(x, dtype=wide)
         for weight, expert in zip(weights, experts, strict=True):
-            gate, up = (w13_E2FH[expert] @ x).to(wide).chunk(2)
-            act = (gate * torch.sigmoid(gate) * up).to(x.dtype)
-            y = y + weight * (w2_EHF[expert] @ act).to(wide)
+            h = w13_E2FH[expert] @ x
+            h = h if biases is None else h + biases[0][expert]
+            out = w2_EHF[expert] @ act_of(h)
+            out = out if biases is None else out + biases[1][expert]
+            y = y + weight * out.to(wide)
         rows.append(y.to(x.dtype))
     return torch.stack(rows) if rows else x_NH.clone()
+
+
+class _Call(NamedTuple):
+    """All about a call but the tensors that it is differentiable by."""
+
+    ids: Tensor
+    activation: Activation
+    packed: PackedPair | None
+    batch_invariant: bool
+    has_backward: bool
 
 
 class _FusedMoe(torch.autograd.Function):
     """The CPU path: expert by expert, each over the rows the sort gave it."""
 
     @staticmethod
-    def forward(ctx, x, w13, w2, weights, ids, packed):
-        k = ids.shape[1]
-        packed13, packed2 = (None, None) if packed is None else packed
-        alignment = moe_align(ids, w13.shape[0], 1, backend="torch")
+    def forward(ctx, call, x, weights, *experts):
+        (w13, w2, b13, b2), k = experts, call.ids.shape[1]
+        packed13, packed2 = (None, None) if call.packed is None else call.packed
+        alignment = moe_align(call.ids, w13.shape[0], 1, backend="torch")
         slots, bounds = alignment.slots.long(), alignment.offsets.tolist()
         h_S2F = x.new_empty(len(slots), w13.shape[1])
         y_SH = x.new_empty(len(slots), w2.shape[1])  # one row a slot, in slot order
         for expert, rows in runs(bounds):
             x_rows = x.index_select(0, slots[rows] // k)
-            h_S2F[rows] = rows_times_expert(x_rows, w13, expert, packed13)
-            act = swiglu(h_S2F[rows], backend="torch")
-            y_SH[slots[rows]] = rows_times_expert(act, w2, expert, packed2)
-        ctx.save_for_backward(x, weights, slots, h_S2F)
+            h_S2F[rows] = rows_times_expert(x_rows, w13, expert, packed13, b13)
+            act = _activate(h_S2F[rows], call.activation)
+            y_SH[slots[rows]] = rows_times_expert(act, w2, expert, packed2, b2)
+        ctx.save_for_backward(x, weights, slots, h_S2F, b2)
         ctx.w = w13, w2  # as in grouped_gemm
-        ctx.bounds = bounds
+        ctx.bounds, ctx.activation = bounds, call.activation
         return sum_of_choices(y_SH.view(-1, k, w2.shape[1]), weights)
 
     @staticmethod
     def backward(ctx, dy):
-        (x, weights, slots, h_S2F), (w13, w2) = ctx.saved_tensors, ctx.w
+        (x, weights, slots, h_S2F, b2), (w13, w2) = ctx.saved_tensors, ctx.w
         k = weights.shape[1]
-        needs_x, needs_13, needs_2, needs_t = ctx.needs_input_grad[:4]
+        needs_x, needs_t, needs_13, needs_2 = ctx.needs_input_grad[1:5]
+        db13 = h_S2F.new_zeros(w13.shape[:2], dtype=weights.dtype) if b2 is not None else None
+        db2 = h_S2F.new_zeros(w2.shape[:2], dtype=weights.dtype) if b2 is not None else None
         dw13 = weight_grad_buffer(w13) if needs_13 else None
         dw2 = weight_grad_buffer(w2) if needs_2 else None
         t_S, dt_S = weights.reshape(-1), weights.new_empty(weights.numel())
@@ -96,8 +132,13 @@ class _FusedMoe(torch.autograd.Function):
             tokens = slots[rows] // k
             dy_rows, t = dy.index_select(0, tokens), t_S[slots[rows]].unsqueeze(1)
             g = matmul_rows(dy_rows, w2[expert])
-            act, dh = _swiglu_and_gradient(h_S2F[rows], (g * t).to(g.dtype))
-            dt_S[slots[rows]] = (g.to(t.dtype) * act).sum(-1)
+            act, dh = _activate_and_gradient(h_S2F[rows], (g * t).to(g.dtype), ctx.activation)
+            dt = (g.to(t.dtype) * act).sum(-1)
+            if db13 is not None and db2 is not None:
+                dt += (dy_rows.to(t.dtype) * b2[expert]).sum(-1)
+                db13[expert] = dh.sum(0, dtype=t.dtype)
+                db2[expert] = (dy_rows * t).sum(0)
+            dt_S[slots[rows]] = dt
             if dw2 is not None:
                 add_expert_grad(dw2, expert, dy_rows, (act * t).to(act.dtype))
             if dw13 is not None:
@@ -106,7 +147,9 @@ class _FusedMoe(torch.autograd.Function):
                 dx_SH[slots[rows]] = matmul_rows(dh, w13[expert])
         dx = None if dx_SH is None else sum_of_choices(dx_SH.view(-1, k, x.shape[1]), None)
         dw13, dw2 = (None if dw is None else hand_over(w, dw) for w, dw in ((w13, dw13), (w2, dw2)))
-        return dx, dw13, dw2, dt_S.view(weights.shape) if needs_t else None, None, None
+        db13, db2 = (None if db is None else db.to(x.dtype) for db in (db13, db2))
+        dweights = dt_S.view(weights.shape) if needs_t else None
+        return None, dx, dweights, dw13, dw2, db13, db2
 
 
 def sum_of_choices(y_NKH: Tensor, weights_NK: Tensor | None) -> Tensor:
@@ -119,7 +162,18 @@ def sum_of_choices(y_NKH: Tensor, weights_NK: Tensor | None) -> Tensor:
     return total.to(y_NKH.dtype)
 
 
-def _swiglu_and_gradient(h_S2F: Tensor, dact_SF: Tensor) -> tuple[Tensor, Tensor]:
+def _activate(h_S2F: Tensor, activation: Activation) -> Tensor:
+    if activation == "clamped_swiglu":
+        return clamped_swiglu(h_S2F)
+    out: Tensor = swiglu(h_S2F, backend="torch")
+    return out
+
+
+def _activate_and_gradient(
+    h_S2F: Tensor, dact_SF: Tensor, activation: Activation
+) -> tuple[Tensor, Tensor]:
+    if activation == "clamped_swiglu":
+        return clamped_swiglu(h_S2F), clamped_swiglu_gradient(dact_SF, h_S2F)
     with torch.enable_grad():
         h = h_S2F.detach().requires_grad_()
         act = swiglu(h, backend="torch")
@@ -128,27 +182,32 @@ def _swiglu_and_gradient(h_S2F: Tensor, dact_SF: Tensor) -> tuple[Tensor, Tensor
 
 class _TritonMoe(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w13, w2, weights, ids, keeps_h, batch_invariant):
+    def forward(ctx, call, x, weights, *experts):
         from kernels.triton import moe as triton_ops
 
+        matrices = ExpertMatrices(*experts)
+        is_clamped = call.activation == "clamped_swiglu"
         y, h_S2F, tiles, slots = triton_ops.forward(
-            x, w13, w2, weights, ids, keeps_h, batch_invariant
+            x, matrices, weights, call.ids, is_clamped, call.has_backward, call.batch_invariant
         )
-        ctx.save_for_backward(x, weights, h_S2F)
-        ctx.w = w13, w2  # as in grouped_gemm
-        ctx.tiles, ctx.slots = tiles, slots
+        ctx.save_for_backward(x, weights, call.ids, h_S2F)
+        ctx.experts = matrices  # themselves: as in grouped_gemm
+        ctx.tiles, ctx.slots, ctx.is_clamped = tiles, slots, is_clamped
         return y
 
     @staticmethod
     def backward(ctx, dy):
         from kernels.triton import moe as triton_ops
 
-        (x, weights, h_S2F), (w13, w2) = ctx.saved_tensors, ctx.w
-        dx, dw13, dw2, dt = triton_ops.backward(
-            dy, x, w13, w2, weights, h_S2F, ctx.tiles, ctx.slots, ctx.needs_input_grad[:4]
-        )
-        dw13, dw2 = (None if dw is None else hand_over(w, dw) for w, dw in ((w13, dw13), (w2, dw2)))
-        return dx, dw13, dw2, dt, None, None, None
+        x, weights, ids, h_S2F = ctx.saved_tensors
+        needs_x, _, *needs = ctx.needs_input_grad[1:5]
+        dx, dt, *dws, db13, db2 = triton_ops.backward(
+            dy, x, ctx.experts, weights, ids, h_S2F, ctx.tiles, ctx.slots, (needs_x, *needs),
+            ctx.is_clamped,
+        )  # fmt: skip
+        pairs = zip(ctx.experts[:2], dws, strict=True)
+        dw13, dw2 = (None if dw is None else hand_over(w, dw) for w, dw in pairs)
+        return None, dx, dt, dw13, dw2, db13, db2
 
 
 def fused_moe(
@@ -158,24 +217,44 @@ def fused_moe(
     topk_weights_NK: Tensor,
     topk_ids_NK: Tensor,
     *,
+    biases: BiasPair | None = None,
+    activation: Activation = "swiglu",
     packed: PackedPair | None = None,
     batch_invariant: bool = False,
     backend: Backend = "auto",
 ) -> Tensor:
-    """y [N, H] in x's dtype. `w13` holds each expert's gate rows, then its up rows; the ids of a
+    """y [N, H] in x's dtype. `w13` holds each expert's gate rows, then its up rows; for
+    `clamped_swiglu` gate 0, up 0, gate 1 and so on. The ids of a
     token are distinct experts. Weights are fp32 (`topk_softmax`). Differentiable in all but ids;
     a weight's `main_grad` takes its gradient where there is one. `batch_invariant`: see `linear`.
     """
     _check(x_NH, w13_E2FH, w2_EHF, topk_weights_NK, topk_ids_NK)
-    arguments = (x_NH, w13_E2FH, w2_EHF, topk_weights_NK, topk_ids_NK)
+    _check_biases(biases, w13_E2FH, w2_EHF)
+    b13, b2 = (None, None) if biases is None else biases
+    arguments = (x_NH, topk_weights_NK, w13_E2FH, w2_EHF, b13, b2)
+    has_backward = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in arguments
+    )
+    call = _Call(topk_ids_NK, activation, packed, batch_invariant, has_backward)
     y_NH: Tensor
     if use_triton(backend, x_NH):
         check_triton_dtype("x", x_NH.dtype)
-        has_backward = torch.is_grad_enabled() and any(t.requires_grad for t in arguments)
-        y_NH = _TritonMoe.apply(*arguments, has_backward, batch_invariant)
+        y_NH = _TritonMoe.apply(call, *arguments)
     else:
-        y_NH = _FusedMoe.apply(*arguments, packed)
+        y_NH = _FusedMoe.apply(call, *arguments)
     return y_NH
+
+
+def _check_biases(biases: BiasPair | None, w13: Tensor, w2: Tensor) -> None:
+    if biases is None:
+        return
+    for name, bias, weight in zip(("b13", "b2"), biases, (w13, w2), strict=True):
+        if bias.shape != weight.shape[:2] or bias.dtype != weight.dtype:
+            raise ValueError(
+                f"biases: {name} is {bias.dtype} {tuple(bias.shape)}, must be {weight.dtype} "
+                f"{tuple(weight.shape[:2])}, one number for each row of each expert"
+            )
+        check_tensors(weight, "w", False, **{name: bias})
 
 
 def _check(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> None:

@@ -11,8 +11,8 @@ of fp8 holds k / k_scale and v / v_scale; attention multiplies them back.
 GPU: Triton (`triton/paged_attention.py`), with contexts split over programs where every sequence
 has one query. CPU: C++ (`cpp/attention.h`), or PyTorch (`attention_torch.py`) for a cache of fp8
 and dtypes that C++ lacks; planned once a step for all layers, and fastest over a cache that lies as
-`make_kv_cache` lays it (PyTorch copies any other whole, in every call). Left out: sinks,
-gradients.
+`make_kv_cache` lays it (PyTorch copies any other whole, in every call). `sinks` [H] are scores
+without a value, as in `flash_attn_varlen`. Left out: gradients.
 
 Legend: T new tokens, B sequences, H query heads, K key heads, D head_dim.
 """
@@ -34,11 +34,13 @@ from kernels.attention_torch import (
 from kernels.backend import (
     Backend,
     check_integers,
+    check_sinks,
     check_tensors,
     check_window,
     ints,
     use_native,
     use_triton,
+    wide_sinks,
 )
 from kernels.cpp.ops import AttendOptions, QuerySpan, QueryTiles, attend_paged, paged_tiles
 from kernels.kv_cache import check_like, check_rows, is_cache_order, key_rows
@@ -117,6 +119,7 @@ def paged_attention_ref(
     softmax_scale: float,
     *,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The definition, one sequence at a time."""
     starts, lens = ints(query_start_loc), ints(seq_lens)
@@ -133,7 +136,11 @@ def paged_attention_ref(
         hidden = key > position
         if window is not None:
             hidden |= key <= position - window
-        p = torch.softmax(scores.masked_fill(hidden, -math.inf), -1)
+        scores = scores.masked_fill(hidden, -math.inf)
+        if sinks is not None:
+            column = sinks.to(scores.dtype)[:, None, None].expand(-1, hi - lo, 1)
+            scores = torch.cat([scores, column], -1)
+        p = torch.softmax(scores, -1)[:, :, :length]
         out[lo:hi] = (p @ v).transpose(0, 1)
     return out
 
@@ -150,6 +157,7 @@ def paged_attention(
     max_seq_len: int,
     softmax_scale: float | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     split_size: int | None = None,
@@ -173,6 +181,8 @@ def paged_attention(
     scales = (k_scale, v_scale)
     _check_caches(q_THD, k_cache, v_cache, scales, out)
     check_window(window)
+    check_sinks(sinks, q_THD)
+    sinks = wide_sinks(sinks, q_THD)
     if plan is None:
         check_integers(
             query_start_loc=query_start_loc, seq_lens=seq_lens, block_tables=block_tables
@@ -191,7 +201,7 @@ def paged_attention(
         is_decode = max_query_len == 1 and q_THD.shape[0] == lens.shape[0]
         if is_decode and not batch_invariant:
             _run_decode(
-                q_THD, k_cache, v_cache, tables, lens, max_seq_len, scale, window, scales,
+                q_THD, k_cache, v_cache, tables, lens, max_seq_len, scale, window, sinks, scales,
                 (None, split_size), out,
             )  # fmt: skip
             return out
@@ -199,14 +209,23 @@ def paged_attention(
 
         if q_THD.shape[0]:
             q = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
-            triton_ops.attend(q, k_cache, v_cache, starts, lens, tables, scale, window, scales, out)
+            triton_ops.attend(
+                q, k_cache, v_cache, starts, lens, tables, scale, window, sinks, scales, out
+            )
         return out
     if q_THD.device.type != "cpu":  # the definition, for comparison on a GPU: widens all of it
         use_native(backend, q_THD)  # C++ is refused
         wide = (_dequantised(k_cache, k_scale, q_THD), _dequantised(v_cache, v_scale, q_THD))
         return _deliver(
             paged_attention_ref(
-                q_THD, *wide, query_start_loc, seq_lens, block_tables.long(), scale, window=window
+                q_THD,
+                *wide,
+                query_start_loc,
+                seq_lens,
+                block_tables.long(),
+                scale,
+                window=window,
+                sinks=sinks,
             ),
             out,
         )
@@ -227,12 +246,12 @@ def paged_attention(
         raise ValueError(f"plan: made for {made_for!r}, must be made for backend={backend!r}")
     with torch.no_grad():
         if isinstance(plan.layout, QueryTiles):
-            options = AttendOptions(scale, window)
+            options = AttendOptions(scale, window, sinks)
             found = attend_paged(q_THD, k_cache, v_cache, plan.layout, options)
         else:
             layout = plan.layout.of(window)
-            keys = key_rows(k_cache)
-            found = attend_rectangles(q_THD.contiguous(), keys, v_cache, layout, scale, scales)
+            keys, q_THD = key_rows(k_cache), q_THD.contiguous()
+            found = attend_rectangles(q_THD, keys, v_cache, layout, scale, scales, sinks)
         return _deliver(found, out)
 
 
@@ -245,6 +264,7 @@ def paged_attention_decode(
     *,
     softmax_scale: float | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
     max_seq_len: int,
     num_splits: int | None = None,
     split_size: int | None = None,
@@ -271,10 +291,12 @@ def paged_attention_decode(
         return paged_attention(
             q_BHD, k_cache, v_cache, range(q_BHD.shape[0] + 1), seq_lens, block_tables,
             max_query_len=1, max_seq_len=max_seq_len, softmax_scale=scale, window=window,
-            k_scale=k_scale, v_scale=v_scale, out=out, backend=backend, debug=debug,
+            sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out, backend=backend, debug=debug,
         )  # fmt: skip
     _check_caches(q_BHD, k_cache, v_cache, scales, out)
     check_window(window)
+    check_sinks(sinks, q_BHD)
+    sinks = wide_sinks(sinks, q_BHD)
     check_integers(seq_lens=seq_lens, block_tables=block_tables)
     if debug:
         check_block_range(block_tables, seq_lens, k_cache)
@@ -284,20 +306,20 @@ def paged_attention_decode(
     out = _out_like(q_BHD, out)
     split = (num_splits, split_size)
     _run_decode(
-        q_BHD, k_cache, v_cache, tables, lens, max_seq_len, scale, window, scales, split, out
+        q_BHD, k_cache, v_cache, tables, lens, max_seq_len, scale, window, sinks, scales, split, out
     )
     return out
 
 
 def _run_decode(
-    q, k_cache, v_cache, tables, lens, max_seq_len, scale, window, scales, split, out
+    q, k_cache, v_cache, tables, lens, max_seq_len, scale, window, sinks, scales, split, out
 ) -> None:
     from kernels.triton import paged_attention as triton_ops
 
     if q.shape[0]:
         q = q if q.stride(2) == 1 else q.contiguous()
         triton_ops.decode(
-            q, k_cache, v_cache, tables, lens, max_seq_len, scale, window, scales, split, out
+            q, k_cache, v_cache, tables, lens, max_seq_len, scale, window, sinks, scales, split, out
         )
 
 

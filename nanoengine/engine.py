@@ -436,15 +436,15 @@ class Engine:
     def export_state(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Each Hugging Face tensor once; views where `dtype` is the model's own. Split tensors
         are put together, on every rank: all must run through the iterator."""
-        slices = hf.hf_slices(self.model)
         comes_and_goes = self.optimizer.zero == 3
         with self.optimizer.gathered():
+            slices = hf.hf_slices(self.model)
             for name, view in hf.export_state(self.model, dtype):
-                if name in slices:
-                    view = gather_slice(self.mesh, view, slices[name])
                 if self.model.experts is not None and hf.is_expert(name):
                     yield from hf.gather_expert(name, view, self.model.experts)
                     continue
+                if name in slices:
+                    view = gather_slice(self.mesh, view, slices[name])
                 yield name, view.clone() if comes_and_goes else view
 
     def fingerprints(self) -> dict[str, str]:

@@ -92,6 +92,7 @@ def layer_params(config: ModelConfig, tp: int = 1) -> int:
         split += q + kv
     elif config.qk_norm:
         whole += 2 * config.head_dim
+    split += config.num_heads if config.family.sinks else 0
     return whole + split // tp
 
 
@@ -101,7 +102,10 @@ def num_params(config: ModelConfig) -> int:
     tables = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
     total = tables + hidden + config.num_layers * layer_params(config)
     num_moe = sum(config.is_moe_layer(index) for index in range(config.num_layers))
-    experts = config.num_experts * hidden * (3 * config.moe_intermediate_size + 1)  # and the router
+    width = config.moe_intermediate_size
+    experts = config.num_experts * hidden * (3 * width + 1)  # and the router
+    if config.family.experts == "stacked":  # all with biases
+        experts += config.num_experts * (2 * width + hidden + 1)
     return total + num_moe * (experts - 3 * hidden * config.intermediate_size)
 
 

@@ -208,12 +208,19 @@ class PipelineEngine(Engine):
         kind = self.model.dtype if dtype is None else dtype
         for name, shape in ((name, view.shape) for name, view in whole.items()):
             tensor = torch.empty(shape, dtype=kind, device=self.mesh.device)
-            if owners[name] == self.mesh.rank(HOLDERS):
-                holder, view = mine[name]
-                part = hf.hf_slices(holder).get(name)
-                tensor.copy_(view if part is None else gather_slice(self.mesh, view, part))
+            if name in mine:
+                self._put_together(name, *mine[name], into=tensor)
             self.mesh.broadcast(HOLDERS, tensor, owners[name])
             yield name, tensor
+
+    def _put_together(self, name: str, holder: Transformer, view: Tensor, *, into: Tensor) -> None:
+        """The whole tensor of which `view` is this rank's part; all ranks that have one call it."""
+        part = hf.hf_slices(holder).get(name)
+        if holder.experts is not None and hf.is_expert_stack(name):
+            view = torch.cat(holder.experts.gather(view))
+        elif part is not None:
+            view = gather_slice(self.mesh, view, part)
+        into.copy_(view)
 
     def load_weights(self, state: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the weights as `Engine.load_weights` does. Every rank is given all tensors."""

@@ -230,6 +230,7 @@ class PagedContext:
         *,
         scale: float | None = None,
         window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         k_cache, v_cache = self._cache.layers[layer]
         scales = self._cache.layer_scales(layer)
@@ -246,6 +247,7 @@ class PagedContext:
             max_seq_len=self._max_seq_len,
             softmax_scale=scale,
             window=window,
+            sinks=sinks,
             k_scale=scales[0],
             v_scale=scales[1],
             plan=self._plan,
@@ -269,10 +271,13 @@ class _Extremes:
         *,
         scale: float | None = None,
         window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         for i, x in enumerate((k_TKD, v_TKD)):
             self.largest[layer, i] = x.abs().amax()
-        return self._context.attend(layer, q_THD, k_TKD, v_TKD, scale=scale, window=window)
+        return self._context.attend(
+            layer, q_THD, k_TKD, v_TKD, scale=scale, window=window, sinks=sinks
+        )
 
 
 @torch.inference_mode()

@@ -375,6 +375,7 @@ def _is_plain(layer: DecoderLayer) -> bool:
             for module in layer.modules()
             if isinstance(module, PackedLinear)
         )
+        and not family.sinks
     )
 
 

@@ -15,6 +15,9 @@
 // own window begins later the keys in between have weight 0, as those behind it have: they must be
 // finite, and change no bit.
 //
+// A head may have a sink: a score beside those of its keys that takes its part of the softmax and has
+// no value. It joins the maximum after all keys, and the sum of weights as its last term.
+//
 // A tile is some queries of one sequence and all heads that share a key head: rows of queries by
 // keys. Scores of a tile stay in the processor's cache; weights, and their product with the values,
 // are fp32. Tiles whose sequences begin with the same keys (completions of one prompt) form a team:
@@ -58,6 +61,7 @@ struct Problem {
   float scale;
   int64_t window;  // keys that a query sees, itself included; 0: all
   int64_t has_key_runs;  // k is a cache that `store_key` filled; rows begin at whole runs in it
+  const float* sinks = nullptr;  // [query heads]; nullptr: none
 };
 
 // How the keys of such a cache lie in memory; laid out here they are words.
@@ -139,8 +143,10 @@ void multiply_values_part(float* out, const float* p, const T* v, const int32_t*
   store(out, sum);
 }
 
-// In place: zeros, e^(s - max s) of scores first..n of a row, zeros. Returns 1 / their sum.
-inline float softmax_row(float* s, int64_t first, int64_t n, int64_t padded) {
+// In place: zeros, e^(s - max s) of scores first..n of a row, zeros. Returns 1 / their sum. With a
+// `sink` the maximum and the sum are also over that score, and its own weight goes to `sink_weight`.
+inline float softmax_row(float* s, int64_t first, int64_t n, int64_t padded,
+                         const float* sink = nullptr, float* sink_weight = nullptr) {
   const int64_t begin = first / LANES * LANES, end = (n + LANES - 1) / LANES * LANES;
   for (int64_t j = 0; j < begin; j++) s[j] = 0.0f;
   // whole vectors, since a load of what was stored in parts has to wait for it
@@ -152,14 +158,20 @@ inline float softmax_row(float* s, int64_t first, int64_t n, int64_t padded) {
   }
   Vec best = splat(-INFINITY);
   for (int64_t j = begin; j < end; j += LANES) best = larger(best, load(s + j));
-  Vec highest = splat(max_lanes(best)), sum = {};
+  const float of_keys = max_lanes(best), top = sink ? std::max(of_keys, *sink) : of_keys;
+  Vec highest = splat(top), sum = {};
   for (int64_t j = begin; j < end; j += LANES) {
     Vec p = exp_below(load(s + j) - highest);
     sum += p;
     store(s + j, p);
   }
   for (int64_t j = end; j < padded; j++) s[j] = 0.0f;
-  return 1.0f / sum_lanes(sum);
+  if (!sink) return 1.0f / sum_lanes(sum);
+  float of_sink[LANES];
+  store(of_sink, exp(splat(*sink - top)));
+  const float inverse = 1.0f / (sum_lanes(sum) + of_sink[0]);
+  if (sink_weight) *sink_weight = of_sink[0] * inverse;
+  return inverse;
 }
 
 struct Scratch {
@@ -309,8 +321,9 @@ void attend_team(const Problem<T>& x, const Tile* tiles, int64_t num_tiles, int6
     for (int64_t r = 0; r < rows; r++) {
       int64_t visible = seen.num_keys - tile.num_queries + 1 + r / x.group;
       int64_t first = std::max<int64_t>(0, visible - seen.window);
+      const float* sink = x.sinks ? x.sinks + kv * x.group + r % x.group : nullptr;
       scratch.inverse[first_row + r] =
-          softmax_row(scores + r * width.scores, first, visible, width.scores);
+          softmax_row(scores + r * width.scores, first, visible, width.scores, sink);
     }
   });
   add_values(out, s, num_rows, v, common, 0, shared, x, width);

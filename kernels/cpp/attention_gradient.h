@@ -2,6 +2,7 @@
 //
 //     P = softmax(scale * q . K^T)     dS = P * (dO . V^T - delta),  delta = sum over head_dim of dO * o
 //     dV = P^T . dO     dK = scale * dS^T . q     dQ = scale * dS . K
+//     of a head's sink, whose weight is p: - sum over queries of p * delta, as it has no value
 //
 // P is computed again, so that the forward pass keeps nothing but q, k, v and o. All five are products
 // of words (vector.h): in bf16, where the processor multiplies pairs, P and dS are rounded to it
@@ -33,6 +34,9 @@ struct GradientProblem {
   float scale;
   int64_t window;               // as in Problem
   float *dk_parts, *dv_parts;  // [heads, tokens, wide_head_dim]: what each query head gives to a key
+  const float* sinks = nullptr;   // as in Problem
+  float* dsinks = nullptr;        // [heads]
+  double* dsink_parts = nullptr;  // [trees, heads]
 
   int64_t num_heads() const { return num_kv * group; }
   int64_t wide_head_dim() const { return (head_dim + LANES - 1) / LANES * LANES; }
@@ -101,6 +105,7 @@ struct GradientScratch {
   std::vector<float> k_across, v_across, k_pairs;
   // of a block of queries
   std::vector<float> q, grad, q_pairs, grad_pairs, scores, dq, delta, inverse;
+  double dsink;  // of the head, over the queries so far
   // of a block of queries and one of keys
   std::vector<float> dp, p_pairs, ds_pairs, ds;
 };
@@ -278,7 +283,10 @@ void differentiate_block(const GradientProblem<T>& x, const QueryBlock& block,
   for (int64_t r = 0; r < n; r++) {
     const int64_t seen = block.position + r + 1;
     const int64_t unseen = std::max<int64_t>(0, seen - block.window);
-    scratch.inverse[r] = softmax_row(scores + r * stride, unseen - skipped, seen - skipped, stride);
+    float sink_weight = 0.0f;
+    scratch.inverse[r] = softmax_row(scores + r * stride, unseen - skipped, seen - skipped, stride,
+                                     x.sinks ? x.sinks + head : nullptr, &sink_weight);
+    if (x.sinks) scratch.dsink -= (double)sink_weight * scratch.delta[r];
   }
   for (int64_t b = 0; b < num_blocks; b++) {
     const int64_t key = skipped + b * BLOCK;
@@ -300,6 +308,7 @@ void differentiate_tree(const GradientProblem<T>& x, int64_t tree, int64_t head,
                         GradientScratch& scratch) {
   const int64_t wide_D = x.wide_head_dim(), tokens = head * x.num_tokens;
   const Tile *begin = x.spans + x.trees[tree], *end = x.spans + x.trees[tree + 1];
+  scratch.dsink = 0.0;
   for (const Tile* span = begin; span < end; span++)
     for (float* parts : {x.dk_parts, x.dv_parts})
       memset(parts + (tokens + span->query) * wide_D, 0,
@@ -313,6 +322,18 @@ void differentiate_tree(const GradientProblem<T>& x, int64_t tree, int64_t head,
                        window, std::max<int64_t>(0, position + 1 - window)};
       differentiate_block(x, block, x.key_rows + span->first_key, head, scratch);
     }
+  }
+  if (x.sinks) x.dsink_parts[tree * x.num_heads() + head] = scratch.dsink;
+}
+
+// Adds up the gradient of each head's sink over the trees, in order.
+template <class T>
+void add_trees(const GradientProblem<T>& x) {
+  for (int64_t head = 0; head < x.num_heads(); head++) {
+    double sum = 0.0;
+    for (int64_t tree = 0; tree < x.num_trees; tree++)
+      sum += x.dsink_parts[tree * x.num_heads() + head];
+    x.dsinks[head] = (float)sum;
   }
 }
 
@@ -335,10 +356,13 @@ void differentiate_attention(GradientProblem<T> x, int64_t threads) {
   thread_local std::vector<float> parts;  // of the calling thread, kept: fresh pages are slow
   if ((int64_t)parts.size() < 2 * num_parts) parts.resize(2 * num_parts);
   x.dk_parts = parts.data(), x.dv_parts = parts.data() + num_parts;
+  std::vector<double> sink_parts(x.sinks ? x.num_trees * num_heads : 0);
+  x.dsink_parts = sink_parts.data();
   parallel_for(x.num_trees * num_heads, threads, [&](int64_t i) {
     thread_local GradientScratch scratch;
     differentiate_tree(x, i / num_heads, i % num_heads, scratch);
   });
+  if (x.sinks) add_trees(x);
   const int64_t size = x.num_tokens * num_heads * x.head_dim;
   parallel_for(x.num_tokens, threads_for(size, threads), [&](int64_t token) {
     add_heads(x.dk, x.dk_parts, x, token);

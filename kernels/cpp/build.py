@@ -154,10 +154,12 @@ def _load(path: Path) -> Kernels:
         "pack_columns": [pointer] * 2 + [count] * 4,
         "add_product": [pointer] * 3 + [count] * 7,
         "adamw": [pointer] * 5 + [count, pointer, count],
-        "attend": [pointer] * 6 + [count] * 9 + [number, count, count, count],
+        "attend": [pointer] * 6 + [count] * 9 + [number, count, count, pointer, count],
         "run_keys": [],
         "run_word": [],
-        "differentiate_attention": [pointer] * 11 + [count] * 9 + [number, count, count],
+        "differentiate_attention": (
+            [pointer] * 11 + [count] * 9 + [number, count, pointer, pointer, count]
+        ),
         "decode": [pointer] * 3 + [count] + [pointer] * 4 + [number] * 3 + [count],
         "decode_scratch": [pointer],
     }

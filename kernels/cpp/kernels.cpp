@@ -128,9 +128,10 @@ extern "C" int64_t has_linear_bf16() {
       T* o, const T* q, const T* k, const T* v, const int32_t* key_rows, const Tile* tiles,       \
       int64_t num_tiles, int64_t num_kv, int64_t group, int64_t head_dim, int64_t q_stride,       \
       int64_t k_row, int64_t v_row, int64_t k_head, int64_t v_head, float scale,                  \
-      int64_t window, int64_t has_key_runs, int64_t threads) {                                    \
-    Problem<T> problem{o,        q,     k,     v,      key_rows, num_kv, group,  head_dim,        \
-                       q_stride, k_row, v_row, k_head, v_head,   scale,  window, has_key_runs};   \
+      int64_t window, int64_t has_key_runs, const float* sinks, int64_t threads) {                \
+    Problem<T> problem{o,     q,     k,      v,        key_rows, num_kv, group,  head_dim,         \
+                       q_stride, k_row, v_row, k_head, v_head,   scale,  window, has_key_runs,     \
+                       sinks};                                                                     \
     attend(problem, tiles, num_tiles, threads);                                                   \
   }                                                                                               \
   extern "C" int64_t run_keys_##SUFFIX() { return LANES; }                                        \
@@ -140,11 +141,12 @@ extern "C" int64_t has_linear_bf16() {
       const int32_t* key_rows, const Tile* spans, const int32_t* trees, int64_t num_trees,        \
       int64_t num_tokens, int64_t num_kv, int64_t group, int64_t head_dim, int64_t q_stride,      \
       int64_t k_stride, int64_t v_stride, int64_t grad_stride, float scale, int64_t window,       \
-      int64_t threads) {                                                                          \
+      const float* sinks, float* dsinks, int64_t threads) {                                       \
     GradientProblem<T> problem{dq,       dk,       dv,         q,          k,        v,           \
                                o,        grad,     key_rows,   spans,      trees,    num_trees,   \
                                num_tokens, num_kv, group,      head_dim,   q_stride, k_stride,    \
-                               v_stride, grad_stride, scale,   window,     {},       {}};         \
+                               v_stride, grad_stride, scale,   window,     {},       {},          \
+                               sinks,    dsinks};                                                 \
     differentiate_attention(problem, threads);                                                    \
   }
 

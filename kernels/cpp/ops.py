@@ -551,6 +551,7 @@ class AttendOptions(NamedTuple):
 
     scale: float  # of the scores
     window: int | None = None  # keys that a query sees, the last one its own; None: all up to it
+    sinks: Tensor | None = None  # [H] fp32 (fp64): scores that have no value; None: none
 
 
 def attend_paged(
@@ -613,6 +614,7 @@ def _attend(
 ) -> Tensor:
     """v is [..., K, D], and k but for its runs."""
     q = dense_rows(q_THD)
+    sinks = None if options.sinks is None else options.sinks.contiguous()
     o = torch.empty(q.shape, dtype=q.dtype)
     _, num_heads, head_dim = q.shape
     num_kv = v.shape[-2]
@@ -621,7 +623,7 @@ def _attend(
         o.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), tiles.key_rows.data_ptr(),
         tiles.tiles.data_ptr(), len(tiles.tiles), num_kv, num_heads // num_kv, head_dim,
         q.stride(0), *strides, options.scale, options.window or 0, runs,
-        torch.get_num_threads(),
+        None if sinks is None else sinks.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return o
 
@@ -634,21 +636,23 @@ def attend_packed_gradient(
     o_THD: Tensor,
     trees: SpanTrees,
     options: AttendOptions,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient (dq, dk, dv) of `attend_packed`'s result `o` by its arguments, given that by
-    `o`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradient (dq, dk, dv, dsinks) of `attend_packed`'s result `o` by its arguments, given
+    that by `o`; dsinks is fp32, None where there are no sinks."""
     do, q, k, v = (dense_rows(x) for x in (do_THD, q_THD, k_TKD, v_TKD))
     o = o_THD.contiguous()
     grads = [torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
     num_tokens, num_heads, head_dim = q.shape
     num_kv = k.shape[1]
+    sinks = None if options.sinks is None else options.sinks.contiguous()
+    dsinks = None if sinks is None else torch.empty_like(sinks)
     function("differentiate_attention", q.dtype)(
         *(x.data_ptr() for x in (*grads, q, k, v, o, do, trees.key_rows, trees.spans, trees.trees)),
         len(trees.trees) - 1, num_tokens, num_kv, num_heads // num_kv, head_dim,
         *(x.stride(0) for x in (q, k, v, do)), options.scale, options.window or 0,
-        torch.get_num_threads(),
+        *(None if x is None else x.data_ptr() for x in (sinks, dsinks)), torch.get_num_threads(),
     )  # fmt: skip
-    return grads[0], grads[1], grads[2]
+    return grads[0], grads[1], grads[2], dsinks
 
 
 def for_ranges(

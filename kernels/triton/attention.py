@@ -15,8 +15,11 @@ Forward and dq mask only the tiles on the diagonal, at a sequence's end or (with
 loop over the rest has no comparison. In dk, dv a second loop would cost registers that are not
 there (the two accumulators take half of them), so every tile is masked.
 
+A head's sink is the first score that a row meets, of no value: forward starts from it, lse has it,
+and so P needs no other change. Its own gradient is a sum over delta and lse, in PyTorch.
+
 Left out: TMA descriptors and warp specialisation (in Triton 3.9 the latter does not compile for
-this loop), head_dim beyond 256, dropout, sinks.
+this loop), head_dim beyond 256, dropout.
 
 Legend: M queries, N keys of a tile, D head_dim padded to a power of two.
 """
@@ -29,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton.launch import launch
-from kernels.triton.tiles import Tile, tile, weigh_tile
+from kernels.triton.tiles import Tile, meet_sinks, tile, weigh_tile
 
 _LOG2_E = math.log2(math.e)
 _LN_2: tl.constexpr = tl.constexpr(math.log(2.0))
@@ -119,9 +122,9 @@ def _forward_keys(
 
 @triton.jit
 def _forward_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, cu_q_ptr, cu_k_ptr,
+    q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse_ptr, cu_q_ptr, cu_k_ptr,
     q_token, q_head, k_token, k_head, v_token, v_head, o_token, o_head, lse_head, scale2, window,
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+    HAS_SINKS: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     head, seq = tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -139,6 +142,8 @@ def _forward_kernel(
     v_base = v_ptr + k_start * v_token + head // GROUP * v_head
     top = tl.full([M], -float("inf"), dtype=tl.float32)
     total = tl.zeros([M], dtype=tl.float32)
+    if HAS_SINKS:
+        top, total = meet_sinks(tl.load(sink_ptr + head), top)
     acc = tl.zeros([M, D], dtype=tl.float32)
     begin, full, end = _key_range(first, num_q, num_k, window, CAUSAL, WINDOWED, M, N)
     if not WINDOWED:
@@ -311,15 +316,17 @@ def _forward_class(q: Tensor) -> str:
 
 
 class TritonAttention(torch.autograd.Function):
-    """(o, lse [H, T]) with gradients of both. Keeps q, k, v, o and lse."""
+    """(o, lse [H, T]) with gradients of both. Keeps q, k, v, o and lse. `sinks` are fp32."""
 
     @staticmethod
-    def forward(ctx, q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, window, batch_invariant):
+    def forward(
+        ctx, q, k, v, sinks, cu_q, cu_k, max_q, max_k, causal, scale, window, batch_invariant
+    ):
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
         num_tokens, num_heads, head_dim = q.shape
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(num_heads, num_tokens, dtype=torch.float32, device=q.device)
-        ctx.save_for_backward(q, k, v, o, lse, cu_q, cu_k)
+        ctx.save_for_backward(q, k, v, sinks, o, lse, cu_q, cu_k)
         ctx.set_materialize_grads(False)
         ctx.limits, ctx.scale = (max_q, max_k), scale
         ctx.shape = {
@@ -336,19 +343,21 @@ class TritonAttention(torch.autograd.Function):
                 t = tile("paged_prefill", _shape_class(q))
             grid = (triton.cdiv(max_q, t.M), num_heads, cu_q.shape[0] - 1)
             launch(_forward_kernel, grid)(
-                q, k, v, o, lse, cu_q, cu_k, *_strides(q, k, v, o), lse.stride(0),
-                scale * _LOG2_E, ctx.window, **ctx.shape, **_options(t),
+                q, k, v, sinks, o, lse, cu_q, cu_k, *_strides(q, k, v, o), lse.stride(0),
+                scale * _LOG2_E, ctx.window, HAS_SINKS=sinks is not None, **ctx.shape,
+                **_options(t),
             )  # fmt: skip
         return o, lse
 
     @staticmethod
     def backward(ctx, do, dlse):
-        q, k, v, o, lse, cu_q, cu_k = ctx.saved_tensors
+        q, k, v, sinks, o, lse, cu_q, cu_k = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
         do = do if do.stride(2) == 1 else do.contiguous()
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         if not q.shape[0]:
-            return dq, dk.zero_(), dv.zero_(), *[None] * 8
+            dsinks = None if sinks is None else torch.zeros_like(sinks)
+            return dq, dk.zero_(), dv.zero_(), dsinks, *[None] * 8
         num_heads, num_seqs = q.shape[1], cu_q.shape[0] - 1
         delta, lse2 = (torch.empty(lse.shape, dtype=lse.dtype, device=q.device) for _ in "dl")
         width = {name: ctx.shape[name] for name in ("HEAD_DIM", "D")}
@@ -369,7 +378,11 @@ class TritonAttention(torch.autograd.Function):
             q, k, v, do, lse2, delta, dq, cu_q, cu_k, *_strides(q, k, v, do, dq), lse.stride(0),
             *scales, **ctx.shape, **_options(t),
         )  # fmt: skip
-        return dq, dk, dv, *[None] * 8
+        dsinks = None
+        if sinks is not None:
+            weight = torch.exp2(sinks.unsqueeze(1) * _LOG2_E - lse2)
+            dsinks = weight.mul_(delta).sum(1).neg_()
+        return dq, dk, dv, dsinks, *[None] * 8
 
 
 def _options(t: Tile) -> dict[str, int]:

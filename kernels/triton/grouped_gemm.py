@@ -8,8 +8,9 @@
 `gather` reads row m of x from `slots[m] // choices`, `scatter` writes row m of y to `slots[m]`:
 sorting rows by expert costs no pass of its own. With SWIGLU a program multiplies by the same
 columns of both halves of w[e] (gate and up) and writes silu(gate) · up; the halves themselves go
-to `h` where a backward pass will want them. The weight's gradient is one program a tile of dw[e],
-over the expert's rows in order.
+to `h` where a backward pass will want them. With CLAMPED gate and up are neighbours in w[e] and h
+instead of halves, and the activation is `clamped_swiglu`. The weight's gradient is one program a
+tile of dw[e], over the expert's rows in order.
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.clamped_swiglu import SWIGLU_ALPHA, SWIGLU_LIMIT
 from kernels.triton import tiles as tune
 from kernels.triton.launch import launch
 from kernels.triton.moe_routing import cut_tiles
 from kernels.triton.tiles import Tile
+
+ALPHA: tl.constexpr = tl.constexpr(SWIGLU_ALPHA)
+LIMIT: tl.constexpr = tl.constexpr(SWIGLU_LIMIT)
 
 
 @dataclass(frozen=True)
@@ -41,10 +46,10 @@ class ExpertTiles:
 
 @triton.jit
 def _rows_kernel(
-    x_ptr, w_ptr, y_ptr, h_ptr, slot_ptr, offset_ptr, tile_expert_ptr, tile_start_ptr,
+    x_ptr, w_ptr, bias_ptr, y_ptr, h_ptr, slot_ptr, offset_ptr, tile_expert_ptr, tile_start_ptr,
     num_out, num_in, choices, stride_xm, stride_we, stride_wo, stride_wi,
-    GATHER: tl.constexpr, SCATTER: tl.constexpr, SWIGLU: tl.constexpr, KEEP_H: tl.constexpr,
-    PRECISION: tl.constexpr,
+    GATHER: tl.constexpr, SCATTER: tl.constexpr, SWIGLU: tl.constexpr, CLAMPED: tl.constexpr,
+    KEEP_H: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1)
@@ -65,8 +70,11 @@ def _rows_kernel(
     step = tl.arange(0, K)
     x_tile = x_ptr + source.to(tl.int64)[:, None] * stride_xm + step[None, :]
     w_tile = w_ptr + expert.to(tl.int64) * stride_we + step[:, None] * stride_wi
-    w_tile += out.to(tl.int64)[None, :] * stride_wo
-    up_tile = w_tile + tl.cast(num_out, tl.int64) * stride_wo
+    gate_row, apart = out, num_out  # of w[e], and from there to up's
+    if CLAMPED:
+        gate_row, apart = 2 * out, 1
+    w_tile += gate_row.to(tl.int64)[None, :] * stride_wo
+    up_tile = w_tile + tl.cast(apart, tl.int64) * stride_wo
     acc = tl.zeros([M, N], dtype=tl.float32)
     if SWIGLU:
         up = tl.zeros([M, N], dtype=tl.float32)
@@ -83,12 +91,22 @@ def _rows_kernel(
         w_tile += K * stride_wi
     mask = is_row[:, None] & is_out[None, :]
     kind = y_ptr.dtype.element_ty
+    if HAS_BIAS:
+        bias_row = bias_ptr + expert.to(tl.int64) * (2 * num_out if SWIGLU else num_out) + gate_row
+        acc += tl.load(bias_row, is_out, other=0.0).to(tl.float32)[None, :]
+        if SWIGLU:
+            up += tl.load(bias_row + apart, is_out, other=0.0).to(tl.float32)[None, :]
     if SWIGLU:
         if KEEP_H:
-            h_tile = h_ptr + target.to(tl.int64)[:, None] * (2 * num_out) + out[None, :]
+            h_tile = h_ptr + target.to(tl.int64)[:, None] * (2 * num_out) + gate_row[None, :]
             tl.store(h_tile, acc.to(kind), mask)
-            tl.store(h_tile + num_out, up.to(kind), mask)
-        acc = acc * tl.sigmoid(acc) * up
+            tl.store(h_tile + apart, up.to(kind), mask)
+        if CLAMPED:
+            acc = tl.minimum(acc, LIMIT)
+            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+            acc = acc * tl.sigmoid(acc * ALPHA) * (up + 1.0)
+        else:
+            acc = acc * tl.sigmoid(acc) * up
     y_tile = y_ptr + target.to(tl.int64)[:, None] * num_out + out[None, :]
     tl.store(y_tile, acc.to(kind), mask)
 
@@ -157,29 +175,47 @@ class Route:
 
 
 def rows_by_weight(
-    x: Tensor, w_EOI: Tensor, tiles: ExpertTiles, num_rows: int, route: Route | None = None
+    x: Tensor,
+    w_EOI: Tensor,
+    tiles: ExpertTiles,
+    num_rows: int,
+    route: Route | None = None,
+    bias_EO: Tensor | None = None,
 ) -> Tensor:
-    """y [num_rows, O] = x · w[e]ᵀ for the rows of each expert. `w` may be a transposed view."""
+    """y [num_rows, O] = x · w[e]ᵀ + bias[e] for the rows of each expert. `w` may be a transposed
+    view."""
     y = x.new_empty(num_rows, w_EOI.shape[1])
     tile = _table(x.dtype)[tiles.rows_a_tile]
-    _launch(x, w_EOI, y, None, tiles, tile, tile.N, route, is_swiglu=False)
+    _launch(x, w_EOI, bias_EO, y, None, tiles, tile, tile.N, route, is_swiglu=False)
     return y
 
 
 def rows_by_weight_swiglu(
-    x: Tensor, w_EOI: Tensor, tiles: ExpertTiles, num_rows: int, route: Route, keeps_h: bool
+    x: Tensor,
+    w_EOI: Tensor,
+    bias_EO: Tensor | None,
+    tiles: ExpertTiles,
+    route: Route,
+    keeps_h: bool,
+    is_clamped: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """(silu(gate) · up [num_rows, O / 2], and where wanted gate and up side by side)."""
+    """(silu(gate) · up [num_rows, O / 2], and where wanted gate and up side by side). `is_clamped`:
+    of `clamped_swiglu`, by turns."""
+    num_rows = route.slots.shape[0]
     y = x.new_empty(num_rows, w_EOI.shape[1] // 2)
     h = x.new_empty(num_rows, w_EOI.shape[1]) if keeps_h else None
     tile = _table(x.dtype)[tiles.rows_a_tile]
-    _launch(x, w_EOI, y, h, tiles, tile, tile.N // 2, route, is_swiglu=True)
+    half = tile.N // 2
+    _launch(
+        x, w_EOI, bias_EO, y, h, tiles, tile, half, route, is_swiglu=True, is_clamped=is_clamped
+    )
     return y, h
 
 
 def _launch(
     x: Tensor,
     w_EOI: Tensor,
+    bias_EO: Tensor | None,
     y: Tensor,
     h: Tensor | None,
     tiles: ExpertTiles,
@@ -188,17 +224,20 @@ def _launch(
     route: Route | None,
     *,
     is_swiglu: bool,
+    is_clamped: bool = False,
 ) -> None:
     x = x if x.stride(-1) == 1 else x.contiguous()
     num_out = y.shape[1]
     if y.numel() == 0:
         return
     launch(_rows_kernel, (triton.cdiv(num_out, columns), tiles.experts.shape[0]))(
-        x, w_EOI, y, y if h is None else h, tiles.offsets if route is None else route.slots,
+        x, w_EOI, None if bias_EO is None else bias_EO.contiguous(), y, y if h is None else h,
+        tiles.offsets if route is None else route.slots,
         tiles.offsets, tiles.experts, tiles.starts, num_out, x.shape[1],
         1 if route is None else route.choices, x.stride(0), *w_EOI.stride(),
         GATHER=route is not None and route.gather, SCATTER=route is not None and route.scatter,
-        SWIGLU=is_swiglu, KEEP_H=h is not None, PRECISION=_precision(x.dtype),
+        SWIGLU=is_swiglu, CLAMPED=is_clamped, KEEP_H=h is not None, HAS_BIAS=bias_EO is not None,
+        PRECISION=_precision(x.dtype),
         M=tiles.rows_a_tile, N=columns, K=tile.K,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

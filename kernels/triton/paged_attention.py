@@ -23,7 +23,8 @@ are masked.
 With a window (the last w keys, the query's own included) every tile is masked, and both kernels
 begin at the first tile that a query of the program sees. A decode splits what is left from there.
 
-Left out: sinks.
+A head's sink (a score of no value) is the first that a row meets; of a split context, that its
+first part meets.
 
 Legend: M rows (queries x heads), N keys of a tile, D head_dim padded to a power of two.
 """
@@ -36,7 +37,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton.launch import launch
-from kernels.triton.tiles import NUM_MULTIPROCESSORS, tile, weigh_tile
+from kernels.triton.tiles import NUM_MULTIPROCESSORS, meet_sinks, tile, weigh_tile
 
 LOG2_E = math.log2(math.e)
 _WAVES = 2  # programs wanted for each multiprocessor
@@ -63,11 +64,13 @@ def _first_tile(position, window, WINDOWED: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _decode_kernel(
-    q_ptr, k_cache_ptr, v_cache_ptr, o_ptr, lse_ptr, len_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
+    q_ptr, k_cache_ptr, v_cache_ptr, sink_ptr, o_ptr, lse_ptr, len_ptr, table_ptr, k_scale_ptr,
+    v_scale_ptr,
     q_token, q_head, o_token, o_head, o_split, lse_seq, lse_head, table_stride, smallest, scale2,
     window, IS_PART: tl.constexpr, BY_LENGTH: tl.constexpr, SCALED: tl.constexpr,
-    WINDOWED: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    WINDOWED: tl.constexpr, HAS_SINKS: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr,
 ):  # fmt: skip
     kv_head, rows = group_rows(tl.program_id(0), GROUP, M)
     split, seq = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -89,6 +92,9 @@ def _decode_kernel(
         scale2 *= tl.load(k_scale_ptr)
     top = tl.full([M], -float("inf"), dtype=tl.float32)
     total = tl.zeros([M], dtype=tl.float32)
+    if HAS_SINKS:  # noqa: SIM102 (the compiler knows this one, and skips the other)
+        if split == 0:
+            top, total = meet_sinks(tl.load(sink_ptr + head, is_row, other=0.0), top)
     acc = tl.zeros([M, D], dtype=tl.float32)
     # without a window the part's own last key will do, and `length` need not stay in a register
     last = tl.zeros([M], dtype=tl.int32) + ((length if WINDOWED else end) - 1)
@@ -163,6 +169,7 @@ def decode(
     max_seq_len: int,
     scale: float,
     window: int | None,
+    sinks: Tensor | None,
     scales: tuple[Tensor | None, Tensor | None],
     split: tuple[int | None, int | None],
     out: Tensor,
@@ -186,12 +193,13 @@ def decode(
         lse = torch.empty(shape, dtype=torch.float32, device=device)
         part_strides, lse_strides = part.stride()[:3], lse.stride()[:2]
     launch(_decode_kernel, (num_kv * triton.cdiv(group, rows), num_splits, num_seqs))(
-        q_BHD, k_cache, v_cache, part, lse, seq_lens, block_tables, *scales, *q_BHD.stride()[:2],
-        *part_strides, *lse_strides, block_tables.stride(0), smallest, scale * LOG2_E, window or 0,
+        q_BHD, k_cache, v_cache, sinks, part, lse, seq_lens, block_tables, *scales,
+        *q_BHD.stride()[:2], *part_strides, *lse_strides, block_tables.stride(0), smallest,
+        scale * LOG2_E, window or 0,
         IS_PART=is_part, BY_LENGTH=by_length, SCALED=scales[0] is not None,
-        WINDOWED=window is not None, GROUP=group, NUM_KV=num_kv, BLOCK_SIZE=k_cache.shape[1],
-        HEAD_DIM=head_dim, D=padded, M=rows, N=t.N, num_warps=t.num_warps,
-        num_stages=t.num_stages,
+        WINDOWED=window is not None, HAS_SINKS=sinks is not None, GROUP=group, NUM_KV=num_kv,
+        BLOCK_SIZE=k_cache.shape[1], HEAD_DIM=head_dim, D=padded, M=rows, N=t.N,
+        num_warps=t.num_warps, num_stages=t.num_stages,
     )  # fmt: skip
     if is_part:
         launch(_merge_kernel, (num_heads, num_seqs))(
@@ -266,11 +274,11 @@ def _find_sequence(start_ptr, index, num_seqs, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def _attention_kernel(
-    q_ptr, k_cache_ptr, v_cache_ptr, o_ptr, start_ptr, len_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
-    q_token, q_head, o_token, o_head, table_stride, num_seqs, scale2, window,
-    SCALED: tl.constexpr, WINDOWED: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr,
+    q_ptr, k_cache_ptr, v_cache_ptr, sink_ptr, o_ptr, start_ptr, len_ptr, table_ptr, k_scale_ptr,
+    v_scale_ptr, q_token, q_head, o_token, o_head, table_stride, num_seqs, scale2, window,
+    SCALED: tl.constexpr, WINDOWED: tl.constexpr, HAS_SINKS: tl.constexpr, GROUP: tl.constexpr,
+    NUM_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+    BLOCK_Q: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
     kv_head, rows = group_rows(tl.program_id(1), BLOCK_Q * GROUP, M)
@@ -294,6 +302,8 @@ def _attention_kernel(
         scale2 *= tl.load(k_scale_ptr)
     top = tl.full([M], -float("inf"), dtype=tl.float32)
     total = tl.zeros([M], dtype=tl.float32)
+    if HAS_SINKS:
+        top, total = meet_sinks(tl.load(sink_ptr + head, is_row, other=0.0), top)
     acc = tl.zeros([M, D], dtype=tl.float32)
     first_position = length - num_q + first
     end = tl.minimum(length, first_position + BLOCK_Q)
@@ -335,6 +345,7 @@ def attend(
     block_tables: Tensor,
     scale: float,
     window: int | None,
+    sinks: Tensor | None,
     scales: tuple[Tensor | None, Tensor | None],
     out: Tensor,
 ) -> None:
@@ -346,9 +357,10 @@ def attend(
     block_q = max(1, t.M // group)
     grid = (num_tokens // block_q + num_seqs, num_kv * triton.cdiv(group, t.M))
     launch(_attention_kernel, grid)(
-        q_THD, k_cache, v_cache, out, query_start_loc, seq_lens, block_tables, *scales,
+        q_THD, k_cache, v_cache, sinks, out, query_start_loc, seq_lens, block_tables, *scales,
         *q_THD.stride()[:2], *out.stride()[:2], block_tables.stride(0), num_seqs, scale * LOG2_E,
-        window or 0, SCALED=scales[0] is not None, WINDOWED=window is not None, GROUP=group,
-        NUM_KV=num_kv, BLOCK_SIZE=k_cache.shape[1], HEAD_DIM=head_dim, D=padded_dim(head_dim),
-        BLOCK_Q=block_q, M=t.M, N=t.N, num_warps=t.num_warps, num_stages=t.num_stages,
+        window or 0, SCALED=scales[0] is not None, WINDOWED=window is not None,
+        HAS_SINKS=sinks is not None, GROUP=group, NUM_KV=num_kv, BLOCK_SIZE=k_cache.shape[1],
+        HEAD_DIM=head_dim, D=padded_dim(head_dim), BLOCK_Q=block_q, M=t.M, N=t.N,
+        num_warps=t.num_warps, num_stages=t.num_stages,
     )  # fmt: skip

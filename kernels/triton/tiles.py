@@ -214,3 +214,11 @@ def weigh_tile(total, top, scores, MAY_BE_EMPTY: tl.constexpr):
     p = tl.exp2(scores - finite_top[:, None])
     shrink = tl.exp2(top - finite_top)
     return p, shrink, total * shrink + tl.sum(p, 1), new_top
+
+
+@triton.jit
+def meet_sinks(sinks, top):
+    """(top, total) of rows that have met their sinks, in natural units, and no key yet; `sinks` is
+    one for each row, or one for all."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    return tl.zeros_like(top) + sinks * LOG2_E, tl.zeros_like(top) + 1.0

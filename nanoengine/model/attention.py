@@ -34,10 +34,12 @@ class AttentionContext(Protocol):
         *,
         scale: float | None = None,
         window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Return o_THD. Queries and keys are rotated already; v may be a strided view. Scores are
         multiplied by `scale`, by default head_dim ** -0.5. With `window=w` a token sees the last w
-        tokens up to itself, itself included; layers may have different windows."""
+        tokens up to itself, itself included; layers may have different windows. `sinks` [H] are
+        scores that take part in every query's softmax and have no value."""
         ...
 
 
@@ -71,6 +73,7 @@ class PackedContext:
         *,
         scale: float | None = None,
         window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if self._plan is None and not q_THD.is_cuda:
             self._plan = make_varlen_plan(self.cu_seqlens)
@@ -84,6 +87,7 @@ class PackedContext:
             self.max_seqlen,
             softmax_scale=scale,
             window=window,
+            sinks=sinks,
             plan=self._plan,
             batch_invariant=self.batch_invariant,
         )
@@ -119,6 +123,7 @@ class SharedPrefixContext:
         *,
         scale: float | None = None,
         window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         return tree_attention(
             q_THD,
@@ -127,6 +132,7 @@ class SharedPrefixContext:
             self._plan,
             softmax_scale=scale,
             window=window,
+            sinks=sinks,
             backend=self._backend,
         )
 

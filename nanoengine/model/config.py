@@ -2,11 +2,11 @@
 
 There is one definition of the model, and families differ in its switches; families.py has the
 table. Supported are the dense Llama, Mistral, Qwen2/2.5, Qwen3, SmolLM3, Granite, OLMo2, OLMo3,
-Phi-3/4, Gemma 3 (text) and GLM-4, and Qwen3-MoE, which is Qwen3 with a mixture of experts in place
-of the MLP of all layers but `dense_layers`; the rope scalings are those of rope.py.
+Phi-3/4, Gemma 3 (text) and GLM-4, Qwen3-MoE, which is Qwen3 with a mixture of experts in place
+of the MLP of all layers but `dense_layers`, and gpt-oss; the rope scalings are those of rope.py.
 Everything the definition cannot express is refused with the field's name: running such a model
-anyway would give plausible and wrong numbers. Left out: softcapping, biases in the MLP, attention
-sinks, windows in a mixture of experts, quantised weights.
+anyway would give plausible and wrong numbers. Left out: softcapping, biases in a dense MLP,
+quantised weights other than the MXFP4 of gpt-oss, which hf.py widens as it reads them.
 Next: families.py (what sets families apart), transformer.py (the computation), hf.py (the tensors).
 """
 
@@ -181,7 +181,7 @@ class ModelConfig:
             attention_bias=has_bias,
             attention_output_bias=family.bias == "switch" and has_bias,
             qk_norm=family.qk_norm != "none",
-            **(_read_experts(fields) if family.experts else {}),
+            **_read_experts(fields, family),
             **{name: get(name) for name in family.copied if get(name) is not None},
             max_position_embeddings=longest,
             bos_id=fields.get("bos_token_id"),
@@ -221,7 +221,17 @@ class ModelConfig:
             fields |= {name: getattr(self.rope_scaling, name) for name in (longest, original)}
         if family.bias in ("switch", "qkv_switch"):
             fields["attention_bias"] = self.attention_bias
-        if family.experts:
+        if family.experts == "stacked":
+            if self.dense_layers:
+                raise ValueError(
+                    f"dense_layers={self.dense_layers}: must be (), the config.json of "
+                    f"{self.model_type} cannot say so"
+                )
+            fields |= {
+                "num_local_experts": self.num_experts,
+                "num_experts_per_tok": self.num_experts_per_token,
+            }
+        elif family.experts:
             fields |= {
                 "num_experts": self.num_experts,
                 "num_experts_per_tok": self.num_experts_per_token,
@@ -332,16 +342,22 @@ def _check_layers(config: ModelConfig) -> None:
 
 
 def _check_experts(config: ModelConfig) -> None:
+    name = config.model_type
     if not config.family.experts:
         if config.num_experts:
             raise ValueError(
-                f"num_experts={config.num_experts}: must be 0 for {config.model_type}; use "
+                f"num_experts={config.num_experts}: must be 0 for {name}; use "
                 "model_type='qwen3_moe' for a mixture of experts"
             )
         return
-    for name in ("num_experts", "moe_intermediate_size"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name}={getattr(config, name)}: must be at least 1 for qwen3_moe")
+    for field in ("num_experts", "moe_intermediate_size"):
+        if getattr(config, field) < 1:
+            raise ValueError(f"{field}={getattr(config, field)}: must be at least 1 for {name}")
+    if config.family.experts == "stacked":
+        fixed = {"moe_intermediate_size": config.intermediate_size, "norm_topk_prob": True}
+        for field, value in fixed.items():
+            if getattr(config, field) != value:
+                raise ValueError(f"{field}={getattr(config, field)}: must be {value} for {name}")
     if not 1 <= config.num_experts_per_token <= config.num_experts:
         raise ValueError(
             f"num_experts_per_token={config.num_experts_per_token}: must be from 1 to num_experts="
@@ -349,8 +365,17 @@ def _check_experts(config: ModelConfig) -> None:
         )
 
 
-def _read_experts(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _read_experts(fields: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
     """The defaults are those of `Qwen3MoeConfig` in transformers."""
+    if family.experts is None:
+        return {}
+    if family.experts == "stacked":
+        return {
+            "num_experts": _require(fields, "num_local_experts"),
+            "num_experts_per_token": _require(fields, "num_experts_per_tok"),
+            "moe_intermediate_size": _require(fields, "intermediate_size"),
+            "norm_topk_prob": True,
+        }
     step = fields.get("decoder_sparse_step", 1)
     if step < 1:
         raise ValueError(f"decoder_sparse_step={step}: must be at least 1")
@@ -396,7 +421,12 @@ def _refuse_unsupported(fields: Mapping[str, Any], family: ModelFamily) -> None:
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if fields.get(name) is not None:
             raise ValueError(f"{name}={fields[name]}: not supported; supported is null")
-    if fields.get("quantization_config"):
+    for name, value in family.constants.items():
+        if fields.get(name) not in (None, value):
+            raise ValueError(f"{name}={fields[name]}: not supported; supported is {value}")
+    quantization = fields.get("quantization_config")
+    is_mxfp4 = isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
+    if quantization and not (is_mxfp4 and family.experts == "stacked"):
         raise ValueError(
             "quantization_config: quantised weights are not supported; use the fp32 or bf16 "
             "version of this model"
@@ -505,6 +535,8 @@ def _read_rope(fields: Mapping[str, Any], family: ModelFamily, longest: int) -> 
     """The fields of `ModelConfig` that are about the rope. Both spellings: `rope_parameters`
     (transformers 5), one or one for each kind of layer, and `rope_theta` + `rope_scaling` (4)."""
     new, old = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
+    if not new and not old:
+        new = family.default("rope_parameters") or {}
     found: dict[str, Any] = {}
     if family.local_theta is not None:
         local = new.get("sliding_attention") or {}

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from kernels.clamped_swiglu import SWIGLU_ALPHA, SWIGLU_LIMIT
+
 _PRE_NORMS = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
 
 Windows = Literal["none", "all", "late", "no_rope", "pattern"]
@@ -38,8 +40,12 @@ class ModelFamily:
     """Which numbers of a head rotate together: i and i + half, or 2i and 2i + 1."""
     embeds_by_root: bool = False
     """Embeddings are multiplied by the root of the hidden size."""
-    experts: bool = False
-    """The MLP is a mixture of experts."""
+    sinks: bool = False
+    """Each query head has a learnt score that takes part in its softmax and has no value."""
+    experts: Literal["separate", "stacked"] | None = None
+    """The MLP is a mixture of experts: of SwiGLU and with tensors for each expert; or of a clamped
+    SwiGLU, with biases in router and experts and with tensors [experts, in, out] that hold all of
+    them, in which gate and up alternate."""
 
     # -- the tensors
     fused_qkv: bool = False
@@ -65,7 +71,7 @@ class ModelFamily:
     """There is a `partial_rotary_factor`."""
     activation_field: str = "hidden_act"
     constants: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that are always written."""
+    """Fields that are always written, and refused where they have another value."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What a field is that config.json does not have, where it is not in `DEFAULTS`."""
 
@@ -107,7 +113,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "qwen3_moe": ModelFamily(
         architecture="Qwen3MoeForCausalLM",
         qk_norm="head",
-        experts=True,
+        experts="separate",
         defaults={"max_position_embeddings": 32768},
     ),
     "mistral": ModelFamily(
@@ -206,6 +212,30 @@ FAMILIES: dict[str, ModelFamily] = {
             "max_position_embeddings": 131072,
             "partial_rotary_factor": 0.5,
             "rms_norm_eps": 1.5625e-7,
+        },
+    ),
+    "gpt_oss": ModelFamily(
+        architecture="GptOssForCausalLM",
+        sinks=True,
+        experts="stacked",
+        windows="pattern",
+        window_period=2,
+        constants={"swiglu_alpha": SWIGLU_ALPHA, "swiglu_limit": SWIGLU_LIMIT},
+        defaults={
+            "attention_bias": True,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "rope_theta": 150000.0,
+            "sliding_window": 128,
         },
     ),
 }

@@ -4,7 +4,8 @@ A Hugging Face tensor is a row slice of one of our parameters (q, k and v lie in
 and up in another) or, in families that fuse them too, all of it, so `hf_views` names the slices and
 every other function here copies through those views. Loading is strict and checks all names and
 shapes before the first write: a refused load leaves the model as it was.
-Left out: pickle files (`pytorch_model.bin` runs code when read), quantised tensors.
+Left out: pickle files (`pytorch_model.bin` runs code when read), quantised tensors but for MXFP4
+(mxfp4.py).
 Next: sources.py (where folders come from), gguf.py (folders made from a llama.cpp file).
 """
 
@@ -28,6 +29,7 @@ from nanoengine.model.layers import DecoderLayer
 from nanoengine.model.linear import PackedLinear, Slice, TensorSplit, side_by_side
 from nanoengine.model.matrices import MatrixRows, adaptable
 from nanoengine.model.moe import ExpertSplit, MoeMlp
+from nanoengine.model.mxfp4 import widened
 from nanoengine.model.transformer import Transformer
 from nanoengine.tensor_file import dtype_name, write_tensors
 
@@ -38,6 +40,12 @@ _COLUMN_SPLIT = tuple(
     f"{name}_proj.{kind}" for name in ("q", "k", "v", "gate", "up") for kind in ("weight", "bias")
 )
 _ROW_SPLIT = ("o_proj.weight", "down_proj.weight")
+_STACK_SPLIT = {  # the dimension
+    "self_attn.sinks": 0,
+    "experts.gate_up_proj": 2,
+    "experts.gate_up_proj_bias": 1,
+    "experts.down_proj": 1,
+}
 _HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
 _EXTRA_FILES = (
     "tokenizer.json",
@@ -86,10 +94,14 @@ def _layer_views(layer: DecoderLayer) -> dict[str, Tensor]:
     if layer.q_norm is not None and layer.k_norm is not None:
         views[f"{attention}.q_norm.weight"] = layer.q_norm.detach()
         views[f"{attention}.k_norm.weight"] = layer.k_norm.detach()
+    if layer.sinks is not None:
+        views[f"{attention}.sinks"] = layer.sinks.detach()
     views[f"{attention}.o_proj.weight"] = layer.out.weight.detach()
     if layer.out.bias is not None:
         views[f"{attention}.o_proj.bias"] = layer.out.bias.detach()
     views |= _norm_views(layer, prefix, "attention_norm", "post_norm", "mlp_norm")
+    if isinstance(layer.moe, MoeMlp) and layer.moe.is_stacked:
+        return views | _stacked_views(mlp, layer.moe)
     if isinstance(layer.moe, MoeMlp):
         views[f"{mlp}.gate.weight"] = layer.moe.router.weight.detach()
         stacks = (layer.moe.gate_up.weight.detach(), layer.moe.down.weight.detach())
@@ -118,10 +130,27 @@ def _mlp_views(mlp: str, gate_up: Tensor, down: Tensor) -> dict[str, Tensor]:
     return {f"{mlp}.{n}.weight": w for n, w in zip(names, (gate, up, down), strict=True)}
 
 
+def _stacked_views(mlp: str, moe: MoeMlp) -> dict[str, Tensor]:
+    """Of experts that share tensors [X, in, out]; ours are [X, out, in]."""
+    views = {f"{mlp}.router.weight": moe.router.weight.detach()}
+    if moe.router.bias is not None:
+        views[f"{mlp}.router.bias"] = moe.router.bias.detach()
+    for name, stack in (("gate_up_proj", moe.gate_up), ("down_proj", moe.down)):
+        views[f"{mlp}.experts.{name}"] = stack.weight.detach().transpose(1, 2)
+        if stack.bias is not None:
+            views[f"{mlp}.experts.{name}_bias"] = stack.bias.detach()
+    return views
+
+
 def hf_slices(model: Transformer) -> dict[str, Slice]:
-    """The place of each view of a split model in the whole tensor; names that every rank holds
-    whole are absent, so a model that is not split has none."""
+    """The place of each view of a split model in the whole tensor, over the ranks that split heads
+    or, of stacked experts, over those that share the experts; names that every rank holds whole are
+    absent, so a model that is not split has none."""
     split, config = model.split, model.config
+    if model.experts is not None:
+        held = model.experts.held
+        part = Slice(0, config.num_experts, ((held.start, held.stop),))
+        return {name: part for name in hf_views(model) if is_expert_stack(name)}
     if split.size == 1:
         return {}
     found = {}
@@ -138,6 +167,9 @@ def hf_slices(model: Transformer) -> dict[str, Slice]:
             found[name] = side_by_side(0, fused[kind], split)
         elif kind in _COLUMN_SPLIT or (kind in _HEAD_NORMS and config.family.qk_norm == "width"):
             found[name] = side_by_side(0, (split.size * view.shape[0],), split)
+        elif kind in _STACK_SPLIT:
+            dim = _STACK_SPLIT[kind]
+            found[name] = side_by_side(dim, (split.size * view.shape[dim],), split)
         elif kind in _ROW_SPLIT:
             found[name] = side_by_side(1, (split.size * view.shape[1],), split)
     return found
@@ -148,13 +180,22 @@ def is_expert(name: str) -> bool:
     return ".mlp.experts." in name
 
 
+def is_expert_stack(name: str) -> bool:
+    """Say whether a Hugging Face tensor holds a matrix or bias of all experts."""
+    return is_expert(name) and not re.search(r"\.experts\.\d+\.", name)
+
+
 def renumber_expert(name: str, by: int) -> str:
     """The same matrix of another expert."""
     return re.sub(r"(\.experts\.)(\d+)", lambda m: f"{m[1]}{int(m[2]) + by}", name)
 
 
 def gather_expert(name: str, view: Tensor, experts: ExpertSplit) -> Iterator[tuple[str, Tensor]]:
-    """The matrix of an expert of this rank, and those at its place on the other ranks."""
+    """The matrix of an expert of this rank, and those at its place on the other ranks; of a tensor
+    of all experts the whole."""
+    if is_expert_stack(name):
+        yield name, torch.cat(experts.gather(view))
+        return
     for rank, tensor in enumerate(experts.gather(view)):
         yield renumber_expert(name, rank * len(experts.held) - experts.held.start), tensor
 
@@ -241,7 +282,8 @@ def _drop_experts_elsewhere(
 ) -> None:
     """Leave the experts of this rank, and those that the model does not have, to be refused."""
     assert model.experts is not None, "all experts are here"
-    for name in [name for name in tensors if is_expert(name) and name not in views]:
+    foreign = [name for name in tensors if is_expert(name) and name not in views]
+    for name in [name for name in foreign if not is_expert_stack(name)]:
         number = int(name.split(".experts.")[1].split(".")[0])
         sibling = renumber_expert(name, model.experts.held.start - number)
         if sibling in views and number < model.config.num_experts:
@@ -339,8 +381,9 @@ def check_memory(
 
 
 def read_state(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a Hugging Face folder under their names, mapped and not yet read."""
-    return _read_tensors(_tensor_files(Path(folder)))
+    """The tensors of a Hugging Face folder under their names, mapped and not yet read; those in
+    MXFP4 as bf16."""
+    return widened(_read_tensors(_tensor_files(Path(folder))))
 
 
 def _tensor_files(folder: Path) -> list[Path]:

@@ -10,7 +10,7 @@ layer holds its share of the heads and of the MLP and calls on the split before 
 `DecoderLayer.forward` is the definition of a layer in every family; what differs is switched by
 `config.family` (families.py) and by the fields of the config. On a CPU rollouts run its transcript
 in C++, `kernels/cpp/decoder.h`, held to the same bits by tests/nanoinfer/test_native_decoder.py.
-Left out: dropout, biases in the MLP.
+Left out: dropout, biases in a dense MLP.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ class DecoderLayer(nn.Module):
     mlp_norm: nn.Parameter | None
     q_norm: nn.Parameter | None
     k_norm: nn.Parameter | None
+    sinks: nn.Parameter | None
 
     def __init__(
         self,
@@ -136,6 +137,9 @@ class DecoderLayer(nn.Module):
         is_wide = self.family.qk_norm == "width"
         add_norm("q_norm", self.q_width if is_wide else self.head_dim, config.qk_norm)
         add_norm("k_norm", self.kv_width if is_wide else self.head_dim, config.qk_norm)
+        num_heads = config.num_heads // split.size
+        sinks = torch.zeros(num_heads, dtype=dtype, device=device) if self.family.sinks else None
+        self.sinks = nn.Parameter(sinks) if sinks is not None else None
         self.out = PackedLinear(self.q_width, hidden, config.attention_output_bias, dtype, device)
         add_norm("attention_norm", hidden, "attention_norm" in norms)
         add_norm("post_norm", hidden, "post_norm" in norms)
@@ -214,7 +218,13 @@ class DecoderLayer(nn.Module):
         q_THD = q.view(num_tokens, self.q_width // head_dim, head_dim)
         q_THD, k_TKD = self._rotate(q_THD, k.view(kv_shape), rope)
         o_THD = context.attend(
-            self.index, q_THD, k_TKD, v.view(kv_shape), scale=self.scale, window=self.window
+            self.index,
+            q_THD,
+            k_TKD,
+            v.view(kv_shape),
+            scale=self.scale,
+            window=self.window,
+            sinks=self.sinks,
         )
         return self.split.multiply_rows(self.out, o_THD.reshape(num_tokens, self.q_width))
 
@@ -264,6 +274,7 @@ class DecoderLayer(nn.Module):
         for parameter in (self.qkv.weight, self.qkv.bias):
             mark_slice(parameter, 0, fused, split)
         mark_slice(self.out.weight, 1, (self.q_width,), split)
+        mark_slice(self.sinks, 0, (self.q_width // self.head_dim,), split)
         if self.moe is None:
             mark_slice(self.gate_up.weight, 0, (mlp, mlp), split)
             mark_slice(self.down.weight, 1, (mlp,), split)

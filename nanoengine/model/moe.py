@@ -49,14 +49,23 @@ class ExpertSplit(Protocol):
 
 
 class ExpertStack(nn.Module):
-    """One matrix an expert, [X, out, in], with their prepacked copies beside it."""
+    """One matrix an expert, [X, out, in], with their prepacked copies beside it, and where the
+    family has them biases [X, out]."""
 
     def __init__(
-        self, num_experts: int, num_in: int, num_out: int, dtype: torch.dtype, device: str
+        self,
+        num_experts: int,
+        num_in: int,
+        num_out: int,
+        has_bias: bool,
+        dtype: torch.dtype,
+        device: str,
     ) -> None:
         super().__init__()
         shape = (num_experts, num_out, num_in)
         self.weight = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+        bias = torch.zeros(shape[:2], dtype=dtype, device=device) if has_bias else None
+        self.bias = nn.Parameter(bias) if bias is not None else None
         self.packed: list[Tensor | None] = [None] * num_experts
 
     def repack(self) -> None:
@@ -81,18 +90,28 @@ class MoeMlp(nn.Module):
         self.renormalize = config.norm_topk_prob
         self.held = range(config.num_experts) if experts is None else experts.held
         hidden, width = config.hidden_size, config.moe_intermediate_size // split.size
-        self.router = PackedLinear(hidden, config.num_experts, False, dtype, device)
-        self.gate_up = ExpertStack(len(self.held), hidden, 2 * width, dtype, device)
-        self.down = ExpertStack(len(self.held), width, hidden, dtype, device)
-        mark_slice(self.gate_up.weight, 1, (width, width), split)
+        # one switch: stacked experts have biases and the clamped activation (families.py)
+        self.is_stacked = config.family.experts == "stacked"
+        shape = (self.is_stacked, dtype, device)
+        self.router = PackedLinear(hidden, config.num_experts, *shape)
+        self.gate_up = ExpertStack(len(self.held), hidden, 2 * width, *shape)
+        self.down = ExpertStack(len(self.held), width, hidden, *shape)
+        # gate and up lie side by side, or alternate
+        widths = (2 * width,) if self.is_stacked else (width, width)
+        for parameter in (self.gate_up.weight, self.gate_up.bias):
+            mark_slice(parameter, 1, widths, split)
         mark_slice(self.down.weight, 2, (width,), split)
+        if split.size > 1:
+            mark_partial(self.down.bias)
         if split.sequence_parallel:
             mark_partial(self.router.weight)
+            mark_partial(self.router.bias)
         if experts is not None:
             run = (self.held.start, self.held.stop)
             for stack in (self.gate_up, self.down):
-                record = record_of(stack.weight)
-                record.slice, record.is_expert = Slice(0, config.num_experts, (run,)), True
+                for parameter in stack.parameters():
+                    record = record_of(parameter)
+                    record.slice, record.is_expert = Slice(0, config.num_experts, (run,)), True
 
     def forward(self, x_TE: Tensor, num_rows: int) -> Tensor:
         """`num_rows` is the number of tokens, where `x` is a rank's share of them."""
@@ -104,6 +123,13 @@ class MoeMlp(nn.Module):
         # Routed before entering: the weights' gradient is a sum over the ranks as well.
         entered = (self.split.enter(t, num_rows) for t in (x_TE, weights_TK, ids_TK))
         return self.split.leave(self._mix(*entered))
+
+    def _biases(self) -> tuple[Tensor, Tensor] | None:
+        """Those of gate and up, and of down, which are added once and not on every rank."""
+        if self.gate_up.bias is None or self.down.bias is None:
+            return None
+        of_down: Tensor = self.down.bias
+        return self.gate_up.bias, of_down if self.split.rank == 0 else of_down * 0.0
 
     def _mix_one(self, x_RE: Tensor, ids_R: Tensor) -> Tensor:
         """Each row through one expert, unweighted."""
@@ -118,6 +144,8 @@ class MoeMlp(nn.Module):
             self.down.weight,
             weights_TK,
             ids_TK,
+            biases=self._biases(),
+            activation="clamped_swiglu" if self.is_stacked else "swiglu",
             packed=(self.gate_up.packed, self.down.packed),
             batch_invariant=self.router.batch_invariant,
         )

@@ -365,16 +365,19 @@ class Transformer(nn.Module):
 
     def init_weights(self, seed: int, std: float = 0.02) -> None:
         """Fresh normal weights; projections into the residual stream are smaller by √(2·layers),
-        as in GPT-2. Norms multiply by 1, biases are 0. The same seed gives the same weights in
-        every dtype and however the model is split. Not of int8 matrices: quantise afterwards."""
+        as in GPT-2. Norms multiply by 1, biases and sinks are 0. The same seed gives the same
+        weights in every dtype and however the model is split. Not of int8 matrices: quantise
+        afterwards."""
         assert self.quantization != "int8", "their parameters have no memory"
         generator = torch.Generator().manual_seed(seed)
         residual_std = std / (2 * self.config.num_layers) ** 0.5
         with torch.no_grad():
             for name, parameter in self.named_parameters():
+                if name.endswith(("bias", "sinks")):
+                    parameter.zero_()
+                    continue
                 if parameter.dim() == 1:
-                    is_bias = name.endswith("bias")
-                    parameter.fill_(0.0 if is_bias else 1.0 - self._norm_offset)
+                    parameter.fill_(1.0 - self._norm_offset)
                     continue
                 scale = residual_std if name.endswith(("out.weight", "down.weight")) else std
                 part = record_of(parameter).slice

@@ -9,7 +9,8 @@ a partial output and its log-sum-exp, and two partial outputs merge exactly,
 A sequence is cut into 2·cp runs and rank r takes runs r and 2·cp - 1 - r: one early, cheap one and
 one late, expensive one, so causal attention costs every rank the same. Two runs of a sequence are
 equal (causal mask), or one lies wholly before the other (no mask) or after (nothing to do). With a
-window a run of keys meets only the queries that see any of it.
+window a run of keys meets only the queries that see any of it. Where heads have sinks, every query
+meets its own rank's copy of them first.
 Backward the keys make the same journey and their gradients go with them, arriving at home after
 cp hops; gradients travel in fp32.
 
@@ -33,6 +34,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.backend import wide_sinks
+from kernels.cpp.ops import AttendOptions
 from nanoengine.packing import MicroBatch
 from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.tensor_parallel import even_run
@@ -87,10 +90,13 @@ class ContextSplit:
         *,
         scale: float | None = None,
         window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """An AttentionContext."""
         scale = q_NHD.shape[-1] ** -0.5 if scale is None else scale
-        out: Tensor = _RingAttention.apply(q_NHD, k_NKD, v_NKD, self, scale, window)
+        sinks_H = wide_sinks(sinks, q_NHD)
+        options = AttendOptions(scale, window)
+        out: Tensor = _RingAttention.apply(q_NHD, k_NKD, v_NKD, sinks_H, self, options)
         return out
 
     def meetings(
@@ -130,13 +136,16 @@ class _RingAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         split: ContextSplit,
-        scale: float,
-        window: int | None,
+        options: AttendOptions,
     ) -> Tensor:
+        scale, window = options.scale, options.window
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros(q.shape, dtype=wide, device=q.device)
         lse = torch.full(q.shape[:2], -math.inf, dtype=wide, device=q.device)
+        if sinks is not None:  # the first that a query meets, and of no value
+            lse.copy_(sinks)
         for source, kv in _round_the_ring(torch.stack([k, v]), split):
             for queries, keys, offset in split.meetings(source, window):
                 s = _scores(q[queries], kv[0, keys], scale, offset, window)
@@ -147,13 +156,13 @@ class _RingAttention(torch.autograd.Function):
                 out[queries] += part * (part_lse - total).exp_().unsqueeze(-1)
                 lse[queries] = total
         result = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, result, lse)
+        ctx.save_for_backward(q, k, v, sinks, result, lse)
         ctx.split, ctx.scale, ctx.window = split, scale, window
         return result
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        q, k, v, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
         split: ContextSplit = ctx.split
         wide, scale, window = lse.dtype, ctx.scale, ctx.window
         dq = torch.zeros(q.shape, dtype=wide, device=q.device)
@@ -172,7 +181,8 @@ class _RingAttention(torch.autograd.Function):
                 dq[queries] += _weigh(ds, kv[0, keys])
                 dkv[0, keys] += _into_keys(ds, q[queries].to(wide), kv.shape[2])
         dk, dv = _pass_on(dkv, split.rank, split)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        dsinks = None if sinks is None else -((sinks - lse).exp_() * delta).sum(0)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None
 
 
 def _round_the_ring(kv: Tensor, split: ContextSplit) -> Iterator[tuple[int, Tensor]]:

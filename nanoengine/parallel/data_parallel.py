@@ -46,12 +46,13 @@ class Slot:
 
 
 def lay_out(named: list[tuple[str, nn.Parameter]]) -> tuple[list[Slot], int, int]:
-    """Decayed parameters first. Returns (slots, end of the decayed part, total size)."""
+    """Decayed parameters first: matrices, not the biases of experts, which are stacked. Returns
+    (slots, end of the decayed part, total size)."""
     slots: list[Slot] = []
     offset, decay_end = 0, 0
     for decayed in (True, False):
         for name, param in named:
-            if (param.ndim >= 2) is decayed:
+            if (param.ndim >= 2 and not name.endswith(".bias")) is decayed:
                 slots.append(Slot(name, param, offset))
                 offset += -(-param.numel() // ALIGNMENT) * ALIGNMENT
         if decayed:

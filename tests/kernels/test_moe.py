@@ -1,5 +1,7 @@
 """Mixture of experts on a CPU: equals its definition, and a token's bits depend on it alone."""
 
+import math
+
 import pytest
 import torch
 
@@ -49,6 +51,69 @@ def assert_as_good_as_plain_torch(ours, plain, inputs, dtype):
 def test_fused_moe_is_as_good_as_its_definition(dtype, tokens, k):
     inputs = moe_inputs(dtype, tokens=tokens, k=k)
     assert_as_good_as_plain_torch(fused_moe, fused_moe_ref, inputs, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu"])
+@pytest.mark.parametrize("tokens, k", [(13, 3), (1, 7), (40, 1)])
+def test_biases_and_both_activations_are_as_good_as_their_definition(dtype, activation, tokens, k):
+    *floats, ids = moe_inputs(dtype, tokens=tokens, k=k)
+    floats[1] = floats[1] * 3  # the clamps move some
+    generator = torch.Generator().manual_seed(1)
+    biases = [torch.randn(w.shape[:2], generator=generator).to(dtype) for w in floats[1:3]]
+
+    def with_biases(op):
+        return lambda x, w13, w2, weights, b13, b2, ids: op(
+            x, w13, w2, weights, ids, biases=(b13, b2), activation=activation
+        )
+
+    inputs = (*floats, *biases, ids)
+    ours, plain = with_biases(fused_moe), with_biases(fused_moe_ref)
+    assert_as_good_as_plain_torch(ours, plain, inputs, dtype)
+
+
+def test_a_bias_of_an_expert_is_weighted_by_its_choice():
+    """By hand: experts of zero matrices give their second bias times the router's weight."""
+    x, weights = torch.ones(1, 4), torch.tensor([[0.75, 0.25]])
+    w13, w2, b2 = torch.zeros(3, 6, 4), torch.zeros(3, 4, 3), torch.eye(3, 4) * 8
+    ids = torch.tensor([[2, 0]], dtype=torch.int32)
+    y = fused_moe(x, w13, w2, weights, ids, biases=(torch.zeros(3, 6), b2))
+    assert y.tolist() == [[2.0, 0.0, 6.0, 0.0]]
+
+
+def test_the_clamped_activation_by_hand():
+    """(gate, up) of: nothing clamped, gate above, up above, up below; gate has no lower clamp."""
+    h = torch.tensor([1.0, 2.0, 9.0, 0.0, 0.5, 8.0, -9.0, -8.0], dtype=torch.float64)
+    b13 = h.expand(1, 8)
+    w2, one = torch.eye(4, dtype=torch.float64)[None], torch.ones(1, 1, dtype=torch.float64)
+    w13 = torch.zeros(1, 8, 4, dtype=torch.float64)
+    x = torch.zeros(1, 4, dtype=torch.float64)
+    biases = (b13, torch.zeros(1, 4, dtype=torch.float64))
+    ids = torch.zeros(1, 1, dtype=torch.int32)
+    y = fused_moe(x, w13, w2, one, ids, biases=biases, activation="clamped_swiglu")
+    gates, ups = (1.0, 7.0, 0.5, -9.0), (2.0, 0.0, 7.0, -7.0)
+    expected = [
+        (up + 1) * gate / (1 + math.exp(-1.702 * gate)) for gate, up in zip(gates, ups, strict=True)
+    ]
+    assert y[0].tolist() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_a_token_has_the_same_bits_in_every_batch_with_biases_too(dtype):
+    x, w13, w2, weights, ids = moe_inputs(dtype, tokens=40, width=37)
+    biases = tuple(torch.randn(w.shape[:2]).to(dtype) for w in (w13, w2))
+    options = {"biases": biases, "activation": "clamped_swiglu"}
+    together = fused_moe(x, w13, w2, weights, ids, **options)
+    for i in range(40):
+        rows = slice(i, i + 1)
+        alone = fused_moe(x[rows], w13, w2, weights[rows], ids[rows], **options)
+        assert torch.equal(alone[0], together[i]), i
+
+
+def test_biases_of_another_shape_are_refused():
+    x, w13, w2, weights, ids = moe_inputs(torch.float32)
+    with pytest.raises(ValueError, match=r"biases: b2 is torch.float32 \(7, 3\)"):
+        fused_moe(x, w13, w2, weights, ids, biases=(torch.zeros(7, 96), torch.zeros(7, 3)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -97,6 +97,8 @@ SWITCHES: Any = {
     "phi3": {"partial_rotary_factor": 0.5},
     "gemma3_text": {**_WINDOWS, "local_rope_theta": 100.0, "query_pre_attn_scalar": 17},
     "glm4": {"partial_rotary_factor": 0.5},
+    "qwen3_moe": EXPERTS,
+    "gpt_oss": {**EXPERTS, **_WINDOWS, "moe_intermediate_size": 80, "dense_layers": ()},
 }
 """Fields of the families that set them."""
 
@@ -112,11 +114,10 @@ def model_config(case: Case) -> ModelConfig:
         num_kv_heads=4,
         head_dim=8,
         tie_word_embeddings=case.tied,
-        attention_bias=case.family in ("qwen2", "llama", "glm4", "olmo2"),
-        attention_output_bias=case.family in ("llama", "olmo2"),
+        attention_bias=case.family in ("qwen2", "llama", "glm4", "olmo2", "gpt_oss"),
+        attention_output_bias=case.family in ("llama", "olmo2", "gpt_oss"),
         qk_norm=FAMILIES[case.family].qk_norm != "none",
         max_position_embeddings=128,
-        **(EXPERTS if case.family == "qwen3_moe" else {}),
         **SWITCHES.get(case.family, {}),
     )
     return replace(usual, **dict(case.shape))
@@ -129,8 +130,8 @@ def make_model(
     model.init_weights(seed=0, std=0.15)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():  # norms and biases that a rank could not guess
-        for _, parameter in model.named_parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith("bias"):
                 part = record_of(parameter).slice
                 shape = parameter.shape if part is None else part.whole_shape(parameter.shape)
                 noise = 0.2 * torch.randn(shape, generator=generator)

@@ -78,7 +78,7 @@ def gradients(engine: LoraEngine) -> dict[str, torch.Tensor]:
 # Matrices of a layer; some families keep several as one.
 MATRICES = {
     SHAPE: 7, "qwen3-tied-narrow-head": 7, "llama-bias": 7,
-    "granite": 7, "olmo3": 7, "phi3": 4, "gemma3": 7, "glm4": 6,
+    "granite": 7, "olmo3": 7, "phi3": 4, "gemma3": 7, "glm4": 6, "gpt-oss": 4,
 }  # fmt: skip
 
 

@@ -155,6 +155,10 @@ SWITCHED = [  # a family for each switch of families.py, its norms with sequence
     Case(layout=Layout(tp=2), family="glm4", sequence_parallel=True, zero=2),
     Case(layout=Layout(cp=2), family="smollm3"),
     Case(layout=Layout(dp=2), family="gemma3_text", zero=3),
+    Case(layout=Layout(tp=2), family="gpt_oss", tied=False),
+    Case(layout=Layout(tp=2), family="gpt_oss", sequence_parallel=True, zero=2, tied=False),
+    Case(layout=Layout(ep=2), family="gpt_oss", zero=1, tied=False, deal="masked"),
+    Case(layout=Layout(cp=2), family="gpt_oss", zero=3, tied=False),
 ]
 FOUR = [
     Case(layout=Layout(dp=4), zero=2, deal="empty"),
@@ -171,6 +175,7 @@ FOUR = [
     Case(layout=Layout(ep=2, cp=2), zero=2, family="qwen3_moe"),
     Case(layout=Layout(ep=4), zero=3, family="qwen3_moe", activation_checkpointing=True),
     Case(layout=Layout(dp=2, tp=2), zero=2, sequence_parallel=True, family="qwen3_moe"),
+    Case(layout=Layout(dp=2, ep=2), zero=3, family="gpt_oss", tied=False, deal="empty"),
 ]
 EIGHT = [
     Case(layout=Layout(dp=2, cp=2, tp=2), zero=3, sequence_parallel=True, family="qwen3"),

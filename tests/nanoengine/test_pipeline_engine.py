@@ -42,6 +42,7 @@ TWO = [
     pipeline("interleaved", 2, layout=Layout(pp=2), tied=False, family="olmo3"),
     pipeline("1f1b", layout=Layout(pp=2), family="gemma3_text"),
     pipeline("gpipe", layout=Layout(pp=2), family="smollm3"),
+    pipeline("zb_h1", layout=Layout(pp=2), family="gpt_oss", tied=False, budget=40),
 ]
 FOUR = [
     pipeline("1f1b", layout=Layout(pp=2, dp=2), deal="masked"),
@@ -232,7 +233,7 @@ def test_a_damaged_part_or_another_model_is_refused_by_all_ranks(
 # -- export --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "olmo2"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "olmo2", "gpt_oss"])
 def test_a_tp2_pp2_run_is_exported_bit_equal(pool: WorkerPool, tmp_path: Path, family: str) -> None:
     found = pool.run(4, cases.export, str(tmp_path / "hf"), family)
     expected = found[0]["exported"]
@@ -262,6 +263,8 @@ def test_a_tp2_pp2_run_is_exported_bit_equal(pool: WorkerPool, tmp_path: Path, f
     [
         pipeline(layout=Layout(pp=2, ep=2), dtype="fp32", family="qwen3_moe"),
         pipeline(layout=Layout(ep=4), zero=3, dtype="fp32", family="qwen3_moe"),
+        pipeline(layout=Layout(pp=2, ep=2), dtype="fp32", family="gpt_oss", tied=False),
+        pipeline(layout=Layout(ep=4), zero=3, dtype="fp32", family="gpt_oss", tied=False),
     ],
     ids=name,
 )

@@ -56,6 +56,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo3": {**_WINDOWS, "qk_norm": True, "local_rope_theta": 100.0},
     "gemma3_text": {**_WINDOWS, "qk_norm": True, "local_rope_theta": 100.0},
     "glm4": {"partial_rotary_factor": 0.34},
+    "gpt_oss": {
+        **_WINDOWS,
+        "attention_bias": True,
+        "attention_output_bias": True,
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+    },
 }
 
 

@@ -8,6 +8,8 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -114,6 +116,21 @@ _TWO_ROPES = {
 }
 _TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _WINDOW = {"sliding_window": 9}
+_GPT_OSS = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "head_dim": 16,
+    "attn_implementation": "eager",  # transformers has no other with sinks on a CPU
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1000.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 128,
+    },
+}
 
 FAMILY_SHAPES = {
     "mistral-window": (MistralConfig, {**_WINDOW, "head_dim": 12}),
@@ -179,6 +196,22 @@ FAMILY_SHAPES = {
         },
     ),
     "glm4": (Glm4Config, {"head_dim": 12}),
+    "gpt-oss": (GptOssConfig, {**_GPT_OSS, **_WINDOW}),
+    "gpt-oss-full": (
+        GptOssConfig,
+        {
+            **_GPT_OSS,
+            "layer_types": ["full_attention"] * 3,
+            "num_experts_per_tok": 2,
+            "num_key_value_heads": 6,
+            "head_dim": 10,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "gpt-oss-windows": (
+        GptOssConfig,
+        {**_GPT_OSS, **_TWO_KINDS, "sliding_window": 33, "num_experts_per_tok": 5},
+    ),
     "glm4-partial": (
         Glm4Config,
         {
@@ -196,6 +229,7 @@ FAMILY_SHAPES = {
 _CLASSES = {
     Gemma3TextConfig: Gemma3ForCausalLM,
     Glm4Config: Glm4ForCausalLM,
+    GptOssConfig: GptOssForCausalLM,
     GraniteConfig: GraniteForCausalLM,
     MistralConfig: MistralForCausalLM,
     Olmo2Config: Olmo2ForCausalLM,
@@ -219,6 +253,10 @@ def make_reference(shape: str, seed: int = 0) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter) * 0.15
             has_one = "norm" in name and config_class is not Gemma3TextConfig  # which adds it
+            if name.endswith("sinks"):  # from a tenth of the weight of one key to ten times it
+                noise = noise * 15
+            elif name.endswith("gate_up_proj"):  # so that the clamps move some
+                noise = noise * 4
             parameter.copy_(1 + noise if has_one else noise)
     return model
 

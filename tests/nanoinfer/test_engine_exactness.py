@@ -17,7 +17,7 @@ from nanoinfer.engine import LLMEngine
 from nanoinfer.params import Output, SamplingParams
 from nanoinfer.sequence import Sequence
 
-SHAPES = ("llama-gqa-tied", "qwen2-untied-theta", "qwen3-untied-wide-head", "qwen3-moe")
+SHAPES = ("llama-gqa-tied", "qwen2-untied-theta", "qwen3-untied-wide-head", "qwen3-moe", "gpt-oss")
 DTYPES = (torch.float32, torch.bfloat16)
 
 

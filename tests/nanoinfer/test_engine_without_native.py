@@ -49,7 +49,9 @@ def test_a_multi_turn_rollout_has_the_trainers_logps(model: Transformer) -> None
 
 
 @pytest.mark.parametrize("dtype", exactness.DTYPES, ids=("fp32", "bf16"))
-@pytest.mark.parametrize("shape", ["smollm3-window", "granite", "olmo3-yarn", "phi3", "gemma3"])
+@pytest.mark.parametrize(
+    "shape", ["smollm3-window", "granite", "olmo3-yarn", "phi3", "gemma3", "gpt-oss"]
+)
 def test_rollout_logps_of_families_equal_the_training_forward_pass(
     no_native: None, shape: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:

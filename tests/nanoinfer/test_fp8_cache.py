@@ -135,7 +135,7 @@ def test_calibration_measures_the_model_with_its_windows_and_scale(
 
     monkeypatch.setattr(PackedContext, "attend", spy)
     calibrated_scales(model, CALIBRATION)
-    assert seen == [{"scale": 0.3, "window": window} for window in (None, 1, 2)]
+    assert seen == [{"scale": 0.3, "window": window, "sinks": None} for window in (None, 1, 2)]
 
 
 def test_scales_are_the_powers_of_two_that_leave_room_for_four_times_the_text(folder: Path) -> None:

@@ -23,6 +23,16 @@ EXPERTS = {
     "moe_intermediate_size": 64,
     "model_type": "qwen3_moe",
 }
+GPT_OSS = {
+    **EXPERTS,
+    "moe_intermediate_size": 128,
+    "model_type": "gpt_oss",
+    "norm_topk_prob": True,
+    "attention_bias": True,
+    "attention_output_bias": True,
+    "qk_norm": False,
+    "tie_word_embeddings": False,
+}
 
 
 def make(kind: str, **options: Any) -> StaticDecode:
@@ -55,7 +65,7 @@ def make(kind: str, **options: Any) -> StaticDecode:
     return StaticDecode(model, KVCache(shape, layout), 18)
 
 
-@pytest.mark.parametrize("options", [{}, EXPERTS], ids=["dense", "moe"])
+@pytest.mark.parametrize("options", [{}, EXPERTS, GPT_OSS], ids=["dense", "moe", "gpt_oss"])
 @pytest.mark.parametrize("kind", ["auto", "fp8"])
 def test_the_work_reads_nothing_back_and_its_grid_knows_no_length(
     kind: str, options: dict[str, Any]

@@ -159,7 +159,7 @@ def test_what_the_layers_in_cpp_lack_runs_op_by_op(tmp_path: Path) -> None:
     assert make_decoder(dense, fp8) is None
     assert make_decoder(load(DENSE[0], tmp_path / "wide", torch.float64), make_cache(dense)) is None
     assert make_decoder(dense, make_cache(dense)) is not None
-    for family in ("olmo2", "olmo3", "phi3-longrope", "gemma3", "glm4"):
+    for family in ("olmo2", "olmo3", "phi3-longrope", "gemma3", "glm4", "gpt-oss"):
         other = load(family, tmp_path / family, torch.float32)
         assert make_decoder(other, make_cache(other)) is None, family
     first = dense.layers[0]

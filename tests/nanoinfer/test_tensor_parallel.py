@@ -38,6 +38,8 @@ def check(found: list[list[Output]], expected: list[Output]) -> None:
         ("phi3-longrope", False),
         ("gemma3", False),
         ("glm4", True),
+        ("gpt-oss-full", False),
+        ("gpt-oss-windows", True),
     ],
 )
 def test_two_ranks_say_what_one_process_says(
@@ -53,7 +55,7 @@ def test_two_ranks_say_what_one_process_says(
         assert cache_elements * 200 * 2 == alone._runner.cache.data.numel() * 7
 
 
-@pytest.mark.parametrize("shape", ["llama-gqa-tied", "phi3"])
+@pytest.mark.parametrize("shape", ["llama-gqa-tied", "phi3", "gpt-oss"])
 def test_weights_are_updated_in_place_on_every_rank(
     pool: WorkerPool, tmp_path: Path, shape: str
 ) -> None:

@@ -26,6 +26,8 @@ LAYOUTS = {
     "pp2": Case(dtype="fp32", layout=Layout(pp=2)),
     "dp2-zero3": Case(dtype="fp32", layout=Layout(dp=2), zero=3),
     "ep2": Case(dtype="fp32", layout=Layout(ep=2), family="qwen3_moe"),
+    "stacked-ep2": Case(dtype="fp32", layout=Layout(ep=2), family="gpt_oss", tied=False),
+    "stacked-tp2": Case(dtype="fp32", layout=Layout(tp=2), family="gpt_oss", tied=False),
 }
 ALONE = LAYOUTS["single"]
 

@@ -13,8 +13,15 @@ NEED_OF = {"_delta_kernel": ("ld128",)}
 NEED_OF_256 = {**NEED_OF, "_dkdv_kernel": ("mma_sync", "ld128")}
 
 
-def attend(name: str, window: int | None, return_lse: bool, batch_invariant: bool = False) -> None:
+def attend(
+    name: str,
+    window: int | None,
+    return_lse: bool,
+    batch_invariant: bool = False,
+    has_sinks: bool = False,
+) -> None:
     heads, num_kv, head_dim = ATTENTION_SHAPES[name]
+    sinks = torch.empty(heads, requires_grad=True) if has_sinks else None
     dtype = torch.float32 if name.startswith("fp32") else torch.bfloat16
     q = torch.empty(4096, heads, head_dim, dtype=dtype, requires_grad=True)
     k, v = (
@@ -22,7 +29,7 @@ def attend(name: str, window: int | None, return_lse: bool, batch_invariant: boo
     )  # fmt: skip
     cu = torch.empty(5, dtype=torch.int32)
     out = flash_attn_varlen(
-        q, k, v, cu, cu, 2048, 2048, window=window, return_lse=return_lse,
+        q, k, v, cu, cu, 2048, 2048, window=window, return_lse=return_lse, sinks=sinks,
         batch_invariant=batch_invariant, backend="triton",
     )  # fmt: skip
     outs = out if return_lse else (out,)
@@ -75,6 +82,13 @@ def cases() -> Iterator[GateCase]:
         need=("wgmma", "ld128"),
         need_of=NEED_OF,
     )
+    for window in (None, 128):  # gpt-oss: heads of 64
+        yield GateCase(
+            f"flash-half-64-sinks{'' if window is None else '-window'}",
+            lambda w=window: attend("half-64", w, False, has_sinks=True),
+            need=("wgmma", "ld128"),
+            need_of=NEED_OF,
+        )
     yield GateCase("tree", tree, need_of={"_forward_kernel": ("wgmma", "ld128")})
     yield GateCase("gather_rows", gather, need=("ld128",))
     yield GateCase("add_rows", embedding_gradient, need=("ld128",))

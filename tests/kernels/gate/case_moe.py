@@ -30,6 +30,24 @@ def moe(tokens: int, backward: bool, dtype: torch.dtype = torch.bfloat16) -> Cal
     return call
 
 
+def gpt_oss(tokens: int, backward: bool) -> Callable[[], object]:
+    """32 experts, 4 a token, with biases and the clamped activation."""
+
+    def call() -> object:
+        hidden = width = 2880
+        x, w13, w2 = leaf(tokens, hidden), leaf(32, 2 * width, hidden), leaf(32, hidden, width)
+        biases = leaf(32, 2 * width), leaf(32, hidden)
+        weights = torch.empty(tokens, 4, requires_grad=True)
+        ids = torch.empty(tokens, 4, dtype=torch.int32)
+        y = fused_moe(
+            x, w13, w2, weights, ids, biases=biases, activation="clamped_swiglu", backend="triton"
+        )
+        leaves = (x, w13, w2, weights, *biases)
+        return torch.autograd.grad(y.sum(), leaves) if backward else y
+
+    return call
+
+
 def router(experts: int = EXPERTS, k: int = K) -> object:
     grads = []
     for dtype in (torch.bfloat16, torch.float32):
@@ -66,6 +84,8 @@ def cases() -> Iterator[GateCase]:
     decode = {**of, "_rows_kernel": ("ld128",)}
     yield GateCase("moe-decode", moe(64, False), need=tiny, need_of=decode)
     yield GateCase("moe-train-64_rows", moe(1024, True), need=tiny, need_of=of)  # an expert's mean
+    yield GateCase("moe-gpt_oss-train", gpt_oss(8192, True), need=tiny, need_of=of)
+    yield GateCase("moe-gpt_oss-decode", gpt_oss(64, False), need=tiny, need_of=decode)
     yield GateCase("moe-route", router)
     for experts, k in ((256, 8), (512, 10)):  # DeepSeek-V3, Qwen3-Next
         yield GateCase(f"moe-route-{experts}", lambda e=experts, k=k: router(e, k))

@@ -29,13 +29,17 @@ def query(num_tokens: int, shape: tuple[int, int, int], dtype: torch.dtype) -> t
 
 
 def attend(
-    shape: tuple[int, int, int], block_size: int, dtype: torch.dtype, window: int | None = None
+    shape: tuple[int, int, int],
+    block_size: int,
+    dtype: torch.dtype,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     q = query(2048, shape, dtype)
     starts, lens, tables = step_indices(17)
     paged_attention(
         q, query_start_loc=starts, seq_lens=lens, block_tables=tables, max_query_len=512,
-        max_seq_len=4096, window=window, **make_caches(shape, block_size, dtype),
+        max_seq_len=4096, window=window, sinks=sinks, **make_caches(shape, block_size, dtype),
         backend="triton",
     )  # fmt: skip
 
@@ -46,11 +50,12 @@ def decode(
     block_size: int,
     dtype: torch.dtype,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     q = query(num_seqs, shape, dtype)
     _, lens, tables = step_indices(num_seqs)
     paged_attention_decode(
-        q, seq_lens=lens, block_tables=tables, max_seq_len=4096, window=window,
+        q, seq_lens=lens, block_tables=tables, max_seq_len=4096, window=window, sinks=sinks,
         **make_caches(shape, block_size, dtype), backend="triton",
     )  # fmt: skip
 
@@ -109,6 +114,20 @@ def cases() -> Iterator[GateCase]:
         yield GateCase(
             f"paged_decode-window-{name}-split",
             lambda s=shape, d=dtype: decode(s, 4, 16, d, 1024),
+            need=memory,
+            need_of=merge,
+        )
+    shape = ATTENTION_SHAPES["half-64"]  # gpt-oss: heads of 64
+    for window in (None, 128):
+        name = "sinks" if window is None else "sinks-window"
+        yield GateCase(
+            f"paged_prefill-{name}",
+            lambda w=window: attend(shape, 16, torch.bfloat16, w, torch.empty(shape[0])),
+            need=("wgmma", "ld128"),
+        )
+        yield GateCase(
+            f"paged_decode-{name}-split",
+            lambda w=window: decode(shape, 4, 16, torch.bfloat16, w, torch.empty(shape[0])),
             need=memory,
             need_of=merge,
         )

@@ -112,9 +112,24 @@ def test_the_tile_of_an_expert_does_not_depend_on_the_number_of_rows(dtype):
     assert rows_a_tile(8, 8, dtype, True) == rows_a_tile(10**6, 8, dtype, True)
 
 
-def make_model(num_experts: int, dtype: torch.dtype) -> Transformer:
+_MOE = {"num_experts": 4, "num_experts_per_token": 2, "norm_topk_prob": True}
+FAMILIES = {
+    "qwen3": {"qk_norm": True},
+    "qwen3_moe": {**_MOE, "qk_norm": True, "moe_intermediate_size": 16},
+    "gpt_oss": {
+        **_MOE,
+        "moe_intermediate_size": 48,
+        "attention_bias": True,
+        "attention_output_bias": True,
+        "sliding_window": 9,
+        "window_layers": (0,),
+    },
+}
+
+
+def make_model(family: str, dtype: torch.dtype) -> Transformer:
     config = ModelConfig(
-        model_type="qwen3_moe" if num_experts else "qwen3",
+        model_type=family,
         vocab_size=67,
         hidden_size=32,
         intermediate_size=48,
@@ -126,13 +141,15 @@ def make_model(num_experts: int, dtype: torch.dtype) -> Transformer:
         rope_theta=1e4,
         max_position_embeddings=256,
         tie_word_embeddings=False,
-        qk_norm=True,
-        num_experts=num_experts,
-        num_experts_per_token=2 if num_experts else 0,
-        moe_intermediate_size=16 if num_experts else 0,
+        **FAMILIES[family],
     )
     model = Transformer(config, dtype)
     model.init_weights(5, std=0.3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "sinks")):
+                parameter.copy_(torch.linspace(-1, 2, parameter.numel()).view_as(parameter))
+    model.repack()
     return model
 
 
@@ -153,11 +170,19 @@ def on_triton(monkeypatch):
     monkeypatch.setattr(model_runner, "make_decoder", lambda *_: None)
 
 
-@pytest.mark.parametrize(("dtype", "num_experts"), [(torch.float32, 0), (torch.bfloat16, 0),
-                                                    (torch.float32, 4)])  # fmt: skip
-def test_rollout_log_probs_equal_training_log_probs_bit_for_bit(on_triton, dtype, num_experts):
+@pytest.mark.parametrize(
+    ("dtype", "family"),
+    [
+        (torch.float32, "qwen3"),
+        (torch.bfloat16, "qwen3"),
+        (torch.float32, "qwen3_moe"),
+        (torch.float32, "gpt_oss"),
+        (torch.bfloat16, "gpt_oss"),
+    ],
+)
+def test_rollout_log_probs_equal_training_log_probs_bit_for_bit(on_triton, dtype, family):
     """Prompts of odd lengths, prefilled in chunks beside others that decode."""
-    model = make_model(num_experts, dtype)
+    model = make_model(family, dtype)
     sizes = {"num_blocks": 40, "max_batch_tokens": 24, "max_num_seqs": 4}
     engine = LLMEngine(model, InferConfig(**sizes, deterministic=True))
     prompts = [[(7 * i + j) % 67 for j in range(n)] for i, n in enumerate((3, 41, 18))]

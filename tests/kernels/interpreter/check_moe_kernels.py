@@ -94,6 +94,34 @@ def test_fused_moe(dtype, tokens, experts, k):
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu"])
+@pytest.mark.parametrize("tokens, experts, k", [(23, 5, 2), (2, 6, 3)])
+def test_fused_moe_with_biases(dtype, activation, tokens, experts, k):
+    torch.manual_seed(0)
+    weights, ids = topk_softmax(torch.randn(tokens, experts), k)
+    inputs = [
+        torch.randn(tokens, 40),
+        torch.randn(experts, 2 * 35, 40) * 0.8,  # the clamps move some
+        torch.randn(experts, 40, 35),
+        weights,
+        torch.randn(experts, 2 * 35),
+        torch.randn(experts, 40),
+    ]
+
+    def run(op, *given, **options):
+        *rest, b13, b2 = given
+        return op(*rest, ids, biases=(b13, b2), activation=activation, **options)
+
+    assert_as_good_as_plain_torch(
+        lambda *t: run(fused_moe, *t, backend="triton"),
+        lambda *t: run(fused_moe_ref, *t),
+        inputs,
+        dtype,
+        keep=(3,),
+    )
+
+
 def test_no_tokens_give_empty_outputs_and_zero_gradients():
     leaves = [torch.randn(s).requires_grad_() for s in ((0, 8), (3, 12, 8), (3, 8, 6), (0, 2))]
     with poisoned_memory():
