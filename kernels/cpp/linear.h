@@ -253,5 +253,6 @@ void linear_unpacked(T* y, const T* x, const T* weight, const T* bias, int64_t r
   packed.resize(ceil_of(outputs, PANEL) * ceil_of(inputs, PER_PACKED_WORD<T>) * PANEL + LINE);
   const uintptr_t begin = ((uintptr_t)packed.data() + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
   pack((float*)begin, weight, inputs, outputs, threads);
-  linear(y, x, (const float*)begin, bias, rows, inputs, outputs, x_stride, threads);
+  const PackedWeight<T, float> laid_out{(const float*)begin, nullptr, bias};
+  linear(y, x, laid_out, rows, inputs, outputs, x_stride, threads);
 }

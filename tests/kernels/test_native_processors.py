@@ -115,7 +115,7 @@ def test_the_sums_of_a_tile_stay_in_registers(march, register, dtype, tmp_path):
     source.write_text(re.sub(r"\bT\b", dtype, LOOPS))
     compile_with((f"-march={march}", "-S"), str(source), "-o", str(assembly))
     loops = hot_loops(assembly.read_text())
-    assert len(loops) == 4
+    assert len(loops) == 5
     for loop in loops:
         assert f"%{register}" in loop
         stored = re.findall(rf"vmov\w+\s+%{register}\d+, .*\(%r[sb]p\)", loop)
