@@ -262,7 +262,7 @@ class LowRankTable:
     ) -> None:
         """`pack`ed fp32: low [rank, in], and for each part (high [width, its rank], the matrix's
         output it begins at, width, its rank)."""
-        found = (_LowRankPart * len(parts))(*((x.data_ptr(), *sizes) for x, *sizes in parts))
+        found = (_LowRankPart * len(parts))(*(_LowRankPart(x.data_ptr(), *s) for x, *s in parts))
         self._held = low, parts, found
         self._struct = _LowRank(low.data_ptr(), rank, found, len(parts))
 

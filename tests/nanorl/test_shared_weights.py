@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from nanoengine.engine import Engine, EngineConfig
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.linear import PackedLinear
-from nanoengine.model.lora import LoraConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
 from nanoengine.parallel.data_parallel import lay_out
@@ -33,6 +32,7 @@ from nanoinfer.params import Output, SamplingParams
 from nanorl import colocation
 from nanorl.agents import kit
 from nanorl.colocation import InlinePublisher, can_share_weights
+from nanorl.config import LoraOptions
 from nanorl.parts import Parts
 from nanorl.presets import get_preset
 from nanorl.roles import inline
@@ -256,11 +256,12 @@ def test_copies_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_who_may_share() -> None:
     config = get_preset("smollm2").config()
+    assert can_share_weights(replace(config, lora=LoraOptions(rank=4, base_dtype="int8")), CPU)
     assert can_share_weights(config, CPU)
     assert not can_share_weights(config, torch.device("cuda:0"))
     for other in (
         replace(config, rl=replace(config.rl, max_staleness=1)),
-        replace(config, lora=LoraConfig(rank=4)),
+        replace(config, lora=LoraOptions(rank=4)),
         replace(config, engine=replace(config.engine, in_flight="wait")),
         mock.Mock(wraps=config, engine=mock.Mock(quantization="fp8", in_flight="recompute")),
     ):
