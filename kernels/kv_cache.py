@@ -15,7 +15,6 @@ from torch import Tensor
 
 from kernels.backend import Backend, check_tensors, use_native, use_triton
 from kernels.cpp import ops as cpp_ops
-from kernels.cpp.build import has_native
 from kernels.cpp.ops import has_key_runs
 from kernels.host_memory import fresh_pages
 
@@ -55,6 +54,7 @@ def reshape_and_cache(
     if debug:
         _check_slots(slot_mapping_T, v_cache, lowest=-1)
     if use_triton(backend, k_TKD, has_cpp=True):
+        check_rows(k_cache)
         from kernels.triton import kv_cache as triton_ops
 
         triton_ops.store(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T, k_scale, v_scale)
@@ -99,7 +99,7 @@ def keys_in_runs(cache: Tensor) -> Tensor:
 
     The cache itself where keys stay rows: another dtype than C++'s or no compiler, another device,
     an order other than `make_kv_cache`'s, blocks that are not whole runs, heads not whole words."""
-    if not has_native(cache) or not heads_first(cache).is_contiguous():
+    if not use_native("auto", cache) or not heads_first(cache).is_contiguous():
         return cache
     num_blocks, block_size, num_kv, head_dim = cache.shape
     num_keys, per_word = cpp_ops.run_shape(cache.dtype)
@@ -165,9 +165,12 @@ def check_like(k_cache: Tensor, v_cache: Tensor) -> None:
 
 
 def check_rows(cache: Tensor) -> None:
-    """Raises for a cache of keys in runs where rows are to be counted."""
+    """Raises for a cache of keys in runs where rows are to be counted or, by Triton, read."""
     if has_key_runs(cache):
-        raise ValueError("cache: keys in runs have no rows; give the layer's cache of values")
+        raise ValueError(
+            "cache: keys in runs have no rows; to count rows give the layer's cache of values, to "
+            "Triton keys as make_kv_cache laid them"
+        )
 
 
 def head_rows(cache: Tensor) -> int:

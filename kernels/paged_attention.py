@@ -191,6 +191,7 @@ def paged_attention(
     if debug:
         check_block_range(block_tables, seq_lens, v_cache)
     if use_triton(backend, q_THD, has_cpp=True):
+        check_rows(k_cache)
         starts, lens, tables = _device_step(query_start_loc, seq_lens, block_tables, q_THD)
         if starts.shape[0] != lens.shape[0] + 1:
             raise ValueError(
@@ -294,6 +295,7 @@ def paged_attention_decode(
             sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out, backend=backend, debug=debug,
         )  # fmt: skip
     _check_caches(q_BHD, k_cache, v_cache, scales, out)
+    check_rows(k_cache)
     check_window(window)
     check_sinks(sinks, q_BHD)
     sinks = wide_sinks(sinks, q_BHD)

@@ -1,11 +1,19 @@
 """A cache whose keys lie in runs, as C++ multiplies them: it holds what one with rows holds,
 PyTorch reads and writes it too, and where keys cannot lie so they stay rows."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from native_cases import DTYPES, bounds, causal_attention, shuffled_cache, split_qkv
 
-from kernels import make_kv_cache, make_paged_plan, paged_attention, reshape_and_cache
+from kernels import (
+    make_kv_cache,
+    make_paged_plan,
+    paged_attention,
+    paged_attention_decode,
+    reshape_and_cache,
+)
 from kernels.cpp.ops import run_shape
 from kernels.kv_cache import cache_rows, key_rows, keys_in_runs
 from nanoengine.model.config import ModelConfig
@@ -92,9 +100,9 @@ def test_rows_are_counted_in_values_and_runs_must_be_theirs():
     values = make_kv_cache((3, 32, 2, 8), torch.float32, "cpu")
     keys = keys_in_runs(make_kv_cache((3, 32, 2, 8), torch.float32, "cpu"))
     q, table = torch.zeros(1, 2, 8), torch.tensor([[0]])
-    with pytest.raises(ValueError, match="cache: keys in runs have no rows; give"):
+    with pytest.raises(ValueError, match="cache: keys in runs have no rows"):
         make_paged_plan([0, 1], [1], table, cache=keys, num_heads=2, dtype=torch.float32)
-    with pytest.raises(ValueError, match="cache: keys in runs have no rows; give"):
+    with pytest.raises(ValueError, match="cache: keys in runs have no rows"):
         cache_rows(torch.tensor([0]), keys)
     limits = {"max_query_len": 1, "max_seq_len": 1}
     assert not paged_attention(q, keys, values, [0, 1], [1], table, **limits).any()
@@ -105,6 +113,23 @@ def test_rows_are_counted_in_values_and_runs_must_be_theirs():
             reshape_and_cache(q, q, bad, values, torch.tensor([0]))
     with pytest.raises(ValueError, match=r"k_cache: keys in runs .* must be keys_in_runs of"):
         paged_attention(q, keys, values.contiguous(), [0, 1], [1], table, **limits)
+
+
+@pytest.mark.usefixtures("native")
+def test_triton_refuses_keys_in_runs(monkeypatch):
+    """It would read them as rows."""
+    keys = keys_in_runs(make_kv_cache((3, 32, 2, 8), torch.float32, "cpu"))
+    values = make_kv_cache((3, 32, 2, 8), torch.float32, "cpu")
+    for module in ("kv_cache", "paged_attention"):
+        found = import_module(f"kernels.{module}")  # the package has functions of these names
+        monkeypatch.setattr(found, "use_triton", lambda *_, **__: True)
+    q, table, lens = torch.zeros(1, 2, 8), torch.tensor([[0]]), torch.tensor([1])
+    with pytest.raises(ValueError, match="cache: keys in runs have no rows"):
+        reshape_and_cache(q, q, keys, values, torch.tensor([0]))
+    with pytest.raises(ValueError, match="cache: keys in runs have no rows"):
+        paged_attention(q, keys, values, [0, 1], lens, table, max_query_len=1, max_seq_len=1)
+    with pytest.raises(ValueError, match="cache: keys in runs have no rows"):
+        paged_attention_decode(q, keys, values, table, lens, max_seq_len=1)
 
 
 @pytest.mark.usefixtures("native")
