@@ -33,7 +33,6 @@ from nanoengine.packing import (
 from nanoengine.parallel.context_parallel import ContextSplit
 from nanoengine.parallel.mesh import Mesh
 
-
 _PASS_BYTES = 192 << 20
 """What the layers keep for a backward pass on a CPU, chosen as small as costs no time."""
 _PASS_ROWS = 512

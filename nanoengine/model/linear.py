@@ -31,7 +31,7 @@ from kernels import (
     quantize_fp8,
 )
 from kernels.fp8 import GROUP
-from kernels.linear import Recipe
+from kernels.linear import InputRecipe
 
 # -- what is known about a parameter ---------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class TensorSplit(Protocol):
         ...
 
     def multiply_rows(
-        self, matrix: PackedLinear, x: Tensor, recipe: Recipe | None = None
+        self, matrix: PackedLinear, x: Tensor, recipe: InputRecipe | None = None
     ) -> Tensor:
         """The product with a matrix split by rows, bias included, summed over the ranks."""
         ...
@@ -199,7 +199,7 @@ class NoSplit:
         return x
 
     def multiply_rows(
-        self, matrix: PackedLinear, x: Tensor, recipe: Recipe | None = None
+        self, matrix: PackedLinear, x: Tensor, recipe: InputRecipe | None = None
     ) -> Tensor:
         out: Tensor = matrix(x, recipe)
         return out
@@ -264,12 +264,12 @@ class PackedLinear(nn.Module):
         self.fp8: tuple[Tensor, Tensor] | None = None  # values and scales, where it was quantised
         self.adapters: MatrixChange | None = None  # of an inference engine (nanoinfer)
 
-    def forward(self, x: Tensor, recipe: Recipe | None = None) -> Tensor:
+    def forward(self, x: Tensor, recipe: InputRecipe | None = None) -> Tensor:
         """With `recipe` the backward pass makes x again."""
         y = self._multiply(x, recipe)
         return y if self.adapters is None else self.adapters.add_to(y, x)
 
-    def _multiply(self, x: Tensor, recipe: Recipe | None) -> Tensor:
+    def _multiply(self, x: Tensor, recipe: InputRecipe | None) -> Tensor:
         if self.fp8 is not None:
             return self._multiply_fp8(x)
         return linear(
