@@ -19,7 +19,7 @@ and leaves (weight, dy, x) there for `finish_weight_grads`. Pipelines fill their
 Or `take_grad`, a callable, which is then given (dy, x) in place of the weight's gradient: that of a
 low-rank change of the weight takes much less than the gradient itself (adapters, nanoengine).
 
-A product keeps its input for the gradient of the weight, unless the caller gives a `InputRecipe`: the
+A product keeps its input for the gradient of the weight, unless it is given an `InputRecipe`: the
 backward pass then makes the input again, from tensors that others keep anyway.
 
 On a GPU the product is cuBLAS's, which chooses its algorithm by the number of rows. Where the two
