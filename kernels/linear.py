@@ -19,7 +19,7 @@ and leaves (weight, dy, x) there for `finish_weight_grads`. Pipelines fill their
 Or `take_grad`, a callable, which is then given (dy, x) in place of the weight's gradient: that of a
 low-rank change of the weight takes much less than the gradient itself (adapters, nanoengine).
 
-A product keeps its input for the gradient of the weight, unless the caller gives a `Recipe`: the
+A product keeps its input for the gradient of the weight, unless it is given an `InputRecipe`: the
 backward pass then makes the input again, from tensors that others keep anyway.
 
 On a GPU the product is cuBLAS's, which chooses its algorithm by the number of rows. Where the two
@@ -51,7 +51,7 @@ _SCRATCH_BYTES = 1 << 25
 _ADD_ELEMENTS = 1 << 18  # 1 MB in fp32: stays in the processor's cache
 
 
-class Recipe(NamedTuple):
+class InputRecipe(NamedTuple):
     """Says how the input of a product is made again for its backward pass: `make(*sources)`, which
     gives the same bits every time and takes much less than the product. Worth it where somebody
     else keeps the sources."""
@@ -241,7 +241,7 @@ def linear(
     bias: Tensor | None = None,
     packed: Tensor | None = None,
     *,
-    recipe: Recipe | None = None,
+    recipe: InputRecipe | None = None,
     batch_invariant: bool = False,
     backend: Backend = "auto",
 ) -> Tensor:

@@ -3,8 +3,8 @@
     bits of the master = bits of the weight · 2^16 + remainder,   −2^15 ≤ remainder < 2^15
 
 The weight exists anyway, since the model computes with it, so a master costs two bytes beside it
-instead of four. It is the weight that PyTorch rounds to, to the nearest and of two equally near
-ones to the even, and with it every master comes back bit for bit but for one kind. Rounding to even
+instead of four. It is the weight that PyTorch rounds to, the nearest, and of two equally near ones
+the even one, and with it every master comes back bit for bit but for one kind. Rounding to even
 gives an even weight the masters half way on both of its sides, one more than 16 bits can tell
 apart. The one above it (1 in 131,072) is kept as its neighbour towards the weight: its last bit, as
 far off as any rounding of the arithmetic before. To split that one again changes nothing.

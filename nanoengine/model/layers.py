@@ -31,7 +31,7 @@ from kernels import (
     rms_norm,
     swiglu,
 )
-from kernels.linear import Recipe
+from kernels.linear import InputRecipe
 from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.linear import PackedLinear, TensorSplit, mark_partial, mark_slice
@@ -183,13 +183,13 @@ class DecoderLayer(nn.Module):
             return residual_TE, residual_TE
         return add_norm_rows(x_TE, residual_TE, norm, self.eps, offset)
 
-    def _recipe(self, residual_TE: Tensor, norm: Tensor | None) -> Recipe | None:
+    def _recipe(self, residual_TE: Tensor, norm: Tensor | None) -> InputRecipe | None:
         """How what `_read` returned is made again for the backward pass. With an offset the norm
         keeps a wide copy of its input instead; on a GPU the fused norm reads the sum before it is
         rounded; and ranks that share matrices gather the rows."""
         if norm is None or self.family.norm_offset or residual_TE.is_cuda or self.split.size > 1:
             return None
-        return Recipe(partial(rms_norm, eps=self.eps), (residual_TE, norm))
+        return InputRecipe(partial(rms_norm, eps=self.eps), (residual_TE, norm))
 
     def _written(self, x_TE: Tensor, norm: Tensor | None) -> Tensor:
         """What is added to the residual stream."""
@@ -197,17 +197,17 @@ class DecoderLayer(nn.Module):
             x_TE = norm_rows(x_TE, norm, self.eps, self.family.norm_offset)
         return x_TE if self.multiplier == 1.0 else x_TE * self.multiplier
 
-    def _mlp(self, y_TE: Tensor, recipe: Recipe | None, num_rows: int) -> Tensor:
+    def _mlp(self, y_TE: Tensor, recipe: InputRecipe | None, num_rows: int) -> Tensor:
         if self.moe is not None:
             out: Tensor = self.moe(y_TE, num_rows)
             return out
         activate = _ACTIVATIONS[self.family.activation]
         gate_up_T2F = self.gate_up(self.split.enter(y_TE, num_rows), recipe)
         hidden_TF = activate(gate_up_T2F)
-        return self.split.multiply_rows(self.down, hidden_TF, Recipe(activate, (gate_up_T2F,)))
+        return self.split.multiply_rows(self.down, hidden_TF, InputRecipe(activate, (gate_up_T2F,)))
 
     def _attend(
-        self, y_TE: Tensor, recipe: Recipe | None, rope: Rope, context: AttentionContext
+        self, y_TE: Tensor, recipe: InputRecipe | None, rope: Rope, context: AttentionContext
     ) -> Tensor:
         y_TE = self.split.enter(y_TE, rope[0].shape[0])
         q, k, v = self.qkv(y_TE, recipe).split((self.q_width, self.kv_width, self.kv_width), -1)

@@ -36,7 +36,7 @@ from kernels import (
 )
 from kernels.cpp.ops import LowRankTable
 from kernels.fp8 import GROUP
-from kernels.linear import Recipe
+from kernels.linear import InputRecipe
 
 # -- what is known about a parameter ---------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class TensorSplit(Protocol):
         ...
 
     def multiply_rows(
-        self, matrix: PackedLinear, x: Tensor, recipe: Recipe | None = None
+        self, matrix: PackedLinear, x: Tensor, recipe: InputRecipe | None = None
     ) -> Tensor:
         """The product with a matrix split by rows, bias included, summed over the ranks."""
         ...
@@ -210,7 +210,7 @@ class NoSplit:
         return x
 
     def multiply_rows(
-        self, matrix: PackedLinear, x: Tensor, recipe: Recipe | None = None
+        self, matrix: PackedLinear, x: Tensor, recipe: InputRecipe | None = None
     ) -> Tensor:
         out: Tensor = matrix(x, recipe)
         return out
@@ -305,7 +305,7 @@ class PackedLinear(nn.Module):
         self.change: WeightChange | None = None
         self.adapters: MatrixChange | None = None  # of an inference engine (nanoinfer)
 
-    def forward(self, x: Tensor, recipe: Recipe | None = None) -> Tensor:
+    def forward(self, x: Tensor, recipe: InputRecipe | None = None) -> Tensor:
         """With `recipe` the backward pass makes x again."""
         y = self._multiply(x, recipe)
         if self.change is not None:
@@ -317,7 +317,7 @@ class PackedLinear(nn.Module):
         """Where the numbers are."""
         return self.weight.device if self.int8 is None else self.int8.values.device
 
-    def _multiply(self, x: Tensor, recipe: Recipe | None) -> Tensor:
+    def _multiply(self, x: Tensor, recipe: InputRecipe | None) -> Tensor:
         if self.int8 is not None:
             return int8_linear(x, self.int8, self.bias)
         if self.fp8 is not None:

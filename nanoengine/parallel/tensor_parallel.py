@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kernels import linear, linear_topk, pack_weight
 from kernels.linear import (
-    Recipe,
+    InputRecipe,
     accumulate_weight_grad,
     add_weight_grad,
     linear_rows,
@@ -74,7 +74,7 @@ class TensorParallel:
         return out
 
     def multiply_rows(
-        self, matrix: PackedLinear, x: Tensor, recipe: Recipe | None = None
+        self, matrix: PackedLinear, x: Tensor, recipe: InputRecipe | None = None
     ) -> Tensor:
         product = linear(
             x,

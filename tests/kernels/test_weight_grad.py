@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import linear, swiglu
-from kernels.linear import Recipe, add_wide, finish_weight_grads, weight_grad
+from kernels.linear import InputRecipe, add_wide, finish_weight_grads, weight_grad
 from kernels.linear_logprob import _add_weight_gradient
 
 TOKENS, NUM_IN, NUM_OUT = 6, 8, 10
@@ -71,7 +71,7 @@ def test_a_product_with_a_recipe_has_the_same_gradients_and_does_not_keep_its_in
     weight = torch.randn(NUM_OUT, NUM_IN).bfloat16().requires_grad_()
     gate_up = torch.randn(TOKENS, 2 * NUM_IN).bfloat16().requires_grad_()
     found, inputs = [], []
-    for recipe in (None, Recipe(swiglu, (gate_up,))):
+    for recipe in (None, InputRecipe(swiglu, (gate_up,))):
         kept = set()
 
         def keep(tensor, kept=kept):
