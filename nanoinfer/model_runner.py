@@ -323,7 +323,7 @@ def make_runner(
 def make_decoder(model: Transformer, cache: KVCache) -> Decoder | None:
     """The model's layers as one call; None where a layer needs more than the C++ functions do:
     experts, a split over ranks, fp8, scales of scores that differ, a switch of the family that they
-    lack, a machine without a compiler. Make another one when the weights, an adapter over them or
+    lack, a machine without a compiler, prepacked copies that the trainer has lent. Make another one when the weights, an adapter over them or
     the cache are replaced; what is written to them in place counts at once."""
     layers = [cast(DecoderLayer, layer) for layer in model.layers]
     is_plain = (
@@ -370,13 +370,15 @@ def _is_plain(layer: DecoderLayer) -> bool:
         and family.rope_pairs == "halves"
         and (has_whole_rope or has_no_rope)
         and not layer.has_local_rope
-        and all(
-            module.change is None or module.change.table is not None
-            for module in layer.modules()
-            if isinstance(module, PackedLinear)
-        )
+        and all(_is_readable(one) for one in layer.modules() if isinstance(one, PackedLinear))
         and not family.sinks
     )
+
+
+def _is_readable(matrix: PackedLinear) -> bool:
+    """True for a matrix that the C++ functions can read where it lies."""
+    has_panels = matrix.packed is not None or matrix.int8 is not None
+    return has_panels and (matrix.change is None or matrix.change.table is not None)
 
 
 def _weights(layer: DecoderLayer) -> LayerWeights:
