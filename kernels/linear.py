@@ -99,13 +99,19 @@ def linear_rows(
         return y_TO if bias is None else y_TO.add_(bias)
     if not is_packable(weight_OI) or x_TI.dtype != weight_OI.dtype:
         return F.linear(x_TI, weight_OI, bias)
-    if packed is None and is_native(weight_OI) and weight_OI.nbytes <= _SCRATCH_BYTES:
+    if packed is None and _fits_scratch(weight_OI):
         return cpp_ops.linear_unpacked(x_TI, weight_OI, bias)
     packed = pack_weight(weight_OI) if packed is None else packed
     assert packed is not None, "packable weights have a packed form"
     if packed.is_mkldnn:
         return onednn.linear(x_TI, packed, bias)
     return cpp_ops.linear(x_TI, packed, bias, weight_OI.shape[0])
+
+
+def _fits_scratch(weight_OI: Tensor) -> bool:
+    """True for a weight that C++ lays out as it is, in memory that it keeps: one of whole words."""
+    has_words = weight_OI.shape[1] * weight_OI.itemsize % 4 == 0
+    return is_native(weight_OI) and has_words and weight_OI.nbytes <= _SCRATCH_BYTES
 
 
 def multiply_batch_invariant(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> Tensor:

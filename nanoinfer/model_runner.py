@@ -323,8 +323,9 @@ def make_runner(
 def make_decoder(model: Transformer, cache: KVCache) -> Decoder | None:
     """The model's layers as one call; None where a layer needs more than the C++ functions do:
     experts, a split over ranks, fp8, scales of scores that differ, a switch of the family that they
-    lack, a machine without a compiler, prepacked copies that the trainer has lent. Make another one when the weights, an adapter over them or
-    the cache are replaced; what is written to them in place counts at once."""
+    lack, a machine without a compiler, prepacked copies that the trainer has lent. Make another one
+    when the weights, an adapter over them or the cache are replaced; what is written to them in
+    place counts at once."""
     layers = [cast(DecoderLayer, layer) for layer in model.layers]
     is_plain = (
         model.quantization != "fp8"

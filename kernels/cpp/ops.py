@@ -158,7 +158,11 @@ def linear(x_TI: Tensor, packed: Tensor, bias_O: Tensor | None, num_out: int) ->
 
 
 def linear_unpacked(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """The same from the weight itself, for many rows."""
+    """The same from the weight itself, for many rows; its rows are whole words of 4 bytes."""
+    if weight_OI.shape[1] * weight_OI.itemsize % 4:
+        raise ValueError(
+            f"weight: rows of {weight_OI.shape[1]} {weight_OI.dtype} must be whole words of 4 bytes"
+        )
     return _multiply("linear_unpacked", x_TI, weight_OI.contiguous(), bias_O, len(weight_OI))
 
 

@@ -116,3 +116,19 @@ def test_float64_is_differentiable():
 def test_bad_input_names_the_argument(x, bias, name):
     with pytest.raises(ValueError, match=name):
         linear(x, torch.zeros(4, 6), bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 7, 70])
+@pytest.mark.parametrize("shape", [(96, 64), (50, 33), (1, 1), (49, 130)])
+def test_a_weight_that_is_laid_out_at_each_call_gives_the_bits_of_a_packed_one(
+    dtype, num_rows, shape
+):
+    torch.manual_seed(1)
+    x, weight = torch.randn(num_rows, shape[1]).to(dtype), torch.randn(shape).to(dtype)
+    bias = torch.randn(shape[0]).to(dtype)
+    expected = linear(x, weight, bias, packed=pack_weight(weight))
+    assert torch.equal(linear(x, weight, bias), expected)
+    torch.testing.assert_close(
+        expected.double(), x.double() @ weight.double().t() + bias.double(), rtol=0.02, atol=0.05
+    )

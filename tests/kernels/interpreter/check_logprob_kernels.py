@@ -30,7 +30,8 @@ def test_linear_logprob(dtype, temperature, vocab, has_entropy):
         return both if has_entropy else both[0]
 
     inputs = [torch.randn(11, 16), torch.randn(vocab, 16)]
-    assert_as_good_as_plain_torch(ours, plain, inputs, dtype)
+    # the product of the backward pass is the CPU's here: torch's sum may be in more parts than ours
+    assert_as_good_as_plain_torch(ours, plain, inputs, dtype, times=5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -53,7 +54,7 @@ def test_several_tokens_at_each_place(dtype, has_entropy):
         return (logp, -(whole.exp() * whole).sum(-1)) if has_entropy else logp
 
     inputs = [torch.randn(11, 16), torch.randn(vocab, 16)]
-    assert_as_good_as_plain_torch(ours, plain, inputs, dtype)
+    assert_as_good_as_plain_torch(ours, plain, inputs, dtype, times=5)
 
 
 def test_the_likeliest_tokens():

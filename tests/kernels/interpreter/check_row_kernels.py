@@ -163,8 +163,9 @@ def test_linear_logprob(dtype, temperature, vocab):
         )
 
     inputs = [torch.randn(11, 16), torch.randn(vocab, 16)]
+    # the product of the backward pass is the CPU's here: torch's sum may be in more parts than ours
     assert_as_good_as_plain_torch(
-        ours, lambda h, w: linear_logprob_ref(h, w, ids, temperature), inputs, dtype
+        ours, lambda h, w: linear_logprob_ref(h, w, ids, temperature), inputs, dtype, times=5
     )
 
 
