@@ -152,6 +152,7 @@ class Engine:
             micro_batch_tokens=config.micro_batch_tokens,
             share_prefix=config.share_prefix,
             activation_checkpointing=config.activation_checkpointing,
+            activation_mb=config.activation_mb,
         )
         self._refresh()
 

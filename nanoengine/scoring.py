@@ -33,11 +33,9 @@ from nanoengine.packing import (
 from nanoengine.parallel.context_parallel import ContextSplit
 from nanoengine.parallel.mesh import Mesh
 
-_PASS_BYTES = 192 << 20
-"""What the layers keep for a backward pass on a CPU, chosen as small as costs no time."""
-_PASS_ROWS = 512
-"""Rows from which on a pass on a CPU takes no less time for each of them (SmolLM2-135M: 2048, 1024
-and 512 rows within 2 %)."""
+_FEWEST_ROWS = 512
+"""That a pass is filled with, whatever they take: each pass adds to all gradients and lays all
+weights out, which fewer rows do not make up for."""
 
 
 @dataclass(frozen=True)
@@ -118,12 +116,15 @@ class Scorer:
         micro_batch_tokens: int = 2048,
         share_prefix: bool = False,
         activation_checkpointing: bool = False,
+        activation_mb: int = 0,
     ) -> None:
         self.model = model
         self._mesh = mesh if mesh is not None and mesh.size("cp") > 1 else None
         self._budget, self._share_prefix = micro_batch_tokens, share_prefix
         self._checkpoints_activations = activation_checkpointing
-        self._fill = None if model.device.type != "cpu" else _rows_of_a_pass(model)
+        self._fill: int | None = None
+        if activation_mb and model.device.type == "cpu":
+            self._fill = _rows_of_a_pass(model, activation_mb << 20)
 
     @torch.no_grad()
     def forward_logprobs(
@@ -256,12 +257,12 @@ class Scorer:
         return PartScores(scored[0][:, 0], entropy_T, scored[0][:, 1:])
 
 
-def _rows_of_a_pass(model: Transformer) -> int:
-    """How many rows a micro-batch on a CPU is filled with."""
+def _rows_of_a_pass(model: Transformer, num_bytes: int) -> int:
+    """How many rows keep so much for the backward pass on a CPU."""
     dtype = {torch.bfloat16: "bf16", torch.float32: "fp32"}.get(model.dtype, "fp64")
     plan = Plan(dtype=dtype, on_cpu=True)
     row_bytes = layer_activation_bytes(model.config, plan, 1) * model.config.num_layers
-    return max(_PASS_ROWS, int(_PASS_BYTES / row_bytes))
+    return max(_FEWEST_ROWS, int(num_bytes / row_bytes))
 
 
 def _spread(values: Tensor, part: Part) -> Tensor:

@@ -335,6 +335,7 @@ class EngineLimits(ComputeConfig, StepSizes, WeightUpdates):
     quantization: Quantization = "none"
     """fp8, or int8 on a CPU: rollouts multiply in 8 bits, training does not. Needs an off-policy
     correction; for an int8 base of an adapter, which needs none, see --lora.base-dtype."""
+    activation_mb: int = 192
     share_prefix: bool = True
     cache_mb: int = 0
     """Memory of the paged KV cache."""
@@ -348,6 +349,7 @@ class EngineLimits(ComputeConfig, StepSizes, WeightUpdates):
             max_num_seqs=Bound(0, 1 << 16, "each has a place in every step"),
             max_batch_tokens=most,
             cache_mb=NATURAL,
+            activation_mb=NATURAL,
         )
         _require(
             self.max_batch_tokens >= self.max_num_seqs or self.max_batch_tokens == 0,
