@@ -335,7 +335,7 @@ class EngineLimits(ComputeConfig, StepSizes, WeightUpdates):
     quantization: Quantization = "none"
     """fp8, or int8 on a CPU: rollouts multiply in 8 bits, training does not. Needs an off-policy
     correction; for an int8 base of an adapter, which needs none, see --lora.base-dtype."""
-    activation_mb: int = 192
+    activation_mb: int = 160
     share_prefix: bool = True
     cache_mb: int = 0
     """Memory of the paged KV cache."""

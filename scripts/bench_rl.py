@@ -90,7 +90,7 @@ def run_step(
 
     torch.set_num_threads(threads)
     tokenizer = ChatTokenizer.from_folder(folder)
-    sizes = {"micro_batch_tokens": 1024, "activation_mb": 192}  # a run's
+    sizes = {"micro_batch_tokens": 1024, "activation_mb": 160}  # a run's
     config: Any = {"dtype": dtype, "lr": 1e-6, "share_prefix": True, **sizes}
     trainer = Engine(load_model(folder, packs=False), EngineConfig(**config))
     rollout_engine = LLMEngine(trainer.model, InferConfig(cache_bytes=64 << 20))
