@@ -22,6 +22,7 @@ from torch import Tensor
 
 from nanoengine.footprint import Plan, layer_activation_bytes
 from nanoengine.model.attention import AttentionContext, PackedContext, SharedPrefixContext
+from nanoengine.model.linear import LogprobOptions
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import (
     MicroBatch,
@@ -243,9 +244,8 @@ class Scorer:
             rows = picked if rows is None else rows[picked]
             targets = targets[picked]
         hidden_PD = hidden_ND if rows is None else hidden_ND.index_select(0, rows)
-        logp, entropies = self.model.logprobs(
-            hidden_PD, targets, temperature, entropy=entropy, expected_grad=expected_grad
-        )
+        options = LogprobOptions(temperature, entropy, expected_grad)
+        logp, entropies = self.model.logprobs(hidden_PD, targets, options)
         scored = [logp] if entropies is None else [logp, entropies]
         if only_masked:
             scored = [_spread(values, part) for values in scored]

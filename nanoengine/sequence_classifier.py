@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import load_state, read_state
+from nanoengine.model.linear import LogprobOptions
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
 from nanoengine.scoring import Scorer
@@ -43,13 +44,7 @@ class SequenceClassifier(Transformer):
         """There are no logits."""
 
     def logprobs(
-        self,
-        hidden_PE: Tensor,
-        ids_P: Tensor,
-        temperature: float = 1.0,
-        *,
-        entropy: bool = False,
-        expected_grad: Tensor | None = None,
+        self, hidden_PE: Tensor, ids_P: Tensor, options: LogprobOptions | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Scores in the place of log-probs: of the sequence that ends before each id."""
         wide = torch.promote_types(hidden_PE.dtype, torch.float32)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
+from nanoengine.model.linear import LogprobOptions
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
 from nanoengine.parallel.mesh import Mesh
@@ -42,13 +43,7 @@ class ValueModel(Transformer):
         """There are no logits."""
 
     def logprobs(
-        self,
-        hidden_PE: Tensor,
-        ids_P: Tensor,
-        temperature: float = 1.0,
-        *,
-        entropy: bool = False,
-        expected_grad: Tensor | None = None,
+        self, hidden_PE: Tensor, ids_P: Tensor, options: LogprobOptions | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Values in the place of log-probs: of the state that each id was chosen in."""
         wide = torch.promote_types(hidden_PE.dtype, torch.float32)

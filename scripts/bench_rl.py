@@ -36,6 +36,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -87,10 +88,11 @@ def run_step(
     from nanoinfer.params import SamplingParams
     from nanorl.algorithms.spec import AlgorithmSpec
     from nanorl.batching import build_batch, logp_gap
+    from nanorl.config import EngineLimits
 
     torch.set_num_threads(threads)
     tokenizer = ChatTokenizer.from_folder(folder)
-    sizes = {"micro_batch_tokens": 1024, "activation_mb": 160}  # a run's
+    sizes = {"micro_batch_tokens": 1024, "activation_mb": EngineLimits().activation_mb}
     config: Any = {"dtype": dtype, "lr": 1e-6, "share_prefix": True, **sizes}
     trainer = Engine(load_model(folder, packs=False), EngineConfig(**config))
     rollout_engine = LLMEngine(trainer.model, InferConfig(cache_bytes=64 << 20))
@@ -108,7 +110,7 @@ def run_step(
         groups = make_groups(prompts, outputs)
         batch = build_batch(groups, AlgorithmSpec(), max_tokens=512, version=step)
         rollout_engine.sleep()
-        trainer.train_step(batch.samples, batch.loss_fn)
+        trainer.train_step(batch.samples, replace(batch.loss_fn, is_exact=True))  # as a run does
         trained = time.perf_counter()
         rollout_engine.adopt_weights(step + 1)
         rollout_engine.wake()

@@ -136,6 +136,17 @@ class OutputHead:
     batch_invariant: bool = False
 
 
+@dataclass(frozen=True)
+class LogprobOptions:
+    """What is asked of the output head beside the log-probs of ids, at `temperature`."""
+
+    temperature: float = 1.0
+    entropy: bool = False
+    expected_grad: Tensor | None = None
+    """[P], what the backward pass is expected to bring by logp; a split may save time with it
+    (kernels/linear_logprob.py)."""
+
+
 class TensorSplit(Protocol):
     """The questions that a layer asks of the ranks that share its matrices."""
 
@@ -173,16 +184,10 @@ class TensorSplit(Protocol):
         ...
 
     def logprobs(
-        self,
-        hidden_PE: Tensor,
-        head: OutputHead,
-        ids_P: Tensor,
-        temperature: float,
-        entropy: bool,
-        expected_grad: Tensor | None = None,
+        self, hidden_PE: Tensor, head: OutputHead, ids_P: Tensor, options: LogprobOptions
     ) -> tuple[Tensor, Tensor | None]:
         """logp [P] of the ids (and entropy [P], if asked for), over the whole vocabulary; of ids
-        [P, M], logp [P, M]. `expected_grad` may save time (kernels/linear_logprob.py)."""
+        [P, M], logp [P, M]."""
         ...
 
     def likeliest(
@@ -222,23 +227,17 @@ class NoSplit:
         return x
 
     def logprobs(
-        self,
-        hidden_PE: Tensor,
-        head: OutputHead,
-        ids_P: Tensor,
-        temperature: float,
-        entropy: bool,
-        expected_grad: Tensor | None = None,
+        self, hidden_PE: Tensor, head: OutputHead, ids_P: Tensor, options: LogprobOptions
     ) -> tuple[Tensor, Tensor | None]:
         scored = linear_logprob(
             hidden_PE,
             head.weight_VE,
             ids_P,
-            temperature=temperature,
-            return_entropy=entropy,
+            temperature=options.temperature,
+            return_entropy=options.entropy,
             packed=head.packed,
             logits_dtype=head.dtype,
-            expected_grad=expected_grad,
+            expected_grad=options.expected_grad,
             batch_invariant=head.batch_invariant,
         )
         return scored if isinstance(scored, tuple) else (scored, None)

@@ -32,6 +32,7 @@ from nanoengine.model.attention import AttentionContext
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.layers import DecoderLayer, Rope, add_norm_rows, rope_tables
 from nanoengine.model.linear import (
+    LogprobOptions,
     NoSplit,
     OutputHead,
     PackedLinear,
@@ -242,20 +243,15 @@ class Transformer(nn.Module):
         return self.split.gather_columns(logits, self.config.vocab_size)
 
     def logprobs(
-        self,
-        hidden_PE: Tensor,
-        ids_P: Tensor,
-        temperature: float = 1.0,
-        *,
-        entropy: bool = False,
-        expected_grad: Tensor | None = None,
+        self, hidden_PE: Tensor, ids_P: Tensor, options: LogprobOptions | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """logp [P] of each id (nats, fp32 or wider, of the tempered distribution) given the hidden
         state that predicts it, and the entropy [P] of that distribution if it is asked for. Of
-        several ids for each state, [P, M], logp [P, M]. Differentiable; who knows the gradient by
-        logp [P] beforehand may say so (`expected_grad`, kernels/linear_logprob.py)."""
+        several ids for each state, [P, M], logp [P, M]. Differentiable."""
         head, hidden_PE = self._output_head(), self.scale_for_head(hidden_PE)
-        return self.split.logprobs(hidden_PE, head, ids_P, temperature, entropy, expected_grad)
+        return self.split.logprobs(
+            hidden_PE, head, ids_P, LogprobOptions() if options is None else options
+        )
 
     @torch.no_grad()
     def likeliest(

@@ -35,7 +35,7 @@ from kernels.linear import (
     pack_columns,
 )
 from nanoengine.model.config import ModelConfig
-from nanoengine.model.linear import OutputHead, PackedLinear, Slice, embed
+from nanoengine.model.linear import LogprobOptions, OutputHead, PackedLinear, Slice, embed
 from nanoengine.parallel.mesh import Mesh
 
 _CHUNK_ELEMENTS = 256 * 49152  # logits of a rank held at a time: 50 MB in fp32
@@ -98,13 +98,7 @@ class TensorParallel:
         return gather_slice(self.mesh, x, Slice(x.dim() - 1, whole, (self.run(whole),)))
 
     def logprobs(
-        self,
-        hidden_PE: Tensor,
-        head: OutputHead,
-        ids_P: Tensor,
-        temperature: float,
-        entropy: bool,
-        expected_grad: Tensor | None = None,
+        self, hidden_PE: Tensor, head: OutputHead, ids_P: Tensor, options: LogprobOptions
     ) -> tuple[Tensor, Tensor | None]:
         """As `Split.logprobs`; the gradient is taken in the backward pass in any case."""
         scored = vocab_parallel_logprob(
@@ -113,8 +107,8 @@ class TensorParallel:
             ids_P,
             self,
             head.vocab_size,
-            temperature=temperature,
-            return_entropy=entropy,
+            temperature=options.temperature,
+            return_entropy=options.entropy,
             packed=head.packed,
             logits_dtype=head.dtype,
         )
@@ -137,7 +131,7 @@ class TensorParallel:
         found = ids_PK.new_empty(self.size, *ids_PK.shape)
         self.mesh.all_gather("tp", found, ids_PK.contiguous())
         ids_PM = found.movedim(0, 1).flatten(1)
-        logp_PM, _ = self.logprobs(hidden_PE, head, ids_PM, temperature, False)
+        logp_PM, _ = self.logprobs(hidden_PE, head, ids_PM, LogprobOptions(temperature))
         ranked_PM = logp_PM.masked_fill(_comes_again(ids_PM), -torch.inf)
         place_PK = ranked_PM.topk(k).indices
         return ids_PM.gather(1, place_PK), logp_PM.gather(1, place_PK)

@@ -11,6 +11,7 @@ from tiny_models import FAMILY_SHAPES, save_reference
 from kernels import linear_logprob
 from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.hf import load_model
+from nanoengine.model.linear import LogprobOptions
 from nanoengine.model.transformer import Transformer
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
@@ -114,7 +115,7 @@ def trainer_logps(
     lengths = [len(x) for x in ids]
     flat = torch.tensor([t for x in ids for t in x])
     hidden = model(flat, packed_positions(lengths), PackedContext.from_lengths(lengths))
-    logp, _ = model.logprobs(hidden[:-1], flat[1:], temperature)
+    logp, _ = model.logprobs(hidden[:-1], flat[1:], LogprobOptions(temperature))
     assert logp.requires_grad
     rows, end = [], 0
     for prompt, length in zip(prompts, lengths, strict=True):

@@ -12,6 +12,7 @@ import torch
 from test_batching import rollout
 from torch import Tensor
 
+from kernels.linear_logprob import _ChunkLogits
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine, NonFiniteLoss
 from nanoengine.model.config import ModelConfig
@@ -157,6 +158,34 @@ def test_what_a_batch_says_about_its_tokens_is_kept_by_rollout() -> None:
     assert signs == [[-m for m in masks[0]], masks[1]]
     assert first["trained_logp"] == [[-0.5 * m for m in masks[0]]]
     assert "entropy" not in first and learner.take_token_stats() == {}
+
+
+@pytest.mark.parametrize(("shift", "products"), [(0.0, 1), (0.25, 2)])
+def test_a_step_on_its_own_rollouts_multiplies_by_the_head_once(
+    shift: float, products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the rollouts say something else than the policy, the loss weighs tokens by how much, and
+    a second product corrects the gradient."""
+    shape = ModelConfig(
+        vocab_size=24, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2,
+        num_kv_heads=1, head_dim=16, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Transformer(shape)
+    model.init_weights(seed=0, std=0.1)
+    learner = make_learner(algorithm=AlgorithmSpec(correction="tis"))
+    learner.engine = engine = Engine(model, EngineConfig(dtype="fp32", max_grad_norm=0.0))
+    group = [rollout("a", 0, 1.0), rollout("a", 1, 0.0)]
+    for one in group:
+        sample = Sample(tokens=one.tokens, loss_mask=one.loss_mask)
+        (logps,) = engine.forward_logprobs([sample], temperature=learner.config.rl.temperature)
+        one.logps = [p * m + shift * m for p, m in zip(logps.tolist(), one.loss_mask, strict=True)]
+    rows: list[int] = []
+    multiply = _ChunkLogits.multiply
+    monkeypatch.setattr(
+        _ChunkLogits, "multiply", lambda chunks, h: (rows.append(len(h)), multiply(chunks, h))[1]
+    )
+    learner.train_on([group])
+    assert rows == [4] * products  # two tokens of each rollout
 
 
 def test_a_policy_that_is_damaged_stops_before_the_update_and_the_rollout_is_named() -> None:
