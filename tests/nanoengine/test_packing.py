@@ -10,12 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoengine import packing
+from nanoengine.engine import EngineConfig
+from nanoengine.model.config import ModelConfig
+from nanoengine.model.transformer import Transformer
 from nanoengine.packing import (
     MicroBatch,
     Sample,
     balanced_parts,
     make_micro_batches,
 )
+from nanoengine.scoring import Scorer
 
 
 def sample(tokens: list[int], prompt: int = 1, group: str | None = None) -> Sample:
@@ -190,3 +194,25 @@ def test_micro_batches_are_filled_to_less_than_a_tree_may_have() -> None:
     micros = make_micro_batches(samples, 10, share_prefix=True, fill_tokens=6)
     assert [micro.num_rows for micro in micros] == [10, 6, 6, 3]
     check_against_definition(samples, micros)
+
+
+def test_passes_on_a_cpu_are_filled_to_a_budget_of_activations() -> None:
+    """The tiny model keeps so little for a row that the fewest rows of a pass count, 512."""
+    model = Transformer(ModelConfig(
+        vocab_size=24, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=2,
+        num_kv_heads=1, head_dim=16, tie_word_embeddings=True,
+    ))  # fmt: skip
+    samples = [Sample(tokens=[i % 24] * 101, loss_mask=[0] + [1] * 100) for i in range(30)]
+    rows = {
+        budget: [
+            micro.num_rows
+            for micro in Scorer(model, micro_batch_tokens=2048, activation_mb=budget).micro_batches(
+                samples
+            )
+        ]
+        for budget in (0, 1, 1024)
+    }
+    assert rows[0] == rows[1024] == [2000, 1000]
+    assert rows[1] == [500] * 6
+    with pytest.raises(ValueError, match="activation_mb=-1: must be 0"):
+        EngineConfig(activation_mb=-1)

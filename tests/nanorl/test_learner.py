@@ -164,8 +164,8 @@ def test_what_a_batch_says_about_its_tokens_is_kept_by_rollout() -> None:
 def test_a_step_on_its_own_rollouts_multiplies_by_the_head_once(
     shift: float, products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the rollouts say something else than the policy, the loss weighs tokens by how much, and
-    a second product corrects the gradient."""
+    """Where the rollouts say something else than the policy, the loss weighs tokens by how much,
+    and a second product corrects the gradient."""
     shape = ModelConfig(
         vocab_size=24, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2,
         num_kv_heads=1, head_dim=16, tie_word_embeddings=False,

@@ -28,6 +28,7 @@ from nanoengine.sft import num_loss_tokens, sft_loss
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
+from nanoinfer.model_runner import make_decoder
 from nanoinfer.params import Output, SamplingParams
 from nanorl import colocation
 from nanorl.agents import kit
@@ -106,6 +107,21 @@ def test_a_step_without_a_repack_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
         train(trainer)
     engine.adopt_weights(1)
     assert sampled(engine) != sampled(apart(trainer))
+
+
+def test_no_decoder_is_made_over_copies_that_are_lent() -> None:
+    """It would read what has been freed; products lay their weights out instead, for the same
+    tokens and log-probs."""
+    trainer = make_trainer("bf16")
+    engine = LLMEngine(trainer.model, InferConfig(num_blocks=64))
+    before, cache = sampled(engine), engine._runner.cache
+    assert make_decoder(trainer.model, cache) is not None
+    trainer.model.lend_packed()
+    assert make_decoder(trainer.model, cache) is None
+    engine.adopt_weights(0)
+    assert sampled(engine) == before
+    trainer.model.restore_packed()
+    assert make_decoder(trainer.model, cache) is not None
 
 
 def test_weights_that_nobody_published_are_not_served() -> None:
