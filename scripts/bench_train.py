@@ -5,6 +5,8 @@
 Rows:
     step-vs-transformers   tokens/s of a training step, 8 sequences of 256 tokens (SmolLM2-135M)
     step-ragged-packed     the same on 16 sequences of 33 to 512 tokens: packed, the peer pads
+    step-beside-busy       the share of that speed (even sequences) which is left beside another
+                           process that computes all the time on the same cores
     tree-vs-rows           the same on 8 rollouts with 4 forks each, 32 sequences: as a tree, whose
                            every distinct token is forwarded once; the peer is our own engine with
                            separate rows, the bound its speed times how much less arithmetic it is
@@ -40,6 +42,7 @@ from model_bench import (
     PEERS,
     Peer,
     alternate,
+    busy_neighbour,
     make_parser,
     make_row,
     measure,
@@ -283,13 +286,14 @@ def bubble_rows(unit_s: float) -> list[dict[str, Any]]:
     return rows
 
 
-def step_rows(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[str, Any]]:
-    def peer(name: str) -> Peer:
-        return Peer("transformers", "transformers_train.py", (name,))
+def peer_of(name: str) -> Peer:
+    return Peer("transformers", "transformers_train.py", (name,))
 
+
+def step_rows(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[str, Any]]:
     def measure_all() -> dict[str, dict[str, list[dict[str, Any]]]]:
         return {
-            name: alternate(args, __file__, name, [peer(name)], dtype, threads) for name in ROWS
+            name: alternate(args, __file__, name, [peer_of(name)], dtype, threads) for name in ROWS
         }
 
     measured, rates = with_rates(args, __file__, dtype, threads, measure_all)
@@ -310,6 +314,29 @@ def step_rows(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[s
         )
         rows.append(row)
     return rows
+
+
+def busy_rows(args: argparse.Namespace, dtype: str, threads: int) -> list[dict[str, Any]]:
+    """The step alone and beside a busy process, ours and the peer's."""
+    quiet = alternate(args, __file__, "even", [peer_of("even")], dtype, threads)
+    with busy_neighbour(threads):
+        busy = alternate(args, __file__, "even", [peer_of("even")], dtype, threads)
+    kept = {
+        who: median(run["seconds"] for run in quiet[who])
+        / median(run["seconds"] for run in busy[who])
+        for who in quiet
+    }
+    row = make_row(
+        "step-beside-busy",
+        "busy/quiet",
+        dtype=dtype,
+        threads=threads,
+        value=kept["ours"],
+        peer="transformers",
+        peer_value=kept.get("transformers"),
+        runs={"quiet": quiet, "busy": busy},
+    )
+    return [row]
 
 
 def step_flops(name: str) -> float:
@@ -406,6 +433,7 @@ def make_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     for dtype in args.dtypes:
         for threads in args.threads:
             rows += step_rows(args, dtype, threads) if "step" in args.only else []
+            rows += busy_rows(args, dtype, threads) if "busy" in args.only else []
             rows += tree_rows(args, dtype, threads) if "tree" in args.only else []
             rows += lora_rows(args, dtype, threads) if "lora" in args.only else []
             rows += export_rows(args, dtype, threads) if "export" in args.only else []
@@ -415,7 +443,7 @@ def make_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> int:
     parser = make_parser(__doc__, ["fp32"])
     parser.add_argument("--unit-s", type=float, default=0.2, help="sleep of one forward pass")
-    kinds = ("step", "tree", "lora", "bubble", "export")
+    kinds = ("step", "busy", "tree", "lora", "bubble", "export")
     parser.add_argument("--only", nargs="+", choices=kinds, default=kinds)
     return run_benchmark(parser.parse_args(), WORKERS, make_rows)
 

@@ -14,7 +14,8 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -101,6 +102,19 @@ def measure(command: list[str], threads: int) -> dict[str, Any]:
     shown = {key: value for key, value in found.items() if not isinstance(value, list)}
     print(f"  {Path(command[1]).name} {command[-4:]}: {shown}", file=sys.stderr, flush=True)
     return found
+
+
+@contextmanager
+def busy_neighbour(threads: int) -> Iterator[None]:
+    """One other process that computes all the time, on the cores that `measure` takes."""
+    cores = sorted(os.sched_getaffinity(0))[:threads]
+    endless = f"import os; os.sched_setaffinity(0, {cores})\nwhile True: pass"
+    neighbour = subprocess.Popen([sys.executable, "-c", endless])
+    try:
+        yield
+    finally:
+        neighbour.kill()
+        neighbour.wait()
 
 
 def alternate(
