@@ -230,7 +230,7 @@ def linear_int8(
             f"packed: {packed.dtype} {tuple(packed.shape)} is not int8 values [{num_out}, "
             f"{x_TI.shape[1]}] packed for {x_TI.dtype}"
         )
-    if x_TI.shape[1] * x_TI.itemsize % 4:  # the kernel reads whole words
+    if x_TI.shape[1] % function("int8_word", x_TI.dtype)():  # the kernel reads whole words
         x_TI = F.pad(x_TI, (0, 1))
     x = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
     num_rows, num_in = x.shape
