@@ -33,6 +33,7 @@ from torch import Tensor
 from nanoengine.config import DTYPES, EngineConfig
 from nanoengine.model import hf
 from nanoengine.model.attention import supports_shared_prefix
+from nanoengine.model.device import release_memory
 from nanoengine.model.linear import record_of
 from nanoengine.model.transformer import Transformer
 from nanoengine.optim import AdamW, Kind
@@ -298,7 +299,7 @@ class Engine:
                 f"weight_fn gave {weight}: must be positive; a batch without any counted token "
                 "cannot be trained on, drop it"
             )
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(lazily=True)
         with self._packed_lent():
             loss, stats = self.forward_backward(
                 samples, loss_fn, weight, temperature=temperature, entropy=entropy
@@ -481,6 +482,7 @@ class Engine:
         All ranks of a mesh call it, each writes its part. `in_background` returns None once the
         state is copied; `wait_saved`, or the next save, waits for the rest.
         """
+        release_memory()  # masters of bf16 weights are made for it, and may find no gap that fits
         rng_tensors, rng_values = get_rng_state(self.model.device)
         meta = {
             "version": self.version,

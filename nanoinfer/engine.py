@@ -268,6 +268,7 @@ class LLMEngine:
         `ValueError` names a tensor that is not finite. The old weights are gone then, so nothing is
         served until the owner brings better ones."""
         start = time.perf_counter()
+        release_memory()  # what training needed and the cache will not: it takes pages of its own
         self._num_repacks = -1
         _finite(held_state(self.model), "no token is sampled by such weights")
         self._start_version(version)

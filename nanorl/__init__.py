@@ -35,8 +35,9 @@ looks on) and trajectories/ (rollouts in formats of other tools).
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
+
+import nanoengine  # noqa: F401 (before torch: it tells OpenMP how long to spin)
 
 if TYPE_CHECKING:
     from nanorl.api import TrainedRun, evaluate, export, train
@@ -55,11 +56,6 @@ if TYPE_CHECKING:
     from nanorl.tools.python import python
     from nanorl.tools.workspace import bash, edit, python_session, read, submit, write
     from nanorl.types import InfrastructureError, Rollout, Task
-
-# Threads of PyTorch's own operations spin for milliseconds after each of them, and so keep those of
-# the C++ kernels (kernels/cpp/parallel.h) off the cores: a GRPO step on two took a fifth longer.
-# OpenMP reads this once, when torch is loaded. What a user has set stays.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 # What `nanorl.NAME` is. Imported when it is asked for: most programs need a few, and torch none.
 _HOMES = {
