@@ -18,7 +18,7 @@ model_runner.py, kv_cache.py, sampler.py; docs/inference.md follows one request 
 led_engine.py lets one process drive the ranks of a model that is split.
 """
 
-import nanoengine  # noqa: F401 (before torch: it tells OpenMP how long to spin)
+import nanoengine.model  # noqa: F401 (before torch: nanoengine tells OpenMP how long to spin)
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine

@@ -24,14 +24,14 @@ ROOT = Path(__file__).resolve().parent.parent
 RUNS = "runs/readme-check"
 SERVER_STARTS_S = 120
 
-# Options that make a command short; keys are beginnings of commands.
+# Options that make a command short, and its checkpoints (1.4 GB) few; keys are how commands begin.
 _SHORT_RUN = (
     "--warm-start.steps 2 --rl.steps 1 --rl.tasks-per-step 2 --evaluation.num-tasks 4 "
-    "--evaluation.num-tasks-untrained 2 --evaluation.num-tasks-no-tool 2"
+    "--evaluation.num-tasks-untrained 2 --evaluation.num-tasks-no-tool 2 --keep-checkpoints 1"
 )
 _SHORT_OWN = (
     "--rl.steps 1 --rl.tasks-per-step 2 --rl.group-size 2 --evaluation.num-tasks 2 "
-    "--evaluation.num-tasks-untrained 2"
+    "--evaluation.num-tasks-untrained 2 --keep-checkpoints 1"
 )
 SHORT = {"bash scripts/train_agent.sh": _SHORT_RUN, ".venv/bin/nanorl train": _SHORT_OWN}
 LEFT_OUT = {

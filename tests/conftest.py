@@ -1,6 +1,7 @@
-"""Shared fixtures: one torch thread, the CPU kernels of either path, worker processes, the SmolLM2
-folder where there is one."""
+"""Shared fixtures: one torch thread, folders that are emptied, the CPU kernels of either path,
+worker processes, the SmolLM2 folder where there is one."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +40,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """pytest's own, emptied unless the test failed: those of a suite are gigabytes. The folder
+    stays, because pytest would give its name, under which modules are cached, to the next one."""
+    num_failed = request.session.testsfailed
+    yield tmp_path
+    if request.session.testsfailed == num_failed and tmp_path.is_dir():
+        shutil.rmtree(tmp_path, ignore_errors=True)
+        tmp_path.mkdir(exist_ok=True)
 
 
 @pytest.fixture
