@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kernels.backend import Backend, check_tensors, check_triton_dtype, use_triton
-from kernels.linear import add_weight_grad, filled_grad, linear_rows, matmul_rows
+from kernels.linear import add_weight_grad, linear_rows, matmul_rows
 
 PackedExperts = Sequence[Tensor | None]
 """`pack_weight` of each expert's matrix."""
@@ -63,8 +63,8 @@ def rows_times_expert(
 
 def weight_grad_buffer(w_EOI: Tensor) -> Tensor:
     """`main_grad`, or zeros in fp32 (fp64) to sum into."""
-    main_grad = filled_grad(w_EOI)
-    if main_grad is not None:
+    main_grad = getattr(w_EOI, "main_grad", None)
+    if isinstance(main_grad, Tensor):
         return main_grad
     wide = torch.promote_types(w_EOI.dtype, torch.float32)
     return torch.zeros(w_EOI.shape, dtype=wide, device=w_EOI.device)

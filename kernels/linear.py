@@ -11,8 +11,7 @@ weight that is laid out once for it (`pack_weight`), in one of two ways:
 
 A weight may carry `main_grad`, an fp32 buffer of its shape: the backward pass then adds to that
 and autograd sees no gradient, which saves one weight-sized tensor a layer and keeps the sum over
-micro-batches in fp32. While `is_grad_empty` is true of the weight as well, nothing is in the buffer
-yet, whatever its memory says: who adds first writes (`take_empty`), or zeroes it (`filled_grad`).
+micro-batches in fp32.
 
 It may also carry `late_grads`, a list: the backward pass then computes the input's gradient alone
 and leaves (weight, dy, x) there for `finish_weight_grads`. Pipelines fill their bubbles with that.
@@ -140,17 +139,12 @@ def matmul_rows(a_MK: Tensor, b_KN: Tensor, packed: Tensor | None = None) -> Ten
 
 
 @torch.no_grad()
-def add_weight_grad(
-    total_OI: Tensor, dy_TO: Tensor, x_TI: Tensor, *, is_empty: bool = False
-) -> None:
-    """total += dyᵀ · x, or = where it `is_empty`. `total` is fp32 (fp64 for fp64): what a product's
-    fp32 sums lose when they are rounded to bf16, the sum over micro-batches would never get
-    back."""
+def add_weight_grad(total_OI: Tensor, dy_TO: Tensor, x_TI: Tensor) -> None:
+    """total += dyᵀ · x. `total` is fp32 (fp64 for fp64): what a product's fp32 sums lose when they
+    are rounded to bf16, the sum over micro-batches would never get back."""
     if total_OI.dtype == torch.float32 and total_OI.stride(1) == 1 and _is_in_cpp(dy_TO, x_TI):
-        cpp_ops.add_product(total_OI, dy_TO, x_TI, is_empty=is_empty)
+        cpp_ops.add_product(total_OI, dy_TO, x_TI)
         return
-    if is_empty:
-        total_OI.zero_()
     if dy_TO.is_cuda and dy_TO.dtype in (torch.bfloat16, torch.float16):
         total_OI.add_(torch.mm(dy_TO.t(), x_TI, out_dtype=torch.float32))
         return
@@ -178,7 +172,7 @@ def weight_grad(weight: Tensor, dy_TO: Tensor, x_TI: Tensor) -> Tensor | None:
     """The gradient dyᵀ · x of `weight` for autograd; None where `weight.main_grad` took it."""
     main_grad = getattr(weight, "main_grad", None)
     if isinstance(main_grad, Tensor):
-        add_weight_grad(main_grad, dy_TO, x_TI, is_empty=take_empty(weight))
+        add_weight_grad(main_grad, dy_TO, x_TI)
         return None
     wide = torch.promote_types(weight.dtype, torch.float32)
     total = torch.zeros(weight.shape, dtype=wide, device=weight.device)
@@ -188,26 +182,11 @@ def weight_grad(weight: Tensor, dy_TO: Tensor, x_TI: Tensor) -> Tensor | None:
 
 def accumulate_weight_grad(weight: Tensor, dw: Tensor) -> Tensor | None:
     """Adds `dw` to `weight.main_grad` where there is one, else hands it to autograd."""
-    main_grad = filled_grad(weight)
-    if main_grad is None:
+    main_grad = getattr(weight, "main_grad", None)
+    if not isinstance(main_grad, Tensor):
         return dw.to(weight.dtype)
     add_wide(main_grad, dw)
     return None
-
-
-def take_empty(weight: Tensor) -> bool:
-    """Whether nothing is in `weight.main_grad` yet. From now on something is: the caller writes."""
-    is_empty = getattr(weight, "is_grad_empty", False)
-    weight.is_grad_empty = False  # type: ignore[attr-defined]
-    return is_empty
-
-
-def filled_grad(weight: Tensor) -> Tensor | None:
-    """`weight.main_grad` to add to, zeros if nothing was in it yet; None where there is none."""
-    main_grad = getattr(weight, "main_grad", None)
-    if not isinstance(main_grad, Tensor):
-        return None
-    return main_grad.zero_() if take_empty(weight) else main_grad
 
 
 @torch.no_grad()

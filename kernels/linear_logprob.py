@@ -46,7 +46,6 @@ from kernels.linear import (
     multiply_batch_invariant,
     pack_columns,
     pack_weight,
-    take_empty,
 )
 
 _CHUNK_ELEMENTS = 256 * 49152  # logits held at a time: 50 MB in fp32
@@ -216,8 +215,7 @@ class _Gradients:
             self._columns = pack_columns(self._head)
         self.dhidden[rows] += matmul_rows(dlogits_CV, self._head, self._columns)
         if self._dweight is not None:
-            is_empty = self._is_main and take_empty(self._weight)
-            _add_weight_gradient(self._dweight, dlogits_CV, hidden_CD, is_empty)
+            _add_weight_gradient(self._dweight, dlogits_CV, hidden_CD)
 
     def rest(self) -> None:
         """Nothing is expected to be added: drop what only `add` reads."""
@@ -330,13 +328,11 @@ def _row_tiles(logits: Tensor) -> list[slice]:
     return [slice(lo, lo + step) for lo in range(0, num_rows, step)]
 
 
-def _add_weight_gradient(
-    dweight_VD: Tensor, dlogits_CV: Tensor, hidden_CD: Tensor, is_empty: bool
-) -> None:
+def _add_weight_gradient(dweight_VD: Tensor, dlogits_CV: Tensor, hidden_CD: Tensor) -> None:
     """dweight += dlogitsᵀ · hidden, by runs of the vocabulary to keep the product small."""
     step = _VOCAB_TILE if dweight_VD.device.type == "cpu" else _GPU_VOCAB_TILE
     for dweight, dlogits in zip(dweight_VD.split(step), dlogits_CV.split(step, 1), strict=True):
-        add_weight_grad(dweight, dlogits, hidden_CD, is_empty=is_empty)
+        add_weight_grad(dweight, dlogits, hidden_CD)
 
 
 def _entropy(z: Tensor, lse: Tensor) -> Tensor:

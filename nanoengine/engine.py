@@ -299,7 +299,7 @@ class Engine:
                 f"weight_fn gave {weight}: must be positive; a batch without any counted token "
                 "cannot be trained on, drop it"
             )
-        self.optimizer.zero_grad(lazily=True)
+        self.optimizer.zero_grad()
         with self._packed_lent():
             loss, stats = self.forward_backward(
                 samples, loss_fn, weight, temperature=temperature, entropy=entropy

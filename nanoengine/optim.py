@@ -232,13 +232,10 @@ class AdamW:
         self.phase_start = self.step_count
         self.exp_avg.zero_()
 
-    def zero_grad(self, *, lazily: bool = False) -> None:
-        """Zero the gradient. `lazily`, for passes that come at once and end in `finish_gradients`,
-        saves writing zeros and reading them where a process trains alone on a CPU."""
+    def zero_grad(self) -> None:
         self._require_loaded()
-        lazily &= self.mesh.size() == 1 and self.buckets[0].grad.device.type == "cpu"
         for bucket in self.buckets:
-            bucket.zero_grad(lazily=lazily)
+            bucket.zero_grad()
 
     def start_pass(self, *, is_last: bool, is_pipeline: bool = False) -> None:
         self.reducer.start_pass(is_last=is_last, is_pipeline=is_pipeline)
@@ -247,8 +244,6 @@ class AdamW:
         self.reducer.end_pass()
 
     def finish_gradients(self) -> None:
-        for bucket in self.buckets:
-            bucket.fill_grad()
         self.reducer.finish()
 
     def grad_norm(self) -> float:
@@ -436,7 +431,7 @@ def sum_of_squares(flat: Tensor) -> float:
 
 class Parked:
     """Flat buffers whose storage is empty while their bytes lie elsewhere. Views stay valid.
-    `scratch` comes back as zeros."""
+    `scratch` comes back without its values."""
 
     def __init__(
         self, buffers: list[Tensor], scratch: list[Tensor], folder: Path | str | None
@@ -464,5 +459,3 @@ class Parked:
             with self._file as file:
                 for buffer in self._buffers:
                     read_tensor(file, buffer)
-        for buffer in self._scratch:
-            buffer.zero_()  # what lies between parameters counts as a gradient, of 0

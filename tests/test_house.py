@@ -8,6 +8,8 @@ needed any more fails too, so the lists can only shrink.
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -415,3 +417,19 @@ def test_an_exception_that_nothing_needs_fails() -> None:
         hold({"a": ""}, {"a": "a reason", "b": "a reason"}, "")
     with pytest.raises(AssertionError, match="without a reason"):
         hold({"a": ""}, {"a": ""}, "")
+
+
+@pytest.mark.parametrize("package", ["nanoengine", "nanoinfer", "nanorl"])
+def test_openmp_is_told_how_long_to_spin_before_torch_loads_it(package: str) -> None:
+    program = f"""
+import os, sys
+class Watch:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            print(os.environ.get("GOMP_SPINCOUNT"))
+sys.meta_path.insert(0, Watch())
+import {package}, torch
+"""
+    env = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    assert done.stdout.split() == ["1000"], done.stderr

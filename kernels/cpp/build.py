@@ -152,7 +152,7 @@ def _load(path: Path) -> Kernels:
         "transpose_int8": [pointer] * 2 + [count] * 3,
         "pack": [pointer] * 2 + [count] * 3,
         "pack_columns": [pointer] * 2 + [count] * 4,
-        "add_product": [pointer] * 3 + [count] * 8,
+        "add_product": [pointer] * 3 + [count] * 7,
         "adamw": [pointer] * 5 + [count, pointer, count],
         "attend": [pointer] * 6 + [count] * 9 + [number, count, count, pointer, count],
         "run_keys": [],

@@ -117,8 +117,8 @@ extern "C" int64_t has_linear_bf16() {
   extern "C" void add_product_##SUFFIX(float* total, const T* a, const T* b, int64_t rows,      \
                                        int64_t m, int64_t n, int64_t a_stride,                   \
                                        int64_t b_stride, int64_t total_stride,                   \
-                                       int64_t is_empty, int64_t threads) {                      \
-    add_product(total, a, b, rows, m, n, a_stride, b_stride, total_stride, is_empty, threads);   \
+                                       int64_t threads) {                                        \
+    add_product(total, a, b, rows, m, n, a_stride, b_stride, total_stride, threads);             \
   }
 
 

@@ -296,15 +296,12 @@ def pack_columns(weight_OI: Tensor) -> Tensor:
     return packed
 
 
-def add_product(total_MN: Tensor, a_TM: Tensor, b_TN: Tensor, *, is_empty: bool = False) -> None:
-    """total += aᵀ · b, in place; `total` is fp32, whose rows are in one piece. What `is_empty`
-    holds nothing yet, whatever its memory says, and is written without being read."""
-    if is_empty and not len(a_TM):
-        total_MN.zero_()
+def add_product(total_MN: Tensor, a_TM: Tensor, b_TN: Tensor) -> None:
+    """total += aᵀ · b, in place; `total` is fp32, whose rows are in one piece."""
     a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (a_TM, b_TN))
     function("add_product", a.dtype)(
         total_MN.data_ptr(), a.data_ptr(), b.data_ptr(), len(a), *total_MN.shape, a.stride(0),
-        b.stride(0), total_MN.stride(0), is_empty, torch.get_num_threads(),
+        b.stride(0), total_MN.stride(0), torch.get_num_threads(),
     )  # fmt: skip
 
 

@@ -56,11 +56,10 @@ void pack_columns(float* packed, const T* weight, int64_t rows, int64_t columns,
   });
 }
 
-// total[r][..] += a^T . b for R columns of a's panel and a whole panel of b; `total` is not read, as
-// if it were 0, where nothing is in it yet.
+// total[r][..] += a^T . b for R columns of a's panel and a whole panel of b.
 template <int R, class T>
 void add_panel(float* total, int64_t stride, int64_t num_columns, const float* a, const float* b,
-               int64_t num_words, bool is_empty) {
+               int64_t num_words) {
   Vec sum[R][PANEL_VECS] = {};
   const float* columns[R];
   for (int r = 0; r < R; r++) columns[r] = a + r;
@@ -70,16 +69,15 @@ void add_panel(float* total, int64_t stride, int64_t num_columns, const float* a
     if (n <= 0) break;
     for (int r = 0; r < R; r++) {
       float* to = total + r * stride + c * LANES;
-      store_run(to, (is_empty ? Vec{} : load_run(to, n)) + sum[r][c], n);
+      store_run(to, load_run(to, n) + sum[r][c], n);
     }
   }
 }
 
-// total [m, n] += a^T . b, of a [rows, m] and b [rows, n]; = where `is_empty`, and there are rows.
+// total [m, n] += a^T . b, of a [rows, m] and b [rows, n].
 template <class T>
 void add_product(float* total, const T* a, const T* b, int64_t rows, int64_t m, int64_t n,
-                 int64_t a_stride, int64_t b_stride, int64_t total_stride, bool is_empty,
-                 int64_t threads) {
+                 int64_t a_stride, int64_t b_stride, int64_t total_stride, int64_t threads) {
   constexpr int64_t per_word = PER_PACKED_WORD<T>, terms = TERMS<T>;
   thread_local std::vector<float> a_words, b_words;  // of the calling thread, kept as in linear()
   const int64_t a_panels = ceil_of(m, PANEL), b_panels = ceil_of(n, PANEL);
@@ -104,8 +102,7 @@ void add_product(float* total, const T* a, const T* b, int64_t rows, int64_t m, 
       const int64_t height = std::min<int64_t>(PANEL, m - i * PANEL);
       by_rows<TILE_ROWS>(height, [&](int64_t r, auto R) {
         add_panel<R, T>(total + (i * PANEL + r) * total_stride + j * PANEL, total_stride,
-                        n - j * PANEL, a_to + i * steps * PANEL + r, b_to + j * words * PANEL, words,
-                        is_empty && lo == 0);
+                        n - j * PANEL, a_to + i * steps * PANEL + r, b_to + j * words * PANEL, words);
       });
     });
   }

@@ -25,7 +25,6 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.clamped_swiglu import SWIGLU_ALPHA, SWIGLU_LIMIT
-from kernels.linear import filled_grad
 from kernels.triton import tiles as tune
 from kernels.triton.launch import launch
 from kernels.triton.moe_routing import cut_tiles
@@ -256,9 +255,10 @@ def weight_grad(
     """dw[e] = Σ dyᵀ · x over each expert's rows: added to `weight.main_grad`, or fresh. With a
     route, one of the two is in token order: dy if `gathers_dy`, else x."""
     dy, x = (t if t.stride(-1) == 1 else t.contiguous() for t in (dy, x))
-    main_grad = filled_grad(weight_EOI)
+    main_grad: object = getattr(weight_EOI, "main_grad", None)
+    has_buffer = isinstance(main_grad, Tensor)
     num_experts, num_out, num_in = weight_EOI.shape
-    dw = weight_EOI.new_empty(weight_EOI.shape) if main_grad is None else main_grad
+    dw = main_grad if isinstance(main_grad, Tensor) else weight_EOI.new_empty(weight_EOI.shape)
     tile = tune.WEIGHT_GRAD_FP32 if x.dtype == torch.float32 else tune.WEIGHT_GRAD
     tiles = triton.cdiv(num_out, tile.N) * triton.cdiv(num_in, tile.K)
     if dw.numel():
@@ -266,7 +266,7 @@ def weight_grad(
             dy, x, dw, offsets if route is None else route.slots, offsets, num_out, num_in,
             1 if route is None else route.choices, dy.stride(0), x.stride(0),
             GATHER_DY=route is not None and gathers_dy,
-            GATHER_X=route is not None and not gathers_dy, ACCUMULATE=main_grad is not None,
+            GATHER_X=route is not None and not gathers_dy, ACCUMULATE=has_buffer,
             PRECISION=_precision(x.dtype), M=tile.M, N=tile.N, K=tile.K,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip

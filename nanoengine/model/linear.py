@@ -36,7 +36,7 @@ from kernels import (
 )
 from kernels.cpp.ops import LowRankTable
 from kernels.fp8 import GROUP
-from kernels.linear import InputRecipe, filled_grad
+from kernels.linear import InputRecipe
 
 # -- what is known about a parameter ---------------------------------------------------------------
 
@@ -70,9 +70,9 @@ class Slice:
 class ParameterRecord:
     """The facts about a parameter beyond its values, where it is one rank's part of a model.
 
-    It lies on the parameter itself (`record_of`). More attributes belong to the kernels, who read
-    them in their backward pass: `main_grad`, the fp32 buffer that takes the gradient,
-    `is_grad_empty`, and `late_grads`, a list that weight gradients wait in (`kernels/linear.py`).
+    It lies on the parameter itself (`record_of`). Two more attributes belong to the kernels, who
+    read them in their backward pass: `main_grad`, the fp32 buffer that takes the gradient, and
+    `late_grads`, a list that weight gradients wait in (`kernels/linear.py`).
     """
 
     slice: Slice | None = None
@@ -388,8 +388,8 @@ class _Embedding(torch.autograd.Function):
         ctx: torch.autograd.function.FunctionCtx, grad_TE: Tensor
     ) -> tuple[None, Tensor | None]:
         ids_T, weight_VE = ctx.saved_tensors  # type: ignore[attr-defined]
-        target = filled_grad(weight_VE)
-        if target is not None:
+        target = getattr(weight_VE, "main_grad", None)
+        if isinstance(target, Tensor):
             add_rows_(target, ids_T, grad_TE)
             return None, None
         wide = torch.promote_types(grad_TE.dtype, torch.float32)

@@ -26,7 +26,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from kernels.linear import filled_grad
 from kernels.split_master import join_master, split_master_
 from nanoengine.model.linear import record_of
 from nanoengine.parallel.mesh import REPLICA_AXES, Handle, Mesh
@@ -64,9 +63,7 @@ def lay_out(named: list[tuple[str, nn.Parameter]]) -> tuple[list[Slot], int, int
 def collect_grad(param: nn.Parameter) -> None:
     """Move autograd's gradient into `main_grad`, in the order autograd produces them."""
     if param.grad is not None:
-        total = filled_grad(param)
-        assert total is not None
-        total.add_(param.grad)
+        param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
         param.grad = None
 
 
@@ -122,22 +119,10 @@ class Bucket:
             if lo < hi:
                 yield ShardEntry(slot, lo - slot.offset, hi - slot.offset, lo - self.begin)
 
-    def zero_grad(self, *, lazily: bool) -> None:
-        """Zero the gradient. `lazily` leaves matrices as they are and marks them as empty, so that
-        the first who adds to one writes it: `fill_grad` has to follow the last pass."""
-        if lazily:
-            self.grad[self.decay_end :].zero_()
-            for slot in self.slots:
-                slot.param.is_grad_empty = slot.offset < self.decay_end  # type: ignore[attr-defined]
-            return
+    def zero_grad(self) -> None:
         self.grad_shard.zero_()
         if self.num_shards > 1 and self.grad.untyped_storage().nbytes():
             self.grad.zero_()
-
-    def fill_grad(self) -> None:
-        """Zero what no pass has written."""
-        for slot in self.slots:
-            filled_grad(slot.param)
 
     def allocate_grad(self) -> None:
         """Bring back a freed gradient, as zeros."""

@@ -9,13 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import linear, swiglu
-from kernels.linear import (
-    InputRecipe,
-    accumulate_weight_grad,
-    add_wide,
-    finish_weight_grads,
-    weight_grad,
-)
+from kernels.linear import InputRecipe, add_wide, finish_weight_grads, weight_grad
 from kernels.linear_logprob import _add_weight_gradient
 
 TOKENS, NUM_IN, NUM_OUT = 6, 8, 10
@@ -59,7 +53,7 @@ def test_a_gradient_computed_late_is_added_in_fp32():
 
 def test_the_output_heads_gradient_is_added_in_fp32():
     def step(weight, dlogits, hidden):
-        _add_weight_gradient(weight.main_grad, dlogits, hidden, False)
+        _add_weight_gradient(weight.main_grad, dlogits, hidden)
 
     assert written_by(step) == {torch.float32}
 
@@ -69,28 +63,6 @@ def test_rounding_on_the_way_would_be_seen():
         add_wide(weight.main_grad, dy.t() @ x)
 
     assert written_by(step) == {torch.bfloat16, torch.float32}
-
-
-@pytest.mark.usefixtures("cpu_path")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("rows", [0, 1, 37, 2500])  # 2500: several chunks of a sum
-def test_the_first_to_add_to_an_empty_gradient_writes_it_whatever_it_held(dtype, rows):
-    torch.manual_seed(0)
-    dy, x = torch.randn(2, rows, 70).to(dtype), torch.randn(2, rows, 50).to(dtype)
-    weight, other = torch.zeros(2, 70, 50, dtype=dtype).unbind(0)
-    weight.main_grad, other.main_grad = torch.full((70, 50), torch.nan), torch.zeros(70, 50)
-    weight.is_grad_empty = True
-    for n in range(2):
-        assert weight_grad(weight, dy[n], x[n]) is None and weight_grad(other, dy[n], x[n]) is None
-    assert torch.equal(weight.main_grad, other.main_grad)
-
-
-def test_who_adds_by_other_ways_finds_zeros():
-    weight = torch.zeros(3, 2)
-    weight.main_grad, weight.is_grad_empty = torch.full((3, 2), torch.nan), True
-    for n in (1, 2):
-        assert accumulate_weight_grad(weight, torch.ones(3, 2)) is None
-        assert torch.equal(weight.main_grad, torch.full((3, 2), float(n)))
 
 
 @pytest.mark.usefixtures("cpu_path")
