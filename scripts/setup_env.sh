@@ -1,7 +1,10 @@
-# Sourced by the other scripts: makes .venv with exactly the pinned packages, once.
-#   setup_env [extras]     e.g. setup_env gguf   or   setup_env dev
-# A finished environment is recognised by a stamp (a hash of setup.py, constraints.txt and the
-# extras), so a second call costs milliseconds. Sets PYTHON.
+# Sourced by the other scripts: makes .venv with exactly the locked packages, once.
+#   setup_env EXTRAS     e.g. setup_env start   or   setup_env dev   or   setup_env start,grammar
+# A finished environment is recognised by a stamp (a hash of setup.py, constraints.txt, the locks and
+# the extras), so a second call costs milliseconds. Sets PYTHON. Two variables of the caller count:
+#   NANORL_PYTHON=python3.12      the Python to take; else the first of 3.11, 3.12, 3.13, python3
+#   NANORL_TORCH_INDEX=ADDRESS    a package index or a folder with CPU builds of torch; without it
+#                                 pip takes the index's own, with CUDA (docs/install.md)
 
 say() { printf '\033[1m%s\033[0m\n' "$*"; }
 
@@ -12,46 +15,126 @@ die() {
     exit 1
 }
 
+# 3.11 to 3.13 are tested; the locks hold 3.14's packages too.
+is_supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null; }
+
+version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
+
 find_python() {
     local candidate
-    for candidate in python3.11 python3.12 python3.13 python3; do
-        command -v "$candidate" >/dev/null 2>&1 || continue
-        "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue
+    if [ -n "${NANORL_PYTHON:-}" ]; then
+        command -v "$NANORL_PYTHON" >/dev/null 2>&1 && version_of "$NANORL_PYTHON" >/dev/null ||
+            die "NANORL_PYTHON=$NANORL_PYTHON: no such Python." \
+                "Give a command on PATH (python3.12) or a path (/usr/bin/python3.12)."
+        is_supported "$NANORL_PYTHON" ||
+            die "NANORL_PYTHON=$NANORL_PYTHON is Python $(version_of "$NANORL_PYTHON"); 3.11 to 3.14 will do."
+        command -v "$NANORL_PYTHON"
+        return
+    fi
+    for candidate in python3.11 python3.12 python3.13 python3 python3.14; do
+        command -v "$candidate" >/dev/null 2>&1 && is_supported "$candidate" || continue
         command -v "$candidate"
         return
     done
-    die "no Python 3.11 or newer found on PATH." \
-        "Install one (Debian: apt-get install python3 python3-venv) and run this command again."
+    die "no Python from 3.11 to 3.14 was found on PATH." \
+        "Install one (Debian: apt-get install python3 python3-venv) and run this command again, or" \
+        "name one that is elsewhere: NANORL_PYTHON=/path/to/python3.12 bash $0"
+}
+
+make_venv() { # its folder
+    local base
+    base="$(find_python)" || exit 1
+    if [ -x "$1/bin/python" ]; then
+        [ -z "${NANORL_PYTHON:-}" ] || [ "$(version_of "$base")" = "$(version_of "$1/bin/python")" ] ||
+            die "$1 is of Python $(version_of "$1/bin/python"), NANORL_PYTHON=$NANORL_PYTHON of $(version_of "$base")." \
+                "Remove that folder and run this command again, or unset NANORL_PYTHON."
+        return 0
+    fi
+    say "a virtual environment in $1 ($("$base" --version))"
+    "$base" -m venv "$1" || {
+        rm -rf "$1"
+        die "python could not make a virtual environment." \
+            "Debian: apt-get install python3-venv, then run this command again."
+    }
 }
 
 setup_env() {
-    local extras="$1" root stamp wanted base
+    local extras="$1" root stamp wanted locked
     root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
     PYTHON="$root/.venv/bin/python"
+    wanted="$(cat "$root/setup.py" "$root/constraints.txt" "$root"/locks/*.txt | cksum) $root"
     stamp="$root/.venv/.installed-$(printf '%s' "$extras" | tr ',' '-')"
-    wanted="$(cat "$root/setup.py" "$root/constraints.txt" | cksum) $root"
-    [ -x "$PYTHON" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && return
+    make_venv "$root/.venv"
+    [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && return
+    # What dev installs holds all that start does.
+    [ "$extras" = start ] && [ "$(cat "$root/.venv/.installed-dev" 2>/dev/null)" = "$wanted" ] && return
 
-    base="$(find_python)" || exit 1
-    say "set-up 1/2: a virtual environment in .venv ($("$base" --version))"
-    if [ ! -x "$PYTHON" ]; then
-        "$base" -m venv "$root/.venv" || {
-            rm -rf "$root/.venv"
-            die "python could not make a virtual environment." \
-                "Debian: apt-get install python3-venv, then run this command again."
-        }
-    fi
-    say "set-up 2/2: installing pinned packages (the largest is torch; a few minutes the first time)"
-    # torch goes first and alone: a range, resolved together with other packages, may fetch another
-    # build of several gigabytes.
-    install_packages "$(grep '^torch==' "$root/constraints.txt")" "setuptools" "wheel"
-    install_packages --no-build-isolation -e "$root[$extras]"
+    locked=start
+    [[ ",$extras," != *,dev,* ]] || locked=dev
+    say "set-up 1/3: the pinned packages of locks/$locked.txt"
+    install_packages --require-hashes --no-deps -r "$root/locks/build.txt"
+    install_packages --require-hashes --no-deps --no-build-isolation -r "$root/locks/$locked.txt"
+    install_torch "$locked"
+    say "set-up 3/3: nanorl-stack itself"
+    install_packages --no-deps --no-build-isolation -e "$root"
+    # Extras that no lock holds, in the versions of constraints.txt.
+    [ "$extras" = "$locked" ] || install_packages --no-build-isolation -e "$root[$extras]"
     printf '%s' "$wanted" >"$stamp"
 }
 
+# The index's torch comes by its hashes. One from elsewhere, a CPU build or one for another CUDA, is
+# known by the "+" in its version; no list of ours can have its hash.
+install_torch() { # the lock in use: start or dev
+    local pin build source=()
+    pin="$(sed -n 's/^torch==\([0-9.]*\).*/\1/p' "$root/locks/torch.txt")"
+    if [ -d "${NANORL_TORCH_INDEX:-}" ]; then
+        source=(--find-links "$NANORL_TORCH_INDEX")
+    elif [ -n "${NANORL_TORCH_INDEX:-}" ]; then
+        source=(--extra-index-url "$NANORL_TORCH_INDEX")
+    fi
+    build="$(find_torch "$pin" ${source[@]+"${source[@]}"})"
+    if [ -n "$build" ]; then
+        say "set-up 2/3: torch $build, from elsewhere than the package index: its hash is not checked"
+        install_packages ${source[@]+"${source[@]}"} "torch==$build"
+        # Such a build brings Triton only with CUDA; the tests run it in its interpreter.
+        [ "$1" = start ] || "$PYTHON" -c 'import triton' 2>/dev/null ||
+            install_packages --require-hashes --no-deps -r "$root/locks/triton-3.9.0.txt"
+    elif [ -n "${NANORL_TORCH_INDEX:-}" ]; then
+        die "NANORL_TORCH_INDEX=$NANORL_TORCH_INDEX: no build of torch $pin for Python $(version_of "$PYTHON") on $(uname -m)." \
+            "Give an index or a folder that has torch $pin+cpu (docs/install.md says where to find one), or" \
+            "unset NANORL_TORCH_INDEX: the package index's own build is then taken, 4.9 GB of disk with CUDA."
+    else
+        say "set-up 2/3: torch $pin with CUDA (2.8 GB to download; docs/install.md: a build of 0.2 GB without)"
+        install_packages --require-hashes --no-deps -r "$root/locks/torch.txt"
+    fi
+}
+
+find_torch() { # the version wanted, pip's options: the whole version of a build from elsewhere, if any
+    "$PYTHON" -m pip index versions "${@:2}" torch 2>/dev/null |
+        sed -n 's/^Available versions: //p' | tr -d ' ' | tr ',' '\n' | grep -m 1 "^$1+" || true
+}
+
 install_packages() {
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt" "$@" ||
-        die "pip could not install: $*" \
-            "The lines above name the package. Check the connection to your package index, or put the" \
-            "wheels into a folder and run: PIP_FIND_LINKS=that-folder bash $0"
+    local log="$root/.venv/pip.log"
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt" "$@" \
+        2> >(tee "$log" >&2) && return
+    wait $!
+    explain_pip "$log" "$*"
+}
+
+explain_pip() { # pip's messages, what it was to install: says what is wrong and ends
+    local what="pip could not install: $2"
+    if grep -qE 'HASHES|hash' "$1"; then
+        die "$what" "A file is not the one of locks/: it was damaged, changed, or is another build."
+    elif grep -qE 'No space left|Errno 28' "$1"; then
+        die "$what" "The disk is full: $(df -h --output=avail "$root" | tail -n 1 | tr -d ' ') are left, the CUDA build of torch takes 5 GB."
+    elif grep -qE 'ConnectionError|NewConnectionError|ConnectTimeout|ReadTimeout|timed out|resolve host|name resolution|Max retries|ProxyError|SSLError|CERTIFICATE' "$1"; then
+        die "$what" "The package index did not answer. Check the connection and pip's own settings (pip config list)," \
+            "or put the wheels into a folder: PIP_NO_INDEX=1 PIP_FIND_LINKS=that-folder bash $0"
+    elif grep -qE 'ResolutionImpossible|conflict|No matching distribution' "$1"; then
+        die "$what" "The index answered, but has no versions that fit together on Python $(version_of "$PYTHON"), $(uname -m)." \
+            "The lines above name the package. Settings of pip that name other indexes or folders may hide a" \
+            "version (pip config list); PIP_CONFIG_FILE=/dev/null leaves them out."
+    fi
+    die "$what" "The lines above say why."
 }
