@@ -101,14 +101,36 @@ MLFLOW = ["mlflow-skinny>=3"]
 POSTGRES = ["psycopg[binary]>=3.2"]  # --store postgresql://...
 BLOBS = ["fsspec>=2024.2"]  # --store ...?blobs=ADDRESS; s3:// needs s3fs, gs:// gcsfs and so on
 
+CLASSIFIERS = [
+    "Development Status :: 3 - Alpha",
+    "Environment :: Console",
+    "Environment :: GPU :: NVIDIA CUDA",
+    "Intended Audience :: Developers",
+    "Intended Audience :: Science/Research",
+    "Operating System :: POSIX :: Linux",
+    "Programming Language :: C++",
+    "Programming Language :: Python :: 3",
+    "Programming Language :: Python :: 3.11",
+    "Programming Language :: Python :: 3.12",
+    "Programming Language :: Python :: 3.13",
+    "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    "Typing :: Typed",
+]
+
 setup(
     name="nanorl-stack",
     version="0.1.0",
     description="A from-scratch stack that trains LLM agents with reinforcement learning",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
+    license_files=["LICENSE"],
+    classifiers=CLASSIFIERS,
+    keywords=["reinforcement learning", "LLM", "agents", "GRPO", "inference"],
     python_requires=">=3.11",
     packages=PACKAGES,
     package_data={
+        **{name: ["py.typed"] for name in PACKAGES if "." not in name},
         "kernels.cpp": ["*.cpp", "*.h"],  # compiled on first use
         "nanoinfer.server": ["page.html"],
         "nanorl.report": ["style.css"],

@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from nanorl.version import version_line
+
 
 class Verb(NamedTuple):
     """Where a verb is, and what it does in a line."""
@@ -45,6 +47,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "serve-env": Verb("nanorl.commands.serve_env:serve_env", "play an environment over HTTP"),
         "status": Verb("nanorl.commands.live:status", "what a run does and how its roles are"),
         "scale": Verb("nanorl.commands.live:scale", "change the replicas of a run that goes on"),
+        "completion": Verb("nanorl.commands.completion:completion", "verbs and flags on Tab"),
     }
 )
 
@@ -54,6 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help"):
         print(usage())
+        return 0
+    if words[0] == "--version":
+        print(version_line())
         return 0
     verb, rest = words[0], words[1:]
     try:

@@ -9,7 +9,7 @@ name="${1:-}"
 [ -f "scripts/bench_$name.py" ] && [ "$name" != output ] || die "no benchmark named '$name'." \
     "There are: $(ls scripts/bench_*.py | sed 's/.*bench_//; s/\.py//' | grep -v output | tr '\n' ' ')"
 shift
-setup_env gguf
+setup_env start
 install_peers() { # folder of the environment, its requirements; further packages to remove
     [ -f "$1/.installed" ] && return
     say "installing peers into $1"
@@ -22,7 +22,7 @@ install_peers() { # folder of the environment, its requirements; further package
 
 case " $* " in *" --peers "*)
     if [ "$name" = sched ]; then
-        setup_env gguf,ray # Ray is measured with the same interpreter
+        setup_env start,ray # Ray is measured with the same interpreter
     else
         install_peers .venv-peers requirements.txt
         # vLLM pulls builds of these three for another torch, with which it cannot be imported.

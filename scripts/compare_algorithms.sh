@@ -6,5 +6,5 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh
-setup_env gguf
+setup_env start
 exec "$PYTHON" scripts/compare_algorithms.py "$@"

@@ -11,15 +11,9 @@ stamp="$home/.installed"
 wanted="$(cat "$pins" | cksum) $root"
 if [ ! -x "$home/bin/python" ] || [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     rm -rf "$home"
-    base="$(find_python)" || exit 1
-    say "a virtual environment in $home ($("$base" --version)), with the pinned packages"
-    "$base" -m venv "$home" || die "python could not make a virtual environment." \
-        "Debian: apt-get install python3-venv, then run this command again."
-    "$home/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile -r "$pins" ||
-        die "pip could not install verifiers." "Check the connection to your package index."
+    make_venv "$home"
+    say "the pinned packages of verifiers"
+    pip_install "$home/bin/python" --no-compile -r "$pins"
     printf '%s' "$wanted" >"$stamp"
 fi
-[ $# = 0 ] ||
-    "$home/bin/python" -m pip install --quiet --disable-pip-version-check -c "$pins" "$@" ||
-    die "pip could not install: $*" "The lines above name the package; those of verifiers are pinned" \
-        "in scripts/verifiers_constraints.txt."
+[ $# = 0 ] || pip_install "$home/bin/python" -c "$pins" "$@"

@@ -99,7 +99,9 @@ def lock(wanted: Sequence[str], glibc: str = "2_28") -> Lock:
         made.append(frozenset(package["name"] for package in packages))
     uneven = set[str]().union(*made) - frozenset.intersection(*made)
     if uneven:  # a line for some Pythons only would need a marker
-        raise ValueError(f"not needed everywhere: {', '.join(sorted(uneven))}; name them in setup.py")
+        raise ValueError(
+            f"not needed everywhere: {', '.join(sorted(uneven))}; name them in setup.py"
+        )
     return whole
 
 

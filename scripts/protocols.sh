@@ -5,5 +5,5 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh
-setup_env gguf,reasoning-gym
+setup_env start,reasoning-gym
 exec "$PYTHON" scripts/protocols.py "$@"

@@ -4,5 +4,5 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh
-setup_env gguf,serve,grammar
+setup_env start,grammar
 exec "$PYTHON" -m nanoinfer.server "$@"

@@ -41,14 +41,14 @@ find_python() {
         "name one that is elsewhere: NANORL_PYTHON=/path/to/python3.12 bash $0"
 }
 
-make_venv() { # its folder
+make_venv() { # its folder; one that is there is kept, if it is of the Python that is named
     local base
+    [ ! -x "$1/bin/python" ] || [ -n "${NANORL_PYTHON:-}" ] || return 0
     base="$(find_python)" || exit 1
     if [ -x "$1/bin/python" ]; then
-        [ -z "${NANORL_PYTHON:-}" ] || [ "$(version_of "$base")" = "$(version_of "$1/bin/python")" ] ||
-            die "$1 is of Python $(version_of "$1/bin/python"), NANORL_PYTHON=$NANORL_PYTHON of $(version_of "$base")." \
-                "Remove that folder and run this command again, or unset NANORL_PYTHON."
-        return 0
+        [ "$(version_of "$base")" = "$(version_of "$1/bin/python")" ] && return
+        die "$1 is of Python $(version_of "$1/bin/python"), NANORL_PYTHON=$NANORL_PYTHON of $(version_of "$base")." \
+            "Remove that folder and run this command again, or unset NANORL_PYTHON."
     fi
     say "a virtual environment in $1 ($("$base" --version))"
     "$base" -m venv "$1" || {
@@ -114,25 +114,27 @@ find_torch() { # the version wanted, pip's options: the whole version of a build
         sed -n 's/^Available versions: //p' | tr -d ' ' | tr ',' '\n' | grep -m 1 "^$1+" || true
 }
 
-install_packages() {
-    local log="$root/.venv/pip.log"
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt" "$@" \
-        2> >(tee "$log" >&2) && return
-    wait $!
-    explain_pip "$log" "$*"
+install_packages() { pip_install "$PYTHON" -c "$root/constraints.txt" "$@"; }
+
+pip_install() { # a Python, what its pip takes
+    local log="${1%/bin/*}/pip.log"
+    "$1" -m pip install --quiet --disable-pip-version-check "${@:2}" 2> >(tee "$log" >&2) && return
+    wait $! # for the last lines
+    explain_pip "$@"
 }
 
-explain_pip() { # pip's messages, what it was to install: says what is wrong and ends
-    local what="pip could not install: $2"
-    if grep -qE 'HASHES|hash' "$1"; then
+explain_pip() { # as pip_install, which failed: says what is wrong, and ends
+    local log="${1%/bin/*}/pip.log" what="pip could not install: ${*:2}" free
+    if grep -q 'DO NOT MATCH THE HASHES' "$log"; then
         die "$what" "A file is not the one of locks/: it was damaged, changed, or is another build."
-    elif grep -qE 'No space left|Errno 28' "$1"; then
-        die "$what" "The disk is full: $(df -h --output=avail "$root" | tail -n 1 | tr -d ' ') are left, the CUDA build of torch takes 5 GB."
-    elif grep -qE 'ConnectionError|NewConnectionError|ConnectTimeout|ReadTimeout|timed out|resolve host|name resolution|Max retries|ProxyError|SSLError|CERTIFICATE' "$1"; then
+    elif grep -qE 'No space left|Errno 28' "$log"; then
+        free="$(df -h --output=avail "$root" | tail -n 1 | tr -d ' ')"
+        die "$what" "The disk is full ($free are left); with torch's CUDA build an environment takes 5 GB."
+    elif grep -qE 'ConnectionError|NewConnectionError|ConnectTimeout|ReadTimeout|timed out|resolve host|name resolution|Max retries|ProxyError|SSLError|CERTIFICATE' "$log"; then
         die "$what" "The package index did not answer. Check the connection and pip's own settings (pip config list)," \
             "or put the wheels into a folder: PIP_NO_INDEX=1 PIP_FIND_LINKS=that-folder bash $0"
-    elif grep -qE 'ResolutionImpossible|conflict|No matching distribution' "$1"; then
-        die "$what" "The index answered, but has no versions that fit together on Python $(version_of "$PYTHON"), $(uname -m)." \
+    elif grep -qE 'ResolutionImpossible|conflict|No matching distribution' "$log"; then
+        die "$what" "The index answered, but has no versions that fit together on Python $(version_of "$1"), $(uname -m)." \
             "The lines above name the package. Settings of pip that name other indexes or folders may hide a" \
             "version (pip config list); PIP_CONFIG_FILE=/dev/null leaves them out."
     fi

@@ -8,5 +8,5 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh
-setup_env gguf
+setup_env start
 exec "$PYTHON" scripts/train_sft.py "$@"

@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -35,6 +34,7 @@ from nanorl.trajectories.atif import AgentInfo, write_atif
 from nanorl.trajectories.base import Trajectory, TrajectoryReader
 from nanorl.trajectories.jsonl import write_jsonl
 from nanorl.types import Status
+from nanorl.version import own_version
 
 Format = Literal["atif", "jsonl", "parquet", "otel"]
 StoredPhase = Literal["rl", "untrained", "before", "after", "no_tool"]
@@ -212,7 +212,7 @@ def agent_info(config: RunConfig) -> AgentInfo:
     """Who plays in a run."""
     return AgentInfo(
         name=config.agent.loop or config.env or config.preset,
-        version=_version(),
+        version=own_version(),
         model=config.model or config.preset,
     )
 
@@ -257,10 +257,3 @@ def _why_none(options: ExportOptions, store: RolloutStore) -> str:
     }
     words = " ".join(f"{name} {one}" for name, one in asked.items() if one is not None)
     return f"{options.run}: no rollout of {words}: {held} ({len(every)} rollouts)"
-
-
-def _version() -> str:
-    try:
-        return version("nanorl-stack")
-    except PackageNotFoundError:  # run from its folder
-        return "unknown"

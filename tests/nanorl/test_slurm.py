@@ -108,7 +108,7 @@ def test_ray_starts_on_every_node_and_the_run_gets_its_address_and_options(tmp_p
     assert on_head[-len(sizes) :] == sizes
     assert on_others == ["start", "--address", address, *sizes]
     assert logged(tmp_path, "token") == [["secret"]] * 2
-    assert logged(tmp_path, "extras") == [["gguf,hub,ray,monitor,alerts"]]
+    assert logged(tmp_path, "extras") == [["start,hub,ray,monitor,alerts"]]
     assert steps_alive(tmp_path) == []
 
 
