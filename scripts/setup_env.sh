@@ -118,9 +118,10 @@ install_packages() { pip_install "$PYTHON" -c "$root/constraints.txt" "$@"; }
 
 pip_install() { # a Python, what its pip takes
     local log="${1%/bin/*}/pip.log"
-    "$1" -m pip install --quiet --disable-pip-version-check "${@:2}" 2> >(tee "$log" >&2) && return
-    wait $! # for the last lines
-    explain_pip "$@"
+    (
+        set -o pipefail
+        "$1" -m pip install --quiet --disable-pip-version-check "${@:2}" 2>&1 | tee "$log" >&2
+    ) || explain_pip "$@"
 }
 
 explain_pip() { # as pip_install, which failed: says what is wrong, and ends
