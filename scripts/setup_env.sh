@@ -76,7 +76,8 @@ setup_env() {
     install_packages --require-hashes --no-deps --no-build-isolation -r "$root/locks/$locked.txt"
     install_torch "$locked"
     say "set-up 3/3: nanorl-stack itself"
-    install_packages --no-deps --no-build-isolation -e "$root"
+    # setuptools warns of every editable installation.
+    PYTHONWARNINGS=ignore install_packages --no-deps --no-build-isolation -e "$root"
     # Extras that no lock holds, in the versions of constraints.txt.
     [ "$extras" = "$locked" ] || install_packages --no-build-isolation -e "$root[$extras]"
     printf '%s' "$wanted" >"$stamp"

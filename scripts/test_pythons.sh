@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The door as a stranger finds it, in each Python: a fresh clone, an empty home, none of pip's
 # settings; the README's first command (tiny, two steps); pip check; then the wheel in a folder and an
-# environment of its own: nanorl new, its test, check, train, view. Seconds and sizes go to FILE.json.
+# environment of its own: nanorl new, its test, check, train, view. Seconds and sizes go to FILE.json,
+# whose other rows are kept.
 # Run it by hand before a release: a CUDA build downloads 2.8 GB and takes 5 GB, removed at its end.
 #   bash scripts/test_pythons.sh FILE.json python3.11 python3.12 python3.13
 #   NANORL_TORCH_INDEX=FOLDER bash scripts/test_pythons.sh FILE.json python3.11   a CPU build
@@ -35,11 +36,16 @@ timed() { # what it is, its command
 
 megabytes() { du -sm "$1" | cut -f1; }
 
+downloaded() { # megabytes, from pip's log: "Downloading torch-2.13.0-....whl (526.6 MB)"
+    sed -n 's/.*Downloading .*(\([0-9.]*\) \([kM]B\))$/\1 \2/p' "$1" |
+        awk '{ sum += $2 == "MB" ? $1 : $1 / 1000 } END { print sum }'
+}
+
 try_clone() { # the README's first command
     cd "$folder/clone"
-    timed "set-up" alone bash -c 'source scripts/setup_env.sh; setup_env start'
+    timed "set-up" alone env PIP_LOG="$folder/pip.log" bash -c 'source scripts/setup_env.sh; setup_env start'
     figure "environment" "$(megabytes .venv)" MB
-    figure "downloaded" "$(megabytes "$home/.cache/pip")" MB
+    figure "downloaded" "$(downloaded "$folder/pip.log")" MB
     timed "two steps of tiny" alone bash scripts/train_agent.sh "${short[@]}" --out runs/first
     timed "pip check" alone .venv/bin/python -m pip check
 }
@@ -65,9 +71,11 @@ try_wheel() { # what a package of ours does far from its source
     timed "wheel: view --help" alone "$bin/nanorl" view --help
 }
 
+build="with CUDA"
+[ -z "${NANORL_TORCH_INDEX:-}" ] || build="for CPUs"
 for python in "$@"; do
     export NANORL_PYTHON="$python"
-    label="Python $(version_of "$python")"
+    label="Python $(version_of "$python"), torch $build"
     folder="$temporary/$(version_of "$python")"
     home="$folder/home"
     mkdir -p "$home"
@@ -80,15 +88,18 @@ for python in "$@"; do
     [ -n "${KEEP:-}" ] || rm -rf "$folder"
 done
 
-python="$(find_python)"
-PYTHONPATH="$root/scripts" "$python" - "$figures" "$file" "${NANORL_TORCH_INDEX:+CPU build}" <<'EOF'
+PYTHONPATH="$root/scripts" "$(find_python)" - "$figures" "$file" <<'EOF'
+import json
 import sys
 from pathlib import Path
+
 from bench_output import write_json
 
-figures, file, build = sys.argv[1:]
-rows = [line.split("\t") for line in Path(figures).read_text().splitlines()]
-sys.argv = ["test_pythons.sh", file, *sys.argv[4:]]
-about = {"torch": build or "the plain index's, with CUDA"}
-write_json(Path(file), [{"name": n, "value": float(v), "unit": u} for n, v, u in rows], about=about)
+figures, file = map(Path, sys.argv[1:])
+new = [line.split("\t") for line in figures.read_text().splitlines()]
+rows = json.loads(file.read_text())["rows"] if file.exists() else []
+rows = [row for row in rows if row["name"] not in {name for name, _, _ in new}]
+rows += [{"name": name, "value": float(value), "unit": unit} for name, value, unit in new]
+sys.argv[0] = "test_pythons.sh"
+write_json(file, rows)
 EOF
