@@ -737,6 +737,7 @@ def summarise(run: Run) -> dict[str, Any]:
             "threads": num_threads(config),
             "command": " ".join(sys.argv),
             "torch_version": str(torch.__version__),
+            "sandbox": config.tool.sandbox if run.parts.kind.needs_sandbox else "none",
             "history": run.history.read(),
             "status": "finished" if cursor.phase == "done" else f"stopped in phase {cursor.phase}",
         },

@@ -127,8 +127,9 @@ def walk(base: Folder, path: str) -> tuple[list[Folder], str]:
 
 def _step(chain: list[Folder], part: str) -> None:
     if part == "..":
-        chain.pop()
-        if not chain:
+        if len(chain) > 1:
+            chain.pop()
+        elif not chain[0].is_fixed:  # the root's parent is the root
             raise WasiError(Errno.NOTCAPABLE)
     elif part not in ("", "."):
         chain.append(_as_folder(_named(chain[-1], part)))

