@@ -264,7 +264,7 @@ class ToolConfig:
     python: str = ""
     """The interpreter that runs the programs, outside of /tmp; empty: the system's, or this one."""
     sandbox: SandboxName = "auto"
-    """What keeps programs in (docs/sandbox.md): auto takes bwrap where it runs, else wasm. Others by
+    """What keeps programs in (docs/sandbox.md): auto is bwrap where that runs, else wasm. Others by
     name: oci (podman or docker), gvisor, microvm; landlock and rlimits only with
     --allow-unsafe-sandbox. One that is named and does not run here is refused."""
     image: str = ""

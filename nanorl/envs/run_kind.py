@@ -58,11 +58,16 @@ def run_sandbox(config: RunConfig) -> WorkspaceSandbox:
     )
 
 
+def runs_programs(config: RunConfig, kind: EnvKind) -> bool:
+    """Whether anything that a policy writes is run, by its tools or by the reward."""
+    return kind.needs_sandbox or config.reward == "tests"
+
+
 def settle_sandbox(config: RunConfig, kind: EnvKind) -> tuple[RunConfig, str]:
     """The options with the sandbox that `auto` stands for on this machine, and what a run says of
     it: nothing where its agent runs no programs. SandboxUnavailable where none will do."""
     tool = config.tool
-    if not (kind.needs_sandbox or config.reward == "tests"):
+    if not runs_programs(config, kind):
         return config, ""
     if tool.sandbox != AUTO:
         return config, tool.sandbox
