@@ -5,7 +5,7 @@
 The filter of system calls refuses what the default profile of container engines refuses to a
 process without rights: `unshare`, `setns`, `clone` with a namespace's flag, `clone3` (whose flags
 no filter can see), and both generations of the mount calls. `--user` gives root up first.
-Source: moby, profiles/seccomp/default.json.
+Source: the default profile of moby.
 """
 
 from __future__ import annotations

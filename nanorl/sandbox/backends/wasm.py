@@ -27,6 +27,10 @@ from nanorl.sandbox.base import SandboxSpec, SandboxUnavailable
 from nanorl.sandbox.bwrap import unused_uid
 from nanorl.sandbox.choice import INSTALL_WASM, WASM_PACKAGES
 
+_REMEDY = (
+    "make room for the compiled module (260 MB on the disk, 2 GB of memory while it is made), or "
+    "name another folder with --sandbox-image"
+)
 _NO_PROCESS = "WebAssembly has no processes"
 _MAIN = (
     "import sys; sys.path[:] = {!r}; from nanorl.sandbox.backends.wasm_guest import main; main()"
@@ -113,7 +117,8 @@ class WasmBackend:
         )
 
     def explain(self, messages: str) -> SandboxUnavailable:
-        return SandboxUnavailable(f"--sandbox wasm: {messages}", INSTALL_WASM)
+        remedy = INSTALL_WASM if "is not installed" in messages else _REMEDY
+        return SandboxUnavailable(f"--sandbox wasm: {messages}", remedy)
 
     def close(self) -> None:
         """Nothing was made for all boxes together."""

@@ -47,10 +47,11 @@ from nanorl.sandbox.backends.wasi_files import (
     WasiError,
     fixed_folder,
 )
-from nanorl.sandbox.confine import close_from
+from nanorl.sandbox.confine import close_from, prctl
 from nanorl.sandbox.program import parts_of
 from nanorl.sandbox.worker import limit_cpu
 
+_SET_PDEATHSIG = 1
 _ORDER = ".order"  # the name under which the instance asks for its program
 _STDLIB = "python{}.zip"
 _CHANGE = struct.Struct("<iQ")
@@ -193,7 +194,7 @@ class WasmServer(GuestServer):
                 if program := self._run(job, *self._laid_out(order)):
                     return program
             else:
-                self._move(order.job, dict(parts_of(order.payload)))
+                self._move(order, dict(parts_of(order.payload)))
                 job.status = 0
         except (OSError, KeyError, ValueError, tarfile.TarError, WasiError) as error:
             self._send(frames.ERR, str(error).encode()[:200])
@@ -231,11 +232,12 @@ class WasmServer(GuestServer):
             self._changes = frames.FrameReader(ours, _MOST_CHANGE_BYTES)
         else:
             os.close(ours)
-        self._wait(job, pid)
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        self._reap()
+        try:
+            self._wait(job, pid)
+        finally:  # also where the host is gone
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
         self._ended.clear()
         self._pump(job)
         return None
@@ -250,6 +252,7 @@ class WasmServer(GuestServer):
             os.dup2(descriptor, target)
         close_from(len(streams) + 1)
         rights.lower(self.config)
+        prctl(_SET_PDEATHSIG, signal.SIGKILL)  # a change of user would have cleared it
         limit_cpu(job.order.limit_s)
         if tree is self._work:
             tree.on_change = _tell
@@ -284,10 +287,11 @@ class WasmServer(GuestServer):
         except (frames.BoxChannelError, ValueError, KeyError, struct.error):
             return True
 
-    def _move(self, job: int, parts: dict[str, bytes]) -> None:
+    def _move(self, order: frames.JobOrder, parts: dict[str, bytes]) -> None:
         """Files of a session, which never touch the machine's own."""
+        job = order.job
         if job == protocol.UNPACK:
-            self._work = self._new_tree()
+            self.folder, self._work = protocol.FOLDERS[order.argument], self._new_tree()
             with tarfile.open(fileobj=io.BytesIO(parts["archive"])) as archive:
                 for member in archive.getmembers():
                     if (file := archive.extractfile(member)) is not None:
@@ -343,4 +347,7 @@ def main() -> None:
     os.umask(0o077)
     rights.keep_for_itself()
     server = WasmServer(json.loads(body), reader, out)
-    server.serve()
+    try:
+        server.serve()
+    except OSError as error:  # the compiled module: the host shows the message
+        sys.exit(str(error))

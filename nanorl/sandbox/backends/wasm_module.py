@@ -210,7 +210,15 @@ def load_module(folder: Path) -> tuple[Any, Any]:
         if path is None:
             raise OSError(f"{folder} holds no compiled module any more")
         made = engine()
-        return made, wasmtime.Module.deserialize_file(made, path)
+        try:
+            return made, wasmtime.Module.deserialize_file(made, path)
+        except wasmtime.WasmtimeError as error:
+            with opened(folder) as place:
+                _clear(place)
+            raise OSError(
+                f"the compiled module in {folder} was damaged ({str(error).splitlines()[-1]}) and "
+                "is removed: start again, which compiles it anew"
+            ) from error
 
 
 def main() -> int:
