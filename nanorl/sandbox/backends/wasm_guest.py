@@ -59,36 +59,8 @@ _CHANGES = 0  # beside frames.OUT and frames.ERR
 _MOST_CHANGE_BYTES = 2 << 20
 _PIECE_BYTES = frames.MOST_BYTES // 2
 _SPARE_BYTES = 96 << 20  # of the interpreter itself, before the program's first object
-_SCRIPT = "<program>.py"
-_START = """
-import sys, types
-protocol = types.ModuleType("nanorl.sandbox.protocol")
-protocol.PAYLOAD, protocol.PROGRAM_NAME = None, {name!r}
-sys.modules[protocol.__name__] = protocol
-program = dict(__name__="program")
-exec(compile({program!r}, "program", "exec"), program)
-del sys.modules[protocol.__name__]
-import gc, io, json, os, random, traceback
-for name in {preload!r}:
-    __import__(name)
-try:
-    open("/nothing")
-except OSError as error:  # what a traceback needs is loaded as well
-    traceback.print_exception(error, file=io.StringIO())
-gc.collect()
-gc.freeze()
-order = json.load(open("/{order}", "rb"))
-random.seed(0)
-os.chdir(order["folder"])
-sys.path.insert(0, order["folder"])
-sys.argv[:] = [order["name"]]
-program["execute"](order["code"].encode("utf-8", "surrogateescape"), order["name"])
-"""
-_PRELOAD = (
-    *("bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions"),
-    *("functools", "heapq", "itertools", "json", "linecache", "math", "operator", "re"),
-    *("statistics", "string", "textwrap", "time", "traceback", "typing"),
-)
+_SCRIPT = "<program>"
+_PROGRAMS = (protocol.PROGRAM, protocol.PYTHON, protocol.CALL)
 
 
 class WasmServer(GuestServer):
@@ -98,12 +70,8 @@ class WasmServer(GuestServer):
         super().__init__({**config, "watch_bytes": 0, "oom_files": ()}, reader, out)
         self._work = self._new_tree()
         self._changes: frames.FrameReader | None = None
-        source = Path(sys.modules[parts_of.__module__].__file__ or "").read_text()
-        start = _START.format(
-            name=protocol.PROGRAM_NAME, program=source, preload=_PRELOAD, order=_ORDER
-        )
         self._calls = WasiCalls(
-            ["python", "-c", start], config["environment"], config["max_open_files"]
+            ["python", "-c", _start_text()], config["environment"], config["max_open_files"]
         )
         self._calls.open_special = self._wait_for_program
         self._library = _library()
@@ -190,7 +158,7 @@ class WasmServer(GuestServer):
         job, start = Job(order), time.monotonic()
         self._cpu_s, self._maxrss = 0.0, 0
         try:
-            if order.job in (protocol.PROGRAM, protocol.PYTHON):
+            if order.job in _PROGRAMS:
                 if program := self._run(job, *self._laid_out(order)):
                     return program
             else:
@@ -205,19 +173,21 @@ class WasmServer(GuestServer):
         self._send(frames.RESULT, protocol.RESULT.pack(*result, wall_s, self._maxrss))
         return None
 
-    def _laid_out(self, order: frames.JobOrder) -> tuple[FileTree, dict[str, str]]:
+    def _laid_out(self, order: frames.JobOrder) -> tuple[FileTree, dict[str, Any]]:
         """The files of a program, and what the instance is told."""
         parts = parts_of(order.payload)
-        if order.job == protocol.PYTHON:
+        is_of_session = order.job != protocol.PROGRAM
+        if is_of_session:
             tree, folder, name, code = self._work, self.folder, _SCRIPT, dict(parts)["code"]
         else:
             tree, folder, name, code = self._new_tree(), "/tmp", *parts[0]
             for path, text in parts:
                 tree.put(path, text)
-        text = code.decode("utf-8", "surrogateescape")
-        return tree, {"folder": folder, "name": name, "code": text}
+        told = {"folder": folder, "name": name, "code": code.decode("utf-8", "surrogateescape")}
+        is_call = order.job == protocol.CALL
+        return tree, {**told, "is_call": is_call, "is_shown": is_of_session}
 
-    def _run(self, job: Job, tree: FileTree, told: dict[str, str]) -> bytes | None:
+    def _run(self, job: Job, tree: FileTree, told: dict[str, Any]) -> bytes | None:
         ours, theirs = os.pipe()
         os.set_blocking(ours, False)
         streams = [job.output(frames.OUT), job.output(frames.ERR), theirs]
@@ -322,6 +292,14 @@ def _tell(op: Op, number: int, value: int, data: bytes) -> None:
     left = memoryview(frames.frame(op, _CHANGE.pack(number, value) + data))
     while left:
         left = left[os.write(3, left) :]
+
+
+def _start_text() -> str:
+    """The instance's first program, as text."""
+    here = Path(__file__)
+    program = here.parents[1] / "program.py"
+    start = here.with_name("wasm_start.py").read_text()
+    return f"{start}\nmain({program.read_text()!r}, {'/' + _ORDER!r})\n"
 
 
 def _library() -> dict[str, File | Folder]:
