@@ -259,8 +259,12 @@ class WasiCalls:
     def fd_filestat_set_times(self, number: int, *times: int) -> None:
         self._descriptor(number)
 
-    def path_filestat_set_times(self, number: int, *times: int) -> None:
-        self._descriptor(number)
+    def path_filestat_set_times(
+        self, number: int, _: int, path: int, count: int, *times: int
+    ) -> None:
+        """Accepted and not kept: a tree knows when its files were written."""
+        if find(self._descriptor(number).folder, self.memory.path(path, count)).is_fixed:
+            raise WasiError(Errno.ROFS)
 
     def fd_prestat_get(self, number: int, result: int) -> None:
         self._root(number)

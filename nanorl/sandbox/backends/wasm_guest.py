@@ -92,7 +92,7 @@ class WasmServer(GuestServer):
                 *(one.module, one.name or "", one.type), self._call(one.name or "", one.type)
             )
         instance = linker.instantiate(store, module)
-        exports = instance.exports(store)
+        exports: Any = instance.exports(store)
         self._calls.memory.bind(exports["memory"], store)
         try:
             self._end(exports["run"](store))
