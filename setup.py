@@ -171,6 +171,7 @@ setup(
             *MLFLOW,
             *POSTGRES,
             *BLOBS,
+            *WASM,
             "selenium>=4.20",  # the viewer in a browser; scripts/install_test_tools.sh
             # What checks a format of ours by its own package.
             "atif>=1.8",

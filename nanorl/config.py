@@ -263,10 +263,10 @@ class ToolConfig:
     never more than `workers`."""
     python: str = ""
     """The interpreter that runs the programs, outside of /tmp; empty: the system's, or this one."""
-    sandbox: SandboxName = "bwrap"
-    """What keeps programs in (docs/sandbox.md): bwrap, oci (podman or docker), gvisor, microvm or
-    wasm; landlock and rlimits only with --allow-unsafe-sandbox. One that does not run here is
-    refused."""
+    sandbox: SandboxName = "auto"
+    """What keeps programs in (docs/sandbox.md): auto is bwrap where that runs, else wasm. Others by
+    name: oci (podman or docker), gvisor, microvm; landlock and rlimits only with
+    --allow-unsafe-sandbox. One that is named and does not run here is refused."""
     image: str = ""
     """The system that programs see: of oci the name of a local image, of microvm a folder; both
     from scripts/make_sandbox_image.sh."""

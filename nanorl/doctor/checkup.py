@@ -37,6 +37,7 @@ from nanorl.doctor.preconditions import (
     teacher_finding,
     template_findings,
 )
+from nanorl.envs.run_kind import settle_sandbox
 from nanorl.parts import Parts
 from nanorl.plugins import where_raised
 from nanorl.report.transcript import transcript
@@ -69,6 +70,8 @@ class Checkup:
     """Without rollouts that failed."""
     seconds: float = 0.0
     minutes: Minutes | None = None
+    sandbox: str = ""
+    """The one in which the agent's programs ran, and why it is not another; empty: none ran."""
     example: str = ""
     """One rollout as people read it."""
 
@@ -94,6 +97,7 @@ class Checkup:
             f"{sum(one.num_turns for one in rollouts) / count:.1f} turns, "
             f"{sum(one.num_action_tokens for one in rollouts) / count:.0f} tokens written"
         ]
+        lines += [f"sandbox: {self.sandbox}"] if self.sandbox else []
         return "\n".join([*lines, *([self.minutes.text()] if self.minutes else [])])
 
     def to_json(self) -> dict[str, Any]:
@@ -106,6 +110,7 @@ class Checkup:
             "rewards": [one.total_reward for one in rollouts],
             "success": sum(one.is_success for one in rollouts) / max(len(rollouts), 1),
             "seconds": self.seconds,
+            "sandbox": self.sandbox,
             "minutes": None if self.minutes is None else self.minutes.total,
             "example": self.example,
         }
@@ -127,6 +132,7 @@ def check_run(
         alone = _in_one_process(config, Path(folder))
         try:
             parts = Parts(alone, env=env)
+            parts.config, checkup.sandbox = settle_sandbox(parts.config, parts.kind)
             _Examination(config, parts, checkup).run(run_to_end)
         except _MENDABLE as error:
             checkup.findings.append(_not_made(error))

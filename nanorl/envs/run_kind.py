@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from nanorl.envs.judged import JudgedKind
 from nanorl.presets import get_preset
 from nanorl.rewards.load import REWARDS, load_reward
 from nanorl.sandbox.backends import open_sandbox
+from nanorl.sandbox.choice import AUTO, choose_sandbox
 from nanorl.sandbox.session import WorkspaceSandbox
 
 NUM_WORKERS = 2
@@ -54,6 +56,25 @@ def run_sandbox(config: RunConfig) -> WorkspaceSandbox:
         max_workers=tool.max_workers or None,
         allow_unsafe=tool.allow_unsafe_sandbox,
     )
+
+
+def runs_programs(config: RunConfig, kind: EnvKind) -> bool:
+    """Whether anything that a policy writes is run, by its tools or by the reward."""
+    return kind.needs_sandbox or config.reward == "tests"
+
+
+def settle_sandbox(config: RunConfig, kind: EnvKind) -> tuple[RunConfig, str]:
+    """The options with the sandbox that `auto` stands for on this machine, and what a run says of
+    it: nothing where its agent runs no programs. SandboxUnavailable where none will do."""
+    tool = config.tool
+    if not runs_programs(config, kind):
+        return config, ""
+    if tool.sandbox != AUTO:
+        return config, tool.sandbox
+    tools = getattr(getattr(kind, "kind", kind), "tools", ())  # a judged kind has another inside
+    needs = {getattr(one, "needs_processes", "") for one in tools}
+    choice = choose_sandbox(tool.limits(), needs - {""})
+    return replace(config, tool=replace(tool, sandbox=choice.name)), str(choice)
 
 
 def _sandbox_arguments(config: RunConfig) -> dict[str, Any]:

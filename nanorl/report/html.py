@@ -110,6 +110,7 @@ def _header(summary: Mapping[str, Any], body: str) -> str:
         f"seed {summary['seed']}" if "seed" in summary else "",
         str(summary.get("dtype", "")),
         str(summary.get("hardware", "")),
+        f"sandbox {summary['sandbox']}" if summary.get("sandbox", "none") != "none" else "",
         str(summary.get("date", "")),
         f"commit {str(summary['git_commit'])[:12]}" if summary.get("git_commit") else "",
     ]

@@ -41,7 +41,7 @@ class UnitTestReward:
 
     def __init__(
         self,
-        sandbox: Sandbox | str = "bwrap",
+        sandbox: Sandbox | str = "auto",
         *,
         timeout_s: float = 10.0,
         max_rounds: int = 50,

@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 MIB = 1 << 20
 
 
-SandboxName = Literal["bwrap", "oci", "gvisor", "microvm", "wasm", "landlock", "rlimits"]
+SandboxName = Literal["auto", "bwrap", "oci", "gvisor", "microvm", "wasm", "landlock", "rlimits"]
 
 UNSAFE: Mapping[str, str] = {
     "landlock": "they see when processes live, outlive their run, and share the machine's kernel",
@@ -149,7 +149,7 @@ def check_safety(name: str, allow_unsafe: bool) -> None:
     if name in UNSAFE and not allow_unsafe:
         raise ValueError(
             f"--sandbox {name} does not isolate model-written programs: {UNSAFE[name]}; use "
-            "--sandbox bwrap, or add --allow-unsafe-sandbox if you would run them yourself"
+            "--sandbox auto, or add --allow-unsafe-sandbox if you would run them yourself"
         )
 
 

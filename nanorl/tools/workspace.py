@@ -32,6 +32,8 @@ class WorkspaceTool:
     properties: ClassVar[Properties]
     optional: ClassVar[frozenset[str]] = frozenset()
     needs_sandbox: ClassVar[bool] = True
+    needs_processes: ClassVar[str] = ""
+    """Why it cannot do without processes, which WebAssembly lacks; empty: it can."""
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -90,6 +92,7 @@ def _properties(**properties: str) -> Properties:
 
 class BashTool(WorkspaceTool):
     name = "bash"
+    needs_processes = "shell"
     description = (
         "Run a command line with bash in the working folder and read what it prints. Files stay "
         "from call to call; processes do not, and nothing has a network."
@@ -108,6 +111,7 @@ class BashTool(WorkspaceTool):
 
 class PythonSessionTool(WorkspaceTool):
     name = "python_session"
+    needs_processes = "kept interpreter"
     description = (
         "Run Python code in an interpreter that keeps its variables from call to call. Prints, "
         "and the value of a last expression, are what you see."

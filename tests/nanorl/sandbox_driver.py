@@ -233,7 +233,7 @@ def outcome_violations(program: Program, result: ExecResult) -> list[str]:
     if result.status.value not in program.statuses:
         found.append(f"status {result.status}, expected one of {program.statuses}: {result}")
     for stream in (result.stdout, result.stderr):
-        if b"ESCAPED" in stream and b"print(" not in stream:
+        if b"ESCAPED" in _without_sources(stream) and b"print(" not in stream:
             found.append(f"escaped: {stream[:500]!r}")
         if SECRET.encode() in stream:
             found.append("the host's secret came out")
@@ -246,6 +246,11 @@ def outcome_violations(program: Program, result: ExecResult) -> list[str]:
     if program.exit_code is not None and result.exit_code != program.exit_code:
         found.append(f"exit code {result.exit_code}, expected {program.exit_code}")
     return found
+
+
+def _without_sources(stream: bytes) -> bytes:
+    """Without the lines of a program that a traceback shows."""
+    return b"\n".join(line for line in stream.splitlines() if not line.startswith(b"    "))
 
 
 def _of_programs(tier: str) -> list[str]:

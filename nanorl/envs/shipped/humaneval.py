@@ -32,7 +32,7 @@ class HumanEval(Env):
         {"agent.max_turns": 1, "agent.max_turn_tokens": 512, "agent.max_context_tokens": 1536}
     )
 
-    def __init__(self, *, sandbox: str = "bwrap") -> None:
+    def __init__(self, *, sandbox: str = "auto") -> None:
         self.sandbox = sandbox
 
     def setup(self) -> UnitTestReward:

@@ -3,7 +3,8 @@
     with open_sandbox("oci", SandboxSpec(timeout_s=1.0)) as sandbox:
         result = await sandbox.run("print(6 * 7)")
 
-    bwrap      the default: `SandboxPool`, unchanged (pool.py, one folder up)
+    auto       the default: bwrap where it runs, else wasm (choice.py, one folder up)
+    bwrap      `SandboxPool`, unchanged (pool.py, one folder up)
     oci        a container of podman or docker for every program
     gvisor     runsc: the kernel's calls are answered by another kernel, in user space
     microvm    a virtual machine, restored from a snapshot for every program
@@ -24,9 +25,10 @@ that isolates too little needs `allow_unsafe`. Nothing is imported of those that
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Mapping
 
-from nanorl.sandbox.base import SandboxSpec, check_safety
+from nanorl.sandbox.base import SandboxSpec, SandboxUnavailable, check_safety
 from nanorl.sandbox.session import WorkspaceSandbox
 
 BACKENDS: Mapping[str, str] = {
@@ -55,15 +57,30 @@ def open_sandbox(
     not keep what it promises; ValueError for an unknown name, impossible settings, and a back end
     that isolates too little without `allow_unsafe`.
     """
-    if name == "bwrap":
+    if name in ("auto", "bwrap"):
         from nanorl.sandbox.pool import SandboxPool
 
-        return SandboxPool(spec, num_workers, max_workers=max_workers)
+        try:
+            return SandboxPool(spec, num_workers, max_workers=max_workers)
+        except SandboxUnavailable as refusal:
+            name = _instead_of_bwrap(name, spec, refusal)
     if name not in BACKENDS:
-        raise ValueError(f"--sandbox {name}: must be one of bwrap, {', '.join(BACKENDS)}")
+        raise ValueError(f"--sandbox {name}: must be one of auto, bwrap, {', '.join(BACKENDS)}")
     check_safety(name, allow_unsafe)
     from nanorl.sandbox.backends.pool import BoxPool
 
     file, _, found = BACKENDS[name].partition(":")
     backend = getattr(importlib.import_module(file), found)
     return BoxPool(backend(spec), spec, max_workers or num_workers)
+
+
+def _instead_of_bwrap(name: str, spec: SandboxSpec, refusal: SandboxUnavailable) -> str:
+    """What `auto` takes where bubblewrap has refused; whoever named bubblewrap is refused."""
+    from nanorl.sandbox.choice import second_choice
+
+    if name == "bwrap":
+        remedy = f"{refusal.remedy}; or --sandbox auto, which takes wasm where bwrap does not run"
+        raise SandboxUnavailable(refusal.reason, remedy) from refusal
+    choice = second_choice(spec, refusal)
+    logging.getLogger(__name__).warning("sandbox: %s", choice)
+    return choice.name

@@ -3,7 +3,8 @@
 The supply grows by one each time somebody had to wait, up to `most_warm`, and shrinks to a single
 box when nobody has asked for `_IDLE_S`. A box that waits is looked at before it is handed out: one
 that died or spoke is thrown away. A box that has run its number of programs is thrown away, too;
-that number is one except where a back end makes all that programs see anew by itself.
+that number is one except where a back end makes all that programs see anew by itself: there a box
+in use counts as one of those that are up, since it comes back.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class BoxSupply:
         self.backend = backend
         self._most_warm = most_warm
         self._wanted = 1
+        self._come_back = backend.runs_per_box > 1  # those in use are those of the next programs
         self._num_starting = 0
         self._taken: dict[SandboxBox, int] = {}  # every box that is up, and its index
         self._indices: set[int] = set()
@@ -99,7 +101,7 @@ class BoxSupply:
         """A box whose program has ended well: kept where it may run more, else ended."""
         with self._changed:
             is_kept = box.num_runs < self.backend.runs_per_box and box.is_well
-            if is_kept and not self._is_closing and len(self._ready) < self._wanted:
+            if is_kept and not self._is_closing and len(self._ready) < self._most_warm:
                 self._ready.append(box)
                 self._changed.notify_all()
                 return
@@ -135,7 +137,9 @@ class BoxSupply:
 
     def _fill(self, at_least: int = 0) -> None:
         """Starts what is missing; the lock is held."""
-        missing = max(self._wanted, at_least) - len(self._ready) - self._num_starting
+        num_coming = len(self._ready) + self._num_starting
+        num_up = max(len(self._taken), self._num_starting) if self._come_back else num_coming
+        missing = max(self._wanted - num_up, at_least - num_coming)
         for _ in range(0 if self._is_closing else missing):
             self._num_starting += 1
             self._threads.submit(self._start)

