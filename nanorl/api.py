@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from nanorl.report.evaluation import Evaluation
     from nanorl.trajectories.export import Exported
 
+
 @dataclass(frozen=True, kw_only=True)
 class TrainedRun:
     """What a run leaves behind."""

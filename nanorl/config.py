@@ -17,12 +17,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from nanoengine.build import LayoutConfig
-from nanoengine.config import ComputeConfig
-from nanoengine.model.lora import LoraConfig
-from nanoengine.optim import Schedule, UpdateConfig
+from nanoengine.config import ComputeConfig, LayoutConfig, Schedule, UpdateConfig
+from nanoengine.model.lora_config import LoraConfig
 from nanoinfer.config import Quantization, StepSizes, WeightUpdates
-from nanorl.agents.tokens import Limits
+from nanorl.agents.limits import Limits
 from nanorl.algorithms.recipes import named_spec
 from nanorl.algorithms.spec import BOUNDS, AlgorithmSpec
 from nanorl.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record
@@ -30,7 +28,7 @@ from nanorl.flow.policy import BatchPolicy
 from nanorl.http_record.config import HttpConfig
 from nanorl.monitor.config import MonitorConfig
 from nanorl.option_values import read_record
-from nanorl.references import check_mixture, parse_references
+from nanorl.reference_names import check_mixture, parse_references
 from nanorl.sandbox.base import SandboxName, SandboxSpec, check_safety
 
 MAX_ROLLOUTS = 1 << 16

@@ -54,9 +54,11 @@ def read_value(kind: Any, value: Any) -> Any:
         return _read_tuple(inner, value)
     if origin is Literal:
         return _read_choice(inner, value)
-    reader = _READERS.get(str if is_open_choice(inner) else inner)
-    assert reader is not None, f"options of type {inner} have no reader"
-    return reader(value)
+    plain = str if is_open_choice(inner) else inner
+    assert plain in _IS, f"options of type {inner} have no reader"
+    if not _IS[plain](value):
+        raise WrongValueError(f"must be {wanted(kind)}")
+    return plain(value)
 
 
 def read_words(kind: Any, words: Sequence[str]) -> Any:
@@ -166,15 +168,6 @@ def _read_choice(kind: Any, value: Any) -> Any:
     return value
 
 
-def _reader(kind: type, test: Callable[[Any], bool]) -> Callable[[Any], Any]:
-    def read(value: Any) -> Any:
-        if not test(value):
-            raise WrongValueError(f"must be {_WORDS[kind]}")
-        return kind(value)
-
-    return read
-
-
 def _is_number(value: Any, kind: type) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
@@ -187,13 +180,14 @@ _WORDS: Mapping[Any, str] = {
     Path: "a path",
 }
 _MANY: Mapping[Any, str] = {str: "texts", int: "whole numbers"}
-_READERS: Mapping[Any, Callable[[Any], Any]] = {
-    bool: _reader(bool, lambda value: isinstance(value, bool)),
-    int: _reader(int, lambda value: _is_number(value, numbers.Integral)),
-    float: _reader(float, lambda value: _is_number(value, numbers.Real)),
-    str: _reader(str, lambda value: isinstance(value, str)),
-    Path: _reader(Path, lambda value: isinstance(value, str | Path)),
+_IS: Mapping[Any, Callable[[Any], bool]] = {
+    bool: lambda value: isinstance(value, bool),
+    int: lambda value: _is_number(value, numbers.Integral),
+    float: lambda value: _is_number(value, numbers.Real),
+    str: lambda value: isinstance(value, str),
+    Path: lambda value: isinstance(value, str | Path),
 }
+"""Whether a value of a file, or Python's, is of that type."""
 
 
 def _parsed(kind: Any, text: str) -> Any:

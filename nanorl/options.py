@@ -26,6 +26,7 @@ from nanorl.option_values import (
     WrongValueError,
     did_you_mean,
     inner_kind,
+    nearest,
     option_kinds,
     read_value,
     read_words,
@@ -202,8 +203,7 @@ def _value(flag: _Flag, kind: Any) -> Any:
 
 
 def _option_of(flag: _Flag) -> tuple[str, bool]:
-    """The option's name, and whether the flag negates it: --no-keep-start, --rl.no-keep-entropies.
-    """
+    """The option's name, and whether the flag negates it, as --no-keep-start does."""
     kinds, name = known_options(), ALIASES.get(flag.name, flag.name)
     if name in kinds:
         return name, False
@@ -212,13 +212,9 @@ def _option_of(flag: _Flag) -> tuple[str, bool]:
         name = ALIASES.get(plain, plain)
         if plain != flag.name and name in kinds and inner_kind(kinds[name]) is bool:
             return name, True
-    known = [f"--{_dashed(one)}" for one in (*kinds, *ALIASES, "config")]
-    near = did_you_mean(f"--{_dashed(flag.name)}", known)
-    raise ValueError(f"--{flag.spelling}: there is no such option{near or '; see --help all'}")
-
-
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")
+    near = [f"--{one.replace('_', '-')}" for one in nearest(flag.name, (*kinds, *ALIASES))]
+    remedy = f"did you mean {' or '.join(near)}?" if near else "--help all lists them"
+    raise ValueError(f"--{flag.spelling}: there is no such option; {remedy}")
 
 
 def _leaves(options: Mapping[Any, Any], where: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -237,7 +233,7 @@ def _leaves(options: Mapping[Any, Any], where: str, prefix: str = "") -> Iterato
         if name in sections:
             first = next(one for one in kinds if one.startswith(f"{name}."))
             raise ValueError(f"{where}: {name} = {value!r}: is a section; name an option, {first}")
-        near = did_you_mean(name, (*kinds, *ALIASES))
+        near = did_you_mean(name, (*kinds, *ALIASES, *sorted(sections - {""})))
         raise ValueError(f"{where}: no option is called {name}{near or '; see --help all'}")
 
 
