@@ -17,7 +17,6 @@ from typing import Any
 
 from nanoengine.stop_signals import EXIT_STATUS, Interrupted
 from nanorl.config import RunConfig
-from nanorl.continuation import begin, take_over
 from nanorl.options import parse_arguments
 from nanorl.report.next_steps import how_to_go_on, next_steps
 
@@ -31,10 +30,11 @@ def run_training(
 
     `env` is an environment given as an object; `run_to_end` runs a coroutine to its end.
     """
-    import torch  # here, so that a wrong flag is answered at once
+    import torch  # here, and what imports it, so that a wrong flag is answered at once
 
     from kernels.host_memory import reuse_large_buffers
     from nanoengine.state.run_folder import RunFolder
+    from nanorl.continuation import begin, take_over
     from nanorl.envs.run_kind import settle_sandbox
     from nanorl.parts import Parts
     from nanorl.report.live import LiveView
@@ -96,14 +96,24 @@ def main(arguments: list[str] | None = None) -> int:
     """The command. `arguments` None: those of the process."""
     try:
         config = parse_arguments(sys.argv[1:] if arguments is None else arguments)
-        try:
-            return train(config)
-        except (Interrupted, KeyboardInterrupt) as stop:
-            print(how_to_go_on(config, has_saved=isinstance(stop, Interrupted)))
-            return EXIT_STATUS
+    except (ValueError, OSError) as error:
+        return _refused(error)
+    except RuntimeError as error:  # apart: what these are is not known before PyTorch is loaded
+        if not isinstance(error, tuple(expected_errors())):
+            raise
+        return _refused(error)
+    try:
+        return train(config)
+    except (Interrupted, KeyboardInterrupt) as stop:
+        print(how_to_go_on(config, has_saved=isinstance(stop, Interrupted)))
+        return EXIT_STATUS
     except tuple(expected_errors()) as error:
-        print(f"\nerror: {error}", file=sys.stderr)
-        return 1
+        return _refused(error)
+
+
+def _refused(error: Exception) -> int:
+    print(f"\nerror: {error}", file=sys.stderr)
+    return 1
 
 
 def expected_errors() -> list[type[Exception]]:
