@@ -42,7 +42,7 @@ PHASE = "held-out tasks"
 class EvalOptions:
     """The options of `nanorl eval`."""
 
-    model: tyro.conf.Positional[str]
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """A run's folder, a Hugging Face folder, a .gguf file, a hub id, or smollm2."""
     num_tasks: int = 100
     """How many held-out tasks, at most."""
@@ -123,14 +123,9 @@ class EvalOptions:
 
 def evaluate_model(options: Annotated[EvalOptions, tyro.conf.arg(name="")]) -> int:
     """Play held-out tasks with a model, or with what a run has trained."""
-    from nanorl.commands.train import expected_errors
     from nanorl.report.evaluation import evaluation_text
 
-    try:
-        result, folder = evaluation_of(options)
-    except tuple(expected_errors()) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    result, folder = evaluation_of(options)
     if options.as_json:
         print(json.dumps(result.to_json(), indent=2))
         return 0
@@ -178,7 +173,7 @@ def run_evaluation(
     import torch  # here, so that a wrong option is answered at once
     from rich.console import Console
 
-    from nanorl.evaluation import evaluate
+    from nanorl.evaluation import evaluate, too_few
     from nanorl.manifest import manifest_of
     from nanorl.parts import Parts
     from nanorl.report.evaluation import Evaluation
@@ -228,8 +223,8 @@ def run_evaluation(
         seconds=time.perf_counter() - start,
     )
     result.write(folder / RESULT)
-    if len(tasks) < config.evaluation.num_tasks:
-        print(f"there are no more than these {len(tasks)} held-out tasks", file=sys.stderr)
+    if note := too_few(tasks, config.evaluation.num_tasks):
+        print(note, file=sys.stderr)
     return result
 
 

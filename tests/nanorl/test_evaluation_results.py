@@ -97,7 +97,7 @@ def test_the_command_finds_evaluations_and_says_what_is_missing(
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
     assert main(["compare", a, b, f"{b}:untrained", f"{a}/eval.json"]) == 0
     said = capsys.readouterr().out
-    assert f"{b} (after the warm start) against {a}: " in said
+    assert f"{b} (before RL) against {a}: " in said
     assert f"{b} (untrained) against {a}: " in said and f"{a}/eval.json against {a}: " in said
     for arguments, message in [
         ((a,), "1 given; name two or more"),

@@ -157,7 +157,7 @@ def test_evaluations_of_a_run_are_kept_apart_and_can_be_compared_with_others(
 
     assert main(["compare", f"{whole}:before", str(whole), str(out), "--as-json"]) == 0
     one, two = json.loads(capsys.readouterr().out)
-    assert (one["old"], one["new"]) == (f"{whole} (after the warm start)", f"{whole} (after RL)")
+    assert (one["old"], one["new"]) == (f"{whole} (before RL)", f"{whole} (after RL)")
     assert two["num_common"] == min(num, len(Evaluation.read(whole / "eval-before.json").scores))
 
 

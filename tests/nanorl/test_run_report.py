@@ -64,7 +64,7 @@ def test_the_log_says_everything_once_and_shows_the_agent(runs: dict[str, Path])
     lines = [line.split("] ", 1)[-1].split(",")[0] for line in log.splitlines()]
     for expected in ("reinforcement learning 1/4", "warm start 3/3: loss"):
         assert sum(line.startswith(expected) for line in lines) == 1, log
-    for expected in ("after the warm start: ", "after RL: ", "after RL, tool off: "):
+    for expected in ("before RL: ", "after RL: ", "after RL, tool off: "):
         assert expected in log
     assert log.count("a rollout of step") == 4
     assert "    wanted  " in log and "    task    " in log
