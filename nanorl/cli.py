@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from nanoengine.command_line import plain_errors, run_command
+from nanoengine.command_line import plain_errors, program, run_command
 
 
 class Verb(NamedTuple):
@@ -101,7 +101,7 @@ def _run(words: list[str]) -> int:
 def _meant(name: str, words: list[str]) -> str:
     """What somebody wanted who has given a verb that is none."""
     if name.startswith("-"):
-        return f"a verb comes first: nanorl train {shlex.join(words)}"
+        return f"a verb comes first: {program()} train {shlex.join(words)}"
     near = difflib.get_close_matches(name.lower(), VERBS, n=1)
     if near:
         return f"no such verb; did you mean {near[0]}?"

@@ -240,7 +240,8 @@ def find_origin(text: str) -> Origin:
         return wanted[-1]
     there = ", ".join(dict.fromkeys(_place_of(origin.cursor) for origin in found)) or "none"
     raise ValueError(
-        f"--fork {text}: {run} has no such checkpoint; there are: {there}. {_why_not(place, config)}"
+        f"--fork {text}: {run} has no such checkpoint; there are: {there}. "
+        f"{_why_not(place, config)}"
     )
 
 
@@ -248,8 +249,9 @@ def _why_not(place: str, config: RunConfig) -> str:
     if place == "0" and not (config.warm_start.steps or config.fork):
         return "RL began with the run's own model: a new run of the same options begins there, too"
     return (
-        f"Older ones are deleted: it keeps the newest --keep-checkpoints {config.keep_checkpoints}, "
-        f"one every --save-every {config.save_every} steps and one at the end of each phase"
+        "Older ones are deleted: it keeps the newest --keep-checkpoints "
+        f"{config.keep_checkpoints}, one every --save-every {config.save_every} steps and one at "
+        "the end of each phase"
     )
 
 

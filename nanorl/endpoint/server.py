@@ -295,7 +295,6 @@ def _told(error: Exception) -> ApiError:
     return ApiError(status, f"the engine failed: {type(error).__name__}: {error}")
 
 
-
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "registered for that class"
     return ApiError(

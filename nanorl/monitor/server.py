@@ -229,7 +229,6 @@ class MonitorServer:
         return self._readings.control
 
 
-
 def _url(host: str, port: int) -> str:
     """The URL by which a client reaches it; this machine's name where it listens on all."""
     name = socket.gethostname() if host in _WILDCARDS else host

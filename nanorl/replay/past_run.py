@@ -16,7 +16,7 @@ from nanoengine.state.checkpoint import list_checkpoints, read_cursor
 from nanoengine.tensor_file import CheckpointError
 from nanoinfer.params import SamplingParams
 from nanorl.config import RunConfig
-from nanorl.cursor import AFTER_RL, START, PHASES, WARMING_UP, Cursor
+from nanorl.cursor import AFTER_RL, PHASES, START, WARMING_UP, Cursor
 from nanorl.evaluation import GREEDY
 from nanorl.history import RunHistory
 from nanorl.manifest import Manifest

