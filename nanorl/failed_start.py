@@ -1,7 +1,8 @@
 """A run that failed before it had anything to lose: its folder is free for the corrected command.
 
-That is a run without a checkpoint and without a finished step: going on with it would begin at the
-beginning, too. Only what a run writes is taken away, and nothing from a folder that is no run's.
+That is a run without a finished step of RL, nor a warm start that a checkpoint holds: going on with
+it would begin at the beginning, too. Only what a run writes is taken away, and nothing from a
+folder that is no run's.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from nanoengine.state.checkpoint import latest_checkpoint
 from nanoengine.state.run_folder import CONFIG
@@ -37,20 +39,23 @@ def take_away_failed_start(folder: Path) -> bool:
 
 
 def _is_failed_start(folder: Path) -> bool:
-    if not _is_run(folder / CONFIG) or any((folder / name).exists() for name in _KEPT):
+    options = _options(folder / CONFIG)
+    if options is None or any((folder / name).exists() for name in _KEPT):
         return False
-    if any(latest_checkpoint(folder / name) for name in ("checkpoints", START)):
+    # Without a warm start a checkpoint at this place holds the model as it came.
+    is_trained = options.get("warm_start", {}).get("steps") and not options.get("fork")
+    if is_trained and latest_checkpoint(folder / "checkpoints"):
         return False
     return not (read_metrics(folder / "metrics.jsonl") or _num_rollouts(folder / TRAINING_FILE))
 
 
-def _is_run(file: Path) -> bool:
-    """Whether these are the options of a run, and not a model's."""
+def _options(file: Path) -> dict[str, Any] | None:
+    """The options of a run; None of any other file, a model's config.json among them."""
     try:
         options = json.loads(file.read_text("utf-8"))
     except ValueError:
-        return False
-    return isinstance(options, dict) and "preset" in options
+        return None
+    return options if isinstance(options, dict) and "preset" in options else None
 
 
 def _num_rollouts(file: Path) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import json
+import os
 import re
 import sys
 import time
@@ -251,9 +252,19 @@ def _new_folder(out: Path | None, model: str) -> Path:
     if out is not None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ValueError(f"--out {out}: it is not empty; choose another folder")
-        return out
+        return _writable(out)
     name = re.sub(r"[^\w.-]+", "-", model).strip("-") or "model"
     number = 1
     while (folder := Path("runs") / f"eval-{name}{f'-{number}' if number > 1 else ''}").exists():
         number += 1
+    return _writable(folder)
+
+
+def _writable(folder: Path) -> Path:
+    """The folder, which is made when there is something to write. ValueError where it cannot be."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK, effective_ids=True)):
+        raise ValueError(
+            f"--out {folder}: {there} may not be written; choose a folder that you may write into"
+        )
     return folder

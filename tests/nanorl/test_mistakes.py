@@ -7,9 +7,12 @@ traceback or a box, and no folder is left behind.
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import re
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +22,7 @@ import pytest
 
 from nanorl import cli
 from nanorl.presets import tiny
+from nanorl.store import RolloutStore
 from nanorl.tasks.tiny_model import build_tiny_model
 
 GUESS = """
@@ -49,6 +53,7 @@ FILES = {
     "unknown.toml": 'preset = "tiny"\n[rl]\nstepz = 3\n',
     "noport.txt": "",
 }
+NOBODY = 65534
 NEW = ("train", "--preset", "tiny", "--out", "OUT")
 ENV = (*NEW, "--env")
 CHECK = ("check", "--preset", "tiny", "--env")
@@ -235,6 +240,8 @@ def place() -> Iterator[Path]:
         build_tiny_model(run / "model-trained", seed=1)
         (run / "config.json").write_text(json.dumps(tiny().to_json() | {"out": str(run)}))
         (run / "metrics.jsonl").write_text('{"step": 0}\n')
+        with RolloutStore(run / "rollouts.sqlite"):
+            pass
         yield folder
 
 
@@ -257,6 +264,76 @@ def said(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> str:
     errors = [line for line in captured.err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, shown
     return captured.err[captured.err.index("error: ") :]
+
+
+OF_EXTRAS = {
+    "serve": (("serve", "runs/tiny"), "nanoinfer.server.running", "uvicorn"),
+    "serve-env": (("serve-env", "guess.py"), "nanorl.envs.remote.server", "uvicorn"),
+    "serve-training": (
+        ("serve-training", "--model", "x"),
+        "nanorl.training_service.running",
+        "h11",
+    ),
+    "two runs to view": (("view", "runs/tiny", "runs/tiny"), "nanorl.viewer.server", "uvicorn"),
+    "spans": ((*NEW, "--log", "otel"), "", "opentelemetry"),
+    "tables": (("export", "runs/tiny", "--to", "parquet"), "", "pyarrow"),
+    "searching": ((*ENV, "search"), "", "bm25s"),
+}
+
+
+@pytest.mark.parametrize("name", OF_EXTRAS)
+def test_a_package_that_is_not_installed_is_named_with_what_installs_it(
+    name: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, ours, package = OF_EXTRAS[name]
+    monkeypatch.chdir(place)
+    find_spec = importlib.util.find_spec
+    hidden = lambda one, *more: None if one.startswith(package) else find_spec(one, *more)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", hidden)
+    monkeypatch.setitem(sys.modules, package, None)  # importing it fails
+    if ours:
+        monkeypatch.delitem(sys.modules, ours, raising=False)
+    message = said(tuple(f"runs/{name}" if word == "OUT" else word for word in words), capsys)
+    assert package in message and "-m pip install -e" in message, message
+
+
+@pytest.fixture
+def nobody(place: Path) -> Iterator[None]:
+    """A user who may read the folder and write nothing there; root may do everything."""
+    if os.geteuid() != 0:
+        places = [place, *(path for path in place.rglob("*") if path.is_dir())]
+        for path in places:
+            path.chmod(0o555)
+        yield
+        for path in places:
+            path.chmod(0o755)
+        return
+    os.seteuid(NOBODY)
+    yield
+    os.seteuid(0)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("new", "my_game"),
+        ("new", "my_game", "--folder", "games"),
+        ("train", "--preset", "tiny", "--out", "runs/mine"),
+        ("train", "--preset", "tiny", "--out", "empty"),
+        ("eval", "runs/tiny", "--env", "guess.py", "--num-tasks", "1", "--out", "runs/mine"),
+    ],
+)
+def test_a_folder_that_may_not_be_written_is_named(
+    words: tuple[str, ...],
+    place: Path,
+    nobody: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(place)
+    message = said(words, capsys)
+    assert "ermission" in message or "writ" in message, message
+    assert words[-1] in message or words[-1] == "my_game", message
 
 
 @pytest.mark.parametrize("name", MISTAKES)
