@@ -15,6 +15,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from nanoengine.our_kernels import require_our_kernels
+
 if TYPE_CHECKING:
     from nanoengine.build import build_engine, build_value_engine, check_layout
     from nanoengine.config import AdamWConfig, EngineConfig, SplitConfig
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from nanoengine.sft import num_loss_tokens, read_chats, sft_loss
     from nanoengine.tensor_file import CheckpointError
     from nanoengine.value_engine import ValueEngine, ValueModel
+
+require_our_kernels()
 
 # Threads of PyTorch's own operations spin for milliseconds after each of them, and so keep those of
 # the C++ kernels (kernels/cpp/parallel.h) off the cores: a step of 800 tokens on two took 40 %

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from kernels import apply_penalties_, apply_token_bitmask_
+from nanoengine.extras import missing
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import Grammar, SamplingParams
 
@@ -196,10 +197,7 @@ class GrammarCompiler:
         try:
             import llguidance
         except ImportError as error:
-            raise ValueError(
-                "grammar: needs the package llguidance; install it with: pip install "
-                "'nanorl-stack[grammar]'"
-            ) from error
+            raise missing("a grammar", "llguidance", extra="grammar") from error
         self._library = llguidance
         self._vocab_size = vocab_size
         self._eos_ids = tuple(sorted(tokenizer.eos_ids))

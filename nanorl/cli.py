@@ -7,17 +7,22 @@
 `VERBS` lists them; only the one that is asked for is imported. A verb is a function whose
 parameters are its options (`nanorl VERB --help`); `train` and `check` read their options
 themselves, since some decide where the defaults of the others come from.
-Exit status: 0 done, 1 with one message that says what was wrong, 130 stopped with Ctrl-C.
+Exit status: 0 done, 1 the answer is no (`check`, `replay`), 2 with one `error: ...` on stderr that
+says what was wrong and how to mend it, 130 stopped with Ctrl-C (nanoengine/command_line.py).
 """
 
 from __future__ import annotations
 
+import difflib
+import functools
 import importlib
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from nanoengine.command_line import plain_errors, program, run_command
 from nanorl.version import version_line
 
 
@@ -56,35 +61,19 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. `arguments` None: those of the process."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or words[0] in ("-h", "--help"):
-        print(usage())
-        return 0
-    if words[0] == "--version":
-        print(version_line())
-        return 0
-    verb, rest = words[0], words[1:]
-    try:
-        if verb not in VERBS:
-            raise ValueError(f"nanorl {verb}: no such verb; there are {', '.join(VERBS)}")
-        return _run(verb, rest)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except RuntimeError as error:
-        if not isinstance(error, _mendable_errors()):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return run_command(lambda: _run(words), mendable_errors)
 
 
-def _mendable_errors() -> tuple[type[RuntimeError], ...]:
+def mendable_errors() -> tuple[type[RuntimeError], ...]:
     """The errors, besides ValueError and OSError, that a user can mend."""
-    from nanoengine.tensor_file import CheckpointError  # here: it imports torch
+    from nanoengine.engine import NonFiniteLoss  # here: it imports torch
+    from nanoengine.tensor_file import CheckpointError
     from nanorl.collector import RolloutsFailed
+    from nanorl.roles.role import RoleLost
     from nanorl.sandbox.base import SandboxUnavailable
     from nanorl.store import StoreError
 
-    return CheckpointError, RolloutsFailed, SandboxUnavailable, StoreError
+    return CheckpointError, NonFiniteLoss, RoleLost, RolloutsFailed, SandboxUnavailable, StoreError
 
 
 def usage() -> str:
@@ -99,14 +88,45 @@ def find_verb(name: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), function)
 
 
-def _run(name: str, words: list[str]) -> int:
-    call = find_verb(name)
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    if words[0] == "--version":
+        print(version_line())
+        return 0
+    name, rest = words[0], words[1:]
+    if name not in VERBS:
+        raise ValueError(f"nanorl {name}: {_meant(name, words)}")
     if name in ("train", "check"):
-        return call(words)
+        return find_verb(name)(rest)
+    status = _parsed(name, rest)()
+    return status if isinstance(status, int) else 0
+
+
+def _meant(name: str, words: list[str]) -> str:
+    """What somebody wanted who has given a verb that is none."""
+    if name.startswith("-"):
+        return f"a verb comes first: {program()} train {shlex.join(words)}"
+    near = difflib.get_close_matches(name.lower(), VERBS, n=1)
+    if near:
+        return f"no such verb; did you mean {near[0]}?"
+    return f"no such verb; there are {', '.join(VERBS)}"
+
+
+def _parsed(name: str, words: list[str]) -> Callable[[], Any]:
+    """The verb's function with its options. What the verb prints later is nobody's to rewrite, so
+    the options are read apart from the call."""
     import tyro
 
-    status = tyro.cli(call, args=words, prog=f"nanorl {name}")
-    return status if isinstance(status, int) else 0
+    call = find_verb(name)
+
+    @functools.wraps(call)
+    def with_options(*args: Any, **kwargs: Any) -> Callable[[], Any]:
+        return functools.partial(call, *args, **kwargs)
+
+    with plain_errors(words):
+        return tyro.cli(with_options, args=words, prog=f"nanorl {name}")
 
 
 if __name__ == "__main__":

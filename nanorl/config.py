@@ -403,7 +403,7 @@ class ClusterConfig:
 
     backend: BackendName = "inline"
     """inline: all in this process, the fastest on a laptop. local: a process each on this machine.
-    ray: on one machine or many (pip install 'nanorl-stack[ray]')."""
+    ray: on one machine or many (the extra `ray`)."""
     address: str = ""
     """With ray: the cluster to join, "auto" or host:port; empty starts one on this machine."""
     placement: Placement = "separate"

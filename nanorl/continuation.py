@@ -35,7 +35,7 @@ from nanoengine.state.checkpoint import (
 )
 from nanoengine.state.run_folder import RunFolder
 from nanorl.config import RunConfig, flatten
-from nanorl.cursor import AFTER_RL, WARMING_UP, Cursor
+from nanorl.cursor import AFTER_RL, START, WARMING_UP, Cursor
 from nanorl.history import Event, EventKind, RunHistory
 from nanorl.report.metrics import read_metrics
 from nanorl.report.summary import write_atomically
@@ -230,7 +230,8 @@ def find_origin(text: str) -> Origin:
     config = read_config(run, flag=f"--fork {text}")
     found = [
         Origin(run=run, config=config, checkpoint=one, cursor=_cursor_of(one, run, config))
-        for one in list_checkpoints(run / "checkpoints")
+        # The one with which RL began first: of two at a place the run's newest is taken.
+        for one in (*list_checkpoints(run / START), *list_checkpoints(run / "checkpoints"))
     ]
     if place and place != "done" and not place.isdigit():
         raise ValueError(f"--fork {text}: give a number of RL steps after the @, or done")
@@ -239,9 +240,18 @@ def find_origin(text: str) -> Origin:
         return wanted[-1]
     there = ", ".join(dict.fromkeys(_place_of(origin.cursor) for origin in found)) or "none"
     raise ValueError(
-        f"--fork {text}: {run} has no such checkpoint; there are: {there}. Older ones are deleted: "
-        f"it keeps the newest --keep-checkpoints {config.keep_checkpoints}, one every --save-every "
-        f"{config.save_every} steps and one at the end of each phase"
+        f"--fork {text}: {run} has no such checkpoint; there are: {there}. "
+        f"{_why_not(place, config)}"
+    )
+
+
+def _why_not(place: str, config: RunConfig) -> str:
+    if place == "0" and not (config.warm_start.steps or config.fork):
+        return "RL began with the run's own model: a new run of the same options begins there, too"
+    return (
+        "Older ones are deleted: it keeps the newest --keep-checkpoints "
+        f"{config.keep_checkpoints}, one every --save-every {config.save_every} steps and one at "
+        "the end of each phase"
     )
 
 

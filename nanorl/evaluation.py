@@ -42,6 +42,17 @@ class EvaluationResult:
         }
 
 
+def too_few(tasks: Sequence[Task], wanted: int) -> str:
+    """What to tell somebody who wanted more held-out tasks than there are; "" where there are as
+    many."""
+    if len(tasks) >= wanted:
+        return ""
+    return (
+        f"held-out tasks: {len(tasks)}, not {wanted}: the environment has no more that training "
+        "never sees"
+    )
+
+
 async def evaluate(
     play: PlayRollout,
     tasks: Sequence[Task],

@@ -11,6 +11,7 @@ Left out: entry points of installed packages; `module:attribute` reaches those a
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -22,6 +23,11 @@ from types import ModuleType
 from typing import Any
 
 Fits = Callable[[Any], bool]
+_WANTED = {
+    "env": "an environment is a class derived from nanorl.Env (docs/environments.md)",
+    "reward": "a reward is a function of the task and the transcript (docs/environments.md)",
+    "agent": "an agent loop is a class with a method play, or a function (docs/agents.md)",
+}
 
 
 def load_object(spec: str, *, what: str, known: Mapping[str, str], fits: Fits) -> Any:
@@ -35,9 +41,11 @@ def load_object(spec: str, *, what: str, known: Mapping[str, str], fits: Fits) -
     place, _, attribute = spec.rpartition(":") if _names_attribute(spec) else (spec, "", "")
     if not is_path(place) and "." not in place and ":" not in spec and not _can_find(place):
         names = ", ".join(sorted(known)) or "none"
+        near = difflib.get_close_matches(spec, known, n=1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(
-            f"--{what} {spec}: no {what} is called that; ours: {names}. Yours: a file (mine.py), "
-            "or module:name"
+            f"--{what} {spec}: no {what} is called that{meant}; ours: {names}. Yours: a file "
+            "(mine.py), or module:name"
         )
     module = import_place(place, what)
     if not attribute:
@@ -45,10 +53,12 @@ def load_object(spec: str, *, what: str, known: Mapping[str, str], fits: Fits) -
     found: Any = module
     for name in attribute.split("."):
         if not hasattr(found, name):
-            raise ValueError(f"--{what} {spec}: {place} defines no {attribute!r}")
+            raise ValueError(
+                f"--{what} {spec}: {place} defines no {attribute!r}{_alike(name, found)}"
+            )
         found = getattr(found, name)
     if not fits(found):
-        raise ValueError(f"--{what} {spec}: a {type(found).__name__} is no {what}")
+        raise ValueError(f"--{what} {spec}: {found!r:.80} is none; {_wanted(what)}")
     return found
 
 
@@ -129,11 +139,20 @@ def _the_only_one(module: ModuleType, what: str, fits: Fits, spec: str) -> Any:
     }
     if len(own) == 1:
         return next(iter(own.values()))
-    names = ", ".join(own) or "none"
-    raise ValueError(
-        f"--{what} {spec}: it must define exactly one {what}, but defines {names}; "
-        f"name one: {spec}:Name"
-    )
+    if not own:
+        raise ValueError(f"--{what} {spec}: it defines no {what}; {_wanted(what)}")
+    names = " or ".join(f"{spec}:{name}" for name in own)
+    raise ValueError(f"--{what} {spec}: it defines more than one; name the one, {names}")
+
+
+def _alike(name: str, found: Any) -> str:
+    """What was meant, perhaps, where `found` has no such name."""
+    near = difflib.get_close_matches(name, [one for one in vars(found) if one[0] != "_"], n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _wanted(what: str) -> str:
+    return _WANTED.get(what, f"write a function, as the page of {what} shows")
 
 
 def where_raised(error: Exception) -> str:

@@ -37,7 +37,7 @@ from nanoengine.state.checkpoint import adopt_checkpoint, latest_checkpoint, ope
 from nanoengine.stop_signals import Interrupted, StopSignals
 from nanoinfer.cancellation import to_the_end
 from nanorl.continuation import computes
-from nanorl.cursor import PHASES, WARMING_UP, Cursor, Phase
+from nanorl.cursor import PHASES, START, WARMING_UP, Cursor, Phase
 from nanorl.doctor.alarms import NO_SIGNAL, RunAlarms
 from nanorl.envs.run_kind import runs_programs
 from nanorl.evaluation import EvaluationResult, evaluate
@@ -81,8 +81,6 @@ SHOWN = (
     *("success", "reward", "groups_with_signal", "grad_norm", "clip_fraction"),
     *("logp_gap_max", "step_s"),
 )
-START = "start"
-"""The folder, as `checkpoints`, of the checkpoint with which RL began."""
 ROOT = Path(__file__).resolve().parent.parent
 T = TypeVar("T")
 MOST_LOSSES = 2
@@ -359,7 +357,9 @@ class Run:
     # -- evaluation phases -----------------------------------------------------------------------
 
     async def run_untrained(self) -> None:
-        await self._evaluate("untrained", self.config.evaluation.num_tasks_untrained)
+        has_warm_start = self.config.warm_start.steps  # without one RL begins with these weights
+        count = self.config.evaluation.num_tasks_untrained if has_warm_start else 0
+        await self._evaluate("untrained", count)
 
     async def run_before(self) -> None:
         await self._evaluate("before", self.config.evaluation.num_tasks)
@@ -691,6 +691,7 @@ def summarise(run: Run) -> dict[str, Any]:
     """The fields of the contract (DESIGN: summary.json) and where they come from."""
     config, cursor = run.config, run.cursor
     totals, results = cursor.totals, cursor.results
+    first = "untrained" if config.warm_start.steps else "before"
 
     def success(name: str) -> float | None:
         return results[name]["success"] if name in results else None
@@ -708,7 +709,7 @@ def summarise(run: Run) -> dict[str, Any]:
             "heldout_success_before": success("before"),
             "heldout_success_after": success("after"),
             "heldout_n": results["after"]["num_tasks"] if "after" in results else 0,
-            "heldout_success_untrained": success("untrained"),
+            "heldout_success_untrained": success(first),
             "heldout_success_no_tool": success("no_tool"),
             "dtype": config.dtype,
             "logp_gap_max": totals.get("logp_gap_max"),
@@ -729,7 +730,7 @@ def summarise(run: Run) -> dict[str, Any]:
             },
             "warm_start_steps": config.warm_start.steps,
             "heldout_n_before": results.get("before", {}).get("num_tasks", 0),
-            "heldout_n_untrained": results.get("untrained", {}).get("num_tasks", 0),
+            "heldout_n_untrained": results.get(first, {}).get("num_tasks", 0),
             "heldout_n_no_tool": results.get("no_tool", {}).get("num_tasks", 0),
             "model": config.model or config.preset,
             "num_parameters": run.parts.num_parameters,

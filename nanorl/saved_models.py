@@ -19,12 +19,15 @@ import torch
 from nanoengine.dtypes import DTYPES
 from nanoengine.lora_adapter import LoraAdapter, LoraBase
 from nanoengine.model.hf import load_model, save_model
-from nanoengine.model.sources import resolve_model
+from nanoengine.model.sources import HUB, near, resolve_model
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.state.checkpoint import latest_checkpoint, open_checkpoint
 from nanorl.config import RunConfig
+from nanorl.cursor import START
 from nanorl.envs.run_kind import run_tokenizer
 from nanorl.parts import model_folder
+
+STAGES = ("untrained", "before", "after")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +48,9 @@ class SavedModels:
     def describe(self) -> str:
         """The trained model in words."""
         if self.is_checkpoint:
-            return f"{self.place} (the run has not finished; this is its newest checkpoint)"
+            is_start = self.place.parent.name == START
+            what = "what RL began with" if is_start else "the run has not finished; its newest one"
+            return f"{self.place} (a checkpoint: {what})"
         return str(self.place)
 
     @contextmanager
@@ -71,14 +76,24 @@ class SavedModels:
 
 
 def find_models(name: str) -> SavedModels:
-    """The models of a run's folder, of a Hugging Face folder, or of a model's name.
+    """The models of a run's folder, of a Hugging Face folder, or of a model's name. RUN:before is
+    what RL began with, RUN:untrained what the run began with, RUN:after what came of it.
 
     `ValueError` where there is no such thing, or where a run has not saved anything yet.
     """
-    folder = Path(name).expanduser()
+    folder, stage = _folder_and_stage(name)
     if _options(folder) is None:
+        if folder.parent.name == "runs" and not folder.exists():  # where runs go, and no hub's user
+            raise ValueError(
+                f"{name}: there is no such run{near(folder)}; name a run's folder or a model's, or "
+                f"a model of the hub as {HUB}OWNER/NAME"
+            )
         return SavedModels(name=name, place=resolve_model(name))
     run = read_run(folder)
+    if stage == "before":
+        return _before_rl(name, folder, run)
+    if stage == "untrained":
+        return SavedModels(name=name, place=model_folder(run), run=run)
     trained = folder / "model-trained"
     if trained.is_dir():
         return SavedModels(name=name, place=trained, run=run)
@@ -89,6 +104,31 @@ def find_models(name: str) -> SavedModels:
             "first checkpoint, or name a model"
         )
     return SavedModels(name=name, place=checkpoint, is_checkpoint=True, run=run)
+
+
+def _folder_and_stage(name: str) -> tuple[Path, str]:
+    """RUN:STAGE apart, where RUN is a run's folder; a folder may have a colon in its name."""
+    folder = Path(name).expanduser()
+    before, colon, stage = name.rpartition(":")
+    run = Path(before).expanduser()
+    if not colon or folder.exists() or _options(run) is None:
+        return folder, ""
+    if stage not in STAGES:
+        raise ValueError(f"{name}: {before} has no stage {stage!r}; there are {', '.join(STAGES)}")
+    return run, stage
+
+
+def _before_rl(name: str, folder: Path, run: RunConfig) -> SavedModels:
+    """What RL began with: its checkpoint, or the model where no warm start had changed it."""
+    start = latest_checkpoint(folder / START)
+    if start is not None:
+        return SavedModels(name=name, place=start, is_checkpoint=True, run=run)
+    if run.warm_start.steps or run.fork:
+        raise ValueError(
+            f"{name}: the run has not kept what RL began with (--keep-start False), or RL has not "
+            f"begun; there is {folder}:untrained"
+        )
+    return SavedModels(name=name, place=model_folder(run), run=run)
 
 
 def read_run(folder: Path) -> RunConfig:

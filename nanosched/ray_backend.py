@@ -36,7 +36,9 @@ from typing import Any
 try:
     import ray
 except ModuleNotFoundError as error:
-    raise ValueError("the back end 'ray' needs Ray: pip install '.[ray]'") from error
+    raise ValueError(
+        f"the back end 'ray' needs Ray; run: {sys.executable} -m pip install ray"
+    ) from error
 from ray._private import ray_constants
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.job_config import JobConfig

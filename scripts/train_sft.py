@@ -2,7 +2,7 @@
 
 With more than one process in the layout this program starts them on this machine and waits for
 them, unless torchrun started it (several machines, Slurm). Ctrl-C reaches this process alone, which
-asks the others. Exit status: 0 finished, 1 something to mend (one message says what), 130 Ctrl-C.
+asks the others. Exit status: 0 finished, 2 something to mend (one message says what), 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import Any
 import tyro
 
 import nanorl  # noqa: F401  (what threads of PyTorch do is said before it is loaded)
+from nanoengine.command_line import WRONG, plain_errors
 from nanoengine.sft_run import SftConfig, SftRank, SftRun, check_model
 
 
 def parse(arguments: list[str]) -> SftConfig:
     prog = "bash scripts/train_sft.sh"
-    config = tyro.cli(SftConfig, args=arguments, prog=prog)
+    with plain_errors(arguments):
+        config = tyro.cli(SftConfig, args=arguments, prog=prog)
     if not config.resume:
         if config.data is None:
             raise ValueError("data: missing; give a jsonl file of chats with --data FILE")
@@ -84,11 +86,11 @@ def main() -> int:
         return EXIT_STATUS
     except WorkerDied as error:
         command = f"bash scripts/train_sft.sh --resume --out {config.out}"
-        print(f"\nerror: {error}; go on from the last checkpoint: {command}", file=sys.stderr)
-        return 1
+        print(f"error: {error}; go on from the last checkpoint: {command}", file=sys.stderr)
+        return WRONG
     except (ValueError, OSError, CheckpointError, NonFiniteLoss) as error:
-        print(f"\nerror: {error}", file=sys.stderr)
-        return 1
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG
 
 
 if __name__ == "__main__":

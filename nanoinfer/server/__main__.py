@@ -5,24 +5,25 @@ It needs the extra `serve` (starlette, uvicorn, pydantic); grammars need `gramma
 
 from __future__ import annotations
 
+import sys
+
+import tyro
+
+from nanoengine.command_line import plain_errors, run_command
+from nanoengine.extras import missing
 from nanoinfer.server.config import ServerConfig
 
 
-def main() -> None:
+def main(words: list[str]) -> int:
+    with plain_errors(words):
+        config = tyro.cli(ServerConfig, args=words, prog="python -m nanoinfer.server")
     try:
-        import tyro
-
         from nanoinfer.server.running import run_server
     except ModuleNotFoundError as error:
-        raise SystemExit(
-            f"the server needs the package {error.name}; run: pip install -e '.[serve]'"
-        ) from None
-    config = tyro.cli(ServerConfig, prog="python -m nanoinfer.server")
-    try:
-        run_server(config)
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
+        raise missing("the server", error.name, extra="serve") from None
+    run_server(config)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(lambda: main(sys.argv[1:])))

@@ -82,10 +82,7 @@ def make_app(config: ServerConfig) -> HttpApp:
         raise ValueError(
             f"threads={config.threads}: must be 1 to {4 * cores}, 4 for each of the {cores} cores"
         )
-    if config.api_key_file is None and not is_loopback(config.host):
-        raise ValueError(
-            f"host={config.host}: is open to the network; give api_key_file, or listen on 127.0.0.1"
-        )
+    require_key(config.host, has_key=config.api_key_file is not None)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     dtype = getattr(torch, config.dtype)
@@ -103,6 +100,14 @@ def make_app(config: ServerConfig) -> HttpApp:
         weights_root=config.weights_root,
         allowed_hosts=config.allowed_hosts,
     )
+
+
+def require_key(host: str, *, has_key: bool) -> None:
+    """`ValueError` where a network would be listened to without asking for a key."""
+    if not has_key and not is_loopback(host):
+        raise ValueError(
+            f"--host {host}: is open to the network; give --api-key-file, or listen on 127.0.0.1"
+        )
 
 
 def parse_adapters(given: Iterable[str], model_name: str) -> dict[str, Path]:

@@ -9,9 +9,10 @@ import socket
 
 import uvicorn
 
-from nanoinfer.server.app import make_app
+from nanoinfer.server.app import make_app, require_key
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.connection import server_config
+from nanoinfer.server.listening import bind
 
 
 class _Server(uvicorn.Server):
@@ -27,5 +28,8 @@ class _Server(uvicorn.Server):
 
 def run_server(config: ServerConfig) -> None:
     """Serve until Ctrl-C. `ValueError` for options that cannot be, before anything is loaded."""
-    app = make_app(config)
-    _Server(server_config(app.starlette(), config.limits, config.host, config.port)).run()
+    require_key(config.host, has_key=config.api_key_file is not None)
+    with bind(config.host, config.port) as listener:
+        app = make_app(config)
+        given = server_config(app.starlette(), config.limits, config.host, config.port)
+        _Server(given).run(sockets=[listener])

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from nanoengine.extras import missing
 from nanoengine.model.chat_template import Message
 from nanorl.agents.episode import Episode
 from nanorl.plugins import where_raised
@@ -143,7 +144,5 @@ def _openai() -> Any:
     try:
         import openai
     except ImportError:
-        raise ValueError(
-            "an agent with a client needs the package openai: pip install -e .[agents]"
-        ) from None
+        raise missing("an agent with a client", "openai", extra="agents") from None
     return openai

@@ -3,8 +3,8 @@
     nanorl check --env guess.py
     nanorl check --preset tiny --rl.temperature 0.2 --as-json
 
-It takes the options of `nanorl train`. Exit status: 0 the run can work, 1 it cannot. What is looked
-at: nanorl/doctor.
+It takes the options of `nanorl train`. Exit status: 0 the run can work, 1 it cannot, 2
+something was wrong with the options. What is looked at: nanorl/doctor.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Sequence
 
+from nanoengine.command_line import plain_errors
 from nanorl.doctor.finding import findings_text
 from nanorl.options import parse_arguments
 
@@ -22,7 +23,8 @@ AS_JSON = "--as-json"
 def check(arguments: Sequence[str] | None = None) -> int:
     """The verb. `arguments` None: those of the process."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    config = parse_arguments([one for one in words if one != AS_JSON], verb="check")
+    with plain_errors(words):
+        config = parse_arguments([one for one in words if one != AS_JSON], verb="check")
     import torch  # here, so that a wrong flag is answered at once
 
     from nanorl.doctor.checkup import check_run

@@ -16,6 +16,7 @@ from typing import Annotated
 
 import tyro
 
+from nanoengine.command_line import program
 from nanorl.report.comparison import PairedComparison, comparison_text
 from nanorl.report.evaluation import Evaluation
 from nanorl.report.summary import EVALUATIONS
@@ -72,5 +73,5 @@ def _file(name: str) -> Path:
     found = sorted(one.name for one in path.glob("eval*.json"))
     raise ValueError(
         f"{name}: no evaluation there ({', '.join(wanted)}); "
-        + (f"{path} has {', '.join(found)}" if found else "make one with: nanorl eval MODEL")
+        + (f"{path} has {', '.join(found)}" if found else f"make one with: {program()} eval MODEL")
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import json
+import os
 import re
 import sys
 import time
@@ -42,7 +43,7 @@ PHASE = "held-out tasks"
 class EvalOptions:
     """The options of `nanorl eval`."""
 
-    model: tyro.conf.Positional[str]
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """A run's folder, a Hugging Face folder, a .gguf file, a hub id, or smollm2."""
     num_tasks: int = 100
     """How many held-out tasks, at most."""
@@ -121,14 +122,9 @@ class EvalOptions:
 
 def evaluate_model(options: Annotated[EvalOptions, tyro.conf.arg(name="")]) -> int:
     """Play held-out tasks with a model, or with what a run has trained."""
-    from nanorl.commands.train import expected_errors
     from nanorl.report.evaluation import evaluation_text
 
-    try:
-        result, folder = evaluation_of(options)
-    except tuple(expected_errors()) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    result, folder = evaluation_of(options)
     if options.as_json:
         print(json.dumps(result.to_json(), indent=2))
         return 0
@@ -176,7 +172,7 @@ def run_evaluation(
     import torch  # here, so that a wrong option is answered at once
     from rich.console import Console
 
-    from nanorl.evaluation import evaluate
+    from nanorl.evaluation import evaluate, too_few
     from nanorl.manifest import manifest_of
     from nanorl.parts import Parts
     from nanorl.report.evaluation import Evaluation
@@ -226,8 +222,8 @@ def run_evaluation(
         seconds=time.perf_counter() - start,
     )
     result.write(folder / RESULT)
-    if len(tasks) < config.evaluation.num_tasks:
-        print(f"there are no more than these {len(tasks)} held-out tasks", file=sys.stderr)
+    if note := too_few(tasks, config.evaluation.num_tasks):
+        print(note, file=sys.stderr)
     return result
 
 
@@ -254,9 +250,19 @@ def _new_folder(out: Path | None, model: str) -> Path:
     if out is not None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ValueError(f"--out {out}: it is not empty; choose another folder")
-        return out
+        return _writable(out)
     name = re.sub(r"[^\w.-]+", "-", model).strip("-") or "model"
     number = 1
     while (folder := Path("runs") / f"eval-{name}{f'-{number}' if number > 1 else ''}").exists():
         number += 1
+    return _writable(folder)
+
+
+def _writable(folder: Path) -> Path:
+    """The folder, which is made when there is something to write. ValueError where it cannot be."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK, effective_ids=True)):
+        raise ValueError(
+            f"--out {folder}: {there} may not be written; choose a folder that you may write into"
+        )
     return folder

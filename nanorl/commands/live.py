@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 from rich.console import Console
 
+from nanoengine.command_line import program
 from nanorl.monitor.access import MonitorAccess
 from nanorl.monitor.control import RoleStatus
 from nanorl.report.live import roles_table
@@ -86,7 +87,7 @@ def _request(
     except TimeoutError:
         raise ValueError(
             f"{access.url} did not answer within {limit_s:g} s; what it was asked goes on, see "
-            f"nanorl status --run {run}"
+            f"{program()} status --run {run}"
         ) from None
     except urllib.error.URLError as error:
         raise ValueError(

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import keyword
 import re
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import tyro
+
+from nanoengine.command_line import program, python
 
 ENVIRONMENT = '''"""CLASS: say how many letters a word has, which a tool can count.
 
@@ -104,16 +105,11 @@ def new(
         name: what it is called, as my_game
         folder: where the two files go
     """
-    try:
-        written = write_files(name.removesuffix(".py"), folder)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    env, test = written
+    env, test = write_files(name.removesuffix(".py"), folder)
     print(
         f"wrote {env} and {test}\nnext:\n"
-        f"  its test      python -m pytest {test}\n"
-        f"  train on it   nanorl train --env {env} --rl.steps 20\n"
+        f"  its test      {python()} -m pytest {test}\n"
+        f"  train on it   {program()} train --env {env} --rl.steps 20\n"
         "  read          docs/environments.md"
     )
     return 0

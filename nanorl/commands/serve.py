@@ -14,6 +14,7 @@ from pathlib import Path
 
 import tyro
 
+from nanoengine.extras import missing
 from nanoinfer.server.config import ServerConfig, ServerOptions
 from nanorl.saved_models import find_models
 
@@ -32,9 +33,7 @@ def serve(
     try:
         from nanoinfer.server.running import run_server
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"the server needs the package {error.name}; run: pip install 'nanorl-stack[serve]'"
-        ) from None
+        raise missing("the server", error.name, extra="serve") from None
     saved = find_models(source)
     name = options.model_name or Path(source).expanduser().resolve().name
     options = replace(options, model_name=name)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import tyro
 
+from nanoengine.extras import missing
 from nanorl.config import RunConfig
 from nanorl.envs.run_kind import run_kind
 from nanorl.presets import get_preset
@@ -65,9 +66,7 @@ def serve_env(
     try:
         import nanorl.envs.remote.server  # noqa: F401 - what it needs may be missing
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"the server needs the package {error.name}; run: pip install 'nanorl-stack[serve]'"
-        ) from None
+        raise missing("the server", error.name, extra="serve") from None
     config = replace(
         get_preset("tiny").config(),
         env=env,

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import tyro
 
+from nanoengine.extras import missing
 from nanoengine.model.sources import resolve_model
 from nanorl.training_service.config import ServiceConfig, ServiceOptions
 
@@ -30,9 +31,7 @@ def serve_training(
     try:
         from nanorl.training_service.running import run_service
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"the service needs the package {error.name}; run: pip install 'nanorl-stack[serve]'"
-        ) from None
+        raise missing("the service", error.name, extra="serve") from None
     given = {field.name: getattr(options, field.name) for field in fields(ServiceOptions)}
     config = ServiceConfig(model=resolve_model(model), names=(model,), **given)
     try:

@@ -3,7 +3,7 @@
     nanorl train --preset tiny
     nanorl train --env guess.py --rl.steps 20 --out runs/guess
 
-Exit status: 0 finished, 1 something was wrong (one message says what and how to mend it),
+Exit status: 0 finished, 2 something was wrong (one message says what and how to mend it),
 130 stopped with Ctrl-C (saved, unless it was pressed three times; the message says how to go on).
 `run_training` is what the library calls (nanorl/api.py).
 """
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from nanoengine.command_line import plain_errors
 from nanoengine.stop_signals import EXIT_STATUS, Interrupted
 from nanorl.config import RunConfig
 from nanorl.options import parse_arguments
@@ -36,6 +37,8 @@ def run_training(
     from nanoengine.state.run_folder import RunFolder
     from nanorl.continuation import begin, take_over
     from nanorl.envs.run_kind import settle_sandbox
+    from nanorl.evaluation import too_few
+    from nanorl.failed_start import take_away_failed_start
     from nanorl.parts import Parts
     from nanorl.report.live import LiveView
     from nanorl.roles.launch import make_roles
@@ -45,7 +48,11 @@ def run_training(
     require_trackers(config.log)
     reuse_large_buffers()
     torch.set_num_threads(1)  # of this thread; see parts.py
-    with RunFolder(config.run_dir, is_resumed=config.resume) as folder:
+    with RunFolder(
+        config.run_dir, is_resumed=config.resume, take_away=take_away_failed_start
+    ) as folder:
+        if folder.is_begun_anew:
+            print(f"{config.run_dir} held a run that failed at its start: it begins anew")
         if config.fork and not config.resume:
             take_over(config)
         parts = Parts(config, env=env)
@@ -59,6 +66,8 @@ def run_training(
             print(f"run directory: {config.run_dir}\ndevice: {config.device}", flush=True)
             if walls:
                 print(f"sandbox: {walls}", flush=True)
+            if note := too_few(parts.tasks.heldout, config.evaluation.num_tasks):
+                print(note, flush=True)
             with LiveView(f"{config.preset}, seed {config.seed}") as live:
                 run = Run(parts, roles, live)
                 run_to_end(run.execute())
@@ -94,40 +103,11 @@ def report(config: RunConfig, summary: dict[str, Any]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command. `arguments` None: those of the process."""
-    try:
-        config = parse_arguments(sys.argv[1:] if arguments is None else arguments)
-    except (ValueError, OSError) as error:
-        return _refused(error)
-    except RuntimeError as error:  # apart: what these are is not known before PyTorch is loaded
-        if not isinstance(error, tuple(expected_errors())):
-            raise
-        return _refused(error)
+    words = sys.argv[1:] if arguments is None else arguments
+    with plain_errors(words):
+        config = parse_arguments(words)
     try:
         return train(config)
     except (Interrupted, KeyboardInterrupt) as stop:
         print(how_to_go_on(config, has_saved=isinstance(stop, Interrupted)))
         return EXIT_STATUS
-    except tuple(expected_errors()) as error:
-        return _refused(error)
-
-
-def _refused(error: Exception) -> int:
-    print(f"\nerror: {error}", file=sys.stderr)
-    return 1
-
-
-def expected_errors() -> list[type[Exception]]:
-    """The errors that a user can mend: shown as one message without a traceback."""
-    from nanoengine.engine import NonFiniteLoss
-    from nanoengine.tensor_file import CheckpointError
-    from nanorl.collector import RolloutsFailed
-    from nanorl.roles.role import RoleLost
-    from nanorl.sandbox.base import SandboxUnavailable
-    from nanorl.store import StoreError
-
-    ours = (CheckpointError, NonFiniteLoss, RoleLost, RolloutsFailed, SandboxUnavailable)
-    return [ValueError, OSError, StoreError, *ours]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

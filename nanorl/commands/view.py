@@ -22,6 +22,7 @@ from pathlib import Path
 import tyro
 from rich.text import Text
 
+from nanoengine.extras import missing
 from nanorl.commands.terminal import labelled, page
 from nanorl.report.transcript import verdict
 from nanorl.store import Entry, RolloutStore
@@ -93,13 +94,9 @@ def view(
         from nanorl.viewer.server import serve_viewer
     except ModuleNotFoundError as error:
         if len(runs) > 1:
-            raise ValueError(
-                f"several runs are read in a browser, which needs the package {error.name}; run: "
-                "pip install 'nanorl-stack[serve]'"
-            ) from None
+            raise missing("a browser, for several runs,", error.name, extra="serve") from None
         print(
-            f"reading in a browser needs the package {error.name} (pip install "
-            "'nanorl-stack[serve]'); here is the terminal's view",
+            f"{missing('a browser', error.name, extra='serve')}\nhere is the terminal's view",
             file=sys.stderr,
         )
         _show_in_terminal(runs, shown)

@@ -41,6 +41,7 @@ from nanoinfer.server.config import HttpLimits
 from nanoinfer.server.connection import KEEP_ALIVE_S, limited_connection
 from nanoinfer.server.http_io import ApiError, HungUpError, read_object, while_connected
 from nanoinfer.server.in_loop import ServerInLoop, serve_in_loop
+from nanoinfer.server.listening import listen
 from nanorl.endpoint.exchange import ApiAnswer, ApiCall, CountingDialect, Dialect, Json
 from nanorl.endpoint.recording import Recording
 from nanorl.endpoint.report import EpisodeReport, read_report
@@ -148,7 +149,7 @@ class RecordingServer:
         """The server's URL; it is started if it does not listen in this event loop."""
         async with self._starting:
             if self._task is None or self._task.done() or self._is_of_another_loop():
-                self._listener = _listen(self._host)
+                self._listener = listen(self._host, 0, flags="--agent.")
                 self._server = ServerInLoop(
                     uvicorn.Config(
                         self.starlette(),
@@ -292,17 +293,6 @@ def _told(error: Exception) -> ApiError:
     LOG.error("a call failed", exc_info=error)
     status = 503 if isinstance(error, InfrastructureError) else 500
     return ApiError(status, f"the engine failed: {type(error).__name__}: {error}")
-
-
-def _listen(host: str) -> socket.socket:
-    try:
-        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=1024)
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(
-            f"--agent.host {host}: cannot listen there ({reason}); 127.0.0.1 is this machine alone"
-        ) from None
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

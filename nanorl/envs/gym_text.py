@@ -18,6 +18,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from nanoengine.extras import missing
 from nanorl.envs.env import Env, last_number
 from nanorl.plugins import load_object
 from nanorl.types import Task
@@ -133,7 +134,5 @@ def _require_gymnasium() -> Any:
         import gymnasium
         import gymnasium.error
     except ImportError as error:
-        raise ValueError(
-            f"--env gymnasium:... needs {error.name}: pip install 'nanorl-stack[gymnasium]'"
-        ) from error
+        raise missing("--env gymnasium:...", error.name, extra="gymnasium") from error
     return gymnasium

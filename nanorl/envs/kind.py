@@ -99,8 +99,10 @@ class ShortKind:
         try:
             inspect.signature(self.cls).bind(**self.arguments)
         except TypeError as error:
+            takes = inspect.signature(self.cls)
             raise ValueError(
-                f"--env-args {self.arguments}: {self.cls.__name__} does not take them: {error}"
+                f"--env-args {self.arguments}: {self.cls.__name__} does not take them: {error}; "
+                f"it takes {takes}"
             ) from None
         return self.cls(**self.arguments)
 

@@ -22,6 +22,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+from nanoengine.extras import missing
 from nanorl.envs.env import Env
 from nanorl.types import InfrastructureError, Task
 
@@ -207,7 +208,5 @@ def _require_websockets() -> Any:
         from websockets.asyncio.client import connect
         from websockets.exceptions import ConnectionClosed
     except ImportError as error:
-        raise ValueError(
-            f"--env openenv:... needs {error.name}: pip install 'nanorl-stack[openenv]'"
-        ) from error
+        raise missing("--env openenv:...", error.name, extra="openenv") from error
     return connect, ConnectionClosed

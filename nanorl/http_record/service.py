@@ -24,6 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from nanoengine.extras import missing
 from nanorl.http_record.access import HttpAccess
 from nanorl.http_record.config import HttpConfig
 
@@ -40,10 +41,7 @@ class RecordingProxy:
         package is missing."""
         for name in _NEEDS:
             if importlib.util.find_spec(name) is None:
-                raise ValueError(
-                    f"--http.mode {config.mode} needs the package {name}; run: pip install "
-                    "'nanorl-stack[http]'"
-                )
+                raise missing(f"--http.mode {config.mode}", name, extra="http")
         self._folder = Path(tempfile.mkdtemp(prefix="nanorl-http-"))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "nanorl.http_record.process"],

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanoengine.extras import missing
 from nanoengine.stop_signals import Interrupted
 from nanorl.monitor.alerts import Alert, AlertRules
 from nanorl.monitor.board import RunBoard
@@ -152,8 +153,6 @@ def _import_server() -> type[MonitorServer]:
     try:
         from nanorl.monitor.server import MonitorServer
     except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        raise ValueError(
-            f"--monitor.port needs the package {missing}; run: pip install -e '.[monitor]'"
-        ) from None
+        package = (error.name or "").partition(".")[0]
+        raise missing("--monitor.port", package, extra="monitor") from None
     return MonitorServer

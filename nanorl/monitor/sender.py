@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from nanoengine.extras import missing
 from nanorl.monitor.alerts import Alert
 
 LIMIT_S = 20.0
@@ -70,10 +71,8 @@ class Target:
         try:
             import apprise
         except ModuleNotFoundError as error:
-            missing = (error.name or "").partition(".")[0]
-            raise ValueError(
-                f"--monitor.alerts needs the package {missing}; run: pip install -e '.[alerts]'"
-            ) from None
+            package = (error.name or "").partition(".")[0]
+            raise missing("--monitor.alerts", package, extra="alerts") from None
         # It works in the thread that calls it: a pool of its own, which it takes for several
         # addresses or for a time limit, has threads that hold the process until they are answered.
         asset = apprise.AppriseAsset(app_id="nanorl", async_mode=False, service_timeout=0)

@@ -41,6 +41,7 @@ from nanoinfer.server.config import HttpLimits
 from nanoinfer.server.connection import KEEP_ALIVE_S, limited_connection
 from nanoinfer.server.http_io import ApiError, HungUpError, read_body
 from nanoinfer.server.in_loop import ServerInLoop, serve_in_loop
+from nanoinfer.server.listening import listen
 from nanorl.monitor.access import MonitorAccess
 from nanorl.monitor.board import RunBoard
 from nanorl.monitor.config import MonitorConfig
@@ -86,7 +87,8 @@ class MonitorServer:
 
     async def start(self) -> MonitorAccess:
         """Listen, and write monitor.json. `ValueError` for an address that cannot be had."""
-        listener = _listen(self._config)
+        assert self._config.port is not None, "the server is off without a port"
+        listener = listen(self._config.host, self._config.port, flags="--monitor.")
         self._server = ServerInLoop(
             uvicorn.Config(
                 self.starlette(),
@@ -225,22 +227,6 @@ class MonitorServer:
                 409, "this run has one process; start it with --cluster.backend local or ray"
             )
         return self._readings.control
-
-
-def _listen(config: MonitorConfig) -> socket.socket:
-    """A listening socket. By hand, because uvicorn ends the process where it cannot listen."""
-    assert config.port is not None, "the server is off without a port"
-    try:
-        family, *_, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        return socket.create_server(address[:2], family=family, backlog=128)
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(
-            f"--monitor.port {config.port}: cannot listen on --monitor.host {config.host} "
-            f"({reason}); choose another, port 0 takes any free one"
-        ) from None
 
 
 def _url(host: str, port: int) -> str:

@@ -1,26 +1,31 @@
 """What to do next: the last lines of a run that ended, and of one that was stopped.
 
-The commands are whole, with the run's own paths, so that they can be pasted.
+The commands are whole, with the run's own paths and with the program as it is called here, so that
+they can be pasted.
 """
 
 from __future__ import annotations
 
 import shlex
 
+from nanoengine.command_line import program
 from nanorl.config import RunConfig
 
 
 def next_steps(config: RunConfig) -> str:
     """After a finished run: look, talk to the model, measure it, train on or try another way."""
-    run = shlex.quote(str(config.run_dir))
+    run, nanorl = shlex.quote(str(config.run_dir)), program()
     more = max(2 * config.rl.steps, 1)
     lines = (
-        ("talk to it", f"nanorl chat {run}"),
-        ("its rollouts", f"nanorl view {run}"),
-        ("evaluate", f"nanorl eval {run} --k 8"),
-        ("against before", f"nanorl compare {run}:before {run}"),
-        ("train on", f"nanorl train --resume --out {run} --rl.steps {more}"),
-        ("or otherwise", f"nanorl train --fork {run} --out {run}-b --rl.steps {more} --rl.lr 1e-5"),
+        ("talk to it", f"{nanorl} chat {run}"),
+        ("its rollouts", f"{nanorl} view {run}"),
+        ("evaluate", f"{nanorl} eval {run} --k 8"),
+        ("against before", f"{nanorl} compare {run}:before {run}"),
+        ("train on", f"{nanorl} train --resume --out {run} --rl.steps {more}"),
+        (
+            "or otherwise",
+            f"{nanorl} train --fork {run} --out {run}-b --rl.steps {more} --rl.lr 1e-5",
+        ),
     )
     return "\n".join(["next:", *(f"  {title:<15} {command}" for title, command in lines)])
 
@@ -30,7 +35,7 @@ def how_to_go_on(config: RunConfig, *, has_saved: bool) -> str:
     to save."""
     if not (config.run_dir / "config.json").exists():
         return "\nstopped before the run began; nothing was written"
-    command = f"nanorl train --resume --out {shlex.quote(str(config.run_dir))}"
+    command = f"{program()} train --resume --out {shlex.quote(str(config.run_dir))}"
     saved = " and saved" if has_saved else ""
     return (
         f"\nstopped{saved}; go on with: {command}\n"

@@ -1,7 +1,8 @@
 """summary.json: the run in one dict whose fields other tools rely on.
 
 Success rates are greedy. `before` is after the warm start and before RL, `untrained` is before
-both, `no_tool` is the trained model with execution switched off. Left out: curves (metrics.jsonl).
+both (without a warm start the two are one evaluation), `no_tool` is the trained model with
+execution switched off. Left out: curves (metrics.jsonl).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ NULLABLE = {
 EVALUATIONS: Mapping[str, str] = MappingProxyType(
     {
         "untrained": "untrained",
-        "before": "after the warm start",
+        "before": "before RL",
         "after": "after RL",
         "no_tool": "after RL, tool off",
     }
@@ -82,7 +83,8 @@ PER_TYPE_FIELDS = (*EVALUATIONS, *(f"n_{name}" for name in EVALUATIONS), "n")
 
 
 def success_rates(summary: Mapping[str, Any]) -> list[tuple[str, float | None, int]]:
-    """(what it is called, success, number of tasks) of each evaluation; None: not measured."""
+    """(what it is called, success, number of tasks) of each evaluation; None: not measured. Without
+    a warm start nothing lies between `untrained` and `before`, and the latter is left out."""
     num_tasks = {
         "untrained": summary.get("heldout_n_untrained"),
         "before": summary.get("heldout_n_before", summary.get("heldout_n")),
@@ -92,6 +94,7 @@ def success_rates(summary: Mapping[str, Any]) -> list[tuple[str, float | None, i
     return [
         (title, summary.get(f"heldout_success_{name}"), num_tasks[name] or 0)
         for name, title in EVALUATIONS.items()
+        if name != "before" or summary.get("warm_start_steps") != 0
     ]
 
 

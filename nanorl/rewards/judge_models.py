@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nanoengine.extras import missing
 from nanorl.types import InfrastructureError
 
 if TYPE_CHECKING:
@@ -166,7 +167,5 @@ def _require_openai() -> Any:
     try:
         import openai
     except ImportError as error:
-        raise ValueError(
-            "a judge at an address needs openai: pip install 'nanorl-stack[judge]'"
-        ) from error
+        raise missing("a judge at an address", "openai", extra="judge") from error
     return openai

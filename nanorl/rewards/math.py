@@ -17,6 +17,7 @@ import signal
 from dataclasses import dataclass
 from typing import Any
 
+from nanoengine.extras import missing
 from nanorl.hosting.pool import HostingLimits, WorkerPool
 from nanorl.rewards.base import Score, Transcript
 from nanorl.rewards.rule import RuleReward
@@ -140,7 +141,5 @@ def _require_math_verify() -> Any:
     try:
         import math_verify
     except ImportError as error:
-        raise ValueError(
-            "the reward 'math' needs math-verify: pip install 'nanorl-stack[math]'"
-        ) from error
+        raise missing("the reward 'math'", "math-verify", extra="math") from error
     return math_verify

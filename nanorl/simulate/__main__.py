@@ -18,6 +18,7 @@ from pathlib import Path
 
 import tyro
 
+from nanoengine.command_line import plain_errors, run_command
 from nanorl.simulate.config import SimulationConfig, scaled
 from nanorl.simulate.picture import draw
 from nanorl.simulate.published import config_names, read_config
@@ -25,9 +26,14 @@ from nanorl.simulate.simulation import simulate, with_half_quantum
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 0, or 1 with a message of what is wrong."""
-    try:
-        own, rest = _own_options().parse_known_args(arguments)
+    """The command; its exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    return run_command(lambda: _simulated(words))
+
+
+def _simulated(words: list[str]) -> int:
+    with plain_errors(words):
+        own, rest = _own_options().parse_known_args(words)
         config = tyro.cli(
             SimulationConfig,
             default=read_config(own.config) if own.config else SimulationConfig(),
@@ -35,12 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             prog="python -m nanorl.simulate",
             description=_own_options().format_help(),
         )
-        configs = [scaled(config, count) for count in own.gpus] if own.gpus else [config]
-        _check_files(own)
-        _run(configs, own)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    configs = [scaled(config, count) for count in own.gpus] if own.gpus else [config]
+    _check_files(own)
+    _run(configs, own)
     return 0
 
 

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Collection
 from typing import Any
 
+from nanoengine.extras import missing
 from nanorl.store.database import StoreError
 
 
@@ -24,10 +25,7 @@ class BlobFolder:
         try:
             import fsspec
         except ModuleNotFoundError:
-            raise ValueError(
-                f"--store ...?blobs={address} needs the package fsspec; run: "
-                "pip install 'nanorl-stack[blobs]'"
-            ) from None
+            raise missing(f"--store ...?blobs={address}", "fsspec", extra="blobs") from None
         try:
             self._files, root = fsspec.core.url_to_fs(address)
         except (ValueError, ImportError) as error:

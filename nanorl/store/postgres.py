@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+from nanoengine.extras import missing
 from nanorl.store.address import without_password
 from nanorl.store.database import INDEXES, SCHEMA_VERSION, TABLES, StoreError
 
@@ -20,10 +21,7 @@ try:
     import psycopg
     from psycopg import sql
 except ModuleNotFoundError:
-    raise ValueError(
-        "--store postgresql://... needs the package psycopg; run: "
-        "pip install 'nanorl-stack[postgres]'"
-    ) from None
+    raise missing("--store postgresql://...", "psycopg", extra="postgres") from None
 
 T = TypeVar("T")
 

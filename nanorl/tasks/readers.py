@@ -26,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nanoengine.extras import missing
 from nanorl.tasks.records import SPLITS, TaskFields, as_object, parse_object, task_of
 from nanorl.types import Task, json_text, split_of
 
@@ -188,7 +189,7 @@ def _parquet_records(path: Path) -> Iterator[Record]:
         import pyarrow as arrow
         from pyarrow.parquet import ParquetFile
     except ImportError:
-        raise _missing("pyarrow", str(path)) from None
+        raise missing(str(path), "pyarrow", extra="data") from None
     try:
         with ParquetFile(path) as file:
             rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
@@ -211,7 +212,7 @@ def _dataset_records(folder: Path, split: str) -> Iterator[Record]:
     try:
         from datasets import load_from_disk
     except ImportError:
-        raise _missing("datasets", str(folder)) from None
+        raise missing(str(folder), "datasets", extra="data") from None
     yield from _split_records(load_from_disk(str(folder)), str(folder), split)
 
 
@@ -219,7 +220,7 @@ def _hub_records(name: str) -> Iterator[Record]:
     try:
         from datasets import load_dataset
     except ImportError:
-        raise _missing("datasets", HUB + name) from None
+        raise missing(HUB + name, "datasets", extra="data") from None
     repository, *rest = name.split(":")
     if len(rest) > 2:
         raise ValueError(f"{HUB}{name}: write {HUB}NAME, {HUB}NAME:SPLIT or {HUB}NAME:CONFIG:SPLIT")
@@ -246,13 +247,6 @@ def _split_records(dataset: Any, name: str, split: str) -> Iterator[Record]:
         for number, row in enumerate(rows):
             where = f"{name}{f' [{part}]' if part else ''}: row {number}"
             yield where, ({"split": part} | row if is_marked else row)
-
-
-def _missing(package: str, source: str) -> ValueError:
-    return ValueError(
-        f"{source}: reading it takes the package {package!r}; install it with: pip install "
-        "'nanorl-stack[data]'"
-    )
 
 
 def _how_to_write(name: str) -> str:

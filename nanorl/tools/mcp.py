@@ -21,6 +21,7 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TextIO, cast
 
+from nanoengine.extras import missing
 from nanorl.tools.base import ToolContext, ToolError
 from nanorl.types import InfrastructureError
 
@@ -49,10 +50,7 @@ class McpServer:
         try:
             import mcp  # noqa: F401
         except ImportError as error:
-            raise ValueError(
-                f"MCP server {target!r}: the package mcp is not installed: "
-                "pip install 'nanorl-stack[mcp]'"
-            ) from error
+            raise missing(f"MCP server {target!r}", "mcp", extra="mcp") from error
         self.target = target
         self._loop = asyncio.new_event_loop()
         self._lock = asyncio.Lock()

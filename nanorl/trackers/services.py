@@ -19,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from nanoengine.extras import missing
 from nanorl.trackers.rollout_rows import RolloutRow, as_columns
 
 WARM_START = "warm_start"
@@ -203,6 +204,4 @@ def require_trackers(names: tuple[str, ...]) -> None:
     for name in names:
         package = "opentelemetry" if name == "otel" else name
         if importlib.util.find_spec(package) is None:
-            raise ValueError(
-                f"--log {name} needs the package {package}; run: pip install 'nanorl-stack[{name}]'"
-            )
+            raise missing(f"--log {name}", package, extra=name)

@@ -28,7 +28,7 @@ from starlette.routing import Route
 
 from nanoengine.model.device import worker_thread
 from nanoengine.tensor_file import CheckpointError
-from nanoinfer.server.app import is_foreign_page, is_loopback, read_key
+from nanoinfer.server.app import is_foreign_page, is_loopback, read_key, require_key
 from nanoinfer.server.http_io import (
     ApiError,
     HungUpError,
@@ -57,10 +57,7 @@ def make_app(config: ServiceConfig) -> ServiceApp:
     cores = os.cpu_count() or 1
     if config.threads is not None and not 1 <= config.threads <= 4 * cores:
         raise ValueError(f"threads={config.threads}: must be 1 to {4 * cores}")
-    if config.api_key_file is None and not is_loopback(config.host):
-        raise ValueError(
-            f"host={config.host}: is open to the network; give api_key_file, or listen on 127.0.0.1"
-        )
+    require_key(config.host, has_key=config.api_key_file is not None)
     key = read_key(config.api_key_file)
     if key is not None and not key.startswith(KEY_PREFIX):
         raise ValueError(

@@ -6,8 +6,10 @@ import socket
 
 import uvicorn
 
+from nanoinfer.server.app import require_key
 from nanoinfer.server.config import HttpLimits
 from nanoinfer.server.connection import server_config
+from nanoinfer.server.listening import bind
 from nanorl.training_service.app import ServiceApp, make_app
 from nanorl.training_service.config import ServiceConfig
 
@@ -41,4 +43,6 @@ class ServiceServer(uvicorn.Server):
 def run_service(config: ServiceConfig) -> None:
     """Serve until Ctrl-C, which is raised again at the end. `ValueError` for options that
     cannot be, before anything is loaded."""
-    ServiceServer(make_app(config), config).run()
+    require_key(config.host, has_key=config.api_key_file is not None)
+    with bind(config.host, config.port) as listener:
+        ServiceServer(make_app(config), config).run(sockets=[listener])

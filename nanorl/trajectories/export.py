@@ -19,6 +19,7 @@ from typing import Literal, get_args
 
 import tyro
 
+from nanoengine.extras import missing
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanorl.agents.loops import LOOPS
 from nanorl.config import RunConfig
@@ -226,10 +227,7 @@ def _require_packages(options: ExportOptions) -> None:
     extra, modules = needed.get(options.to, ("", []))
     for module in modules:
         if not _is_there(module):
-            raise ValueError(
-                f"--to {options.to} needs the package {module.replace('.', '-')}; run: "
-                f"pip install 'nanorl-stack[{extra}]'"
-            )
+            raise missing(f"--to {options.to}", module.replace(".", "-"), extra=extra)
 
 
 def _is_there(module: str) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanoengine.extras import missing
 from nanorl.trajectories.base import Trajectory
 from nanorl.trajectories.files import whole_file
 from nanorl.trajectories.frames import Json
@@ -81,9 +82,7 @@ def _schema() -> pyarrow.Schema:
     try:
         import pyarrow as pa
     except ImportError:
-        raise ValueError(
-            "--to parquet needs the package pyarrow; run: pip install 'nanorl-stack[data]'"
-        ) from None
+        raise missing("--to parquet", "pyarrow", extra="data") from None
 
     def record(**fields: Any) -> Any:
         return pa.struct(list(fields.items()))

@@ -38,6 +38,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from nanoinfer.server.app import is_loopback
+from nanoinfer.server.listening import listen
 from nanorl.store import StoreError
 from nanorl.viewer.overview import comparison_html, overview_html
 from nanorl.viewer.pages import (
@@ -176,7 +177,7 @@ def serve_viewer(
 ) -> None:
     """Serve until Ctrl-C or SIGTERM. `say` is told the address, once connections are taken.
     ValueError for an address that cannot be had."""
-    listener = _listen(host, port)
+    listener = listen(host, port)
     key = "" if is_loopback(host) else secrets.token_urlsafe(24)
     config = uvicorn.Config(
         ViewerServer(runs, key=key).starlette(),
@@ -194,21 +195,6 @@ def serve_viewer(
     finally:
         listener.close()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """By hand, because uvicorn ends the process where it cannot listen."""
-    try:
-        family, *_, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        return socket.create_server(address[:2], family=family, backlog=128)
-    except (OSError, UnicodeError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(
-            f"--port {port}: cannot listen on --host {host} ({reason}); choose another port, 0 "
-            "takes any free one"
-        ) from None
 
 
 def _address(host: str, port: int, key: str) -> str:

@@ -11,6 +11,7 @@ from typing import TypeVar
 import tyro
 from comparison.matrix import Matrix, RunJob
 
+from nanoengine.command_line import WRONG, plain_errors
 from nanoengine.state.run_folder import LOCK, take_lock
 from nanoengine.stop_signals import EXIT_STATUS
 from nanosched.resources import Resources
@@ -26,18 +27,20 @@ def main_of(
 ) -> int:
     """Call `command` with the options and with the words after --, which go to every run.
 
-    Returns the exit status: the command's, 1 where it raised ValueError or OSError, EXIT_STATUS
-    after Ctrl-C. An option that is wrong ends the program with 2."""
+    Returns the exit status: the command's, WRONG where it raised ValueError or OSError or an option
+    is wrong, EXIT_STATUS after Ctrl-C."""
     words = list(words)
     cut = words.index("--") if "--" in words else len(words)
     try:
-        return command(tyro.cli(options, args=words[:cut], prog=program), words[cut + 1 :])
+        with plain_errors(words[:cut]):
+            given = tyro.cli(options, args=words[:cut], prog=program)
+        return command(given, words[cut + 1 :])
     except KeyboardInterrupt:
         print("stopped; the runs are saved: the same command goes on", file=sys.stderr)
         return EXIT_STATUS
     except (ValueError, OSError) as error:
-        print(f"\nerror: {error}", file=sys.stderr)
-        return 1
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG
 
 
 def run_all(jobs: Sequence[RunJob], out: Path, *, num_parallel: int) -> int:

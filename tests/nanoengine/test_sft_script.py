@@ -256,7 +256,7 @@ def test_a_layout_that_the_model_refuses_is_told_once_and_starts_no_process(
     ):
         given = arguments(folder, chats, tmp_path / "run", *options)
         monkeypatch.setattr(sys, "argv", ["train_sft.py", *given])
-        assert train_sft.main() == 1
+        assert train_sft.main() == 2
         errors = capsys.readouterr().err
         assert errors.count("error:") == 1 and message in errors
     assert not list(tmp_path.iterdir())
@@ -273,7 +273,7 @@ def test_a_killed_process_ends_the_run_with_one_error_and_leaves_no_other(
     assert len(ranks) == 2, parents
     os.kill(ranks[1], signal.SIGKILL)
     _, errors = program.communicate(timeout=120)
-    assert program.returncode == 1
+    assert program.returncode == 2
     assert errors.count("error:") == 1 and "Traceback" not in errors, errors
     assert "rank 1" in errors and "signal 9" in errors and "--resume --out" in errors, errors
     assert nobody_is_left(program.pid)

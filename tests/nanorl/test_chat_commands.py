@@ -102,7 +102,7 @@ def test_a_plain_model_is_talked_to_without_an_environment(
 def test_mistakes_are_said_in_one_line(
     run: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:
-    assert cli.main(["chat", *arguments.replace("RUN", str(run)).split()]) == 1
+    assert cli.main(["chat", *arguments.replace("RUN", str(run)).split()]) == 2
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
 
@@ -114,7 +114,7 @@ def test_a_machine_that_cannot_isolate_is_said_to_be_one(
         raise SandboxUnavailable("no namespaces", "allow them")
 
     monkeypatch.setattr("nanorl.agents.kit.run_sandbox", refuse)
-    assert cli.main(["chat", str(run), "--say", "x"]) == 1
+    assert cli.main(["chat", str(run), "--say", "x"]) == 2
     assert "no namespaces\nhelp: allow them" in capsys.readouterr().err
 
 
@@ -229,9 +229,9 @@ def test_stored_rollouts_are_read_turn_by_turn_and_chosen(
         "reward 0 for this turn",
     ]
     assert "reward 1  right  2 turns" in shown.splitlines()[0]
-    assert cli.main(["view", str(run), "--text", "("]) == 1
+    assert cli.main(["view", str(run), "--text", "("]) == 2
     assert "is not a regular expression" in capsys.readouterr().err
-    assert cli.main(["view", str(run / "model"), "--worst"]) == 1
+    assert cli.main(["view", str(run / "model"), "--worst"]) == 2
     assert "is not a run's folder" in capsys.readouterr().err
 
 

@@ -273,7 +273,7 @@ def test_replicas_come_and_go_while_a_run_trains(
     counters = next(role for role in status(run)["roles"] if role["kind"] == "collector")["metrics"]
     assert counters["num_finished_total"] > 8 * num_done
     assert counters["num_failed_total"] == 0
-    assert cli.main(["scale", "--run", str(run), "--replicas", "0"]) == 1
+    assert cli.main(["scale", "--run", str(run), "--replicas", "0"]) == 2
     assert "replicas=0: at least one" in capsys.readouterr().err
     finish(process)
     assert differences(run, inline["long"]) == []
@@ -390,7 +390,7 @@ def refused(
     """What the command says, in this process, when it refuses: tyro's box without its frame."""
     monkeypatch.setattr(sys, "argv", ["scripts/train_agent.py", *arguments])
     try:
-        assert train_agent().main() == 1
+        assert train_agent().main() == 2
     except SystemExit as stop:
         assert stop.code == 2
     return " ".join(re.sub("[│─╭╮╰╯]", "", capsys.readouterr().err).split())

@@ -404,7 +404,7 @@ def test_two_comparisons_in_one_folder_are_refused(
     monkeypatch.setattr(matrix, "start_run", lambda *_: pytest.fail("a run was started"))
     lock = take_lock(tmp_path / LOCK)
     try:
-        assert compare_algorithms.main(["--out", str(tmp_path), "--algorithms", "grpo"]) == 1
+        assert compare_algorithms.main(["--out", str(tmp_path), "--algorithms", "grpo"]) == 2
     finally:
         os.close(lock)
     assert f"in use by another process (pid {os.getpid()})" in capsys.readouterr().err
@@ -473,7 +473,7 @@ def test_what_is_wrong_is_refused_before_any_work(
     places |= {"{out}": str(tmp_path / "out"), "{notes}": str(tmp_path / "notes")}
     given = ["--out", str(tmp_path / "new"), *(places.get(word, word) for word in words)]
     try:
-        assert compare_algorithms.main(given) == 1
+        assert compare_algorithms.main(given) == 2
     except SystemExit as end:
         assert end.code == 2, "tyro's, of options of this script"
     said = " ".join(capsys.readouterr().err.split())

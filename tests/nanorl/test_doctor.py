@@ -419,7 +419,7 @@ def test_check_says_what_the_run_would_end_with(
     status, report = report_of(words, capsys)
     (only,) = report["findings"]
     assert status == 1 and only["name"] == "not_made" and "none of its 1 tasks" in only["seen"]
-    assert main(["check", "--fork", str(tmp_path)]) == 1
+    assert main(["check", "--fork", str(tmp_path)]) == 2
 
 
 @pytest.mark.xdist_group("doctor")

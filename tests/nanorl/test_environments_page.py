@@ -170,5 +170,5 @@ def test_what_nanorl_new_writes_passes_its_test_and_the_linter(
         lint = [sys.executable, "-m", "ruff", *check, "--no-cache", "--config"]
         lint += [str(ROOT / "pyproject.toml"), "my_game.py", "test_my_game.py"]
         assert subprocess.run(lint, cwd=folder).returncode == 0
-    assert main(["new", "my_game"]) == 1 and "exists already" in capsys.readouterr().err
-    assert main(["new", "my-game"]) == 1 and "small letters" in capsys.readouterr().err
+    assert main(["new", "my_game"]) == 2 and "exists already" in capsys.readouterr().err
+    assert main(["new", "my-game"]) == 2 and "small letters" in capsys.readouterr().err

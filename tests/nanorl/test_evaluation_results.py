@@ -97,17 +97,17 @@ def test_the_command_finds_evaluations_and_says_what_is_missing(
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
     assert main(["compare", a, b, f"{b}:untrained", f"{a}/eval.json"]) == 0
     said = capsys.readouterr().out
-    assert f"{b} (after the warm start) against {a}: " in said
+    assert f"{b} (before RL) against {a}: " in said
     assert f"{b} (untrained) against {a}: " in said and f"{a}/eval.json against {a}: " in said
     for arguments, message in [
         ((a,), "1 given; name two or more"),
         ((a, f"{b}:after"), "b has eval-before.json, eval-untrained.json"),
-        ((a, f"{a}/nothing"), "make one with: nanorl eval MODEL"),
+        ((a, f"{a}/nothing"), "eval MODEL"),
     ]:
-        assert main(["compare", *arguments]) == 1
+        assert main(["compare", *arguments]) == 2
         assert message in capsys.readouterr().err
     (tmp_path / "a" / "eval.json").write_text('{"title": "x"}')
-    assert main(["compare", a, b]) == 1
+    assert main(["compare", a, b]) == 2
     assert "is not the result of an evaluation" in capsys.readouterr().err
 
 
@@ -119,5 +119,5 @@ def test_options_that_cannot_be_are_refused_before_anything_is_loaded(
     with pytest.raises(ValueError, match="--temperature 0 with --k 2: greedy samples are all ali"):
         EvalOptions(model="smollm2", k=2, temperature=0.0)
     (tmp_path / "config.json").write_text('{"preset": "tiny"}')
-    assert main(["eval", str(tmp_path)]) == 1
+    assert main(["eval", str(tmp_path)]) == 2
     assert "neither a model-trained nor a checkpoint yet" in capsys.readouterr().err

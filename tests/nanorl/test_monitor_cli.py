@@ -77,7 +77,7 @@ def test_scale_adds_and_removes_replicas(
 def test_a_wrong_command_is_one_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
 ) -> None:
-    assert command(tmp_path, line) == [1]
+    assert command(tmp_path, line) == [2]
     said = capsys.readouterr().err
     assert said.startswith("error: ") and message in said and said.count("\n") == 1
 
@@ -88,10 +88,10 @@ def test_a_run_that_was_killed_is_named(
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # it must not be asked
     assert command(tmp_path, "status --run RUN") == [0]
     MonitorAccess(url="http://127.0.0.1:9", token="t", pid=1).write(tmp_path)
-    assert cli.main(["status", "--run", str(tmp_path)]) == 1
+    assert cli.main(["status", "--run", str(tmp_path)]) == 2
     assert "does not answer (" in capsys.readouterr().err
     (tmp_path / "monitor.json").write_text("{")
-    assert cli.main(["status", "--run", str(tmp_path)]) == 1
+    assert cli.main(["status", "--run", str(tmp_path)]) == 2
     assert "monitor.json is damaged" in capsys.readouterr().err
 
 

@@ -25,8 +25,8 @@ from test_hosting import held, resident_bytes, sleeper
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.kit import AgentKit
+from nanorl.cli import main
 from nanorl.collector import RolloutCollector, RolloutsFailed
-from nanorl.commands.train import main
 from nanorl.config import RunConfig
 from nanorl.envs.catalog import load_kind
 from nanorl.envs.judged import JudgedKind
@@ -293,9 +293,9 @@ def test_a_run_that_can_only_fail_ends_and_names_the_error_of_the_user(
     """The evaluation before it passes; no rollout of the training ever does."""
     before = held()[2]
     env = ("--env", f"{FILE}:NeverTrains", "--env-workers", "0")
-    status = main([*SMALL, *env, "--out", str(tmp_path / "run")])
+    status = main(["train", *SMALL, *env, "--out", str(tmp_path / "run")])
     said = capfd.readouterr().err
-    assert status == 1
+    assert status == 2
     assert re.search(r"rollouts in a row failed, each 3 times, the last one of: .*board", said)
     assert "plugin_faults.py" in said and "Traceback" not in said
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") < 6
@@ -308,7 +308,7 @@ def test_a_run_with_an_environment_and_a_reward_of_the_user_trains_in_workers(
     before = held()[2]
     status = main(
         [
-            *SMALL,
+            *("train", *SMALL),
             *("--env", f"{FILE}:Plain", "--reward", f"{FILE}:score"),
             *("--rl.steps", "1", "--out", str(tmp_path / "run")),
         ]

@@ -156,7 +156,7 @@ def test_what_is_wrong_is_refused_before_any_work(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
-        assert protocols.main(["--out", str(tmp_path / "out"), *words]) == 1
+        assert protocols.main(["--out", str(tmp_path / "out"), *words]) == 2
     except SystemExit as end:
         assert end.code == 2, "tyro's"
     assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())

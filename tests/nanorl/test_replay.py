@@ -214,7 +214,7 @@ def test_where_nothing_recorded_differs_that_is_said(
     alter(probed.run, rollout_id, "logps", place_of_action(probed.run, rollout_id, 0), 0.25)
     (one,) = probed.replay(capsys, rollout_id)["rollouts"]
     assert not one["is_equal"] and one["causes"] == []
-    assert main(["replay", str(probed.run), rollout_id]) == 2
+    assert main(["replay", str(probed.run), rollout_id]) == 1
     assert "why   nothing that is recorded differs" in capsys.readouterr().out
 
 
@@ -249,7 +249,7 @@ def test_stored_tasks_are_played_when_their_file_is_gone(
     probed.tasks.unlink()
     result = probed.replay(capsys, "--from-step 1 --stored-tasks")
     assert result["num_equal"] == result["num_rollouts"] == 4
-    assert main(["replay", str(probed.run), "--from-step", "1"]) == 1
+    assert main(["replay", str(probed.run), "--from-step", "1"]) == 2
     assert str(probed.tasks) in capsys.readouterr().err
 
 
@@ -344,7 +344,7 @@ def test_a_run_without_its_first_checkpoint_says_what_is_missing(
     probed: Probed, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(probed.run / "start")
-    assert main(["replay", str(probed.run), "--from-step", "0"]) == 1
+    assert main(["replay", str(probed.run), "--from-step", "0"]) == 2
     said = capsys.readouterr().err
     assert "no checkpoint at or before version 0 (there are: 3)" in said and "keep-start" in said
     result = probed.replay(capsys, "--phase after")  # which the newest checkpoint is enough for
@@ -386,7 +386,7 @@ def test_what_an_evaluation_sampled_comes_out_equal_and_another_model_is_named(
     tensors = load_file(file)
     tensors["model.norm.weight"][0] *= 2
     save_file(tensors, file, {"format": "pt"})
-    assert main(["replay", str(out), "--as-json"]) == 2
+    assert main(["replay", str(out), "--as-json"]) == 1
     one = first(json.loads(capsys.readouterr().out))
     assert one["difference"]["kind"] in ("logp", "token") and causes(one) == ["model"]
     shutil.rmtree(out)
@@ -416,7 +416,7 @@ def test_rollouts_of_several_versions_are_scored_by_each(
     alter(
         run, scored[0]["rollout_id"], "logps", place_of_action(run, scored[0]["rollout_id"], 1), 0.5
     )
-    assert main(["replay", str(run), scored[0]["rollout_id"], "--as-json"]) == 2
+    assert main(["replay", str(run), scored[0]["rollout_id"], "--as-json"]) == 1
     (one,) = json.loads(capsys.readouterr().out)["rollouts"]
     assert one["difference"]["kind"] == "logp"
 

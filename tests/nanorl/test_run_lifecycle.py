@@ -152,12 +152,12 @@ def test_evaluations_of_a_run_are_kept_apart_and_can_be_compared_with_others(
     with RolloutStore(out / "rollouts.sqlite") as store:
         assert len(store) == 2 * num
         assert len({tuple(rollout.tokens) for rollout in store.query()}) > num, "samples differ"
-    assert main(arguments) == 1
+    assert main(arguments) == 2
     assert "it is not empty" in capsys.readouterr().err
 
     assert main(["compare", f"{whole}:before", str(whole), str(out), "--as-json"]) == 0
     one, two = json.loads(capsys.readouterr().out)
-    assert (one["old"], one["new"]) == (f"{whole} (after the warm start)", f"{whole} (after RL)")
+    assert (one["old"], one["new"]) == (f"{whole} (before RL)", f"{whole} (after RL)")
     assert two["num_common"] == min(num, len(Evaluation.read(whole / "eval-before.json").scores))
 
 

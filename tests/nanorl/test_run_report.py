@@ -64,7 +64,7 @@ def test_the_log_says_everything_once_and_shows_the_agent(runs: dict[str, Path])
     lines = [line.split("] ", 1)[-1].split(",")[0] for line in log.splitlines()]
     for expected in ("reinforcement learning 1/4", "warm start 3/3: loss"):
         assert sum(line.startswith(expected) for line in lines) == 1, log
-    for expected in ("after the warm start: ", "after RL: ", "after RL, tool off: "):
+    for expected in ("before RL: ", "after RL: ", "after RL, tool off: "):
         assert expected in log
     assert log.count("a rollout of step") == 4
     assert "    wanted  " in log and "    task    " in log
@@ -98,7 +98,7 @@ def test_a_full_disk_is_one_message_and_the_last_checkpoint_stays(
     # Models fit (2.6 MB), checkpoints (7.9 MB) do not; then only small files fit.
     for limit, message in ((5_000_000, "cannot save a checkpoint"), (1000, "cannot ")):
         process = RunProcess(tmp_path / str(limit), *resume, RLIMIT_FSIZE=limit)
-        assert process.wait() == 1, process.output()
+        assert process.wait() == 2, process.output()
         assert process.output().count("error: ") == 1 and "Traceback" not in process.output()
         assert message in process.output()
         assert latest_checkpoint(run / "checkpoints") == before

@@ -181,7 +181,7 @@ def test_a_run_is_never_written_over_another(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     process = start("--preset", "tiny", "--out", str(tmp_path))
     output = finish(process)
-    assert process.returncode == 1
+    assert process.returncode == 2
     assert "already holds a run" in output
 
 
@@ -191,5 +191,5 @@ def test_a_wrong_architecture_is_named(tmp_path: Path) -> None:
     (model / "config.json").write_text('{"model_type": "mamba", "architectures": ["Mamba"]}')
     process = start("--preset", "tiny", "--model", str(model), "--out", str(tmp_path / "run"))
     output = finish(process)
-    assert process.returncode == 1
+    assert process.returncode == 2
     assert "Traceback" not in output

@@ -132,5 +132,5 @@ def test_the_command_scales_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_the_command_says_what_is_wrong(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(words) == 1
+    assert main(words) == 2
     assert message in capsys.readouterr().err

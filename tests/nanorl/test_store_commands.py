@@ -76,7 +76,7 @@ def test_wrong_words_are_one_line(file, capsys, tmp_path):
         ([file, "--expire-days", "0"], "days=0.0: give more than 0"),
         ([tmp_path], "is not a run's folder"),
     ):
-        assert cli.main(["store", *map(str, words)]) == 1
+        assert cli.main(["store", *map(str, words)]) == 2
         assert why in capsys.readouterr().err
 
 

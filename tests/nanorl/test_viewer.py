@@ -309,8 +309,8 @@ def test_the_command_serves_says_where_and_ends_quietly(
         assert process.stderr is not None and process.stderr.read() == ""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert cli.main(["view", str(run), "--port", str(port)]) == 1
+        assert cli.main(["view", str(run), "--port", str(port)]) == 2
     error = capsys.readouterr().err
     assert f"--port {port}: cannot listen" in error and error.count("\n") == 1
-    assert cli.main(["view", str(tmp_path)]) == 1
+    assert cli.main(["view", str(tmp_path)]) == 2
     assert "is neither a run's folder" in capsys.readouterr().err

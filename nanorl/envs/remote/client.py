@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlencode, urlsplit
 
+from nanoengine.extras import missing
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanorl.envs.base import Demonstrator, Environment, Opening, Services, TaskSet, TimeStep
@@ -285,7 +286,5 @@ def _require_httpx() -> Any:
         import httpx
         import pydantic  # noqa: F401 - of wire.py
     except ImportError as error:
-        raise ValueError(
-            f"an environment at an address needs {error.name}: pip install 'nanorl-stack[serve]'"
-        ) from error
+        raise missing("an environment at an address", error.name, extra="serve") from error
     return httpx

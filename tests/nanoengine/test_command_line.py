@@ -1,0 +1,111 @@
+"""How commands end, what they are called, and what is said of a wrong one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import tyro
+
+from nanoengine import command_line
+from nanoengine.command_line import READER_LEFT, WRONG, plain_errors, program, run_command
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def measure(place: tyro.conf.Positional[Path], /, *, num: int = 3, kind: str = "a") -> int:
+    """Measure.
+
+    Args:
+        place: Where it lies.
+        num: How many there are, whose text is long enough to be broken over two lines of a box.
+        kind: Of which kind.
+    """
+    return num
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["x", "--nun", "4"], ["--nun", "did you mean --num?"]),
+        (["x", "--num", "4.5"], ["--num: '4.5' is not a whole number"]),
+        (["x", "--num"], ["--num"]),
+        ([], ["PATH"]),
+        (["x", "y" * 200], ["y" * 200]),
+    ],
+)
+def test_a_box_becomes_one_line_whatever_the_width_of_the_terminal(
+    words: list[str], parts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    with pytest.raises(ValueError) as caught, plain_errors(words):
+        tyro.cli(measure, args=words, prog="nanorl measure")
+    message = str(caught.value)
+    assert all(part in message for part in parts), message
+    assert "\n" not in message and message.endswith("nanorl measure --help lists what there is")
+
+
+def test_what_is_right_goes_through_and_help_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with plain_errors(["x"]):
+        assert tyro.cli(measure, args=["x", "--num", "4"]) == 4
+        print("a warning", file=sys.stderr)
+    with pytest.raises(SystemExit, match="0"), plain_errors(["--help"]):
+        tyro.cli(measure, args=["--help"])
+    shown = capsys.readouterr()
+    assert shown.err == "a warning\n" and "Where it lies" in shown.out
+
+
+def test_errors_that_a_user_can_mend_end_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(error: Exception) -> int:
+        raise error
+
+    for error in (ValueError("no such thing"), OSError("no such thing"), LookupError("a bug")):
+        if isinstance(error, LookupError):
+            with pytest.raises(LookupError):
+                run_command(lambda error=error: fail(error))
+        else:
+            assert run_command(lambda error=error: fail(error)) == WRONG
+            assert capsys.readouterr().err == "error: no such thing\n"
+    assert run_command(lambda: fail(RuntimeError("r")), lambda: (RuntimeError,)) == WRONG
+    assert run_command(lambda: 1) == 1
+
+
+@pytest.mark.parametrize("words", ["--help", "train --help", "tran"])
+def test_a_reader_that_leaves_is_no_error(words: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "nanorl.cli", *words.split()]
+    done = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    status, said = done.returncode, done.stderr.splitlines()
+    if words == "tran":  # its message has a reader
+        assert said == ["error: nanorl tran: no such verb; did you mean train?"] and status == WRONG
+    else:
+        assert (said, status) == ([], READER_LEFT)
+
+
+def test_a_program_is_called_as_its_user_can_call_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bin_ = tmp_path / ".venv" / "bin"
+    bin_.mkdir(parents=True)
+    monkeypatch.setattr(command_line, "sys", SimpleNamespace(executable=str(bin_ / "python")))
+    monkeypatch.setenv("PATH", "/usr/bin")
+    monkeypatch.chdir(tmp_path)
+    assert program() == ".venv/bin/python -m nanorl.cli", "nobody has installed it"
+    (bin_ / "nanorl").touch(mode=0o755)
+    assert program() == ".venv/bin/nanorl"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert program() == str(bin_ / "nanorl")
+    monkeypatch.setenv("PATH", f"{bin_}:/usr/bin")
+    assert program() == "nanorl"
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "nanorl").touch(mode=0o755)
+    monkeypatch.setenv("PATH", f"{other}:{bin_}")
+    assert program() == str(bin_ / "nanorl"), "another one comes first"
