@@ -14,7 +14,9 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -84,6 +86,10 @@ def spec_of(found: Any) -> str | None:
 
 
 _PREFIX = "nanorl_plugin_"
+_PATHS = sysconfig.get_paths()
+_FOLDERS = (*(_PATHS[name] for name in ("stdlib", "purelib", "platlib")), Path(__file__).parent)
+_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)
+"""Where code stands that is not the user's."""
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -137,14 +143,22 @@ def _the_only_one(module: ModuleType, what: str, fits: Fits, spec: str) -> Any:
 
 
 def where_raised(error: Exception) -> str:
-    """The line of the user's file that raised, in brackets after a blank; without the machinery of
-    imports."""
+    """The line of the user's file that raised, in brackets after a blank: the last one that is
+    neither ours nor a library's, or else the last one."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if "importlib" not in frame.filename and frame.filename != __file__
     ]
-    if not frames:
-        return ""
-    last = frames[-1]
-    return f" ({last.filename}, line {last.lineno}: {last.line})"
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    return _line(own[-1] if own else frames[-1]) if frames else ""
+
+
+def caller(file: str) -> str:
+    """The line that called into `file`, written as `where_raised` does."""
+    calls = (one for one in reversed(traceback.extract_stack()[:-1]) if one.filename != file)
+    return next(map(_line, calls), "")
+
+
+def _line(frame: traceback.FrameSummary) -> str:
+    return f" ({frame.filename}, line {frame.lineno}: {frame.line})"

@@ -37,6 +37,7 @@ from nanorl.doctor.preconditions import (
     teacher_finding,
     template_findings,
 )
+from nanorl.envs.base import TeacherError
 from nanorl.parts import Parts
 from nanorl.plugins import where_raised
 from nanorl.report.transcript import transcript
@@ -303,6 +304,9 @@ class _Examination:
         for number, task in enumerate(warm.tasks.batch(0, NUM_TRACES)):
             try:
                 trace = await warm.play_teacher(task, rollout_id=f"check-teacher-{number}")
+            except TeacherError as error:  # its message says everything
+                self.trace_errors.append(str(error).removeprefix("the teacher failed: "))
+                return
             except Exception as error:  # a plug-in boundary
                 self.trace_errors.append(_described(error))
                 return
