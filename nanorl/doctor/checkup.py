@@ -37,6 +37,7 @@ from nanorl.doctor.preconditions import (
     teacher_finding,
     template_findings,
 )
+from nanorl.doctor.tool_tokens import described_tools, tools_finding
 from nanorl.envs.base import TeacherError
 from nanorl.parts import Parts
 from nanorl.plugins import where_raised
@@ -243,6 +244,9 @@ class _Examination:
             if system := system_finding(tokenizer, opening.messages):
                 found.append(system)
                 return False
+            if not lengths:  # the tools are the same for all
+                dear = tools_finding(tokenizer, opening, described_tools(self.parts.kind))
+                found += [dear] if dear else []
             ids = tokenizer.encode_chat(
                 opening.messages, add_generation_prompt=True, tools=opening.tools
             )
