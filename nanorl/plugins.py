@@ -6,7 +6,7 @@
 A file is imported under a name of its own made of its path, so two files of one name do not meet
 and what is pickled in one process is found in another. Its folder is on `sys.path` while it is
 imported, so it can import its neighbours.
-Left out: entry points of installed packages; `module:attribute` reaches those as well.
+Left out: entry points of installed packages (envs/installed.py has those of environments).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """`nanorl new NAME`: writes a small environment that works, to be changed into yours, and its test.
 
     nanorl new my_game
+    nanorl new my_game --package    # a folder to install: nanorl train --env my_game finds it
 
 Both are plain files. The environment is a question with a tool and a teacher, and its comments say
 what each part is for.
@@ -107,42 +108,78 @@ def test_the_teacher_who_calls_the_tool_is_right():
 def new(
     name: Annotated[str, tyro.conf.Positional],
     folder: Path = Path("."),
+    package: bool = False,
 ) -> int:
     """Write NAME.py, a small environment that works, and test_NAME.py.
 
     Args:
         name: what it is called, as my_game
-        folder: where the two files go
+        folder: where the files go
+        package: write a folder NAME that can be installed, so that --env NAME finds it
     """
     try:
-        written = write_files(name.removesuffix(".py"), folder)
+        written = write_package(name, folder) if package else write_files(name, folder)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    env, test = written
-    print(
-        f"wrote {env} and {test}\nnext:\n"
-        f"  its test      python -m pytest {test}\n"
-        f"  look at it    nanorl check --env {env}\n"
-        f"  train on it   nanorl train --env {env}\n"
-        "  read          docs/environments.md"
-    )
+    env, test, *others = written
+    steps = {
+        "its test": f"python -m pytest {test}",
+        "look at it": f"nanorl check --env {env}",
+        "train on it": f"nanorl train --env {env}",
+        "read": "docs/environments.md",
+    }
+    if others:
+        install = f"{sys.executable} -m pip install --no-build-isolation -e {env.parent}"
+        by_name = f"nanorl check --env {env.stem}   nanorl train --env {env.stem}"
+        steps = {"its test": steps["its test"], "install it": install, "by its name": by_name}
+    print(f"wrote {', '.join(map(str, written))}\nnext:")
+    print("\n".join(f"  {title:<13} {command}" for title, command in steps.items()))
     return 0
 
 
-def write_files(name: str, folder: Path) -> tuple[Path, Path]:
+def write_files(name: str, folder: Path) -> list[Path]:
     """Write both. ValueError for a name that Python could not import, and where a file exists."""
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
-        raise ValueError(
-            f"nanorl new {name}: the name becomes a Python module; use small letters, digits and "
-            "_, as in my_game"
-        )
+    name = _checked(name)
     env, test = folder / f"{name}.py", folder / f"test_{name}.py"
     for path in (env, test):
         if path.exists():
             raise ValueError(f"nanorl new {name}: {path} exists already; choose another name")
     folder.mkdir(parents=True, exist_ok=True)
-    title = "".join(part.capitalize() for part in name.split("_"))
     for path, text in ((env, ENVIRONMENT), (test, TEST)):
-        path.write_text(text.replace("CLASS", title).replace("NAME", name), encoding="utf-8")
-    return env, test
+        path.write_text(text.replace("CLASS", _title(name)).replace("NAME", name), encoding="utf-8")
+    return [env, test]
+
+
+def write_package(name: str, folder: Path) -> list[Path]:
+    """Write a folder with both that can be installed. ValueError as for `write_files`, for names
+    that are taken, and where the folder exists."""
+    from nanorl.commands.new_package import check_package_name, write_package_files
+
+    name = _checked(name)
+    check_package_name(name)
+    home = folder / name
+    if home.exists():
+        raise ValueError(f"nanorl new {name}: {home} exists already; choose another name")
+    return [*write_files(name, home), *write_package_files(name, _title(name), home)]
+
+
+def _checked(name: str) -> str:
+    """The name without its ending."""
+    name = name.removesuffix(".py")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
+        raise ValueError(
+            f"nanorl new {name}: the name becomes a Python module; use small letters, digits and "
+            "_, as in my_game"
+        )
+    if name in sys.stdlib_module_names or name == "nanorl":
+        raise ValueError(
+            f"nanorl new {name}: Python's own module {name} could not be imported any more; choose "
+            "another name"
+        )
+    return name
+
+
+def _title(name: str) -> str:
+    """The name of the class."""
+    return "".join(part.capitalize() for part in name.split("_"))
