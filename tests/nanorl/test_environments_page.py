@@ -99,7 +99,11 @@ def test_every_run_finds_what_it_names(folder: Path, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["guess.py", "word_game.py", "own_reward.py", "make_harbor.py", "reasoning_gym.toml"]
+    "name",
+    [
+        *("guess.py", "word_game.py", "own_reward.py", "make_harbor.py", "reasoning_gym.toml"),
+        *("corridor.py", "drawers.py", "farm.py", "drinks.py", "duel.py"),
+    ],
 )
 def test_an_example_is_thirty_lines_at_most(name: str) -> None:
     text = (ROOT / "examples" / name).read_text("utf-8")
@@ -108,7 +112,7 @@ def test_an_example_is_thirty_lines_at_most(name: str) -> None:
     assert 0 < len(lines) <= 30
 
 
-@pytest.mark.parametrize("name", ["shop.py", "examples/word_game.py"])
+@pytest.mark.parametrize("name", ["shop.py", "maze.py", "examples/word_game.py"])
 def test_a_teacher_of_the_page_plays_its_environment(folder: Path, name: str) -> None:
     played = rehearse(str(folder / name))
     assert played.turns and played.observations and "{" not in played.observations[0]
