@@ -23,12 +23,12 @@ from nanoinfer.params import SamplingParams
 from nanorl.config import RunConfig
 from nanorl.doctor.alarms import Evidence, rollout_findings
 from nanorl.doctor.finding import Finding, Severity, in_order, verdict
+from nanorl.doctor.limits import free_memory_bytes
 from nanorl.doctor.minutes import Minutes, Speed, expected_minutes, minutes_finding
 from nanorl.doctor.preconditions import (
     PROCESS_BYTES,
     disk_finding,
     free_disk_bytes,
-    free_memory_bytes,
     heldout_findings,
     memory_finding,
     missing_teacher,
