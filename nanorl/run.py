@@ -36,6 +36,8 @@ from nanoengine.sft import num_loss_tokens, sft_loss
 from nanoengine.state.checkpoint import adopt_checkpoint, latest_checkpoint, open_checkpoint
 from nanoengine.stop_signals import Interrupted, StopSignals
 from nanoinfer.cancellation import to_the_end
+from nanorl.cards.model_card import write_cards
+from nanorl.cards.model_source import model_source
 from nanorl.continuation import computes
 from nanorl.cursor import PHASES, WARMING_UP, Cursor, Phase
 from nanorl.doctor.alarms import NO_SIGNAL, RunAlarms
@@ -189,7 +191,7 @@ class Run:
         target = self.dir / "model-trained"
         await self._train(self.roles.engine.write_model, target, self.parts.folder)
         if self.config.lora.rank:
-            base = self.config.model or str(self.parts.folder.resolve())
+            base = model_source(self.config, self.parts.folder).name
             await self._train(self.roles.engine.write_adapter, self.dir / "adapter-trained", base)
 
     def _count_loss(self, lost: TrainerLost) -> None:
@@ -671,6 +673,7 @@ def write_outcome(run: Run) -> dict[str, Any]:
     run.note_time()
     summary = summarise(run)
     write_summary(run.dir / "summary.json", summary)
+    write_cards(run.config, summary, model_source(run.config, run.parts.folder))
     with RolloutStore(run.config.store_address) as store:
         rates = rates_by_stage(store.entries())
         examples = collect_examples(run.dir, store)
@@ -731,6 +734,7 @@ def summarise(run: Run) -> dict[str, Any]:
             "heldout_n_untrained": results.get("untrained", {}).get("num_tasks", 0),
             "heldout_n_no_tool": results.get("no_tool", {}).get("num_tasks", 0),
             "model": config.model or config.preset,
+            "model_source": model_source(config, run.parts.folder).text,
             "num_parameters": run.parts.num_parameters,
             "date": datetime.date.today().isoformat(),
             "hardware": f"{platform.machine()}, {os.cpu_count()} CPUs",

@@ -35,6 +35,7 @@ def run_training(
 
     from kernels.host_memory import reuse_large_buffers
     from nanoengine.state.run_folder import RunFolder
+    from nanorl.cards.model_source import model_source
     from nanorl.parts import Parts
     from nanorl.report.live import LiveView
     from nanorl.roles.launch import make_roles
@@ -54,6 +55,7 @@ def run_training(
         roles = make_roles(parts)
         try:
             begin(folder, config)
+            print(f"model: {model_source(config, parts.folder).text}")
             print(f"run directory: {config.run_dir}\ndevice: {config.device}", flush=True)
             with LiveView(f"{config.preset}, seed {config.seed}") as live:
                 run = Run(parts, roles, live)

@@ -40,6 +40,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name for name in VARIANTS}
 
 
+def test_a_run_says_first_what_its_model_is_a_copy_of(runs: dict[str, Path]) -> None:
+    for run in runs.values():
+        first = run.with_suffix(".log").read_text().splitlines()[0]
+        source = json.loads((run / "summary.json").read_text())["model_source"]
+        assert first == f"model: {source}" and "random weights" in source
+
+
 OF_PROCESSES = {"idle_replicas", "num_replicas"}
 """Charts of runs with several processes: test_cluster_runs.py."""
 
