@@ -50,6 +50,7 @@ from nanorl.learner import Learner, reference_folders
 from nanorl.manifest import manifest_of
 from nanorl.monitor.monitor import RunMonitor
 from nanorl.parts import Parts, num_threads
+from nanorl.report.chat_decode import ChatDecode
 from nanorl.report.evaluation import Evaluation
 from nanorl.report.examples import collect_examples, rates_by_stage
 from nanorl.report.html import write_report
@@ -427,7 +428,7 @@ class Run:
 
     @property
     def _decode(self) -> Decode:
-        return partial(self.parts.tokenizer.decode, skip_special=True)
+        return ChatDecode(self.parts.tokenizer)
 
     async def _span_rollouts(
         self, rollouts: Sequence[Rollout], *, step: int = 0, phase: str = "rl", parent: int = 0

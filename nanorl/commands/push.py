@@ -3,8 +3,8 @@
     nanorl push runs/smollm2-seed0 me/my-agent --private
     nanorl push runs/lora me/my-adapter --adapter
 
-Read the card, README.md in model-trained/, before: it is the page that everybody sees. It needs huggingface_hub
-and a token (`hf auth login`, or HF_TOKEN).
+Read the card, README.md in model-trained/, before: it is the page that everybody sees. It needs
+the package huggingface_hub and a token (`hf auth login`, or HF_TOKEN).
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ from nanorl.doctor.preconditions import (
 )
 from nanorl.parts import Parts
 from nanorl.plugins import where_raised
+from nanorl.report.chat_decode import ChatDecode
 from nanorl.report.transcript import transcript
 from nanorl.roles.player import Player
 from nanorl.sandbox.base import SandboxUnavailable
@@ -334,12 +335,8 @@ class _Examination:
         found += [one for one in further if one is not None]
         if played:
             task, rollout = max(played, key=lambda pair: pair[1].total_reward)
-            checkup.example = transcript(
-                task, rollout, self._decode, title="the best of the rollouts"
-            )
-
-    def _decode(self, ids: list[int]) -> str:
-        return self.parts.tokenizer.decode(ids, skip_special=True)
+            decode = ChatDecode(self.parts.tokenizer)
+            checkup.example = transcript(task, rollout, decode, title="the best of the rollouts")
 
 
 def _described(error: Exception) -> str:
