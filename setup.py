@@ -19,6 +19,7 @@ PACKAGES = [
     "nanorl",
     "nanorl.agents",
     "nanorl.algorithms",
+    "nanorl.cards",
     "nanorl.commands",
     "nanorl.doctor",
     "nanorl.endpoint",

@@ -38,6 +38,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "train": Verb("nanorl.commands.train:main", "train an agent; --env guess.py for your own"),
         "algorithms": Verb("nanorl.commands.algorithms:algorithms", "the recipes by their names"),
         "check": Verb("nanorl.commands.check:check", "what will go wrong with a run, before it"),
+        "doctor": Verb("nanorl.commands.doctor:doctor", "what this machine can do, what to mend"),
         "new": Verb("nanorl.commands.new:new", "write a small environment, to begin with"),
         "eval": Verb("nanorl.commands.evaluate:evaluate_model", "how good a model is, how surely"),
         "compare": Verb("nanorl.commands.compare:compare", "which is better, task by task"),
@@ -46,6 +47,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "store": Verb("nanorl.commands.store:store", "what rollouts a run has kept; drop some"),
         "export": Verb("nanorl.commands.export:export", "rollouts as JSONL, parquet, ATIF, spans"),
         "replay": Verb("nanorl.commands.replay:replay", "play rollouts again: equal, or why not"),
+        "push": Verb("nanorl.commands.push:push", "upload a run's model and its card to the hub"),
         "serve": Verb("nanorl.commands.serve:serve", "serve a run's model over HTTP, with a page"),
         "serve-training": Verb(
             "nanorl.commands.serve_training:serve_training", "train for clients of the Tinker API"

@@ -36,6 +36,8 @@ from nanoengine.sft import num_loss_tokens, sft_loss
 from nanoengine.state.checkpoint import adopt_checkpoint, latest_checkpoint, open_checkpoint
 from nanoengine.stop_signals import Interrupted, StopSignals
 from nanoinfer.cancellation import to_the_end
+from nanorl.cards.model_card import write_cards
+from nanorl.cards.model_source import model_source
 from nanorl.continuation import computes
 from nanorl.cursor import PHASES, START, WARMING_UP, Cursor, Phase
 from nanorl.doctor.alarms import NO_SIGNAL, RunAlarms
@@ -49,6 +51,7 @@ from nanorl.learner import Learner, reference_folders
 from nanorl.manifest import manifest_of
 from nanorl.monitor.monitor import RunMonitor
 from nanorl.parts import Parts, num_threads
+from nanorl.report.chat_decode import ChatDecode
 from nanorl.report.evaluation import Evaluation
 from nanorl.report.examples import collect_examples, rates_by_stage
 from nanorl.report.html import write_report
@@ -188,7 +191,7 @@ class Run:
         target = self.dir / "model-trained"
         await self._train(self.roles.engine.write_model, target, self.parts.folder)
         if self.config.lora.rank:
-            base = self.config.model or str(self.parts.folder.resolve())
+            base = model_source(self.config, self.parts.folder).name
             await self._train(self.roles.engine.write_adapter, self.dir / "adapter-trained", base)
 
     def _count_loss(self, lost: TrainerLost) -> None:
@@ -426,7 +429,7 @@ class Run:
 
     @property
     def _decode(self) -> Decode:
-        return partial(self.parts.tokenizer.decode, skip_special=True)
+        return ChatDecode(self.parts.tokenizer)
 
     async def _span_rollouts(
         self, rollouts: Sequence[Rollout], *, step: int = 0, phase: str = "rl", parent: int = 0
@@ -672,6 +675,7 @@ def write_outcome(run: Run) -> dict[str, Any]:
     run.note_time()
     summary = summarise(run)
     write_summary(run.dir / "summary.json", summary)
+    write_cards(run.config, summary, model_source(run.config, run.parts.folder))
     with RolloutStore(run.config.store_address) as store:
         rates = rates_by_stage(store.entries())
         examples = collect_examples(run.dir, store)
@@ -733,6 +737,7 @@ def summarise(run: Run) -> dict[str, Any]:
             "heldout_n_untrained": results.get(first, {}).get("num_tasks", 0),
             "heldout_n_no_tool": results.get("no_tool", {}).get("num_tasks", 0),
             "model": config.model or config.preset,
+            "model_source": model_source(config, run.parts.folder).text,
             "num_parameters": run.parts.num_parameters,
             "date": datetime.date.today().isoformat(),
             "hardware": f"{platform.machine()}, {os.cpu_count()} CPUs",

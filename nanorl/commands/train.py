@@ -35,6 +35,7 @@ def run_training(
 
     from kernels.host_memory import reuse_large_buffers
     from nanoengine.state.run_folder import RunFolder
+    from nanorl.cards.model_source import model_source
     from nanorl.continuation import begin, take_over
     from nanorl.envs.run_kind import settle_sandbox
     from nanorl.evaluation import too_few
@@ -63,6 +64,7 @@ def run_training(
         roles = make_roles(parts)
         try:
             begin(folder, config)
+            print(f"model: {model_source(config, parts.folder).text}")
             print(f"run directory: {config.run_dir}\ndevice: {config.device}", flush=True)
             if walls:
                 print(f"sandbox: {walls}", flush=True)

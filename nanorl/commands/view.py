@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tyro
 from rich.text import Text
@@ -28,6 +29,9 @@ from nanorl.report.transcript import verdict
 from nanorl.store import Entry, RolloutStore
 from nanorl.store.address import training_store
 from nanorl.types import Branch, Rollout, Status
+
+if TYPE_CHECKING:
+    from nanorl.report.chat_decode import ChatDecode
 
 Decode = Callable[[list[int]], str]
 MOST_SHOWN = 20
@@ -137,7 +141,7 @@ def _show_in_terminal(runs: tuple[Path, ...], options: TerminalOptions) -> None:
     page(Text("\n\n").join(shown) if shown else Text(NO_MATCH))
 
 
-def readable(entry: Entry, rollout: Rollout, decode: Decode) -> Text:
+def readable(entry: Entry, rollout: Rollout, decode: ChatDecode) -> Text:
     """A rollout from its prompt to its end, under a line that says what came of it."""
     num_turns = rollout.num_turns
     head = (
@@ -158,7 +162,7 @@ def readable(entry: Entry, rollout: Rollout, decode: Decode) -> Text:
     return Text("\n").join(lines)
 
 
-def _said(sequence: Branch, decode: Decode) -> list[Text]:
+def _said(sequence: Branch, decode: ChatDecode) -> list[Text]:
     """One token sequence, turn by turn."""
     lines: list[Text] = []
     spans = sequence.turn_spans
@@ -168,7 +172,9 @@ def _said(sequence: Branch, decode: Decode) -> list[Text]:
         if said:
             lines.append(labelled(role, said))
 
-    add("task", 0, spans[0].action_start if spans else len(sequence.tokens))
+    opening = sequence.tokens[: spans[0].action_start if spans else len(sequence.tokens)]
+    for piece in decode.pieces(opening):
+        lines.append(labelled("system" if piece.role == "system" else "task", piece.text))
     for turn, span in enumerate(spans):
         add("agent", span.action_start, span.action_end)
         if turn < len(sequence.turn_rewards):
@@ -186,9 +192,9 @@ def _matching(
             yield entry, rollout
 
 
-def _decoder(run: Path) -> Decode:
-    """Ids to text without special tokens, with the tokenizer of the run's model."""
-    from nanorl.saved_models import read_tokenizer  # here: it imports torch
+def _decoder(run: Path) -> ChatDecode:
+    """Ids to text without the template's marks, with the tokenizer of the run's model."""
+    from nanorl.report.chat_decode import ChatDecode  # here: both import torch
+    from nanorl.saved_models import read_tokenizer
 
-    tokenizer = read_tokenizer(run)
-    return lambda ids: tokenizer.decode(ids, skip_special=True)
+    return ChatDecode(read_tokenizer(run))

@@ -7,6 +7,10 @@
     minutes.py        how long the run will take, from what the sample took
     checkup.py        plays a few rollouts with the untrained model and makes all checks
 
-`nanorl check` (nanorl/commands/check.py) makes all of them; a run makes those of alarms.py at every
-step. Left out: whether an algorithm's options are wise, which is not to be seen in a few rollouts.
+    examination.py    the machine instead of a run: machine.py, limits.py and packages.py here,
+                      engines.py and walls.py in processes of their own; section.py shows it
+
+`nanorl doctor` examines the machine, `nanorl check` makes the other checks, and a run makes those
+of alarms.py at every step. Left out: whether an algorithm's options are wise, which is not to be
+seen in a few rollouts.
 """

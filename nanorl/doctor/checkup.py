@@ -23,12 +23,12 @@ from nanoinfer.params import SamplingParams
 from nanorl.config import RunConfig
 from nanorl.doctor.alarms import Evidence, rollout_findings
 from nanorl.doctor.finding import Finding, Severity, in_order, verdict
+from nanorl.doctor.limits import free_memory_bytes
 from nanorl.doctor.minutes import Minutes, Speed, expected_minutes, minutes_finding
 from nanorl.doctor.preconditions import (
     PROCESS_BYTES,
     disk_finding,
     free_disk_bytes,
-    free_memory_bytes,
     heldout_findings,
     memory_finding,
     missing_teacher,
@@ -42,6 +42,7 @@ from nanorl.envs.base import TeacherError
 from nanorl.envs.run_kind import settle_sandbox
 from nanorl.parts import Parts
 from nanorl.plugins import where_raised
+from nanorl.report.chat_decode import ChatDecode
 from nanorl.report.transcript import transcript
 from nanorl.roles.player import Player
 from nanorl.sandbox.base import SandboxUnavailable
@@ -348,12 +349,8 @@ class _Examination:
         found += [one for one in further if one is not None]
         if played:
             task, rollout = max(played, key=lambda pair: pair[1].total_reward)
-            checkup.example = transcript(
-                task, rollout, self._decode, title="the best of the rollouts"
-            )
-
-    def _decode(self, ids: list[int]) -> str:
-        return self.parts.tokenizer.decode(ids, skip_special=True)
+            decode = ChatDecode(self.parts.tokenizer)
+            checkup.example = transcript(task, rollout, decode, title="the best of the rollouts")
 
 
 def _described(error: Exception) -> str:

@@ -5,7 +5,6 @@ Left out: options that exclude each other, which are refused where they are read
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -220,53 +219,6 @@ def free_disk_bytes(folder: Path) -> int:
     while not place.exists():
         place = place.parent
     return shutil.disk_usage(place).free
-
-
-def free_memory_bytes(root: Path = Path("/")) -> int:
-    """What the machine has available, or a cgroup's limit leaves where that is less.
-
-    Read from /proc and /sys/fs/cgroup under `root`, of either version. A cgroup's page cache that
-    is not in use counts as free, as it does in MemAvailable.
-    """
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    lines = _lines(root / "proc/meminfo")
-    for name, amount in (line.split(":", 1) for line in lines if ":" in line):
-        if name == "MemAvailable":
-            free = int(amount.split()[0]) << 10
-    return min([free, *(_left(folder) for folder in _cgroups(root))])
-
-
-def _cgroups(root: Path) -> list[Path]:
-    """The folders of this process's memory cgroup and of those around it."""
-    base = root / "sys/fs/cgroup"
-    folders: list[Path] = []
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top = base / "memory" if controllers else base
-        own = top / path.lstrip("/")
-        folders += [own, *(one for one in own.parents if one == top or top in one.parents)]
-    return folders
-
-
-def _left(folder: Path) -> int:
-    for limit_file, usage_file, cache in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        limit, usage = _lines(folder / limit_file), _lines(folder / usage_file)
-        if limit and usage and limit[0].isdigit():
-            stat = dict(line.split() for line in _lines(folder / "memory.stat"))
-            return int(limit[0]) - int(usage[0]) + int(stat.get(cache, 0))
-    return 1 << 62  # without a limit
-
-
-def _lines(file: Path) -> list[str]:
-    try:
-        return file.read_text().splitlines()
-    except OSError:  # not every kernel has every file
-        return []
 
 
 def _content(task: Task) -> str:

@@ -3,6 +3,7 @@
 summary.py      summary.json: the whole run in one dict whose fields other tools rely on
 metrics.py      metrics.jsonl: one line a step, and TensorBoard
 live.py         bars and numbers on the terminal while the run goes on
+chat_decode.py  tokens as a person reads them, without the template's marks
 transcript.py   one rollout as a few lines of the log
 html.py         report.html; style.css is its style sheet
 charts.py       curves and bars of the page, and numbers as people read them

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
@@ -24,6 +24,8 @@ LEFT, RIGHT, TOP, BOTTOM = 64, 14, 12, 30  # the labels of a phone need the room
 NUM_COLOURS = 8
 SMOOTH_FROM = 40  # points; shorter curves are shown as they are
 MAX_MARKS = 150
+
+SHARED_TITLE = "Success, which is the reward"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,18 +116,29 @@ RULES = (
 def build_charts(
     rows: Sequence[Mapping[str, Any]],
 ) -> tuple[list[tuple[Rule, Chart]], list[tuple[Rule, Chart]]]:
-    """(charts of the rules, charts of all other numeric metrics by name)."""
+    """(charts of the rules, charts of all other numeric metrics by name). A reward that is the
+    success, step for step, shares its chart."""
     flat = [flatten_numbers(row) for row in rows]
     steps = tuple(int(row["step"]) for row in rows)
     names = sorted({name for row in flat for name in row} - {"step"})
+    is_one = all(row.get("reward") == row.get("success") for row in flat)
     main = []
     for rule in RULES:
         written = [name for name in rule.names if name in names]
+        if is_one and written == ["reward"]:
+            continue
         if written:
             main.append((rule, _chart(rule, written, flat, steps)))
+    if is_one and main and main[0][0].names == ("success",):
+        main[0] = (main[0][0], replace(main[0][1], title=SHARED_TITLE))
     used = {name for rule in RULES for name in rule.names}
     others = [Rule(title=name, names=(name,)) for name in names if name not in used]
     return main, [(rule, _chart(rule, rule.names, flat, steps)) for rule in others]
+
+
+def is_flat(chart: Chart) -> bool:
+    """True if everything was 0 in every step: a sentence says that better than a picture."""
+    return not any(value for series in chart.series for value in series.values)
 
 
 def _chart(

@@ -18,6 +18,7 @@ from typing import Any
 from nanorl.report.charts import (
     build_charts,
     duration,
+    is_flat,
     line_chart,
     number,
     stacked_bars,
@@ -44,10 +45,10 @@ _SHORT_CHARS = 200  # of one text after that
 _SECTIONS: Mapping[str, str] = MappingProxyType(
     {
         "outcome": "Outcome",
+        "wrong": "Still wrong",
+        "types": "Task types",
         "curves": "Curves",
         "history": "History",
-        "types": "Task types",
-        "wrong": "Still wrong",
         "pairs": "First and last",
         "group": "A group",
         "rollouts": "Rollouts",
@@ -75,10 +76,10 @@ def write_report(
     rollouts = _Rollouts(decode)
     sections = [
         outcome_section(summary),
+        rollouts.wrong_section(examples, summary.get("per_type") or {}),
+        types_section(summary.get("per_type") or {}),
         curves_section(metrics_rows),
         _history(summary.get("history") or ()),
-        types_section(summary.get("per_type") or {}),
-        rollouts.wrong_section(examples, summary.get("per_type") or {}),
         rollouts.pair_section(examples),
         rollouts.group_section(examples),
         rollouts.section([one for one in examples if not one.part], training_rates),
@@ -106,7 +107,7 @@ def _header(summary: Mapping[str, Any], body: str) -> str:
     """The title, what was run, and links to the sections that `body` has."""
     facts = [
         f"preset {summary['preset']}" if "preset" in summary else "",
-        str(summary.get("model", "")),
+        str(summary.get("model_source") or summary.get("model", "")),
         f"seed {summary['seed']}" if "seed" in summary else "",
         str(summary.get("dtype", "")),
         str(summary.get("hardware", "")),
@@ -165,6 +166,8 @@ def curves_section(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return '<section id="curves"><h2>Curves</h2><p>No RL step was logged.</p></section>'
     main, others = build_charts(rows)
+    drawn = [(rule, chart) for rule, chart in main if not is_flat(chart)]
+    flat = [chart.title for _, chart in main if is_flat(chart)]
 
     def draw(charts: Sequence[Any]) -> str:
         return "".join(
@@ -180,8 +183,15 @@ def curves_section(rows: Sequence[Mapping[str, Any]]) -> str:
     return (
         '<section id="curves"><h2>Curves</h2><p>One point a step; point at a curve for its '
         f'numbers. Long curves: a moving average over the raw values.</p><div class="charts">'
-        f"{draw(main)}</div>{more}</section>"
+        f"{draw(drawn)}</div>{_flat_line(flat)}{more}</section>"
     )
+
+
+def _flat_line(titles: Sequence[str]) -> str:
+    """One sentence in place of charts that would show a line along the bottom."""
+    if not titles:
+        return ""
+    return f"<p>0 in every step, and so not drawn: {text('; '.join(titles))}.</p>"
 
 
 def _history(events: Sequence[Mapping[str, Any]]) -> str:

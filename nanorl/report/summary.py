@@ -66,6 +66,7 @@ EXTRA_FIELDS: dict[str, tuple[type, ...]] = {
     "heldout_n_untrained": (int,),
     "heldout_n_no_tool": (int,),
     "model": (str,),
+    "model_source": (str,),  # what it is a copy of: nanorl/cards/model_source.py
     "num_parameters": (int,),
     "date": (str,),
     "hardware": (str,),

@@ -15,10 +15,10 @@ from nanorl.cli import main
 from nanorl.config import AgentConfig, RLConfig, RunConfig, WarmStartConfig
 from nanorl.doctor.alarms import Evidence, RunAlarms, rollout_findings
 from nanorl.doctor.finding import Finding, Severity, findings_text, in_order, verdict
+from nanorl.doctor.limits import free_memory_bytes
 from nanorl.doctor.minutes import Speed, expected_minutes, minutes_finding
 from nanorl.doctor.preconditions import (
     disk_finding,
-    free_memory_bytes,
     heldout_findings,
     memory_finding,
     missing_teacher,

@@ -104,6 +104,16 @@ def test_peft_reads_the_adapter_of_a_run(whole: Path) -> None:
     assert float((adapted - plain).abs().max()) > 10 * atol
 
 
+def test_the_adapter_names_its_base_and_no_path_of_this_machine(whole: Path) -> None:
+    written = json.loads((whole / "adapter-trained/adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == "tiny-seed0"
+    for folder in ("adapter-trained", "model-trained"):
+        card = (whole / folder / "README.md").read_text()
+        assert str(whole.parent) not in card and "`tiny-seed0`" in card
+    summary = json.loads((whole / "summary.json").read_text())
+    assert summary["model_source"].startswith("a small model of random weights")
+
+
 def test_a_stopped_run_is_read_from_its_checkpoint(whole: Path, tmp_path: Path) -> None:
     stopped = tmp_path / "run"
     shutil.copytree(whole, stopped)

@@ -292,6 +292,32 @@ def test_the_style_sheet_has_every_shade_and_every_colour(tmp_path):
         assert sheet.count(f"--c{i}: #") == 2  # light and dark
 
 
+def test_a_reward_that_is_the_success_shares_its_chart(tmp_path):
+    alike = [row | {"reward": row["success"]} for row in ROWS]
+    html, _ = render(tmp_path, metrics_rows=alike)
+    assert html.count("<figcaption>Success, which is the reward") == 1
+    assert "<figcaption>Reward" not in html
+    other = [*alike[:-1], alike[-1] | {"reward": 0.25}]
+    html, _ = render(tmp_path, metrics_rows=other)
+    assert "<figcaption>Success<" in html.replace(" <", "<") and "<figcaption>Reward" in html
+
+
+def test_what_is_zero_in_every_step_is_a_sentence_and_no_chart(tmp_path):
+    flat = [row | {"logp_gap_max": 0.0, "staleness_max": 0} for row in ROWS]
+    html, page = render(tmp_path, metrics_rows=flat)
+    said = "0 in every step, and so not drawn: Log-prob gap, engine against trainer; Staleness."
+    assert said in page.text
+    assert "<figcaption>Log-prob gap" not in html and "<figcaption>Staleness" not in html
+
+
+def test_what_is_still_wrong_comes_before_the_curves(tmp_path):
+    wrong = replace(example(make_rollout([("no", "")])), part="wrong")
+    html, _ = render(tmp_path, examples=[wrong])
+    places = [html.index(f'<section id="{name}">') for name in ("outcome", "wrong", "curves")]
+    assert places == sorted(places)
+    assert html.index('href="#wrong"') < html.index('href="#curves"')
+
+
 def test_segments_hold_every_token_once_in_order():
     rollout = make_rollout([("act", "obs"), ("more", ""), ("end", "tail")], prompt="ask")
     rollout.tokens += [33]

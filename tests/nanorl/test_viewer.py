@@ -193,7 +193,7 @@ def test_attempts_at_a_task_are_found_in_every_run_and_phase(run: Path, tmp_path
 def test_the_overview_is_made_of_what_a_run_has_so_far(client: TestClient) -> None:
     page = client.get("/overview", params={"run": "first"}).text
     assert "100.0% <small>of 1</small>" in page, "after RL, from eval-after.json"
-    assert "Success, steps 0 to 2" in page and "Success in training" in page
+    assert "Success, which is the reward, steps 0 to 2" in page and "Success in training" in page
     # By hand: of four attempts at primes in step 2 and before, one is right.
     assert "<td>50.0% of 2</td>" in page and "Gained by RL" in page
 

@@ -193,6 +193,20 @@ def test_a_rollout_opens_with_question_answer_reward_turns_and_tokens(
         assert part in page.text(".readout").replace("\n", " ")
 
 
+def test_the_numbers_of_a_token_cover_no_token(page: Page, address: str) -> None:
+    page.driver.set_window_size(1300, 420)
+    page.open(address, view="rollouts", run="first", id="s0-primes-m1")
+    page.wait_for("#reader .head", "Which prime?")
+    page.press("t")
+    page.wait(lambda: len(page.all(".tk")) > 40)
+    for place in (0, 30, -1):
+        page.run(f"[...document.querySelectorAll('.tk')].at({place}).focus()")
+        box = "document.querySelector('.readout').getBoundingClientRect()"
+        flow = "document.querySelector('.flow').getBoundingClientRect()"
+        assert page.run(f"{box}.top") >= page.run(f"{flow}.bottom"), place
+    page.driver.set_window_size(1300, 900)
+
+
 def test_a_group_stands_side_by_side(page: Page, address: str) -> None:
     page.open(address, view="rollouts", run="first", id="s0-primes-m1")
     page.wait_for("#reader .head", "Which prime?")

@@ -66,7 +66,6 @@ async function load(box, one, place, start, known, paint) {
     const span = put(el("span", { class: "tk", tabindex: -1, "data-n": known.length, dir: "auto" }), token.text);
     known.push({ token, span });
     box.append(span);
-    if (token.text.includes("\n")) box.append(el("br"));
   }
   if (known.length && known[0].span.tabIndex < 0) known[0].span.tabIndex = 0;
   if (found.end < found.length) {
