@@ -105,10 +105,7 @@ BROKEN_FILE_NAMES: dict[str, str] = {
     "llama.cpp": "a project",
     **dict.fromkeys(("file.py", "mine.py", "score.py"), "a user's"),
     **dict.fromkeys(
-        (
-            *("counter.py", "my_agent.py", "my_game.py", "patient.py", "shop.py", "terse.py"),
-            *("test_my_game.py", "wiki.py"),
-        ),
+        ("counter.py", "my_agent.py", "patient.py", "shop.py", "test_my_game.py", "wiki.py"),
         "a user's",
     ),
     **dict.fromkeys(("NAME.py", "test_NAME.py"), "what nanorl new writes"),
