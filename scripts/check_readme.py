@@ -37,7 +37,6 @@ SHORT = {"bash scripts/train_agent.sh": _SHORT_RUN, "nanorl train": _SHORT_OWN}
 LEFT_OUT = {
     "git clone": "this is the clone",
     "bash scripts/test.sh": ".ci/run has just run it",
-    "bash scripts/bench.sh": "takes an hour and installs the peers",
 }
 SERVERS = ("nanorl view", "nanorl serve")
 

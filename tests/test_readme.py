@@ -61,6 +61,14 @@ def test_comments_are_no_part_of_a_command() -> None:
     assert check_readme.commands(text) == ["bash a.sh --x 1"]
 
 
+def test_the_environment_of_the_first_page_is_the_example_that_its_commands_train() -> None:
+    (shown,) = check_readme.blocks(TEXT, "python")
+    example = (ROOT / "examples" / "find_cat.py").read_text("utf-8")
+    _, _, code = example.split('"""', 2)
+    assert shown.strip() == code.strip()
+    assert "nanorl train --env examples/find_cat.py" in TEXT
+
+
 def test_tables_and_picture_are_what_the_benchmarks_say() -> None:
     assert readme_figures.written(TEXT) == TEXT
     assert readme_figures.PICTURE.read_text("utf-8") == readme_figures.drawn()
