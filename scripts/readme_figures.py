@@ -106,11 +106,11 @@ def success_table(runs: Sequence[DefaultRun]) -> str:
     head = [f"{tasks} held-out tasks", *(f"seed {run.seed}" for run in runs)]
     times = [run.seconds / 60 for run in runs if run.seconds is not None]
     peak = max(run.figures["peak_rss_bytes"] for run in runs) / 1e9
-    commits = ", ".join(run.commit for run in runs)
+    commits = ", ".join(dict.fromkeys(run.commit for run in runs))
     return (
         f"{_table(head, [[name, *cells] for name, cells in rows.items()])}\n"
         f"The whole run takes {min(times):.1f} to {max(times):.1f} minutes on two quiet cores, and "
-        f"{peak:.1f} GB of memory (commits {commits}).\n"
+        f"{peak:.1f} GB of memory ([figures](docs/figures.md), commits {commits}).\n"
     )
 
 
