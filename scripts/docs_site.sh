@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh
-setup_env gguf,docs
+setup_env start,docs
 if [ "${1:-build}" = serve ]; then
     exec "$PYTHON" -m mkdocs serve "${@:2}"
 fi
