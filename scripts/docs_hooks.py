@@ -80,6 +80,4 @@ def _reference(module: str, about: str) -> str:
         return (
             f"# {module}\n\n{about}\n\n::: {module}\n    options:\n      show_root_heading: false\n"
         )
-    homes = getattr(importlib.import_module(module), "_HOMES", {})
-    paths = [homes.get(name, f"{module}:{name}").replace(":", ".") for name in names]
-    return f"# {module}\n\n{about}\n\n" + "\n".join(f"::: {path}\n" for path in paths)
+    return f"# {module}\n\n{about}\n\n" + "\n".join(f"::: {module}.{name}\n" for name in names)

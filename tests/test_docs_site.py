@@ -23,6 +23,6 @@ def test_the_site_has_every_page_and_the_api_and_no_broken_link(tmp_path: Path) 
     pages = {f"{page.stem}/" for page in ROOT.glob("docs/*.md")}
     assert found >= pages | {"", "for_assistants/", "api/nanorl/", "api/options/"}
     api = (tmp_path / "api" / "nanorl" / "index.html").read_text("utf-8")
-    for name in ("nanorl.envs.env.Env", "nanorl.api.train", "nanorl.rehearsal.rehearse"):
+    for name in ("nanorl.Env", "nanorl.train", "nanorl.rehearse"):
         assert f'id="{name}"' in api
     assert "tasks_per_step" in (tmp_path / "api" / "options" / "index.html").read_text("utf-8")
