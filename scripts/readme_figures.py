@@ -51,8 +51,8 @@ WORKLOADS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class DefaultRun:
-    """One run of the first command, as a file in benchmarks/ has it."""
+class MeasuredRun:
+    """A run as a file in benchmarks/ has it."""
 
     date: str
     hardware: str
@@ -74,14 +74,37 @@ class DefaultRun:
         return 100 * self.figures[f"heldout_success_{phase}"]
 
 
-def default_runs(folder: Path = BENCHMARKS) -> list[DefaultRun]:
+def default_runs(folder: Path = BENCHMARKS) -> list[MeasuredRun]:
     """The newest run of each seed, in the order of the seeds."""
     found = [run for file in folder.glob("default_run*.json") for run in _runs_of(file)]
     by_seed = {run.seed: run for run in sorted(found, key=lambda run: run.date)}
     return [by_seed[seed] for seed in sorted(by_seed)]
 
 
-def _runs_of(file: Path) -> Iterator[DefaultRun]:
+def example_text(folder: Path = BENCHMARKS) -> str:
+    """What the environment of the first page reaches, over its seeds."""
+    files = sorted(folder.glob("find_cat_2*.json"))
+    runs = list(_runs_of(files[-1])) if files else []
+    if not runs:
+        return "What it reaches has not been measured yet.\n"
+    untrained, before, after = (
+        _span([run.success(phase) for run in runs]) for phase in ("untrained", "before", "after")
+    )
+    minutes = [run.seconds / 60 for run in runs if run.seconds is not None]
+    took = f" A run takes {_span(minutes)} minutes." if minutes else ""
+    return (
+        f"Of {runs[0].figures['heldout_n']} held-out tasks the model solves {untrained} % "
+        f"untrained, {before} % after the warm start,\nand **{after} %** after RL (the least and "
+        f"the most of {len(runs)} seeds).{took}\n"
+    )
+
+
+def _span(values: Sequence[float]) -> str:
+    ends = dict.fromkeys(f"{end:.1f}" for end in (min(values), max(values)))
+    return " to ".join(ends)
+
+
+def _runs_of(file: Path) -> Iterator[MeasuredRun]:
     """Those of a file by hand, and of one by collect_runs.py, whose first row has a summary."""
     content = json.loads(file.read_text("utf-8"))
     about = {"date": content["date"], "hardware": content["hardware"]}
@@ -89,13 +112,13 @@ def _runs_of(file: Path) -> Iterator[DefaultRun]:
         if row["name"] == "default-run":
             commit = {"git_commit": content["commit"]}
             figures = commit | row["runs"]
-            yield DefaultRun(**about, seconds=row["value"], figures=figures)
+            yield MeasuredRun(**about, seconds=row["value"], figures=figures)
         elif row["name"] == "smollm2/heldout-success-untrained":
             seconds = None if "other work" in about["hardware"] else row["runs"]["wall_s"]
-            yield DefaultRun(**about, seconds=seconds, figures=row["runs"])
+            yield MeasuredRun(**about, seconds=seconds, figures=row["runs"])
 
 
-def success_table(runs: Sequence[DefaultRun]) -> str:
+def success_table(runs: Sequence[MeasuredRun]) -> str:
     """What the first command teaches the model, a column for each seed, and what it costs."""
     rows = {
         "untrained": [f"{run.success('untrained'):.1f} %" for run in runs],
@@ -159,7 +182,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def learned(runs: Sequence[DefaultRun]) -> list[Learned]:
+def learned(runs: Sequence[MeasuredRun]) -> list[Learned]:
     return [
         Learned(*(run.success(one) for one in ("untrained", "before", "after"))) for run in runs
     ]
@@ -167,7 +190,11 @@ def learned(runs: Sequence[DefaultRun]) -> list[Learned]:
 
 def written(page: str) -> str:
     """The README with its tables up to date."""
-    parts = {"success": success_table(default_runs()), "speed": speed_table()}
+    parts = {
+        "success": success_table(default_runs()),
+        "example": example_text(),
+        "speed": speed_table(),
+    }
     for name, text in parts.items():
         page = GeneratedPart(name, "readme_figures.py").put(page, text)
     return page
