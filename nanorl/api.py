@@ -55,6 +55,11 @@ class TrainedRun:
         """The share of held-out tasks that the trained model solves."""
         return self.summary["heldout_success_after"]
 
+    def _repr_html_(self) -> str:
+        from nanorl.report.notebook import run_html
+
+        return run_html(self.summary, self.folder)
+
 
 def train(
     model: str = "smollm2",

@@ -42,6 +42,13 @@ class Rehearsal:
     reward: float = 0.0
     is_done: bool = False
 
+    def _repr_html_(self) -> str:
+        from nanorl.report.notebook import rehearsal_html
+
+        ended = "ended by the environment" if self.is_done else "not ended by the environment"
+        outcome = f"reward {self.reward:g}, {ended}"
+        return rehearsal_html(self.messages, self.turn_rewards, outcome)
+
 
 def rehearse(
     env: Any,

@@ -120,6 +120,7 @@ BROKEN_FILE_NAMES: dict[str, str] = {
         "a user's",
     ),
     **dict.fromkeys(("NAME.py", "test_NAME.py"), "what nanorl new writes"),
+    **dict.fromkeys(("letters.py", "test_letters.py"), "what nanorl new letters writes"),
     "solution/solve.sh": "of a Harbor task",
     "bench.py": "nano-vllm's",
     "docs/advance/fully_async.md": "verl's",

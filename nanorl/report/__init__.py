@@ -5,6 +5,7 @@ metrics.py      metrics.jsonl: one line a step, and TensorBoard
 live.py         bars and numbers on the terminal while the run goes on
 chat_decode.py  tokens as a person reads them, without the template's marks
 transcript.py   one rollout as a few lines of the log
+notebook.py     runs, evaluations and rehearsals as a notebook shows them
 html.py         report.html; style.css is its style sheet
 charts.py       curves and bars of the page, and numbers as people read them
 examples.py     chooses the rollouts that the page shows

@@ -133,6 +133,17 @@ class Evaluation:
             "tasks": [asdict(score) for score in self.scores],
         }
 
+    def _repr_html_(self) -> str:
+        from nanorl.report.notebook import evaluation_html
+
+        shares = {"success": self.success}
+        shares |= {f"pass@{k}": self.pass_at(k) for k in self.pass_ks() if k > 1}
+        kinds = {
+            kind: (fmean(score.share for score in scores), len(scores))
+            for kind, scores in self.per_kind().items()
+        }
+        return evaluation_html(f"{self.title}: {len(self.scores)} held-out tasks", shares, kinds)
+
     def write(self, path: Path) -> None:
         """Replace the file in one piece."""
         write_atomically(path, json.dumps(self.to_json(), indent=1) + "\n")
