@@ -130,7 +130,7 @@ explain_pip() { # as pip_install, which failed: says what is wrong, and ends
     if grep -q 'DO NOT MATCH THE HASHES' "$log"; then
         die "$what" "A file is not the one of locks/: it was damaged, changed, or is another build."
     elif grep -qE 'No space left|Errno 28' "$log"; then
-        free="$(df -h --output=avail "$root" | tail -n 1 | tr -d ' ')"
+        free="$(df -h --output=avail "${log%/*}" | tail -n 1 | tr -d ' ')"
         die "$what" "The disk is full ($free are left); with torch's CUDA build an environment takes 5 GB."
     elif grep -qE 'ConnectionError|NewConnectionError|ConnectTimeout|ReadTimeout|timed out|resolve host|name resolution|Max retries|ProxyError|SSLError|CERTIFICATE' "$log"; then
         die "$what" "The package index did not answer. Check the connection and pip's own settings (pip config list)," \
