@@ -21,10 +21,10 @@ is_supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:
 version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
 
 find_python() {
-    local candidate
+    local candidate said
     if [ -n "${NANORL_PYTHON:-}" ]; then
-        command -v "$NANORL_PYTHON" >/dev/null 2>&1 && version_of "$NANORL_PYTHON" >/dev/null ||
-            die "NANORL_PYTHON=$NANORL_PYTHON: no such Python." \
+        said="$("$NANORL_PYTHON" -c '' 2>&1)" ||
+            die "NANORL_PYTHON=$NANORL_PYTHON: no such Python (${said%%$'\n'*})." \
                 "Give a command on PATH (python3.12) or a path (/usr/bin/python3.12)."
         is_supported "$NANORL_PYTHON" ||
             die "NANORL_PYTHON=$NANORL_PYTHON is Python $(version_of "$NANORL_PYTHON"); 3.11 to 3.14 will do."
