@@ -59,28 +59,33 @@ make_venv() { # its folder; one that is there is kept, if it is of the Python th
 }
 
 setup_env() {
-    local extras="$1" root stamp wanted locked
+    local extras="$1" root stamp wanted locked=start
     root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
     PYTHON="$root/.venv/bin/python"
     wanted="$(cat "$root/setup.py" "$root/constraints.txt" "$root"/locks/*.txt | cksum) $root"
-    stamp="$root/.venv/.installed-$(printf '%s' "$extras" | tr ',' '-')"
+    stamp="$root/.venv/.installed"
     make_venv "$root/.venv"
-    [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && return
+    is_stamped "$extras" && return
     # What dev installs holds all that start does.
-    [ "$extras" = start ] && [ "$(cat "$root/.venv/.installed-dev" 2>/dev/null)" = "$wanted" ] && return
+    [[ ",$extras," != *,dev,* ]] && ! is_stamped dev || locked=dev
+    is_stamped "$locked" || install_locked "$locked"
+    # Extras that no lock holds, in the versions of constraints.txt.
+    [ "$extras" = start ] || [ "$extras" = "$locked" ] ||
+        install_packages --no-build-isolation -e "$root[$extras]"
+    printf '%s' "$wanted" >"$stamp-${extras//,/-}"
+}
 
-    locked=start
-    [[ ",$extras," != *,dev,* ]] || locked=dev
-    say "set-up 1/3: the pinned packages of locks/$locked.txt"
+is_stamped() { [ "$(cat "$stamp-${1//,/-}" 2>/dev/null)" = "$wanted" ]; } # extras
+
+install_locked() { # start or dev
+    say "set-up 1/3: the pinned packages of locks/$1.txt"
     install_packages --require-hashes --no-deps -r "$root/locks/build.txt"
-    install_packages --require-hashes --no-deps --no-build-isolation -r "$root/locks/$locked.txt"
-    install_torch "$locked"
+    install_packages --require-hashes --no-deps --no-build-isolation -r "$root/locks/$1.txt"
+    install_torch "$1"
     say "set-up 3/3: nanorl-stack itself"
     # setuptools warns of every editable installation.
     PYTHONWARNINGS=ignore install_packages --no-deps --no-build-isolation -e "$root"
-    # Extras that no lock holds, in the versions of constraints.txt.
-    [ "$extras" = "$locked" ] || install_packages --no-build-isolation -e "$root[$extras]"
-    printf '%s' "$wanted" >"$stamp"
+    printf '%s' "$wanted" >"$stamp-$1"
 }
 
 # The index's torch comes by its hashes. One from elsewhere, a CPU build or one for another CUDA, is

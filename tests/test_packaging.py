@@ -157,6 +157,9 @@ def test_a_build_of_torch_from_elsewhere_goes_unhashed_and_that_is_said(project:
         f"{HASHED} -r locks/triton-3.9.0.txt",  # the tests run it, and a CPU build has none
     ]
     assert project.run("start").stdout == ""  # dev holds all of it
+    assert project.installs() == []
+    project.run("start,ray")
+    assert project.installs() == [f"--no-build-isolation -e {project.root}[start,ray]"]
 
 
 @pytest.mark.parametrize("is_folder", [True, False])
