@@ -108,9 +108,9 @@ install_torch() { # the lock in use: start or dev
     elif [ -n "${NANORL_TORCH_INDEX:-}" ]; then
         die "NANORL_TORCH_INDEX=$NANORL_TORCH_INDEX: no build of torch $pin for Python $(version_of "$PYTHON") on $(uname -m)." \
             "Give an index or a folder that has torch $pin+cpu (docs/install.md says where to find one), or" \
-            "unset NANORL_TORCH_INDEX: the package index's own build is then taken, 4.9 GB of disk with CUDA."
+            "unset NANORL_TORCH_INDEX: the package index's own build is then taken, with CUDA: 5.2 GB of disk for all."
     else
-        say "set-up 2/3: torch $pin with CUDA (2.8 GB to download; docs/install.md: a build of 0.2 GB without)"
+        say "set-up 2/3: torch $pin with CUDA (2.7 GB to download; docs/install.md names a way to 0.2 GB)"
         install_packages --require-hashes --no-deps -r "$root/locks/torch.txt"
     fi
 }
