@@ -5,14 +5,15 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh
 setup_env dev
-for version in 3.9.0 3.6.0; do # as torch's builds bring others, each has a folder of its own
-    triton=".venv/triton-$version"
-    if [ ! -f "$triton/.installed" ]; then
+for version in 3.9.0 3.6.0; do
+    folder=".venv/triton-$version" # beside the environment, whose torch has a Triton of its own
+    "$PYTHON" -c "import triton; assert triton.__version__ == '$version'" 2>/dev/null && folder=""
+    if [ -n "$folder" ] && [ ! -f "$folder/.installed" ]; then
         say "installing triton $version beside the environment"
-        "$PYTHON" -m pip install --quiet --no-deps --require-hashes --target "$triton" \
+        pip_install "$PYTHON" --no-deps --require-hashes --target "$folder" \
             -r "locks/triton-$version.txt"
-        touch "$triton/.installed"
+        touch "$folder/.installed"
     fi
     say "compile gate, triton $version"
-    PYTHONPATH="$triton" "$PYTHON" scripts/kernel_gate.py "$@"
+    PYTHONPATH="$folder" "$PYTHON" scripts/kernel_gate.py "$@"
 done

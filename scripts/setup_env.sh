@@ -21,10 +21,10 @@ is_supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:
 version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
 
 find_python() {
-    local candidate
+    local candidate said
     if [ -n "${NANORL_PYTHON:-}" ]; then
-        command -v "$NANORL_PYTHON" >/dev/null 2>&1 && version_of "$NANORL_PYTHON" >/dev/null ||
-            die "NANORL_PYTHON=$NANORL_PYTHON: no such Python." \
+        said="$("$NANORL_PYTHON" -c '' 2>&1)" ||
+            die "NANORL_PYTHON=$NANORL_PYTHON: no such Python (${said%%$'\n'*})." \
                 "Give a command on PATH (python3.12) or a path (/usr/bin/python3.12)."
         is_supported "$NANORL_PYTHON" ||
             die "NANORL_PYTHON=$NANORL_PYTHON is Python $(version_of "$NANORL_PYTHON"); 3.11 to 3.14 will do."
@@ -59,28 +59,33 @@ make_venv() { # its folder; one that is there is kept, if it is of the Python th
 }
 
 setup_env() {
-    local extras="$1" root stamp wanted locked
+    local extras="$1" root stamp wanted locked=start
     root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
     PYTHON="$root/.venv/bin/python"
     wanted="$(cat "$root/setup.py" "$root/constraints.txt" "$root"/locks/*.txt | cksum) $root"
-    stamp="$root/.venv/.installed-$(printf '%s' "$extras" | tr ',' '-')"
+    stamp="$root/.venv/.installed"
     make_venv "$root/.venv"
-    [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && return
+    is_stamped "$extras" && return
     # What dev installs holds all that start does.
-    [ "$extras" = start ] && [ "$(cat "$root/.venv/.installed-dev" 2>/dev/null)" = "$wanted" ] && return
+    [[ ",$extras," != *,dev,* ]] && ! is_stamped dev || locked=dev
+    is_stamped "$locked" || install_locked "$locked"
+    # Extras that no lock holds, in the versions of constraints.txt.
+    [ "$extras" = start ] || [ "$extras" = "$locked" ] ||
+        install_packages --no-build-isolation -e "$root[$extras]"
+    printf '%s' "$wanted" >"$stamp-${extras//,/-}"
+}
 
-    locked=start
-    [[ ",$extras," != *,dev,* ]] || locked=dev
-    say "set-up 1/3: the pinned packages of locks/$locked.txt"
+is_stamped() { [ "$(cat "$stamp-${1//,/-}" 2>/dev/null)" = "$wanted" ]; } # extras
+
+install_locked() { # start or dev
+    say "set-up 1/3: the pinned packages of locks/$1.txt"
     install_packages --require-hashes --no-deps -r "$root/locks/build.txt"
-    install_packages --require-hashes --no-deps --no-build-isolation -r "$root/locks/$locked.txt"
-    install_torch "$locked"
+    install_packages --require-hashes --no-deps --no-build-isolation -r "$root/locks/$1.txt"
+    install_torch "$1"
     say "set-up 3/3: nanorl-stack itself"
     # setuptools warns of every editable installation.
     PYTHONWARNINGS=ignore install_packages --no-deps --no-build-isolation -e "$root"
-    # Extras that no lock holds, in the versions of constraints.txt.
-    [ "$extras" = "$locked" ] || install_packages --no-build-isolation -e "$root[$extras]"
-    printf '%s' "$wanted" >"$stamp"
+    printf '%s' "$wanted" >"$stamp-$1"
 }
 
 # The index's torch comes by its hashes. One from elsewhere, a CPU build or one for another CUDA, is
@@ -103,9 +108,9 @@ install_torch() { # the lock in use: start or dev
     elif [ -n "${NANORL_TORCH_INDEX:-}" ]; then
         die "NANORL_TORCH_INDEX=$NANORL_TORCH_INDEX: no build of torch $pin for Python $(version_of "$PYTHON") on $(uname -m)." \
             "Give an index or a folder that has torch $pin+cpu (docs/install.md says where to find one), or" \
-            "unset NANORL_TORCH_INDEX: the package index's own build is then taken, 4.9 GB of disk with CUDA."
+            "unset NANORL_TORCH_INDEX: the package index's own build is then taken, with CUDA: 5.2 GB of disk for all."
     else
-        say "set-up 2/3: torch $pin with CUDA (2.8 GB to download; docs/install.md: a build of 0.2 GB without)"
+        say "set-up 2/3: torch $pin with CUDA (2.7 GB to download; docs/install.md names a way to 0.2 GB)"
         install_packages --require-hashes --no-deps -r "$root/locks/torch.txt"
     fi
 }
@@ -130,7 +135,7 @@ explain_pip() { # as pip_install, which failed: says what is wrong, and ends
     if grep -q 'DO NOT MATCH THE HASHES' "$log"; then
         die "$what" "A file is not the one of locks/: it was damaged, changed, or is another build."
     elif grep -qE 'No space left|Errno 28' "$log"; then
-        free="$(df -h --output=avail "$root" | tail -n 1 | tr -d ' ')"
+        free="$(df -h --output=avail "${log%/*}" | tail -n 1 | tr -d ' ')"
         die "$what" "The disk is full ($free are left); with torch's CUDA build an environment takes 5 GB."
     elif grep -qE 'ConnectionError|NewConnectionError|ConnectTimeout|ReadTimeout|timed out|resolve host|name resolution|Max retries|ProxyError|SSLError|CERTIFICATE' "$log"; then
         die "$what" "The package index did not answer. Check the connection and pip's own settings (pip config list)," \

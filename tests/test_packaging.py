@@ -74,6 +74,7 @@ STAND_IN = r"""#!/usr/bin/env bash
 here="$(cd "$(dirname "$0")" && pwd)"
 version="$(cat "$here/version")"
 case "$1 $2 $3" in
+"-c  ") ;;
 -c*%d*) echo "$version" ;;
 -c*version_info*) [[ "$version" =~ ^3\.1[1-4]$ ]] ;;
 -c*triton*) exit 1 ;;
@@ -156,6 +157,9 @@ def test_a_build_of_torch_from_elsewhere_goes_unhashed_and_that_is_said(project:
         f"{HASHED} -r locks/triton-3.9.0.txt",  # the tests run it, and a CPU build has none
     ]
     assert project.run("start").stdout == ""  # dev holds all of it
+    assert project.installs() == []
+    project.run("start,ray")
+    assert project.installs() == [f"--no-build-isolation -e {project.root}[start,ray]"]
 
 
 @pytest.mark.parametrize("is_folder", [True, False])
@@ -183,7 +187,7 @@ def test_extras_that_no_lock_holds_come_in_the_versions_of_constraints(project: 
 def test_a_python_that_is_not_there_is_one_clear_error(project: SetUp) -> None:
     done = project.run(NANORL_PYTHON="python9.9")
     assert done.returncode == 1 and done.stdout == ""
-    assert "error: NANORL_PYTHON=python9.9: no such Python." in done.stderr
+    assert "error: NANORL_PYTHON=python9.9: no such Python (" in done.stderr
     old = project.add_python("3.10")
     assert (
         f"NANORL_PYTHON={old} is Python 3.10; 3.11 to 3.14" in project.run(NANORL_PYTHON=old).stderr

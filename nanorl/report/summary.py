@@ -187,19 +187,13 @@ def peak_rss_bytes() -> int:
 
 
 def git_commit(folder: str | Path) -> str | None:
-    """The commit of the checkout, with `-dirty` after changes; None outside of one."""
-    command = [
-        "git",
-        "-C",
-        str(folder),
-        "describe",
-        "--always",
-        "--abbrev=40",
-        "--dirty",
-        "--exclude=*",
-    ]
+    """The commit of the checkout, with `-dirty` after changes; None outside of one, and where the
+    checkout around the folder does not hold its files (an environment in a project of its own)."""
+    git = ["git", "-C", str(folder)]
+    describe = [*git, "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        for command in ([*git, "ls-files", "--error-unmatch", "."], describe):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None

@@ -125,6 +125,12 @@ def test_peak_memory_and_commit_are_facts(tmp_path):
     assert git_commit(tmp_path) is None
     git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@x"]
     subprocess.run([*git, "init", "-q", "-b", "main"], check=True)
-    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
+    (tmp_path / "code.py").touch()
+    subprocess.run([*git, "add", "code.py"], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "x"], check=True)
     subprocess.run([*git, "tag", "-a", "-m", "t", "v1"], check=True)
     assert git_commit(tmp_path) == (tmp_path / ".git/refs/heads/main").read_text().strip()
+    installed = tmp_path / ".venv" / "site-packages"  # a wheel of ours, in somebody's project
+    installed.mkdir(parents=True)
+    (installed / "ours.py").touch()
+    assert git_commit(installed) is None
