@@ -27,11 +27,8 @@ class SandboxChoice:
     reason: str = ""
 
     def __str__(self) -> str:
-        return (
-            f"{self.name}, since bwrap does not run here: {self.reason}"
-            if self.reason
-            else self.name
-        )
+        why = f", since bwrap does not run here: {self.reason}" if self.reason else ""
+        return self.name + why
 
 
 def choose_sandbox(spec: SandboxSpec, only_in_bwrap: Collection[str] = ()) -> SandboxChoice:
@@ -59,10 +56,15 @@ def second_choice(
     elif missing:
         problem, remedy = f"the package {missing[0]} is not installed", install_command("wasm")
     else:
-        return SandboxChoice("wasm", refusal.reason)
+        return SandboxChoice("wasm", _first_sentence(refusal.reason))
     remedies = [remedy, refusal.remedy] if remedy else [refusal.remedy]
     raise SandboxUnavailable(
-        f"--sandbox auto: bwrap does not run here ({refusal.reason}), nor can wasm be used: "
-        f"{problem}",
+        f"--sandbox auto: bwrap does not run here ({_first_sentence(refusal.reason)}), nor can "
+        f"wasm be used: {problem}",
         ". Or, for bwrap: ".join(remedies),
     ) from refusal
+
+
+def _first_sentence(reason: str) -> str:
+    """Bubblewrap goes on with advice for one distribution."""
+    return reason.partition(". ")[0].removeprefix("bwrap: ")

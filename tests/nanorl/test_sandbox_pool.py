@@ -471,6 +471,7 @@ def test_nothing_stays_when_the_host_is_killed(code: str) -> None:
     ("message", "remedy"),
     [
         ("bwrap: No permissions to create new namespace", "seccomp=unconfined"),
+        ("bwrap: No permissions to creating new namespace, likely because", "seccomp=unconfined"),
         ("bwrap: Can't mount proc on /newroot/proc: Operation not permitted", "systempaths"),
         ("bwrap: Creating new namespace failed: max_user_namespaces exceeded", "sysctl user.max"),
         ("bwrap: setting up uid map: Permission denied", "AppArmor"),

@@ -20,6 +20,7 @@ that isolates too little needs `allow_unsafe`. Nothing is imported of those that
     supply.py     boxes started ahead; pool.py: `BoxPool`
     guest.py      the server inside; rights.py: what its programs give up
     oci.py, gvisor.py, microvm.py, wasm.py, landlock.py, rlimits.py
+    wasm_module.py, wasm_guest.py, wasi_calls.py, wasi_files.py, wasm_start.py: of wasm alone
 """
 
 from __future__ import annotations

@@ -150,6 +150,23 @@ class WasiCalls:
         self._open[_ROOT_FD] = Descriptor(root)
         self.tree = tree
 
+    def by_name(self) -> dict[str, Callable[..., None]]:
+        """All that an instance may import, by its names."""
+        listed = (
+            *(self.args_get, self.args_sizes_get, self.environ_get, self.environ_sizes_get),
+            *(self.clock_res_get, self.clock_time_get, self.random_get, self.sched_yield),
+            *(self.poll_oneoff, self.fd_advise, self.fd_close, self.fd_datasync, self.fd_sync),
+            *(self.fd_fdstat_get, self.fd_fdstat_set_flags, self.fd_filestat_get),
+            *(self.fd_filestat_set_size, self.fd_filestat_set_times, self.fd_pread),
+            *(self.fd_prestat_get, self.fd_prestat_dir_name, self.fd_pwrite, self.fd_read),
+            *(self.fd_readdir, self.fd_seek, self.fd_tell, self.fd_write),
+            *(self.path_create_directory, self.path_filestat_get, self.path_filestat_set_times),
+            *(self.path_link, self.path_open, self.path_readlink, self.path_remove_directory),
+            *(self.path_rename, self.path_symlink, self.path_unlink_file),
+        )
+        sockets = ("sock_accept", "sock_recv", "sock_send", "sock_shutdown")
+        return {one.__name__: one for one in listed} | dict.fromkeys(sockets, self.no_socket)
+
     # Arguments, variables, clocks, randomness.
 
     def args_sizes_get(self, count: int, size: int) -> None:
@@ -361,18 +378,8 @@ class WasiCalls:
 
     # Paths.
 
-    def path_open(
-        self,
-        number: int,
-        _: int,
-        path: int,
-        count: int,
-        how: int,
-        rights: int,
-        __: int,
-        flags: int,
-        result: int,
-    ) -> None:
+    def path_open(self, number: int, _: int, path: int, count: int, *more: int) -> None:
+        how, rights, __, flags, result = more
         base, name = self._descriptor(number).folder, self.memory.path(path, count)
         if len(self._open) >= self._max_open_files:
             raise WasiError(Errno.MFILE)
@@ -466,12 +473,8 @@ class WasiCalls:
         find(self._descriptor(number).folder, self.memory.path(path, count))
         raise WasiError(Errno.INVAL)  # it is none
 
-    # What there is none of.
-
-    def sock_accept(self, *arguments: int) -> None:
+    def no_socket(self, *arguments: int) -> None:
         raise WasiError(Errno.NOTSOCK)
-
-    sock_recv = sock_send = sock_shutdown = sock_accept
 
 
 def _type_of(one: Descriptor) -> int:

@@ -105,7 +105,7 @@ class WasmServer(GuestServer):
             return self._end
         if name == "call":  # the package's own way to its host: there is nobody
             return lambda *_: -1
-        function = getattr(self._calls, name)
+        function = self._calls.by_name()[name]
         masks = [-1 if str(one) == "i64" else 0xFFFFFFFF for one in kind.params]
 
         def answer(*arguments: int) -> int:

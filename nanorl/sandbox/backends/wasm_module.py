@@ -208,7 +208,9 @@ def load_module(folder: Path) -> tuple[Any, Any]:
 
     with open_module(folder) as path:
         if path is None:
-            raise OSError(f"{folder} holds no compiled module any more")
+            raise OSError(
+                f"{folder} holds no compiled module any more: start again, which compiles it anew"
+            )
         made = engine()
         try:
             return made, wasmtime.Module.deserialize_file(made, path)
