@@ -6,7 +6,7 @@
 A file is imported under a name of its own made of its path, so two files of one name do not meet
 and what is pickled in one process is found in another. Its folder is on `sys.path` while it is
 imported, so it can import its neighbours.
-Left out: entry points of installed packages; `module:attribute` reaches those as well.
+Left out: entry points of installed packages (envs/installed.py has those of environments).
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -94,6 +96,10 @@ def spec_of(found: Any) -> str | None:
 
 
 _PREFIX = "nanorl_plugin_"
+_PATHS = sysconfig.get_paths()
+_FOLDERS = (*(_PATHS[name] for name in ("stdlib", "purelib", "platlib")), Path(__file__).parent)
+_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)
+"""Where code stands that is not the user's."""
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -156,14 +162,22 @@ def _wanted(what: str) -> str:
 
 
 def where_raised(error: Exception) -> str:
-    """The line of the user's file that raised, in brackets after a blank; without the machinery of
-    imports."""
+    """The line of the user's file that raised, in brackets after a blank: the last one that is
+    neither ours nor a library's, or else the last one."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if "importlib" not in frame.filename and frame.filename != __file__
     ]
-    if not frames:
-        return ""
-    last = frames[-1]
-    return f" ({last.filename}, line {last.lineno}: {last.line})"
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    return _line(own[-1] if own else frames[-1]) if frames else ""
+
+
+def caller(file: str) -> str:
+    """The line that called into `file`, written as `where_raised` does."""
+    calls = (one for one in reversed(traceback.extract_stack()[:-1]) if one.filename != file)
+    return next(map(_line, calls), "")
+
+
+def _line(frame: traceback.FrameSummary) -> str:
+    return f" ({frame.filename}, line {frame.lineno}: {frame.line})"

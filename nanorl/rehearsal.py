@@ -17,14 +17,15 @@ from typing import Any
 
 from nanoengine.model.chat_template import Message
 from nanorl.api import run_to_end
-from nanorl.envs.base import EnvKind, Services
+from nanorl.envs.base import Demonstrator, Environment, EnvKind, Services, shown_action
 from nanorl.envs.catalog import as_kind, load_kind
+from nanorl.options import with_options
+from nanorl.presets import get_preset
 from nanorl.rewards.base import Transcript
 from nanorl.sandbox.backends import open_sandbox
 from nanorl.sandbox.base import SandboxSpec
 from nanorl.types import Rollout, Task
 
-MOST_TURNS = 100
 _TIMEOUT_S = 10.0
 
 
@@ -53,22 +54,32 @@ def rehearse(
 ) -> Rehearsal:
     """Play one episode of `env`, a class or a text as `--env` takes it.
 
-    Without `task` it is one of its training tasks. Without `turns` its teacher plays. `sandbox`:
-    the kind in which its tools run programs (`--sandbox`). ValueError where it has no teacher;
-    InfrastructureError where one of its methods raises.
+    Without `task` it is one of its training tasks. Without `turns` its teacher plays. As in a run,
+    there are no more turns than `agent.max_turns` of its `defaults`, or else of the default preset.
+    `sandbox`: the kind in which its tools run programs (`--sandbox`). ValueError where it has no teacher;
+    InfrastructureError where one of its methods raises, TeacherError where its teacher does.
     """
     kind = load_kind(env, {}) if isinstance(env, str) else as_kind(env)
     spec = SandboxSpec(timeout_s=_TIMEOUT_S)
     opened = open_sandbox(sandbox, spec) if kind.needs_sandbox else None
     try:
         played = Rehearsal(task=kind.tasks(seed).batch(0, 1)[0] if task is None else task)
-        script = _Script(kind, played.task, turns, random.Random(seed))
-        run_to_end(_play(kind, script, opened, played))
+        services = Services(tokenizer=_TOKENIZER, sandbox=opened, timeout_s=_TIMEOUT_S)
+        episode = kind.open(services)
+        script = _Script(kind, episode, turns, seed)
+        run_to_end(_play(episode, script, played, most=_most_turns(kind)))
         return played
     finally:
         if opened is not None:
             opened.close()
         kind.close()
+
+
+def _most_turns(kind: EnvKind) -> int:
+    """How many turns an agent has in a run of this environment, unless a flag says otherwise."""
+    return with_options(
+        get_preset("smollm2").config(), kind.defaults, where=kind.name
+    ).agent.max_turns
 
 
 class _NoTemplate:
@@ -85,31 +96,35 @@ class _Script:
     """Who speaks in place of the policy."""
 
     def __init__(
-        self, kind: EnvKind, task: Task, turns: Sequence[str] | None, rng: random.Random
+        self, kind: EnvKind, episode: Environment, turns: Sequence[str] | None, seed: int
     ) -> None:
         if turns is None and not kind.has_teacher:
             raise ValueError(
                 f"rehearse: {kind.name} has no method teacher(observations, rng); give the turns, "
                 "as turns=['10', '7']"
             )
-        self._turns = turns
-        self._teacher = kind.demonstrator(task, rng, _TOKENIZER) if turns is None else None
+        self._kind, self._episode, self._turns = kind, episode, turns
+        self._rng = random.Random(seed)
+        self._teacher: Demonstrator | None = None
 
-    def next_turn(self, played: Rehearsal) -> str | None:
+    async def next_turn(self, played: Rehearsal) -> str | None:
         number = len(played.turns)
-        if self._teacher is not None:
-            is_over = number >= MOST_TURNS
-            return None if is_over else self._teacher.next_action(played.observations)
-        assert self._turns is not None
-        return self._turns[number] if number < len(self._turns) else None
+        if self._turns is not None:
+            return self._turns[number] if number < len(self._turns) else None
+        if self._teacher is None:
+            self._teacher = self._kind.demonstrator(
+                played.task, self._rng, _TOKENIZER, self._episode
+            )
+        return await shown_action(self._teacher, played.observations)
 
 
-async def _play(kind: EnvKind, script: _Script, sandbox: Any, played: Rehearsal) -> None:
-    episode = kind.open(Services(tokenizer=_TOKENIZER, sandbox=sandbox, timeout_s=_TIMEOUT_S))
+async def _play(episode: Environment, script: _Script, played: Rehearsal, *, most: int) -> None:
     answer = None
     try:
         played.messages += (await episode.reset(played.task)).messages
-        while not played.is_done and (text := script.next_turn(played)) is not None:
+        while not played.is_done and len(played.turns) < most:
+            if (text := await script.next_turn(played)) is None:
+                break
             step = await episode.step(text)
             played.turns.append(text)
             played.messages.append({"role": "assistant", "content": text})

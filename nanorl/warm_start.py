@@ -31,9 +31,9 @@ from nanoengine.packing import Sample
 from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.kit import AgentKit
 from nanorl.config import RunConfig
-from nanorl.envs.base import Demonstrator, TaskSet
+from nanorl.envs.base import Demonstrator, TaskSet, shown_action
 from nanorl.tasks.tiny_model import CHAT_MARKERS
-from nanorl.types import Rollout, Task, derive_seed
+from nanorl.types import Rollout, Status, Task, derive_seed
 
 SHORTEST, LONGEST = 6, 20  # tokens of the period that a drill repeats
 
@@ -76,14 +76,21 @@ class WarmStart:
             self.play_teacher(task, rollout_id=f"teacher-{number}-{i}")
             for i, task in enumerate(tasks)
         ]
-        return sft_samples(await asyncio.gather(*plays))
+        traces = await asyncio.gather(*plays)
+        played = [trace for trace in traces if trace.status is not Status.FAILED]
+        if not played:
+            raise ValueError(
+                f"warm start: all {len(traces)} episodes that the teacher played failed, the first "
+                f"of: {traces[0].error or 'an unknown cause'}"
+            )
+        return sft_samples(played)
 
     async def play_teacher(self, task: Task, *, rollout_id: str) -> Rollout:
         """One trace of a demonstrator, as a rollout whose actions carry the loss."""
         config, kit = self.config, self.kit
         rng = random.Random(derive_seed(config.seed, "teacher", rollout_id))
-        script = kit.kind.demonstrator(task, rng, kit.tokenizer)
         env = RecordingEnv(kit.environment())
+        script = kit.kind.demonstrator(task, rng, kit.tokenizer, env)
         generator = ScriptedGenerator(
             script,
             lambda: env.observations,
@@ -139,7 +146,7 @@ class ScriptedGenerator:
         self.end_of_turn_id = end_of_turn_id
 
     async def generate(self, ids: list[int], params: SamplingParams) -> Output:
-        text = self.script.next_action(self.observations())
+        text = await shown_action(self.script, self.observations())
         new_ids = [*self.tokenizer.encode(text, allow_special=True), self.end_of_turn_id]
         return Output(
             ids=new_ids,

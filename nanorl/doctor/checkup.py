@@ -37,6 +37,8 @@ from nanorl.doctor.preconditions import (
     teacher_finding,
     template_findings,
 )
+from nanorl.doctor.tool_tokens import described_tools, tools_finding
+from nanorl.envs.base import TeacherError
 from nanorl.parts import Parts
 from nanorl.plugins import where_raised
 from nanorl.report.transcript import transcript
@@ -242,6 +244,9 @@ class _Examination:
             if system := system_finding(tokenizer, opening.messages):
                 found.append(system)
                 return False
+            if not lengths:  # the tools are the same for all
+                dear = tools_finding(tokenizer, opening, described_tools(self.parts.kind))
+                found += [dear] if dear else []
             ids = tokenizer.encode_chat(
                 opening.messages, add_generation_prompt=True, tools=opening.tools
             )
@@ -303,6 +308,9 @@ class _Examination:
         for number, task in enumerate(warm.tasks.batch(0, NUM_TRACES)):
             try:
                 trace = await warm.play_teacher(task, rollout_id=f"check-teacher-{number}")
+            except TeacherError as error:  # its message says everything
+                self.trace_errors.append(str(error).removeprefix("the teacher failed: "))
+                return
             except Exception as error:  # a plug-in boundary
                 self.trace_errors.append(_described(error))
                 return

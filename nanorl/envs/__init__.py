@@ -1,6 +1,8 @@
 """Environments: each belongs to one episode, opens its chat and answers the agent's actions.
 
 base.py      the contract: `Environment` and its reply `TimeStep`
+hooks.py     what a class of the short form may define; its methods as tools
+installed.py `--env NAME` of packages that are installed
 actions.py   `ActionFormat`: how calls and answers are written and read
 code.py      `CodeEnv`: an action is a program, the observation is what it printed
 repair.py    `Repair`: a repository with a bug, and hidden calls

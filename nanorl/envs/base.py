@@ -9,7 +9,7 @@ short form (env.py), which becomes both.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -115,12 +115,22 @@ class TaskSet(Protocol):
         ...
 
 
+class TeacherError(ValueError):
+    """A demonstrator cannot go on; the message names the environment, its teacher and the line."""
+
+
 class Demonstrator(Protocol):
     """Plays one episode by a script, for the supervised steps before RL."""
 
-    def next_action(self, history: Sequence[str]) -> str:
-        """The text of the next turn, given all observations so far."""
+    def next_action(self, history: Sequence[str]) -> str | Awaitable[str]:
+        """The text of the next turn, given all observations so far. May raise `TeacherError`."""
         ...
+
+
+async def shown_action(demonstrator: Demonstrator, history: Sequence[str]) -> str:
+    """The next turn of a demonstrator, whether or not it has to wait for its episode."""
+    said = demonstrator.next_action(history)
+    return said if isinstance(said, str) else await said
 
 
 class EnvKind(Protocol):
@@ -157,10 +167,10 @@ class EnvKind(Protocol):
         ...
 
     def demonstrator(
-        self, task: Task, rng: random.Random, tokenizer: ChatTokenizer
+        self, task: Task, rng: random.Random, tokenizer: ChatTokenizer, episode: Environment
     ) -> Demonstrator:
         """Who shows how a task is played, where it has a teacher, in the form in which the model of
-        `tokenizer` writes calls."""
+        `tokenizer` writes calls. `episode` is the one that it plays in."""
         ...
 
     def close(self) -> None: ...

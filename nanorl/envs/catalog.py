@@ -1,4 +1,5 @@
-"""Finds the environment that a user names or gives: one of ours, a file, `module:Class`, a class.
+"""Finds the environment that a user names or gives: one of ours, one that a package offers
+(installed.py), a file, `module:Class`, a class.
 
 kind = load_kind("guess.py", {})
 kind = as_kind(Guess)
@@ -17,9 +18,10 @@ from typing import Any
 
 from nanorl.envs.base import EnvKind
 from nanorl.envs.env import Env
+from nanorl.envs.installed import with_installed
 from nanorl.envs.kind import ShortKind
 from nanorl.envs.tool_class import ToolClassKind, is_tool_class
-from nanorl.plugins import load_object
+from nanorl.plugins import is_path, load_object
 
 GYMNASIUM, OPENENV = "gymnasium:", "openenv:"
 """What `--env` begins with for environments of these two kinds."""
@@ -65,7 +67,8 @@ def load_kind(spec: str, arguments: Mapping[str, Any]) -> EnvKind:
         from nanorl.envs.remote.client import RemoteKind
 
         return RemoteKind(spec, arguments)
-    found = load_object(spec, what="env", known=ENVIRONMENTS, fits=is_environment)
+    known = ENVIRONMENTS if is_path(spec) else with_installed(ENVIRONMENTS, spec)
+    found = load_object(spec, what="env", known=known, fits=is_environment)
     return as_kind(found, arguments)
 
 

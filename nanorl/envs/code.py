@@ -69,7 +69,7 @@ class CodeKind:
         return ToolChat(parser=self.form, description=self.form.system)
 
     def demonstrator(
-        self, task: Task, rng: random.Random, tokenizer: ChatTokenizer
+        self, task: Task, rng: random.Random, tokenizer: ChatTokenizer, episode: Environment
     ) -> Demonstrator:
         return SloppyTeacher(self.form, self.teacher).trace(task, rng)
 

@@ -29,26 +29,18 @@ import math
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, overload
 
 from nanorl.parsers.base import Parser
+from nanorl.plugins import caller
 from nanorl.rewards.base import Score, Transcript
 from nanorl.rewards.rule import RuleReward
 from nanorl.sandbox.session import Session, WorkspaceSandbox
-from nanorl.tools.base import Tool, ToolContext
-from nanorl.types import Rollout, Task
+from nanorl.tools.base import Done, Tool, ToolContext
+from nanorl.types import InfrastructureError, Rollout, Task
 
 ANSWER = "Answer:"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Done:
-    """The end of an episode, as `Env.done` returns it."""
-
-    reward: float | None
-    answer: str | None
 
 
 class Env:
@@ -57,7 +49,8 @@ class Env:
     system: str = ""
     """Opens every chat; empty: there is no system message."""
     tools: Sequence[Tool | Callable[..., Any]] = ()
-    """Functions that the policy may call; their schemas come from annotations and docstrings."""
+    """What the policy may call: functions, or methods of the class (below their `def`s), which are
+    bound to the episode's object. Their schemas come from annotations and docstrings."""
     parser: str | Parser = "auto"
     """How calls are written: auto (as the model's chat template has it), fenced, hermes, llama,
     pythonic, or a parser of your own."""
@@ -118,12 +111,17 @@ class Env:
     # -- what the methods above may call -----------------------------------------------------
 
     def done(self, reward: float | None = None, answer: object = None) -> Done:
-        """End the episode, with its reward, or with an answer that `score` judges."""
-        return Done(reward=reward, answer=None if answer is None else str(answer))
+        """End the episode, with its reward, or with an answer that `score` judges. A method says so
+        by returning it: `return self.done(reward=1.0)`."""
+        number = None if reward is None else self._number(reward, "done(reward=")
+        done = Done(reward=number, answer=None if answer is None else str(answer))
+        self.__dict__["_done"] = done
+        return done
 
     def reward(self, amount: float) -> None:
         """Give this turn a reward of its own, beside that of the whole episode."""
-        self.__dict__["_turn_reward"] = self.__dict__.get("_turn_reward", 0.0) + float(amount)
+        number = self._number(amount, "reward(")
+        self.__dict__["_turn_reward"] = self.__dict__.get("_turn_reward", 0.0) + number
 
     async def session(self) -> Session:
         """The workspace that the tools of this episode share; `score` may grade it."""
@@ -135,6 +133,24 @@ class Env:
         the curve env/NAME."""
         counted: dict[str, float] = self.__dict__.setdefault("_metrics", {})
         counted[name] = counted.get(name, 0.0) + float(value)
+
+    def _number(self, given: Any, call: str) -> float:
+        """A reward as a number. InfrastructureError, with the line of the call, for what is none:
+        it is never the policy's fault, not even in a tool."""
+        try:
+            number = math.nan if isinstance(given, str) else float(given)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise InfrastructureError(
+                f"{type(self).__name__}: {call}{given!r}) is no finite number{caller(__file__)}"
+            )
+        return number
+
+    def _take_done(self) -> Done | None:
+        """The end that `done` has made since the last turn."""
+        done: Done | None = self.__dict__.pop("_done", None)
+        return done
 
     def _take(self) -> tuple[float, dict[str, float]]:
         """The turn's reward and metrics, which are then counted anew."""

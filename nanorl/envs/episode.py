@@ -9,13 +9,13 @@ Left out: the tokens (agents/) and the processes in which somebody's code may ru
 from __future__ import annotations
 
 import inspect
-import math
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from nanoengine.model.chat_template import Message
-from nanorl.envs.base import Opening, Services, TimeStep
+from nanorl.envs.base import Opening, Services, TeacherError, TimeStep
 from nanorl.envs.env import Done, Env
 from nanorl.parsers.base import Parser, ToolCall, ToolCallError
 from nanorl.parsers.chat import ToolChat, visible
@@ -42,6 +42,8 @@ class EnvEpisode:
         self._context: ToolContext | None = None
         self._outcome: float | None = None
         self._has_begun = False
+        self._opened: list[str] = []
+        self._teacher_rng: random.Random | None = None
 
     async def reset(self, task: Task) -> Opening:
         env = self.env
@@ -55,6 +57,8 @@ class EnvEpisode:
         )
         env.__dict__["_context"] = self._context
         opened = await self._ask(env.reset)
+        if opened is not None:
+            self._opened = _texts(_messages(opened))
         messages = _messages(task.prompt if opened is None else opened)
         if self._chat is None:
             return Opening(messages=_with_system(messages, env.system))
@@ -72,7 +76,33 @@ class EnvEpisode:
         if calls:
             return await self._answer_calls(calls)
         said = await self._ask(self.env.step, text)
+        ended = self.env._take_done()
+        if ended is not None and not isinstance(said, Done | TimeStep):
+            raise self._not_returned("step")
         return self._time_step(said)
+
+    async def show(self, observations: Sequence[str], rng: random.Random) -> str:
+        """The next turn of the environment's teacher, in the written form of the calls. It is given
+        what `reset` returned and all replies, and draws from the first call's `rng` (worker
+        processes are sent a copy with every one). TeacherError where it raises or says no turn."""
+        if self._teacher_rng is None:
+            self._teacher_rng = rng
+        teacher: Any = self.env.teacher  # type: ignore[attr-defined]
+        seen = [*self._opened, *observations]
+        try:
+            said = await self._ask(teacher, seen, self._teacher_rng)
+        except InfrastructureError as error:
+            raise TeacherError(f"the teacher failed: {error}") from error
+        if isinstance(said, str):
+            return said
+        calls = said if isinstance(said, list | tuple) else [said]
+        if self._parser is None or not all(isinstance(call, ToolCall) for call in calls):
+            name = type(self.env).__name__
+            raise TeacherError(
+                f"{name}.teacher returned {said!r}; it must return a text, or calls of tools that "
+                f"{name} has, as nanorl.ToolCall('look', {{'word': 'x'}})"
+            )
+        return "\n".join(self._parser.write(call) for call in calls)
 
     @property
     def subject(self) -> Any:
@@ -129,15 +159,25 @@ class EnvEpisode:
             self._context.metrics["num_refused_calls"] += len(calls)
             return self._time_step(self._parser.observation([TOOL_UNAVAILABLE] * len(calls)))
         results = await answer_calls(calls, self._tools, self._context)
+        ended = self.env._take_done()
+        if ended is not None and results.submitted is None:
+            raise self._not_returned("a tool")
         counts = {
             "num_executions": len(calls) - results.num_malformed,
             "num_malformed_calls": results.num_malformed,
             "num_tool_errors": results.num_errors,
         }
         self._context.metrics.update({name: n for name, n in counts.items() if n})
-        if results.submitted is not None:
-            return self._time_step(self.env.done(answer=results.submitted))
+        if (end := results.submitted) is not None:
+            return self._time_step(Done(reward=end.reward, answer=end.answer))
         return self._time_step(self._parser.observation(results.texts))
+
+    def _not_returned(self, method: str) -> InfrastructureError:
+        name = type(self.env).__name__
+        return InfrastructureError(
+            f"{method} of {name} called self.done(...) and did not return it; write "
+            "`return self.done(...)`"
+        )
 
     def _time_step(self, said: Any) -> TimeStep:
         assert self._context is not None
@@ -148,7 +188,7 @@ class EnvEpisode:
             return said
         if isinstance(said, Done):
             if said.reward is not None:
-                self._outcome = _finite(said.reward)
+                self._outcome = said.reward
             return TimeStep(is_done=True, answer=said.answer, reward=reward, metrics=metrics)
         if not isinstance(said, str | list):
             raise ValueError(
@@ -166,7 +206,5 @@ def _with_system(messages: list[Message], system: str) -> list[Message]:
     return [{"role": "system", "content": system}, *messages] if system else messages
 
 
-def _finite(reward: float) -> float:
-    if not math.isfinite(reward):
-        raise InfrastructureError(f"done(reward={reward}): a reward must be a finite number")
-    return float(reward)
+def _texts(messages: Sequence[Message]) -> list[str]:
+    return ["\n".join(str(message["content"]) for message in messages)]

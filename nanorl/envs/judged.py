@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,9 +39,9 @@ class JudgedKind:
         return JudgedEpisode(self.kind.open(services), self.reward)
 
     def demonstrator(
-        self, task: Task, rng: random.Random, tokenizer: ChatTokenizer
+        self, task: Task, rng: random.Random, tokenizer: ChatTokenizer, episode: Environment
     ) -> Demonstrator:
-        return self.kind.demonstrator(task, rng, tokenizer)
+        return self.kind.demonstrator(task, rng, tokenizer, episode)
 
     def close(self) -> None:
         """Close the environment, and the reward where it has something to give back."""
@@ -66,6 +66,10 @@ class JudgedEpisode:
 
     async def step(self, text: str) -> TimeStep:
         return await self._env.step(text)
+
+    async def show(self, observations: Sequence[str], rng: random.Random) -> str:
+        said: str = await self._env.show(observations, rng)  # type: ignore[attr-defined]
+        return said
 
     @property
     def subject(self) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,13 +15,13 @@ from nanoengine.model.tokenizer import ChatTokenizer
 from nanorl.envs.base import Demonstrator, Environment, Services, TaskSet
 from nanorl.envs.env import Env
 from nanorl.envs.episode import EnvEpisode
-from nanorl.parsers.base import ToolCall
+from nanorl.envs.hooks import check_hooks, tools_of
 from nanorl.parsers.chat import ToolChat
 from nanorl.parsers.choose import tool_chat
 from nanorl.tasks.readers import read_tasks
 from nanorl.tasks.source import GeneratedTasks, HeldoutTasks, ListTasks
 from nanorl.tools.base import Tool
-from nanorl.tools.function import function_tool
+from nanorl.tools.function import bind_tools
 from nanorl.types import Task
 
 
@@ -29,14 +29,15 @@ class ShortKind:
     """A class derived from `Env`, with the arguments that each of its objects is made with."""
 
     def __init__(self, cls: type[Env], arguments: Mapping[str, Any] | None = None) -> None:
-        """ValueError if the class does not take these arguments."""
+        """ValueError if the class does not take these arguments, or has a misspelt method."""
         self.cls = cls
         self.arguments = dict(arguments or {})
         self.name = cls.__name__.lower()
+        check_hooks(cls)
         self._prototype = self._make()
         self.loop = self._prototype.loop
         self.defaults: Mapping[str, Any] = self._prototype.defaults
-        self.tools: Sequence[Tool] = tuple(as_tool(one) for one in self._prototype.tools)
+        self.tools: Sequence[Tool] = tools_of(self._prototype)
         self.has_tools = bool(self.tools)
         self.has_teacher = callable(getattr(self._prototype, "teacher", None))
         self.needs_sandbox = any(getattr(tool, "needs_sandbox", False) for tool in self.tools)
@@ -62,7 +63,8 @@ class ShortKind:
 
     def open(self, services: Services) -> Environment:
         chat = self.chat(services.tokenizer)
-        return EnvEpisode(self._episode_env(), self.tools, chat, services)
+        env = self._episode_env()
+        return EnvEpisode(env, bind_tools(self.tools, env), chat, services)
 
     def chat(self, tokenizer: ChatTokenizer) -> ToolChat | None:
         """How the model of `tokenizer` is told of the tools and calls them; None without any."""
@@ -74,11 +76,9 @@ class ShortKind:
         return self._chats[key]
 
     def demonstrator(
-        self, task: Task, rng: random.Random, tokenizer: ChatTokenizer
+        self, task: Task, rng: random.Random, tokenizer: ChatTokenizer, episode: Environment
     ) -> Demonstrator:
-        env = self._episode_env()
-        env.task = task
-        return _Shown(env, rng, self.chat(tokenizer))
+        return _Shown(episode, rng)
 
     def close(self) -> None:
         """Close what `setup` made."""
@@ -108,25 +108,11 @@ class ShortKind:
 
 
 class _Shown:
-    """A demonstrator that asks the environment's `teacher`, and writes its calls of tools."""
+    """A demonstrator that has the episode's own object ask its `teacher`."""
 
-    def __init__(self, env: Env, rng: random.Random, chat: ToolChat | None) -> None:
-        self._env, self._rng, self._chat = env, rng, chat
+    def __init__(self, episode: Any, rng: random.Random) -> None:
+        self._episode, self._rng = episode, rng
 
-    def next_action(self, history: Sequence[str]) -> str:
-        said = self._env.teacher(list(history), self._rng)  # type: ignore[attr-defined]
-        if isinstance(said, str):
-            return said
-        calls = said if isinstance(said, list | tuple) else [said]
-        name = type(self._env).__name__
-        if self._chat is None or not all(isinstance(call, ToolCall) for call in calls):
-            raise ValueError(
-                f"{name}.teacher returned {said!r}; it must return a text, or calls of tools that "
-                f"{name} has, as nanorl.ToolCall('look', {{'word': 'x'}})"
-            )
-        return "\n".join(self._chat.parser.write(call) for call in calls)
-
-
-def as_tool(given: Tool | Callable[..., Any]) -> Tool:
-    """A tool as it is, or a function as one."""
-    return given if hasattr(given, "schema") else function_tool(given)  # type: ignore[return-value]
+    async def next_action(self, history: Sequence[str]) -> str:
+        said: str = await self._episode.show(list(history), self._rng)
+        return said

@@ -34,7 +34,7 @@ from nanorl.envs.env import Env
 from nanorl.envs.episode import EnvEpisode
 from nanorl.envs.kind import ShortKind
 from nanorl.rewards.base import Transcript
-from nanorl.tools.function import NOT_TOOLS, method_tools
+from nanorl.tools.function import NOT_TOOLS, bind_tools, method_tools
 
 
 def is_tool_class(value: Any) -> bool:
@@ -64,7 +64,8 @@ class ToolClassKind(ShortKind):
         env = self._episode_env()
         assert isinstance(env, ToolClassEnv)
         env.plain = self._make_plain()
-        return EnvEpisode(env, method_tools(env.plain), self.chat(services.tokenizer), services)
+        tools = bind_tools(self.tools, env.plain)
+        return EnvEpisode(env, tools, self.chat(services.tokenizer), services)
 
     def _make_plain(self) -> Any:
         try:
@@ -108,7 +109,16 @@ def _env_of(cls: type) -> type[ToolClassEnv]:
     """The short form with what the class says of itself as a whole."""
     names = ("system", "parser", "loop", "data", "defaults", "tasks", "teacher", "setup")
     own = {name: vars(cls)[name] for name in names if name in vars(cls)}
+    if "teacher" in own:
+        own["teacher"] = _teacher
     return type(cls.__name__, (ToolClassEnv,), {"__module__": cls.__module__, **own})
+
+
+def _teacher(self: ToolClassEnv, observations: Any, rng: Any) -> Any:
+    """The class's own, asked of the object that plays, which finds `self.task` as in an `Env`."""
+    if not hasattr(self.plain, "task"):
+        self.plain.task = self.task
+    return self.plain.teacher(observations, rng)
 
 
 def _tool_names(cls: type) -> list[str]:

@@ -8,10 +8,12 @@ in each worker and whose `open(*arguments)` returns an `Environment` there.
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
 from nanoengine.model.chat_template import Message
-from nanorl.envs.base import Environment, Opening, TimeStep
+from nanorl.envs.base import Environment, Opening, TeacherError, TimeStep
 from nanorl.hosting.pool import HostedObject, WorkerPool
 from nanorl.rewards.base import Score, Transcript, as_score
 from nanorl.types import InfrastructureError, Rollout, Task
@@ -53,6 +55,13 @@ class _Played:
         said = step.observation
         return step, [] if said is None else self._env.format_observation(said)
 
+    async def show(self, observations: Sequence[str], rng: random.Random) -> tuple[str, str]:
+        """The teacher's turn, and what went wrong in it, which is no fault of the worker."""
+        try:
+            return await self._env.show(observations, rng), ""  # type: ignore[attr-defined]
+        except TeacherError as error:
+            return "", str(error)
+
     async def score(self, rollout: Rollout, transcript: Transcript) -> Score:
         return await self._env.score(rollout, transcript)
 
@@ -78,6 +87,15 @@ class HostedEnvironment:
         step = _expect(TimeStep, step, "step")
         self._read = (step.observation, messages)
         return step
+
+    async def show(self, observations: Sequence[str], rng: random.Random) -> str:
+        """The turn of the environment's teacher, who sits in the worker. May raise
+        `TeacherError`."""
+        called = await self._episode.call("show", list(observations), rng)
+        said, error = _expect(tuple, called, "show")
+        if error:
+            raise TeacherError(error)
+        return _expect(str, said, "show")
 
     @property
     def subject(self) -> None:

@@ -59,9 +59,9 @@ class HostedKind:
         return HostedEnvironment(self._pool, services.is_tool_enabled)
 
     def demonstrator(
-        self, task: Task, rng: random.Random, tokenizer: ChatTokenizer
+        self, task: Task, rng: random.Random, tokenizer: ChatTokenizer, episode: Environment
     ) -> Demonstrator:
-        return self.kind.demonstrator(task, rng, tokenizer)
+        return self.kind.demonstrator(task, rng, tokenizer, episode)
 
     def close(self) -> None:
         self._pool.close()

@@ -23,11 +23,11 @@ from nanorl.parsers.reading import (
     Found,
     beside_calls,
     checked_call,
-    list_tools,
     marks,
     read_calls,
     results_as,
 )
+from nanorl.parsers.signatures import signature
 from nanorl.tools.base import Described
 
 MARKS = marks(r"^[ \t]*(?=\[\s*[A-Za-z_][\w.]*\s*\()")
@@ -68,7 +68,8 @@ class PythonicParser:
         return (
             "You may call functions. To do so, reply with nothing but a list of calls, as in "
             "[first(name=value, other=value), second(name=value)]. Name every argument and write "
-            f"its value as a Python literal.\n\n{list_tools(tools)}"
+            "its value as a Python literal.\n\n"
+            + "\n".join(signature(tool.schema) for tool in tools)
         )
 
     def observation(self, results: Sequence[str]) -> list[Message]:

@@ -12,7 +12,7 @@ A tool object is shared by all episodes of a process; what belongs to one episod
 
     text                  the observation
     ToolError             an observation too: the call was wrong, the text tells the model how
-    Submitted             the episode is over, with this answer
+    Submitted             the episode is over, with this answer; `Env.done(...)` says the same
     InfrastructureError   nobody's fault but ours: the rollout is FAILED and is played again
 
 Left out: reading calls from text (nanorl.parsers).
@@ -35,11 +35,20 @@ class ToolError(ValueError):
 
 
 class Submitted(Exception):  # noqa: N818 - the end of an episode, not an error
-    """Raised by a tool that ends the episode: `raise Submitted("42")`."""
+    """Raised by a tool that ends the episode: `raise Submitted("42")`. With a `reward` that is the
+    whole episode's; without one the answer is judged."""
 
-    def __init__(self, answer: str) -> None:
+    def __init__(self, answer: str | None = None, reward: float | None = None) -> None:
         super().__init__(answer)
-        self.answer = answer
+        self.answer, self.reward = answer, reward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """The end of an episode, as `Env.done` returns it."""
+
+    reward: float | None
+    answer: str | None
 
 
 @dataclass(kw_only=True, eq=False)

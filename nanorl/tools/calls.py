@@ -21,7 +21,7 @@ class TurnResults:
     """The results of one turn's calls in their order, and what a tool handed in, if one did."""
 
     texts: list[str]
-    submitted: str | None = None
+    submitted: Submitted | None = None
     num_malformed: int = 0
     """Calls that could not be read."""
     num_errors: int = 0
@@ -39,7 +39,7 @@ async def answer_calls(
         for task in tasks:  # one of them failed, or the episode was cancelled
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    submitted = [answer.answer for answer in answers if isinstance(answer, Submitted)]
+    submitted = [answer for answer in answers if isinstance(answer, Submitted)]
     return TurnResults(
         texts=[_text(answer) for answer in answers],
         submitted=submitted[0] if submitted else None,
@@ -64,7 +64,7 @@ async def _answer(
 
 
 def _text(answer: str | ToolCallError | ToolError | Submitted) -> str:
-    text = answer.answer if isinstance(answer, Submitted) else str(answer)
+    text = answer.answer or "" if isinstance(answer, Submitted) else str(answer)
     if isinstance(answer, ToolCallError | ToolError):
         text = f"Error: {text}"
     return text.encode("utf-8", "replace").decode()  # half a surrogate pair has no tokens

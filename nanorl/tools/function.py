@@ -18,7 +18,7 @@ are a `ToolError` that says which. An exception of the function is one too, with
 message alone.
 
 A plain function runs in a thread of its own, so calls of one turn run side by side; methods of one
-object (`method_tools`) take turns. Left out: stopping a function that exceeds the time limit. Its
+object (`MethodTool`) take turns. Left out: stopping a function that exceeds the time limit. Its
 call is answered, its thread goes on until it returns; functions that may hang belong in a process.
 """
 
@@ -26,15 +26,16 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import copy
 import functools
 import inspect
 import json
 import threading
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NotRequired
 
-from nanorl.tools.base import Submitted, ToolContext, ToolError
+from nanorl.tools.base import Done, Submitted, Tool, ToolContext, ToolError
 from nanorl.types import InfrastructureError
 
 NOT_TOOLS = frozenset({"reset", "step", "close", "score", "tasks", "teacher", "setup"})
@@ -73,7 +74,10 @@ class FunctionTool:
             bound[self._context_name] = context
         try:
             async with asyncio.timeout(context.timeout_s) as limit:
-                return _as_text(await self._call(bound))
+                result = await self._call(bound)
+            if isinstance(result, Done):
+                raise Submitted(result.answer, result.reward)
+            return _as_text(result)
         except (ToolError, Submitted, InfrastructureError):
             raise
         except TimeoutError as error:
@@ -105,18 +109,35 @@ class FunctionTool:
         return await result if inspect.isawaitable(result) else result
 
 
+class MethodTool(FunctionTool):
+    """A method of an object that belongs to one episode. Its schema is made once; `bound_to` gives
+    the tool of another episode's object."""
+
+    def bound_to(self, obj: object, lock: asyncio.Lock) -> MethodTool:
+        """The method of the same name of `obj`. Calls of tools that share the `lock` take turns."""
+        bound = copy.copy(self)
+        bound.fn, bound._lock = getattr(obj, self.name), lock
+        return bound
+
+
+def bind_tools(tools: Sequence[Tool], obj: object) -> list[Tool]:
+    """The tools of one episode: methods are those of `obj`, and everything else is shared."""
+    lock = asyncio.Lock()
+    return [one.bound_to(obj, lock) if isinstance(one, MethodTool) else one for one in tools]
+
+
 def function_tool(fn: Callable[..., Any], *, name: str | None = None) -> FunctionTool:
     """`fn` as a tool, named like the function. `ValueError` for a signature that cannot be one."""
     return FunctionTool(fn, name or str(getattr(fn, "__name__", type(fn).__name__)))
 
 
-def method_tools(obj: object) -> list[FunctionTool]:
+def method_tools(obj: object) -> list[MethodTool]:
     """The public methods of `obj` as tools, without `reset`, `step`, `close` and whatever is called
     with an underscore. They share the object, so one call waits for the other."""
     lock = asyncio.Lock()
     names = [name for name in dir(type(obj)) if name[0] != "_" and name not in NOT_TOOLS]
     return [
-        FunctionTool(getattr(obj, name), name, lock)
+        MethodTool(getattr(obj, name), name, lock)
         for name in names
         if not isinstance(inspect.getattr_static(type(obj), name), property)
         and inspect.isroutine(getattr(obj, name))
@@ -139,6 +160,11 @@ def _parameters(
     found: dict[str, inspect.Parameter] = {}
     context_name = None
     for one in inspect.signature(fn).parameters.values():
+        if one.name == "self":
+            raise ValueError(
+                f"tool {name}: its `self` would have to come from the model; name a method in the "
+                "body of its own class, or of an object (game.look)"
+            )
         if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD, one.POSITIONAL_ONLY):
             raise ValueError(
                 f"tool {name}: parameter {one} cannot be given by name; give the function "

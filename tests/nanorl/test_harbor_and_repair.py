@@ -18,7 +18,7 @@ from nanorl.envs.catalog import as_kind, load_kind
 from nanorl.envs.env import Env
 from nanorl.envs.episode import EnvEpisode
 from nanorl.envs.harbor import Harbor
-from nanorl.envs.kind import as_tool
+from nanorl.envs.hooks import tools_of
 from nanorl.envs.repair import Repair, draw_repair
 from nanorl.parsers.base import ToolCall
 from nanorl.parsers.chat import ToolChat
@@ -51,7 +51,7 @@ def play(
 
     async def main() -> tuple[list[Any], Score]:
         services: Any = SimpleNamespace(sandbox=pool, timeout_s=5.0, is_tool_enabled=True)
-        tools = [as_tool(one) for one in env.tools]
+        tools = tools_of(env)
         assert isinstance(services, SimpleNamespace | Services)
         episode = EnvEpisode(env, tools, ToolChat(parser=PARSER), services)
         try:

@@ -14,7 +14,7 @@ import pytest
 from agent_doubles import tiny_tokenizer
 
 from nanorl.config import RunConfig
-from nanorl.envs.base import EnvKind, Services
+from nanorl.envs.base import EnvKind, Services, shown_action
 from nanorl.envs.catalog import ENVIRONMENTS, load_kind
 from nanorl.envs.run_kind import run_kind
 from nanorl.envs.shipped.corpus import Town
@@ -39,16 +39,22 @@ def rollout_of(task: Task) -> Rollout:
     )  # fmt: skip
 
 
-async def play_async(kind: EnvKind, task: Task, says: Says, most_turns: int) -> float:
-    """The score of an episode in which the policy says `says(observations)`."""
+async def play_async(
+    kind: EnvKind, task: Task, says: Says | random.Random, most_turns: int
+) -> float:
+    """The score of an episode in which the policy says `says(observations)`, or what the teacher
+    says that draws from a generator."""
     env = kind.open(Services(tokenizer=tiny_tokenizer(), sandbox=None, timeout_s=5.0))
     try:
         opening = await env.reset(task)
         assert opening.messages[-1]["content"]
         observations: list[str] = []
         text, answer = "", None
+        shown = None
+        if isinstance(says, random.Random):
+            shown = kind.demonstrator(task, says, tiny_tokenizer(), env)
         for _ in range(most_turns):
-            text = says(observations)
+            text = says(observations) if shown is None else await shown_action(shown, observations)
             step = await env.step(text)
             if step.is_done:
                 answer = step.answer
@@ -61,17 +67,17 @@ async def play_async(kind: EnvKind, task: Task, says: Says, most_turns: int) -> 
         await env.close()
 
 
-def play(kind: EnvKind, task: Task, says: Says | Sequence[str], most_turns: int = 8) -> float:
-    if not callable(says):
+def play(
+    kind: EnvKind, task: Task, says: Says | Sequence[str] | random.Random, most_turns: int = 8
+) -> float:
+    if not callable(says) and not isinstance(says, random.Random):
         texts = list(says)
         return asyncio.run(play_async(kind, task, lambda seen: texts[len(seen)], len(texts)))
     return asyncio.run(play_async(kind, task, says, most_turns))
 
 
 def taught(kind: EnvKind, task: Task, seed: int = 0) -> float:
-    return play(
-        kind, task, kind.demonstrator(task, random.Random(seed), tiny_tokenizer()).next_action
-    )
+    return play(kind, task, random.Random(seed))
 
 
 # -- all of them -------------------------------------------------------------------------------
@@ -469,8 +475,7 @@ def test_families_of_reasoning_gym_are_scored_by_their_own_scorers() -> None:
             assert await score(product, product.answer, "qzxw") == [1.0, 0.0]
             # That of countdown gives 0.01 to what is merely an expression.
             assert await score(kinds["countdown"], kinds["countdown"].answer, "1+1") == [1.0, 0.0]
-            script = kind.demonstrator(total, random.Random(0), tiny_tokenizer())
-            assert await play_async(kind, total, script.next_action, 1) == 1.0
+            assert await play_async(kind, total, random.Random(0), 1) == 1.0
 
         asyncio.run(check())
     finally:
@@ -500,12 +505,13 @@ def test_programs_of_the_teacher_print_the_entrys_answer() -> None:
         kind = load_kind("reasoning_gym", {"family": family, "tool": "python"})
         assert kind.has_teacher and kind.needs_sandbox
         for task in kind.tasks(0).batch(0, 10):
-            script = kind.demonstrator(task, random.Random(0), tiny_tokenizer())
+            teacher = kind._episode_env()
+            teacher.task = task
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
                 exec(task.data["program"], {})
-            assert task.data["program"] in script.next_action([])
-            said = script.next_action(["Output:\n" + printed.getvalue()])
+            assert task.data["program"] in teacher.teacher([], random.Random(0))
+            said = teacher.teacher(["Output:\n" + printed.getvalue()], random.Random(0))
             assert said == f"<answer>{task.answer}</answer>"
     assert not load_kind("reasoning_gym", {"family": "maze", "tool": "python"}).has_teacher
     assert not load_kind("reasoning_gym", {"family": "rush_hour"}).has_teacher
@@ -523,8 +529,7 @@ def test_math_is_compared_by_value() -> None:
         scores = [await play_async(kind, task, lambda _, s=s: s, 1) for s in (*said, *wrong)]
         assert scores == [1.0] * 3 + [0.0] * 6
         drawn = kind.tasks(0).batch(0, 1)[0]
-        script = kind.demonstrator(drawn, random.Random(0), tiny_tokenizer())
-        assert await play_async(kind, drawn, script.next_action, 1) == 1.0
+        assert await play_async(kind, drawn, random.Random(0), 1) == 1.0
 
     try:
         asyncio.run(check())

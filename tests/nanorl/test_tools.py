@@ -328,7 +328,9 @@ def test_calls_of_a_turn_are_answered_in_order_and_errors_in_their_place() -> No
 def test_the_first_submission_of_a_turn_counts() -> None:
     calls = [ToolCall("add", {"a": 1, "b": 1})]
     calls += [ToolCall("submit", {"answer": text}) for text in ("x", "y")]
-    assert answer(calls).submitted == "x" and answer(calls[:1]).submitted is None
+    submitted = answer(calls).submitted
+    assert submitted is not None and submitted.answer == "x"
+    assert answer(calls[:1]).submitted is None
 
 
 def test_the_program_tool_runs_in_the_sandbox_with_the_files_of_the_task() -> None:

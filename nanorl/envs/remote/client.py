@@ -85,7 +85,7 @@ class RemoteKind:
         return RemoteEnvironment(self._line, services.is_tool_enabled)
 
     def demonstrator(
-        self, task: Task, rng: random.Random, tokenizer: ChatTokenizer
+        self, task: Task, rng: random.Random, tokenizer: ChatTokenizer, episode: Environment
     ) -> Demonstrator:
         raise ValueError(f"{self._line.address}: nobody there shows how its tasks are played")
 
