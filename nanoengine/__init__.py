@@ -18,19 +18,20 @@ from typing import TYPE_CHECKING, Any
 from nanoengine.our_kernels import require_our_kernels
 
 if TYPE_CHECKING:
-    from nanoengine.build import SplitConfig, build_engine, build_value_engine, check_layout
-    from nanoengine.config import EngineConfig
+    from nanoengine.build import build_engine, build_value_engine, check_layout
+    from nanoengine.config import AdamWConfig, EngineConfig, SplitConfig
     from nanoengine.engine import Engine
     from nanoengine.lora_adapter import LoraAdapter, LoraBase
     from nanoengine.lora_engine import LoraEngine
     from nanoengine.model.config import ModelConfig
     from nanoengine.model.hf import load_model, save_model
-    from nanoengine.model.lora import LoraConfig
+    from nanoengine.model.lora_config import LoraConfig
     from nanoengine.model.tokenizer import ChatTokenizer
     from nanoengine.model.transformer import Transformer
-    from nanoengine.optim import AdamW, AdamWConfig
+    from nanoengine.optim import AdamW
     from nanoengine.packing import MicroBatch, Sample
-    from nanoengine.parallel.mesh import Layout, Mesh
+    from nanoengine.parallel.layout import Layout
+    from nanoengine.parallel.mesh import Mesh
     from nanoengine.pipeline_engine import PipelineEngine
     from nanoengine.scoring import Policy, Scorer
     from nanoengine.sft import num_loss_tokens, read_chats, sft_loss
@@ -46,15 +47,15 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 _HOMES = {
     "AdamW": "optim",
-    "AdamWConfig": "optim",
+    "AdamWConfig": "config",
     "ChatTokenizer": "model.tokenizer",
     "CheckpointError": "tensor_file",
     "Engine": "engine",
     "EngineConfig": "config",
-    "Layout": "parallel.mesh",
+    "Layout": "parallel.layout",
     "LoraAdapter": "lora_adapter",
     "LoraBase": "lora_adapter",
-    "LoraConfig": "model.lora",
+    "LoraConfig": "model.lora_config",
     "LoraEngine": "lora_engine",
     "Mesh": "parallel.mesh",
     "MicroBatch": "packing",
@@ -63,7 +64,7 @@ _HOMES = {
     "Policy": "scoring",
     "Sample": "packing",
     "Scorer": "scoring",
-    "SplitConfig": "build",
+    "SplitConfig": "config",
     "Transformer": "model.transformer",
     "ValueEngine": "value_engine",
     "ValueModel": "value_engine",

@@ -15,60 +15,25 @@ Next: engine.py, pipeline_engine.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 import torch
 
-from nanoengine.config import EngineConfig
+from nanoengine.config import EngineConfig, SplitConfig
 from nanoengine.engine import Engine
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import check_memory, load_model, load_stages, read_state
 from nanoengine.model.transformer import Transformer
 from nanoengine.optim import check_zero
 from nanoengine.parallel.expert_parallel import ExpertParallel, check_experts
-from nanoengine.parallel.mesh import Layout, Mesh
+from nanoengine.parallel.layout import Layout
+from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.schedules import make_schedule
 from nanoengine.parallel.stage import Stage, check_stages, make_stages
 from nanoengine.parallel.tensor_parallel import TensorParallel, check_heads
 from nanoengine.pipeline_engine import PipelineEngine
 from nanoengine.value_engine import ValueEngine, ValueModel
-
-
-@dataclass(frozen=True, kw_only=True)
-class SplitConfig:
-    """How a model is split, beside the sizes of the layout. What a layout has no use for (a
-    schedule without pp, sequence_parallel without tp) is not read."""
-
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1"] = "1f1b"
-    """Order of the pipeline's forward and backward passes."""
-    chunks: int = 1
-    """Layer groups of a pipeline rank (interleaved)."""
-    sequence_parallel: bool = False
-    """With tp: cut the rows between matrices too."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayoutConfig(SplitConfig):
-    """The processes of a training engine, as options. What they share is an engine's too."""
-
-    tp: int = 1
-    """Processes that share each matrix."""
-    pp: int = 1
-    """Processes that share the layers."""
-    dp: int = 1
-    """Processes with samples of their own."""
-    cp: int = 1
-    """Processes that share the tokens of a sequence."""
-    ep: int = 1
-    """Processes that share the experts of a mixture, with samples of their own."""
-    zero: Literal[0, 1, 2, 3] = 0
-    """What the dp (and cp) processes share: 1 optimizer state, 2 gradients, 3 parameters."""
-
-    @property
-    def layout(self) -> Layout:
-        return Layout(tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp, ep=self.ep)
 
 
 def check_layout(

@@ -1,18 +1,69 @@
-"""The options of an engine: one frozen dataclass, the optimizer's settings included.
+"""The options of an engine, of its optimizer and of its split over processes: frozen dataclasses,
+without PyTorch, so that a command line is answered before that is loaded.
 
-Left out: the shape of the model (model/config.py) and of the grid of processes (parallel/mesh.py).
+Left out: the shape of the model (model/config.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-import torch
+from nanoengine.parallel.layout import Layout
 
-from nanoengine.optim import AdamWConfig
+Schedule = Literal["constant", "cosine", "linear"]
+Dtype = Literal["fp32", "bf16", "fp64"]
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateConfig:
+    """What a run chooses of the update, phase by phase; the rest is AdamW's own."""
+
+    lr: float = 1e-6
+    """Learning rate, the highest that the schedule reaches."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    schedule: Schedule = "constant"
+    """Learning-rate schedule after the warm-up."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay; norms and biases are spared."""
+    max_grad_norm: float = 1.0
+    """Global gradient-norm clip."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig(UpdateConfig):
+    """Hyperparameters of the update. A `max_grad_norm` of 0 never clips."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """How slowly the mean of the gradient and of its square forget."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    total_steps: int = 0
+    """Where the schedule ends; cosine and linear need it."""
+    min_lr_ratio: float = 0.0
+    """The learning rate at the end of the schedule, as a share of `lr`."""
+
+    def __post_init__(self) -> None:
+        if not self.lr >= 0:
+            raise ValueError(f"lr={self.lr}: must be 0 or positive")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas={self.betas}: both must be in [0, 1)")
+        if not self.eps > 0:
+            raise ValueError(f"eps={self.eps}: must be positive")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"weight_decay={self.weight_decay}: must be 0 (off) or positive")
+        if not self.max_grad_norm >= 0:
+            raise ValueError(f"max_grad_norm={self.max_grad_norm}: must be 0 (off) or positive")
+        if self.schedule not in ("constant", "cosine", "linear"):
+            raise ValueError(f"schedule={self.schedule!r}: must be constant, cosine or linear")
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps={self.warmup_steps}: must be 0 or positive")
+        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
+            raise ValueError(
+                f"total_steps={self.total_steps}: the {self.schedule} schedule needs more than "
+                f"warmup_steps={self.warmup_steps}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +89,7 @@ class EngineConfig(AdamWConfig, ComputeConfig):
     """The options of an engine: how it computes; what it inherits says how it updates. Each has
     its help below it, so that a command line can be made of the record."""
 
-    dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
+    dtype: Dtype = "fp32"
     """Parameters and matrix products; masters, moments and gradients stay fp32 (fp64 for fp64)."""
     deterministic: bool = False
     """On a GPU: only kernels that give the same bits every time, and whose rows do not depend on
@@ -53,8 +104,8 @@ class EngineConfig(AdamWConfig, ComputeConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
+        if self.dtype not in get_args(Dtype):
+            raise ValueError(f"dtype={self.dtype!r}: must be one of {', '.join(get_args(Dtype))}")
         if self.micro_batch_tokens < 1:
             raise ValueError(f"micro_batch_tokens={self.micro_batch_tokens}: must be at least 1")
         if self.activation_mb < 0:
@@ -67,3 +118,38 @@ class EngineConfig(AdamWConfig, ComputeConfig):
             raise ValueError(
                 f"bucket_bytes={self.bucket_bytes}: must be 0 (every layer alone) or more"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitConfig:
+    """How a model is split, beside the sizes of the layout. What a layout has no use for (a
+    schedule without pp, sequence_parallel without tp) is not read."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1"] = "1f1b"
+    """Order of the pipeline's forward and backward passes."""
+    chunks: int = 1
+    """Layer groups of a pipeline rank (interleaved)."""
+    sequence_parallel: bool = False
+    """With tp: cut the rows between matrices too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutConfig(SplitConfig):
+    """The processes of a training engine, as options. What they share is an engine's too."""
+
+    tp: int = 1
+    """Processes that share each matrix."""
+    pp: int = 1
+    """Processes that share the layers."""
+    dp: int = 1
+    """Processes with samples of their own."""
+    cp: int = 1
+    """Processes that share the tokens of a sequence."""
+    ep: int = 1
+    """Processes that share the experts of a mixture, with samples of their own."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What the dp (and cp) processes share: 1 optimizer state, 2 gradients, 3 parameters."""
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp, ep=self.ep)

@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from nanoengine.packing import Sample, balanced_parts, groups_of, read_tokens
-from nanoengine.parallel.mesh import DATA_AXES, Layout
+from nanoengine.parallel.layout import DATA_AXES, Layout
 from nanoengine.prefix_tree import Rows, added_rows, depth_first, num_shared
 
 T = TypeVar("T")

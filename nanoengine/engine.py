@@ -30,7 +30,8 @@ from typing import Any, Literal, Protocol, overload, runtime_checkable
 import torch
 from torch import Tensor
 
-from nanoengine.config import DTYPES, EngineConfig
+from nanoengine.config import EngineConfig
+from nanoengine.dtypes import DTYPES
 from nanoengine.model import hf
 from nanoengine.model.attention import supports_shared_prefix
 from nanoengine.model.device import release_memory
@@ -47,7 +48,8 @@ from nanoengine.packing import (
     read_sums,
 )
 from nanoengine.parallel.expert_parallel import ExpertParallel
-from nanoengine.parallel.mesh import DATA_AXES, WORLD, Layout, Mesh
+from nanoengine.parallel.layout import DATA_AXES, WORLD, Layout
+from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.tensor_parallel import TensorParallel, gather_slice
 from nanoengine.scoring import Foresight, Scorer, collect_top
 from nanoengine.state.checkpoint import (

@@ -26,7 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nanoengine.model.config import ModelConfig
-from nanoengine.parallel.mesh import Layout
+from nanoengine.parallel.layout import Layout
 from nanoengine.parallel.stage import split_layers
 
 WIDTH = {"bf16": 2, "fp32": 4, "fp64": 8}

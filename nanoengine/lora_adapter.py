@@ -57,13 +57,13 @@ from kernels.linear import accumulate_weight_grad, matmul_rows
 from nanoengine.model.linear import PackedLinear
 from nanoengine.model.lora import (
     Adapter,
-    LoraConfig,
     LowRank,
     check_adapter,
     choose_targets,
     read_adapter,
     write_adapter,
 )
+from nanoengine.model.lora_config import LoraConfig
 from nanoengine.model.low_rank import AddedChange
 from nanoengine.model.matrices import MatrixRows, adaptable
 from nanoengine.model.transformer import Transformer

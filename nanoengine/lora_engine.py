@@ -18,7 +18,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from nanoengine.config import DTYPES, EngineConfig
+from nanoengine.config import EngineConfig
+from nanoengine.dtypes import DTYPES
 from nanoengine.engine import Engine, LossFn
 from nanoengine.lora_adapter import LoraAdapter
 from nanoengine.model.transformer import Transformer

@@ -29,7 +29,6 @@ import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -40,71 +39,21 @@ from torch import Tensor, nn
 from kernels import fused_adamw_
 from kernels.adamw import make_tensor_table
 from kernels.tensor_table import TensorTable
+from nanoengine.config import AdamWConfig
 from nanoengine.model.device import release_memory
 from nanoengine.model.linear import record_of
 from nanoengine.parallel.data_parallel import Bucket, BucketState, GradientReducer, ShardEntry
-from nanoengine.parallel.mesh import REPLICA_AXES, WORLD, Layout, Mesh
+from nanoengine.parallel.layout import REPLICA_AXES, WORLD, Layout
+from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.zero import Residency, cut_into_buckets
 from nanoengine.tensor_file import read_tensor, tensor_bytes
 
-Schedule = Literal["constant", "cosine", "linear"]
 Kind = Literal["master", "exp_avg", "exp_avg_sq", "grad"]
 Flats = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """Master, gradient, first and second moment, and of masters that are bf16 weights the remainder:
 1-d tensors of one size."""
 
 NORM_ROW = 4096  # elements summed in one piece: the result is the same for every thread count
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpdateConfig:
-    """What a run chooses of the update, phase by phase; the rest is AdamW's own."""
-
-    lr: float = 1e-6
-    """Learning rate, the highest that the schedule reaches."""
-    warmup_steps: int = 0
-    """Steps of linear warm-up."""
-    schedule: Schedule = "constant"
-    """Learning-rate schedule after the warm-up."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay; norms and biases are spared."""
-    max_grad_norm: float = 1.0
-    """Global gradient-norm clip."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdamWConfig(UpdateConfig):
-    """Hyperparameters of the update. A `max_grad_norm` of 0 never clips."""
-
-    betas: tuple[float, float] = (0.9, 0.95)
-    """How slowly the mean of the gradient and of its square forget."""
-    eps: float = 1e-8
-    """Added to the root of the second moment."""
-    total_steps: int = 0
-    """Where the schedule ends; cosine and linear need it."""
-    min_lr_ratio: float = 0.0
-    """The learning rate at the end of the schedule, as a share of `lr`."""
-
-    def __post_init__(self) -> None:
-        if not self.lr >= 0:
-            raise ValueError(f"lr={self.lr}: must be 0 or positive")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas={self.betas}: both must be in [0, 1)")
-        if not self.eps > 0:
-            raise ValueError(f"eps={self.eps}: must be positive")
-        if not self.weight_decay >= 0:
-            raise ValueError(f"weight_decay={self.weight_decay}: must be 0 (off) or positive")
-        if not self.max_grad_norm >= 0:
-            raise ValueError(f"max_grad_norm={self.max_grad_norm}: must be 0 (off) or positive")
-        if self.schedule not in ("constant", "cosine", "linear"):
-            raise ValueError(f"schedule={self.schedule!r}: must be constant, cosine or linear")
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps={self.warmup_steps}: must be 0 or positive")
-        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
-            raise ValueError(
-                f"total_steps={self.total_steps}: the {self.schedule} schedule needs more than "
-                f"warmup_steps={self.warmup_steps}"
-            )
 
 
 def check_zero(zero: int, layout: Layout) -> None:

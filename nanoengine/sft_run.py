@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from nanoengine.build import LayoutConfig, build_engine, check_layout
-from nanoengine.config import EngineConfig
+from nanoengine.build import build_engine, check_layout
+from nanoengine.config import EngineConfig, LayoutConfig
 from nanoengine.dealing import deal
 from nanoengine.footprint import mfu
 from nanoengine.model.config import ModelConfig
@@ -40,7 +40,8 @@ from nanoengine.model.device import enter_device, resolve_device, worker_thread
 from nanoengine.model.sources import resolve_model
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.packing import Sample
-from nanoengine.parallel.mesh import WORLD, Mesh
+from nanoengine.parallel.layout import WORLD
+from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.rendezvous import MeetingPoint, join_mesh, open_store
 from nanoengine.sft import Order, num_loss_tokens, read_chats, sft_loss
 from nanoengine.state.checkpoint import latest_checkpoint

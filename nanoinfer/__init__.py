@@ -18,12 +18,28 @@ model_runner.py, kv_cache.py, sampler.py; docs/inference.md follows one request 
 led_engine.py lets one process drive the ranks of a model that is split.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 import nanoengine.model  # noqa: F401 (before torch: nanoengine tells OpenMP how long to spin)
-from nanoinfer.async_engine import AsyncEngine
-from nanoinfer.config import InferConfig
-from nanoinfer.engine import LLMEngine
-from nanoinfer.llm import LLM
-from nanoinfer.params import Grammar, Output, SamplingParams
+
+if TYPE_CHECKING:
+    from nanoinfer.async_engine import AsyncEngine
+    from nanoinfer.config import InferConfig
+    from nanoinfer.engine import LLMEngine
+    from nanoinfer.llm import LLM
+    from nanoinfer.params import Grammar, Output, SamplingParams
+
+# What `nanoinfer.NAME` is. Imported when it is asked for: options need no PyTorch.
+_HOMES = {
+    "AsyncEngine": "async_engine",
+    "Grammar": "params",
+    "InferConfig": "config",
+    "LLM": "llm",
+    "LLMEngine": "engine",
+    "Output": "params",
+    "SamplingParams": "params",
+}
 
 __all__ = [
     "LLM",
@@ -34,3 +50,9 @@ __all__ = [
     "Output",
     "SamplingParams",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'nanoinfer' has no attribute {name!r}")
+    return getattr(import_module(f"nanoinfer.{_HOMES[name]}"), name)

@@ -20,20 +20,17 @@ import threading
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from nanorl.config import RunConfig, flatten
-from nanorl.continuation import check_resume, read_config
-from nanorl.options import parse_arguments, with_options
+from nanorl.config import RunConfig
+from nanorl.option_values import read_record
+from nanorl.options import check_continuation, configure, read_mapping, with_options
 from nanorl.plugins import spec_of
 from nanorl.presets import PRESETS
 
 if TYPE_CHECKING:
     from nanorl.report.evaluation import Evaluation
     from nanorl.trajectories.export import Exported
-
-_FIRST = ("algorithm", "out", "seed", "fork", "env", "env_args", "config")
-"""Options on which the defaults of others depend: they are read before those."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,17 +103,10 @@ def evaluate(
     """
     from nanorl.commands.evaluate import EvalOptions, evaluation_of
 
-    given: dict[str, Any] = dict(options or {})
-    if out is not None:
-        given["out"] = Path(out)
+    given: dict[str, Any] = {"model": str(model), "num_tasks": num_tasks, "k": k, "out": out}
     if isinstance(env, str):
         given["env"], env = env, None
-    names = [field.name for field in dataclasses.fields(EvalOptions)]
-    if unknown := sorted(given.keys() - set(names)):
-        raise ValueError(
-            f"evaluate: no option is called {unknown[0]}; there are {', '.join(names)}"
-        )
-    chosen = EvalOptions(model=str(model), num_tasks=num_tasks, k=k, **given)
+    chosen = read_record(EvalOptions, given | dict(options or {}), where="evaluate")
     return evaluation_of(chosen, env=env, run_to_end=run_to_end)[0]
 
 
@@ -129,12 +119,8 @@ def export(run: Path | str, to: str, **options: Any) -> Exported:
     """
     from nanorl.trajectories.export import ExportOptions, export_rollouts
 
-    names = [field.name for field in dataclasses.fields(ExportOptions)]
-    if unknown := sorted(options.keys() - set(names)):
-        raise ValueError(f"export: no option is called {unknown[0]}; there are {', '.join(names)}")
-    if options.get("out") is not None:
-        options["out"] = Path(options["out"])
-    return export_rollouts(ExportOptions(run=Path(run), to=cast(Any, to), **options))
+    given = {"run": run, "to": to, **options}
+    return export_rollouts(read_record(ExportOptions, given, where="export"))
 
 
 def configured(model: str, env: Any, options: Mapping[str, Any]) -> tuple[RunConfig, Any]:
@@ -143,18 +129,14 @@ def configured(model: str, env: Any, options: Mapping[str, Any]) -> tuple[RunCon
     A class that other processes can find goes by its name where the run has such processes. An
     object plays in this process; its name is kept, so that nobody takes the run for another's.
     """
-    words = ["--preset", model] if model in PRESETS else []
-    given = {name.replace("-", "_"): value for name, value in flatten(dict(options)).items()}
+    given: dict[str, Any] = {"preset": model} if model in PRESETS else {}
+    given |= options
+    file = given.pop("config", None)
     if isinstance(env, str):
         given["env"], env = env, None
-    words += ["--resume"] if given.pop("resume", False) else []
-    for name in _FIRST:
-        if (value := given.pop(name, None)) is not None:
-            words += [f"--{name}", *([*map(str, value)] if name == "env_args" else [str(value)])]
-    config = with_options(parse_arguments(words, env), given, where="train")
-    config, env = _with_environment(config, env)
-    if config.resume:
-        check_resume(read_config(config.run_dir, flag="resume"), config)
+    read = read_mapping(given, where="train")
+    config, env = _with_environment(configure(read, file and Path(file), env), env)
+    check_continuation(config)
     return config, env
 
 

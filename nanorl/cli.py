@@ -35,6 +35,7 @@ class Verb(NamedTuple):
 VERBS: Mapping[str, Verb] = MappingProxyType(
     {
         "train": Verb("nanorl.commands.train:main", "train an agent; --env guess.py for your own"),
+        "algorithms": Verb("nanorl.commands.algorithms:algorithms", "the recipes by their names"),
         "check": Verb("nanorl.commands.check:check", "what will go wrong with a run, before it"),
         "new": Verb("nanorl.commands.new:new", "write a small environment, to begin with"),
         "eval": Verb("nanorl.commands.evaluate:evaluate_model", "how good a model is, how surely"),

@@ -4,8 +4,8 @@ A record of a run inherits from the record of whoever reads it (`UpdateConfig` o
 `ComputeConfig` of the training engine, `StepSizes` of the inference engine, `Limits` of an agent):
 an option is described there, and only a default that differs is stated here again.
 
-`presets.py` fills these in; `scripts/train_agent.py` turns them into flags with tyro and writes the
-resolved result to `config.json` of the run. There is no other way to change behaviour.
+`presets.py` fills these in, `options.py` reads them from flags, a file or Python, and the resolved
+result is `config.json` of the run. There is no other way to change behaviour.
 """
 
 from __future__ import annotations
@@ -13,24 +13,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import typing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from nanoengine.build import LayoutConfig
-from nanoengine.config import ComputeConfig
-from nanoengine.model.lora import LoraConfig
-from nanoengine.optim import Schedule, UpdateConfig
+from nanoengine.config import ComputeConfig, LayoutConfig, Schedule, UpdateConfig
+from nanoengine.model.lora_config import LoraConfig
 from nanoinfer.config import Quantization, StepSizes, WeightUpdates
-from nanorl.agents.tokens import Limits
+from nanorl.agents.limits import Limits
 from nanorl.algorithms.recipes import named_spec
 from nanorl.algorithms.spec import BOUNDS, AlgorithmSpec
 from nanorl.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record
 from nanorl.flow.policy import BatchPolicy
 from nanorl.http_record.config import HttpConfig
 from nanorl.monitor.config import MonitorConfig
-from nanorl.references import check_mixture, parse_references
+from nanorl.option_values import read_record
+from nanorl.reference_names import check_mixture, parse_references
 from nanorl.sandbox.base import SandboxName, SandboxSpec, check_safety
 
 MAX_ROLLOUTS = 1 << 16
@@ -477,7 +475,8 @@ class RunConfig:
     preset: str = "smollm2"
     """Which preset the defaults come from: smollm2 or tiny."""
     algorithm: str = "grpo"
-    """Which published recipe the defaults of --rl.algorithm come from; listed above."""
+    """Which published recipe the defaults of --rl.algorithm come from; `nanorl algorithms` lists
+    them."""
     out: Path | None = None
     """Run directory; default runs/<preset>-seed<seed>."""
     resume: bool = False
@@ -732,15 +731,7 @@ class RunConfig:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RunConfig:
         """The inverse of `to_json`, also of 0.1.0's; an unknown key raises ValueError."""
-        return _from_json(cls, _without_unread_bounds(data))
-
-
-def option_names(record: Any) -> list[str]:
-    """The options of a record by their names on the command line, sections as `rl.*`."""
-    return [
-        f"{one.name}.*" if dataclasses.is_dataclass(getattr(record, one.name)) else one.name
-        for one in dataclasses.fields(record)
-    ]
+        return read_record(cls, _without_unread_bounds(data), where="config.json")
 
 
 def flatten(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -763,24 +754,6 @@ def _without_unread_bounds(data: dict[str, Any]) -> dict[str, Any]:
     for name in ("correction_low", "correction_high"):
         algorithm.pop(name, None)
     return data | {"rl": data["rl"] | {"algorithm": algorithm}}
-
-
-def _from_json(cls: Any, data: dict[str, Any]) -> Any:
-    hints = typing.get_type_hints(cls)
-    unknown = sorted(set(data) - set(hints))
-    if unknown:
-        raise ValueError(f"config.json has keys that {cls.__name__} does not know: {unknown}")
-    values = {}
-    for name, value in data.items():
-        kind = hints[name]
-        if dataclasses.is_dataclass(kind):
-            value = _from_json(kind, value)
-        elif Path in (kind, *typing.get_args(kind)) and value is not None:
-            value = Path(value)
-        elif isinstance(value, list):
-            value = tuple(value)
-        values[name] = value
-    return cls(**values)
 
 
 def _require(condition: bool, name: str, value: object, rule: str) -> None:

@@ -32,7 +32,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nanoengine.config import DTYPES, EngineConfig
+from nanoengine.config import EngineConfig
+from nanoengine.dtypes import DTYPES
 from nanoengine.engine import LossFn, NonFiniteLoss, WeightFn
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import load_model
@@ -55,7 +56,8 @@ from nanorl.batching import (
     with_field,
 )
 from nanorl.config import RunConfig
-from nanorl.references import References, parse_references
+from nanorl.reference_names import parse_references
+from nanorl.references import References
 from nanorl.types import Rollout, TokenStats
 
 Groups = Sequence[Sequence[Rollout]]

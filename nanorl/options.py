@@ -1,148 +1,109 @@
 """From what a user gives, flags, a file or Python values, to the options of a run.
 
-Later ones win: the preset, its environment's own defaults, the published recipe (`--algorithm`),
-`--config run.toml`, flags. A resumed run and a fork begin with the options of the run that they go
-on from (continuation.py).
+All three are read alike: into a mapping from dotted names to values of the options' own types
+(option_values.py). What decides where the defaults of the others come from (preset, algorithm,
+env, resume, fork and the folder) is taken from that mapping first, so that it means the same
+wherever it stands. Later ones win: the preset, its environment's own defaults, the published recipe
+(`--algorithm`), `--config run.toml`, flags or Python. A resumed run and a fork begin with the
+options of the run that they go on from (continuation.py).
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-import tyro
-
-from nanorl.algorithms.recipes import RECIPES
-from nanorl.config import RunConfig, option_names
-from nanorl.continuation import check_fork, check_resume, fork_defaults, read_config
+from nanorl.config import RunConfig
 from nanorl.envs.base import EnvKind
 from nanorl.envs.run_kind import run_kind
-from nanorl.presets import PRESETS, get_preset
+from nanorl.option_values import (
+    WrongValueError,
+    did_you_mean,
+    inner_kind,
+    nearest,
+    option_kinds,
+    read_value,
+    read_words,
+)
+from nanorl.presets import get_preset
 
-ALIASES: Mapping[str, str] = {
-    "--agent": "--agent.loop",
-    "--agent-args": "--agent.loop-args",
-    "--sandbox": "--tool.sandbox",
-    "--sandbox-image": "--tool.image",
-    "--allow-unsafe-sandbox": "--tool.allow-unsafe-sandbox",
-}
+ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "agent": "agent.loop",
+        "agent_args": "agent.loop_args",
+        "sandbox": "tool.sandbox",
+        "sandbox_image": "tool.image",
+        "allow_unsafe_sandbox": "tool.allow_unsafe_sandbox",
+    }
+)
+"""Short names, in flags, files and Python alike."""
+
+Options = Mapping[str, Any]
+"""Dotted name, `rl.group_size` -> a value of that option's type."""
+
+
+class HelpWanted(Exception):  # noqa: N818 - not an error: the user asked for it
+    """The command line asks for help, about `topic`: everything ("all"), a section, or ""."""
+
+    def __init__(self, topic: str) -> None:
+        super().__init__(topic)
+        self.topic = topic
 
 
 def parse_arguments(
     arguments: Sequence[str], env: object = None, *, verb: str = "train"
 ) -> RunConfig:
     """The options that a command line gives; `env` is an environment given as an object, `verb` the
-    verb of `nanorl` that takes them."""
-    arguments = [ALIASES.get(one, one) for one in arguments]
-    known = _early(arguments)
-    if known.resume and known.fork:
-        raise ValueError(
-            f"--fork {known.fork} with --resume: a fork begins a run, and --resume --out FOLDER "
-            "goes on with one; leave one of them out"
-        )
-    saved = None
-    if known.resume:
-        plain = get_preset(known.preset).config()
-        folder = dataclasses.replace(plain, out=known.out, seed=known.seed).run_dir
-        saved = read_config(folder, flag="--resume")
-        default = dataclasses.replace(saved, out=folder, resume=True)
-    elif known.fork:
-        default = fork_defaults(known.fork)
-    else:
-        default = _fresh(known, env)
-    if known.algorithm is not None and not (saved and saved.algorithm == known.algorithm):
-        default = default.with_algorithm(known.algorithm)
-    if known.config is not None:
-        default = with_options(default, read_toml(known.config), where=str(known.config))
-    config = tyro.cli(
-        RunConfig,
-        default=default,
-        args=[one for one in arguments if one not in _config_words(arguments)],
-        prog=f"nanorl {verb}",
-        description=describe(),
-    )
-    if saved is not None:
-        check_resume(saved, config)
-    elif config.fork:
-        check_fork(config)
+    verb of `nanorl` that takes them. Where it asks for help, prints that and exits."""
+    try:
+        given, file = read_flags(arguments)
+    except HelpWanted as wanted:
+        from nanorl.option_help import help_text  # here: a run needs no texts
+
+        print(help_text(wanted.topic, verb))
+        raise SystemExit(0) from None
+    config = configure(given, file, env)
+    check_continuation(config)
     return config
 
 
-def with_options(config: RunConfig, options: Mapping[str, Any], where: str) -> RunConfig:
-    """`config` with options by their names on the command line, as {"rl.lr": 1e-5, "seed": 1};
-    nested mappings are sections. ValueError names one that does not exist, and `where` it stands.
-    """
-    return _with_section(config, options, "", where)
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """The options in a TOML file. ValueError says where it cannot be read."""
+def configure(given: Options, file: Path | None = None, env: object = None) -> RunConfig:
+    """The options of a run: those of the TOML file, then the `given` ones, over the defaults that
+    they choose. What a run that goes on may not change is `check_continuation`'s."""
+    stood = {} if file is None else read_mapping(read_toml(file), where=str(file))
+    chosen = {**stood, **given}
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"--config {path}: there is no such file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config {path}: not TOML: {error}") from None
+        return _with(_defaults(chosen, env), chosen)
+    except ValueError as error:
+        if type(error) is not ValueError or file is None:
+            raise
+        raise ValueError(_placed(str(error), stood.keys() - given.keys(), file)) from None
 
 
-def describe() -> str:
-    """The text of --help before the options."""
-    title = f"Train an agent with reinforcement learning. Presets: {', '.join(PRESETS)}."
-    recipes = (f"- {name}: {recipe.summary}" for name, recipe in RECIPES.items())
-    files = "--config FILE.toml holds options by the same names."
-    short = "Short names: " + ", ".join(f"{name} is {whole}" for name, whole in ALIASES.items())
-    parts = (
-        title,
-        "",
-        files,
-        f"{short}.",
-        "",
-        "Algorithms (--rl.algorithm.* changes parts of one):",
-        *recipes,
-    )
-    return "\n".join(parts)
+def check_continuation(config: RunConfig) -> None:
+    """ValueError where a run that is resumed, or a fork, cannot go on with these options."""
+    if not (config.resume or config.fork):
+        return
+    # Here: it looks into checkpoints, and so loads PyTorch.
+    from nanorl.continuation import check_fork, check_resume, read_config
+
+    if config.resume:
+        check_resume(read_config(config.run_dir, flag="--resume"), config)
+    else:
+        check_fork(config)
 
 
-def _early(arguments: Sequence[str]) -> argparse.Namespace:
-    """What decides where the defaults come from."""
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--preset", default="smollm2")
-    early.add_argument("--algorithm")
-    early.add_argument("--out", type=Path)
-    early.add_argument("--seed", type=int, default=0)
-    early.add_argument("--resume", action="store_true")
-    early.add_argument("--fork", default="")
-    early.add_argument("--config", type=Path)
-    early.add_argument("--env", default="")
-    early.add_argument("--env-args", nargs="*", default=())
-    early.add_argument("--env_args", nargs="*", default=(), dest="env_args")
-    return early.parse_known_args(arguments)[0]
-
-
-def _config_words(arguments: Sequence[str]) -> Sequence[str]:
-    """--config and its value, which are no option of a run."""
-    words = list(arguments)
-    if "--config" not in words:
-        return [one for one in words if one.startswith("--config=")]
-    place = words.index("--config")
-    return words[place : place + 2]
-
-
-def _fresh(known: argparse.Namespace, env: object) -> RunConfig:
-    """The options of a new run before the user's."""
-    config = get_preset(known.preset).config()
-    file = read_toml(known.config) if known.config is not None else {}
-    name = known.env or file.get("env", "")
-    if not name and env is None:
-        return config
-    named = dataclasses.replace(
-        config, env=name, env_args=tuple(known.env_args or file.get("env_args", ()))
-    )
-    return for_environment(named, run_kind(named, env))
+def with_options(config: RunConfig, options: Options, where: str) -> RunConfig:
+    """`config` with options by their names on the command line, as {"rl.lr": 1e-5, "seed": 1};
+    nested mappings are sections. ValueError names one that does not exist or has a value of another
+    kind, and `where` it stands."""
+    return _with(config, read_mapping(options, where))
 
 
 def for_environment(config: RunConfig, kind: EnvKind) -> RunConfig:
@@ -153,30 +114,190 @@ def for_environment(config: RunConfig, kind: EnvKind) -> RunConfig:
     return with_options(config, kind.defaults, where=f"{kind.name}.defaults")
 
 
-def _with_section(record: Any, options: Mapping[str, Any], prefix: str, where: str) -> Any:
-    sections: dict[str, dict[str, Any]] = {}
+# -- the three ways in -----------------------------------------------------------------------------
+
+
+def read_mapping(options: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    """The options of a file, or Python's. ValueError as for `with_options`."""
+    found: dict[str, Any] = {}
+    for name, value in _leaves(options, where):
+        if name in found:
+            raise ValueError(f"{where}: {name} stands there twice")
+        try:
+            found[name] = read_value(known_options()[name], value)
+        except WrongValueError as error:
+            raise ValueError(f"{where}: {name} = {value!r}: {error}") from None
+    return found
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The options in a TOML file. ValueError says where it cannot be read."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"--config {path}: there is no such file") from None
+    except IsADirectoryError:
+        raise ValueError(f"--config {path}: is a folder; name a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config {path}: not TOML: {error}") from None
+
+
+def read_flags(arguments: Sequence[str]) -> tuple[dict[str, Any], Path | None]:
+    """The options of a command line, and the file that --config names. ValueError names a flag that
+    does not exist or has another kind of value; HelpWanted where help is asked for."""
+    found: dict[str, Any] = {}
+    file = None
+    for flag in _flags(arguments):
+        if flag.name == "config":
+            file = _value(flag, Path)
+        else:
+            name, is_negated = _option_of(flag)
+            kind = known_options()[name]
+            if is_negated and flag.words:
+                raise ValueError(f"--{flag.spelling} {flag.words[0]}: takes no value")
+            found[name] = False if is_negated else _value(flag, kind)
+    return found, file
+
+
+@cache
+def known_options() -> Mapping[str, Any]:
+    """Every option by its dotted name, and its type."""
+    return MappingProxyType(option_kinds(RunConfig))
+
+
+class _Flag(NamedTuple):
+    spelling: str
+    """The flag as it was written, without its dashes."""
+    words: list[str]
+
+    @property
+    def name(self) -> str:
+        return self.spelling.replace("-", "_")
+
+
+def _flags(arguments: Sequence[str]) -> Iterator[_Flag]:
+    """Each flag with the words up to the next one."""
+    flag: _Flag | None = None
+    for word in arguments:
+        if word in ("-h", "--help"):
+            place = list(arguments).index(word)
+            raise HelpWanted(" ".join(arguments[place + 1 : place + 2]).removeprefix("--"))
+        if word.startswith("--"):
+            if flag is not None:
+                yield flag
+            spelling, has_value, value = word[2:].partition("=")
+            flag = _Flag(spelling, [value] if has_value else [])
+        elif flag is None:
+            raise ValueError(f"{word}: is no option; each begins with --, as in --preset tiny")
+        else:
+            flag.words.append(word)
+    if flag is not None:
+        yield flag
+
+
+def _value(flag: _Flag, kind: Any) -> Any:
+    try:
+        return read_words(kind, flag.words)
+    except WrongValueError as error:
+        raise ValueError(f"{' '.join([f'--{flag.spelling}', *flag.words])}: {error}") from None
+
+
+def _option_of(flag: _Flag) -> tuple[str, bool]:
+    """The option's name, and whether the flag negates it, as --no-keep-start does."""
+    kinds, name = known_options(), ALIASES.get(flag.name, flag.name)
+    if name in kinds:
+        return name, False
+    section, _, last = flag.name.rpartition(".")
+    for plain in (flag.name.removeprefix("no_"), f"{section}.{last.removeprefix('no_')}"):
+        name = ALIASES.get(plain, plain)
+        if plain != flag.name and name in kinds and inner_kind(kinds[name]) is bool:
+            return name, True
+    near = [f"--{one.replace('_', '-')}" for one in nearest(flag.name, (*kinds, *ALIASES))]
+    remedy = f"did you mean {' or '.join(near)}?" if near else "--help all lists them"
+    raise ValueError(f"--{flag.spelling}: there is no such option; {remedy}")
+
+
+def _leaves(options: Mapping[Any, Any], where: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Single options by their full names, of mappings in mappings."""
+    kinds, sections = known_options(), {name.rpartition(".")[0] for name in known_options()}
+    for key, value in options.items():
+        name = prefix + str(key).replace("-", "_")
+        is_section = isinstance(value, Mapping)
+        if name in sections and is_section:
+            yield from _leaves(value, where, f"{name}.")
+            continue
+        whole = ALIASES.get(name, name)
+        if whole in kinds:
+            yield whole, value
+            continue
+        if name in sections:
+            first = next(one for one in kinds if one.startswith(f"{name}."))
+            raise ValueError(f"{where}: {name} = {value!r}: is a section; name an option, {first}")
+        near = did_you_mean(name, (*kinds, *ALIASES, *sorted(sections - {""})))
+        raise ValueError(f"{where}: no option is called {name}{near or '; see --help all'}")
+
+
+# -- where the defaults come from ------------------------------------------------------------------
+
+
+def _defaults(chosen: Options, env: object) -> RunConfig:
+    """The options of the run before the user's own, some of which decide it."""
+    is_resumed, fork = chosen.get("resume", False), chosen.get("fork", "")
+    if is_resumed and fork:
+        raise ValueError(
+            f"--fork {fork} with --resume: a fork begins a run, and --resume --out FOLDER goes on "
+            "with one; leave one of them out"
+        )
+    default = _fresh(chosen, env) if not (is_resumed or fork) else _of_a_run(chosen)
+    algorithm = chosen.get("algorithm")
+    if algorithm is None or (is_resumed and default.algorithm == algorithm):
+        return default
+    return default.with_algorithm(algorithm)
+
+
+def _fresh(chosen: Options, env: object) -> RunConfig:
+    config = get_preset(chosen.get("preset", RunConfig.preset)).config()
+    name = chosen.get("env", "")
+    if not name and env is None:
+        return config
+    named = dataclasses.replace(config, env=name, env_args=chosen.get("env_args", ()))
+    return for_environment(named, run_kind(named, env))
+
+
+def _of_a_run(chosen: Options) -> RunConfig:
+    """Those of the run that is resumed, or that a fork begins in."""
+    from nanorl.continuation import fork_defaults, read_config  # here: it loads PyTorch
+
+    if chosen.get("fork"):
+        return fork_defaults(chosen["fork"])
+    plain = get_preset(chosen.get("preset", RunConfig.preset)).config()
+    seed = chosen.get("seed", plain.seed)
+    folder = dataclasses.replace(plain, out=chosen.get("out"), seed=seed).run_dir
+    return dataclasses.replace(read_config(folder, flag="--resume"), out=folder, resume=True)
+
+
+# -- putting them in -------------------------------------------------------------------------------
+
+
+def _with(record: Any, options: Options) -> Any:
+    """The record with the options in it, each section made once: it checks them together."""
     values: dict[str, Any] = {}
+    sections: dict[str, dict[str, Any]] = {}
     for name, value in options.items():
-        first, _, rest = name.replace("-", "_").partition(".")
-        current = getattr(record, first, None)
-        if first not in {one.name for one in dataclasses.fields(record)}:
-            raise ValueError(
-                f"{where}: no option is called {prefix}{name}; there are "
-                f"{', '.join(option_names(record))}"
-            )
+        first, _, rest = name.partition(".")
         if rest:
             sections.setdefault(first, {})[rest] = value
-        elif dataclasses.is_dataclass(current) and isinstance(value, Mapping):
-            sections.setdefault(first, {}).update(value)
         else:
-            values[first] = _as_field(current, value)
+            values[first] = value
     for first, inner in sections.items():
-        values[first] = _with_section(getattr(record, first), inner, f"{prefix}{first}.", where)
+        values[first] = _with(getattr(record, first), inner)
     return dataclasses.replace(record, **values)
 
 
-def _as_field(current: Any, value: Any) -> Any:
-    """A value of a file as the field's kind: lists are tuples here, and paths are paths."""
-    if isinstance(value, list):
-        return tuple(value)
-    return Path(value) if isinstance(current, Path) and isinstance(value, str) else value
+def _placed(message: str, names: set[str], file: Path) -> str:
+    """The message of a record that refuses a value, with the file where that value stands."""
+    said = re.match(r"--([\w.-]+) |(\w+)=", message)
+    if said is None:
+        return message
+    option = (said[1] or f"rl.algorithm.{said[2]}").replace("-", "_")
+    return f"{message} (in {file})" if ALIASES.get(option, option) in names else message

@@ -13,14 +13,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from nanoengine.config import EngineConfig
+from nanoengine.config import EngineConfig, UpdateConfig
 from nanoengine.engine import require_deterministic_cublas
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.device import resolve_device
 from nanoengine.model.lora import choose_targets
 from nanoengine.model.sources import SMOLLM2, resolve_model
 from nanoengine.model.transformer import Transformer
-from nanoengine.optim import UpdateConfig
 from nanoinfer.config import InferConfig
 from nanorl.agents.kit import run_loop
 from nanorl.agents.loops import load_loop
@@ -31,7 +30,7 @@ from nanorl.envs.run_kind import run_kind, run_tokenizer
 from nanorl.flow.curriculum import load_curriculum
 from nanorl.hindsight import check_demonstrations, most_tokens
 from nanorl.learner import check_reference
-from nanorl.references import parse_references, shares_of
+from nanorl.reference_names import parse_references, shares_of
 from nanorl.sizes import sized
 from nanorl.tasks.readers import read_tasks
 from nanorl.tasks.records import TaskFields

@@ -56,8 +56,9 @@ def rehearse(
 
     Without `task` it is one of its training tasks. Without `turns` its teacher plays. As in a run,
     there are no more turns than `agent.max_turns` of its `defaults`, or else of the default preset.
-    `sandbox`: the kind in which its tools run programs (`--sandbox`). ValueError where it has no teacher;
-    InfrastructureError where one of its methods raises, TeacherError where its teacher does.
+    `sandbox`: the kind in which its tools run programs (`--sandbox`). ValueError where it has no
+    teacher; InfrastructureError where one of its methods raises, TeacherError where its teacher
+    does.
     """
     kind = load_kind(env, {}) if isinstance(env, str) else as_kind(env)
     spec = SandboxSpec(timeout_s=_TIMEOUT_S)

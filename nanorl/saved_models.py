@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from nanoengine.config import DTYPES
+from nanoengine.dtypes import DTYPES
 from nanoengine.lora_adapter import LoraAdapter, LoraBase
 from nanoengine.model.hf import load_model, save_model
 from nanoengine.model.sources import HUB, near, resolve_model

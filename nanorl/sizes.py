@@ -34,7 +34,7 @@ from nanoinfer.kv_cache import KVCache
 from nanoinfer.sizes import GPU_BATCH_TOKENS, GPU_NUM_SEQS, step_bytes
 from nanorl.config import RunConfig
 from nanorl.presets import get_preset
-from nanorl.references import parse_references
+from nanorl.reference_names import parse_references
 
 GPU_SHARE = 0.85
 """The share of the free memory that a run takes; CUDA's libraries, graphs and the allocator's

@@ -65,7 +65,7 @@ def prompts_of(count: int, length: int) -> list[list[int]]:
 def make_engine(folder: str, dtype: str, threads: int, **options: Any) -> Any:
     import torch
 
-    from nanoengine.config import DTYPES
+    from nanoengine.dtypes import DTYPES
     from nanoengine.model.hf import load_model
     from nanoinfer.config import InferConfig
     from nanoinfer.engine import LLMEngine

@@ -80,7 +80,8 @@ def run_step(
     engines read the trainer's weights and take turns (nanorl/colocation.py)."""
     import torch
 
-    from nanoengine.engine import Engine, EngineConfig
+    from nanoengine.config import EngineConfig
+    from nanoengine.engine import Engine
     from nanoengine.model.hf import load_model
     from nanoengine.model.tokenizer import ChatTokenizer
     from nanoinfer.config import InferConfig

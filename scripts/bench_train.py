@@ -69,7 +69,8 @@ def run_train(
     """Our step, in this process."""
     import torch
 
-    from nanoengine.engine import Engine, EngineConfig
+    from nanoengine.config import EngineConfig
+    from nanoengine.engine import Engine
     from nanoengine.model.hf import load_model
     from nanoengine.packing import Sample
     from nanoengine.sft import num_loss_tokens, sft_loss
@@ -91,12 +92,13 @@ def run_lora(is_full: bool, folder: str, dtype: str, threads: int) -> dict[str, 
     """A step of an adapter, or of all weights, and what the trainer keeps between two."""
     import torch
 
-    from nanoengine.config import DTYPES
-    from nanoengine.engine import Engine, EngineConfig
+    from nanoengine.config import EngineConfig
+    from nanoengine.dtypes import DTYPES
+    from nanoengine.engine import Engine
     from nanoengine.lora_adapter import LoraAdapter, LoraBase
     from nanoengine.lora_engine import LoraEngine
     from nanoengine.model.hf import load_model
-    from nanoengine.model.lora import LoraConfig
+    from nanoengine.model.lora_config import LoraConfig
     from nanoengine.packing import Sample
     from nanoengine.sft import num_loss_tokens, sft_loss
 
@@ -135,7 +137,8 @@ def run_export(folder: str, dtype: str, threads: int) -> dict[str, Any]:
 
     from nanoengine.model.hf import export_state, load_model, load_state
     from nanoengine.model.transformer import Transformer
-    from nanoengine.parallel.mesh import Layout, Mesh
+    from nanoengine.parallel.layout import Layout
+    from nanoengine.parallel.mesh import Mesh
     from nanoengine.parallel.tensor_parallel import TensorParallel
     from nanoengine.state.reshard import copy_local, model_pieces
     from nanoengine.state.slices import make_plan
@@ -228,7 +231,8 @@ def _pipeline_rank(rank: int, port: int, unit_s: float, results: Any) -> None:
     import torch
     from torch import distributed as dist
 
-    from nanoengine.parallel.mesh import Layout, Mesh
+    from nanoengine.parallel.layout import Layout
+    from nanoengine.parallel.mesh import Mesh
     from nanoengine.parallel.pipeline import PipelineRunner
     from nanoengine.parallel.schedules import make_schedule
 

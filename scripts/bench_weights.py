@@ -26,7 +26,8 @@ from typing import Any, get_args
 import torch
 from bench_output import print_rows, write_json
 
-from nanoengine.engine import Engine, EngineConfig
+from nanoengine.config import EngineConfig
+from nanoengine.engine import Engine
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoinfer.async_engine import AsyncEngine

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import workload
 
-from nanoengine.config import DTYPES
+from nanoengine.dtypes import DTYPES
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import load_model
 from nanoengine.model.tokenizer import ChatTokenizer
@@ -32,8 +32,8 @@ from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams
 from nanorl.agents.context import Generator
+from nanorl.agents.limits import Limits
 from nanorl.agents.loop import Agent
-from nanorl.agents.tokens import Limits
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.collector import RolloutCollector
 from nanorl.config import ClusterConfig, LearnerConfig, RLConfig, RolloutConfig, RunConfig

@@ -15,7 +15,6 @@ Source: Hu et al. 2021, arXiv 2106.09685; rank-stabilised scale: Kalajdzievski 2
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -28,13 +27,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nanoengine.model.hf import hf_views
+from nanoengine.model.lora_config import ALL_LINEAR, LoraConfig, scale_of
 from nanoengine.model.matrices import adaptable
 from nanoengine.model.transformer import Transformer
 from nanoengine.tensor_file import write_tensors
 
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
-ALL_LINEAR = "all-linear"
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"(.+)\.lora_([AB])\.weight")
 # Options that change the arithmetic, with the one value that is supported.
@@ -45,39 +44,6 @@ _PLAIN: dict[str, Any] = {
     "modules_to_save": None,
     "lora_bias": False,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraConfig:
-    """The shape of an adapter: `LoraConfig(rank=16, targets=("q_proj", "v_proj"))`."""
-
-    rank: int = 0
-    """Rank of the LoRA adapter that is trained in place of the weights; 0 trains all weights. An
-    adapter takes about ten times the learning rate."""
-    alpha: float = 32.0
-    """The adapter's product is scaled by alpha / rank (rslora: by the root of the rank)."""
-    targets: tuple[str, ...] = (ALL_LINEAR,)
-    """Which matrices are adapted: ends of their Hugging Face names (q_proj, mlp.down_proj), regular
-    expressions of whole names, or all-linear: every linear layer but the output head."""
-    rslora: bool = False
-    """Divide alpha by the root of the rank, so that high ranks learn as fast as low ones."""
-
-    def __post_init__(self) -> None:
-        if self.rank < 0:
-            raise ValueError(f"rank={self.rank}: must be positive, or 0 for no adapter")
-        if not (math.isfinite(self.alpha) and self.alpha > 0):
-            raise ValueError(f"alpha={self.alpha}: must be positive")
-        if isinstance(self.targets, str) or not self.targets or not all(self.targets):
-            raise ValueError(
-                f"targets={self.targets!r}: must be a tuple of names; give {ALL_LINEAR!r} for all"
-            )
-
-    @property
-    def scale(self) -> float:
-        """What B·A is multiplied by. `ValueError` without a rank."""
-        if self.rank < 1:
-            raise ValueError("rank=0: there is no adapter; give a rank")
-        return scale_of(self.alpha, self.rank, rslora=self.rslora)
 
 
 @dataclass(frozen=True)
@@ -102,11 +68,6 @@ class LowRank:
 
 Adapter = Mapping[str, LowRank]
 """By the Hugging Face name of the module, without `.weight`."""
-
-
-def scale_of(alpha: float, rank: int, *, rslora: bool) -> float:
-    """What B·A is multiplied by, as in `peft`."""
-    return float(alpha / (math.sqrt(rank) if rslora else rank))
 
 
 def choose_targets(model: Transformer, targets: Iterable[str]) -> list[str]:

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 from kernels.split_master import join_master, split_master_
 from nanoengine.model.linear import record_of
-from nanoengine.parallel.mesh import REPLICA_AXES, Handle, Mesh
+from nanoengine.parallel.layout import REPLICA_AXES
+from nanoengine.parallel.mesh import Handle, Mesh
 
 ALIGNMENT = 64  # elements; every parameter starts on a cache line in fp32 and in bf16
 

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from kernels.moe import sum_of_choices
 from nanoengine.model.config import ModelConfig
-from nanoengine.parallel.mesh import Layout, Mesh
+from nanoengine.parallel.layout import Layout
+from nanoengine.parallel.mesh import Mesh
 
 
 class ExpertParallel:

@@ -34,12 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-AXES = ("pp", "dp", "ep", "cp", "tp")
-DATA_AXES = ("dp", "ep")
-"""Each combination of these coordinates has samples of its own."""
-REPLICA_AXES = ("dp", "ep", "cp")
-"""All that hold the same dense parameters, and add up their gradients."""
-WORLD = AXES
+from nanoengine.parallel.layout import AXES, WORLD, Layout
 
 Axis = str | tuple[str, ...]
 ReduceOp = Literal["sum", "max", "min"]
@@ -48,49 +43,6 @@ _OPS: dict[str, Any] = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """The number of ranks along each axis."""
-
-    pp: int = 1
-    dp: int = 1
-    ep: int = 1
-    cp: int = 1
-    tp: int = 1
-
-    def __post_init__(self) -> None:
-        for axis in AXES:
-            if getattr(self, axis) < 1:
-                raise ValueError(f"{axis}={getattr(self, axis)}: must be at least 1")
-
-    def __str__(self) -> str:
-        """`dp2·tp4`, or `single`."""
-        sizes = ((axis, getattr(self, axis)) for axis in AXES)
-        return "·".join(f"{axis}{size}" for axis, size in sizes if size > 1) or "single"
-
-    @property
-    def world(self) -> int:
-        return self.pp * self.dp * self.ep * self.cp * self.tp
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """The place of `rank` on each axis."""
-        found = {}
-        for axis in reversed(AXES):
-            rank, found[axis] = divmod(rank, getattr(self, axis))
-        return found
-
-    def members(self, rank: int, axis: Axis) -> list[int]:
-        """The ranks that differ from `rank` only along `axis`, in order; `rank` is one of them."""
-        names = _names(axis)
-        here = self.coordinates(rank)
-        others = [name for name in AXES if name not in names]
-        return [
-            other
-            for other in range(self.world)
-            if all(self.coordinates(other)[name] == here[name] for name in others)
-        ]
 
 
 @dataclass

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from nanoengine.parallel.mesh import Layout, Mesh
+from nanoengine.parallel.layout import Layout
+from nanoengine.parallel.mesh import Mesh
 
 LOOPBACK = "127.0.0.1"
 _BACKLOG = 1024

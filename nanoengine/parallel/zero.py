@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 from nanoengine.model.linear import record_of
 from nanoengine.parallel.data_parallel import Bucket, BucketState, replica_axes
-from nanoengine.parallel.mesh import REPLICA_AXES, Handle, Mesh
+from nanoengine.parallel.layout import REPLICA_AXES
+from nanoengine.parallel.mesh import Handle, Mesh
 
 Named = list[tuple[str, nn.Parameter]]
 

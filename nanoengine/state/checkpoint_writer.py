@@ -21,7 +21,8 @@ from typing import Any
 
 from torch import Tensor
 
-from nanoengine.parallel.mesh import WORLD, Mesh
+from nanoengine.parallel.layout import WORLD
+from nanoengine.parallel.mesh import Mesh
 from nanoengine.state.checkpoint import (
     FORMAT,
     clear_leftovers,

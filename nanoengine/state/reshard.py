@@ -26,7 +26,8 @@ from torch import Tensor
 
 from nanoengine.model.hf import hf_slices, hf_views
 from nanoengine.model.transformer import Transformer
-from nanoengine.parallel.mesh import WORLD, Handle, Mesh
+from nanoengine.parallel.layout import WORLD
+from nanoengine.parallel.mesh import Handle, Mesh
 from nanoengine.state.slices import Copy, Held, Piece, make_piece, make_plan
 
 BUCKET_BYTES = 64 << 20

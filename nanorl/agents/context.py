@@ -15,8 +15,9 @@ from typing import Any, Protocol
 
 from nanoengine.model.chat_template import Message
 from nanoinfer.params import Output, SamplingParams
+from nanorl.agents.limits import Limits
 from nanorl.agents.times import TurnTimes
-from nanorl.agents.tokens import Limits, TurnBuilder
+from nanorl.agents.tokens import TurnBuilder
 from nanorl.types import derive_turn_seed
 
 

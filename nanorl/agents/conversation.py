@@ -23,7 +23,8 @@ from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.params import Output, SamplingParams
-from nanorl.agents.tokens import Limits, TurnBuilder, shorten
+from nanorl.agents.limits import Limits
+from nanorl.agents.tokens import TurnBuilder, shorten
 from nanorl.envs.base import Environment, Opening
 from nanorl.types import InfrastructureError, Task, derive_turn_seed
 

@@ -26,8 +26,9 @@ from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import SamplingParams
 from nanorl.agents.context import Context, Generator
+from nanorl.agents.limits import Limits
 from nanorl.agents.times import TurnTimes
-from nanorl.agents.tokens import Limits, PromptTooLongError, TurnBuilder
+from nanorl.agents.tokens import PromptTooLongError, TurnBuilder
 from nanorl.envs.base import Environment, Opening, TimeStep
 from nanorl.rewards.base import Score, Transcript
 from nanorl.types import InfrastructureError, Rollout, Status, Task, derive_seed

@@ -18,9 +18,9 @@ from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import SamplingParams
 from nanorl.agents.context import Generator
 from nanorl.agents.episode import Episode, Names, OpenSession
+from nanorl.agents.limits import Limits
 from nanorl.agents.loops import AgentLoop, load_loop, tool
 from nanorl.agents.times import TimesKept
-from nanorl.agents.tokens import Limits
 from nanorl.envs.base import Environment, Opening
 from nanorl.types import InfrastructureError, Rollout, Task
 

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import Output
+from nanorl.agents.limits import Limits
 from nanorl.types import Branch, Rollout, Status, TurnSpan
 
 Truncation = Literal["turn", "context", "response"]
@@ -37,34 +37,6 @@ DELTA_BASE: tuple[Message, ...] = (
 CUT_MARK = "\n...\n"
 CHARS_PER_TOKEN = 16
 """More than a token has on average in whatever a program prints, runs of blanks aside."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """The size that one rollout may grow to, in tokens unless the name says otherwise."""
-
-    max_turns: int = 4
-    """Model outputs in a rollout."""
-    max_turn_tokens: int = 256
-    """Sampled tokens in one turn."""
-    max_response_tokens: int | None = None
-    """Sampled tokens in the whole rollout; None leaves that to the context limit."""
-    max_context_tokens: int = 2048
-    """Everything: prompt, actions and observations."""
-    max_observation_tokens: int = 256
-    """The text of one observation; longer ones lose their middle."""
-
-    def __post_init__(self) -> None:
-        for name in (
-            "max_turns",
-            "max_turn_tokens",
-            "max_response_tokens",
-            "max_context_tokens",
-            "max_observation_tokens",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1")
 
 
 class PromptTooLongError(ValueError):

@@ -2,6 +2,7 @@
 options. nanorl/cli.py registers them.
 
 train.py         train an agent
+algorithms.py    the published recipes by their names
 new.py           write a first environment, and its test
 evaluate.py      play held-out tasks: success, pass@k and how sure they are
 compare.py       two evaluations, task by task

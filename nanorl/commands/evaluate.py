@@ -27,7 +27,7 @@ import tyro
 from nanoinfer.params import SamplingParams
 from nanorl.bounds import COUNT, Bound, check_record
 from nanorl.config import RunConfig
-from nanorl.options import parse_arguments, with_options
+from nanorl.options import configure, with_options
 
 if TYPE_CHECKING:
     from nanorl.commands.train import RunToEnd
@@ -89,10 +89,8 @@ class EvalOptions:
         """The options of a run that would play these tasks with the models of `saved`; `env` is an
         environment given as an object."""
         if saved.run is None:
-            words = ["--preset", self.preset]
-            words += ["--env", self.env] if self.env else []
-            words += ["--env-args", *self.env_args] if self.env_args else []
-            config = parse_arguments(words, env)
+            chosen = {"preset": self.preset, "env": self.env, "env_args": self.env_args}
+            config = configure(chosen, env=env)
         else:
             one = RunConfig()  # in one process, however the run was laid out
             config = replace(

@@ -15,10 +15,8 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from nanoengine.command_line import plain_errors
 from nanoengine.stop_signals import EXIT_STATUS, Interrupted
 from nanorl.config import RunConfig
-from nanorl.continuation import begin, take_over
 from nanorl.options import parse_arguments
 from nanorl.report.next_steps import how_to_go_on, next_steps
 
@@ -32,10 +30,11 @@ def run_training(
 
     `env` is an environment given as an object; `run_to_end` runs a coroutine to its end.
     """
-    import torch  # here, so that a wrong flag is answered at once
+    import torch  # here, and what imports it, so that a wrong flag is answered at once
 
     from kernels.host_memory import reuse_large_buffers
     from nanoengine.state.run_folder import RunFolder
+    from nanorl.continuation import begin, take_over
     from nanorl.evaluation import too_few
     from nanorl.failed_start import take_away_failed_start
     from nanorl.parts import Parts
@@ -99,9 +98,7 @@ def report(config: RunConfig, summary: dict[str, Any]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command. `arguments` None: those of the process."""
-    words = sys.argv[1:] if arguments is None else arguments
-    with plain_errors(words):
-        config = parse_arguments(words)
+    config = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     try:
         return train(config)
     except (Interrupted, KeyboardInterrupt) as stop:

@@ -28,7 +28,8 @@ from nanoinfer.params import Grammar, Output, SamplingParams
 from nanoinfer.server.http_io import ApiError
 from nanoinfer.server.tool_calls import call_schema
 from nanorl.agents.context import Generator
-from nanorl.agents.tokens import Limits, Truncation, delta_ids
+from nanorl.agents.limits import Limits
+from nanorl.agents.tokens import Truncation, delta_ids
 from nanorl.endpoint.call_tree import CallNode, CallTree
 from nanorl.endpoint.chat_form import ChatForm
 from nanorl.endpoint.exchange import ApiCall, ApiReply, Json, message_of

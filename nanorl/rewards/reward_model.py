@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from nanoengine.config import DTYPES
+from nanoengine.dtypes import DTYPES
 from nanoengine.model.device import worker_thread
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoengine.sequence_classifier import load_sequence_classifier, score_sequences

@@ -28,8 +28,9 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from nanoengine.build import check_layout
-from nanoengine.config import DTYPES, EngineConfig
-from nanoengine.parallel.mesh import Layout
+from nanoengine.config import EngineConfig
+from nanoengine.dtypes import DTYPES
+from nanoengine.parallel.layout import Layout
 from nanoengine.parallel.rendezvous import open_store
 from nanoengine.scoring import Policy
 from nanorl.monitor.board import IdleShares

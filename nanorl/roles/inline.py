@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from nanoengine.config import DTYPES
+from nanoengine.dtypes import DTYPES
 from nanoengine.engine import Engine
 from nanoengine.lora_adapter import LoraAdapter, LoraBase
 from nanoengine.lora_engine import LoraEngine

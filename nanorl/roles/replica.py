@@ -29,7 +29,8 @@ from nanoengine.model.config import ModelConfig
 from nanoengine.model.device import enter_process, resolve_device
 from nanoengine.model.hf import load_model
 from nanoengine.model.tokenizer import ChatTokenizer
-from nanoengine.parallel.mesh import Layout, Mesh
+from nanoengine.parallel.layout import Layout
+from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.rendezvous import MeetingPoint, join_mesh
 from nanoengine.parallel.tensor_parallel import TensorParallel
 from nanoinfer.async_engine import AsyncEngine

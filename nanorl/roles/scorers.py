@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoengine.config import DTYPES, EngineConfig
+from nanoengine.config import EngineConfig
+from nanoengine.dtypes import DTYPES
 from nanoengine.model.hf import load_model
 from nanoengine.packing import Sample, TopTokens
 from nanorl.config import RunConfig

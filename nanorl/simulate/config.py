@@ -9,17 +9,14 @@ Left out: what a number should be; fit.py shows how some were found.
 from __future__ import annotations
 
 import dataclasses
-import typing
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 from nanorl.bounds import COUNT, NATURAL, POSITIVE, Bound, check_record
 
 Sharing = Literal["separate", "colocated"]
 Mode = Literal["sync", "streaming", "async"]
 LengthKind = Literal["lognormal", "constant", "empirical"]
-Record = TypeVar("Record")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,34 +283,6 @@ class SimulationConfig:
                 f"--mode {self.mode} with --cluster.placement colocated: engines that take turns "
                 "with the trainer cannot roll out while it works; choose separate"
             )
-
-
-def from_json(cls: type[Record], data: Any, where: str) -> Record:
-    """A record of this file from JSON. `ValueError` names a key that does not exist, or a value of
-    another kind."""
-    if not isinstance(data, Mapping):
-        raise ValueError(f"{where}: must be an object of options, not {type(data).__name__}")
-    kinds = typing.get_type_hints(cls)
-    values = {}
-    for name, value in data.items():
-        if name not in kinds:
-            raise ValueError(f"{where}: no option is called {name}; there are {', '.join(kinds)}")
-        values[name] = _value(kinds[name], value, f"{where}: {name}")
-    return cls(**values)
-
-
-def _value(kind: Any, value: Any, where: str) -> Any:
-    if dataclasses.is_dataclass(kind):
-        return from_json(typing.cast(type, kind), value, where)
-    if kind == tuple[int, ...]:
-        if isinstance(value, list) and all(type(one) is int for one in value):
-            return tuple(value)
-        raise ValueError(f"{where}: {value!r} must be a list of integers")
-    wanted = str if typing.get_origin(kind) is Literal else kind
-    is_number = type(value) in (int, float)
-    if type(value) is wanted or (wanted is float and is_number):
-        return value
-    raise ValueError(f"{where}: {value!r} must be a {wanted.__name__}")
 
 
 def scaled(config: SimulationConfig, num_gpus: int) -> SimulationConfig:

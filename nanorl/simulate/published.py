@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nanorl.simulate.config import SimulationConfig, from_json
+from nanorl.option_values import read_record
+from nanorl.simulate.config import SimulationConfig
 
 FILE = Path(__file__).with_name("published.json")
 
@@ -74,7 +75,7 @@ def read_config(source: str) -> SimulationConfig:
         data = json.loads(path.read_text("utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"--config {source}: not JSON: {error}") from None
-    return from_json(SimulationConfig, data, where=f"--config {source}")
+    return read_record(SimulationConfig, data, where=f"--config {source}")
 
 
 def _family(data: Mapping[str, Any]) -> PublishedFamily:
@@ -101,7 +102,7 @@ def _make(
     name: str, base: Mapping[str, Any], fitted: Mapping[str, float], changes: Mapping[str, Any]
 ) -> SimulationConfig:
     data = _merged(base, _nested(fitted))
-    return from_json(SimulationConfig, _merged(data, {**changes, "name": name}), where=name)
+    return read_record(SimulationConfig, _merged(data, {**changes, "name": name}), where=name)
 
 
 def _merged(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:

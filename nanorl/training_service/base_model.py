@@ -17,13 +17,15 @@ from typing import Any
 
 from torch import Tensor
 
-from nanoengine.config import DTYPES, EngineConfig
+from nanoengine.config import EngineConfig
+from nanoengine.dtypes import DTYPES
 from nanoengine.engine import Engine
 from nanoengine.lora_adapter import LoraAdapter, LoraBase
 from nanoengine.lora_engine import LoraEngine
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import copy_extra_files, load_model, read_state, write_folder
-from nanoengine.model.lora import CONFIG_FILE, LoraConfig, read_adapter
+from nanoengine.model.lora import CONFIG_FILE, read_adapter
+from nanoengine.model.lora_config import LoraConfig
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.engine import LLMEngine
 from nanorl.training_service.checkpoints import Record

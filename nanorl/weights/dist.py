@@ -31,7 +31,8 @@ from torch import Tensor
 
 from kernels.checksum import checksum
 from nanoengine.engine import Engine
-from nanoengine.parallel.mesh import WORLD, Layout, Mesh
+from nanoengine.parallel.layout import WORLD, Layout
+from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.rendezvous import MeetingPoint, address_towards
 from nanoengine.state.reshard import Resharder, model_pieces
 from nanoengine.state.slices import Box, Held, Piece

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from kernels.checksum import checksums, copy_with_checksums
 from nanoengine.engine import Engine
-from nanoengine.parallel.mesh import WORLD, Mesh
+from nanoengine.parallel.layout import WORLD
+from nanoengine.parallel.mesh import Mesh
 from nanoengine.state.reshard import model_pieces
 from nanoengine.state.slices import Box, Copy, Held, Piece, make_plan
 from nanorl.weights.ledger import LEDGER_BYTES, ReaderLedger

@@ -11,7 +11,7 @@ from typing import Any
 from parallel_cases import Case
 from pipeline_engine_cases import Run
 
-from nanoengine.parallel.mesh import Layout
+from nanoengine.parallel.layout import Layout
 from nanoengine.parallel.schedules import SCHEDULES
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe", "qwen3_moe")

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from pool import Rank
 
-from nanoengine.parallel.mesh import REPLICA_AXES, Layout
+from nanoengine.parallel.layout import REPLICA_AXES, Layout
 from nanoengine.state.reshard import Resharder
 from nanoengine.state.slices import Box, Piece, make_piece
 

@@ -16,7 +16,8 @@ import torch
 from pool import Rank
 from torch import Tensor
 
-from nanoengine.engine import Engine, EngineConfig
+from nanoengine.config import EngineConfig
+from nanoengine.engine import Engine
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.families import FAMILIES
 from nanoengine.model.linear import Slice, record_of
@@ -25,7 +26,8 @@ from nanoengine.optim import AdamW
 from nanoengine.packing import MicroBatch, Sample
 from nanoengine.parallel import data_parallel, expert_parallel, tensor_parallel, zero
 from nanoengine.parallel.expert_parallel import ExpertParallel
-from nanoengine.parallel.mesh import DATA_AXES, REPLICA_AXES, Layout, Mesh
+from nanoengine.parallel.layout import DATA_AXES, REPLICA_AXES, Layout
+from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.tensor_parallel import TensorParallel
 from nanoengine.sft import num_loss_tokens
 

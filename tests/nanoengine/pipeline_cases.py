@@ -17,7 +17,7 @@ from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import MicroBatch, Sample, make_micro_batches
 from nanoengine.parallel import pipeline
-from nanoengine.parallel.mesh import Layout
+from nanoengine.parallel.layout import Layout
 from nanoengine.parallel.pipeline import PipelineRunner, StageChunk
 from nanoengine.parallel.schedules import forward_only, make_schedule
 from nanoengine.parallel.stage import Stage, make_stages, sum_tied_gradients

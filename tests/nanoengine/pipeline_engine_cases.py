@@ -22,7 +22,8 @@ from nanoengine.model.linear import record_of
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
 from nanoengine.parallel.expert_parallel import ExpertParallel
-from nanoengine.parallel.mesh import DATA_AXES, Layout, Mesh
+from nanoengine.parallel.layout import DATA_AXES, Layout
+from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.stage import make_stages
 from nanoengine.parallel.tensor_parallel import TensorParallel
 from nanoengine.pipeline_engine import PipelineEngine

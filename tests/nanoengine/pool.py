@@ -22,7 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nanoengine.parallel.mesh import Layout, Mesh
+from nanoengine.parallel.layout import Layout
+from nanoengine.parallel.mesh import Mesh
 
 PRELOAD = ["pytest", "torch", "torch._dynamo", "nanoengine.engine", "nanoengine.parallel.mesh"]
 

@@ -14,12 +14,13 @@ import torch
 from pool import WorkerPool
 from tiny_shapes import DENSE, MOE
 
-from nanoengine.build import SplitConfig, build_engine, build_value_engine, check_layout
-from nanoengine.config import EngineConfig
+from nanoengine.build import build_engine, build_value_engine, check_layout
+from nanoengine.config import EngineConfig, SplitConfig
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import save_model
 from nanoengine.model.transformer import Transformer
-from nanoengine.parallel.mesh import Layout, Mesh
+from nanoengine.parallel.layout import Layout
+from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.rendezvous import LOOPBACK, join_mesh, open_store
 from nanoengine.sft import num_loss_tokens, sft_loss
 

@@ -15,7 +15,8 @@ import transformers
 from tiny_models import optimizer_state
 
 from kernels import pack_weight
-from nanoengine.engine import Engine, EngineConfig, NonFiniteLoss, require_deterministic_cublas
+from nanoengine.config import EngineConfig
+from nanoengine.engine import Engine, NonFiniteLoss, require_deterministic_cublas
 from nanoengine.model.attention import PackedContext
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import save_model

@@ -15,7 +15,8 @@ import torch
 from checkpoint_formats import write_format_1
 from tiny_models import optimizer_state
 
-from nanoengine.engine import Engine, EngineConfig
+from nanoengine.config import EngineConfig
+from nanoengine.engine import Engine
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
@@ -229,7 +230,8 @@ def test_offload_frees_the_memory_and_reload_gives_the_same_bits(
 RSS = """
 import torch
 from torch import nn
-from nanoengine.optim import AdamW, AdamWConfig
+from nanoengine.config import AdamWConfig
+from nanoengine.optim import AdamW
 def rss(): return int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6
 weight = nn.Parameter(torch.ones(5000, 2000, dtype=torch.bfloat16))
 optimizer = AdamW([nn.ParameterDict({"w": weight})], AdamWConfig())

@@ -14,7 +14,8 @@ from rich.console import Console
 from torch import Tensor
 
 from nanoengine import estimate
-from nanoengine.engine import Engine, EngineConfig
+from nanoengine.config import EngineConfig
+from nanoengine.engine import Engine
 from nanoengine.estimate import model_shape
 from nanoengine.footprint import (
     Plan,
@@ -30,7 +31,8 @@ from nanoengine.model.attention import PackedContext
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.families import FAMILIES
 from nanoengine.model.transformer import Transformer
-from nanoengine.parallel.mesh import Layout, Mesh
+from nanoengine.parallel.layout import Layout
+from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.stage import Stage, split_layers
 from nanoengine.parallel.tensor_parallel import TensorParallel
 

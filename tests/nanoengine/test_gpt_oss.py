@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_reference, save_reference
 from torch import Tensor
 
-from nanoengine.engine import Engine, EngineConfig
+from nanoengine.config import EngineConfig
+from nanoengine.engine import Engine
 from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import export_state, hf_views, load_model, save_model

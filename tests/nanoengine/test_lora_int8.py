@@ -11,7 +11,8 @@ from test_lora_training import folder as folder
 from tiny_models import optimizer_state, save_reference
 from transformers import AutoModelForCausalLM
 
-from nanoengine.config import DTYPES, EngineConfig
+from nanoengine.config import EngineConfig
+from nanoengine.dtypes import DTYPES
 from nanoengine.engine import Engine
 from nanoengine.lora_adapter import LoraBase
 from nanoengine.lora_engine import LoraEngine

@@ -15,7 +15,8 @@ from nanoengine.lora_adapter import LoraAdapter, LoraBase
 from nanoengine.lora_engine import LoraEngine
 from nanoengine.model.attention import PackedContext, packed_positions
 from nanoengine.model.hf import load_model, save_model
-from nanoengine.model.lora import LoraConfig, merge_lora, read_adapter
+from nanoengine.model.lora import merge_lora, read_adapter
+from nanoengine.model.lora_config import LoraConfig
 from nanoengine.packing import Sample
 from nanoengine.sft import num_loss_tokens, sft_loss
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from pool import RankFailed, WorkerPool
 
-from nanoengine.parallel.mesh import AXES, Layout, Mesh, wire_bytes
+from nanoengine.parallel.layout import AXES, Layout
+from nanoengine.parallel.mesh import Mesh, wire_bytes
 
 
 def test_ranks_count_through_the_axes_with_tp_fastest() -> None:
@@ -113,7 +114,8 @@ def test_a_failing_rank_fails_the_call_and_the_pool_recovers(pool: WorkerPool) -
 
 PROGRAM = """
 import torch
-from nanoengine.parallel.mesh import Layout, Mesh
+from nanoengine.parallel.layout import Layout
+from nanoengine.parallel.mesh import Mesh
 mesh = Mesh.from_torchrun(Layout(dp=2))
 x = torch.tensor([mesh.rank() + 1.0])
 mesh.all_reduce("dp", x)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from tiny_models import save_reference
 
-from nanoengine.engine import Engine, EngineConfig
+from nanoengine.config import EngineConfig
+from nanoengine.engine import Engine
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import export_state, load_model, load_state
 from nanoengine.packing import Sample

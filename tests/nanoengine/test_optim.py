@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from nanoengine.optim import AdamW, AdamWConfig, lr_at
+from nanoengine.config import AdamWConfig
+from nanoengine.optim import AdamW, lr_at
 
 SHAPES = {"embed": (37, 16), "norm": (16,), "up": (33, 16), "up_bias": (33,)}
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoengine import packing
-from nanoengine.engine import EngineConfig
+from nanoengine.config import EngineConfig
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import (

@@ -18,12 +18,14 @@ import torch.nn.functional as F
 from parallel_cases import VOCAB, Case
 from pool import WorkerPool
 
-from nanoengine.engine import Engine, EngineConfig
+from nanoengine.config import EngineConfig
+from nanoengine.engine import Engine
 from nanoengine.model import hf
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import make_micro_batches
 from nanoengine.parallel.expert_parallel import ExpertParallel
-from nanoengine.parallel.mesh import Layout, Mesh, wire_bytes
+from nanoengine.parallel.layout import Layout
+from nanoengine.parallel.mesh import Mesh, wire_bytes
 from nanoengine.parallel.tensor_parallel import TensorParallel
 from nanoengine.sft import num_loss_tokens
 

@@ -17,7 +17,7 @@ from parallel_cases import Case, Owned, Result
 from pool import WorkerPool
 from torch import Tensor
 
-from nanoengine.parallel.mesh import Layout
+from nanoengine.parallel.layout import Layout
 
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 PLANTED = 1e-3  # a bug must show at least this

@@ -13,7 +13,8 @@ from pool import WorkerPool
 from torch import Tensor
 
 from nanoengine.model.transformer import Transformer
-from nanoengine.parallel.mesh import Layout, Mesh
+from nanoengine.parallel.layout import Layout
+from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.schedules import (
     bubble_closed_form,
     make_schedule,

@@ -20,7 +20,8 @@ from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
 from nanoengine.model.hf import hf_views, load_model
 from nanoengine.packing import Sample
-from nanoengine.parallel.mesh import Layout, Mesh
+from nanoengine.parallel.layout import Layout
+from nanoengine.parallel.mesh import Mesh
 from nanoengine.parallel.schedules import make_schedule
 from nanoengine.pipeline_engine import PipelineEngine
 from nanoengine.state.checkpoint import open_checkpoint

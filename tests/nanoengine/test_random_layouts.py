@@ -22,7 +22,7 @@ from pipeline_engine_cases import Run
 from pool import RankFailed, WorkerPool
 from test_parallel_training import compare
 
-from nanoengine.parallel.mesh import Layout
+from nanoengine.parallel.layout import Layout
 
 LIMIT_S = 120.0  # a draw takes one to four seconds on an idle machine; what never ends hangs
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-4}  # of two steps, the second after a rounded first

@@ -10,7 +10,8 @@ import pytest
 import torch
 from random_trees import make_model, random_tree
 
-from nanoengine.engine import Engine, EngineConfig
+from nanoengine.config import EngineConfig
+from nanoengine.engine import Engine
 from nanoengine.packing import MicroBatch, Sample, make_micro_batches
 
 NUM_STEPS, TREES_A_STEP = 10, 20

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.hf import load_model, read_state
-from nanoengine.parallel.mesh import Layout
+from nanoengine.parallel.layout import Layout
 from nanoengine.parallel.tensor_parallel import TensorParallel
 from nanoinfer.async_engine import AsyncEngine
 from nanoinfer.config import CacheKind, InferConfig

@@ -16,8 +16,8 @@ from agent_doubles import (
 
 from nanoinfer.params import SamplingParams
 from nanorl.agents.context import Generator
+from nanorl.agents.limits import Limits
 from nanorl.agents.loop import Agent
-from nanorl.agents.tokens import Limits
 from nanorl.envs.actions import MARKDOWN
 from nanorl.envs.base import TimeStep
 from nanorl.sandbox.base import SandboxFailure

@@ -20,11 +20,12 @@ from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.compact import Compact
 from nanorl.agents.episode import Episode, Names
 from nanorl.agents.feedback import Feedback
+from nanorl.agents.limits import Limits
 from nanorl.agents.loop import Agent
 from nanorl.agents.loops import load_loop
 from nanorl.agents.queue_agent import QueueLoop
 from nanorl.agents.sub_agents import SubAgents
-from nanorl.agents.tokens import Limits, TurnBuilder
+from nanorl.agents.tokens import TurnBuilder
 from nanorl.envs.base import Opening, Services
 from nanorl.envs.env import Env
 from nanorl.envs.kind import ShortKind

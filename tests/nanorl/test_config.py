@@ -19,6 +19,7 @@ from nanoengine.config import EngineConfig
 from nanoinfer.config import InferConfig
 from nanorl.algorithms.recipes import RECIPES, named_spec
 from nanorl.algorithms.spec import AlgorithmSpec
+from nanorl.commands.algorithms import algorithms, recipe_text
 from nanorl.config import (
     AgentConfig,
     EngineLimits,
@@ -218,17 +219,23 @@ def test_an_unknown_algorithm_is_refused_with_all_names() -> None:
     assert len(RECIPES) == 25
 
 
-def test_help_says_what_each_algorithm_is_and_where_it_was_published(
+def test_the_verb_for_algorithms_says_what_each_is_and_where_it_was_published(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(SystemExit):
-        train_agent.parse_arguments(["--help"])
+    algorithms()
     shown = " ".join(capsys.readouterr().out.split())
     for name, recipe in RECIPES.items():
-        assert f"- {name}: {recipe.summary}" in shown
+        assert f"{name} {recipe.summary}" in shown
         assert re.search(r"\((arXiv \d{4}\.\d{5}|ringtech\.notion\.site/\w+)\)$", recipe.summary), (
             name
         )
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_options_that_the_verb_gives_for_a_recipe_make_it_from_grpo(name: str) -> None:
+    words = [word for line in recipe_text(name).splitlines()[3:] for word in line.split()]
+    config = train_agent.parse_arguments(["--preset", "tiny", *words])
+    assert config.rl.algorithm == named_spec(name)
 
 
 def test_a_resumed_run_keeps_its_algorithm_unless_another_is_named(tmp_path: Path) -> None:

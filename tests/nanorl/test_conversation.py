@@ -14,7 +14,7 @@ from agent_doubles import EOS, CodeEpisode, FakeSandbox, exec_result, output_of,
 from nanoinfer.params import SamplingParams
 from nanoinfer.streams import StreamChunk
 from nanorl.agents.conversation import Conversation, Listener, Reply
-from nanorl.agents.tokens import Limits
+from nanorl.agents.limits import Limits
 from nanorl.sandbox.base import SandboxFailure, SandboxSpec
 from nanorl.sandbox.pool import SandboxPool
 from nanorl.types import Task

@@ -27,7 +27,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from nanoinfer.params import Grammar, SamplingParams
 from nanoinfer.server.http_io import ApiError
-from nanorl.agents.tokens import Limits
+from nanorl.agents.limits import Limits
 from nanorl.endpoint.dialects.responses import ResponsesDialect
 from nanorl.endpoint.exchange import ApiCall, ApiReply, ApiToolCall, message_of
 from nanorl.endpoint.recording import Recording

@@ -16,8 +16,8 @@ import pytest
 from agent_doubles import ScriptedGenerator, tiny_tokenizer
 
 from nanoinfer.params import SamplingParams
+from nanorl.agents.limits import Limits
 from nanorl.agents.loop import Agent
-from nanorl.agents.tokens import Limits
 from nanorl.envs.base import EnvKind, Services
 from nanorl.envs.catalog import load_kind
 from nanorl.envs.run_kind import num_env_workers

@@ -21,8 +21,8 @@ from agent_doubles import ScriptedGenerator, tiny_tokenizer
 
 import nanorl
 from nanoinfer.params import SamplingParams
+from nanorl.agents.limits import Limits
 from nanorl.agents.loop import Agent
-from nanorl.agents.tokens import Limits
 from nanorl.envs.base import Environment, EnvKind, Services
 from nanorl.envs.kind import ShortKind
 from nanorl.envs.remote.client import RemoteKind

@@ -20,7 +20,8 @@ pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 from fake_cuda import SHAPE, Copy, FakeCuda, WrongDevice, fake_gpu
 
-from nanoengine.engine import Engine, EngineConfig
+from nanoengine.config import EngineConfig
+from nanoengine.engine import Engine
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample
 from nanoengine.scoring import Scorer

@@ -14,7 +14,7 @@ from placed_actors import Placed
 from tiny_shapes import DENSE
 
 from nanoengine.config import EngineConfig
-from nanoengine.parallel.mesh import Layout
+from nanoengine.parallel.layout import Layout
 from nanorl.config import ClusterConfig, LearnerConfig, RolloutConfig, RunConfig
 from nanorl.roles.placement import Places, RolePlace, transport_kind
 from nanorl.roles.policy import PolicyRank, PolicyRecipe, RankedEngine, start_trainer

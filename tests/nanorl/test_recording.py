@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from nanoinfer.logit_edits import GrammarCompiler
 from nanoinfer.params import Grammar, Output, SamplingParams
 from nanoinfer.server.http_io import ApiError
-from nanorl.agents.tokens import Limits
+from nanorl.agents.limits import Limits
 from nanorl.endpoint.call_tree import CallTree
 from nanorl.endpoint.exchange import ApiCall, message_of
 from nanorl.endpoint.recording import Recording, Sampled

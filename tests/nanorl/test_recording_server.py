@@ -13,7 +13,7 @@ import pytest
 from agent_doubles import ScriptedGenerator, tiny_tokenizer
 
 from nanoinfer.params import Output, SamplingParams
-from nanorl.agents.tokens import Limits
+from nanorl.agents.limits import Limits
 from nanorl.endpoint.dialects import all_dialects
 from nanorl.endpoint.recording import Recording
 from nanorl.endpoint.server import RecordingServer

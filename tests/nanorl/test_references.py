@@ -18,7 +18,8 @@ from nanoengine.scoring import Scorer
 from nanorl.algorithms.recipes import named_spec
 from nanorl.config import EngineLimits, RLConfig, RunConfig
 from nanorl.learner import check_reference, load_reference, reference_folders
-from nanorl.references import ReferenceName, References, parse_references, shares_of
+from nanorl.reference_names import ReferenceName, parse_references, shares_of
+from nanorl.references import References
 
 
 @dataclass

@@ -19,8 +19,8 @@ from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams
 from nanorl.agents.context import Generator
+from nanorl.agents.limits import Limits
 from nanorl.agents.loop import Agent
-from nanorl.agents.tokens import Limits
 from nanorl.envs.base import Services
 from nanorl.envs.env import Env
 from nanorl.envs.episode import EnvEpisode

@@ -20,7 +20,8 @@ from torch import Tensor
 from nanoengine.model.chat_template import Message
 from nanoengine.packing import Sample, TopTokens, make_micro_batches
 from nanoinfer.params import Output
-from nanorl.agents.tokens import Limits, TurnBuilder
+from nanorl.agents.limits import Limits
+from nanorl.agents.tokens import TurnBuilder
 from nanorl.algorithms.recipes import named_spec
 from nanorl.algorithms.self_distillation import aligned, teacher_samples, with_hindsight
 from nanorl.algorithms.spec import AlgorithmSpec

@@ -18,7 +18,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanoengine.engine import Engine, EngineConfig
+from nanoengine.config import EngineConfig
+from nanoengine.engine import Engine
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.linear import PackedLinear
 from nanoengine.model.transformer import Transformer

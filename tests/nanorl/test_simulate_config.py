@@ -9,25 +9,32 @@ from typing import Any
 
 import pytest
 
+from nanorl.option_values import read_record
 from nanorl.simulate.__main__ import main
-from nanorl.simulate.config import SimulationConfig, from_json
+from nanorl.simulate.config import SimulationConfig
 from nanorl.simulate.published import config_names, read_config, read_published
 
 BAD: list[tuple[Any, str]] = [
-    ([], "must be an object of options, not list"),
-    ({"clutser": {}}, "no option is called clutser; there are name, mode"),
+    ([], "must hold options, not list"),
+    ({"clutser": {}}, "no option is called clutser; did you mean cluster?"),
     ({"cluster": {"replicas": 0}}, "--cluster.replicas 0: must be 1 or more"),
-    ({"cluster": {"replicas": 1.5}}, "cluster: replicas: 1.5 must be a int"),
-    ({"cluster": {"placement": "together"}}, "must be one of separate, colocated"),
+    ({"cluster": {"replicas": 1.5}}, "cluster: replicas = 1.5: must be a whole number"),
+    (
+        {"cluster": {"placement": "together"}},
+        "'together': must be one of separate, colocated",
+    ),
     ({"workload": {"answer": {"kind": "normal"}}}, "must be one of lognormal, constant"),
     ({"workload": {"answer": {"kind": "empirical"}}}, "give at least one length"),
-    ({"workload": {"answer": {"values": [1, 2.5]}}}, r"values: \[1, 2.5\] must be a list of int"),
+    (
+        {"workload": {"answer": {"values": [1, 2.5]}}},
+        r"\[1, 2.5\]: must be a whole number",
+    ),
     ({"workload": {"answer": {"mean": 99, "cap": 50}}}, "must be at most --workload.answer.cap 50"),
-    ({"workload": {"answer": {"sigma": 0}}}, "sigma 0: must be more than 0"),
+    ({"workload": {"answer": {"sigma": 0}}}, "sigma 0.0: must be more than 0"),
     ({"engine": {"cache_tokens": 1000}}, "has 16584 tokens and could never run"),
     ({"engine": {"max_batch_tokens": 100}}, "--engine.max-batch-tokens 100: must be 256 or more"),
-    ({"phases": {"update_s": -1}}, "--phases.update-s -1: must be 0 or more"),
-    ({"mode": "fast"}, "--mode fast: must be one of sync, streaming, async"),
+    ({"phases": {"update_s": -1}}, "--phases.update-s -1.0: must be 0 or more"),
+    ({"mode": "fast"}, "mode = 'fast': must be one of sync, streaming, async"),
     ({"mode": "async"}, "mode async without staleness is streaming"),
     ({"max_staleness": 0.5}, "--max-staleness 0.5: mode sync has none"),
     ({"minibatches": 4}, "--minibatches 4: mode sync trains when all groups are there"),
@@ -36,15 +43,15 @@ BAD: list[tuple[Any, str]] = [
         {"mode": "async", "max_staleness": 1, "cluster": {"placement": "colocated"}},
         "engines that take turns with the trainer cannot roll out",
     ),
-    ({"name": 3}, "name: 3 must be a str"),
-    ({"partial_rollouts": 1}, "partial_rollouts: 1 must be a bool"),
+    ({"name": 3}, "name = 3: must be text"),
+    ({"partial_rollouts": 1}, "partial_rollouts = 1: must be true or false"),
 ]
 
 
 @pytest.mark.parametrize(("data", "message"), BAD)
 def test_a_bad_configuration_is_refused(data: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        from_json(SimulationConfig, data, where="--config mine.json")
+        read_record(SimulationConfig, data, where="--config mine.json")
 
 
 def test_a_file_changes_what_it_names_and_nothing_else(tmp_path: Path) -> None:

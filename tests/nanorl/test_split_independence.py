@@ -27,7 +27,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.dealing import deal
 from nanoengine.engine import Engine
 from nanoengine.packing import Sample, TopTokens
-from nanoengine.parallel.mesh import Layout
+from nanoengine.parallel.layout import Layout
 from nanorl.algorithms.recipes import RECIPES
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import Scoring, TrainBatch, build_batch

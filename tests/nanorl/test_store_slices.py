@@ -8,7 +8,8 @@ import pytest
 from agent_doubles import EOS, output_of, tiny_tokenizer
 from test_store import make_rollout
 
-from nanorl.agents.tokens import Limits, TurnBuilder
+from nanorl.agents.limits import Limits
+from nanorl.agents.tokens import TurnBuilder
 from nanorl.store import Filter, RolloutStore
 from nanorl.types import Branch, Rollout, Status, TurnSpan
 

@@ -17,7 +17,8 @@ from nanoengine.engine import Engine
 from nanoengine.lora_adapter import LoraAdapter, LoraBase
 from nanoengine.lora_engine import LoraEngine
 from nanoengine.model.hf import load_model, read_state
-from nanoengine.model.lora import LoraConfig, read_adapter
+from nanoengine.model.lora import read_adapter
+from nanoengine.model.lora_config import LoraConfig
 from nanoengine.optim import lr_at
 from nanoengine.packing import MicroBatch, Sample
 from nanoinfer.engine import LLMEngine

@@ -26,10 +26,11 @@ from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import Output, SamplingParams
 from nanorl import cli
 from nanorl.agents.compact import Compact
+from nanorl.agents.limits import Limits
 from nanorl.agents.loop import Agent
 from nanorl.agents.loops import AgentLoop, tool
 from nanorl.agents.sub_agents import SubAgents
-from nanorl.agents.tokens import Limits, delta_ids
+from nanorl.agents.tokens import delta_ids
 from nanorl.config import RunConfig
 from nanorl.endpoint.call_tree import CallTree
 from nanorl.envs.base import Services

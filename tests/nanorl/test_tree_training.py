@@ -8,7 +8,8 @@ import pytest
 import torch
 from random_trees import VOCAB, make_model, random_sequences
 
-from nanoengine.engine import Engine, EngineConfig
+from nanoengine.config import EngineConfig
+from nanoengine.engine import Engine
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample, make_micro_batches

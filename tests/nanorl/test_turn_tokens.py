@@ -6,7 +6,8 @@ import pytest
 from agent_doubles import EOS, OTHER_EOS, START, output_of, tiny_tokenizer
 
 from nanoengine.model.tokenizer import ChatTokenizer
-from nanorl.agents.tokens import Limits, TurnBuilder, shorten
+from nanorl.agents.limits import Limits
+from nanorl.agents.tokens import TurnBuilder, shorten
 from nanorl.types import Rollout, Status
 
 CHAT = [{"role": "user", "content": "hi"}]

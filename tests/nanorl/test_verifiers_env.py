@@ -26,7 +26,7 @@ from nanoengine.model.hf import save_model
 from nanoengine.model.transformer import Transformer
 from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.kit import AgentKit
-from nanorl.agents.tokens import Limits
+from nanorl.agents.limits import Limits
 from nanorl.cli import main
 from nanorl.config import RunConfig
 from nanorl.endpoint.dialects import all_dialects

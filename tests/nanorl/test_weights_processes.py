@@ -15,7 +15,7 @@ from parallel_cases import Case
 from pipeline_engine_cases import config_of
 from weight_cases import Policy, Remote, Replica, weights_of
 
-from nanoengine.parallel.mesh import Layout
+from nanoengine.parallel.layout import Layout
 from nanorl.weights.offer import Offer, ReadersBusy, WeightsRefused
 from nanorl.weights.transport import Transport, open_transport, weight_bytes
 
