@@ -20,7 +20,8 @@ from nanorl.api import configured
 from nanorl.config import RunConfig
 from nanorl.envs.run_kind import run_kind
 from nanorl.option_help import USUAL, help_text, option_texts
-from nanorl.options import ALIASES, for_environment, parse_arguments, with_options
+from nanorl.option_names import ALIASES
+from nanorl.options import for_environment, parse_arguments, with_options
 from nanorl.presets import smollm2, tiny
 
 Way = Callable[[Mapping[str, Any], Path], RunConfig]
@@ -444,6 +445,9 @@ def test_a_value_of_another_kind_is_refused_with_its_name_place_and_what_is_want
         ("--sandbx wasm", "--sandbx: there is no such option; did you mean --sandbox?"),
         ("--zzz", "--zzz: there is no such option; --help all lists them"),
         ("tiny", "tiny: is no option; each begins with --"),
+        ("--rl.algorithm gspo", "--rl.algorithm: there is no such option; did you mean --algorith"),
+        ("--log wandb --log otel", "--log: comes twice; give all its values after one"),
+        ("--config a.toml --config b.toml", "--config a.toml: comes twice; put both files into"),
         ("--config", "--config: takes one value, a path"),
         ("--config nowhere.toml", "--config nowhere.toml: there is no such file"),
         ("--config tests", "--config tests: is a folder; name a TOML file"),
@@ -464,7 +468,8 @@ def test_a_flag_that_cannot_be_is_refused(words: str, said: str) -> None:
         ("[rl]\nstepz = 3", "run.toml: no option is called rl.stepz; did you mean rl.steps?"),
         ("steps = 3", "no option is called steps; did you mean warm_start.steps or rl.steps?"),
         ("[rll]\nlr = 1.0", "run.toml: no option is called rll; did you mean rl?"),
-        ("rl = 3", "run.toml: rl = 3: is a section; name an option, rl.lr"),
+        ("rl = 3", "run.toml: rl = 3: is a section; name an option of it, as rl.lr"),
+        ("rl.algorithm = 'gspo'", "rl.algorithm = 'gspo': is a section; did you mean algorithm?"),
         ("seed.x = 3", "run.toml: seed = {'x': 3}: must be a whole number"),
         ("config = 'other.toml'", "run.toml: no option is called config"),
         ("sandbox = 'wasm'\ntool.sandbox = 'bwrap'", "run.toml: tool.sandbox stands there twice"),
