@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import random
@@ -565,3 +566,14 @@ def is_flag(flag: str) -> bool:
     name = flag.replace("-", "_")
     section, _, last = name.rpartition(".")
     return bool({name, f"{section}.{last.removeprefix('no_')}".lstrip(".")} & names)
+
+
+def test_the_three_examples_of_the_page_are_one_run(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"```bash\nnanorl train (.*)\n```", page)
+    (file,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    (call,) = re.findall(r"options=(\{.*\})\)", page)
+    config = parse_arguments(command.split())
+    assert config == of_file(file, tmp_path)
+    assert config == configured("tiny", None, {**ast.literal_eval(call), "rl.steps": 20})[0]
+    assert config.rl.algorithm == named_spec("gspo") and config.agent.loop == "single_turn"
