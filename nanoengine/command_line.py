@@ -33,6 +33,14 @@ _FRAME = " │|╭╮╰╯─-+"
 _PLAIN = (
     (re.compile(r"invalid literal for int\(\) with base 10: (.+)"), r"\1 is not a whole number"),
     (re.compile(r"could not convert string to float: (.+)"), r"\1 is not a number"),
+    (
+        re.compile(r"no type matching \{None\}\|INT could be instantiated from \[(.+)\]"),
+        r"\1 is not a whole number",
+    ),
+    (
+        re.compile(r"no type matching \{None\}\|FLOAT could be instantiated from \[(.+)\]"),
+        r"\1 is not a number",
+    ),
     (re.compile(r"^argument (.*): invalid int value: (.+)"), r"\1: \2 is not a whole number"),
     (re.compile(r"^Error parsing \S+: --"), "--"),
     (re.compile(r"^Error parsing (\S+):"), r"\1:"),

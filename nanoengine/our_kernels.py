@@ -33,7 +33,8 @@ def require_our_kernels() -> None:
     if theirs := _their_metadata():
         warnings.warn(
             f"Hugging Face's `kernels` ({theirs}) is installed beside the package `kernels` of "
-            f"{DISTRIBUTION}, which hides it: transformers will not import; run: {_mend()}",
+            f"{DISTRIBUTION}, which hides it: what needs it, transformers perhaps, fails; run: "
+            f"{_mend()}",
             stacklevel=3,
         )
 
@@ -66,4 +67,8 @@ def _installed_from() -> str:
         noted = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
     except metadata.PackageNotFoundError:
         noted = None
-    return json.loads(noted)["url"] if noted else DISTRIBUTION
+    if not noted:
+        return DISTRIBUTION
+    origin = json.loads(noted)
+    is_editable = origin.get("dir_info", {}).get("editable", False)
+    return f"--no-build-isolation -e {origin['url']}" if is_editable else origin["url"]

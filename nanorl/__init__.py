@@ -13,7 +13,8 @@ types.py first, then, in the order of a run:
 
 api.py, cli.py          the library and the console command (commands/, a file a verb)
 config.py, presets.py   every option, and two sets of them that work
-options.py, plugins.py  what a user gives: flags, files, Python; names of their own code
+options.py, plugins.py  what a user gives: flags, files, Python (a value: option_values.py); names
+                        of their own code
 parts.py, sizes.py      tasks, tokenizer and the options of the engines, sized for the machine
 roles/                  who computes what: engines, agents, store; here (inline.py) or in processes
 run.py                  the phases of a run, checkpoints, what it leaves behind

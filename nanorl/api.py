@@ -82,7 +82,7 @@ def train(
     if steps is not None:
         given["rl.steps"] = steps
     if out is not None:
-        given["out"] = Path(out)
+        given["out"] = out
     config, kind = configured(model, env, given)
     from nanorl.commands.train import run_training
 

@@ -23,8 +23,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nanorl.config import RunConfig
-from nanorl.option_values import choices, did_you_mean, inner_kind, is_open_choice, option_kinds
-from nanorl.options import ALIASES
+from nanorl.option_names import ALIASES, known_options
+from nanorl.option_values import choices, did_you_mean, inner_kind, is_open_choice
 from nanorl.presets import PRESETS, get_preset
 
 WIDTH, COLUMN = 100, 32
@@ -120,7 +120,7 @@ def option_texts() -> Mapping[str, OptionText]:
     return MappingProxyType(
         {
             name: OptionText(name, kind, _look_up(config, name), texts.get(name, ""))
-            for name, kind in option_kinds(RunConfig).items()
+            for name, kind in known_options().items()
         }
     )
 

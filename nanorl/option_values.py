@@ -79,7 +79,8 @@ def read_record(record: type[Record], data: Any, where: str) -> Record:
     stands, and a key that does not exist or has a value of another kind."""
     if not isinstance(data, Mapping):
         raise ValueError(f"{where}: must hold options, not {type(data).__name__}")
-    kinds, values = _hints(record), {}
+    kinds = _hints(typing.cast(Any, record))
+    values: dict[str, Any] = {}
     for key, value in data.items():
         name = str(key).replace("-", "_")
         if name not in kinds:

@@ -13,36 +13,24 @@ from __future__ import annotations
 import dataclasses
 import re
 import tomllib
+import typing
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nanorl.config import RunConfig
 from nanorl.envs.base import EnvKind
 from nanorl.envs.run_kind import run_kind
+from nanorl.option_names import ALIASES, known_options
 from nanorl.option_values import (
     WrongValueError,
     did_you_mean,
     inner_kind,
     nearest,
-    option_kinds,
     read_value,
     read_words,
 )
 from nanorl.presets import get_preset
-
-ALIASES: Mapping[str, str] = MappingProxyType(
-    {
-        "agent": "agent.loop",
-        "agent_args": "agent.loop_args",
-        "sandbox": "tool.sandbox",
-        "sandbox_image": "tool.image",
-        "allow_unsafe_sandbox": "tool.allow_unsafe_sandbox",
-    }
-)
-"""Short names, in flags, files and Python alike."""
 
 Options = Mapping[str, Any]
 """Dotted name, `rl.group_size` -> a value of that option's type."""
@@ -149,20 +137,18 @@ def read_flags(arguments: Sequence[str]) -> tuple[dict[str, Any], Path | None]:
     file = None
     for flag in _flags(arguments):
         if flag.name == "config":
+            if file is not None:
+                raise ValueError(f"--config {file}: comes twice; put both files into one")
             file = _value(flag, Path)
-        else:
-            name, is_negated = _option_of(flag)
-            kind = known_options()[name]
-            if is_negated and flag.words:
-                raise ValueError(f"--{flag.spelling} {flag.words[0]}: takes no value")
-            found[name] = False if is_negated else _value(flag, kind)
+            continue
+        name, is_negated = _option_of(flag)
+        kind = known_options()[name]
+        if is_negated and flag.words:
+            raise ValueError(f"--{flag.spelling} {flag.words[0]}: takes no value")
+        if name in found and typing.get_origin(kind) is tuple:
+            raise ValueError(f"--{flag.spelling}: comes twice; give all its values after one")
+        found[name] = False if is_negated else _value(flag, kind)
     return found, file
-
-
-@cache
-def known_options() -> Mapping[str, Any]:
-    """Every option by its dotted name, and its type."""
-    return MappingProxyType(option_kinds(RunConfig))
 
 
 class _Flag(NamedTuple):
@@ -232,7 +218,8 @@ def _leaves(options: Mapping[Any, Any], where: str, prefix: str = "") -> Iterato
             continue
         if name in sections:
             first = next(one for one in kinds if one.startswith(f"{name}."))
-            raise ValueError(f"{where}: {name} = {value!r}: is a section; name an option, {first}")
+            near = did_you_mean(name, kinds) or f"; name an option of it, as {first}"
+            raise ValueError(f"{where}: {name} = {value!r}: is a section{near}")
         near = did_you_mean(name, (*kinds, *ALIASES, *sorted(sections - {""})))
         raise ValueError(f"{where}: no option is called {name}{near or '; see --help all'}")
 

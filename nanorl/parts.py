@@ -170,7 +170,12 @@ def model_folder(config: RunConfig) -> Path:
     """The Hugging Face folder of the run's model; builds or downloads the preset's if needed."""
     cache = config.cache_dir.expanduser()
     if config.model is not None:
-        return resolve_model(config.model, cache)
+        folder = resolve_model(config.model, cache)
+        if (folder / "model-trained").is_dir():
+            raise ValueError(
+                f"--model {config.model}: is a run's folder; its model is {folder}/model-trained"
+            )
+        return folder
     if config.preset == "tiny":
         folder = config.run_dir / "model"
         return folder if config.resume or config.fork else build_tiny_model(folder, config.seed)

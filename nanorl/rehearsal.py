@@ -19,12 +19,13 @@ from nanoengine.model.chat_template import Message
 from nanorl.api import run_to_end
 from nanorl.envs.base import Demonstrator, Environment, EnvKind, Services, shown_action
 from nanorl.envs.catalog import as_kind, load_kind
+from nanorl.options import with_options
+from nanorl.presets import get_preset
 from nanorl.rewards.base import Transcript
 from nanorl.sandbox.backends import open_sandbox
 from nanorl.sandbox.base import SandboxSpec
 from nanorl.types import Rollout, Task
 
-MOST_TURNS = 100
 _TIMEOUT_S = 10.0
 
 
@@ -60,9 +61,11 @@ def rehearse(
 ) -> Rehearsal:
     """Play one episode of `env`, a class or a text as `--env` takes it.
 
-    Without `task` it is one of its training tasks. Without `turns` its teacher plays. `sandbox`:
-    the kind in which its tools run programs (`--sandbox`). ValueError where it has no teacher;
-    InfrastructureError where one of its methods raises, TeacherError where its teacher does.
+    Without `task` it is one of its training tasks. Without `turns` its teacher plays. As in a run,
+    there are no more turns than `agent.max_turns` of its `defaults`, or else of the default preset.
+    `sandbox`: the kind in which its tools run programs (`--sandbox`). ValueError where it has no
+    teacher; InfrastructureError where one of its methods raises, TeacherError where its teacher
+    does.
     """
     kind = load_kind(env, {}) if isinstance(env, str) else as_kind(env)
     spec = SandboxSpec(timeout_s=_TIMEOUT_S)
@@ -71,12 +74,20 @@ def rehearse(
         played = Rehearsal(task=kind.tasks(seed).batch(0, 1)[0] if task is None else task)
         services = Services(tokenizer=_TOKENIZER, sandbox=opened, timeout_s=_TIMEOUT_S)
         episode = kind.open(services)
-        run_to_end(_play(episode, _Script(kind, episode, turns, seed), played))
+        script = _Script(kind, episode, turns, seed)
+        run_to_end(_play(episode, script, played, most=_most_turns(kind)))
         return played
     finally:
         if opened is not None:
             opened.close()
         kind.close()
+
+
+def _most_turns(kind: EnvKind) -> int:
+    """How many turns an agent has in a run of this environment, unless a flag says otherwise."""
+    return with_options(
+        get_preset("smollm2").config(), kind.defaults, where=kind.name
+    ).agent.max_turns
 
 
 class _NoTemplate:
@@ -108,8 +119,6 @@ class _Script:
         number = len(played.turns)
         if self._turns is not None:
             return self._turns[number] if number < len(self._turns) else None
-        if number >= MOST_TURNS:
-            return None
         if self._teacher is None:
             self._teacher = self._kind.demonstrator(
                 played.task, self._rng, _TOKENIZER, self._episode
@@ -117,11 +126,13 @@ class _Script:
         return await shown_action(self._teacher, played.observations)
 
 
-async def _play(episode: Environment, script: _Script, played: Rehearsal) -> None:
+async def _play(episode: Environment, script: _Script, played: Rehearsal, *, most: int) -> None:
     answer = None
     try:
         played.messages += (await episode.reset(played.task)).messages
-        while not played.is_done and (text := await script.next_turn(played)) is not None:
+        while not played.is_done and len(played.turns) < most:
+            if (text := await script.next_turn(played)) is None:
+                break
             step = await episode.step(text)
             played.turns.append(text)
             played.messages.append({"role": "assistant", "content": text})

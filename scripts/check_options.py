@@ -21,7 +21,6 @@ import io
 import json
 import multiprocessing
 import random
-import re
 import sys
 import tempfile
 import time
@@ -149,7 +148,7 @@ def draw(rng: random.Random, recipe: str, tree: Sequence[Option]) -> dict[str, s
 
 
 def spelled(flags: dict[str, str]) -> list[str]:
-    """As tyro reads them: a truth value is a flag or its negation."""
+    """As a command line has them: a truth value is a flag or its negation."""
     found = []
     for flag, value in flags.items():
         if value in ("True", "False"):
@@ -181,8 +180,8 @@ def run_main(arguments: list[str]) -> tuple[int, str]:
 
 def judge(drawn: dict[str, str], status: int, output: str, folder: Path) -> tuple[str, str]:
     """The verdict on a run that ended, and its last words."""
-    words = re.sub(r"[\s│╭╮╰╯─]+|-{3,}", " ", output).strip()
-    last = words.rpartition("rror")[2].partition("For full helptext")[0][-300:]
+    words = " ".join(output.split())
+    last = words.rpartition("error: ")[2][-300:]
     if status == 0:
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
         if [row["step"] for row in rows] != [0, 1]:
@@ -192,7 +191,7 @@ def judge(drawn: dict[str, str], status: int, output: str, folder: Path) -> tupl
         return "trained", f"gradient norms {' '.join(shown)}"
     names = {flag.rsplit(".", 1)[-1].removeprefix("--") for flag in {**SMALLEST, **drawn}}
     is_named = any(name in words or name.replace("-", "_") in words for name in names)
-    is_clean = status in (1, 2) and "Traceback" not in output
+    is_clean = status == 1 and "Traceback" not in output
     return ("refused" if is_named and is_clean else "BROKEN"), last
 
 

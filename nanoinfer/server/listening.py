@@ -32,7 +32,7 @@ def bind(host: str, port: int, *, flags: str = "--") -> socket.socket:
             f"{flags}host 127.0.0.1 is this machine alone"
         ) from None
     try:
-        return _bound(family, address[:2])
+        return _bound(family, (str(address[0]), port))
     except OSError as error:
         raise ValueError(
             f"{flags}port {port}: cannot listen on {flags}host {host} ({_reason(error)}); choose "

@@ -65,6 +65,8 @@ def opened_session(
     """A session with all that it holds: the model's folder, the sandbox, the event loop."""
     sampling = make_sampling(temperature)
     saved = find_models(source)
+    if base is not None:
+        find_models(base)  # here: the engine is made when it is first asked
     config = saved.run or _plain_config()
     if env and env != "code":
         config = replace(config, env=env, env_args=(), reward="", tasks=None)

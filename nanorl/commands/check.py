@@ -13,7 +13,6 @@ import json
 import sys
 from collections.abc import Sequence
 
-from nanoengine.command_line import plain_errors
 from nanorl.doctor.finding import findings_text
 from nanorl.options import parse_arguments
 
@@ -23,8 +22,8 @@ AS_JSON = "--as-json"
 def check(arguments: Sequence[str] | None = None) -> int:
     """The verb. `arguments` None: those of the process."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    with plain_errors(words):
-        config = parse_arguments([one for one in words if one != AS_JSON], verb="check")
+    own = [one for one in words if one.replace("_", "-") == AS_JSON]
+    config = parse_arguments([one for one in words if one not in own], verb="check")
     import torch  # here, so that a wrong flag is answered at once
 
     from nanorl.doctor.checkup import check_run
@@ -33,7 +32,7 @@ def check(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)  # of this thread: the engine's own uses several
     print("playing a few rollouts with the untrained model ...", file=sys.stderr, flush=True)
     checkup = check_run(config)
-    if AS_JSON in words:
+    if own:
         print(json.dumps(to_jsonable(checkup.to_json()), indent=2))
     else:
         parts = (

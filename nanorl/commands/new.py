@@ -121,15 +121,16 @@ def new(
     """
     written = write_package(name, folder) if package else write_files(name, folder)
     env, test, *others = written
+    nanorl = program()
     steps = {
         "its test": f"{python()} -m pytest {test}",
-        "look at it": f"{program()} check --env {env}",
-        "train on it": f"{program()} train --env {env}",
+        "look at it": f"{nanorl} check --env {env}",
+        "train on it": f"{nanorl} train --env {env}",
         "read": "docs/environments.md",
     }
     if others:
         install = f"{python()} -m pip install --no-build-isolation -e {env.parent}"
-        by_name = f"{program()} check --env {env.stem}   {program()} train --env {env.stem}"
+        by_name = f"{nanorl} check --env {env.stem}   {nanorl} train --env {env.stem}"
         steps = {"its test": steps["its test"], "install it": install, "by its name": by_name}
     print(f"wrote {', '.join(map(str, written))}\nnext:")
     print("\n".join(f"  {title:<13} {command}" for title, command in steps.items()))

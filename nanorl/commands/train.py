@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from nanoengine.command_line import plain_errors
 from nanoengine.stop_signals import EXIT_STATUS, Interrupted
 from nanorl.config import RunConfig
 from nanorl.options import parse_arguments
@@ -105,9 +104,7 @@ def report(config: RunConfig, summary: dict[str, Any]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command. `arguments` None: those of the process."""
-    words = sys.argv[1:] if arguments is None else arguments
-    with plain_errors(words):
-        config = parse_arguments(words)
+    config = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     try:
         return train(config)
     except (Interrupted, KeyboardInterrupt) as stop:

@@ -40,6 +40,11 @@ def run_kind(config: RunConfig, env: object = None) -> EnvKind:
             raise ValueError(f"--env-args {arguments}: the environment {PRESETS_OWN} takes none")
     elif config.env:
         kind = load_kind(config.env, arguments)
+    if config.reward_args and not config.reward:
+        raise ValueError(
+            f"--reward-args {' '.join(config.reward_args)}: belong to no reward; name it with "
+            "--reward, or give arguments of the environment as --env-args"
+        )
     if config.reward:
         given = parse_arguments(config.reward_args)
         kind = JudgedKind(kind, load_reward(config.reward, _sandbox_arguments(config) | given))

@@ -332,7 +332,7 @@ def test_a_grammar_that_compiles_blocks_nobody(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "box.lan"])
 def test_a_server_without_a_key_listens_on_this_machine_alone(host: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="open to the network; give api_key_file"):
+    with pytest.raises(ValueError, match="open to the network; give --api-key-file"):
         make_app(ServerConfig(model=tmp_path, host=host))
 
 

@@ -39,6 +39,25 @@ def test_what_the_first_example_is_told_never_raises() -> None:
         assert played.reward == 1.0, said
 
 
+def test_a_rehearsal_has_as_many_turns_as_a_run() -> None:
+    class Never(nanorl.Env):
+        defaults = {"agent.max_turns": 3}  # noqa: RUF012
+
+        def tasks(self, rng):
+            return nanorl.Task("Guess.", answer=rng.randint(1, 9))
+
+        def step(self, text):
+            return "No."
+
+        def teacher(self, observations, rng):
+            return "5"
+
+    for played in (nanorl.rehearse(Never), nanorl.rehearse(Never, turns=["5"] * 9)):
+        assert len(played.turns) == len(played.observations) == 3 and not played.is_done
+    Never.defaults = {}
+    assert len(nanorl.rehearse(Never).turns) == 4, "the default preset's"
+
+
 # -- objects that serve as they are ----------------------------------------------------------------
 
 KIND = """

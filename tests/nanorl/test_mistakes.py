@@ -192,6 +192,27 @@ MISTAKES = {
     "a model that is not here": Mistake(
         (*NEW, "--model", "runs/nope"), ("runs/nope",), ("hf:OWNER/NAME",)
     ),
+    "a run for a model": Mistake(
+        (*NEW, "--model", "runs/tiny"), ("runs/tiny",), ("runs/tiny/model-trained",)
+    ),
+    "arguments of no reward": Mistake(
+        (*ENV, "guess.py", "--reward-args", "a=1"), ("--reward-args a=1",), ("--reward",)
+    ),
+    "another model to chat with": Mistake(
+        ("chat", "runs/tiny", "--base", "nope", "--say", "x"), ("nope",), ("no such folder",)
+    ),
+    "a word for a step": Mistake(
+        ("view", "runs/tiny", "--step", "x"), ("--step", "x"), ("whole number",)
+    ),
+    "a device that is not there": Mistake(
+        (*NEW, "--device", "cuda:99"), ("cuda:99",), ("--device cpu",)
+    ),
+    "more threads than cores": Mistake((*NEW, "--threads", "9999"), ("9999",), ("at most",)),
+    "a group of one": Mistake((*NEW, "--rl.group-size", "1"), ("--rl.group-size",), ("raise it",)),
+    "a port that is none: monitor": Mistake(
+        (*NEW, "--monitor.port", "99999"), ("99999",), ("65535",)
+    ),
+    "a module of Python's": Mistake(("new", "json"), ("json",), ("another name",)),
     "a model to train for others": Mistake(
         ("serve-training", "--model", "nope"), ("nope",), ("smollm2", "hf:OWNER/NAME")
     ),

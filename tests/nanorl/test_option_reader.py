@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import random
@@ -20,7 +21,8 @@ from nanorl.api import configured
 from nanorl.config import RunConfig
 from nanorl.envs.run_kind import run_kind
 from nanorl.option_help import USUAL, help_text, option_texts
-from nanorl.options import ALIASES, for_environment, parse_arguments, with_options
+from nanorl.option_names import ALIASES
+from nanorl.options import for_environment, parse_arguments, with_options
 from nanorl.presets import smollm2, tiny
 
 Way = Callable[[Mapping[str, Any], Path], RunConfig]
@@ -444,6 +446,9 @@ def test_a_value_of_another_kind_is_refused_with_its_name_place_and_what_is_want
         ("--sandbx wasm", "--sandbx: there is no such option; did you mean --sandbox?"),
         ("--zzz", "--zzz: there is no such option; --help all lists them"),
         ("tiny", "tiny: is no option; each begins with --"),
+        ("--rl.algorithm gspo", "--rl.algorithm: there is no such option; did you mean --algorith"),
+        ("--log wandb --log otel", "--log: comes twice; give all its values after one"),
+        ("--config a.toml --config b.toml", "--config a.toml: comes twice; put both files into"),
         ("--config", "--config: takes one value, a path"),
         ("--config nowhere.toml", "--config nowhere.toml: there is no such file"),
         ("--config tests", "--config tests: is a folder; name a TOML file"),
@@ -464,7 +469,8 @@ def test_a_flag_that_cannot_be_is_refused(words: str, said: str) -> None:
         ("[rl]\nstepz = 3", "run.toml: no option is called rl.stepz; did you mean rl.steps?"),
         ("steps = 3", "no option is called steps; did you mean warm_start.steps or rl.steps?"),
         ("[rll]\nlr = 1.0", "run.toml: no option is called rll; did you mean rl?"),
-        ("rl = 3", "run.toml: rl = 3: is a section; name an option, rl.lr"),
+        ("rl = 3", "run.toml: rl = 3: is a section; name an option of it, as rl.lr"),
+        ("rl.algorithm = 'gspo'", "rl.algorithm = 'gspo': is a section; did you mean algorithm?"),
         ("seed.x = 3", "run.toml: seed = {'x': 3}: must be a whole number"),
         ("config = 'other.toml'", "run.toml: no option is called config"),
         ("sandbox = 'wasm'\ntool.sandbox = 'bwrap'", "run.toml: tool.sandbox stands there twice"),
@@ -560,3 +566,14 @@ def is_flag(flag: str) -> bool:
     name = flag.replace("-", "_")
     section, _, last = name.rpartition(".")
     return bool({name, f"{section}.{last.removeprefix('no_')}".lstrip(".")} & names)
+
+
+def test_the_three_examples_of_the_page_are_one_run(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"```bash\nnanorl train (.*)\n```", page)
+    (file,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    (call,) = re.findall(r"options=(\{.*\})\)", page)
+    config = parse_arguments(command.split())
+    assert config == of_file(file, tmp_path)
+    assert config == configured("tiny", None, {**ast.literal_eval(call), "rl.steps": 20})[0]
+    assert config.rl.algorithm == named_spec("gspo") and config.agent.loop == "single_turn"
