@@ -15,7 +15,6 @@ from pathlib import Path
 import tyro
 
 from nanoinfer.server.config import ServerConfig, ServerOptions
-from nanorl.saved_models import find_models
 
 
 def serve(
@@ -35,6 +34,8 @@ def serve(
         raise ValueError(
             f"the server needs the package {error.name}; run: pip install 'nanorl-stack[serve]'"
         ) from None
+    from nanorl.saved_models import find_models  # here: it imports torch
+
     saved = find_models(source)
     name = options.model_name or Path(source).expanduser().resolve().name
     options = replace(options, model_name=name)

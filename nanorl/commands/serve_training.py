@@ -13,7 +13,6 @@ from typing import Annotated
 
 import tyro
 
-from nanoengine.model.sources import resolve_model
 from nanorl.training_service.config import ServiceConfig, ServiceOptions
 
 
@@ -33,6 +32,8 @@ def serve_training(
         raise ValueError(
             f"the service needs the package {error.name}; run: pip install 'nanorl-stack[serve]'"
         ) from None
+    from nanoengine.model.sources import resolve_model  # here: it imports torch
+
     given = {field.name: getattr(options, field.name) for field in fields(ServiceOptions)}
     config = ServiceConfig(model=resolve_model(model), names=(model,), **given)
     try:
