@@ -233,20 +233,23 @@ def case(name: str) -> Mapping[str, Any]:
     return {"cluster.backend": "local", name: value} if is_split else {name: value}
 
 
+ALONE = ("preset", "algorithm", "env", "env_args")
+"""Options that choose other options' defaults, which nothing may cover up."""
+
+
 def batches() -> list[dict[str, Any]]:
     """All options, as many in one run as get along: two that set the same one do not."""
     found: list[dict[str, Any]] = []
-    for name in (one for one in LEAVES if one not in ELSEWHERE):
+    for name in (one for one in LEAVES if one not in (*ELSEWHERE, *ALONE)):
         options = case(name)
         for batch in found:
-            merged = {**batch, **options}
             agrees = all(batch.get(one, value) == value for one, value in options.items())
-            if agrees and is_accepted(merged):
+            if agrees and is_accepted({**batch, **options}):
                 batch |= options
                 break
         else:
             found.append(dict(options))
-    return found
+    return [*found, *(dict(case(name)) for name in ALONE)]
 
 
 def is_accepted(options: Mapping[str, Any]) -> bool:
