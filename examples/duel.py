@@ -13,7 +13,9 @@ class Duel(nanorl.Env):
     defaults = {  # noqa: RUF012
         "agent.max_turns": 4,
         "agent.max_turn_tokens": 8,
-        "warm_start.steps": 10,
+        "warm_start.steps": 8,
+        "warm_start.traces_per_step": 32,  # so many average out that the teacher only guesses
+        "warm_start.lr": 5e-5,
         "rl.steps": 10,
         "rl.temperature": 1.0,
     }

@@ -1,11 +1,11 @@
-"""Turn rewards: three animals come by, and each right answer earns a third.
+"""Turn rewards: three animals come by, and each right answer earns something.
 
 nanorl train --env examples/farm.py
 """
 
 import nanorl
 
-ANIMALS = {"cat": "feed", "hen": "feed", "dog": "feed", "bear": "flee", "wolf": "flee"}
+ANIMALS = {"cat": "feed", "hen": "feed", "bear": "flee", "wolf": "flee"}
 
 
 class Farm(nanorl.Env):
@@ -13,7 +13,9 @@ class Farm(nanorl.Env):
     defaults = {  # noqa: RUF012
         "agent.max_turns": 3,
         "agent.max_turn_tokens": 8,
-        "warm_start.steps": 10,
+        "warm_start.steps": 8,
+        "warm_start.traces_per_step": 32,  # so many average out that the teacher only guesses
+        "warm_start.lr": 5e-5,
         "rl.steps": 10,
         "rl.temperature": 1.0,
     }
@@ -23,14 +25,15 @@ class Farm(nanorl.Env):
         return nanorl.Task(comers[0], answer=ANIMALS[comers[-1]], data={"next": comers[1:]})
 
     def reset(self):
-        self.comer, self.left = self.task.prompt, list(self.task.data["next"])
+        self.comer, self.left, self.num_right = self.task.prompt, self.task.data["next"], 0
 
     def step(self, text):
         if text.strip().lower() == ANIMALS[self.comer]:
-            self.reward(1 / 3)
+            self.num_right += 1
+            self.reward(0.3)
         if not self.left:
-            return self.done(reward=0.0)  # beside what the turns earned
-        self.comer = self.left.pop(0)
+            return self.done(reward=float(self.num_right == 3))  # beside what the turns earned
+        self.comer, *self.left = self.left
         return self.comer
 
     def teacher(self, observations, rng):  # shows the words, but not which one

@@ -13,12 +13,14 @@ from nanoengine.engine import Engine
 from nanoengine.model.config import ModelConfig
 from nanoengine.model.transformer import Transformer
 from nanoengine.packing import Sample, make_micro_batches
+from nanoengine.sft import num_loss_tokens, sft_loss
 from nanoinfer.config import InferConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.params import SamplingParams
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import build_batch
 from nanorl.types import Branch, Rollout
+from nanorl.warm_start import sft_samples
 
 SPECS = {
     "grpo": AlgorithmSpec(entropy_coef=0.02),
@@ -124,3 +126,42 @@ def test_the_trainers_log_probs_of_a_deep_tree_are_the_rollout_engines(dtype: st
             samples, trainer.forward_logprobs(samples, only_masked=True), strict=True
         ):
             assert logps.tolist() == sample.fields["rollout"]
+
+
+def test_a_warm_start_step_reads_what_its_traces_share_once_and_has_the_gradients_of_all() -> None:
+    """Traces of different tasks begin with the same system message, which lists the tools."""
+    chance = random.Random(3)
+
+    def some(count: int) -> list[int]:
+        return [chance.randrange(VOCAB) for _ in range(count)]
+
+    tools, traces = some(90), []
+    for number in range(8):
+        task, said = some(6), some(5 + number)
+        tokens = tools + task + said
+        mask = [0] * (len(tokens) - len(said)) + [1] * len(said)
+        nothing = [0.0] * len(tokens)
+        traces.append(
+            Rollout(
+                task_id=str(number),
+                group_id=f"teacher-{number}",
+                rollout_id=f"teacher-{number}",
+                tokens=tokens,
+                loss_mask=mask,
+                logps=nothing,
+                versions=[0] * len(tokens),
+            )
+        )
+    samples = sft_samples(traces)
+    (micro,) = make_micro_batches(samples, 10_000, share_prefix=True)
+    own = sum(len(sample.tokens) - 1 - len(tools) for sample in samples)
+    assert micro.num_rows == len(tools) + own, "each trace brings its own tokens alone"
+    gradients = []
+    for share in (False, True):
+        model = make_model()
+        config = EngineConfig(dtype="fp64", max_grad_norm=0.0, share_prefix=share)
+        Engine(model, config).train_step(samples, sft_loss, num_loss_tokens)
+        gradients.append({name: p.main_grad for name, p in model.named_parameters()})
+    for parameter, gradient in gradients[0].items():
+        error = float((gradients[1][parameter] - gradient).norm() / gradient.norm())
+        assert error < 1e-10, (parameter, error)
