@@ -12,6 +12,7 @@ import uvicorn
 from nanoinfer.server.app import make_app
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.connection import server_config
+from nanoinfer.server.page import PageAbout
 
 
 class _Server(uvicorn.Server):
@@ -25,7 +26,10 @@ class _Server(uvicorn.Server):
             print(f"chat at http://{shown}:{port}/ (OpenAI's protocol: /v1)", flush=True)
 
 
-def run_server(config: ServerConfig) -> None:
-    """Serve until Ctrl-C. `ValueError` for options that cannot be, before anything is loaded."""
+def run_server(config: ServerConfig, about: PageAbout | None = None) -> None:
+    """Serve until Ctrl-C; `about` is for the page. `ValueError` for options that cannot be, before
+    anything is loaded."""
     app = make_app(config)
+    if about is not None:
+        app.about = about
     _Server(server_config(app.starlette(), config.limits, config.host, config.port)).run()
