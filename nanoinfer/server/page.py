@@ -11,10 +11,39 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
 
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageTool:
+    """A tool of the agent, as the page names it."""
+
+    name: str
+    description: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageAbout:
+    """What the page tells of the model before anything is said."""
+
+    title: str = ""
+    """Empty: the model's name."""
+    system: str = ""
+    """The system prompt that the model was trained with; the page begins with it."""
+    example: str = "Explain in two sentences what reinforcement learning is."
+    """A message to try."""
+    tools: tuple[PageTool, ...] = ()
+    note: str = ""
+    """A line about the tools: this page shows calls, and runs none."""
+
+
+def about_response(about: PageAbout, model: str) -> Response:
+    """The facts as JSON, for the page's script."""
+    return JSONResponse({**asdict(about), "title": about.title or model})
 
 
 def page_response() -> Response:

@@ -13,6 +13,7 @@ from nanoinfer.server.app import make_app, require_key
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.connection import server_config
 from nanoinfer.server.listening import bind
+from nanoinfer.server.page import PageAbout
 
 
 class _Server(uvicorn.Server):
@@ -26,10 +27,13 @@ class _Server(uvicorn.Server):
             print(f"chat at http://{shown}:{port}/ (OpenAI's protocol: /v1)", flush=True)
 
 
-def run_server(config: ServerConfig) -> None:
-    """Serve until Ctrl-C. `ValueError` for options that cannot be, before anything is loaded."""
+def run_server(config: ServerConfig, about: PageAbout | None = None) -> None:
+    """Serve until Ctrl-C; `about` is for the page. `ValueError` for options that cannot be, before
+    anything is loaded."""
     require_key(config.host, has_key=config.api_key_file is not None)
     with bind(config.host, config.port) as listener:
         app = make_app(config)
+        if about is not None:
+            app.about = about
         given = server_config(app.starlette(), config.limits, config.host, config.port)
         _Server(given).run(sockets=[listener])

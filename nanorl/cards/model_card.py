@@ -143,9 +143,10 @@ class ModelCard:
 
     def _training(self) -> str:
         summary, rl = self.summary, self.config.rl
+        warm = self.config.warm_start.steps
         facts = [
             f"base: {self.source.text}",
-            f"warm start: {self.config.warm_start.steps} steps on the teacher's rollouts",
+            f"warm start: {warm} steps on the teacher's rollouts" if warm else "no warm start",
             f"reinforcement learning: {rl.steps} steps of {rl.tasks_per_step} tasks with "
             f"{rl.group_size} rollouts each",
             f"weights computed in {self.config.dtype}; {summary['wall_s'] / 60:.1f} minutes on "

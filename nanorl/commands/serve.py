@@ -31,6 +31,7 @@ def serve(
     """
     try:
         from nanoinfer.server.running import run_server
+        from nanorl.commands.serve_page import page_about
     except ModuleNotFoundError as error:
         raise missing("the server", error.name, extra="serve") from None
     from nanorl.saved_models import find_models  # here: it imports torch
@@ -41,4 +42,4 @@ def serve(
     with saved.folder() as folder:
         print(f"model {name}: {saved.describe()}", flush=True)
         given = {field.name: getattr(options, field.name) for field in fields(ServerOptions)}
-        run_server(ServerConfig(model=folder, **given))
+        run_server(ServerConfig(model=folder, **given), page_about(saved, folder))

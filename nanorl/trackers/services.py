@@ -1,8 +1,9 @@
 """The trackers, each through its own package, in a process of its own (sending.py).
 
-Every tracker keeps its usual settings: WANDB_MODE=offline, MLFLOW_TRACKING_URI, TRACKIO_DIR and so
-on, and the credentials that its own log-in stored. A run has one identity, which its folder keeps,
-so a resumed run goes on in the same page; steps that it repeats are sent again.
+Every tracker keeps its usual settings: WANDB_MODE=offline, MLFLOW_TRACKING_URI, TRACKIO_DIR,
+CLEARML_OFFLINE_MODE=1 and so on, and the credentials that its own log-in stored. A run has one
+identity, which its folder keeps, so a resumed run goes on in the same page; steps that it repeats
+are sent again.
 
 Left out: models as artifacts; they stay in the run's folder.
 """
@@ -24,6 +25,14 @@ from nanorl.trackers.rollout_rows import RolloutRow, as_columns
 
 WARM_START = "warm_start"
 """The part of a run whose steps are counted by themselves."""
+_CLEARML_TASK = "clearml-task"  # the file with its id, in the run's folder
+# What it would watch of its own accord. A tracker's process trains nothing, and the search for a
+# repository hangs in a process that was forked from one with threads.
+_CLEARML_WATCHED = (
+    *("detect_repository", "matplotlib", "tensorflow", "tensorboard", "pytorch", "xgboost"),
+    *("scikit", "fastai", "lightgbm", "hydra", "tfdefines", "joblib", "megengine", "catboost"),
+    "gradio",
+)
 _MLFLOW_PARAMS = 100  # in one request: MLflow's REST API, "Log Batch"
 _MLFLOW_PARAM_CHARS = 6000
 _MLFLOW_TABLES = "mlflow.loggedArtifacts"  # the tag by which its page finds tables
@@ -174,8 +183,51 @@ class TrackioTracker:
         self._run.finish()
 
 
+class ClearmlTracker:
+    """ClearML. It knows a run by an id of its own, which the run's folder keeps."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        from clearml import Task
+
+        file = run.folder / _CLEARML_TASK
+        known = file.read_text("utf-8").strip() if file.is_file() else ""
+        self._task = Task.init(
+            project_name=run.project,
+            task_name=run.name,
+            reuse_last_task_id=known or False,
+            continue_last_task=0 if known else False,  # 0: steps keep their numbers
+            auto_connect_arg_parser=False,
+            auto_connect_frameworks=dict.fromkeys(_CLEARML_WATCHED, False),
+            auto_resource_monitoring=False,
+            auto_connect_streams=False,
+        )
+        file.write_text(f"{self._task.id}\n", "utf-8")
+        self._task.set_parameters({f"options/{name}": str(v) for name, v in run.options.items()})
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        logger = self._task.get_logger()
+        for name, value in numbers.items():
+            title, _, series = name.rpartition("/")
+            logger.report_scalar(title or series, series, value=value, iteration=step)
+
+    def log_rollouts(self, step: int, part: str, rows: Sequence[RolloutRow]) -> None:
+        columns = as_columns(rows)
+        table = [list(columns), *map(list, zip(*columns.values(), strict=True))]
+        self._task.get_logger().report_table(
+            f"rollouts/{part}", f"step {step}", iteration=step, table_plot=table
+        )
+
+    def finish(self) -> None:
+        self._task.close()
+
+
 SERVICES: Mapping[str, Callable[[TrackedRun], Tracker]] = MappingProxyType(
-    {"wandb": WandbTracker, "mlflow": MlflowTracker, "trackio": TrackioTracker}
+    {
+        "wandb": WandbTracker,
+        "mlflow": MlflowTracker,
+        "trackio": TrackioTracker,
+        "clearml": ClearmlTracker,
+    }
 )
 
 

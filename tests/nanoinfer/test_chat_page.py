@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from serving import serve
 
+from nanoinfer.server.page import PageAbout, PageTool
+
 PAGE = files("nanoinfer.server") / "page.html"
 NODE = shutil.which("node")
 needs_node = pytest.mark.skipif(NODE is None, reason="the page's script is run by node")
@@ -48,6 +50,24 @@ def test_the_page_is_open_and_its_policy_admits_nothing_from_elsewhere() -> None
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         assert rules[f"{tag}-src"] == f"'sha256-{digest}'"
     assert not re.findall(r"https?://|//cdn|@import|\bsrc=|innerHTML|\bon\w+=\"", html)
+
+
+def test_the_page_is_told_its_title_an_example_and_the_tools_by_those_with_a_key() -> None:
+    with serve(api_key="secret") as served:
+        assert served.send("/about", key=None)[0] == 401
+        status, plain = served.send("/about", key="secret")
+        assert status == 200 and plain["title"] and plain["example"] and plain["tools"] == []
+        tools = (PageTool(name="run", description="Run a program."),)
+        served.app.about = PageAbout(title="The agent", system="Be brief.", tools=tools)
+        _, told = served.send("/about", key="secret")
+    assert (told["title"], told["system"]) == ("The agent", "Be brief.")
+    assert told["tools"] == [{"name": "run", "description": "Run a program."}]
+
+
+@needs_node
+def test_a_tool_is_a_line_of_the_page() -> None:
+    tools = [{"name": "a", "description": "Reads.\nMore of it."}, {"name": "b"}]
+    assert under_node(f"toolLines({json.dumps(tools)})") == ["a: Reads.", "b"]
 
 
 def test_a_page_of_this_server_may_call_it_without_a_key_and_no_other_page() -> None:

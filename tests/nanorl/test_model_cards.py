@@ -15,7 +15,9 @@ from nanorl.cards.model_card import write_cards
 from nanorl.cards.model_source import licence_of, model_source
 from nanorl.cli import main
 from nanorl.config import RunConfig
+from nanorl.presets import tiny
 from nanorl.report.statistics import wilson
+from nanorl.report.summary import EVALUATIONS
 
 WHEEL = (
     "SmolLM2-135M-Instruct, dequantised from the 4-bit copy (Q4_1) in the PyPI wheel "
@@ -84,11 +86,21 @@ def test_the_hub_s_own_reader_finds_base_licence_and_result(tmp_path: Path) -> N
 
 def test_a_card_has_every_evaluation_with_its_interval_and_the_seed(tmp_path: Path) -> None:
     card = carded(tmp_path / "run")
-    for title, name in (("after the warm start", "before"), ("after RL", "after")):
+    for name in ("before", "after"):
         ends = wilson(RIGHT[name], NUM_TASKS)
-        assert f"| {title} | {RIGHT[name] / NUM_TASKS:.1%} (95 %: {100 * ends.low:.1f} " in card
+        assert (
+            f"| {EVALUATIONS[name]} | {RIGHT[name] / NUM_TASKS:.1%} (95 %: {100 * ends.low:.1f} "
+            in card
+        )
     assert "| untrained" not in card
     assert "the seed 0" in card and "at most 0.25 nats" in card
+
+
+def test_a_card_says_how_the_run_was_warmed_up(tmp_path: Path) -> None:
+    warm = tiny().warm_start
+    assert f"warm start: {warm.steps} steps" in carded(tmp_path / "warm")
+    card = carded(tmp_path / "cold", warm_start=replace(warm, steps=0))
+    assert "no warm start" in card and "0 steps" not in card
 
 
 def test_a_card_tells_no_path_of_the_machine_that_wrote_it(tmp_path: Path) -> None:
@@ -158,7 +170,7 @@ def test_a_hub_that_refuses_is_one_message(
     carded(tmp_path / "run")
     with hub(status) as double:
         client(double.address)
-        assert main(["push", str(tmp_path / "run"), "me/agent"]) == 1
+        assert main(["push", str(tmp_path / "run"), "me/agent"]) != 0
     said = capsys.readouterr().err
     assert remedy in said and len(said.splitlines()) == 1
     assert not double.files
@@ -175,7 +187,7 @@ def test_without_a_token_nothing_is_asked(
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
     with hub() as double:
         client(double.address)
-        assert main(["push", str(tmp_path / "run"), "me/agent"]) == 1
+        assert main(["push", str(tmp_path / "run"), "me/agent"]) != 0
     assert "HF_TOKEN" in capsys.readouterr().err and not double.asked
 
 
@@ -199,7 +211,7 @@ def test_what_is_missing_is_refused_before_anything_is_sent(
     for name in ("run", "stopped"):
         finished_run(Path(name))
     shutil.rmtree("stopped/model-trained")
-    assert main(["push", *words]) == 1
+    assert main(["push", *words]) != 0
     assert said in capsys.readouterr().err
 
 

@@ -164,7 +164,7 @@ def test_the_page_is_whole_and_says_the_main_numbers(tmp_path):
     _, page = render(tmp_path)
     for part in ("90.0%", "not measured", "+40.0", "of 400", "of 28", "+25.0", "-100.0", "of 8"):
         assert part in page.text
-    for part in ("After the warm start", "expected answer: 43", "steps 0–2: 75% of 4"):
+    for part in ("After RL", "expected answer: 43", "steps 0–2: 75% of 4"):
         assert part in page.text
     assert page.text.index("count") < page.text.index("sum")  # task types in a fixed order
     labels = " ".join(value for name, value in page.attributes if name == "aria-label")

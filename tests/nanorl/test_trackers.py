@@ -19,6 +19,7 @@ from nanorl.config import RunConfig
 from nanorl.report.metrics import flatten_numbers
 from nanorl.store import RolloutStore
 from nanorl.trackers import services
+from nanorl.trackers.rollout_rows import RolloutRow
 from nanorl.trackers.sending import Trackers, identity_of
 from nanorl.trackers.services import TrackedRun, TrackioTracker, require_trackers
 
@@ -160,6 +161,61 @@ def read_wandb(folder: Path, identity: str) -> tuple[list[dict[str, Any]], dict[
 
 def values_of(items: Any) -> dict[str, Any]:
     return {"/".join(one.nested_key) or one.key: json.loads(one.value_json) for one in items}
+
+
+@pytest.mark.slow
+def test_clearml_has_the_numbers_the_options_and_the_tables_of_a_run_and_its_resumption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("clearml", reason="needs clearml, of the extra dev")
+    for name, value in offline(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CLEARML_OFFLINE_MODE", "1")
+    monkeypatch.setenv("CLEARML_CACHE_DIR", str(tmp_path / "clearml"))
+    out = tmp_path / "run"
+    out.mkdir()
+    said: list[str] = []
+
+    async def part(first: int) -> None:
+        config = RunConfig(preset="tiny", out=out, log=("clearml",), log_project="p", seed=first)
+        async with Trackers(config, say=said.append) as trackers:
+            trackers.log(0, {"warm_start": {"loss": 2.0}})
+            for step in range(first, 2):
+                trackers.log(step, {"loss": 1.0 + step, "time": {"wait_s": 0.5}})
+            trackers.log_rollouts(1, "rl", [a_row()])
+
+    for first in (0, 1):
+        asyncio.run(part(first))
+    assert not said
+    [folder] = (one for one in (tmp_path / "clearml" / "offline").iterdir() if one.is_dir())
+    task = json.loads((folder / "task.json").read_text())
+    assert task["name"] == "run" and task["project_name"] == "p"
+    assert task["hyperparams"]["options"]["seed"]["value"] == "1"
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    sent = [event for line in lines for event in json.loads(line)]
+    points = [(e["metric"], e["variant"], e["iter"], e["value"]) for e in sent if "value" in e]
+    assert points.count(("loss", "loss", 1, 2.0)) == 2  # the step that was repeated, at its place
+    assert ("time", "wait_s", 0, 0.5) in points and ("warm_start", "loss", 0, 2.0) in points
+    [table, _] = [event for event in sent if event["metric"] == "rollouts/rl"]
+    assert '"a question"' in table["plot_str"] and table["iter"] == 1
+
+
+def a_row() -> RolloutRow:
+    """A rollout as trackers show it."""
+    return RolloutRow(
+        rollout_id="r",
+        task_id="t",
+        kind="k",
+        question="a question",
+        answer="7",
+        expected="7",
+        reward=1.0,
+        status="finished",
+        verdict="right",
+        num_turns=1,
+        num_tokens=3,
+        turns="agent   7",
+    )
 
 
 class Broken:
