@@ -12,7 +12,7 @@ class Maze(nanorl.Env):
         "agent.max_turns": 9,
         "agent.max_turn_tokens": 4,
         "warm_start.steps": 6,
-        "rl.steps": 16,
+        "rl.steps": 24,
         "rl.temperature": 1.0,
     }
 
