@@ -2,6 +2,7 @@
 
     finding.py        a finding: what was seen, why it matters, what mends it
     alarms.py         checks over a batch of rollouts, and the alarms that they are during training
+    silence.py        rewards under which being cut off is worth more than playing
     preconditions.py  what can be seen before anything is played: template, tasks, memory, disk
     tool_tokens.py    how much of a prompt its tools are
     minutes.py        how long the run will take, from what the sample took

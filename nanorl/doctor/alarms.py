@@ -19,6 +19,7 @@ from nanoengine.model.tokenizer import ChatTokenizer
 from nanorl.agents.tokens import CUT_MARK
 from nanorl.config import RunConfig
 from nanorl.doctor.finding import Finding, Severity, in_order, quoted
+from nanorl.doctor.silence import silence_pays
 from nanorl.types import Branch, Rollout, Status
 
 MANY = 0.5
@@ -26,12 +27,16 @@ MANY = 0.5
 FEW_GROUPS = 0.25  # with signal, below which a step learns little
 ALIKE = 0.8  # of all errors have one text
 LEAST_ERRORS = 3
+ROOMY = 64  # tokens in which a chat model answers a short question and ends its turn
 LARGE_GAP = 0.05
 """Nats, the mean over tokens: bf16 alone gives some thousandths (docs/log.md)."""
 LOW_ENTROPY, LOW_ENTROPY_SHARE = 0.01, 0.05  # nats a token, and of the first step's
 GOOD_SUCCESS = 0.9  # then a policy may well be sure of itself
 NUM_IN_A_ROW = 3
 """So many steps in a row must show the same before a run says it: one may be an accident."""
+AT_ONCE = ("changed_nothing", "silence_pays")
+"""A step without any effect is worth a line at once, and silence is learnt within two steps, after
+which there is nothing left to compare."""
 MOST_TIMES = 3
 """So often a run says the same thing, each time after twice as many steps as before."""
 NO_SIGNAL = "the rollouts of each group got equal rewards, so there was nothing to learn from"
@@ -116,6 +121,11 @@ def bad_rewards(evidence: Evidence) -> Finding | None:
     )
 
 
+def cheap_silence(evidence: Evidence) -> Finding | None:
+    """Being cut off earns more than playing (silence.py)."""
+    return silence_pays(evidence.rollouts)
+
+
 def no_end_of_turn(evidence: Evidence) -> Finding | None:
     """The model never ends a turn, or ends it with a token that does not count."""
     cut = [one for one in evidence.rollouts if one.status is Status.TRUNCATED_TURN]
@@ -148,9 +158,19 @@ def no_end_of_turn(evidence: Evidence) -> Finding | None:
         seen=f"the model never wrote {' or '.join(map(repr, ends))}, which ends a turn; it wrote "
         f"{evidence.said(cut[0])}",
         why="every turn is cut off, and what is cut off is never read as a call or an answer",
-        remedy=evidence.after_warm_start(
-            "take a chat model (an -Instruct one), or teach the format first: --warm-start.steps"
-        ),
+        remedy=evidence.after_warm_start(_to_end_turns(evidence)),
+    )
+
+
+def _to_end_turns(evidence: Evidence) -> str:
+    """What mends turns without an end. Whoever has a chat template is a chat model already."""
+    teach = "show how a turn ends by a few supervised steps (Env.teacher, --warm-start.steps)"
+    if evidence.tokenizer.chat_template is None:
+        return f"take a chat model (an -Instruct one), or {teach}"
+    limit = evidence.config.agent.max_turn_tokens
+    return (
+        f"give turns more room than --agent.max-turn-tokens {limit} (--agent.max-turn-tokens "
+        f"{max(2 * limit, ROOMY)}, say), ask for short ones in `system`, or {teach}"
     )
 
 
@@ -378,6 +398,7 @@ def identical_rollouts(evidence: Evidence) -> Finding | None:
 CHECKS: tuple[Check, ...] = (
     failures,
     bad_rewards,
+    cheap_silence,
     no_end_of_turn,
     cut_turns,
     cut_contexts,
@@ -456,8 +477,7 @@ class RunAlarms:
 
     def _is_due(self, step: int, finding: Finding) -> bool:
         said = self._said.get(finding.name, [])
-        # A step without any effect is worth a line at once.
-        needed = 1 if finding.name == "changed_nothing" else NUM_IN_A_ROW
+        needed = 1 if finding.name in AT_ONCE else NUM_IN_A_ROW
         if self._in_a_row[finding.name] < needed or len(said) >= MOST_TIMES:
             return False
         return not said or step >= said[-1] + NUM_IN_A_ROW * 2 ** len(said)

@@ -37,6 +37,7 @@ from nanorl.doctor.preconditions import (
     teacher_finding,
     template_findings,
 )
+from nanorl.doctor.silence import rehearse_silence, rehearsed_silence
 from nanorl.doctor.tool_tokens import described_tools, tools_finding
 from nanorl.envs.base import TeacherError
 from nanorl.envs.run_kind import settle_sandbox
@@ -185,6 +186,7 @@ class _Examination:
         self.errors: list[str] = []  # of rollouts
         self.traces: list[Rollout] = []
         self.trace_errors: list[str] = []
+        self.silence: Finding | None = None
 
     def run(self, run_to_end: RunToEnd) -> None:
         found, parts = self.checkup.findings, self.parts
@@ -228,6 +230,7 @@ class _Examination:
                 start = time.perf_counter()
                 await self._rollouts(player, tasks)
                 self.checkup.seconds = time.perf_counter() - start
+                await self._silence(player, tasks[0])
                 await self._speed(player)
             if self.config.warm_start.steps and self.parts.kind.has_teacher:
                 await self._teacher(player)
@@ -287,6 +290,18 @@ class _Examination:
             else:
                 self.checkup.played.append((task, result))
 
+    async def _silence(self, player: Player, task: Task) -> None:
+        """Whether being cut off is worth more than playing. A command is not run for it."""
+        if self.config.agent.command:
+            return
+        try:
+            silent, playing = await rehearse_silence(player.kit, task)
+        except Exception as error:  # a plug-in boundary
+            self.errors.append(_described(error))
+            return
+        self.errors += [one.error for one in (silent, playing) if one.status is Status.FAILED]
+        self.silence = rehearsed_silence(silent, playing)
+
     async def _speed(self, player: Player) -> None:
         """Time one forward pass, and say how long the run will take."""
         rollouts = [rollout for _, rollout in self.checkup.played]
@@ -342,7 +357,9 @@ class _Examination:
         )
         found = checkup.findings
         found += rollout_findings(evidence)
+        is_seen = any(one.name == "silence_pays" for one in found)
         further = (
+            None if is_seen else self.silence,
             teacher_finding(self.traces, self.trace_errors),
             None if checkup.minutes is None else minutes_finding(checkup.minutes),
         )

@@ -10,7 +10,6 @@
             guess = nanorl.last_number(text, default=0)
             if guess == self.task.answer:
                 return self.done(reward=1.0)
-            self.reward(-0.05)
             return "higher" if guess < self.task.answer else "lower"
 
 An object of the class is one episode. Every method may be a coroutine. What a method does not need

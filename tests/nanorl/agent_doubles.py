@@ -22,7 +22,7 @@ TEMPLATE = (
 EOS, START, OTHER_EOS = 256, 257, 258
 
 
-def tiny_tokenizer(template: str = TEMPLATE, eos_ids: tuple[int, ...] = (EOS, OTHER_EOS)):
+def tiny_tokenizer(template: str | None = TEMPLATE, eos_ids: tuple[int, ...] = (EOS, OTHER_EOS)):
     """One token a byte, and a merge of 'a'+'b' (259) that the policy need not use."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: index for index, char in enumerate(alphabet)}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from nanorl.doctor.preconditions import (
     teacher_finding,
     template_findings,
 )
+from nanorl.doctor.silence import silence_pays
 from nanorl.sandbox.base import SandboxUnavailable
 from nanorl.tasks.tiny_model import build_tiny_model
 from nanorl.types import Rollout, Status, Task, TurnSpan
@@ -434,3 +436,110 @@ def test_check_says_why_there_is_no_sandbox_and_what_to_do(
     status, report = report_of(["--preset", "tiny"], capsys)
     (only,) = report["findings"]
     assert status == 1 and (only["name"], only["remedy"]) == ("no_sandbox", "install it")
+
+
+# -- silence that pays -----------------------------------------------------------------------------
+
+
+def silent(number: int) -> Rollout:
+    return rollout(0.0, str(number), None, status=Status.TRUNCATED_TURN)
+
+
+def playing(number: int, reward: float = -0.2) -> Rollout:
+    return rollout(reward, str(number), turn_rewards=[])
+
+
+def batch(num_silent: int, rewards: Sequence[float]) -> list[Rollout]:
+    return [
+        *(silent(number) for number in range(num_silent)),
+        *(playing(number, reward) for number, reward in enumerate(rewards)),
+    ]
+
+
+def test_rollouts_that_are_cut_off_and_earn_more_than_those_that_play_are_named() -> None:
+    named = silence_pays(batch(5, [-0.2] * 7))
+    assert named is not None and named.severity is Severity.WARNING
+    assert named.seen == (
+        "5 rollouts that were cut off earn more than the 7 that play (0 against -0.2)"
+    )
+    assert "fall silent" in named.why and "cost nothing" in named.remedy
+    assert "silence_pays" in {
+        one.name for one in rollout_findings(replace(evidence(well), groups=[batch(4, [-0.2] * 4)]))
+    }
+
+
+def test_an_answer_that_is_never_given_is_silence_too() -> None:
+    endless = [replace(one, status=Status.TRUNCATED_CONTEXT) for one in batch(6, [])]
+    named = silence_pays([*endless, *batch(0, [-1.0] * 9 + [1.0])])
+    assert named is not None and "(0 against -0.8)" in named.seen
+
+
+@pytest.mark.parametrize(
+    ("num_silent", "rewards"),
+    [
+        (3, [-0.2] * 50),  # too few were cut off
+        (50, [-0.2] * 3),  # too few play
+        (8, [0.0] * 8),  # both earn nothing: the usual case
+        (8, [-0.2] * 7 + [1.0]),  # a bit less, which is luck: one more success turns it round
+        (8, [-0.2] * 6 + [0.9] * 2),  # those that play earn more in the mean
+        (8, []),
+        (0, [-0.2] * 8),
+        (8, [float("nan")] * 8),
+    ],
+)
+def test_nothing_is_said_of_silence_without_enough_of_both_or_beyond_luck(
+    num_silent: int, rewards: list[float]
+) -> None:
+    assert silence_pays(batch(num_silent, rewards)) is None
+
+
+def test_what_was_solved_before_it_was_cut_off_is_no_silence() -> None:
+    solved = [replace(one, reward=1.0) for one in batch(8, [])]
+    assert silence_pays([*solved, *batch(0, [0.0] * 8)]) is None
+
+
+def test_luck_is_seldom_taken_for_silence() -> None:
+    rng = random.Random(0)
+    cries = sum(
+        silence_pays([replace(one, reward=rng.gauss(0.0, 1.0)) for one in batch(12, [0.0] * 12)])
+        is not None
+        for _ in range(400)
+    )
+    assert cries <= 4
+
+
+def test_silence_is_told_in_the_first_step_that_shows_it() -> None:
+    alarms = RunAlarms(CONFIG, TOKENIZER, has_tools=False)
+    numbers = {"num_trained_rollouts": 6.0, "success": 0.5}
+    (said,) = alarms.observe(0, numbers, [batch(6, [-0.2] * 6 + [-0.1])], [])
+    assert said.startswith("step 0: 6 rollouts that were cut off earn more than the 7 that play")
+
+
+SILENT_GUESS = Path(__file__).with_name("silent_guess.py")
+
+
+@pytest.mark.xdist_group("doctor")
+@pytest.mark.parametrize(("env", "is_silent"), [(str(SILENT_GUESS), True), ("guess", False)])
+def test_check_rehearses_silence_where_no_rollout_plays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], env: str, is_silent: bool
+) -> None:
+    """The first charges a wrong guess and not silence; the second charges both alike."""
+    model = build_tiny_model(tmp_path / "model")
+    words = ["--preset", "tiny", "--model", str(model), "--env", env, "--threads", "1"]
+    _, report = report_of([*words, "--warm-start.steps", "0"], capsys)
+    named = [one["seen"] for one in report["findings"] if one["name"] == "silence_pays"]
+    cut_off = (
+        "an episode that is cut off in its first turn earns more than one that plays, if badly"
+    )
+    assert named == ([f"{cut_off} (0 against -0.3)"] if is_silent else [])
+    assert not any("Instruct" in one["remedy"] for one in report["findings"])
+
+
+def test_only_a_model_without_a_chat_template_is_told_to_be_another_one() -> None:
+    endless = DEFECTS["no_end_of_turn"][0]
+    with_template = found(endless)["no_end_of_turn"].remedy
+    assert "--agent.max-turn-tokens 64" in with_template and "Instruct" not in with_template
+    assert (
+        "-Instruct"
+        in found(endless, tokenizer=tiny_tokenizer(template=None))["no_end_of_turn"].remedy
+    )

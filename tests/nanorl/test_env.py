@@ -9,7 +9,7 @@ import pytest
 import nanorl
 from nanorl.envs.catalog import as_kind, load_kind
 
-GUESS = Path(__file__).resolve().parents[2] / "examples" / "guess.py"
+MAZE = Path(__file__).resolve().parents[2] / "examples" / "maze.py"
 
 
 @pytest.mark.parametrize(
@@ -32,11 +32,16 @@ def test_the_last_number_is_a_number_whatever_was_said(text: str, number: float 
     assert nanorl.last_number(text, default=-1) == (-1 if number is None else number)
 
 
-def test_what_the_first_example_is_told_never_raises() -> None:
-    for said in ("3.5", "9" * 5000, "\u0663", "NaN", "-", "1e999"):
-        task = nanorl.Task("First guess?", answer=7)
-        played = nanorl.rehearse(str(GUESS), task, turns=[said, "7"])
-        assert played.reward == 1.0, said
+def test_the_first_example_is_walked_by_its_rules_and_whatever_it_is_told() -> None:
+    walls = ["left", "right", "right", "left", "left", "right", "left", "right", "left"]
+    task = nanorl.Task("wall on the left", data={"walls": walls})
+    way = ["left" if wall == "right" else "right" for wall in walls]
+    out = nanorl.rehearse(str(MAZE), task, turns=way)
+    assert out.reward == 1.0 and out.observations == [f"wall on the {one}" for one in walls[1:]]
+    bumped = nanorl.rehearse(str(MAZE), task, turns=["right", "left", "right"])
+    assert bumped.is_done and bumped.reward == pytest.approx(2 / 9)
+    for said in ("", "Left", "\u0663", "left right", "9" * 5000):
+        assert nanorl.rehearse(str(MAZE), task, turns=[said]).reward == 0.0, said
 
 
 def test_a_rehearsal_has_as_many_turns_as_a_run() -> None:

@@ -74,7 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     finally:
         os.chdir(before)
         sys.path.remove(str(folder))
-        sys.modules.pop("guess", None)
+        sys.modules.pop("maze", None)
 
 
 def test_the_page_names_only_commands_that_are_run_here() -> None:
@@ -101,7 +101,7 @@ def test_every_run_finds_what_it_names(folder: Path, words: list[str]) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("guess.py", "word_game.py", "own_reward.py", "make_harbor.py", "reasoning_gym.toml"),
+        *("maze.py", "word_game.py", "own_reward.py", "make_harbor.py", "reasoning_gym.toml"),
         *("corridor.py", "drawers.py", "farm.py", "drinks.py", "duel.py"),
     ],
 )
@@ -116,6 +116,11 @@ def test_an_example_is_thirty_lines_at_most(name: str) -> None:
 def test_a_teacher_of_the_page_plays_its_environment(folder: Path, name: str) -> None:
     played = rehearse(str(folder / name))
     assert played.turns and played.observations and "{" not in played.observations[0]
+
+
+def test_the_first_environment_of_the_page_is_the_example() -> None:
+    _, _, example = (ROOT / "examples" / "maze.py").read_text("utf-8").split('"""', 2)
+    assert files()["maze.py"].removeprefix("# maze.py\n").strip() == example.strip()
 
 
 def test_the_class_of_tools_counts(folder: Path) -> None:
@@ -136,7 +141,6 @@ RUNS = [
 @pytest.mark.parametrize("words", RUNS, ids=" ".join)
 def test_the_examples_train(folder: Path, words: list[str], tmp_path: Path) -> None:
     steps = [] if "counter.py" in words or "answer" in words else ["--warm-start.steps", "1"]
-    steps = steps if not any("guess" in word for word in words) else []
     assert main(["train", *words, *SHORT, *steps, "--out", str(tmp_path / "run")]) == 0
     assert (tmp_path / "run" / "summary.json").is_file()
 

@@ -1,4 +1,7 @@
-"""A number game: the agent guesses, and learns to halve the range."""
+"""The game that taught silence: a wrong guess costs 0.05, a turn that is cut off nothing.
+
+It was the first example once. test_doctor.py asks the doctor about it.
+"""
 
 import nanorl
 
