@@ -20,6 +20,10 @@ LINK = re.compile(r"(?<!!)\[((?:[^\]\[]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 ENTRY = re.compile(r"^- \[([^\]]+)\]\(([\w/.]+)\)", re.MULTILINE)
 OUTSIDE = {"README.md": "index.md", "AGENTS.md": "for_assistants.md"}
 """Pages that do not lie in docs/, and where they are in the site."""
+STYLE = """.wy-nav-content { max-width: 70rem }
+.wy-table-responsive table td, .wy-table-responsive table th { white-space: normal }
+"""
+"""The theme's columns are too narrow for tables of four."""
 API = {
     "api/nanorl.md": ("nanorl", "The library: what `import nanorl` offers."),
     "api/options.md": ("nanorl.config", "Every option of a run. Flags have the same names."),
@@ -39,10 +43,11 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages from outside of docs/, and those of the API."""
+    """Add the pages from outside of docs/, those of the API, and a style."""
     for name, place in OUTSIDE.items():
         content = (ROOT / name).read_text("utf-8")
         files.append(File.generated(config, place, content=content))
+    files.append(File.generated(config, "site.css", content=STYLE))
     for place, (module, about) in API.items():
         files.append(File.generated(config, place, content=_reference(module, about)))
     return files

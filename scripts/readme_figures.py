@@ -83,7 +83,7 @@ def default_runs(folder: Path = BENCHMARKS) -> list[MeasuredRun]:
 
 def example_text(folder: Path = BENCHMARKS) -> str:
     """What the environment of the first page reaches, over its seeds."""
-    files = sorted(folder.glob("find_cat_2*.json"))
+    files = sorted(folder.glob("front_page_2*.json"))
     runs = list(_runs_of(files[-1])) if files else []
     if not runs:
         return "What it reaches has not been measured yet.\n"

@@ -63,10 +63,10 @@ def test_comments_are_no_part_of_a_command() -> None:
 
 def test_the_environment_of_the_first_page_is_the_example_that_its_commands_train() -> None:
     (shown,) = check_readme.blocks(TEXT, "python")
-    example = (ROOT / "examples" / "find_cat.py").read_text("utf-8")
+    example = (ROOT / "examples" / "maze.py").read_text("utf-8")
     _, _, code = example.split('"""', 2)
     assert shown.strip() == code.strip()
-    assert "nanorl train --env examples/find_cat.py" in TEXT
+    assert "nanorl train --env examples/maze.py" in TEXT
 
 
 def test_tables_and_picture_are_what_the_benchmarks_say() -> None:
@@ -106,12 +106,12 @@ def test_the_figures_of_the_example_are_the_ends_over_its_seeds(tmp_path: Path) 
     rows = [row(0, 0.79), row(1, 0.855)]
     content = {"date": "2026-12-01", "hardware": "two quiet cores", "rows": rows}
     assert "not been measured" in readme_figures.example_text(tmp_path)
-    (tmp_path / "find_cat_2026-12-01.json").write_text(json.dumps(content))
+    (tmp_path / "front_page_2026-12-01.json").write_text(json.dumps(content))
     said = readme_figures.example_text(tmp_path)
     assert "Of 200 held-out tasks" in said and "0.0 % untrained, 25.0 to 26.0 %" in said
     assert "**79.0 to 85.5 %**" in said and "4.0 to 5.0 minutes" in said and "2 seeds" in said
     busy = content | {"hardware": "two cores, beside other work"}
-    (tmp_path / "find_cat_2026-12-01.json").write_text(json.dumps(busy))
+    (tmp_path / "front_page_2026-12-01.json").write_text(json.dumps(busy))
     assert "minutes" not in readme_figures.example_text(tmp_path)
 
 
@@ -131,7 +131,7 @@ def test_a_page_is_listed_once_and_the_address_stands_once() -> None:
 
 def test_the_readme_is_for_sixty_seconds() -> None:
     shown = re.sub(r"<!--.*?-->\n", "", TEXT)
-    assert len(shown.splitlines()) <= 150
+    assert len(shown.splitlines()) <= 155
     first_screen = TEXT.split("## ")[0]
     peers = ("vLLM", "TRL", "transformers")
     assert not [name for name in peers if name in first_screen], "the benefit comes first"
