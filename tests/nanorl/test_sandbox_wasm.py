@@ -22,7 +22,7 @@ from nanorl.sandbox.backends import open_sandbox
 from nanorl.sandbox.backends.pool import BoxPool
 from nanorl.sandbox.backends.wasm_module import ensure_module
 from nanorl.sandbox.grading import Case, check
-from nanorl.sandbox.session import Session, WorkspaceSandbox
+from nanorl.sandbox.session import Session, WorkspaceError, WorkspaceSandbox
 
 pytestmark = [
     pytest.mark.skipif(
@@ -142,6 +142,11 @@ def test_a_session_keeps_files_also_of_programs_that_ran_out_of_time(
             code = "import os; os.mkdir('d'); open('d/b', 'w').write(open('a.txt').read() * 2)"
             assert (await session.run(code, 5)).status == "ok"
             assert await session.read("d/b") == b"hellohello"
+            await session.run("open('big', 'wb').write(bytes(3 << 20))", 5)
+            assert len(await session.read("big")) == 3 << 20
+            with pytest.raises(WorkspaceError, match="larger than 9 bytes"):
+                await session.read("big", 9)
+            await session.run("import os; os.remove('big')", 5)
             before = await session.snapshot()
             code = (
                 "open('late', 'w').write('kept')\nimport os; os.remove('a.txt')\nwhile True: pass"

@@ -141,6 +141,9 @@ def test_paths_lead_nowhere_but_into_the_tree(machine: Machine) -> None:
     refused(Errno.ROFS, machine.open, "lib.zip", 0, 0x40)
     refused(Errno.ROFS, machine.calls.path_unlink_file, 3, *machine.path("lib.zip"))
     refused(Errno.NOTSUP, machine.calls.path_symlink, 0, 0, 3, 0, 0)
+    touch = machine.calls.path_filestat_set_times
+    refused(Errno.ROFS, touch, 3, 0, *machine.path("lib.zip"), 0, 0, 0)
+    refused(Errno.NOENT, touch, 3, 0, *machine.path("etc/passwd"), 0, 0, 0)
     assert machine.read(machine.open("tmp/.././lib.zip", 0, 2)) == b"library"
     folder = machine.open("tmp", 0, 2)
     refused(

@@ -20,6 +20,7 @@ import json
 import mmap
 import os
 import posixpath
+import select
 import signal
 import struct
 import sys
@@ -127,7 +128,7 @@ class WasmServer(GuestServer):
 
     def _end_at(self, error: Exception) -> NoReturn:
         """The end of a program that the runtime stopped, by a signal as a native one's would be."""
-        os.write(2, f"{str(error).splitlines()[0]}\n".encode())
+        os.write(2, f"{str(error).strip().splitlines()[-1].strip()}\n".encode())
         if self._is_program:
             signal.signal(signal.SIGSEGV, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGSEGV)
@@ -250,10 +251,9 @@ class WasmServer(GuestServer):
                     with contextlib.suppress(WasiError):  # of a file without a name
                         number, value = _CHANGE.unpack_from(body)
                         self._work.change(Op(op), number, value, body[_CHANGE.size :])
-                before = reader.is_empty
-                reader.fill()
-                if reader.is_empty and before:
+                if not select.select([reader.descriptor], [], [], 0)[0]:
                     return False
+                reader.fill()
         except (frames.BoxChannelError, ValueError, KeyError, struct.error):
             return True
 
@@ -269,7 +269,8 @@ class WasmServer(GuestServer):
         elif job == protocol.WRITE:
             self._work.put(self._inside(parts["path"].decode()), parts["data"])
         elif job == protocol.READ:
-            self._answer(self._work.get(self._inside(parts["path"].decode()))[:_PIECE_BYTES])
+            data = self._work.get(self._inside(parts["path"].decode()))
+            self._answer(data[: order.max_output_bytes + 1])  # one more says that it is cut off
         elif job == protocol.PACK:
             self._answer(self._work.archive())
         else:
