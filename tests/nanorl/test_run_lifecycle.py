@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from forked_runs import ROOT, SMALL, RunProcess, Slow, rows
 
+from nanoengine.command_line import program
 from nanoengine.state.checkpoint import list_checkpoints, open_checkpoint
 from nanoengine.state.run_folder import RunFolder
 from nanorl.cli import main
@@ -88,7 +89,9 @@ def test_a_run_interrupted_in_three_optimizer_steps_ends_with_the_same_bits(
     assert run.wait() == 130, run.output()
     assert "stopping after this step" in run.output()
     assert "still finishing this step" in run.output()
-    assert f"stopped and saved; go on with: nanorl train --resume --out {out}" in (run.output())
+    assert f"stopped and saved; go on with: {program()} train --resume --out {out}" in (
+        run.output()
+    )
     assert stands_at(out) == ("warm_start", 2)
 
     # twice in a step of RL: update 1 is the last of the warm start
