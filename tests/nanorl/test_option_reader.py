@@ -514,7 +514,7 @@ def test_help_is_two_screens_of_what_people_use(verb: str) -> None:
 def test_help_all_has_every_option_with_its_text() -> None:
     shown = help_text("all")
     for name, option in option_texts().items():
-        assert option.text or name in ("lora.rank",), f"{name} has no text"
+        assert option.text, f"{name} has no text"
         assert f"\n  {option.flag}".rstrip() in shown
     assert option_texts().keys() == LEAVES.keys()
     assert max(map(len, shown.splitlines())) <= 100
