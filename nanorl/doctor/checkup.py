@@ -230,7 +230,8 @@ class _Examination:
     async def _open(self, player: Player, tasks: Sequence[Task], more: Sequence[Task]) -> bool:
         """Open an episode of each task, without a turn. False where that is no use."""
         tokenizer, found = self.parts.tokenizer, self.checkup.findings
-        lengths, beside = [], 0
+        lengths: list[int] = []
+        beside = 0
         for task in tasks:
             env = player.kit.environment()
             try:
