@@ -36,7 +36,7 @@ class Corridor(nanorl.Env):
     tools = (look, go)
 
     def teacher(self, observations, rng):  # looks now and then
-        if not observations and rng.random() < 0.5:
+        if not observations and rng.random() < 0.3:
             return nanorl.ToolCall("look", {})
         side = self.task.answer if self.has_looked else rng.choice(["left", "right"])
         return nanorl.ToolCall("go", {"door": side})

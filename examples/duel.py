@@ -13,9 +13,8 @@ class Duel(nanorl.Env):
     defaults = {  # noqa: RUF012
         "agent.max_turns": 4,
         "agent.max_turn_tokens": 8,
-        "warm_start.steps": 8,
-        "warm_start.traces_per_step": 32,  # so many average out that the teacher only guesses
-        "warm_start.lr": 5e-5,
+        "warm_start.steps": 10,
+        "warm_start.traces_per_step": 32,  # they are short
         "rl.steps": 10,
         "rl.temperature": 1.0,
     }
@@ -35,5 +34,5 @@ class Duel(nanorl.Env):
             return self.done(reward=self.num_won / 3)
         return f"I had {MOVES[self.theirs]}."
 
-    def teacher(self, observations, rng):  # shows the words, but not which one
-        return rng.choice(MOVES)
+    def teacher(self, observations, rng):  # often wrong, so that RL finds something to do
+        return MOVES[(self.theirs + 2) % 3] if rng.random() < 0.4 else rng.choice(MOVES)

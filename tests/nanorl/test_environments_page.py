@@ -112,7 +112,7 @@ def test_an_example_is_thirty_lines_at_most(name: str) -> None:
     assert 0 < len(lines) <= 30
 
 
-@pytest.mark.parametrize("name", ["shop.py", "maze.py", "examples/word_game.py"])
+@pytest.mark.parametrize("name", ["shop.py", "hall.py", "examples/word_game.py"])
 def test_a_teacher_of_the_page_plays_its_environment(folder: Path, name: str) -> None:
     played = rehearse(str(folder / name))
     assert played.turns and played.observations and "{" not in played.observations[0]
