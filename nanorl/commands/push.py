@@ -13,8 +13,6 @@ from pathlib import Path
 
 import tyro
 
-from nanorl.cards.hub import HubUpload
-
 
 def push(
     run: tyro.conf.Positional[Path],
@@ -32,6 +30,8 @@ def push(
         adapter: Upload the adapter (adapter-trained/) instead of the whole model.
         private: Make the repository private, if it is new.
     """
+    from nanorl.cards.hub import HubUpload  # here: it imports torch
+
     upload = HubUpload.of_run(run, repo, is_adapter=adapter, is_private=private)
     print(f"uploading {upload.folder} ({upload.num_bytes / 1e6:.1f} MB) to {repo} ...", flush=True)
     print(f"done: {upload.send()}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -65,6 +66,12 @@ def test_the_verb_says_it_in_words_and_as_json(
     assert document["processor"]["cores"] == os.cpu_count()
     assert document["engines"]["torch"] == "2.13.0+cpu"
     assert document["python"]["python"] == ".".join(map(str, sys.version_info[:3]))
+
+
+def test_the_doctor_itself_needs_no_torch() -> None:
+    program = "import sys, nanorl.commands.doctor; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "False", done.stderr
 
 
 def test_a_machine_on_which_nothing_can_run_is_told_so_and_how_to_mend_it(

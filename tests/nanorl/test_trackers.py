@@ -282,7 +282,7 @@ def test_a_missing_package_is_one_error_that_names_the_extra(
 ) -> None:
     require_trackers(())
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"--log mlflow needs .* 'nanorl-stack\[mlflow\]'"):
+    with pytest.raises(ValueError, match=r"--log mlflow needs .*\[mlflow\]'"):
         require_trackers(("mlflow",))
 
 
