@@ -1,9 +1,11 @@
-"""Trains in the README's environment, its own command made short, and fails without a rise.
+"""Trains in the README's environment, its own command made short: fails without a rise in reward.
 
-    python scripts/check_rise.py
+    python scripts/check_rise.py [OPTION ...]
 
-The run is seeded, but its bits depend on the processor, so what is asked for is well below what
-such a run was seen to gain on any (benchmarks/front_page_2026-11-25.json).
+The options are those of `nanorl train`. What is asked for is far below what such a run gains
+(benchmarks/front_page_2026-11-25.json), since the policy finds the way within two or three steps,
+and which ones these are depends on the processor's bits. Left out: held-out success, which is
+measured by hand.
 """
 
 from __future__ import annotations
@@ -13,25 +15,33 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "runs" / "rise-check"
 COMMAND = "-m nanorl.cli train --env examples/maze.py"
-SHORT = "--rl.steps 8 --evaluation.num-tasks 100 --evaluation.num-tasks-untrained 2 --no-keep-start"
-LEAST_RISE = 0.15
-"""Of held-out success by RL: two standard errors of a hundred tasks each are 0.14."""
+SHORT = "--rl.steps 16 --evaluation.num-tasks 16 --evaluation.num-tasks-untrained 1 --no-keep-start"
+NUM_STEPS = 3
+LEAST_RISE = 0.1
+"""Of the mean reward of the last steps over that of the first ones."""
+
+
+def rise(metrics: Path) -> tuple[float, float]:
+    """The mean reward of the first and of the last steps of a run."""
+    rewards = [json.loads(line)["reward"] for line in metrics.read_text().splitlines()]
+    return fmean(rewards[:NUM_STEPS]), fmean(rewards[-NUM_STEPS:])
 
 
 def main() -> int:
     shutil.rmtree(OUT, ignore_errors=True)
-    words = [sys.executable, *COMMAND.split(), *SHORT.split(), "--out", str(OUT)]
-    subprocess.run(words, cwd=ROOT, check=True)
-    summary = json.loads((OUT / "summary.json").read_text())
-    before, after = summary["heldout_success_before"], summary["heldout_success_after"]
-    print(f"held-out success by RL: {before:.1%} -> {after:.1%}, in {summary['wall_s']:.0f} s")
-    if after - before < LEAST_RISE:
-        print(f"that is no rise of {LEAST_RISE:.0%}", file=sys.stderr)
+    words = [*COMMAND.split(), *SHORT.split(), "--out", str(OUT), *sys.argv[1:]]
+    subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
+    first, last = rise(OUT / "metrics.jsonl")
+    print(f"reward of the first and the last {NUM_STEPS} steps: {first:.3f}, {last:.3f}")
+    if last - first < LEAST_RISE:
+        print(f"it did not rise by {LEAST_RISE}: the README's environment no longer learns")
         return 1
+    shutil.rmtree(OUT)
     return 0
 
 
