@@ -201,6 +201,8 @@ setup(
         "wandb": WANDB,
         "wasm": WASM,
         "mlflow": MLFLOW,
+        "docs": ["mkdocs>=1.6", "mkdocstrings[python]>=0.27"],  # scripts/docs_site.sh
+        "notebooks": ["nbclient>=0.10", "nbformat>=5.10", "ipykernel>=6.29"],  # notebooks/
         "postgres": POSTGRES,
         "blobs": BLOBS,
         "trackio": ["trackio>=0.4"],

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,25 +83,30 @@ def default_runs(folder: Path = BENCHMARKS) -> list[MeasuredRun]:
 
 def example_text(folder: Path = BENCHMARKS) -> str:
     """What the environment of the first page reaches, over its seeds."""
-    files = sorted(folder.glob("front_page_2*.json"))
-    runs = list(_runs_of(files[-1])) if files else []
-    if not runs:
+    measured = newest("front_page", folder)
+    if measured is None:
         return "What it reaches has not been measured yet.\n"
-    untrained, before, after = (
-        _span([run.success(phase) for run in runs]) for phase in ("untrained", "before", "after")
-    )
-    minutes = [run.seconds / 60 for run in runs if run.seconds is not None]
-    took = f" A run takes {_span(minutes)} minutes." if minutes else ""
+    phases = ("untrained", "before", "after")
+    untrained, before, after = (_values(measured, f"heldout-success-{one}") for one in phases)
+    seeds = {row["runs"]["seed"] for row in measured["rows"]}
+    of = next(row["runs"]["n"] for row in measured["rows"] if "n" in row["runs"])
+    who = f"least and most of {len(seeds)} seeds" if len(seeds) > 1 else "one seed"
+    took = f" A run takes {_span(_values(measured, 'run-wall'), 60)} minutes."
     return (
-        f"Of {runs[0].figures['heldout_n']} held-out tasks the model solves {untrained} % "
-        f"untrained, {before} % after the warm start,\nand **{after} %** after RL (the least and "
-        f"the most of {len(runs)} seeds).{took}\n"
+        f"Of the held-out tasks SmolLM2 solves {_span(untrained, 0.01)} % untrained, "
+        f"{_span(before, 0.01)} % after the warm start, and\n**{_span(after, 0.01)} %** after RL "
+        f"(n = {of}, {who}).{took if 'quiet' in measured['hardware'] else ''}\n"
     )
 
 
-def _span(values: Sequence[float]) -> str:
-    ends = dict.fromkeys(f"{end:.1f}" for end in (min(values), max(values)))
-    return " to ".join(ends)
+def _values(measured: Mapping[str, Any], name: str) -> list[float]:
+    """A figure of every seed, by the end of its row's name."""
+    return [row["value"] for row in measured["rows"] if row["name"].endswith(f"/{name}")]
+
+
+def _span(values: Sequence[float], unit: float) -> str:
+    """The least and the most, in that unit; one number where both are shown alike."""
+    return " to ".join(dict.fromkeys(f"{end / unit:.1f}" for end in (min(values), max(values))))
 
 
 def _runs_of(file: Path) -> Iterator[MeasuredRun]:

@@ -23,9 +23,13 @@ def test_a_notebook_is_kept_without_outputs(notebook: Path) -> None:
 def test_a_notebook_runs_to_its_end(
     notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nbclient = pytest.importorskip("nbclient", reason="nbclient runs notebooks: the extra `dev`")
-    nbformat = pytest.importorskip("nbformat", reason="nbformat reads notebooks: the extra `dev`")
-    pytest.importorskip("ipykernel", reason="ipykernel runs their cells: the extra `dev`")
+    nbclient = pytest.importorskip(
+        "nbclient", reason="nbclient runs notebooks: the extra `notebooks`"
+    )
+    nbformat = pytest.importorskip(
+        "nbformat", reason="nbformat reads notebooks: the extra `notebooks`"
+    )
+    pytest.importorskip("ipykernel", reason="ipykernel runs their cells: the extra `notebooks`")
     (tmp_path / "notebooks").mkdir()
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
