@@ -118,6 +118,9 @@ CLASSIFIERS = [
     "Topic :: Scientific/Engineering :: Artificial Intelligence",
     "Typing :: Typed",
 ]
+HUB = ["huggingface_hub>=0.24"]  # --model owner/name, nanorl push
+DOCS = ["mkdocs>=1.6", "mkdocstrings[python]>=0.27"]  # scripts/docs_site.sh
+NOTEBOOKS = ["nbclient>=0.10", "nbformat>=5.10", "ipykernel>=6.29"]  # notebooks/
 
 setup(
     name="nanorl-stack",
@@ -146,7 +149,7 @@ setup(
         # `nanorl new` writes, a sandbox for machines without namespaces.
         "start": [*GGUF, *SERVE, *TESTS, *WASM],
         "gguf": GGUF,
-        "hub": ["huggingface_hub>=0.24"],
+        "hub": HUB,
         "dev": [
             *TESTS,
             "pytest-xdist>=3.6",
@@ -174,7 +177,9 @@ setup(
             *CLEARML,
             *POSTGRES,
             *BLOBS,
-            *WASM,
+            *HUB,  # nanorl push, against a stand-in
+            *DOCS,
+            *NOTEBOOKS,
             "selenium>=4.20",  # the viewer in a browser; scripts/install_test_tools.sh
             # What checks a format of ours by its own package.
             "atif>=1.8",
@@ -201,8 +206,8 @@ setup(
         "wandb": WANDB,
         "wasm": WASM,
         "mlflow": MLFLOW,
-        "docs": ["mkdocs>=1.6", "mkdocstrings[python]>=0.27"],  # scripts/docs_site.sh
-        "notebooks": ["nbclient>=0.10", "nbformat>=5.10", "ipykernel>=6.29"],  # notebooks/
+        "docs": DOCS,
+        "notebooks": NOTEBOOKS,
         "postgres": POSTGRES,
         "blobs": BLOBS,
         "trackio": ["trackio>=0.4"],
