@@ -91,8 +91,8 @@ def jobs_of(options: ProtocolOptions, extra: Sequence[str]) -> list[RunJob]:
             words = ("--config", str(file), "--seed", str(seed), *extra)
             try:
                 parse_arguments([*words, "--out", str(options.out)])
-            except SystemExit:
-                raise ValueError(f"{file}: nanorl train refuses its options, see above") from None
+            except ValueError as error:
+                raise ValueError(f"{file}: {error}") from None
             folder = options.out / name / f"seed{seed}"
             leftovers = () if options.keep_checkpoints else _CHECKPOINTS
             jobs.append(

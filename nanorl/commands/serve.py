@@ -16,7 +16,6 @@ import tyro
 
 from nanoengine.extras import missing
 from nanoinfer.server.config import ServerConfig, ServerOptions
-from nanorl.saved_models import find_models
 
 
 def serve(
@@ -34,6 +33,8 @@ def serve(
         from nanoinfer.server.running import run_server
     except ModuleNotFoundError as error:
         raise missing("the server", error.name, extra="serve") from None
+    from nanorl.saved_models import find_models  # here: it imports torch
+
     saved = find_models(source)
     name = options.model_name or Path(source).expanduser().resolve().name
     options = replace(options, model_name=name)

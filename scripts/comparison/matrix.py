@@ -156,11 +156,6 @@ class MatrixPlan:
                 parse_arguments(words)
             except ValueError as error:
                 raise ValueError(f"variant {one.label}: {error}") from None
-            except SystemExit:
-                raise ValueError(
-                    f"variant {one.label}: nanorl train refuses its options, see above: "
-                    f"{shlex.join(words)}"
-                ) from None
 
 
 @dataclass(frozen=True, kw_only=True)

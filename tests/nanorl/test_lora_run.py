@@ -1,7 +1,6 @@
 """Runs that train an adapter: warm start, RL, resuming, and what they leave in their folder."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -140,12 +139,11 @@ def test_a_run_over_an_int8_base_is_exact_and_resumes_to_the_bit(tmp_path: Path)
         assert (folder / "model.safetensors").read_bytes() == theirs
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What the command line answers, without the box around it."""
-    with pytest.raises((ValueError, SystemExit)) as caught:
+def refusal(*words: str) -> str:
+    """What the command line answers."""
+    with pytest.raises(ValueError) as caught:
         parse_arguments(list(words))
-    told = capsys.readouterr().err if caught.type is SystemExit else str(caught.value)
-    return " ".join(re.sub("[│─╭╮╰╯]", " ", told).split())
+    return str(caught.value)
 
 
 def test_what_does_not_go_with_an_adapter_is_refused_before_any_work(
@@ -180,9 +178,9 @@ def test_what_does_not_go_with_an_adapter_is_refused_before_any_work(
         ),
         ((*rank, "--learner.tp", "2"), "--learner.tp 2: needs processes of its own"),
     ):
-        assert message in refusal(capsys, *out, *words)
+        assert message in refusal(*out, *words)
     with pytest.raises(ValueError, match=r"--lora\.targets: 'lm_head' names no matrix"):
         run(tmp_path / "run", 1, lora__targets=("lm_head",))
     assert not (tmp_path / "run" / "checkpoints").exists()
     message = "--lora.rank 4 -> 8 (the checkpoint holds the run's own adapter"
-    assert message in refusal(capsys, "--resume", "--out", str(whole), "--lora.rank", "8")
+    assert message in refusal("--resume", "--out", str(whole), "--lora.rank", "8")
