@@ -141,7 +141,7 @@ def test_what_a_resumed_run_must_keep_is_refused_with_reason_and_remedy(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--fork", "{run}@7"], "no such checkpoint; there are: @1, @2, @3 .@done.. .*keeps the n"),
+        (["--fork", "{run}@7"], "no such checkpoint; there are: @0, @1, @2, @3 .@done.. .*keeps"),
         (["--fork", "{run}@last"], "give a number of RL steps after the @, or done"),
         (["--fork", "{run}-not@1"], "config.json does not exist"),
         (["--fork", "{run}@2", "--rl.steps", "1"], "--rl.steps 1: 2 are done"),
