@@ -3,11 +3,12 @@
 The two engines must give one token the same bits whatever batch it sits in. On a CPU both read a
 weight that is laid out once for it (`pack_weight`), in one of two ways:
 
-* C++ (`cpp/linear.h`) on processors with AVX-512 (for bf16 its dot product, and no matrix
-  unit). A result is summed over the inputs in order, for any number of rows. It is as fast as
-  oneDNN for many rows and up to 1.8 times as fast for the few of a decoding step.
-* oneDNN's inner product elsewhere. It is row-invariant from two rows on, so one row is doubled;
-  about twice as fast as `F.linear` in fp32.
+* C++ (`cpp/linear.h`), wherever there is a compiler. A result is summed over the inputs in order,
+  for any number of rows. It is as fast as oneDNN for many rows and up to 1.8 times as fast for the
+  few of a decoding step. In a processor's matrix unit (AMX) oneDNN multiplies many rows of bf16
+  faster, but gives a row other bits for another number of rows, so it is not used there either.
+* oneDNN's inner product where there is none. It is row-invariant from two rows on without a matrix
+  unit, so one row is doubled; about twice as fast as `F.linear` in fp32.
 
 A weight may carry `main_grad`, an fp32 buffer of its shape: the backward pass then adds to that
 and autograd sees no gradient, which saves one weight-sized tensor a layer and keeps the sum over
@@ -69,9 +70,7 @@ def is_packable(weight: Tensor) -> bool:
 
 def is_native(weight: Tensor) -> bool:
     """True if the packed layout of this weight is the C++ kernels'."""
-    if not has_native(weight):
-        return False
-    return cpp_ops.has_linear(weight.dtype) or not onednn.can_multiply(weight.dtype)
+    return has_native(weight)
 
 
 def pack_weight(weight: Tensor, out: Tensor | None = None) -> Tensor | None:

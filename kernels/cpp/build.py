@@ -39,7 +39,7 @@ NATIVE_DTYPES = tuple(_SUFFIX)
 _COMPILE_LIMIT_S = 300
 _SEAL_BYTES = 32
 # the kernels that return one
-_COUNTS = ("has_linear", "panel", "int8_word", "run_keys", "run_word", "decode_scratch")
+_COUNTS = ("panel", "int8_word", "run_keys", "run_word", "decode_scratch")
 
 
 def has_native(*tensors: Tensor) -> bool:
@@ -140,7 +140,6 @@ def _load(path: Path) -> Kernels:
         "pick": [pointer] + [count] * 3 + [number] + [pointer] * 3 + [count],
         "pick_kept": [pointer] + [count] * 3 + [number] + [pointer] * 7 + [count],
         "likeliest": [pointer] + [count] * 3 + [number, pointer, count] + [pointer] * 2 + [count],
-        "has_linear": [],
         "panel": [],
         "linear": [pointer] * 4 + [count] * 5,
         "linear_unpacked": [pointer] * 4 + [count] * 5,

@@ -55,19 +55,6 @@
              has_key_runs);                                                                       \
   }
 
-
-
-// Whether this is the fastest product for the processor it was compiled for. Processors with matrix
-// units (AMX) multiply bf16 several times faster through oneDNN.
-extern "C" int64_t has_linear_f32() { return 1; }
-extern "C" int64_t has_linear_bf16() {
-#ifdef __AMX_BF16__
-  return 0;
-#else
-  return 1;
-#endif
-}
-
 #define LINEAR(T, SUFFIX)                                                                        \
   extern "C" void linear_##SUFFIX(T* y, const T* x, const float* packed, const T* bias,         \
                                   int64_t rows, int64_t inputs, int64_t outputs,                 \

@@ -122,11 +122,6 @@ def store_kv(
     )  # fmt: skip
 
 
-def has_linear(dtype: torch.dtype) -> bool:
-    """True if `linear` is the fastest there is on this processor. Ask only where `has_native`."""
-    return bool(function("has_linear", dtype)())
-
-
 def pack(weight_OI: Tensor, out: Tensor | None = None) -> Tensor:
     """A copy in the order in which `linear` reads it: panels of outputs; in the memory of `out`,
     an earlier one, where that has its shape and dtype."""
