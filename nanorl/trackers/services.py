@@ -191,7 +191,7 @@ class ClearmlTracker:
 
         file = run.folder / _CLEARML_TASK
         known = file.read_text("utf-8").strip() if file.is_file() else ""
-        self._task = Task.init(
+        self._task: Any = Task.init(
             project_name=run.project,
             task_name=run.name,
             reuse_last_task_id=known or False,
