@@ -191,7 +191,7 @@ def judge(drawn: dict[str, str], status: int, output: str, folder: Path) -> tupl
         return "trained", f"gradient norms {' '.join(shown)}"
     names = {flag.rsplit(".", 1)[-1].removeprefix("--") for flag in {**SMALLEST, **drawn}}
     is_named = any(name in words or name.replace("-", "_") in words for name in names)
-    is_clean = status == 1 and "Traceback" not in output
+    is_clean = status == 2 and "Traceback" not in output
     return ("refused" if is_named and is_clean else "BROKEN"), last
 
 

@@ -49,9 +49,9 @@ def test_the_draw_covers_every_option_and_every_recipe() -> None:
 
 def test_a_refusal_that_names_nothing_and_a_traceback_are_broken(tmp_path: Path) -> None:
     drawn = {"--rl.epochs": "2"}
-    assert check_options.judge(drawn, 1, "error: --rl.epochs 2: no", tmp_path)[0] == "refused"
-    assert check_options.judge(drawn, 1, "error: it did not work", tmp_path)[0] == "BROKEN"
-    assert check_options.judge(drawn, 1, "Traceback: rl.epochs", tmp_path)[0] == "BROKEN"
+    assert check_options.judge(drawn, 2, "error: --rl.epochs 2: no", tmp_path)[0] == "refused"
+    assert check_options.judge(drawn, 2, "error: it did not work", tmp_path)[0] == "BROKEN"
+    assert check_options.judge(drawn, 2, "Traceback: rl.epochs", tmp_path)[0] == "BROKEN"
     assert check_options.judge(drawn, -1, "rl.epochs", tmp_path)[0] == "BROKEN"
 
 
