@@ -62,7 +62,7 @@ class TrainedRun:
 
 
 def train(
-    model: str = "smollm2",
+    model: str | None = None,
     *,
     env: Any = None,
     steps: int | None = None,
@@ -71,13 +71,14 @@ def train(
 ) -> TrainedRun:
     """Train an agent, as `nanorl train` does.
 
-    `model` is a preset (smollm2, tiny), a Hugging Face folder or a name; `env` a class derived from
+    `model` is a preset (smollm2, tiny), a Hugging Face folder or a name; None: what `options`, a
+    file they name or the run that goes on says, else smollm2; `env` a class derived from
     `nanorl.Env`, or a text as `--env` takes it; `options` any others by their names on the command
     line, {"rl.lr": 1e-5, "seed": 1}. ValueError where something is wrong with them. Stopping it
     raises `Interrupted` after saving.
     """
     given: dict[str, Any] = dict(options or {})
-    if model not in PRESETS:
+    if model is not None and model not in PRESETS:
         given["model"] = model
     if steps is not None:
         given["rl.steps"] = steps
@@ -128,7 +129,7 @@ def export(run: Path | str, to: str, **options: Any) -> Exported:
     return export_rollouts(read_record(ExportOptions, given, where="export"))
 
 
-def configured(model: str, env: Any, options: Mapping[str, Any]) -> tuple[RunConfig, Any]:
+def configured(model: str | None, env: Any, options: Mapping[str, Any]) -> tuple[RunConfig, Any]:
     """The options of a run, and the environment where it goes along as an object.
 
     A class that other processes can find goes by its name where the run has such processes. An

@@ -35,7 +35,7 @@ class Verb(NamedTuple):
 
 VERBS: Mapping[str, Verb] = MappingProxyType(
     {
-        "train": Verb("nanorl.commands.train:main", "train an agent; --env guess.py for your own"),
+        "train": Verb("nanorl.commands.train:main", "train an agent; --env maze.py for your own"),
         "algorithms": Verb("nanorl.commands.algorithms:algorithms", "the recipes by their names"),
         "check": Verb("nanorl.commands.check:check", "what will go wrong with a run, before it"),
         "doctor": Verb("nanorl.commands.doctor:doctor", "what this machine can do, what to mend"),

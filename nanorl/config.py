@@ -488,7 +488,7 @@ class RunConfig:
     model: str | None = None
     """A Hugging Face folder, a .gguf file or a hub id instead of the preset's model."""
     env: str = ""
-    """Your own environment: a file (guess.py), module:Class, or one of those that come along;
+    """Your own environment: a file (maze.py), module:Class, or one of those that come along;
     empty: programs that solve the preset's tasks. See docs/environments.md."""
     env_args: tuple[str, ...] = ()
     """Its arguments, as name=value."""

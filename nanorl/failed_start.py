@@ -1,14 +1,15 @@
 """A run that failed before it had anything to lose: its folder is free for the corrected command.
 
 That is a run without a finished step of RL, nor a warm start that a checkpoint holds: going on with
-it would begin at the beginning, too. Only what a run writes is taken away, and nothing from a
-folder that is no run's.
+it would begin at the beginning, too. Nothing is lost all the same: what stood under the names of a
+run's own files is moved aside, into `failed-start-1` and so on.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,20 @@ _WRITTEN = (
 
 
 def take_away_failed_start(folder: Path) -> bool:
-    """Remove what a run left that failed at its start. False, and nothing is touched, where the
-    folder holds anything else."""
+    """Move aside what a run left that failed at its start. False, and nothing is touched, where
+    the folder holds anything else."""
     if not _is_failed_start(folder):
         return False
+    aside = next(one for one in map(folder.joinpath, _names()) if not one.exists())
+    aside.mkdir()
     for pattern in _WRITTEN:
         for found in folder.glob(pattern):
-            shutil.rmtree(found) if found.is_dir() else found.unlink()
+            found.rename(aside / found.name)
     return True
+
+
+def _names() -> Iterator[str]:
+    return (f"failed-start-{number}" for number in count(1))
 
 
 def _is_failed_start(folder: Path) -> bool:

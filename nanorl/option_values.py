@@ -186,7 +186,7 @@ _IS: Mapping[Any, Callable[[Any], bool]] = {
     int: lambda value: _is_number(value, numbers.Integral),
     float: lambda value: _is_number(value, numbers.Real),
     str: lambda value: isinstance(value, str),
-    Path: lambda value: isinstance(value, str | Path),
+    Path: lambda value: isinstance(value, Path) or (isinstance(value, str) and value != ""),
 }
 """Whether a value of a file, or Python's, is of that type."""
 

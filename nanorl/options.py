@@ -36,6 +36,10 @@ Options = Mapping[str, Any]
 """Dotted name, `rl.group_size` -> a value of that option's type."""
 
 
+_DECIDING = frozenset({"preset", "algorithm", "env", "env_args", "resume", "fork", "out"})
+"""What an environment's own defaults cannot hold."""
+
+
 class HelpWanted(Exception):  # noqa: N818 - not an error: the user asked for it
     """The command line asks for help, about `topic`: everything ("all"), a section, or ""."""
 
@@ -99,7 +103,14 @@ def for_environment(config: RunConfig, kind: EnvKind) -> RunConfig:
     somebody can show how its tasks are played."""
     if not kind.has_teacher:
         config = with_options(config, {"warm_start.steps": 0}, where=kind.name)
-    return with_options(config, kind.defaults, where=f"{kind.name}.defaults")
+    where = f"{kind.name}.defaults"
+    own = read_mapping(kind.defaults, where)
+    if deciding := _DECIDING & own.keys():
+        raise ValueError(
+            f"{where}: {', '.join(sorted(deciding))}: decides where other defaults come from, and "
+            "is the run's to say; leave it out, or set the options that it stands for"
+        )
+    return _with(config, own)
 
 
 # -- the three ways in -----------------------------------------------------------------------------
@@ -107,6 +118,8 @@ def for_environment(config: RunConfig, kind: EnvKind) -> RunConfig:
 
 def read_mapping(options: Mapping[Any, Any], where: str) -> dict[str, Any]:
     """The options of a file, or Python's. ValueError as for `with_options`."""
+    if not isinstance(options, Mapping):
+        raise ValueError(f"{where}: must hold options by name, not {options!r}")
     found: dict[str, Any] = {}
     for name, value in _leaves(options, where):
         if name in found:

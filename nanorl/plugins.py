@@ -1,6 +1,6 @@
 """Loads what a user names: a name of ours, `module:attribute`, `file.py` or `file.py:attribute`.
 
-    load_object("guess.py", what="environment", known={}, fits=is_environment)
+    load_object("maze.py", what="environment", known={}, fits=is_environment)
     load_object("my_rewards:by_length", what="reward", known=REWARDS, fits=callable)
 
 A file is imported under a name of its own made of its path, so two files of one name do not meet

@@ -98,7 +98,8 @@ install_torch() { # the lock in use: start or dev
     elif [ -n "${NANORL_TORCH_INDEX:-}" ]; then
         source=(--extra-index-url "$NANORL_TORCH_INDEX")
     fi
-    build="$(find_torch "$pin" ${source[@]+"${source[@]}"})"
+    build="$("$PYTHON" -m pip show torch 2>/dev/null | sed -n "s/^Version: \($pin+.*\)/\1/p")" # kept
+    [ -n "$build" ] || build="$(find_torch "$pin" ${source[@]+"${source[@]}"})"
     if [ -n "$build" ]; then
         say "set-up 2/3: torch $build, from elsewhere than the package index: its hash is not checked"
         install_packages ${source[@]+"${source[@]}"} "torch==$build"

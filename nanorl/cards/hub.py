@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanoengine.extras import missing
 from nanorl.cards.model_card import ADAPTER, CARD, MODEL, write_cards
 from nanorl.cards.model_source import model_source
 from nanorl.config import RunConfig
@@ -75,9 +76,7 @@ def _client() -> Any:
     try:
         from huggingface_hub import HfApi, get_token
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"push: needs the package {error.name}; run: pip install huggingface_hub"
-        ) from None
+        raise missing("push", error.name, extra="hub") from None
     if get_token() is None:
         raise ValueError(
             "push: the hub wants to know who you are; run `hf auth login` once, or set HF_TOKEN to "

@@ -207,14 +207,14 @@ def _commands(summary: Mapping[str, Any]) -> list[str]:
 
 def _portable(command: str) -> str:
     """A command line with `nanorl` for the file that ran, and without the paths of a machine."""
-    program, *words = command.split()
+    program, *words = shlex.split(command)
     is_ours = Path(program).name in ("nanorl", "cli.py", "train.py")
     named = PROJECT if is_ours else f"python {Path(program).name}"
     return " ".join([named, *(shlex.quote(_without_path(word)) for word in words)])
 
 
 def _without_path(word: str) -> str:
-    """A word whose absolute path is cut to the last part; a flag keeps its name."""
+    """A word with a path out of the working folder cut to its last part; a flag keeps its name."""
     name, sign, value = word.rpartition("=")
-    is_path = value.startswith(("/", "~"))
+    is_path = value.startswith(("/", "~", "../"))
     return f"{name}{sign}{Path(value).name}" if is_path else word

@@ -51,7 +51,7 @@ def model_source(config: RunConfig, folder: Path) -> ModelSource:
     if (match := _SNAPSHOT.search(str(folder.absolute()))) is not None:
         return _of_hub(folder, *match.groups())
     return ModelSource(
-        text=f"the model in the folder {given}",
+        text=f"the model in the folder {folder.absolute().name}",
         name=folder.absolute().name,
         licence=licence_of(folder),
     )

@@ -1,6 +1,6 @@
 """`nanorl check`: says what will go wrong with a run, before it is begun.
 
-    nanorl check --env guess.py
+    nanorl check --env maze.py
     nanorl check --preset tiny --rl.temperature 0.2 --as-json
 
 It takes the options of `nanorl train`. Exit status: 0 the run can work, 1 it cannot, 2

@@ -2,7 +2,7 @@
 
     nanorl eval smollm2 --num-tasks 100
     nanorl eval runs/tiny-seed0 --k 8              # a run: its trained model, with its own options
-    nanorl eval smollm2 --env guess.py             # an environment of your own
+    nanorl eval smollm2 --env maze.py             # an environment of your own
     nanorl eval owner/name --tasks test.jsonl      # tasks of your own
 
 The folder of the result (--out) holds eval.json, with every task's score, for `nanorl compare`,
@@ -54,7 +54,7 @@ class EvalOptions:
     preset: str = "smollm2"
     """Where environment and limits come from, unless MODEL is a run, which has its own."""
     env: str = ""
-    """As in training: a file (guess.py), module:Class, or one of those that come along."""
+    """As in training: a file (maze.py), module:Class, or one of those that come along."""
     env_args: tuple[str, ...] = ()
     """Its arguments, as name=value."""
     reward: str = ""

@@ -1,6 +1,6 @@
 """`nanorl serve-env ENV`: an environment over HTTP, for runs elsewhere.
 
-    nanorl serve-env guess.py --port 8900
+    nanorl serve-env maze.py --port 8900
     nanorl train --env http://127.0.0.1:8900
 
 ENV is what `--env` takes. Exit status as of every verb. Left out: the agent and its model; the run

@@ -1,7 +1,7 @@
 """`nanorl train`: trains an agent, evaluates it before and after, and writes a run's folder.
 
     nanorl train --preset tiny
-    nanorl train --env guess.py --rl.steps 20 --out runs/guess
+    nanorl train --env maze.py --rl.steps 20 --out runs/maze
 
 Exit status: 0 finished, 2 something was wrong (one message says what and how to mend it),
 130 stopped with Ctrl-C (saved, unless it was pressed three times; the message says how to go on).
@@ -52,7 +52,7 @@ def run_training(
         config.run_dir, is_resumed=config.resume, take_away=take_away_failed_start
     ) as folder:
         if folder.is_begun_anew:
-            print(f"{config.run_dir} held a run that failed at its start: it begins anew")
+            print(f"{config.run_dir}: a run that failed at its start is now in failed-start-*")
         if config.fork and not config.resume:
             take_over(config)
         parts = Parts(config, env=env)

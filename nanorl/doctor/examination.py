@@ -157,7 +157,7 @@ def _gpu_finding(facts: Mapping[str, Any]) -> Finding | None:
         seen=f"there is a GPU ({cards[0]}), and PyTorch "
         + ("is a CPU build" if is_cpu_build else "does not reach it"),
         why="runs will use the processor alone",
-        remedy="install the CUDA build: pip install --force-reinstall torch from PyPI"
+        remedy="remove .venv and set it up without a CPU build (docs/install.md)"
         if is_cpu_build
         else "update the driver, or look at CUDA_VISIBLE_DEVICES",
     )

@@ -1,7 +1,7 @@
 """Finds the environment that a user names or gives: one of ours, one that a package offers
 (installed.py), a file, `module:Class`, a class.
 
-kind = load_kind("guess.py", {})
+kind = load_kind("maze.py", {})
 kind = as_kind(Guess)
 kind = load_kind("http://127.0.0.1:8900", {})   # an environment server: nanorl serve-env
 kind = load_kind("gymnasium:FrozenLake-v1", {"render_mode": "ansi"})

@@ -337,7 +337,7 @@ def test_a_server_that_somebody_else_started_serves_a_run(
             (*LOCAL, "--rollout.addresses", "http://h:1", "--rollout.api-key-file", "/no"),
             "--rollout.api-key-file /no: No such file",
         ),
-        (("--cluster.backend", "ray"), "needs Ray: pip install"),
+        (("--cluster.backend", "ray"), "needs Ray; run: "),
         # of the options alone
         (("--learner.dp", "2"), "add --cluster.backend local, or ray"),
         ((*LOCAL, "--rollout.replicas", "0"), "--rollout.replicas 0: must be 1 or more"),

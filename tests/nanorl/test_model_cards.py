@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 from finished_runs import NUM_TASKS, RIGHT, finished_run, summary_of
 from hub_double import hub
 
-from nanorl.cards.model_card import write_cards
+from nanorl.cards.model_card import _portable, write_cards
 from nanorl.cards.model_source import licence_of, model_source
 from nanorl.cli import main
 from nanorl.config import RunConfig
@@ -57,7 +58,7 @@ def test_of_a_folder_or_a_file_only_the_name_leaves_this_machine(tmp_path: Path)
     (folder / "README.md").write_text("---\nlicense: mit\n---\nlicense: other\n")
     source = model_source(RunConfig(model=str(folder)), folder)
     assert (source.name, source.is_hub_id, source.licence) == ("my-model", False, "mit")
-    assert str(folder) in source.text
+    assert str(folder) not in source.text and "my-model" in source.text
     file = model_source(RunConfig(model=str(tmp_path / "a.Q8_0.gguf")), tmp_path / "cache")
     assert file.name == "a.Q8_0" and "GGUF file a.Q8_0.gguf" in file.text
 
@@ -223,3 +224,12 @@ def test_an_older_run_gets_its_card_when_it_is_pushed(
         client(double.address)
         assert main(["push", str(tmp_path / "run"), "me/agent"]) == 0
     assert b"after RL | 75.0%" in double.files["README.md"]
+
+
+def test_a_command_keeps_its_quoted_words_and_loses_paths_that_have_spaces() -> None:
+    words = ["/x/bin/nanorl", "train", "--model", "/home/jane/secret models/x", "--env-args"]
+    told = _portable(shlex.join([*words, 'actions=["left", "down"]', "--tasks=../../jane/t.jsonl"]))
+    assert shlex.split(told) == [
+        *("nanorl", "train", "--model", "x", "--env-args", 'actions=["left", "down"]'),
+        "--tasks=t.jsonl",
+    ]

@@ -67,7 +67,7 @@ def test_the_corrected_command_takes_the_folder_of_a_start_that_failed(
     assert (plain / "run" / "config.json").is_file(), "it had begun"
     assert train(plain) == 0
     said = capsys.readouterr().out
-    assert f"{plain / 'run'} held a run that failed at its start: it begins anew" in said
+    assert f"{plain / 'run'}: a run that failed at its start is now in failed-start-*" in said
     assert len((plain / "run" / "history.jsonl").read_text().splitlines()) == 1
     assert train(plain) == 2, "a run that has finished is nobody's to take away"
     assert "already holds a run" in capsys.readouterr().err
@@ -94,7 +94,11 @@ def test_only_what_a_run_wrote_is_taken_away(tmp_path: Path) -> None:
     for name, text in (("config.json", options), ("notes.txt", "mine"), ("metrics.jsonl", "")):
         (tmp_path / name).write_text(text)
     assert take_away_failed_start(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["failed-start-1", "notes.txt"]
+    (tmp_path / "config.json").write_text(options)
+    assert take_away_failed_start(tmp_path)
+    assert (tmp_path / "failed-start-1" / "config.json").is_file()  # moved aside, never removed
+    assert (tmp_path / "failed-start-2" / "config.json").is_file()
 
 
 @pytest.mark.parametrize(

@@ -241,3 +241,31 @@ def test_folders_may_be_deeper_than_pythons_stack() -> None:
         folder = folder.entries["d"]  # type: ignore[assignment]
     assert len(contents(tree)) == 3000
     assert not isinstance(find(tree.root, "d/d/d"), File)
+
+
+def test_a_tree_that_is_too_long_to_list_is_refused_and_not_built() -> None:
+    """A program may nest folders of long names without ever naming a whole path: their paths
+    together have gigabytes, which the process that serves it would have to hold."""
+    tree = FileTree(1 << 20, 5000)
+    tree.put_folder("n" * 255 for _ in range(2000))
+    with pytest.raises(WasiError, match="NAMETOOLONG"):
+        tree.archive()
+
+
+def test_a_folder_goes_neither_into_itself_nor_into_one_that_is_gone() -> None:
+    tree = FileTree(1 << 20, 100)
+    inner, gone = tree.put_folder(["a", "b"]), tree.put_folder(["gone"])
+    with pytest.raises(WasiError, match="INVAL"):
+        tree.change(Op.RENAME, tree.root.number, inner.number, b"a/x")
+    tree.remove("gone")
+    with pytest.raises(WasiError, match="NOENT"):
+        tree.change(Op.RENAME, tree.root.number, gone.number, b"a/x")
+    assert list(tree.root.entries) == ["a"]
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a\0b", "n" * 256])
+def test_a_name_that_is_none_is_refused_whoever_asks(name: str) -> None:
+    tree = FileTree(1 << 20, 100)
+    with pytest.raises(WasiError):
+        tree.change(Op.MAKE_FILE, tree.root.number, data=name.encode())
+    assert not tree.root.entries

@@ -12,10 +12,11 @@ import io
 import mmap
 import tarfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import IntEnum
 
 MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 4096
+_MOST_LISTED_BYTES = 32 << 20  # of all paths of a tree: deep folders with long names have gigabytes
 
 
 class Errno(IntEnum):
@@ -207,8 +208,13 @@ class FileTree:
             self._forget(entry)
         elif op is Op.RENAME:
             name, _, other_name = name.partition("/")
-            other = _as_folder(self._numbered[value])
-            self._take_place(_named(parent, name), other, other_name)
+            if (found := self._numbered.get(value)) is None:  # removed, and still open
+                raise WasiError(Errno.NOENT)
+            other, moved = _as_folder(found), _named(parent, name)
+            _check_name(other_name)
+            if _holds(moved, other):
+                raise WasiError(Errno.INVAL)  # into itself
+            self._take_place(moved, other, other_name)
             other.entries[other_name] = parent.entries.pop(name)
         else:
             self._make(parent, name, is_folder=op is Op.MAKE_FOLDER)
@@ -226,6 +232,7 @@ class FileTree:
         self._forget(old)
 
     def _make(self, parent: Folder, name: str, *, is_folder: bool) -> None:
+        _check_name(name)
         if name in parent.entries:
             raise WasiError(Errno.EXIST)
         if len(self._numbered) > self._max_entries:
@@ -253,17 +260,22 @@ class FileTree:
 
     def put(self, path: str, data: bytes) -> None:
         """A file with this content, and the folders above it. WasiError where that cannot be."""
-        folder = self.root
         *above, name = path.strip("/").split("/")
-        for part in above:
-            if part not in folder.entries:
-                self.change(Op.MAKE_FOLDER, folder.number, data=part.encode())
-            folder = _as_folder(folder.entries[part])
+        folder = self.put_folder(above)
         if name not in folder.entries:
             self.change(Op.MAKE_FILE, folder.number, data=name.encode())
         file = folder.entries[name]
         self.change(Op.RESIZE, file.number)
         self.change(Op.WRITE, file.number, data=data)
+
+    def put_folder(self, names: Iterable[str]) -> Folder:
+        """The folder below the root that these names lead to; those that are missing are made."""
+        folder = self.root
+        for name in names:
+            if name not in folder.entries:
+                self.change(Op.MAKE_FOLDER, folder.number, data=name.encode())
+            folder = _as_folder(folder.entries[name])
+        return folder
 
     def get(self, path: str) -> bytes:
         """The content of a file. WasiError where there is none."""
@@ -292,13 +304,36 @@ class FileTree:
         return buffer.getvalue()
 
 
+def _holds(entry: Entry, folder: Folder) -> bool:
+    todo = [entry]
+    while todo:
+        one = todo.pop()
+        if one is folder:
+            return True
+        if isinstance(one, Folder):
+            todo += one.entries.values()
+    return False
+
+
+def _check_name(name: str) -> None:
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise WasiError(Errno.INVAL)
+    if len(name.encode()) > MOST_NAME_BYTES:
+        raise WasiError(Errno.NAMETOOLONG)
+
+
 def _below(folder: Folder) -> Iterator[tuple[str, Entry]]:
     """Everything in it, folders before what they hold; a program may nest them deep."""
     todo: list[tuple[str, Entry]] = [("", folder)]
+    left = _MOST_LISTED_BYTES
     while todo:
         path, entry = todo.pop()
         if path:
             yield path, entry
         if isinstance(entry, Folder):
             start = f"{path}/" if path else ""
+            left -= len(start.encode()) * len(entry.entries)
+            left -= sum(len(name.encode()) for name in entry.entries)
+            if left < 0:
+                raise WasiError(Errno.NAMETOOLONG)
             todo += [(start + name, one) for name, one in sorted(entry.entries.items())]

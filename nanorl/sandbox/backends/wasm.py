@@ -23,6 +23,7 @@ from typing import Any
 from nanoengine.extras import install_command
 from nanorl.sandbox import protocol, seccomp
 from nanorl.sandbox.backends.box import ENVIRONMENT, Launch
+from nanorl.sandbox.backends.rights import landlock_version
 from nanorl.sandbox.backends.wasm_module import ensure_module
 from nanorl.sandbox.base import SandboxSpec, SandboxUnavailable
 from nanorl.sandbox.bwrap import unused_uid
@@ -117,7 +118,7 @@ class WasmBackend:
                 "cache": str(self._cache),
                 "user": unused_uid(index) if _may_change_user() else -1,
                 "rlimits": _LIMITS,
-                "landlock": None,
+                "landlock": {"read": [], "write": []} if landlock_version() else None,
                 "filter": _filter(),
             },
         )

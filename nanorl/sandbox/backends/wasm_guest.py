@@ -20,7 +20,6 @@ import json
 import mmap
 import os
 import posixpath
-import select
 import signal
 import struct
 import sys
@@ -59,6 +58,7 @@ _CHANGE = struct.Struct("<iQ")
 _CHANGES = 0  # beside frames.OUT and frames.ERR
 _MOST_CHANGE_BYTES = 2 << 20
 _PIECE_BYTES = frames.MOST_BYTES // 2
+_LAST_CHANGES_S = 2.0  # for what is still in the pipe when the program has ended
 _SPARE_BYTES = 96 << 20  # of the interpreter itself, before the program's first object
 _SCRIPT = "<program>"
 _PROGRAMS = (protocol.PROGRAM, protocol.PYTHON, protocol.CALL)
@@ -137,7 +137,11 @@ class WasmServer(GuestServer):
     def _end_broken(self) -> NoReturn:
         if isinstance(sys.exc_info()[1], frames.BoxChannelError):  # the host is gone
             os._exit(0)
-        traceback.print_exc()
+        if self._is_program:  # which reads what is printed here
+            print(f"Error of the sandbox: {sys.exc_info()[0]}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        sys.stderr.flush()
         os._exit(125)
 
     # Orders.
@@ -192,9 +196,15 @@ class WasmServer(GuestServer):
         ours, theirs = os.pipe()
         os.set_blocking(ours, False)
         streams = [job.output(frames.OUT), job.output(frames.ERR), theirs]
-        pid = os.fork()
+        server = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError:  # the machine's failure, not the program's: the host takes another box
+            os._exit(1)
         if pid == 0:
             self._become_program(job, streams, tree, told["folder"])
+            if os.getppid() != server:  # it died before its death was a signal
+                os._exit(0)
             return json.dumps(told).encode()
         os.close(theirs)
         job.hand_over()
@@ -206,11 +216,16 @@ class WasmServer(GuestServer):
         try:
             self._wait(job, pid)
         finally:  # also where the host is gone
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            if job.status == protocol.NO_STATUS:  # else its number may be another's by now
                 os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-        self._ended.clear()
+                used = os.wait4(pid, 0)[2]
+                self._cpu_s += used.ru_utime + used.ru_stime
+                self._maxrss = max(self._maxrss, used.ru_maxrss)
+        job.deadline = time.monotonic() + _LAST_CHANGES_S
         self._pump(job)
+        while self._changes is not None and time.monotonic() < job.deadline:
+            self._pump(job)
+        self._changes = None  # `job` closes the descriptor
         return None
 
     def _become_program(self, job: Job, streams: list[int], tree: FileTree, folder: str) -> None:
@@ -235,25 +250,31 @@ class WasmServer(GuestServer):
         reader = self._changes
         if reader is not None:
             job.outputs.pop(reader.descriptor)
-            if self._take_changes(reader):
+            if self._take_changes(reader, job.deadline):
                 self._changes = None
                 os.close(reader.descriptor)
         super()._pump(job)
         if self._changes is not None:
             job.outputs[self._changes.descriptor] = _CHANGES
 
-    def _take_changes(self, reader: frames.FrameReader) -> bool:
-        """Whether there will be no more. A fork that says what cannot be is not listened to."""
+    def _take_changes(self, reader: frames.FrameReader, deadline: float) -> bool:
+        """Whether there will be no more. One reading and no longer than until `deadline`: a program
+        may change faster than can be followed. A fork that says what cannot be is not listened to.
+        """
         try:
-            while True:
-                while (found := reader.take()) is not None:
-                    op, body = found
-                    with contextlib.suppress(WasiError):  # of a file without a name
-                        number, value = _CHANGE.unpack_from(body)
-                        self._work.change(Op(op), number, value, body[_CHANGE.size :])
-                if not select.select([reader.descriptor], [], [], 0)[0]:
-                    return False
-                reader.fill()
+            is_filled = False
+            while time.monotonic() < deadline:
+                if (found := reader.take()) is None:
+                    if is_filled:
+                        break
+                    reader.fill()
+                    is_filled = True
+                    continue
+                op, body = found
+                with contextlib.suppress(WasiError):  # of a file without a name
+                    number, value = _CHANGE.unpack_from(body)
+                    self._work.change(Op(op), number, value, body[_CHANGE.size :])
+            return False
         except (frames.BoxChannelError, ValueError, KeyError, struct.error):
             return True
 
@@ -264,15 +285,19 @@ class WasmServer(GuestServer):
             self.folder, self._work = protocol.FOLDERS[order.argument], self._new_tree()
             with tarfile.open(fileobj=io.BytesIO(parts["archive"])) as archive:
                 for member in archive.getmembers():
-                    if (file := archive.extractfile(member)) is not None:
+                    if member.isdir() and member.name != ".":
+                        self._work.put_folder(self._inside(member.name).split("/"))
+                    elif (file := archive.extractfile(member)) is not None:
                         self._work.put(self._inside(member.name), file.read())
         elif job == protocol.WRITE:
             self._work.put(self._inside(parts["path"].decode()), parts["data"])
         elif job == protocol.READ:
+            if parts["root"].decode() != self.folder:  # a grader's, of which there are none here
+                raise OSError(f"there is no folder {parts['root'].decode()}")
             data = self._work.get(self._inside(parts["path"].decode()))
             self._answer(data[: order.max_output_bytes + 1])  # one more says that it is cut off
         elif job == protocol.PACK:
-            self._answer(self._work.archive())
+            self._answer(self._work.archive()[: order.max_output_bytes + 1])
         else:
             raise OSError("WebAssembly cannot do this")
 
