@@ -18,6 +18,7 @@ from nanorl.envs.episode import EnvEpisode
 from nanorl.envs.hooks import check_hooks, tools_of
 from nanorl.parsers.chat import ToolChat
 from nanorl.parsers.choose import tool_chat
+from nanorl.plugins import where_raised
 from nanorl.tasks.readers import read_tasks
 from nanorl.tasks.source import GeneratedTasks, HeldoutTasks, ListTasks
 from nanorl.tools.base import Tool
@@ -104,7 +105,15 @@ class ShortKind:
                 f"--env-args {self.arguments}: {self.cls.__name__} does not take them: {error}; "
                 f"it takes {takes}"
             ) from None
-        return self.cls(**self.arguments)
+        try:
+            return self.cls(**self.arguments)
+        except (ValueError, OSError):  # says what is wrong in its own words
+            raise
+        except Exception as error:  # a plug-in boundary
+            raise ValueError(
+                f"{self.cls.__name__} cannot be made with --env-args {self.arguments}: "
+                f"{type(error).__name__}: {error}{where_raised(error)}"
+            ) from error
 
 
 class _Shown:

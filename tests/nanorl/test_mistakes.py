@@ -52,6 +52,11 @@ FILES = {
     "not.toml": "preset = tiny\n",
     "unknown.toml": 'preset = "tiny"\n[rl]\nstepz = 3\n',
     "noport.txt": "",
+    "raises.py": GUESS.replace("self.most = most", "self.most = most + 'x'"),
+    "decides.py": GUESS.replace(
+        "    def tasks", "    defaults = {'preset': 'tiny'}\n    def tasks"
+    ),
+    "no_names.py": GUESS.replace("    def tasks", "    defaults = [1]\n    def tasks"),
 }
 NOBODY = 65534
 NEW = ("train", "--preset", "tiny", "--out", "OUT")
@@ -172,6 +177,10 @@ MISTAKES = {
     "an argument without a value": Mistake(
         (*ENV, "guess.py", "--env-args", "most"), ("most",), ("name=value",)
     ),
+    "a constructor that raises": Mistake((*ENV, "raises.py"), ("TypeError",), ("raises.py, line",)),
+    "defaults that decide": Mistake((*ENV, "decides.py"), ("preset",), ("leave it out",)),
+    "defaults without names": Mistake((*ENV, "no_names.py"), ("defaults",), ("by name",)),
+    "an empty folder's name": Mistake(("train", "--out", ""), ("--out",), ("a path",)),
     "an environment to look at": Mistake((*CHECK, "gess.py"), ("gess.py",), ("file",)),
     "an environment to serve": Mistake(("serve-env", "gess.py"), ("gess.py",), ("file",)),
     # -- rewards, agents, tasks, trackers
