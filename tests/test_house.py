@@ -431,6 +431,17 @@ def test_an_exception_that_nothing_needs_fails() -> None:
         hold({"a": ""}, {"a": ""}, "")
 
 
+@pytest.mark.parametrize(("given", "found"), [(None, "AVX512_CORE_BF16"), ("AVX2", "AVX2")])
+def test_onednn_is_told_to_leave_the_matrix_unit_alone(given: str | None, found: str) -> None:
+    """There a row's bits depend on how many rows are multiplied; tests/kernels shows it, on a
+    processor that has one. What a user has set stays."""
+    env = {k: v for k, v in os.environ.items() if k != "ONEDNN_MAX_CPU_ISA"}
+    env |= {} if given is None else {"ONEDNN_MAX_CPU_ISA": given}
+    program = "import os, kernels; print(os.environ['ONEDNN_MAX_CPU_ISA'])"
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    assert done.stdout.split() == [found], done.stderr
+
+
 @pytest.mark.parametrize("package", ["nanoengine", "nanoinfer", "nanorl"])
 def test_openmp_is_told_how_long_to_spin_before_torch_loads_it(package: str) -> None:
     program = f"""
