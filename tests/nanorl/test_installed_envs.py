@@ -122,6 +122,6 @@ def test_what_new_writes_as_a_package_has_the_entry_point_and_passes_its_test(
 def test_names_that_would_hide_or_be_hidden_are_refused(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["new", *words, "--folder", str(tmp_path)]) == 1
+    assert main(["new", *words, "--folder", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
