@@ -98,7 +98,7 @@ install_torch() { # the lock in use: start or dev
     elif [ -n "${NANORL_TORCH_INDEX:-}" ]; then
         source=(--extra-index-url "$NANORL_TORCH_INDEX")
     fi
-    build="$("$PYTHON" -m pip show torch 2>/dev/null | sed -n "s/^Version: \($pin+.*\)/\1/p")" # kept
+    build="$(kept_torch "$pin")"
     [ -n "$build" ] || build="$(find_torch "$pin" ${source[@]+"${source[@]}"})"
     if [ -n "$build" ]; then
         say "set-up 2/3: torch $build, from elsewhere than the package index: its hash is not checked"
@@ -114,6 +114,11 @@ install_torch() { # the lock in use: start or dev
         say "set-up 2/3: torch $pin with CUDA (2.7 GB to download; docs/install.md names a way to 0.2 GB)"
         install_packages --require-hashes --no-deps -r "$root/locks/torch.txt"
     fi
+}
+
+# One from elsewhere that is installed stays, whatever is at hand today.
+kept_torch() { # the version wanted: the whole version of such a build, if any
+    "$PYTHON" -m pip show torch 2>/dev/null | sed -n 's/^Version: //p' | grep "^$1+" || true
 }
 
 find_torch() { # the version wanted, pip's options: the whole version of a build from elsewhere, if any

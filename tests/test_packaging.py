@@ -81,6 +81,7 @@ case "$1 $2 $3" in
 --version*) echo "Python $version" ;;
 "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && cp "$here/version" "$3/bin/" ;;
 "-m pip index") echo "torch (9)"; echo "Available versions: 9, ${TORCHES:-}" ;;
+"-m pip show") [ -n "${INSTALLED:-}" ] && echo "Version: $INSTALLED" ;;
 "-m pip install")
     echo "${*:4}" >>"$LOG"
     [ -z "${FAILS:-}" ] || { echo "$FAILS" >&2; exit 1; } ;;
@@ -160,6 +161,14 @@ def test_a_build_of_torch_from_elsewhere_goes_unhashed_and_that_is_said(project:
     assert project.installs() == []
     project.run("start,ray")
     assert project.installs() == [f"--no-build-isolation -e {project.root}[start,ray]"]
+
+
+def test_a_build_from_elsewhere_stays_where_it_is_no_longer_at_hand(project: SetUp) -> None:
+    """The second command must not replace it by 2.7 GB of CUDA."""
+    python = project.add_python("3.11")
+    project.run("dev", NANORL_PYTHON=python, INSTALLED=f"{TORCH}+cpu", TORCHES=TORCH)
+    asked = project.installs()
+    assert f"torch=={TORCH}+cpu" in asked and not any("locks/torch.txt" in one for one in asked)
 
 
 @pytest.mark.parametrize("is_folder", [True, False])
