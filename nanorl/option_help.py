@@ -107,7 +107,8 @@ def help_text(topic: str = "", verb: str = "train") -> str:
         if topic == "all" or one == ALIASES.get(name, name) or one.startswith(f"{name}.")
     }
     if not chosen:
-        near = did_you_mean(name, texts) or f"; there are all, {', '.join(_sections(texts))}"
+        named = ", ".join(filter(None, _sections(texts)))
+        near = did_you_mean(name, texts) or f"; there are all, {named}"
         raise ValueError(f"--help {topic}: there is no such option or section{near}")
     return "\n".join(_whole(chosen))
 

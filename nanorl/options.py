@@ -249,6 +249,8 @@ def _defaults(chosen: Options, env: object) -> RunConfig:
             "with one; leave one of them out"
         )
     default = _fresh(chosen, env) if not (is_resumed or fork) else _of_a_run(chosen)
+    if fork and (chosen.get("env") or env is not None):
+        default = _elsewhere(default, chosen, env)
     algorithm = chosen.get("algorithm")
     if algorithm is None or (is_resumed and default.algorithm == algorithm):
         return default
@@ -274,6 +276,21 @@ def _of_a_run(chosen: Options) -> RunConfig:
     seed = chosen.get("seed", plain.seed)
     folder = dataclasses.replace(plain, out=chosen.get("out"), seed=seed).run_dir
     return dataclasses.replace(read_config(folder, flag="--resume"), out=folder, resume=True)
+
+
+def _elsewhere(config: RunConfig, chosen: Options, env: object) -> RunConfig:
+    """A fork's options in another environment, which brings its agent's limits along. How long is
+    trained, and how, stays the run's that the fork begins in."""
+    named = dataclasses.replace(
+        config, env=chosen.get("env", ""), env_args=chosen.get("env_args", ())
+    )
+    kind = run_kind(named, env)
+    limits = {
+        name: value
+        for name, value in read_mapping(kind.defaults, f"{kind.name}.defaults").items()
+        if name.startswith("agent.")
+    }
+    return _with(config, limits)
 
 
 # -- putting them in -------------------------------------------------------------------------------

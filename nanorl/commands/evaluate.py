@@ -27,7 +27,8 @@ import tyro
 from nanoinfer.params import SamplingParams
 from nanorl.bounds import COUNT, Bound, check_record
 from nanorl.config import RunConfig
-from nanorl.options import configure, with_options
+from nanorl.envs.run_kind import run_kind
+from nanorl.options import configure, for_environment, with_options
 
 if TYPE_CHECKING:
     from nanorl.commands.train import RunToEnd
@@ -107,6 +108,9 @@ class EvalOptions:
         }
         given = {name: value for name, value in given.items() if value}
         config = with_options(config, given, where="nanorl eval")
+        if self.env and saved.run is not None:  # another one than the run's, with its own limits
+            config = replace(config, env_args=self.env_args)
+            config = for_environment(config, run_kind(config, env))
         seed = config.evaluation.seed if self.seed is None else self.seed
         return replace(
             config,

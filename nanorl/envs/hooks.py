@@ -5,7 +5,8 @@ A hook whose name is misspelt would never be called, and nothing would say so:
     Guess.stepp: an environment has no such method; did you mean `step`?
 
 Only near misses are refused, and a method only for a method, a value only for a value. A name that
-begins with an underscore, or a method that is one of the tools, is the user's own.
+begins with an underscore, a method that is one of the tools, or what the class's own methods use
+(a helper `scores` of `score`) is the user's: a misspelt hook is what nobody uses.
 Next: kind.py, which asks for this.
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from types import FunctionType, MappingProxyType
+from types import CodeType, FunctionType, MappingProxyType
 from typing import Any
 
 from nanorl.envs.env import Env
@@ -45,11 +46,14 @@ NEAR = 0.81
 def check_hooks(cls: type[Env]) -> None:
     """ValueError, naming the nearest hook, where the class has a misspelt one or one of the wrong
     kind."""
-    for base in cls.__mro__:
-        if base is not Env and issubclass(base, Env):
-            own = {name: value for name, value in vars(base).items() if name[0] != "_"}
-            for name, value in own.items():
-                _check(f"{base.__name__}.{name}", name, value, _listed(own.get("tools")))
+    bases = [base for base in cls.__mro__ if base is not Env and issubclass(base, Env)]
+    used = set[str]().union(*(_names_in(value) for base in bases for value in vars(base).values()))
+    for base in bases:
+        own = {name: value for name, value in vars(base).items() if name[0] != "_"}
+        for name, value in own.items():
+            is_tool = any(value is one for one in _listed(own.get("tools")))
+            is_users = is_tool or (name in used and name not in (*CALLED, "task"))
+            _check(f"{base.__name__}.{name}", name, value, is_users=is_users)
 
 
 def tools_of(env: Env) -> tuple[Tool, ...]:
@@ -79,7 +83,19 @@ def _tool(env: Env, given: Any, name: str) -> Tool:
     return MethodTool(getattr(env, called), called) if is_own else function_tool(given)
 
 
-def _check(place: str, name: str, value: Any, listed: Iterable[Any]) -> None:
+def _names_in(value: Any) -> set[str]:
+    """The names that a function's code uses, and those of the functions inside of it."""
+    function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+    todo = [code] if (code := getattr(function, "__code__", None)) else []
+    names: set[str] = set()
+    while todo:
+        code = todo.pop()
+        names |= set(code.co_names)
+        todo += [one for one in code.co_consts if isinstance(one, CodeType)]
+    return names
+
+
+def _check(place: str, name: str, value: Any, *, is_users: bool) -> None:
     """Refuse one attribute of a class, or let it be."""
     if name in METHODS:
         if not callable(value) and value is not None and not _is_wrapped(value):
@@ -96,7 +112,7 @@ def _check(place: str, name: str, value: Any, listed: Iterable[Any]) -> None:
                 "@property above the def"
             )
         return
-    if any(value is one for one in listed):
+    if is_users:
         return
     if name in CALLED or name == "task":
         raise ValueError(

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from web_servers import serving
+
 
 class HubDouble(http.server.ThreadingHTTPServer):
     """Takes one repository. A `status` of 400 or more is what it answers to everything."""
@@ -134,11 +136,5 @@ def _mode(file: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def hub(status: int = 200) -> Iterator[HubDouble]:
-    with HubDouble(status) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+    with HubDouble(status) as server, serving(server):
+        yield server

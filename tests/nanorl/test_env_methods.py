@@ -317,6 +317,12 @@ def kit_of(cls: Any) -> Any:
         ("loot = 5", ""),
         ("def _stepp(self, text): ...", ""),
         ("def rest(self):\n        'Sleep.'\n    tools = [rest]", ""),
+        ("def scores(self): ...\n    def score(self, transcript): return max(self.scores())", ""),
+        ("def steps(self): ...\n    def reset(self): (lambda: self.steps())()", ""),
+        (
+            "def reward(self): ...\n    def reset(self): self.reward()",
+            "is what an environment is given",
+        ),
         ("def tasks(self): ...", ""),
         ("def step(self, text, more=None): ...", ""),
         ("teacher = None", ""),

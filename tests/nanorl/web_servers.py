@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from socketserver import BaseServer
 
 from nanorl.http_record.authority import RunAuthority
 
@@ -105,10 +106,17 @@ def web_server(ca_file: Path | None = None) -> Iterator[CountingServer]:
             ca_file.write_bytes(authority.pem)
             context = authority.context("localhost")
             server.socket = context.wrap_socket(server.socket, server_side=True)
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
+        with serving(server):
             yield server
-        finally:
-            server.shutdown()
-            thread.join()
+
+
+@contextmanager
+def serving(server: BaseServer) -> Iterator[None]:
+    """A thread answers until the end of the block."""
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        thread.join()
