@@ -167,6 +167,40 @@ def test_a_session_keeps_files_also_of_programs_that_ran_out_of_time(
     asyncio.run(script())
 
 
+CHANGING = """
+import os, time
+end, file = time.monotonic() + 1.5, os.open("x", os.O_RDWR | os.O_CREAT)
+while time.monotonic() < end:
+    os.ftruncate(file, 0)
+    os.pwrite(file, b"a", 60 << 20)
+"""
+
+
+def test_a_program_that_changes_faster_than_can_be_followed_has_its_limit() -> None:
+    """It ends by itself after three times its limit, unless somebody looks at the clock."""
+
+    async def script(pool: WorkspaceSandbox) -> None:
+        async with await pool.open_session({}) as session:
+            assert (await session.run(CHANGING, 0.5)).status == "timeout"
+            assert (await session.run("print(1)", 5)).stdout == b"1\n"
+
+    with open_sandbox("wasm", SandboxSpec(timeout_s=5.0, tmp_bytes=64 << 20)) as pool:
+        asyncio.run(script(pool))
+
+
+def test_a_session_restores_folders_that_hold_nothing(pool: WorkspaceSandbox) -> None:
+    async def script() -> None:
+        async with await pool.open_session({}) as session:
+            await session.run("import os; os.makedirs('a/b')", 5)
+            before = await session.snapshot()
+            await session.run("import os; os.removedirs('a/b')", 5)
+            await session.restore(before)
+            done = await session.run("import os; print(os.listdir('.'), os.listdir('a'))", 5)
+            assert done.stdout == b"['a'] ['b']\n"
+
+    asyncio.run(script())
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's programs are another user's")
 def test_a_program_is_a_process_without_rights(pool: WorkspaceSandbox) -> None:
     """Should it ever leave its instance it finds itself another user, under the filter."""
@@ -195,6 +229,27 @@ pool = open_sandbox("wasm", SandboxSpec(timeout_s=60.0))
 print([box._process.pid for box in pool._runner.supply._taken], flush=True)
 pool.run_sync("import time; time.sleep(50)")
 """
+
+
+def test_a_server_that_is_killed_as_it_forks_leaves_no_program_behind() -> None:
+    """The program's process learns of that death only from a moment after its first on."""
+    left: list[str] = []
+    for _ in range(6):
+        with open_sandbox("wasm", SPEC) as pool:
+            assert isinstance(pool, BoxPool)
+            files = {
+                box._process.pid: f"/proc/{box._process.pid}/task/{box._process.pid}/children"
+                for box in pool._runner.supply._taken
+            }
+            pool._submit("import time; time.sleep(60)", None, b"", None)
+            while not (born := [pid for pid, file in files.items() if Path(file).read_text()]):
+                pass
+            left += Path(files[born[0]]).read_text().split()
+            os.kill(born[0], signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while alive := [one for one in left if is_alive(one)]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.05)
 
 
 def test_a_killed_host_leaves_no_program_behind() -> None:
