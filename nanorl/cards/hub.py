@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanoengine.command_line import program
 from nanoengine.extras import missing
 from nanorl.cards.model_card import ADAPTER, CARD, MODEL, write_cards
 from nanorl.cards.model_source import model_source
@@ -88,7 +89,7 @@ def _client() -> Any:
 def _why_missing(config: RunConfig, is_adapter: bool) -> str:
     if is_adapter and not config.lora.rank:
         return "this run trained no adapter (--lora.rank 0); leave --adapter out"
-    go_on = f"nanorl train --resume --out {config.run_dir}"
+    go_on = f"{program()} train --resume --out {config.run_dir}"
     return f"the run has not come to its end; go on with: {go_on}"
 
 
@@ -98,7 +99,7 @@ def _write_missing_cards(config: RunConfig) -> None:
     if not file.is_file():
         raise ValueError(
             f"push: there is no {file}, which the model card is made of; "
-            f"go on with: nanorl train --resume --out {config.run_dir}"
+            f"go on with: {program()} train --resume --out {config.run_dir}"
         )
     base = find_models(str(config.run_dir)).base()
     write_cards(config, read_summary(file), model_source(config, base))

@@ -13,12 +13,15 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoengine.stop_signals import EXIT_STATUS, Interrupted
 from nanorl.config import RunConfig
 from nanorl.options import parse_arguments
 from nanorl.report.next_steps import how_to_go_on, next_steps
+
+if TYPE_CHECKING:
+    from nanorl.parts import Parts
 
 RunToEnd = Callable[[Coroutine[Any, Any, None]], None]
 
@@ -34,10 +37,8 @@ def run_training(
 
     from kernels.host_memory import reuse_large_buffers
     from nanoengine.state.run_folder import RunFolder
-    from nanorl.cards.model_source import model_source
     from nanorl.continuation import begin, take_over
     from nanorl.envs.run_kind import settle_sandbox
-    from nanorl.evaluation import too_few
     from nanorl.failed_start import take_away_failed_start
     from nanorl.parts import Parts
     from nanorl.report.live import LiveView
@@ -63,12 +64,7 @@ def run_training(
         roles = make_roles(parts)
         try:
             begin(folder, config)
-            print(f"model: {model_source(config, parts.folder).text}")
-            print(f"run directory: {config.run_dir}\ndevice: {config.device}", flush=True)
-            if walls:
-                print(f"sandbox: {walls}", flush=True)
-            if note := too_few(parts.tasks.heldout, config.evaluation.num_tasks):
-                print(note, flush=True)
+            print("\n".join(first_lines(parts, walls)), flush=True)
             with LiveView(f"{config.preset}, seed {config.seed}") as live:
                 run = Run(parts, roles, live)
                 run_to_end(run.execute())
@@ -76,6 +72,23 @@ def run_training(
         finally:
             roles.close()
     return config, summary
+
+
+def first_lines(parts: Parts, walls: str) -> list[str]:
+    """What a run says before it begins: the model and where it is from, the sandbox (`walls`, empty
+    where no programs run), its folder and device, and whether there are fewer tasks than wanted."""
+    from nanorl.cards.model_source import model_source
+    from nanorl.evaluation import too_few
+
+    config = parts.config
+    lines = {
+        "model": model_source(config, parts.folder).text,
+        "sandbox": walls,
+        "run directory": str(config.run_dir),
+        "device": config.device,
+    }
+    note = too_few(parts.tasks.heldout, config.evaluation.num_tasks)
+    return [*(f"{name}: {text}" for name, text in lines.items() if text), *([note] if note else [])]
 
 
 def train(config: RunConfig) -> int:

@@ -91,7 +91,7 @@ def product_path(dtype: Any) -> str:
         return "PyTorch's own, the slowest"
     if not onednn.can_multiply(dtype):
         return "oneDNN, widened to fp32"
-    return f"oneDNN ({_matrix_unit(dtype)})"
+    return f"oneDNN ({_widest(dtype)})"
 
 
 def _widest(dtype: Any) -> str:
@@ -105,13 +105,6 @@ def _widest(dtype: Any) -> str:
     if torch.cpu._is_avx512_supported():
         return "AVX-512"
     return "AVX2" if torch.cpu._is_avx2_supported() else "SSE"
-
-
-def _matrix_unit(dtype: Any) -> str:
-    import torch
-
-    has_amx = platform.machine() in ("x86_64", "AMD64") and torch.cpu._is_amx_tile_supported()
-    return "AMX" if has_amx and dtype == torch.bfloat16 else _widest(dtype)
 
 
 def _version(package: str) -> str | None:

@@ -31,7 +31,7 @@ SANDBOXES = ("bwrap", "wasm")
 ENGINES_LIMIT_S = 300  # a compiler on a busy machine
 SANDBOX_LIMIT_S = 300  # the first start of wasm compiles Python
 _ROOT = Path(__file__).resolve().parent.parent.parent
-_INSTALL_COMPILER = "install one: `apt install g++`, `dnf install gcc-c++`, `apk add g++`"
+_INSTALL_COMPILER = "install one: `apt install g++`, `dnf install gcc-c++`"
 
 
 @dataclass(frozen=True, kw_only=True)
