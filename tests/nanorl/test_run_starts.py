@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from nanorl import cli
+from nanorl.commands.evaluate import EvalOptions
 from nanorl.continuation import find_origin
 from nanorl.failed_start import take_away_failed_start
+from nanorl.options import parse_arguments
 from nanorl.saved_models import find_models
 from nanorl.store import RolloutStore
 
@@ -109,11 +111,19 @@ def test_only_what_a_run_wrote_is_taken_away(tmp_path: Path) -> None:
         ({"config.json": '{"preset": "tiny"}', "metrics.jsonl": '{"step": 0}\n'}, "a step is done"),
         ({"config.json": '{"preset": "tiny"}', "summary.json": "{}"}, "it has ended"),
         ({"config.json": '{"preset": "tiny"}', "model-trained/a": ""}, "it has a model"),
+        (
+            {
+                "config.json": '{"preset": "tiny", "warm_start": {"steps": 2}}',
+                "checkpoints/latest": "step_00000002",
+                "checkpoints/step_00000002/meta.json": "{}",
+            },
+            "its warm start is trained",
+        ),
     ],
 )
 def test_anything_else_stays(files: dict[str, str], why: str, tmp_path: Path) -> None:
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert not take_away_failed_start(tmp_path), why
     assert all((tmp_path / name).is_file() for name in files)
@@ -163,6 +173,27 @@ def test_a_fork_may_begin_where_rl_began(warm: Path, tmp_path: Path) -> None:
     assert cli.main(["train", "--fork", f"{warm}@0", "--out", str(out), "--rl.lr", "1e-4"]) == 0
     events = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
     assert [event["origin"] for event in events] == [f"{warm}@0"]
+
+
+ELSEWHERE = GAME.replace(
+    "    def tasks", '    defaults = {"agent.max_turns": 2, "rl.steps": 9}\n    def tasks'
+).replace("BROKEN", "False")
+
+
+def test_another_environment_brings_its_limits_along(warm: Path, tmp_path: Path) -> None:
+    """And nothing else: how long a fork trains is said by the run that it begins in."""
+    file = tmp_path / "elsewhere.py"
+    file.write_text(ELSEWHERE)
+    saved = find_models(str(warm))
+    assert saved.run is not None and saved.run.agent.max_turns == 4
+    played = EvalOptions(model=str(warm), env=str(file)).run_config(saved)
+    fork = parse_arguments(["--fork", f"{warm}@0", "--env", str(file)])
+    assert played.agent.max_turns == fork.agent.max_turns == 2
+    assert fork.rl.steps == saved.run.rl.steps == 1
+    given = ["--fork", f"{warm}@0", "--env", str(file), "--agent.max-turns", "3"]
+    assert parse_arguments(given).agent.max_turns == 3
+    same = EvalOptions(model=str(warm)).run_config(saved)
+    assert same.agent == saved.run.agent
 
 
 def test_fewer_held_out_tasks_than_asked_for_are_said(
