@@ -1,11 +1,13 @@
 """Checks this project on a GPU, part by part, each within its own time: all together take less
-than 9 minutes whatever hangs. Writes one JSON with pass, fail or skip of every part and a verdict;
-ends with status 0 where it is "pass". Refuses without a GPU.
+than 9 minutes whatever hangs. Writes one JSON with pass, fail or skip of every part and a verdict,
+anew after each part, so that what was found stays if the machine goes. Ends with status 0 where the
+verdict is "pass". Refuses without a GPU.
 
     bash scripts/gpu_check.sh [--json FILE] [--parts NAME,NAME]
 
 tests          every GPU test (tests/*/gpu)
-train-tiny     a short run of `train_agent.py` on the card; train-smollm2, where its weights are
+train-tiny     a short run of `train_agent.py` on the card; train-smollm2, where its weights are;
+               train-exact with `--deterministic`, whose log-probs must be the rollouts' bit for bit
 server         a request to the server (`gpu_parts.py`, with the next two)
 nccl           collectives, between two cards where there are two
 mfu            training steps of Qwen3-0.6B's shape, and their share of the card's peak
@@ -32,6 +34,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
+NUM_TEST_PROCESSES = 12
 GRACE_S = 8.0  # between asking a program to stop and killing it
 TESTS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/*/gpu"))
 SHORT_RUN = (
@@ -69,8 +72,9 @@ def run_program(arguments: Sequence[str], limit_s: float) -> int | None:
     """The exit status, or None where the time was over. Then the program and all that it started
     are interrupted, so that they write what they know, and killed `GRACE_S` later."""
     process = subprocess.Popen(
-        [sys.executable, *arguments], cwd=ROOT, start_new_session=True, preexec_fn=heed_interrupts
-    )
+        [sys.executable, *arguments], cwd=ROOT, env=environment(), start_new_session=True,
+        preexec_fn=heed_interrupts,
+    )  # fmt: skip
     try:
         return process.wait(max(1.0, limit_s - GRACE_S))
     except subprocess.TimeoutExpired:
@@ -82,6 +86,12 @@ def run_program(arguments: Sequence[str], limit_s: float) -> int | None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def environment() -> dict[str, str]:
+    """The caller's, in which this project is found though it is not installed."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def heed_interrupts() -> None:
@@ -101,6 +111,8 @@ def run_tests(limit_s: float, tests: Sequence[str] = TESTS) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "tests.xml"
         options = ["-q", "-o", "addopts=", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        if importlib.util.find_spec("xdist"):  # most of the time goes to compiling kernels
+            options += ["-n", str(min(NUM_TEST_PROCESSES, os.cpu_count() or 1))]
         code = run_program(["-m", "pytest", *tests, *options], limit_s)
         if not report.exists():
             return verdict_of(code, limit_s, ["pytest wrote no report"])
@@ -132,6 +144,10 @@ def _message(case: ElementTree.Element) -> str:
 
 def train_tiny(limit_s: float) -> Result:
     return train("tiny", limit_s)
+
+
+def train_exact(limit_s: float) -> Result:
+    return train("tiny", limit_s, f"{SHORT_RUN} --deterministic")
 
 
 def train_smollm2(limit_s: float) -> Result:
@@ -187,9 +203,10 @@ def _read(path: Path) -> Result:
 
 
 PARTS = (
-    Part("tests", 120, run_tests),
-    Part("train-tiny", 50, train_tiny),
-    Part("train-smollm2", 60, train_smollm2),
+    Part("tests", 115, run_tests),
+    Part("train-tiny", 40, train_tiny),
+    Part("train-exact", 40, train_exact),
+    Part("train-smollm2", 50, train_smollm2),
     Part("server", 30, lambda limit_s: run_part("server", limit_s)),
     Part("nccl", 25, lambda limit_s: run_part("nccl", limit_s)),
     Part("mfu", 40, lambda limit_s: run_part("mfu", limit_s)),
@@ -198,26 +215,32 @@ PARTS = (
 )
 
 
-def check(parts: Sequence[Part]) -> Result:
-    """Every part's result, and the rows of the benchmarks together."""
-    results: dict[str, Result] = {}
-    rows: list[Result] = []
-    head: Result = {}
+def check(parts: Sequence[Part], keep: Callable[[Result], object] = lambda _: None) -> Result:
+    """Every part's result, and the rows of the benchmarks together; `keep` is given what there is
+    after each part."""
+    found: Result = {"command": "bash scripts/gpu_check.sh", "parts": {}, "rows": []}
     for part in parts:
         start = time.monotonic()
-        found = part.run(part.limit_s)
-        rows += found.pop("rows", [])
-        head |= {k: found.pop(k) for k in ("date", "hardware", "commit", "machine") if k in found}
-        results[part.name] = {**found, "seconds": time.monotonic() - start}
-        print(f"{part.name}: {found['status']} {found.get('failures') or ''}", flush=True)
-    failed = [name for name, found in results.items() if found["status"] == "fail"]
+        result = part.run(part.limit_s)
+        found["rows"] += result.pop("rows", [])
+        head = ("date", "hardware", "commit", "machine")
+        found |= {k: result.pop(k) for k in head if k in result}
+        found["parts"][part.name] = {**result, "seconds": time.monotonic() - start}
+        print(f"{part.name}: {result['status']} {result.get('failures') or ''}", flush=True)
+        keep(found | _verdict(found["parts"], parts))
+    return found | _verdict(found["parts"], parts)
+
+
+def _verdict(results: dict[str, Result], parts: Sequence[Part]) -> Result:
+    """Of the parts that ran; with some left to run there is none yet."""
+    failed = [name for name, result in results.items() if result["status"] == "fail"]
+    left = [part.name for part in parts if part.name not in results]
     return {
-        **head, "command": "bash scripts/gpu_check.sh", "verdict": "fail" if failed else "pass",
+        "verdict": "fail" if failed else f"not run: {', '.join(left)}" if left else "pass",
         "failed": failed,
-        "skipped": [name for name, found in results.items() if found["status"] == "skip"],
-        "seconds": sum(found["seconds"] for found in results.values()),
-        "parts": results, "rows": rows,
-    }  # fmt: skip
+        "skipped": [name for name, result in results.items() if result["status"] == "skip"],
+        "seconds": sum(result["seconds"] for result in results.values()),
+    }
 
 
 def choose(names: str | None, parts: Sequence[Part] = PARTS) -> list[Part]:
@@ -241,8 +264,7 @@ def main() -> int:
         parser.error(str(error))
     refuse_without_gpu()
     sys.path.insert(0, str(ROOT))
-    result = check(parts)
-    args.json.write_text(json.dumps(result, indent=1) + "\n")
+    result = check(parts, lambda so_far: args.json.write_text(json.dumps(so_far, indent=1) + "\n"))
     print(f"wrote {args.json}: {result['verdict']}, {len(result['rows'])} rows")
     return 0 if result["verdict"] == "pass" else 1
 

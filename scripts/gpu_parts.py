@@ -91,6 +91,8 @@ def check_collectives(device: str) -> Result:
     import torch.multiprocessing as mp
 
     size = min(2, torch.cuda.device_count()) if device == "cuda" else 2
+    if size == 0:
+        raise ValueError("--device cuda: PyTorch sees no GPU here")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_collectives, (size, device, folder), nprocs=size)
         found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(size)]

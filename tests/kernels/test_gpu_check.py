@@ -74,6 +74,31 @@ def test_one_failing_part_makes_the_verdict_fail_and_a_skip_does_not():
     assert result["parts"]["good"]["status"] == "pass" and result["rows"] == [{"name": "a"}]
 
 
+def test_what_was_found_is_kept_after_each_part():
+    good = Part("good", 1, lambda s: {"status": "pass", "rows": [{"name": "a"}]})
+    last = Part("last", 1, lambda s: {"status": "pass"})
+    kept = []
+    result = check([good, last], lambda found: kept.append(json.loads(json.dumps(found))))
+    assert [found["verdict"] for found in kept] == ["not run: last", "pass"]
+    assert list(kept[0]["parts"]) == ["good"] and kept[0]["rows"] == [{"name": "a"}]
+    assert kept[1] == result
+
+
+def test_programs_find_the_project_where_it_is_not_installed(monkeypatch, tmp_path):
+    """As on a GPU machine with a Python of its own; its packages of PYTHONPATH stay."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "carried.py").write_text("")
+    program = tmp_path / "program.py"
+    program.write_text("import nanorl, carried\n")
+    assert run_program(["-S", str(program)], 60) == 0  # -S: without what is installed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_collectives_of_no_gpu_do_not_pass():
+    with pytest.raises(ValueError, match="sees no GPU"):
+        gpu_parts.check_collectives("cuda")
+
+
 def test_parts_are_chosen_by_name():
     assert [part.name for part in choose("mfu,tests")] == ["mfu", "tests"]
     assert len(choose(None)) == len(PARTS)
