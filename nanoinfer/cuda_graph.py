@@ -7,14 +7,15 @@ has a set for each of a ladder of batch sizes, writes a step into the smallest t
 other rows with a sequence of one token in the cache's padding block, and runs that size's work.
 
 Addresses also stand for the weights and the cache. Weight updates write in place; a model whose
-owner moved its tensors, and a cache that slept, have their graphs dropped and captured again at the
-next decode. Nothing in the work may wait for the GPU or choose by value: the grid of the attention
+owner moved its tensors, and a cache that slept, have their graphs dropped. A size is captured when
+the first step comes that needs it, on rows of padding: a capture runs the work, and what stood in
+the buffers before would be written to blocks that belong to others by now. Nothing in the work may wait for the GPU or choose by value: the grid of the attention
 kernel comes from the largest length a sequence can have, and each sequence cuts its own keys. A
 layer's window is a constant of its launches.
 
 How work becomes a graph is the `Capture` it is given: `CudaCapture`, or `run_plainly` for tests on
 a CPU, which calls it each time. Steps that are not one new token a sequence are never static; the
-output head and sampling run outside. `CudaCapture` itself has not yet run on a GPU.
+output head and sampling run outside.
 Left out: graphs of prefill, and of models split over ranks (their collectives).
 """
 
@@ -50,7 +51,7 @@ def run_plainly(work: Work) -> Work:
 
 
 class CudaCapture:
-    """Records work as CUDA graphs that share one memory pool. Not yet run on a GPU."""
+    """Records work as CUDA graphs that share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -89,11 +90,16 @@ class _Inputs:
         self._size = size
         self._rows = torch.zeros(4, size, dtype=torch.int64, device=device)
         self.ids, self.positions, self.slots, self.lens = self._rows
-        self.slots.fill_(self._padding_slot)
-        self.lens.fill_(1)
         shape = (size, cache.blocks_per_seq)
         self.tables = torch.full(shape, self._padding_block, device=device)
         self.starts = torch.arange(size + 1, dtype=torch.int32, device=device)
+
+    def clear(self) -> None:
+        """All rows are padding."""
+        self._rows.zero_()
+        self.slots.fill_(self._padding_slot)
+        self.lens.fill_(1)
+        self.tables.fill_(self._padding_block)
 
     def padded(self, step: StepInput) -> StaticRows:
         """The step as it comes from the host, with its rows of padding."""
@@ -127,7 +133,7 @@ class StaticDecode:
         self._model = model
         self._cache = cache
         self._capture = capture
-        self._replays: dict[int, Work] = {}  # empty until the first decode, and after `drop`
+        self._replays: dict[int, Work] = {}  # of the sizes that were needed since `drop`
         self._addresses: tuple[int, ...] = ()
         device = model.device
         self._inputs = {size: _Inputs(size, cache, device) for size in self.sizes}
@@ -145,9 +151,9 @@ class StaticDecode:
     def run(self, static: StaticRows, num_seqs: int) -> Tensor:
         """Hidden states [S, E] of a padded step on the device; valid until the next. Keys and
         values of its tokens are in the cache afterwards."""
-        if not self._replays:
-            self._capture_all()
         size = self._size_for(num_seqs)
+        if size not in self._replays:
+            self._record(size)
         self._inputs[size].write(static)
         self._replays[size]()
         return self._hidden[:num_seqs]
@@ -164,11 +170,11 @@ class StaticDecode:
         if self._replays and self._addresses != _addresses(self._model):
             self.drop()
 
-    def _capture_all(self) -> None:
-        """The largest first: the smaller ones find all they need in the pool."""
-        self._addresses = _addresses(self._model)
-        replays = {size: self._capture(self._work(size)) for size in reversed(self.sizes)}
-        self._replays = replays
+    def _record(self, size: int) -> None:
+        if not self._replays:
+            self._addresses = _addresses(self._model)
+        self._inputs[size].clear()
+        self._replays[size] = self._capture(self._work(size))
 
     def _work(self, size: int) -> Work:
         inputs = self._inputs[size]

@@ -203,7 +203,7 @@ def _read(path: Path) -> Result:
 
 
 PARTS = (
-    Part("tests", 115, run_tests),
+    Part("tests", 110, run_tests),
     Part("train-tiny", 40, train_tiny),
     Part("train-exact", 40, train_exact),
     Part("train-smollm2", 50, train_smollm2),

@@ -144,11 +144,11 @@ def ask_server(device: str) -> Result:
 
 
 def _address(server: subprocess.Popen, log: Path) -> str:
-    """What uvicorn prints once it listens; the part's time limit ends a wait that is in vain."""
+    """What the server prints once it listens; the part's time limit ends a wait that is in vain."""
     while server.poll() is None:
         for word in log.read_text().split():
             if word.startswith("http://127.0.0.1:"):
-                return word
+                return word.rstrip("/")
         time.sleep(0.2)
     raise RuntimeError(f"the server ended with status {server.returncode}:\n{log.read_text()}")
 

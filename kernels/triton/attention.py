@@ -110,11 +110,11 @@ def _forward_keys(
     for at in range(begin, end, N):
         keys = at + tl.arange(0, N)
         k = _load_rows(k_base, at, k_token, num_k, N, HEAD_DIM, D)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale2
+        products = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
             seen = _is_visible(position[:, None], keys[None, :], num_k, window, CAUSAL, WINDOWED)
-            scores = tl.where(seen, scores, -float("inf"))
-        p, shrink, total, top = weigh_tile(total, top, scores, MASKED)
+            products = tl.where(seen, products, -float("inf"))
+        p, shrink, total, top = weigh_tile(total, top, products, scale2, MASKED)
         v = _load_rows(v_base, at, v_token, num_k, N, HEAD_DIM, D)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
     return acc, total, top

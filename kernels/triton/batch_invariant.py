@@ -12,12 +12,13 @@ from torch import Tensor
 
 from kernels.triton import tiles as tune
 from kernels.triton.launch import launch
+from kernels.triton.tiles import bank
 
 _BLOCK = 4096
 _BAND = 8  # row tiles that share a column tile's reads in L2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # one kernel for all numbers of rows
 def _matmul_kernel(
     a_ptr, b_ptr, y_ptr, num_rows, num_out, num_in,
     stride_am, stride_ak, stride_bk, stride_bn, stride_ym,
@@ -34,13 +35,18 @@ def _matmul_kernel(
     a_tile = a_ptr + row[:, None] * stride_am + step[None, :] * stride_ak
     b_tile = b_ptr + step[:, None] * stride_bk + out[None, :] * stride_bn
     acc = tl.zeros([M, N], dtype=tl.float32)
+    total = acc
     for start in range(0, num_in, K):
         is_in = step < num_in - start
         a = tl.load(a_tile, is_row[:, None] & is_in[None, :], other=0.0)
         b = tl.load(b_tile, is_in[:, None] & is_out[None, :], other=0.0)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        if PRECISION == "ieee":
+            total, acc = bank(total, acc, start // K)
         a_tile += K * stride_ak
         b_tile += K * stride_bk
+    if PRECISION == "ieee":
+        acc += total
     y_tile = y_ptr + row[:, None] * stride_ym + out[None, :]
     tl.store(y_tile, acc.to(y_ptr.dtype.element_ty), is_row[:, None] & is_out[None, :])
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from kernels.clamped_swiglu import SWIGLU_ALPHA, SWIGLU_LIMIT
 from kernels.triton import tiles as tune
 from kernels.triton.launch import launch
+from kernels.triton.tiles import bank
 from kernels.triton.moe_routing import cut_tiles
 from kernels.triton.tiles import Tile
 
@@ -76,19 +77,29 @@ def _rows_kernel(
     w_tile += gate_row.to(tl.int64)[None, :] * stride_wo
     up_tile = w_tile + tl.cast(apart, tl.int64) * stride_wo
     acc = tl.zeros([M, N], dtype=tl.float32)
+    total = acc
     if SWIGLU:
         up = tl.zeros([M, N], dtype=tl.float32)
+        up_total = up
     for start in range(0, num_in, K):
         is_in = step < num_in - start
         x = tl.load(x_tile, is_row[:, None] & is_in[None, :], other=0.0)
         w = tl.load(w_tile, is_in[:, None] & is_out[None, :], other=0.0)
         acc = tl.dot(x, w, acc, input_precision=PRECISION)
+        if PRECISION == "ieee":
+            total, acc = bank(total, acc, start // K)
         if SWIGLU:
             w = tl.load(up_tile, is_in[:, None] & is_out[None, :], other=0.0)
             up = tl.dot(x, w, up, input_precision=PRECISION)
+            if PRECISION == "ieee":
+                up_total, up = bank(up_total, up, start // K)
             up_tile += K * stride_wi
         x_tile += K
         w_tile += K * stride_wi
+    if PRECISION == "ieee":
+        acc += total
+        if SWIGLU:
+            up += up_total
     mask = is_row[:, None] & is_out[None, :]
     kind = y_ptr.dtype.element_ty
     if HAS_BIAS:
@@ -125,6 +136,7 @@ def _weight_grad_kernel(
     is_out, is_in = out < num_out, into < num_in
     first, end = tl.load(offset_ptr + expert), tl.load(offset_ptr + expert + 1)
     acc = tl.zeros([N, K], dtype=tl.float32)
+    total = acc
     for start in range(first, end, M):
         row = start + tl.arange(0, M)
         is_row = row < end
@@ -138,6 +150,10 @@ def _weight_grad_kernel(
         dy = tl.load(dy_tile, is_row[:, None] & is_out[None, :], other=0.0)
         x = tl.load(x_tile, is_row[:, None] & is_in[None, :], other=0.0)
         acc = tl.dot(tl.trans(dy), x, acc, input_precision=PRECISION)
+        if PRECISION == "ieee":
+            total, acc = bank(total, acc, (start - first) // M)
+    if PRECISION == "ieee":
+        acc += total
     target = dw_ptr + (expert * num_out + first_out) * num_in
     target = target + tl.arange(0, N)[:, None] * num_in + into[None, :]
     mask = is_out[:, None] & is_in[None, :]

@@ -102,6 +102,8 @@ def stats(
     """(logp [C], logsumexp [C, 2], entropy [C]), fp32. The logsumexp is kept as maximum and log of
     the sum: added up it would lose bits that every probability of the row then lacks."""
     num_rows, vocab = logits_CV.shape
+    if logits_CV.stride(0) % _ROW_ALIGNMENT:  # the compiler would lay a row out, and add, otherwise
+        logits_CV = logits_buffer(num_rows, logits_CV.t()).copy_(logits_CV)
     out = torch.empty(2, num_rows, dtype=torch.float32, device=logits_CV.device)
     lse = torch.empty(num_rows, 2, dtype=torch.float32, device=logits_CV.device)
     if num_rows:

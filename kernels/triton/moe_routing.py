@@ -32,7 +32,7 @@ def _topk_kernel(
     z = tl.load(logits_ptr + place, mask, other=-float("inf")).to(tl.float32)
     z = tl.where(is_row[:, None], z, 0.0)
     e = tl.exp(z - tl.max(z, 1)[:, None])
-    p = e / tl.sum(e, 1)[:, None]
+    p = tl.div_rn(e, tl.zeros_like(e) + tl.sum(e, 1)[:, None])
     left = tl.where((expert < num_experts)[None, :], p, -1.0)
     choice = tl.arange(0, CHOICES)
     weights = tl.zeros([ROWS, CHOICES], dtype=tl.float32)

@@ -248,13 +248,13 @@ def attend_pages(
         keys = at + tl.arange(0, N)
         rows = load_page_rows(keys, end, table_ptr, kv_head, BLOCK_SIZE, NUM_KV)
         k = load_heads(k_cache_ptr, rows, keys < end, HEAD_DIM, D).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale2
+        products = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
             seen = (keys < end)[None, :] & (keys[None, :] <= position[:, None])
             if WINDOWED:
                 seen = seen & (keys[None, :] > position[:, None] - window)
-            scores = tl.where(seen, scores, -float("inf"))
-        p, shrink, total, top = weigh_tile(total, top, scores, MASKED)
+            products = tl.where(seen, products, -float("inf"))
+        p, shrink, total, top = weigh_tile(total, top, products, scale2, MASKED)
         v = load_heads(v_cache_ptr, rows, keys < end, HEAD_DIM, D).to(q.dtype)
         acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
     return acc, total, top

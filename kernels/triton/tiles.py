@@ -197,23 +197,40 @@ def sum_partials(partial_PC: Tensor, dtype: torch.dtype) -> Tensor:
 
 # One step of the online softmax, which every attention kernel here takes tile by tile.
 #
-# For a row with scores s_j and values v_j, kept so far: top = max s, total = Σ 2^(s − top) and
-# acc = Σ 2^(s − top) · v. A tile may move the maximum; what was summed before it then shrinks by
-# 2^(top − new_top). In the end o = acc / total, lse2 = top + log2 total. Scores are in powers of 2.
+# For a row with products d_j = q · k_j, scores s_j = d_j · scale2 (in powers of 2, scale2 > 0) and
+# values v_j, kept so far: top = max s, total = Σ 2^(s − top) and acc = Σ 2^(s − top) · v. A tile may
+# move the maximum; what was summed before it then shrinks by 2^(top − new_top). In the end
+# o = acc / total, lse2 = top + log2 total.
+#
+# s − top is one fused multiply-add, by name. Left to the compiler, a loop without a mask becomes one
+# and a loop with a mask a product and a difference, which round differently; and a trainer sends a
+# pair of query and key through one loop that a decode step sends through the other.
 
 
 @triton.jit
-def weigh_tile(total, top, scores, MAY_BE_EMPTY: tl.constexpr):
-    """(p [M, N], shrink [M], total [M], top [M]) after scores [M, N]; the caller goes on with
-    acc = acc · shrink + p · v. With `MAY_BE_EMPTY` a row may have seen no key yet: its top is −inf,
-    and −inf − (−inf) would be NaN."""
-    new_top = tl.maximum(top, tl.max(scores, 1))
+def weigh_tile(total, top, products, scale2, MAY_BE_EMPTY: tl.constexpr):
+    """(p [M, N], shrink [M], total [M], top [M]) after products [M, N], -inf where a key is hidden;
+    the caller goes on with acc = acc · shrink + p · v. With `MAY_BE_EMPTY` a row may have seen no
+    key yet: its top is −inf, and −inf − (−inf) would be NaN."""
+    new_top = tl.maximum(top, tl.max(products, 1) * scale2)
     finite_top = new_top
     if MAY_BE_EMPTY:
         finite_top = tl.where(new_top == -float("inf"), 0.0, new_top)
-    p = tl.exp2(scores - finite_top[:, None])
+    p = tl.exp2(tl.fma(products, scale2, -finite_top[:, None]))
     shrink = tl.exp2(top - finite_top)
     return p, shrink, total * shrink + tl.sum(p, 1), new_top
+
+
+_PART: tl.constexpr = tl.constexpr(8)
+
+
+@triton.jit
+def bank(total, part, step):
+    """(total, part) of a long sum in fp32 after its step number `step`: every eighth moves what was
+    added up to `total`. In one chain the error grows with the root of the number of terms, and is
+    several times that of cuBLAS, which cuts long sums too."""
+    is_last = step % _PART == _PART - 1
+    return total + tl.where(is_last, part, 0.0), tl.where(is_last, 0.0, part)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ Left out: several processes, which a proxy in front may share the requests out t
 
 from __future__ import annotations
 
+import logging
 import socket
 
 import uvicorn
@@ -17,13 +18,15 @@ from nanoinfer.server.page import PageAbout
 
 
 class _Server(uvicorn.Server):
-    """Says where it listens once it does: `port` 0 is any free one."""
+    """Says where it listens once it does, to the person and in the log, where uvicorn names a
+    socket that it was given by its number only: `port` 0 is any free one."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
+            logging.getLogger("uvicorn.error").info("Listening on http://%s:%s", shown, port)
             print(f"chat at http://{shown}:{port}/ (OpenAI's protocol: /v1)", flush=True)
 
 

@@ -178,9 +178,9 @@ def test_peaks_by_the_names_that_cards_have():
 
 
 def test_the_parts_run_on_a_cpu_too(tmp_path):
-    """Collectives of two ranks, and training steps that lower the loss."""
+    """Collectives of two ranks, training steps that lower the loss, a server that answers."""
     found = {}
-    for name in ("nccl", "mfu"):
+    for name in ("nccl", "mfu", "server"):
         path = tmp_path / f"{name}.json"
         command = [sys.executable, str(ROOT / "scripts/gpu_parts.py"), name, "--json", str(path)]
         done = subprocess.run([*command, "--device", "cpu"], capture_output=True, text=True)

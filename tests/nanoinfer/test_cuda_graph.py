@@ -73,7 +73,8 @@ def make_static(
 
 
 class Recorder:
-    """A capture that calls the work, and notes what was captured and replayed, in order."""
+    """A capture that calls the work, and notes what was captured and replayed, in order. As CUDA's
+    it runs the work when it captures it."""
 
     def __init__(self) -> None:
         self.num_captured = 0
@@ -82,6 +83,7 @@ class Recorder:
     def __call__(self, work: Work) -> Work:
         index = self.num_captured
         self.num_captured += 1
+        work()
 
         def replay() -> None:
             self.replayed.append(index)
@@ -119,9 +121,8 @@ def test_padded_decode_steps_have_the_bits_of_unpadded_ones(
     recorder = Recorder()
     engine, decode = make_static(model, recorder, kv_cache_dtype=kind)
     assert told(engine.generate(*requests())) == expected
-    used = [decode.sizes[::-1][index] for index in recorder.replayed]
-    assert recorder.num_captured == len(decode.sizes)  # once each, the largest first
-    assert set(used) == {1, 2, 4, 8, 16}
+    assert list(decode._replays) == [16, 8, 4, 2, 1]  # once each, when they were needed
+    assert recorder.num_captured == 5 and set(recorder.replayed) == set(range(5))
     engine.check()
 
 
@@ -181,7 +182,7 @@ def test_weights_are_written_in_place_and_the_graphs_stay(folder: Path) -> None:
     assert len(packed) == 3 * 4  # layers, matrices
     assert packed == [id(m.packed) for m in model.modules() if isinstance(m, PackedLinear)]
     after = told(engine.generate(*requests()))
-    assert recorder.num_captured == len(decode.sizes)
+    assert recorder.num_captured == len(decode._replays) == 5
     assert after == told(LLMEngine(model, config()).generate(*requests()))
 
 
@@ -193,7 +194,7 @@ def test_weights_that_moved_are_captured_again(folder: Path) -> None:
     model.norm.data = model.norm.data * 2
     engine.update_weights(export_state(model), 1)
     after = told(engine.generate(*requests()))
-    assert recorder.num_captured == 2 * len(decode.sizes)
+    assert recorder.num_captured == 2 * len(decode._replays) == 10
     assert after == told(LLMEngine(model, config()).generate(*requests()))
 
 
@@ -206,7 +207,22 @@ def test_a_sleeper_forgets_its_graphs_and_captures_them_again(folder: Path) -> N
     assert not decode._replays and engine._runner.cache.data.numel() == 0
     engine.wake()
     assert told(engine.generate(*requests())) == before
-    assert recorder.num_captured == 2 * len(decode.sizes)
+    assert recorder.num_captured == 2 * len(decode._replays) == 10
+
+
+def test_a_capture_writes_to_no_block_of_a_sequence(folder: Path) -> None:
+    """It runs the work on what the buffers hold: after a sleep, the rows of the last step before.
+    With few blocks, those are the blocks of the sequences that run now."""
+    model = load_model(folder)
+    prompts, each = requests()
+    engine, _ = make_static(model, Recorder(), num_blocks=45, prefix_caching=False)
+    engine.generate(prompts, each)
+    for seed in range(4):
+        engine.sleep()
+        engine.wake()
+        others = [[3 + (7 * i + seed) % 200 for i in prompt] for prompt in prompts[seed:]]
+        found = told(engine.generate(others, each[seed:]))
+        assert found == told(LLMEngine(model, config()).generate(others, each[seed:]))
 
 
 def test_the_buffers_stay_where_they_are(folder: Path) -> None:

@@ -300,9 +300,9 @@ OF_EXTRAS = {
     "serve": (("serve", "runs/tiny"), "nanoinfer.server.running", "uvicorn"),
     "serve-env": (("serve-env", "guess.py"), "nanorl.envs.remote.server", "uvicorn"),
     "serve-training": (
-        ("serve-training", "--model", "x"),
+        ("serve-training", "--model", "runs/tiny/model"),
         "nanorl.training_service.running",
-        "h11",
+        "uvicorn",
     ),
     "two runs to view": (("view", "runs/tiny", "runs/tiny"), "nanorl.viewer.server", "uvicorn"),
     "spans": ((*NEW, "--log", "otel"), "", "opentelemetry"),

@@ -165,7 +165,7 @@ def test_a_missing_package_is_one_error_with_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     arguments = {"family": "chain_sum"} if name == "reasoning_gym" else {}
-    with pytest.raises(ValueError, match=re.escape(f"nanorl-stack[{extra}]")):
+    with pytest.raises(ValueError, match=re.escape(f"-m pip install -e '.[{extra}]'")):
         load_kind(name, arguments).tasks(0)
 
 
