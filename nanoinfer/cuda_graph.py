@@ -9,9 +9,10 @@ other rows with a sequence of one token in the cache's padding block, and runs t
 Addresses also stand for the weights and the cache. Weight updates write in place; a model whose
 owner moved its tensors, and a cache that slept, have their graphs dropped. A size is captured when
 the first step comes that needs it, on rows of padding: a capture runs the work, and what stood in
-the buffers before would be written to blocks that belong to others by now. Nothing in the work may wait for the GPU or choose by value: the grid of the attention
-kernel comes from the largest length a sequence can have, and each sequence cuts its own keys. A
-layer's window is a constant of its launches.
+the buffers before would be written to blocks that belong to others by now. Nothing in the work may
+wait for the GPU or choose by value: the grid of the attention kernel comes from the largest length
+a sequence can have, and each sequence cuts its own keys. A layer's window is a constant of its
+launches.
 
 How work becomes a graph is the `Capture` it is given: `CudaCapture`, or `run_plainly` for tests on
 a CPU, which calls it each time. Steps that are not one new token a sequence are never static; the

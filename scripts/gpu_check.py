@@ -34,7 +34,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
-NUM_TEST_PROCESSES = 12
+NUM_TEST_PROCESSES = 8  # a card of 80 GB holds what so many tests take at once
 GRACE_S = 8.0  # between asking a program to stop and killing it
 TESTS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/*/gpu"))
 SHORT_RUN = (

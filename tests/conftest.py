@@ -53,6 +53,14 @@ def tmp_path(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
         tmp_path.mkdir(exist_ok=True)
 
 
+@pytest.fixture(autouse=True)
+def room_on_the_gpu() -> Iterator[None]:
+    """Several test processes share a card: what one has freed is there for the others."""
+    yield
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def native() -> None:
     """A test of the C++ kernels."""

@@ -27,9 +27,8 @@ from torch import Tensor
 from kernels.clamped_swiglu import SWIGLU_ALPHA, SWIGLU_LIMIT
 from kernels.triton import tiles as tune
 from kernels.triton.launch import launch
-from kernels.triton.tiles import bank
 from kernels.triton.moe_routing import cut_tiles
-from kernels.triton.tiles import Tile
+from kernels.triton.tiles import Tile, bank
 
 ALPHA: tl.constexpr = tl.constexpr(SWIGLU_ALPHA)
 LIMIT: tl.constexpr = tl.constexpr(SWIGLU_LIMIT)

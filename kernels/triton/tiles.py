@@ -198,11 +198,11 @@ def sum_partials(partial_PC: Tensor, dtype: torch.dtype) -> Tensor:
 # One step of the online softmax, which every attention kernel here takes tile by tile.
 #
 # For a row with products d_j = q · k_j, scores s_j = d_j · scale2 (in powers of 2, scale2 > 0) and
-# values v_j, kept so far: top = max s, total = Σ 2^(s − top) and acc = Σ 2^(s − top) · v. A tile may
+# values v_j, kept so far: top = max s, total = Σ 2^(s − top), acc = Σ 2^(s − top) · v. A tile may
 # move the maximum; what was summed before it then shrinks by 2^(top − new_top). In the end
 # o = acc / total, lse2 = top + log2 total.
 #
-# s − top is one fused multiply-add, by name. Left to the compiler, a loop without a mask becomes one
+# s − top is one fused multiply-add, by name. Left to the compiler, a loop without a mask gets one,
 # and a loop with a mask a product and a difference, which round differently; and a trainer sends a
 # pair of query and key through one loop that a decode step sends through the other.
 
@@ -221,15 +221,12 @@ def weigh_tile(total, top, products, scale2, MAY_BE_EMPTY: tl.constexpr):
     return p, shrink, total * shrink + tl.sum(p, 1), new_top
 
 
-_PART: tl.constexpr = tl.constexpr(8)
-
-
 @triton.jit
 def bank(total, part, step):
     """(total, part) of a long sum in fp32 after its step number `step`: every eighth moves what was
     added up to `total`. In one chain the error grows with the root of the number of terms, and is
     several times that of cuBLAS, which cuts long sums too."""
-    is_last = step % _PART == _PART - 1
+    is_last = step % 8 == 7
     return total + tl.where(is_last, part, 0.0), tl.where(is_last, 0.0, part)
 
 
