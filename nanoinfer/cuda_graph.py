@@ -33,11 +33,11 @@ from nanoinfer.batch import StaticRows, StepInput
 from nanoinfer.kv_cache import KVCache, PagedContext
 
 Work = Callable[[], None]
-Capture = Callable[[Work], Work]
-"""Takes work on fixed addresses, returns what repeats it."""
+Capture = Callable[[Work, bool], Work]
+"""Takes work on fixed addresses, and whether it is new; returns what repeats it."""
 
 _STEP = 16  # between sizes above it; rows of padding cost little, a graph costs memory and a start
-_WARM_UPS = 2  # the first call compiles kernels and makes cuBLAS's workspace
+_WARM_UPS = 2  # of work that is new: the first call compiles kernels
 
 
 def ladder(max_num_seqs: int) -> list[int]:
@@ -46,33 +46,36 @@ def ladder(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-def run_plainly(work: Work) -> Work:
+def run_plainly(work: Work, is_new: bool) -> Work:
     """No graph: the work itself, called each time."""
     return work
 
 
 class CudaCapture:
-    """Records work as CUDA graphs that share one memory pool."""
+    """Records work as CUDA graphs that share one memory pool, on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream: torch.cuda.Stream | None = None  # kept: cuBLAS has a workspace for each
 
-    def __call__(self, work: Work) -> Work:
+    def __call__(self, work: Work, is_new: bool) -> Work:
         with torch.cuda.device(self._device):
-            stream = torch.cuda.Stream()
+            stream = self._stream = self._stream or torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(_WARM_UPS):
-                    work()
-            torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            # In the default mode an allocation of any other thread, such as the optimizer's, would
-            # break the capture.
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
-            ):
-                work()
+            with torch.cuda.stream(stream):
+                for _ in range(_WARM_UPS if is_new else 0):
+                    work()
+                # Not `torch.cuda.graph`, which gives the allocator's free memory back to the driver
+                # before each: a colocated step captures again what slept. In the default mode an
+                # allocation of any other thread, such as the optimizer's, would break the capture.
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                try:
+                    work()
+                finally:
+                    graph.capture_end()
+            torch.cuda.current_stream().wait_stream(stream)
         return graph.replay
 
 
@@ -135,6 +138,7 @@ class StaticDecode:
         self._cache = cache
         self._capture = capture
         self._replays: dict[int, Work] = {}  # of the sizes that were needed since `drop`
+        self._known: set[int] = set()  # the sizes that were captured before
         self._addresses: tuple[int, ...] = ()
         device = model.device
         self._inputs = {size: _Inputs(size, cache, device) for size in self.sizes}
@@ -175,7 +179,8 @@ class StaticDecode:
         if not self._replays:
             self._addresses = _addresses(self._model)
         self._inputs[size].clear()
-        self._replays[size] = self._capture(self._work(size))
+        self._replays[size] = self._capture(self._work(size), size not in self._known)
+        self._known.add(size)
 
     def _work(self, size: int) -> Work:
         inputs = self._inputs[size]

@@ -45,7 +45,7 @@ def _topk_kernel(
         weights = tl.where(choice[None, :] == j, best[:, None], weights)
         ids = tl.where(choice[None, :] == j, chosen[:, None], ids)
     if RENORMALIZE:
-        weights = weights / tl.sum(weights, 1)[:, None]
+        weights = tl.div_rn(weights, tl.zeros_like(weights) + tl.sum(weights, 1)[:, None])
     place = row[:, None] * TOP_K + choice[None, :]
     mask = is_row[:, None] & (choice < TOP_K)[None, :]
     tl.store(weight_ptr + place, weights, mask)

@@ -34,21 +34,21 @@ class Tile:
 TILES: Mapping[tuple[str, str], Tile] = MappingProxyType(
     {
         # flash_attention: M queries, N keys; class = element width, padded head_dim
-        ("flash_forward", "half-64"): Tile(M=128, N=64, num_warps=4, num_stages=3),
-        ("flash_forward", "half-128"): Tile(M=128, N=128, num_warps=8, num_stages=2),
+        ("flash_forward", "half-64"): Tile(M=128, N=64, num_warps=8, num_stages=3),
+        ("flash_forward", "half-128"): Tile(M=128, N=64, num_warps=8, num_stages=3),
         ("flash_forward", "half-128-padded"): Tile(M=128, N=64, num_warps=8, num_stages=2),
         ("flash_forward", "half-256"): Tile(M=128, N=32, num_warps=8, num_stages=2),
         ("flash_forward", "fp32-64"): Tile(M=64, N=32, num_warps=8),
         ("flash_forward", "fp32-128"): Tile(M=32, N=16, num_warps=8),
         ("flash_forward", "fp32-256"): Tile(M=32, N=16, num_warps=8),
         ("flash_delta", "all"): Tile(M=32, num_warps=4),
-        ("flash_dkdv", "half-64"): Tile(M=32, N=128, num_warps=8, num_stages=2),
-        ("flash_dkdv", "half-128"): Tile(M=16, N=128, num_warps=8, num_stages=2),
+        ("flash_dkdv", "half-64"): Tile(M=64, N=64, num_warps=4, num_stages=2),
+        ("flash_dkdv", "half-128"): Tile(M=32, N=64, num_warps=4, num_stages=2),
         ("flash_dkdv", "half-256"): Tile(M=32, N=32, num_warps=8, num_stages=2),
         ("flash_dkdv", "fp32-64"): Tile(M=32, N=32, num_warps=8),
         ("flash_dkdv", "fp32-128"): Tile(M=16, N=32, num_warps=8, num_stages=1),
         ("flash_dkdv", "fp32-256"): Tile(M=16, N=32, num_warps=8, num_stages=1),
-        ("flash_dq", "half-64"): Tile(M=128, N=64, num_warps=8, num_stages=2),
+        ("flash_dq", "half-64"): Tile(M=64, N=64, num_warps=4, num_stages=2),
         ("flash_dq", "half-128"): Tile(M=128, N=64, num_warps=8, num_stages=2),
         ("flash_dq", "half-256"): Tile(M=64, N=32, num_warps=8, num_stages=2),
         ("flash_dq", "fp32-64"): Tile(M=32, N=32, num_warps=8),
@@ -223,10 +223,10 @@ def weigh_tile(total, top, products, scale2, MAY_BE_EMPTY: tl.constexpr):
 
 @triton.jit
 def bank(total, part, step):
-    """(total, part) of a long sum in fp32 after its step number `step`: every eighth moves what was
+    """(total, part) of a long sum in fp32 after its step number `step`: every second moves what was
     added up to `total`. In one chain the error grows with the root of the number of terms, and is
     several times that of cuBLAS, which cuts long sums too."""
-    is_last = step % 8 == 7
+    is_last = step % 2 == 1
     return total + tl.where(is_last, part, 0.0), tl.where(is_last, 0.0, part)
 
 

@@ -6,9 +6,8 @@ kernels/attention_torch.py), so padding must not change a bit.
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -80,7 +79,7 @@ class Recorder:
         self.num_captured = 0
         self.replayed: list[int] = []
 
-    def __call__(self, work: Work) -> Work:
+    def __call__(self, work: Work, is_new: bool) -> Work:
         index = self.num_captured
         self.num_captured += 1
         work()
@@ -250,17 +249,14 @@ def test_a_cpu_has_no_graphs(folder: Path) -> None:
 
 def test_a_capture_does_not_mind_what_other_threads_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA's default mode ends a capture when any thread allocates, as the optimizer's does."""
-    modes: list[str] = []
-
-    @contextmanager
-    def graph(made: object, *, capture_error_mode: str = "global", **options: object) -> Any:
-        modes.append(capture_error_mode)
-        yield
-
-    cuda = MagicMock(graph=graph, device=lambda device: nullcontext())
-    cuda.stream = lambda stream: nullcontext()
+    cuda = MagicMock(device=lambda device: nullcontext(), stream=lambda stream: nullcontext())
     monkeypatch.setattr(torch, "cuda", cuda)
+    graph = cuda.CUDAGraph()
     calls: list[int] = []
-    replay = CudaCapture(torch.device("cuda:0"))(lambda: calls.append(1))
-    assert modes == ["thread_local"] and len(calls) == 3  # two warm-ups, one capture
-    assert replay is cuda.CUDAGraph().replay
+    capture = CudaCapture(torch.device("cuda:0"))
+    replay = capture(lambda: calls.append(graph.capture_begin.call_count), True)
+    assert calls == [0, 0, 1]  # two warm-ups, and what is captured
+    assert graph.capture_begin.call_args.kwargs == {"capture_error_mode": "thread_local"}
+    assert replay is graph.replay and graph.capture_end.call_count == 1
+    capture(lambda: calls.append(graph.capture_begin.call_count), False)
+    assert calls == [0, 0, 1, 2]  # known work needs no warm-up
