@@ -24,6 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -33,11 +35,11 @@ from nanoinfer.batch import StaticRows, StepInput
 from nanoinfer.kv_cache import KVCache, PagedContext
 
 Work = Callable[[], None]
-Capture = Callable[[Work, bool], Work]
-"""Takes work on fixed addresses, and whether it is new; returns what repeats it."""
+Capture = Callable[[Work], Work]
+"""Takes work on fixed addresses, returns what repeats it."""
 
 _STEP = 16  # between sizes above it; rows of padding cost little, a graph costs memory and a start
-_WARM_UPS = 2  # of work that is new: the first call compiles kernels
+_WARM_UPS = 2  # the first call compiles kernels and makes cuBLAS's workspace
 
 
 def ladder(max_num_seqs: int) -> list[int]:
@@ -46,7 +48,7 @@ def ladder(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-def run_plainly(work: Work, is_new: bool) -> Work:
+def run_plainly(work: Work) -> Work:
     """No graph: the work itself, called each time."""
     return work
 
@@ -56,16 +58,19 @@ class CudaCapture:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # those that are not dropped
         self._stream: torch.cuda.Stream | None = None  # kept: cuBLAS has a workspace for each
 
-    def __call__(self, work: Work, is_new: bool) -> Work:
+    def __call__(self, work: Work) -> Work:
         with torch.cuda.device(self._device):
+            if not self._graphs:  # a pool goes with the last graph that uses it
+                self._pool = torch.cuda.graph_pool_handle()
             stream = self._stream = self._stream or torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(stream):
-                for _ in range(_WARM_UPS if is_new else 0):
+                for _ in range(_WARM_UPS):
                     work()
                 # Not `torch.cuda.graph`, which gives the allocator's free memory back to the driver
                 # before each: a colocated step captures again what slept. In the default mode an
@@ -76,6 +81,7 @@ class CudaCapture:
                 finally:
                     graph.capture_end()
             torch.cuda.current_stream().wait_stream(stream)
+        self._graphs.add(graph)
         return graph.replay
 
 
@@ -138,7 +144,6 @@ class StaticDecode:
         self._cache = cache
         self._capture = capture
         self._replays: dict[int, Work] = {}  # of the sizes that were needed since `drop`
-        self._known: set[int] = set()  # the sizes that were captured before
         self._addresses: tuple[int, ...] = ()
         device = model.device
         self._inputs = {size: _Inputs(size, cache, device) for size in self.sizes}
@@ -179,8 +184,7 @@ class StaticDecode:
         if not self._replays:
             self._addresses = _addresses(self._model)
         self._inputs[size].clear()
-        self._replays[size] = self._capture(self._work(size), size not in self._known)
-        self._known.add(size)
+        self._replays[size] = self._capture(self._work(size))
 
     def _work(self, size: int) -> Work:
         inputs = self._inputs[size]
