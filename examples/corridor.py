@@ -1,9 +1,11 @@
-"""State and tools: two doors, one of them open; looking first pays.
+"""State and tools: three doors, one of them open; looking first pays.
 
 nanorl train --env examples/corridor.py
 """
 
 import nanorl
+
+DOORS = ("left", "middle", "right")
 
 
 class Corridor(nanorl.Env):
@@ -18,7 +20,7 @@ class Corridor(nanorl.Env):
     }
 
     def tasks(self, rng):
-        return nanorl.Task(f"Room {rng.randint(10, 999)}.", answer=rng.choice(["left", "right"]))
+        return nanorl.Task(f"Room {rng.randint(10, 999)}.", answer=rng.choice(DOORS))
 
     def reset(self):
         self.has_looked = False
@@ -29,14 +31,14 @@ class Corridor(nanorl.Env):
         return self.task.answer
 
     def go(self, door: str) -> str:
-        """Go through a door: left or right."""
+        """Go through a door: left, middle or right."""
         self.metric("num_blind", not self.has_looked)
         return self.done(reward=float(door == self.task.answer))
 
     tools = (look, go)
 
     def teacher(self, observations, rng):  # looks now and then
-        if not observations and rng.random() < 0.3:
+        if not observations and rng.random() < 0.4:
             return nanorl.ToolCall("look", {})
-        side = self.task.answer if self.has_looked else rng.choice(["left", "right"])
-        return nanorl.ToolCall("go", {"door": side})
+        door = self.task.answer if self.has_looked else rng.choice(DOORS)
+        return nanorl.ToolCall("go", {"door": door})

@@ -24,7 +24,7 @@ from nanorl.types import Rollout, Task
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TURNS = {
-    "corridor": ("[look()]", "[go(door='left')]", "[go(door='right')]"),
+    "corridor": ("[look()]", *(f"[go(door='{door}')]" for door in ("left", "middle", "right"))),
     "farm": ("feed", "flee", "Hm."),
     "drinks": ("hot", "cold", "Hm."),
     "duel": ("rock", "paper", "scissors", "Hm."),
