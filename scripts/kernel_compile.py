@@ -93,11 +93,14 @@ class KernelUse:
     st128: int
     fp64: int
     narrow: str  # multiplications that can pass 2^31 in 32 bits, by name
+    fused: int  # exponents of 2 that one fused multiply-add makes
+    apart: int  # those that a difference makes
 
 
 def measure(kernel: Any) -> KernelUse:
     """Reads a compiled kernel."""
     ptx: str = kernel.asm["ptx"]
+    makers = exponent_makers(ptx)
     registers, spill = _assemble(ptx, kernel.asm["cubin"])
     num_warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
     return KernelUse(
@@ -114,6 +117,8 @@ def measure(kernel: Any) -> KernelUse:
         st128=_count_16_byte(ptx, "st"),
         fp64=len(re.findall(r"\.f64\b", ptx)),
         narrow=" ".join(narrow_products(kernel.asm["ttir"])),
+        fused=makers.count("fma"),
+        apart=makers.count("sub"),
     )
 
 
@@ -149,6 +154,21 @@ def narrow_products(ttir: str) -> list[str]:
         kinds = {kind(x) for x in re.findall(r"%[\w-]+", rest)[:2]}
         if "constant" not in kinds and kinds != {"tile", "argument"}:
             found.append(name)
+    return found
+
+
+def exponent_makers(ptx: str) -> list[str]:
+    """What makes the exponent of each power of 2, by the first part of the instruction's name."""
+    made, found = {}, []
+    for instruction, result, source in re.findall(
+        r"^\s*(?:@%p\d+ )?([\w.]+)\s+(%\w+), (.*);", ptx, re.MULTILINE
+    ):
+        if instruction.startswith("ex2"):
+            maker, of = made.get(source, ("", ""))
+            while maker in ("mov", "selp") and (names := re.findall(r"%\w+", of)):
+                maker, of = made.get(names[0], ("", ""))
+            found.append(maker)
+        made[result] = (instruction.split(".")[0], source)
     return found
 
 

@@ -32,6 +32,9 @@ MORE_SHARED = 1.1
 CASES = ROOT / "tests/kernels/gate"
 Row = dict[str, Any]
 
+EXACT = ("_forward_kernel", "_attention_kernel")
+"""The trainer's attention and the rollouts', which are to be alike to the bit."""
+
 WORSE_IF: Mapping[str, Callable[[int, int], bool]] = {
     "spill": lambda old, new: new > old,
     "resident_blocks": lambda old, new: new < old,
@@ -78,6 +81,11 @@ def find_problems(use: Any, case: Any) -> list[str]:
         problems.append(f"{use.shared} bytes of shared memory exceed {SHARED_LIMIT}")
     if use.narrow:
         problems.append(f"products of 32 bits that can pass 2^31, cast one factor: {use.narrow}")
+    if use.kernel in EXACT and use.apart > use.fused:  # a row's own few are differences
+        problems.append(
+            f"{use.apart} exponents are a product and a difference, {use.fused} one fused "
+            "multiply-add: a loop with a mask and one without would round differently"
+        )
     for need in case.need_of.get(use.kernel, case.need):
         if getattr(use, need) == 0:
             problems.append(f"no {need} instruction")

@@ -1,6 +1,6 @@
-"""The compile gate can fail: it rejects a spill, a misaligned stride, an offset that can overflow
-and a worse table; and nothing escapes it: every kernel, every tile and every op is in the committed
-table.
+"""The compile gate can fail: it rejects a spill, a misaligned stride, an offset that can overflow,
+exponents that two loops would round differently and a worse table; and nothing escapes it: every
+kernel, every tile and every op is in the committed table.
 
 The gate itself runs as a step of its own (`scripts/kernel_gate.sh`): it compiles for a minute.
 """
@@ -42,6 +42,8 @@ def test_a_spill_a_misaligned_stride_and_a_narrow_offset_are_rejected_and_good_o
     assert "planted-aligned" not in done.stderr
     assert "planted-narrow: planted_narrow_kernel: products of 32 bits" in done.stderr
     assert "planted-wide" not in done.stderr
+    assert "planted-loose: _attention_kernel: 4 exponents are a product and a diff" in done.stderr
+    assert "planted-fused" not in done.stderr
 
 
 @pytest.mark.parametrize(
