@@ -20,8 +20,9 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 Fits = Callable[[Any], bool]
@@ -102,6 +103,15 @@ _LIBRARIES = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)
 """Where code stands that is not the user's."""
 
 
+class _Fresh(SourceFileLoader):
+    """Compiles the text that is there. Python's cache takes a file for the one it knows if size and
+    second are the same, and then who edits and runs at once plays the old code."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
 def _import_file(path: Path) -> ModuleType:
     path = path.expanduser().resolve()
     if not path.is_file():
@@ -110,18 +120,20 @@ def _import_file(path: Path) -> ModuleType:
     name = f"{_PREFIX}{path.stem}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_Fresh(name, str(path)))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs: dataclasses look their module up
-    folder = str(path.parent)
+    folder, before = str(path.parent), sys.dont_write_bytecode
     sys.path.insert(0, folder)
+    sys.dont_write_bytecode = True  # nor of the user's files that this one imports
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
     finally:
+        sys.dont_write_bytecode = before
         sys.path.remove(folder)
     return module
 

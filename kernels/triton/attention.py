@@ -1,11 +1,13 @@
 """Triton kernels of `flash_attn_varlen`: forward, and a backward pass without atomics.
 
 Forward: a program holds M queries of one head and walks over N keys at a time, keeping the running
-maximum and sum of each row (online softmax, in powers of 2). It stores o and lse, never scores.
+maximum and sum of each row (online softmax, in powers of 2). It stores o and lse, never scores;
+lse in powers of 2 as well, since a logarithm that goes to base e and back loses its last bits, and
+with them every p of the row.
 
 Backward recomputes P = 2^(S − lse) tile by tile, in three launches:
-    delta_i = Σ_d do·o − dlse       one number a row, so that dS = P ∘ (dO·Vᵀ − delta); and lse in
-                                    powers of 2, +inf (so that P = 0) for a row that saw no key
+    delta_i = Σ_d do·o − dlse       one number a row, so that dS = P ∘ (dO·Vᵀ − delta); and lse
+                                    again, +inf (so that P = 0) for a row that saw no key
     dk, dv                          a program holds N keys and walks over the queries of every head
                                     of the group, so the group's sum has one owner and one order
     dq                              a program holds M queries and walks over keys
@@ -35,7 +37,7 @@ from kernels.triton.launch import launch
 from kernels.triton.tiles import Tile, meet_sinks, tile, weigh_tile
 
 _LOG2_E = math.log2(math.e)
-_LN_2: tl.constexpr = tl.constexpr(math.log(2.0))
+_LN_2 = math.log(2.0)
 
 
 @triton.jit
@@ -122,7 +124,7 @@ def _forward_keys(
 
 @triton.jit
 def _forward_kernel(
-    q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse_ptr, cu_q_ptr, cu_k_ptr,
+    q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse2_ptr, cu_q_ptr, cu_k_ptr,
     q_token, q_head, k_token, k_head, v_token, v_head, o_token, o_head, lse_head, scale2, window,
     HAS_SINKS: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
@@ -159,13 +161,13 @@ def _forward_kernel(
     acc = acc / tl.where(is_empty, 1.0, total)[:, None]
     o_base = o_ptr + q_start * o_token + head * o_head
     _store_rows(o_base, first, o_token, num_q, acc, M, HEAD_DIM, D)
-    lse = tl.where(is_empty, -float("inf"), (top + tl.log2(total)) * _LN_2)
-    tl.store(lse_ptr + head * lse_head + q_start + query, lse, query < num_q)
+    lse2 = tl.where(is_empty, -float("inf"), top + tl.log2(total))
+    tl.store(lse2_ptr + head * lse_head + q_start + query, lse2, query < num_q)
 
 
 @triton.jit
 def _delta_kernel(
-    o_ptr, do_ptr, dlse_ptr, lse_ptr, delta_ptr, lse2_ptr, num_tokens, o_token, o_head, do_token,
+    o_ptr, do_ptr, dlse_ptr, found_ptr, delta_ptr, lse2_ptr, num_tokens, o_token, o_head, do_token,
     do_head, dlse_token, dlse_head, lse_head, HAS_DLSE: tl.constexpr, HEAD_DIM: tl.constexpr,
     D: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
@@ -179,8 +181,8 @@ def _delta_kernel(
         delta -= tl.load(at, rows < left, other=0.0)
     at = head * lse_head + first + rows
     tl.store(delta_ptr + at, delta, rows < left)
-    lse = tl.load(lse_ptr + at, rows < left, other=0.0)
-    lse2 = tl.where(lse == -float("inf"), float("inf"), lse / _LN_2)
+    found = tl.load(found_ptr + at, rows < left, other=0.0)
+    lse2 = tl.where(found == -float("inf"), float("inf"), found)
     tl.store(lse2_ptr + at, lse2, rows < left)
 
 
@@ -325,8 +327,8 @@ class TritonAttention(torch.autograd.Function):
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
         num_tokens, num_heads, head_dim = q.shape
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(num_heads, num_tokens, dtype=torch.float32, device=q.device)
-        ctx.save_for_backward(q, k, v, sinks, o, lse, cu_q, cu_k)
+        lse2 = torch.empty(num_heads, num_tokens, dtype=torch.float32, device=q.device)
+        ctx.save_for_backward(q, k, v, sinks, o, lse2, cu_q, cu_k)
         ctx.set_materialize_grads(False)
         ctx.limits, ctx.scale = (max_q, max_k), scale
         ctx.shape = {
@@ -343,15 +345,15 @@ class TritonAttention(torch.autograd.Function):
                 t = tile("paged_prefill", _shape_class(q))
             grid = (triton.cdiv(max_q, t.M), num_heads, cu_q.shape[0] - 1)
             launch(_forward_kernel, grid)(
-                q, k, v, sinks, o, lse, cu_q, cu_k, *_strides(q, k, v, o), lse.stride(0),
+                q, k, v, sinks, o, lse2, cu_q, cu_k, *_strides(q, k, v, o), lse2.stride(0),
                 scale * _LOG2_E, ctx.window, HAS_SINKS=sinks is not None, **ctx.shape,
                 **_options(t),
             )  # fmt: skip
-        return o, lse
+        return o, lse2 * _LN_2
 
     @staticmethod
     def backward(ctx, do, dlse):
-        q, k, v, sinks, o, lse, cu_q, cu_k = ctx.saved_tensors
+        q, k, v, sinks, o, found, cu_q, cu_k = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
         do = do if do.stride(2) == 1 else do.contiguous()
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -359,24 +361,24 @@ class TritonAttention(torch.autograd.Function):
             dsinks = None if sinks is None else torch.zeros_like(sinks)
             return dq, dk.zero_(), dv.zero_(), dsinks, *[None] * 8
         num_heads, num_seqs = q.shape[1], cu_q.shape[0] - 1
-        delta, lse2 = (torch.empty(lse.shape, dtype=lse.dtype, device=q.device) for _ in "dl")
+        delta, lse2 = torch.empty_like(found), torch.empty_like(found)
         width = {name: ctx.shape[name] for name in ("HEAD_DIM", "D")}
         t = tile("flash_delta", "all")
         launch(_delta_kernel, (triton.cdiv(q.shape[0], t.M), num_heads))(
-            o, do, dlse, lse, delta, lse2, q.shape[0], *_strides(o, do),
-            *((0, 0) if dlse is None else (dlse.stride(1), dlse.stride(0))), lse.stride(0),
+            o, do, dlse, found, delta, lse2, q.shape[0], *_strides(o, do),
+            *((0, 0) if dlse is None else (dlse.stride(1), dlse.stride(0))), found.stride(0),
             HAS_DLSE=dlse is not None, **width, M=t.M, num_warps=t.num_warps,
         )  # fmt: skip
         scales = (ctx.scale, ctx.scale * _LOG2_E, ctx.window)
         t = tile("flash_dkdv", _shape_class(q))
         launch(_dkdv_kernel, (triton.cdiv(ctx.limits[1], t.N), k.shape[1], num_seqs))(
-            q, k, v, do, lse2, delta, dk, dv, cu_q, cu_k, *_strides(q, k, v, do, dk), lse.stride(0),
-            *scales, **ctx.shape, **_options(t),
+            q, k, v, do, lse2, delta, dk, dv, cu_q, cu_k, *_strides(q, k, v, do, dk),
+            lse2.stride(0), *scales, **ctx.shape, **_options(t),
         )  # fmt: skip
         t = tile("flash_dq", _shape_class(q))
         launch(_dq_kernel, (triton.cdiv(ctx.limits[0], t.M), num_heads, num_seqs))(
-            q, k, v, do, lse2, delta, dq, cu_q, cu_k, *_strides(q, k, v, do, dq), lse.stride(0),
-            *scales, **ctx.shape, **_options(t),
+            q, k, v, do, lse2, delta, dq, cu_q, cu_k, *_strides(q, k, v, do, dq),
+            lse2.stride(0), *scales, **ctx.shape, **_options(t),
         )  # fmt: skip
         dsinks = None
         if sinks is not None:

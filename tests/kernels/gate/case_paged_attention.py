@@ -51,18 +51,19 @@ def decode(
     dtype: torch.dtype,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    index_dtype: torch.dtype = torch.int32,
 ) -> None:
     q = query(num_seqs, shape, dtype)
-    _, lens, tables = step_indices(num_seqs)
+    _, lens, tables = step_indices(num_seqs, index_dtype)
     paged_attention_decode(
         q, seq_lens=lens, block_tables=tables, max_seq_len=4096, window=window, sinks=sinks,
         **make_caches(shape, block_size, dtype), backend="triton",
     )  # fmt: skip
 
 
-def step_indices(num_seqs: int) -> list[torch.Tensor]:
+def step_indices(num_seqs: int, dtype: torch.dtype = torch.int32) -> list[torch.Tensor]:
     shapes = ((num_seqs + 1,), (num_seqs,), (num_seqs, 256))
-    return [torch.empty(shape, dtype=torch.int32) for shape in shapes]
+    return [torch.empty(shape, dtype=dtype) for shape in shapes]
 
 
 ONE_HEAD_SHAPES = {
@@ -87,6 +88,14 @@ def cases() -> Iterator[GateCase]:
             f"paged_decode-{name}-block32",
             lambda d=dtype, s=shape: decode(s, 256, 32, d),
             need=memory,
+        )
+    shape = ATTENTION_SHAPES["half-128"]
+    for num_seqs in (4, 256):  # from the buffers of a CUDA graph, which are int64
+        yield GateCase(
+            f"paged_decode-graph-{num_seqs}",
+            lambda n=num_seqs: decode(shape, n, 16, torch.bfloat16, index_dtype=torch.int64),
+            need=memory,
+            need_of=merge,
         )
     one_head = {f"{name}-one_head": shape for name, shape in ONE_HEAD_SHAPES.items()}
     for name, shape in (ATTENTION_SHAPES | one_head).items():
