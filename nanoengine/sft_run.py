@@ -140,7 +140,11 @@ class SftRun:
         self.metrics = config.out / "metrics.jsonl"
         self.checkpoints = config.out / "checkpoints"
         if self.is_first:
-            self.run_folder = RunFolder(config.out, is_resumed=config.resume)
+            self.run_folder = RunFolder(
+                config.out,
+                is_resumed=config.resume,
+                written=("metrics.jsonl", "checkpoints", "model"),
+            )
         try:
             self._build()
         except BaseException:

@@ -372,10 +372,9 @@ def _first_group(rollouts: Sequence[Rollout], version: int) -> list[Sample]:
 
 
 def _with_signal(rollouts: list[Rollout]) -> list[Rollout]:
-    """Keep the rollouts of groups with some but not all members correct."""
-    is_correct_R = torch.tensor([r.is_success for r in rollouts])
-    keep_R = has_signal(is_correct_R, [r.group_id for r in rollouts])
-    return [r for r, keep in zip(rollouts, keep_R.tolist(), strict=True) if keep]
+    """Keep the rollouts of groups whose members earned unlike rewards."""
+    keep_R = has_signal([r.total_reward for r in rollouts], [r.group_id for r in rollouts])
+    return [r for r, keep in zip(rollouts, keep_R, strict=True) if keep]
 
 
 def _scored_samples(
@@ -611,10 +610,7 @@ def batch_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         for status in (Status.TRUNCATED_TURN, Status.TRUNCATED_CONTEXT):
             metrics[f"{status}_fraction"] = sum(r.status == status for r in rollouts) / count
     metrics |= episode_metrics(rollouts)
-    groups: dict[str, set[float]] = {}
-    for rollout in rollouts:
-        groups.setdefault(rollout.group_id, set()).add(rollout.total_reward)
-    metrics["groups_with_signal"] = float(sum(len(rewards) > 1 for rewards in groups.values()))
+    metrics["groups_with_signal"] = float(len({r.group_id for r in _with_signal(list(rollouts))}))
     return metrics
 
 

@@ -21,11 +21,13 @@ from nanorl.store import RolloutStore
 from nanorl.store.address import TRAINING_FILE
 
 _KEPT = ("model-trained", "summary.json")
-_WRITTEN = (
+_BEGUN = (
     *(CONFIG, "history.jsonl", "metrics.jsonl", "eval-*.json", "monitor.json"),
     *(f"{name}.sqlite*" for name in ("rollouts", "evaluations", "journal")),
     *("model", "tensorboard", "checkpoints", START, "critic", "critic-start", "reference"),
 )
+WRITTEN = (*_BEGUN, *_KEPT, "report.html")
+"""What a run writes into its folder, as patterns."""
 
 
 def take_away_failed_start(folder: Path) -> bool:
@@ -35,7 +37,7 @@ def take_away_failed_start(folder: Path) -> bool:
         return False
     aside = next(one for one in map(folder.joinpath, _names()) if not one.exists())
     aside.mkdir()
-    for pattern in _WRITTEN:
+    for pattern in _BEGUN:
         for found in folder.glob(pattern):
             found.rename(aside / found.name)
     return True

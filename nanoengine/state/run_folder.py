@@ -15,7 +15,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,23 @@ class RunFolder:
         path: Path,
         *,
         is_resumed: bool,
+        written: Sequence[str] = (),
         take_away: Callable[[Path], bool] = lambda _: False,
     ) -> None:
-        """ValueError if another process uses the folder, or if it holds a run that is not to be
-        resumed. `take_away` may empty the folder of a run that nobody needs, and says whether it
-        did."""
+        """ValueError if another process uses the folder, if it holds a run that is not to be
+        resumed, or if it is no run's and holds anything under a name that a run writes (`written`,
+        as patterns): that would be overwritten. `take_away` may empty the folder of a run that
+        nobody needs, and says whether it did."""
         self.path = path
         self._is_run = is_resumed
         self._new_folders = _made_folders(path)
         self._before = set(os.listdir(path))
+        foreign = [] if self._is_run or (path / CONFIG).exists() else _found(path, written)
+        if foreign:
+            raise ValueError(
+                f"--out {path}: holds {' and '.join(foreign[:2])}, which a run would overwrite, "
+                "and is no run; choose another folder"
+            )
         self._lock = take_lock(path / LOCK)
         has_run = (path / CONFIG).exists() and not is_resumed
         self.is_begun_anew = has_run and take_away(path)
@@ -84,6 +92,10 @@ class RunFolder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _found(folder: Path, patterns: Sequence[str]) -> list[str]:
+    return sorted({found.name for pattern in patterns for found in folder.glob(pattern)})
 
 
 def _made_folders(path: Path) -> list[Path]:

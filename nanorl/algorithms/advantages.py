@@ -195,10 +195,13 @@ def distill(
     return advantage_T - coef * (old_logp_T - teacher_logp_T) * mask_T.to(advantage_T.dtype)
 
 
-def has_signal(is_correct_R: Tensor, group_ids: Sequence[Hashable]) -> Tensor:
-    """DAPO's dynamic sampling: True for rollouts of groups with 0 < number correct < G."""
-    mean_R = _group(is_correct_R, group_ids).mean_R
-    return (mean_R > 0) & (mean_R < 1)
+def has_signal(rewards: Sequence[float], group_ids: Sequence[Hashable]) -> list[bool]:
+    """Dynamic sampling: True for rollouts of groups whose rewards differ. Where rewards are 0 or 1
+    that is DAPO's 0 < number correct < G; graded ones teach below 1 as well."""
+    found: dict[Hashable, set[float]] = {}
+    for reward, group in zip(rewards, group_ids, strict=True):
+        found.setdefault(group, set()).add(reward)
+    return [len(found[group]) > 1 for group in group_ids]
 
 
 def overlong_penalty(length_R: Tensor, max_length: int, buffer: int) -> Tensor:

@@ -10,6 +10,9 @@ that asks has them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import secrets
 import signal
 import tempfile
 from contextlib import ExitStack
@@ -50,6 +53,9 @@ class ServeEnvOptions:
     """Episodes at a time."""
     idle_s: float = 900.0
     """An episode that nobody asks for this long is closed."""
+    takes_tasks: bool = False
+    """Play tasks that clients made up as well, their answers, files and data; otherwise only those
+    that this server drew."""
 
 
 def serve_env(
@@ -86,19 +92,39 @@ async def _serve(config: RunConfig, folder: Path, options: ServeEnvOptions) -> N
     from nanorl.envs.remote.server import EnvServer, ServeLimits
 
     limits = ServeLimits(
-        max_episodes=options.max_episodes, idle_s=options.idle_s, call_s=2 * options.deadline_s
+        max_episodes=options.max_episodes,
+        idle_s=options.idle_s,
+        call_s=2 * options.deadline_s,
+        takes_tasks=options.takes_tasks,
     )
     key = options.api_key_file.expanduser().read_text().strip() if options.api_key_file else ""
     if options.api_key_file and not key:
         raise ValueError(f"--api-key-file {options.api_key_file}: is empty")
     kit = AgentKit(config, folder)
     try:
-        async with EnvServer(kit, limits, key).listening(options.host, options.port) as url:
+        server = EnvServer(kit, limits, key, secret=kept_secret(config.cache_dir.expanduser()))
+        async with server.listening(options.host, options.port) as url:
             print(f"environment {kit.kind.name} at {url}", flush=True)
             await _told_to_stop()
             print("stopped", flush=True)
     finally:
         kit.close()
+
+
+def kept_secret(folder: Path) -> bytes:
+    """What seals tasks, from a file that only its owner reads, so that clients can go on after a
+    restart; made if it is not there, and b"" where none can be kept."""
+    file = folder / "serve-env.key"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(descriptor, "wb") as new:
+                new.write(secrets.token_bytes(32))
+        found = file.read_bytes()
+        return found if len(found) == 32 and file.stat().st_uid == os.geteuid() else b""
+    except OSError:
+        return b""
 
 
 async def _told_to_stop() -> None:

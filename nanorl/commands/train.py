@@ -39,7 +39,7 @@ def run_training(
     from nanoengine.state.run_folder import RunFolder
     from nanorl.continuation import begin, take_over
     from nanorl.envs.run_kind import settle_sandbox
-    from nanorl.failed_start import take_away_failed_start
+    from nanorl.failed_start import WRITTEN, take_away_failed_start
     from nanorl.parts import Parts
     from nanorl.report.live import LiveView
     from nanorl.roles.launch import make_roles
@@ -50,7 +50,10 @@ def run_training(
     reuse_large_buffers()
     torch.set_num_threads(1)  # of this thread; see parts.py
     with RunFolder(
-        config.run_dir, is_resumed=config.resume, take_away=take_away_failed_start
+        config.run_dir,
+        is_resumed=config.resume,
+        written=WRITTEN,
+        take_away=take_away_failed_start,
     ) as folder:
         if folder.is_begun_anew:
             print(f"{config.run_dir}: a run that failed at its start is now in failed-start-*")

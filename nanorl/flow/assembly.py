@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-import torch
-
 from nanorl.algorithms.advantages import has_signal
 from nanorl.flow.group import FinishedGroup
 from nanorl.flow.policy import FAULTS, BatchPolicy, Fault
@@ -117,5 +115,5 @@ class BatchAssembler:
 
 
 def _has_signal(group: FinishedGroup) -> bool:
-    is_correct_R = torch.tensor([rollout.is_success for rollout in group.rollouts])
-    return bool(has_signal(is_correct_R, [group.index] * len(group.rollouts)).all())
+    rewards = [rollout.total_reward for rollout in group.rollouts]
+    return all(has_signal(rewards, [group.index] * len(rewards)))

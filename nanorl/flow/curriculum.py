@@ -1,8 +1,8 @@
 """Which task is played next: `Curriculum`, and two of them.
 
     in_order    the tasks as their source gives them, each epoch shuffled anew
-    learnable   of some candidates the one whose kind is solved about half of the time: there the
-                members of a group differ most, and differences are what is learnt from
+    learnable   of some candidates the one whose kind earns rewards that vary most, which with 0
+                and 1 is one that is solved half of the time: differences are what is learnt from
 
 A curriculum of your own is a class in a file, `--rl.curriculum mine.py:Hardest`:
 
@@ -72,10 +72,11 @@ class InOrder:
 
 
 class Learnable:
-    """Prefers kinds of tasks whose rewards vary: p(1 − p) is largest where half are solved.
+    """Prefers kinds of tasks whose rewards vary. For rewards of 0 and 1 the variance is p(1 − p),
+    largest where half are solved.
 
-    The success rate p of a kind is a running mean, which begins at 1/2 with the weight of two
-    rollouts. One choice in five is left to chance, so that no kind is forgotten.
+    Mean and variance of a kind are of a running window, which begins with one rollout that earned 0
+    and one that earned 1. One choice in five is left to chance, so that no kind is forgotten.
     """
 
     num_candidates = 4
@@ -83,7 +84,8 @@ class Learnable:
     chance = 0.2
 
     def __init__(self) -> None:
-        self._seen: dict[str, list[float]] = {}  # by kind: successes and rollouts, decayed
+        # by kind, decayed: sum of rewards, of their squares, number of rollouts
+        self._seen: dict[str, list[float]] = {}
 
     def choose(self, candidates: Sequence[Task], rng: random.Random) -> Task:
         if rng.random() < self.chance:
@@ -92,22 +94,24 @@ class Learnable:
 
     def observe(self, task: Task, rewards: Sequence[float]) -> None:
         for reward in rewards:
-            solved, count = self._seen.get(task.kind, [0.0, 0.0])
-            self._seen[task.kind] = [
-                solved * self.decay + float(reward >= 1.0),
-                count * self.decay + 1,
-            ]
+            seen = self._seen.get(task.kind, [0.0, 0.0, 0.0])
+            more = (reward, reward * reward, 1.0)
+            self._seen[task.kind] = [a * self.decay + b for a, b in zip(seen, more, strict=True)]
 
     def _variance(self, kind: str) -> float:
-        solved, count = self._seen.get(kind, [0.0, 0.0])
-        rate = (solved + 1) / (count + 2)
-        return rate * (1 - rate)
+        total, squares, count = self._seen.get(kind, [0.0, 0.0, 0.0])
+        mean = (total + 1) / (count + 2)
+        return (squares + 1) / (count + 2) - mean * mean
 
     def state(self) -> dict[str, Any]:
         return {"seen": self._seen}
 
     def load(self, state: dict[str, Any]) -> None:
-        self._seen = {kind: list(pair) for kind, pair in state["seen"].items()}
+        # of a run of 0.1.0: successes and rollouts, and the square of a success is itself
+        self._seen = {
+            kind: [seen[0], *seen] if len(seen) == 2 else list(seen)
+            for kind, seen in state["seen"].items()
+        }
 
 
 KNOWN: Mapping[str, str] = MappingProxyType(

@@ -154,6 +154,20 @@ def _check(
         _check_messages(values["prompt"], where)
     for name, text in (values.get("files") or {}).items():
         _check_file(name, text, where)
+    if values.get("agent") and "agent" not in fields.columns:
+        check_agent(values["agent"], where, "--task-fields agent=agent")
+
+
+def check_agent(name: str, where: str, permission: str) -> None:
+    """ValueError for an agent that is none of ours: to load it is to run somebody's code, which
+    data does not decide."""
+    from nanorl.agents.loops import LOOPS  # here: it imports what agents need
+
+    if name not in LOOPS:
+        raise ValueError(
+            f"{where}: field 'agent' is {name!r:.200}, code that would be imported; data may name "
+            f"{', '.join(LOOPS)}. If you trust it: {permission}"
+        )
 
 
 def _check_value(

@@ -267,9 +267,16 @@ def test_every_name_of_an_advantage_has_a_function() -> None:
 
 
 def test_dynamic_sampling_keeps_groups_with_mixed_results() -> None:
-    correct = torch.tensor([1, 1, 0, 0, 1, 0])
+    correct = [1.0, 1.0, 0.0, 0.0, 1.0, 0.0]
     kept = adv.has_signal(correct, ["a", "b", "c", "a", "b", "c"])
-    assert kept.tolist() == [True, False, False, True, False, False]
+    assert kept == [True, False, False, True, False, False]
+
+
+def test_dynamic_sampling_keeps_groups_whose_graded_rewards_differ() -> None:
+    """None is solved in full, or all are; what counts is whether there is anything to learn."""
+    graded = [0.1, 0.3, 0.1, 0.1, 1.5, 2.0]
+    kept = adv.has_signal(graded, ["a", "a", "b", "b", "c", "c"])
+    assert kept == [True, True, False, False, True, True]
 
 
 def test_overlong_penalty_is_linear_in_the_buffer() -> None:

@@ -81,6 +81,17 @@ def test_dynamic_sampling_drops_groups_without_signal() -> None:
     assert batch.metrics["num_trained_rollouts"] == 2
 
 
+def test_dynamic_sampling_trains_on_graded_rewards_below_one() -> None:
+    groups = [
+        [rollout("a", 0, 0.3), rollout("a", 1, 0.1)],
+        [rollout("b", 0, 0.3), rollout("b", 1, 0.3)],
+    ]
+    batch = build_batch(groups, AlgorithmSpec(dynamic_sampling=True), max_tokens=64, version=0)
+    assert {sample.group for sample in batch.samples} == {"a"}
+    assert batch.metrics["num_trained_rollouts"] == 2
+    assert batch.metrics["groups_with_signal"] == 1
+
+
 def test_a_batch_without_any_action_token_gives_no_samples() -> None:
     batch = build_batch(
         [[rollout("a", 0, 0.0, actions=0)]], AlgorithmSpec(), max_tokens=64, version=0

@@ -52,6 +52,17 @@ def test_the_first_choice_is_by_the_variance_of_rewards() -> None:
     assert chooser(fresh).task(0).kind == "even"
 
 
+def test_graded_rewards_count_by_how_much_they_vary() -> None:
+    """By hand: after rewards r the variance is of r, 0 and 1 together."""
+    curriculum = Learnable()
+    curriculum.decay = 1.0
+    for kind, rewards in {"easy": [0.9, 0.9], "even": [0.2, 0.8], "hard": [0.1, 0.1]}.items():
+        curriculum.observe(Task("?", kind=kind), rewards)
+    found = {kind: curriculum._variance(kind) for kind in ("easy", "even", "hard")}
+    expected = {"easy": 0.165, "even": 0.17, "hard": 0.165}
+    assert found == pytest.approx(expected)
+
+
 def test_one_choice_in_five_is_left_to_chance_and_repeats_by_its_seed() -> None:
     kinds = [chooser(taught()).task(number).kind for number in range(2000)]
     others = sum(kind != "even" for kind in kinds)

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ import nanorl
 from nanoinfer.params import SamplingParams
 from nanorl.agents.limits import Limits
 from nanorl.agents.loop import Agent
+from nanorl.commands.serve_env import kept_secret
 from nanorl.envs.base import Environment, EnvKind, Services
 from nanorl.envs.kind import ShortKind
 from nanorl.envs.remote.client import RemoteKind
-from nanorl.envs.remote.server import EnvServer, ServeLimits
+from nanorl.envs.remote.server import SEAL, EnvServer, ServeLimits
 from nanorl.rewards.base import Score, Transcript
 from nanorl.types import InfrastructureError, Rollout, Status, Task
 
@@ -133,18 +134,65 @@ def test_an_episode_behind_an_address_is_the_episode_at_hand() -> None:
             far = await kind_at(url)
             assert (far.name, far.loop, far.has_tools) == ("game", "tool", True)
             here, there = near.tasks(5), await asyncio.to_thread(far.tasks, 5)
-            assert await asyncio.to_thread(there.batch, 2, 3) == here.batch(2, 3)
-            assert await asyncio.to_thread(there.heldout, 4, 9) == here.heldout(4, 9)
-            task = here.batch(0, 1)[0]
+            assert unsealed(await asyncio.to_thread(there.batch, 2, 3)) == here.batch(2, 3)
+            assert unsealed(await asyncio.to_thread(there.heldout, 4, 9)) == here.heldout(4, 9)
+            task = (await asyncio.to_thread(there.batch, 0, 1))[0]
             for enabled in (True, False):
                 for says in SCRIPTS:
-                    mine = await play(near.open(services(enabled)), task, *says)
+                    mine = await play(near.open(services(enabled)), unsealed([task])[0], *says)
                     theirs = await play(far.open(services(enabled)), task, *says)
                     assert theirs.to_json() == mine.to_json(), says
                     assert mine.status == Status.FINISHED
         assert Game.open_now == 0
 
     in_time(run())
+
+
+def unsealed(tasks: list[Task]) -> list[Task]:
+    """Without what the server adds to know them again."""
+    return [
+        replace(one, data={name: one.data[name] for name in one.data if name != SEAL})
+        for one in tasks
+    ]
+
+
+def test_a_client_plays_what_the_server_drew_and_nothing_of_its_own() -> None:
+    """A task's data may be a path that the server reads (Harbor's is)."""
+
+    async def run() -> None:
+        async with serving() as (url, server):
+            kind = await kind_at(url, patience_s=0.01)
+            task = await first_task(kind)
+            forged = [
+                replace(task, data={**task.data, "path": "/etc"}),
+                replace(task, answer=43),
+                replace(task, files={"a.txt": "1"}),
+                replace(task, data={"seed": 1}),
+                replace(task, data={"seed": 1, SEAL: "0" * 64}),
+            ]
+            for one in forged:
+                with pytest.raises(InfrastructureError, match=r"403.*did not draw that task"):
+                    await kind.open(services()).reset(one)
+            assert Game.open_now == 0
+            again = Task.from_json(json.loads(json.dumps(task.to_json(), sort_keys=True)))
+            assert (await play(kind.open(services()), again, "42")).is_success
+            restarted = EnvServer(Kit(ShortKind(Game)), ServeLimits(), secret=server._secret)  # type: ignore[arg-type]
+            async with restarted.listening("127.0.0.1", 0) as url:
+                kind = await kind_at(url)
+                assert (await play(kind.open(services()), task, "42")).is_success
+        async with serving(takes_tasks=True) as (url, _):
+            kind = await kind_at(url)
+            assert (await play(kind.open(services()), forged[1], "42")).is_success
+
+    in_time(run())
+
+
+def test_the_secret_that_seals_tasks_is_the_owners_and_stays(tmp_path: Path) -> None:
+    first = kept_secret(tmp_path / "cache")
+    assert len(first) == 32 and kept_secret(tmp_path / "cache") == first
+    assert (tmp_path / "cache" / "serve-env.key").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "file").write_text("")
+    assert kept_secret(tmp_path / "file") == b""  # there is no place for it
 
 
 def test_what_breaks_or_hangs_in_the_server_fails_the_rollout_and_says_why() -> None:

@@ -19,6 +19,7 @@ from nanoengine.command_line import program
 from nanoengine.state.checkpoint import list_checkpoints, open_checkpoint
 from nanoengine.state.run_folder import RunFolder
 from nanorl.cli import main
+from nanorl.failed_start import WRITTEN
 from nanorl.report.evaluation import Evaluation
 from nanorl.sandbox.base import SandboxUnavailable
 from nanorl.store import RolloutStore
@@ -234,6 +235,20 @@ def test_a_model_made_for_a_run_that_did_not_begin_goes_away(
     with pytest.raises(SandboxUnavailable):
         train(*SMALL, "--out", str(tmp_path / "runs" / "run"))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["summary.json", "model-trained", "report.html", "eval-x.json"])
+def test_a_folder_that_is_no_run_is_not_written_over(tmp_path: Path, name: str) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / name).write_text("mine")
+    with pytest.raises(ValueError, match=f"--out .*theirs: holds {name}, which a run would over"):
+        train(*SMALL, "--out", str(theirs))
+    assert [(one.name, one.read_text()) for one in theirs.iterdir()] == [(name, "mine")]
+    (theirs / name).rename(theirs / "notes.txt")  # a run beside a log or notes harms nobody
+    with RunFolder(theirs, is_resumed=False, written=WRITTEN):
+        pass
+    assert [one.name for one in theirs.iterdir()] == ["notes.txt"]
 
 
 def hold(path: Path, connection: Connection) -> None:

@@ -86,6 +86,16 @@ def test_chats_data_splits_and_ids_are_taken_as_they_are() -> None:
     assert read_tasks(listed, TaskFields(needs_answer=False))[0].answer == [1, {"a": 2}]
 
 
+@pytest.mark.parametrize("agent", ["mine.py:loop", "os:system", "/tmp/x.py", "no_such_agent"])
+def test_a_record_names_no_code_unless_the_user_says_so(agent: str) -> None:
+    """An agent that is a file or a module is imported: whoever writes the data would run it."""
+    record = {"prompt": "p", "answer": "a", "agent": agent}
+    with pytest.raises(ValueError, match=r"code that would be imported.*--task-fields agent=agent"):
+        read_tasks([record])
+    [task] = read_tasks([record], TaskFields.parse(["prompt=prompt", "agent=agent"]))
+    assert task.agent == agent
+
+
 def test_tasks_with_one_prompt_are_split_by_content() -> None:
     tasks = read_tasks([{"prompt": "First guess?", "answer": n} for n in range(40)])
     assert {task.split for task in tasks} == {"train", "heldout"}

@@ -24,6 +24,7 @@ from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanorl.envs.base import Demonstrator, Environment, Opening, Services, TaskSet, TimeStep
 from nanorl.rewards.base import Score, Transcript
+from nanorl.tasks.records import check_agent
 from nanorl.types import InfrastructureError, Rollout, Task
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class RemoteOptions:
     """How long opening an episode waits for a server that is away or full."""
     max_bytes: int = 16 << 20
     """The most that one answer may bring."""
+    may_name_code: bool = False
+    """Tasks may name agents that are files or modules, which are imported here."""
 
     def __post_init__(self) -> None:
         for name in ("timeout_s", "patience_s", "max_bytes"):
@@ -128,7 +131,11 @@ class RemoteTasks:
             reply = self._line.get(f"/tasks?{query}", TasksReply)
         except InfrastructureError as error:
             raise ConnectionError(f"the tasks of {self._line.address}: {error}") from error
-        return [one.task() for one in reply.tasks], reply.fingerprint
+        tasks = [one.task() for one in reply.tasks]
+        for agent in {task.agent for task in tasks if task.agent}:
+            if not self._line.options.may_name_code:
+                check_agent(agent, self._line.address, "--env-args may_name_code=true")
+        return tasks, reply.fingerprint
 
 
 class RemoteEnvironment:

@@ -5,6 +5,8 @@
 It plays what `--env` would play, the user's code in worker processes as there (nanorl/hosting), and
 holds each episode until it is closed or nobody has asked for it for a while. The messages are in
 wire.py. Without a key it answers this machine alone, and no web page.
+A task may say which files of this machine an episode reads (those of Harbor do), so clients may
+only play what the server drew: a task that it gives away carries its seal.
 Left out: TLS and users (put a proxy in front), and several processes behind one port.
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import json
 import logging
 import secrets
 import time
@@ -53,6 +56,7 @@ from nanorl.types import InfrastructureError
 LOG = logging.getLogger("nanorl.envs")
 MOST_TASKS = 100_000
 MOST_SEEDS = 8  # whose task sets are kept
+SEAL = "nanorl_seal"  # among a task's data, which travels and is kept with it
 _CLOSE_S = 10.0
 Handler = Callable[[Request], Awaitable[BaseModel]]
 Body = TypeVar("Body", bound=BaseModel)
@@ -71,6 +75,8 @@ class ServeLimits:
     """A call must have ended within this time."""
     max_body_bytes: int = 16 << 20
     """Longest request body: a rollout travels to be scored."""
+    takes_tasks: bool = False
+    """Play what clients made up as well: its answer, files and data."""
 
     def __post_init__(self) -> None:
         for name in ("max_episodes", "idle_s", "call_s", "max_body_bytes"):
@@ -90,8 +96,12 @@ class _Held:
 class EnvServer:
     """Routes over the environment of a kit, which stays the caller's to close."""
 
-    def __init__(self, kit: AgentKit, limits: ServeLimits, api_key: str = "") -> None:
+    def __init__(
+        self, kit: AgentKit, limits: ServeLimits, api_key: str = "", *, secret: bytes = b""
+    ) -> None:
+        """`secret` seals the tasks; one that is kept lets clients go on after a restart."""
         self._kit, self._limits, self._api_key = kit, limits, api_key
+        self._secret = secret or secrets.token_bytes(32)
         self._episodes: dict[str, _Held] = {}
         self._num_opening = 0
         self._task_sets: dict[int, TaskSet] = {}
@@ -188,7 +198,8 @@ class EnvServer:
             tasks = await asyncio.to_thread(source.batch, place, n) if n else []
         else:
             tasks = await asyncio.to_thread(draw, n, place)
-        return TasksReply(tasks=[WireTask.of(one) for one in tasks], fingerprint=source.fingerprint)
+        sealed = [self._sealed(WireTask.of(one)) for one in tasks]
+        return TasksReply(tasks=sealed, fingerprint=source.fingerprint)
 
     async def _reset(self, request: Request) -> ResetReply:
         body = await self._read(request, ResetBody)
@@ -199,10 +210,12 @@ class EnvServer:
             wired = body.task
             if wired is None:
                 source = await self._task_set(body.seed)
-                wired = WireTask.of((await asyncio.to_thread(source.batch, 0, 1))[0])
+                drawn = WireTask.of((await asyncio.to_thread(source.batch, 0, 1))[0])
+                wired = self._sealed(drawn)
+            task = self._opened(wired).task()
             env = self._kit.environment(is_tool_enabled=body.is_tool_enabled)
             try:
-                opening = await env.reset(wired.task())
+                opening = await env.reset(task)
             except BaseException:
                 await _let_go(env)
                 raise
@@ -271,6 +284,27 @@ class EnvServer:
                 if not held.lock.locked() and now - held.used > self._limits.idle_s:
                     LOG.warning("closed an episode that was idle for %g s", now - held.used)
                     await self._end(name)
+
+    def _sealed(self, task: WireTask) -> WireTask:
+        return task.model_copy(update={"data": {**task.data, SEAL: self._seal(task)}})
+
+    def _opened(self, sealed: WireTask) -> WireTask:
+        """The task as it was drawn. ApiError for one that was not drawn here."""
+        data = dict(sealed.data)
+        given = str(data.pop(SEAL, ""))
+        task = sealed.model_copy(update={"data": data})
+        if not self._limits.takes_tasks and not hmac.compare_digest(given, self._seal(task)):
+            raise ApiError(
+                403,
+                "this server did not draw that task; take one from /tasks, or let it play tasks of "
+                "its clients (nanorl serve-env --takes-tasks)",
+                "task",
+            )
+        return task
+
+    def _seal(self, task: WireTask) -> str:
+        text = json.dumps(task.model_dump(), sort_keys=True)
+        return hmac.new(self._secret, text.encode(), "sha256").hexdigest()
 
     async def _task_set(self, seed: int) -> TaskSet:
         if seed not in self._task_sets:
