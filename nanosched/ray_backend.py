@@ -167,7 +167,8 @@ class RayCaller:
         self, actor: RayActor, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Future[Any]:
         future = RayFuture(self, f"{actor.label}.{method}", None, actor)
-        if self._is_closed or actor.handle is None:
+        # Ray kills in its own time: one that we ended could still answer
+        if self._is_closed or actor.handle is None or actor.ended is not None:
             reason = actor.ended or "ended with its last handle"
             future.settle(error=WorkerDied(f"{actor.label} {reason}"))
             return future

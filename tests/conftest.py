@@ -1,7 +1,8 @@
-"""Shared fixtures: one torch thread, folders that are emptied, the CPU kernels of either path,
-worker processes, the SmolLM2 folder where there is one."""
+"""Shared fixtures: one torch thread, interrupts that are heeded, folders that are emptied, the CPU
+kernels of either path, worker processes, the SmolLM2 folder where there is one."""
 
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("gloo"))
         if item.get_closest_marker("sandbox"):
             item.add_marker(pytest.mark.xdist_group("sandbox"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def heeded_interrupts() -> None:
+    """The background job of a shell ignores Ctrl-C, and so would the programs that tests start and
+    interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -71,14 +71,17 @@ def test_a_tiny_workload_on_a_cpu_writes_the_rows_of_the_gpu_benchmark(tmp_path:
     written = json.loads(path.read_text())
     rows = {row["name"]: row for row in written["rows"]}
     names = ["nano-vllm", "logp-gap-max", "logp-gap-mean", "decode-step-1", "decode-step-3"]
-    assert list(rows) == names + [f"{name}-fp8" for name in names]
+    fp8 = [f"{name}-fp8" for name in names]
+    names.insert(3, "logp-gap-max-exact")
+    assert list(rows) == names + fp8
     columns = "name dtype threads value unit peer peer_value ratio bound bound_ratio"
     for name, row in rows.items():
         assert set(columns.split()) <= set(row)
         assert row["value"] >= 0 and row["dtype"] == "bf16"
         if not name.startswith("logp"):
             assert 0 < row["bound_ratio"] < 1
-    assert rows["logp-gap-max"]["value"] == 0  # a CPU repeats the trainer's bits
+    for name in ("logp-gap-max", "logp-gap-max-exact"):
+        assert rows[name]["value"] == 0  # a CPU repeats the trainer's bits
     assert rows["logp-gap-max-fp8"]["value"] > 0
     assert written["skipped"] == [] and written["ceilings"]["TB/s"] > 0
 
