@@ -12,10 +12,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from ipaddress import IPv6Address, ip_address
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 from urllib.parse import urlsplit
 
 DEFAULT_PORTS = (80, 443)
+_EMBEDDING = (IPv6Network("::/96"), IPv6Network("64:ff9b::/96"))
+"""Whose last 32 bits are an IPv4 address (RFC 4291, 6052)."""
+_OWN_NAT64 = IPv6Network("64:ff9b:1::/48")
+"""Where they stand in it is each network's own affair (RFC 8215)."""
 _NAME = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_-]*[a-z0-9])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9])?)*")
 
 
@@ -32,15 +36,26 @@ class AllowList:
 
     def allows_address(self, address: str, host: str, port: int) -> bool:
         """Whether `address`, which `host` has, may be connected to. A public one may."""
-        found = ip_address(address.partition("%")[0])
-        if isinstance(found, IPv6Address) and found.ipv4_mapped:
-            found = found.ipv4_mapped
-        if found.is_global and not found.is_multicast:
+        found = _meant(ip_address(address.partition("%")[0]))
+        if found.is_global and not (found.is_multicast or found in _OWN_NAT64):
             return True
         is_named_local = found.is_loopback and host == "localhost"
         return is_named_local or any(
             one == str(found) and port in ports for one, ports in self._hosts
         )
+
+
+def _meant(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
+    """The IPv4 address inside an IPv6 one that a gateway or the kernel takes for it: mapped,
+    compatible, NAT64, 6to4, Teredo. It looks public, and leads to what may be private."""
+    if isinstance(address, IPv4Address) or address.is_loopback:
+        return address
+    if address.ipv4_mapped or address.sixtofour:
+        return address.ipv4_mapped or address.sixtofour or address
+    if address.teredo:
+        return address.teredo[1]
+    is_embedded = any(address in network for network in _EMBEDDING)
+    return IPv4Address(int(address) & 0xFFFF_FFFF) if is_embedded else address
 
 
 def split_host(text: str) -> tuple[str, int | None]:

@@ -197,6 +197,20 @@ def test_patterns_of_the_list(
         ("127.0.0.1", "localhost", True),
         ("fe80::1%eth0", "a.example", False),
         ("0.0.0.0", "a.example", False),
+        ("2606:2800:220:1::1", "a.example", True),
+        ("::1", "localhost", True),
+        ("::1", "a.example", False),
+        # private addresses in the clothes of IPv6: mapped, compatible, NAT64, 6to4, Teredo
+        ("::ffff:169.254.169.254", "a.example", False),
+        ("::169.254.169.254", "a.example", False),
+        ("64:ff9b::a9fe:a9fe", "a.example", False),
+        ("64:ff9b::127.0.0.1", "a.example", False),
+        ("64:ff9b::93.184.216.34", "a.example", True),
+        ("64:ff9b::10.1.2.3", "a.example", True),
+        ("64:ff9b:1::5db8:d822", "a.example", False),
+        ("2002:a9fe:a9fe::1", "a.example", False),
+        ("2002:5db8:d822::1", "a.example", True),
+        ("2001:0:4136:e378:8000:63bf:5601:5601", "a.example", False),  # of 169.254.169.254
     ],
 )
 def test_private_addresses_have_to_be_listed(address: str, host: str, is_allowed: bool) -> None:

@@ -100,6 +100,11 @@ def cases() -> Iterator[GateCase]:
             need=("wgmma", "ld128"),
             need_of=NEED_OF,
         )
-    yield GateCase("tree", tree, need_of={"_forward_kernel": ("wgmma", "ld128")})
+    yield GateCase(
+        "tree",
+        tree,
+        need_of={"_forward_kernel": ("wgmma", "ld128")},
+        allow_spill=SPILL_OF_HALF_128,
+    )
     yield GateCase("gather_rows", gather, need=("ld128",))
     yield GateCase("add_rows", embedding_gradient, need=("ld128",))
