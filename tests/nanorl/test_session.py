@@ -24,6 +24,7 @@ from nanorl.sandbox import (
     canary,
     lease,
 )
+from nanorl.sandbox.jobs import _inside
 from nanorl.sandbox.session import Session, WorkspaceError
 
 pytestmark = pytest.mark.sandbox
@@ -490,3 +491,13 @@ def test_a_worker_that_does_not_start_is_a_failure_of_the_machinery(
         await (await pool.open_session()).close()
 
     asyncio.run(main())
+
+
+def test_a_neighbour_whose_name_begins_alike_is_outside(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work-of-others").mkdir()
+    root = os.fsencode(os.path.realpath(tmp_path / "work"))
+    assert _inside({"root": root, "path": b"a/b.txt"}).endswith("/work/a/b.txt")
+    for path in (b"../work-of-others/x", b"../work-of-others", b"..", b"/etc/passwd"):
+        with pytest.raises(ValueError, match="outside of the working folder"):
+            _inside({"root": root, "path": path})

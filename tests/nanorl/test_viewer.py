@@ -249,7 +249,7 @@ def test_only_this_machine_is_answered_without_a_key(run: Path) -> None:
     app = ViewerServer(runs).starlette()
     assert TestClient(app, base_url=LOCAL).get("/api/runs").status_code == 200
     assert TestClient(app, base_url="http://localhost:8000").get("/api/runs").status_code == 200
-    for name in ("evil.example", "127.0.0.1.evil.example", "192.0.2.7"):
+    for name in ("evil.example", "127.0.0.1.evil.example", "192.0.2.7", "router", "evil"):
         assert TestClient(app, base_url=f"http://{name}").get("/api/runs").status_code == 403
     open_client = TestClient(ViewerServer(runs, key="s3cret").starlette(), base_url="http://me")
     for path in ("/api/runs", "/overview?run=first", "/api/rollouts?run=first&phase=rl"):
