@@ -168,6 +168,13 @@ class StaticDecode:
         self._replays[size]()
         return self._hidden[:num_seqs]
 
+    def prepare(self) -> None:
+        """Capture every size now, the largest first: the smaller ones find all they need in its
+        pool. Whoever measures steps does not want to measure captures."""
+        for size in reversed(self.sizes):
+            if size not in self._replays:
+                self._record(size)
+
     def _size_for(self, num_seqs: int) -> int:
         return next(size for size in self.sizes if size >= num_seqs)
 

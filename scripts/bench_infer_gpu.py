@@ -156,7 +156,10 @@ class Bench:
             max_num_seqs=work.num_requests,
             kv_cache_dtype=kind,
         )
-        self.engine = LLMEngine(model, config)  # its first decode captures the graphs
+        self.engine = LLMEngine(model, config)
+        if self.engine._runner.decode is not None:
+            with torch.inference_mode():
+                self.engine._runner.decode.prepare()
         self.engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))
 
     def bound_s(self, num_steps: int, num_read: int) -> float:

@@ -210,6 +210,16 @@ def test_a_sleeper_forgets_its_graphs_and_captures_them_again(folder: Path) -> N
     assert recorder.num_captured == 2 * len(decode._replays) == 10
 
 
+def test_what_is_prepared_is_not_captured_again(folder: Path) -> None:
+    recorder = Recorder()
+    engine, decode = make_static(load_model(folder), recorder)
+    decode.prepare()
+    assert list(decode._replays) == decode.sizes[::-1]
+    engine.generate(*requests())
+    decode.prepare()
+    assert recorder.num_captured == len(decode.sizes)
+
+
 def test_a_capture_writes_to_no_block_of_a_sequence(folder: Path) -> None:
     """It runs the work on what the buffers hold: after a sleep, the rows of the last step before.
     With few blocks, those are the blocks of the sequences that run now."""
