@@ -23,6 +23,7 @@ from nanoengine.model.transformer import Transformer
 from nanoinfer.config import InferConfig
 from nanorl.agents.kit import run_loop
 from nanorl.agents.loops import load_loop
+from nanorl.algorithms.spec import DISTILLS
 from nanorl.config import RunConfig
 from nanorl.envs.base import EnvKind, TaskSet
 from nanorl.envs.code import CodeKind
@@ -73,6 +74,7 @@ class Parts:
         check_reference(config, self.shape.vocab_size)
         self.tokenizer = run_tokenizer(config, self.folder)
         check_top_k(config, self.shape)
+        check_teacher(config)
         if config.rl.reference and config.rl.steps:
             self._check_kinds(config)
         if config.rl.algorithm.has_hindsight and config.rl.steps:
@@ -189,6 +191,19 @@ def check_positions(config: RunConfig, model: ModelConfig) -> None:
         raise ValueError(
             f"--agent.max-context-tokens {wanted}: must be at most {most}, the positions that this "
             "model knows (max_position_embeddings)"
+        )
+
+
+def check_teacher(config: RunConfig) -> None:
+    """`ValueError` where the loss distils and nobody teaches: without a name the reference is the
+    policy as RL begins, from which it has no distance and so no gradient."""
+    spec = config.rl.algorithm
+    has_teacher = spec.has_hindsight or config.rl.reference
+    if config.rl.steps and spec.loss in DISTILLS and not has_teacher:
+        raise ValueError(
+            f"--rl.algorithm.loss {spec.loss}: it distils a teacher, and none is named: the policy "
+            "would learn from what it was when RL began, which is nothing; give --rl.reference "
+            "FOLDER, or choose sdft or sdpo, where the policy teaches itself in hindsight"
         )
 
 

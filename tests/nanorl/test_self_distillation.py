@@ -502,6 +502,8 @@ def test_a_run_with_teachers_by_kind(tmp_path: Path, models: dict[int, Path]) ->
         ),
         ("--algorithm sdft --agent command --agent.command true", "7", "writes its own prompts"),
         ("--algorithm opd --rl.reference even:{0},prime:{0}", "7", "no teacher is named for tasks"),
+        ("--algorithm opd", "7", "loss opd: it distils a teacher, and none is named"),
+        ("--algorithm opd_topk --rl.algorithm.top-k 5", "7", "give --rl.reference FOLDER"),
     ],
 )
 def test_what_cannot_be_ends_before_any_work(
