@@ -57,6 +57,7 @@ from kernels.backend import (
     check_window,
     compute_dtype,
     ints,
+    scale_of,
     use_native,
     use_triton,
     wide_sinks,
@@ -271,7 +272,7 @@ def tree_attention(
     check_sinks(sinks, q_THD)
     check_window(window)
     _check_plan(plan, q_THD, k_THD)
-    scale = softmax_scale if softmax_scale is not None else q_THD.shape[-1] ** -0.5
+    scale = scale_of(softmax_scale, q_THD)
     if use_triton(backend, q_THD, has_cpp=True):
         segments = plan.segments(q_THD.device)
         out = flash_attn_varlen(
@@ -341,9 +342,9 @@ def flash_attn_varlen(
     if window is not None and (window < 1 or not causal):
         raise ValueError(f"window={window}: must be at least 1, with causal=True")
     check_integers(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    scale = softmax_scale if softmax_scale is not None else q_THD.shape[-1] ** -0.5
+    scale = scale_of(softmax_scale, q_THD)
     if use_triton(backend, q_THD, has_cpp=True):
-        out, lse = _on_triton(
+        out, lse2 = _on_triton(
             (q_THD, k_SKD, v_SKD),
             (cu_seqlens_q, cu_seqlens_k),
             (max_seqlen_q, max_seqlen_k),
@@ -351,7 +352,7 @@ def flash_attn_varlen(
             AttendOptions(scale, window, sinks),
             batch_invariant,
         )
-        return (out, lse.t()) if return_lse else out
+        return (out, lse2.t() * math.log(2.0)) if return_lse else out
     is_plain = causal and not return_lse and q_THD.device.type == "cpu"
     if plan is None:
         check_bounds("cu_seqlens_q", cu_seqlens_q, q_THD.shape[0])

@@ -9,6 +9,7 @@ The checks come before any work: a kernel would read wrong memory where PyTorch 
 PyTorch's own message names no argument.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -123,6 +124,15 @@ def check_integers(**tensors: object) -> None:
 def check_window(window: int | None) -> None:
     if window is not None and window < 1:
         raise ValueError(f"window={window}: must be at least 1")
+
+
+def scale_of(softmax_scale: float | None, q_THD: Tensor) -> float:
+    """What scores are multiplied by, head_dim ** -0.5 unless given. ValueError if it is not
+    positive: the largest score is found among the products, before the scale."""
+    scale = q_THD.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    if not 0 < scale < math.inf:
+        raise ValueError(f"softmax_scale={scale}: must be a positive number")
+    return scale
 
 
 def check_sinks(sinks: Tensor | None, q_THD: Tensor) -> None:

@@ -40,9 +40,8 @@ def quantize_fp8_ref(x_NK: Tensor, group_size: GroupSize = None) -> tuple[Tensor
     padded = _pad(x_NK.float(), rows, cols)
     grouped = padded.view(padded.shape[0] // rows, rows, padded.shape[1] // cols, cols)
     largest = grouped.abs().amax((1, 3)).clamp_min(_SMALLEST_MAX)
-    scale = largest / torch.full_like(
-        largest, FP8_MAX
-    )  # a GPU multiplies by the inverse of a number
+    # By a tensor: by a number a GPU multiplies with the inverse, which rounds differently.
+    scale = largest / torch.full_like(largest, FP8_MAX)
     scaled = grouped * (1.0 / scale)[:, None, :, None]
     q = scaled.clamp(-FP8_MAX, FP8_MAX).view(padded.shape)[: x_NK.shape[0], : x_NK.shape[1]]
     return q.to(FP8), scale.squeeze(1) if group_size is None else scale

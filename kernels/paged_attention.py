@@ -38,6 +38,7 @@ from kernels.backend import (
     check_tensors,
     check_window,
     ints,
+    scale_of,
     use_native,
     use_triton,
     wide_sinks,
@@ -187,7 +188,7 @@ def paged_attention(
         check_integers(
             query_start_loc=query_start_loc, seq_lens=seq_lens, block_tables=block_tables
         )
-    scale = softmax_scale if softmax_scale is not None else q_THD.shape[-1] ** -0.5
+    scale = scale_of(softmax_scale, q_THD)
     if debug:
         check_block_range(block_tables, seq_lens, v_cache)
     if use_triton(backend, q_THD, has_cpp=True):

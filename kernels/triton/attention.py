@@ -37,7 +37,7 @@ from kernels.triton.launch import launch
 from kernels.triton.tiles import Tile, meet_sinks, tile, weigh_tile
 
 _LOG2_E = math.log2(math.e)
-_LN_2 = math.log(2.0)
+LOG2_E: tl.constexpr = tl.constexpr(_LOG2_E)
 
 
 @triton.jit
@@ -178,7 +178,7 @@ def _delta_kernel(
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if HAS_DLSE:
         at = dlse_ptr + (first + rows) * dlse_token + head * dlse_head
-        delta -= tl.load(at, rows < left, other=0.0)
+        delta -= tl.load(at, rows < left, other=0.0) * LOG2_E  # of lse, not of lse2
     at = head * lse_head + first + rows
     tl.store(delta_ptr + at, delta, rows < left)
     found = tl.load(found_ptr + at, rows < left, other=0.0)
@@ -318,7 +318,9 @@ def _forward_class(q: Tensor) -> str:
 
 
 class TritonAttention(torch.autograd.Function):
-    """(o, lse [H, T]) with gradients of both. Keeps q, k, v, o and lse. `sinks` are fp32."""
+    """(o, lse2 [H, T]) with gradients of both, lse2 the logarithm to base 2: whoever wants the
+    natural one multiplies it, and the others pay nothing. Keeps q, k, v, o and lse2. `sinks` are
+    fp32."""
 
     @staticmethod
     def forward(
@@ -349,10 +351,10 @@ class TritonAttention(torch.autograd.Function):
                 scale * _LOG2_E, ctx.window, HAS_SINKS=sinks is not None, **ctx.shape,
                 **_options(t),
             )  # fmt: skip
-        return o, lse2 * _LN_2
+        return o, lse2
 
     @staticmethod
-    def backward(ctx, do, dlse):
+    def backward(ctx, do, dlse2):
         q, k, v, sinks, o, found, cu_q, cu_k = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
         do = do if do.stride(2) == 1 else do.contiguous()
@@ -365,9 +367,9 @@ class TritonAttention(torch.autograd.Function):
         width = {name: ctx.shape[name] for name in ("HEAD_DIM", "D")}
         t = tile("flash_delta", "all")
         launch(_delta_kernel, (triton.cdiv(q.shape[0], t.M), num_heads))(
-            o, do, dlse, found, delta, lse2, q.shape[0], *_strides(o, do),
-            *((0, 0) if dlse is None else (dlse.stride(1), dlse.stride(0))), found.stride(0),
-            HAS_DLSE=dlse is not None, **width, M=t.M, num_warps=t.num_warps,
+            o, do, dlse2, found, delta, lse2, q.shape[0], *_strides(o, do),
+            *((0, 0) if dlse2 is None else (dlse2.stride(1), dlse2.stride(0))), found.stride(0),
+            HAS_DLSE=dlse2 is not None, **width, M=t.M, num_warps=t.num_warps,
         )  # fmt: skip
         scales = (ctx.scale, ctx.scale * _LOG2_E, ctx.window)
         t = tile("flash_dkdv", _shape_class(q))
