@@ -55,8 +55,8 @@ class RunFolder:
         if has_run and not self.is_begun_anew:
             self.close()
             raise ValueError(
-                f"{path} already holds a run: go on with it (--resume --out {path}), choose "
-                f"another --out, or remove it (rm -r {path})"
+                f"{path} already holds a run, or a model: go on with it (--resume --out {path}) or "
+                "choose another --out"
             )
 
     def begin(self, config: Mapping[str, Any]) -> None:

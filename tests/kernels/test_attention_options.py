@@ -46,6 +46,13 @@ def test_options_equal_masked_attention_and_lse_is_the_log_of_the_sum(causal, wi
     assert torch.equal(plain, o)
 
 
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_scale_is_a_positive_number(scale):
+    q = torch.randn(4, 1, 16)
+    with pytest.raises(ValueError, match=r"softmax_scale=.*: must be a positive number"):
+        flash_attn_varlen(q, q, q, [0, 4], [0, 4], 4, 4, softmax_scale=scale)
+
+
 def test_bad_options_name_the_argument():
     q = torch.zeros(4, 2, 8)
     plan = make_varlen_plan([0, 4])

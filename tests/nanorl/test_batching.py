@@ -70,24 +70,16 @@ def test_samples_without_advantage_are_left_out_and_the_others_keep_their_weight
     assert weights == pytest.approx([1 / 8] * 4)  # 8 action tokens in the whole batch
 
 
-def test_dynamic_sampling_drops_groups_without_signal() -> None:
+@pytest.mark.parametrize(("good", "bad"), [(1.0, 0.0), (0.3, 0.1), (2.0, 1.5)])
+def test_dynamic_sampling_drops_groups_without_signal(good: float, bad: float) -> None:
+    """Also where no reward is 1, or all are more."""
     groups = [
-        [rollout("a", 0, 1.0), rollout("a", 1, 1.0)],
-        [rollout("b", 0, 1.0), rollout("b", 1, 0.0)],
+        [rollout("a", 0, good), rollout("a", 1, good)],
+        [rollout("b", 0, good), rollout("b", 1, bad)],
     ]
     batch = build_batch(groups, AlgorithmSpec(dynamic_sampling=True), max_tokens=64, version=0)
     assert {sample.group for sample in batch.samples} == {"b"}
     assert batch.metrics["num_rollouts"] == 4
-    assert batch.metrics["num_trained_rollouts"] == 2
-
-
-def test_dynamic_sampling_trains_on_graded_rewards_below_one() -> None:
-    groups = [
-        [rollout("a", 0, 0.3), rollout("a", 1, 0.1)],
-        [rollout("b", 0, 0.3), rollout("b", 1, 0.3)],
-    ]
-    batch = build_batch(groups, AlgorithmSpec(dynamic_sampling=True), max_tokens=64, version=0)
-    assert {sample.group for sample in batch.samples} == {"a"}
     assert batch.metrics["num_trained_rollouts"] == 2
     assert batch.metrics["groups_with_signal"] == 1
 

@@ -79,6 +79,13 @@ def test_what_it_has_learnt_survives_a_checkpoint() -> None:
     assert [here.task(i) for i in range(50)] == [there.task(i) for i in range(50)]
 
 
+def test_what_an_older_run_has_learnt_is_taken_over() -> None:
+    """It kept successes and rollouts: p(1 - p) of (3 + 1) / (4 + 2)."""
+    curriculum = Learnable()
+    curriculum.load({"seen": {"easy": [3.0, 4.0]}})
+    assert curriculum._variance("easy") == pytest.approx(2 / 3 * 1 / 3)
+
+
 def test_what_was_long_ago_is_forgotten() -> None:
     curriculum = taught()
     curriculum.chance = 0.0

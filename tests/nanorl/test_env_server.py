@@ -28,6 +28,7 @@ from nanorl.envs.base import Environment, EnvKind, Services
 from nanorl.envs.kind import ShortKind
 from nanorl.envs.remote.client import RemoteKind
 from nanorl.envs.remote.server import SEAL, EnvServer, ServeLimits
+from nanorl.envs.remote.wire import WireTask
 from nanorl.rewards.base import Score, Transcript
 from nanorl.types import InfrastructureError, Rollout, Status, Task
 
@@ -185,6 +186,14 @@ def test_a_client_plays_what_the_server_drew_and_nothing_of_its_own() -> None:
             assert (await play(kind.open(services()), forged[1], "42")).is_success
 
     in_time(run())
+
+
+def test_a_seal_survives_what_json_does_to_a_task() -> None:
+    """Keys become texts, in another order than numbers have, and tuples lists."""
+    server = EnvServer(Kit(ShortKind(Game)), ServeLimits())  # type: ignore[arg-type]
+    drawn = WireTask(prompt="p", data={"by": {10: "x", 9: (1, 2)}, "share": 0.1 + 0.2})
+    back = WireTask(**json.loads(json.dumps(json.loads(server._sealed(drawn).model_dump_json()))))
+    assert server._opened(back).data == {"by": {"10": "x", "9": [1, 2]}, "share": 0.1 + 0.2}
 
 
 def test_the_secret_that_seals_tasks_is_the_owners_and_stays(tmp_path: Path) -> None:

@@ -303,7 +303,8 @@ class EnvServer:
         return task
 
     def _seal(self, task: WireTask) -> str:
-        text = json.dumps(task.model_dump(), sort_keys=True)
+        # As it comes back: JSON has texts for keys and lists for tuples.
+        text = json.dumps(json.loads(task.model_dump_json()), sort_keys=True)
         return hmac.new(self._secret, text.encode(), "sha256").hexdigest()
 
     async def _task_set(self, seed: int) -> TaskSet:
