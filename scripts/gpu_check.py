@@ -7,7 +7,7 @@ verdict is "pass". Refuses without a GPU.
 
 tests          every GPU test (tests/*/gpu)
 train-tiny     a short run of `train_agent.py` on the card; train-smollm2, where its weights are;
-               train-exact with `--deterministic`, whose log-probs must be the rollouts' bit for bit
+               train-exact with `--deterministic` (its texts are short: the tests have long ones)
 server         a request to the server (`gpu_parts.py`, with the next two)
 nccl           collectives, between two cards where there are two
 mfu            training steps of Qwen3-0.6B's shape, and their share of the card's peak
