@@ -95,6 +95,7 @@ class KernelUse:
     narrow: str  # multiplications that can pass 2^31 in 32 bits, by name
     fused: int  # exponents of 2 that one fused multiply-add makes
     apart: int  # those that a difference makes
+    sums: str  # how the operands of its reductions are laid out over threads, by shape and type
 
 
 def measure(kernel: Any) -> KernelUse:
@@ -119,6 +120,7 @@ def measure(kernel: Any) -> KernelUse:
         narrow=" ".join(narrow_products(kernel.asm["ttir"])),
         fused=makers.count("fma"),
         apart=makers.count("sub"),
+        sums=" ".join(reduction_layouts(kernel.asm["ttgir"])),
     )
 
 
@@ -170,6 +172,15 @@ def exponent_makers(ptx: str) -> list[str]:
             found.append(maker)
         made[result] = (instruction.split(".")[0], source)
     return found
+
+
+def reduction_layouts(ttgir: str) -> list[str]:
+    """Each different operand of a kernel's reductions: its shape and type, and the layout that says
+    which thread holds which elements, and so in which order they are added."""
+    layouts = dict(re.findall(r"^(#\w+) = #?(.*)$", ttgir, re.MULTILINE))
+    bodies = re.findall(r'"tt\.reduce".*?\}\) : \((.*?)\) ->', ttgir, re.DOTALL)
+    found = {part for body in bodies for part in re.findall(r"tensor<(\w+), (#\w+)", body)}
+    return sorted(f"{shape}:{layouts[name].replace(' ', '')}" for shape, name in found)
 
 
 def _count_16_byte(ptx: str, verb: str) -> int:

@@ -64,7 +64,7 @@ def run_case(case: Any) -> tuple[list[Row], list[str]]:
     problems = [] if launched else [f"{case.name}: no Triton kernel was launched"]
     for kernel in {k.hash: k for k in launched}.values():
         use = measure(kernel)
-        rows.append({"case": case.name, "launch": len(rows), **asdict(use)})
+        rows.append({"case": case.name, "launch": len(rows), **asdict(use), "alike": case.alike})
         problems += [f"{case.name}: {use.kernel}: {text}" for text in find_problems(use, case)]
     return rows, problems
 
@@ -89,6 +89,23 @@ def find_problems(use: Any, case: Any) -> list[str]:
     for need in case.need_of.get(use.kernel, case.need):
         if getattr(use, need) == 0:
             problems.append(f"no {need} instruction")
+    return problems
+
+
+def find_disagreements(rows: list[Row]) -> list[str]:
+    """Kernels that sum in another layout than in the first case that is to be alike: the same row
+    would be added in another order, and rollout and trainer differ in the last bits."""
+    first: dict[tuple[str, str], Row] = {}
+    problems = []
+    for row in rows:
+        if not row["alike"]:
+            continue
+        like = first.setdefault((row["alike"], row["kernel"]), row)
+        if row["sums"] != like["sums"]:
+            problems.append(
+                f"{row['case']}: {row['kernel']}: sums {row['sums']}, and in {like['case']} "
+                f"{like['sums']}: they are to agree to the bit"
+            )
     return problems
 
 
@@ -159,6 +176,7 @@ def main() -> int:
             found, wrong = run_case(case)
             rows += [{"triton": version, **row} for row in found]
             problems += wrong
+    problems += find_disagreements(rows)
     names = {row["case"] for row in rows}
     before = committed_rows(version, args.table)
     if not before and not args.json:

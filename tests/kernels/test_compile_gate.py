@@ -1,6 +1,6 @@
 """The compile gate can fail: it rejects a spill, a misaligned stride, an offset that can overflow,
-exponents that two loops would round differently and a worse table; and nothing escapes it: every
-kernel, every tile and every op is in the committed table.
+exponents that two loops would round differently, rows that are summed in another order and a worse
+table; and nothing escapes it: every kernel, every tile and every op is in the committed table.
 
 The gate itself runs as a step of its own (`scripts/kernel_gate.sh`): it compiles for a minute.
 """
@@ -34,7 +34,7 @@ def run_gate(*arguments):
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
 
 
-def test_a_spill_a_misaligned_stride_and_a_narrow_offset_are_rejected_and_good_ones_pass():
+def test_what_is_planted_is_rejected_and_its_good_neighbours_pass():
     done = run_gate("--cases", ROOT / "tests/kernels/gate/planted")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "planted_matmul_kernel: spills" in done.stderr
@@ -44,6 +44,8 @@ def test_a_spill_a_misaligned_stride_and_a_narrow_offset_are_rejected_and_good_o
     assert "planted-wide" not in done.stderr
     assert "planted-loose: _attention_kernel: 4 exponents are a product and a diff" in done.stderr
     assert "planted-fused" not in done.stderr
+    assert "planted-other-sums: planted_sum_kernel: sums 4096xf32:" in done.stderr
+    assert "planted-sums-again:" not in done.stderr
 
 
 @pytest.mark.skipif(

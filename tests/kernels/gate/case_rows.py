@@ -22,8 +22,8 @@ def leaf(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, requires_grad=True)
 
 
-def norm(width: int, dtype: torch.dtype = BF16) -> None:
-    x, weight = leaf(TOKENS, width, dtype=dtype), leaf(width, dtype=dtype)
+def norm(width: int, dtype: torch.dtype = BF16, tokens: int = TOKENS) -> None:
+    x, weight = leaf(tokens, width, dtype=dtype), leaf(width, dtype=dtype)
     backward(rms_norm(x, weight, backend="triton"))
 
 
@@ -77,18 +77,23 @@ def gated(width: int, dtype: torch.dtype = BF16) -> None:
 def cases() -> Iterator[GateCase]:
     for width in (1024, 2560, 4096):
         need = ("ld128",)
-        yield GateCase(f"rms_norm-{width}", lambda w=width: norm(w), need, need_of=SECOND_PASS)
+        for name, tokens in ((f"rms_norm-{width}", TOKENS), (f"rms_norm-{width}-one_token", 1)):
+            yield GateCase(
+                name, lambda w=width, t=tokens: norm(w, tokens=t), need, need_of=SECOND_PASS,
+                alike=f"norms of {width}",
+            )  # fmt: skip
         yield GateCase(
             f"add_rms_norm-{width}", lambda w=width: add_norm(w), need, need_of=SECOND_PASS
         )
     for model, heads in HEADS.items():
         yield GateCase(f"rope-{model}", lambda h=heads: rope(*h), ("ld128",))
         yield GateCase(
-            f"qk_norm_rope-{model}", lambda h=heads: norm_rope(*h), ("ld128",), need_of=SECOND_PASS
-        )
+            f"qk_norm_rope-{model}", lambda h=heads: norm_rope(*h), ("ld128",), need_of=SECOND_PASS,
+            alike=f"norms of heads {heads}",
+        )  # fmt: skip
     yield GateCase(
         "qk_norm_rope-no_positions", lambda: engine_norm_rope(16, 8, 128), ("ld128",),
-        need_of=SECOND_PASS,
+        need_of=SECOND_PASS, alike="norms of heads (16, 8, 128)",
     )  # fmt: skip
     yield GateCase("rope-no_positions", lambda: engine_rope(16, 8, 128), ("ld128",))
     for width in (3072, 9728, 14336):

@@ -26,10 +26,13 @@ and others), and of shapes that share a class."""
 class GateCase:
     """`need`: what every launched kernel must contain, of "wgmma" (asynchronous matmul) and
     "ld128" (16-byte loads). `need_of` replaces it for kernels by name, e.g. for the small second
-    pass of an op. `allow_spill`: bytes of register spill to accept, normally none."""
+    pass of an op. `allow_spill`: bytes of register spill to accept, normally none. `alike`: in all
+    cases of this name a kernel sums its rows in one layout, so what it gives for a row is the same
+    to the bit."""
 
     name: str
     call: Callable[[], object]
     need: tuple[str, ...] = ()
     allow_spill: int = 0
     need_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    alike: str = ""
