@@ -10,6 +10,7 @@ import torch
 from nanorl.algorithms import advantages as adv
 from nanorl.algorithms.advantages import AdvantageBatch, compute_advantages
 from nanorl.algorithms.recipes import named_spec
+from nanorl.algorithms.signal import has_signal
 from nanorl.algorithms.spec import Advantage, AlgorithmSpec
 
 # Group a: rewards 1, 0, 0, 1 interleaved with group b: 2, 4 and group c: one member.
@@ -268,14 +269,14 @@ def test_every_name_of_an_advantage_has_a_function() -> None:
 
 def test_dynamic_sampling_keeps_groups_with_mixed_results() -> None:
     correct = [1.0, 1.0, 0.0, 0.0, 1.0, 0.0]
-    kept = adv.has_signal(correct, ["a", "b", "c", "a", "b", "c"])
+    kept = has_signal(correct, ["a", "b", "c", "a", "b", "c"])
     assert kept == [True, False, False, True, False, False]
 
 
 def test_dynamic_sampling_keeps_groups_whose_graded_rewards_differ() -> None:
     """None is solved in full, or all are; what counts is whether there is anything to learn."""
     graded = [0.1, 0.3, 0.1, 0.1, 1.5, 2.0]
-    kept = adv.has_signal(graded, ["a", "a", "b", "b", "c", "c"])
+    kept = has_signal(graded, ["a", "a", "b", "b", "c", "c"])
     assert kept == [True, True, False, False, True, True]
 
 

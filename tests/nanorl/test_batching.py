@@ -12,7 +12,14 @@ import torch
 from nanoengine.packing import Sample, make_micro_batches
 from nanorl.algorithms.fields import Field, check_fields
 from nanorl.algorithms.spec import AlgorithmSpec
-from nanorl.batching import Scoring, batch_metrics, build_batch, logp_gap, per_action_token
+from nanorl.batching import (
+    Scoring,
+    batch_metrics,
+    build_batch,
+    logp_gap,
+    minibatch_of_rollouts,
+    per_action_token,
+)
 from nanorl.types import Rollout, Status, TurnSpan
 from nanorl.warm_start import sft_samples
 
@@ -68,6 +75,45 @@ def test_samples_without_advantage_are_left_out_and_the_others_keep_their_weight
     assert [sample.group for sample in batch.probe] == ["a", "a"]
     weights = [w for sample in batch.samples for w in sample.fields["weight"] if w]
     assert weights == pytest.approx([1 / 8] * 4)  # 8 action tokens in the whole batch
+
+
+AGGREGATIONS_BY_HAND = {
+    # Three rollouts of 1, 2 and 3 sampled tokens, of two tasks, in one minibatch; a fourth of 4
+    # tokens in the other, where it is all there is.
+    "token_mean": [1 / 6, 1 / 6, 1 / 6, 1 / 4],
+    "seq_mean_token_mean": [1 / 3, 1 / 6, 1 / 9, 1 / 4],
+    "seq_mean_token_sum": [1 / 3, 1 / 3, 1 / 3, 1],
+    "constant": [1 / 30, 1 / 30, 1 / 30, 1 / 10],
+    "prompt_mean": [1 / 6, 1 / 6, 1 / 6, 1 / 4],
+}
+
+
+@pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS_BY_HAND))
+def test_the_weights_of_a_minibatch_are_of_its_own_tokens_and_rollouts(aggregation: str) -> None:
+    """Each is one optimizer step: over the whole batch the steps would be smaller by their number,
+    and a step of short rollouts would count less than one of long ones."""
+    groups = [
+        [rollout("a", m, float(m), actions=m + 1) for m in range(3)],
+        [rollout("b", 0, 1.0, actions=4)],
+    ]
+    length = 10 if aggregation == "constant" else None
+    spec = AlgorithmSpec(aggregation=aggregation, constant_length=length, entropy_coef=0.1)
+    batch = build_batch(groups, spec, max_tokens=64, version=0, num_minibatches=2)
+    assert batch.minibatches() == [[0, 1, 2], [3]]
+    by_hand = AGGREGATIONS_BY_HAND[aggregation]
+    for sample, weight in zip(batch.samples, by_hand, strict=True):
+        expected = [weight * mark for mark in sample.loss_mask]
+        assert sample.fields["weight"] == pytest.approx(expected)
+
+
+def test_the_minibatches_are_runs_of_whole_groups_or_of_rollouts_where_groups_are_few() -> None:
+    five = [rollout(name, 0, 1.0) for name in "abcde"]
+    pairs = [one for name in "abc" for one in (rollout(name, 0, 1.0), rollout(name, 1, 1.0))]
+    assert minibatch_of_rollouts(five, 2) == [0, 0, 0, 1, 1]
+    assert minibatch_of_rollouts(pairs, 2) == [0, 0, 0, 0, 1, 1]
+    assert minibatch_of_rollouts(pairs, 3) == [0, 0, 1, 1, 2, 2]
+    assert minibatch_of_rollouts(pairs, 4) == [0, 0, 1, 2, 2, 3]  # more than there are groups
+    assert minibatch_of_rollouts(pairs, 1) == [0] * 6
 
 
 @pytest.mark.parametrize(("good", "bad"), [(1.0, 0.0), (0.3, 0.1), (2.0, 1.5)])
@@ -269,7 +315,9 @@ def test_turn_rewards_reach_the_advantages_of_their_turn() -> None:
 
 def test_the_reward_that_is_reported_holds_the_rewards_of_turns() -> None:
     """1 + 0.4 - 0.1 and 0."""
-    metrics = batch_metrics([two_turns(0, 1.0, [0.4, -0.1]), two_turns(1, 0.0, [])])
+    metrics = batch_metrics(
+        [two_turns(0, 1.0, [0.4, -0.1]), two_turns(1, 0.0, [])], AlgorithmSpec()
+    )
     assert metrics["reward"] == pytest.approx(0.65) and metrics["success"] == 0.5
 
 
@@ -281,6 +329,25 @@ def test_the_length_penalty_belongs_to_the_last_turn() -> None:
     scoring = Scoring(values=constant(0.0, []))
     batch = build_batch(groups, spec, max_tokens=8, version=0, scoring=scoring)
     assert batch.samples[0].fields["advantage"] == pytest.approx([0, 0, 0, 0.9, 0, 0.5])
+
+
+def test_signal_is_what_the_advantages_compare() -> None:
+    """Totals that are equal teach all the same where turns earned them unlike, or nothing where
+    they did not."""
+    unlike = [two_turns(0, 1.0, [0.4, 0.0]), two_turns(1, 1.0, [0.0, 0.4])]
+    alike = [two_turns(0, 1.0, [0.0, 0.0]), two_turns(1, 1.0, [])]
+    by_turn = AlgorithmSpec(reward_level="turn", dynamic_sampling=True)
+    for spec, group, count in [
+        (by_turn, unlike, 2),
+        (AlgorithmSpec(dynamic_sampling=True), unlike, 0),
+        (by_turn, alike, 0),
+        (by_turn, [two_turns(0, 0.5, []), two_turns(1, 1.0, [])], 2),
+    ]:
+        batch = build_batch([group], spec, max_tokens=64, version=0)
+        assert batch.metrics["groups_with_signal"] == count / 2
+        assert batch.metrics["num_trained_rollouts"] == count
+        if count:
+            assert all(any(sample.fields["advantage"]) for sample in batch.samples)
 
 
 def test_turn_rewards_that_do_not_fit_the_turns_are_refused() -> None:
