@@ -13,7 +13,6 @@ Left out: telling what an environment said from what an agent loop adds in a mes
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -50,8 +49,7 @@ class Scaffold:
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         """`ValueError` if the template renders no message of any of the roles."""
-        added = json.loads(tokenizer.to_json()).get("added_tokens") or []
-        self._controls = {one["id"] for one in added if one["content"].strip()} | tokenizer.eos_ids
+        self._controls = tokenizer.control_ids | tokenizer.eos_ids
         self._eos_ids = tokenizer.eos_ids
         self._ends: dict[str, tuple[Ids, Ids]] = {}  # before and after a message, by its role
         self._seams: dict[int, list[_Seam]] = {}  # by the first token of the core

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -22,9 +23,14 @@ def message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
+@cache  # by the object
+def scaffold_of(tokenizer: ChatTokenizer) -> Scaffold:
+    return Scaffold(tokenizer)
+
+
 def marked(tokenizer: ChatTokenizer, tokens: list[int]) -> list[str]:
     """The runs of tokens that were said, as texts."""
-    said = Scaffold(tokenizer).said(tokens)
+    said = scaffold_of(tokenizer).said(tokens)
     assert len(said) == len(tokens)
     runs: list[list[int]] = []
     for token, before, mark in zip(tokens, [0, *said], said, strict=False):
@@ -124,7 +130,7 @@ def test_qwen3_by_hand(qwen3: ChatTokenizer) -> None:
         "\n": 0, "<|im_start|>": 0, "user": 0, "<tool_response>": 0, "4": 1, " files": 1,
         "</tool_response>": 0, "ok": 1, "<|im_end|>": 0, "assistant": 0,
     }  # fmt: skip
-    assert Scaffold(qwen3).said(tokens) == [by_hand[piece] for piece in pieces]
+    assert scaffold_of(qwen3).said(tokens) == [by_hand[piece] for piece in pieces]
 
 
 def test_qwen3_keeps_a_token_that_is_of_both_out(qwen3: ChatTokenizer) -> None:
@@ -154,7 +160,7 @@ def test_llama3_by_hand(llama3: ChatTokenizer) -> None:
         "<|start_header_id|>", "user", "<|end_header_id|>", "\n\n", "4", " files", "<|eot_id|>",
         "<|start_header_id|>", "assistant", "<|end_header_id|>", "\n\n",
     ]  # fmt: skip
-    assert Scaffold(llama3).said(tokens) == [0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0]
+    assert scaffold_of(llama3).said(tokens) == [0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0]
     assert heard(llama3, ("user", "one"), ("user", "two")) == ["one", "two"]
     # A tool's answer is written as JSON: quotes and what they touch are the template's.
     assert heard(llama3, ("tool", "4 files")) == ["4 files"]
