@@ -135,6 +135,8 @@ class Learner:
         critic: ValueEstimator | None = None,
         scaffold: Scaffold | None = None,
     ) -> None:
+        is_observing = config.rl.algorithm.observation_coef != 0
+        assert scaffold is not None or not is_observing, "ECHO would learn the chat template"
         self.config = config
         self.scaffold = scaffold
         self.engine = engine

@@ -208,7 +208,7 @@ class AlgorithmSpec:
     veto_below: float = 0.0
     """Drop a sequence if any token has w below this (1e-4 is usual); 0 turns it off."""
     dynamic_sampling: bool = False
-    """Train only on groups with some but not all members correct."""
+    """Train only on groups whose members earned unlike rewards."""
     overlong_buffer: int = 0
     """Tokens before the length limit in which the soft penalty grows to −1; 0 turns it off."""
 
