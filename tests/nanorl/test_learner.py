@@ -249,7 +249,7 @@ def test_a_learner_trains_on_what_its_scaffold_says_was_observed() -> None:
         TurnSpan(action_start=7, action_end=8, observation_end=8),
     ]
     spec = AlgorithmSpec(observation_coef=0.1)
-    learner = make_learner(algorithm=spec, scaffold=LastToken())
+    learner = make_learner(algorithm=spec, scaffold=LastToken(), max_staleness=1)
     metrics = learner.train_on([[one, rollout("a", 1, 0.0)]])
     assert metrics["observed_tokens"] == 1
     with pytest.raises(AssertionError, match="ECHO would learn the chat template"):
