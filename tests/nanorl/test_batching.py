@@ -20,7 +20,7 @@ from nanorl.batching import (
     minibatch_of_rollouts,
     per_action_token,
 )
-from nanorl.types import Rollout, Status, TurnSpan
+from nanorl.types import Branch, Rollout, Status, TurnSpan
 from nanorl.warm_start import sft_samples
 
 
@@ -268,6 +268,60 @@ def test_the_gap_is_of_the_present_weights_and_drift_of_older_ones() -> None:
     assert (batch.metrics["staleness_max"], batch.metrics["stale_fraction"]) == (1.0, 0.5)
 
 
+def test_a_token_of_version_zero_grows_stale_as_any_other() -> None:
+    held = replace(rollout("a", 0, 1.0), versions=[-1, -1, -1, 0, 2])
+    spec = AlgorithmSpec(entropy_coef=0.1)
+    batch = build_batch([[held]], spec, max_tokens=64, version=3)
+    assert batch.samples[0].fields["staleness"] == [0, 0, 0, 3, 1]
+
+
+def test_what_is_known_of_some_rollouts_only_is_asked_of_all() -> None:
+    groups = [[rollout("a", 0, 1.0), rollout("a", 1, 0.0)]]
+    spec, calls = AlgorithmSpec(kl_coef=0.1), list[int]()
+    known = {f"a-{m}": {Field.REF_LOGP: [torch.full((5,), -3.0)]} for m in range(2)}
+    scoring = Scoring(reference=constant(-0.75, calls))
+    for told, value in (({"a-0": known["a-0"]}, -0.75), (known, -3.0)):
+        batch = build_batch(
+            groups, spec, max_tokens=64, version=0, scoring=replace(scoring, known=told)
+        )
+        assert [one.fields["ref_logp"] for one in batch.samples] == [[value] * 5] * 2
+    assert calls == [2]
+
+
+def test_covariance_is_that_of_the_trainer_s_log_probs_where_it_was_asked() -> None:
+    """A = ±0.5; the trainer's log-probs are -1 and -3, those of the rollouts all -0.5. Covariances
+    with their mean of -2 are 0.5, -0.5 and -0.5, 0.5: the likely token of the good rollout and the
+    unlikely one of the bad."""
+
+    def trainer(samples: Sequence[Sample]) -> list[torch.Tensor]:
+        return [torch.tensor([0.0, 0.0, 0.0, -1.0, -3.0]) for _ in samples]
+
+    groups = [[rollout("a", 0, 1.0), rollout("a", 1, 0.0)]]
+    spec = AlgorithmSpec(advantage="dr_grpo", loss="kl_cov", covariance_share=0.5)
+    scoring = Scoring(old=trainer)
+    batch = build_batch(groups, spec, max_tokens=64, version=0, scoring=scoring)
+    assert [one.fields["chosen"] for one in batch.samples] == [[0, 0, 0, 1, 0], [0, 0, 0, 0, 1]]
+
+
+def test_only_what_has_no_gradient_at_all_is_left_out() -> None:
+    """Equal rewards: A = 0. kl_cov holds chosen tokens back all the same, ECHO and the entropy
+    have a term of their own."""
+    groups = [[rollout("a", 0, 1.0), rollout("a", 1, 1.0)]]
+    for options, count in [
+        ({}, 0),
+        ({"loss": "clip_cov"}, 0),
+        ({"loss": "kl_cov"}, 2),
+        ({"observation_coef": 0.1}, 2),
+        ({"entropy_coef": 0.1}, 2),
+        ({"kl_coef": 0.1}, 2),
+    ]:
+        scoring = Scoring(reference=constant(-0.75, []) if "kl_coef" in options else None)
+        batch = build_batch(
+            groups, AlgorithmSpec(**options), max_tokens=64, version=0, scoring=scoring
+        )
+        assert len(batch.samples) == count, options
+
+
 def test_what_is_not_a_number_is_refused_with_the_rollout_that_has_it() -> None:
     good, bad = rollout("a", 0, 1.0), rollout("a", 1, math.nan)
     spec = AlgorithmSpec(correction="mis")
@@ -368,3 +422,38 @@ def test_the_fields_of_a_finished_batch_are_the_declared_ones() -> None:
         check_fields([replace(sample, fields=kept)])
     with pytest.raises(ValueError, match="missing: none, unknown: bonus"):
         check_fields([replace(sample, fields=sample.fields | {"bonus": [0.0] * 5})])
+
+
+def test_a_history_whose_turns_nobody_marked_is_one_turn_before_the_others() -> None:
+    """Returns to go: 0.4 + 1 from the history and from the first turn on, 1 from the second."""
+    members = []
+    for member, reward, earned in ((0, 1.0, [0.4, 0.0]), (1, 0.0, [])):
+        before = Branch(
+            tokens=[5, 9], loss_mask=[0, 1], logps=[0.0, -0.5], versions=[-1, 0], is_history=True
+        )
+        members.append(replace(two_turns(member, reward, earned), branches=[before]))
+    spec = AlgorithmSpec(advantage="dr_grpo", reward_level="turn")
+    batch = build_batch([members], spec, max_tokens=64, version=0)
+    first, history = batch.samples[:2]
+    assert first.fields["advantage"] == pytest.approx([0, 0, 0, 0.7, 0, 0.5])
+    assert history.fields["advantage"] == pytest.approx([0, 0.7])
+
+
+def test_what_a_teacher_said_is_among_the_numbers_of_the_tokens() -> None:
+    """Two tokens of a prompt of its own in place of three."""
+    one = replace(two_turns(0, 1.0, []), hindsight=[8, 9])
+    spec = AlgorithmSpec(advantage="none", loss="opd", hindsight="solution")
+    scoring = Scoring(teacher=constant(-0.75, []))
+    batch = build_batch([[one]], spec, max_tokens=64, version=0, scoring=scoring)
+    expected = [[0, 0, 0, -0.75, -0.75, -0.75]]
+    assert batch.stats["a-0"].values["teacher_logp"] == expected
+    assert batch.samples[0].fields["teacher_logp"] == expected[0]
+
+
+def test_the_gap_leaves_out_what_was_observed() -> None:
+    """The engine sampled it at no log-prob at all."""
+    groups = [[two_turns(0, 1.0, []), two_turns(1, 0.0, [])]]
+    batch = build_batch(groups, AlgorithmSpec(observation_coef=0.1), max_tokens=64, version=0)
+    assert batch.samples[0].loss_mask == [0, 0, 0, 1, 1, 1]
+    gap = logp_gap(batch.samples, [torch.tensor([9.0, 9.0, 9.0, -0.5, -7.0, -0.25])] * 2)
+    assert gap["logp_gap_tokens"] == 4 and gap["logp_gap_max"] == pytest.approx(0.25)

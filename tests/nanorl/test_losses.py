@@ -520,21 +520,19 @@ def test_a_veto_drops_a_sequence_below_the_threshold_that_was_given() -> None:
 
 
 def test_the_clip_statistics_are_those_of_the_loss() -> None:
-    """r = 1.5, 1.25, 0.75, 0.5 where A pushes on, and 1.5, 0.5 where it pulls back."""
-    ratio, advantage = f64(1.5, 1.25, 0.75, 0.5, 1.5, 0.5), f64(1, 1, -1, -1, -1, 1)
+    """r = 1.5, 1.25, 1.25 and 0.5 where A pushes on, and 1.5, 0.5 where it pulls back."""
+    ratio, advantage = f64(1.5, 1.25, 1.25, 0.5, 1.5, 0.5), f64(1, 1, 1, -1, -1, 1)
     logp, zero = ratio.log(), torch.zeros(6, dtype=torch.float64)
     batch = one_token_batch(logp, zero, advantage, old_logp_T=zero)
-    fractions = [
-        told(AlgorithmSpec(clip_low=low, clip_high=high), logp, batch)["clip_fraction"]
-        for low, high in ((0.2, 0.2), (0.3, 0.2), (0.2, 0.3), (0.6, 0.6))
-    ]
-    assert fractions == pytest.approx([4 / 6, 3 / 6, 3 / 6, 0])
-    # Distances of probabilities: from .4 to .6, .5, .3 and .2.
+    for low, high, count in ((0.2, 0.2, 4), (0.6, 0.2, 3), (0.2, 0.3, 2), (0.6, 0.6, 0)):
+        spec = AlgorithmSpec(clip_low=low, clip_high=high)
+        assert told(spec, logp, batch)["clip_fraction"] == pytest.approx(count / 6)
+    # Distances of probabilities: from .4 to .6, .5, .5 and .2.
     old = torch.full((6,), math.log(0.4), dtype=torch.float64)
     batch = one_token_batch(logp, old, advantage)
-    for low, high, share in ((0.15, 0.15, 2 / 6), (0.25, 0.15, 1 / 6), (0.05, 0.15, 3 / 6)):
+    for low, high, count in ((0.15, 0.15, 2), (0.25, 0.15, 1), (0.25, 0.05, 3), (0.15, 0.25, 1)):
         spec = AlgorithmSpec(loss="dppo_tv", old_policy="rollout", clip_low=low, clip_high=high)
-        assert told(spec, logp + old, batch)["clip_fraction"] == pytest.approx(share)
+        assert told(spec, logp + old, batch)["clip_fraction"] == pytest.approx(count / 6)
 
 
 def test_the_ratio_of_gspo_s_statistics_is_the_sequence_s() -> None:
