@@ -13,12 +13,11 @@ Suffixes: R rollouts, S samples (their sequences), T tokens.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +27,6 @@ from nanorl.algorithms.advantages import (
     AdvantageBatch,
     Turns,
     compute_advantages,
-    has_signal,
     overlong_penalty,
 )
 from nanorl.algorithms.aggregation import token_weights
@@ -43,11 +41,13 @@ from nanorl.algorithms.self_distillation import (
     teacher_samples,
     with_hindsight,
 )
-from nanorl.algorithms.spec import DISTILLS, AlgorithmSpec, is_own
+from nanorl.algorithms.signal import PART, earned, has_signal, part_of
+from nanorl.algorithms.spec import DISTILLS, TURN_REWARDS, AlgorithmSpec, is_own
+from nanorl.finite import check_logps, check_rollout
 from nanorl.types import Branch, Rollout, Status, TokenStats, kind_of
 
-PART = "reward/"
-"""What begins the name of a part of the reward among the metrics of a rollout."""
+if TYPE_CHECKING:
+    from nanorl.observed import Scaffold
 
 
 @dataclass(kw_only=True)
@@ -181,23 +181,25 @@ def build_batch(
     version: int,
     scoring: Scoring | None = None,
     num_minibatches: int = 1,
+    scaffold: Scaffold | None = None,
 ) -> TrainBatch:
     """Samples with advantages and weights, one for each sequence of each rollout. A rollout without
     an action token counts among the others of its group and batch, and carries no gradient itself.
 
     `max_tokens` is the length limit of a sequence (the overlong penalty ends there), `version` the
     policy that will be updated. Advantages are of the whole batch; each of `num_minibatches`, whole
-    rollouts in their order, has weights of its own. `ValueError` names a rollout whose reward or
-    log-probs are not finite.
+    rollouts in their order, has weights of its own. `scaffold` tells what an environment said from
+    what the chat template put around it (ECHO); without it all counts that follows a turn.
+    `ValueError` names a rollout whose rewards, metrics, log-probs or advantages are not finite.
     """
     scoring = Scoring() if scoring is None else scoring
     rollouts = [rollout for group in groups for rollout in group]
-    metrics = batch_metrics(rollouts) | staleness_metrics(rollouts, version)
+    metrics = batch_metrics(rollouts, spec) | staleness_metrics(rollouts, version)
     for rollout in rollouts:
-        _check_finite(rollout)
+        check_rollout(rollout)
     probe = _first_group(rollouts, version)
     if spec.dynamic_sampling:
-        rollouts = _with_signal(rollouts)
+        rollouts = _with_signal(rollouts, spec)
     if spec.has_hindsight:
         judged = with_hindsight(rollouts)
         metrics["num_without_hindsight"] = float(len(rollouts) - len(judged))
@@ -214,8 +216,12 @@ def build_batch(
     metrics["num_trained_rollouts"] = float(len({one.place[0] for one in owned}))
     trained = [one.sample for one in owned]
     metrics["trained_tokens"] = float(sum(sum(sample.loss_mask) for sample in trained))
+    if spec.observation_coef:
+        trained = _with_observations(rollouts, owned, scaffold)
+        shares = [share for sample in trained for share in sample.fields[Field.OBSERVATION]]
+        metrics["observed_tokens"] = float(sum(share > 0 for share in shares))
     return TrainBatch(
-        samples=_with_observations(rollouts, owned) if spec.observation_coef else trained,
+        samples=trained,
         critic_samples=samples if scoring.values is not None else [],
         probe=probe,
         loss_fn=PolicyLoss(spec),
@@ -272,11 +278,13 @@ def _token_stats(rollouts: Sequence[Rollout], samples: Sequence[Sample]) -> dict
     return stats
 
 
-def _with_observations(rollouts: Sequence[Rollout], owned: Sequence[_Owned]) -> list[Sample]:
+def _with_observations(
+    rollouts: Sequence[Rollout], owned: Sequence[_Owned], scaffold: Scaffold | None
+) -> list[Sample]:
     """The samples with the tokens of observations in their loss masks, each with the same share of
     a cross-entropy over all of its minibatch."""
     by_id = {rollout.rollout_id: rollout.sequences for rollout in rollouts}
-    found = [_observations(by_id[one.place[0]][one.place[1]]) for one in owned]
+    found = [_observations(by_id[one.place[0]][one.place[1]], scaffold) for one in owned]
     totals: Counter[int] = Counter()
     for one, observed in zip(owned, found, strict=True):
         totals[one.minibatch] += sum(observed)
@@ -291,13 +299,13 @@ def _with_observations(rollouts: Sequence[Rollout], owned: Sequence[_Owned]) -> 
     ]
 
 
-def _observations(sequence: Branch) -> list[int]:
-    """1 for the tokens that followed a turn of the policy before its next."""
+def _observations(sequence: Branch, scaffold: Scaffold | None) -> list[int]:
+    """1 for the tokens of what a turn of the policy was answered, before its next."""
     is_observed = [0] * len(sequence.tokens)
     for span in sequence.turn_spans:
-        is_observed[span.action_end : span.observation_end] = [1] * (
-            span.observation_end - span.action_end
-        )
+        place = slice(span.action_end, span.observation_end)
+        tokens = sequence.tokens[place]
+        is_observed[place] = [1] * len(tokens) if scaffold is None else scaffold.said(tokens)
     return [o if not m else 0 for o, m in zip(is_observed, sequence.loss_mask, strict=True)]
 
 
@@ -314,31 +322,6 @@ def is_proportional_to_advantage(spec: AlgorithmSpec) -> bool:
     out (after the weights of the whole batch are computed) changes nothing but the time."""
     terms = (spec.kl_coef, spec.entropy_coef, spec.distill_coef, spec.observation_coef)
     return spec.loss not in (*DISTILLS, "kl_cov") and not is_own(spec.loss) and not any(terms)
-
-
-def _check_finite(rollout: Rollout) -> None:
-    turn_rewards = [reward for one in rollout.sequences for reward in one.turn_rewards]
-    for reward in (rollout.reward, *turn_rewards):
-        if not math.isfinite(reward):
-            raise ValueError(
-                f"rollout {rollout.rollout_id}: its reward is {reward}; a reward function must "
-                "return a finite number"
-            )
-    _check_logps(rollout, [sequence.logps for sequence in rollout.sequences], "the rollout policy")
-
-
-def _check_logps(rollout: Rollout, logps: Sequence[Sequence[float]], who: str) -> None:
-    """Masks and clips downstream would drop a NaN in silence, and the rollout with it. `logps` are
-    those of all its sequences."""
-    for branch, (sequence, values) in enumerate(zip(rollout.sequences, logps, strict=True), -1):
-        where = "" if branch < 0 else f" of branch {branch}"
-        for place, (value, is_action) in enumerate(zip(values, sequence.loss_mask, strict=True)):
-            if is_action and not math.isfinite(value):
-                raise ValueError(
-                    f"rollout {rollout.rollout_id}: {who} gives its token {place}{where} the value "
-                    f"{value}; the weights of that model are damaged: resume from an earlier "
-                    "checkpoint"
-                )
 
 
 def _samples(rollouts: Sequence[Rollout], version: int) -> list[Sample]:
@@ -371,9 +354,9 @@ def _first_group(rollouts: Sequence[Rollout], version: int) -> list[Sample]:
     return [sample for sample in samples if sample.group == samples[0].group]
 
 
-def _with_signal(rollouts: list[Rollout]) -> list[Rollout]:
+def _with_signal(rollouts: Sequence[Rollout], spec: AlgorithmSpec) -> list[Rollout]:
     """Keep the rollouts of groups whose members earned unlike rewards."""
-    keep_R = has_signal([r.total_reward for r in rollouts], [r.group_id for r in rollouts])
+    keep_R = has_signal([earned(spec, r) for r in rollouts], [r.group_id for r in rollouts])
     return [r for r, keep in zip(rollouts, keep_R, strict=True) if keep]
 
 
@@ -391,6 +374,7 @@ def _scored_samples(
     batch = _advantage_batch(rollouts, samples, spec, max_tokens)
     lengths = [len(sample.tokens) for sample in samples]
     advantage_T, return_T = compute_advantages(spec, batch)
+    _check_advantages(rollouts, spec, batch, advantage_T)
     weight_T = _token_weights(rollouts, spec, batch, split_R)
     samples = with_field(samples, Field.ADVANTAGE, advantage_T.split(lengths))
     if return_T is not None:
@@ -400,6 +384,22 @@ def _scored_samples(
         chosen_T = choose_by_covariance(spec, advantage_T, batch.old_logp_T, batch.mask_T)
         samples = with_field(samples, Field.CHOSEN, chosen_T.split(lengths))
     return with_field(samples, Field.WEIGHT, weight_T.split(lengths))
+
+
+def _check_advantages(
+    rollouts: Sequence[Rollout], spec: AlgorithmSpec, batch: AdvantageBatch, advantage_T: Tensor
+) -> None:
+    """`ValueError` names a rollout whose advantage is not finite: of a function of the user's, or
+    of numbers too large for fp32."""
+    is_bad_T = ~advantage_T.isfinite() & batch.mask_T.bool()
+    if is_bad_T.any():
+        place = int(is_bad_T.nonzero()[0])
+        owner = rollouts[int(batch.rollout_of_token[place])]
+        raise ValueError(
+            f"rollout {owner.rollout_id}: its advantage is {advantage_T[place]:g} "
+            f"(--rl.algorithm.advantage {spec.advantage}, reward {owner.total_reward:g}); it must "
+            "be a finite number"
+        )
 
 
 def _token_weights(
@@ -444,7 +444,7 @@ def _scored(rollouts: Sequence[Rollout], samples: list[Sample], scoring: Scoring
         values = iter([sample.fields[name] for sample in samples])
         for rollout in rollouts:
             own = list(islice(values, len(rollout.sequences)))
-            _check_logps(rollout, own, f"the model behind {str(name)!r}")
+            check_logps(rollout, own, f"the model behind {str(name)!r}")
     return samples
 
 
@@ -472,7 +472,7 @@ def _taught(
 def _check_teacher(rollouts: Sequence[Rollout], values: Sequence[Tensor]) -> None:
     given = iter([value.tolist() for value in values])
     for rollout in rollouts:
-        _check_logps(rollout, list(islice(given, len(rollout.sequences))), "the teacher")
+        check_logps(rollout, list(islice(given, len(rollout.sequences))), "the teacher")
 
 
 def _advantage_batch(
@@ -506,14 +506,19 @@ def _reward_parts(rollouts: Sequence[Rollout], spec: AlgorithmSpec) -> dict[str,
     """[R] each part of the reward that the algorithm names. `ValueError` for a rollout without."""
     found = {}
     for name in spec.part_weights:
-        for rollout in rollouts:
-            if f"{PART}{name}" not in rollout.metrics:
-                has = [key.removeprefix(PART) for key in rollout.metrics if key.startswith(PART)]
+        values = [part_of(rollout, name) for rollout in rollouts]
+        for rollout, value in zip(rollouts, values, strict=True):
+            has = [key.removeprefix(PART) for key in rollout.metrics if key.startswith(PART)]
+            if value is None:
                 raise ValueError(
                     f"rollout {rollout.rollout_id}: its reward has no part {name!r}; there are: "
                     f"{', '.join(sorted(has)) or 'none'}; correct --rl.algorithm.reward-parts"
                 )
-        values = [rollout.metrics[f"{PART}{name}"] for rollout in rollouts]
+            if name == TURN_REWARDS in has:
+                raise ValueError(
+                    f"rollout {rollout.rollout_id}: its reward has a part {name!r}, which is what "
+                    "gdpo calls the rewards of turns; give the part another name"
+                )
         found[name] = torch.tensor(values, dtype=torch.float32)
     return found
 
@@ -595,7 +600,7 @@ def _field(samples: list[Sample], name: Field) -> Tensor | None:
     return torch.tensor([value for s in samples for value in s.fields[name]], dtype=torch.float32)
 
 
-def batch_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+def batch_metrics(rollouts: Sequence[Rollout], spec: AlgorithmSpec) -> dict[str, float]:
     """Count and average over the rollouts of a batch; no means where there is no rollout."""
     count = len(rollouts)
     metrics = {
@@ -610,7 +615,8 @@ def batch_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         for status in (Status.TRUNCATED_TURN, Status.TRUNCATED_CONTEXT):
             metrics[f"{status}_fraction"] = sum(r.status == status for r in rollouts) / count
     metrics |= episode_metrics(rollouts)
-    metrics["groups_with_signal"] = float(len({r.group_id for r in _with_signal(list(rollouts))}))
+    teaching = {rollout.group_id for rollout in _with_signal(rollouts, spec)}
+    metrics["groups_with_signal"] = float(len(teaching))
     return metrics
 
 

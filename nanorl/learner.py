@@ -27,7 +27,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -59,6 +59,9 @@ from nanorl.config import RunConfig
 from nanorl.reference_names import parse_references
 from nanorl.references import References
 from nanorl.types import Rollout, TokenStats
+
+if TYPE_CHECKING:
+    from nanorl.observed import Scaffold
 
 Groups = Sequence[Sequence[Rollout]]
 
@@ -130,8 +133,12 @@ class Learner:
         thread: Executor,
         reference: Policy | None = None,
         critic: ValueEstimator | None = None,
+        scaffold: Scaffold | None = None,
     ) -> None:
+        is_observing = config.rl.algorithm.observation_coef != 0
+        assert scaffold is not None or not is_observing, "ECHO would learn the chat template"
         self.config = config
+        self.scaffold = scaffold
         self.engine = engine
         self.reference = reference
         self.critic = critic
@@ -187,6 +194,7 @@ class Learner:
             version=self.version,
             scoring=self._scoring(self._still_true(scores)),
             num_minibatches=rl.minibatches,
+            scaffold=self.scaffold,
         )
         metrics: dict[str, Any] = dict(batch.metrics)
         self._stats = batch.stats

@@ -31,6 +31,7 @@ from nanorl.envs.run_kind import run_kind, run_tokenizer
 from nanorl.flow.curriculum import load_curriculum
 from nanorl.hindsight import check_demonstrations, most_tokens
 from nanorl.learner import check_reference
+from nanorl.observed import Scaffold
 from nanorl.reference_names import parse_references, shares_of
 from nanorl.sizes import sized
 from nanorl.tasks.readers import read_tasks
@@ -73,6 +74,8 @@ class Parts:
         check_lora(config, self.shape)
         check_reference(config, self.shape.vocab_size)
         self.tokenizer = run_tokenizer(config, self.folder)
+        is_observing = config.rl.algorithm.observation_coef != 0
+        self.scaffold = Scaffold(self.tokenizer) if is_observing else None
         check_top_k(config, self.shape)
         check_teacher(config)
         if config.rl.reference and config.rl.steps:

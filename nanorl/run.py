@@ -520,6 +520,7 @@ class Run:
                         thread=self.roles.optimizer_thread,
                         reference=reference,
                         critic=self.critic,
+                        scaffold=self.parts.scaffold,
                     ),
                     collector=self.roles.collector,
                     tasks=self._task_chooser(),

@@ -29,11 +29,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
 from nanoinfer.cancellation import to_the_end
 from nanoinfer.params import SamplingParams
+from nanorl.algorithms.signal import earned
 from nanorl.batching import batch_metrics
 from nanorl.collector import RolloutCollector
 from nanorl.config import RunConfig
@@ -170,6 +172,7 @@ class Trainer:
             num_groups=rl.tasks_per_step,
             group_size=rl.group_size,
             needs_signal=rl.algorithm.dynamic_sampling,
+            earned=partial(earned, rl.algorithm),
         )
         return _Flow(
             staleness=staleness, queue=queue, trained=trained, scored=scored, assembler=assembler
@@ -256,7 +259,8 @@ class Trainer:
         learnt = await self.learner.call(Learner.train_and_publish, groups, step + 1, scores)
         left_out = [group.rollouts for group in batch.left_out]
         if left_out:  # what the agent can do is said by all that it played
-            learnt |= batch_metrics([one for group in (*groups, *left_out) for one in group])
+            every = [one for group in (*groups, *left_out) for one in group]
+            learnt |= batch_metrics(every, self.config.rl.algorithm)
         failed = await self.collector.call(RolloutCollector.take_failed)
         metrics["wasted_tokens"] += sum(rollout.num_action_tokens for rollout in failed)
         metrics["rollout_s"] = await self.collector.call(RolloutCollector.take_busy_s)

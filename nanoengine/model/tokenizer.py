@@ -51,11 +51,10 @@ class ChatTokenizer:
                 "no end-of-turn id: set eos_token_id in generation_config.json or config.json, "
                 "or eos_token in tokenizer_config.json"
             )
-        self.special_ids = frozenset(
-            index
-            for index, token in self._tokenizer.get_added_tokens_decoder().items()
-            if token.special
-        )
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        # Every one that text cannot spell (special_guard.py), "special" or not.
+        self.control_ids = frozenset(i for i, token in added.items() if token.content.strip())
         self._template: ChatTemplate | None = None
         if chat_template is not None:
             from nanoengine.model.chat_template import ChatTemplate  # needs jinja2

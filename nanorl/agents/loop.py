@@ -22,6 +22,7 @@ from nanorl.agents.limits import Limits
 from nanorl.agents.loops import AgentLoop, load_loop, tool
 from nanorl.agents.times import TimesKept
 from nanorl.envs.base import Environment, Opening
+from nanorl.finite import unusable, without_numbers
 from nanorl.types import InfrastructureError, Rollout, Task
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ class Agent:
         """Play one rollout. `sampling.seed` is the rollout's seed; every turn derives its own.
 
         A rollout that hits a limit keeps its tokens, and is scored as unanswered.
-        `InfrastructureError` and a passed deadline give status FAILED; everything else that raises
-        is a defect and propagates.
+        `InfrastructureError`, a passed deadline and a reward or metric that is no finite number
+        give status FAILED; everything else that raises is a defect and propagates.
         """
         episode = Episode(
             task, env, generator=self.generator, tokenizer=self.tokenizer, limits=self.limits,
@@ -94,4 +95,7 @@ class Agent:
                 async with asyncio.timeout(CLOSE_S):
                     await env.close()
         episode.context.builder.metrics["answered"] = float(episode.answer is not None)
-        return episode.rollout(score)
+        rollout = episode.rollout(score)
+        if fault := unusable(rollout):  # it would reach the advantages of the whole group
+            return without_numbers(episode.rollout(None, fault))
+        return rollout

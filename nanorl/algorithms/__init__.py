@@ -3,6 +3,7 @@
 spec.py             `AlgorithmSpec`, which algorithm it is
 recipes.py          those that have a name
 advantages.py       how much better than expected each token was
+signal.py           whether a group teaches anything
 token_baseline.py   a baseline for each token (OTB)
 hierarchical.py     comparisons of turns in the same situation (HGPO)
 aggregation.py      the weight of each token in the loss

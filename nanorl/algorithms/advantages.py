@@ -192,16 +192,8 @@ def distill(
     advantage_T: Tensor, old_logp_T: Tensor, teacher_logp_T: Tensor, mask_T: Tensor, coef: float
 ) -> Tensor:
     """On-policy distillation: `A − λ·(log π_o − log π_T)` on every sampled token."""
-    return advantage_T - coef * (old_logp_T - teacher_logp_T) * mask_T.to(advantage_T.dtype)
-
-
-def has_signal(rewards: Sequence[float], group_ids: Sequence[Hashable]) -> list[bool]:
-    """Dynamic sampling: True for rollouts of groups whose rewards differ. Where rewards are 0 or 1
-    that is DAPO's 0 < number correct < G; graded ones teach below 1 as well."""
-    found: dict[Hashable, set[float]] = {}
-    for reward, group in zip(rewards, group_ids, strict=True):
-        found.setdefault(group, set()).add(reward)
-    return [len(found[group]) > 1 for group in group_ids]
+    # Not a product with the mask: what stands outside of it may be anything, and 0·NaN is NaN.
+    return advantage_T - coef * torch.where(mask_T.bool(), old_logp_T - teacher_logp_T, 0.0)
 
 
 def overlong_penalty(length_R: Tensor, max_length: int, buffer: int) -> Tensor:

@@ -90,6 +90,9 @@ BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
 )
 """(correction_low, correction_high) of the corrections that have them."""
 
+TURN_REWARDS = "turn_rewards"
+"""The part of the reward that turns earned beside the others (gdpo)."""
+
 COVARIANCE_SHARES: Mapping[str, float] = MappingProxyType({"clip_cov": 2e-4, "kl_cov": 2e-3})
 """The share of a batch's tokens that a loss chooses by their covariance (arXiv 2505.22617)."""
 
@@ -119,7 +122,8 @@ class AlgorithmSpec:
     """How rewards become advantages; "none" gives 0 (pure distillation). A function of yours as
     mine.py:name, of (reward_R, group_ids), or of the whole batch."""
     reward_parts: tuple[str, ...] = ()
-    """The parts of the reward that gdpo normalises apart: names, or name=weight."""
+    """The parts of the reward that gdpo normalises apart: names, or name=weight. What turns earned
+    is one of its own, turn_rewards, named or not."""
     reward_level: RewardLevel = "outcome"
     """What is rewarded: the outcome alone, or also single turns (`Rollout.turn_rewards`), each with
     what came of it later."""
@@ -204,7 +208,7 @@ class AlgorithmSpec:
     veto_below: float = 0.0
     """Drop a sequence if any token has w below this (1e-4 is usual); 0 turns it off."""
     dynamic_sampling: bool = False
-    """Train only on groups with some but not all members correct."""
+    """Train only on groups whose members earned unlike rewards."""
     overlong_buffer: int = 0
     """Tokens before the length limit in which the soft penalty grows to −1; 0 turns it off."""
 
@@ -248,7 +252,13 @@ class AlgorithmSpec:
 
     @property
     def part_weights(self) -> dict[str, float]:
-        """`reward_parts` as weights by name; 1 where none is given."""
+        """`reward_parts` as weights by name; 1 where none is given. With them come the rewards of
+        turns, which are no part of the outcome's and may not be lost."""
+        weights = self._named_weights
+        return {**weights, TURN_REWARDS: weights.get(TURN_REWARDS, 1.0)} if weights else {}
+
+    @property
+    def _named_weights(self) -> dict[str, float]:
         pairs = (part.partition("=") for part in self.reward_parts)
         return {name: float(weight) if sign else 1.0 for name, sign, weight in pairs}
 
@@ -399,7 +409,7 @@ def _check_parts(spec: AlgorithmSpec) -> None:
             "as reward_parts='rule short=-0.1'"
         )
     try:
-        weights = spec.part_weights
+        weights = spec._named_weights
     except ValueError:
         raise ValueError(
             f"reward_parts={' '.join(spec.reward_parts)}: a weight that is no number; write "

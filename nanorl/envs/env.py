@@ -131,11 +131,11 @@ class Env:
         """Count something: it is summed over the episode, and averaged over a step's rollouts it is
         the curve env/NAME."""
         counted: dict[str, float] = self.__dict__.setdefault("_metrics", {})
-        counted[name] = counted.get(name, 0.0) + float(value)
+        counted[name] = counted.get(name, 0.0) + self._number(float(value), f"metric({name!r}, ")
 
     def _number(self, given: Any, call: str) -> float:
-        """A reward as a number. InfrastructureError, with the line of the call, for what is none:
-        it is never the policy's fault, not even in a tool."""
+        """A reward or a count as a number. InfrastructureError, with the line of the call, for what
+        is none: it is never the policy's fault, not even in a tool."""
         try:
             number = math.nan if isinstance(given, str) else float(given)
         except (TypeError, ValueError, OverflowError):

@@ -9,13 +9,16 @@ Left out: what a batch is made into (batching.py).
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
-from nanorl.algorithms.advantages import has_signal
+from nanorl.algorithms.signal import has_signal
 from nanorl.flow.group import FinishedGroup
 from nanorl.flow.policy import FAULTS, BatchPolicy, Fault
 from nanorl.flow.staleness import StalenessController
 from nanorl.flow.transfer_queue import Consumer, Row
+from nanorl.types import Rollout
 
 
 @dataclass(kw_only=True)
@@ -56,12 +59,13 @@ class BatchAssembler:
         num_groups: int,
         group_size: int,
         needs_signal: bool,
+        earned: Callable[[Rollout], Hashable] = attrgetter("total_reward"),
     ) -> None:
-        """`num_groups` of `group_size` make a batch; `needs_signal`: those whose members are all
-        right or all wrong have nothing to teach (dynamic sampling)."""
+        """`num_groups` of `group_size` make a batch; `needs_signal`: those whose members all
+        `earned` the same have nothing to teach (dynamic sampling)."""
         self._policy, self._consumer, self._staleness = policy, consumer, staleness
         self._num_groups, self._group_size = num_groups, group_size
-        self._needs_signal = needs_signal
+        self._needs_signal, self._earned = needs_signal, earned
         most = policy.max_replacements
         self._most_replaced = num_groups if most is None else most
 
@@ -109,11 +113,10 @@ class BatchAssembler:
         oldest = group.oldest_version
         if oldest >= 0 and version - oldest > self._staleness.max_staleness:
             return "stale"
-        if self._needs_signal and not _has_signal(group):
+        if self._needs_signal and not self._has_signal(group):
             return "filtered"
         return None
 
-
-def _has_signal(group: FinishedGroup) -> bool:
-    rewards = [rollout.total_reward for rollout in group.rollouts]
-    return all(has_signal(rewards, [group.index] * len(rewards)))
+    def _has_signal(self, group: FinishedGroup) -> bool:
+        things = [self._earned(rollout) for rollout in group.rollouts]
+        return all(has_signal(things, [group.index] * len(things)))

@@ -115,6 +115,7 @@ class PastWeights:
             thread=roles.optimizer_thread,
             reference=await self._reference(),
             critic=await self._critic(checkpoint),
+            scaffold=self._parts.scaffold,
         )
         await self._learner.publish(version)
 

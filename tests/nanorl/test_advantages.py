@@ -10,6 +10,7 @@ import torch
 from nanorl.algorithms import advantages as adv
 from nanorl.algorithms.advantages import AdvantageBatch, compute_advantages
 from nanorl.algorithms.recipes import named_spec
+from nanorl.algorithms.signal import has_signal
 from nanorl.algorithms.spec import Advantage, AlgorithmSpec
 
 # Group a: rewards 1, 0, 0, 1 interleaved with group b: 2, 4 and group c: one member.
@@ -268,14 +269,14 @@ def test_every_name_of_an_advantage_has_a_function() -> None:
 
 def test_dynamic_sampling_keeps_groups_with_mixed_results() -> None:
     correct = [1.0, 1.0, 0.0, 0.0, 1.0, 0.0]
-    kept = adv.has_signal(correct, ["a", "b", "c", "a", "b", "c"])
+    kept = has_signal(correct, ["a", "b", "c", "a", "b", "c"])
     assert kept == [True, False, False, True, False, False]
 
 
 def test_dynamic_sampling_keeps_groups_whose_graded_rewards_differ() -> None:
     """None is solved in full, or all are; what counts is whether there is anything to learn."""
     graded = [0.1, 0.3, 0.1, 0.1, 1.5, 2.0]
-    kept = adv.has_signal(graded, ["a", "a", "b", "b", "c", "c"])
+    kept = has_signal(graded, ["a", "a", "b", "b", "c", "c"])
     assert kept == [True, True, False, False, True, True]
 
 
@@ -312,3 +313,36 @@ def test_compute_advantages_serves_every_recipe() -> None:
             old_logp_T=logps,
         )  # fmt: skip
         compute_advantages(distilling, incomplete)
+
+
+def two_of_a_group(**tensors: torch.Tensor) -> AdvantageBatch:
+    """Rewards 1 and 0, two action tokens each."""
+    return AdvantageBatch(
+        reward_R=torch.tensor([1.0, 0.0]),
+        group_ids=["g", "g"],
+        mask_T=torch.ones(4),
+        sequence_ids_T=torch.tensor([0, 0, 1, 1]),
+        **tensors,
+    )
+
+
+def test_otb_discounts_what_is_left_to_come() -> None:
+    """Every token was as unsure, so the baseline is the mean of the returns 1/2, 1 and 0, 0."""
+    half = torch.full((4,), 0.5).log()
+    spec = AlgorithmSpec(advantage="otb", loss="reinforce", gamma=0.5)
+    got, _ = compute_advantages(spec, two_of_a_group(old_logp_T=half, sharp_logp_T=half))
+    close(got, [0.25, 0.5, -0.25, -0.5])
+
+
+def test_distillation_is_added_to_the_advantages_of_a_critic_too() -> None:
+    """A -= 0.5·(-1 + 3)."""
+    batch = two_of_a_group(
+        old_logp_T=torch.full((4,), -1.0),
+        ref_logp_T=torch.full((4,), -3.0),
+        value_T=torch.zeros(4),
+    )
+    spec = AlgorithmSpec(advantage="gae", whiten_gae=False, lam=1.0, distill_coef=0.5)
+    got, returns = compute_advantages(spec, batch)
+    close(got, [0.0, 0.0, -1.0, -1.0])
+    assert returns is not None
+    close(returns, [1.0, 1.0, 0.0, 0.0])

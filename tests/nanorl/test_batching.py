@@ -12,8 +12,15 @@ import torch
 from nanoengine.packing import Sample, make_micro_batches
 from nanorl.algorithms.fields import Field, check_fields
 from nanorl.algorithms.spec import AlgorithmSpec
-from nanorl.batching import Scoring, batch_metrics, build_batch, logp_gap, per_action_token
-from nanorl.types import Rollout, Status, TurnSpan
+from nanorl.batching import (
+    Scoring,
+    batch_metrics,
+    build_batch,
+    logp_gap,
+    minibatch_of_rollouts,
+    per_action_token,
+)
+from nanorl.types import Branch, Rollout, Status, TurnSpan
 from nanorl.warm_start import sft_samples
 
 
@@ -68,6 +75,45 @@ def test_samples_without_advantage_are_left_out_and_the_others_keep_their_weight
     assert [sample.group for sample in batch.probe] == ["a", "a"]
     weights = [w for sample in batch.samples for w in sample.fields["weight"] if w]
     assert weights == pytest.approx([1 / 8] * 4)  # 8 action tokens in the whole batch
+
+
+AGGREGATIONS_BY_HAND = {
+    # Three rollouts of 1, 2 and 3 sampled tokens, of two tasks, in one minibatch; a fourth of 4
+    # tokens in the other, where it is all there is.
+    "token_mean": [1 / 6, 1 / 6, 1 / 6, 1 / 4],
+    "seq_mean_token_mean": [1 / 3, 1 / 6, 1 / 9, 1 / 4],
+    "seq_mean_token_sum": [1 / 3, 1 / 3, 1 / 3, 1],
+    "constant": [1 / 30, 1 / 30, 1 / 30, 1 / 10],
+    "prompt_mean": [1 / 6, 1 / 6, 1 / 6, 1 / 4],
+}
+
+
+@pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS_BY_HAND))
+def test_the_weights_of_a_minibatch_are_of_its_own_tokens_and_rollouts(aggregation: str) -> None:
+    """Each is one optimizer step: over the whole batch the steps would be smaller by their number,
+    and a step of short rollouts would count less than one of long ones."""
+    groups = [
+        [rollout("a", m, float(m), actions=m + 1) for m in range(3)],
+        [rollout("b", 0, 1.0, actions=4)],
+    ]
+    length = 10 if aggregation == "constant" else None
+    spec = AlgorithmSpec(aggregation=aggregation, constant_length=length, entropy_coef=0.1)
+    batch = build_batch(groups, spec, max_tokens=64, version=0, num_minibatches=2)
+    assert batch.minibatches() == [[0, 1, 2], [3]]
+    by_hand = AGGREGATIONS_BY_HAND[aggregation]
+    for sample, weight in zip(batch.samples, by_hand, strict=True):
+        expected = [weight * mark for mark in sample.loss_mask]
+        assert sample.fields["weight"] == pytest.approx(expected)
+
+
+def test_the_minibatches_are_runs_of_whole_groups_or_of_rollouts_where_groups_are_few() -> None:
+    five = [rollout(name, 0, 1.0) for name in "abcde"]
+    pairs = [one for name in "abc" for one in (rollout(name, 0, 1.0), rollout(name, 1, 1.0))]
+    assert minibatch_of_rollouts(five, 2) == [0, 0, 0, 1, 1]
+    assert minibatch_of_rollouts(pairs, 2) == [0, 0, 0, 0, 1, 1]
+    assert minibatch_of_rollouts(pairs, 3) == [0, 0, 1, 1, 2, 2]
+    assert minibatch_of_rollouts(pairs, 4) == [0, 0, 1, 2, 2, 3]  # more than there are groups
+    assert minibatch_of_rollouts(pairs, 1) == [0] * 6
 
 
 @pytest.mark.parametrize(("good", "bad"), [(1.0, 0.0), (0.3, 0.1), (2.0, 1.5)])
@@ -222,6 +268,60 @@ def test_the_gap_is_of_the_present_weights_and_drift_of_older_ones() -> None:
     assert (batch.metrics["staleness_max"], batch.metrics["stale_fraction"]) == (1.0, 0.5)
 
 
+def test_a_token_of_version_zero_grows_stale_as_any_other() -> None:
+    held = replace(rollout("a", 0, 1.0), versions=[-1, -1, -1, 0, 2])
+    spec = AlgorithmSpec(entropy_coef=0.1)
+    batch = build_batch([[held]], spec, max_tokens=64, version=3)
+    assert batch.samples[0].fields["staleness"] == [0, 0, 0, 3, 1]
+
+
+def test_what_is_known_of_some_rollouts_only_is_asked_of_all() -> None:
+    groups = [[rollout("a", 0, 1.0), rollout("a", 1, 0.0)]]
+    spec, calls = AlgorithmSpec(kl_coef=0.1), list[int]()
+    known = {f"a-{m}": {Field.REF_LOGP: [torch.full((5,), -3.0)]} for m in range(2)}
+    scoring = Scoring(reference=constant(-0.75, calls))
+    for told, value in (({"a-0": known["a-0"]}, -0.75), (known, -3.0)):
+        batch = build_batch(
+            groups, spec, max_tokens=64, version=0, scoring=replace(scoring, known=told)
+        )
+        assert [one.fields["ref_logp"] for one in batch.samples] == [[value] * 5] * 2
+    assert calls == [2]
+
+
+def test_covariance_is_that_of_the_trainer_s_log_probs_where_it_was_asked() -> None:
+    """A = ±0.5; the trainer's log-probs are -1 and -3, those of the rollouts all -0.5. Covariances
+    with their mean of -2 are 0.5, -0.5 and -0.5, 0.5: the likely token of the good rollout and the
+    unlikely one of the bad."""
+
+    def trainer(samples: Sequence[Sample]) -> list[torch.Tensor]:
+        return [torch.tensor([0.0, 0.0, 0.0, -1.0, -3.0]) for _ in samples]
+
+    groups = [[rollout("a", 0, 1.0), rollout("a", 1, 0.0)]]
+    spec = AlgorithmSpec(advantage="dr_grpo", loss="kl_cov", covariance_share=0.5)
+    scoring = Scoring(old=trainer)
+    batch = build_batch(groups, spec, max_tokens=64, version=0, scoring=scoring)
+    assert [one.fields["chosen"] for one in batch.samples] == [[0, 0, 0, 1, 0], [0, 0, 0, 0, 1]]
+
+
+def test_only_what_has_no_gradient_at_all_is_left_out() -> None:
+    """Equal rewards: A = 0. kl_cov holds chosen tokens back all the same, ECHO and the entropy
+    have a term of their own."""
+    groups = [[rollout("a", 0, 1.0), rollout("a", 1, 1.0)]]
+    for options, count in [
+        ({}, 0),
+        ({"loss": "clip_cov"}, 0),
+        ({"loss": "kl_cov"}, 2),
+        ({"observation_coef": 0.1}, 2),
+        ({"entropy_coef": 0.1}, 2),
+        ({"kl_coef": 0.1}, 2),
+    ]:
+        scoring = Scoring(reference=constant(-0.75, []) if "kl_coef" in options else None)
+        batch = build_batch(
+            groups, AlgorithmSpec(**options), max_tokens=64, version=0, scoring=scoring
+        )
+        assert len(batch.samples) == count, options
+
+
 def test_what_is_not_a_number_is_refused_with_the_rollout_that_has_it() -> None:
     good, bad = rollout("a", 0, 1.0), rollout("a", 1, math.nan)
     spec = AlgorithmSpec(correction="mis")
@@ -269,7 +369,9 @@ def test_turn_rewards_reach_the_advantages_of_their_turn() -> None:
 
 def test_the_reward_that_is_reported_holds_the_rewards_of_turns() -> None:
     """1 + 0.4 - 0.1 and 0."""
-    metrics = batch_metrics([two_turns(0, 1.0, [0.4, -0.1]), two_turns(1, 0.0, [])])
+    metrics = batch_metrics(
+        [two_turns(0, 1.0, [0.4, -0.1]), two_turns(1, 0.0, [])], AlgorithmSpec()
+    )
     assert metrics["reward"] == pytest.approx(0.65) and metrics["success"] == 0.5
 
 
@@ -281,6 +383,25 @@ def test_the_length_penalty_belongs_to_the_last_turn() -> None:
     scoring = Scoring(values=constant(0.0, []))
     batch = build_batch(groups, spec, max_tokens=8, version=0, scoring=scoring)
     assert batch.samples[0].fields["advantage"] == pytest.approx([0, 0, 0, 0.9, 0, 0.5])
+
+
+def test_signal_is_what_the_advantages_compare() -> None:
+    """Totals that are equal teach all the same where turns earned them unlike, or nothing where
+    they did not."""
+    unlike = [two_turns(0, 1.0, [0.4, 0.0]), two_turns(1, 1.0, [0.0, 0.4])]
+    alike = [two_turns(0, 1.0, [0.0, 0.0]), two_turns(1, 1.0, [])]
+    by_turn = AlgorithmSpec(reward_level="turn", dynamic_sampling=True)
+    for spec, group, count in [
+        (by_turn, unlike, 2),
+        (AlgorithmSpec(dynamic_sampling=True), unlike, 0),
+        (by_turn, alike, 0),
+        (by_turn, [two_turns(0, 0.5, []), two_turns(1, 1.0, [])], 2),
+    ]:
+        batch = build_batch([group], spec, max_tokens=64, version=0)
+        assert batch.metrics["groups_with_signal"] == count / 2
+        assert batch.metrics["num_trained_rollouts"] == count
+        if count:
+            assert all(any(sample.fields["advantage"]) for sample in batch.samples)
 
 
 def test_turn_rewards_that_do_not_fit_the_turns_are_refused() -> None:
@@ -301,3 +422,38 @@ def test_the_fields_of_a_finished_batch_are_the_declared_ones() -> None:
         check_fields([replace(sample, fields=kept)])
     with pytest.raises(ValueError, match="missing: none, unknown: bonus"):
         check_fields([replace(sample, fields=sample.fields | {"bonus": [0.0] * 5})])
+
+
+def test_a_history_whose_turns_nobody_marked_is_one_turn_before_the_others() -> None:
+    """Returns to go: 0.4 + 1 from the history and from the first turn on, 1 from the second."""
+    members = []
+    for member, reward, earned in ((0, 1.0, [0.4, 0.0]), (1, 0.0, [])):
+        before = Branch(
+            tokens=[5, 9], loss_mask=[0, 1], logps=[0.0, -0.5], versions=[-1, 0], is_history=True
+        )
+        members.append(replace(two_turns(member, reward, earned), branches=[before]))
+    spec = AlgorithmSpec(advantage="dr_grpo", reward_level="turn")
+    batch = build_batch([members], spec, max_tokens=64, version=0)
+    first, history = batch.samples[:2]
+    assert first.fields["advantage"] == pytest.approx([0, 0, 0, 0.7, 0, 0.5])
+    assert history.fields["advantage"] == pytest.approx([0, 0.7])
+
+
+def test_what_a_teacher_said_is_among_the_numbers_of_the_tokens() -> None:
+    """Two tokens of a prompt of its own in place of three."""
+    one = replace(two_turns(0, 1.0, []), hindsight=[8, 9])
+    spec = AlgorithmSpec(advantage="none", loss="opd", hindsight="solution")
+    scoring = Scoring(teacher=constant(-0.75, []))
+    batch = build_batch([[one]], spec, max_tokens=64, version=0, scoring=scoring)
+    expected = [[0, 0, 0, -0.75, -0.75, -0.75]]
+    assert batch.stats["a-0"].values["teacher_logp"] == expected
+    assert batch.samples[0].fields["teacher_logp"] == expected[0]
+
+
+def test_the_gap_leaves_out_what_was_observed() -> None:
+    """The engine sampled it at no log-prob at all."""
+    groups = [[two_turns(0, 1.0, []), two_turns(1, 0.0, [])]]
+    batch = build_batch(groups, AlgorithmSpec(observation_coef=0.1), max_tokens=64, version=0)
+    assert batch.samples[0].loss_mask == [0, 0, 0, 1, 1, 1]
+    gap = logp_gap(batch.samples, [torch.tensor([9.0, 9.0, 9.0, -0.5, -7.0, -0.25])] * 2)
+    assert gap["logp_gap_tokens"] == 4 and gap["logp_gap_max"] == pytest.approx(0.25)

@@ -22,6 +22,7 @@ from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.batching import PolicyLoss
 from nanorl.config import RLConfig, RunConfig
 from nanorl.learner import Learner
+from nanorl.types import TurnSpan
 
 
 class CountingEngine:
@@ -85,6 +86,7 @@ class DeafPublisher:
 def make_learner(
     critic: CountingCritic | None = None,
     reference: CountingReference | None = None,
+    scaffold: Any = None,
     **options: Any,
 ) -> Learner:
     doubles: dict[str, Any] = {
@@ -92,6 +94,7 @@ def make_learner(
         "publisher": DeafPublisher(),
         "critic": critic,
         "reference": reference,
+        "scaffold": scaffold,
         "thread": None,
     }
     return Learner(RunConfig(rl=RLConfig(**options)), **doubles)
@@ -229,3 +232,25 @@ def test_a_group_is_scored_before_its_batch_and_not_again() -> None:
     assert (critic.num_asked, reference.num_asked) == (3, 2)
     learner.train_on(groups, [scores[0], None])  # one group was not scored: the batch is
     assert (critic.num_asked, reference.num_asked) == (4, 3)
+
+
+class LastToken:
+    """Stands for a Scaffold after which only the last token of an observation was said."""
+
+    def said(self, tokens: Sequence[int]) -> list[int]:
+        return [int(place == len(tokens) - 1) for place in range(len(tokens))]
+
+
+def test_a_learner_trains_on_what_its_scaffold_says_was_observed() -> None:
+    one = rollout("a", 0, 1.0, actions=5)
+    one.loss_mask[4:7] = [0, 0, 0]  # a token, three that answer it, a token
+    one.turn_spans = [
+        TurnSpan(action_start=3, action_end=4, observation_end=7),
+        TurnSpan(action_start=7, action_end=8, observation_end=8),
+    ]
+    spec = AlgorithmSpec(observation_coef=0.1)
+    learner = make_learner(algorithm=spec, scaffold=LastToken(), max_staleness=1)
+    metrics = learner.train_on([[one, rollout("a", 1, 0.0)]])
+    assert metrics["observed_tokens"] == 1
+    with pytest.raises(AssertionError, match="ECHO would learn the chat template"):
+        make_learner(algorithm=spec)

@@ -496,3 +496,92 @@ def test_distillation_weighs_a_sampled_token_by_its_log_ratio_alone() -> None:
     logp = f64(-1.0).requires_grad_()
     losses.opd(logp, f64(-1.0), f64(-3.0)).sum().backward()
     same(logp.grad, f64(2.0))  # without the stop-gradient it would be 3
+
+
+# -- what bugs that were planted said nothing about ------------------------------------------------
+
+
+def told(spec: AlgorithmSpec, logp: Tensor, batch: LossBatch) -> dict[str, float]:
+    """Means per action token."""
+    _, stats = make_loss(spec)(logp, batch)
+    return per_action_token({name: float(value) for name, value in stats.items()})
+
+
+def test_a_veto_drops_a_sequence_below_the_threshold_that_was_given() -> None:
+    """w = 0.3 and 0.5, in sequences of their own."""
+    logp = f64(-1.0, -1.0)
+    batch = one_token_batch(logp, logp - f64(0.3, 0.5).log(), f64(1.0, 1.0))
+    for below, kept in ((0.0, [0.3, 0.5]), (0.4, [0.0, 0.5]), (0.2, [0.3, 0.5])):
+        leaf = logp.clone().requires_grad_()
+        make_loss(AlgorithmSpec(veto_below=below))(leaf, batch)[0].backward()
+        same(leaf.grad, -f64(*kept))
+        rejected = told(AlgorithmSpec(veto_below=below), logp, batch)["rejected_fraction"]
+        assert rejected == kept.count(0.0) / 2
+
+
+def test_the_clip_statistics_are_those_of_the_loss() -> None:
+    """r = 1.5, 1.25, 1.25 and 0.5 where A pushes on, and 1.5, 0.5 where it pulls back."""
+    ratio, advantage = f64(1.5, 1.25, 1.25, 0.5, 1.5, 0.5), f64(1, 1, 1, -1, -1, 1)
+    logp, zero = ratio.log(), torch.zeros(6, dtype=torch.float64)
+    batch = one_token_batch(logp, zero, advantage, old_logp_T=zero)
+    for low, high, count in ((0.2, 0.2, 4), (0.6, 0.2, 3), (0.2, 0.3, 2), (0.6, 0.6, 0)):
+        spec = AlgorithmSpec(clip_low=low, clip_high=high)
+        assert told(spec, logp, batch)["clip_fraction"] == pytest.approx(count / 6)
+    # Distances of probabilities: from .4 to .6, .5, .5 and .2.
+    old = torch.full((6,), math.log(0.4), dtype=torch.float64)
+    batch = one_token_batch(logp, old, advantage)
+    for low, high, count in ((0.15, 0.15, 2), (0.25, 0.15, 1), (0.25, 0.05, 3), (0.15, 0.25, 1)):
+        spec = AlgorithmSpec(loss="dppo_tv", old_policy="rollout", clip_low=low, clip_high=high)
+        assert told(spec, logp + old, batch)["clip_fraction"] == pytest.approx(count / 6)
+
+
+def test_the_ratio_of_gspo_s_statistics_is_the_sequence_s() -> None:
+    """log r of 0.2 and 0.4 in one sequence: both are told as e^0.3, and both are clipped."""
+    logp, zero = f64(0.2, 0.4), torch.zeros(2, dtype=torch.float64)
+    batch = LossBatch(
+        rollout_logp_T=zero, old_logp_T=zero, advantage_T=f64(1, 1), mask_T=f64(1, 1),
+        weight_T=f64(0.5, 0.5), sequence_ids_T=torch.tensor([0, 0]), num_sequences=1,
+    )  # fmt: skip
+    stats = told(AlgorithmSpec(loss="gspo", clip_high=0.1), logp, batch)
+    assert stats["ratio"] == pytest.approx(math.exp(0.3))
+    assert stats["clip_fraction"] == 1.0
+    assert stats["old_kl"] == pytest.approx((math.exp(-0.2) + math.exp(-0.4)) / 2 - 1 + 0.3)
+
+
+def test_an_observation_without_a_share_may_be_impossible() -> None:
+    """-inf, as of a token that a grammar forbids, is no part of ECHO's term."""
+    batch = replace(
+        one_token_batch(f64(-1.0, 0.0, 0.0), f64(-1.0, 0.0, 0.0), f64(0.0, 0.0, 0.0)),
+        mask_T=f64(1, 0, 0),
+        observation_T=f64(0, 0.5, 0),
+    )
+    logp = f64(-1.0, -2.0, -math.inf)
+    loss, stats = make_loss(AlgorithmSpec(observation_coef=0.1))(logp, batch)
+    assert float(loss) == pytest.approx(0.1 * 0.5 * 2.0)
+    assert float(stats["observation_loss"]) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "field"),
+    [
+        (named_spec("decoupled_ppo"), "staleness_T"),
+        (AlgorithmSpec(advantage="none", loss="opd", hindsight="solution"), "teacher_logp_T"),
+        (named_spec("kl_cov"), "chosen_T"),
+        (named_spec("opd"), "ref_logp_T"),
+        (AlgorithmSpec(entropy_coef=0.1), "entropy_T"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_a_field_says_outside_the_mask_is_never_read(spec: AlgorithmSpec, field: str) -> None:
+    ones = torch.full((10,), 0.5, dtype=torch.float64)
+    names = ("staleness_T", "teacher_logp_T", "chosen_T", "ref_logp_T", "entropy_T")
+    weight = token_weights("token_mean", MASK, IDS, 4).double()
+    clean = replace(whole_batch(), weight_T=weight, **dict.fromkeys(names, ones))
+    dirty = replace(clean, **{field: torch.where(MASK.bool(), ones, math.nan)})
+    found = []
+    for batch in (clean, dirty):
+        logp = batch.rollout_logp_T.clone().requires_grad_()
+        loss, stats = make_loss(spec)(logp, batch)
+        loss.backward()
+        found.append((float(loss.detach()), logp.grad.tolist(), float(stats["ratio_sum"])))
+    assert found[0] == found[1] and math.isfinite(found[0][0])

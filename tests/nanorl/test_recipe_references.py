@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from agent_doubles import EOS, output_of, tiny_tokenizer
 from torch import Tensor
 
 from nanoengine.packing import make_micro_batches
+from nanorl.agents.limits import Limits
+from nanorl.agents.tokens import TurnBuilder
 from nanorl.algorithms import corrections, divergences, losses
 from nanorl.algorithms.advantages import gdpo, opo
 from nanorl.algorithms.covariance import choose_by_covariance
@@ -22,6 +25,7 @@ from nanorl.algorithms.recipes import named_spec
 from nanorl.algorithms.spec import AlgorithmSpec
 from nanorl.algorithms.token_baseline import collision, optimal_token_baseline
 from nanorl.batching import action_mask, build_batch
+from nanorl.observed import Scaffold
 from nanorl.types import Rollout, TurnSpan
 
 NUM_BATCHES = 200
@@ -113,9 +117,86 @@ def test_gdpo_against_numpy() -> None:
         same(gdpo(given, weights, ids.tolist()), expected)
 
 
+def with_parts(member: int, turn_rewards: list[float], group: str = "g", **parts: float) -> Rollout:
+    """Two turns of a token each."""
+    return Rollout(
+        task_id="t",
+        group_id=group,
+        rollout_id=f"{group}-m{member}",
+        tokens=[1, 2, 3],
+        loss_mask=[0, 1, 1],
+        logps=[0.0, -1.0, -1.0],
+        versions=[-1, 0, 0],
+        turn_spans=[
+            TurnSpan(action_start=1, action_end=2, observation_end=2),
+            TurnSpan(action_start=2, action_end=3, observation_end=3),
+        ],
+        turn_rewards=turn_rewards,
+        metrics={f"reward/{name}": value for name, value in parts.items()},
+    )
+
+
+def gdpo_advantages(rollouts: list[Rollout], *parts: str) -> list[float]:
+    spec = AlgorithmSpec(advantage="gdpo", reward_parts=parts, entropy_coef=0.1)
+    batch = build_batch([rollouts], spec, max_tokens=8, version=0)
+    return [sample.fields[Field.ADVANTAGE][-1] for sample in batch.samples]
+
+
+def test_gdpo_counts_what_turns_earned_as_a_part_of_its_own() -> None:
+    """Part right: 1, 0, 0, 0, so 3/2 and -1/2; what the turns earned: 0, 0.2 + 0.3, 0, 0."""
+    rollouts = [
+        with_parts(0, [], right=1.0),
+        with_parts(1, [0.2, 0.3], right=0.0),
+        with_parts(2, [0.0, 0.0], right=0.0),
+        with_parts(3, [], right=0.0),
+    ]
+    for weight, named in [(1.0, ()), (0.5, ("turn_rewards=0.5",)), (2.0, ("turn_rewards=2",))]:
+        total = np.array([1.5 - 0.5 * weight, -0.5 + 1.5 * weight, *[-0.5 - 0.5 * weight] * 2])
+        expected = (total - total.mean()) / (total.std(ddof=1) + 1e-6)
+        found = gdpo_advantages(rollouts, "right", *named)
+        assert found == pytest.approx(expected.tolist(), abs=1e-4)
+    # Where no turn earned anything there is no such part.
+    plain = [with_parts(i, [], right=float(i == 0)) for i in range(4)]
+    same(values(*gdpo_advantages(plain, "right")), gdpo(
+        {"right": values(1, 0, 0, 0)}, {"right": 1.0}, ["g"] * 4
+    ))  # fmt: skip
+
+
+def test_gdpo_refuses_a_part_by_the_name_of_the_rewards_of_turns() -> None:
+    taken = with_parts(0, [], right=1.0)
+    taken.metrics["reward/turn_rewards"] = 0.5
+    with pytest.raises(ValueError, match=r"g-m0: its reward has a part 'turn_rewards'.* another"):
+        gdpo_advantages([taken], "right")
+
+
+def test_gdpo_never_takes_a_part_that_is_no_number() -> None:
+    for value in (math.nan, math.inf, 1e39):
+        rollouts = [with_parts(0, [], right=1.0), with_parts(1, [], right=value)]
+        with pytest.raises(ValueError, match=r"g-m1: its (metric 'reward/right'|reward) is"):
+            gdpo_advantages(rollouts, "right")
+
+
+def test_gdpo_has_a_signal_where_parts_make_up_for_each_other() -> None:
+    """Right and long, or wrong and short: each earned 1 in all."""
+    unlike = [
+        with_parts(0, [], "a", right=1.0, short=0.0),
+        with_parts(1, [], "a", right=0.0, short=1.0),
+    ]
+    alike = [with_parts(i, [], "b", right=1.0, short=1.0) for i in range(2)]
+    turns = [with_parts(i, [0.1 * i], "c", right=1.0, short=1.0) for i in range(2)]
+    for one in turns:
+        one.turn_spans = one.turn_spans[:1]
+    spec = AlgorithmSpec(
+        advantage="gdpo", reward_parts=("right", "short=0.5"), dynamic_sampling=True
+    )
+    batch = build_batch([unlike, alike, turns], spec, max_tokens=8, version=0)
+    assert [sample.group for sample in batch.samples] == ["a", "a", "c", "c"]
+    assert batch.metrics["groups_with_signal"] == 2
+
+
 def test_gdpo_needs_parts_that_are_there() -> None:
     spec = AlgorithmSpec(advantage="gdpo", reward_parts=("rule", "short=-0.1"))
-    assert spec.part_weights == {"rule": 1.0, "short": -0.1}
+    assert spec.part_weights == {"rule": 1.0, "short": -0.1, "turn_rewards": 1.0}
     rollout = Rollout(
         task_id="t",
         group_id="g",
@@ -457,3 +538,98 @@ def test_echo_learns_where_rewards_say_nothing() -> None:
     assert [sum(action_mask(sample)) for sample in echo.samples] == [3, 1]
     shares = [sample.fields[Field.OBSERVATION] for sample in echo.samples]
     assert shares == [[0, 0, 0, 1 / 3, 1 / 3, 1 / 3, 0, 0], [0, 0, 0]]
+
+
+def test_echo_learns_what_was_said_and_nothing_of_the_template() -> None:
+    """A turn `run`, what it was answered in the chat's own form, and a turn without its end."""
+    tokenizer = tiny_tokenizer()
+    builder = TurnBuilder(tokenizer, Limits(), task_id="t", group_id="g", rollout_id="a")
+    builder.start([{"role": "user", "content": "hi"}])
+    for said, seen in (("run", "4\n"), ("look", "xyz")):
+        end = [EOS] if said == "run" else []
+        builder.append_action(output_of([*tokenizer.encode(said), *end], version=0))
+        assert builder.append_observation([{"role": "tool", "content": seen}])
+    rollouts = [builder.close(1.0), replace(builder.close(0.0), rollout_id="b")]
+    spec = named_spec("echo")
+    batch = build_batch([rollouts], spec, max_tokens=99, version=0, scaffold=Scaffold(tokenizer))
+    for sample in batch.samples:
+        shares = sample.fields[Field.OBSERVATION]
+        learnt = [token for token, share in zip(sample.tokens, shares, strict=True) if share]
+        assert tokenizer.decode(learnt) == "4\nxyz"
+        # Five tokens each, all of the same weight in the mean of both.
+        assert [share for share in shares if share] == pytest.approx([1 / 10] * 5)
+        assert sum(sample.loss_mask) == len("run") + 1 + len("look") + 5
+        assert action_mask(sample) == rollouts[0].loss_mask
+    assert batch.metrics["observed_tokens"] == 10
+    whole = build_batch([rollouts], spec, max_tokens=99, version=0)
+    assert whole.metrics["observed_tokens"] > 60, "with the template it is mostly template"
+
+
+def test_echo_takes_the_mean_over_the_observations_of_a_minibatch() -> None:
+    """Three observed tokens in the first, one in the second, none in the third; over the whole
+    batch each would be a quarter."""
+    short = two_rollouts()[0]
+    short.turn_spans[0] = replace(short.turn_spans[0], observation_end=4)
+    groups = [
+        [replace(one, group_id=name, rollout_id=f"{name}-{one.rollout_id}") for one in rollouts]
+        for name, rollouts in zip(
+            "xyz", (two_rollouts()[:1], [short], two_rollouts()[1:]), strict=True
+        )
+    ]
+    batch = build_batch(groups, named_spec("echo"), max_tokens=16, version=0, num_minibatches=3)
+    assert batch.minibatches() == [[0], [1], [2]]
+    shares = [sample.fields[Field.OBSERVATION] for sample in batch.samples]
+    third = 1 / 3
+    assert shares[0] == pytest.approx([0, 0, 0, third, third, third, 0, 0])
+    assert shares[1] == [0, 0, 0, 1, 0, 0, 0, 0]
+    assert shares[2] == [0, 0, 0]
+    # Two rollouts of a minibatch share one mean.
+    both = build_batch(
+        [groups[0], groups[1]], named_spec("echo"), max_tokens=16, version=0, num_minibatches=1
+    )
+    assert {share for one in both.samples for share in one.fields[Field.OBSERVATION]} == {0, 1 / 4}
+
+
+# -- the interpolated old policy -------------------------------------------------------------------
+
+
+def test_the_interpolated_policy_lies_so_far_on_the_way_as_the_token_is_old() -> None:
+    """α = (v_o - v_μ)/(v_θ - v_μ), where o is one version behind θ and μ was d behind o: with
+    d = 0, 1, 3 it is 0, 1/2, 3/4. log μ = -2 and log π_θ = -1."""
+    theta, mu = torch.full((3,), -1.0), torch.full((3,), -2.0)
+    staleness = torch.tensor([0.0, 1.0, 3.0])
+    got = losses.interpolated(theta, mu, staleness)
+    same(got, [-2.0, -1.5, -1.25])
+    for d in range(9):
+        v_theta, v_o, v_mu = 10 + 1, 10, 10 - d
+        alpha = (v_o - v_mu) / (v_theta - v_mu)
+        same(losses.interpolated(theta[:1], mu[:1], torch.tensor([float(d)])), [-2 + alpha])
+
+
+def test_the_interpolated_policy_is_the_centre_of_the_loss_and_weighs_it() -> None:
+    """-sg[π_o/μ]·r·A with r = π_θ/π_o: of a fresh token o is μ, so the weight is 1 and r = e^0.1;
+    of one of three versions ago log π_o = -2 + 0.075, the weight e^0.075 and r = e^0.025. No
+    gradient goes through o."""
+    batch = LossBatch(
+        rollout_logp_T=values(-2, -2),
+        advantage_T=values(1, 1),
+        mask_T=values(1, 1),
+        weight_T=values(1, 1),
+        sequence_ids_T=torch.tensor([0, 1]),
+        num_sequences=2,
+        staleness_T=values(0, 3),
+    )
+    logp = values(-1.9, -1.9).requires_grad_()
+    loss, stats = make_loss(named_spec("decoupled_ppo"))(logp, batch)
+    loss.backward()
+    same(loss, -2 * math.exp(0.1))
+    assert logp.grad is not None
+    same(logp.grad, [-math.exp(0.1)] * 2)
+    same(stats["ratio_sum"], math.exp(0.1) + math.exp(0.025))
+    # Beyond the clip of 1.2 only the old one still learns: r is e^0.3, and e^0.075.
+    logp = values(-1.7, -1.7).requires_grad_()
+    make_loss(named_spec("decoupled_ppo"))(logp, batch)[0].backward()
+    assert logp.grad is not None
+    same(logp.grad, [0.0, -math.exp(0.3)])
+    with pytest.raises(ValueError, match="staleness_T is missing"):
+        make_loss(named_spec("decoupled_ppo"))(logp, replace(batch, staleness_T=None))

@@ -444,10 +444,14 @@ COMMON = """train --preset tiny --dtype fp32 --threads 1 --rl.tasks-per-step 2 -
     --evaluation.num-tasks-no-tool 0 --rl.steps 1"""
 
 
-def run(folder: Path, words: str, answer: str = '"7"') -> list[dict[str, Any]]:
+def run(
+    folder: Path, words: str, answer: str = '"7"', changes: dict[str, str] | None = None
+) -> list[dict[str, Any]]:
     """The metrics of the steps of a run in `folder`."""
-    mine = folder / "mine.py"
-    mine.write_text(ENVIRONMENT.replace("ANSWER", answer))
+    mine, text = folder / "mine.py", ENVIRONMENT.replace("ANSWER", answer)
+    for old, new in (changes or {}).items():
+        text = text.replace(old, new)
+    mine.write_text(text)
     arguments = f"{COMMON} --env {mine} --out {folder / 'run'} {words}".split()
     assert main(arguments) == 0
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open()]
@@ -465,6 +469,28 @@ def test_a_run_of_each_recipe(tmp_path: Path, models: dict[int, Path], name: str
     (step,) = run(tmp_path, f"--algorithm {name} --model {models[0]}")
     assert step["logp_gap_max"] < 1e-4 and step["logp_gap_tokens"] > 0
     assert step["grad_norm"] > 0, "the teacher or the rewards say something else than the policy"
+
+
+@pytest.mark.xdist_group("heavy")
+def test_a_run_knows_its_template_and_compares_parts(
+    tmp_path: Path, models: dict[int, Path]
+) -> None:
+    """ECHO asks for the first. Every rollout earns 1 in all, by one part or by the other: dynamic
+    sampling keeps the groups, and nobody is played in their place."""
+    parts = "Score(1.0, parts={'a': place % 2, 'b': 1 - place % 2})"
+    own = "place = int(self.rollout.rollout_id[-1])"
+    text = "return float(sum(map(ord, transcript.text)) % 2)"
+    words = (
+        "--rl.algorithm.observation-coef 0.05 --rl.algorithm.advantage gdpo "
+        "--rl.algorithm.reward-parts a b=0.5 --rl.algorithm.dynamic-sampling true"
+    )
+    (step,) = run(
+        tmp_path, f"{words} --model {models[0]}",
+        changes={text: f"{own}; return nanorl.{parts}"},
+    )  # fmt: skip
+    assert step["groups_filtered"] == 0 and step["groups_with_signal"] == 2
+    assert step["num_trained_rollouts"] == 6 and step["grad_norm"] > 0
+    assert step["observed_tokens"] >= 0
 
 
 @pytest.mark.xdist_group("heavy")

@@ -1,0 +1,72 @@
+"""What a rollout may not hold: rewards, metrics and log-probs that are no finite numbers.
+
+One NaN spoils the advantages of a whole group, and often of a batch; masks and clips downstream
+would drop it in silence. So numbers of an environment, a reward, an agent or a server are looked at
+where a rollout ends (`unusable`; it FAILED then, and is played again), and once more, with those of
+models, where a batch is made (`check_rollout`, `check_logps`).
+Left out: rewards as they are returned, which a message can name better (rewards/base.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from nanorl.algorithms.signal import PART
+from nanorl.types import Rollout
+
+MOST = 1e30
+"""The largest reward, either way. Advantages are fp32, whose largest number is 3e38, and rewards of
+turns are added."""
+
+
+def unusable(rollout: Rollout) -> str:
+    """What of a rollout's rewards and metrics cannot be trained on; empty where all can."""
+    return next(_faults(rollout), "")
+
+
+def without_numbers(rollout: Rollout) -> Rollout:
+    """A rollout that FAILED for such a number, without what turns earned and counted, so that the
+    number gets into no database and no curve."""
+    metrics = {name: value for name, value in rollout.metrics.items() if math.isfinite(value)}
+    branches = [replace(one, turn_rewards=[], turn_metrics=[]) for one in rollout.branches]
+    return replace(rollout, metrics=metrics, branches=branches, turn_rewards=[], turn_metrics=[])
+
+
+def _faults(rollout: Rollout) -> Iterator[str]:
+    rule = "a reward function must return a finite number"
+    if not math.isfinite(rollout.reward):
+        yield f"its reward is {rollout.reward}; {rule}"
+    earned = [(turn, x) for one in rollout.sequences for turn, x in enumerate(one.turn_rewards, 1)]
+    for turn, reward in earned:
+        if not math.isfinite(reward):
+            yield f"its reward is {reward} in turn {turn}; {rule}"
+    for name, value in rollout.metrics.items():
+        if not math.isfinite(value):
+            yield f"its metric {name!r} is {value}; what is counted must be a finite number"
+    parts = [value for name, value in rollout.metrics.items() if name.startswith(PART)]
+    for value in (rollout.reward, *(reward for _, reward in earned), *parts):
+        if abs(value) > MOST:
+            yield f"its reward is {value:g}; one must be from -{MOST:g} to {MOST:g}: scale it"
+
+
+def check_rollout(rollout: Rollout) -> None:
+    """`ValueError` names a rollout whose rewards, metrics or log-probs cannot be trained on."""
+    if fault := unusable(rollout):
+        raise ValueError(f"rollout {rollout.rollout_id}: {fault}")
+    check_logps(rollout, [sequence.logps for sequence in rollout.sequences], "the rollout policy")
+
+
+def check_logps(rollout: Rollout, logps: Sequence[Sequence[float]], who: str) -> None:
+    """`ValueError` names the first sampled token to which `who` gives no finite value. `logps` are
+    those of all its sequences."""
+    for branch, (sequence, values) in enumerate(zip(rollout.sequences, logps, strict=True), -1):
+        where = "" if branch < 0 else f" of branch {branch}"
+        for place, (value, is_action) in enumerate(zip(values, sequence.loss_mask, strict=True)):
+            if is_action and not math.isfinite(value):
+                raise ValueError(
+                    f"rollout {rollout.rollout_id}: {who} gives its token {place}{where} the value "
+                    f"{value}; the weights of that model are damaged: resume from an earlier "
+                    "checkpoint"
+                )
