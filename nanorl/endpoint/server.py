@@ -4,7 +4,7 @@
     POST /v1/messages/count_tokens
     POST /inference/v1/generate                                token ids in, token ids out
     GET  /v1/models
-    POST /episode                                              its answer or reward, from outside
+    POST /episode                                              its answer; its reward, from a scorer
 
     server = RecordingServer(model="smollm2", max_model_len=512)
     async with server.episode(recording) as session:
@@ -26,7 +26,7 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +52,7 @@ from nanoinfer.server.in_loop import ServerInLoop, serve_in_loop
 from nanoinfer.server.listening import listen
 from nanorl.endpoint.exchange import ApiAnswer, ApiCall, CountingDialect, Dialect
 from nanorl.endpoint.recording import Recording
-from nanorl.endpoint.report import EpisodeReport, read_report
+from nanorl.endpoint.report import EpisodeReport, Scoring, read_report
 from nanorl.endpoint.sse import event_stream
 from nanorl.endpoint.token_calls import read_token_call, token_answer
 from nanorl.types import InfrastructureError
@@ -142,6 +142,7 @@ class RecordingServer:
         host: str = LOOPBACK,
         limits: HttpLimits | None = None,
         max_calls_at_once: int = MAX_CALLS_AT_ONCE,
+        scoring: Scoring | None = None,
     ) -> None:
         """`model` is the name that clients see; whatever name they ask for, they get it."""
         self.sessions: dict[str, ApiSession] = {}
@@ -149,6 +150,7 @@ class RecordingServer:
         self._model, self._max_model_len, self._host = model, max_model_len, host
         self._limits = limits or HttpLimits(request_timeout_s=3600.0)
         self._max_calls_at_once = max_calls_at_once
+        self._scoring = scoring or Scoring()
         self._server: ServerInLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._listener: socket.socket | None = None
@@ -230,7 +232,7 @@ class RecordingServer:
         async def endpoint(request: Request) -> Response:
             try:
                 session = self._session(request, dialect)
-                with session.counted(self._max_calls_at_once):
+                with self._counted(session, request):
                     raw = await self._body(session, request)
                     answering = work(session, request, raw)
                     return await while_connected(
@@ -241,6 +243,12 @@ class RecordingServer:
                 return JSONResponse(dialect.error(told), told.status, told.headers)
 
         return endpoint
+
+    def _counted(self, session: ApiSession, request: Request) -> AbstractContextManager[None]:
+        """An agent that keeps its episode busy keeps no scorer from reporting."""
+        if self._scoring.is_scorer(request.headers):
+            return nullcontext()
+        return session.counted(self._max_calls_at_once)
 
     async def _body(self, session: ApiSession, request: Request) -> bytes:
         if request.method != "POST":
@@ -307,7 +315,13 @@ class RecordingServer:
         )
 
     async def _report(self, session: ApiSession, request: Request, raw: bytes) -> Response:
-        session.report.take(read_report(parse_object(raw)))
+        said = read_report(parse_object(raw))
+        try:
+            self._scoring.check(said, request.headers, session.report.metrics)
+        except ApiError as error:
+            session.recording.metrics["refused_rewards"] += error.status == 403
+            raise
+        session.report.take(said)
         return JSONResponse({"num_calls": session.recording.num_answers})
 
     async def _models(self, session: ApiSession, request: Request, raw: bytes) -> Response:
