@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -16,6 +18,7 @@ from agent_doubles import EOS, output_of, tiny_tokenizer
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.limits import Limits
+from nanorl.agents.program import MAX_CONNECTIONS, Relay
 from nanorl.endpoint.dialects import all_dialects
 from nanorl.endpoint.recording import Recording
 from nanorl.endpoint.server import ApiSession, RecordingServer
@@ -313,6 +316,58 @@ def test_what_would_cost_the_engine_more_than_an_answer_is_refused(
             assert engine.prompts == []
 
     serve(work)
+
+
+def test_a_boxed_program_has_so_many_connections_at_a_time() -> None:
+    """Each is one of those that the endpoint has for all episodes."""
+
+    async def run() -> None:
+        far = 0
+        changed = asyncio.Condition()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal far
+            far += 1
+            writer.write(b"x")
+            async with changed:
+                changed.notify_all()
+            await reader.read()
+            far -= 1
+            writer.close()
+            async with changed:
+                changed.notify_all()
+
+        endpoint = await asyncio.start_server(serve, "127.0.0.1", 0)
+        listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        relay = Relay(listener, endpoint.sockets[0].getsockname())
+        await relay.start()
+        address = listener.getsockname()
+
+        async def connected() -> tuple[bytes, asyncio.StreamWriter]:
+            """The first byte of the far end; none where the connection was closed."""
+            reader, writer = await asyncio.open_connection(*address)
+            with suppress(ConnectionError):
+                return await reader.read(1), writer
+            return b"", writer
+
+        async with asyncio.timeout(SOON_S):
+            kept = [await connected() for _ in range(MAX_CONNECTIONS)]
+            assert {first for first, _ in kept} == {b"x"} and far == MAX_CONNECTIONS
+            more = [await connected() for _ in range(20)]
+            assert {first for first, _ in more} == {b""} and far == MAX_CONNECTIONS
+            kept.pop()[1].close()
+            async with changed:
+                await changed.wait_for(lambda: far < MAX_CONNECTIONS)
+            while not (again := await connected())[0]:  # until the relay knows of it, too
+                again[1].close()
+            for _, writer in (*kept, *more, again):
+                writer.close()
+            relay.close()
+            endpoint.close()
+            async with changed:
+                await changed.wait_for(lambda: far == 0)
+
+    asyncio.run(run())
 
 
 def nested(depth: int) -> dict[str, Any]:
