@@ -154,7 +154,7 @@ class HttpApp:
         self.metrics = HttpMetrics()
         self._completions = Completions(client, limits, self.metrics)
         self._tokenizer = tokenizer
-        self._bound = PromptBound(tokenizer, client.engine.room(0))
+        self._bound = PromptBound(tokenizer, client.engine.room(0), most_at_once=2)
         self._model_name = model_name
         self._limits = limits
         self._api_key = api_key

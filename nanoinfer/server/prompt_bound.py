@@ -7,18 +7,19 @@ To encode a text takes time in proportion to it, and nobody else should wait for
 the context. No token stands for more bytes than the longest of the vocabulary, so a text of more
 bytes than the context has room for is refused unread. One that could fit if it were made of the
 longest tokens is encoded in pieces, until they are more than it may have. What is left, and large,
-is encoded in a thread, where the tokenizer lets go of the interpreter (special_guard.py).
+is encoded in a thread, where the tokenizer lets go of the interpreter (special_guard.py), and of such
+threads there are few: a short prompt waits for none.
 Left out: the exact length, which the caller finds in the ids.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from nanoengine.model.tokenizer import ChatTokenizer, all_text
-from nanoinfer.server.http_io import ApiError, in_proportion
+from nanoinfer.server.http_io import LARGE_BYTES, ApiError, in_proportion
 
 TOO_LONG = "context_length_exceeded"
 """OpenAI's name for the error."""
@@ -33,12 +34,13 @@ MOST_BYTES_PER_TOKEN = 8
 PIECE_CHARS = 1 << 14
 
 
-@dataclass(frozen=True)
 class PromptBound:
-    """What fits into a context of `max_tokens`."""
+    """What fits into a context of `max_tokens`. For one event loop."""
 
-    tokenizer: ChatTokenizer
-    max_tokens: int
+    def __init__(self, tokenizer: ChatTokenizer, max_tokens: int, most_at_once: int = 1) -> None:
+        """So many large prompts are encoded at once; the threads are there for others, too."""
+        self.tokenizer, self.max_tokens = tokenizer, max_tokens
+        self._turns = asyncio.Semaphore(most_at_once)
 
     @property
     def max_text_bytes(self) -> int:
@@ -64,7 +66,10 @@ class PromptBound:
                 raise self.error()
             return encode()
 
-        return await in_proportion(len(text), checked)
+        if len(text) < LARGE_BYTES:
+            return checked()
+        async with self._turns:
+            return await in_proportion(len(text), checked)
 
     def is_exceeded(self, text: str) -> bool:
         """True where `text` is certainly too long; False says nothing."""

@@ -96,7 +96,6 @@ class Recording:
         self._answers: dict[str, _Said] = {}
         self._forms: dict[str, ChatForm] = {}
         self._bound = PromptBound(tokenizer, limits.max_context_tokens)
-        self._encoding = asyncio.Lock()  # one large prompt of an episode at a time
         self._num_asked: Counter[bytes] = Counter()  # the same prompt has other seeds each time
         self._num_calls = 0
         self._last: _Said | None = None
@@ -223,11 +222,10 @@ class Recording:
     async def prompt_ids(self, call: ApiCall) -> list[int]:
         """The tokens of a call's prompt: those known, then the encoding of what is new."""
         parts, num_messages = [call.messages, call.tools], len(call.messages)
-        async with self._encoding:
-            try:
-                return await self._bound.encoded(parts, lambda: self._encoded(call), num_messages)
-            except ApiError as error:
-                raise self.too_long() if error.code == TOO_LONG else error from None
+        try:
+            return await self._bound.encoded(parts, lambda: self._encoded(call), num_messages)
+        except ApiError as error:
+            raise self.too_long() if error.code == TOO_LONG else error from None
 
     def _encoded(self, call: ApiCall) -> list[int]:
         messages = call.messages
