@@ -16,7 +16,6 @@ Left out: several models, users and quotas, TLS (put a proxy in front).
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import ipaddress
 import logging
@@ -253,7 +252,6 @@ class HttpApp:
                 lambda: self._tokenizer.encode_chat(
                     messages, add_generation_prompt=True, tools=tools
                 ),
-                len(messages),
             )
             jobs = await self._jobs(body, [ids], body.max_completion_tokens or body.max_tokens)
         if body.return_token_ids:

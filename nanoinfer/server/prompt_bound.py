@@ -52,14 +52,11 @@ class PromptBound:
         """The same of a request's body."""
         return ESCAPE_BYTES * self.max_text_bytes + FIELD_BYTES
 
-    async def encoded(
-        self, parts: Sequence[Any], encode: Callable[[], list[int]], num_messages: int = 0
-    ) -> list[int]:
+    async def encoded(self, parts: Sequence[Any], encode: Callable[[], list[int]]) -> list[int]:
         """What `encode` makes of the texts in `parts`, of which large ones keep nobody waiting.
-        ApiError where they cannot fit. A template may take time for each message, too."""
+        ApiError where they cannot fit. Names of fields count: so there are never more messages than
+        tokens, of which a template may look at all for each."""
         text = all_text(*parts)
-        if num_messages > self.max_tokens:
-            raise self.error()
 
         def checked() -> list[int]:
             if self.is_exceeded(text):

@@ -9,9 +9,9 @@
 thread of its own; `task.base_url` and `task.api_key` lead any other client to the same episode.
 A text that it returns is read by the environment as the last turn; a number is the reward; None
 leaves the score to the environment. Whose score it was is counted (`reward_from_agent`,
-`reward_from_scorer`; neither: the environment's). One that raises after it has called is scored as it stands,
-without an answer, and counted (`agent_failed`): the policy may have been the reason. One that never
-had an answer has failed, and is played again.
+`reward_from_scorer`; neither: the environment's). One that raises after it has called is scored as
+it stands, without an answer, and counted (`agent_failed`): the policy may have been the reason. One
+that never had an answer has failed, and is played again.
 Left out: programs of their own (command.py).
 """
 

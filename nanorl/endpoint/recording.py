@@ -221,9 +221,10 @@ class Recording:
 
     async def prompt_ids(self, call: ApiCall) -> list[int]:
         """The tokens of a call's prompt: those known, then the encoding of what is new."""
-        parts, num_messages = [call.messages, call.tools], len(call.messages)
         try:
-            return await self._bound.encoded(parts, lambda: self._encoded(call), num_messages)
+            return await self._bound.encoded(
+                [call.messages, call.tools], lambda: self._encoded(call)
+            )
         except ApiError as error:
             raise self.too_long() if error.code == TOO_LONG else error from None
 

@@ -56,7 +56,9 @@ class Scoring:
     """The scorer's; empty: there is none, and no reward is taken."""
     max_reward: float = 1.0
 
-    def check(self, body: ReportBody, headers: Mapping[str, str], known: Mapping[str, float]) -> None:
+    def check(
+        self, body: ReportBody, headers: Mapping[str, str], known: Mapping[str, float]
+    ) -> None:
         """ApiError 403 for a score without the scorer's key, 400 for one out of bounds. `known` are
         the metrics so far."""
         if not body.is_score:
