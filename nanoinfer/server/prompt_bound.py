@@ -7,8 +7,8 @@ To encode a text takes time in proportion to it, and nobody else should wait for
 the context. No token stands for more bytes than the longest of the vocabulary, so a text of more
 bytes than the context has room for is refused unread. One that could fit if it were made of the
 longest tokens is encoded in pieces, until they are more than it may have. What is left, and large,
-is encoded in a thread, where the tokenizer lets go of the interpreter (special_guard.py), and of such
-threads there are few: a short prompt waits for none.
+is encoded in a thread, where the tokenizer lets go of the interpreter (special_guard.py). There are
+few such threads, and a short prompt waits for none.
 Left out: the exact length, which the caller finds in the ids.
 """
 
