@@ -24,7 +24,7 @@ from nanorl.types import Rollout, Task
 
 if TYPE_CHECKING:
     from nanorl.endpoint.recording import Recording
-    from nanorl.endpoint.report import Scoring
+    from nanorl.endpoint.report import ReportRules
     from nanorl.endpoint.server import ApiSession, RecordingServer
     from nanorl.http_record.access import HttpAccess
     from nanorl.http_record.service import RecordingProxy
@@ -53,14 +53,14 @@ class HidesFiles(Protocol):
         ...
 
 
-def run_scoring(config: RunConfig) -> Scoring | None:
+def run_scoring(config: RunConfig) -> ReportRules | None:
     """Who may report rewards by HTTP; None: nobody. ValueError for a file that holds no key."""
     agent = config.agent
     if agent.scorer_key_file is None:
         return None
-    from nanorl.endpoint.report import Scoring, read_scorer_key  # few runs need it
+    from nanorl.endpoint.report import ReportRules, read_scorer_key  # few runs need it
 
-    return Scoring(read_scorer_key(agent.scorer_key_file), agent.max_reward)
+    return ReportRules(read_scorer_key(agent.scorer_key_file), agent.max_reward)
 
 
 def open_proxy(config: RunConfig, *, is_given: bool) -> RecordingProxy:

@@ -5,7 +5,7 @@
     {"reward": 0.5, "metrics": {...}}    its score, from somebody else than its agent
 
 The policy steers its agent, so an agent's key takes an answer and no reward: rewards and metrics
-come with a second key, the scorer's (`Scoring`), which no agent is given. They are bounded, since
+come with a second key, the scorer's (`ReportRules`), which no agent is given. They are bounded, since
 one reward without a bound would outweigh all others. Later reports add to earlier ones.
 """
 
@@ -49,8 +49,8 @@ class ReportBody(BaseModel):
 
 
 @dataclass(frozen=True)
-class Scoring:
-    """Who may report rewards, and how large they may be: `Scoring(read_scorer_key(file), 1.0)`."""
+class ReportRules:
+    """Who may report rewards, and how large they may be: `ReportRules(read_scorer_key(file), 1.0)`."""
 
     key: str = field(default="", repr=False)
     """The scorer's; empty: there is none, and no reward is taken."""

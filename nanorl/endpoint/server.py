@@ -52,7 +52,7 @@ from nanoinfer.server.in_loop import ServerInLoop, serve_in_loop
 from nanoinfer.server.listening import listen
 from nanorl.endpoint.exchange import ApiAnswer, ApiCall, CountingDialect, Dialect
 from nanorl.endpoint.recording import Recording
-from nanorl.endpoint.report import EpisodeReport, Scoring, read_report
+from nanorl.endpoint.report import EpisodeReport, ReportRules, read_report
 from nanorl.endpoint.sse import event_stream
 from nanorl.endpoint.token_calls import read_token_call, token_answer
 from nanorl.types import InfrastructureError
@@ -142,7 +142,7 @@ class RecordingServer:
         host: str = LOOPBACK,
         limits: HttpLimits | None = None,
         max_calls_at_once: int = MAX_CALLS_AT_ONCE,
-        scoring: Scoring | None = None,
+        scoring: ReportRules | None = None,
     ) -> None:
         """`model` is the name that clients see; whatever name they ask for, they get it."""
         self.sessions: dict[str, ApiSession] = {}
@@ -150,7 +150,7 @@ class RecordingServer:
         self._model, self._max_model_len, self._host = model, max_model_len, host
         self._limits = limits or HttpLimits(request_timeout_s=3600.0)
         self._max_calls_at_once = max_calls_at_once
-        self._scoring = scoring or Scoring()
+        self._scoring = scoring or ReportRules()
         self._server: ServerInLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._listener: socket.socket | None = None

@@ -18,7 +18,7 @@ from nanorl.agents.limits import Limits
 from nanorl.agents.loop import Agent
 from nanorl.agents.loops import AgentLoop
 from nanorl.endpoint.dialects import all_dialects
-from nanorl.endpoint.report import Scoring
+from nanorl.endpoint.report import ReportRules
 from nanorl.endpoint.server import RecordingServer
 from nanorl.envs.base import Services
 from nanorl.envs.catalog import load_kind
@@ -64,7 +64,7 @@ async def play(
     generator: Generator,
     task: Task = TASK,
     http: HttpAccess | None = None,
-    scoring: Scoring | None = None,
+    scoring: ReportRules | None = None,
 ) -> Rollout:
     """One rollout of an agent behind an API in the environment `answer`."""
     server = RecordingServer(

@@ -13,7 +13,7 @@ from agent_programs import SECRET, TASK, TINY, play
 
 from nanorl.agents.api_agent import ApiLoop, is_api_agent
 from nanorl.agents.loops import load_loop
-from nanorl.endpoint.report import SCORER_HEADER, Scoring
+from nanorl.endpoint.report import SCORER_HEADER, ReportRules
 from nanorl.options import with_options
 from nanorl.parts import Parts
 from nanorl.presets import get_preset
@@ -115,7 +115,7 @@ def test_a_report_by_http_counts_for_more_than_what_is_returned(report: dict[str
         return said
 
     generator = ScriptedGenerator(TINY, ["something else"])
-    scoring = Scoring("of the scorer")
+    scoring = ReportRules("of the scorer")
     rollout = asyncio.run(play(ApiLoop(agent), generator, TASK, scoring=scoring))
     assert rollout.metrics.get("reward_from_scorer") == (1.0 if "reward" in report else None)
     assert rollout.reward == report.get("reward", 1.0)

@@ -22,7 +22,7 @@ from nanorl.agents.limits import Limits
 from nanorl.config import RunConfig
 from nanorl.endpoint.dialects import all_dialects
 from nanorl.endpoint.recording import Recording
-from nanorl.endpoint.report import SCORER_HEADER, Scoring, read_scorer_key
+from nanorl.endpoint.report import SCORER_HEADER, ReportRules, read_scorer_key
 from nanorl.endpoint.server import ApiSession, RecordingServer
 from nanorl.envs.run_kind import run_kind
 from nanorl.options import with_options
@@ -31,7 +31,7 @@ from nanorl.types import Rollout, Status
 
 BOTH = pytest.mark.parametrize("in_sandbox", [False, True], ids=["plain", "sandboxed"])
 KEY = "0123456789abcdef0123456789abcdef"
-SCORING = Scoring(KEY, 2.0)
+SCORING = ReportRules(KEY, 2.0)
 
 
 # -- programs ------------------------------------------------------------------------------------
@@ -71,7 +71,9 @@ class Overheard(Command):
         return self.__dict__.setdefault("_heard", [])
 
 
-def played(folder: Path, body: str, scoring: Scoring | None, **options: Any) -> tuple[Rollout, str]:
+def played(
+    folder: Path, body: str, scoring: ReportRules | None, **options: Any
+) -> tuple[Rollout, str]:
     command = Overheard(command=written(folder, body), **options)
     generator = ScriptedGenerator(TINY, ["no"])
     rollout = asyncio.run(play(command, generator, TASK, scoring=scoring))
@@ -83,7 +85,7 @@ def played(folder: Path, body: str, scoring: Scoring | None, **options: Any) -> 
 @BOTH
 @pytest.mark.parametrize("scoring", [None, SCORING], ids=["without a scorer", "with one"])
 def test_a_program_that_writes_its_own_reward_is_refused_and_counted(
-    tmp_path: Path, in_sandbox: bool, scoring: Scoring | None
+    tmp_path: Path, in_sandbox: bool, scoring: ReportRules | None
 ) -> None:
     rollout, said = played(tmp_path, FORGE, scoring, in_sandbox=in_sandbox)
     told = json.loads(said)
@@ -157,7 +159,7 @@ def test_of_an_endless_answer_the_beginning_is_read(tmp_path: Path, in_sandbox: 
 
 
 def report(
-    *bodies: dict[str, Any], key: str | None = KEY, scoring: Scoring | None = SCORING
+    *bodies: dict[str, Any], key: str | None = KEY, scoring: ReportRules | None = SCORING
 ) -> tuple[list[tuple[int, str]], ApiSession]:
     """Status and message of each report, and the session."""
     told: list[tuple[int, str]] = []
@@ -176,7 +178,7 @@ def report(
 
 
 async def _serving(
-    work: Callable[[ApiSession, httpx.AsyncClient], Awaitable[None]], scoring: Scoring | None
+    work: Callable[[ApiSession, httpx.AsyncClient], Awaitable[None]], scoring: ReportRules | None
 ) -> None:
     tokenizer = tiny_tokenizer()
     server = RecordingServer(
@@ -203,8 +205,8 @@ def test_a_scorer_reports_rewards_and_metrics_within_bounds() -> None:
 
 
 @pytest.mark.parametrize("key", [None, "", KEY[:-1], KEY + "0", KEY.upper(), "é"])
-@pytest.mark.parametrize("scoring", [SCORING, Scoring(), None], ids=["a key", "no key", "none"])
-def test_any_other_key_is_none(key: str | None, scoring: Scoring | None) -> None:
+@pytest.mark.parametrize("scoring", [SCORING, ReportRules(), None], ids=["a key", "no key", "none"])
+def test_any_other_key_is_none(key: str | None, scoring: ReportRules | None) -> None:
     sent = None if key == "é" else key  # no header can hold it
     told, session = report({"reward": 1.0}, {"metrics": {"a": 1.0}}, key=sent, scoring=scoring)
     assert [status for status, _ in told] == [403, 403]
@@ -252,7 +254,7 @@ def test_no_number_that_is_not_finite_is_taken(written_as: str, field: str) -> N
         assert answer.status_code == 400
         assert session.report.reward is None and session.report.metrics == {}
 
-    asyncio.run(_serving(work, Scoring(KEY, math.inf)))
+    asyncio.run(_serving(work, ReportRules(KEY, math.inf)))
 
 
 def test_an_agent_that_keeps_its_episode_busy_keeps_no_scorer_from_reporting() -> None:
@@ -278,7 +280,7 @@ def key_file(folder: Path, text: str = KEY, mode: int = 0o600) -> Path:
 
 def test_the_key_is_the_only_line_of_its_file(tmp_path: Path) -> None:
     assert read_scorer_key(key_file(tmp_path)) == KEY
-    assert KEY not in repr(Scoring(KEY))
+    assert KEY not in repr(ReportRules(KEY))
 
 
 @pytest.mark.parametrize(
@@ -321,7 +323,7 @@ def test_a_key_that_a_boxed_program_would_see_is_refused(tmp_path: Path) -> None
             run_loop(config, run_kind(config))
     config = config_of(tmp_path, **options, **{"agent.loop-args": ("in_sandbox=true",)})
     run_loop(config, run_kind(config))
-    assert run_scoring(config) == Scoring(KEY, 1.0)
+    assert run_scoring(config) == ReportRules(KEY, 1.0)
 
 
 def test_a_run_without_a_key_file_takes_no_reward(tmp_path: Path) -> None:

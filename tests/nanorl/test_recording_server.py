@@ -16,7 +16,7 @@ from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.limits import Limits
 from nanorl.endpoint.dialects import all_dialects
 from nanorl.endpoint.recording import Recording
-from nanorl.endpoint.report import SCORER_HEADER, Scoring
+from nanorl.endpoint.report import SCORER_HEADER, ReportRules
 from nanorl.endpoint.server import RecordingServer
 
 TOKENIZER = tiny_tokenizer()
@@ -202,7 +202,7 @@ def test_an_episode_is_told_its_reward_by_http() -> None:
             assert (session.report.reward, session.report.metrics) == (0.5, {"tries": 3.0})
             assert session.report.done.is_set()
 
-    serve(work, scoring=Scoring("of the scorer"))
+    serve(work, scoring=ReportRules("of the scorer"))
 
 
 class Slow:
