@@ -5,8 +5,8 @@
     {"reward": 0.5, "metrics": {...}}    its score, from somebody else than its agent
 
 The policy steers its agent, so an agent's key takes an answer and no reward: rewards and metrics
-come with a second key, the scorer's (`ReportRules`), which no agent is given. They are bounded, since
-one reward without a bound would outweigh all others. Later reports add to earlier ones.
+come with a second key, the scorer's (`ReportRules`), which no agent is given. They are bounded,
+since one reward without a bound would outweigh all others. Later reports add to earlier ones.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ReportBody(BaseModel):
 
 @dataclass(frozen=True)
 class ReportRules:
-    """Who may report rewards, and how large they may be: `ReportRules(read_scorer_key(file), 1.0)`."""
+    """Who may report rewards, and how large: `ReportRules(read_scorer_key(file), 1.0)`."""
 
     key: str = field(default="", repr=False)
     """The scorer's; empty: there is none, and no reward is taken."""
