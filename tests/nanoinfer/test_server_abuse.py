@@ -334,7 +334,7 @@ def test_a_grammar_that_compiles_blocks_nobody(monkeypatch: pytest.MonkeyPatch) 
     ("path", "body"),
     [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 200_000}]}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * 600}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * 3000}),
         ("/v1/completions", {"prompt": "x" * 200_000}),
         ("/v1/completions", {"prompt": ["a", "x" * 200_000]}),
         ("/v1/completions", {"prompt": ["x" * 1000] * 129}),
