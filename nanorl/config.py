@@ -216,6 +216,13 @@ class AgentConfig(Limits):
     host: str = "127.0.0.1"
     """Where agents that call the policy through an API reach it: this machine alone, or 0.0.0.0 for
     others too. Every episode has a key of its own."""
+    max_calls_at_once: int = 64
+    """Requests of one such agent at a time; more are answered 429."""
+    scorer_key_file: Path | None = None
+    """File with the key by which a scorer of yours, and no agent, reports rewards by HTTP; without
+    one none is taken."""
+    max_reward: float = 1.0
+    """A reward reported by HTTP lies between minus this and this."""
     template_args: tuple[str, ...] = ()
     """Variables of the model's chat template, as enable_thinking=false of Qwen3's."""
     deadline_s: float = 3600.0
@@ -227,6 +234,8 @@ class AgentConfig(Limits):
             self,
             "agent.",
             deadline_s=NATURAL,
+            max_calls_at_once=COUNT,
+            max_reward=POSITIVE,
             max_turns=Bound(1, 1000, "each is an execution in the sandbox"),
             max_turn_tokens=COUNT,
             max_response_tokens=COUNT,

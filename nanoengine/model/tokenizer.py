@@ -94,6 +94,11 @@ class ChatTokenizer:
         """One more than the largest id; the model's embedding may be padded beyond it."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
+    @functools.cached_property
+    def longest_token_bytes(self) -> int:
+        """No token stands for more bytes of text: no piece of the vocabulary has more."""
+        return max(len(piece.encode()) for piece in self._tokenizer.get_vocab())
+
     @property
     def chat_template(self) -> str | None:
         return self._template.source if self._template else None

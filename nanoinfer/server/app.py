@@ -16,7 +16,6 @@ Left out: several models, users and quotas, TLS (put a proxy in front).
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import ipaddress
 import logging
@@ -26,6 +25,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,10 @@ from nanoinfer.llm import LLM
 from nanoinfer.params import SamplingParams
 from nanoinfer.server.completions import CompletionJob, Completions
 from nanoinfer.server.config import HttpLimits, ServerConfig
-from nanoinfer.server.http_io import ApiError, HungUpError, read_body
+from nanoinfer.server.http_io import SHOWN_BYTES, ApiError, HungUpError, in_proportion, read_body
 from nanoinfer.server.page import PageAbout, about_response, page_response
 from nanoinfer.server.prometheus import CONTENT_TYPE, HttpMetrics
+from nanoinfer.server.prompt_bound import PromptBound
 from nanoinfer.server.requests import (
     Abort,
     ChatCompletion,
@@ -152,6 +153,7 @@ class HttpApp:
         self.metrics = HttpMetrics()
         self._completions = Completions(client, limits, self.metrics)
         self._tokenizer = tokenizer
+        self._bound = PromptBound(tokenizer, client.engine.room(0), most_at_once=2)
         self._model_name = model_name
         self._limits = limits
         self._api_key = api_key
@@ -242,12 +244,14 @@ class HttpApp:
     async def chat(self, request: Request) -> Response:
         body: ChatCompletion = await self._read(request, ChatCompletion)
         head = self._head("chatcmpl", "chat.completion", body)
+        messages = [message.for_template() for message in body.messages]
+        tools = body.tool_specs() or None
         with _user_errors():
-            ids = await asyncio.to_thread(
-                self._tokenizer.encode_chat,
-                [message.for_template() for message in body.messages],
-                add_generation_prompt=True,
-                tools=body.tool_specs() or None,
+            ids = await self._bound.encoded(
+                [messages, tools],
+                lambda: self._tokenizer.encode_chat(
+                    messages, add_generation_prompt=True, tools=tools
+                ),
             )
             jobs = await self._jobs(body, [ids], body.max_completion_tokens or body.max_tokens)
         if body.return_token_ids:
@@ -258,17 +262,21 @@ class HttpApp:
         body: Completion = await self._read(request, Completion)
         head = self._head("cmpl", "text_completion", body)
         with _user_errors():
-            prompts = await asyncio.to_thread(self._prompts, body)
+            prompts = await self._prompts(body)
             jobs = await self._jobs(body, prompts, body.max_tokens or 16)  # 16 as in OpenAI's API
         return await self._answer(request, body, jobs, head, TextFormat(self._tokenizer, body))
 
-    def _prompts(self, body: Completion) -> list[list[int]]:
+    async def _prompts(self, body: Completion) -> list[list[int]]:
         given: list[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         if isinstance(given[0], int):
             given = [given]
+        self._completions.check_count(len(given) * body.n)
         adds, plain = self._tokenizer.encode_prompt, self._tokenizer.encode
         encode = adds if body.add_special_tokens else plain
-        return [encode(p) if isinstance(p, str) else p for p in given]
+        return [
+            await self._bound.encoded([one], partial(encode, one)) if isinstance(one, str) else one
+            for one in given
+        ]
 
     def _head(self, prefix: str, kind: str, body: Sampling) -> dict[str, Any]:
         model = self._adapter(body.model) or self._model_name
@@ -310,13 +318,15 @@ class HttpApp:
         num_prompt = sum(len(job.ids) for job in jobs[:: body.n])
         if not body.stream:
             outputs = await self._completions.run(request, jobs, body.priority, head["id"])
-            choices = [
-                form.choice(job.index, job.ids, output)
-                for job, output in zip(jobs, outputs, strict=True)
-            ]
-            return JSONResponse(
-                head | {"choices": choices, "usage": usage(num_prompt, outputs, body.n)}
-            )
+            pairs = list(zip(jobs, outputs, strict=True))
+
+            def written() -> Response:
+                choices = [form.choice(job.index, job.ids, output) for job, output in pairs]
+                counts = usage(num_prompt, outputs, body.n)
+                return JSONResponse(head | {"choices": choices, "usage": counts})
+
+            num_shown = sum(len(output.ids) for output in outputs) * (1 + (body.num_top or 0))
+            return await in_proportion(num_shown * SHOWN_BYTES, written)
         head["object"] = form.chunk_object
         states = [form.start(job.index) for job in jobs]
 

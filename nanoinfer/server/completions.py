@@ -57,6 +57,12 @@ class Completions:
         if self.is_drained:
             raise ApiError(503, "the server is drained; ask another one, or call /resume")
 
+    def check_count(self, count: int) -> None:
+        """ApiError for more completions than one request may have."""
+        most = self._limits.max_completions_per_request
+        if count > most:
+            raise ApiError(400, f"n: {count} completions in one request; at most {most}", "n")
+
     async def admit(
         self,
         prompts: Sequence[list[int]],
@@ -67,15 +73,13 @@ class Completions:
         """The jobs of a request, all valid. `params` is given the room that a prompt leaves."""
         self._check_open()
         count = len(prompts) * n
-        most = self._limits.max_completions_per_request
-        if count > most:
-            raise ApiError(400, f"n: {count} completions in one request; at most {most}", "n")
+        self.check_count(count)
         if self._metrics.num_active + count > self._limits.max_completions:
             raise ApiError(429, f"{self._metrics.num_active} completions in flight; try again")
         jobs: list[CompletionJob] = []
         for ids in prompts:
             each = params(max(1, self._client.engine.room(len(ids))))
-            self._check_size(each.grammar)
+            check_grammar_size(each.grammar, self._limits)
             # a thread, since a grammar may take a second to compile
             await asyncio.to_thread(self._client.engine.validate, ids, each, sampled)
             jobs += [
@@ -83,16 +87,6 @@ class Completions:
                 for i, member in enumerate(each.members())
             ]
         return jobs
-
-    def _check_size(self, grammar: Grammar | None) -> None:
-        if grammar is None:
-            return
-        limits, size = self._limits, len(grammar.value) + sum(map(len, grammar.choices))
-        if len(grammar.choices) > limits.max_choices or size > limits.max_grammar_chars:
-            raise ValueError(
-                f"grammar {grammar.kind}: {len(grammar.choices)} choices, {size} characters; at "
-                f"most {limits.max_choices} and {limits.max_grammar_chars}"
-            )
 
     async def run(
         self, request: Request, jobs: list[CompletionJob], priority: int, name: str
@@ -158,3 +152,15 @@ class Completions:
                 output = chunk.output
         assert output is not None, "the last chunk of a stream has the output"
         return output
+
+
+def check_grammar_size(grammar: Grammar | None, limits: HttpLimits) -> None:
+    """ValueError for a grammar that would take long to compile."""
+    if grammar is None:
+        return
+    size = len(grammar.value) + sum(map(len, grammar.choices))
+    if len(grammar.choices) > limits.max_choices or size > limits.max_grammar_chars:
+        raise ValueError(
+            f"grammar {grammar.kind}: {len(grammar.choices)} choices, {size} characters; at "
+            f"most {limits.max_choices} and {limits.max_grammar_chars}"
+        )

@@ -16,9 +16,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
+from nanoinfer.cancellation import to_the_end
+
 T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
 Emit = Callable[[dict[str, Any]], Awaitable[None]]
+LARGE_BYTES = 1 << 14
+"""What is smaller is worked on in less time than a thread takes to begin under load."""
+SHOWN_BYTES = 64
+"""Of a token in an answer, about."""
 
 
 class ApiError(Exception):
@@ -52,21 +58,42 @@ class HungUpError(Exception):
 
 async def read_body(request: Request, model: type[Body], max_bytes: int, limit_s: float) -> Body:
     """The JSON body as `model`."""
-    return read_json_body(await read_object(request, max_bytes, limit_s), model)
+    raw = await read_bytes(request, max_bytes, limit_s)
+    return await in_proportion(len(raw), lambda: read_json_body(parse_object(raw), model))
 
 
 async def read_object(request: Request, max_bytes: int, limit_s: float) -> dict[str, Any]:
     """The JSON object of a body."""
+    raw = await read_bytes(request, max_bytes, limit_s)
+    return await in_proportion(len(raw), lambda: parse_object(raw))
+
+
+async def read_bytes(request: Request, max_bytes: int, limit_s: float) -> bytes:
+    """A body as it came. ApiError 413 where it is longer than `max_bytes`."""
     try:
         raw = await asyncio.wait_for(_read_bytes(request, max_bytes), limit_s)
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {limit_s:g} s") from None
     except ClientDisconnect:
         raise HungUpError from None
+    return raw
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """The JSON object of a body's bytes."""
     value = _parse(raw)
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be a JSON object, not {type(value).__name__}")
     return value
+
+
+async def in_proportion(size: int, work: Callable[[], T]) -> T:
+    """The result of `work`, which takes time in proportion to `size` bytes: at once where that is
+    little, else in a thread, so that the event loop goes on. A thread that has begun is waited for
+    even by who is cancelled: whoever asks and hangs up again and again keeps one busy, not many."""
+    if size < LARGE_BYTES:
+        return work()
+    return await to_the_end(asyncio.to_thread(work))
 
 
 def read_json_body(value: dict[str, Any], model: type[Body]) -> Body:

@@ -8,9 +8,10 @@
 `openai.AsyncOpenAI`, for a plain function an `openai.OpenAI`, and the function then runs in a
 thread of its own; `task.base_url` and `task.api_key` lead any other client to the same episode.
 A text that it returns is read by the environment as the last turn; a number is the reward; None
-leaves the score to the environment. One that raises after it has called is scored as it stands,
-without an answer, and counted (`agent_failed`): the policy may have been the reason. One that never
-had an answer has failed, and is played again.
+leaves the score to the environment. Whose score it was is counted (`reward_from_agent`,
+`reward_from_scorer`; neither: the environment's). One that raises after it has called is scored as
+it stands, without an answer, and counted (`agent_failed`): the policy may have been the reason. One
+that never had an answer has failed, and is played again.
 Left out: programs of their own (command.py).
 """
 
@@ -129,8 +130,10 @@ async def finish(episode: Episode, session: ApiSession, said: Any) -> None:
         raise InfrastructureError("the agent ended without an answer to any call")
     if report.reward is not None:
         episode.score = Score(report.reward)
+        episode.metrics["reward_from_scorer"] = 1.0
     elif isinstance(said, Real | Score) and not isinstance(said, bool):
         episode.score = as_score(said, "agent")
+        episode.metrics["reward_from_agent"] = 1.0
     elif isinstance(text := said if report.answer is None else report.answer, str):
         step = await episode.step(text)
         episode.answer = step.answer if step.is_done else text

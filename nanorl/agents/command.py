@@ -9,7 +9,8 @@ It is started anew for each rollout, in an empty working folder, with
     NANORL_TASK                             `{"task_id", "prompt", "messages", "files"}` as JSON
     task.json                               the same as a file, beside the task's own files
 
-and its answer is what it leaves in answer.txt, or else the last line that it prints. The answer of
+and its answer is what it leaves in answer.txt, or else the last line that it prints; a reward it
+cannot report, since the policy steers it (nanorl/endpoint/report.py). The answer of
 the task is never among what it is given; `data`, where some environments keep their tests, only
 with `--agent-args with_data=true`. What the policy said in the program's calls is trained on.
 
@@ -30,6 +31,7 @@ does that (loops.py).
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shlex
 import shutil
@@ -44,7 +46,7 @@ from nanorl.agents.api_agent import agent_task, finish, note_failure
 from nanorl.agents.episode import Episode
 from nanorl.agents.program import ProgramResult, ProgramStart, run_program
 from nanorl.bounds import check_number
-from nanorl.sandbox.agent_box import AgentBox
+from nanorl.sandbox.agent_box import AgentBox, python_folders
 from nanorl.sandbox.base import SandboxSpec
 from nanorl.sandbox.machine import find_bwrap
 from nanorl.types import InfrastructureError
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from nanorl.endpoint.server import ApiSession
     from nanorl.http_record.access import HttpAccess
 
+LOG = logging.getLogger("nanorl.agents")
 # An environment variable may be 128 KiB long (MAX_ARG_STRLEN of execve(2)), its name included.
 MAX_VARIABLE_BYTES = 120_000
 TASK_FILE = "task.json"
@@ -117,6 +120,27 @@ class Command:
         files = [os.path.abspath(word) if Path(word).exists() else word for word in words[1:]]
         return [os.path.abspath(found), *files]
 
+    def check_hidden(self, file: Path) -> None:
+        """ValueError where a sandboxed program would see `file`; one that is not sandboxed can read
+        whatever its user can."""
+        if not self.in_sandbox:
+            LOG.warning(
+                "an agent program outside of a sandbox can read %s; --agent-args in_sandbox=true",
+                file,
+            )
+            return
+        for one in (*self._readable(self.argv()), *python_folders(), Path("/usr")):
+            if file.resolve().is_relative_to(one.resolve()):
+                raise ValueError(
+                    f"--agent.scorer-key-file {file}: the agent program sees all of {one}; move "
+                    "the key elsewhere"
+                )
+
+    def _readable(self, argv: Sequence[str]) -> list[Path]:
+        """What a sandboxed program sees beside its Python."""
+        named = [Path(word) for word in argv[1:] if word.startswith("/")]
+        return [*named, *(Path(one).absolute() for one in self.reads)]
+
     async def __call__(self, episode: Episode) -> None:
         async with episode.record() as session:
             task = agent_task(episode, session)
@@ -147,10 +171,8 @@ class Command:
         argv, split = self.argv(), urlsplit(session.url)
         box, url = None, session.url
         if self.in_sandbox:
-            named = [Path(word) for word in argv[1:] if word.startswith("/")]
-            others = [Path(one).absolute() for one in self.reads]
             certificates = [http.ca_file] if http else []
-            readable = [one for one in (*named, *others, *certificates) if one.exists()]
+            readable = [one for one in (*self._readable(argv), *certificates) if one.exists()]
             box = AgentBox(readable=readable, memory_bytes=int(self.memory_mb) << 20)
             url = f"http://127.0.0.1:{split.port}"  # what stands for it inside
         environment = {

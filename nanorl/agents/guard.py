@@ -160,10 +160,12 @@ def _answer(path: Path) -> bytes | None:
     """What the program left as its answer: a plain file of its own, not a link or a pipe."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            with open(descriptor, "rb") as file:
+                return file.read(MAX_ANSWER_BYTES)
+    except OSError:  # not to be opened, or not to be read
         return None
-    with open(descriptor, "rb") as file:
-        return file.read(MAX_ANSWER_BYTES) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+    return None
 
 
 if __name__ == "__main__":

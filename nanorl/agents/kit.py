@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from nanoinfer.params import SamplingParams
 from nanorl.agents.context import Generator
@@ -24,6 +24,7 @@ from nanorl.types import Rollout, Task
 
 if TYPE_CHECKING:
     from nanorl.endpoint.recording import Recording
+    from nanorl.endpoint.report import ReportRules
     from nanorl.endpoint.server import ApiSession, RecordingServer
     from nanorl.http_record.access import HttpAccess
     from nanorl.http_record.service import RecordingProxy
@@ -34,9 +35,32 @@ def run_loop(config: RunConfig, kind: EnvKind) -> AgentLoop:
     not take its options."""
     agent = config.agent
     arguments = parse_arguments(agent.loop_args, "--agent-args")
-    if not agent.command:
-        return load_loop(agent.loop or kind.loop, arguments)
-    return load_loop("command", {"command": agent.command, **arguments})
+    if agent.command:
+        loop = load_loop("command", {"command": agent.command, **arguments})
+    else:
+        loop = load_loop(agent.loop or kind.loop, arguments)
+    if agent.scorer_key_file and isinstance(loop, HidesFiles):
+        loop.check_hidden(agent.scorer_key_file)
+    return loop
+
+
+@runtime_checkable
+class HidesFiles(Protocol):
+    """A loop that knows which files its agent may read."""
+
+    def check_hidden(self, file: Path) -> None:
+        """ValueError where it may read `file`."""
+        ...
+
+
+def run_scoring(config: RunConfig) -> ReportRules | None:
+    """Who may report rewards by HTTP; None: nobody. ValueError for a file that holds no key."""
+    agent = config.agent
+    if agent.scorer_key_file is None:
+        return None
+    from nanorl.endpoint.report import ReportRules, read_scorer_key  # few runs need it
+
+    return ReportRules(read_scorer_key(agent.scorer_key_file), agent.max_reward)
 
 
 def open_proxy(config: RunConfig, *, is_given: bool) -> RecordingProxy:
@@ -79,6 +103,7 @@ class AgentKit:
         if self.kind.needs_sandbox:
             self.sandbox = run_sandbox(config)
         self._loop = run_loop(config, self.kind)
+        self._scoring = run_scoring(config)
         self._model = folder.name
         self._endpoint: RecordingServer | None = None
         self.times = TimesKept(is_on="otel" in config.log)
@@ -142,6 +167,8 @@ class AgentKit:
                 model=self._model,
                 max_model_len=self.config.agent.max_context_tokens,
                 host=self.config.agent.host,
+                max_calls_at_once=self.config.agent.max_calls_at_once,
+                scoring=self._scoring,
             )
         return self._endpoint.episode(recording)
 

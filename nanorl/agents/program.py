@@ -31,6 +31,7 @@ from nanorl.types import InfrastructureError
 GUARD = Path(__file__).with_name("guard.py")
 ANSWER_FILE = "answer.txt"
 MAX_OUTPUT_BYTES = 16 << 20
+MAX_CONNECTIONS = 128  # of one program
 _END_S = 5.0  # the guard has so long to end what it guards
 _CHUNK_BYTES = 1 << 16
 
@@ -294,7 +295,8 @@ class AgentProgram:
 
 
 class Relay:
-    """Takes connections on a socket from inside of a box to the endpoint, and to nowhere else."""
+    """Takes connections on a socket from inside of a box to the endpoint, and to nowhere else. More
+    than MAX_CONNECTIONS at a time are closed at once: the endpoint has so many for all episodes."""
 
     def __init__(self, listener: socket.socket, endpoint: tuple[str, int]) -> None:
         listener.setblocking(False)
@@ -315,6 +317,9 @@ class Relay:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
+        if len(self._tasks) >= MAX_CONNECTIONS:
+            writer.transport.abort()
+            return
         self._tasks.add(task)
         try:
             with suppress(ConnectionError, asyncio.CancelledError):

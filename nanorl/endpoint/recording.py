@@ -8,6 +8,9 @@ and a history that was changed is a new branch of the tree.
 
 The run decides how tokens are drawn (temperature, seeds), since its log-probs are those of
 training; the client decides where they end: stop texts, length, a schema, a forced tool.
+Whoever calls may be steered by the policy, so a call costs the others nothing: what cannot fit the
+context is refused before it is encoded, long prompts are encoded in a thread, one at a time for an
+episode, and the texts that end an answer, its grammar and the number of answers are bounded.
 Left out: prompts that end with a half-written answer; the tokens of an answer that nobody waited
 for, which the engine gives up with it.
 """
@@ -25,7 +28,11 @@ from typing import Any
 from nanoengine.model.chat_template import Message
 from nanoengine.model.tokenizer import ChatTokenizer
 from nanoinfer.params import Grammar, Output, SamplingParams
+from nanoinfer.server.completions import check_grammar_size
+from nanoinfer.server.config import HttpLimits
 from nanoinfer.server.http_io import ApiError
+from nanoinfer.server.prompt_bound import TOO_LONG, PromptBound
+from nanoinfer.server.requests import MAX_TOP_LOGPROBS
 from nanoinfer.server.tool_calls import call_schema
 from nanorl.agents.context import Generator
 from nanorl.agents.limits import Limits
@@ -35,6 +42,11 @@ from nanorl.endpoint.chat_form import ChatForm
 from nanorl.endpoint.exchange import ApiCall, ApiReply, Json, message_of
 from nanorl.rewards.base import Transcript
 from nanorl.types import InfrastructureError, Rollout, Status, derive_seed
+
+MAX_STOP_TEXTS = 16  # as OpenAI's API, which allows 4; the engine looks for each in every token
+MAX_STOP_CHARS = 1000
+MAX_STOP_IDS = 1000
+MAX_FORMS = 32  # lists of tools that are kept; an agent has one or two
 
 
 @dataclass(eq=False)
@@ -83,6 +95,7 @@ class Recording:
         self._said: dict[bytes, _Said] = {}
         self._answers: dict[str, _Said] = {}
         self._forms: dict[str, ChatForm] = {}
+        self._bound = PromptBound(tokenizer, limits.max_context_tokens)
         self._num_asked: Counter[bytes] = Counter()  # the same prompt has other seeds each time
         self._num_calls = 0
         self._last: _Said | None = None
@@ -91,6 +104,16 @@ class Recording:
     def num_answers(self) -> int:
         """Completions that were given."""
         return len(self.tree.nodes)
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Of a call: what is longer cannot fit the context."""
+        return self._bound.max_body_bytes
+
+    def too_long(self) -> ApiError:
+        """What a client is told of a prompt that cannot fit, which is noted."""
+        self.truncation = "context"
+        return self._bound.error()
 
     def rollout(self, played: Rollout) -> Rollout:
         """`played`, which has no tokens, with those of the calls: the sequence of the last one,
@@ -136,9 +159,10 @@ class Recording:
         """Sample the replies to `call`; under `name` a later call may go on from it. ApiError tells
         the client what cannot be."""
         call = self._continued(call)
-        ids = self.prompt_ids(call)
+        ids = await self.prompt_ids(call)
         form = self._form(call.tools)
         params = self._params(call, ids)
+        self._check_count(call.n)  # from here on nothing is awaited until they are counted
         self.metrics.update(f"ignored_{field}" for field in call.ignored)
         outputs = await self.sample(ids, params, call.n)
         replies = []
@@ -159,6 +183,9 @@ class Recording:
         truncation and seed of `params` are the run's."""
         prompt = list(ids)
         room = self._room(prompt)
+        self._check_count(params.n)
+        if params.top_logps > MAX_TOP_LOGPROBS:
+            raise ApiError(400, f"top_logps={params.top_logps}: at most {MAX_TOP_LOGPROBS}")
         own = self._sampling
         decided = replace(
             own,
@@ -169,6 +196,7 @@ class Recording:
             top_logps=params.top_logps,
             n=1,
         )
+        _check_ends(decided)
         outputs = await self.sample(prompt, decided, params.n)
         for output in outputs:
             self.tree.add(prompt, output)
@@ -191,8 +219,16 @@ class Recording:
         self.truncation = "turn" if is_cut else None
         return outputs
 
-    def prompt_ids(self, call: ApiCall) -> list[int]:
+    async def prompt_ids(self, call: ApiCall) -> list[int]:
         """The tokens of a call's prompt: those known, then the encoding of what is new."""
+        try:
+            return await self._bound.encoded(
+                [call.messages, call.tools], lambda: self._encoded(call)
+            )
+        except ApiError as error:
+            raise self.too_long() if error.code == TOO_LONG else error from None
+
+    def _encoded(self, call: ApiCall) -> list[int]:
         messages = call.messages
         if not messages:
             raise ApiError(400, "messages: give at least one", "messages")
@@ -201,9 +237,9 @@ class Recording:
                 400, "messages: the last one is the assistant's; end with a user's or a tool's",
                 "messages",
             )  # fmt: skip
-        form = self._form(call.tools)
-        digests = _digests(call.tools, messages)
         try:
+            form = self._form(call.tools)
+            digests = _digests(call.tools, messages)
             for end in range(len(messages) - 1, 0, -1):
                 said = self._said.get(digests[end - 1])
                 if said is not None:
@@ -211,7 +247,7 @@ class Recording:
             return self.tokenizer.encode_chat(
                 form.opening(messages), add_generation_prompt=True, tools=form.schemas
             )
-        except ValueError as error:  # the template rejects it
+        except (ValueError, RecursionError) as error:  # the template rejects it
             raise ApiError(400, f"messages: {error}", "messages") from None
 
     def _go_on(self, node: CallNode, messages: Sequence[Message]) -> list[int]:
@@ -233,9 +269,13 @@ class Recording:
 
     def _form(self, tools: Sequence[Json]) -> ChatForm:
         key = json.dumps(tools, sort_keys=True)
-        if key not in self._forms:
-            self._forms[key] = ChatForm.of(self.tokenizer, tools)
-        return self._forms[key]
+        form = self._forms.get(key)
+        if form is None:
+            form = ChatForm.of(self.tokenizer, tools)
+            while len(self._forms) >= MAX_FORMS:
+                self._forms.pop(next(iter(self._forms)))
+            self._forms[key] = form
+        return form
 
     def _params(self, call: ApiCall, ids: Sequence[int]) -> SamplingParams:
         try:
@@ -243,7 +283,7 @@ class Recording:
         except ValueError as error:
             raise ApiError(400, str(error), "tool_choice") from None
         room = self._room(ids)
-        return replace(
+        params = replace(
             self._sampling,
             max_tokens=room if call.max_tokens is None else min(call.max_tokens, room),
             stop=call.stop,
@@ -251,6 +291,19 @@ class Recording:
             top_logps=call.num_top or 0,
             n=1,
         )
+        _check_ends(params)
+        return params
+
+    def _check_count(self, n: int) -> None:
+        """ApiError where the episode has not so many calls left."""
+        most = self.limits.max_turns
+        if n > most - self._num_calls:
+            raise ApiError(
+                400,
+                f"n: {n} answers, of which each is a call; the episode has {most} calls "
+                f"(agent.max_turns) and had {self._num_calls}",
+                "n",
+            )
 
     def _room(self, ids: Sequence[int]) -> int:
         """Tokens that an answer may have. ApiError where a limit of the episode is reached."""
@@ -271,7 +324,7 @@ class Recording:
                 f"the prompt has {len(ids)} tokens; the context length is "
                 f"{limits.max_context_tokens} (agent.max_context_tokens)",
                 "messages",
-                code="context_length_exceeded",
+                code=TOO_LONG,
             )
         return min(rooms)
 
@@ -310,6 +363,23 @@ def _joined(first: Output, second: Output) -> Output:
         sampled_logps=first.sampled_logps + second.sampled_logps,
         num_cached_tokens=first.num_cached_tokens,
     )
+
+
+def _check_ends(params: SamplingParams) -> None:
+    """ApiError for texts and grammars that would cost the engine more than the answer."""
+    stop, longest = params.stop, max(map(len, params.stop), default=0)
+    if len(stop) > MAX_STOP_TEXTS:
+        raise ApiError(400, f"stop: {len(stop)} texts; at most {MAX_STOP_TEXTS}", "stop")
+    if longest > MAX_STOP_CHARS:
+        raise ApiError(
+            400, f"stop: a text of {longest} characters; at most {MAX_STOP_CHARS}", "stop"
+        )
+    if len(params.stop_token_ids) > MAX_STOP_IDS:
+        raise ApiError(400, f"stop_token_ids: at most {MAX_STOP_IDS}", "stop_token_ids")
+    try:
+        check_grammar_size(params.grammar, HttpLimits())
+    except ValueError as error:
+        raise ApiError(400, str(error)) from None
 
 
 def _grammar(call: ApiCall) -> Grammar | None:

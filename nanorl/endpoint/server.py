@@ -4,7 +4,7 @@
     POST /v1/messages/count_tokens
     POST /inference/v1/generate                                token ids in, token ids out
     GET  /v1/models
-    POST /episode                                              its answer or reward, from outside
+    POST /episode                                              its answer; its reward, from a scorer
 
     server = RecordingServer(model="smollm2", max_model_len=512)
     async with server.episode(recording) as session:
@@ -25,8 +25,8 @@ import secrets
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,12 +39,20 @@ from starlette.routing import Mount, Route
 
 from nanoinfer.server.config import HttpLimits
 from nanoinfer.server.connection import KEEP_ALIVE_S, limited_connection
-from nanoinfer.server.http_io import ApiError, HungUpError, read_object, while_connected
+from nanoinfer.server.http_io import (
+    SHOWN_BYTES,
+    ApiError,
+    HungUpError,
+    in_proportion,
+    parse_object,
+    read_bytes,
+    while_connected,
+)
 from nanoinfer.server.in_loop import ServerInLoop, serve_in_loop
 from nanoinfer.server.listening import listen
-from nanorl.endpoint.exchange import ApiAnswer, ApiCall, CountingDialect, Dialect, Json
+from nanorl.endpoint.exchange import ApiAnswer, ApiCall, CountingDialect, Dialect
 from nanorl.endpoint.recording import Recording
-from nanorl.endpoint.report import EpisodeReport, read_report
+from nanorl.endpoint.report import EpisodeReport, ReportRules, read_report
 from nanorl.endpoint.sse import event_stream
 from nanorl.endpoint.token_calls import read_token_call, token_answer
 from nanorl.types import InfrastructureError
@@ -52,7 +60,8 @@ from nanosched.node_address import LOOPBACK, node_address
 
 LOG = logging.getLogger("nanorl.endpoint")
 WILDCARDS = ("0.0.0.0", "::")
-Work = Callable[["ApiSession", Request, Json], Coroutine[Any, Any, Response]]
+MAX_CALLS_AT_ONCE = 64
+Work = Callable[["ApiSession", Request, bytes], Coroutine[Any, Any, Response]]
 
 
 @dataclass(eq=False)
@@ -68,7 +77,23 @@ class ApiSession:
     """What was said of the episode by HTTP."""
     calls: set[asyncio.Task[Response]] = field(default_factory=set)
     """Those under way."""
+    num_open: int = 0
+    """Requests that have begun, those whose body still comes included."""
     is_over: bool = False
+
+    @contextmanager
+    def counted(self, most: int) -> Iterator[None]:
+        """A request, from its head to its answer. ApiError 429 where `most` are open."""
+        if self.num_open >= most:
+            raise ApiError(
+                429,
+                f"an episode has at most {most} calls at once (agent.max_calls_at_once); try again",
+            )
+        self.num_open += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
 
     async def run(self, work: Coroutine[Any, Any, Response]) -> Response:
         """Do the work of a call; it ends with the episode, and then is an ApiError."""
@@ -116,12 +141,16 @@ class RecordingServer:
         max_model_len: int,
         host: str = LOOPBACK,
         limits: HttpLimits | None = None,
+        max_calls_at_once: int = MAX_CALLS_AT_ONCE,
+        scoring: ReportRules | None = None,
     ) -> None:
         """`model` is the name that clients see; whatever name they ask for, they get it."""
         self.sessions: dict[str, ApiSession] = {}
         self._dialects = list(dialects)
         self._model, self._max_model_len, self._host = model, max_model_len, host
         self._limits = limits or HttpLimits(request_timeout_s=3600.0)
+        self._max_calls_at_once = max_calls_at_once
+        self._scoring = scoring or ReportRules()
         self._server: ServerInLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._listener: socket.socket | None = None
@@ -203,19 +232,35 @@ class RecordingServer:
         async def endpoint(request: Request) -> Response:
             try:
                 session = self._session(request, dialect)
-                limits = self._limits
-                body: Json = {}
-                if request.method == "POST":
-                    body = await read_object(request, limits.max_body_bytes, limits.body_timeout_s)
-                answering = work(session, request, body)
-                return await while_connected(
-                    request.receive, session.run(answering), limits.request_timeout_s
-                )
+                with self._counted(session, request):
+                    raw = await self._body(session, request)
+                    answering = work(session, request, raw)
+                    return await while_connected(
+                        request.receive, session.run(answering), self._limits.request_timeout_s
+                    )
             except Exception as error:
                 told = _told(error)
                 return JSONResponse(dialect.error(told), told.status, told.headers)
 
         return endpoint
+
+    def _counted(self, session: ApiSession, request: Request) -> AbstractContextManager[None]:
+        """An agent that keeps its episode busy keeps no scorer from reporting."""
+        if self._scoring.is_scorer(request.headers):
+            return nullcontext()
+        return session.counted(self._max_calls_at_once)
+
+    async def _body(self, session: ApiSession, request: Request) -> bytes:
+        if request.method != "POST":
+            return b""
+        most, limits = session.recording.max_body_bytes, self._limits
+        try:
+            return await read_bytes(
+                request, min(most, limits.max_body_bytes), limits.body_timeout_s
+            )
+        except ApiError as error:
+            is_too_long = error.status == 413 and most < limits.max_body_bytes
+            raise session.recording.too_long() if is_too_long else error from None
 
     def _session(self, request: Request, dialect: Dialect) -> ApiSession:
         """The key may stand in the URL or in any API's header: some paths are of no one API."""
@@ -226,19 +271,25 @@ class RecordingServer:
         raise _no_episode()
 
     def _call(self, dialect: Dialect) -> Work:
-        async def work(session: ApiSession, request: Request, body: Json) -> Response:
-            call = dialect.read(body)
+        async def work(session: ApiSession, request: Request, raw: bytes) -> Response:
+            call = await in_proportion(len(raw), lambda: dialect.read(parse_object(raw)))
             name = uuid.uuid4().hex
             answer = await self._answer(session, call, name)
-            if call.is_streamed:
-                return event_stream(dialect.events(call, answer))
-            return JSONResponse(dialect.write(call, answer))
+
+            def written() -> Response:
+                if call.is_streamed:
+                    return event_stream(dialect.events(call, answer))
+                return JSONResponse(dialect.write(call, answer))
+
+            num_shown = answer.num_sampled_tokens * (1 + (call.num_top or 0))
+            return await in_proportion(num_shown * SHOWN_BYTES, written)
 
         return work
 
     def _count(self, dialect: CountingDialect) -> Work:
-        async def work(session: ApiSession, request: Request, body: Json) -> Response:
-            ids = session.recording.prompt_ids(dialect.read_count(body))
+        async def work(session: ApiSession, request: Request, raw: bytes) -> Response:
+            call = await in_proportion(len(raw), lambda: dialect.read_count(parse_object(raw)))
+            ids = await session.recording.prompt_ids(call)
             return JSONResponse(dialect.write_count(len(ids)))
 
         return work
@@ -253,16 +304,27 @@ class RecordingServer:
             replies=sampled.replies,
         )
 
-    async def _tokens(self, session: ApiSession, request: Request, body: Json) -> Response:
-        asked = read_token_call(body, session.recording)
+    async def _tokens(self, session: ApiSession, request: Request, raw: bytes) -> Response:
+        asked = await in_proportion(
+            len(raw), lambda: read_token_call(parse_object(raw), session.recording)
+        )
         outputs = await session.recording.complete(asked.token_ids, asked.params)
-        return JSONResponse(token_answer(asked, outputs))
+        num_shown = sum(len(one.ids) for one in outputs) * (1 + asked.params.top_logps)
+        return await in_proportion(
+            num_shown * SHOWN_BYTES, lambda: JSONResponse(token_answer(asked, outputs))
+        )
 
-    async def _report(self, session: ApiSession, request: Request, body: Json) -> Response:
-        session.report.take(read_report(body))
+    async def _report(self, session: ApiSession, request: Request, raw: bytes) -> Response:
+        said = read_report(parse_object(raw))
+        try:
+            self._scoring.check(said, request.headers, session.report.metrics)
+        except ApiError as error:
+            session.recording.metrics["refused_rewards"] += error.status == 403
+            raise
+        session.report.take(said)
         return JSONResponse({"num_calls": session.recording.num_answers})
 
-    async def _models(self, session: ApiSession, request: Request, body: Json) -> Response:
+    async def _models(self, session: ApiSession, request: Request, raw: bytes) -> Response:
         model = {
             "id": self._model,
             "object": "model",

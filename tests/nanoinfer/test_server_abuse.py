@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from serving import KEY, Served, serve
-from tiny_text import make_text_engine
+from tiny_text import make_text_engine, make_tokenizer
 
 from nanoinfer.batch import StepInput
 from nanoinfer.model_runner import ModelRunner, RunnerOutput
@@ -328,6 +328,71 @@ def test_a_grammar_that_compiles_blocks_nobody(monkeypatch: pytest.MonkeyPatch) 
         go_on.set()
         thread.join()
         assert answers[0][0] == 200, answers
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 200_000}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * 3000}),
+        ("/v1/completions", {"prompt": "x" * 200_000}),
+        ("/v1/completions", {"prompt": ["a", "x" * 200_000]}),
+        ("/v1/completions", {"prompt": ["x" * 1000] * 129}),
+    ],
+)
+def test_what_cannot_fit_is_refused_without_encoding_it(
+    path: str, body: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model has 512 positions."""
+    tokenizer = make_tokenizer()
+    num_chars = []
+    plain = tokenizer._guard.encode_plain
+    monkeypatch.setattr(
+        tokenizer._guard, "encode_plain", lambda text: num_chars.append(len(text)) or plain(text)
+    )
+    with serve(tokenizer=tokenizer) as served:
+        status, answer = served.send(path, body)
+        assert status == 400 and sum(num_chars) <= 1
+        if isinstance(body.get("prompt"), list) and len(body["prompt"]) > 2:
+            assert "at most 128" in answer["error"]["message"]
+        else:
+            assert answer["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_long_prompt_that_is_encoded_blocks_nobody(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do many of them at once: a short prompt waits in no queue of long ones."""
+    engine = make_text_engine(num_blocks=512, max_num_seqs=32, max_batch_tokens=128)
+    monkeypatch.setattr(engine, "room", lambda num_prompt: 100_000 - num_prompt)  # a long context
+    tokenizer = make_tokenizer()
+    is_encoding, go_on = threading.Semaphore(0), threading.Event()
+    plain = tokenizer._guard.encode_plain
+
+    def slow(text: str) -> list[int]:
+        if len(text) > 10_000:
+            is_encoding.release()
+            assert go_on.wait(30), "the short prompt waited"
+        return plain(text)
+
+    monkeypatch.setattr(tokenizer._guard, "encode_plain", slow)
+    text = "ab " * 10_000
+    long: Any = {"prompt": text, "max_tokens": 3}
+    if path == "/v1/chat/completions":
+        long = {"messages": [{"role": "user", "content": text}], "max_tokens": 3}
+    with serve(engine, tokenizer) as served:
+        threads = [threading.Thread(target=served.send, args=(path, long)) for _ in range(40)]
+        for thread in threads:
+            thread.start()
+        assert is_encoding.acquire(timeout=30)
+        try:
+            assert served.send("/v1/chat/completions", CHAT)[0] == 200
+            assert served.send("/v1/completions", {"prompt": "hel", "max_tokens": 3})[0] == 200
+        finally:
+            go_on.set()
+        for thread in threads:
+            thread.join()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "box.lan"])

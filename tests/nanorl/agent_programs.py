@@ -18,6 +18,7 @@ from nanorl.agents.limits import Limits
 from nanorl.agents.loop import Agent
 from nanorl.agents.loops import AgentLoop
 from nanorl.endpoint.dialects import all_dialects
+from nanorl.endpoint.report import ReportRules
 from nanorl.endpoint.server import RecordingServer
 from nanorl.envs.base import Services
 from nanorl.envs.catalog import load_kind
@@ -59,10 +60,16 @@ def written(folder: Path, body: str) -> str:
 
 
 async def play(
-    loop: AgentLoop, generator: Generator, task: Task = TASK, http: HttpAccess | None = None
+    loop: AgentLoop,
+    generator: Generator,
+    task: Task = TASK,
+    http: HttpAccess | None = None,
+    scoring: ReportRules | None = None,
 ) -> Rollout:
     """One rollout of an agent behind an API in the environment `answer`."""
-    server = RecordingServer(all_dialects(TINY), model="policy", max_model_len=2000)
+    server = RecordingServer(
+        all_dialects(TINY), model="policy", max_model_len=2000, scoring=scoring
+    )
     agent = Agent(
         generator=generator,
         tokenizer=TINY,

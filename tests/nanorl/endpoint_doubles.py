@@ -63,6 +63,7 @@ class Script:
     said: list[ApiReply | Exception]
     calls: list[ApiCall] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    max_body_bytes: int = 1 << 20
 
     async def answer(self, call: ApiCall, name: str) -> Sampled:
         said = self.said[len(self.calls)]
@@ -72,7 +73,7 @@ class Script:
             raise said
         return Sampled(PROMPT, [said])
 
-    def prompt_ids(self, call: ApiCall) -> list[int]:
+    async def prompt_ids(self, call: ApiCall) -> list[int]:
         self.calls.append(call)
         return PROMPT
 

@@ -13,6 +13,7 @@ from agent_programs import SECRET, TASK, TINY, play
 
 from nanorl.agents.api_agent import ApiLoop, is_api_agent
 from nanorl.agents.loops import load_loop
+from nanorl.endpoint.report import SCORER_HEADER, ReportRules
 from nanorl.options import with_options
 from nanorl.parts import Parts
 from nanorl.presets import get_preset
@@ -59,6 +60,7 @@ def test_a_number_is_the_reward(given: Any, reward: float) -> None:
 
     rollout = rollout_of(agent, SECRET)
     assert (rollout.status, rollout.reward) == (Status.FINISHED, reward)
+    assert rollout.metrics["reward_from_agent"] == 1.0
     assert any("style" in name for name in rollout.metrics) == isinstance(given, Score)
 
 
@@ -108,10 +110,14 @@ def test_a_client_without_a_key_finds_it_in_the_url() -> None:
 def test_a_report_by_http_counts_for_more_than_what_is_returned(report: dict[str, Any]) -> None:
     async def agent(task: Any, client: Any) -> str:
         said = await ask(client)
-        await client.post("/../episode", cast_to=object, body=report)
+        options = {"headers": {SCORER_HEADER: "of the scorer"}}
+        await client.post("/../episode", cast_to=object, body=report, options=options)
         return said
 
-    rollout = rollout_of(agent, "something else")
+    generator = ScriptedGenerator(TINY, ["something else"])
+    scoring = ReportRules("of the scorer")
+    rollout = asyncio.run(play(ApiLoop(agent), generator, TASK, scoring=scoring))
+    assert rollout.metrics.get("reward_from_scorer") == (1.0 if "reward" in report else None)
     assert rollout.reward == report.get("reward", 1.0)
     assert rollout.metrics.get("tries") == (3.0 if "metrics" in report else None)
 

@@ -214,6 +214,96 @@ def test_with_other_tools_a_conversation_begins_anew() -> None:
     assert "add" not in tokenizer.decode(without.tokens)
 
 
+class Seeds:
+    """Says the same to everybody, and keeps the seeds that it was given."""
+
+    def __init__(self) -> None:
+        self.seeds: list[int] = []
+
+    async def generate(self, ids: list[int], params: SamplingParams) -> Output:
+        self.seeds.append(params.seed)
+        return output_of([64, EOS])
+
+
+def test_no_two_answers_of_an_episode_are_drawn_with_one_seed() -> None:
+    async def asked() -> list[int]:
+        seeds = Seeds()
+        recording = recording_of(seeds)
+        await recording.answer(call(user("x"), n=4), "1")
+        await recording.answer(call(user("x")), "2")  # the same prompt, asked again
+        await recording.answer(call(user("y"), n=2), "3")
+        await recording.complete([1, 2], SamplingParams(n=3))
+        return seeds.seeds
+
+    first, again = asyncio.run(asked()), asyncio.run(asked())
+    assert len(set(first)) == len(first) == 10
+    assert first == again, "which follow from the episode's seed and the prompts alone"
+
+
+@pytest.mark.parametrize("num_left", [1, 5])
+def test_after_an_abort_an_answer_has_the_room_that_was_left(num_left: int) -> None:
+    """The engine says at each try as much as it is let."""
+
+    class Aborting:
+        def __init__(self) -> None:
+            self.calls: list[tuple[list[int], int]] = []
+
+        async def generate(self, ids: list[int], params: SamplingParams) -> Output:
+            self.calls.append((list(ids), params.max_tokens))
+            if len(self.calls) == 1:
+                return output_of([64] * (params.max_tokens - num_left), "abort")
+            return output_of([65] * params.max_tokens, "length")
+
+    engine = Aborting()
+    recording = recording_of(engine)
+    (reply,) = asyncio.run(recording.answer(call(user("x")), "1")).replies
+    most = LIMITS.max_turn_tokens
+    assert reply.output.ids == [64] * (most - num_left) + [65] * num_left
+    (prompt, room), (longer, rest) = engine.calls
+    assert (room, rest) == (most, num_left)
+    assert longer == [*prompt, *[64] * (most - num_left)]
+    assert len(reply.output.logps) == len(reply.output.versions) == most
+
+
+CALLED = '<tool_call>\n{"name": "go", "arguments": {"where": "here"}}\n</tool_call>'
+
+
+def of_call(change: dict[str, Any]) -> Message:
+    function = {"name": "go", "arguments": {"where": "here"}} | change
+    named = {"id": "its own", "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [named]}
+
+
+@pytest.mark.parametrize(
+    ("change", "num_sequences"),
+    [
+        ({}, 1),
+        ({"arguments": {"where": "there"}}, 2),
+        ({"arguments": {}}, 2),
+        ({"name": "come"}, 2),
+    ],
+    ids=["as it was said", "another argument", "an argument less", "another name"],
+)
+def test_a_changed_call_of_a_tool_is_a_branch(change: Message, num_sequences: int) -> None:
+    tokenizer = tiny_tokenizer()
+    generator = ScriptedGenerator(tokenizer, [CALLED, "two"])
+    limits = Limits(max_turns=9, max_turn_tokens=200, max_context_tokens=4000)
+    recording = Recording(generator, tokenizer, limits=limits, sampling=SamplingParams())
+    result = {"role": "tool", "tool_call_id": "its own", "content": "done"}
+
+    async def talk() -> None:
+        first = await recording.answer(call(user("x"), tools=[GO]), "1")
+        assert first.replies[0].calls, "it was read as a call"
+        again = call(user("x"), of_call(change), result, tools=[GO])
+        await recording.answer(again, "2")
+
+    asyncio.run(talk())
+    assert len(recording.tree.sequences()) == num_sequences
+    (_, (second, _)) = generator.calls
+    shown = json.dumps({"name": "go", "arguments": {"where": "here"}} | change)
+    assert shown in tokenizer.decode(second), "the policy reads the history as it was sent"
+
+
 PARAMETERS = {
     "type": "object",
     "properties": {"where": {"$ref": "#/$defs/place"}},

@@ -16,6 +16,7 @@ from nanoinfer.params import Output, SamplingParams
 from nanorl.agents.limits import Limits
 from nanorl.endpoint.dialects import all_dialects
 from nanorl.endpoint.recording import Recording
+from nanorl.endpoint.report import SCORER_HEADER, ReportRules
 from nanorl.endpoint.server import RecordingServer
 
 TOKENIZER = tiny_tokenizer()
@@ -36,9 +37,11 @@ def recording(*script: str, limits: Limits = LIMITS) -> Recording:
     return Recording(generator, TOKENIZER, limits=limits, sampling=SamplingParams())
 
 
-def serve(work: Callable[[RecordingServer], Awaitable[None]]) -> None:
+def serve(work: Callable[[RecordingServer], Awaitable[None]], **options: Any) -> None:
     async def run() -> None:
-        server = RecordingServer(all_dialects(TOKENIZER), model="tiny", max_model_len=512)
+        server = RecordingServer(
+            all_dialects(TOKENIZER), model="tiny", max_model_len=512, **options
+        )
         try:
             await work(server)
         finally:
@@ -189,7 +192,8 @@ def test_tokens_in_tokens_out() -> None:
 def test_an_episode_is_told_its_reward_by_http() -> None:
     async def work(server: RecordingServer) -> None:
         async with server.episode(recording()) as session, httpx.AsyncClient() as plain:
-            headers = {"authorization": f"Bearer {session.key}"}
+            key = {"authorization": f"Bearer {session.key}"}
+            headers = key | {SCORER_HEADER: "of the scorer"}
             url = f"{session.url}/episode"
             body = {"reward": 0.5, "metrics": {"tries": 3}, "is_done": True}
             assert (await plain.post(url, json=body, headers=headers)).status_code == 200
@@ -198,7 +202,7 @@ def test_an_episode_is_told_its_reward_by_http() -> None:
             assert (session.report.reward, session.report.metrics) == (0.5, {"tries": 3.0})
             assert session.report.done.is_set()
 
-    serve(work)
+    serve(work, scoring=ReportRules("of the scorer"))
 
 
 class Slow:
