@@ -190,6 +190,12 @@ class Matcher:
         self._walker.consume_token(token)
 
 
+_LEXER_FUEL = 100_000
+"""Parts of a pattern that may be made, a tenth of the library's default: `(a{1000}){1000}` would
+hold up a step of the engine, and with it every request, for seconds. A schema of 150 fields with
+patterns, or of 1,000 texts, needs less than half."""
+
+
 class GrammarCompiler:
     """Makes matchers for one tokenizer; holds its trie (made once, shared by all requests)."""
 
@@ -215,7 +221,11 @@ class GrammarCompiler:
         problem = self._library.LLMatcher.validate_grammar(source, self._trie)
         if problem and not problem.startswith("WARNING"):
             raise _refusal(grammar, problem)
-        walker = self._library.LLMatcher(self._trie, source, log_level=0)
+        limits = self._library.LLParserLimits(initial_lexer_fuel=_LEXER_FUEL)
+        walker = self._library.LLMatcher(self._trie, source, log_level=0, limits=limits)
+        # What a pattern costs shows at its first use, which for all others had better be here.
+        if not walker.is_error():
+            walker.compute_bitmask()
         if walker.is_error():
             raise _refusal(grammar, walker.get_error())
         return walker

@@ -140,6 +140,15 @@ def test_a_regex_gives_a_full_match() -> None:
         assert output.finish_reason == "stop"
 
 
+def test_a_pattern_that_would_hold_up_every_step_is_refused_before_it_is_sampled() -> None:
+    pytest.importorskip("llguidance", reason="needs the extra `grammar` (llguidance)")
+    compiler = GrammarCompiler(TOKENIZER, 264)
+    for bomb in ("(a{1000}){1000}", "((a{200}){200}){200}"):
+        with pytest.raises(ValueError, match="grammar regex: is not valid"):
+            compiler.matcher(Grammar("regex", bomb))
+    assert compiler.matcher(Grammar("regex", "(a{100}){100}")).allowed().any()
+
+
 def test_tokens_that_are_plain_text_walk_a_grammar() -> None:
     """A tokenizer whose decoder only joins, as the tiny preset's; every mask by brute force."""
     pytest.importorskip("llguidance", reason="needs the extra `grammar` (llguidance)")
