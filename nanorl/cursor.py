@@ -31,6 +31,7 @@ class Cursor:
     flow: dict[str, Any] = field(default_factory=dict)  # of the trainer (trainer.py, `state`)
     results: dict[str, Any] = field(default_factory=dict)  # evaluation by phase
     totals: dict[str, float] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # of the run, by name; {} before 0.3
 
     @property
     def place(self) -> tuple[Phase, int]:

@@ -38,7 +38,7 @@ from nanoengine.stop_signals import Interrupted, StopSignals
 from nanoinfer.cancellation import to_the_end
 from nanorl.cards.model_card import write_cards
 from nanorl.cards.model_source import model_source
-from nanorl.continuation import computes
+from nanorl.continuation import computes, recorded
 from nanorl.cursor import PHASES, START, WARMING_UP, Cursor, Phase
 from nanorl.doctor.alarms import NO_SIGNAL, RunAlarms
 from nanorl.envs.run_kind import runs_programs
@@ -49,6 +49,7 @@ from nanorl.flow.transfer_queue import QueueCursor
 from nanorl.history import RunHistory
 from nanorl.learner import Learner, reference_folders
 from nanorl.manifest import manifest_of
+from nanorl.missing_records import missing_records, passed_over
 from nanorl.monitor.monitor import RunMonitor
 from nanorl.parts import Parts, num_threads
 from nanorl.report.chat_decode import ChatDecode
@@ -209,6 +210,8 @@ class Run:
     async def restore(self) -> None:
         """Continue from the newest checkpoint, or from the start where none was made yet."""
         found = latest_checkpoint(self.checkpoints)
+        if said := passed_over(self.checkpoints, found):
+            self.live.say(said)
         if found is None:
             await self._require_nothing_done()
             self.live.say("no checkpoint was made yet: starting from the beginning")
@@ -229,6 +232,8 @@ class Run:
         self.saved_place = self.cursor.place
         await self.roles.store.call(RolloutStore.delete_from_step, first)
         self.metrics.truncate_from(first)
+        for one in await self._missing_records():
+            self.live.say(f"{one}. Training goes on as it would have: nothing is computed from it")
         self.board.begin_anew()
         await self.roles.publisher.publish(self.cursor.step)
 
@@ -270,6 +275,11 @@ class Run:
                 "run with another --out"
             )
 
+    async def _missing_records(self) -> list[str]:
+        """What the folder has lost of the steps so far: a sentence for each kind."""
+        stored = await self.roles.store.call(RolloutStore.steps)
+        return missing_records(self.dir, self.cursor, stored, first=self.first_step)
+
     @property
     def is_changed(self) -> bool:
         """Whether this process goes on with other options than the one before."""
@@ -283,6 +293,7 @@ class Run:
     async def save(self, *, in_background: bool = False) -> None:
         """A checkpoint of the engine and the cursor; the critic's first, which the cursor names."""
         self.note_time()
+        self.cursor.options = recorded(self.config)
         await self._wait_saved()
         if self.critic is not None:
             self.cursor.critic = await self._train(self.critic.save, self.dir / "critic")
@@ -567,12 +578,13 @@ class Run:
             reference_folders,
             self.config,
             self.dir / "reference",
-            has_begun=self.cursor.step > self._first_step(),
+            has_begun=self.cursor.step > self.first_step,
             write_policy=self.roles.engine.write_model,
         )
         return await self.roles.open_reference(folders)
 
-    def _first_step(self) -> int:
+    @property
+    def first_step(self) -> int:
         """The RL step that this run began with: a fork's is not 0."""
         events = self.history.read()
         return events[0]["step"] if events and events[0]["event"] == "forked" else 0
@@ -668,17 +680,21 @@ class Run:
             self.cursor.keep_max("logp_gap_max", metrics["logp_gap_max"])
             self.cursor.add("logp_gap_sum", metrics["logp_gap_mean"] * measured)
             self.cursor.add("logp_gap_tokens", measured)
+            self.cursor.add("logp_gap_steps", 1)
 
 
 def write_outcome(run: Run) -> dict[str, Any]:
     """Write everything; returns the summary."""
     run.note_time()
-    summary = summarise(run)
-    write_summary(run.dir / "summary.json", summary)
-    write_cards(run.config, summary, model_source(run.config, run.parts.folder))
     with RolloutStore(run.config.store_address) as store:
+        stored = store.steps()
         rates = rates_by_stage(store.entries())
         examples = collect_examples(run.dir, store)
+    summary = summarise(run)
+    if missing := missing_records(run.dir, run.cursor, stored, first=run.first_step):
+        summary["missing"] = missing
+    write_summary(run.dir / "summary.json", summary)
+    write_cards(run.config, summary, model_source(run.config, run.parts.folder))
     write_report(
         run.dir / "report.html",
         config=run.config.to_json(),
@@ -732,6 +748,8 @@ def summarise(run: Run) -> dict[str, Any]:
                 for name, value in totals.items()
                 if name.startswith("phase_s.")
             },
+            "logp_gap_steps": int(totals.get("logp_gap_steps", 0)),
+            "logp_gap_share": ratio("logp_gap_tokens", "rollout_tokens") or 0.0,
             "warm_start_steps": config.warm_start.steps,
             "heldout_n_before": results.get("before", {}).get("num_tasks", 0),
             "heldout_n_untrained": results.get(first, {}).get("num_tasks", 0),

@@ -278,6 +278,11 @@ class RolloutStore:
         """What came of the rollouts, by step and kind."""
         return self._db.read(partial(count_outcomes, self._db))
 
+    def steps(self) -> set[int]:
+        """The steps whose rollouts were stored, also those that have expired since."""
+        sql = "SELECT DISTINCT step FROM rollouts UNION SELECT step FROM expired"
+        return {int(row[0]) for row in self._db.read(lambda: self._db.query(sql))}
+
     def count(self, where: Filter = EVERY) -> int:
         """How many rollouts a slice has."""
         chosen = where.sql()
