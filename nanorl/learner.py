@@ -160,9 +160,7 @@ class Learner:
         to measure the log-prob gap on where the batch trains on none."""
         loop = asyncio.get_running_loop()
         async with self.publisher.lent():
-            metrics = await loop.run_in_executor(
-                self.thread, self.train_on, groups, scores, probe
-            )
+            metrics = await loop.run_in_executor(self.thread, self.train_on, groups, scores, probe)
         metrics["sync_s"] = await self.publish(version)
         return metrics
 

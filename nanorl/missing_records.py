@@ -31,9 +31,7 @@ def passed_over(checkpoints: Path, found: Path | None) -> str:
     )
 
 
-def missing_records(
-    run: Path, cursor: Cursor, stored: Collection[int], *, first: int
-) -> list[str]:
+def missing_records(run: Path, cursor: Cursor, stored: Collection[int], *, first: int) -> list[str]:
     """A sentence for each kind of record that the run has made up to its cursor and that is not
     there. `stored` are the steps whose rollouts are or were in the store, `first` is the one that
     the run began with itself: what came before a fork is elsewhere."""

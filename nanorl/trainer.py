@@ -272,9 +272,7 @@ class Trainer:
         clock = asyncio.get_running_loop().time
         groups = [group.rollouts for group in batch.groups]
         scores = [row.fields.get(SCORES) for row in batch.rows]
-        learnt = await self.learner.call(
-            Learner.train_and_publish, groups, step + 1, scores, probe
-        )
+        learnt = await self.learner.call(Learner.train_and_publish, groups, step + 1, scores, probe)
         left_out = [group.rollouts for group in batch.left_out]
         if left_out:  # what the agent can do is said by all that it played
             learnt |= batch_metrics([one for group in (*groups, *left_out) for one in group])

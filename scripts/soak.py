@@ -38,6 +38,9 @@ SMALLEST = (
     *("--rl.tasks-per-step", "2", "--rl.group-size", "2", "--agent.max-turn-tokens", "16"),
     *("--evaluation.num-tasks", "1", "--evaluation.num-tasks-untrained", "0"),
     *("--evaluation.num-tasks-no-tool", "0", "--rl.algorithm.entropy-coef", "0.01"),
+    # A cache is mapped as its blocks are first used: one of 256 MB would seem to grow for 1,000
+    # steps. This one is full after some 40.
+    *("--engine.cache-mb", "8"),
 )
 
 
@@ -144,7 +147,9 @@ def row(name: str, value: float, bound: float, unit: str) -> dict[str, Any]:
 
 def main() -> int:
     """Run, print, write; 1 where something grew."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--backends", nargs="+", default=["inline", "local"])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--json", type=Path)

@@ -135,7 +135,8 @@ class ModelCard:
                 "",
                 "Decoding is greedy, and none of the tasks was trained on. This is one run with "
                 f"the seed {self.config.seed}; another seed gives other figures. The gap between "
-                f"the log-probs of the engine that sampled and of the one that trained was {gap_text(self.summary)}.",
+                "the log-probs of the engine that sampled and of the one that trained was "
+                f"{gap_text(self.summary)}.",
             ]
         )
 

@@ -110,7 +110,9 @@ def gap_text(summary: Mapping[str, Any]) -> str:
     if "logp_gap_share" not in summary:
         return said
     steps, all_steps = summary["logp_gap_steps"], summary["steps"]
-    return f"{said} (on {summary['logp_gap_share']:.0%} of the tokens, {steps} of {all_steps} steps)"
+    return (
+        f"{said} (on {summary['logp_gap_share']:.0%} of the tokens, {steps} of {all_steps} steps)"
+    )
 
 
 def build_summary(fields: Mapping[str, Any], extra: Mapping[str, Any] | None = None) -> dict:

@@ -12,6 +12,7 @@ Left out: several writers (others may read while one writes).
 from __future__ import annotations
 
 import json
+import math
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -362,8 +363,9 @@ class RolloutStore:
         """
         limits = {"keep_steps": keep_steps, "days": days, "max_bytes": max_bytes}
         for name, limit in limits.items():
-            if limit is not None and (limit <= 0 or (name != "days" and limit < 1)):
-                raise ValueError(f"{name}={limit}: give more than 0, or leave it out")
+            least = 0 if name == "days" else 1
+            if limit is not None and not (limit > 0 and least <= limit < math.inf):
+                raise ValueError(f"{name}={limit}: give a number above 0, or leave it out")
         num_before = len(self)
         with self._lock:
             if keep_steps is not None:

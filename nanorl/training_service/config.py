@@ -49,16 +49,6 @@ class ServiceOptions:
     """Answers that are kept for clients that ask again."""
     infer: InferConfig = field(default_factory=InferConfig)
 
-
-@dataclass(frozen=True, kw_only=True)
-class ServiceConfig(ServiceOptions):
-    """Train one base model."""
-
-    model: Path
-    """Hugging Face folder: config.json, safetensors, tokenizer.json."""
-    names: tuple[str, ...] = ()
-    """What clients may call it, besides the path of its folder."""
-
     def __post_init__(self) -> None:
         check_record(
             self,
@@ -73,11 +63,12 @@ class ServiceConfig(ServiceOptions):
             max_answer_bytes=NATURAL,
         )
 
-    @property
-    def base_name(self) -> str:
-        """What the service calls it: a hub's name, from which clients get the tokenizer, else the
-        path of the folder, from which they do as well."""
-        for name in self.names:
-            if name.count("/") == 1 and not Path(name).expanduser().exists():
-                return name
-        return str(self.model.expanduser().resolve())
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceConfig(ServiceOptions):
+    """Train one base model."""
+
+    model: Path
+    """Hugging Face folder: config.json, safetensors, tokenizer.json."""
+    names: tuple[str, ...] = ()
+    """What clients may call it, besides the path of its folder."""
