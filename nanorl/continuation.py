@@ -355,7 +355,7 @@ def take_over(config: RunConfig) -> None:
         cursor.tasks = ""  # the run notes its own
     if any(name in changed for name in _HELDOUT):
         cursor.results.clear()
-    cursor.options = recorded(config)
+    cursor.options, cursor.num_starts = recorded(config), 0
     cursor.totals.pop("peak_rss_bytes", None)  # of that run's processes, which may be larger
     adopt_checkpoint(origin.checkpoint, target / "checkpoints", cursor.to_json())
     names = ["model", "reference"]

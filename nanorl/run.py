@@ -48,8 +48,8 @@ from nanorl.flow.journal import Journal
 from nanorl.flow.transfer_queue import QueueCursor
 from nanorl.history import RunHistory
 from nanorl.learner import Learner, reference_folders
-from nanorl.manifest import manifest_of
-from nanorl.missing_records import missing_records, passed_over
+from nanorl.manifest import manifest_of, model_fingerprint
+from nanorl.missing_records import is_fork, missing_records, passed_over
 from nanorl.monitor.monitor import RunMonitor
 from nanorl.parts import Parts, num_threads
 from nanorl.report.chat_decode import ChatDecode
@@ -108,9 +108,11 @@ class Run:
         self.board = TensorBoardFolders(self.dir / "tensorboard")
         self.cursor = Cursor(tasks=parts.tasks.fingerprint)
         self.critic: RunCritic | None = None
+        self.num_starts = 0  # of its processes, that checkpoints know of; 0: this is the first
         self.saved_place: tuple[Phase, int] | None = None  # of the cursor in the last checkpoint
         self.history = RunHistory(self.dir)
         self.has_to_restore = config.resume or bool(config.fork)
+        self.model_fingerprint = model_fingerprint(parts.folder)
         self.trackers = Trackers(config, say=live.say)
         self.spans = RunSpans(config, parts.folder, say=live.say)
         self.alarms = RunAlarms(config, parts.tokenizer, has_tools=parts.kind.has_tools)
@@ -223,7 +225,9 @@ class Run:
             open_checkpoint(found).meta["cursor"],
             rl_steps=self.history.original("rl.steps", rl.steps),
         )
+        self.num_starts = self.cursor.num_starts = self.num_starts or self.cursor.num_starts + 1
         self._require_same_tasks()
+        self._require_same_model()
         first = self.cursor.rl_steps_done
         self.cursor.reopen(rl.steps, is_changed=self.is_changed)
         if self.cursor.phase not in WARMING_UP:
@@ -275,6 +279,14 @@ class Run:
                 "run with another --out"
             )
 
+    def _require_same_model(self) -> None:
+        if self.cursor.model not in ("", self.model_fingerprint):
+            raise ValueError(
+                f"{self.parts.folder}: its configuration or tokenizer is not what this run's "
+                "newest checkpoint was made with, so the same weights would say something else; "
+                "put the files back, or start a new run with another --out"
+            )
+
     async def _missing_records(self) -> list[str]:
         """What the folder has lost of the steps so far: a sentence for each kind."""
         stored = await self.roles.store.call(RolloutStore.steps)
@@ -294,6 +306,8 @@ class Run:
         """A checkpoint of the engine and the cursor; the critic's first, which the cursor names."""
         self.note_time()
         self.cursor.options = recorded(self.config)
+        self.cursor.model = self.model_fingerprint
+        self.cursor.num_starts = max(1, self.num_starts)
         await self._wait_saved()
         if self.critic is not None:
             self.cursor.critic = await self._train(self.critic.save, self.dir / "critic")
@@ -587,7 +601,7 @@ class Run:
     def first_step(self) -> int:
         """The RL step that this run began with: a fork's is not 0."""
         events = self.history.read()
-        return events[0]["step"] if events and events[0]["event"] == "forked" else 0
+        return events[0]["step"] if is_fork(events) else 0
 
     async def _open_critic(self) -> RunCritic | None:
         """The critic as it was at the last step, if the algorithm has one."""
