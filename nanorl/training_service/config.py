@@ -72,3 +72,12 @@ class ServiceConfig(ServiceOptions):
     """Hugging Face folder: config.json, safetensors, tokenizer.json."""
     names: tuple[str, ...] = ()
     """What clients may call it, besides the path of its folder."""
+
+    @property
+    def base_name(self) -> str:
+        """What the service calls it: a hub's name, from which clients get the tokenizer, else the
+        path of the folder, from which they do as well."""
+        for name in self.names:
+            if name.count("/") == 1 and not Path(name).expanduser().exists():
+                return name
+        return str(self.model.expanduser().resolve())
